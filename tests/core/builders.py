@@ -1,9 +1,12 @@
 """Shared by the tests of core: requests, placement groups, and what can be asked."""
 
+import re
+from ast import literal_eval
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
+from aiogpu import testing
 from aiogpu.core.model.request import (
     ANY,
     PACK,
@@ -14,53 +17,78 @@ from aiogpu.core.model.request import (
     TaskSpec,
 )
 from aiogpu.core.model.units import CPU, GPU, device_quantity, quantity
-from aiogpu.core.records import TaskRecord
+from aiogpu.core.records import Memory, TaskRecord
+from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.observe.snapshot import snapshot, why
 from aiogpu.observe.status import NodeStatus
 from aiogpu.observe.why import Why
-from aiogpu.testing import World
 
 GIB = 1 << 30
 HOLDER = 4711
 """The process that holds leases and placement groups."""
 
 
-def pids_of(w: World) -> dict[int, int]:
+CHECKS = ("=", "has", "lacks")
+AT_ONCE = ("wait_for", "placement_group", "submit_in")
+OPTIONS = {"cpus": "num_cpus", "gpus": "num_gpus"}
+
+
+def value(word: str) -> Any:
+    """What a word of a story means: a number, True, or a name."""
+    try:
+        return literal_eval(word)
+    except (SyntaxError, ValueError):
+        return option("", word) if ":" in word else word
+
+
+def option(key: str, text: str) -> Any:
+    """The value of an option: `X:1,Y:2` for variables, `a,b` for tasks."""
+    if key == "needs":
+        return text.split(",")
+    if ":" not in text:
+        return text if key == "gpu_memory" else value(text)
+    pairs = dict(pair.split(":") for pair in text.split(","))
+    if key == "environment":
+        return pairs
+    return {name: value(amount) for name, amount in pairs.items()}
+
+
+def pids_of(w: testing.World) -> dict[int, int]:
     """Worker 1 has process 101 once it has started, and so on."""
     held = dict.fromkeys([*w.leases.values(), *w.placement_groups.values()], HOLDER)
     workers = [worker.id for worker in w.workers.values() if worker.has_started]
     return {worker: 100 + worker for worker in workers} | held
 
 
-def status_of(w: World, **more) -> NodeStatus:
+def status_of(w: testing.World, **more) -> NodeStatus:
     """What `status()` shows."""
     return snapshot(w.scheduler, pids_of(w), w.now, **more)
 
 
-def record_of(w: World, name: str) -> TaskRecord:
+def record_of(w: testing.World, name: str) -> TaskRecord:
     """What the scheduler knows of a task."""
     return w.scheduler.tasks[w.tasks[name].id]
 
 
-def why_of(w: World, name: str) -> Why:
+def why_of(w: testing.World, name: str) -> Why:
     """What `why()` says of a task."""
     return why(w.scheduler, record_of(w, name), pids_of(w), w.now)
 
 
-def pass_over(w: World) -> None:
+def pass_over(w: testing.World) -> None:
     """Let a task come and go, so that all that wait are looked at."""
     name = f"passes {len(w.tasks)}"
     w.submit(name, num_cpus=0)
     w.finish(name)
 
 
-def kept_for(w: World) -> str | None:
+def kept_for(w: testing.World) -> str | None:
     """The task for which something is reserved."""
     reservation = w.scheduler.reservation
     return reservation.record.spec.name if reservation else None
 
 
-def kinds(w: World) -> list[type]:
+def kinds(w: testing.World) -> list[type]:
     """The classes of the effects of the last event."""
     return [type(effect) for effect in w.effects]
 
@@ -89,8 +117,72 @@ def placement_group_of(
     return PlacementGroupSpec(name, name, strategy, tuple(map(bundle, bundles)))
 
 
-class GroupWorld(World):
-    """Knows a placement group by its name."""
+def starve(w: testing.World, name: str) -> None:
+    """A task is killed for want of main memory."""
+    w.tell(Scheduler.kill_for_memory, w.worker_of(name), Memory.HOST)
+
+
+def outgrow(w: testing.World, name: str) -> None:
+    """A task uses more of its device's memory than it has reserved."""
+    w.tell(Scheduler.kill_for_memory, w.worker_of(name), Memory.DEVICE)
+
+
+VERBS = {"starve": starve, "outgrow": outgrow, "pass_over": pass_over}
+"""Events beside the methods of a world."""
+
+
+class World(testing.World):
+    """Knows placement groups by their names, and plays a story that is written down."""
+
+    def play(self, story: str) -> Self:
+        """Play a story, whose lines consist of steps, and hold it to what it says.
+
+        `submit a b gpus=0.5; finish a` are events: a method, the names it is called
+        with in turn, and its options. `running = b` and `running has b` are checks.
+        What stands in parentheses is a remark.
+
+        Returns:
+            this world, after all that.
+        """
+        done: list[str] = []
+        for step in re.split(r"[;\n]", re.sub(r" \(.*?\)", "", story)):
+            if words := step.split():
+                done.append(" ".join(words))
+                if len(words) > 1 and words[1] in CHECKS:
+                    self._look(words[0], words[1], words[2:], done)
+                elif words[0] == "gpus_of":
+                    assert self.gpus_of(words[1]) == list(map(value, words[3:])), done
+                else:
+                    self._do(words[0], words[1:])
+        return self
+
+    def _do(self, verb: str, words: list[str]) -> None:
+        names = [value(word) for word in words if "=" not in word]
+        pairs = [word.split("=", 1) for word in words if "=" in word]
+        options = {OPTIONS.get(key, key): option(key, text) for key, text in pairs}
+        step = VERBS.get(verb) or getattr(type(self), verb)
+        if verb in AT_ONCE or not names:
+            step(self, *names, **options)
+        else:
+            for name in names:
+                step(self, name, **options)
+
+    def _look(self, what: str, how: str, words: list[str], done: list[str]) -> None:
+        seen = getattr(self, what)
+        if how == "lacks":
+            assert not set(words) & set(seen), (done, seen)
+            return
+        if isinstance(seen, dict):
+            said: Any = {
+                key: value(text) for key, text in (word.split(":") for word in words)
+            }
+            part: Any = {key: seen.get(key) for key in said}
+        else:
+            said = type(seen)(map(value, words))
+            part = [each for each in seen if each in said]
+        if how == "has":
+            seen = type(seen)(part)
+        assert seen == said, (done, seen)
 
     def placement_group(
         self,

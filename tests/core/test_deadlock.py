@@ -1,7 +1,6 @@
 """Waits that can never end fail with the reason; no other wait does. All of [B12]."""
 
-from aiogpu.testing import World
-from tests.core.builders import finish, submit
+from tests.core.builders import World, submit
 
 
 def wait(w: World, parent: str, child: str, **options) -> None:
@@ -11,22 +10,18 @@ def wait(w: World, parent: str, child: str, **options) -> None:
 
 
 def test_a_child_that_needs_what_its_parent_holds():
-    w = World(gpus=1)
-    w.submit("train", num_gpus=1)
+    w = World(gpus=1).play("submit train gpus=1")
     wait(w, "train", "evaluate", num_gpus=0.5)
     assert w.told == {"evaluate": "deadlocked"}
     assert w.tasks["evaluate"].reason == (
         "evaluate asks for {CPU: 1, GPU: 0.5}, and those that wait hold it: "
         "train holds {CPU: 1, GPU: 1} and waits for evaluate"
     )
-    assert w.blocked == set()
-    w.finish("train")
-    assert w.free["GPU"] == 1.0
+    w.play("blocked =; finish train; free has GPU:1.0")
 
 
 def test_a_grandchild_that_needs_what_its_ancestors_hold_together():
-    w = World(gpus=1)
-    w.submit("a", num_gpus=0.5)
+    w = World(gpus=1).play("submit a gpus=0.5")
     wait(w, "a", "b", num_gpus=0.25)
     wait(w, "b", "c", num_gpus=0.5)
     assert w.told == {"c": "deadlocked"}
@@ -35,13 +30,11 @@ def test_a_grandchild_that_needs_what_its_ancestors_hold_together():
         "a holds {CPU: 1, GPU: 0.5} and waits for b; "
         "b holds {CPU: 1, GPU: 0.25} and waits for c"
     )
-    assert w.blocked == {"a"}
-    finish(w, "b a")
+    w.play("blocked = a; finish b a")
 
 
 def test_two_trees_that_hold_each_others_gpu():
-    w = World(gpus=2)
-    submit(w, "a b", num_gpus=1)
+    w = World(gpus=2).play("submit a b gpus=1")
     wait(w, "a", "below a", num_gpus=1)
     assert w.told == {}
     wait(w, "b", "below b", num_gpus=1)
@@ -51,29 +44,23 @@ def test_two_trees_that_hold_each_others_gpu():
         "b holds {CPU: 1, GPU: 1} and waits for below b; "
         "a holds {CPU: 1, GPU: 1} and waits as well"
     )
-    assert w.blocked == {"a"}
-    w.finish("b")
+    w.play("blocked = a; finish b")
     assert w.running == {"a", "below a"}
     w.finish("below a")
     w.finish("a")
 
 
 def test_all_have_to_fail_that_can_never_run_and_no_more():
-    w = World(gpus=2)
-    w.submit("parent", num_gpus=2)
-    for name in ("x", "y", "z"):
-        w.submit(name, num_gpus=1, parent="parent")
-    w.submit("cpu", parent="parent")
-    w.wait_for("parent", "x", "y", "z", "cpu")
-    assert w.told == {"x": "deadlocked", "y": "deadlocked", "z": "deadlocked"}
-    assert w.blocked == {"parent"}
-    w.finish("cpu")
-    assert w.blocked == set()
+    World(gpus=2).play("""
+        submit parent gpus=2; submit x y z gpus=1 parent=parent
+        submit cpu parent=parent; wait_for parent x y z cpu
+        told = x:deadlocked y:deadlocked z:deadlocked; blocked = parent
+        finish cpu; blocked =
+    """)
 
 
 def test_a_task_that_runs_or_goes_on_will_give_back_what_is_needed():
-    w = World(gpus=2)
-    submit(w, "a b", num_gpus=1)
+    w = World(gpus=2).play("submit a b gpus=1")
     wait(w, "a", "below a", num_gpus=1)
     wait(w, "b", "below b")
     assert (w.told, w.blocked) == ({}, {"a", "b"})
@@ -84,34 +71,27 @@ def test_a_task_that_runs_or_goes_on_will_give_back_what_is_needed():
 
 def test_one_that_waits_for_what_is_still_to_run_will_go_on():
     """The banker lets them end one after the other, in whatever order that takes."""
-    w = World(cpus=1, gpus=3)
-    for name in "abc":
-        w.submit(name, num_cpus=0, num_gpus=1)
-    w.submit("busy")
+    w = World(cpus=1, gpus=3).play("submit a b c cpus=0 gpus=1; submit busy")
     wait(w, "a", "below a", num_gpus=2)
     wait(w, "b", "below b", num_gpus=1)
     assert w.told == {}
     wait(w, "c", "below c")
-    assert w.told == {}
-    w.finish("busy")
+    w.play("told =; finish busy")
     for name in ("below c", "c", "below b", "b", "below a", "a"):
         w.finish(name)
     assert set(w.told.values()) == {"settled"}
 
 
 def test_cpus_alone_are_no_reason_to_wait_for_ever_nor_is_one_that_starts():
-    w = World(cpus=1, gpus=2)
-    w.submit("a", num_gpus=1)
+    w = World(cpus=1, gpus=2).play("submit a gpus=1")
     wait(w, "a", "b")
     w.starts = False
     wait(w, "b", "c", num_gpus=1)
-    assert w.told == {}
-    assert (w.running, w.starting) == ({"a", "b"}, {"c"})
+    w.play("told =; running = a b; starting = c")
 
 
 def test_a_custom_resource_can_be_what_is_waited_for():
-    w = World(resources={"license": 1})
-    w.submit("a", resources={"license": 0.5})
+    w = World(resources={"license": 1}).play("submit a resources=license:0.5")
     wait(w, "a", "b", resources={"license": 1})
     assert w.told == {"b": "deadlocked"}
     assert "a holds {CPU: 1, license: 0.5} and waits for b" in w.tasks["b"].reason
@@ -122,22 +102,19 @@ def test_devices_of_another_type_are_of_no_use():
     w.submit("a", num_gpus=1, accelerator_type="A100")
     w.submit("b", num_gpus=0.25, accelerator_type="A100", parent="a")
     w.submit("c", num_gpus=0.25, accelerator_type="T4", parent="a")
-    w.wait_for("a", "b", "c")
-    assert (w.told, w.running) == ({"b": "deadlocked"}, {"a", "c"})
+    w.play("wait_for a b c; told = b:deadlocked; running = a c")
 
 
 def test_a_share_does_not_span_what_is_left_of_two_devices():
-    w = World(gpus=2)
-    w.submit("a", num_gpus=0.6)
-    w.submit("b", num_gpus=0.6, parent="a")
-    w.wait_for("a", "b")
+    w = World(gpus=2).play("""
+        submit a gpus=0.6; submit b gpus=0.6 parent=a; wait_for a b
+    """)
     wait(w, "b", "c", num_gpus=0.8)
     assert w.told == {"c": "deadlocked"}
 
 
 def test_a_wait_that_failed_may_be_tried_with_less():
-    w = World(gpus=1)
-    w.submit("a", num_gpus=0.75)
+    w = World(gpus=1).play("submit a gpus=0.75")
     wait(w, "a", "too much", num_gpus=0.5)
     wait(w, "a", "enough", num_gpus=0.25)
     assert (w.told, w.running) == ({"too much": "deadlocked"}, {"a", "enough"})
@@ -145,18 +122,14 @@ def test_a_wait_that_failed_may_be_tried_with_less():
 
 def test_what_has_failed_takes_along_what_it_has_started():
     """A task that begins anew may have to wait where it has run before."""
-    w = World(gpus=1)
-    w.submit("a", num_gpus=0.5)
-    w.submit("b", num_gpus=0.5, parent="a")
-    w.wait_for("a", "b")
-    w.submit("thief", num_gpus=0.5, priority=1)
-    w.die("b")
-    assert (w.running, w.waiting, w.told) == ({"a", "thief"}, {"b"}, {})
+    w = World(gpus=1).play("""
+        submit a gpus=0.5; submit b gpus=0.5 parent=a; wait_for a b
+        submit thief gpus=0.5 priority=1; die b; running = a thief; waiting = b; told =
+    """)
     w.submit("thief's", num_gpus=0.75, parent="thief")
     w.wait_for("thief", "thief's")
     assert w.told == {"thief's": "deadlocked"}
-    w.finish("thief")
-    assert w.running == {"a", "b"}
+    w.play("finish thief; running = a b")
 
 
 def test_many_trees_are_distinguished():

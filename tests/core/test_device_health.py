@@ -4,8 +4,7 @@ import pytest
 
 from aiogpu.core.resources.devices import Cause
 from aiogpu.core.scheduler.scheduler import Scheduler
-from aiogpu.testing import World
-from tests.core.builders import status_of, submit, why_of
+from tests.core.builders import World, status_of, why_of
 
 SICK = "XID 79"
 WHO = "others are on it: python (pid 4711)"
@@ -35,12 +34,11 @@ def gone(gpus=1, count=2):
 def test_the_owner_has_its_result_at_once_and_the_share_comes_back_later():
     """[B26]"""
     w, worker = gone()
-    assert w.told == {"a": "settled"}
-    assert w.free == {"CPU": 4.0, "GPU": 1.0}, "its code has ended"
-    w.submit("b", num_gpus=2)
-    assert w.waiting == {"b"}
-    w.advance(60)
-    assert w.killed == [], "it has ended in time"
+    w.play("""
+        told = a:settled; free = CPU:4.0 GPU:1.0 (its code has ended)
+        submit b gpus=2; waiting = b
+        advance 60; killed = (it has ended in time)
+    """)
     w.tell(Scheduler.devices_free, worker)
     assert w.running == {"b"}
     assert w.scheduler.ledger.device_sets["GPU"].unverified == set()
@@ -76,13 +74,11 @@ def test_a_device_that_is_not_given_back_is_set_aside_and_says_why():
     assert shown(w) == [REASON, None]
     assert f"  set aside: {REASON}" in str(status_of(w)).splitlines()
     assert "set aside" in status_of(w).waiting[0].reason
-    w.submit("b", num_gpus=1)
-    assert w.gpus_of("b") == [1]
+    w.play("submit b gpus=1; gpus_of b = 1")
     assert f"    set aside: {REASON}" in str(why_of(w, "both")).splitlines()
     w.advance(2)
     assert w.scheduler.reservation is None, "none counts on it"
-    w.finish("b")
-    w.run_dry()
+    w.play("finish b; run_dry")
     note(w, 0, None, Cause.UNSETTLED)
     assert w.gpus_of("both") == [0, 1]
 
@@ -91,20 +87,16 @@ def test_a_device_that_is_not_given_back_is_set_aside_and_says_why():
 def test_who_has_a_share_of_a_device_that_is_set_aside_keeps_that(cause):
     w = World(gpus=2)
     w.settles = True
-    w.submit("c", num_gpus=0.25, max_calls=1)
-    w.submit("a", num_gpus=0.5)
-    w.submit("whole", num_gpus=1)
-    w.finish("c")
+    w.play("""
+        submit c gpus=0.25 max_calls=1; submit a gpus=0.5; submit whole gpus=1; finish c
+    """)
     if cause is Cause.UNSETTLED:
         w.tell(Scheduler.devices_stuck, w.unsettled[0], SICK)
     else:
         w.tell(Scheduler.devices_free, w.unsettled[0])
         note(w, 0, SICK, cause)
     assert shown(w) == [SICK, None]
-    w.submit("b", num_gpus=0.25)
-    assert (w.running, w.waiting) == ({"a", "whole"}, {"b"})
-    w.finish("a")
-    assert w.waiting == {"b"}
+    w.play("submit b gpus=0.25; running = a whole; waiting = b; finish a; waiting = b")
     note(w, 0, None, cause)
     assert w.gpus_of("b") == [0]
     assert shown(w) == [None, None]
@@ -136,13 +128,9 @@ def test_causes_do_not_end_each_other_and_are_named_once():
 def test_a_dead_workers_task_is_decided_about_before_its_devices_are_back():
     w = World(gpus=1)
     w.settles = True
-    w.submit("a", num_gpus=1, max_retries=1)
-    w.submit("lost", num_gpus=0, max_retries=0)
+    w.play("submit a gpus=1 max_retries=1; submit lost gpus=0 max_retries=0")
     worker = w.worker_of("a")
-    w.die("lost")
-    assert w.told == {"lost": "lost"}
-    w.die("a")
-    assert w.waiting == {"a"}
+    w.play("die lost; told = lost:lost; die a; waiting = a")
     w.tell(Scheduler.devices_free, worker)
     assert w.running == {"a"}
 
@@ -151,12 +139,9 @@ def test_cpus_that_were_lent_come_back_with_the_rest():
     w = World(cpus=1, gpus=1)
     w.settles = True
     w.submit("parent", num_gpus=1, max_retries=0)
-    w.submit("child", parent="parent")
-    w.wait_for("parent", "child")
+    w.play("submit child parent=parent; wait_for parent child")
     worker = w.worker_of("parent")
-    w.die("parent")
-    w.cancel("child")
-    w.run_dry()
+    w.play("die parent; cancel child; run_dry")
     w.tell(Scheduler.devices_free, worker)
     assert w.free == {"CPU": 1.0, "GPU": 1.0}
 
@@ -179,23 +164,17 @@ def test_what_is_said_of_nobody_changes_nothing(step):
 
 
 def test_a_spoilt_worker_ends_after_its_task_although_it_is_reused():
-    w = World(gpus=1, took=1e-4)
-    for name in "abcd":
-        w.submit(name, num_gpus=1)
-    w.finish("a")
+    w = World(gpus=1, took=1e-4).play("submit a b c d gpus=1; finish a")
     worker = w.worker_of("b")
     assert w.queued
-    w.spoil("b")
-    assert not w.queued
-    w.finish("b")
+    w.play("spoil b; queued =; finish b")
     assert w.running
     assert w.worker_of(next(iter(w.running))) != worker
     assert worker not in w.workers
 
 
 def test_nobody_spoils_a_worker_without_a_task():
-    w = World()
-    w.submit("a")
+    w = World().play("submit a")
     worker = w.worker_of("a")
     w.finish("a")
     w.tell(Scheduler.worker_spoilt, worker)
@@ -206,25 +185,21 @@ def test_nobody_spoils_a_worker_without_a_task():
 
 def test_a_worker_on_a_sick_device_is_given_no_more_of_the_same():
     """[B26] Not the next of its line, and not what it was sent ahead."""
-    w = World(cpus=1, gpus=1, took=1e-5)
-    for name in "abcdefgh":
-        w.submit(name, num_gpus=0.5)
-    w.finish("a")
+    w = World(cpus=1, gpus=1, took=1e-5).play("""
+        submit a b c d e f g h gpus=0.5; finish a
+    """)
     assert w.queued
     w.tell(Scheduler.device_changed, "GPU", 0, Cause.SICK, "GPU reset needed")
-    assert (w.queued, w.running) == (set(), {"b"})
-    w.finish("b")
-    assert w.running == set()
+    w.play("queued =; running = b; finish b; running =")
     w.tell(Scheduler.device_changed, "GPU", 0, Cause.SICK, None)
     w.run_dry()
     assert set(w.told) == set("abcdefgh")
 
 
 def test_what_is_sent_ahead_elsewhere_stays_there():
-    w = World(cpus=1, gpus=2, took=1e-5)
-    for name in "abcdefgh":
-        w.submit(name, num_gpus=0.5)
-    w.finish("a")
+    w = World(cpus=1, gpus=2, took=1e-5).play("""
+        submit a b c d e f g h gpus=0.5; finish a
+    """)
     queued = w.queued
     assert queued
     w.tell(Scheduler.device_changed, "GPU", 1, Cause.SICK, "XID 79")
@@ -232,12 +207,10 @@ def test_what_is_sent_ahead_elsewhere_stays_there():
 
 
 def test_nothing_is_kept_on_a_sick_device():
-    w = World(gpus=2)
-    w.submit("a", num_gpus=0.5)
-    w.submit("b", num_gpus=0.5, strategy="spread")
-    w.submit("c", num_gpus=1)
-    w.advance(2)
-    w.submit("d", num_gpus=0.25)
+    w = World(gpus=2).play("""
+        submit a gpus=0.5; submit b gpus=0.5 strategy=spread; submit c gpus=1; advance 2
+        submit d gpus=0.25
+    """)
     assert w.scheduler.reservation.barred == {"GPU": 0b01}
     w.advance(1)
     w.tell(Scheduler.device_changed, "GPU", 0, Cause.SICK, "XID 79")
@@ -246,17 +219,14 @@ def test_nothing_is_kept_on_a_sick_device():
 
 def test_what_was_opened_on_a_sick_device_is_not_used_again():
     """A reset ends it, and needs that nobody has the device open."""
-    w = World(gpus=2, exits=False)
-    submit(w, "a b", num_gpus=0.5)
-    w.submit("c", num_gpus=1)
-    w.submit("d")
+    w = World(gpus=2, exits=False).play("""
+        submit a b gpus=0.5; submit c gpus=1; submit d
+    """)
     idle, busy, other = (w.worker_of(name) for name in "abc")
-    for name in "acd":
-        w.finish(name)
+    w.play("finish a c d")
     w.tell(Scheduler.device_changed, "GPU", 0, Cause.SICK, "XID 79")
     assert w.retired == [idle]
-    w.finish("b")
-    w.submit("e", num_gpus=1)
+    w.play("finish b; submit e gpus=1")
     assert w.worker_of("e") == other
     w.tell(Scheduler.device_changed, "GPU", 0, Cause.SICK, None)
     assert w.retired == [idle, busy]
@@ -273,21 +243,17 @@ def test_a_task_whose_worker_is_being_forked_goes_elsewhere(cause):
         w.tell(Scheduler.devices_stuck, worker, SICK)
     else:
         note(w, 0, SICK, cause)
-    w.start("b")
-    assert w.gpus_of("b") == [1]
+    w.play("start b; gpus_of b = 1")
     assert len(w.workers) == 1, "the same worker, which had no device yet"
 
 
 def test_what_was_busy_on_a_sick_device_all_the_while_is_not_used_again():
     """What it has opened there is from before the device was well again."""
-    w = World(gpus=1, exits=False)
-    submit(w, "a b", num_gpus=0.5)
+    w = World(gpus=1, exits=False).play("submit a b gpus=0.5")
     held = w.worker_of("a")
     w.tell(Scheduler.device_changed, "GPU", 0, Cause.SICK, "XID 79")
     w.tell(Scheduler.device_changed, "GPU", 0, Cause.SICK, None)
-    assert w.retired == []
-    w.submit("c", num_gpus=0.5)
-    w.finish("a")
+    w.play("retired =; submit c gpus=0.5; finish a")
     assert w.retired == [held]
     assert w.waiting == {"c"}, "it has its share until it has ended"
 
@@ -295,15 +261,12 @@ def test_what_was_busy_on_a_sick_device_all_the_while_is_not_used_again():
 def test_who_avoids_devices_with_others_on_them_takes_them_if_there_is_nothing_else():
     w = World(gpus=3)
     note(w, 0, WHO, Cause.FOREIGN, is_avoided=True)
-    w.submit("a", num_gpus=0.5)
-    submit(w, "b c", num_gpus=1)
+    w.play("submit a gpus=0.5; submit b c gpus=1")
     assert [w.gpus_of(name) for name in "abc"] == [[1], [2], [0]]
-    for name in "abc":
-        w.finish(name)
+    w.play("finish a b c")
     for count, devices in ((2, [1, 2]), (3, [0, 1, 2])):
         w.submit(f"of {count}", num_gpus=count)
         assert w.gpus_of(f"of {count}") == devices
         w.finish(f"of {count}")
     note(w, 0, None, Cause.FOREIGN, is_avoided=True)
-    w.submit("d", num_gpus=1, environment={"X": "1"})
-    assert w.gpus_of("d") == [0]
+    w.play("submit d gpus=1 environment=X:1; gpus_of d = 0")

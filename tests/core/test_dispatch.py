@@ -17,8 +17,7 @@ from aiogpu.core.resources.ledger import Ledger
 from aiogpu.core.scheduler.dispatch import refill
 from aiogpu.core.scheduler.placement import SLICE
 from aiogpu.core.scheduler.scheduler import Scheduler
-from aiogpu.testing import World
-from tests.core.builders import GroupWorld, finish, submit
+from tests.core.builders import World, finish, submit
 
 SHORT = 1e-5
 
@@ -98,16 +97,14 @@ def test_one_of_another_function_may_stop_what_is_sent_ahead(options):
     submit_numbered(w, 20)
     w.finish("t0")
     assert w.queued == names(2, 3)
-    for name in ("t1", "t2", "t3"):
-        w.finish(name)
+    w.play("finish t1 t2 t3")
     assert w.running == names(4)
 
 
 @pytest.mark.parametrize("options", [{"priority": 1}, {"parent": "root"}])
 def test_who_goes_first_is_not_kept_waiting_by_those_sent_ahead(options):
     """At most a moment's work is before it; nothing more is sent."""
-    w = backlog(300)
-    w.submit("root", num_cpus=0)
+    w = backlog(300).play("submit root cpus=0")
     before = w.queued
     w.submit("urgent", num_cpus=0.5, **options)
     while "urgent" not in w.running:
@@ -129,8 +126,7 @@ def test_another_shape_whose_turn_has_come_gets_the_worker():
 
 
 def test_an_older_task_that_needs_what_the_lease_has_not_holds_nobody_up():
-    w = World(cpus=2, gpus=1, took=1e-5)
-    w.submit("training", num_gpus=1)
+    w = World(cpus=2, gpus=1, took=1e-5).play("submit training gpus=1")
     w.submit("next training", num_gpus=1)
     submit_numbered(w, 20)
     finish(w, "t2 t3")
@@ -140,13 +136,9 @@ def test_an_older_task_that_needs_what_the_lease_has_not_holds_nobody_up():
 
 
 def test_an_older_task_that_the_lease_would_help_goes_first():
-    w = World(cpus=2, took=1e-5)
-    submit(w, "a b", function=5)
-    w.submit("pair", num_cpus=2)
+    w = World(cpus=2, took=1e-5).play("submit a b function=5; submit pair cpus=2")
     submit_numbered(w, 5)
-    w.finish("a")
-    assert w.waiting >= {"pair"}
-    assert not w.queued
+    w.play("finish a; waiting has pair; queued =")
 
 
 # Tasks that are submitted and ended in bursts fare as they would one by one.
@@ -335,7 +327,7 @@ def test_a_burst_is_no_other_while_one_is_to_run_alone(seed: int, programs: int)
 
 def test_each_member_of_a_group_is_taken_in_by_itself():
     """Who is in it is stopped when it is removed."""
-    world = GroupWorld(cpus=1)
+    world = World(cpus=1)
     world.placement_group("gang", {CPU: 1})
     for name in ("runs", "waits"):
         world.submit_in("gang", name, num_cpus=1)

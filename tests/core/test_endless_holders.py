@@ -8,40 +8,28 @@ from aiogpu.core.model.config import SchedulerConfig
 from aiogpu.core.model.ids import WorkerId
 from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.errors import InfeasibleError
-from aiogpu.testing import World
-from tests.core.builders import HOLDER, join, status_of, submit, why_of
+from tests.core.builders import HOLDER, World, status_of, why_of
 
 
 def test_a_lease_is_granted_at_once_and_without_a_worker():
-    w = World(gpus=2)
-    w.lease("mine", num_gpus=1)
+    w = World(gpus=2).play("lease mine gpus=1")
     assert list(w.leases) == ["mine"]
     assert w.gpus_of("mine") == [0]
     assert not w.workers
-    assert w.free_gpus == [0, 1]
-    w.give_back("mine")
-    assert (w.free_gpus, w.forgotten, w.told) == ([1, 1], {"mine"}, {})
+    w.play("free_gpus = 0 1; give_back mine; free_gpus = 1 1; forgotten = mine; told =")
 
 
 def test_a_lease_waits_for_its_turn_among_tasks():
-    w = World(gpus=1)
-    w.submit("before", num_gpus=1)
-    w.lease("lease", num_gpus=0.5)
-    w.submit("after", num_gpus=0.5)
-    w.submit("whole", num_gpus=1)
-    assert w.waiting == {"lease", "after", "whole"}
-    w.finish("before")
+    w = World(gpus=1).play("""
+        submit before gpus=1; lease lease gpus=0.5; submit after gpus=0.5
+        submit whole gpus=1; waiting = after lease whole; finish before
+    """)
     assert (set(w.leases), w.running) == ({"lease"}, {"after"})
-    w.finish("after")
-    assert w.waiting == {"whole"}
-    w.give_back("lease")
-    assert w.running == {"whole"}
+    w.play("finish after; waiting = whole; give_back lease; running = whole")
 
 
 def test_a_lease_is_never_sent_ahead_to_a_worker_of_its_shape():
-    w = World(cpus=1, took=1e-5)
-    submit(w, [f"t{n}" for n in range(4)])
-    w.lease("lease", num_cpus=1)
+    w = World(cpus=1, took=1e-5).play("submit t0 t1 t2 t3; lease lease cpus=1")
     for number in range(4):
         w.finish(f"t{number}")
     assert set(w.leases) == {"lease"}
@@ -50,36 +38,27 @@ def test_a_lease_is_never_sent_ahead_to_a_worker_of_its_shape():
 def test_a_lease_needs_no_worker():
     w = World(gpus=2)
     w.scheduler.worker_limit.bound(1)
-    w.submit("task")
-    w.lease("lease", num_gpus=1)
+    w.play("submit task; lease lease gpus=1")
     assert set(w.leases) == {"lease"}
 
 
 def test_a_lease_is_withdrawn_while_it_waits_and_else_held_until_its_processes_end():
-    w = World(gpus=1)
-    w.lease("lease", num_gpus=1)
-    w.lease("waits", num_gpus=1)
-    w.submit("task", num_gpus=1)
-    w.cancel("waits")
-    assert w.forgotten == {"waits"}
-    w.cancel("lease")
-    assert w.waiting == {"task"}
+    w = World(gpus=1).play("""
+        lease lease waits gpus=1; submit task gpus=1; cancel waits; forgotten = waits
+        cancel lease; waiting = task
+    """)
     (lease, _) = status_of(w).tasks
     assert lease.state == "stopping"
     assert "have not ended" in lease.reason
     assert "as soon as its processes have ended" in str(why_of(w, "lease"))
-    w.cancel("lease")
-    w.give_back("lease")
-    assert w.running == {"task"}
+    w.play("cancel lease; give_back lease; running = task")
 
 
 @pytest.mark.parametrize("is_stuck", [False, True])
 def test_its_devices_may_have_to_be_seen_free(is_stuck):
-    w = World(gpus=1)
-    w.lease("lease", num_cpus=1, num_gpus=1)
+    w = World(gpus=1).play("lease lease cpus=1 gpus=1")
     holder = w.leases["lease"]
-    w.give_back("lease", settles=True)
-    assert w.free["CPU"] == 16
+    w.play("give_back lease settles=True; free has CPU:16")
     w.tell(Scheduler.lease_returned, holder)
     w.tell(Scheduler.lease_returned, WorkerId(99))
     assert w.free_gpus == [0]
@@ -99,24 +78,20 @@ def test_nobody_waits_for_the_end_of_a_lease_but_something_is_kept_for_one():
     w.lease("lease", num_gpus=1)
     w.submit("needs both", num_gpus=2)
     w.advance(5.0)
-    w.submit("small", num_gpus=0.5, retries_oom=True, max_retries=0)
-    assert w.running == {"small"}
+    w.play("submit small gpus=0.5 retries_oom=True max_retries=0; running = small")
     reason = why_of(w, "needs both")
     assert reason.is_held_endlessly
     assert "held by lease (pid 4711, without end)" in str(reason)
     w.cancel("needs both")
-    w.lease("late", num_gpus=1)
-    w.advance(2.0)
-    w.submit("b", num_gpus=0.5)
-    assert w.waiting == {"late", "b"}
-    w.finish("small")
+    w.play("""
+        lease late gpus=1; advance 2.0; submit b gpus=0.5; waiting = b late
+        finish small
+    """)
     assert set(w.leases) == {"lease", "late"}
 
 
 def test_status_shows_who_holds_it():
-    w = World(gpus=1)
-    w.lease("train", num_gpus=0.5)
-    w.advance(2.0)
+    w = World(gpus=1).play("lease train gpus=0.5; advance 2.0")
     status = status_of(w)
     (task,) = status.tasks
     assert (task.name, task.state, task.worker) == ("train", "running", None)
@@ -132,23 +107,17 @@ def test_status_shows_who_holds_it():
 
 
 def test_closing_ends_all_leases_at_once():
-    w = World(gpus=3)
-    w.lease("held", num_gpus=1)
-    w.lease("reclaimed", num_gpus=1)
-    w.cancel("reclaimed")
-    w.lease("settles", num_gpus=1)
-    w.give_back("settles", settles=True)
-    w.lease("waits", num_gpus=3)
-    w.close()
-    w.run_dry()
-    assert w.told == {"held": "abandoned", "waits": "abandoned"}
+    w = World(gpus=3).play("""
+        lease held reclaimed gpus=1; cancel reclaimed; lease settles gpus=1
+        give_back settles settles=True; lease waits gpus=3; close; run_dry
+        told = held:abandoned waits:abandoned
+    """)
     assert w.scheduler.is_closed
     assert not w.scheduler.ledger.leases
 
 
 def test_a_lease_returned_while_the_node_closes_settles_no_more():
-    w = World(gpus=1)
-    w.lease("held", num_gpus=1)
+    w = World(gpus=1).play("lease held gpus=1")
     holder = w.leases["held"]
     w.close()
     w.tell(Scheduler.lease_returned, holder, settles=True)
@@ -168,10 +137,7 @@ def test_a_lease_ends_with_the_task_that_has_asked_for_it():
         is_endless=True,
         is_lease=True,
     )
-    w.finish("parent")
-    assert w.told["lease"] == "disowned"
-    w.give_back("lease")
-    assert w.free_gpus == [1]
+    w.play("finish parent; told has lease:disowned; give_back lease; free_gpus = 1")
 
 
 def test_what_there_never_will_be_is_refused():
@@ -181,10 +147,9 @@ def test_what_there_never_will_be_is_refused():
 
 
 def test_what_a_program_has_leased_counts_for_its_share():
-    w = World(gpus=2)
-    join(w, 1, 2)
-    w.lease("held", num_gpus=1, client=1)
-    w.submit("runs", num_gpus=1, client=2)
+    w = World(gpus=2).play("""
+        join 1 2; lease held gpus=1 client=1; submit runs gpus=1 client=2
+    """)
     w.submit("again 2", num_gpus=1, client=2)
     w.submit("again 1", num_gpus=1, client=1)
     w.finish("runs")
@@ -203,10 +168,9 @@ def resident(w: World, name: str = "actor", **options) -> None:
 
 
 def test_the_cpu_of_a_resident_is_anothers_at_once():
-    w = World(cpus=1, gpus=1)
-    w.submit("actor", num_gpus=0.5, max_calls=1, is_endless=True)
-    w.submit("task")
-    assert w.waiting == {"task"}
+    w = World(cpus=1, gpus=1).play("""
+        submit actor gpus=0.5 max_calls=1 is_endless=True; submit task; waiting = task
+    """)
     for who in (w.tasks["actor"].id, w.tasks["actor"].id, 99):
         w.tell(Scheduler.release_cpus, who)
     assert (w.running, w.free) == ({"actor", "task"}, {"CPU": 0.0, "GPU": 0.5})
@@ -223,13 +187,11 @@ def test_the_end_of_a_resident_gives_back_no_more_than_it_had(end):
         assert w.free["CPU"] == 1.0, "it begins anew"
         w.tell(Scheduler.release_cpus, w.tasks["actor"].id)
         w.die("actor")
-    w.run_dry()
-    assert w.free["CPU"] == 2.0
+    w.play("run_dry; free has CPU:2.0")
 
 
 def test_who_waits_for_an_actor_lends_its_cpu():
-    w = World(cpus=1)
-    w.submit("task")
+    w = World(cpus=1).play("submit task")
     w.tell(Scheduler.wait_for, w.tasks["task"].id, (), elsewhere=True)
     assert (w.blocked, w.free["CPU"]) == ({"task"}, 1.0)
     assert "waits for an actor" in str(why_of(w, "task"))
@@ -240,14 +202,11 @@ def test_who_waits_for_an_actor_lends_its_cpu():
 
 @pytest.mark.parametrize("closes", [True, False])
 def test_a_resident_has_the_nodes_grace_where_the_node_ends_and_else_its_own(closes):
-    w = World(cpus=1)
-    w.submit("actor", max_calls=1, is_endless=True, cancel_grace=0.0)
+    w = World(cpus=1).play("submit actor max_calls=1 is_endless=True cancel_grace=0.0")
     if closes:
         w.close()
         w.advance(w.scheduler.config.cancel_grace - 0.1)
-        assert w.killed == []
-        w.advance(0.2)
+        w.play("killed =; advance 0.2")
     else:
-        w.cancel("actor")
-        w.advance(0.01)
+        w.play("cancel actor; advance 0.01")
     assert w.killed == [1]

@@ -18,8 +18,7 @@ from aiogpu.core.model.units import BY_SHARE, GPU, device_quantity
 from aiogpu.core.resources.devices import DeviceSet
 from aiogpu.core.resources.ledger import Lease, Ledger
 from aiogpu.core.resources.placement_group import why_infeasible
-from aiogpu.testing import World
-from tests.core.builders import submit
+from tests.core.builders import World, submit
 
 WHOLE = 10_000
 

@@ -13,8 +13,7 @@ from aiogpu.core.records import Memory
 from aiogpu.core.scheduler.placement import SLICE
 from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.errors import AiogpuError, InfeasibleError, LimitError, OptionError
-from aiogpu.testing import World
-from tests.core.builders import GIB, finish, join, status_of, submit, why_of
+from tests.core.builders import GIB, World, finish, status_of, submit, why_of
 
 
 @dataclass
@@ -176,9 +175,7 @@ def test_one_that_floods_slows_only_itself_and_has_what_others_do_not_want():
 @pytest.fixture
 def w() -> World:
     """One CPU, two programs."""
-    w = World(cpus=1)
-    join(w, 1, 2)
-    return w
+    return World(cpus=1).play("join 1 2")
 
 
 def order(w: World, seconds: float = 1.0) -> list[str]:
@@ -208,8 +205,7 @@ def test_programs_take_turns_and_each_has_its_own_order(w, seconds, expected):
 
 def test_a_priority_is_one_for_all_programs(w):
     submit(w, [f"a{n}" for n in range(3)], client=1)
-    w.submit("b", client=2, priority=1)
-    w.submit("c", client=1, priority=2)
+    w.play("submit b client=2 priority=1; submit c client=1 priority=2")
     assert order(w) == ["a0", "c", "b", "a1", "a2"]
 
 
@@ -217,12 +213,10 @@ def test_children_are_no_way_past_others(w):
     """They go first in their own program alone."""
     w.submit("parent", client=1)
     w.submit("b", client=2)
-    w.submit("a", client=1)
-    submit(w, [f"child{n}" for n in range(3)], parent="parent")
+    w.play("submit a client=1; submit child0 child1 child2 parent=parent")
     record = w.scheduler.tasks[w.tasks["child0"].id]
     assert record.client == 1
-    w.advance(1)
-    w.wait_for("parent", "child0", "child1", "child2")
+    w.play("advance 1; wait_for parent child0 child1 child2")
     for child in ("child0", "child1", "child2"):
         assert child in w.running | w.waiting
     seen = []
@@ -246,52 +240,38 @@ def test_who_comes_later_is_owed_nothing_for_the_time_before(w):
 
 
 def test_who_holds_less_goes_first_though_it_has_had_more():
-    w = World(cpus=2)
-    join(w, 1, 2)
-    w.submit("b0", client=2)
-    finish(w, "b0", after=50)
-    submit(w, [f"a{n}" for n in range(4)], client=1)
-    submit(w, "b1 b2", client=2)
-    assert w.running == {"a0", "a1"}
-    finish(w, "a0", after=1)
-    assert w.running == {"a1", "b1"}
+    World(cpus=2).play("""
+        join 1 2; submit b0 client=2; advance 50; finish b0; submit a0 a1 a2 a3 client=1
+        submit b1 b2 client=2; running = a0 a1
+        advance 1; finish a0; running = a1 b1
+    """)
 
 
 def test_what_does_not_fit_is_not_held_against_what_stands_behind_it():
     """A program that has all CPUs has no GPU yet, and waits for both."""
-    w = World(cpus=2, gpus=2)
-    join(w, 1, 2)
-    w.submit("cpus", num_cpus=2, client=1)
-    w.submit("gpu", num_cpus=0, num_gpus=1, client=2)
-    w.submit("last", num_cpus=0, num_gpus=0.6, client=2)
-    w.submit("stuck", num_cpus=1, num_gpus=0.5, client=1)
-    w.submit("mine", num_cpus=0, num_gpus=0.7, client=1)
-    w.submit("theirs", num_cpus=0, num_gpus=0.7, client=2)
-    finish(w, "last", after=0.5)
-    assert (w.running, w.waiting) == ({"cpus", "gpu", "mine"}, {"stuck", "theirs"})
+    World(cpus=2, gpus=2).play("""
+        join 1 2; submit cpus cpus=2 client=1; submit gpu cpus=0 gpus=1 client=2
+        submit last cpus=0 gpus=0.6 client=2; submit stuck cpus=1 gpus=0.5 client=1
+        submit mine cpus=0 gpus=0.7 client=1; submit theirs cpus=0 gpus=0.7 client=2
+        advance 0.5; finish last; running = cpus gpu mine; waiting = stuck theirs
+    """)
 
 
 def test_what_is_kept_for_one_waits_until_it_is_its_turn():
     """Else a program of wide tasks would have most of a node."""
-    w = World(cpus=16, gpus=1, config=SchedulerConfig(reserve_after=0.0))
-    join(w, 1, 2)
-    w.submit("wide0", num_gpus=1, client=1)
-    submit(w, "s s1 s2 s3 s4", num_gpus=0.5, client=2)
-    w.submit("wide1", num_gpus=1, client=1)
-    finish(w, "wide0", after=10)
-    assert w.running == {"s", "s1"}
+    w = World(cpus=16, gpus=1, config=SchedulerConfig(reserve_after=0.0)).play("""
+        join 1 2; submit wide0 gpus=1 client=1; submit s s1 s2 s3 s4 gpus=0.5 client=2
+        submit wide1 gpus=1 client=1; advance 10; finish wide0; running = s s1
+    """)
     assert w.scheduler.reservation.record.spec.name == "s2"
-    finish(w, "s", after=1)
-    assert w.running == {"s1", "s2"}
-    finish(w, "s1", after=12)
-    assert w.running == {"s2", "s3"}
-    w.finish("s2")
+    w.play("""
+        advance 1; finish s; running = s1 s2
+        advance 12; finish s1; running = s2 s3; finish s2
+    """)
     kept = w.scheduler.reservation
     assert kept is not None
     assert kept.record.spec.name == "wide1"
-    assert w.running == {"s3"}
-    w.finish("s3")
-    assert w.running == {"wide1"}
+    w.play("running = s3; finish s3; running = wide1")
 
 
 def test_it_waits_no_longer_than_a_task_counts():
@@ -299,16 +279,13 @@ def test_it_waits_no_longer_than_a_task_counts():
     w = World(cpus=16, gpus=2, config=SchedulerConfig(reserve_after=0.0))
     for number in (1, 2, 3):
         w.join(number)
-    w.submit("old", num_gpus=1, client=1)
-    finish(w, "old", after=5)
-    w.submit("life", num_gpus=1, is_endless=True, client=3)
-    w.submit("never", num_gpus=2, client=2)
-    w.submit("half", num_gpus=0.5, client=3)
-    w.submit("one", num_gpus=1, client=1)
-    w.submit("half2", num_gpus=0.5, client=3)
-    assert w.running == {"life", "half", "half2"}
-    w.submit("x", num_cpus=0)
-    w.finish("x")
+    w.play("""
+        submit old gpus=1 client=1; advance 5; finish old
+        submit life gpus=1 is_endless=True client=3; submit never gpus=2 client=2
+        submit half gpus=0.5 client=3; submit one gpus=1 client=1
+        submit half2 gpus=0.5 client=3; running = half half2 life
+        submit x cpus=0; finish x
+    """)
     finish(w, "half", after=LONGEST + 1)
     kept = w.scheduler.reservation
     assert kept is not None
@@ -316,32 +293,26 @@ def test_it_waits_no_longer_than_a_task_counts():
 
 
 def test_a_higher_priority_may_take_what_is_kept_for_another_program():
-    w = World(cpus=16, gpus=1, config=SchedulerConfig(reserve_after=0.0))
-    join(w, 1, 2)
-    submit(w, "half other", num_gpus=0.5, client=1)
-    w.submit("wide", num_gpus=1, client=2)
-    w.submit("low", num_gpus=0.5, client=1)
-    finish(w, "half", after=1)
-    assert w.running == {"other"}
-    w.submit("urgent", num_gpus=0.5, client=1, priority=1)
-    assert w.running == {"other", "urgent"}
+    w = World(cpus=16, gpus=1, config=SchedulerConfig(reserve_after=0.0)).play("""
+        join 1 2; submit half other gpus=0.5 client=1; submit wide gpus=1 client=2
+        submit low gpus=0.5 client=1; advance 1; finish half; running = other
+        submit urgent gpus=0.5 client=1 priority=1; running = other urgent
+    """)
     w.submit("urgent wide", num_gpus=1, client=1, priority=1)
     w.finish("other")
     kept = w.scheduler.reservation
     assert kept is not None
     assert kept.record.spec.name == "urgent wide"
     w.cancel("urgent wide")
-    w.finish("urgent")
-    assert w.running == {"wide"}
+    w.play("finish urgent; running = wide")
 
 
 def test_who_has_waited_longest_gives_way_to_nobody():
     """Then what it has had decides, though it holds more than others."""
-    w = World(cpus=4, gpus=2)
-    join(w, 1, 2)
-    w.submit("life", num_cpus=0, num_gpus=1, client=1)
-    submit(w, "b0 b1", num_gpus=0.5, client=2)
-    w.submit("a", num_gpus=0.5, client=1)
+    w = World(cpus=4, gpus=2).play("""
+        join 1 2; submit life cpus=0 gpus=1 client=1; submit b0 b1 gpus=0.5 client=2
+        submit a gpus=0.5 client=1
+    """)
     submit(w, [f"b{n}" for n in range(2, 200)], num_gpus=0.5, client=2)
     began = 0
     while "a" in w.waiting:
@@ -353,25 +324,18 @@ def test_who_has_waited_longest_gives_way_to_nobody():
 
 
 def test_what_runs_when_a_second_program_joins_counts():
-    w = World(cpus=2)
-    submit(w, "a0 lent")
-    w.submit("child", parent="lent")
-    w.wait_for("lent", "child")
-    w.submit("a1")
-    w.join(7)
-    w.submit("b0", client=7)
+    w = World(cpus=2).play("""
+        submit a0 lent; submit child parent=lent; wait_for lent child; submit a1; join 7
+        submit b0 client=7
+    """)
     own, other = sorted(w.scheduler.clients, key=lambda one: one.id)
     assert (own.held, own.unfinished) == ({"CPU": 20_000}, 4)
     assert (other.held, other.unfinished) == ({}, 1)
-    finish(w, "child", after=1)
-    assert w.running == {"a0", "lent"}
-    w.finish("a0")
-    assert w.running == {"lent", "b0"}
+    w.play("advance 1; finish child; running = a0 lent; finish a0; running = b0 lent")
 
 
 def test_places_among_workers_go_round_too():
-    w = World(cpus=4)
-    join(w, 1, 2)
+    w = World(cpus=4).play("join 1 2")
     w.scheduler.worker_limit.bound(1)
     for name in ("a1", "a2", "b1", "b2"):
         w.submit(name, client=1 if name[0] == "a" else 2, environment={"P": name[0]})
@@ -386,11 +350,10 @@ def test_a_priority_of_another_program_is_heeded_when_a_slice_ends(w):
 
 
 def test_nobody_gives_way_to_one_that_is_not_helped():
-    w = World(cpus=2, gpus=1)
-    join(w, 1, 2)
-    w.submit("life", num_gpus=1, is_endless=True)
-    submit(w, [f"a{n}" for n in range(3)], client=1)
-    w.submit("b", num_gpus=1, client=2)
+    w = World(cpus=2, gpus=1).play("""
+        join 1 2; submit life gpus=1 is_endless=True; submit a0 a1 a2 client=1
+        submit b gpus=1 client=2
+    """)
     for number in range(3):
         assert w.running == {"life", f"a{number}"}
         w.advance(1)
@@ -399,32 +362,23 @@ def test_nobody_gives_way_to_one_that_is_not_helped():
 
 
 def test_nothing_is_kept_for_one_that_waits_for_what_is_held_for_life():
-    w = World(cpus=4, gpus=2, config=SchedulerConfig(reserve_after=0.0))
-    join(w, 1, 2)
-    w.submit("life", num_gpus=1, is_endless=True)
-    w.submit("half", num_gpus=0.5, client=1)
-    w.submit("wide", num_gpus=1, client=2)
-    w.advance(1)
-    w.submit("x", num_cpus=0)
-    w.finish("x")
+    w = World(cpus=4, gpus=2, config=SchedulerConfig(reserve_after=0.0)).play("""
+        join 1 2; submit life gpus=1 is_endless=True; submit half gpus=0.5 client=1
+        submit wide gpus=1 client=2; advance 1; submit x cpus=0; finish x
+    """)
     kept = w.scheduler.reservation
     assert kept is not None
-    w.submit("never", num_gpus=2, client=1, priority=1)
-    w.submit("y", num_cpus=0)
-    w.finish("y")
+    w.play("submit never gpus=2 client=1 priority=1; submit y cpus=0; finish y")
     assert w.scheduler.reservation.record is kept.record
 
 
 def test_a_device_that_settles_counts_for_its_program_until_it_is_free():
     w = World(cpus=4, gpus=1)
     w.settles = True
-    w.submit("before", num_gpus=1, max_calls=1)
-    w.finish("before")
-    w.join(1)
+    w.play("submit before gpus=1 max_calls=1; finish before; join 1")
     assert all(not client.held for client in w.scheduler.clients), "nobody's"
     w.tell(Scheduler.devices_free, w.unsettled[0])
-    w.submit("a", num_gpus=1, max_calls=1, client=1)
-    w.finish("a")
+    w.play("submit a gpus=1 max_calls=1 client=1; finish a")
     [_, client] = w.scheduler.clients
     assert client.held == {"GPU": 10_000}
     w.join(2)
@@ -434,8 +388,7 @@ def test_a_device_that_settles_counts_for_its_program_until_it_is_free():
 
 def test_requests_without_number_are_not_all_remembered(monkeypatch):
     monkeypatch.setattr(clients_module, "KNOWN", 3)
-    w = World(cpus=1)
-    w.join(1)
+    w = World(cpus=1).play("join 1")
     for number in range(1, 9):
         w.submit(f"t{number}", num_cpus=number / 10, client=1)
     assert len(w.scheduler.clients._portions) <= 3
@@ -488,9 +441,7 @@ def test_a_program_submits_no_more_than_it_may():
         "(max_waiting). Await some of them before it submits more, or join the node "
         "with a higher limit."
     )
-    w.submit("other")
-    w.finish("a")
-    w.submit("c", client=1)
+    w.play("submit other; finish a; submit c client=1")
     with pytest.raises(LimitError):
         w.submit("child", client=1, parent="b")
 
@@ -498,27 +449,21 @@ def test_a_program_submits_no_more_than_it_may():
 def test_a_program_holds_no_more_than_it_may_and_others_go_past():
     w = World(cpus=8, gpus=4)
     w.join(1, limits=Limits(max_share={"GPU": 0.5}))
-    for name in "abc":
-        w.submit(name, num_gpus=1, client=1)
-    assert w.running == {"a", "b"}
-    w.submit("small", num_gpus=0.5, client=1)
-    w.submit("cpus", client=1)
-    w.submit("d", num_gpus=2)
-    assert w.running == {"a", "b", "cpus", "d"}
+    w.play("""
+        submit a b c gpus=1 client=1; running = a b
+        submit small gpus=0.5 client=1; submit cpus client=1; submit d gpus=2
+        running = a b cpus d
+    """)
     assert w.scheduler.reservation is None
-    w.advance(5)
-    w.submit("x", num_cpus=0)
-    w.finish("x")
+    w.play("advance 5; submit x cpus=0; finish x")
     assert w.scheduler.reservation is None
-    w.finish("a")
-    assert w.running == {"b", "c", "cpus", "d"}
+    w.play("finish a; running = b c cpus d")
 
 
 def test_memory_of_gpus_is_limited_where_it_is_asked_for_by_name():
     w = World(cpus=8, gpus=2, gpu_memory="40GiB")
     w.join(1, limits=Limits(max_share={"gpu_memory": 0.375}))
-    submit(w, "a b", gpu_memory="20GiB", client=1)
-    assert w.running == {"a"}
+    w.play("submit a b gpu_memory=20GiB client=1; running = a")
     [_, client] = w.scheduler.clients
     assert client.held == {"CPU": 10_000, "gpu_memory": 20 * GIB * 10_000}
     with pytest.raises(InfeasibleError, match="asks for 40GiB GPU memory"):
@@ -539,8 +484,7 @@ def test_what_alone_is_too_much_is_refused():
 def test_one_that_waits_for_its_limit_says_so_and_may_get_a_higher_one():
     w = World(cpus=8, gpus=4)
     w.join(1, limits=Limits(max_share={"GPU": 0.25, "CPU": 0.25}))
-    w.submit("a", num_cpus=2, num_gpus=1, client=1)
-    w.submit("b", num_gpus=1, client=1)
+    w.play("submit a cpus=2 gpus=1 client=1; submit b gpus=1 client=1")
     limit = "2 of at most 2 CPU and 1 of at most 1 GPU"
     [seen] = status_of(w).waiting
     assert seen.reason == f"waits for its program's own limit: it holds {limit}"
@@ -556,11 +500,10 @@ def test_one_that_waits_for_its_limit_says_so_and_may_get_a_higher_one():
 def test_a_child_that_its_parent_keeps_from_running_fails():
     w = World(cpus=8, gpus=4)
     w.join(1, limits=Limits(max_share={"GPU": 0.25}))
-    w.submit("parent", num_gpus=1, client=1)
-    w.submit("child", num_gpus=1, parent="parent")
-    w.submit("fine", parent="parent")
-    w.wait_for("parent", "child", "fine")
-    assert w.told == {"child": "deadlocked"}
+    w.play("""
+        submit parent gpus=1 client=1; submit child gpus=1 parent=parent
+        submit fine parent=parent; wait_for parent child fine; told = child:deadlocked
+    """)
     assert w.tasks["child"].reason == (
         "child asks for {CPU: 1, GPU: 1}, and those that wait hold it: parent holds "
         "{CPU: 1, GPU: 1} and waits for child; this program holds 1 of at most 1 GPU "
@@ -571,29 +514,24 @@ def test_a_child_that_its_parent_keeps_from_running_fails():
 def test_a_parent_that_waits_does_not_count_its_cpus():
     w = World(cpus=8)
     w.join(1, limits=Limits(max_share={"CPU": 0.125}))
-    w.submit("parent", client=1)
-    w.submit("child", parent="parent")
-    w.submit("next", client=1)
-    w.wait_for("parent", "child")
-    assert w.running == {"parent", "child"}
-    w.wait_for("parent")
-    assert w.running == {"parent", "child"}
-    w.finish("child")
-    assert w.waiting == {"next"}, "its program holds too much as it is"
-    w.finish("parent")
-    assert w.running == {"next"}
+    w.play("""
+        submit parent client=1; submit child parent=parent; submit next client=1
+        wait_for parent child; running = child parent
+        wait_for parent; running = child parent
+        finish child; waiting = next (its program holds too much as it is)
+        finish parent; running = next
+    """)
 
 
 def test_a_retry_with_a_device_of_its_own_keeps_to_the_limit():
     w = World(cpus=8, gpus=2)
     w.join(1, limits=Limits(max_share={"GPU": 0.25}))
     w.join(2, limits=Limits(max_share={"GPU": 0.5}))
-    w.submit("a", num_gpus=0.5, retries_oom=True, client=1)
-    w.submit("b", num_gpus=0.5, retries_oom=True, client=2)
-    w.finish("a", ran_out=True)
-    assert w.told == {"a": "settled"}
-    w.finish("b", ran_out=True)
-    assert w.running == {"b"}
+    w.play("""
+        submit a gpus=0.5 retries_oom=True client=1
+        submit b gpus=0.5 retries_oom=True client=2; finish a ran_out=True
+        told = a:settled; finish b ran_out=True; running = b
+    """)
 
 
 def test_one_that_is_to_run_alone_keeps_to_the_limit():
@@ -603,39 +541,29 @@ def test_one_that_is_to_run_alone_keeps_to_the_limit():
     w.submit("actor", num_gpus=0.5, client=1, is_endless=True)
     w.join(1, limits=Limits(max_share={"GPU": 0.25}))
     w.tell(Scheduler.kill_for_memory, w.worker_of("greedy"), Memory.HOST)
-    assert "greedy" not in w.running
-    w.join(1)
-    assert "greedy" in w.running
+    w.play("running lacks greedy; join 1; running has greedy")
 
 
 def test_programs_are_forgotten_when_their_last_task_has_ended():
-    w = World(cpus=1, exits=False)
-    w.leave(9)
-    w.join(1)
-    w.leave(9)
-    w.submit("a", client=1, max_calls=1)
-    w.leave(1)
+    w = World(cpus=1, exits=False).play("""
+        leave 9; join 1; leave 9; submit a client=1 max_calls=1; leave 1
+    """)
     assert repr(w.scheduler.clients) == "<Clients [0, 1]>"
     w.finish("a")
     assert repr(w.scheduler.clients) == "<Clients [0, 1]>", "its process is there"
     w.die(1)
     assert repr(w.scheduler.clients) == "<Clients [0]>"
-    w.submit("b", client=1)
-    w.leave(1)
-    w.join(1)
-    w.finish("b")
+    w.play("submit b client=1; leave 1; join 1; finish b")
     assert repr(w.scheduler.clients) == "<Clients [0, 1]>"
     w.leave(1)
     assert repr(w.scheduler.clients) == "<Clients [0]>"
 
 
 def test_a_program_that_left_is_forgotten_with_its_last_wish():
-    w = World(gpus=1)
-    join(w, 1, 2)
-    w.submit("holds", num_gpus=1, client=1)
-    w.lease("waits", num_gpus=1, client=2)
-    w.leave(2)
-    w.cancel("waits")
+    w = World(gpus=1).play("""
+        join 1 2; submit holds gpus=1 client=1; lease waits gpus=1 client=2; leave 2
+        cancel waits
+    """)
     assert repr(w.scheduler.clients) == "<Clients [0, 1]>"
     w.lease("waits too", num_gpus=1, client=1)
     w.cancel("waits too")
@@ -646,26 +574,20 @@ def test_a_program_that_left_is_forgotten_with_its_last_wish():
 
 
 def test_nothing_more_is_started_for_one_that_is_behind_until_it_has_caught_up():
-    w = World(cpus=2)
-    w.fall_behind(7)
-    join(w, 1, 2)
-    w.fall_behind(7)
-    submit(w, [f"a{n}" for n in range(4)], client=1)
-    w.submit("b", client=2)
+    w = World(cpus=2).play("""
+        fall_behind 7; join 1 2; fall_behind 7; submit a0 a1 a2 a3 client=1
+        submit b client=2
+    """)
     assert len(w.running) == 2
     w.fall_behind(1)
     while mine := w.running - {"b"}:
         w.finish(min(mine))
     w.submit("a4", client=1)
-    assert w.running == {"b"}, "others have what it leaves"
-    assert "a4" in w.waiting
+    w.play("running = b (others have what it leaves); waiting has a4")
     reason = "for its program to read the results that it was sent"
     assert why_of(w, "a4").is_behind
     assert reason in str(why_of(w, "a4"))
     assert {task.reason for task in status_of(w).waiting} == {f"waits {reason}"}
     w.fall_behind(1, is_behind=False)
     assert len(w.running) == 2
-    w.fall_behind(1)
-    w.leave(1)
-    w.run_dry()
-    assert not w.waiting
+    w.play("fall_behind 1; leave 1; run_dry; waiting =")

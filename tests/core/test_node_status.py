@@ -33,8 +33,7 @@ from aiogpu.observe.status import (
     report,
     state_of,
 )
-from aiogpu.testing import World
-from tests.core.builders import GIB, finish, join, pass_over, status_of, submit
+from tests.core.builders import GIB, World, status_of, submit
 
 
 def reason_of(w: World, name: str) -> str | None:
@@ -59,13 +58,10 @@ def test_an_idle_node():
 
 
 def test_a_device_shows_who_holds_it():
-    w = World(gpus=2, exits=False)
-    w.submit("a", num_gpus=0.5)
-    w.submit("b", num_gpus=0.25, max_calls=1)
-    w.submit("c", num_gpus=1)
-    finish(w, "b", after=0.5)
-    w.submit("cpu")
-    w.advance(3)
+    w = World(gpus=2, exits=False).play("""
+        submit a gpus=0.5; submit b gpus=0.25 max_calls=1; submit c gpus=1; advance 0.5
+        finish b; submit cpu; advance 3
+    """)
     first, second = status_of(w).devices
     assert first.free == 0.25
     assert first.holders == (Holder(0.5, 1, 101, "a", 3.5), Holder(0.25, 2, 102, None))
@@ -73,31 +69,21 @@ def test_a_device_shows_who_holds_it():
 
 
 def test_how_long_a_worker_has_run_its_task_is_known_to_a_second():
-    w = World(cpus=1, gpus=1)
-    for name in "abc":
-        w.submit(name, num_gpus=1)
-    finish(w, "a", after=0.3)
+    w = World(cpus=1, gpus=1).play("submit a b c gpus=1; advance 0.3; finish a")
     (holder,) = status_of(w).devices[0].holders
     assert (holder.task, holder.seconds) == ("b", None)
     w.advance(5)
     (holder,) = status_of(w).devices[0].holders
     assert 4 <= holder.seconds <= 5
-    w.finish("b")
-    w.advance(2)
+    w.play("finish b; advance 2")
     (holder,) = status_of(w).devices[0].holders
     assert (holder.task, holder.seconds) == ("c", 2)
 
 
 def test_workers_and_their_tasks():
-    w = World(starts=False, exits=False)
-    for name in "abc":
-        w.submit(name, max_calls=1)
-    w.start("a")
-    w.start("b")
-    w.start("c")
-    w.finish("b")
-    w.cancel("c")
-    w.submit("d")
+    w = World(starts=False, exits=False).play("""
+        submit a b c max_calls=1; start a b c; finish b; cancel c; submit d
+    """)
     assert status_of(w).workers == (
         WorkerStatus(1, 101, "busy", "a"),
         WorkerStatus(2, 102, "ending", None),
@@ -107,10 +93,7 @@ def test_workers_and_their_tasks():
 
 
 def test_tasks_that_run_come_before_those_that_wait_in_their_turn():
-    w = World(cpus=1)
-    w.submit("low", priority=-1)
-    submit(w, "a b")
-    w.submit("high", priority=1)
+    w = World(cpus=1).play("submit low priority=-1; submit a b; submit high priority=1")
     status = status_of(w)
     assert [task.name for task in status.tasks] == ["low", "high", "a", "b"]
     assert [task.name for task in status.waiting] == ["high", "a", "b"]
@@ -174,12 +157,9 @@ def test_a_task_says_what_is_short(node, others, asked, reason):
 
 
 def test_those_that_have_a_worker_say_why_their_code_does_not_run():
-    w = World(cpus=1, took=1e-5)
-    w.submit("zero")
-    for name in ("a", "b", "c", "d", "e", "f"):
-        w.submit(name)
-    w.finish("zero")
-    assert w.queued == {"b", "c"}
+    w = World(cpus=1, took=1e-5).play("""
+        submit zero a b c d e f; finish zero; queued = b c
+    """)
     states = [(task.name, task.state, task.reason) for task in status_of(w).tasks]
     assert states[:4] == [
         ("a", "running", None),
@@ -191,8 +171,7 @@ def test_those_that_have_a_worker_say_why_their_code_does_not_run():
 
 
 def test_a_task_names_the_children_that_it_waits_for():
-    w = World(cpus=1)
-    w.submit("parent")
+    w = World(cpus=1).play("submit parent")
     children = [f"child{number}" for number in range(10)]
     for name in children:
         w.submit(name, parent="parent")
@@ -207,8 +186,7 @@ def test_a_task_names_the_children_that_it_waits_for():
 
 
 def test_only_the_first_of_those_that_wait_are_listed():
-    w = World(cpus=1)
-    w.submit("runs")
+    w = World(cpus=1).play("submit runs")
     for number in range(LISTED + 20):
         w.submit(f"t{number}", priority=number)
     status = status_of(w)
@@ -220,30 +198,22 @@ def test_only_the_first_of_those_that_wait_are_listed():
 
 
 def test_the_turns_of_all_shapes_are_one_line():
-    w = World(cpus=2, gpus=1)
-    w.submit("runs", num_cpus=2)
-    w.submit("a", num_gpus=1)
-    w.submit("b", num_gpus=0.5)
-    w.submit("c", environment={"A": "1"})
-    w.submit("d", num_gpus=1)
-    w.submit("e", environment={"A": "1"}, priority=1)
-    w.submit("f", environment={"A": "2"})
+    w = World(cpus=2, gpus=1).play("""
+        submit runs cpus=2; submit a gpus=1; submit b gpus=0.5; submit c environment=A:1
+        submit d gpus=1; submit e environment=A:1 priority=1; submit f environment=A:2
+    """)
     status = status_of(w)
     assert [task.name for task in status.waiting] == ["e", "a", "b", "c", "d", "f"]
     assert [shape.first for shape in status.shapes] == ["e", "a", "b", "f"]
 
 
 def test_each_shape_is_shown_once():
-    w = World(cpus=2, gpus=2)
-    w.submit("runs", num_cpus=2)
-    w.advance(1)
-    w.submit("old", num_gpus=0.5, strategy="spread", environment={"B": "2", "A": "1"})
-    w.advance(1)
-    w.submit("next", priority=1)
-    w.submit("new", num_gpus=0.5, strategy="spread", environment={"A": "1", "B": "2"})
-    w.submit("first", num_gpus=0.5, strategy="spread", priority=2)
-    w.cancel("first")
-    w.advance(2)
+    w = World(cpus=2, gpus=2).play("""
+        submit runs cpus=2; advance 1
+        submit old gpus=0.5 strategy=spread environment=B:2,A:1; advance 1
+        submit next priority=1; submit new gpus=0.5 strategy=spread environment=A:1,B:2
+        submit first gpus=0.5 strategy=spread priority=2; cancel first; advance 2
+    """)
     reason = "waits for CPU 1 (free: 0)"
     assert status_of(w).shapes == (
         ShapeStatus({"CPU": 1.0}, "pack", (), 1, "next", 2.0, reason),
@@ -256,14 +226,10 @@ def test_each_shape_is_shown_once():
 
 def reserved() -> World:
     """A world in which something is kept for `big`."""
-    w = World(cpus=4, gpus=2)
-    w.submit("long", num_gpus=0.5)
-    w.submit("big", num_gpus=2)
-    pass_over(w)
-    w.advance(1)
-    pass_over(w)
-    w.submit("small", num_gpus=0.25)
-    return w
+    return World(cpus=4, gpus=2).play("""
+        submit long gpus=0.5; submit big gpus=2; pass_over; advance 1; pass_over
+        submit small gpus=0.25
+    """)
 
 
 def test_what_is_kept_is_shown():
@@ -284,9 +250,7 @@ def test_a_task_says_for_whom_is_kept_what_it_could_have():
 
 
 def test_a_line_says_what_matters():
-    w = World(cpus=2, gpus=1, took=1e-5)
-    w.submit("a", num_gpus=0.5)
-    submit(w, "b c", num_cpus=2)
+    w = World(cpus=2, gpus=1, took=1e-5).play("submit a gpus=0.5; submit b c cpus=2")
     assert repr(status_of(w)) == (
         "<NodeStatus CPU 1/2, GPU 0.5/1; 1 workers; 1 running, 2 waiting>"
     )
@@ -297,8 +261,7 @@ def test_a_line_says_what_matters():
 
 def test_a_great_many_cost_no_more_than_a_few(monkeypatch):
     """What is looked at and what is made is counted, not timed."""
-    w = World(cpus=1)
-    w.submit("runs")
+    w = World(cpus=1).play("submit runs")
     spec = w.scheduler.tasks.get(TaskId(0)).spec
     for number in range(1, 50_001):
         w.scheduler.submit(0.0, TaskId(number), spec)
@@ -334,8 +297,7 @@ def count_looks(monkeypatch) -> list[object]:
 
 
 def test_memory_is_shown_where_somebody_has_asked_for_some():
-    w = World(cpus=2, resources={"memory": 4 << 30})
-    w.submit("a")
+    w = World(cpus=2, resources={"memory": 4 << 30}).play("submit a")
     assert "memory" not in str(status_of(w))
     w.submit("b", resources={"memory": 1 << 30})
     assert "memory   3GiB of 4GiB free" in str(status_of(w))
@@ -346,17 +308,14 @@ def test_memory_is_shown_where_somebody_has_asked_for_some():
 
 
 def test_a_busy_node():
-    w = World(cpus=5, gpu_types=["A100", "A100"], exits=False)
-    w.submit("model", num_gpus=0.5, is_endless=True)
-    w.submit("ended", num_gpus=0.25, max_calls=1)
-    w.submit("train", num_cpus=2)
-    w.finish("ended")
-    w.advance(2)
+    w = World(cpus=5, gpu_types=["A100", "A100"], exits=False).play("""
+        submit model gpus=0.5 is_endless=True; submit ended gpus=0.25 max_calls=1
+        submit train cpus=2; finish ended; advance 2
+    """)
     w.starts = False
     w.submit("load", num_gpus=0.25)
     w.submit("whole", num_gpus=2, environment={"B": "1", "A": "2"})
-    submit(w, "half half2", num_gpus=0.5, strategy="spread")
-    w.advance(0.5)
+    w.play("submit half half2 gpus=0.5 strategy=spread; advance 0.5")
     assert table(w) == [
         "CPU                    0 of 5 free",
         "accelerator_type:A100  1 of 1 free",
@@ -472,8 +431,7 @@ def device(**known: object) -> DeviceStatus:
 
 
 def test_what_was_seen_is_in_the_picture_of_a_device():
-    w = World(gpus=2, exits=False)
-    submit(w, "a b", num_gpus=0.5)
+    w = World(gpus=2, exits=False).play("submit a b gpus=0.5")
     other = OtherProcess(7, "Xorg", GIB)
     seen = Observed(w.now, 9 * GIB, 87, (other,), {1: 3 * GIB}, frozenset({1}), "why")
     w.advance(2)
@@ -562,15 +520,12 @@ PROGRAMS = {1: Program("train.py", 4711), 2: Program("", 0)}
 
 
 def test_a_node_that_one_program_has_alone_lists_none():
-    w = World()
-    w.submit("own")
+    w = World().play("submit own")
     assert status_of(w).clients == ()
-    w.join(1)
-    w.leave(1)
+    w.play("join 1; leave 1")
     assert len(status_of(w).clients) == 1
     assert "programs" not in str(status_of(w))
-    w = World()
-    w.join(1)
+    w = World().play("join 1")
     assert [one.id for one in status_of(w).clients] == [1], "its own does nothing"
 
 
@@ -578,12 +533,10 @@ def test_each_program_shows_what_it_runs_wants_and_holds():
     w = World(cpus=2, gpus=1)
     limits = Limits(max_waiting=9)
     w.join(1, 2.0, limits)
-    w.join(2)
-    w.submit("own")
-    w.submit("a", num_gpus=0.5, client=1)
-    submit(w, [f"t{n}" for n in range(3)], client=1)
-    w.submit("b", client=2)
-    w.leave(2)
+    w.play("""
+        join 2; submit own; submit a gpus=0.5 client=1; submit t0 t1 t2 client=1
+        submit b client=2; leave 2
+    """)
     status = status_of(w, programs=PROGRAMS)
     nothing = Limits()
     assert status.clients == (
@@ -611,12 +564,9 @@ def test_a_node_that_is_being_stopped_says_so():
 
 
 def test_a_task_says_whose_tasks_go_before_it():
-    w = World(cpus=1)
-    join(w, 1, 2)
-    w.submit("own")
-    w.submit("a", client=1)
-    w.submit("b", client=2)
-    w.submit("own2")
+    w = World(cpus=1).play("""
+        join 1 2; submit own; submit a client=1; submit b client=2; submit own2
+    """)
     for name, rivals in (("a", ()), ("own2", ("train.py", "program 2"))):
         record = w.scheduler.tasks[w.tasks[name].id]
         told = why(w.scheduler, record, {}, w.now, PROGRAMS)
@@ -628,13 +578,10 @@ def test_a_task_says_whose_tasks_go_before_it():
 
 
 def test_turns_are_foreseen_by_what_tasks_take():
-    w = World(cpus=1)
-    w.join(1)
-    w.join(2, weight=2)
-    w.submit("own")
-    submit(w, [f"a{n}" for n in range(6)], client=1)
-    submit(w, [f"b{n}" for n in range(6)], client=2)
-    w.submit("urgent", client=1, priority=1)
+    w = World(cpus=1).play("""
+        join 1; join 2 weight=2; submit own; submit a0 a1 a2 a3 a4 a5 client=1
+        submit b0 b1 b2 b3 b4 b5 client=2; submit urgent client=1 priority=1
+    """)
     names = [record.spec.name for record in w.scheduler.ready.in_turn()]
     assert " ".join(names) == "urgent b0 b1 a0 b2 b3 a1 b4 b5 a2 a3 a4 a5"
     foreseen = [task.name for task in status_of(w).waiting]

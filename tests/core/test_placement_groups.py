@@ -24,151 +24,116 @@ from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.core.scheduler.state import REMEMBERED
 from aiogpu.errors import InfeasibleError
 from aiogpu.observe.snapshot import snapshot
-from tests.core.builders import GroupWorld, join, request_of, status_of, submit, why_of
+from tests.core.builders import World, request_of, status_of, why_of
 
 
 def test_a_group_waits_whole_and_in_its_turn():
-    w = GroupWorld(cpus=8, gpus=2)
-    w.submit("before", num_gpus=0.1)
-    w.placement_group("gang", {"GPU": 1}, {"GPU": 1})
-    w.submit("after", num_gpus=1)
-    assert (w.waiting, w.running) == ({"gang"}, {"before", "after"})
-    w.finish("after")
-    assert w.waiting == {"gang"}
-    w.finish("before")
+    w = World(cpus=8, gpus=2).play("""
+        submit before gpus=0.1; placement_group gang GPU:1 GPU:1; submit after gpus=1
+        waiting = gang; running = after before
+        finish after; waiting = gang; finish before
+    """)
     assert list(w.placement_groups) == ["gang"]
 
 
 def test_members_wait_for_their_group_and_run_in_its_bundles():
-    w = GroupWorld(cpus=8, gpus=2)
-    w.submit("before", num_gpus=1)
-    w.placement_group("gang", {"GPU": 1, "CPU": 1}, {"GPU": 1})
-    w.submit_in("gang", "first", 0, num_cpus=1, num_gpus=1)
-    w.submit_in("gang", "second", 1, num_gpus=0.5)
-    w.submit_in("gang", "third", 1, num_gpus=0.6)
-    assert w.running == {"before"}
+    w = World(cpus=8, gpus=2).play("""
+        submit before gpus=1; placement_group gang GPU:1,CPU:1 GPU:1
+        submit_in gang first 0 cpus=1 gpus=1; submit_in gang second 1 gpus=0.5
+        submit_in gang third 1 gpus=0.6; running = before
+    """)
     assert why_of(w, "first").state == "expecting"
-    w.finish("before")
-    assert w.running == {"first", "second"}
-    assert w.gpus_of("first") == [0]
-    assert w.gpus_of("second") == [1]
-    assert w.waiting == {"third"}
+    w.play("""
+        finish before; running = first second; gpus_of first = 0; gpus_of second = 1
+        waiting = third
+    """)
     assert "GPU 0.6" in str(why_of(w, "third"))
-    w.finish("second")
-    assert w.running == {"first", "third"}
+    w.play("finish second; running = first third")
 
 
 def test_a_member_behind_one_that_was_cancelled_is_placed():
-    w = GroupWorld(cpus=8, gpus=2)
-    w.submit("before", num_gpus=1)
-    w.placement_group("group", {"GPU": 1, "CPU": 1}, {"GPU": 1})
-    w.submit_in("group", "cancelled", 0, num_gpus=1)
-    w.submit_in("group", "member", 1, num_gpus=1)
-    w.cancel("cancelled")
-    w.finish("before")
-    assert w.running == {"member"}
+    World(cpus=8, gpus=2).play("""
+        submit before gpus=1; placement_group group GPU:1,CPU:1 GPU:1
+        submit_in group cancelled 0 gpus=1; submit_in group member 1 gpus=1
+        cancel cancelled; finish before; running = member
+    """)
 
 
 def test_a_group_is_granted_without_a_worker_and_alone_serves_its_members():
-    w = GroupWorld(cpus=8, gpus=2)
-    w.placement_group("gang", {"GPU": 1}, {"GPU": 0.5})
+    w = World(cpus=8, gpus=2).play("placement_group gang GPU:1 GPU:0.5")
     assert list(w.placement_groups) == ["gang"]
     assert not w.workers
     w.placement_group("twin", {"GPU": 0.5}, key="gang")
     assert w.told == {"twin": "misfit"}, "it is not asked for twice"
-    assert w.free_gpus == [0, 0.5]
-    w.submit("alone", num_gpus=1)
-    assert w.waiting == {"alone"}
+    w.play("free_gpus = 0 0.5; submit alone gpus=1; waiting = alone")
     assert "held by gang" in str(why_of(w, "alone"))
-    w.cancel("gang")
-    assert w.running == {"alone"}
-    assert w.forgotten >= {"gang"}
+    w.play("cancel gang; running = alone; forgotten has gang")
     assert not w.scheduler.placement_groups
 
 
 def test_a_group_that_is_removed_ends_its_members():
-    w = GroupWorld(cpus=8, gpus=1)
-    w.placement_group("gang", {"GPU": 1, "CPU": 2})
-    w.submit_in("gang", "runs", num_gpus=1, num_cpus=1)
-    w.submit_in("gang", "waits", num_gpus=0.5)
-    w.submit("alone", num_gpus=1)
-    w.cancel("gang")
-    assert w.told == {"runs": "evicted", "waits": "evicted"}
+    w = World(cpus=8, gpus=1).play("""
+        placement_group gang GPU:1,CPU:2; submit_in gang runs gpus=1 cpus=1
+        submit_in gang waits gpus=0.5; submit alone gpus=1; cancel gang
+        told = runs:evicted waits:evicted
+    """)
     assert w.tasks["runs"].reason == REMOVED
     assert (w.forgotten, w.free_gpus) == ({"waits"}, [0])
-    w.finish("runs")
-    assert (w.forgotten, w.running) == ({"waits", "runs", "gang"}, {"alone"})
+    w.play("finish runs; forgotten = gang runs waits; running = alone")
 
 
 def test_a_member_that_will_not_stop_is_killed_and_holds_its_group_till_then():
-    w = GroupWorld(cpus=8, gpus=1, config=SchedulerConfig(cancel_grace=1.0))
-    w.placement_group("gang", {"GPU": 1})
-    w.submit_in("gang", "stubborn", num_gpus=1, max_calls=1)
-    w.cancel("gang")
-    assert w.free_gpus == [0]
-    w.advance(1.5)
+    w = World(cpus=8, gpus=1, config=SchedulerConfig(cancel_grace=1.0)).play("""
+        placement_group gang GPU:1; submit_in gang stubborn gpus=1 max_calls=1
+        cancel gang; free_gpus = 0; advance 1.5
+    """)
     assert w.killed
-    assert (w.free_gpus, w.told) == ([1], {"stubborn": "evicted"})
-    assert w.forgotten == {"stubborn", "gang"}
+    w.play("free_gpus = 1; told = stubborn:evicted; forgotten = gang stubborn")
 
 
 def test_devices_of_a_member_are_seen_free_before_its_group_ends():
-    w = GroupWorld(cpus=8, gpus=1)
+    w = World(cpus=8, gpus=1)
     w.settles = True
     w.placement_group("gang", {"GPU": 1})
-    w.submit_in("gang", "member", num_gpus=0.5, max_calls=1)
-    w.finish("member")
+    w.play("submit_in gang member gpus=0.5 max_calls=1; finish member")
     assert w.unsettled
-    w.cancel("gang")
-    assert w.free_gpus == [0]
+    w.play("cancel gang; free_gpus = 0")
     w.tell(Scheduler.devices_free, w.unsettled[0])
     assert w.free_gpus == [1]
 
 
 def test_a_group_that_waits_is_withdrawn_with_its_members():
-    w = GroupWorld(gpus=1)
-    w.submit("before", num_gpus=1)
-    w.placement_group("gang", {"GPU": 1})
-    w.submit_in("gang", "member", num_gpus=1)
-    w.submit_in("gang", "cancelled", num_gpus=1)
-    w.cancel("cancelled")
-    assert w.forgotten == {"cancelled"}
-    w.cancel("gang")
-    assert w.told == {"member": "evicted"}
-    assert w.forgotten == {"cancelled", "member", "gang"}
-    w.finish("before")
-    assert w.free_gpus == [1]
+    World(gpus=1).play("""
+        submit before gpus=1; placement_group gang GPU:1; submit_in gang member gpus=1
+        submit_in gang cancelled gpus=1; cancel cancelled; forgotten = cancelled
+        cancel gang; told = member:evicted; forgotten = cancelled gang member
+        finish before; free_gpus = 1
+    """)
 
 
 def test_a_member_that_is_cancelled_while_its_group_waits_is_gone():
-    w = GroupWorld(gpus=1)
-    w.submit("before", num_gpus=1)
-    w.placement_group("gang", {"GPU": 1})
-    w.submit_in("gang", "member", num_gpus=1)
-    w.cancel("member")
-    w.finish("before")
+    w = World(gpus=1).play("""
+        submit before gpus=1; placement_group gang GPU:1; submit_in gang member gpus=1
+        cancel member; finish before
+    """)
     assert list(w.placement_groups) == ["gang"]
     assert not w.running
 
 
 def test_nobody_joins_a_group_that_is_not_there_or_is_being_removed():
-    w = GroupWorld(gpus=1)
-    w.submit_in("gang", "stray", num_gpus=1)
-    assert w.told == {"stray": "evicted"}
+    w = World(gpus=1).play("submit_in gang stray gpus=1; told = stray:evicted")
     assert w.tasks["stray"].reason == UNKNOWN
-    assert w.forgotten == {"stray"}
-    w.placement_group("gang", {"GPU": 1})
-    w.submit_in("gang", "runs", num_gpus=0.5)
-    w.cancel("gang")
-    w.submit_in("gang", "late", num_gpus=0.5)
-    assert w.told["late"] == "evicted"
-    w.finish("runs")
-    assert w.free_gpus == [1]
+    w.play("""
+        forgotten = stray
+        placement_group gang GPU:1; submit_in gang runs gpus=0.5; cancel gang
+        submit_in gang late gpus=0.5; told has late:evicted
+        finish runs; free_gpus = 1
+    """)
 
 
 @pytest.mark.parametrize("is_granted", [True, False])
 def test_a_member_that_can_never_run_in_its_group_fails(is_granted):
-    w = GroupWorld(gpus=1)
+    w = World(gpus=1)
     if not is_granted:
         w.submit("before", num_gpus=1)
     w.placement_group("gang", {"GPU": 1})
@@ -177,8 +142,7 @@ def test_a_member_that_can_never_run_in_its_group_fails(is_granted):
     w.submit_in("gang", "twin", request=request)
     w.submit_in("gang", "other", num_gpus=1)
     if not is_granted:
-        assert w.told == {}
-        w.finish("before")
+        w.play("told =; finish before")
         del w.tasks["before"]
     assert w.told == {"member": "misfit", "twin": "misfit"}
     assert "could hold it" in w.tasks["member"].reason
@@ -186,66 +150,52 @@ def test_a_member_that_can_never_run_in_its_group_fails(is_granted):
 
 
 def test_a_bundle_that_is_not_there_holds_nobody():
-    w = GroupWorld(gpus=1)
+    w = World(gpus=1)
     w.placement_group("gang", {"GPU": 1})
-    w.submit_in("gang", "member", 7, num_gpus=0.5)
-    assert w.told == {"member": "misfit"}
+    w.play("submit_in gang member 7 gpus=0.5; told = member:misfit")
     assert "there is none" in w.tasks["member"].reason
 
 
 def test_a_member_waits_for_its_arguments_too():
-    w = GroupWorld(cpus=8, gpus=1)
-    w.submit("before", num_gpus=1)
-    w.submit("made")
-    w.placement_group("gang", {"GPU": 1})
-    w.submit_in("gang", "both", num_gpus=0.5, needs=["made"])
-    w.submit_in("gang", "early", num_gpus=0.5, needs=["made"])
-    w.supply("early")
-    assert w.waiting == {"gang", "early"}
+    w = World(cpus=8, gpus=1).play("""
+        submit before gpus=1; submit made; placement_group gang GPU:1
+        submit_in gang both gpus=0.5 needs=made
+        submit_in gang early gpus=0.5 needs=made; supply early; waiting = early gang
+    """)
     assert str(why_of(w, "early")).endswith("waits for gang, its placement.")
     assert str(why_of(w, "both")).endswith("waits for gang, its placement.")
-    w.finish("before")
-    assert w.running == {"made", "early"}
-    w.supply("both")
-    assert w.running == {"made", "early", "both"}
-    w.submit_in("gang", "third", num_gpus=0.5, needs=["made"])
-    w.finish("early")
-    assert w.running == {"made", "both"}
-    w.supply("third")
-    assert w.running == {"made", "both", "third"}
+    w.play("""
+        finish before; running = early made
+        supply both; running = both early made
+        submit_in gang third gpus=0.5 needs=made; finish early; running = both made
+        supply third; running = both made third
+    """)
 
 
 def test_a_child_that_its_bundle_can_never_hold_beside_its_parent_fails():
-    w = GroupWorld(cpus=4, gpus=2)
-    w.placement_group("gang", {"GPU": 1})
-    w.submit_in("gang", "parent", num_gpus=0.6)
-    w.submit_in("gang", "child", num_gpus=0.6, parent="parent")
-    w.wait_for("parent", "child")
-    assert w.told == {"child": "deadlocked"}
-    w.submit_in("gang", "small", num_gpus=0.4, parent="parent")
-    w.wait_for("parent", "small")
-    assert w.running == {"parent", "small"}
-    w.submit("outside", num_gpus=1, parent="small")
-    w.wait_for("small", "outside")
-    assert w.running == {"parent", "small", "outside"}
+    World(cpus=4, gpus=2).play("""
+        placement_group gang GPU:1; submit_in gang parent gpus=0.6
+        submit_in gang child gpus=0.6 parent=parent; wait_for parent child
+        told = child:deadlocked
+        submit_in gang small gpus=0.4 parent=parent; wait_for parent small
+        running = parent small
+        submit outside gpus=1 parent=small; wait_for small outside
+        running = outside parent small
+    """)
 
 
 def test_a_group_that_its_waiters_keep_from_being_granted_fails_with_its_members():
-    w = GroupWorld(cpus=4, gpus=1)
-    w.submit("parent", num_gpus=0.5)
-    w.placement_group("gang", {"GPU": 1})
-    w.submit_in("gang", "child", num_gpus=1, parent="parent")
-    w.wait_for("parent", "child")
-    assert w.told == {"gang": "deadlocked", "child": "evicted"}
-    w.placement_group("other", {"GPU": 0.5})
-    w.submit_in("other", "fits", num_gpus=0.5, parent="parent")
-    w.wait_for("parent", "fits")
-    assert "fits" in w.running
+    World(cpus=4, gpus=1).play("""
+        submit parent gpus=0.5; placement_group gang GPU:1
+        submit_in gang child gpus=1 parent=parent; wait_for parent child
+        told = gang:deadlocked child:evicted
+        placement_group other GPU:0.5; submit_in other fits gpus=0.5 parent=parent
+        wait_for parent fits; running has fits
+    """)
 
 
 def test_small_tasks_do_not_starve_a_group():
-    w = GroupWorld(cpus=8, gpus=2)
-    submit(w, [f"s{n}" for n in range(4)], num_gpus=0.5)
+    w = World(cpus=8, gpus=2).play("submit s0 s1 s2 s3 gpus=0.5")
     w.placement_group("gang", {"GPU": 1, "CPU": 1}, {"GPU": 1}, strategy=SPREAD)
     w.advance(2.0)
     count = 4
@@ -260,75 +210,55 @@ def test_small_tasks_do_not_starve_a_group():
 
 
 def test_small_members_do_not_starve_a_great_one():
-    w = GroupWorld(cpus=8, gpus=2)
-    w.placement_group("gang", {"CPU": 1}, {"GPU": 1})
-    w.submit_in("gang", "s0", num_gpus=0.5)
-    w.submit_in("gang", "s1", num_gpus=0.5)
-    w.submit_in("gang", "great", num_gpus=1)
-    w.advance(2.0)
-    w.submit("outside", num_gpus=1)
-    assert "outside" in w.running
-    w.finish("s0")
-    w.submit_in("gang", "s2", num_gpus=0.5)
-    w.submit_in("gang", "cpu", 0, num_cpus=1)
-    assert "s2" in w.waiting
-    assert "cpu" in w.running
+    w = World(cpus=8, gpus=2).play("""
+        placement_group gang CPU:1 GPU:1; submit_in gang s0 gpus=0.5
+        submit_in gang s1 gpus=0.5; submit_in gang great gpus=1; advance 2.0
+        submit outside gpus=1; running has outside
+        finish s0; submit_in gang s2 gpus=0.5; submit_in gang cpu 0 cpus=1
+        waiting has s2; running has cpu
+    """)
     assert w.scheduler.reservation is not None
     assert "kept for great" in str(why_of(w, "s2"))
-    w.finish("s1")
-    assert "great" in w.running
+    w.play("finish s1; running has great")
 
 
 def test_small_members_do_not_starve_one_beside_a_sick_device():
     """[B24] What is kept for it is on the device that is well."""
-    w = GroupWorld(gpus=2)
-    w.placement_group("gang", {"GPU": 2})
+    w = World(gpus=2).play("placement_group gang GPU:2")
     w.tell(Scheduler.device_changed, "GPU", 0, Cause.SICK, "XID 79")
     w.submit_in("gang", "s0", num_gpus=0.5)
-    w.submit_in("gang", "s1", num_gpus=0.5)
-    w.submit_in("gang", "great", num_gpus=1)
+    w.play("submit_in gang s1 gpus=0.5; submit_in gang great gpus=1")
     told = str(why_of(w, "great"))
     assert "GPU 1: 0 of 2 free (0: set aside, 1: 0)" in told
     assert "GPU 0: XID 79" in told
-    w.advance(2.0)
-    w.submit_in("gang", "s2", num_gpus=0.5)
-    w.finish("s0")
-    assert "s2" in w.waiting
-    w.finish("s1")
-    assert "great" in w.running
-    assert w.gpus_of("great") == [1]
+    w.play("""
+        advance 2.0; submit_in gang s2 gpus=0.5; finish s0; waiting has s2
+        finish s1; running has great; gpus_of great = 1
+    """)
 
 
 def test_a_member_of_any_bundle_waits_for_one_that_ends():
     """Not for the first, which is sick or held without end."""
-    w = GroupWorld(gpus=3)
+    w = World(gpus=3)
     w.placement_group("gang", {"GPU": 1}, {"GPU": 1}, {"GPU": 1})
     w.submit_in("gang", "endless", 0, num_gpus=1, is_endless=True)
     w.tell(Scheduler.device_changed, "GPU", 1, Cause.SICK, "XID 79")
-    w.submit_in("gang", "s0", num_gpus=0.5)
-    w.submit_in("gang", "s1", num_gpus=0.5)
-    w.submit_in("gang", "great", num_gpus=1)
-    w.advance(2.0)
-    w.submit_in("gang", "s2", num_gpus=0.5)
-    w.finish("s0")
-    assert "s2" in w.waiting
-    w.finish("s1")
-    assert w.gpus_of("great") == [2]
-    w.finish("great")
+    w.play("""
+        submit_in gang s0 gpus=0.5; submit_in gang s1 gpus=0.5
+        submit_in gang great gpus=1; advance 2.0; submit_in gang s2 gpus=0.5; finish s0
+        waiting has s2; finish s1; gpus_of great = 2; finish great
+    """)
     w.tell(Scheduler.device_changed, "GPU", 1, Cause.SICK, None)
     w.submit_in("gang", "at last", 1, num_gpus=1)
     assert w.gpus_of("at last") == [1]
 
 
 def test_members_that_follow_each_other_leave_the_ledger_alone():
-    w = GroupWorld(cpus=4, gpus=1, took=1e-5)
-    w.placement_group("gang", {"CPU": 1}, {"GPU": 0.5})
+    w = World(cpus=4, gpus=1, took=1e-5).play("placement_group gang CPU:1 GPU:0.5")
     pace = DurationEstimate()
     for number in range(6):
         w.submit_in("gang", f"t{number}", num_cpus=1, pace=pace)
-    assert w.running == {"t0"}
-    w.finish("t0")
-    assert w.running == {"t1"}
+    w.play("running = t0; finish t0; running = t1")
     assert w.queued
     for number in range(1, 6):
         w.finish(f"t{number}")
@@ -336,50 +266,41 @@ def test_members_that_follow_each_other_leave_the_ledger_alone():
 
 
 def test_a_member_that_ran_out_of_memory_gets_its_bundles_gpu_whole():
-    w = GroupWorld(cpus=4, gpus=2)
+    w = World(cpus=4, gpus=2)
     w.placement_group("gang", {"GPU": 1})
     w.submit_in("gang", "m", num_gpus=0.5, retries_oom=True, max_calls=1)
-    w.finish("m", ran_out=True)
-    assert "m" in w.running
+    w.play("finish m ran_out=True; running has m")
     assert (
         w.scheduler.ledger.placement_groups["gang"][0].device_sets["GPU"].free[0] == 0
     )
-    w.finish("m")
-    w.cancel("gang")
-    w.placement_group("half", {"GPU": 0.5})
-    w.submit_in("half", "n", num_gpus=0.5, retries_oom=True, max_calls=1)
-    w.finish("n", ran_out=True)
-    assert w.told["n"] == "settled"
+    w.play("""
+        finish m; cancel gang; placement_group half GPU:0.5
+        submit_in half n gpus=0.5 retries_oom=True max_calls=1; finish n ran_out=True
+        told has n:settled
+    """)
 
 
 def test_a_member_that_ran_out_of_main_memory_runs_alone_in_its_group():
-    w = GroupWorld(cpus=4, gpus=1)
-    w.placement_group("gang", {"CPU": 1})
-    w.submit("other")
-    w.submit_in("gang", "m", num_cpus=1)
+    w = World(cpus=4, gpus=1).play("""
+        placement_group gang CPU:1; submit other; submit_in gang m cpus=1
+    """)
     w.tell(Scheduler.kill_for_memory, w.worker_of("m"), Memory.HOST)
-    assert w.running == {"other"}
-    w.finish("other")
-    assert w.running == {"m"}
+    w.play("running = other; finish other; running = m")
 
 
 def test_a_group_closes_with_its_node():
-    w = GroupWorld(cpus=4, gpus=2)
-    w.placement_group("gang", {"GPU": 1})
-    w.placement_group("late", {"GPU": 2})
-    w.submit_in("gang", "runs", num_gpus=0.5)
-    w.submit_in("gang", "waits", num_gpus=0.6)
-    w.submit_in("late", "expects", num_gpus=0.5)
-    w.close()
-    w.run_dry()
+    w = World(cpus=4, gpus=2).play("""
+        placement_group gang GPU:1; placement_group late GPU:2
+        submit_in gang runs gpus=0.5; submit_in gang waits gpus=0.6
+        submit_in late expects gpus=0.5; close; run_dry
+    """)
     assert set(w.told.values()) == {"abandoned"}
     assert len(w.told) == 5
     assert w.scheduler.is_closed
 
 
 def test_ended_members_are_forgotten():
-    w = GroupWorld(cpus=1)
-    w.placement_group("gang", {"CPU": 1})
+    w = World(cpus=1).play("placement_group gang CPU:1")
     for number in range(4 * REMEMBERED):
         w.submit_in("gang", f"t{number}", num_cpus=1)
         w.finish(f"t{number}")
@@ -387,10 +308,9 @@ def test_ended_members_are_forgotten():
 
 
 def test_a_group_counts_for_its_program_and_its_members_do_not():
-    w = GroupWorld(cpus=8, gpus=4)
-    join(w, 1, 2)
-    w.placement_group("gang", {"GPU": 2}, client=1)
-    w.submit_in("gang", "m", num_gpus=1, client=1)
+    w = World(cpus=8, gpus=4).play("""
+        join 1 2; placement_group gang GPU:2 client=1; submit_in gang m gpus=1 client=1
+    """)
     clients = w.scheduler.clients
     assert clients.of(1).held == {"GPU": 20_000}
     assert clients.why_barred(w.scheduler.tasks[w.tasks["m"].id]) == ""
@@ -401,28 +321,23 @@ def test_a_group_counts_for_its_program_and_its_members_do_not():
 
 
 def test_a_program_that_has_come_anew_is_not_forgotten_with_what_was_before():
-    w = GroupWorld(cpus=8, gpus=2)
-    w.join(1)
-    w.placement_group("gang", {"GPU": 1})
+    w = World(cpus=8, gpus=2).play("join 1; placement_group gang GPU:1")
     w.exits = False
-    w.submit_in("gang", "m", num_gpus=1, max_calls=1, client=2)
-    w.finish("m")
-    w.leave(2)
-    w.submit("again", num_gpus=1, client=2)
-    w.run_dry()
-    assert w.told["again"] == "settled"
+    w.play("""
+        submit_in gang m gpus=1 max_calls=1 client=2; finish m; leave 2
+        submit again gpus=1 client=2; run_dry; told has again:settled
+    """)
 
 
 def test_a_group_that_can_never_be_granted_is_refused():
-    w = GroupWorld(gpus=2)
+    w = World(gpus=2)
     with pytest.raises(InfeasibleError, match="on a machine of its own"):
         w.placement_group("gang", {"GPU": 1}, {"GPU": 1}, strategy=STRICT_SPREAD)
 
 
 def test_why_a_group_waits():
-    w = GroupWorld(cpus=4, gpus=2)
-    submit(w, "before other", num_gpus=0.7)
-    w.placement_group("gang", {"GPU": 0.3}, {"GPU": 0.4})
+    w = World(cpus=4, gpus=2)
+    w.play("submit before other gpus=0.7; placement_group gang GPU:0.3 GPU:0.4")
     told = str(why_of(w, "gang"))
     assert "GPU 0.7: 0.6 of 2 free (0: 0.3, 1: 0.3)" in told
     assert "held by before" in told
@@ -433,9 +348,8 @@ def test_why_a_group_waits():
 
 
 def test_status_shows_what_a_group_leaves_and_what_its_members_hold():
-    w = GroupWorld(cpus=4, gpus=1)
-    w.placement_group("gang", {"GPU": 0.5, "CPU": 2})
-    w.submit_in("gang", "m", num_gpus=0.2, num_cpus=1)
+    w = World(cpus=4, gpus=1)
+    w.play("placement_group gang GPU:0.5,CPU:2; submit_in gang m gpus=0.2 cpus=1")
     seen = status_of(w)
     held = {one.task: one.share for one in seen.devices[0].holders}
     assert held == {"gang": 0.3, "m": 0.2}
@@ -447,60 +361,49 @@ def test_status_shows_what_a_group_leaves_and_what_its_members_hold():
 
 
 def test_a_group_that_is_awaited_within_another_is_no_deadlock():
-    w = GroupWorld(cpus=4, gpus=2)
-    w.submit("before", num_gpus=1)
-    w.placement_group("gang", {"GPU": 1}, {"CPU": 1})
-    w.submit_in("gang", "parent", num_gpus=1)
-    w.placement_group("other", {"GPU": 1, "CPU": 1})
-    w.submit_in("other", "child", num_gpus=1, parent="parent")
-    w.wait_for("parent", "child")
-    assert w.told == {}
-    w.finish("before")
-    assert "child" in w.running
+    World(cpus=4, gpus=2).play("""
+        submit before gpus=1; placement_group gang GPU:1 CPU:1
+        submit_in gang parent gpus=1; placement_group other GPU:1,CPU:1
+        submit_in other child gpus=1 parent=parent; wait_for parent child; told =
+        finish before; running has child
+    """)
 
 
 def test_what_is_kept_of_a_bundle_is_nothing_of_the_node():
-    w = GroupWorld(cpus=1, gpus=1, took=1e-5)
-    w.placement_group("gang", {"GPU": 1})
-    w.submit_in("gang", "m0", num_gpus=1)
-    w.submit_in("gang", "m1", num_gpus=1)
-    submit(w, [f"p{n}" for n in range(3)])
-    w.advance(2.0)
+    w = World(cpus=1, gpus=1, took=1e-5).play("""
+        placement_group gang GPU:1; submit_in gang m0 gpus=1; submit_in gang m1 gpus=1
+        submit p0 p1 p2; advance 2.0
+    """)
     w.tell(Scheduler.wake)
     assert w.scheduler.reservation.record.spec.name == "m1"
     assert w.scheduler.reservation.home is not w.scheduler.ledger
-    w.finish("p0")
-    assert w.running == {"m0", "p1"}
+    w.play("finish p0; running = m0 p1")
 
 
 def test_a_group_that_waits_for_children_of_who_holds_cpus_is_found_out():
-    w = GroupWorld(cpus=2, resources={"license": 1})
-    w.submit("parent", resources={"license": 1})
-    w.placement_group("gang", {"license": 1, "CPU": 1})
-    w.submit_in("gang", "child", num_cpus=1, parent="parent")
-    w.wait_for("parent", "child")
-    assert w.told == {"gang": "deadlocked", "child": "evicted"}
+    World(cpus=2, resources={"license": 1}).play("""
+        submit parent resources=license:1; placement_group gang license:1,CPU:1
+        submit_in gang child cpus=1 parent=parent; wait_for parent child
+        told = gang:deadlocked child:evicted
+    """)
 
 
 def test_the_picture_says_for_which_placement_one_waits():
-    w = GroupWorld(cpus=2, gpus=1)
-    w.submit("before", num_gpus=1)
-    w.submit("made")
-    w.placement_group("gang", {"GPU": 1})
-    w.submit_in("gang", "early", num_gpus=1, needs=["made"])
-    w.supply("early")
+    w = World(cpus=2, gpus=1).play("""
+        submit before gpus=1; submit made; placement_group gang GPU:1
+        submit_in gang early gpus=1 needs=made; supply early
+    """)
     seen = status_of(w)
     told = {one.name: one.reason for one in seen.waiting}
     assert told["early"] == "waits for gang, its placement"
-    w.finish("before")
-    w.submit_in("gang", "second", num_gpus=0.5)
+    w.play("finish before; submit_in gang second gpus=0.5")
     seen = status_of(w)
     told = {one.name: one.reason for one in seen.waiting}
     assert told["second"].endswith("in any bundle of gang")
 
 
 def test_of_a_group_that_is_not_there_nothing_is_kept_or_said():
-    w = GroupWorld(cpus=1, gpus=1)
+    w = World(cpus=1, gpus=1)
     request = replace(request_of({"GPU": 1}), placement_group=BundleRef("gone", "gone"))
     record = TaskRecord(TaskId(1), TaskSpec("m", Shape(request)), 0.0, OWN)
     assert reserve(w.scheduler, record) is None
@@ -508,7 +411,7 @@ def test_of_a_group_that_is_not_there_nothing_is_kept_or_said():
 
 
 def test_placements_in_words():
-    w = GroupWorld(cpus=SHOWN + 1, gpus=2)
+    w = World(cpus=SHOWN + 1, gpus=2)
     w.placement_group("first", {"GPU": 1, "CPU": 2}, {"GPU": 0.5})
     w.submit_in("first", "m", 0, num_gpus=0.25, num_cpus=1)
     w.placement_group("second", *[{"CPU": 1}] * (SHOWN + 1))
@@ -523,20 +426,17 @@ def test_placements_in_words():
 
 
 def test_a_group_whose_program_has_other_tasks_is_asked_whether_it_fits():
-    w = GroupWorld(cpus=4, gpus=2)
-    join(w, 1, 2)
-    w.submit("all", num_gpus=2, client=2)
-    w.placement_group("g", {"GPU": 1}, {"GPU": 1}, client=1)
-    w.submit("mine", num_gpus=0.5, client=1)
-    w.submit("theirs", num_gpus=0.25, client=2)
-    w.finish("all")
+    w = World(cpus=4, gpus=2).play("""
+        join 1 2; submit all gpus=2 client=2; placement_group g GPU:1 GPU:1 client=1
+        submit mine gpus=0.5 client=1; submit theirs gpus=0.25 client=2; finish all
+    """)
     assert "g" in w.placement_groups
     assert w.waiting == {"mine", "theirs"}
     w.scheduler.check()
 
 
 def test_status_shows_what_is_free_of_the_bytes_of_a_bundle():
-    w = GroupWorld(cpus=2, gpus=1, gpu_memory=10)
+    w = World(cpus=2, gpus=1, gpu_memory=10)
     w.placement_group("gang", {"GPU": 0.5, "gpu_memory": 6}, {"CPU": 1})
     told = status_of(w).placements[0].bundles
     assert told[0].free["gpu_memory"] == 6

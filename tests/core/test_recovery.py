@@ -7,8 +7,7 @@ import pytest
 from aiogpu.core.model.config import SchedulerConfig
 from aiogpu.core.records import Memory
 from aiogpu.core.scheduler.scheduler import Scheduler
-from aiogpu.testing import World
-from tests.core.builders import finish, status_of, submit, why_of
+from tests.core.builders import World, status_of, why_of
 
 
 @pytest.mark.parametrize("retries", [0, 1, 3])
@@ -23,37 +22,28 @@ def test_a_task_is_tried_again_as_often_as_it_may_be(retries, fails):
             w.finish("a", retry=True)
         else:
             w.die("a")
-        assert not w.told
-        w.advance(1)
-        assert w.running == {"a"}
-    w.die("a")
-    assert (w.told, w.free) == ({"a": "lost"}, {"CPU": 1.0, "GPU": 0.0})
-    w.submit("b", max_retries=0)
-    w.finish("b", retry=True)
-    assert w.told["b"] == "settled"
+        w.play("told =; advance 1; running = a")
+    w.play("""
+        die a; told = a:lost; free = CPU:1.0 GPU:0.0
+        submit b max_retries=0; finish b retry=True; told has b:settled
+    """)
 
 
 def test_a_retry_keeps_its_place_and_a_second_one_lets_others_go_first_for_a_while():
-    w = World(cpus=1)
-    for name in "abc":
-        w.submit(name)
-    w.die("a")
-    assert w.running == {"a"}
-    w.finish("a", retry=True)
-    assert w.running == {"b"}
+    w = World(cpus=1).play("""
+        submit a b c; die a; running = a
+        finish a retry=True; running = b
+    """)
     assert w.scheduler.deadline() == pytest.approx(0.1)
-    finish(w, "b", after=0.1)
-    assert w.running == {"a"}
-    w.submit("urgent", priority=1)
-    w.advance(10)
-    w.cancel("c")
-    w.finish("a", retry=True)
-    assert w.running == {"urgent"}
+    w.play("""
+        advance 0.1; finish b; running = a
+        submit urgent priority=1; advance 10; cancel c; finish a retry=True
+        running = urgent
+    """)
 
 
 def test_each_retry_waits_twice_as_long_as_the_one_before():
-    w = World()
-    w.submit("a", max_retries=-1)
+    w = World().play("submit a max_retries=-1")
     waits = []
     for _ in range(10):
         w.finish("a", retry=True)
@@ -73,43 +63,29 @@ def test_a_delayed_task_can_be_cancelled_expire_or_be_abandoned():
     assert not w.running
     assert str(why_of(w, "a")) == "a has failed before, and is tried again in a while."
     assert {task.state for task in status_of(w).tasks} == {"delayed"}
-    w.cancel("a")
-    assert w.forgotten == {"a"}
-    w.advance(0.06)
-    assert w.told == {"b": "expired"}
-    w.close()
-    w.advance(1)
-    assert w.told == {"b": "expired", "c": "abandoned"}
+    w.play("""
+        cancel a; forgotten = a; advance 0.06; told = b:expired
+        close; advance 1; told = b:expired c:abandoned
+    """)
     assert w.scheduler.is_closed
 
 
 def test_three_workers_in_a_row_that_cannot_start_lose_the_task_but_no_retries():
-    w = World(starts=False)
-    w.submit("a", max_retries=1)
+    w = World(starts=False).play("submit a max_retries=1")
     for starts in (True, False):
         for _ in range(2):
-            w.die("a")
-            assert w.starting == {"a"}
+            w.play("die a; starting = a")
         if starts:
-            w.start("a")
-            assert w.running == {"a"}
-            w.die("a")
-    w.die("a")
-    assert w.told == {"a": "lost"}
+            w.play("start a; running = a; die a")
+    w.play("die a; told = a:lost")
     assert not w.workers
 
 
 def test_a_cancelled_task_is_not_tried_again():
-    w = World()
-    w.submit("a", max_retries=-1)
-    w.cancel("a")
-    w.finish("a", retry=True)
-    assert w.forgotten == {"a"}
-    w.submit("b", max_retries=-1)
-    w.cancel("b")
-    w.die("b")
-    assert w.forgotten == {"a", "b"}
-    assert not w.told
+    World().play("""
+        submit a max_retries=-1; cancel a; finish a retry=True; forgotten = a
+        submit b max_retries=-1; cancel b; die b; forgotten = a b; told =
+    """)
 
 
 # What is held without end begins anew.
@@ -202,8 +178,7 @@ def test_it_waits_again_at_once_for_a_whole_device_and_has_that_try_once(how, as
     assert (w.waiting, w.told) == ({"a"}, {})
     assert asks_for(w, "a") == "{CPU: 1, GPU: 1}"
     w.submit("c", num_gpus=0.5)  # it still shares with those that fit
-    finish(w, "b c")
-    assert (w.running, w.free_gpus) == ({"a"}, [0])
+    w.play("finish b c; running = a; free_gpus = 0")
     fail(w, "a", how)
     assert w.told["a"] == ("settled" if how == "raises" else "lost")
 
@@ -218,13 +193,9 @@ def test_it_does_not_wait_for_what_is_held_without_end(how):
     w.submit("c", num_gpus=0.5, retries_oom=True, max_retries=0)
     fail(w, "c", how)
     assert w.told == {"c": "settled" if how == "raises" else "lost"}
-    w.cancel("b")
-    w.finish("b")
-    w.submit("d", num_gpus=0.5, retries_oom=True, max_retries=0)
+    w.play("cancel b; finish b; submit d gpus=0.5 retries_oom=True max_retries=0")
     fail(w, "d", how)
-    assert "d" not in w.told
-    assert w.running >= {"d"}
-    assert w.gpus_of("d") == [1]
+    w.play("told lacks d; running has d; gpus_of d = 1")
 
 
 @HOWS
@@ -251,17 +222,13 @@ def test_other_retries_go_beside_it():
     w.submit("a", num_gpus=0.5, retries_oom=True, max_retries=1)
     w.finish("a", ran_out=True, retry=True)
     assert asks_for(w, "a") == "{CPU: 1, GPU: 1}"
-    w.finish("a", ran_out=True, retry=True)
-    assert w.running == {"a"}
-    w.die("a")
-    assert w.told == {"a": "lost"}
+    w.play("finish a ran_out=True retry=True; running = a; die a; told = a:lost")
 
 
 @HOWS
 @pytest.mark.parametrize("closes", [False, True], ids=["cancelled", "closing"])
 def test_one_that_was_cancelled_or_abandoned_is_not_tried_again(how, closes):
-    w = World(gpus=1, exits=False)
-    w.submit("a", num_gpus=0.5, retries_oom=True)
+    w = World(gpus=1, exits=False).play("submit a gpus=0.5 retries_oom=True")
     if closes:
         w.close()
     else:
@@ -290,36 +257,26 @@ def test_a_task_is_not_made_to_wait_for_what_its_own_parent_holds(how, gpus):
 
 
 def test_an_endless_one_is_begun_anew_as_its_restarts_say():
-    w = World(gpus=1)
-    w.submit("a", num_gpus=0.5, is_endless=True, max_calls=1, max_retries=1)
-    outgrow(w, "a")
-    assert w.running == {"a"}
-    outgrow(w, "a")
-    assert w.told == {"a": "lost"}
+    World(gpus=1).play("""
+        submit a gpus=0.5 is_endless=True max_calls=1 max_retries=1; outgrow a
+        running = a; outgrow a; told = a:lost
+    """)
 
 
 def test_those_behind_one_that_is_ended_wait_again():
-    w = World(cpus=1, gpus=1, took=1e-5, revokes=False)
-    for name in ("before", "a", "b", "c", "d", "e", "f"):
-        w.submit(name, num_gpus=0.5, max_retries=0)
-    w.finish("before")
+    w = World(cpus=1, gpus=1, took=1e-5, revokes=False).play("""
+        submit before a b c d e f gpus=0.5 max_retries=0; finish before
+    """)
     assert w.queued
-    outgrow(w, "a")
-    assert w.told == {"before": "settled", "a": "lost"}
-    w.run_dry()
+    w.play("outgrow a; told = before:settled a:lost; run_dry")
     assert set(w.told.values()) == {"settled", "lost"}
     assert list(w.told.values()).count("lost") == 1
 
 
 def test_one_whose_end_comes_before_it_has_begun_has_lost_nothing():
-    w = World(gpus=1, exits=False)
-    w.submit("a", num_gpus=0.5, max_retries=0)
-    outgrow(w, "a")
+    w = World(gpus=1, exits=False).play("submit a gpus=0.5 max_retries=0; outgrow a")
     w.workers[w.worker_of("a")].began = None
-    w.die("a")
-    assert w.running == {"a"}
-    w.finish("a")
-    assert w.told == {"a": "settled"}
+    w.play("die a; running = a; finish a; told = a:settled")
 
 
 # A task that was killed for want of main memory is tried once more, alone.
@@ -330,34 +287,21 @@ def starved(w, name):
 
 
 def test_it_waits_for_the_others_and_they_for_it():
-    w = World(cpus=4)
-    for name in "abc":
-        w.submit(name)
-    starved(w, "a")
-    assert w.running == {"b", "c"}
-    w.submit("d")
-    assert w.waiting == {"d"}
-    w.finish("b")
-    assert w.running == {"c"}
-    w.finish("c")
-    assert (w.running, w.waiting) == ({"a"}, {"d"})
-    w.finish("a")
-    assert w.running == {"d"}
-    assert w.told == {"a": "settled", "b": "settled", "c": "settled"}
+    World(cpus=4).play("""
+        submit a b c; starve a; running = b c; submit d; waiting = d
+        finish b; running = c; finish c; running = a; waiting = d
+        finish a; running = d; told = a:settled b:settled c:settled
+    """)
 
 
 def test_it_has_one_more_try_if_it_may_run_twice():
     w = World()
     assert repr(w.scheduler.exclusive) == "<Solitude for None, then 0>"
-    w.submit("once", max_retries=0)
-    starved(w, "once")
-    assert w.told == {"once": "lost"}
-    w.submit("a", max_retries=-1)
-    starved(w, "a")
-    assert w.running == {"a"}, "nobody else was there"
-    starved(w, "a")
-    assert w.told["a"] == "lost"
-    w.submit("b")
+    w.play("""
+        submit once max_retries=0; starve once; told = once:lost
+        submit a max_retries=-1; starve a; running = a (nobody else was there)
+        starve a; told has a:lost; submit b
+    """)
     worker = w.worker_of("b")
     w.finish("b")
     for memory in Memory:
@@ -367,15 +311,10 @@ def test_it_has_one_more_try_if_it_may_run_twice():
 
 
 def test_others_are_held_up_for_a_limited_time():
-    w = World(cpus=4)
-    for name in ("a", "long"):
-        w.submit(name)
-    starved(w, "a")
-    w.submit("later")
-    w.advance(29)
-    assert w.running == {"long"}
-    w.advance(2)
-    assert w.running == {"long", "a", "later"}
+    World(cpus=4).play("""
+        submit a long; starve a; submit later; advance 29; running = long
+        advance 2; running = a later long
+    """)
 
 
 def test_it_waits_for_its_own_device_to_come_back():
@@ -383,83 +322,52 @@ def test_it_waits_for_its_own_device_to_come_back():
     w.settles = True
     w.submit("a", num_gpus=1)
     worker = w.worker_of("a")
-    starved(w, "a")
-    w.submit("b")
-    assert w.running == set()
+    w.play("starve a; submit b; running =")
     w.tell(Scheduler.devices_free, worker)
     assert w.running == {"a"}
     w.settles = False
-    w.advance(31)
-    assert w.running == {"a"}, "his time was up while he ran"
+    w.play("advance 31; running = a (his time was up while he ran)")
 
 
 def test_one_gives_up_while_another_still_waits_for_its_turn():
-    w = World(cpus=4)
-    for name in ("a", "b", "long"):
-        w.submit(name)
-    starved(w, "a")
-    w.advance(20)
-    starved(w, "b")
-    w.advance(11)
-    assert w.running == {"long"}
-    assert w.waiting == {"a"}, "the other one's turn comes first"
-    w.finish("long")
-    assert w.running == {"b"}
-    w.finish("b")
-    assert w.running == {"a"}
+    World(cpus=4).play("""
+        submit a b long; starve a; advance 20; starve b; advance 11; running = long
+        waiting = a (the other one's turn comes first)
+        finish long; running = b; finish b; running = a
+    """)
 
 
 def test_children_of_those_that_run_are_not_held_up():
-    w = World(cpus=2)
-    submit(w, "parent a")
-    starved(w, "a")
-    w.submit("child", parent="parent")
-    assert w.running == {"parent", "child"}
-    w.wait_for("parent", "child")
-    finish(w, "child parent")
-    assert w.running == {"a"}
-    w.submit("own", parent="a")
-    assert w.running == {"a", "own"}
+    World(cpus=2).play("""
+        submit parent a; starve a; submit child parent=parent; running = child parent
+        wait_for parent child; finish child parent; running = a
+        submit own parent=a; running = a own
+    """)
 
 
 def test_whoever_waits_for_it_does_not_keep_it_waiting():
-    w = World(cpus=2)
-    w.submit("parent")
-    w.submit("a", parent="parent")
-    w.wait_for("parent", "a")
-    starved(w, "a")
-    assert (w.running, w.blocked) == ({"a", "parent"}, {"parent"})
+    World(cpus=2).play("""
+        submit parent; submit a parent=parent; wait_for parent a; starve a
+        running = a parent; blocked = parent
+    """)
 
 
 def test_what_is_held_without_end_is_no_company():
-    w = World(cpus=2)
-    w.submit("actor", is_endless=True)
-    w.submit("a")
-    starved(w, "a")
-    assert w.running == {"actor", "a"}
+    World(cpus=2).play("""
+        submit actor is_endless=True; submit a; starve a; running = a actor
+    """)
 
 
 def test_it_can_be_cancelled_while_it_waits_and_while_it_runs_alone():
-    w = World(cpus=2)
-    submit(w, "a b")
-    starved(w, "a")
-    w.cancel("a")
-    w.submit("c")
-    assert w.running == {"b", "c"}
-    w.finish("b")
-    starved(w, "c")
-    w.submit("d")
-    w.cancel("c")
-    assert w.running == {"c"}
-    w.advance(3)
-    assert w.running == {"d"}
+    World(cpus=2).play("""
+        submit a b; starve a; cancel a; submit c; running = b c
+        finish b; starve c; submit d; cancel c; running = c
+        advance 3; running = d
+    """)
 
 
 def test_status_and_why_say_that_others_wait_for_it():
-    w = World(cpus=2)
-    submit(w, "a b")
-    starved(w, "a")
-    w.submit("c")
+    w = World(cpus=2).play("submit a b; starve a; submit c")
     reasons = {task.name: task.reason for task in status_of(w).tasks}
     assert "run alone" in reasons["c"]
     assert "tried again" in reasons["a"]
@@ -467,21 +375,14 @@ def test_status_and_why_say_that_others_wait_for_it():
 
 
 def test_who_fails_while_he_runs_alone_has_had_his_turn():
-    w = World(cpus=2)
-    w.submit("a")
-    starved(w, "a")
-    w.submit("b")
-    assert w.running == {"a"}
-    w.die("a")
-    assert w.running == {"b"}
-    w.advance(0.2)
-    assert w.running == {"a", "b"}
+    World(cpus=2).play("""
+        submit a; starve a; submit b; running = a; die a; running = b
+        advance 0.2; running = a b
+    """)
 
 
 def test_a_worker_that_is_ending_is_company():
-    w = World(cpus=2, exits=False)
-    w.submit("a")
-    w.submit("b", max_calls=1)
+    w = World(cpus=2, exits=False).play("submit a; submit b max_calls=1")
     b = w.worker_of("b")
     w.finish("b")
     a = w.worker_of("a")
@@ -494,29 +395,16 @@ def test_a_worker_that_is_ending_is_company():
 
 def test_when_it_has_ended_all_others_start_that_fit():
     """Not only as many as its own worker can take, one after the other."""
-    w = World(cpus=3)
-    for name in "ab":
-        w.submit(name)
-    starved(w, "a")
-    for name in "cdef":
-        w.submit(name)
-    w.finish("b")
-    assert w.running == {"a"}
-    w.finish("a")
-    assert w.running == {"c", "d", "e"}
+    World(cpus=3).play("""
+        submit a b; starve a; submit c d e f; finish b; running = a
+        finish a; running = c d e
+    """)
 
 
 def test_one_whose_worker_never_starts_has_had_its_turn():
-    w = World(cpus=2)
-    w.submit("a")
-    w.submit("b", max_calls=1)
-    starved(w, "a")
+    w = World(cpus=2).play("submit a; submit b max_calls=1; starve a")
     w.starts = False
-    w.finish("b")
-    w.submit("c", environment={"X": "1"})
-    assert w.starting == {"a"}
-    w.die("a")
-    assert w.starting == {"a", "c"}
+    w.play("finish b; submit c environment=X:1; starting = a; die a; starting = a c")
 
 
 def test_it_holds_up_no_child_because_of_a_task_like_it():
@@ -524,10 +412,7 @@ def test_it_holds_up_no_child_because_of_a_task_like_it():
     w = World(cpus=2)
     for client in (1, 2):
         w.join(client)
-    for name in ("parent", "a"):
-        w.submit(name, client=1)
-    starved(w, "a")
-    w.submit("other", client=2)
+    w.play("submit parent a client=1; starve a; submit other client=2")
     for name in ("first child", "second child"):
         w.submit(name, parent="parent", client=1)
     assert w.running == {"parent", "first child"}

@@ -8,94 +8,69 @@ from aiogpu.core.effects import Interrupt, Revoke
 from aiogpu.core.model.config import SchedulerConfig
 from aiogpu.core.records import Memory
 from aiogpu.core.scheduler.scheduler import Scheduler
-from aiogpu.testing import World
-from tests.core.builders import finish, submit
+from tests.core.builders import World, submit
 
 SHORT = 1e-5
 
 
 def test_a_lane_that_all_have_left_takes_back_one_that_is_tried_again():
     """An empty lane was taken for none: its tasks got two lanes, and one was lost."""
-    w = World(cpus=1)
-    submit(w, "again leaves", priority=1)
-    w.submit("later")
-    w.cancel("leaves")
-    w.die("again")
-    assert w.running == {"again"}
-    w.submit("urgent", priority=1)
-    w.finish("again", retry=True)
-    assert w.running == {"urgent"}
-    finish(w, "urgent", after=0.1)
-    assert w.running == {"again"}
-    finish(w, "again later")
+    w = World(cpus=1).play("""
+        submit again leaves priority=1; submit later; cancel leaves; die again
+        running = again
+        submit urgent priority=1; finish again retry=True; running = urgent
+        advance 0.1; finish urgent; running = again; finish again later
+    """)
     assert not w.scheduler.ready.by_shape
 
 
 def test_a_retry_takes_what_is_free_though_its_worker_goes_on_with_its_queue():
     """It waited until somebody else did something."""
-    w = World(cpus=2, took=SHORT)
-    for name in ("t0", "t1", "t2", "t3", "t4", "t5"):
-        w.submit(name)
-    finish(w, "t0 t1 t4 t5")
-    assert (w.running, w.queued) == ({"t2"}, {"t3"})
-    w.finish("t2", retry=True)
-    assert w.running == {"t2", "t3"}
+    World(cpus=2, took=SHORT).play("""
+        submit t0 t1 t2 t3 t4 t5; finish t0 t1 t4 t5; running = t2; queued = t3
+        finish t2 retry=True; running = t2 t3
+    """)
 
 
 def test_what_a_parents_end_frees_is_taken_though_its_worker_has_its_next_task():
     """Only the parent's own lease was thought of."""
-    w = World(cpus=2, gpus=1, starts=False)
-    w.submit("parent")
-    w.start("parent")
-    w.submit("child", num_gpus=1, parent="parent")
-    w.submit("next")
-    w.submit("other", num_gpus=1)
-    assert w.starting == {"child"}
-    w.finish("parent")
-    assert (w.running, w.starting) == ({"next"}, {"other"})
+    World(cpus=2, gpus=1, starts=False).play("""
+        submit parent; start parent; submit child gpus=1 parent=parent; submit next
+        submit other gpus=1; starting = child
+        finish parent; running = next; starting = other
+    """)
 
 
 def test_an_earlier_revocation_is_not_taken_for_a_later_one():
     """A worker that had ended all it had was still being taken back."""
-    w = World(cpus=1, took=SHORT, revokes=False)
-    w.submit("long")
-    w.advance(2.0)
+    w = World(cpus=1, took=SHORT, revokes=False).play("submit long; advance 2.0")
     assert w.workers[1].revoking
-    w.finish("long")
-    for name in ("t0", "t1", "t2", "t3", "t4", "t5", "t6"):
-        w.submit(name)
-    w.finish("t0")
-    assert w.queued == {"t2", "t3"}
-    w.cancel("t2")
+    w.play("""
+        finish long; submit t0 t1 t2 t3 t4 t5 t6; finish t0; queued = t2 t3
+        cancel t2
+    """)
     assert [type(effect) for effect in w.effects] == [Revoke]
     w.revoked(1)
     assert (w.effects, w.queued) == ([], {"t3"})
-    w.revoked(1)
-    assert (w.forgotten, w.queued) == ({"t2"}, set())
+    w.play("revoked 1; forgotten = t2; queued =")
 
 
 def test_a_cancelled_task_at_its_turn_is_not_interrupted_before_it_has_begun():
     """The interrupt hit a worker that ran nothing, or the next task."""
-    w = World(cpus=1, took=SHORT, revokes=False)
-    for name in ("t0", "t1", "t2", "t3", "t4", "t5", "t6"):
-        w.submit(name)
-    w.finish("t0")
-    w.cancel("t2")
-    w.finish("t1")
+    w = World(cpus=1, took=SHORT, revokes=False).play("""
+        submit t0 t1 t2 t3 t4 t5 t6; finish t0; cancel t2; finish t1
+    """)
     assert Interrupt not in [type(effect) for effect in w.effects]
-    w.revoked(1)
-    assert w.forgotten == {"t2"}
+    w.play("revoked 1; forgotten = t2")
     assert w.tasks["t2"].interrupts == 0
     assert w.running == {"t3"}
 
 
 def test_closing_keeps_nothing_for_anybody():
     """What was kept was kept for one that had been abandoned."""
-    w = World(gpus=2, exits=False, config=SchedulerConfig(reserve_after=0.0))
-    w.submit("long", num_gpus=1)
-    w.submit("big", num_gpus=2)
-    w.submit("small", num_cpus=0)
-    w.finish("small")
+    w = World(gpus=2, exits=False, config=SchedulerConfig(reserve_after=0.0)).play("""
+        submit long gpus=1; submit big gpus=2; submit small cpus=0; finish small
+    """)
     assert w.scheduler.reservation is not None
     w.close()
     assert w.scheduler.reservation is None
@@ -105,16 +80,10 @@ def test_closing_keeps_nothing_for_anybody():
 
 def test_an_answer_that_comes_when_all_was_skipped_does_not_touch_what_came_since():
     """It took back a task that was sent after it; sent again, that ran twice."""
-    w = World(cpus=1, took=SHORT, revokes=False)
-    for name in ("t0", "t1", "t2", "t3"):
-        w.submit(name)
-    w.finish("t0")
-    w.cancel("t3")
-    w.cancel("t2")
-    w.skip("t1")
-    w.stop(1)
-    w.submit("since")
-    w.revoked(1)
+    w = World(cpus=1, took=SHORT, revokes=False).play("""
+        submit t0 t1 t2 t3; finish t0; cancel t3 t2; skip t1; stop 1; submit since
+        revoked 1
+    """)
     assert w.effects == []
     w.run_dry()
     assert w.tasks["since"].runs == 1
@@ -133,81 +102,57 @@ def test_a_backlog_goes_at_full_speed_however_old_it_is():
 
 def test_a_task_that_goes_on_leaves_no_cpu_to_be_handed_over():
     """Each that had waited once added one to those that ran, for a whole backlog."""
-    w = World(cpus=1)
-    w.submit("parent")
-    w.submit("child", parent="parent")
-    submit(w, "t0 t1")
-    w.wait_for("parent", "child")
-    w.finish("child")
-    assert w.running == {"parent"}
-    w.finish("parent")
-    assert w.running == {"t0"}
+    World(cpus=1).play("""
+        submit parent; submit child parent=parent; submit t0 t1; wait_for parent child
+        finish child; running = parent; finish parent; running = t0
+    """)
 
 
 def test_several_that_can_never_run_all_fail():
     """One failed, and whoever gathers failures too waited for the other for ever."""
-    w = World(gpus=1)
-    w.submit("parent", num_gpus=1)
-    w.submit("x", num_gpus=1, parent="parent")
-    w.submit("y", num_gpus=0.5, parent="parent")
-    w.wait_for("parent", "x", "y")
-    assert (w.told, w.blocked) == ({"x": "deadlocked", "y": "deadlocked"}, set())
+    World(gpus=1).play("""
+        submit parent gpus=1; submit x gpus=1 parent=parent
+        submit y gpus=0.5 parent=parent; wait_for parent x y
+        told = x:deadlocked y:deadlocked; blocked =
+    """)
 
 
 def test_a_detached_child_takes_what_is_kept_if_somebody_waits_for_it():
     """Else its parent, it, and the one for whom it is kept waited in a circle."""
-    w = World(gpus=2)
-    w.submit("parent", num_gpus=1)
-    w.submit("big", num_gpus=2, priority=1)
-    w.submit("a", num_cpus=0)
-    w.finish("a")
-    w.advance(1.0)
-    w.submit("b", num_cpus=0)
-    w.finish("b")
-    w.submit("child", num_gpus=1, parent="parent", is_detached=True)
-    assert w.waiting == {"big", "child"}
-    w.wait_for("parent", "child")
-    assert w.running == {"parent", "child"}
+    World(gpus=2).play("""
+        submit parent gpus=1; submit big gpus=2 priority=1; submit a cpus=0; finish a
+        advance 1.0; submit b cpus=0; finish b
+        submit child gpus=1 parent=parent is_detached=True; waiting = big child
+        wait_for parent child; running = child parent
+    """)
 
 
 def test_who_waits_for_a_queued_task_that_is_cancelled_goes_on():
     """What was taken back and unwanted left the queue, but not its family."""
-    w = World(cpus=1, took=SHORT)
-    w.submit("parent")
-    for name in ("t0", "t1", "t2", "t3", "t4", "t5"):
-        w.submit(name, parent="parent")
-    w.wait_for("parent", "t2")
-    w.finish("t0")
-    assert w.queued == {"t2", "t3"}
-    w.cancel("t2")
-    assert (w.forgotten, w.blocked) == ({"t2"}, set())
+    World(cpus=1, took=SHORT).play("""
+        submit parent; submit t0 t1 t2 t3 t4 t5 parent=parent; wait_for parent t2
+        finish t0; queued = t2 t3; cancel t2; forgotten = t2; blocked =
+    """)
 
 
 def test_who_waits_for_a_task_that_a_stopped_worker_never_began_goes_on():
     """The same, where the worker was given up."""
-    w = World(cpus=2, config=SchedulerConfig(cancel_grace=9.0))
-    submit(w, "parent a")
-    w.finish("a")
-    w.stop(2)
-    w.submit("child", parent="parent")
-    w.wait_for("parent", "child")
-    w.cancel("child")
-    w.advance(2.5)
-    assert (w.forgotten, w.blocked) == ({"child"}, set())
-    w.finish("parent")
+    World(cpus=2, config=SchedulerConfig(cancel_grace=9.0)).play("""
+        submit parent a; finish a; stop 2; submit child parent=parent
+        wait_for parent child; cancel child; advance 2.5; forgotten = child; blocked =
+        finish parent
+    """)
 
 
 def test_who_answers_before_the_kill_for_memory_is_starved_no_more():
     """Its next try was to run alone if a worker failed to start: it never had run."""
-    w = World(cpus=1, exits=False)
-    w.submit("a")
+    w = World(cpus=1, exits=False).play("submit a")
     first = w.worker_of("a")
     w.tell(Scheduler.kill_for_memory, first, Memory.HOST)
     w.finish("a", retry=True)
     w.starts = False
     w.die(first)
-    w.die("a")
-    assert w.starting == {"a"}
+    w.play("die a; starting = a")
 
 
 def test_who_is_to_run_alone_needs_a_worker_as_well():
@@ -226,9 +171,7 @@ def test_an_idle_worker_makes_way_for_who_is_to_run_alone():
     """He waited for his time to be up, since nobody was there to make way."""
     w = World(cpus=4, gpus=1)
     w.settles = True
-    w.submit("idle")
-    w.finish("idle")
-    w.submit("a", num_gpus=1)
+    w.play("submit idle; finish idle; submit a gpus=1")
     w.scheduler.worker_limit.bound(1)
     w.tell(Scheduler.kill_for_memory, w.worker_of("a"), Memory.HOST)
     w.tell(Scheduler.devices_free, w.unsettled[0])
@@ -238,17 +181,14 @@ def test_an_idle_worker_makes_way_for_who_is_to_run_alone():
 
 def test_a_worker_that_is_being_killed_skips_a_task_and_is_given_no_other():
     """It was taken for idle, and sent the next of those that wait."""
-    w = World(cpus=1, took=SHORT, exits=False, revokes=False)
-    for name in ("t0", "t1", "t2", "t3", "t4", "t5"):
-        w.submit(name)
-    w.finish("t0")
-    assert w.queued == {"t2", "t3"}
+    w = World(cpus=1, took=SHORT, exits=False, revokes=False).play("""
+        submit t0 t1 t2 t3 t4 t5; finish t0; queued = t2 t3
+    """)
     worker = w.worker_of("t1")
     w.tell(Scheduler.kill_for_memory, worker, Memory.HOST)
     w.advance(0.1)
     assert w.workers[worker].void
-    w.skip("t1", is_late=True)
-    assert w.running == set()
+    w.play("skip t1 is_late=True; running =")
     w.die(worker)
     w.run_dry()
     assert set(w.told.values()) == {"settled"}
@@ -256,11 +196,9 @@ def test_a_worker_that_is_being_killed_skips_a_task_and_is_given_no_other():
 
 def test_what_is_heard_of_a_killed_worker_that_has_skipped_all_changes_nothing():
     """What was taken back was looked for behind a task that it had not got any more."""
-    w = World(cpus=1, took=SHORT, exits=False, revokes=False)
-    for name in ("t0", "t1", "t2", "t3"):
-        w.submit(name)
-    w.finish("t0")
-    assert w.queued == {"t2"}
+    w = World(cpus=1, took=SHORT, exits=False, revokes=False).play("""
+        submit t0 t1 t2 t3; finish t0; queued = t2
+    """)
     worker = w.worker_of("t1")
     w.close(at_once=True)
     assert w.workers[worker].void
@@ -276,27 +214,21 @@ def test_what_fails_for_a_deadlock_may_be_nobodys_child():
     w.scheduler.worker_limit.bound(1)
     submit(w, "parent other")
     w.submit("child", parent="parent", needs=["other"])
-    w.wait_for("parent", "child")
-    assert w.told == {"other": "deadlocked"}
+    w.play("wait_for parent child; told = other:deadlocked")
 
 
 def test_what_was_kept_for_a_task_that_goes_on_with_a_lease_is_placed():
     """It lay idle until something else happened."""
-    w = World(cpus=1.5, config=SchedulerConfig(reserve_after=0.0))
-    w.submit("first")
-    w.submit("half", num_cpus=0.5)
-    w.submit("second")
-    w.submit("small", num_cpus=0.5, environment={"X": "1"})
-    w.finish("half")
-    assert w.waiting == {"second", "small"}
-    w.finish("first")
-    assert w.running == {"second", "small"}
+    World(cpus=1.5, config=SchedulerConfig(reserve_after=0.0)).play("""
+        submit first; submit half cpus=0.5; submit second
+        submit small cpus=0.5 environment=X:1; finish half; waiting = second small
+        finish first; running = second small
+    """)
 
 
 def test_a_lease_goes_before_tasks_that_wait_for_want_of_a_worker():
     """It came first among them; nothing was placed until something else happened."""
-    w = World(cpus=2, starts=False)
-    w.submit("low", num_cpus=0, priority=-1)
+    w = World(cpus=2, starts=False).play("submit low cpus=0 priority=-1")
     w.tell(Scheduler.worker_gone, w.worker_of("low"), outage="no process")
     w.lease("lease")
     assert set(w.leases) == {"lease"}
@@ -305,10 +237,9 @@ def test_a_lease_goes_before_tasks_that_wait_for_want_of_a_worker():
 
 def test_a_lease_is_not_passed_over_with_tasks_of_another_program():
     """These had no worker; it was passed over as their like, and needs none."""
-    w = World(cpus=1, starts=False)
-    w.join(1)
-    w.submit("first", client=1, priority=1)
-    w.lease("lease", num_cpus=1)
+    w = World(cpus=1, starts=False).play("""
+        join 1; submit first client=1 priority=1; lease lease cpus=1
+    """)
     w.tell(Scheduler.worker_gone, w.worker_of("first"), outage="no process")
     assert set(w.leases) == {"lease"}
     assert w.waiting == {"first"}
@@ -316,20 +247,17 @@ def test_a_lease_is_not_passed_over_with_tasks_of_another_program():
 
 def test_a_task_whose_time_is_up_just_as_it_is_warned_of():
     """The alarm of the warning had been set before, for another that waits."""
-    w = World(cpus=1, config=SchedulerConfig(warn_after=0.5))
-    w.submit("endless", is_endless=True)
-    w.submit("other")
-    w.submit("task", num_cpus=0.5, timeout=0.5)
-    w.advance(1.0)
-    assert w.told == {"task": "expired"}
+    w = World(cpus=1, config=SchedulerConfig(warn_after=0.5)).play("""
+        submit endless is_endless=True; submit other; submit task cpus=0.5 timeout=0.5
+        advance 1.0; told = task:expired
+    """)
     assert [name for name, _ in w.warnings] == ["other"]
 
 
 def test_a_worker_that_does_not_begin_is_ended_at_the_very_moment():
     """By rounding it had a little time left, and was given the next task."""
     w = World(cpus=1, config=SchedulerConfig(unheard=0.1), starts=False)
-    w.advance(0.5)
-    w.submit("task")
+    w.play("advance 0.5; submit task")
     worker = w.worker_of("task")
     w.stop(worker)
     w.start(worker)
@@ -341,8 +269,7 @@ def test_a_worker_that_does_not_begin_is_ended_at_the_very_moment():
 def test_what_has_its_place_lends_no_cpu_twice():
     """It waited for a child, and there were more CPUs than the node has."""
     w = World(cpus=1)
-    w.submit("actor", is_endless=True, max_calls=1)
-    w.submit("child", parent="actor", num_cpus=0)
+    w.play("submit actor is_endless=True max_calls=1; submit child parent=actor cpus=0")
     w.tell(Scheduler.release_cpus, w.tasks["actor"].id)
     w.wait_for("actor", "child")
     w.check()

@@ -16,8 +16,7 @@ from aiogpu.core.resources.devices import DeviceSet
 from aiogpu.core.resources.ledger import Ledger
 from aiogpu.core.scheduler.reservation import STANDS, STANDS_LONGEST, reserve
 from aiogpu.core.scheduler.scheduler import Scheduler
-from aiogpu.testing import World
-from tests.core.builders import GroupWorld, finish, kept_for, pass_over, submit
+from tests.core.builders import World, finish, kept_for, pass_over, submit
 
 AFTER = 1.0
 
@@ -69,8 +68,7 @@ def ready_for_two(**options) -> World:
     """On two GPUs "long" holds one and "big" waits for both; its second is over."""
     w = World(gpus=2, config=PATIENCE)
     w.submit("long", num_gpus=1, **options)
-    w.submit("big", num_gpus=2)
-    pass_over(w)
+    w.play("submit big gpus=2; pass_over")
     w.advance(AFTER)
     return w
 
@@ -100,10 +98,9 @@ def test_without_it_the_stream_would_go_past_for_ever():
 
 
 def test_nothing_is_kept_before_its_time():
-    w = World(gpus=2, config=PATIENCE)
-    w.submit("long", num_gpus=1)
-    w.submit("big", num_gpus=2)
-    pass_over(w)
+    w = World(gpus=2, config=PATIENCE).play("""
+        submit long gpus=1; submit big gpus=2; pass_over
+    """)
     w.advance(AFTER - STEP)
     pass_over(w)
     assert kept_for(w) is None
@@ -111,9 +108,7 @@ def test_nothing_is_kept_before_its_time():
     pass_over(w)
     assert kept_for(w) == "big"
     w.submit("small", num_gpus=0.25)
-    assert w.waiting == {"big", "small"}
-    w.finish("long")
-    assert w.gpus_of("big") == [0, 1]
+    w.play("waiting = big small; finish long; gpus_of big = 0 1")
 
 
 def test_nothing_is_kept_for_those_behind_the_first_of_their_shape():
@@ -130,8 +125,7 @@ def test_nothing_is_kept_for_those_behind_the_first_of_their_shape():
 def test_only_as_much_is_kept_as_is_needed():
     w = World(gpus=3, config=PATIENCE)
     submit(w, [f"half {n}" for n in range(3)], num_gpus=0.75)
-    w.submit("whole", num_gpus=1)
-    pass_over(w)
+    w.play("submit whole gpus=1; pass_over")
     w.advance(AFTER)
     pass_over(w)
     assert w.scheduler.reservation.barred == {"GPU": 0b001}
@@ -143,15 +137,13 @@ def test_only_as_much_is_kept_as_is_needed():
 
 
 def test_the_one_for_whom_it_is_kept_takes_whatever_fits_first():
-    w = World(gpus=2, config=PATIENCE)
-    submit(w, "a b", num_gpus=1)
-    w.submit("half", num_gpus=0.5)
-    pass_over(w)
+    w = World(gpus=2, config=PATIENCE).play("""
+        submit a b gpus=1; submit half gpus=0.5; pass_over
+    """)
     w.advance(AFTER)
     pass_over(w)
     assert w.scheduler.reservation.barred == {"GPU": 0b01}
-    w.finish("b")
-    assert w.gpus_of("half") == [1]
+    w.play("finish b; gpus_of half = 1")
     assert kept_for(w) is None
 
 
@@ -160,8 +152,7 @@ def test_the_one_for_whom_it_is_kept_takes_whatever_fits_first():
 )
 def test_who_gives_back_in_time_goes_past(timeout, passes):
     """ "long" has ended at 10 + 2 s, so now, at 3 s, there are 9 s less the grace."""
-    w = ready_for_two(timeout=10.0)
-    pass_over(w)
+    w = ready_for_two(timeout=10.0).play("pass_over")
     assert w.scheduler.reservation.until == 12.0
     w.advance(2.0)
     w.submit("small", num_gpus=0.5, timeout=timeout)
@@ -170,45 +161,34 @@ def test_who_gives_back_in_time_goes_past(timeout, passes):
 
 
 def test_nobody_goes_past_where_nobody_knows_how_long_it_takes():
-    w = ready_for_two()
-    pass_over(w)
+    w = ready_for_two().play("pass_over")
     assert w.scheduler.reservation.until == inf
-    w.submit("small", num_gpus=0.5, timeout=0.5)
-    assert w.waiting == {"big", "small"}
+    w.play("submit small gpus=0.5 timeout=0.5; waiting = big small")
 
 
 def test_who_was_let_past_does_not_put_off_what_was_promised():
-    w = ready_for_two(timeout=10.0)
-    pass_over(w)
-    w.advance(1.0)
-    w.submit("small", num_gpus=0.5, timeout=7.5)
-    assert w.running == {"long", "small"}
-    w.advance(1.0)
-    pass_over(w)
+    w = ready_for_two(timeout=10.0).play("""
+        pass_over; advance 1.0; submit small gpus=0.5 timeout=7.5; running = long small
+        advance 1.0; pass_over
+    """)
     assert w.scheduler.reservation.until == 12.0
     w.finish("long")
     assert w.scheduler.reservation.until <= 12.0
-    w.advance(9.0)
-    assert w.told["small"] == "expired"
-    assert w.running == {"big"}
+    w.play("advance 9.0; told has small:expired; running = big")
     assert w.now <= 12.0
 
 
 def test_what_was_promised_stands_though_an_urgent_task_came_between():
-    w = ready_for_two(timeout=10.0)
-    pass_over(w)
-    w.submit("urgent", num_gpus=0.5, priority=1)
+    w = ready_for_two(timeout=10.0).play("pass_over; submit urgent gpus=0.5 priority=1")
     w.advance(STANDS)
     pass_over(w)
     assert w.scheduler.reservation.until == 12.0
-    w.submit("small", num_gpus=0.5, timeout=4.0)
-    assert w.running == {"long", "urgent", "small"}
+    w.play("submit small gpus=0.5 timeout=4.0; running = long small urgent")
 
 
 def test_a_plan_stands_for_a_while():
     """It looks at all workers, so it is not made anew at every event."""
-    w = ready_for_two()
-    pass_over(w)
+    w = ready_for_two().play("pass_over")
     plan = w.scheduler.reservation
     w.advance(STANDS / 2)
     pass_over(w)
@@ -220,24 +200,20 @@ def test_a_plan_stands_for_a_while():
 
 
 def test_that_nothing_can_be_planned_stands_for_a_while():
-    w = ready_for_two(is_endless=True)
-    pass_over(w)
+    w = ready_for_two(is_endless=True).play("pass_over")
     [group] = w.scheduler.ready.groups()
     assert group.reserve_at == w.now + STANDS
 
 
 def test_what_is_held_for_life_is_never_waited_for():
-    w = ready_for_two(is_endless=True)
-    pass_over(w)
+    w = ready_for_two(is_endless=True).play("pass_over")
     assert kept_for(w) is None
-    w.submit("small", num_gpus=0.5)
-    assert w.running == {"long", "small"}
+    w.play("submit small gpus=0.5; running = long small")
     w = World(cpus=3, gpus=2, config=PATIENCE)
     w.submit("actor", num_gpus=1, is_endless=True)
     w.submit("no hope", num_gpus=2, num_cpus=0)
     w.submit("all cpus", num_cpus=3)
-    w.submit("a")
-    w.submit("b", num_cpus=2)
+    w.play("submit a; submit b cpus=2")
     assert kept_after(w) == {}
     assert kept_for(w) == "b", "the others do not stand in its way"
     w.finish("actor")
@@ -247,17 +223,14 @@ def test_what_is_held_for_life_is_never_waited_for():
 
 
 def test_what_others_hold_is_kept_beside_what_is_held_for_life():
-    w = World(gpus=3, config=PATIENCE)
-    w.submit("actor", num_gpus=1, is_endless=True)
-    w.submit("a", num_gpus=0.5)
-    w.submit("big", num_gpus=2)
-    pass_over(w)
+    w = World(gpus=3, config=PATIENCE).play("""
+        submit actor gpus=1 is_endless=True; submit a gpus=0.5; submit big gpus=2
+        pass_over
+    """)
     w.advance(AFTER)
     pass_over(w)
     assert w.scheduler.reservation.barred == {"GPU": 0b110}
-    w.submit("small", num_gpus=0.5)
-    w.finish("a")
-    assert w.gpus_of("big") == [1, 2]
+    w.play("submit small gpus=0.5; finish a; gpus_of big = 1 2")
 
 
 def test_the_latest_end_that_is_needed_counts_and_the_device_that_serves_sooner():
@@ -273,11 +246,10 @@ def test_the_latest_end_that_is_needed_counts_and_the_device_that_serves_sooner(
     w.submit("next", num_gpus=1)
     assert kept_after(w) == {"GPU": 0b10}
     assert w.scheduler.reservation.until == 12.0
-    w = World(gpus=2, exits=False, config=PATIENCE)
-    w.submit("ends", num_gpus=1, max_calls=1)
-    w.submit("long", num_gpus=1, timeout=30.0)
-    w.finish("ends")
-    w.submit("next", num_gpus=1)
+    w = World(gpus=2, exits=False, config=PATIENCE).play("""
+        submit ends gpus=1 max_calls=1; submit long gpus=1 timeout=30.0; finish ends
+        submit next gpus=1
+    """)
     assert kept_after(w) == {"GPU": 0b01}, "it gives back at once"
 
 
@@ -313,10 +285,7 @@ def test_each_kind_of_device_is_kept_by_itself():
 )
 def test_higher_priority_and_children_of_those_that_run_take_what_is_kept(options):
     """Their parents may be the ones that are waited for."""
-    w = ready_for_two()
-    pass_over(w)
-    w.submit("small", num_gpus=0.5)
-    w.submit("cpu")
+    w = ready_for_two().play("pass_over; submit small gpus=0.5; submit cpu")
     w.submit("urgent", num_gpus=0.5, **options)
     assert (w.running, w.waiting) == ({"long", "urgent", "cpu"}, {"big", "small"})
 
@@ -324,54 +293,38 @@ def test_higher_priority_and_children_of_those_that_run_take_what_is_kept(option
 @pytest.mark.parametrize("how", ["cancelled", "expired", "granted"])
 def test_what_was_kept_is_free_when_the_task_is_gone_or_runs(how):
     w = World(gpus=2, config=PATIENCE)
-    w.submit("long", num_gpus=1)
-    w.submit("big", num_gpus=2, timeout=2.0)
+    w.play("submit long gpus=1; submit big gpus=2 timeout=2.0")
     assert kept_after(w) == {"GPU": 0b11}
-    w.submit("small", num_gpus=0.5)
-    assert w.waiting == {"big", "small"}
+    w.play("submit small gpus=0.5; waiting = big small")
     if how == "cancelled":
         w.cancel("big")
     elif how == "expired":
         w.advance(5.0)
     else:
-        w.finish("long")
-        assert w.running == {"big"}
-        w.finish("big")
+        w.play("finish long; running = big; finish big")
     assert kept_for(w) is None
     assert "small" in w.running
 
 
 def test_cpus_serve_others_while_devices_are_awaited():
     """A GPU may be held for an hour; who needs CPUs alone shall not wait for that."""
-    w = World(cpus=2, gpus=1)
-    w.submit("training", num_gpus=1)
+    w = World(cpus=2, gpus=1).play("submit training gpus=1")
     w.submit("next training", num_gpus=1)
-    w.submit("step")
-    w.finish("step")
-    w.advance(60)
-    w.submit("first")
-    w.finish("first")
+    w.play("submit step; finish step; advance 60; submit first; finish first")
     assert w.scheduler.reservation is not None
-    w.submit("second")
-    assert "second" in w.running
+    w.play("submit second; running has second")
 
 
 def test_they_are_kept_once_the_devices_are_there():
-    w = World(cpus=2, gpus=1)
-    w.submit("long", num_cpus=1)
-    w.submit("wide", num_cpus=2, num_gpus=1)
-    w.submit("step")
-    w.finish("step")
-    w.advance(2)
-    w.submit("late")
-    assert w.waiting == {"wide", "late"}
-    w.finish("long")
-    assert w.running == {"wide"}
+    World(cpus=2, gpus=1).play("""
+        submit long cpus=1; submit wide cpus=2 gpus=1; submit step; finish step
+        advance 2; submit late; waiting = late wide
+        finish long; running = wide
+    """)
 
 
 def test_a_plan_stands_for_longer_where_nothing_has_come_back():
-    w = ready_for_two()
-    pass_over(w)
+    w = ready_for_two().play("pass_over")
     w.advance(2 * STANDS)
     w.tell(Scheduler.wake)
     plan = w.scheduler.reservation
@@ -386,9 +339,8 @@ def test_a_plan_stands_for_longer_where_nothing_has_come_back():
 
 def test_what_is_only_tried_does_not_change_a_plan():
     """A group that does not fit takes one bundle and gives it back, at each look."""
-    w = GroupWorld(gpus=3, config=PATIENCE)
-    w.submit("long", num_gpus=1)
-    w.placement_group("gang", {"GPU": 0.7}, {"GPU": 0.7}, {"GPU": 0.6})
+    w = World(gpus=3, config=PATIENCE)
+    w.play("submit long gpus=1; placement_group gang GPU:0.7 GPU:0.7 GPU:0.6")
     w.advance(AFTER)
     w.tell(Scheduler.wake)
     plan = w.scheduler.reservation
@@ -409,8 +361,7 @@ def test_of_very_many_devices_the_first_that_end_some_time_are_kept():
     assert w.scheduler.reservation.barred == {GPU: 3 << 50}
     finish(w, "t90", after=2 * STANDS)
     assert w.scheduler.reservation.barred == {GPU: 1 << 90 | 1 << 50}
-    w.finish("t99")
-    assert "wide" in w.running
+    w.play("finish t99; running has wide")
 
 
 def test_one_that_could_begin_sooner_is_found_among_those_that_are_compared():

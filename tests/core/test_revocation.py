@@ -12,8 +12,7 @@ from aiogpu.core.records import Memory
 from aiogpu.core.resources.ledger import Ledger
 from aiogpu.core.scheduler.revocation import count_begun
 from aiogpu.core.scheduler.scheduler import Scheduler
-from aiogpu.testing import World
-from tests.core.builders import kinds, submit
+from tests.core.builders import World, kinds, submit
 
 SHORT = 1e-5
 
@@ -30,9 +29,7 @@ def queue_behind(count: int = 10, **options) -> World:
     """One worker runs t1, with t2, t3, ... queued behind it."""
     w = World(cpus=1, took=SHORT, config=PATIENCE, **options)
     submit(w, [f"t{n}" for n in range(count)], max_retries=0)
-    w.finish("t0")
-    assert w.running == {"t1"}
-    assert "t2" in w.queued
+    w.play("finish t0; running = t1; queued has t2")
     return w
 
 
@@ -49,8 +46,7 @@ def test_what_stands_behind_a_long_task_is_taken_back():
     w.advance(LONG / 2)
     assert not w.queued
     assert (w.running, w.waiting) == ({"t1"}, {f"t{number}" for number in range(2, 10)})
-    w.finish("t1")
-    assert w.running == {"t2"}
+    w.play("finish t1; running = t2")
 
 
 def test_nothing_is_queued_behind_a_function_that_was_found_long():
@@ -58,9 +54,7 @@ def test_nothing_is_queued_behind_a_function_that_was_found_long():
     w.advance(LONG)
     assert w.tasks["t1"].spec.pace.depth == 0
     w.took = 1.0
-    w.finish("t1")
-    assert w.running == {"t2"}
-    assert not w.queued
+    w.play("finish t1; running = t2; queued =")
     w.took = SHORT
     for number in range(2, 30):
         w.finish(f"t{number}")
@@ -83,62 +77,44 @@ def test_a_worker_without_a_queue_is_looked_at_no_more():
     w.advance(60)
     assert w.effects == []
     assert w.scheduler.deadline() is None
-    w.submit("long")
-    w.advance(3600)
-    assert (w.running, w.killed) == ({"long"}, [])
+    w.play("submit long; advance 3600; running = long; killed =")
     assert w.scheduler.deadline() is None
 
 
 def test_what_stands_behind_a_cancelled_task_is_taken_back():
-    w = queue_behind(revokes=False)
-    w.cancel("t1")
+    w = queue_behind(revokes=False).play("cancel t1")
     assert kinds(w) == [Interrupt, Revoke]
-    w.revoked(1)
-    assert not w.queued
-    w.finish("t1")
-    assert w.running == {"t2"}
+    w.play("revoked 1; queued =; finish t1; running = t2")
 
 
 def test_a_task_that_is_killed_takes_nobody_along():
     """The kill waits until what is queued has been taken back."""
-    w = queue_behind(revokes=False)
-    w.cancel("t1")
-    w.advance(2.5)
-    assert w.killed == []
-    w.revoked(1)
-    w.advance(0.1)
-    assert (w.killed, w.running) == ([1], {"t2"})
-    w.run_dry()
+    w = queue_behind(revokes=False).play("""
+        cancel t1; advance 2.5; killed =
+        revoked 1; advance 0.1; killed = 1; running = t2; run_dry
+    """)
     assert settled_once(w, *range(2, 10))
 
 
 def test_what_stands_behind_one_that_waits_is_taken_back():
     """[B12]"""
-    w = queue_behind()
-    w.submit("child", parent="t1")
-    w.wait_for("t1", "child")
-    assert not w.queued
-    assert (w.blocked, w.running) == ({"t1"}, {"t1", "child"})
+    queue_behind().play("""
+        submit child parent=t1; wait_for t1 child; queued =; blocked = t1
+        running = child t1
+    """)
 
 
 def test_a_crash_blames_the_task_that_ran_alone():
-    w = queue_behind()
-    w.die("t1")
-    assert w.told == {"t0": "settled", "t1": "lost"}
-    w.run_dry()
+    w = queue_behind().play("die t1; told = t0:settled t1:lost; run_dry")
     assert settled_once(w, *range(2, 10))
 
 
 def test_a_crash_before_the_worker_has_begun_costs_the_first_in_line_a_start():
     """Nobody's code ran, and still a task that kills its worker early is given up."""
-    w = queue_behind()
-    w.stop(1)
-    w.finish("t1")
-    assert w.running == set()
-    w.die(1)
-    assert w.running == {"t2"}
-    w.run_dry()
-    assert w.told["t2"] == "settled"
+    queue_behind().play("""
+        stop 1; finish t1; running =; die 1; running = t2
+        run_dry; told has t2:settled
+    """)
 
 
 def test_a_crash_blames_all_whose_answers_are_lost():
@@ -152,60 +128,41 @@ def test_a_crash_blames_all_whose_answers_are_lost():
 
 
 def test_a_cancelled_task_in_the_queue_of_a_dead_worker_is_forgotten():
-    w = queue_behind(revokes=False)
-    w.cancel("t3")
-    w.die(1)
-    assert "t3" in w.forgotten
-    assert w.running == {"t2"}
+    queue_behind(revokes=False).play("cancel t3; die 1; forgotten has t3; running = t2")
 
 
 def test_queued_tasks_that_are_cancelled_never_begin():
     """Both by one revocation."""
-    w = queue_behind(revokes=False)
-    w.cancel("t3")
+    w = queue_behind(revokes=False).play("cancel t3")
     assert kinds(w) == [Revoke]
     w.cancel("t2")
     assert w.effects == []
-    assert not w.forgotten
-    w.revoked(1)
-    assert (w.forgotten, w.running) == ({"t2", "t3"}, {"t1"})
-    w.run_dry()
+    w.play("forgotten =; revoked 1; forgotten = t2 t3; running = t1; run_dry")
     assert w.tasks["t2"].runs == w.tasks["t3"].runs == 0
     assert settled_once(w, 1, *range(4, 10))
 
 
 def test_a_queued_task_is_cancelled_as_it_begins():
-    w = queue_behind(revokes=False)
-    w.finish("t1")
-    assert w.running == {"t2"}
-    w.cancel("t3")
+    w = queue_behind(revokes=False).play("finish t1; running = t2; cancel t3")
     w.workers[1].void.popleft()
     w.workers[1].sent.append(w.tasks["t3"])
-    w.finish("t2")
-    assert w.running == {"t3"}
+    w.play("finish t2; running = t3")
     assert Interrupt not in kinds(w)
     w.revoked(1)
     assert kinds(w)[0] is Interrupt
-    w.finish("t3")
-    assert "t3" in w.forgotten
-    assert "t3" not in w.told
-    w.run_dry()
+    w.play("finish t3; forgotten has t3; told lacks t3; run_dry")
     assert settled_once(w, *range(4, 10))
 
 
 def test_nothing_is_sent_to_a_worker_that_is_being_taken_back():
     """Else it would be taken for part of what is back, and run twice."""
-    w = queue_behind(revokes=False)
-    w.finish("t1")
+    w = queue_behind(revokes=False).play("finish t1")
     submit(w, [f"t{n}" for n in range(10, 50)])
     w.cancel("t5")
     w.workers[1].sent.append(w.workers[1].void.popleft())
     w.finish("t2")
     assert (w.running, w.effects) == ({"t3"}, [Settle(w.tasks["t2"].id)])
-    assert "t6" in w.waiting
-    w.revoked(1)
-    assert w.waiting >= {"t4", "t6"}
-    assert w.forgotten == {"t5"}
+    w.play("waiting has t6; revoked 1; waiting has t4 t6; forgotten = t5")
 
 
 @pytest.mark.parametrize("is_late", [False, True])
@@ -220,23 +177,15 @@ def test_a_turn_that_comes_as_it_is_taken_back_is_skipped(is_late):
 
 
 def test_skipped_tasks_that_were_cancelled_are_forgotten():
-    w = queue_behind(revokes=False)
-    w.cancel("t2")
-    w.cancel("t3")
-    w.skip("t1")
-    assert w.forgotten == {"t2"}
-    w.revoked(1)
-    assert (w.forgotten, w.running) == ({"t2", "t3"}, {"t4"})
-    w.run_dry()
+    w = queue_behind(revokes=False).play("""
+        cancel t2 t3; skip t1; forgotten = t2
+        revoked 1; forgotten = t2 t3; running = t4; run_dry
+    """)
     assert w.tasks["t2"].runs == w.tasks["t3"].runs == 0
 
 
 def test_a_worker_that_has_skipped_all_has_time_for_others():
-    w = queue_behind(4, revokes=False)
-    w.cancel("t3")
-    w.cancel("t2")
-    w.skip("t1")
-    assert w.forgotten == {"t2", "t3"}
+    w = queue_behind(4, revokes=False).play("cancel t3 t2; skip t1; forgotten = t2 t3")
     assert w.scheduler.workers.idle == 1
     w.submit("next")
     assert w.worker_of("next") == 1
@@ -247,41 +196,29 @@ def test_a_skipped_task_is_known_wherever_it_stands():
     t3 = w.tasks["t3"].id
     w.scheduler.task_skipped(w.now, t3, w.worker_of("t1"))
     w.scheduler.check()
-    assert "t3" in w.waiting
-    assert "t2" in w.queued
+    w.play("waiting has t3; queued has t2")
 
 
 def test_a_stopped_worker_is_given_up_and_its_task_runs_elsewhere_once():
     """As under SIGSTOP: it was sent a task and does not begin it."""
-    w = World(cpus=1, config=PATIENCE)
-    w.submit("a")
-    w.finish("a")
-    w.stop(1)
-    w.submit("b", max_retries=0)
-    assert w.running == set()
-    w.advance(0.75)
-    assert w.killed == []
-    w.advance(1.25)
-    assert (w.killed, w.running) == ([1], {"b"})
-    w.finish("b")
-    assert w.told == {"a": "settled", "b": "settled"}
+    w = World(cpus=1, config=PATIENCE).play("""
+        submit a; finish a; stop 1; submit b max_retries=0; running =
+        advance 0.75; killed =; advance 1.25; killed = 1; running = b
+        finish b; told = a:settled b:settled
+    """)
     assert w.tasks["b"].runs == 1
 
 
 def test_a_worker_that_has_just_been_sent_its_task_may_still_begin_it():
     """What it has not begun is taken back for another reason; it is not given up."""
-    w = queue_behind(revokes=False)
-    w.finish("t1")
-    w.stop(1)
-    w.finish("t2")
-    w.cancel("t4")
-    w.revoked(1)
+    w = queue_behind(revokes=False).play("""
+        finish t1; stop 1; finish t2; cancel t4; revoked 1
+    """)
     assert Kill not in kinds(w)
     assert w.killed == []
     w.workers[1].is_stopped = False
     w.workers[1].begin()
-    assert w.running == {"t3"}
-    w.run_dry()
+    w.play("running = t3; run_dry")
     assert w.tasks["t4"].runs == 0
     assert [w.tasks[f"t{n}"].runs for n in range(10) if n != 4] == [1] * 9
 

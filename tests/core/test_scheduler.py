@@ -23,8 +23,7 @@ from aiogpu.core.queue.timers import AT_ONCE
 from aiogpu.core.records import TaskState
 from aiogpu.core.scheduler.scheduler import ABANDON_EVERY, ABANDONED, Scheduler
 from aiogpu.errors import InfeasibleError
-from aiogpu.testing import World
-from tests.core.builders import GroupWorld, finish, kinds, record_of, submit
+from tests.core.builders import World, kinds, record_of, submit
 
 PATIENCE = SchedulerConfig(cancel_grace=2.0, interrupt_every=0.5, exit_grace=5.0)
 
@@ -37,11 +36,9 @@ def fails(effect: Effect, failure: Failure) -> bool:
 
 
 def test_a_task_from_its_submission_to_its_answer():
-    w = World(cpus=2, gpus=1, starts=False)
-    w.submit("a", num_gpus=0.5)
+    w = World(cpus=2, gpus=1, starts=False).play("submit a gpus=0.5")
     assert kinds(w) == [Spawn]
-    assert (w.starting, w.free_gpus) == ({"a"}, [0.5])
-    w.start("a")
+    w.play("starting = a; free_gpus = 0.5; start a")
     assert not w.scheduler.worker_started(w.now, w.worker_of("a")), "it starts once"
     [assign] = w.effects
     assert isinstance(assign, Assign)
@@ -50,8 +47,7 @@ def test_a_task_from_its_submission_to_its_answer():
     assert repr(w.scheduler).startswith("<Scheduler 1 tasks, <Workers 1: 0 idle>, <Le")
     w.finish("a")
     assert (w.effects, w.told) == ([Settle(w.tasks["a"].id)], {"a": "settled"})
-    assert w.free == {"CPU": 2.0, "GPU": 1.0}
-    w.cancel("a")
+    w.play("free = CPU:2.0 GPU:1.0; cancel a")
     assert (w.effects, w.told) == ([], {"a": "settled"})
 
 
@@ -62,64 +58,46 @@ def test_what_can_never_run_is_refused():
             InfeasibleError, match="'a' can never run: it lacks CPU 3 of 2"
         ):
             w.submit("a", num_cpus=3)
-    submit(w, "b c", num_cpus=2)
-    assert w.waiting == {"c"}
+    w.play("submit b c cpus=2; waiting = c")
 
 
 def test_a_task_that_waits_or_starts_is_cancelled_at_once():
-    w = World(cpus=2, starts=False)
-    w.submit("a")
-    submit(w, "b c", num_cpus=2)
+    w = World(cpus=2, starts=False).play("submit a; submit b c cpus=2")
     for name in ("b", "a"):
         w.cancel(name)
         assert Forget(w.tasks[name].id) in w.effects
-    assert w.starting == {"c"}
-    w.start("c")
-    assert w.running == {"c"}
+    w.play("starting = c; start c; running = c")
 
 
 def test_a_running_task_that_heeds_the_interrupt_keeps_its_worker():
-    w = World(cpus=1, config=PATIENCE)
-    w.submit("a", timeout=1.0)
+    w = World(cpus=1, config=PATIENCE).play("submit a timeout=1.0")
     worker = w.worker_of("a")
     w.cancel("a")
     assert w.effects == [Interrupt(w.tasks["a"].id, worker, 0)]
-    assert w.free["CPU"] == 0.0
-    w.cancel("a")
+    w.play("free has CPU:0.0; cancel a")
     assert w.effects == []
-    w.advance(1.2)
-    assert not w.told, "its timeout comes too late"
-    w.finish("a")
+    w.play("advance 1.2; told = (its timeout comes too late); finish a")
     assert w.effects == [Forget(w.tasks["a"].id)]
-    w.advance(10)
-    w.submit("b")
+    w.play("advance 10; submit b")
     assert w.worker_of("b") == worker
 
 
 def test_a_running_task_is_interrupted_again_and_then_killed():
-    w = World(cpus=1, config=PATIENCE)
-    w.submit("a")
-    w.cancel("a")
+    w = World(cpus=1, config=PATIENCE).play("submit a; cancel a")
     attempts = []
     for _ in range(3):
         w.advance(0.5)
         attempts += [e.attempt for e in w.effects if isinstance(e, Interrupt)]
     assert attempts == [1, 2, 3]
-    assert w.killed == []
-    w.advance(0.5)
-    assert (w.killed, w.forgotten) == ([1], {"a"})
-    assert w.free["CPU"] == 1.0
+    w.play("killed =; advance 0.5; killed = 1; forgotten = a; free has CPU:1.0")
 
 
 def test_the_kill_comes_when_the_grace_ends_not_at_the_next_interrupt():
-    w = World(config=SchedulerConfig(cancel_grace=0.7, interrupt_every=0.5))
-    w.submit("a")
-    w.cancel("a")
-    w.advance(0.69)
+    w = World(config=SchedulerConfig(cancel_grace=0.7, interrupt_every=0.5)).play("""
+        submit a; cancel a; advance 0.69
+    """)
     assert w.tasks["a"].interrupts == 2
-    assert w.killed == []
-    w.advance(0.01)
-    assert w.killed == [1]
+    w.play("killed =; advance 0.01; killed = 1")
 
 
 @pytest.mark.parametrize("grace", [0.0, 0.3, 5.0])
@@ -127,8 +105,7 @@ def test_a_task_may_have_a_grace_of_its_own(grace):
     w = World(cpus=2, config=PATIENCE)
     w.submit("own", cancel_grace=grace)
     w.submit("expiring", timeout=1.0, cancel_grace=grace)
-    w.submit("other")
-    w.cancel("own")
+    w.play("submit other; cancel own")
     w.advance(grace / 2)
     assert w.killed == ([] if grace else [1])
     w.advance(grace / 2)
@@ -139,17 +116,11 @@ def test_a_task_may_have_a_grace_of_its_own(grace):
 
 
 def test_a_killed_worker_gets_no_work_though_it_answers():
-    w = World(cpus=1, exits=False, config=PATIENCE)
-    w.submit("a")
-    w.submit("b", max_retries=0)
-    w.cancel("a")
-    w.advance(2.0)
-    assert w.killed == [1]
-    w.finish("a")
-    assert (w.forgotten, w.waiting) == ({"a"}, {"b"})
-    w.die(1)
-    w.finish("b")
-    assert w.told == {"b": "settled"}
+    World(cpus=1, exits=False, config=PATIENCE).play("""
+        submit a; submit b max_retries=0; cancel a; advance 2.0; killed = 1
+        finish a; forgotten = a; waiting = b
+        die 1; finish b; told = b:settled
+    """)
 
 
 @pytest.mark.parametrize("state", ["waits", "starts", "runs", "runs again"])
@@ -157,15 +128,10 @@ def test_a_timeout_ends_a_task_in_each_state(state):
     w = World(cpus=1, config=PATIENCE, starts=state != "starts")
     if state == "waits":
         w.submit("before")
-    w.submit("a", timeout=1.0)
-    w.submit("b")
-    w.advance(0.9)
-    assert not w.told
+    w.play("submit a timeout=1.0; submit b; advance 0.9; told =")
     if state == "runs again":
-        w.die("a")
-        assert w.running == {"a"}, "the time counts from submission"
-    w.advance(0.1)
-    assert w.told == {"a": "expired"}
+        w.play("die a; running = a (the time counts from submission)")
+    w.play("advance 0.1; told = a:expired")
     if state.startswith("runs"):
         assert w.tasks["a"].interrupts == 1
         assert w.waiting == {"b"}
@@ -176,58 +142,38 @@ def test_a_timeout_ends_a_task_in_each_state(state):
 
 def test_a_run_timeout_counts_from_where_the_code_begins():
     """Neither the wait in the queue nor the start of its process is of its time."""
-    w = World(cpus=1, config=PATIENCE, starts=False)
-    w.submit("before")
-    w.submit("a", run_timeout=1.0)
-    w.start("before")
-    finish(w, "before", after=5.0)
-    w.advance(3.0)
-    w.begin("a", ago=0.5)
-    w.advance(0.4)
-    assert "a" not in w.told
-    w.advance(0.1)
-    assert w.told["a"] == "overrun"
+    w = World(cpus=1, config=PATIENCE, starts=False).play("""
+        submit before; submit a run_timeout=1.0; start before; advance 5.0
+        finish before; advance 3.0; begin a ago=0.5; advance 0.4; told lacks a
+        advance 0.1; told has a:overrun
+    """)
     (failed,) = [effect for effect in w.effects if isinstance(effect, Fail)]
     assert failed.reason == "it waited 7.5 s for {CPU: 1} and ran 1.0 s"
     assert w.tasks["a"].interrupts == 1
-    w.finish("a")
-    assert w.forgotten == {"a"}
+    w.play("finish a; forgotten = a")
 
 
 def test_each_try_has_all_of_its_run_timeout():
-    w = World(cpus=1, config=PATIENCE)
-    w.submit("a", run_timeout=1.0, max_retries=2)
-    w.begin("a")
-    w.advance(0.6)
-    w.die("a")
-    assert w.running == {"a"}
-    w.advance(0.6)
-    assert not w.told, "that was the time of its first try"
-    w.begin("a")
-    w.advance(0.9)
-    assert not w.told
-    w.advance(0.1)
-    assert w.told == {"a": "overrun"}
+    w = World(cpus=1, config=PATIENCE).play("""
+        submit a run_timeout=1.0 max_retries=2; begin a; advance 0.6; die a; running = a
+        advance 0.6; told = (that was the time of its first try)
+        begin a; advance 0.9; told =; advance 0.1; told = a:overrun
+    """)
     (failed,) = [effect for effect in w.effects if isinstance(effect, Fail)]
     assert failed.reason.endswith("(with 1 earlier tries) and ran 1.0 s")
 
 
 def test_who_begins_unasked_or_too_late_is_not_timed():
     """A worker may report a task without such a limit, or one that it lost."""
-    w = World(cpus=1, config=PATIENCE)
-    w.submit("free")
-    w.begin("free")
+    w = World(cpus=1, config=PATIENCE).play("submit free; begin free")
     worker = w.worker_of("free")
-    w.finish("free")
-    w.submit("a", run_timeout=1.0)
+    w.play("finish free; submit a run_timeout=1.0")
     w.tell(Scheduler.began, w.tasks["a"].id, WorkerId(99), 0.0)
     w.tell(Scheduler.began, w.tasks["free"].id, worker, 0.0)
-    w.advance(5.0)
-    assert w.told == {"free": "settled"}
-    w.begin("a")
-    w.cancel("a")
-    w.advance(1.0)
-    assert "a" not in w.told, "it is being stopped"
+    w.play("""
+        advance 5.0; told = free:settled
+        begin a; cancel a; advance 1.0; told lacks a (it is being stopped)
+    """)
 
 
 @pytest.mark.parametrize(
@@ -239,8 +185,7 @@ def test_who_begins_unasked_or_too_late_is_not_timed():
     ],
 )
 def test_a_timeout_tells_how_long_it_waited_and_how_long_it_ran(options, reason):
-    w = World(cpus=1, config=PATIENCE)
-    w.submit("before")
+    w = World(cpus=1, config=PATIENCE).play("submit before")
     w.submit("a", timeout=1.0, **options)
     w.advance(1.0)
     (failed,) = [effect for effect in w.effects if isinstance(effect, Fail)]
@@ -282,27 +227,17 @@ def test_closing_in_every_state():
     for name in ("answered", "running", "stopping"):
         w.submit(name)
         w.start(name)
-    w.cancel("stopping")
-    w.finish("answered")
+    w.play("cancel stopping; finish answered")
     idle = w.scheduler.workers.idle
-    w.submit("starting", environment={"X": "1"})
-    w.submit("waiting")
+    w.play("submit starting environment=X:1; submit waiting")
     assert (idle, w.starting, w.waiting) == (1, {"starting"}, {"waiting"})
-    w.close()
-    assert w.told == {
-        "answered": "settled",
-        "running": "abandoned",
-        "starting": "abandoned",
-        "waiting": "abandoned",
-    }
-    assert (w.forgotten, w.retired) == ({"starting", "waiting"}, [1])
-    assert w.running == {"running", "stopping"}
-    w.finish("running")
-    assert w.retired == [1, 2]
-    w.start(4)
-    assert w.retired == [1, 2, 4]
-    w.advance(2.0)
-    assert w.killed == [4, 3], "one that starts need not come any more"
+    w.play("""
+        close
+        told = answered:settled running:abandoned starting:abandoned waiting:abandoned
+        forgotten = starting waiting; retired = 1; running = running stopping
+        finish running; retired = 1 2; start 4; retired = 1 2 4
+        advance 2.0; killed = 4 3 (one that starts need not come any more)
+    """)
     for worker in (1, 2, 3):
         w.die(worker)
     assert not w.scheduler.is_closed
@@ -312,15 +247,9 @@ def test_closing_in_every_state():
 
 
 def test_closing_tries_nothing_again_and_abandons_what_comes_later():
-    w = World(config=PATIENCE)
-    submit(w, "a b", max_retries=-1)
-    w.close()
-    w.close()
+    w = World(config=PATIENCE).play("submit a b max_retries=-1; close; close")
     assert w.effects == []
-    w.finish("a", retry=True)
-    w.die("b")
-    assert w.told == {"a": "abandoned", "b": "abandoned"}
-    w.submit("c")
+    w.play("finish a retry=True; die b; told = a:abandoned b:abandoned; submit c")
     late = w.tasks["c"].id
     assert w.effects == [Fail(late, Failure.ABANDONED), Forget(late)]
     assert w.scheduler.is_closed
@@ -355,14 +284,11 @@ def test_closing_at_once_gives_nobody_time():
         w.submit(name, cancel_grace=60)
     w.finish("idle")
     w.starts = False
-    w.submit("starts", num_cpus=0, environment={"X": "1"})
-    w.cancel("waits")
-    w.close()
+    w.play("submit starts cpus=0 environment=X:1; cancel waits; close")
     running = {"answers", "never stops"}
     assert w.running - {"waits"} == running
     theirs = {worker.id for worker in w.scheduler.workers}
-    w.close(at_once=True)
-    assert not w.running
+    w.play("close at_once=True; running =")
     assert set(w.killed) | set(w.retired) >= theirs
     assert w.scheduler.is_closed
     assert not w.scheduler.tasks
@@ -371,12 +297,10 @@ def test_closing_at_once_gives_nobody_time():
 @pytest.mark.parametrize("state", ["runs", "idle", "starts"])
 def test_closing_at_once_without_closing_before(state):
     w = World(cpus=1, config=PATIENCE, starts=state != "starts")
-    w.submit("a", cancel_grace=60)
-    w.submit("waits")
+    w.play("submit a cancel_grace=60; submit waits")
     [worker] = w.scheduler.workers
     if state == "idle":
-        w.cancel("waits")
-        w.finish("a")
+        w.play("cancel waits; finish a")
     w.close(at_once=True)
     assert w.killed == [worker.id]
     assert w.scheduler.is_closed
@@ -387,8 +311,7 @@ def test_closing_at_once_without_closing_before(state):
 
 
 def test_an_answer_from_a_worker_that_has_lost_the_task_is_not_heard():
-    w = World(cpus=1)
-    w.submit("a")
+    w = World(cpus=1).play("submit a")
     task, worker = w.tasks["a"].id, w.worker_of("a")
     w.die("a")
     assert not w.scheduler.finish(w.now, task, worker)
@@ -413,8 +336,7 @@ def test_events_about_what_is_not_there_change_nothing():
 
 
 def test_events_about_a_worker_that_has_another_task_change_nothing():
-    w = World()
-    submit(w, "a b")
+    w = World().play("submit a b")
     a, b = (w.tasks[name].id for name in "ab")
     worker = w.worker_of("b")
     for step, *args in (
@@ -431,7 +353,7 @@ def test_events_about_a_worker_that_has_another_task_change_nothing():
 TOLD = ("settled", "lost", "expired", "deadlocked", "disowned")
 
 
-class Diary(GroupWorld):
+class Diary(World):
     """Notes every effect, whatever led to it."""
 
     def __init__(self, *arguments, **options):
@@ -444,38 +366,22 @@ class Diary(GroupWorld):
 
 
 def test_a_short_life_shows_every_effect():
-    w = Diary(cpus=2, gpus=1, config=SchedulerConfig(cancel_grace=1.0))
-    w.submit("settled")
-    w.finish("settled")
-    w.submit("lost", max_retries=0)
-    w.die("lost")
-    w.submit("expired", timeout=1.0)
-    w.advance(2.0)
-    w.submit("parent", num_gpus=1)
-    w.submit("deadlocked", num_gpus=1, parent="parent")
-    w.wait_for("parent", "deadlocked")
-    w.submit("disowned", parent="parent")
-    finish(w, "parent disowned")
-    w.lease("reclaimed", num_gpus=1)
-    w.submit("warned", num_gpus=1)
-    w.advance(5.0)
-    w.cancel("warned")
-    w.cancel("reclaimed")
-    w.give_back("reclaimed")
-    w.placement_group("gang", {"GPU": 0.5})
-    w.submit_in("gang", "evicted")
-    w.submit_in("gang", "misfit", num_gpus=0.6)
-    w.cancel("gang")
-    w.finish("evicted")
+    w = Diary(cpus=2, gpus=1, config=SchedulerConfig(cancel_grace=1.0)).play("""
+        submit settled; finish settled; submit lost max_retries=0; die lost
+        submit expired timeout=1.0; advance 2.0; submit parent gpus=1
+        submit deadlocked gpus=1 parent=parent; wait_for parent deadlocked
+        submit disowned parent=parent; finish parent disowned; lease reclaimed gpus=1
+        submit warned gpus=1; advance 5.0; cancel warned reclaimed; give_back reclaimed
+        placement_group gang GPU:0.5; submit_in gang evicted
+        submit_in gang misfit gpus=0.6; cancel gang; finish evicted
+    """)
     w.took = 1e-5
     submit(w, [f"abandoned {n}" for n in range(8)])
     w.finish("abandoned 0")
     assert w.queued
-    w.join(1)
-    w.submit("announced", num_cpus=0, client=1)
+    w.play("join 1; submit announced cpus=0 client=1")
     w.announce_stop(1)
-    w.close()
-    w.run_dry()
+    w.play("close; run_dry")
     assert {type(effect) for effect in w.seen} == set(get_args(effects.Effect))
     for name in (*TOLD, "evicted", "misfit"):
         assert w.told[name] == name
@@ -489,15 +395,12 @@ def w() -> World:
     "parent" is blocked by "child", "first" runs with others queued behind it,
     "other" waits.
     """
-    w = World(cpus=2, took=1e-5)
-    w.submit("parent", num_cpus=1)
-    w.submit("child", num_cpus=1, environment={"X": "1"}, parent="parent")
-    w.wait_for("parent", "child")
-    for name in ("before", "first", "second", "third", "fourth", "other"):
-        w.submit(name)
-    w.finish("before")
-    assert (w.blocked, w.running) == ({"parent"}, {"parent", "child", "first"})
-    assert (w.queued, w.waiting) == ({"second"}, {"third", "fourth", "other"})
+    w = World(cpus=2, took=1e-5).play("""
+        submit parent cpus=1; submit child cpus=1 environment=X:1 parent=parent
+        wait_for parent child; submit before first second third fourth other
+        finish before; blocked = parent; running = child first parent; queued = second
+        waiting = fourth other third
+    """)
     w.check()
     return w
 
@@ -604,17 +507,13 @@ def test_what_is_broken_is_noticed(w, spoil):
 def test_who_has_a_stop_grace_is_interrupted_when_it_has_passed():
     """It counts from where the stop was announced, and only if one was."""
     w = World(cpus=4, config=PATIENCE)
-    w.submit("cancelled", stop_grace=5.0)
-    w.cancel("cancelled")
+    w.play("submit cancelled stop_grace=5.0; cancel cancelled")
     assert w.tasks["cancelled"].interrupts == 1, "nothing stops but this task"
-    w.submit("patient", stop_grace=5.0)
-    w.submit("hasty", stop_grace=0.5)
-    w.submit("other")
-    w.announce_stop()
-    w.advance(1.0)
-    w.announce_stop()
-    assert {"patient", "hasty", "other"} <= w.running
-    w.close()
+    w.play("""
+        submit patient stop_grace=5.0; submit hasty stop_grace=0.5; submit other
+        announce_stop; advance 1.0; announce_stop; running has hasty other patient
+        close
+    """)
     told = {name: w.tasks[name].interrupts for name in ("patient", "hasty", "other")}
     assert told == {"patient": 0, "hasty": 1, "other": 1}
     w.advance(3.9)
@@ -622,8 +521,7 @@ def test_who_has_a_stop_grace_is_interrupted_when_it_has_passed():
     w.advance(0.1)
     assert w.tasks["patient"].interrupts == 1
     assert w.worker_of("patient") not in w.killed
-    w.advance(2.0)
-    assert not w.running
+    w.play("advance 2.0; running =")
 
 
 @pytest.mark.parametrize("grace", [0.0, 1.0])
@@ -631,8 +529,7 @@ def test_a_node_that_closes_gives_the_stop_grace(grace):
     w = World(cpus=1, config=PATIENCE)
     w.submit("a", stop_grace=2.0, cancel_grace=grace)
     worker = w.worker_of("a")
-    w.close()
-    w.advance(1.9)
+    w.play("close; advance 1.9")
     assert w.tasks["a"].interrupts == 0
     w.advance(0.1 + grace)
     assert w.tasks["a"].interrupts == (grace > 0) * 2
@@ -648,8 +545,7 @@ def test_a_program_that_stops_concerns_its_own_tasks():
     assert [one.id for one in w.scheduler.clients or ()] == [0, 1, 2]
     for client in (1, 2):
         w.submit(f"of {client}", client=client, stop_grace=3.0)
-    w.submit("detached", client=1, is_detached=True)
-    w.submit("waits", client=1, num_cpus=3)
+    w.play("submit detached client=1 is_detached=True; submit waits client=1 cpus=3")
     w.announce_stop(1)
     assert w.announced == ["of 1"]
     w.advance(1.0)

@@ -37,7 +37,7 @@ from aiogpu.core.scheduler.placement import SLICE
 from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.core.scheduler.workers import BOUNDLESS
 from aiogpu.errors import InfeasibleError, LimitError
-from tests.core.builders import GIB, GroupWorld
+from tests.core.builders import GIB, World
 from tests.support.sampling import examples
 
 TYPES = ["A100", "A100", "T4"]
@@ -123,7 +123,7 @@ LIMITS = [
 BEGUN = (TaskState.STARTING, TaskState.RUNNING)
 
 
-class Judge(GroupWorld):
+class Judge(World):
     """A world that holds every single event to the rules of precedence."""
 
     def __init__(self, **options) -> None:

@@ -9,24 +9,20 @@ from aiogpu.core.effects import Fail, Failure, Forget
 from aiogpu.core.model.config import SchedulerConfig
 from aiogpu.core.records import TaskState
 from aiogpu.core.scheduler.scheduler import Scheduler
-from aiogpu.testing import World
-from tests.core.builders import finish, status_of, submit, why_of
+from tests.core.builders import World, status_of, submit, why_of
 
 PATIENCE = SchedulerConfig(cancel_grace=2.0, interrupt_every=0.5)
 
 
 def tree(**options) -> World:
     """On one CPU a parent waits for its child, which runs."""
-    w = World(cpus=1, gpus=1, config=PATIENCE, **options)
-    w.submit("parent", num_gpus=0.5)
-    w.submit("child", parent="parent")
-    w.wait_for("parent", "child")
-    return w
+    return World(cpus=1, gpus=1, config=PATIENCE, **options).play("""
+        submit parent gpus=0.5; submit child parent=parent; wait_for parent child
+    """)
 
 
 def test_one_cpu_serves_a_tree_of_any_depth():
-    w = World(cpus=1)
-    w.submit("t0")
+    w = World(cpus=1).play("submit t0")
     for depth in range(1, 30):
         w.submit(f"t{depth}", parent=f"t{depth - 1}")
         w.wait_for(f"t{depth - 1}", f"t{depth}")
@@ -38,63 +34,51 @@ def test_one_cpu_serves_a_tree_of_any_depth():
 
 
 def test_who_waits_gives_back_its_cpus_and_keeps_its_devices():
-    w = World(cpus=2, gpus=1, resources={"license": 1})
-    w.submit("parent", num_cpus=2, num_gpus=0.5, resources={"license": 1})
-    w.submit("child", parent="parent")
-    assert w.free == {"CPU": 0.0, "license": 0.0, "GPU": 0.5}
-    w.wait_for("parent", "child")
-    assert (w.blocked, w.free) == ({"parent"}, {"CPU": 1.0, "license": 0.0, "GPU": 0.5})
+    World(cpus=2, gpus=1, resources={"license": 1}).play("""
+        submit parent cpus=2 gpus=0.5 resources=license:1; submit child parent=parent
+        free = CPU:0.0 license:0.0 GPU:0.5
+        wait_for parent child; blocked = parent; free = CPU:1.0 license:0.0 GPU:0.5
+    """)
 
 
 def test_who_goes_on_has_its_cpus_at_once():
-    w = World(cpus=2)
-    w.submit("parent")
-    w.submit("child", parent="parent")
-    w.wait_for("parent", "child")
-    submit(w, "other later")
-    assert w.running == {"parent", "child", "other"}
-    w.finish("child")
-    assert (w.blocked, w.running, w.waiting) == (set(), {"parent", "other"}, {"later"})
+    World(cpus=2).play("""
+        submit parent; submit child parent=parent; wait_for parent child
+        submit other later; running = child other parent
+        finish child; blocked =; running = other parent; waiting = later
+    """)
 
 
 def test_for_a_moment_there_may_be_less_than_nothing_free():
-    w = tree()
-    w.submit("later", priority=1)
+    w = tree().play("submit later priority=1")
     w.submit("child 2", parent="parent")
-    w.wait_for("parent")
-    assert w.blocked == set()
+    w.play("wait_for parent; blocked =")
     assert w.scheduler.ledger.free["CPU"] == -10_000
-    assert w.free["CPU"] == 0.0
-    w.finish("child")
+    w.play("free has CPU:0.0; finish child")
     assert w.waiting == {"later", "child 2"}
     w.wait_for("parent", "child 2")
     assert w.running == {"parent", "later"}
 
 
 def test_it_goes_on_when_all_have_ended_that_it_waits_for_last():
-    w = World(cpus=5)
-    w.submit("parent")
-    for name in "abcd":
-        w.submit(name, parent="parent")
-    w.wait_for("parent", "d")
-    w.wait_for("parent", "a", "b")
+    w = World(cpus=5).play("""
+        submit parent; submit a b c d parent=parent; wait_for parent d
+        wait_for parent a b
+    """)
     for name in "adc":
         w.finish(name)
         assert w.blocked == {"parent"}
-    w.finish("b")
-    assert w.blocked == set()
-    w.wait_for("parent", "b")
-    assert w.blocked == set(), "that has ended"
-    w.finish("parent")
+    w.play("""
+        finish b; blocked =
+        wait_for parent b; blocked = (that has ended); finish parent
+    """)
     assert set(w.told.values()) == {"settled"}
 
 
 def test_who_waits_for_what_is_not_its_child_keeps_its_cpus():
-    w = World(cpus=4)
-    submit(w, "a b")
-    w.wait_for("a", "b")
-    w.wait_for("a")
-    assert w.blocked == set(), "it has started nobody"
+    w = World(cpus=4).play("""
+        submit a b; wait_for a b; wait_for a; blocked = (it has started nobody)
+    """)
     w.submit("a's", parent="a")
     w.submit("b's", parent="b")
     w.wait_for("a", "a's")
@@ -105,29 +89,22 @@ def test_who_waits_for_what_is_not_its_child_keeps_its_cpus():
 
 
 def test_who_is_being_stopped_does_not_begin_to_wait():
-    w = World(config=PATIENCE)
-    w.submit("parent")
-    w.submit("child", parent="parent", is_detached=True)
-    w.cancel("parent")
-    w.wait_for("parent", "child")
-    assert w.blocked == set()
-    assert w.free["CPU"] == 14.0
+    World(config=PATIENCE).play("""
+        submit parent; submit child parent=parent is_detached=True; cancel parent
+        wait_for parent child; blocked =; free has CPU:14.0
+    """)
 
 
 def test_a_child_goes_before_those_who_came_earlier():
-    w = World(cpus=1)
-    submit(w, "parent other")
-    w.submit("child", parent="parent")
+    w = World(cpus=1).play("submit parent other; submit child parent=parent")
     w.submit("child 2", parent="parent")
     w.wait_for("parent", "child", "child 2")
     assert w.running == {"parent", "child"}
     w.submit("grandchild", parent="child")
-    w.wait_for("child", "grandchild")
-    finish(w, "grandchild child")
+    w.play("wait_for child grandchild; finish grandchild child")
     assert w.running == {"parent", "child 2"}
     w.finish("child 2")
-    w.finish("parent")
-    assert w.running == {"other"}
+    w.play("finish parent; running = other")
 
 
 @pytest.mark.parametrize(
@@ -145,13 +122,10 @@ def test_a_child_is_as_urgent_as_its_parent_at_least(of_parent, of_child, first)
 
 def test_what_a_task_has_started_ends_with_it():
     w = World(cpus=2, gpus=1, config=PATIENCE)
-    w.submit("parent", num_cpus=0)
-    w.submit("runs", parent="parent")
+    w.play("submit parent cpus=0; submit runs parent=parent")
     w.submit("runs too", num_gpus=1, parent="parent")
     w.submit("waits", parent="parent")
-    w.submit("below", num_cpus=0, parent="runs")
-    w.submit("other")
-    w.finish("parent")
+    w.play("submit below cpus=0 parent=runs; submit other; finish parent")
     assert w.told == {
         "parent": "settled",
         "runs": "disowned",
@@ -161,8 +135,7 @@ def test_what_a_task_has_started_ends_with_it():
     }
     assert w.forgotten == {"waits"}
     assert w.tasks["runs"].interrupts == w.tasks["below"].interrupts == 1
-    assert w.waiting == {"other"}
-    w.finish("runs")
+    w.play("waiting = other; finish runs")
     assert w.running == {"runs too", "below", "other"}
     w.advance(2.0)
     assert w.forgotten == {"waits", "runs", "runs too", "below"}
@@ -182,8 +155,7 @@ def end_by_death(w):
 
 
 def end_by_retry(w):
-    w.wait_for("parent")
-    w.finish("parent", retry=True)
+    w.play("wait_for parent; finish parent retry=True")
 
 
 def end_while_blocked(w):
@@ -202,11 +174,10 @@ def end_while_blocked(w):
     ],
 )
 def test_however_a_task_ends_what_it_has_started_ends_with_it(end, outcome):
-    w = World(cpus=1, gpus=1, config=PATIENCE)
-    w.submit("parent", num_gpus=0.5, timeout=10.0)
-    w.submit("child", parent="parent")
-    w.wait_for("parent", "child")
-    w.submit("waits", parent="child")
+    w = World(cpus=1, gpus=1, config=PATIENCE).play("""
+        submit parent gpus=0.5 timeout=10.0; submit child parent=parent
+        wait_for parent child; submit waits parent=child
+    """)
     end(w)
     told = {"child": "disowned", "waits": "disowned"}
     assert w.told == told | ({"parent": outcome} if outcome else {})
@@ -217,26 +188,17 @@ def test_however_a_task_ends_what_it_has_started_ends_with_it(end, outcome):
     if end in (end_by_death, end_by_retry):
         assert w.tasks["parent"].runs == 2
         w.submit("again", parent="parent")
-        w.wait_for("parent", "again")
-        finish(w, "again parent")
-        assert w.told["parent"] == "settled"
-    w.run_dry()
-    assert w.free == {"CPU": 1.0, "GPU": 1.0}
+        w.play("wait_for parent again; finish again parent; told has parent:settled")
+    w.play("run_dry; free = CPU:1.0 GPU:1.0")
 
 
 def test_a_child_whose_owner_has_cancelled_it_is_not_disowned_as_well():
-    w = tree()
-    w.cancel("child")
-    w.cancel("parent")
-    assert w.told == {}
-    w.finish("child")
-    assert w.forgotten == {"child"}
+    tree().play("cancel child parent; told =; finish child; forgotten = child")
 
 
 @pytest.mark.parametrize("how", ["cancelled", "lost", "retried"])
 def test_a_parent_waits_until_its_child_has_ended_in_any_way(how):
-    w = World(cpus=1, config=PATIENCE)
-    w.submit("parent")
+    w = World(cpus=1, config=PATIENCE).play("submit parent")
     w.submit("child", parent="parent", max_retries=how == "retried")
     w.wait_for("parent", "child")
     if how == "cancelled":
@@ -244,8 +206,7 @@ def test_a_parent_waits_until_its_child_has_ended_in_any_way(how):
     else:
         w.die("child")
     if how != "lost":
-        assert w.blocked == {"parent"}
-        w.finish("child")
+        w.play("blocked = parent; finish child")
     assert w.blocked == set()
     news = {"cancelled": None, "lost": "lost", "retried": "settled"}
     assert w.tasks["child"].news == news[how]
@@ -254,32 +215,25 @@ def test_a_parent_waits_until_its_child_has_ended_in_any_way(how):
 
 
 def test_a_detached_child_outlives_its_parent():
-    w = World(cpus=1)
-    w.submit("parent")
-    w.submit("runs", num_cpus=0, parent="parent", is_detached=True)
-    w.submit("waits", parent="parent", is_detached=True)
-    w.finish("parent")
-    assert (w.told, w.running) == ({"parent": "settled"}, {"runs", "waits"})
-    finish(w, "runs waits")
+    w = World(cpus=1).play("""
+        submit parent; submit runs cpus=0 parent=parent is_detached=True
+        submit waits parent=parent is_detached=True; finish parent
+        told = parent:settled; running = runs waits; finish runs waits
+    """)
     assert set(w.told.values()) == {"settled"}
 
 
 def test_a_parent_may_wait_for_a_detached_child():
-    w = World(cpus=1)
-    w.submit("parent")
-    w.submit("child", parent="parent", is_detached=True)
-    w.wait_for("parent", "child")
-    assert w.running == {"parent", "child"}
-    w.die("parent")
-    assert w.told == {}
-    w.finish("child")
-    assert w.running == {"parent"}
+    World(cpus=1).play("""
+        submit parent; submit child parent=parent is_detached=True
+        wait_for parent child; running = child parent
+        die parent; told =; finish child; running = parent
+    """)
 
 
 @pytest.mark.parametrize("is_over", [True, False], ids=["ended", "being stopped"])
 def test_a_task_that_has_ended_or_is_being_stopped_starts_nobody(is_over):
-    w = World(config=PATIENCE)
-    w.submit("parent")
+    w = World(config=PATIENCE).play("submit parent")
     (w.finish if is_over else w.cancel)("parent")
     w.submit("child", parent="parent")
     child = w.tasks["child"].id
@@ -288,19 +242,14 @@ def test_a_task_that_has_ended_or_is_being_stopped_starts_nobody(is_over):
 
 
 def test_a_child_that_starts_is_ended_before_it_has_begun():
-    w = World(starts=False)
-    w.submit("parent")
-    w.start("parent")
-    w.submit("child", parent="parent")
-    w.finish("parent")
-    assert w.told["child"] == "disowned"
-    assert w.forgotten == {"child"}
-    assert w.free["CPU"] == 16.0
+    World(starts=False).play("""
+        submit parent; start parent; submit child parent=parent; finish parent
+        told has child:disowned; forgotten = child; free has CPU:16.0
+    """)
 
 
 def test_children_that_are_sent_ahead_end_with_their_parent():
-    w = World(cpus=1, took=1e-5, config=PATIENCE)
-    w.submit("parent", num_cpus=0)
+    w = World(cpus=1, took=1e-5, config=PATIENCE).play("submit parent cpus=0")
     submit(w, [f"t{n}" for n in range(10)], parent="parent")
     w.finish("t0")
     assert len(w.queued) == 4
@@ -312,28 +261,24 @@ def test_children_that_are_sent_ahead_end_with_their_parent():
 
 
 def test_closing_ends_a_tree_and_reports_each_of_it_once():
-    w = tree()
-    w.submit("waits", parent="child")
-    w.submit("detached", parent="child", is_detached=True)
-    w.close()
-    assert w.told["parent"] == "abandoned"
+    w = tree().play("""
+        submit waits parent=child; submit detached parent=child is_detached=True; close
+        told has parent:abandoned
+    """)
     assert set(w.told) == {"parent", "child", "waits", "detached"}
     w.run_dry()
     assert w.scheduler.is_closed
 
 
 def test_a_child_whose_handle_is_in_the_result_goes_on():
-    w = World()
-    w.submit("parent")
-    submit(w, "child other", parent="parent")
+    w = World().play("submit parent; submit child other parent=parent")
     child = w.tasks["child"].id
     w.tell(Scheduler.detach, child)
     w.tell(Scheduler.detach, child)
-    w.finish("parent")
-    assert "child" in w.running
-    assert w.told["other"] == "disowned"
-    w.finish("child")
-    assert w.told["child"] == "settled"
+    w.play("""
+        finish parent; running has child; told has other:disowned
+        finish child; told has child:settled
+    """)
     w.tell(Scheduler.detach, child)
     w.submit("alone")
     w.tell(Scheduler.detach, w.tasks["alone"].id)
@@ -349,22 +294,14 @@ def state_of(w, name):
 
 
 def test_it_begins_in_its_turn_when_all_is_there_and_holds_nothing_before():
-    w = World(cpus=1)
-    w.submit("first")
-    w.submit("then", needs=["first"])
-    w.submit("later")
+    w = World(cpus=1).play("submit first; submit then needs=first; submit later")
     assert state_of(w, "then") is TaskState.EXPECTING
-    w.finish("first")
-    assert w.running == {"later"}
-    w.supply("then")
-    w.supply("then")
-    w.submit("last")
+    w.play("finish first; running = later; supply then then; submit last")
     assert state_of(w, "then") is TaskState.WAITING
-    w.finish("later")
-    assert w.running == {"then"}
-    w.finish("then")
-    w.supply("then")
-    assert w.told["then"] == "settled"
+    w.play("""
+        finish later; running = then
+        finish then; supply then; told has then:settled
+    """)
 
 
 @pytest.mark.parametrize(
@@ -379,8 +316,7 @@ def test_it_begins_in_its_turn_when_all_is_there_and_holds_nothing_before():
     ids=["cancelled", "expired", "its parent ends", "close", "close at once"],
 )
 def test_one_that_expects_arguments_can_end(end, outcome):
-    w = World()
-    w.submit("parent")
+    w = World().play("submit parent")
     parent = "parent" if outcome == "disowned" else None
     w.submit("a", parent=parent, needs=[], timeout=1.0)
     end(w)
@@ -391,26 +327,19 @@ def test_one_that_expects_arguments_can_end(end, outcome):
 
 
 def test_a_wait_through_an_expected_result_that_can_never_end_fails():
-    w = World(gpus=1)
-    w.submit("parent", num_gpus=1)
-    w.submit("needed", parent="parent", num_gpus=1)
-    submit(w, "one two", parent="parent", needs=["needed"])
-    w.wait_for("parent", "one", "two")
-    assert w.told == {"needed": "deadlocked"}, "whoever has the values fails the others"
-    w.cancel("one")
-    w.cancel("two")
-    assert "parent" in w.running
+    w = World(gpus=1).play("""
+        submit parent gpus=1; submit needed parent=parent gpus=1
+        submit one two parent=parent needs=needed; wait_for parent one two
+        told = needed:deadlocked (whoever has the values fails the others)
+        cancel one two; running has parent
+    """)
     w.submit("third", parent="parent", num_gpus=1, needs=[])
     w.wait_for("parent", "third")
-    assert "third" not in w.told
-    w.supply("third")
-    assert w.told["third"] == "deadlocked"
+    w.play("told lacks third; supply third; told has third:deadlocked")
 
 
 def test_status_and_why_name_what_it_waits_for():
-    w = World()
-    w.submit("load")
-    w.submit("train", needs=["load"])
+    w = World().play("submit load; submit train needs=load")
     found = why_of(w, "train")
     assert (found.state, found.children, found.count) == ("expecting", ("load",), 1)
     assert str(found) == (

@@ -13,24 +13,20 @@ from aiogpu.core.scheduler.shortage import LOOKED_AT
 from aiogpu.observe.snapshot import why
 from aiogpu.observe.status import Holder, ReservationStatus
 from aiogpu.observe.why import Why
-from aiogpu.testing import World
-from tests.core.builders import finish, pass_over, submit, why_of
+from tests.core.builders import World, finish, submit, why_of
 
 
 def zeroth(w: World) -> World:
     """Use up number 0, which no real task has, and worker 1 with it."""
-    w.submit("zeroth", max_calls=1)
-    w.finish("zeroth")
+    w.play("submit zeroth max_calls=1; finish zeroth")
     assert not w.workers
     return w
 
 
 def test_a_task_says_what_is_short_and_who_holds_it():
-    w = zeroth(World(cpus=4, gpus=2))
-    submit(w, "first second", num_gpus=0.7)
-    w.advance(30)
-    w.submit("third", num_gpus=0.5)
-    w.advance(0.5)
+    w = zeroth(World(cpus=4, gpus=2)).play("""
+        submit first second gpus=0.7; advance 30; submit third gpus=0.5; advance 0.5
+    """)
     told = why_of(w, "third")
     assert (told.name, told.task, told.state) == ("third", 3, "waiting")
     assert (told.seconds, told.request) == (0.5, {"CPU": 1.0, "GPU": 0.5})
@@ -57,10 +53,9 @@ def test_a_task_says_what_is_short_and_who_holds_it():
 
 
 def test_a_scalar_is_held_by_those_who_asked_for_it():
-    w = zeroth(World(cpus=3, resources={"license": 1}))
-    w.submit("a", resources={"license": 1})
-    w.submit("b")
-    w.submit("c", num_cpus=2, resources={"license": 1})
+    w = zeroth(World(cpus=3, resources={"license": 1})).play("""
+        submit a resources=license:1; submit b; submit c cpus=2 resources=license:1
+    """)
     told = why_of(w, "c")
     cpu, license_ = told.reasons
     assert (cpu.resource, cpu.asked, cpu.free, cpu.total) == ("CPU", 2, 1, 3)
@@ -76,12 +71,10 @@ def test_a_scalar_is_held_by_those_who_asked_for_it():
 
 
 def test_the_place_in_line_is_that_among_equals():
-    w = zeroth(World(cpus=1))
-    w.submit("runs")
-    w.submit("other", num_cpus=0.5)
-    submit(w, [f"t{n}" for n in range(5)])
-    w.submit("urgent", priority=1)
-    w.cancel("t1")
+    w = zeroth(World(cpus=1)).play("""
+        submit runs; submit other cpus=0.5; submit t0 t1 t2 t3 t4
+        submit urgent priority=1; cancel t1
+    """)
     told = why_of(w, "t3")
     assert (told.position, told.of) == (4, 5)
     assert [why_of(w, name).position for name in ("urgent", "t0", "t4")] == [1, 2, 5]
@@ -94,8 +87,7 @@ def test_the_place_in_line_is_that_among_equals():
 @pytest.mark.parametrize("left", [0, 3 * SEARCHED])
 def test_the_place_of_one_that_waits_behind_thousands_is_found(left):
     """Those who have left before it may count, but not beyond the end of the line."""
-    w = World(cpus=1)
-    submit(w, "runs head")
+    w = World(cpus=1).play("submit runs head")
     spec = w.scheduler.tasks.get(w.tasks["head"].id).spec
     last = 4 * SEARCHED
     for number in range(2, last + 1):
@@ -112,15 +104,12 @@ def test_the_place_of_one_that_waits_behind_thousands_is_found(left):
 def test_a_process_that_ends_and_one_that_begins_hold_what_they_have():
     w = zeroth(World(cpus=1))
     w.exits = False
-    w.submit("a", max_calls=1)
-    w.submit("b")
-    w.finish("a")
+    w.play("submit a max_calls=1; submit b; finish a")
     assert str(why_of(w, "b")).splitlines()[2] == (
         "    1: held by a process that is ending (pid 102)"
     )
     w.starts = False
-    w.die(2)
-    w.submit("c")
+    w.play("die 2; submit c")
     record = w.scheduler.tasks.get(w.tasks["c"].id)
     assert str(why(w.scheduler, record, {}, w.now)).splitlines()[2] == (
         "    1: held by b (its worker is being forked)"
@@ -145,12 +134,10 @@ def reserved(**options: object) -> World:
     """A world in which something is kept for `big`."""
     w = zeroth(World(cpus=4, gpus=2))
     w.submit("long", num_gpus=0.5, **options)
-    w.submit("big", num_gpus=2)
-    pass_over(w)
-    w.advance(1)
-    pass_over(w)
-    w.submit("tick")
-    w.submit("small", num_gpus=0.25)
+    w.play("""
+        submit big gpus=2; pass_over; advance 1; pass_over; submit tick
+        submit small gpus=0.25
+    """)
     return w
 
 
@@ -188,51 +175,39 @@ def test_the_others_name_the_one_that_goes_first():
 
 def short_of_cpus() -> World:
     """A world in which CPUs are kept for `big`."""
-    w = zeroth(World(cpus=4))
-    w.submit("long", num_cpus=2)
-    w.submit("big", num_cpus=3)
-    pass_over(w)
-    w.advance(1)
-    pass_over(w)
-    return w
+    return zeroth(World(cpus=4)).play("""
+        submit long cpus=2; submit big cpus=3; pass_over; advance 1; pass_over
+    """)
 
 
 def test_what_will_be_kept_once_it_is_free_is_named_too():
-    w = short_of_cpus()
-    w.submit("pair", num_cpus=2, priority=1)
-    w.submit("later")
+    w = short_of_cpus().play("submit pair cpus=2 priority=1; submit later")
     (short,) = why_of(w, "later").reasons
     assert (short.free, short.kept) == (0, 0)
     assert why_of(w, "later").reservation.name == "big"
 
 
 def test_a_reservation_of_what_it_does_not_lack_is_no_matter():
-    w = zeroth(World(cpus=4, gpus=1, resources={"license": 1}))
-    w.submit("holds", num_cpus=0, resources={"license": 1})
-    submit(w, "long big", num_gpus=1)
-    w.submit("licensed", num_cpus=0, resources={"license": 1})
-    pass_over(w)
-    w.advance(1)
-    pass_over(w)
+    w = zeroth(World(cpus=4, gpus=1, resources={"license": 1})).play("""
+        submit holds cpus=0 resources=license:1; submit long big gpus=1
+        submit licensed cpus=0 resources=license:1; pass_over; advance 1; pass_over
+    """)
     assert why_of(w, "big").reservation is not None
     assert why_of(w, "licensed").reservation is None
 
 
 def test_a_task_that_may_pass_hears_nothing_of_it():
-    w = reserved()
-    submit(w, "urgent more", num_gpus=1, priority=1)
+    w = reserved().play("submit urgent more gpus=1 priority=1")
     told = why_of(w, "more")
     assert told.reservation is None
     assert [short.kept for short in told.reasons] == [0]
 
 
 def test_what_is_held_without_end_is_named_and_nothing_is_kept():
-    w = zeroth(World(gpus=2))
-    w.submit("model", num_gpus=0.5, is_endless=True)
-    w.submit("task", num_gpus=0.5)
-    w.submit("big", num_gpus=2)
-    w.advance(5)
-    w.submit("tick", num_gpus=0.5)
+    w = zeroth(World(gpus=2)).play("""
+        submit model gpus=0.5 is_endless=True; submit task gpus=0.5; submit big gpus=2
+        advance 5; submit tick gpus=0.5
+    """)
     told = why_of(w, "big")
     assert (told.is_held_endlessly, told.reservation) == (True, None)
     assert str(told).splitlines()[2:] == [
@@ -247,9 +222,7 @@ def test_what_is_held_without_end_is_named_and_nothing_is_kept():
 
 
 def test_a_running_task_says_where_and_for_how_long():
-    w = zeroth(World(cpus=1))
-    w.submit("a")
-    w.advance(3)
+    w = zeroth(World(cpus=1)).play("submit a; advance 3")
     told = why_of(w, "a")
     assert (told.state, told.worker, told.pid, told.runs_for) == ("running", 2, 102, 3)
     assert (told.position, told.of, told.reasons) == (None, 0, ())
@@ -257,28 +230,20 @@ def test_a_running_task_says_where_and_for_how_long():
 
 
 def test_of_one_that_has_just_begun_it_is_not_known_for_how_long():
-    w = zeroth(World(cpus=1))
-    submit(w, "a b")
-    w.finish("a")
+    w = zeroth(World(cpus=1)).play("submit a b; finish a")
     assert why_of(w, "b").runs_for is None
     assert str(why_of(w, "b")) == "b (task 2) runs on worker 2 (pid 102)."
 
 
 def test_a_task_whose_worker_is_being_forked_says_so():
-    w = World(starts=False)
-    w.submit("zeroth")
-    w.submit("a", num_cpus=2)
+    w = World(starts=False).play("submit zeroth; submit a cpus=2")
     assert str(why_of(w, "a")) == (
         "a (task 1) holds {CPU: 2}; a worker is being forked for it."
     )
 
 
 def test_a_task_that_was_sent_ahead_names_those_before_it():
-    w = World(cpus=1, took=1e-5)
-    w.submit("zeroth")
-    for name in "abcdef":
-        w.submit(name)
-    w.finish("zeroth")
+    w = World(cpus=1, took=1e-5).play("submit zeroth a b c d e f; finish zeroth")
     told = why_of(w, "c")
     assert (told.state, told.behind, told.count) == ("queued", ("a", "b"), 2)
     assert told.runs_for is None
@@ -288,10 +253,9 @@ def test_a_task_that_was_sent_ahead_names_those_before_it():
 
 
 def test_a_task_that_waits_for_its_children_names_them():
-    w = zeroth(World(cpus=1))
-    w.submit("parent")
-    w.submit("child", parent="parent")
-    w.wait_for("parent", "child")
+    w = zeroth(World(cpus=1)).play("""
+        submit parent; submit child parent=parent; wait_for parent child
+    """)
     assert str(why_of(w, "parent")) == (
         "parent (task 1) waits for its child child; meanwhile it holds no CPU."
     )
@@ -303,20 +267,16 @@ def test_a_task_that_waits_for_its_children_names_them():
 
 
 def test_a_task_that_is_being_stopped_says_so():
-    w = zeroth(World())
-    w.submit("a")
-    w.cancel("a")
+    w = zeroth(World()).play("submit a; cancel a")
     assert str(why_of(w, "a")) == (
         "a (task 1) is being stopped; its code on worker 2 (pid 102) has not ended yet."
     )
 
 
 def test_on_a_node_that_closes_a_task_waits_for_its_turn():
-    w = World(cpus=1, exits=False)
-    w.submit("a")
+    w = World(cpus=1, exits=False).play("submit a")
     submit(w, [f"t{n}" for n in range(ABANDONED + 1)])
-    w.close()
-    w.finish("a")
+    w.play("close; finish a")
     last = f"t{ABANDONED}"
     told = why_of(w, last)
     assert (told.reasons, told.is_held_endlessly) == ((), False)
@@ -333,8 +293,7 @@ def test_what_has_ended_or_not_begun_needs_no_node():
 
 
 def test_conditions_on_gpus_are_named():
-    w = World(cpus=4, gpus=1)
-    w.submit("first", num_gpus=1)
+    w = World(cpus=4, gpus=1).play("submit first gpus=1")
     w.submit("second", num_gpus=1, where=DeviceSelector(name="*"))
     told = why_of(w, "second")
     assert told.where == "a name like '*'"
@@ -366,15 +325,13 @@ AFTER = SchedulerConfig().warn_after
 
 def held() -> World:
     """One GPU, of which an actor holds half."""
-    w = World(gpus=1)
-    w.submit("server", num_gpus=0.5, is_endless=True)
+    w = World(gpus=1).play("submit server gpus=0.5 is_endless=True")
     w.advance(2 * AFTER)
     return w
 
 
 def test_a_task_that_needs_more_than_an_actor_has_left():
-    w = held()
-    w.submit("train", num_gpus=1)
+    w = held().play("submit train gpus=1")
     w.advance(AFTER - 0.01)
     assert w.warnings == []
     w.advance(0.01)
@@ -396,8 +353,7 @@ def test_a_line_is_warned_once_until_it_is_empty():
     w.advance(3 * AFTER)
     assert [name for name, _ in w.warnings] == ["train 0", "other"]
     w.cancel("train 0")
-    w.submit("short")
-    w.finish("short")
+    w.play("submit short; finish short")
     w.advance(3 * AFTER)
     w.submit("train 3", num_gpus=1)
     w.advance(3 * AFTER)
@@ -410,8 +366,7 @@ def test_a_line_is_warned_once_until_it_is_empty():
 
 
 def test_nobody_is_warned_of_what_ends():
-    w = World(gpus=1)
-    submit(w, "long train", num_gpus=1)
+    w = World(gpus=1).play("submit long train gpus=1")
     w.advance(20 * AFTER)
     assert w.warnings == []
     finish(w, "long train")
@@ -420,12 +375,9 @@ def test_nobody_is_warned_of_what_ends():
 
 
 def test_a_holder_that_comes_later_is_named_when_it_has_held_as_long():
-    w = World(gpus=1)
-    w.submit("long", num_gpus=0.5)
-    w.submit("train", num_gpus=1)
+    w = World(gpus=1).play("submit long gpus=0.5; submit train gpus=1")
     w.advance(2 * AFTER)
-    w.submit("server", num_gpus=0.5, is_endless=True, priority=1)
-    assert "server" in w.running
+    w.play("submit server gpus=0.5 is_endless=True priority=1; running has server")
     w.advance(AFTER - 0.01)
     assert w.warnings == []
     w.advance(2 * AFTER)
@@ -440,8 +392,7 @@ def test_what_is_set_aside_may_come_back():
     w.submit("train", num_gpus=1)
     w.advance(10 * AFTER)
     assert w.warnings == []
-    w.run_dry()
-    assert w.waiting == {"train"}
+    w.play("run_dry; waiting = train")
 
 
 def test_amounts_and_leases_are_named():
@@ -478,9 +429,7 @@ def test_a_programs_own_limit_is_no_stall():
 
 
 def test_a_closing_node_warns_nobody():
-    w = held()
-    w.submit("train", num_gpus=1)
-    w.close()
+    w = held().play("submit train gpus=1; close")
     w.advance(2 * AFTER)
     assert w.warnings == []
 
@@ -502,8 +451,7 @@ def test_time_goes_on_where_a_figure_is_rounded():
     w.advance(1 / 3)
     w.submit("long", num_gpus=0.5)
     w.submit("train", num_gpus=1)
-    w.advance(1e4)
-    w.submit("server", num_gpus=0.5, is_endless=True, priority=1)
+    w.play("advance 10000.0; submit server gpus=0.5 is_endless=True priority=1")
     w.advance(AFTER + 1e-6)
     assert len(w.warnings) <= 1
     w.advance(2 * AFTER)
@@ -522,8 +470,7 @@ def test_others_wait_for_what_is_not_held_without_end():
 
 
 def test_each_is_warned_of_when_it_has_waited_long_enough():
-    w = held()
-    w.submit("first", num_gpus=1)
+    w = held().play("submit first gpus=1")
     w.advance(AFTER / 2)
     w.submit("second", num_gpus=0.75)
     w.advance(AFTER / 2)
@@ -535,8 +482,7 @@ def test_each_is_warned_of_when_it_has_waited_long_enough():
 def test_a_holder_that_is_younger_than_the_wait_is_given_time():
     w = World(cpus=4, gpus=2)
     w.submit("long", num_gpus=2)
-    w.submit("server", num_gpus=1, is_endless=True)
-    w.submit("train", num_gpus=2, priority=-1)
+    w.play("submit server gpus=1 is_endless=True; submit train gpus=2 priority=-1")
     w.advance(3 * AFTER)
     w.submit("late", num_cpus=2, num_gpus=2, priority=-1)
     finish(w, "long", after=AFTER / 2)

@@ -10,8 +10,7 @@ from aiogpu.core.records import Memory
 from aiogpu.core.scheduler.dispatch import refill_spares
 from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.core.scheduler.workers import WorkerLimit
-from aiogpu.testing import World
-from tests.core.builders import finish, status_of, submit, why_of
+from tests.core.builders import World, finish, status_of, why_of
 
 CROWDED_FOR = SchedulerConfig().crowded_for
 
@@ -23,23 +22,16 @@ def world(most: int = 2, cpus: float = 100, **options) -> World:
 
 
 def test_more_tasks_than_workers_wait_although_all_else_is_there():
-    w = world(most=2)
-    for name in ("a", "b", "c", "d"):
-        w.submit(name)
-    assert (w.running, w.waiting) == ({"a", "b"}, {"c", "d"})
-    assert w.free["CPU"] == 98
-    w.finish("a")
-    assert (w.running, w.waiting) == ({"b", "c"}, {"d"})
-    for name in ("b", "c", "d"):
-        w.finish(name)
+    w = world(most=2).play("""
+        submit a b c d; running = a b; waiting = c d; free has CPU:98
+        finish a; running = b c; waiting = d; finish b c d
+    """)
     assert len(w.workers) == 2
     assert set(w.told.values()) == {"settled"}
 
 
 def test_an_idle_worker_that_does_not_fit_makes_way():
-    w = world(most=2, gpus=1, exits=False)
-    submit(w, "a b")
-    w.finish("a")
+    w = world(most=2, gpus=1, exits=False).play("submit a b; finish a")
     idle = min(w.workers)
     w.submit("c", num_gpus=1)
     assert (w.waiting, w.retired) == ({"c"}, [idle])
@@ -50,17 +42,13 @@ def test_an_idle_worker_that_does_not_fit_makes_way():
 
 
 def test_one_goes_for_each_that_needs_another_and_no_more():
-    w = world(most=3, gpus=1, exits=False)
-    for name in ("a", "b", "c"):
-        w.submit(name)
-    for name in ("a", "b", "c"):
-        w.finish(name)
-    submit(w, "x y", num_gpus=1)
+    w = world(most=3, gpus=1, exits=False).play("""
+        submit a b c; finish a b c; submit x y gpus=1
+    """)
     assert len(w.retired) == 1, "for y there is no device"
     w.submit("z", environment={"X": "1"}, num_cpus=2)
     assert len(w.retired) == 2
-    w.submit("again")
-    assert w.running == {"again"}
+    w.play("submit again; running = again")
     for worker in list(w.retired):
         w.die(worker)
     assert (w.running, w.waiting) == ({"again", "x", "z"}, {"y"})
@@ -68,14 +56,10 @@ def test_one_goes_for_each_that_needs_another_and_no_more():
 
 
 def test_who_comes_first_has_the_place_of_a_worker_that_would_fit_another():
-    w = world(most=1)
-    w.submit("a")
-    w.submit("first", environment={"X": "1"})
-    w.submit("second")
-    w.finish("a")
-    assert (w.running, w.waiting) == ({"first"}, {"second"})
-    w.finish("first")
-    assert w.running == {"second"}
+    world(most=1).play("""
+        submit a; submit first environment=X:1; submit second; finish a; running = first
+        waiting = second; finish first; running = second
+    """)
 
 
 def test_spares_are_kept_where_they_may_be_and_make_way():
@@ -88,19 +72,15 @@ def test_spares_are_kept_where_they_may_be_and_make_way():
     assert (len(w.retired), len(w.workers)) == (2, 3)
     for worker in w.retired:
         w.die(worker)
-    assert w.running == {"a", "b", "c"}
-    w.submit("d", max_calls=1)
+    w.play("running = a b c; submit d max_calls=1")
     assert (len(w.workers), w.waiting) == (3, {"d"})
     w.exits = True
-    w.finish("a")
-    w.run_dry()
+    w.play("finish a; run_dry")
     assert set(w.told.values()) == {"settled"}
 
 
 def test_why_a_task_waits_that_lacks_nothing_but_a_worker():
-    w = world(most=1)
-    submit(w, "zeroth b")
-    w.advance(0.5)
+    w = world(most=1).play("submit zeroth b; advance 0.5")
     assert str(why_of(w, "b")) == (
         "b (task 1) has waited 0.5 s for its turn: 0 before it\n"
         "  workers: 1, and no room for more at a time; `aiogpu doctor` says "
@@ -112,34 +92,24 @@ def test_why_a_task_waits_that_lacks_nothing_but_a_worker():
 
 
 def test_why_a_task_waits_where_actors_hold_all_workers():
-    w = world(most=2)
-    submit(w, "actor other", num_cpus=0, is_endless=True)
-    w.submit("b")
+    w = world(most=2).play("submit actor other cpus=0 is_endless=True; submit b")
     assert "workers: 2, each held without end, and no room" in str(why_of(w, "b"))
-    w.finish("actor")
-    assert w.running == {"other", "b"}
-    w.submit("c", environment={"X": "1"})
+    w.play("finish actor; running = b other; submit c environment=X:1")
     assert "  workers: 2, and no room" in str(why_of(w, "c"))
 
 
 def test_a_worker_that_cannot_be_had_is_no_failure_where_there_are_others():
-    w = World(cpus=100, starts=False)
-    w.submit("a")
-    w.start("a")
-    w.submit("b")
+    w = World(cpus=100, starts=False).play("submit a; start a; submit b")
     for _ in range(2 * STARTS_ALLOWED):
         w.tell(Scheduler.worker_gone, w.worker_of("b"), is_crowded=True)
-        assert (w.running, w.waiting, w.told) == ({"a"}, {"b"}, {})
-        assert w.free["CPU"] == 99
+        w.play("running = a; waiting = b; told =; free has CPU:99")
         w.submit(f"c{len(w.tasks)}")
         assert len(w.workers) == 1, "there is no room now"
         w.cancel(f"c{len(w.tasks) - 1}")
         while not w.starting:
             w.advance(CROWDED_FOR)
         assert w.starting == {"b"}, "there may be by now"
-    w.start("b")
-    finish(w, "a b")
-    assert w.told["b"] == "settled"
+    w.play("start b; finish a b; told has b:settled")
 
 
 def test_a_worker_that_dies_lets_another_be_tried():
@@ -149,16 +119,13 @@ def test_a_worker_that_dies_lets_another_be_tried():
         w.start(name)
     w.submit("b")
     w.tell(Scheduler.worker_gone, w.worker_of("b"), is_crowded=True)
-    assert w.waiting == {"b"}
-    w.die("other")
-    assert w.starting == {"b"}
+    w.play("waiting = b; die other; starting = b")
 
 
 def test_alone_it_waits_and_is_tried_again_for_ever():
     """No worker is there that could make room: once, this failed after 40 tries."""
     config = SchedulerConfig(crowded_for=0.5, crowded_at_last=3.0)
-    w = World(cpus=100, starts=False, config=config)
-    submit(w, "a b")
+    w = World(cpus=100, starts=False, config=config).play("submit a b")
     tried = [w.now]
     for _ in range(100):
         while w.starting:
@@ -183,8 +150,7 @@ def test_alone_it_waits_and_is_tried_again_for_ever():
 
 
 def test_why_nothing_starts_where_there_is_no_worker():
-    w = World(cpus=100, starts=False)
-    w.submit("a")
+    w = World(cpus=100, starts=False).play("submit a")
     w.tell(Scheduler.worker_gone, min(w.workers), is_crowded=True, outage="no process")
     told = "no worker can be started: no process (1 try has failed in 0.0 s; next try"
     assert told in str(why_of(w, "a"))
@@ -194,9 +160,7 @@ def test_why_nothing_starts_where_there_is_no_worker():
     assert told in str(seen)
     assert repr(seen).startswith("<NodeStatus no worker can be started; CPU 100/100")
     w.advance(CROWDED_FOR)
-    w.start("a")
-    w.submit("b")
-    w.advance(6.0)
+    w.play("start a; submit b; advance 6.0")
     w.tell(
         Scheduler.worker_gone, w.worker_of("b"), is_crowded=True, outage="no process"
     )
@@ -208,16 +172,14 @@ def test_failures_are_forgotten_when_nothing_fails_any_more():
     w.scheduler.worker_limit.bound(1)
     w.submit("a")
     w.tell(Scheduler.worker_gone, min(w.workers), is_crowded=True, outage="no process")
-    w.cancel("a")
-    w.advance(10)
+    w.play("cancel a; advance 10")
     assert w.scheduler.worker_limit.failures == 0
     assert w.scheduler.deadline() is None
 
 
 def test_a_spare_that_cannot_be_had_is_asked_for_no_more():
     w = World(cpus=100, starts=False, config=SchedulerConfig(spare_workers=1))
-    w.submit("a", max_calls=1)
-    w.start("a")
+    w.play("submit a max_calls=1; start a")
     (spare,) = set(w.workers) - {w.worker_of("a")}
     w.tell(Scheduler.worker_gone, spare, is_crowded=True)
     assert len(w.workers) == 1
@@ -242,8 +204,7 @@ def test_the_bound_comes_back_step_by_step():
 
 @pytest.mark.parametrize("most", [1, 3])
 def test_a_tree_that_needs_more_workers_than_there_can_be(most: int):
-    w = world(most=most)
-    w.submit("t0")
+    w = world(most=most).play("submit t0")
     for depth in range(most):
         assert w.told == {}
         w.submit(f"t{depth + 1}", parent=f"t{depth}")
@@ -260,18 +221,16 @@ def test_a_tree_that_needs_more_workers_than_there_can_be(most: int):
 
 
 def test_a_device_is_still_named_where_that_is_what_is_held():
-    w = world(most=2, gpus=1)
-    w.submit("a", num_gpus=1)
-    w.submit("b", parent="a", num_gpus=1)
-    w.wait_for("a", "b")
+    w = world(most=2, gpus=1).play("""
+        submit a gpus=1; submit b parent=a gpus=1; wait_for a b
+    """)
     assert "those that wait hold it" in w.tasks["b"].reason
     w.finish("a")
 
 
 def test_no_spare_is_forked_while_somebody_lacks_a_worker():
     w = World(cpus=1, starts=False, config=SchedulerConfig(spare_workers=2))
-    w.submit("runs", max_calls=1)
-    w.submit("waits")
+    w.play("submit runs max_calls=1; submit waits")
     node = w.scheduler
     node.spares.target += 1
     for refused, is_forked in ((1, False), (0, True)):
@@ -309,9 +268,7 @@ def test_its_task_waits_and_holds_nothing():
     w.submit("a", num_gpus=1, environment=BROKEN, max_retries=0)
     for n in range(50):
         fail(w, "a")
-        assert w.waiting == {"a"}
-        assert "a" not in w.told
-        assert w.free["GPU"] == 1
+        w.play("waiting = a; told lacks a; free has GPU:1")
         w.submit(f"b{n}", num_gpus=1)
         assert w.running | w.starting == {f"b{n}"}
         if w.starting:
@@ -319,8 +276,7 @@ def test_its_task_waits_and_holds_nothing():
         w.finish(f"b{n}")
         while "a" not in w.starting:
             w.advance(0.5)
-    w.start("a")
-    assert w.running == {"a"}
+    w.play("start a; running = a")
     assert w.scheduler.outages == {}
 
 
@@ -346,12 +302,9 @@ def test_one_at_a_time_is_tried_and_the_others_follow():
         fail(w, name)
     assert w.waiting == {"a", "b", "c"}
     assert w.scheduler.outages[("X", "1"),].failures == 1, "they have failed together"
-    w.advance(0.05)
-    assert (w.starting, w.waiting) == ({"a"}, {"b", "c"})
+    w.play("advance 0.05; starting = a; waiting = b c")
     w.submit("d", environment=BROKEN)
-    assert "d" in w.waiting
-    w.start("a")
-    assert w.starting == {"b", "c", "d"}
+    w.play("waiting has d; start a; starting = b c d")
 
 
 def test_a_try_that_is_given_up_makes_way_for_another():
@@ -363,8 +316,7 @@ def test_a_try_that_is_given_up_makes_way_for_another():
     w.cancel("a")
     w.submit("b", environment=BROKEN)
     assert w.worker_of("b") == worker, "it is being started for whoever comes first"
-    w.cancel("b")
-    w.submit("c", environment={"Y": "1"})
+    w.play("cancel b; submit c environment=Y:1")
     w.die(worker)
     w.submit("d", environment=BROKEN)
     assert {"c", "d"} <= w.starting
@@ -376,32 +328,25 @@ def test_its_living_workers_serve_on():
     w.start("a")
     w.submit("b", environment=BROKEN)
     fail(w, "b")
-    assert w.waiting == {"b"}
-    w.finish("a")
-    assert w.running == {"b"}
+    w.play("waiting = b; finish a; running = b")
 
 
 def test_others_that_ask_for_the_same_are_not_held_up():
     w = World(cpus=1, starts=False)
     w.submit("a", environment=BROKEN, priority=1)
     fail(w, "a")
-    w.submit("b")
-    w.submit("c", environment={"Y": "1"})
+    w.play("submit b; submit c environment=Y:1")
     w.submit("d", environment=BROKEN)
-    assert (w.starting, w.waiting) == ({"b"}, {"a", "c", "d"})
-    w.advance(0.01)
-    w.start("b")
-    w.finish("b")
-    assert (w.starting, w.waiting) == ({"c"}, {"a", "d"})
+    w.play("""
+        starting = b; waiting = a c d
+        advance 0.01; start b; finish b; starting = c; waiting = a d
+    """)
 
 
 def test_what_was_reserved_is_let_go_once_it_cannot_start():
-    w = World(cpus=4, gpus=2, starts=False)
-    w.submit("long", num_gpus=1)
-    w.start("long")
+    w = World(cpus=4, gpus=2, starts=False).play("submit long gpus=1; start long")
     w.submit("a", num_gpus=2, environment=BROKEN)
-    w.advance(60.0)
-    w.submit("late", num_gpus=1)
+    w.play("advance 60.0; submit late gpus=1")
     assert w.scheduler.reservation.record.spec.name == "a"
     w.submit("first", environment=BROKEN)
     fail(w, "first")
@@ -415,8 +360,7 @@ def test_nothing_is_reserved_for_what_cannot_start(is_shared: bool):
     if is_shared:
         w.join(1)
     client = {"client": 1} if is_shared else {}
-    w.submit("long", num_gpus=1)
-    w.start("long")
+    w.play("submit long gpus=1; start long")
     w.submit("a", num_gpus=2, environment=BROKEN, **client)
     w.submit("first", environment=BROKEN, **client)
     fail(w, "first")
@@ -460,15 +404,13 @@ def test_what_is_to_run_alone_waits_while_no_worker_can_be_started():
     w.submit("a", environment=BROKEN)
     w.start("a")
     w.submit("b", environment=BROKEN)
-    w.submit("other")
-    w.start("other")
+    w.play("submit other; start other")
     fail(w, "b")
     w.tell(Scheduler.kill_for_memory, w.worker_of("a"), Memory.HOST)
     w.finish("other")
     assert "a" not in w.starting | w.running
     assert w.retired == [], "nobody has to make way: there is room"
-    w.advance(6.0)
-    assert w.starting == {"a"}
+    w.play("advance 6.0; starting = a")
 
 
 def test_status_and_why_say_what_failed_and_when_it_is_tried_again():
@@ -499,10 +441,6 @@ def test_environments_are_tried_again_each_at_its_own_time():
     w = World(cpus=4, starts=False, config=config)
     w.submit("a", environment=BROKEN)
     fail(w, "a")
-    w.advance(0.5)
-    w.submit("b", environment={"Y": "1"})
+    w.play("advance 0.5; submit b environment=Y:1")
     fail(w, "b")
-    w.advance(0.5)
-    assert (w.starting, w.waiting) == ({"a"}, {"b"})
-    w.advance(0.5)
-    assert w.starting == {"a", "b"}
+    w.play("advance 0.5; starting = a; waiting = b; advance 0.5; starting = a b")

@@ -6,35 +6,28 @@ from aiogpu.core.effects import Assign, Retire, Spawn
 from aiogpu.core.model.config import SchedulerConfig
 from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.core.scheduler.workers import MOST, Workers
-from aiogpu.testing import World
-from tests.core.builders import finish, kinds, submit
+from tests.core.builders import World, kinds, submit
 
 
 def test_a_cpu_worker_is_used_again():
-    w = World()
-    w.submit("a")
+    w = World().play("submit a")
     worker = w.worker_of("a")
-    w.finish("a")
-    w.submit("b")
+    w.play("finish a; submit b")
     assert w.worker_of("b") == worker
     assert [type(effect) for effect in w.effects] == [Assign]
 
 
 def test_the_worker_used_last_is_used_next():
-    w = World()
-    submit(w, "a b")
+    w = World().play("submit a b")
     last = w.worker_of("a")
-    finish(w, "b a")
-    w.submit("c")
+    w.play("finish b a; submit c")
     assert w.worker_of("c") == last
 
 
 def test_another_environment_needs_another_worker():
-    w = World()
-    w.submit("a", environment={"X": "1"})
+    w = World().play("submit a environment=X:1")
     worker = w.worker_of("a")
-    w.finish("a")
-    w.submit("b", environment={"X": "2"})
+    w.play("finish a; submit b environment=X:2")
     assert w.worker_of("b") != worker
     w.submit("c", environment={"X": "1"})
     assert w.worker_of("c") == worker
@@ -58,21 +51,18 @@ def test_a_worker_keeps_its_devices():
 
 def test_an_isolated_task_has_a_process_of_its_own_and_its_share_until_that_is_gone():
     """[B26]"""
-    w = World(gpus=1, exits=False)
-    w.submit("a", num_gpus=1)
+    w = World(gpus=1, exits=False).play("submit a gpus=1")
     worker = w.worker_of("a")
-    w.finish("a")
-    w.submit("b", num_gpus=1, max_calls=1)
+    w.play("finish a; submit b gpus=1 max_calls=1")
     isolated = w.worker_of("b")
     assert isolated != worker
     [spawn, assign] = w.effects
     assert (type(spawn), type(assign)) == (Spawn, Assign)
     assert assign.is_first
     assert assign.is_last
-    w.submit("c", num_gpus=1)
-    w.finish("b")
-    assert w.told["b"] == "settled"
-    assert (w.free_gpus, w.waiting) == ([0.0], {"c"})
+    w.play("""
+        submit c gpus=1; finish b; told has b:settled; free_gpus = 0.0; waiting = c
+    """)
     w.die(isolated)
     assert w.running == {"c"}
 
@@ -83,10 +73,7 @@ def test_a_worker_that_does_not_exit_in_time_is_killed(options):
     w = World(exits=False, config=config)
     w.submit("a", **options)
     worker = w.worker_of("a")
-    w.finish("a")
-    w.advance(4.9)
-    assert w.killed == []
-    w.advance(0.1)
+    w.play("finish a; advance 4.9; killed =; advance 0.1")
     assert w.killed == [worker]
     w.die(worker)
     w.advance(60)
@@ -94,14 +81,11 @@ def test_a_worker_that_does_not_exit_in_time_is_killed(options):
 
 
 def test_a_worker_ends_after_so_many_calls_of_the_function():
-    w = World(exits=False)
-    w.submit("f", function=1, max_calls=2)
+    w = World(exits=False).play("submit f function=1 max_calls=2")
     worker = w.worker_of("f")
-    w.finish("f")
-    w.submit("g", function=2, max_calls=2)
+    w.play("finish f; submit g function=2 max_calls=2")
     assert w.worker_of("g") == worker
-    w.finish("g")
-    w.submit("anything")
+    w.play("finish g; submit anything")
     assert w.worker_of("anything") == worker
     w.finish("anything")
     w.submit("f again", function=1, max_calls=2)
@@ -112,13 +96,11 @@ def test_a_worker_ends_after_so_many_calls_of_the_function():
 
 
 def test_a_call_that_is_retried_counts():
-    w = World()
-    w.submit("a", max_calls=2)
+    w = World().play("submit a max_calls=2")
     worker = w.worker_of("a")
     w.finish("a", retry=True)
     assert w.worker_of("a") == worker
-    w.finish("a", retry=True)
-    w.advance(0.1)
+    w.play("finish a retry=True; advance 0.1")
     assert w.worker_of("a") != worker
 
 
@@ -135,42 +117,33 @@ def test_of_many_idle_workers_those_idle_longest_retire():
 
 
 def test_work_that_waits_comes_before_retirement():
-    w = World(cpus=1, config=SchedulerConfig(idle_workers=0))
-    submit(w, "a b")
-    w.finish("a")
-    assert (w.running, w.retired) == ({"b"}, [])
-    w.finish("b")
-    assert w.retired == [1]
+    World(cpus=1, config=SchedulerConfig(idle_workers=0)).play("""
+        submit a b; finish a; running = b; retired =
+        finish b; retired = 1
+    """)
 
 
 def test_spare_workers_that_nobody_needs_retire_as_they_start():
-    w = World(cpus=4, starts=False, config=SchedulerConfig(idle_workers=1))
-    for name in "abcd":
-        w.submit(name)
-    for name in "abcd":
-        w.cancel(name)
+    w = World(cpus=4, starts=False, config=SchedulerConfig(idle_workers=1)).play("""
+        submit a b c d; cancel a b c d
+    """)
     for worker in (1, 2, 3, 4):
         w.start(worker)
     assert w.retired == [1, 2, 3]
 
 
 def test_a_starting_worker_whose_task_left_serves_the_next_or_becomes_a_spare():
-    w = World(gpus=1, starts=False)
-    w.submit("a", num_gpus=1)
+    w = World(gpus=1, starts=False).play("submit a gpus=1")
     worker = w.worker_of("a")
-    w.cancel("a")
-    assert w.free_gpus == [1.0]
-    w.submit("b", num_gpus=0.5, max_calls=1)
+    w.play("cancel a; free_gpus = 1.0; submit b gpus=0.5 max_calls=1")
     assert w.worker_of("b") == worker
-    w.cancel("b")
-    w.submit("other", environment={"X": "1"})
+    w.play("cancel b; submit other environment=X:1")
     assert w.worker_of("other") != worker
     w.start(worker)
     assert w.scheduler.workers.idle == 1
     w.submit("c", max_calls=1)
     assert w.worker_of("c") == worker
-    assert w.running == {"c"}
-    w.cancel("other")
+    w.play("running = c; cancel other")
     w.die(max(w.workers))
     assert list(w.workers) == [worker]
 
@@ -216,25 +189,21 @@ def test_it_goes_where_its_worker_is(gpus, others, asked, held):
 
 
 def test_packing_goes_before_a_waiting_worker():
-    w = World(gpus=2)
-    w.submit("x", num_gpus=1, max_retries=0)
+    w = World(gpus=2).play("submit x gpus=1 max_retries=0")
     _, held = warm(w, "a", 0.5)
     assert held == [1]
-    w.finish("x")
-    w.submit("other", num_gpus=0.25, environment={"X": "1"})
-    assert w.gpus_of("other") == [0]
-    w.submit("b", num_gpus=0.5)
-    assert w.gpus_of("b") == [0]
+    w.play("""
+        finish x; submit other gpus=0.25 environment=X:1; gpus_of other = 0
+        submit b gpus=0.5; gpus_of b = 0
+    """)
 
 
 def test_a_set_of_which_one_is_taken_is_not():
-    w = World(gpus=4)
-    w.submit("x", num_gpus=1, max_retries=0)
+    w = World(gpus=4).play("submit x gpus=1 max_retries=0")
     _, held = warm(w, "a", 2)
     w.submit("y", num_gpus=0.5)
     assert (held, w.gpus_of("y")) == ([1, 2], [1])
-    w.submit("b", num_gpus=2)
-    assert w.gpus_of("b") == [2, 3]
+    w.play("submit b gpus=2; gpus_of b = 2 3")
 
 
 @pytest.mark.parametrize(
@@ -243,8 +212,7 @@ def test_a_set_of_which_one_is_taken_is_not():
     ids=["isolated", "environment", "gone"],
 )
 def test_a_worker_that_cannot_be_used_or_has_gone_does_not_count(options):
-    w = World(gpus=2)
-    w.submit("x", num_gpus=1, max_retries=0)
+    w = World(gpus=2).play("submit x gpus=1 max_retries=0")
     worker, _ = warm(w, "a", 1)
     w.finish("x")
     if options is None:
@@ -254,13 +222,9 @@ def test_a_worker_that_cannot_be_used_or_has_gone_does_not_count(options):
 
 
 def test_two_workers_of_one_device_are_both_remembered():
-    w = World(gpus=2)
-    w.submit("x", num_gpus=1, max_retries=0)
-    for name in "ab":
-        w.submit(name, num_gpus=0.5)
-    for name in "ab":
-        w.finish(name)
-    w.die("x")
+    w = World(gpus=2).play("""
+        submit x gpus=1 max_retries=0; submit a b gpus=0.5; finish a b; die x
+    """)
     for name in "cd":
         w.submit(name, num_gpus=0.5)
         assert w.gpus_of(name) == [1]
@@ -269,8 +233,7 @@ def test_two_workers_of_one_device_are_both_remembered():
 
 @pytest.mark.parametrize(("ready", "wanted"), [(2, 3), (3, 2)])
 def test_a_set_of_another_size_is_not_taken(ready, wanted):
-    w = World(gpus=4)
-    w.submit("x", num_gpus=1, max_retries=0)
+    w = World(gpus=4).play("submit x gpus=1 max_retries=0")
     worker, held = warm(w, "a", ready)
     assert held == [1, 2, 3][:ready]
     w.finish("x")
@@ -297,8 +260,7 @@ def spares_of(w: World, environment=X) -> int:
 def test_spares_are_wanted_once_a_task_has_a_process_of_its_own():
     w = world()
     assert repr(w.scheduler.spares) == "<Spares 2 for nobody>"
-    w.submit("reused", num_gpus=0.5)
-    w.finish("reused")
+    w.play("submit reused gpus=0.5; finish reused")
     assert len(w.workers) == 1
     w.submit("a", max_calls=1)
     assert repr(w.scheduler.spares) == "<Spares 2 for 1 environments>"
@@ -323,15 +285,12 @@ def test_the_task_that_has_taken_one_is_let_alone_for_a_moment():
     assert len(w.workers) == 2
     w.advance(0.001)
     assert len(w.workers) == 4
-    w.submit("c", max_calls=1)
-    w.close()
-    w.advance(1)
+    w.play("submit c max_calls=1; close; advance 1")
     assert not [e for e in w.effects if isinstance(e, Spawn)]
 
 
 def test_a_starting_spare_serves_who_needs_a_worker_of_its_environment():
-    w = world(starts=False)
-    w.submit("a", max_calls=1)
+    w = world(starts=False).play("submit a max_calls=1")
     assert kinds(w) == [Spawn] * 3
     w.submit("b", max_calls=1)
     assert kinds(w) == [Spawn]
@@ -341,24 +300,17 @@ def test_a_starting_spare_serves_who_needs_a_worker_of_its_environment():
 
 
 def test_what_cannot_start_is_not_asked_for_again_and_again():
-    w = world(starts=False)
-    w.submit("a", max_calls=1)
-    w.die(2)
-    w.die(3)
+    w = world(starts=False).play("submit a max_calls=1; die 2 3")
     assert len(w.workers) == 1
-    w.start("a")
-    w.submit("b", max_calls=1)
+    w.play("start a; submit b max_calls=1")
     assert len(w.workers) == 4
 
 
 def test_spares_do_not_count_among_the_idle():
     config = SchedulerConfig(spare_workers=2, idle_workers=1)
-    w = World(cpus=4, config=config)
-    w.submit("a", max_calls=1)
-    for name in "bc":
-        w.submit(name)
-    for name in "bc":
-        w.finish(name)
+    w = World(cpus=4, config=config).play("""
+        submit a max_calls=1; submit b c; finish b c
+    """)
     assert w.scheduler.workers.spares(()) == 2
     assert w.scheduler.workers.idle == 3
     assert len(w.retired) == 1
@@ -366,20 +318,16 @@ def test_spares_do_not_count_among_the_idle():
 
 def test_clean_workers_beyond_what_is_wanted_go_first():
     w = World(cpus=4, config=SchedulerConfig(idle_workers=1))
-    submit(w, "warm cold")
-    w.finish("warm")
+    w.play("submit warm cold; finish warm")
     w.starts = False
-    submit(w, "late later")
-    for name in ("late", "later"):
-        w.cancel(name)
+    w.play("submit late later; cancel late later")
     assert w.workers[w.worker_of("cold")].binding is not None
     w.run_dry()
     assert w.scheduler.workers.spares(()) == 0
 
 
 def test_outdated_ones_are_replaced_unless_the_node_closes():
-    w = world()
-    w.submit("a", max_calls=1)
+    w = world().play("submit a max_calls=1")
     before = set(w.workers) - {w.worker_of("a")}
     w.tell(Scheduler.environment_outdated, ())
     assert set(w.retired) == before
@@ -391,8 +339,7 @@ def test_outdated_ones_are_replaced_unless_the_node_closes():
 
 
 def test_an_outdated_one_that_starts_is_retired_and_given_to_nobody():
-    w = world()
-    w.submit("a", max_calls=1)
+    w = world().play("submit a max_calls=1")
     first = set(w.workers)
     w.starts = False
     w.submit("b", max_calls=1)
@@ -426,13 +373,11 @@ def test_spares_that_nobody_uses_any_more_go():
     config = SchedulerConfig(spare_workers=2, spares_for=10.0)
     w = World(cpus=4, config=config)
     w.submit("a", max_calls=1, environment=dict(X))
-    w.submit("own", max_calls=1)
-    w.advance(6)
+    w.play("submit own max_calls=1; advance 6")
     w.submit("b", max_calls=1, environment=dict(X))
     w.advance(6)
     assert spares_of(w) == 2, "one was used six seconds ago"
-    w.submit("y", max_calls=1, environment={"Y": "1"})
-    w.advance(5)
+    w.play("submit y max_calls=1 environment=Y:1; advance 5")
     assert spares_of(w) == 0
     assert spares_of(w, (("Y", "1"),)) == 2
     assert len(w.retired) == 2
