@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 import aiogpu
-from aiogpu import accelerators
-from aiogpu.accelerators import listed_devices, types
+from aiogpu.accelerators import listed_devices
 from aiogpu.accelerators.nvml import health
 from aiogpu.accelerators.registry import KNOWN, vendor_of
 from aiogpu.accelerators.visible import Inventory, resolve
@@ -38,10 +37,6 @@ CONFIG = SchedulerConfig()
 FACTS = {
     "accelerators.md": [
         f"waits {devices.LIMIT:g} seconds for each",
-        *(
-            f"`{getattr(accelerators, name)}`"
-            for name in sorted(set(accelerators.__all__) & set(vars(types)))
-        ),
         *(
             f"| `{vendor_of(one.kind).option if one.kind == 'GPU' else one.kind}` "
             f"| `{one.variable}` |"
