@@ -2,14 +2,15 @@
 
 One ring serves lists of ended tasks, `why()` of them, the failures in `status()`, the
 timeline and the metrics. The end of a task costs one tuple, and many that end together
-cost one row; everything else is done when somebody asks.
+cost one row; everything else is done when somebody asks. What is kept is bounded by the
+ring's length, and looked at more closely only when much has been added.
 """
 
 from __future__ import annotations
 
 import sys
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -26,8 +27,6 @@ MOST: Final = 10_000
 """Tasks that are kept."""
 ROOM: Final = 64 << 20
 """Bytes of the texts of their failures, after which the oldest tasks are dropped."""
-SLACK: Final = 256
-"""Entries beyond that are dropped together: dropping each alone would cost a call."""
 LONGEST: Final = 200
 """Characters of a message that are kept, which are of its first line."""
 LONGEST_TRACE: Final = 16 << 10
@@ -80,8 +79,7 @@ class Entry(NamedTuple):
 
     Attributes:
         task: the number of the task, or of the actor.
-        name: of the task, or of the call.
-        request: what the task asked for; None for a call.
+        spec: of the task; of a call its name.
         client: the number of its program.
         place: its worker; None if no code of it ran.
         since: when it was submitted, by the loop's clock.
@@ -93,8 +91,7 @@ class Entry(NamedTuple):
     """
 
     task: int
-    name: str
-    request: Request | None
+    spec: TaskSpec | str
     client: int
     place: Place | None
     since: float
@@ -102,6 +99,16 @@ class Entry(NamedTuple):
     took: int
     outcome: str
     failure: Failure | None = None
+
+    @property
+    def name(self) -> str:
+        """The name of the task, or of the call."""
+        return self.spec if isinstance(self.spec, str) else self.spec.name
+
+    @property
+    def request(self) -> Request | None:
+        """What the task asked for; None for a call."""
+        return None if isinstance(self.spec, str) else self.spec.shape.request
 
     @property
     def is_attempt(self) -> bool:
@@ -122,20 +129,19 @@ class _Row(NamedTuple):
     freed, and the garbage collector would scan them.
     """
 
-    request: Request
     client: int
     place: Place | None
     now: float
     tasks: array[int]
-    names: tuple[str, ...]
+    specs: tuple[TaskSpec, ...]
     since: array[float]
     took: array[int]
 
     def entries(self) -> Iterator[tuple[Any, ...]]:
         """One for each task, the last one first."""
-        request, client, place, now, *columns = self
-        for task, name, since, took in zip(*map(reversed, columns), strict=True):
-            yield task, name, request, client, place, since, now, took, FINISHED
+        client, place, now, *columns = self
+        for task, spec, since, took in zip(*map(reversed, columns), strict=True):
+            yield task, spec, client, place, since, now, took, FINISHED
 
 
 class Site:
@@ -167,25 +173,30 @@ class History:
     """The ring. Times are in seconds of the loop's clock.
 
     Attributes:
-        outcomes: the number of attempts that have ended, by outcome.
+        finished: the number of tasks that have ended with a result.
         sites: the workers that run tasks, by id.
         ring: what is kept, the latest last: rows, and tuples as `Entry` names them.
-        count: how many tasks it has.
-        limit: the count at which it is to be trimmed.
     """
 
     def __init__(self, most: int = MOST, room: int = ROOM) -> None:
-        self.outcomes: Counter[str] = Counter()
+        self.finished = 0
         self.sites: dict[int, Site] = _Sites()
-        self.ring: deque[tuple[Any, ...]] = deque()
-        self.count = 0
-        self.limit = most + SLACK
+        self.ring: deque[tuple[Any, ...]] = deque(maxlen=most)
         self._most = most
         self._room = room
+        self._others: Counter[str] = Counter()
+        # At least what the ring has, as it drops the oldest unseen.
+        self._in_rows = 0
         self._size = 0
 
     def __repr__(self) -> str:
-        return f"<History of {min(self.count, self._most)} tasks>"
+        return f"<History of {len(self.ring)} entries>"
+
+    @property
+    def outcomes(self) -> Mapping[str, int]:
+        """The number of attempts that have ended, by outcome."""
+        finished = self.finished + self._others[FINISHED]
+        return {**self._others, FINISHED: finished} if finished else {**self._others}
 
     def occupy(self, worker: int, pid: int, lease: Lease) -> None:
         """A worker is given a task for the first time; its devices are its for life."""
@@ -214,17 +225,14 @@ class History:
         """Add a task that has ended in another way than with a result."""
         took = round((now - site.began) * 1e6) if site.place else 0
         site.began = now
-        self._keep(
-            *(task, spec.name, spec.shape.request, client, site.place),
-            *(since, now, took, outcome, failure),
-        )
-        self.outcomes[outcome] += 1
+        self._keep(task, spec, client, site.place, since, now, took, outcome, failure)
+        self._others[outcome] += 1
 
     def add_call(
         self, actor: int, name: str, client: int, now: float, failure: Failure
     ) -> None:
         """Add a call of an actor that has failed."""
-        self._keep(actor, name, None, client, None, now, now, 0, FAILED, failure)
+        self._keep(actor, name, client, None, now, now, 0, FAILED, failure)
 
     def add_row(
         self,
@@ -245,39 +253,47 @@ class History:
 
         site, first = self.sites[worker], records[0]
         site.began = now
-        self.outcomes[FINISHED] += len(records)
+        self.finished += len(records)
         self.ring.append(
             _Row(
-                *(first.spec.shape.request, first.client, site.place, now),
+                *(first.client, site.place, now),
                 array("q", [record.id for record in records]),
-                tuple([record.spec.name for record in records]),
+                tuple([record.spec for record in records]),
                 array("d", [record.since for record in records]),
                 array("q", took),
             )
         )
-        self.count += len(records)
-        if self.count > self.limit:
-            self.trim()
+        self._in_rows += len(records)
+        if self._in_rows > 2 * self._most:
+            self._trim()
 
     def _keep(self, *entry: Any) -> None:
+        self.ring.append(entry)
         if entry[-1] is not None:
             self._size += entry[-1].size
-        self.ring.append(entry)
-        self.count += 1
-        if self.count > self.limit or self._size > self._room:
-            self.trim()
+            if self._size > self._room:
+                self._trim()
 
-    def trim(self) -> None:
-        """Drop the oldest, until few enough are left and there is room."""
-        ring = self.ring
-        while ring:
-            size = len(ring[0][4]) if type(ring[0]) is _Row else 1
-            if self.count - size < self._most and self._size <= self._room:
-                return
-            oldest = ring.popleft()
-            self.count -= size
-            if size == 1 and type(oldest) is not _Row and type(oldest[-1]) is Failure:
-                self._size -= oldest[-1].size
+    def _trim(self) -> None:
+        """Drop the oldest, so that few enough are left and there is room for more.
+
+        It looks at all entries, and so leaves an eighth of the room free.
+        """
+        kept: deque[tuple[Any, ...]] = deque(maxlen=self._most)
+        tasks = in_rows = size = 0
+        for one in reversed(self.ring):
+            if type(one) is _Row:
+                in_rows += len(one.tasks)
+                tasks += len(one.tasks)
+            else:
+                tasks += 1
+                size += one[-1].size if type(one[-1]) is Failure else 0
+            if kept and size > self._room * 7 // 8:
+                break
+            kept.appendleft(one)
+            if tasks >= self._most:
+                break
+        self.ring, self._in_rows, self._size = kept, in_rows, size
 
     # What is asked.
 
@@ -299,7 +315,7 @@ class History:
                 found = [Entry(*each) for each in one.entries() if each[0] == task]
                 return _ended(found[0], now)
             entry = Entry(*one)
-            if one[0] == task and entry.request and not entry.is_attempt:
+            if one[0] == task and entry.request is not None and not entry.is_attempt:
                 return _ended(entry, now, with_traceback=True)
         return None
 
@@ -333,7 +349,7 @@ class History:
             record, site = worker.task, self.sites[worker.id]
             if record is not None and site.place is not None:
                 spec, took = record.spec, round((now - site.began) * 1e6)
-                whose = record.id, spec.name, spec.shape.request, record.client
+                whose = record.id, spec, record.client
                 told.append(Entry(*whose, site.place, record.since, now, took, RUNNING))
         spans = [_span(one, *one.place, epoch) for one in told if one.place]
         return sorted(spans, key=lambda span: span.started)

@@ -101,14 +101,11 @@ class Results:
                 took = round((now - site.began) * 1e6)
             # As `History.add` does, without a call: this is the usual end.
             site.began = now
-            name, asked, since = spec.name, spec.shape.request, effect.since
+            since, client = effect.since, call.client
             history.ring.append(
-                (task, name, asked, call.client, site.place, since, now, took, FINISHED)
+                (task, spec, client, site.place, since, now, took, FINISHED)
             )
-            history.outcomes[FINISHED] += 1
-            history.count += 1
-            if history.count > history.limit:
-                history.trim()
+            history.finished += 1
         elif type(answer) is Failed:
             outcome = CANCELLED if answer.kind == STOPPED else FAILED
             failure = Failure.of(answer.type_name, answer.message, answer.traceback)

@@ -117,7 +117,6 @@ def record(task: int, since: float = 0.0) -> TaskRecord:
 def history() -> History:
     """One with room for five tasks, and a worker on GPU 3 that has begun at 2."""
     found = History(most=5)
-    found.limit = 5
     found.occupy(7, 99, LEASE)
     found.sites[7].began = 2.0
     return found
@@ -213,8 +212,6 @@ def test_the_oldest_are_dropped_first(history: History) -> None:
         history.add_row(7, row, [0] * 4, float(first))
     end(history, 12, "cancelled", 40.0)
     assert [one.task for one in history.ended(99.0)] == [12, 11, 10, 9, 8]
-    assert history.count == 5
-    assert repr(history) == "<History of 5 tasks>"
     assert history.outcomes == {"failed": 4, "finished": 8, "cancelled": 1}
 
 
@@ -225,12 +222,27 @@ def test_long_texts_are_cut_and_cost_older_tasks_their_place() -> None:
     assert long.traceback.startswith("aaa")
     assert "83616 characters are left out" in long.traceback
     assert long.traceback.endswith("bbb")
-    history = History(room=3 * long.size)
+    history = History(room=8 * long.size)
     for task in range(9):
         end(history, task, "failed", float(task), long)
-    assert [one.task for one in history.ended(9.0)] == [8, 7, 6]
-    end(history, 9, "finished", 9.0)
-    assert history.count == 4
+    assert [one.task for one in history.ended(9.0)] == [8, 7, 6, 5, 4, 3, 2]
+
+
+def test_however_tasks_end_no_more_than_twice_as_many_are_held(
+    history: History,
+) -> None:
+    task = 0
+    for size in (1, 3, 2, 9, 1, 1, 4) * 20:
+        row = [record(task + number) for number in range(size)]
+        history.add_row(7, row, [0] * size, float(task))
+        task += size
+        end(history, task, "failed", float(task), FAILURE)
+        task += 1
+        assert [one.task for one in history.ended(9.0)] == [
+            task - number for number in range(1, min(task, 5) + 1)
+        ]
+        held = sum(len(getattr(one, "tasks", "1")) for one in history.ring)
+        assert held <= 2 * 5 + 9 + 5
 
 
 # Traces
