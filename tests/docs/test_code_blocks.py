@@ -159,8 +159,11 @@ def test_the_commands_of_the_readme_stand_where_they_are_found_first():
         "python3 -m venv .venv && .venv/bin/pip install -q '.[demo]' "
         "&& .venv/bin/aiogpu demo\n"
     )
-    tests = PAGES["README.md"].split("\n## Tests\n")[1]
-    assert FENCE.search(tests)[2] == (
-        "python3 -m venv .venv && .venv/bin/pip install -q -e '.[demo,test]' "
-        "&& .venv/bin/python -m pytest -n 4\n"
-    )
+    for tests in (
+        PAGES["README.md"].split("\n## Tests\n")[1],
+        PAGES["contributing.md"],
+    ):
+        assert FENCE.search(tests)[2] == (
+            "python3 -m venv .venv && .venv/bin/pip install -q -e '.[demo,test]' "
+            "&& .venv/bin/python -m pytest -n 4\n"
+        )
