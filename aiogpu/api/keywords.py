@@ -43,49 +43,39 @@ class Options(_Common, total=False):
     Attributes:
         num_cpus: CPUs, may be a fraction; default 1.
         num_gpus: below 1 a share of one GPU, otherwise whole GPUs; default 0.
-        memory: main memory in bytes or as a text, "6GiB", reserved for the task. If
-            the machine runs short of memory, a task that uses more than it reserved is
-            ended first (`OutOfMemoryError`) and retried alone.
-        resources: amounts by name: custom resources, `{"license": 1}`, or devices of
-            other vendors, `{"neuron_cores": 2}`.
+        memory: main memory, in bytes or "6GiB". Where memory runs short, a task that
+            uses more is ended first (`OutOfMemoryError`) and retried alone.
+        resources: other amounts by name: `{"license": 1}`, `{"neuron_cores": 2}`.
         accelerator_type: only devices of this type, such as "A100".
         gpu_where: only GPUs that meet all conditions: `{"memory": "40GiB",
             "compute_capability": "8.0", "name": "*H100*"}`; the first two are minimums.
-        gpu_memory: device memory on each GPU, with or instead of `num_gpus`, in bytes
-            or as a text, "6GiB"; "share" is the fraction that `num_gpus` is of the
-            GPU. It is reserved for the task, and frameworks are limited to it.
-        retry_oom: "exclusive" retries a task that ran out of GPU memory once, on a GPU
-            of its own; default None, no such retry.
-        strategy: the GPU for a share: "pack", the default, takes the fullest GPU with
-            room for it, "spread" the emptiest.
-        max_calls: calls of this function after which its worker ends; 0 for no limit.
-            Default 1 for tasks with GPUs, 0 for others.
+        gpu_memory: memory on each GPU, with or instead of `num_gpus`: bytes, "6GiB", or
+            "share" for the part that `num_gpus` is. Frameworks are limited to it.
+        retry_oom: "exclusive": retry once on a GPU of its own after GPU memory ran out.
+        strategy: GPU for a share: "pack" (default), the fullest with room; or "spread",
+            the emptiest.
+        max_calls: calls of the function after which its worker ends, 0 for no limit;
+            default 1 with GPUs, else 0.
         max_retries: retries after the death of the worker; default 3, -1 for no limit.
-        retry_exceptions: exceptions that cause a retry as well: True for all, or
-            classes.
-        num_returns: how many results a call has, each with a handle of its own;
-            default 1.
+        retry_exceptions: exceptions that cause a retry too: True for all, or classes.
+        num_returns: results of a call, each with a handle of its own; default 1.
         max_buffered: items that a generator may be ahead of its consumer; default 64.
-            With 1, the generator starts an item when the one before was taken.
-        name: name in logs, errors and `status()`; default the function's name.
+            With 1 an item is started when the one before was taken.
+        name: name in logs, errors and `status()`; default the function's.
         priority: higher goes first; default 0.
-        timeout: seconds from `.remote()` after which the task is stopped; its wait in
-            the queue counts. Default None, no limit.
-        run_timeout: seconds from the first line of the task's code after which it is
-            stopped; its waits in the queue and for its arguments, and imports on its
-            behalf, do not count. Each retry has all of it. Default None, no limit.
-        cancel_grace: seconds from a cancel or a timeout until the process is killed if
-            the code has not stopped; 0 kills at once; default that of `init`.
-        stop_grace: seconds for which the task may go on when its program or node
-            stops, before it is cancelled. Meanwhile `get_runtime_context().is_stopping`
-            is True. Default 0.
+        timeout: seconds from `.remote()`, waits included, until the task is stopped;
+            default no limit.
+        run_timeout: seconds from the first line of its code until it is stopped; each
+            retry has all of it; default no limit.
+        cancel_grace: seconds from a cancel or a timeout to the kill of the process;
+            default that of `init`.
+        stop_grace: seconds to go on when program or node stop, while
+            `get_runtime_context().is_stopping` is True; default 0.
         runtime_env: `{"env_vars": {"A": "1"}}`, variables of the worker.
-        lifetime: "detached" lets a task outlive the task that has started it;
-            otherwise the two end together. Both end with the node.
-        placement: a group from `aiogpu.placement(...)`: the task takes its resources
-            from one of the bundles and ends with the group. Without `num_cpus` it
-            asks for a CPU only if the bundle has one.
-        bundle: number of the bundle, from 0; default -1 or None, any that fits.
+        lifetime: "detached": it may outlive the task that has started it.
+        placement: the `aiogpu.placement(...)` to run in. Without `num_cpus` it asks for
+            a CPU only if the bundle has one.
+        bundle: number of the bundle, from 0; default any that fits.
     """
 
     retry_oom: RetryOom | None
@@ -106,36 +96,24 @@ class ActorKeywords(_Common, total=False):
     Counts are at most 2_147_483_647 (2**31 - 1).
 
     Attributes:
-        num_cpus: CPUs held for the actor's life; without it, one CPU must be free to
-            start the actor, and none is held afterwards.
-        num_gpus: below 1 a share of one GPU, otherwise whole GPUs, held for life.
-        memory: main memory in bytes or as a text, "6GiB".
-        resources: amounts by name: custom resources, `{"license": 1}`, or devices of
-            other vendors, `{"neuron_cores": 2}`.
-        accelerator_type: only devices of this type, such as "A100".
-        gpu_where: only GPUs that meet all conditions: `{"memory": "40GiB",
-            "compute_capability": "8.0", "name": "*H100*"}`; the first two are minimums.
-        gpu_memory: device memory on each GPU, with or instead of `num_gpus`, in bytes
-            or as a text, "6GiB"; "share" is the fraction that `num_gpus` is of the
-            GPU. It is reserved for the actor, and frameworks are limited to it.
-        strategy: the GPU for a share: "pack", the default, or "spread".
+        num_cpus: CPUs held for life; without it, one must be free to start the actor,
+            and none is held.
+        num_gpus, memory, resources, gpu_memory: as for a task, held for life.
+        accelerator_type, gpu_where, strategy, priority: as for a task.
+        runtime_env, placement, bundle: as for a task.
         name: name for `get_actor`; free again when the actor is dead.
         namespace: namespace of the name; default the program's own.
         get_if_exists: return the living actor of that name, if there is one.
-        lifetime: None: the actor ends with its last handle; "detached": it lives until
-            it is killed or its node ends.
+        lifetime: "detached": it outlives its handles and its program, until it is
+            killed or its node ends.
         max_restarts: restarts after the death of the process; default 0, -1 for no
             limit.
-        max_task_retries: retries of a call that was hit by the death of the process;
-            default 0, -1 for no limit.
-        max_concurrency: calls at once: in threads for plain methods (default 1),
-            interleaved for a class with coroutine methods (default 1000).
-        concurrency_groups: further groups of methods by name, with the calls of each
-            at once; see `@aiogpu.method(concurrency_group=...)`.
-        priority: higher goes first; default 0.
-        runtime_env: `{"env_vars": {"A": "1"}}`, variables of the process.
-        placement: a group from `aiogpu.placement(...)`, in which the actor runs.
-        bundle: number of the bundle, from 0; default -1 or None, any that fits.
+        max_task_retries: retries of a call that the death interrupted; default 0, -1
+            for no limit.
+        max_concurrency: calls at once: plain methods in threads (default 1), coroutine
+            methods interleaved (default 1000).
+        concurrency_groups: calls at once by name of a group, for
+            `@aiogpu.method(concurrency_group=...)`.
     """
 
     namespace: str | None
@@ -167,11 +145,10 @@ class MethodKeywords(MethodCallKeywords, total=False):
     """The options of a method, as `@aiogpu.method(...)` takes them.
 
     Attributes:
-        num_returns: how many results a call has; default 1.
-        max_buffered: items that a generator may be ahead of its consumer; default 64.
-        run_timeout: seconds from the first line of the method's code after which the
-            call is cancelled and its handle raises `TaskTimeoutError`. For a chunk of
-            `map`, the limit of all its items together. Default None, no limit.
+        num_returns, max_buffered: as for a task.
+        run_timeout: seconds from the first line of its code until the call is cancelled
+            with `TaskTimeoutError`; for a chunk of `map`, of all its items together.
+            Default no limit.
         concurrency_group: one of the class's `concurrency_groups`.
     """
 

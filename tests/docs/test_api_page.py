@@ -6,6 +6,7 @@ Tables of options come from the docstrings of `aiogpu.api.keywords` and of `init
 
 import inspect
 import re
+from itertools import groupby
 
 import pytest
 
@@ -47,8 +48,10 @@ def described(source: object) -> dict[str, str]:
 
 def option_rows(source: object) -> str:
     """The lines of a table of options."""
+    rows = groupby(described(source).items(), key=lambda entry: entry[1])
     return "".join(
-        f"| `{name}` | {text} |\n" for name, text in described(source).items()
+        f"| {', '.join(f'`{name}`' for name, _ in entries)} | {text} |\n"
+        for text, entries in rows
     )
 
 
