@@ -15,8 +15,8 @@ import pytest
 from tests.cli.box import box
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-SERVERS = {"08_serve"}
-"""They print nothing of their own, and have a test of their own."""
+SERVERS = {"08_serve", "23_workers"}
+"""They print nothing of their own; `test_serve.py` has their tests."""
 ANYWHERE = "14_anywhere"
 """It is the same on each engine."""
 LIMIT = 120

@@ -1,4 +1,4 @@
-"""`examples/08_serve.py` behind a real server, asked by a real client."""
+"""The examples that are servers behind real ones, asked by a real client."""
 
 from __future__ import annotations
 
@@ -7,18 +7,22 @@ import os
 import re
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import psutil
 import pytest
 
+from tests.cli.box import box
+
 httpx = pytest.importorskip("httpx", reason="httpx is not installed")
 pytest.importorskip("fastapi", reason="fastapi is not installed")
 pytest.importorskip("uvicorn", reason="uvicorn is not installed")
 
-PROGRAM = Path(__file__).parents[2] / "examples" / "08_serve.py"
+EXAMPLES = Path(__file__).parents[2] / "examples"
+PROGRAM = EXAMPLES / "08_serve.py"
+WORKERS = ("-m", "uvicorn", "--app-dir", str(EXAMPLES), "--workers", "2")
 LIMIT = 60
 pytestmark = pytest.mark.either_loop
 
@@ -39,9 +43,13 @@ class Server:
         )
         self.log = ""
 
-    async def started(self) -> None:
+    async def started(self, processes: int) -> None:
+        """Wait until each process takes requests."""
         assert self.process.stdout is not None
-        while "Uvicorn running on" not in self.log:
+        while (
+            self.log.count("Application startup complete") < processes
+            or "Uvicorn running on" not in self.log
+        ):
             line = (await self.process.stdout.readline()).decode()
             assert line, self.log
             self.log += line
@@ -70,26 +78,32 @@ class Server:
 
 
 @asynccontextmanager
-async def serving(place: Path) -> AsyncIterator[Server]:
+async def serving(
+    place: Path,
+    *command: str,
+    variables: Mapping[str, str] = os.environ,
+    processes: int = 1,
+) -> AsyncIterator[Server]:
     path = f"{place}/s"
     left_out = ("CUDA_", "AIOGPU_")
     process = await asyncio.create_subprocess_exec(
         sys.executable,
-        str(PROGRAM),
+        *(command or (str(PROGRAM),)),
         path,
-        env={k: v for k, v in os.environ.items() if not k.startswith(left_out)},
+        env={k: v for k, v in variables.items() if not k.startswith(left_out)},
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
+        start_new_session=True,
     )
     server = Server(process, path)
     try:
         async with asyncio.timeout(LIMIT):
-            await server.started()
+            await server.started(processes)
             yield server
     finally:
         await server.client.aclose()
         with suppress(ProcessLookupError):
-            process.kill()
+            os.killpg(process.pid, signal.SIGKILL)
         await process.communicate()
 
 
@@ -185,7 +199,39 @@ async def test_sigterm_leaves_nothing_behind(tmp_path: Path, is_busy: bool) -> N
                 await client
 
 
-def test_it_needs_an_extra_that_exists() -> None:
-    (extra,) = re.findall(r"aiogpu\[(\w+)\]", PROGRAM.read_text())
+async def test_server_processes_share_a_model_that_outlives_them(
+    tmp_path: Path,
+) -> None:
+    command = (*WORKERS, "23_workers:app", "--uds")
+    with box() as here:
+        here.run("start", "--head", "--num-gpus=1")
+        async with serving(
+            tmp_path, *command, variables=here.variables, processes=2
+        ) as server:
+            answers: list[dict[str, int]] = []
+
+            async def ask(text: str) -> None:
+                # Each time a new connection, which either process may accept.
+                closing = {"Connection": "close"}
+                answer = await server.client.get(
+                    "/score", params={"text": text}, headers=closing
+                )
+                answers.append(answer.json())
+
+            while len({answer["server"] for answer in answers}) < 2:
+                await asyncio.gather(*(ask("abc") for _ in range(4)))
+            assert {answer["score"] for answer in answers} == {3}
+            asked = sorted(answer["asked"] for answer in answers)
+            assert asked == [*range(1, len(answers) + 1)]
+            assert await server.end() == 0
+            assert "Traceback" not in server.log
+        told, _ = here.run("list", "actors")
+        assert "model" in told
+
+
+@pytest.mark.parametrize("program", ["08_serve", "23_workers"])
+def test_it_needs_an_extra_that_exists(program: str) -> None:
+    source = (EXAMPLES / f"{program}.py").read_text()
+    (extra,) = re.findall(r"aiogpu\[(\w+)\]", source)
     project = (PROGRAM.parents[1] / "pyproject.toml").read_text()
     assert re.search(rf"^{extra} = \[.*fastapi", project, re.MULTILINE)
