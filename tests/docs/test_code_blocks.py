@@ -2,11 +2,13 @@
 
 A block that begins with `python run` is a whole program, and the `text` block below it
 is what it prints. So is a `python` block of the README with a `text` block below it.
-All other Python blocks compile, with `await` outside of functions; those with
-`file=NAME` belong to `test_testing_page.py`.
+One with `from=FILE` has parts of an example, with `...` between them. All other Python
+blocks compile, with `await` outside of functions; those with `file=NAME` belong to
+`test_testing_page.py`.
 """
 
 import ast
+import json
 import os
 import re
 import subprocess
@@ -66,6 +68,7 @@ BLOCKS = [
     for found, after in pairwise([*FENCE.findall(text), ("", "")])
 ]
 PROGRAMS = [block for block in BLOCKS if block.is_program]
+PARTS = [block for block in BLOCKS if block.kind.startswith("python from=")]
 PYTHON = [block for block in BLOCKS if block.kind.startswith("python")]
 CITED = sorted({cited for text in PAGES.values() for cited in CITATION.findall(text)})
 
@@ -93,6 +96,28 @@ def test_a_program_prints_what_stands_below_it(block, tmp_path):
 @pytest.mark.parametrize("block", PYTHON, ids=named(PYTHON))
 def test_python_compiles(block):
     compile(block.text, block.page, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+
+
+def source_of(path: str) -> str:
+    """The text of a program, or of the cells of a notebook."""
+    text = (ROOT / path).read_text()
+    if not path.endswith(".ipynb"):
+        return text
+    return "\n".join("".join(cell["source"]) for cell in json.loads(text)["cells"])
+
+
+def squeezed(text: str) -> str:
+    """Its lines without indentation and blank lines between them."""
+    lines = [line.strip() for line in text.splitlines()]
+    return "".join(f"{line}\n" for line in lines if line)
+
+
+@pytest.mark.parametrize("block", PARTS, ids=named(PARTS))
+def test_parts_of_an_example_are_as_in_the_example(block):
+    remaining = squeezed(source_of(block.kind.partition("from=")[2]))
+    for part in squeezed(block.text).split("...\n"):
+        _, found, remaining = remaining.partition(part)
+        assert found, part
 
 
 def test_the_pages_have_programs():
