@@ -584,10 +584,10 @@ def known_tasks(
 def why(task: str, address: str, as_json: bool) -> None:
     """Say why TASK waits, who holds what it needs, and whose turn it is.
 
-    Of a task that has ended: how, when, where, and the traceback of its error. TASK is
-    a number, as `aiogpu status` shows it, or the name of a task or an actor. If several
+    For a task that has ended it says how, when and where, with the traceback. TASK is a
+    number, as `aiogpu status` shows it, or the name of a task or an actor. If several
     tasks that wait or run have that name, they are listed, each with its reason; if
-    none has it, the last that has ended is told of.
+    none has, the last ended task of that name is shown.
 
     \b
     Examples:

@@ -27,13 +27,12 @@ DONE: Final = {CANCEL: "cancelled", KILL: "killed"}
 def cancel(
     ctx: click.Context, tasks: tuple[str, ...], all_named: bool, address: str
 ) -> None:
-    """Cancel tasks, whosever they are: those that wait, and those that run.
+    """Cancel tasks of any program of the node, whether they wait or run.
 
     TASK is a number, as `aiogpu list tasks` shows it, or a name; if several tasks have
-    that name, none is cancelled without --all. Who waits for the task gets a
-    TaskCancelledError. Code that runs is interrupted, and its process is killed if that
-    does not help within the task's cancel_grace. Leases and placements end with their
-    program only.
+    that name, none is cancelled without --all. The caller gets a TaskCancelledError.
+    Code that runs is interrupted, and its process is killed if that does not help
+    within the task's cancel_grace. Leases and placements end with their program only.
 
     \b
     Examples:
@@ -57,7 +56,7 @@ def cancel(
 @connect.address_option
 @click.pass_context
 def kill(ctx: click.Context, actors: tuple[str, ...], address: str) -> None:
-    """Kill actors, whosever they are, at once; they are not restarted.
+    """Kill actors of any program of the node, at once and without a restart.
 
     ACTOR is a number, as `aiogpu list actors` shows it, or a name. Its calls, and those
     that come later, get an ActorDiedError.

@@ -101,6 +101,7 @@ FACTS = {
         f"as take about {HORIZON * 1e3:g} ms together, at most {DEEPEST}",
         f"is not done after {CONFIG.long * 1e3:g} ms",
         f"of those that wait the first {LISTED};",
+        f"after {CONFIG.warn_after:g} s a warning",
     ],
 }
 
