@@ -32,7 +32,7 @@ from aiogpu.observe.status import NodeStatus, TaskStatus
 from tests.cli.pictures import BUSY, IDLE, JOB, stand_in
 from tests.contract import tasks
 from tests.contract.actor_classes import Counter
-from tests.core.builders import GroupWorld
+from tests.core.builders import World
 from tests.support.gate import Gate
 from tests.support.program import environment
 
@@ -360,7 +360,7 @@ def test_where_no_node_is_named_it_is_the_users_own(
 
 def placements() -> NodeStatus:
     """One that is held and used, one that waits, and one that ends."""
-    w = GroupWorld(cpus=8, gpus=3)
+    w = World(cpus=8, gpus=3)
     w.placement_group("held", {"GPU": 1, "CPU": 2}, {"GPU": 0.5})
     w.submit_in("held", "m", 0, num_gpus=0.25, num_cpus=1)
     w.placement_group("ends", {"GPU": 1})
