@@ -11,6 +11,7 @@ import ast
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -18,7 +19,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
+import click
 import pytest
+
+from aiogpu.cli.main import cli
 
 ROOT = Path(__file__).parents[2]
 PAGES = {
@@ -26,6 +30,7 @@ PAGES = {
     for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 }
 FENCE = re.compile(r"^```([^\n`]+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+COMMAND = re.compile(r"^(?:\$ )?(?:\w+=\S+ )*(?:\S*/)?aiogpu (.+)$", re.MULTILINE)
 CITATION = re.compile(r"\b(tests/[\w/]+\.py)::(\w+)")
 LINK = re.compile(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)")
 NAMED_FILE = re.compile(r"`((?:benchmarks/results|docs|examples)/[\w/.-]+\.\w+)`")
@@ -118,6 +123,17 @@ def test_parts_of_an_example_are_as_in_the_example(block):
     for part in squeezed(block.text).split("...\n"):
         _, found, remaining = remaining.partition(part)
         assert found, part
+
+
+def test_commands_and_their_options_are_known():
+    shells = [b.text for b in BLOCKS if b.kind in ("bash", "sh", "console")]
+    lines = [line for text in shells for line in COMMAND.findall(text)]
+    assert len(lines) > 10
+    for line in lines:
+        name, *words = shlex.split(line.partition(" > ")[0], comments=True)
+        command = cli.get_command(click.Context(cli), name)
+        assert command, line
+        command.make_context(name, words)  # raises UsageError
 
 
 def test_the_pages_have_programs():

@@ -1,0 +1,49 @@
+"""What the page of troubleshooting shows is what the program says."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import aiogpu
+from aiogpu.cli import checks, doctor
+from aiogpu.cli.checks import CHECKS, CheckError, Level
+from aiogpu.linux.cgroup import _DELEGATE
+
+PAGE = (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text()
+(SHOWN,) = re.findall(r"^```text\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+BY_NAME = {check.name: check for check in CHECKS}
+
+
+def failing(name, text, level=None):
+    def run():
+        raise CheckError(text, level=level)
+
+    return replace(BY_NAME[name], run=run)
+
+
+def test_the_doctor_prints_what_the_page_shows(capsys, monkeypatch):
+    monkeypatch.setattr(checks, "try_out", lambda *a, **k: (120, 6.1, 0.21, 10))
+    library = "libnvidia-ml.so.1: cannot open shared object file"
+    shown = [
+        BY_NAME["node"],
+        failing("cgroup2", f"/sys/fs/cgroup may not be written to; {_DELEGATE}"),
+        failing("nvml", f"NVML cannot be loaded: {library}", Level.MISSING),
+    ]
+    assert doctor.run(shown) == 0
+    assert capsys.readouterr().out == SHOWN
+
+
+def test_every_check_of_the_doctor_is_named():
+    rows = re.findall(
+        r"^\| (`[^|]+`) \|", PAGE.partition("\n| line |")[2], re.MULTILINE
+    )
+    assert sorted(re.findall(r"`([^`]+)`", " ".join(rows))) == sorted(BY_NAME)
+
+
+async def test_the_second_node_of_a_loop_is_refused_in_these_words():
+    async with aiogpu.init(address="inline", num_gpus=0):
+        with pytest.raises(aiogpu.AiogpuError, match="this event loop has a node "):
+            await aiogpu.init()
+    assert "\n## `this event loop has a node already`\n" in PAGE
