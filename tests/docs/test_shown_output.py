@@ -4,6 +4,7 @@ import json
 import os
 import re
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from aiogpu.daemon.place import Place
 from aiogpu.daemon.readiness import Ready
 from aiogpu.observe.status import DeviceStatus, Holder, NodeStatus, OtherProcess, report
 from aiogpu.runtime.devices.memory_guard import LEFT, Use, outgrowth_told
+from aiogpu.runtime.output import Entry
 from tests.cli.pictures import BUSY, stand_in
 from tests.cli.test_gpus import on_stub
 from tests.unit.accelerators.stub_fixtures import nvml, stub_library
@@ -129,6 +131,12 @@ def test_the_start_prints_what_the_page_shows(monkeypatch: pytest.MonkeyPatch) -
     resources = {"CPU": 16.0, "memory": float(60 << 30), "GPU": 2.0}
     lines = ready_lines(Ready(4711, resources, place.socket, place.logs))
     assert "\n".join(["$ aiogpu start --head --num-gpus=2", *lines, ""]) == STARTED
+
+
+def test_a_line_of_the_log_is_as_the_page_shows() -> None:
+    at = datetime(2026, 11, 22, 14, 3, 5, 120_500).timestamp()
+    entry = Entry(at, 67108865, 12, 1, "embed pid=4711", "loading the model")
+    assert f"{entry}\n" in blocks("logs.md", "text")
 
 
 def test_the_stop_prints_what_the_page_shows() -> None:
