@@ -578,7 +578,8 @@ class Driver:
         call = self._calls[effect.task]
         self._last_number += 1
         call.send_to(effect.worker, self._last_number)
-        self.guard.wake()
+        if self.guard.timer is None:
+            self.guard.wake()
         if effect.lease.request is not call.func.spec.shape.request:
             call.func = call.func.holding(effect.lease.request)
         bind = None

@@ -79,6 +79,7 @@ class MemoryGuard:
         is_on: whether it checks at all.
         usage: the last memory usage, None before the first check.
         cost: seconds of the loop's time that the last check took, in all its turns.
+        timer: of the next check; None if none is due, so that it is to be woken.
     """
 
     def __init__(
@@ -106,7 +107,7 @@ class MemoryGuard:
         self._workers = workers
         self._feed = feed
         self._bounds = bounds or MemoryBounds()
-        self._timer: asyncio.TimerHandle | None = None
+        self.timer: asyncio.TimerHandle | None = None
         self._unweighed: deque[Running] = deque()
         self._weighed: list[Weighed] = []
         self._victim = 0
@@ -115,14 +116,14 @@ class MemoryGuard:
 
     def wake(self) -> None:
         """Start checking, because a worker has got a task."""
-        if self._timer is None and self.is_on:
-            self._timer = self._loop.call_later(SOONEST, self._look)
+        if self.timer is None and self.is_on:
+            self.timer = self._loop.call_later(SOONEST, self._look)
 
     def close(self) -> None:
         """Stop checking."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
 
     def explain(self, name: str, worker: int, death: Death) -> OutOfMemoryError | None:
         """Return the error of a task that the guard has ended, None for any other.
@@ -148,7 +149,7 @@ class MemoryGuard:
                 yield Running(worker.id, live.pid, asked)
 
     def _look(self) -> None:
-        self._timer = None
+        self.timer = None
         running = list(self._running())
         if not running:
             return
@@ -169,7 +170,7 @@ class MemoryGuard:
             self._weighed.append(Weighed(running, used))
             if self._unweighed and time.perf_counter() - began >= SLICE:
                 self.cost += time.perf_counter() - began
-                self._timer = self._loop.call_later(0.0, self._weigh_on, usage)
+                self.timer = self._loop.call_later(0.0, self._weigh_on, usage)
                 return
         victim = choose_victim(self._weighed, usage.limit)
         if victim is not None and not is_first:
@@ -177,7 +178,7 @@ class MemoryGuard:
         self._weighed.clear()
         self.cost += time.perf_counter() - began
         pause = max(pause_for(usage.room), DEAREST * self.cost)
-        self._timer = self._loop.call_later(pause, self._look)
+        self.timer = self._loop.call_later(pause, self._look)
         if victim is not None:
             worker, self._victim, asked = victim.running
             self._told_at = self._loop.time()

@@ -384,7 +384,7 @@ class SchedulerState:
     def has_worker(self, record: TaskRecord, lease: Lease) -> bool:
         """Return whether a task with this lease has a worker, or room for one."""
         is_barred = bool(self.outages) and self.has_outage(record)
-        if len(self.workers) < self.worker_limit.now and not is_barred:
+        if len(self.workers.by_id) < self.worker_limit.now and not is_barred:
             return True
         spec = record.spec
         if spec.is_lease:

@@ -222,13 +222,14 @@ class Workers:
     """All workers that are wanted, alive or still ending.
 
     Attributes:
+        by_id: each by its id, to be read only.
         get: gives the worker of an id, None once it is gone.
         idle: how many wait for work.
     """
 
     def __init__(self) -> None:
-        self._records: dict[WorkerId, WorkerRecord] = {}
-        self.get: Callable[[WorkerId], WorkerRecord | None] = self._records.get
+        self.by_id: dict[WorkerId, WorkerRecord] = {}
+        self.get: Callable[[WorkerId], WorkerRecord | None] = self.by_id.get
         self.idle = 0
         self._bound: dict[WorkerId, WorkerRecord] = {}
         self._by_binding: dict[Binding, list[WorkerRecord]] = {}
@@ -238,10 +239,10 @@ class Workers:
         self._last_id = 0
 
     def __len__(self) -> int:
-        return len(self._records)
+        return len(self.by_id)
 
     def __iter__(self) -> Iterator[WorkerRecord]:
-        return iter(self._records.values())
+        return iter(self.by_id.values())
 
     def __repr__(self) -> str:
         return f"<Workers {len(self)}: {self.idle} idle>"
@@ -250,7 +251,7 @@ class Workers:
         """Record a worker that is to be forked."""
         self._last_id += 1
         record = WorkerRecord(WorkerId(self._last_id), environment)
-        self._records[record.id] = record
+        self.by_id[record.id] = record
         return record
 
     def stand_in(self) -> WorkerRecord:
@@ -327,7 +328,7 @@ class Workers:
         """Workers that idle or run a task and were assigned a device."""
         return [
             record
-            for record in self._records.values()
+            for record in self.by_id.values()
             if record.state in (WorkerState.IDLE, WorkerState.BUSY)
             if record.binding and index in dict(record.binding[1]).get(kind, ())
         ]
@@ -411,12 +412,12 @@ class Workers:
             self.leave_idle(record)
         self._leave_unclaimed(record)
         record.move(WorkerState.GONE)
-        del self._records[record.id]
+        del self.by_id[record.id]
 
     def check(self) -> None:
         """Assert that the indices agree with the records. Costs O(workers)."""
         idle = 0
-        for record in self._records.values():
+        for record in self.by_id.values():
             if record.state is WorkerState.IDLE:
                 idle += 1
                 assert record.task is None, record
