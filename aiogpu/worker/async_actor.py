@@ -21,6 +21,10 @@ from aiogpu.worker.invoke import Invoker, Raised, StreamSender, invoke, send_all
 GLANCES: Final = 10
 """Looks at the socket after which the loop has a turn."""
 
+PATIENCE: Final = 0.001
+"""Seconds for which answers, and what the driver sends, wait for the loop's next turn.
+All calls that came together are begun in one turn, which plain methods make long."""
+
 
 class AsyncActor(Invoker):
     """Begins each call when it comes; the driver sends no more than may run at once.
@@ -42,6 +46,7 @@ class AsyncActor(Invoker):
         self._is_awake = False
         self._is_telling = False
         self._awake_until = 0.0
+        self._flushed_at = 0.0
         self._loop = asyncio.new_event_loop()
 
     def serve(self) -> None:
@@ -170,6 +175,10 @@ class AsyncActor(Invoker):
             self._answer(answer)
         if self._executor.has_left:
             self._stop()
+        elif self._answers and perf_counter() - self._flushed_at > PATIENCE:
+            self._flush()
+            if not self._channel.is_silent(0):
+                self._read()
 
     async def send_items(self, items: Any, stream: StreamSender) -> None:
         """Send what a generator yields; a plain one has the loop until it is held."""
@@ -199,6 +208,7 @@ class AsyncActor(Invoker):
 
     def _flush(self) -> None:
         answers, self._answers = self._answers, []
+        self._flushed_at = perf_counter()
         if answers:
             self._executor.answer_all(answers)
             self._executor.client.tell_dropped()

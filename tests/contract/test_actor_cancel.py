@@ -196,6 +196,29 @@ async def test_a_plain_method_is_interrupted_and_its_actor_lives_on(gate: Gate) 
 
 
 @pytest.mark.needs("blocking", "plain cancels")
+async def test_results_and_cancels_pass_between_plain_methods_on_a_loop(
+    gate: Gate,
+) -> None:
+    async with aiogpu.init(num_cpus=1):
+        actor = await Async.remote()
+        first, second, dropped, last = (
+            actor.gated.remote(gate.path, name) for name in "abcd"
+        )
+        await gate.entered("a")
+        dropped.cancel()
+        assert (await aiogpu.wait([first], timeout=0.01))[0] == []
+        gate.release("a")
+        assert await first == "a"
+        await gate.entered("b")
+        gate.release("b")
+        await second
+        await gate.entered("d")
+        gate.release("d")
+        await last
+        assert "c" not in gate.pids
+
+
+@pytest.mark.needs("blocking", "plain cancels")
 @pytest.mark.parametrize("how", ["swallow", "block_in_c"])
 async def test_a_method_that_goes_on_holds_up_those_behind(
     how: str, gate: Gate
