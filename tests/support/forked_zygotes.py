@@ -4,7 +4,8 @@ Two thirds of what a test's node costs is the start of its zygote's interpreter.
 is proven by the tests marked `fresh`, by the nodes of all programs that tests start,
 and by the full check, where each is started (`--fresh`). What would begin otherwise
 than the forker has is started as well; `tests/support/test_forked_zygotes.py` holds
-that neither a task nor the kernel can tell one from the other.
+that neither a task nor the kernel can tell one from the other, but by some modules that
+are imported.
 """
 
 from __future__ import annotations

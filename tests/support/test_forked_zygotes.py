@@ -16,7 +16,7 @@ import aiogpu
 from aiogpu.runtime.zygote import config
 from aiogpu.runtime.zygote.config import start_interpreter
 from tests.support.forked_zygotes import Forked, Forker, handed_down
-from tests.support.zygote_forker import SYS_CLONE
+from tests.support.zygote_forker import IMPORTED, SYS_CLONE
 
 pytestmark = [
     pytest.mark.usefixtures("no_leaks"),
@@ -28,6 +28,8 @@ pytestmark = [
 
 NODE = re.compile("aiogpu-[0-9a-f]+-")
 OF_A_PROCESS = ("Name:", "Tgid:", "Pid:", "PPid:", "Ngid:", "NS", "Vm", "Rss", "Huge")
+OF_A_TERMINAL = ("COLUMNS", "LINES")
+"""Set for C alone where readline is imported, so by pytest without its workers."""
 OF_A_MOMENT = ("State:", "voluntary_", "nonvoluntary_", "SigQ:", "THP_", "FDSize")
 
 
@@ -35,6 +37,7 @@ OF_A_MOMENT = ("State:", "voluntary_", "nonvoluntary_", "SigQ:", "THP_", "FDSize
 def looked_at() -> tuple[list[int], dict[str, Any]]:
     """Whom a worker comes from, beginning with itself, and what can be seen in it."""
     import gc
+    import importlib
     import os
     import signal
     import sys
@@ -44,13 +47,15 @@ def looked_at() -> tuple[list[int], dict[str, Any]]:
     for _ in range(3):
         with open(f"/proc/{line[-1]}/stat") as stat:
             line.append(int(stat.read().rpartition(")")[2].split()[1]))
+    for name in IMPORTED:  # one that is forked has them already
+        importlib.import_module(name)
     return line, {
         "modules": sorted(sys.modules),
         "path": sys.path,
         "argv": sys.argv,
         "flags": tuple(sys.flags),
         "warnings": (sys.warnoptions, len(warnings.filters)),
-        "environ": dict(os.environ),
+        "environ": {k: v for k, v in os.environ.items() if k not in OF_A_TERMINAL},
         "place": os.getcwd(),
         "handlers": [
             str(signal.getsignal(n)).partition(" object at ")[0]
