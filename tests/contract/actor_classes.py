@@ -510,3 +510,57 @@ class Grouped:
 
     def each(self, count: int) -> Iterator[int]:
         yield from range(count)
+
+
+@aiogpu.remote
+class Line:
+    """Has methods of the names of a pool's own."""
+
+    def push(self, item: int) -> int:
+        return item
+
+    def map(self) -> str:
+        return "mapped"
+
+
+def name() -> str:
+    return aiogpu.get_runtime_context().task_name
+
+
+class NamedHere:
+    def __init__(self) -> None:
+        self.made_as = name()
+
+    def made(self) -> str:
+        return self.made_as
+
+    def called(self, _: int = 0) -> str:
+        return name()
+
+
+class NamedBeside(NamedHere):
+    @aiogpu.method(concurrency_group="side")
+    def beside(self) -> str:
+        return name()
+
+
+class NamedSoftly(NamedHere):
+    async def softly(self) -> list[str]:
+        import asyncio
+
+        before = name()
+        return [before, await asyncio.create_task(self.again()), name()]
+
+    async def second(self) -> str:
+        return await self.again()
+
+    async def again(self) -> str:
+        import asyncio
+
+        await asyncio.sleep(0)
+        return name()
+
+
+NamedSerial = aiogpu.remote(NamedHere)
+NamedThreaded = aiogpu.remote(concurrency_groups={"side": 1})(NamedBeside)
+NamedAsync = aiogpu.remote(NamedSoftly)

@@ -9,6 +9,7 @@ from collections import deque
 from itertools import repeat
 
 import aiogpu
+from tests.contract import tasks
 from tests.support.gate import pass_gate, say
 
 
@@ -41,3 +42,19 @@ def fill(path: str, name: str, mebibytes: int) -> int:
     filled = bytearray(os.urandom(1 << 20)) * mebibytes
     pass_gate(path, name)
     return len(filled) >> 20
+
+
+@aiogpu.remote
+async def parent(number: int) -> int:
+    import asyncio
+
+    return sum(await asyncio.gather(*(tasks.add.remote(number, n) for n in range(3))))
+
+
+_numbers: list[int] = [0]
+
+
+@aiogpu.remote
+def number_here() -> int:
+    _numbers[0] += 1
+    return _numbers[0]

@@ -401,3 +401,15 @@ def say_as_a_worker(data: bytes) -> None:
 @aiogpu.remote
 def node_id() -> str:
     return aiogpu.get_runtime_context().node_id
+
+
+@aiogpu.remote
+def run_a_loop(path: str, name: str) -> None:
+    """Waits in frames of asyncio, which are not ours."""
+    import asyncio
+
+    async def forever() -> None:
+        say(path, name)
+        await asyncio.Event().wait()
+
+    asyncio.run(forever())

@@ -21,6 +21,7 @@ from tests.contract.actor_classes import (
     Knowing,
     KnowingSoftly,
     Leaving,
+    Line,
     Methods,
     Named,
     Odd,
@@ -689,17 +690,6 @@ async def test_a_pool_whose_given_actors_have_died_says_so() -> None:
                 call()
         pool.push(await Async.remote(4))
         assert await pool.add.remote() == 5
-
-
-@aiogpu.remote
-class Line:
-    """Has methods of the names of a pool's own."""
-
-    def push(self, item: int) -> int:
-        return item
-
-    def map(self) -> str:
-        return "mapped"
 
 
 async def test_a_method_of_the_actors_goes_before_one_of_the_pool() -> None:

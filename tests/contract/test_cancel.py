@@ -12,6 +12,7 @@ import pytest
 
 import aiogpu
 from tests.contract import tasks
+from tests.contract.tasks import run_a_loop
 from tests.support.gate import Gate, say
 
 pytestmark = [
@@ -149,17 +150,6 @@ async def test_a_waiting_task_leaves_the_queue(gate: Gate) -> None:
         assert "b" not in gate.pids
 
 
-@aiogpu.remote
-def run_a_loop(path: str, name: str) -> None:
-    """Waits in frames of asyncio, which are not ours."""
-
-    async def forever() -> None:
-        say(path, name)
-        await asyncio.Event().wait()
-
-    asyncio.run(forever())
-
-
 INTERRUPTED = [tasks.spin, tasks.gated, tasks.deaf_coroutine, run_a_loop]
 
 
@@ -201,7 +191,6 @@ async def test_a_coroutine_may_take_its_time_to_end(gate: Gate) -> None:
 
     @aiogpu.remote
     async def careful() -> None:
-        from tests.support.gate import say
 
         say(path, "in")
         try:

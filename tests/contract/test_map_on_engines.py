@@ -10,69 +10,25 @@ from collections.abc import AsyncIterator, Iterator
 from itertools import count
 from typing import Any
 
-import numpy
 import pytest
 from tqdm.asyncio import tqdm
 
 import aiogpu
 from tests.contract import tasks
+from tests.contract.map_tasks import (
+    Adder,
+    LaterAdder,
+    check,
+    check_later,
+    exit_at_2,
+    fill,
+    here,
+    lock_at_2,
+    total,
+)
 from tests.support.gate import Gate, pass_gate
 
 pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.either_loop]
-
-
-@aiogpu.remote
-def check(number: int) -> int:
-    if number % 10 == 7:
-        raise ValueError(number)
-    return number
-
-
-@aiogpu.remote
-async def check_later(number: int) -> int:
-    await asyncio.sleep(0)
-    if number % 10 == 7:
-        raise ValueError(number)
-    return number
-
-
-@aiogpu.remote
-def here(number: int) -> tuple[int, int]:
-    return number, aiogpu.get_runtime_context().task_id
-
-
-@aiogpu.remote
-def fill(number: int) -> Any:
-    return numpy.full(200_000, number)
-
-
-@aiogpu.remote
-def total(array: Any) -> int:
-    return int(array.sum())
-
-
-class Adder:
-    """Methods of all kinds."""
-
-    def __init__(self) -> None:
-        self.total = 0
-
-    def add(self, number: int) -> int:
-        self.total += number
-        return self.total
-
-    @staticmethod
-    def half(number: int) -> float:
-        return number / 2
-
-    def sum(self, array: Any) -> int:
-        return int(array.sum())
-
-
-class LaterAdder(Adder):
-    async def add_later(self, number: int) -> int:
-        await asyncio.sleep(0)
-        return self.add(number)
 
 
 @pytest.fixture
@@ -299,18 +255,6 @@ async def test_errors_among_the_results(
         with pytest.raises(KeyError, match="input"):
             async for _ in task.map(broken(), chunk=chunk, return_exceptions=True):
                 pass
-
-
-@aiogpu.remote
-def exit_at_2(number: int) -> int:
-    if number == 2:
-        raise SystemExit("enough")
-    return number
-
-
-@aiogpu.remote
-def lock_at_2(number: int) -> Any:
-    return threading.Lock() if number == 2 else number
 
 
 @pytest.mark.parametrize(

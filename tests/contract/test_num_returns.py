@@ -10,6 +10,7 @@ import pytest
 
 import aiogpu
 from tests.contract import value_tasks as v
+from tests.contract.value_tasks import both
 from tests.support.gate import Gate
 
 pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.either_loop]
@@ -140,11 +141,6 @@ async def test_results_of_children_as_arguments(
 
 
 # Handles of either kind are given to others while their node is still opening
-
-
-@aiogpu.remote(num_returns=2)
-def both(number: int) -> tuple[int, int]:
-    return number, number + 1
 
 
 @pytest.mark.usefixtures("each_engine")

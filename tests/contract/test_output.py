@@ -28,6 +28,14 @@ from aiogpu.engines.remote import RemoteEngine
 from aiogpu.runtime.output import FILE, FULL
 from tests.cli.box import box
 from tests.contract import tasks
+from tests.contract.log_tasks import (
+    Logs,
+    fail,
+    flood,
+    log_by_child,
+    parent,
+    talk,
+)
 from tests.support.gate import Gate
 from tests.support.program import run, start
 from tests.support.until import until
@@ -369,18 +377,6 @@ async def service(place: Path) -> AsyncIterator[tuple[str, LocalEngine]]:
             await engine.close()
 
 
-def talk(word: str) -> int:
-    print(word)
-    print(f"{word} on stderr", file=sys.stderr)
-    os.write(1, f"{word} raw\n".encode())
-    return os.getpid()
-
-
-def parent(word: str) -> int:
-    pid: int = aiogpu.get(aiogpu.remote(talk).remote(word))
-    return pid
-
-
 def logged(place: Path) -> list[str]:
     lines = (place / FILE).read_text().splitlines()
     return sorted(line.rpartition(") ")[2] for line in lines)
@@ -406,12 +402,6 @@ async def test_lines_come_before_the_answer_and_are_logged(
     assert logged(tmp_path) == sorted(line for lines in told for line in lines)
 
 
-def flood(lines: int) -> int:
-    for _ in range(lines):
-        print("x" * 1000)
-    return lines
-
-
 async def test_a_slow_terminal_slows_the_task_and_nobody_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -430,10 +420,6 @@ async def test_a_slow_terminal_slows_the_task_and_nobody_else(
         monkeypatch.undo()
         assert not clients.routes._paused
         assert terminal.getvalue().count("x" * 1000) == 6000
-
-
-def fail() -> None:
-    raise KeyError("x")
 
 
 async def test_what_has_run_is_written_down(tmp_path: Path) -> None:
@@ -534,33 +520,6 @@ def test_programs_of_one_node_log_what_each_of_them_logs() -> None:
             assert shown(before, "", **joined) == lines
         logged, _ = here.run("logs")
     assert logged.count("an info line") == 2
-
-
-class Strange:
-    """Cannot be pickled, and is no plain value."""
-
-    def __reduce__(self) -> Any:
-        raise TypeError
-
-    def __repr__(self) -> str:
-        return "<Strange>"
-
-
-class Logs:
-    def talk(self) -> int:
-        log = logging.getLogger("lib.part")
-        log.warning("%s of %d", "one", 2, extra={"mine": {"a": [1]}})
-        log.error("%s", Strange(), extra={"mine": Strange()})
-        try:
-            raise KeyError("x")
-        except KeyError:
-            log.exception("failed")
-        log.debug("not shown")
-        return os.getpid()
-
-
-def log_by_child() -> int:
-    return aiogpu.get(aiogpu.remote(Logs().talk).remote())
 
 
 class Kept(logging.Handler):

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import aiogpu
+from tests.contract.refused_tasks import Counter, count
 from tests.contract.tasks import add
 
 pytestmark = [
@@ -144,31 +145,6 @@ async def test_waiting_for_nothing_gives_two_empty_lists() -> None:
 
 
 # Every entry point refuses another thread than its loop's, and sends nothing
-
-
-@aiogpu.remote
-def count(end: int) -> Iterator[int]:
-    yield from range(end)
-
-
-@aiogpu.remote(num_cpus=0)
-class Counter:
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def add(self, number: int = 1) -> int:
-        self.calls += number
-        return self.calls
-
-    async def add_softly(self) -> int:
-        return self.add()
-
-    @aiogpu.method(num_returns=2)
-    def pair(self) -> tuple[int, int]:
-        return self.add(), 2
-
-    def each(self, end: int) -> Iterator[int]:
-        yield from range(end)
 
 
 class Things:

@@ -23,7 +23,7 @@ import pytest
 
 import aiogpu
 from tests.contract import tasks
-from tests.contract.backlog_tasks import act
+from tests.contract.backlog_tasks import act, number_here, parent
 from tests.support.gate import Gate
 
 pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.either_loop]
@@ -227,11 +227,6 @@ async def test_children_sent_ahead_behind_a_parent_that_waits(ledger: Ledger) ->
 # A program that submits for long, in one turn of its loop
 
 
-@aiogpu.remote
-async def parent(number: int) -> int:
-    return sum(await asyncio.gather(*(tasks.add.remote(number, n) for n in range(3))))
-
-
 def submitted_until(
     is_enough: Callable[[list[aiogpu.Handle[Any]]], bool],
     submit: Callable[[int], aiogpu.Handle[Any]],
@@ -349,12 +344,3 @@ async def test_a_node_that_closes_amid_a_row() -> None:
     failed = [one for one in outcomes if not isinstance(one, int)]
     assert len(failed) >= 25  # the rest has ended by now
     assert {type(one) for one in failed} == {aiogpu.errors.NodeClosedError}
-
-
-_numbers: list[int] = [0]
-
-
-@aiogpu.remote
-def number_here() -> int:
-    _numbers[0] += 1
-    return _numbers[0]

@@ -14,81 +14,24 @@ import pytest
 
 import aiogpu
 from aiogpu import sync
+from tests.contract.sync_tasks import (
+    Counter,
+    add_one,
+    block,
+    count,
+    double,
+    double_by_child,
+    fail,
+    fill,
+    split,
+    total,
+    wait_long,
+)
 from tests.support import program
 
 
-@sync.remote
-def double(x: int) -> int:
-    return 2 * x
-
-
-@sync.remote
-def total(numbers: list[Any]) -> int:
-    return sum(sync.get(numbers))
-
-
-@sync.remote
-def fail(word: str) -> None:
-    raise LookupError(word)
-
-
-def block() -> None:
-    threading.Event().wait()
-
-
-@sync.remote
-def wait_long() -> None:
-    block()
-
-
-@sync.remote
-def fill(queue: Any, n: int) -> None:
-    for number in range(n):
-        queue.put(number)
-
-
-@sync.remote
-def count(n: int) -> Iterator[int]:
-    yield from range(n)
-
-
-@sync.remote
-def double_by_child(x: int) -> tuple[int, str]:
-    """Waits for a child in both ways, and once in vain."""
-    child = wait_long.remote()
-    try:
-        child.result(timeout=0.01)
-    except aiogpu.TaskTimeoutError as error:
-        told = str(error)
-    child.cancel()
-    return sync.get(double.remote(x)) + double.remote(x).result(timeout=60), told
-
-
-@sync.remote(num_returns=2)
-def split(text: str) -> tuple[str, str]:
-    return text[:1], text[1:]
-
-
-@sync.remote
-class Counter:
-    def __init__(self, start: int = 0) -> None:
-        self.value = start
-
-    def add(self, more: int = 1) -> int:
-        self.value += more
-        return self.value
-
-    def upto(self, n: int) -> Iterator[int]:
-        yield from range(n)
-
-
-@aiogpu.remote
-def add_one(x: int) -> int:
-    return x + 1
-
-
 @pytest.fixture(params=["local", "inline"])
-def node(request: pytest.FixtureRequest) -> Iterator[Any]:
+def node(request: pytest.FixtureRequest, forked_zygotes: None) -> Iterator[Any]:
     """A node of this thread, which runs no loop."""
     before = {one.pid for one in psutil.Process().children(recursive=True)}
     with sync.init(address=request.param, num_cpus=2, num_gpus=1) as node:

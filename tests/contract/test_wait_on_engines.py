@@ -9,49 +9,15 @@ import pytest
 
 import aiogpu
 from tests.contract import tasks
+from tests.contract.map_tasks import Plus, sum_of, sum_of_given, sum_of_later
 from tests.support.gate import Gate
 
 pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.either_loop]
 
 
-@aiogpu.remote
-class Adder:
-    def add(self, number: int) -> int:
-        return number + 1
-
-
-@aiogpu.remote
-def sum_of(count: int) -> list[int]:
-    """Children of a plain task, both ways."""
-    handles: list[Any] = [tasks.add.remote(number) for number in range(count)]
-    ready, pending = aiogpu.wait(handles, num_returns=2)
-    assert len(ready) == 2
-    assert len(pending) == count - 2
-    first = [aiogpu.get(handle) for handle in ready]
-    return first + [aiogpu.get(handle) for handle in aiogpu.as_completed(pending)]
-
-
-@aiogpu.remote
-async def sum_of_later(count: int) -> list[int]:
-    """The same in a coroutine."""
-    handles: list[Any] = [tasks.add.remote(number) for number in range(count)]
-    ready, pending = await aiogpu.wait(handles, num_returns=2)
-    assert len(ready) == 2
-    first = [await handle for handle in ready]
-    return first + [await handle async for handle in aiogpu.as_completed(pending)]
-
-
-@aiogpu.remote
-def sum_of_given(handles: list[Any]) -> int:
-    """What others have started."""
-    ready, pending = aiogpu.wait(handles, num_returns=2)
-    assert (len(ready), len(pending)) == (2, 1)
-    return sum(aiogpu.get(handle) for handle in aiogpu.as_completed(handles))
-
-
 async def test_in_a_program(address: str) -> None:
     """[B16] Of tasks that give or fail, calls of actors, and values."""
-    async with aiogpu.init(address=address, num_cpus=2), Adder.remote() as actor:
+    async with aiogpu.init(address=address, num_cpus=2), Plus.remote() as actor:
         fails = tasks.fail.remote(KeyError, 2)
         value: Any = await aiogpu.put(5)
         handles: list[Any] = [tasks.add.remote(1), fails, value]

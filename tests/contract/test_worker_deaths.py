@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import bdb
 import os
-import pdb
 import signal
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from aiogpu.runtime.actors.registry import SPOILT
 from tests.contract import served, tasks, wild_tasks
 from tests.contract.actor_classes import Counter
 from tests.contract.let_go_tasks import Fragile
-from tests.contract.wild_tasks import Crowd, break_context
+from tests.contract.wild_tasks import Crowd, Debugged, break_context, debug
 from tests.support.gate import Gate
 from tests.support.program import run
 from tests.support.until import until
@@ -68,17 +67,6 @@ async def test_each_end_is_told_on_its_own_handle(num_gpus: int) -> None:
             assert not os.path.exists(f"/proc/{died.pid}")
             assert await tasks.add.options(num_gpus=num_gpus).remote(1) == 2
         assert await neighbour.remote() > before
-
-
-@aiogpu.remote
-def debug(how: str) -> None:
-    breakpoint() if how == "breakpoint" else pdb.set_trace()
-
-
-@aiogpu.remote
-class Debugged:
-    def debug(self) -> None:
-        breakpoint()
 
 
 async def test_a_debugger_in_a_worker_says_where_there_is_a_terminal() -> None:

@@ -15,11 +15,6 @@ from tests.support.until import until
 pytestmark = pytest.mark.either_loop
 
 
-@aiogpu.remote(num_gpus=0.25, max_calls=1)
-def noop(number: int) -> None:
-    pass
-
-
 def census() -> Counter[str]:
     """Descriptors, threads and processes: of the driver, the zygote and the keepers."""
     found: Counter[str] = Counter()
@@ -36,6 +31,11 @@ def census() -> Counter[str]:
 
 async def test_many_workers_leave_nothing_in_what_outlives_them() -> None:
     """Each that left a descriptor would show as a hundred more at the end."""
+
+    @aiogpu.remote(num_gpus=0.25, max_calls=1)
+    def noop(number: int) -> None:
+        """Sent as it is: a worker that imported this module would import pytest."""
+
     async with aiogpu.init(num_cpus=4, num_gpus=1, preload=()):
         await asyncio.gather(*map(noop.remote, range(50)))
         before = census()

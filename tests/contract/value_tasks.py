@@ -594,3 +594,8 @@ class Soft(Keeper):
 
     async def read_last(self) -> Any:
         return await self.kept[-1]["handle"]
+
+
+@aiogpu.remote(num_returns=2)
+def both(number: int) -> tuple[int, int]:
+    return number, number + 1

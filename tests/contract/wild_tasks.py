@@ -333,3 +333,16 @@ def put_and_wait() -> None:
     put = aiogpu.put("a value")
     threading.Event().wait()
     del put
+
+
+@aiogpu.remote
+def debug(how: str) -> None:
+    import pdb
+
+    breakpoint() if how == "breakpoint" else pdb.set_trace()
+
+
+@aiogpu.remote
+class Debugged:
+    def debug(self) -> None:
+        breakpoint()

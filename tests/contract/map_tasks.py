@@ -1,0 +1,116 @@
+"""Tasks and actors for maps and waits: light to import, since workers import them."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import aiogpu
+from tests.contract import tasks
+
+
+@aiogpu.remote
+def check(number: int) -> int:
+    if number % 10 == 7:
+        raise ValueError(number)
+    return number
+
+
+@aiogpu.remote
+async def check_later(number: int) -> int:
+    import asyncio
+
+    await asyncio.sleep(0)
+    if number % 10 == 7:
+        raise ValueError(number)
+    return number
+
+
+@aiogpu.remote
+def here(number: int) -> tuple[int, int]:
+    return number, aiogpu.get_runtime_context().task_id
+
+
+@aiogpu.remote
+def fill(number: int) -> Any:
+    import numpy
+
+    return numpy.full(200_000, number)
+
+
+@aiogpu.remote
+def total(array: Any) -> int:
+    return int(array.sum())
+
+
+class Adder:
+    """Methods of all kinds."""
+
+    def __init__(self) -> None:
+        self.total = 0
+
+    def add(self, number: int) -> int:
+        self.total += number
+        return self.total
+
+    @staticmethod
+    def half(number: int) -> float:
+        return number / 2
+
+    def sum(self, array: Any) -> int:
+        return int(array.sum())
+
+
+class LaterAdder(Adder):
+    async def add_later(self, number: int) -> int:
+        import asyncio
+
+        await asyncio.sleep(0)
+        return self.add(number)
+
+
+@aiogpu.remote
+def exit_at_2(number: int) -> int:
+    if number == 2:
+        raise SystemExit("enough")
+    return number
+
+
+@aiogpu.remote
+def lock_at_2(number: int) -> Any:
+    return threading.Lock() if number == 2 else number
+
+
+@aiogpu.remote
+class Plus:
+    def add(self, number: int) -> int:
+        return number + 1
+
+
+@aiogpu.remote
+def sum_of(count: int) -> list[int]:
+    """Children of a plain task, both ways."""
+    handles: list[Any] = [tasks.add.remote(number) for number in range(count)]
+    ready, pending = aiogpu.wait(handles, num_returns=2)
+    assert len(ready) == 2
+    assert len(pending) == count - 2
+    first = [aiogpu.get(handle) for handle in ready]
+    return first + [aiogpu.get(handle) for handle in aiogpu.as_completed(pending)]
+
+
+@aiogpu.remote
+async def sum_of_later(count: int) -> list[int]:
+    """The same in a coroutine."""
+    handles: list[Any] = [tasks.add.remote(number) for number in range(count)]
+    ready, pending = await aiogpu.wait(handles, num_returns=2)
+    assert len(ready) == 2
+    first = [await handle for handle in ready]
+    return first + [await handle async for handle in aiogpu.as_completed(pending)]
+
+
+@aiogpu.remote
+def sum_of_given(handles: list[Any]) -> int:
+    """What others have started."""
+    ready, pending = aiogpu.wait(handles, num_returns=2)
+    assert (len(ready), len(pending)) == (2, 1)
+    return sum(aiogpu.get(handle) for handle in aiogpu.as_completed(handles))
