@@ -4,11 +4,13 @@ Services are forked, each in a tenth of the time of a fresh start. The forker re
 line for each, the options and the path of a socket, and answers with the service's
 process id as soon as that listens, or with what has kept it from doing so. It ends with
 the process that it is told to watch, however that ends, and what it has forked with it.
+A service's first zygote is forked from what it is itself, unless a test is `fresh`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import marshal
 import os
 import pickle
 import select
@@ -18,7 +20,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
@@ -30,9 +33,21 @@ from aiogpu.engines.base import NodeOptions
 from aiogpu.engines.local import LocalEngine
 from aiogpu.engines.registry import OF_PROGRAMS
 from aiogpu.engines.remote import RemoteEngine
+from aiogpu.runtime.zygote import config as zygote_config
+from aiogpu.runtime.zygote.config import interpreter_flags, start_interpreter
+from aiogpu.worker.zygote.main import main as zygote
+from tests.support import zygote_forker
+from tests.support.forked_zygotes import Forked, handed_down
 from tests.support.program import environment
 
 LIMIT: Final = 60.0
+IMPORTED: Final = (
+    *(f"aiogpu.accelerators.{kind}" for kind in ("nvidia", "amd", "ascend", "gaudi")),
+    *(f"aiogpu.accelerators.{kind}" for kind in ("intel_gpu", "neuron", "tpu")),
+    *("aiogpu.engines.devices", "aiogpu.engines.server_info"),
+    "aiogpu.runtime.callers.programs",
+)
+"""What each service would import as it opens, in 40 ms."""
 
 
 class Forker:
@@ -50,7 +65,8 @@ class Forker:
 
     def fork(self, path: str, options: dict[str, object]) -> int:
         """A service that listens there; raises what has kept it from doing so."""
-        request = path, options, dict(os.environ)
+        is_fresh = zygote_config.start_interpreter is start_interpreter
+        request = path, {**options, "is_fresh": is_fresh}, dict(os.environ)
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with self._lock:
@@ -132,8 +148,77 @@ def _wait(pidfd: int) -> None:
     os.close(pidfd)
 
 
+class Spare:
+    """A fork that waits to become a service's first zygote; made before its loop."""
+
+    def __init__(self, *passed_on: int) -> None:
+        self._begins = comparable(os.environ)
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._pid = os.fork()
+        if self._pid == 0:
+            self._socket.close()
+            for descriptor in passed_on:
+                os.close(descriptor)
+            become_zygote(theirs)
+        theirs.close()
+        zygote_config.start_interpreter = self.start
+
+    def start(
+        self,
+        fields: dict[str, object],
+        page: int,
+        output: int,
+        environ: Mapping[str, str] | None = None,
+        directory: str | None = None,
+        executable: str | None = None,
+        flags: Sequence[str] = (),
+    ) -> subprocess.Popen[bytes]:
+        """Have it become the zygote, or start one that would begin otherwise."""
+        variables = dict(os.environ if environ is None else environ)
+        told = marshal.dumps((fields, variables))
+        if (
+            self._socket.fileno() < 0
+            or executable != sys.executable
+            or list(flags) != interpreter_flags()
+            or len(told) > zygote_forker.LARGEST
+            or comparable(variables) != self._begins
+        ):
+            return start_interpreter(
+                fields, page, output, environ, directory, executable, flags
+            )
+        place = os.open(directory or ".", os.O_PATH | os.O_CLOEXEC)
+        with self._socket:
+            socket.send_fds(self._socket, [told], [page, output, place])
+            self._socket.recv(4)
+        os.close(place)
+        return Forked(self._pid)
+
+
+def become_zygote(asked: socket.socket) -> None:
+    """In a fork: wait for what the zygote is told, and be it; never returns."""
+    code = 0
+    try:
+        told, passed = zygote_forker.receive(asked)
+        if told:
+            zygote(zygote_forker.begin(asked, told, *passed))
+    except SystemExit as ending:
+        code = int(ending.code or 0)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    finally:
+        sys.stdout.flush()
+        os._exit(code)
+
+
+def comparable(environ: Mapping[str, str]) -> list[object]:
+    """What a zygote begins from, but for the path, of which it is told."""
+    return handed_down({k: v for k, v in environ.items() if k != "PYTHONPATH"})
+
+
 def main(watched: int) -> None:
     """Serve until stdin or the watched process ends."""
+    zygote_forker.prepare(IMPORTED)
     ours = os.pidfd_open(os.getpid())
     for line in requests(watched):
         path, options, environ = pickle.loads(bytes.fromhex(line))
@@ -181,8 +266,9 @@ def run_service(
         os.dup2(nothing, 1)
         if not environ.get("SERVICE_TALKS"):
             os.dup2(nothing, 2)
-        # Its parent need not wait for it.
         limits = options.pop("limits", None)
+        if not options.pop("is_fresh"):
+            Spare(ready, parent)
         uvloop.run(serve(path, NodeOptions(**options), limits, ready, parent))
         code = 0
     except BaseException as error:

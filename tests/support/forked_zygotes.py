@@ -22,8 +22,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-import pytest
-
 from aiogpu.runtime.zygote import config as process
 from aiogpu.runtime.zygote.config import interpreter_flags, start_interpreter
 from tests.support.zygote_forker import LARGEST
@@ -77,6 +75,8 @@ class Forker:
         self._socket.settimeout(LIMIT)
         self._told, output = os.pipe2(os.O_CLOEXEC)
         fields: dict[str, object] = {"sys_path": sys.path, "socket": theirs.fileno()}
+        import pytest  # late: services import this module
+
         with theirs, pytest.MonkeyPatch.context() as patch:
             patch.setattr(process, "_BOOT", _BOOT)
             self._process = start_interpreter(

@@ -1,8 +1,9 @@
 """Forks interpreters for tests: a zygote each, in a tenth of a fresh one's time.
 
 What it forks is as far as a fresh interpreter comes before it knows its node: it has
-imported what every zygote does, and what all modules of tests' tasks do. The zygote is a child of the process that
-asks, as one that it had started, and ends as an interpreter does.
+imported what every zygote does, and what all modules of tests' tasks do. The zygote is
+a child of the process that asks, as one that it had started, and ends as an interpreter
+does.
 """
 
 from __future__ import annotations
@@ -83,9 +84,9 @@ def answer(asked: socket.socket, number: int) -> None:
     asked.send(number.to_bytes(_INT, "little", signed=True))
 
 
-def prepare() -> None:
+def prepare(others: tuple[str, ...] = ()) -> None:
     """Do what each zygote would do first; it finds that it was done."""
-    for name in (*NEEDED, *IMPORTED):
+    for name in (*NEEDED, *IMPORTED, *others):
         importlib.import_module(name)
     Warmup().play(birth.ROUNDS)
     birth.ROUNDS = 1  # type: ignore[misc]
