@@ -19,6 +19,7 @@ import pytest
 import aiogpu
 from aiogpu.linux.cgroup import Place
 from aiogpu.runtime import node_cgroup
+from aiogpu.runtime.workers import pool
 from tests.contract import tasks, wild_tasks
 from tests.support.cgroups import PLACE, all_groups, groups_of, needs_cgroup
 from tests.support.gate import Gate
@@ -274,6 +275,14 @@ async def test_a_killed_driver_leaves_nothing(
 # What is stopped: by SIGSTOP, a debugger, or the freezer of its cgroup
 
 
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who is stopped is given up after a tenth of the seconds that it has elsewhere."""
+    monkeypatch.setattr(pool, "END_LIMIT", pool.END_LIMIT / 10)
+    monkeypatch.setattr(pool, "CLOSE_LIMIT", pool.CLOSE_LIMIT / 10)
+    monkeypatch.setattr(node_cgroup, "LIMIT", node_cgroup.LIMIT / 10)
+
+
 def stop_keeper(worker: psutil.Process) -> None:
     keeper = worker.parent()
     assert keeper is not None
@@ -305,6 +314,7 @@ WAYS = [stop_keeper, pytest.param(freeze_slot, marks=needs_cgroup)]
 Stop = Callable[[psutil.Process], None]
 
 
+@pytest.mark.usefixtures("soon")
 @pytest.mark.parametrize("stop", WAYS)
 async def test_the_gpu_of_a_task_that_is_cancelled(stop: Stop, gate: Gate) -> None:
     """It is free when all that the task has started is gone, and not for ever taken."""
@@ -320,6 +330,7 @@ async def test_the_gpu_of_a_task_that_is_cancelled(stop: Stop, gate: Gate) -> No
         assert not is_alive(daemon)
 
 
+@pytest.mark.usefixtures("soon")
 async def test_the_gpu_of_a_task_that_has_ended(gate: Gate) -> None:
     """The worker leaves by itself then, and its keeper is the one to say so."""
     async with aiogpu.init(num_cpus=2, num_gpus=1):
@@ -332,6 +343,7 @@ async def test_the_gpu_of_a_task_that_has_ended(gate: Gate) -> None:
             assert await tasks.add.options(num_gpus=1).remote(1) == 2
 
 
+@pytest.mark.usefixtures("soon")
 async def test_its_zygote_is_stopped_as_well(gate: Gate) -> None:
     """Nobody is left to say that the worker has ended; its group is empty."""
     async with aiogpu.init(num_cpus=2, num_gpus=1, cancel_grace=0.1):
@@ -346,9 +358,14 @@ async def test_its_zygote_is_stopped_as_well(gate: Gate) -> None:
                 await tasks.add.remote(1)
 
 
+@pytest.mark.parametrize("limits", ["soon", pytest.param("", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("stop", [*WAYS, stop_keeper_and_zygote])
-async def test_closing(stop: Stop, gate: Gate) -> None:
+async def test_closing(
+    stop: Stop, limits: str, request: pytest.FixtureRequest, gate: Gate
+) -> None:
     """It once took 13 seconds; with a zygote that was stopped as well, 18."""
+    if limits:
+        request.getfixturevalue(limits)
     node = await aiogpu.init(num_cpus=2, num_gpus=1, cancel_grace=0.1)
     handle = tasks.gated.options(num_gpus=1, max_retries=0).remote(gate.path, "in")
     await gate.entered("in")
