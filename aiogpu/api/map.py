@@ -32,7 +32,7 @@ from typing import (
 from aiogpu.api.options import check_flag, whole_number
 from aiogpu.api.results.handle import Handle
 from aiogpu.api.results.stream import IteratedOnce, LoopSource
-from aiogpu.api.usage_errors import IteratedOnLoop
+from aiogpu.api.usage_errors import EnteredOnLoop, IteratedOnLoop
 from aiogpu.errors import MisuseError, OptionError, TaskError
 from aiogpu.serialization.exceptions import RAISED, ChunkOutcome, unpack_failure
 from aiogpu.wire.messages import Failed
@@ -461,7 +461,7 @@ a hundred cores and as many in the queue, few enough to hold in memory. On two c
 four times as many make empty calls no faster."""
 
 
-class Results(IteratedOnLoop, IteratedOnce[R]):
+class Results(IteratedOnLoop, EnteredOnLoop, IteratedOnce[R]):
     """The results of `f.map(...)`, by `async for`; made by `RemoteFunction.map`.
 
     `async with f.map(...) as results:` stops calls that still run at the end of its

@@ -45,7 +45,7 @@ class EnteredOnLoop:
             """Python looks up both methods before it calls `__enter__`."""
 
 
-class IteratedOnLoop(EnteredOnLoop):
+class IteratedOnLoop:
     """Mixin: `for` raises and says `async for`.
 
     `isinstance(x, Iterable)` is true for such objects. A `Stream` is given to libraries
@@ -55,6 +55,10 @@ class IteratedOnLoop(EnteredOnLoop):
     __slots__ = ()
 
     if not TYPE_CHECKING:
+
+        def _as_called(self) -> str:
+            """The call that made this object, as the program writes it."""
+            raise NotImplementedError
 
         def __iter__(self) -> NoReturn:
             call = self._as_called()
@@ -103,6 +107,23 @@ class NotItsResult:
                 "cannot be iterated",
                 " With num_returns= each of several results has a handle of its own.",
             )
+
+
+def _operator(name: str) -> Callable[..., NoReturn]:
+    def refuse(self: NotItsResult, *_: object) -> NoReturn:
+        raise self._no(f"does not calculate ({name})")
+
+    return refuse
+
+
+_CALCULATING: Final = (
+    *("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv"),
+    *("matmul", "rmatmul", "neg", "abs", "int", "float", "lt", "le", "gt", "ge"),
+)
+
+
+for _name in _CALCULATING:
+    setattr(NotItsResult, f"__{_name}__", _operator(f"__{_name}__"))
 
 
 class CalledFirst:

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol, Self
 
+from aiogpu.api.usage_errors import IteratedOnLoop
 from aiogpu.client.current import current, inline_report
 from aiogpu.errors import MisuseError, SerializationError
 from aiogpu.serialization.serializer import dump_result, load_result
@@ -184,7 +185,7 @@ class Source(Protocol):
         """Wait until the waiter is set, which the task's end does as well."""
 
 
-class Reports(AsyncIterator[Report]):
+class Reports(IteratedOnLoop, AsyncIterator[Report]):
     """The reports of a task as they come, by `async for`; ends with the task.
 
     Each report is read once, by one asyncio task at a time. To leave the loop stops
@@ -198,6 +199,9 @@ class Reports(AsyncIterator[Report]):
     def __repr__(self) -> str:
         name, kept = self._source.task_name, len(self._buffer.kept)
         return f"<Reports of {name}: {kept} to read>"
+
+    def _as_called(self) -> str:
+        return "handle.reports()"
 
     def __aiter__(self) -> Self:
         return self

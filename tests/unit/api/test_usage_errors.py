@@ -158,10 +158,15 @@ async def test_a_handle_is_not_its_result(
         len: "has no length",
         bool: "has no truth value",
         lambda handle: 1 in handle: "holds nothing",
+        lambda handle: handle + 1: "does not calculate (__add__)",
+        lambda handle: 2 * handle: "does not calculate (__rmul__)",
+        float: "does not calculate (__float__)",
     }
     for use, what in uses.items():
         said = f"a handle is not its result and {what}; write `await` before pair.remo"
         assert (await told(use, handle)).startswith(said)
+    said = await told(list, handle.reports())
+    assert "write `async for item in handle.reports()`" in said
     assert await handle == [1, 2]
 
     @aiogpu.remote
