@@ -1,4 +1,8 @@
-"""What is done to the processes of a soak, and what is checked of them meanwhile."""
+"""What a run claims and counts; the faults that it makes; and what is checked.
+
+Faults are kills and pauses of a node's processes. A monitor checks all processes of a
+sandbox meanwhile, and measures the node's own when it is idle.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +10,13 @@ import asyncio
 import os
 import random
 import signal
+import time
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from statistics import median
-from typing import Final
+from typing import Any, Final
 
 from benchmarks.processes import (
     count_parts,
@@ -18,8 +25,91 @@ from benchmarks.processes import (
     listening,
     status_bytes,
 )
-from benchmarks.soak.claims import Record
 from benchmarks.soak.sandbox import Sandbox
+
+SHOWN: Final = 10
+"""Failures of one claim that are shown."""
+
+
+@dataclass(slots=True)
+class Claim:
+    """A statement that must hold at each check.
+
+    Attributes:
+        checks: how often it was checked.
+        failures: each time that it did not hold, in words.
+    """
+
+    checks: int = 0
+    failures: list[str] = field(default_factory=list)
+
+
+class Record:
+    """The claims and figures of a whole run.
+
+    Attributes:
+        figures: what was counted, by what it is.
+        series: what was measured at each idle phase, by what it is.
+    """
+
+    def __init__(self) -> None:
+        self.claims: dict[str, Claim] = {}
+        self.figures: dict[str, Counter[str]] = {}
+        self.series: dict[str, list[float]] = {}
+        self._begun = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the start of the run."""
+        return time.monotonic() - self._begun
+
+    @property
+    def holds(self) -> bool:
+        """Whether no check of any claim has failed."""
+        return not any(claim.failures for claim in self.claims.values())
+
+    def check(self, claim: str, wrong: Sequence[str]) -> None:
+        """Check a claim once, which holds if nothing is wrong."""
+        entry = self.claims.setdefault(claim, Claim())
+        entry.checks += 1
+        if wrong:
+            detail = "; ".join(wrong[:SHOWN])
+            entry.failures.append(f"[{self.seconds:.0f} s] {detail}")
+            print(f"FAILED: {claim}: {detail}", flush=True)
+
+    def add(self, what: str, counted: Mapping[str, int]) -> None:
+        """Add to figures."""
+        self.figures.setdefault(what, Counter()).update(counted)
+
+    def table(self) -> str:
+        """Render the figures and the claims."""
+        lines = []
+        for what, counted in self.figures.items():
+            pairs = (f"{name} {n}" for name, n in counted.most_common())
+            lines.append(f"{what}: {', '.join(pairs)}")
+        for what, samples in self.series.items():
+            lines.append(f"{what}: {' '.join(f'{each:g}' for each in samples)}")
+        width = max(map(len, self.claims), default=0)
+        lines += ["", f"{'claim':{width}}  checks  verdict"]
+        for name, claim in self.claims.items():
+            verdict = f"FAILED {len(claim.failures)} x" if claim.failures else "held"
+            lines.append(f"{name:{width}}  {claim.checks:6}  {verdict}")
+            lines += [f"    {failure}" for failure in claim.failures[:SHOWN]]
+        return "\n".join(lines)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return all of it."""
+        return {
+            "seconds": round(self.seconds, 1),
+            "held": self.holds,
+            "figures": self.figures,
+            "series": self.series,
+            "claims": {
+                name: {"checks": claim.checks, "failures": claim.failures}
+                for name, claim in self.claims.items()
+            },
+        }
+
 
 FAULTS_EVERY: Final = 0.4
 """Seconds between two faults, on average."""
@@ -47,7 +137,7 @@ class Faults:
     def __init__(self, sandbox: Sandbox, seed: str) -> None:
         self.counts: Counter[str] = Counter()
         self._sandbox = sandbox
-        self._random = random.Random(seed)
+        self._random = random.Random(f"{seed}/faults")
         self._last_zygote = asyncio.get_running_loop().time()
 
     async def run(self) -> None:
@@ -83,35 +173,6 @@ WARM_UP: Final = 1 / 4
 """The part of all samples that is dropped: nothing has settled."""
 ENOUGH: Final = 4
 """Samples from which growth can be told at all."""
-
-
-class Series:
-    """What something measured, at one idle phase after the other."""
-
-    def __init__(self) -> None:
-        self.samples: list[float] = []
-
-    @property
-    def settled(self) -> list[float]:
-        """The samples after the warm-up."""
-        return self.samples[max(1, round(len(self.samples) * WARM_UP)) :]
-
-    @property
-    def is_enough(self) -> bool:
-        """Whether growth can be told."""
-        return len(self.samples) >= ENOUGH
-
-    @property
-    def growth(self) -> float:
-        """The median of the last third less that of the first one.
-
-        Medians, so that one phase with more than usual says nothing.
-        """
-        settled = self.settled
-        third = max(1, len(settled) // 3)
-        return median(settled[-third:]) - median(settled[:third])
-
-
 CHECKS_EVERY: Final = 1.0
 MEMORY: Final = "MiB of its own"
 DESCRIPTORS: Final = "descriptors"
@@ -132,6 +193,16 @@ NO_INTERNET: Final = "no process has an internet socket"
 OWN_DIRECTORY: Final = "sockets listen in the node's own directory alone"
 
 
+def growth(samples: Sequence[float]) -> float:
+    """Return the median of the last third less that of the first one, warmed up.
+
+    Medians, so that one phase with more than usual says nothing.
+    """
+    settled = samples[max(1, round(len(samples) * WARM_UP)) :]
+    third = max(1, len(settled) // 3)
+    return median(settled[-third:]) - median(settled[:third])
+
+
 class Monitor:
     """Checks all processes of a sandbox, and measures its node when it is idle."""
 
@@ -139,7 +210,7 @@ class Monitor:
         self._sandbox = sandbox
         self._what = what
         self._record = record
-        self._series = {what: Series() for what in BOUNDS}
+        self._series: dict[str, list[float]] = {what: [] for what in BOUNDS}
         self.most_spilled = 0
         self.latest = ""
 
@@ -151,15 +222,11 @@ class Monitor:
 
     def check(self) -> None:
         """Check once."""
-        found = self._sandbox.processes()
+        found, own = self._sandbox.processes(), f"{self._sandbox.runtime}/"
         pids = [process.pid for process in found]
-        self._record.check_none(NO_INTERNET, internet_sockets(pids))
-        elsewhere = [
-            path
-            for path in listening(pids)
-            if not path.startswith(f"{self._sandbox.runtime}/")
-        ]
-        self._record.check_none(OWN_DIRECTORY, elsewhere)
+        self._record.check(NO_INTERNET, internet_sockets(pids))
+        elsewhere = [path for path in listening(pids) if not path.startswith(own)]
+        self._record.check(OWN_DIRECTORY, elsewhere)
         spilled = sum(
             "/spill/" in target for pid in pids for target in descriptors(pid)
         )
@@ -169,26 +236,21 @@ class Monitor:
     def measure(self, pid: int) -> None:
         """Measure the process of the node while it is idle."""
         held = descriptors(pid)
-        sample = {
+        segments = [at for at in held if "memfd:aiogpu" in at or "/spill/" in at]
+        for what, value in {
             MEMORY: status_bytes("RssAnon", pid) / (1 << 20),
-            DESCRIPTORS: float(len(held)),
-            PROCESSES: float(len(self._sandbox.processes())),
-            SEGMENTS: float(_segments(held)),
-        }
-        for what, value in sample.items():
-            self._series[what].samples.append(round(value, 1))
+            DESCRIPTORS: len(held),
+            PROCESSES: len(self._sandbox.processes()),
+            SEGMENTS: len(segments),
+        }.items():
+            self._series[what].append(round(value, 1))
 
     def judge(self) -> None:
         """Check that nothing has grown; note how much was spilled."""
-        for what, series in self._series.items():
-            name = f"{self._what}, when idle: {what}"
-            self._record.series[name] = series.samples
-            if series.is_enough:
-                detail = f"{series.growth:g} more: {series.samples}"
-                is_flat = series.growth <= BOUNDS[what]
-                self._record.check(f"{self._what}: {what} flat", is_flat, detail)
+        for what, samples in self._series.items():
+            self._record.series[f"{self._what}, when idle: {what}"] = samples
+            if len(samples) >= ENOUGH:
+                more = growth(samples)
+                wrong = [f"{more:g} more: {samples}"] if more > BOUNDS[what] else []
+                self._record.check(f"{self._what}: {what} flat", wrong)
         self._record.add(f"{self._what}: spilled", {"at once": self.most_spilled})
-
-
-def _segments(held: list[str]) -> int:
-    return sum("memfd:aiogpu" in target or "/spill/" in target for target in held)

@@ -10,13 +10,13 @@ import asyncio
 import os
 import weakref
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 from random import Random
 from typing import Any, Final, TypeVar
 
 import aiogpu
-from benchmarks.soak import stacks
-from benchmarks.soak.sandbox import LIMIT_VARIABLE
+from benchmarks.soak.sandbox import LIMIT_VARIABLE, dump_all_stacks
 
 LIMIT: Final = float(os.environ.get(LIMIT_VARIABLE, "120"))
 """Seconds that any handle may take; what is drawn takes a few at most."""
@@ -26,41 +26,40 @@ KILL_ERRORS: Final = (aiogpu.WorkerDiedError, aiogpu.ActorDiedError)
 """Legal for whatever runs where processes are killed."""
 NODE_ERRORS: Final = (aiogpu.NodeDiedError, aiogpu.errors.NodeClosedError)
 """Legal where the node itself is ended."""
+PAUSES: Final = (0, 0, 0.002, 0.02)
+"""Seconds after which something is cancelled."""
 
 T = TypeVar("T")
+Error = type[BaseException]
 Operate = Callable[["Operation"], Awaitable[None]]
 
 
+@dataclass(slots=True)
 class Account:
     """The outcomes of all operations of one program.
 
     Attributes:
+        is_mortal: whether the node may end meanwhile.
+        is_joined: whether other programs use it too.
         begun: how many handles were made.
         ends: how many of them ended how.
         wrong: ends that are not legal, in words.
         hung: handles that have not ended, in words.
-        is_mortal: whether the node may end meanwhile.
-        is_joined: whether other programs use it too.
     """
 
-    def __init__(self, is_mortal: bool = False, is_joined: bool = False) -> None:
-        self.begun = 0
-        self.operations: Counter[str] = Counter()
-        self.ends: Counter[str] = Counter()
-        self.wrong: list[str] = []
-        self.hung: list[str] = []
-        self.is_mortal = is_mortal
-        self.is_joined = is_joined
+    is_mortal: bool = False
+    is_joined: bool = False
+    begun: int = 0
+    operations: Counter[str] = field(default_factory=Counter)
+    ends: Counter[str] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+    hung: list[str] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
         """Return all of it."""
-        return {
-            "begun": self.begun,
-            "operations": dict(self.operations),
-            "ends": dict(self.ends),
-            "wrong": self.wrong[:SHOWN],
-            "hung": self.hung[:SHOWN],
-        }
+        counts = {"operations": self.operations, "ends": self.ends}
+        told = {"wrong": self.wrong[:SHOWN], "hung": self.hung[:SHOWN]}
+        return {"begun": self.begun, **counts, **told}
 
 
 class Operation:
@@ -69,19 +68,16 @@ class Operation:
     Attributes:
         random: draws what it does; the same for the same seed and number.
         number: tells it from others of its program.
+        is_joined: whether other programs use its node too.
     """
 
     def __init__(self, name: str, number: int, seed: str, account: Account) -> None:
         self.name = name
         self.number = number
         self.random = Random(f"{seed}/{number}")
+        self.is_joined = account.is_joined
         self._account = account
         self._open: list[tuple[str, weakref.ref[Any]]] = []
-
-    @property
-    def is_joined(self) -> bool:
-        """Whether other programs use its node too."""
-        return self._account.is_joined
 
     def begin(self, what: str, handle: T) -> T:
         """Note a handle, which is then to end."""
@@ -89,24 +85,25 @@ class Operation:
         self._open.append((what, weakref.ref(handle)))
         return handle
 
-    async def end(
-        self, handle: Any, expected: object, *legal: type[BaseException]
-    ) -> bool:
+    async def cancel(self, handle: Any, part: float) -> tuple[Error, ...]:
+        """Cancel it now and then, such a part of all; return what is then legal."""
+        if self.random.random() >= part:
+            return ()
+        await asyncio.sleep(self.random.choice(PAUSES))
+        handle.cancel()
+        return (asyncio.CancelledError,)
+
+    async def end(self, handle: Any, expected: object, *legal: Error) -> bool:
         """Wait for a handle without cancelling it; return whether it has a result."""
         await asyncio.wait([handle])
         if handle.cancelled():
             return self.note(handle, asyncio.CancelledError(), legal)
-        error = handle.exception()
-        if error is not None:
+        if (error := handle.exception()) is not None:
             return self.note(handle, error, legal)
         return self.found(handle, handle.result(), expected)
 
     async def attempt(
-        self,
-        what: object,
-        awaited: Awaitable[Any],
-        expected: object,
-        *legal: type[BaseException],
+        self, what: object, awaited: Awaitable[Any], expected: object, *legal: Error
     ) -> bool:
         """Await something, which a cancel of this wait cancels too."""
         try:
@@ -115,7 +112,7 @@ class Operation:
             return self.note(what, error, legal)
         return self.found(what, result, expected)
 
-    def drop(self, handle: object) -> None:
+    def drop(self) -> None:
         """Count a handle that nobody waits for: what it stands for goes on."""
         self._account.ends["dropped"] += 1
 
@@ -131,7 +128,7 @@ class Operation:
         return is_right
 
     def note(
-        self, what: object, error: BaseException, legal: tuple[type[BaseException], ...]
+        self, what: object, error: BaseException, legal: tuple[Error, ...]
     ) -> bool:
         """Count an error, which is wrong unless it is legal. Returns False."""
         allowed = (*legal, *KILL_ERRORS)
@@ -155,13 +152,11 @@ class Operation:
         try:
             async with asyncio.timeout(LIMIT) as limit:
                 await operate(self)
-        except TimeoutError as error:
-            if not limit.expired():
-                self.note("the operation", error, ())
-            else:
-                self._account.hung.append(await self._hanging())
         except Exception as error:  # noqa: BLE001
-            self.note("the operation", error, ())
+            if isinstance(error, TimeoutError) and limit.expired():
+                self._account.hung.append(await self._hanging())
+            else:
+                self.note("the operation", error, ())
 
     async def _hanging(self) -> str:
         reports, hanging = [], []
@@ -176,7 +171,7 @@ class Operation:
                     why = repr(error)
                 reports.append(f"{what} {handle!r}: {why}")
                 hanging.append(handle)
-        await stacks.dump_all()
+        await dump_all_stacks()
         for handle in hanging:
             if hasattr(handle, "cancel"):
                 handle.cancel()
@@ -188,17 +183,17 @@ class Operation:
 
 
 class Load:
-    """Operations drawn one after the other, so many at a time."""
+    """Operations drawn by their weights one after the other, so many at a time."""
 
     def __init__(
         self,
-        operations: dict[Operate, int],
+        operations: Mapping[Operate, int],
         seed: str,
         in_flight: int,
         account: Account,
     ) -> None:
-        self._operations = operations
         self.account = account
+        self._operations = operations
         self._seed = seed
         self._in_flight = in_flight
         self._random = Random(seed)
@@ -219,9 +214,8 @@ class Load:
 
     def _begin(self) -> None:
         self._number += 1
-        (operate,) = self._random.choices(
-            list(self._operations), tuple(self._operations.values())
-        )
+        weights = list(self._operations.values())
+        (operate,) = self._random.choices(list(self._operations), weights)
         operation = Operation(operate.__name__, self._number, self._seed, self.account)
         task = asyncio.create_task(operation.run(operate))
         self._running.add(task)

@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 
 import aiogpu
 from benchmarks.soak import tasks
-from benchmarks.soak.operation import Operate, Operation
+from benchmarks.soak.operation import Error, Operate, Operation
 
 
 class Kind(NamedTuple):
@@ -18,7 +18,7 @@ class Kind(NamedTuple):
 
     weight: int
     task: Any
-    legal: tuple[type[BaseException], ...] = ()
+    legal: tuple[Error, ...] = ()
 
 
 TASKS: Final = (
@@ -32,7 +32,16 @@ TASKS: Final = (
     Kind(3, tasks.uninterruptible),
 )
 AMOUNTS: Final = (0.25, 0.5, 0.75, 1, 2)
-LEAVES: Final = ("await", "cancel", "time out", "drop")
+LEAVES: Final = {"await": 70, "cancel": 12, "time out": 6, "drop": 4}
+CANCELLED_STREAM: Final = (asyncio.CancelledError, aiogpu.TaskCancelledError)
+SIZES: Final = (1 << 10, 1 << 18, 1 << 20, 5 << 20)
+ACTORS: Final = (tasks.SERIAL, tasks.THREADED, tasks.ASYNC)
+NAME_ERROR: Final = (aiogpu.errors.ActorNameError,)
+BUNDLES: Final[tuple[list[dict[str, float]], ...]] = (
+    [{"GPU": 0.5, "CPU": 1}, {"CPU": 1}],
+    [{"GPU": 1}, {"GPU": 1}],
+    [{"GPU": 0.25}, {"GPU": 0.25}, {"GPU": 0.25}],
+)
 
 
 async def on_cpus(op: Operation) -> None:
@@ -66,21 +75,15 @@ async def on_gpus(op: Operation) -> None:
     await _run(op, tasks.on_gpu, options, (op.number, amount, seconds), ())
 
 
-async def leaving_a_daemon(op: Operation) -> None:
-    """A process that a task leaves holds its share until it is ended."""
-    task = tasks.leaves_a_daemon.options(num_gpus=1)
-    await op.end(op.begin("daemon", task.remote(op.number)), op.number)
-
-
 async def _run(
     op: Operation,
     task: Any,
     options: dict[str, Any],
     arguments: tuple[object, ...],
-    legal: tuple[type[BaseException], ...],
+    legal: tuple[Error, ...],
 ) -> None:
     random, is_stuck = op.random, task is tasks.uninterruptible
-    (leave,) = random.choices(LEAVES, (70, 12, 6, 4))
+    (leave,) = random.choices(list(LEAVES), list(LEAVES.values()))
     if is_stuck:
         options["cancel_grace"] = random.choice((0, 0.02, 0.2))
         leave = "await"
@@ -88,41 +91,43 @@ async def _run(
         options["timeout"] = random.choice((0.001, 0.01, 0.05, 0.2))
         legal = (*legal, aiogpu.TaskTimeoutError)
     handle = op.begin(f"{task} {options}", task.options(**options).remote(*arguments))
-    pause = random.choice((0, 0.001, 0.01, 0.05))
-    match leave:
-        case "await":
-            await op.end(handle, op.number, *legal)
-        case "cancel":
-            await asyncio.sleep(pause)
-            handle.cancel()
-            await op.end(handle, op.number, *legal, asyncio.CancelledError)
-        case "time out":
-            waited = asyncio.wait_for(handle, pause)
-            await op.attempt(handle, waited, op.number, *legal, TimeoutError)
-        case "drop":
-            op.drop(handle)
+    if leave == "drop":
+        op.drop()
+    elif leave == "time out":
+        waited = asyncio.wait_for(handle, random.choice((0, 0.001, 0.01, 0.05)))
+        await op.attempt(handle, waited, op.number, *legal, TimeoutError)
+    else:
+        legal += await op.cancel(handle, leave == "cancel")
+        await op.end(handle, op.number, *legal)
+
+
+async def leaving_a_daemon(op: Operation) -> None:
+    """A process that a task leaves holds its share until it is ended."""
+    task = tasks.leaves_a_daemon.options(num_gpus=1)
+    await op.end(op.begin("daemon", task.remote(op.number)), op.number)
+
+
+async def misbehaving(op: Operation) -> None:
+    """Its end is told on its own handle alone."""
+    await op.end(op.begin("misbehave", tasks.misbehave.remote(op.number)), op.number)
+
+
+async def bloated(op: Operation) -> None:
+    """Memory that is needed for a moment."""
+    megabytes = op.random.choice((50, 150, 300))
+    await op.end(op.begin("bloat", tasks.bloat.remote(megabytes)), megabytes)
 
 
 async def tried_once(op: Operation) -> None:
     """It runs once if it has a result, and after its cancel no more."""
     program = os.getpid()
     handle = op.begin("once", tasks.once.remote(op.number, program))
-    legal: tuple[type[BaseException], ...] = ()
-    if op.random.random() < 0.3:
-        await asyncio.sleep(op.random.choice((0, 0, 0.001, 0.01)))
-        handle.cancel()
-        legal = (asyncio.CancelledError,)
+    legal = await op.cancel(handle, 0.3)
     has_result = await op.end(handle, op.number, *legal)
     with suppress(FileNotFoundError):
         os.unlink(tasks.trace_of(op.number, program))
         return
     op.expect("what has a result has begun", not has_result)
-
-
-async def misbehaving(op: Operation) -> None:
-    """Its end is told on its own handle alone."""
-    handle = op.begin("misbehave", tasks.misbehave.remote(op.number))
-    await op.end(handle, op.number)
 
 
 async def together(op: Operation) -> None:
@@ -140,38 +145,17 @@ async def several(op: Operation) -> None:
     results: Any = tasks.split.remote(op.number)
     first, second = results
     total = tasks.add_up.remote(first, second)
-    for what, handle, expected in (
-        ("split", first, op.number),
-        ("split", second, -op.number),
-        ("add up", total, 0),
-    ):
-        await op.end(op.begin(what, handle), expected)
+    for handle, expected in ((first, op.number), (second, -op.number), (total, 0)):
+        await op.end(op.begin("several", handle), expected)
 
 
 async def nested(op: Operation) -> None:
     """Tasks that have tasks of their own, cancelled now and then."""
-    random, handle = op.random, None
-    match random.randrange(3):
-        case 0:
-            handle = tasks.parent.remote(op.number, random.randrange(3))
-        case 1:
-            handle = tasks.async_parent.remote(op.number)
-        case _:
-            handle = tasks.forgetful.remote(op.number)
-    op.begin("parent", handle)
-    legal: tuple[type[BaseException], ...] = ()
-    if random.random() < 0.2:
-        await asyncio.sleep(random.choice((0, 0.002, 0.02)))
-        handle.cancel()
-        legal = (asyncio.CancelledError,)
-    await op.end(handle, op.number, *legal)
-
-
-async def bloated(op: Operation) -> None:
-    """Memory that is needed for a moment."""
-    megabytes = op.random.choice((50, 150, 300))
-    handle = op.begin("bloat", tasks.bloat.remote(megabytes))
-    await op.end(handle, megabytes)
+    random = op.random
+    start: Any = random.choice((tasks.parent, tasks.async_parent, tasks.forgetful))
+    more = (random.randrange(3),) if start is tasks.parent else ()
+    handle = op.begin("parent", start.remote(op.number, *more))
+    await op.end(handle, op.number, *await op.cancel(handle, 0.2))
 
 
 async def stream(op: Operation) -> None:
@@ -179,31 +163,23 @@ async def stream(op: Operation) -> None:
     random = op.random
     to = random.choice((1, 10, 200))
     fatal_at = random.randrange(to) if random.random() < 0.1 else -1
-    options: dict[str, Any] = {"max_buffered": random.choice((1, 4, 64))}
-    options["max_retries"] = random.choice((0, 1, 3))
-    match random.randrange(3):
-        case 0:
-            source = tasks.count.options(**options).remote(to, fatal_at)
-        case 1:
-            source = tasks.count_async.options(**options).remote(to)
-        case _:
-            source = tasks.pass_on.options(**options).remote(to)
+    task: Any = random.choice((tasks.count, tasks.count_async, tasks.pass_on))
+    more = (fatal_at,) if task is tasks.count else ()
+    source = task.options(
+        max_buffered=random.choice((1, 4, 64)), max_retries=random.choice((0, 1, 3))
+    ).remote(to, *more)
     taken = op.begin("stream", source)
     until = random.randrange(to) if random.random() < 0.3 else to
     if random.random() < 0.1:
         # Cancelled from beside: it ends early, after items in order.
         asyncio.get_running_loop().call_later(0.01, taken.cancel)
-        await op.attempt(
-            taken, _consume(taken, until), _is_beginning(until), *CANCELLED_STREAM
-        )
+        beginning = _is_beginning(until)
+        await op.attempt(taken, _consume(taken, until), beginning, *CANCELLED_STREAM)
     else:
         await op.attempt(taken, _consume(taken, until), list(range(until)))
 
 
-CANCELLED_STREAM = (asyncio.CancelledError, aiogpu.TaskCancelledError)
-
-
-def _is_beginning(until: int) -> Any:
+def _is_beginning(until: int) -> Callable[[list[int]], bool]:
     return lambda found: found == list(range(len(found))) and len(found) <= until
 
 
@@ -221,28 +197,20 @@ async def mapped(op: Operation) -> None:
     random = op.random
     count = random.choice((10, 100, 1000))
     is_ordered = random.random() < 0.7
-    results = op.begin(
-        "map",
-        tasks.echo.map(
-            range(count),
-            limit=random.choice((4, 32, 256)) * 4,
-            ordered=is_ordered,
-            chunk=random.choice((1, 3, 4, "auto")),
-        ),
-    )
+    options: dict[str, Any] = {
+        "limit": random.choice((4, 32, 256)) * 4,
+        "ordered": is_ordered,
+        "chunk": random.choice((1, 3, 4, "auto")),
+    }
+    results: Any = op.begin("map", tasks.echo.map(range(count), **options))
     until = random.randrange(count) if random.random() < 0.3 else count
-    expected: Any = list(range(until))
-    if not is_ordered:
-        expected = lambda found: len(set(found)) == until  # noqa: E731
-    await op.attempt(results, _consume_all(results, until), expected)
+    expected = list(range(until)) if is_ordered else lambda it: len(set(it)) == until
 
+    async def consume() -> list[int]:
+        async with results:
+            return await _consume(results, until)
 
-async def _consume_all(results: Any, until: int) -> list[int]:
-    async with results:
-        return await _consume(results, until)
-
-
-SIZES: Final = (1 << 10, 1 << 18, 1 << 20, 5 << 20)
+    await op.attempt(results, consume(), expected)
 
 
 async def shared(op: Operation) -> None:
@@ -254,11 +222,11 @@ async def shared(op: Operation) -> None:
     for _ in range(op.random.randrange(1, 6)):
         task = op.random.choice((tasks.measure, tasks.keep))
         handles.append(op.begin(f"{task}", task.remote(value)))
-    handles.append(op.begin("inside", tasks.measure_inside.remote([value, value])))
+    inside = op.begin("inside", tasks.measure_inside.remote([value, value]))
     del value, view
-    for handle in handles[:-1]:
+    for handle in handles:
         await op.end(handle, mark)
-    await op.end(handles[-1], [mark, mark])
+    await op.end(inside, [mark, mark])
 
 
 async def passed_on(op: Operation) -> None:
@@ -288,8 +256,7 @@ async def given_up(op: Operation) -> None:
     """Who needs what was cancelled has not run, and is told."""
     made = op.begin("make", tasks.make.remote(SIZES[2], op.number))
     needs = op.begin("measure", tasks.measure.remote(made))
-    await asyncio.sleep(op.random.choice((0, 0, 0.005)))
-    made.cancel()
+    await op.cancel(made, 1)
     mark = tasks.fingerprint(tasks.filled(SIZES[2], op.number))
     await op.end(needs, mark, aiogpu.TaskCancelledError)
     await op.end(made, lambda _: True, asyncio.CancelledError)
@@ -301,13 +268,9 @@ async def hoarded(op: Operation) -> None:
     marks = [tasks.fingerprint(view) for view in views]
     values = [op.begin("put", await aiogpu.put(view)) for view in views]
     del views
-    handle = op.begin("inside", tasks.measure_inside.remote(values))
-    await op.end(handle, marks)
+    await op.end(op.begin("inside", tasks.measure_inside.remote(values)), marks)
     for value, mark in zip(values, marks, strict=True):
         await op.end(op.begin("measure", tasks.measure.remote(value)), mark)
-
-
-ACTORS: Final = (tasks.SERIAL, tasks.THREADED, tasks.ASYNC)
 
 
 async def private_actor(op: Operation) -> None:
@@ -319,7 +282,7 @@ async def private_actor(op: Operation) -> None:
         "max_restarts": random.choice((0, 0, 1, 3, -1)),
         "max_task_retries": random.choice((0, 0, 2)),
     }
-    actor = op.begin("actor", kind.options(**options).remote(amount))
+    actor: Any = op.begin("actor", kind.options(**options).remote(amount))
     if random.random() < 0.3:
         await op.attempt(actor, actor, lambda found: found is not None)
     ends = [_called(op, actor, kind, each) for each in range(random.randrange(1, 12))]
@@ -344,26 +307,16 @@ async def _block(actor: Any) -> None:
 
 def _called(op: Operation, actor: Any, kind: Any, number: int) -> Any:
     """One call; what awaits its end."""
-    random, is_cancelled = op.random, op.random.random() < 0.15
-    (what,) = random.choices(list(CALLS), [weight for weight, _ in CALLS.values()])
+    (what,) = op.random.choices(list(CALLS), [weight for weight, _ in CALLS.values()])
     if what == "wait" and kind is not tasks.ASYNC:
         what = "spin"
-    handle, expected, legal = CALLS[what][1](actor, number)
+    handle, expected, *legal = CALLS[what][1](actor, number)
     op.begin(f"{what} of {actor!r}", handle)
-    return _ended(op, handle, expected, legal, is_cancelled)
+    return _ended(op, handle, expected, legal)
 
 
-async def _ended(
-    op: Operation,
-    handle: Any,
-    expected: object,
-    legal: tuple[type[BaseException], ...],
-    is_cancelled: bool,
-) -> None:
-    if is_cancelled:
-        await asyncio.sleep(op.random.choice((0, 0.002, 0.02)))
-        handle.cancel()
-        legal = (*legal, asyncio.CancelledError)
+async def _ended(op: Operation, handle: Any, expected: object, legal: Any) -> None:
+    legal += await op.cancel(handle, 0.15)
     if isinstance(handle, aiogpu.Stream):
         await op.attempt(handle, _items(handle), expected, *legal)
     else:
@@ -374,55 +327,45 @@ async def _items(stream: Any) -> list[int]:
     return [item async for item in stream]
 
 
-def _keep(actor: Any, number: int) -> tuple[Any, object, tuple[Any, ...]]:
+def _keep(actor: Any, number: int) -> tuple[Any, ...]:
     view = tasks.filled(1 << 19, number)
-    return actor.keep.remote(view), tasks.fingerprint(view), ()
+    return actor.keep.remote(view), tasks.fingerprint(view)
 
 
-def _count(actor: Any, number: int) -> tuple[Any, object, tuple[Any, ...]]:
-    is_whole = list(range(20))
-    legal = (aiogpu.TaskCancelledError, asyncio.CancelledError)
-    return actor.count.remote(20), lambda found: found == is_whole[: len(found)], legal
-
-
-Called = Callable[[Any, int], tuple[Any, object, tuple[Any, ...]]]
-CALLS: Final[dict[str, tuple[int, Called]]] = {
-    "add": (50, lambda actor, n: (actor.add.remote(n), n + 1, ())),
-    "fail": (8, lambda actor, n: (actor.fail.remote(n), None, (ValueError,))),
-    "spin": (8, lambda actor, n: (actor.spin.remote(n, 0.02), n + 1, ())),
-    "wait": (8, lambda actor, n: (actor.wait.remote(n, 0.05), n + 1, ())),
-    "ask": (8, lambda actor, n: (actor.ask.remote(n), n + 1, ())),
-    "task": (
-        8,
-        lambda actor, n: (tasks.call.remote(actor, n), n + 1, (AssertionError,)),
-    ),
+CALLS: Final[dict[str, tuple[int, Callable[[Any, int], tuple[Any, ...]]]]] = {
+    "add": (50, lambda actor, n: (actor.add.remote(n), n + 1)),
+    "fail": (8, lambda actor, n: (actor.fail.remote(n), None, ValueError)),
+    "spin": (8, lambda actor, n: (actor.spin.remote(n, 0.02), n + 1)),
+    "wait": (8, lambda actor, n: (actor.wait.remote(n, 0.05), n + 1)),
+    "ask": (8, lambda actor, n: (actor.ask.remote(n), n + 1)),
+    "task": (8, lambda actor, n: (tasks.call.remote(actor, n), n + 1, AssertionError)),
     "keep": (6, _keep),
-    "count": (6, _count),
-    "die": (4, lambda actor, n: (actor.die.remote(n), None, ())),
+    "count": (
+        6,
+        lambda actor, _: (actor.count.remote(20), _is_beginning(20), *CANCELLED_STREAM),
+    ),
+    "die": (4, lambda actor, n: (actor.die.remote(n), None)),
 }
+"""Of each its weight, and what calls: the handle, the result, and legal errors."""
 
 
 async def named_actor(op: Operation) -> None:
     """One that several share by its name, made by whoever is first."""
     random = op.random
-    name = f"shared-{random.randrange(3)}"
-    (kind,) = random.choices((tasks.ASYNC, tasks.THREADED))
-    name = f"{name}-{kind.__name__}"
-    legal: tuple[type[BaseException], ...] = ()
+    kind = random.choice((tasks.ASYNC, tasks.THREADED))
+    name = f"shared-{random.randrange(3)}-{kind.__name__}"
+    is_found, is_shared = random.random() < 0.2, random.random() < 0.9
+    # Another program may take the name in the very moment: its calls tell.
+    is_told_by_calls = op.is_joined and (is_found or not is_shared)
+    legal = NAME_ERROR if is_told_by_calls else ()
     try:
-        if random.random() < 0.2:
-            if op.is_joined:
-                legal = (aiogpu.errors.ActorNameError,)  # told by the calls
-            actor = aiogpu.get_actor(name)
+        if is_found:
+            actor: Any = aiogpu.get_actor(name)
         else:
-            is_shared = random.random() < 0.9
-            # Another program may take the name in the very moment: its calls tell.
-            if op.is_joined and not is_shared:
-                legal = (aiogpu.errors.ActorNameError,)
             options = kind.options(name=name, max_restarts=1, get_if_exists=is_shared)
             actor = options.remote()
     except aiogpu.errors.ActorNameError as error:
-        op.note(name, error, (aiogpu.errors.ActorNameError,))
+        op.note(name, error, NAME_ERROR)
         return
     op.begin(name, actor)
     handles = [op.begin("add", actor.add.remote(each)) for each in range(5)]
@@ -434,57 +377,56 @@ async def named_actor(op: Operation) -> None:
 
 async def actor_pool(op: Operation) -> None:
     """Several that are called as one."""
-    expected = list(range(1, 31))
-    pool = aiogpu.ActorPool(tasks.THREADED.options(max_restarts=2), 2)
-    await op.attempt("pool", _map_over(op.begin("pool", pool)), expected)
+    pool = op.begin("pool", aiogpu.ActorPool(tasks.THREADED.options(max_restarts=2), 2))
 
+    async def map_over() -> list[int]:
+        async with pool:
+            return await _items(pool.add.map(range(30)))
 
-async def _map_over(pool: Any) -> list[int]:
-    async with pool:
-        return [item async for item in pool.add.map(range(30))]
-
-
-BUNDLES: Final[tuple[list[dict[str, float]], ...]] = (
-    [{"GPU": 0.5, "CPU": 1}, {"CPU": 1}],
-    [{"GPU": 1}, {"GPU": 1}],
-    [{"GPU": 0.25}, {"GPU": 0.25}, {"GPU": 0.25}],
-)
+    await op.attempt("pool", map_over(), list(range(1, 31)))
 
 
 async def leased(op: Operation) -> None:
     """A share for this program itself, with a process beside it now and then."""
     amount = op.random.choice((0.25, 0.5, 1, 2))
     timeout = op.random.choice((0.01, 0.5, 20))
-    wanted = aiogpu.lease(num_gpus=amount, timeout=timeout)
-    op.begin("lease", wanted)
-    await op.attempt("lease", _use(op, wanted, amount), None, aiogpu.TaskTimeoutError)
+    wanted = op.begin("lease", aiogpu.lease(num_gpus=amount, timeout=timeout))
 
+    async def use() -> None:
+        beside = None
+        async with wanted as gpu:
+            with tasks.locked([int(each) for each in gpu.ids], amount):
+                await asyncio.sleep(op.random.choice((0, 0.02, 0.1)))
+            if op.random.random() < 0.3:
+                environ = {**os.environ, **gpu.environ}
+                words = "sleep", "0.1"
+                beside = await asyncio.create_subprocess_exec(*words, env=environ)
+        # It has kept the share until now, though the program has given it back.
+        if beside is not None:
+            await beside.wait()
 
-async def _use(op: Operation, wanted: Any, amount: float) -> None:
-    beside = None
-    async with wanted as gpu:
-        with tasks.locked([int(each) for each in gpu.ids], amount):
-            await asyncio.sleep(op.random.choice((0, 0.02, 0.1)))
-        if op.random.random() < 0.3:
-            variables = {**os.environ, **gpu.environ}
-            beside = await asyncio.create_subprocess_exec("sleep", "0.1", env=variables)
-    # It has kept the share until now, though the program has given it back.
-    if beside is not None:
-        await beside.wait()
+    await op.attempt("lease", use(), None, aiogpu.TaskTimeoutError)
 
 
 async def placed(op: Operation) -> None:
     """Tasks and an actor in bundles, which go under them now and then."""
-    random = op.random
-    bundles = random.choice(BUNDLES)
-    group = op.begin("placement", aiogpu.placement(bundles, random.choice(STRATEGIES)))
-    legal: tuple[type[BaseException], ...] = (aiogpu.errors.PlacementRemovedError,)
+    random, bundles = op.random, op.random.choice(BUNDLES)
+    strategy: Any = random.choice(("PACK", "SPREAD"))
+    group = op.begin("placement", aiogpu.placement(bundles, strategy))
+    legal: tuple[Error, ...] = (aiogpu.errors.PlacementRemovedError,)
+    handles: list[Any] = []
     try:
-        handles = [
-            _submit_in(op, group, index) for index in range(len(bundles)) for _ in "ab"
-        ]
+        for index, bundle in [*enumerate(bundles)] * 2:
+            task: Any = tasks.echo
+            more: tuple[float, ...] = ()
+            options: dict[str, Any] = {"placement": group, "bundle": index}
+            if amount := bundle.get("GPU"):
+                task, more = tasks.on_gpu, (amount, 0.01)
+                options["num_gpus"] = amount
+            handle = task.options(**options).remote(op.number, *more)
+            handles.append(op.begin("in a bundle", handle))
         if random.random() < 0.5:
-            kind = tasks.SERIAL.options(placement=group, num_cpus=0)
+            kind: Any = tasks.SERIAL.options(placement=group, num_cpus=0)
             handles.append(op.begin("actor's", kind.remote().add.remote(op.number - 1)))
         if random.random() < 0.7:
             async with asyncio.timeout(30):
@@ -500,20 +442,6 @@ async def placed(op: Operation) -> None:
     if legal:
         for handle in handles:
             await op.end(handle, op.number, *legal)
-
-
-STRATEGIES: Final = ("PACK", "SPREAD")
-
-
-def _submit_in(op: Operation, group: Any, index: int) -> Any:
-    amount = group.bundles[index].get("GPU", 0)
-    if amount:
-        task = tasks.on_gpu.options(placement=group, bundle=index, num_gpus=amount)
-        handle = task.remote(op.number, amount, 0.01)
-    else:
-        without = tasks.echo.options(placement=group, bundle=index)
-        handle = without.remote(op.number)
-    return op.begin("in a bundle", handle)
 
 
 OPERATIONS: Final[dict[Operate, int]] = {

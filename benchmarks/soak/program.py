@@ -1,7 +1,8 @@
-"""`python -m benchmarks.soak.program ADDRESS SEED IN_FLIGHT [mortal]`: one program.
+"""A program of the soak: as it runs, and as the process that started it sees it.
 
-It opens or joins a node, and is then told "load", "idle" and "end" in turn. ADDRESS is
-"local" for a node of its own.
+`python -m benchmarks.soak.program ADDRESS SEED IN_FLIGHT [mortal]` opens or joins a
+node, and is then told "load", "idle" and "end" in turn, by words on stdin; it answers
+by JSON lines. ADDRESS is "local" for a node of its own.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import gc
 import json
 import os
 import sys
+from asyncio.subprocess import PIPE, Process
 from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
@@ -18,56 +20,115 @@ import aiogpu
 from aiogpu.testing.leaks import Resources
 from benchmarks.soak.operation import LIMIT, Account, Load
 from benchmarks.soak.operations import OPERATIONS
-from benchmarks.soak.sandbox import OPTIONS
-
-
-class Channel:
-    """The program's end: words on stdin, JSON lines on what was stdout.
-
-    What tasks print goes nowhere, through all of aiogpu that it passes.
-    """
-
-    def __init__(self, reader: asyncio.StreamReader, descriptor: int) -> None:
-        self._reader = reader
-        self._descriptor = descriptor
-
-    @classmethod
-    async def open(cls) -> Channel:
-        """Take stdin and stdout."""
-        descriptor = os.dup(1)
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, 1)
-        os.close(nowhere)
-        reader = asyncio.StreamReader()
-        loop = asyncio.get_running_loop()
-        await loop.connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
-        )
-        return cls(reader, descriptor)
-
-    async def receive(self) -> str:
-        """Return the next word; "" if there is nobody any more."""
-        return (await self._reader.readline()).decode().strip()
-
-    def send(self, event: str, **facts: object) -> None:
-        """Send an event."""
-        line = json.dumps({"event": event, **facts}) + "\n"
-        os.write(self._descriptor, line.encode())
-
+from benchmarks.soak.sandbox import OPTIONS, ROOT, Sandbox
 
 POLLS_EVERY: Final = 0.05
+REPORTS_EVERY: Final = 1.0
+ANSWERS_WITHIN: Final = 2 * LIMIT + 60
+"""Seconds; all that a program has begun may take the longest that is legal."""
+SHOWN: Final = 4000
+"""Characters of stderr that are shown where a program ends early."""
+
+
+class SilentError(RuntimeError):
+    """A program has ended, or said nothing for too long."""
+
+
+class Client:
+    """One program, as the process that started it sees it.
+
+    Attributes:
+        account: what it has reported last.
+    """
+
+    def __init__(self, name: str, process: Process, sandbox: Sandbox) -> None:
+        self.name = name
+        self.pid = process.pid
+        self.account: dict[str, Any] = {}
+        self._sandbox = sandbox
+        self._process = process
+        self._events: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self._reading = asyncio.create_task(self._read())
+
+    @classmethod
+    async def start(
+        cls,
+        sandbox: Sandbox,
+        name: str,
+        address: str,
+        seed: str,
+        in_flight: int = 8,
+        is_mortal: bool = False,
+    ) -> Client:
+        """Start one, out of reach of Ctrl-C; `SilentError` if it does not get ready."""
+        with sandbox.open_stderr(name) as stderr:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "benchmarks.soak.program"),
+                *(address, f"{seed}/{name}", f"{in_flight}"),
+                *(["mortal"] if is_mortal else []),
+                env=sandbox.environ,
+                cwd=ROOT,
+                stdin=PIPE,
+                stdout=PIPE,
+                stderr=stderr,
+                start_new_session=True,
+            )
+        client = cls(name, process, sandbox)
+        await client.received("ready")
+        return client
+
+    def send(self, word: str) -> None:
+        """Tell it what to do."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{word}\n".encode())
+
+    async def received(self, event: str) -> dict[str, Any]:
+        """Wait for an event; raises `SilentError`."""
+        try:
+            async with asyncio.timeout(ANSWERS_WITHIN):
+                while True:
+                    found = await self._events.get()
+                    if found["event"] == event:
+                        return found
+                    if found["event"] == "silent":
+                        break
+        except TimeoutError:
+            why = f"was not {event} after {ANSWERS_WITHIN:g} s"
+            raise SilentError(f"{self.name} {why}") from None
+        why = f"ended with {await self._process.wait()} before it was {event}"
+        output = self._sandbox.all_stderr()[-SHOWN:]
+        raise SilentError(f"{self.name} {why}: {output}")
+
+    async def ended(self) -> int:
+        """Its exit status."""
+        await self._reading
+        return await self._process.wait()
+
+    async def kill(self) -> None:
+        """End it by SIGKILL."""
+        if self._process.returncode is None:
+            self._process.kill()
+        await self.ended()
+
+    async def _read(self) -> None:
+        assert self._process.stdout is not None
+        async for line in self._process.stdout:
+            found = json.loads(line)
+            if "begun" in found:
+                self.account = found
+            if found["event"] != "account":
+                self._events.put_nowait(found)
+        self._events.put_nowait({"event": "silent"})
 
 
 async def settled(check: Callable[[], Awaitable[list[str]]]) -> list[str]:
     """Return what is still held after the longest that may pass."""
     loop = asyncio.get_running_loop()
     ends = loop.time() + LIMIT
-    while wrong := await check():
-        if loop.time() > ends:
-            return wrong
+    while (wrong := await check()) and loop.time() < ends:
         gc.collect()
         await asyncio.sleep(POLLS_EVERY)
-    return []
+    return wrong
 
 
 async def public_state() -> list[str]:
@@ -78,16 +139,15 @@ async def public_state() -> list[str]:
         for name, total in status.total.items()
         if status.available[name] != total
     ]
-    wrong += [f"a task is there: {task}" for task in status.tasks]
-    wrong += [f"an actor is there: {actor}" for actor in status.actors]
-    wrong += [f"a placement is there: {group}" for group in status.placements]
+    for what, present in (
+        ("task", status.tasks),
+        ("actor", status.actors),
+        ("placement", status.placements),
+        ("held device", [each for each in status.devices if each.holders]),
+    ):
+        wrong += [f"a {what} is there: {each}" for each in present]
     if status.waiting_count:
         wrong.append(f"{status.waiting_count} tasks wait")
-    wrong += [
-        f"device {device.id} is held or out of use: {device}"
-        for device in status.devices
-        if device.holders
-    ]
     return wrong
 
 
@@ -99,16 +159,15 @@ def inner_state(engine: Any) -> Callable[[], Awaitable[list[str]]]:
         scheduler = driver.scheduler
         wrong = await public_state()
         scheduler.check()
+        # A task keeps the last view that it was given in its worker, for good.
+        segments = len(engine.store._segments)
         kept = {
             "tasks": len(scheduler.tasks),
             "leases": len(scheduler.ledger.leases),
             "calls": len(driver._calls),
             "actors": len(list(driver.actors.all())),
+            "segments": segments if segments > len(scheduler.workers) else 0,
         }
-        # A task keeps the last view that it was given in its worker, for good.
-        kept_by_tasks = len(scheduler.workers)
-        if len(engine.store._segments) > kept_by_tasks:
-            kept["segments"] = len(engine.store._segments)
         return wrong + [
             f"{count} {what} are kept" for what, count in kept.items() if count
         ]
@@ -116,86 +175,81 @@ def inner_state(engine: Any) -> Callable[[], Awaitable[list[str]]]:
     return check
 
 
-REPORTS_EVERY: Final = 1.0
-
-
 class Program:
-    """A program: does as it is told, and counts what came of it."""
+    """A program: does as it is told, and counts what came of it.
 
-    def __init__(self, channel: Channel, session: Any, load: Load) -> None:
-        self._channel = channel
-        self._node = session
-        self._load = load
-        self._stop = asyncio.Event()
-        self._running: asyncio.Task[None] | None = None
+    What tasks print goes nowhere, through all of aiogpu that it passes.
+    """
 
-    async def serve(self) -> None:
-        """Do as it is told, until the end."""
-        self._channel.send("ready", pid=os.getpid())
-        while True:
-            word = await self._channel.receive()
-            match word:
-                case "load":
-                    self._stop.clear()
-                    self._running = asyncio.create_task(self._load.run(self._stop))
-                case "idle":
-                    held = await self._idle()
-                    self._channel.send(
-                        "idled", held=held, **self._load.account.as_json()
-                    )
-                case _:
-                    if not word:
-                        self._load.cancel()
-                    await self._stop_load()
-                    return
+    def __init__(self, account: Account) -> None:
+        self._account = account
+        self._descriptor = os.dup(1)
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 1)
+        os.close(nowhere)
 
-    async def report(self) -> None:
+    def send(self, event: str, **facts: object) -> None:
+        """Send an event."""
+        line = json.dumps({"event": event, **facts}) + "\n"
+        os.write(self._descriptor, line.encode())
+
+    def on_error(self, _: object, context: dict[str, Any]) -> None:
+        """Note what the loop finds wrong."""
+        # Of handles that were dropped nobody asks how they have ended.
+        if "never retrieved" not in context.get("message", ""):
+            self._account.wrong.append(f"the loop: {context!r:.1000}")
+
+    async def serve(self, words: asyncio.StreamReader, engine: Any, load: Load) -> None:
+        """Do as it is told, until the end, or until there is nobody any more."""
+        notifier = asyncio.create_task(self._report())
+        stop, running = asyncio.Event(), None
+        self.send("ready")
+        while (word := (await words.readline()).decode().strip()) in ("load", "idle"):
+            if word == "load":
+                stop.clear()
+                running = asyncio.create_task(load.run(stop))
+                continue
+            stop.set()
+            if running is not None:
+                await running
+            gc.collect()
+            held = []
+            if hasattr(engine, "_open_driver"):
+                # A shared node holds what others want of it, too.
+                held = await settled(inner_state(engine))
+            self.send("idled", held=held, **self._account.as_json())
+        if not word:
+            load.cancel()
+        stop.set()
+        if running is not None:
+            await running
+        notifier.cancel()
+
+    async def _report(self) -> None:
         """Report again and again how far it has come."""
         while True:
             await asyncio.sleep(REPORTS_EVERY)
-            self._channel.send("account", **self._load.account.as_json())
-
-    async def _stop_load(self) -> None:
-        self._stop.set()
-        if self._running is not None:
-            await self._running
-
-    async def _idle(self) -> list[str]:
-        await self._stop_load()
-        gc.collect()
-        engine = self._node._session._engine
-        if not hasattr(engine, "_open_driver"):
-            return []  # a shared node holds what others want of it, too
-        return await settled(inner_state(engine))
-
-
-def exception_handler(account: Account) -> Any:
-    """Return a handler for what the loop finds wrong."""
-
-    def handle(_: object, context: dict[str, Any]) -> None:
-        # Of handles that were dropped nobody asks how they have ended.
-        if "never retrieved" not in context.get("message", ""):
-            account.wrong.append(f"the loop: {context!r:.1000}")
-
-    return handle
+            self.send("account", **self._account.as_json())
 
 
 async def main(address: str, seed: str, in_flight: int, is_mortal: bool) -> None:
     """Open or join, serve, and leave nothing."""
-    channel = await Channel.open()
     account = Account(is_mortal, is_joined=address != "local")
-    asyncio.get_running_loop().set_exception_handler(exception_handler(account))
+    program = Program(account)
+    loop, words = asyncio.get_running_loop(), asyncio.StreamReader()
+    loop.set_exception_handler(program.on_error)
+    protocol = asyncio.StreamReaderProtocol(words)
+    await loop.connect_read_pipe(lambda: protocol, sys.stdin)
+    load = Load(OPERATIONS, seed, in_flight, account)
     before = Resources.take()
     options = OPTIONS if address == "local" else {}
     async with aiogpu.init(address=address, **options) as session:
-        load = Load(OPERATIONS, seed, in_flight, account)
-        program = Program(channel, session, load)
-        notifier = asyncio.create_task(program.report())
-        await program.serve()
-        notifier.cancel()
+        node: Any = session
+        await program.serve(words, node._session._engine, load)
+    del session, node
     gc.collect()
     left = Resources.take().since(before)
-    channel.send("ended", left=left, **account.as_json())
+    program.send("ended", left=left, **account.as_json())
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Directories, variables and processes of one node and its programs."""
+"""Directories, variables and processes of one node and its programs; their stacks."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ import shutil
 import signal
 import sys
 import tempfile
-from asyncio.subprocess import DEVNULL, PIPE, STDOUT
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, Final
 
 from benchmarks.processes import Process, belonging
-from benchmarks.soak import stacks
+from benchmarks.service import command
 from benchmarks.soak.tasks import LOCKS
 
 OPTIONS: Final[dict[str, Any]] = {
@@ -28,13 +27,15 @@ SERVICE: Final = tuple(
     f"--{name.replace('_', '-')}={value}" for name, value in OPTIONS.items()
 )
 """The same for the command that starts a service."""
-
-
 LIMIT_VARIABLE: Final = "AIOGPU_SOAK_LIMIT"
 """The variable that says after how many seconds an operation hangs."""
+RUNTIME: Final = "AIOGPU_SOAK_RUNTIME"
+"""The variable that holds the runtime directory of all of them."""
 POLLS_EVERY: Final = 0.1
 ENDS_WITHIN: Final = 30.0
 """Seconds after which nothing is left; two are promised, on an idle machine."""
+DUMPING: Final = 0.1
+"""Seconds in which a process has written its stacks."""
 ROOT: Final = Path(__file__).parents[2]
 
 
@@ -59,7 +60,7 @@ class Sandbox:
         self.environ = {
             **kept,
             LOCKS: f"{directory}/locks",
-            stacks.RUNTIME: self.runtime,
+            RUNTIME: self.runtime,
             "XDG_RUNTIME_DIR": self.runtime,
             "TMPDIR": self._spill,
             "PYTHONPATH": path.rstrip(os.pathsep),
@@ -68,6 +69,10 @@ class Sandbox:
     def processes(self) -> list[Process]:
         """Return all that have not ended."""
         return belonging(self.runtime)
+
+    def node(self) -> Process:
+        """Return the process of its service."""
+        return next(each for each in self.processes() if each.part == "nodes")
 
     def open_stderr(self, name: str) -> IO[bytes]:
         """Open the file for a program's stderr."""
@@ -83,25 +88,11 @@ class Sandbox:
 
     async def start_service(self) -> None:
         """Start a node that programs share; `RuntimeError` if it does not start."""
-        await self._aiogpu("start", "--head", *SERVICE)
+        await command("start", "--head", *SERVICE, environ=self.environ)
 
     async def stop_service(self, drain: float) -> None:
         """Stop it."""
-        await self._aiogpu("stop", f"--drain={drain:g}")
-
-    async def _aiogpu(self, *words: str) -> None:
-        command = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "aiogpu", *words),
-            env=self.environ,
-            cwd=ROOT,
-            stdin=DEVNULL,
-            stdout=PIPE,
-            stderr=STDOUT,
-            start_new_session=True,
-        )
-        output, _ = await command.communicate()
-        if command.returncode:
-            raise RuntimeError(f"aiogpu {' '.join(words)}: {output.decode()}")
+        await command("stop", f"--drain={drain:g}", environ=self.environ)
 
     async def left(self, except_logs: bool = False) -> list[str]:
         """Return what is there still, after the time in which all should have ended."""
@@ -111,8 +102,8 @@ class Sandbox:
             if loop.time() > ends:
                 break
             await asyncio.sleep(POLLS_EVERY)
-        found_left = [f"process {process}" for process in found]
-        return found_left + [f"file {path}" for path in self._files(except_logs)]
+        files = [f"file {path}" for path in self._files(except_logs)]
+        return [*(f"process {process}" for process in found), *files]
 
     def _files(self, except_logs: bool) -> Iterator[str]:
         for top in (self.runtime, self._spill):
@@ -141,3 +132,24 @@ def open_sandbox() -> Iterator[Sandbox]:
             with suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGKILL)
         shutil.rmtree(directory, ignore_errors=True)
+
+
+async def dump_all_stacks() -> None:
+    """Have all processes of this sandbox print the stacks of their threads to stderr.
+
+    Programs and workers do so at a signal: see `benchmarks.soak.tasks`. The handler is
+    faulthandler's, in C, and so works where no Python code runs any more.
+    """
+    runtime = os.environ.get(RUNTIME)
+    for process in belonging(runtime) if runtime else ():
+        with suppress(OSError):  # it has ended meanwhile
+            if _catches(process.pid):  # or it would die of the signal
+                print(f"stacks of {process}:", file=sys.stderr, flush=True)
+                os.kill(process.pid, signal.SIGUSR2)
+                await asyncio.sleep(DUMPING)
+
+
+def _catches(pid: int) -> int:
+    status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
+    caught = int(status.partition("SigCgt:")[2].split()[0], 16)
+    return caught >> (signal.SIGUSR2 - 1) & 1

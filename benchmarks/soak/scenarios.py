@@ -10,15 +10,13 @@ import asyncio
 import os
 import random
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from typing import Any, Final
 
 import aiogpu
-from benchmarks.soak.claims import Record
-from benchmarks.soak.client import Client
-from benchmarks.soak.monitor import Faults, Monitor
-from benchmarks.soak.program import public_state, settled
+from benchmarks.soak.monitor import Faults, Monitor, Record
+from benchmarks.soak.program import Client, public_state, settled
 from benchmarks.soak.sandbox import Sandbox, open_sandbox
 
 LEGAL: Final = "every handle ends once, in a legal way"
@@ -47,47 +45,105 @@ KILLED: Final = 0.3
 Progress = Callable[[str], None]
 
 
-def load_seconds(seconds: float) -> float:
-    """Return the length of a load phase of a scenario of so many seconds."""
-    least, most = LOAD_SECONDS
-    return min(most, max(least, seconds / PHASES))
+class Scenario:
+    """One scenario: its node, what is done to it, and what is checked of it.
 
+    Attributes:
+        what: its name, "embedded" or "service".
+        record: where it says what it has found.
+        seed: draws all of it.
+        random: draws the lives of its programs.
+    """
 
-def add_account(record: Record, what: str, account: dict[str, Any]) -> None:
-    """Check what a program reports of its whole life."""
-    if account:
-        record.check_none(LEGAL, [f"{what}: {each}" for each in account["wrong"]])
-        record.check_none(NONE_HANGS, [f"{what}: {each}" for each in account["hung"]])
-        record.add(f"{what}: operations", account["operations"])
-        ends = {"begun": account["begun"], **account["ends"]}
-        record.add(f"{what}: ends of handles", ends)
+    def __init__(self, what: str, record: Record, seed: str) -> None:
+        self.what = what
+        self.record = record
+        self.seed = seed
+        self.random = random.Random(f"{seed}/{what}")
+        self.begun = 0
+        self._started = 0
 
+    def name(self, kind: str) -> str:
+        """Name one more program."""
+        self._started += 1
+        return f"{kind}-{self._started}"
 
-async def finish(record: Record, what: str, client: Client) -> None:
-    """End a program in order, and check how it does."""
-    client.send("end")
-    found = await client.received("ended")
-    status = await client.ended()
-    record.check(ENDS, status == 0, f"{client.name} ended with {status}")
-    record.check_none(ENDS, [f"{client.name}: {each}" for each in found["left"]])
-    add_account(record, what, found)
+    async def run(self, seconds: float, progress: Progress) -> None:
+        """Run for so long, load and idle phases in turn."""
+        raise NotImplementedError
 
+    async def phases(
+        self,
+        sandbox: Sandbox,
+        seconds: float,
+        progress: Progress,
+        load: Callable[[float], Coroutine[Any, Any, None]],
+        idle: Callable[[], Coroutine[Any, Any, tuple[int, list[str]]]],
+        brief: Callable[[], Coroutine[Any, Any, None]],
+    ) -> Monitor:
+        """Alternate phases; `idle` gives the node's process and what it holds."""
+        loop = asyncio.get_running_loop()
+        ends, (least, most) = loop.time() + seconds, LOAD_SECONDS
+        faults = Faults(sandbox, self.seed)
+        monitor = Monitor(sandbox, self.what, self.record)
+        while loop.time() < ends:
+            beside = asyncio.create_task(brief())
+            async with _under_faults(faults, monitor):
+                loading = asyncio.create_task(
+                    load(min(most, max(least, seconds / PHASES)))
+                )
+                while not loading.done():
+                    await asyncio.wait([loading], timeout=1)
+                    progress(f"{self.begun} handles, {monitor.latest}")
+                await loading
+            await beside
+            pid, held = await idle()
+            wrong = [f"{self.what}: {each}" for each in held]
+            self.record.check(NOTHING_HELD, wrong)
+            monitor.measure(pid)
+        self.record.add(f"{self.what}: faults", faults.counts)
+        return monitor
 
-def check_stderr(record: Record, sandbox: Sandbox) -> None:
-    """Check that programs have printed nothing that nobody has caused."""
-    lines = sandbox.all_stderr().splitlines()
-    found = [
-        "\n".join(lines[max(0, index - 3) : index + 40])
-        for index, line in enumerate(lines)
-        if line.startswith("Traceback") or any(word in line for word in WARNINGS)
-    ]
-    record.check_none(NO_WARNING, found)
-    if (claim := record.claims.get(NONE_HANGS)) and claim.failures:
-        print("\n".join(lines[-STDERR_SHOWN:]), flush=True)
+    def account(self, what: str, client: Client) -> None:
+        """Check what a program has reported of its whole life."""
+        if account := client.account:
+            for claim, key in ((LEGAL, "wrong"), (NONE_HANGS, "hung")):
+                self.record.check(claim, [f"{what}: {each}" for each in account[key]])
+            self.record.add(f"{what}: operations", account["operations"])
+            ends = {"begun": account["begun"], **account["ends"]}
+            self.record.add(f"{what}: ends of handles", ends)
+
+    async def kill(self, what: str, client: Client) -> None:
+        """Kill a program in the middle of work."""
+        await client.kill()
+        self.record.add(f"{self.what}: faults", {"kill programs": 1})
+        self.account(what, client)
+
+    async def finish(self, what: str, client: Client) -> None:
+        """End a program in order, and check how it does."""
+        client.send("end")
+        left = (await client.received("ended"))["left"]
+        if status := await client.ended():
+            left = [f"it ended with {status}", *left]
+        self.record.check(ENDS, [f"{client.name}: {each}" for each in left])
+        self.account(what, client)
+
+    def check_left(self, sandbox: Sandbox, left: list[str]) -> None:
+        """Check that nothing is left, and that programs have printed no warnings."""
+        self.record.check(NOTHING_LEFT, [f"{self.what}: {each}" for each in left])
+        lines = sandbox.all_stderr().splitlines()
+        found = [
+            "\n".join(lines[max(0, index - 3) : index + 40])
+            for index, line in enumerate(lines)
+            if line.startswith("Traceback") or any(word in line for word in WARNINGS)
+        ]
+        self.record.check(NO_WARNING, found)
+        if (claim := self.record.claims.get(NONE_HANGS)) and claim.failures:
+            print("\n".join(lines[-STDERR_SHOWN:]), flush=True)
 
 
 @asynccontextmanager
-async def under_faults(faults: Faults, monitor: Monitor) -> AsyncIterator[None]:
+async def _under_faults(faults: Faults, monitor: Monitor) -> AsyncIterator[None]:
     """Inject faults and monitor all processes, for the time of the block."""
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(each) for each in (faults.run(), monitor.run())]
@@ -96,158 +152,114 @@ async def under_faults(faults: Faults, monitor: Monitor) -> AsyncIterator[None]:
             task.cancel()
 
 
-async def embedded(
-    record: Record, seed: str, seconds: float, progress: Progress
-) -> None:
+class Embedded(Scenario):
     """One program that lasts, and beside it others that are killed with their nodes."""
-    what, loop = "embedded", asyncio.get_running_loop()
-    ends = loop.time() + seconds
-    with open_sandbox() as sandbox:
-        faults = Faults(sandbox, f"{seed}/faults")
-        monitor = Monitor(sandbox, what, record)
-        client = await Client.start(sandbox, what, "local", seed, in_flight=20)
-        await client.received("ready")
-        drawn = random.Random(f"{seed}/brief")
-        try:
-            while loop.time() < ends:
+
+    async def run(self, seconds: float, progress: Progress) -> None:
+        with open_sandbox() as sandbox:
+            client = await Client.start(sandbox, self.what, "local", self.seed, 20)
+
+            async def load(duration: float) -> None:
                 client.send("load")
-                brief = asyncio.create_task(_killed_program(record, seed, drawn))
-                async with under_faults(faults, monitor):
-                    for _ in range(round(load_seconds(seconds))):
-                        await asyncio.sleep(1)
-                        begun = client.account.get("begun", 0)
-                        progress(f"{begun} handles, {monitor.latest}")
-                await brief
+                for _ in range(round(duration)):
+                    await asyncio.sleep(1)
+                    self.begun = client.account.get("begun", 0)
+
+            async def idle() -> tuple[int, list[str]]:
                 client.send("idle")
-                held = (await client.received("idled"))["held"]
-                record.check_none(NOTHING_HELD, [f"{what}: {each}" for each in held])
-                monitor.measure(client.pid)
-        except BaseException:
-            add_account(record, what, client.account)
-            raise
-        await finish(record, what, client)
-        record.check_none(NOTHING_LEFT, await sandbox.left())
-        check_stderr(record, sandbox)
-        record.add(f"{what}: faults", faults.counts)
-        monitor.judge()
+                return client.pid, (await client.received("idled"))["held"]
 
+            try:
+                monitor = await self.phases(
+                    sandbox, seconds, progress, load, idle, self._brief
+                )
+            except BaseException:
+                self.account(self.what, client)
+                raise
+            await self.finish(self.what, client)
+            self.check_left(sandbox, await sandbox.left())
+            monitor.judge()
 
-async def _killed_program(record: Record, seed: str, drawn: random.Random) -> None:
-    """A program that is killed in the middle of work; its node ends with it."""
-    name, life = f"brief-{drawn.randrange(1 << 30)}", drawn.uniform(1.0, 6.0)
-    with open_sandbox() as sandbox:
-        client = await Client.start(sandbox, name, "local", seed, in_flight=8)
-        await client.received("ready")
-        client.send("load")
-        await asyncio.sleep(life)
-        await client.kill()
-        add_account(record, "embedded, programs killed", client.account)
-        left = await sandbox.left()
-        record.check_none(NOTHING_LEFT, [f"killed {name}: {each}" for each in left])
-        record.add("embedded: faults", {"kill programs": 1})
-
-
-async def service(
-    record: Record, seed: str, seconds: float, progress: Progress
-) -> None:
-    """A service that lasts, with its programs, and beside it others that are ended."""
-    what, loop = "service", asyncio.get_running_loop()
-    ends = loop.time() + seconds
-    with open_sandbox() as sandbox:
-        await sandbox.start_service()
-        node = next(each for each in sandbox.processes() if each.part == "nodes")
-        faults = Faults(sandbox, f"{seed}/faults")
-        monitor = Monitor(sandbox, what, record)
-        clients = Clients(sandbox, record, seed)
-        drawn = random.Random(f"{seed}/brief")
-        while loop.time() < ends:
-            brief = asyncio.create_task(_ended_service(record, seed, drawn))
-            async with under_faults(faults, monitor):
-                load = asyncio.create_task(clients.run(load_seconds(seconds)))
-                while not load.done():
-                    await asyncio.wait([load], timeout=1)
-                    progress(f"{clients.begun} handles, {monitor.latest}")
-                await load
-            await brief
-            async with aiogpu.init(address=sandbox.address, log_to_driver=False):
-                held = await settled(public_state)
-            record.check_none(NOTHING_HELD, [f"{what}: {each}" for each in held])
-            monitor.measure(node.pid)
-        await sandbox.stop_service(drain=5)
-        record.check_none(NOTHING_LEFT, await sandbox.left(except_logs=True))
-        check_stderr(record, sandbox)
-        record.add(f"{what}: faults", faults.counts)
-        monitor.judge()
-
-
-class Clients:
-    """Programs that share a node: so many at a time, each for a while."""
-
-    def __init__(self, sandbox: Sandbox, record: Record, seed: str) -> None:
-        self._sandbox = sandbox
-        self._record = record
-        self._seed = seed
-        self._random = random.Random(f"{seed}/clients")
-        self._started = 0
-        self.begun = 0
-
-    async def run(self, seconds: float) -> None:
-        """Run for so long; then until the last program has ended."""
-        ends = asyncio.get_running_loop().time() + seconds
-        async with asyncio.TaskGroup() as group:
-            for _ in range(CLIENTS):
-                group.create_task(self._one_after_the_other(ends))
-
-    async def _one_after_the_other(self, ends: float) -> None:
-        loop = asyncio.get_running_loop()
-        while loop.time() < ends:
-            self._started += 1
-            life = min(self._random.uniform(*LIVES), max(1.0, ends - loop.time()))
-            is_killed = self._random.random() < KILLED
-            await self._run_one(f"client-{self._started}", life, is_killed)
-
-    async def _run_one(self, name: str, life: float, is_killed: bool) -> None:
-        sandbox, record = self._sandbox, self._record
-        client = await Client.start(sandbox, name, sandbox.address, self._seed, 8)
-        await client.received("ready")
-        client.send("load")
-        try:
+    async def _brief(self) -> None:
+        """A program that is killed in the middle of work; its node ends with it."""
+        life = self.random.uniform(1.0, 6.0)
+        with open_sandbox() as sandbox:
+            client = await Client.start(sandbox, self.name("brief"), "local", self.seed)
+            client.send("load")
             await asyncio.sleep(life)
-        except asyncio.CancelledError:
-            add_account(record, "service", client.account)
-            raise
-        if is_killed:
-            await client.kill()
-            record.add("service: faults", {"kill programs": 1})
-            add_account(record, "service, programs killed", client.account)
-        else:
-            await finish(record, "service", client)
-        self.begun += client.account.get("begun", 0)
+            await self.kill("embedded, programs killed", client)
+            left = await sandbox.left()
+            wrong = [f"killed {client.name}: {each}" for each in left]
+            self.record.check(NOTHING_LEFT, wrong)
 
 
-async def _ended_service(record: Record, seed: str, drawn: random.Random) -> None:
-    """A service that is killed or stopped under a program, which is told so."""
-    with open_sandbox() as sandbox:
-        name = f"brief-{drawn.randrange(1 << 30)}"
-        await sandbox.start_service()
-        client = await Client.start(
-            sandbox, name, sandbox.address, seed, 8, is_mortal=True
-        )
-        await client.received("ready")
-        client.send("load")
-        await asyncio.sleep(drawn.uniform(*LIVES))
-        is_killed = drawn.random() < 0.5
-        if is_killed:
-            node = next(each for each in sandbox.processes() if each.part == "nodes")
-            with suppress(ProcessLookupError):
-                os.kill(node.pid, signal.SIGKILL)
-        else:
-            await sandbox.stop_service(drain=0)
-        await finish(record, "service that is ended", client)
-        left = await sandbox.left(except_logs=True)
-        if is_killed:  # its socket stays, until the next start
-            left = [each for each in left if "node." not in each]
-        record.check_none(NOTHING_LEFT, [f"{name}: {each}" for each in left])
-        check_stderr(record, sandbox)
-        fault = "kill nodes" if is_killed else "stop nodes"
-        record.add("service: faults", {fault: 1})
+class Service(Scenario):
+    """A service that lasts, with its programs, and beside it others that are ended."""
+
+    async def run(self, seconds: float, progress: Progress) -> None:
+        with open_sandbox() as sandbox:
+            await sandbox.start_service()
+            node = sandbox.node()
+
+            async def load(duration: float) -> None:
+                ends = asyncio.get_running_loop().time() + duration
+                async with asyncio.TaskGroup() as group:
+                    for _ in range(CLIENTS):
+                        group.create_task(self._one_after_the_other(sandbox, ends))
+
+            async def idle() -> tuple[int, list[str]]:
+                async with aiogpu.init(address=sandbox.address, log_to_driver=False):
+                    return node.pid, await settled(public_state)
+
+            monitor = await self.phases(
+                sandbox, seconds, progress, load, idle, self._brief
+            )
+            await sandbox.stop_service(drain=5)
+            self.check_left(sandbox, await sandbox.left(except_logs=True))
+            monitor.judge()
+
+    async def _one_after_the_other(self, sandbox: Sandbox, ends: float) -> None:
+        """Programs that use the service, each for a while."""
+        loop, what = asyncio.get_running_loop(), self.what
+        while loop.time() < ends:
+            life = min(self.random.uniform(*LIVES), max(1.0, ends - loop.time()))
+            is_killed, name = self.random.random() < KILLED, self.name("client")
+            client = await Client.start(sandbox, name, sandbox.address, self.seed)
+            client.send("load")
+            try:
+                await asyncio.sleep(life)
+            except asyncio.CancelledError:
+                self.account(what, client)
+                raise
+            if is_killed:
+                await self.kill(f"{what}, programs killed", client)
+            else:
+                await self.finish(what, client)
+            self.begun += client.account.get("begun", 0)
+
+    async def _brief(self) -> None:
+        """A service that is killed or stopped under a program, which is told so."""
+        life, is_killed = self.random.uniform(*LIVES), self.random.random() < 0.5
+        with open_sandbox() as sandbox:
+            await sandbox.start_service()
+            client = await Client.start(
+                *(sandbox, self.name("brief"), sandbox.address, self.seed),
+                is_mortal=True,
+            )
+            client.send("load")
+            await asyncio.sleep(life)
+            if is_killed:
+                with suppress(ProcessLookupError):
+                    os.kill(sandbox.node().pid, signal.SIGKILL)
+            else:
+                await sandbox.stop_service(drain=0)
+            await self.finish("service that is ended", client)
+            left = await sandbox.left(except_logs=True)
+            if is_killed:  # its socket stays, until the next start
+                left = [each for each in left if "node." not in each]
+            self.check_left(sandbox, left)
+            fault = "kill nodes" if is_killed else "stop nodes"
+            self.record.add("service: faults", {fault: 1})
+
+
+SCENARIOS: Final = {"embedded": Embedded, "service": Service}

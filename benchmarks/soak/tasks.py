@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import fcntl
 import os
 import signal
@@ -15,9 +16,9 @@ from typing import IO, Any, Final
 from zlib import crc32
 
 import aiogpu
-from benchmarks.soak import stacks
 
-stacks.dump_on_signal()
+faulthandler.register(signal.SIGUSR2, file=2, all_threads=True)
+"""So that this process and those it forks dump their stacks at the signal."""
 
 
 QUARTERS: Final = 4
@@ -43,7 +44,21 @@ def lock(gpus: list[int], amount: float) -> list[IO[bytes]]:
     found: list[IO[bytes]] = []
     try:
         for gpu in gpus:
-            _lock_quarters(found, gpu, wanted)
+            before = len(found)
+            for quarter in range(QUARTERS):
+                file: IO[bytes] = open(f"{os.environ[LOCKS]}/gpu-{gpu}-{quarter}", "wb")  # noqa: SIM115
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    found.append(file)
+                except BlockingIOError:
+                    file.close()
+                if len(found) - before == wanted:
+                    break
+            else:
+                raise OverlapError(
+                    f"process {os.getpid()} was given {wanted} quarters of GPU {gpu}, "
+                    f"of which others hold all but {len(found) - before}."
+                )
     except OverlapError:
         for file in found:
             file.close()
@@ -60,25 +75,6 @@ def locked(gpus: list[int], amount: float) -> Iterator[None]:
     finally:
         for file in files:
             file.close()
-
-
-def _lock_quarters(found: list[IO[bytes]], gpu: int, wanted: int) -> None:
-    before = len(found)
-    for quarter in range(QUARTERS):
-        path = f"{os.environ[LOCKS]}/gpu-{gpu}-{quarter}"
-        file = open(path, "wb")  # noqa: SIM115 - it is held
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.close()
-        else:
-            found.append(file)
-        if len(found) - before == wanted:
-            return
-    raise OverlapError(
-        f"process {os.getpid()} was given {wanted} quarters of GPU {gpu}, of which "
-        f"others hold all but {len(found) - before}."
-    )
 
 
 _kept: Final[dict[str, tuple[memoryview, int]]] = {}
