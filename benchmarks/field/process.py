@@ -154,34 +154,30 @@ class Server:
         self._context: Any = None
         self._block: Any = None
 
-    async def open(
-        self, num_cpus: int, num_gpus: int, preload: list[str] | None
-    ) -> object:
-        """Start the system; without the modules, if it preloads none.
+    async def prepare(self, workload: str) -> object:
+        """End the workload before, and get ready for this one.
 
-        Returns the versions of what it is made of.
+        Starts the system if need be; without the modules, if it preloads none. Returns
+        the versions of what it is made of.
         """
+        from benchmarks.field.workloads import WORKLOADS, Context
         from benchmarks.report import versions
 
-        if self._system is None:
-            return {}
-        self._is_open = True
-        try:
-            await self._system.open(num_cpus, num_gpus, preload)
-        except UnsupportedError:
-            if not preload:
-                raise
-            self._has_preloaded = False
-            await self._system.open(num_cpus, num_gpus, None)
-        return versions(self._system.libraries)
-
-    async def prepare(self, workload: str) -> None:
-        """End the workload before, and get ready for this one."""
-        from benchmarks.field.workloads import WORKLOADS, Context
-
         await self._leave()
-        self._context = Context(self._system, AsyncExitStack(), self._has_preloaded)
-        self._block = await WORKLOADS[workload].prepare(self._context)
+        asked, system = WORKLOADS[workload], self._system
+        if system is not None and asked.setup.is_open and not self._is_open:
+            self._is_open = True
+            num_cpus, num_gpus, preload, *_ = asked.setup
+            try:
+                await system.open(num_cpus, num_gpus, preload)
+            except UnsupportedError:
+                if not preload:
+                    raise
+                self._has_preloaded = False
+                await system.open(num_cpus, num_gpus, None)
+        self._context = Context(system, AsyncExitStack(), self._has_preloaded)
+        self._block = await asked.prepare(self._context)
+        return versions(system.libraries) if system is not None else {}
 
     async def block(self, amount: Any) -> object:
         """Run one block; return its figures, and notes."""

@@ -138,7 +138,7 @@ class Run:
         time.sleep(PAUSE)
         setup = _setup(entry.workload)
         try:
-            figures, entry.notes = self._block(entry.workload, setup, system)
+            figures, entry.notes = self._block(entry.workload, system)
             entry.turns.append(figures)
         except UnsupportedError as reason:
             entry.why = f"not supported: {reason}"
@@ -149,14 +149,11 @@ class Run:
         if setup.is_fresh:
             system.stop(CLOSES_WITHIN)
 
-    def _block(self, workload: str, setup: Setup, system: SystemProcess) -> Any:
+    def _block(self, workload: str, system: SystemProcess) -> Any:
         if system.reaper is None:
             system.start()
-            if setup.is_open:
-                arguments = setup.num_cpus, setup.num_gpus, setup.preload
-                system.libraries = system.request(OPENS_WITHIN, "open", *arguments)
         if system.workload != workload:
-            system.request(ANSWERS_WITHIN, "prepare", workload)
+            system.libraries |= system.request(OPENS_WITHIN, "prepare", workload)
             system.workload = workload
         try:
             return system.request(ANSWERS_WITHIN, "block", self._extent.amount)

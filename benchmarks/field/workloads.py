@@ -396,7 +396,7 @@ async def _live(trace: Trace, calls: Sequence[Call]) -> tuple[float, list[float]
 
 
 async def _start(context: Context) -> Block:
-    source = context.system.first_result if context.system else "print(0, flush=True)"
+    source = context.system.first_result() if context.system else "print(0, flush=True)"
 
     async def block(_amount: Amount) -> Figures:
         start = perf_counter()

@@ -34,6 +34,22 @@ NEEDS: Final = {
 }
 """The systems, and the module that each needs."""
 MODULES: Final = {"node": "aiogpu", "loky": "executor"}
+FIRST_RESULT: Final = """
+import asyncio
+from benchmarks.field.systems import Need, load
+from benchmarks.tasks import noop
+
+async def main():
+    system = load("{}")
+    await system.open(1, 0, None)
+    await system.task(noop, Need())(1)
+    print(1, flush=True)
+    await system.close()
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+"""A program that prints a number after its first result."""
 
 
 class Need(NamedTuple):
@@ -53,12 +69,14 @@ class System:
     Attributes:
         title: the system as the subject of a sentence, such as "an executor".
         libraries: distributions whose versions belong in the report.
-        first_result: a program that prints a number after its first result.
     """
 
     title = "a system"
     libraries: tuple[str, ...] = ()
-    first_result = ""
+
+    def first_result(self) -> str:
+        """Return a program that prints a number after its first result."""
+        return FIRST_RESULT.format(type(self).__name__.lower())
 
     def lacks(self, what: str) -> NoReturn:
         """Raise `UnsupportedError`."""

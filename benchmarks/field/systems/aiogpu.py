@@ -3,45 +3,22 @@
 from __future__ import annotations
 
 from contextlib import AsyncExitStack
-from typing import Any, Final, cast
+from typing import Any, cast
 
 import aiogpu
 from benchmarks import tasks
 from benchmarks.field.systems import Call, Function, Items, Need, Preload, System, Use
 from benchmarks.service import service
 
-SERVICE_FIRST_RESULT: Final = """
-from subprocess import run as start
-from sys import executable
-from tempfile import TemporaryDirectory
-from time import perf_counter_ns
-from aiogpu import init, remote, run
-
-@remote
-def noop(number):
-    return None
-
-async def main(path, began):
-    async with init(address=path):
-        await noop.remote(1)
-        print(perf_counter_ns() - began, flush=True)
-
-with TemporaryDirectory(prefix="agb-") as directory:
-    path = f"{directory}/node.sock"
-    aiogpu = [executable, "-m", "aiogpu"]
-    began = perf_counter_ns()
-    options = ["--head", "--num-cpus=1", "--num-gpus=0", f"--socket={path}"]
-    start([*aiogpu, "start", *options], capture_output=True, check=True)
-    run(main(path, began))
-    start([*aiogpu, "stop", f"--socket={path}", "--drain=0"], capture_output=True)
-"""
-
 
 class Aiogpu(System):
     """An embedded node."""
 
     libraries = ("aiogpu", "uvloop", "msgpack", "cloudpickle", "nvidia-ml-py")
-    first_result = tasks.FIRST_RESULT
+
+    def first_result(self) -> str:
+        """Return a program as users write it."""
+        return tasks.FIRST_RESULT
 
     async def open(self, num_cpus: int, num_gpus: int, preload: Preload) -> None:
         modules = "auto" if preload is None else preload
@@ -73,7 +50,7 @@ class Aiogpu(System):
 class Node(Aiogpu):
     """A service."""
 
-    first_result = SERVICE_FIRST_RESULT
+    first_result = System.first_result
 
     def __init__(self) -> None:
         self._stack = AsyncExitStack()

@@ -14,24 +14,6 @@ from benchmarks.field.systems import Call, Function, Need, Preload, System, Use
 
 THREADS: Final = 16
 """Of the one worker that has all GPUs: as many quarters as four of them have."""
-FIRST_RESULT: Final = """
-import asyncio
-from dask.distributed import Client, LocalCluster
-from time import perf_counter_ns
-
-async def main():
-    start = perf_counter_ns()
-    async with LocalCluster(
-        n_workers=1, threads_per_worker=1, dashboard_address=None, asynchronous=True
-    ) as cluster, Client(cluster, asynchronous=True) as client:
-        await client.submit(abs, 1)
-        print(perf_counter_ns() - start, flush=True)
-
-if __name__ == "__main__":
-    asyncio.run(main())
-"""
-
-
 _submitted: Final[WeakKeyDictionary[Future[Any], Any]] = WeakKeyDictionary()
 """Of each future Dask's own, which so lives as long."""
 _cancelling: Final[set[Future[None]]] = set()
@@ -46,7 +28,6 @@ class Dask(System):
 
     title = "Dask"
     libraries = ("distributed", "dask", "uvloop")
-    first_result = FIRST_RESULT
 
     async def open(self, num_cpus: int, num_gpus: int, preload: Preload) -> None:
         if preload:

@@ -14,26 +14,6 @@ from benchmarks.field.systems import Call, Function, Items, Need, Preload, Syste
 
 STORE: Final = 2_000_000_000
 """Bytes of its object store."""
-FIRST_RESULT: Final = """
-import asyncio
-from time import perf_counter_ns
-import ray
-
-@ray.remote
-def noop(number):
-    return None
-
-async def main():
-    start = perf_counter_ns()
-    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
-    await noop.remote(1)
-    print(perf_counter_ns() - start, flush=True)
-    ray.shutdown()
-
-asyncio.run(main())
-"""
-
-
 _references: Final[WeakKeyDictionary[Future[Any], Any]] = WeakKeyDictionary()
 """Of each future Ray's reference, which so lives as long."""
 
@@ -43,7 +23,6 @@ class Ray(System):
 
     title = "Ray"
     libraries = ("ray", "uvloop")
-    first_result = FIRST_RESULT
 
     async def open(self, num_cpus: int, num_gpus: int, preload: Preload) -> None:
         if preload:

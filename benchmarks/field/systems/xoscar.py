@@ -6,33 +6,11 @@ import asyncio
 from asyncio import Future
 from collections.abc import AsyncIterator, Callable
 from itertools import cycle
-from typing import Any, Final
+from typing import Any
 
 import xoscar
 
 from benchmarks.field.systems import Call, Function, Items, Need, Preload, System, Use
-
-FIRST_RESULT: Final = """
-import asyncio
-from time import perf_counter_ns
-import xoscar
-from benchmarks.field.systems.xoscar import Runner
-
-async def main():
-    start = perf_counter_ns()
-    pool = await xoscar.create_actor_pool("127.0.0.1", n_process=1)
-    async with pool:
-        runner = await xoscar.create_actor(
-            Runner,
-            address=pool.external_address,
-            allocate_strategy=xoscar.allocate_strategy.ProcessIndex(1),
-        )
-        await runner.run(abs, 1)
-        print(perf_counter_ns() - start, flush=True)
-
-if __name__ == "__main__":
-    asyncio.run(main())
-"""
 
 
 class Runner(xoscar.Actor):  # type: ignore[misc]
@@ -63,7 +41,6 @@ class Xoscar(System):
 
     title = "xoscar"
     libraries = ("xoscar", "uvloop")
-    first_result = FIRST_RESULT
 
     async def open(self, num_cpus: int, num_gpus: int, preload: Preload) -> None:
         if preload:

@@ -65,7 +65,7 @@ from multiprocessing.connection import Connection
 connection = Connection(int(sys.argv[2]))
 while True:
     method, _ = connection.recv()
-    if method == "open":
+    if method == "prepare":
         subprocess.Popen(["sleep", "600"], start_new_session=True)
         if not os.fork():
             os.setsid()
@@ -101,7 +101,7 @@ def test_whatever_happens_a_system_leaves_nothing(how, error, words):
     system = SystemProcess(how, ("-c", FAILING))
     system.start()
     try:
-        system.request(60, "open", 1, 0, None)
+        system.request(60, "prepare", "call")
         assert len(set(descendants()) - before) >= 4, "also what has left its session"
         assert system.cpu_time() > 0
         if error is None:  # its end of the pipe closes, whatever else happens
@@ -109,7 +109,7 @@ def test_whatever_happens_a_system_leaves_nothing(how, error, words):
             system.reaper.wait(60)
         else:
             with pytest.raises(error, match=words):
-                system.request(0.5 if how == "hangs" else 60, "prepare", "call")
+                system.request(0.5 if how == "hangs" else 60, "block", None)
     finally:
         system.stop()
     assert not set(descendants()) - before
