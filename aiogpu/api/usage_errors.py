@@ -241,6 +241,8 @@ def no_such_name(
         module: the module that was asked.
     """
     hint = NAMES_OF_RAY.get(name, "")
+    if module != "aiogpu":  # code without a loop
+        hint = hint.replace("`await aiogpu.", f"`{module}.")
     for public in below:
         found = getattr(public, name, None)
         if getattr(found, "__module__", "").startswith("aiogpu."):

@@ -172,6 +172,10 @@ def test_names_and_mistakes_of_rays_programs(node: Any) -> None:
     handle.cancel()
     assert sync.get(double.remote(1), timeout=60) == 2
     assert sync.ActorDiedError is aiogpu.ActorDiedError
+    with pytest.raises(
+        AttributeError, match=r"'nodes': write `aiogpu.sync.status\(\)`"
+    ):
+        _ = aiogpu.sync.nodes  # type: ignore[attr-defined]
     with pytest.raises(AttributeError, match="has no attribute 'NoSuchError'"):
         _ = sync.NoSuchError
     with pytest.raises(AttributeError, match="it is the attribute 'task_id'"):
