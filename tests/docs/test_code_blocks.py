@@ -126,11 +126,16 @@ def test_parts_of_an_example_are_as_in_the_example(block):
 
 
 def test_commands_and_their_options_are_known():
-    shells = [b.text for b in BLOCKS if b.kind in ("bash", "sh", "console")]
+    """Those of blocks for a shell, and the examples of `--help`."""
+    shells = [
+        block.text
+        for block in BLOCKS
+        if block.kind in ("bash", "sh", "console") or block.page == "cli-reference.md"
+    ]
     lines = [line for text in shells for line in COMMAND.findall(text)]
-    assert len(lines) > 10
+    assert len(lines) > 30
     for line in lines:
-        name, *words = shlex.split(line.partition(" > ")[0], comments=True)
+        name, *words = shlex.split(re.split(r" [>|] ", line)[0], comments=True)
         command = cli.get_command(click.Context(cli), name)
         assert command, line
         command.make_context(name, words)  # raises UsageError
