@@ -18,6 +18,7 @@ from aiogpu.core.model.request import (
 )
 from aiogpu.core.model.units import CPU, GPU, device_quantity, quantity
 from aiogpu.core.records import Memory, TaskRecord
+from aiogpu.core.resources.devices import Cause
 from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.observe.snapshot import snapshot, why
 from aiogpu.observe.status import NodeStatus
@@ -82,12 +83,6 @@ def pass_over(w: testing.World) -> None:
     w.finish(name)
 
 
-def kept_for(w: testing.World) -> str | None:
-    """The task for which something is reserved."""
-    reservation = w.scheduler.reservation
-    return reservation.record.spec.name if reservation else None
-
-
 def kinds(w: testing.World) -> list[type]:
     """The classes of the effects of the last event."""
     return [type(effect) for effect in w.effects]
@@ -127,7 +122,31 @@ def outgrow(w: testing.World, name: str) -> None:
     w.tell(Scheduler.kill_for_memory, w.worker_of(name), Memory.DEVICE)
 
 
-VERBS = {"starve": starve, "outgrow": outgrow, "pass_over": pass_over}
+def sicken(w: testing.World, index: int) -> None:
+    """A GPU fails."""
+    w.tell(Scheduler.device_changed, GPU, index, Cause.SICK, "XID 79")
+
+
+def heal(w: testing.World, index: int) -> None:
+    """A GPU is well again."""
+    w.tell(Scheduler.device_changed, GPU, index, Cause.SICK, None)
+
+
+def settle(w: testing.World) -> None:
+    """The devices of the worker that went first are seen free."""
+    w.tell(Scheduler.devices_free, w.unsettled[0])
+
+
+def let(w: testing.World, **behaviour: Any) -> None:
+    """Change what happens by itself, as `starts=False`."""
+    for name, how in behaviour.items():
+        setattr(w, name, how)
+
+
+VERBS = {
+    each.__name__: each
+    for each in (starve, outgrow, pass_over, sicken, heal, settle, let)
+}
 """Events beside the methods of a world."""
 
 
@@ -172,7 +191,11 @@ class World(testing.World):
         if how == "lacks":
             assert not set(words) & set(seen), (done, seen)
             return
-        if isinstance(seen, dict):
+        if isinstance(seen, dict) and ":" not in "".join(words):
+            seen = set(seen)
+        if seen is None or isinstance(seen, str | int | float):
+            [said] = map(value, words)
+        elif isinstance(seen, dict):
             said: Any = {
                 key: value(text) for key, text in (word.split(":") for word in words)
             }
@@ -181,8 +204,40 @@ class World(testing.World):
             said = type(seen)(map(value, words))
             part = [each for each in seen if each in said]
         if how == "has":
+            assert not isinstance(seen, str | int | float)
             seen = type(seen)(part)
         assert seen == said, (done, seen)
+
+    @property
+    def kept(self) -> str | None:
+        """The task for which something is reserved."""
+        reservation = self.scheduler.reservation
+        return reservation.record.spec.name if reservation else None
+
+    @property
+    def warned(self) -> list[str]:
+        """The tasks whose programs were warned."""
+        return [name for name, _ in self.warnings]
+
+    @property
+    def worker_count(self) -> int:
+        """How many workers there are."""
+        return len(self.workers)
+
+    @property
+    def left(self) -> int:
+        """How many tasks have not ended."""
+        return len(self.scheduler.tasks)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the node has closed."""
+        return self.scheduler.is_closed
+
+    @property
+    def deadline(self) -> float | None:
+        """When the scheduler wants to be woken."""
+        return self.scheduler.deadline()
 
     def placement_group(
         self,

@@ -23,8 +23,7 @@ def shown(w: World) -> list[str | None]:
 
 def gone(gpus=1, count=2):
     """A world in which a task has ended and its worker's devices are awaited."""
-    w = World(cpus=4, gpus=count)
-    w.settles = True
+    w = World(cpus=4, gpus=count).play("let settles=True")
     w.submit("a", num_gpus=gpus, max_calls=1)
     worker = w.worker_of("a")
     w.finish("a")
@@ -76,19 +75,16 @@ def test_a_device_that_is_not_given_back_is_set_aside_and_says_why():
     assert "set aside" in status_of(w).waiting[0].reason
     w.play("submit b gpus=1; gpus_of b = 1")
     assert f"    set aside: {REASON}" in str(why_of(w, "both")).splitlines()
-    w.advance(2)
-    assert w.scheduler.reservation is None, "none counts on it"
-    w.play("finish b; run_dry")
+    w.play("advance 2; kept = None (none counts on it); finish b; run_dry")
     note(w, 0, None, Cause.UNSETTLED)
     assert w.gpus_of("both") == [0, 1]
 
 
 @pytest.mark.parametrize("cause", [Cause.SICK, Cause.FOREIGN, Cause.UNSETTLED])
 def test_who_has_a_share_of_a_device_that_is_set_aside_keeps_that(cause):
-    w = World(gpus=2)
-    w.settles = True
-    w.play("""
-        submit c gpus=0.25 max_calls=1; submit a gpus=0.5; submit whole gpus=1; finish c
+    w = World(gpus=2).play("""
+        let settles=True; submit c gpus=0.25 max_calls=1; submit a gpus=0.5
+        submit whole gpus=1; finish c
     """)
     if cause is Cause.UNSETTLED:
         w.tell(Scheduler.devices_stuck, w.unsettled[0], SICK)
@@ -148,8 +144,7 @@ def test_cpus_that_were_lent_come_back_with_the_rest():
 
 def test_the_end_of_the_node_waits_for_no_device():
     w, _ = gone()
-    w.close()
-    assert w.scheduler.is_closed
+    w.play("close; is_closed = True")
 
 
 @pytest.mark.parametrize("step", [Scheduler.devices_free, Scheduler.worker_gone])
@@ -190,9 +185,7 @@ def test_a_worker_on_a_sick_device_is_given_no_more_of_the_same():
     """)
     assert w.queued
     w.tell(Scheduler.device_changed, "GPU", 0, Cause.SICK, "GPU reset needed")
-    w.play("queued =; running = b; finish b; running =")
-    w.tell(Scheduler.device_changed, "GPU", 0, Cause.SICK, None)
-    w.run_dry()
+    w.play("queued =; running = b; finish b; running =; heal 0; run_dry")
     assert set(w.told) == set("abcdefgh")
 
 
@@ -212,8 +205,7 @@ def test_nothing_is_kept_on_a_sick_device():
         submit d gpus=0.25
     """)
     assert w.scheduler.reservation.barred == {"GPU": 0b01}
-    w.advance(1)
-    w.tell(Scheduler.device_changed, "GPU", 0, Cause.SICK, "XID 79")
+    w.play("advance 1; sicken 0")
     assert w.scheduler.reservation.barred == {"GPU": 0b10}
 
 
@@ -223,8 +215,7 @@ def test_what_was_opened_on_a_sick_device_is_not_used_again():
         submit a b gpus=0.5; submit c gpus=1; submit d
     """)
     idle, busy, other = (w.worker_of(name) for name in "abc")
-    w.play("finish a c d")
-    w.tell(Scheduler.device_changed, "GPU", 0, Cause.SICK, "XID 79")
+    w.play("finish a c d; sicken 0")
     assert w.retired == [idle]
     w.play("finish b; submit e gpus=1")
     assert w.worker_of("e") == other
@@ -237,23 +228,20 @@ def test_what_was_opened_on_a_sick_device_is_not_used_again():
 @pytest.mark.parametrize("cause", [Cause.SICK, Cause.FOREIGN, Cause.UNSETTLED])
 def test_a_task_whose_worker_is_being_forked_goes_elsewhere(cause):
     w, worker = gone(0.5)
-    w.starts = False
-    w.submit("b", num_gpus=0.5)
+    w.play("let starts=False; submit b gpus=0.5")
     if cause is Cause.UNSETTLED:
         w.tell(Scheduler.devices_stuck, worker, SICK)
     else:
         note(w, 0, SICK, cause)
     w.play("start b; gpus_of b = 1")
-    assert len(w.workers) == 1, "the same worker, which had no device yet"
+    assert w.worker_count == 1, "the same worker, which had no device yet"
 
 
 def test_what_was_busy_on_a_sick_device_all_the_while_is_not_used_again():
     """What it has opened there is from before the device was well again."""
     w = World(gpus=1, exits=False).play("submit a b gpus=0.5")
     held = w.worker_of("a")
-    w.tell(Scheduler.device_changed, "GPU", 0, Cause.SICK, "XID 79")
-    w.tell(Scheduler.device_changed, "GPU", 0, Cause.SICK, None)
-    w.play("retired =; submit c gpus=0.5; finish a")
+    w.play("sicken 0; heal 0; retired =; submit c gpus=0.5; finish a")
     assert w.retired == [held]
     assert w.waiting == {"c"}, "it has its share until it has ended"
 

@@ -117,22 +117,19 @@ def test_who_goes_first_is_not_kept_waiting_by_those_sent_ahead(options):
 def test_another_shape_whose_turn_has_come_gets_the_worker():
     w = World(cpus=2, took=SHORT)
     submit_numbered(w, 1, num_cpus=2)
-    w.submit("other shape")
+    w.submit("other-shape")
     submit_numbered(w, 3, num_cpus=2)
-    w.finish("t0")
-    assert w.running == {"other shape"}
-    w.finish("other shape")
+    w.play("finish t0; running = other-shape; finish other-shape")
     assert w.running == names(2)
 
 
 def test_an_older_task_that_needs_what_the_lease_has_not_holds_nobody_up():
     w = World(cpus=2, gpus=1, took=1e-5).play("submit training gpus=1")
-    w.submit("next training", num_gpus=1)
+    w.submit("next-training", num_gpus=1)
     submit_numbered(w, 20)
     finish(w, "t2 t3")
     assert w.queued, "the CPU's lease goes on; it would not help the one before"
-    w.finish("training")
-    assert "next training" in w.running
+    w.play("finish training; running has next-training")
 
 
 def test_an_older_task_that_the_lease_would_help_goes_first():

@@ -13,9 +13,9 @@ from tests.core.builders import HOLDER, World, status_of, why_of
 
 def test_a_lease_is_granted_at_once_and_without_a_worker():
     w = World(gpus=2).play("lease mine gpus=1")
-    assert list(w.leases) == ["mine"]
+    assert set(w.leases) == {"mine"}
     assert w.gpus_of("mine") == [0]
-    assert not w.workers
+    assert w.worker_count == 0
     w.play("free_gpus = 0 1; give_back mine; free_gpus = 1 1; forgotten = mine; told =")
 
 
@@ -38,8 +38,7 @@ def test_a_lease_is_never_sent_ahead_to_a_worker_of_its_shape():
 def test_a_lease_needs_no_worker():
     w = World(gpus=2)
     w.scheduler.worker_limit.bound(1)
-    w.play("submit task; lease lease gpus=1")
-    assert set(w.leases) == {"lease"}
+    w.play("submit task; lease lease gpus=1; leases = lease")
 
 
 def test_a_lease_is_withdrawn_while_it_waits_and_else_held_until_its_processes_end():
@@ -74,20 +73,17 @@ def test_its_devices_may_have_to_be_seen_free(is_stuck):
 
 
 def test_nobody_waits_for_the_end_of_a_lease_but_something_is_kept_for_one():
-    w = World(gpus=2, config=SchedulerConfig(reserve_after=1.0))
-    w.lease("lease", num_gpus=1)
-    w.submit("needs both", num_gpus=2)
-    w.advance(5.0)
-    w.play("submit small gpus=0.5 retries_oom=True max_retries=0; running = small")
-    reason = why_of(w, "needs both")
+    w = World(gpus=2, config=SchedulerConfig(reserve_after=1.0)).play("""
+        lease lease gpus=1; submit needs-both gpus=2; advance 5.0
+        submit small gpus=0.5 retries_oom=True max_retries=0; running = small
+    """)
+    reason = why_of(w, "needs-both")
     assert reason.is_held_endlessly
     assert "held by lease (pid 4711, without end)" in str(reason)
-    w.cancel("needs both")
     w.play("""
-        lease late gpus=1; advance 2.0; submit b gpus=0.5; waiting = b late
-        finish small
+        cancel needs-both; lease late gpus=1; advance 2.0; submit b gpus=0.5
+        waiting = b late; finish small; leases = late lease
     """)
-    assert set(w.leases) == {"lease", "late"}
 
 
 def test_status_shows_who_holds_it():
@@ -112,7 +108,7 @@ def test_closing_ends_all_leases_at_once():
         give_back settles settles=True; lease waits gpus=3; close; run_dry
         told = held:abandoned waits:abandoned
     """)
-    assert w.scheduler.is_closed
+    assert w.is_closed
     assert not w.scheduler.ledger.leases
 
 
@@ -150,12 +146,10 @@ def test_what_a_program_has_leased_counts_for_its_share():
     w = World(gpus=2).play("""
         join 1 2; lease held gpus=1 client=1; submit runs gpus=1 client=2
     """)
-    w.submit("again 2", num_gpus=1, client=2)
-    w.submit("again 1", num_gpus=1, client=1)
-    w.finish("runs")
-    assert w.running == {"again 2"}
-    w.give_back("held")
-    assert w.running == {"again 2", "again 1"}
+    w.play("""
+        submit again-2 gpus=1 client=2; submit again-1 gpus=1 client=1; finish runs
+        running = again-2; give_back held; running = again-1 again-2
+    """)
 
 
 # A resident needs a CPU to be placed, and none from then on [B30].

@@ -9,9 +9,7 @@ import pytest
 from aiogpu.core.model.config import SchedulerConfig
 from aiogpu.core.queue import fair_share as clients_module
 from aiogpu.core.queue.fair_share import LONGEST, Limits
-from aiogpu.core.records import Memory
 from aiogpu.core.scheduler.placement import SLICE
-from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.errors import AiogpuError, InfeasibleError, LimitError, OptionError
 from tests.core.builders import GIB, World, finish, status_of, submit, why_of
 
@@ -263,15 +261,12 @@ def test_what_is_kept_for_one_waits_until_it_is_its_turn():
         join 1 2; submit wide0 gpus=1 client=1; submit s s1 s2 s3 s4 gpus=0.5 client=2
         submit wide1 gpus=1 client=1; advance 10; finish wide0; running = s s1
     """)
-    assert w.scheduler.reservation.record.spec.name == "s2"
     w.play("""
-        advance 1; finish s; running = s1 s2
-        advance 12; finish s1; running = s2 s3; finish s2
+        kept = s2; advance 1; finish s; running = s1 s2
+        advance 12; finish s1; running = s2 s3
+        finish s2; kept = wide1; running = s3
+        finish s3; running = wide1
     """)
-    kept = w.scheduler.reservation
-    assert kept is not None
-    assert kept.record.spec.name == "wide1"
-    w.play("running = s3; finish s3; running = wide1")
 
 
 def test_it_waits_no_longer_than_a_task_counts():
@@ -287,9 +282,7 @@ def test_it_waits_no_longer_than_a_task_counts():
         submit x cpus=0; finish x
     """)
     finish(w, "half", after=LONGEST + 1)
-    kept = w.scheduler.reservation
-    assert kept is not None
-    assert kept.record.spec.name == "one"
+    assert w.kept == "one"
 
 
 def test_a_higher_priority_may_take_what_is_kept_for_another_program():
@@ -298,13 +291,10 @@ def test_a_higher_priority_may_take_what_is_kept_for_another_program():
         submit low gpus=0.5 client=1; advance 1; finish half; running = other
         submit urgent gpus=0.5 client=1 priority=1; running = other urgent
     """)
-    w.submit("urgent wide", num_gpus=1, client=1, priority=1)
-    w.finish("other")
-    kept = w.scheduler.reservation
-    assert kept is not None
-    assert kept.record.spec.name == "urgent wide"
-    w.cancel("urgent wide")
-    w.play("finish urgent; running = wide")
+    w.play("""
+        submit urgent-wide gpus=1 client=1 priority=1; finish other; kept = urgent-wide
+        cancel urgent-wide; finish urgent; running = wide
+    """)
 
 
 def test_who_has_waited_longest_gives_way_to_nobody():
@@ -374,15 +364,12 @@ def test_nothing_is_kept_for_one_that_waits_for_what_is_held_for_life():
 
 def test_a_device_that_settles_counts_for_its_program_until_it_is_free():
     w = World(cpus=4, gpus=1)
-    w.settles = True
-    w.play("submit before gpus=1 max_calls=1; finish before; join 1")
+    w.play("let settles=True; submit before gpus=1 max_calls=1; finish before; join 1")
     assert all(not client.held for client in w.scheduler.clients), "nobody's"
-    w.tell(Scheduler.devices_free, w.unsettled[0])
-    w.play("submit a gpus=1 max_calls=1 client=1; finish a")
+    w.play("settle; submit a gpus=1 max_calls=1 client=1; finish a")
     [_, client] = w.scheduler.clients
     assert client.held == {"GPU": 10_000}
-    w.join(2)
-    w.tell(Scheduler.devices_free, w.unsettled[0])
+    w.play("join 2; settle")
     assert client.held == {}
 
 
@@ -392,8 +379,7 @@ def test_requests_without_number_are_not_all_remembered(monkeypatch):
     for number in range(1, 9):
         w.submit(f"t{number}", num_cpus=number / 10, client=1)
     assert len(w.scheduler.clients._portions) <= 3
-    w.run_dry()
-    assert not w.scheduler.tasks
+    w.play("run_dry; left = 0")
 
 
 # What one program may have.
@@ -452,12 +438,10 @@ def test_a_program_holds_no_more_than_it_may_and_others_go_past():
     w.play("""
         submit a b c gpus=1 client=1; running = a b
         submit small gpus=0.5 client=1; submit cpus client=1; submit d gpus=2
-        running = a b cpus d
+        running = a b cpus d; kept = None
+        advance 5; submit x cpus=0; finish x; kept = None
+        finish a; running = b c cpus d
     """)
-    assert w.scheduler.reservation is None
-    w.play("advance 5; submit x cpus=0; finish x")
-    assert w.scheduler.reservation is None
-    w.play("finish a; running = b c cpus d")
 
 
 def test_memory_of_gpus_is_limited_where_it_is_asked_for_by_name():
@@ -540,8 +524,7 @@ def test_one_that_is_to_run_alone_keeps_to_the_limit():
     w.submit("greedy", num_gpus=0.5, client=1)
     w.submit("actor", num_gpus=0.5, client=1, is_endless=True)
     w.join(1, limits=Limits(max_share={"GPU": 0.25}))
-    w.tell(Scheduler.kill_for_memory, w.worker_of("greedy"), Memory.HOST)
-    w.play("running lacks greedy; join 1; running has greedy")
+    w.play("starve greedy; running lacks greedy; join 1; running has greedy")
 
 
 def test_programs_are_forgotten_when_their_last_task_has_ended():
@@ -565,8 +548,7 @@ def test_a_program_that_left_is_forgotten_with_its_last_wish():
         cancel waits
     """)
     assert repr(w.scheduler.clients) == "<Clients [0, 1]>"
-    w.lease("waits too", num_gpus=1, client=1)
-    w.cancel("waits too")
+    w.play("lease waits-too gpus=1 client=1; cancel waits-too")
     assert repr(w.scheduler.clients) == "<Clients [0, 1]>"
 
 

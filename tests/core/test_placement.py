@@ -62,11 +62,10 @@ def test_the_order_is_priority_and_arrival_over_all_shapes():
 
 def test_one_that_does_not_fit_holds_up_its_own_shape_only():
     w = World(cpus=2).play("submit one; submit two cpus=2")
-    w.submit("two again", num_cpus=2)
-    w.submit("one more")
-    w.submit("nothing", num_cpus=0)
-    assert w.running == {"one", "one more", "nothing"}
-    assert w.waiting == {"two", "two again"}
+    w.play("""
+        submit two-again cpus=2; submit one-more; submit nothing cpus=0
+        running = nothing one one-more; waiting = two two-again
+    """)
 
 
 def test_one_end_lets_several_begin():
@@ -229,8 +228,7 @@ def test_memory_that_is_held_for_life_is_not_waited_for():
         submit actor gpu_memory=60GiB is_endless=True; submit a gpu_memory=10GiB
         submit large gpu_memory=30GiB; advance 2; submit b gpu_memory=10GiB
     """)
-    assert w.scheduler.reservation is None
-    assert w.running == {"actor", "a", "b"}
+    w.play("kept = None; running = a actor b")
     assert "held without end" in str(why_of(w, "large"))
 
 

@@ -65,9 +65,8 @@ def test_a_delayed_task_can_be_cancelled_expire_or_be_abandoned():
     assert {task.state for task in status_of(w).tasks} == {"delayed"}
     w.play("""
         cancel a; forgotten = a; advance 0.06; told = b:expired
-        close; advance 1; told = b:expired c:abandoned
+        close; advance 1; told = b:expired c:abandoned; is_closed = True
     """)
-    assert w.scheduler.is_closed
 
 
 def test_three_workers_in_a_row_that_cannot_start_lose_the_task_but_no_retries():
@@ -77,8 +76,7 @@ def test_three_workers_in_a_row_that_cannot_start_lose_the_task_but_no_retries()
             w.play("die a; starting = a")
         if starts:
             w.play("start a; running = a; die a")
-    w.play("die a; told = a:lost")
-    assert not w.workers
+    w.play("die a; told = a:lost; worker_count = 0")
 
 
 def test_a_cancelled_task_is_not_tried_again():
@@ -237,7 +235,7 @@ def test_one_that_was_cancelled_or_abandoned_is_not_tried_again(how, closes):
     if how == "is ended":
         w.die("a")
     assert w.told == ({"a": "abandoned"} if closes else {})
-    assert not w.scheduler.tasks
+    assert w.left == 0
 
 
 @HOWS
@@ -318,15 +316,12 @@ def test_others_are_held_up_for_a_limited_time():
 
 
 def test_it_waits_for_its_own_device_to_come_back():
-    w = World(cpus=2, gpus=1)
-    w.settles = True
-    w.submit("a", num_gpus=1)
+    w = World(cpus=2, gpus=1).play("let settles=True; submit a gpus=1")
     worker = w.worker_of("a")
     w.play("starve a; submit b; running =")
     w.tell(Scheduler.devices_free, worker)
     assert w.running == {"a"}
-    w.settles = False
-    w.play("advance 31; running = a (his time was up while he ran)")
+    w.play("let settles=False; advance 31; running = a (his time was up while he ran)")
 
 
 def test_one_gives_up_while_another_still_waits_for_its_turn():

@@ -72,10 +72,7 @@ def test_closing_keeps_nothing_for_anybody():
         submit long gpus=1; submit big gpus=2; submit small cpus=0; finish small
     """)
     assert w.scheduler.reservation is not None
-    w.close()
-    assert w.scheduler.reservation is None
-    w.run_dry()
-    assert w.scheduler.is_closed
+    w.play("close; kept = None; run_dry; is_closed = True")
 
 
 def test_an_answer_that_comes_when_all_was_skipped_does_not_touch_what_came_since():
@@ -95,8 +92,7 @@ def test_a_backlog_goes_at_full_speed_however_old_it_is():
     submit(w, [f"t{n}" for n in range(400)])
     for number in range(200):
         w.finish(f"t{number}")
-        w.advance(0.001)
-        assert w.scheduler.reservation is None
+        w.play("advance 0.001; kept = None")
     assert len(w.queued) > 30
 
 
@@ -149,8 +145,7 @@ def test_who_answers_before_the_kill_for_memory_is_starved_no_more():
     w = World(cpus=1, exits=False).play("submit a")
     first = w.worker_of("a")
     w.tell(Scheduler.kill_for_memory, first, Memory.HOST)
-    w.finish("a", retry=True)
-    w.starts = False
+    w.play("finish a retry=True; let starts=False")
     w.die(first)
     w.play("die a; starting = a")
 
@@ -159,24 +154,17 @@ def test_who_is_to_run_alone_needs_a_worker_as_well():
     """He began beside a worker that had gone, whose device was not seen free."""
     w = World(cpus=4, gpus=2)
     w.scheduler.worker_limit.bound(1)
-    w.settles = True
-    w.submit("a", num_gpus=1)
-    w.tell(Scheduler.kill_for_memory, w.worker_of("a"), Memory.HOST)
+    w.play("let settles=True; submit a gpus=1; starve a")
     assert w.running | w.starting == set()
-    w.tell(Scheduler.devices_free, w.unsettled[0])
-    assert w.running == {"a"}
+    w.play("settle; running = a")
 
 
 def test_an_idle_worker_makes_way_for_who_is_to_run_alone():
     """He waited for his time to be up, since nobody was there to make way."""
     w = World(cpus=4, gpus=1)
-    w.settles = True
-    w.play("submit idle; finish idle; submit a gpus=1")
+    w.play("let settles=True; submit idle; finish idle; submit a gpus=1")
     w.scheduler.worker_limit.bound(1)
-    w.tell(Scheduler.kill_for_memory, w.worker_of("a"), Memory.HOST)
-    w.tell(Scheduler.devices_free, w.unsettled[0])
-    assert w.running == {"a"}
-    assert len(w.workers) == 1
+    w.play("starve a; settle; running = a; worker_count = 1")
 
 
 def test_a_worker_that_is_being_killed_skips_a_task_and_is_given_no_other():
@@ -204,8 +192,7 @@ def test_what_is_heard_of_a_killed_worker_that_has_skipped_all_changes_nothing()
     assert w.workers[worker].void
     w.skip("t1")
     w.revoked(worker)
-    w.run_dry()
-    assert w.scheduler.is_closed
+    w.play("run_dry; is_closed = True")
 
 
 def test_what_fails_for_a_deadlock_may_be_nobodys_child():
@@ -230,9 +217,7 @@ def test_a_lease_goes_before_tasks_that_wait_for_want_of_a_worker():
     """It came first among them; nothing was placed until something else happened."""
     w = World(cpus=2, starts=False).play("submit low cpus=0 priority=-1")
     w.tell(Scheduler.worker_gone, w.worker_of("low"), outage="no process")
-    w.lease("lease")
-    assert set(w.leases) == {"lease"}
-    assert w.waiting == {"low"}
+    w.play("lease lease; leases = lease; waiting = low")
 
 
 def test_a_lease_is_not_passed_over_with_tasks_of_another_program():
@@ -241,8 +226,7 @@ def test_a_lease_is_not_passed_over_with_tasks_of_another_program():
         join 1; submit first client=1 priority=1; lease lease cpus=1
     """)
     w.tell(Scheduler.worker_gone, w.worker_of("first"), outage="no process")
-    assert set(w.leases) == {"lease"}
-    assert w.waiting == {"first"}
+    w.play("leases = lease; waiting = first")
 
 
 def test_a_task_whose_time_is_up_just_as_it_is_warned_of():
@@ -251,7 +235,7 @@ def test_a_task_whose_time_is_up_just_as_it_is_warned_of():
         submit endless is_endless=True; submit other; submit task cpus=0.5 timeout=0.5
         advance 1.0; told = task:expired
     """)
-    assert [name for name, _ in w.warnings] == ["other"]
+    assert w.warned == ["other"]
 
 
 def test_a_worker_that_does_not_begin_is_ended_at_the_very_moment():

@@ -16,7 +16,7 @@ from aiogpu.core.resources.devices import DeviceSet
 from aiogpu.core.resources.ledger import Ledger
 from aiogpu.core.scheduler.reservation import STANDS, STANDS_LONGEST, reserve
 from aiogpu.core.scheduler.scheduler import Scheduler
-from tests.core.builders import World, finish, kept_for, pass_over, submit
+from tests.core.builders import World, finish, pass_over, submit
 
 AFTER = 1.0
 
@@ -102,11 +102,10 @@ def test_nothing_is_kept_before_its_time():
         submit long gpus=1; submit big gpus=2; pass_over
     """)
     w.advance(AFTER - STEP)
-    pass_over(w)
-    assert kept_for(w) is None
+    w.play("pass_over; kept = None")
     w.advance(STEP)
     pass_over(w)
-    assert kept_for(w) == "big"
+    assert w.kept == "big"
     w.submit("small", num_gpus=0.25)
     w.play("waiting = big small; finish long; gpus_of big = 0 1")
 
@@ -118,8 +117,7 @@ def test_nothing_is_kept_for_those_behind_the_first_of_their_shape():
     for number in range(50):
         w.advance(0.5)
         w.finish(f"t{number}")
-        pass_over(w)
-        assert kept_for(w) is None
+        w.play("pass_over; kept = None")
 
 
 def test_only_as_much_is_kept_as_is_needed():
@@ -143,8 +141,7 @@ def test_the_one_for_whom_it_is_kept_takes_whatever_fits_first():
     w.advance(AFTER)
     pass_over(w)
     assert w.scheduler.reservation.barred == {"GPU": 0b01}
-    w.play("finish b; gpus_of half = 1")
-    assert kept_for(w) is None
+    w.play("finish b; gpus_of half = 1; kept = None")
 
 
 @pytest.mark.parametrize(
@@ -196,7 +193,7 @@ def test_a_plan_stands_for_a_while():
     w.advance(STANDS)
     pass_over(w)
     assert w.scheduler.reservation is not plan
-    assert kept_for(w) == "big"
+    assert w.kept == "big"
 
 
 def test_that_nothing_can_be_planned_stands_for_a_while():
@@ -207,19 +204,15 @@ def test_that_nothing_can_be_planned_stands_for_a_while():
 
 def test_what_is_held_for_life_is_never_waited_for():
     w = ready_for_two(is_endless=True).play("pass_over")
-    assert kept_for(w) is None
-    w.play("submit small gpus=0.5; running = long small")
-    w = World(cpus=3, gpus=2, config=PATIENCE)
-    w.submit("actor", num_gpus=1, is_endless=True)
-    w.submit("no hope", num_gpus=2, num_cpus=0)
-    w.submit("all cpus", num_cpus=3)
-    w.play("submit a; submit b cpus=2")
+    w.play("kept = None; submit small gpus=0.5; running = long small")
+    w = World(cpus=3, gpus=2, config=PATIENCE).play("""
+        submit actor gpus=1 is_endless=True; submit no-hope gpus=2 cpus=0
+        submit all-cpus cpus=3; submit a; submit b cpus=2
+    """)
     assert kept_after(w) == {}
-    assert kept_for(w) == "b", "the others do not stand in its way"
-    w.finish("actor")
+    w.play("kept = b (the others do not stand in its way); finish actor")
     w.advance(STEP)
-    pass_over(w)
-    assert kept_for(w) == "all cpus"
+    w.play("pass_over; kept = all-cpus")
 
 
 def test_what_others_hold_is_kept_beside_what_is_held_for_life():
@@ -258,8 +251,7 @@ def test_only_devices_that_fulfil_type_and_conditions_are_kept():
     submit(w, "a b", num_gpus=0.5, accelerator_type="A100")
     w.submit("both", num_gpus=2, accelerator_type="A100")
     assert kept_after(w) == {"GPU": 0b110}
-    w.submit("on T4", num_gpus=0.5)
-    assert w.gpus_of("on T4") == [0]
+    w.play("submit on-T4 gpus=0.5; gpus_of on-T4 = 0")
     cards = [Device(0), Device(1, compute_capability=(9, 0))]
     w = World(devices=cards, config=PATIENCE)
     fast = DeviceSelector(least_capability=(9, 0))
@@ -302,14 +294,13 @@ def test_what_was_kept_is_free_when_the_task_is_gone_or_runs(how):
         w.advance(5.0)
     else:
         w.play("finish long; running = big; finish big")
-    assert kept_for(w) is None
-    assert "small" in w.running
+    w.play("kept = None; running has small")
 
 
 def test_cpus_serve_others_while_devices_are_awaited():
     """A GPU may be held for an hour; who needs CPUs alone shall not wait for that."""
     w = World(cpus=2, gpus=1).play("submit training gpus=1")
-    w.submit("next training", num_gpus=1)
+    w.submit("next-training", num_gpus=1)
     w.play("submit step; finish step; advance 60; submit first; finish first")
     assert w.scheduler.reservation is not None
     w.play("submit second; running has second")
@@ -334,7 +325,7 @@ def test_a_plan_stands_for_longer_where_nothing_has_come_back():
     w.advance(STANDS_LONGEST)
     w.tell(Scheduler.wake)
     assert w.scheduler.reservation is not plan
-    assert kept_for(w) == "big"
+    assert w.kept == "big"
 
 
 def test_what_is_only_tried_does_not_change_a_plan():

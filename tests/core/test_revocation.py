@@ -53,8 +53,7 @@ def test_nothing_is_queued_behind_a_function_that_was_found_long():
     w = queue_behind(100)
     w.advance(LONG)
     assert w.tasks["t1"].spec.pace.depth == 0
-    w.took = 1.0
-    w.play("finish t1; running = t2; queued =")
+    w.play("let took=1.0; finish t1; running = t2; queued =")
     w.took = SHORT
     for number in range(2, 30):
         w.finish(f"t{number}")
@@ -76,9 +75,8 @@ def test_a_worker_without_a_queue_is_looked_at_no_more():
         w.finish(f"t{number}")
     w.advance(60)
     assert w.effects == []
-    assert w.scheduler.deadline() is None
-    w.play("submit long; advance 3600; running = long; killed =")
-    assert w.scheduler.deadline() is None
+    assert w.deadline is None
+    w.play("submit long; advance 3600; running = long; killed =; deadline = None")
 
 
 def test_what_stands_behind_a_cancelled_task_is_taken_back():

@@ -216,7 +216,7 @@ def test_of_thousands_that_expire_at_once_some_are_reported_in_the_next_step():
     assert w.scheduler.deadline() == 1.0
     rest = w.scheduler.wake(1.0)
     assert len([effect for effect in rest if fails(effect, Failure.EXPIRED)]) == 10
-    assert not w.scheduler.tasks
+    assert w.left == 0
 
 
 # How a node closes.
@@ -240,10 +240,8 @@ def test_closing_in_every_state():
     """)
     for worker in (1, 2, 3):
         w.die(worker)
-    assert not w.scheduler.is_closed
-    w.die(4)
-    assert w.scheduler.is_closed
-    assert w.forgotten == {"running", "starting", "stopping", "waiting"}
+    assert not w.is_closed
+    w.play("die 4; is_closed = True; forgotten = running starting stopping waiting")
 
 
 def test_closing_tries_nothing_again_and_abandons_what_comes_later():
@@ -252,7 +250,7 @@ def test_closing_tries_nothing_again_and_abandons_what_comes_later():
     w.play("finish a retry=True; die b; told = a:abandoned b:abandoned; submit c")
     late = w.tasks["c"].id
     assert w.effects == [Fail(late, Failure.ABANDONED), Forget(late)]
-    assert w.scheduler.is_closed
+    assert w.is_closed
 
 
 def test_closing_reports_to_those_who_wait_in_slices():
@@ -262,7 +260,7 @@ def test_closing_reports_to_those_who_wait_in_slices():
         w.scheduler.submit(w.now, TaskId(number), SPEC)
     [worker] = w.scheduler.workers
     slices = [w.scheduler.close(w.now)]
-    assert not w.scheduler.is_closed
+    assert not w.is_closed
     while (moment := w.scheduler.deadline()) == w.now + ABANDON_EVERY:
         w.clock.advance_to(moment)
         slices.append(w.scheduler.wake(moment))
@@ -273,9 +271,9 @@ def test_closing_reports_to_those_who_wait_in_slices():
     ]
     assert [len(tasks) for tasks in told] == [1 + ABANDONED, ABANDONED, 9]
     assert [task for tasks in told for task in tasks] == list(range(2 * ABANDONED + 10))
-    assert not w.scheduler.tasks
+    assert w.left == 0
     w.scheduler.worker_gone(w.now, worker.id)
-    assert w.scheduler.is_closed
+    assert w.is_closed
 
 
 def test_closing_at_once_gives_nobody_time():
@@ -290,8 +288,7 @@ def test_closing_at_once_gives_nobody_time():
     theirs = {worker.id for worker in w.scheduler.workers}
     w.play("close at_once=True; running =")
     assert set(w.killed) | set(w.retired) >= theirs
-    assert w.scheduler.is_closed
-    assert not w.scheduler.tasks
+    w.play("is_closed = True; left = 0")
 
 
 @pytest.mark.parametrize("state", ["runs", "idle", "starts"])
@@ -303,8 +300,7 @@ def test_closing_at_once_without_closing_before(state):
         w.play("cancel waits; finish a")
     w.close(at_once=True)
     assert w.killed == [worker.id]
-    assert w.scheduler.is_closed
-    assert not w.scheduler.tasks
+    w.play("is_closed = True; left = 0")
 
 
 # Events about what is not there any more, and the scheduler's own checks.

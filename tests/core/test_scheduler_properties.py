@@ -736,7 +736,7 @@ class NodeMachine(RuleBasedStateMachine):
             assert (task.news is None) == task.is_cancelled, name
         w.close()
         assert scheduler.is_closed
-        assert not w.workers
+        assert w.worker_count == 0
 
 
 SETTINGS = settings(

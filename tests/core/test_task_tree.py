@@ -51,13 +51,10 @@ def test_who_goes_on_has_its_cpus_at_once():
 
 def test_for_a_moment_there_may_be_less_than_nothing_free():
     w = tree().play("submit later priority=1")
-    w.submit("child 2", parent="parent")
-    w.play("wait_for parent; blocked =")
+    w.play("submit child-2 parent=parent; wait_for parent; blocked =")
     assert w.scheduler.ledger.free["CPU"] == -10_000
     w.play("free has CPU:0.0; finish child")
-    assert w.waiting == {"later", "child 2"}
-    w.wait_for("parent", "child 2")
-    assert w.running == {"parent", "later"}
+    w.play("waiting = child-2 later; wait_for parent child-2; running = later parent")
 
 
 def test_it_goes_on_when_all_have_ended_that_it_waits_for_last():
@@ -97,14 +94,13 @@ def test_who_is_being_stopped_does_not_begin_to_wait():
 
 def test_a_child_goes_before_those_who_came_earlier():
     w = World(cpus=1).play("submit parent other; submit child parent=parent")
-    w.submit("child 2", parent="parent")
-    w.wait_for("parent", "child", "child 2")
-    assert w.running == {"parent", "child"}
-    w.submit("grandchild", parent="child")
-    w.play("wait_for child grandchild; finish grandchild child")
-    assert w.running == {"parent", "child 2"}
-    w.finish("child 2")
-    w.play("finish parent; running = other")
+    w.play("""
+        submit child-2 parent=parent; wait_for parent child child-2
+        running = child parent
+        submit grandchild parent=child; wait_for child grandchild
+        finish grandchild child; running = child-2 parent
+        finish child-2 parent; running = other
+    """)
 
 
 @pytest.mark.parametrize(
@@ -123,22 +119,21 @@ def test_a_child_is_as_urgent_as_its_parent_at_least(of_parent, of_child, first)
 def test_what_a_task_has_started_ends_with_it():
     w = World(cpus=2, gpus=1, config=PATIENCE)
     w.play("submit parent cpus=0; submit runs parent=parent")
-    w.submit("runs too", num_gpus=1, parent="parent")
+    w.submit("runs-too", num_gpus=1, parent="parent")
     w.submit("waits", parent="parent")
     w.play("submit below cpus=0 parent=runs; submit other; finish parent")
     assert w.told == {
         "parent": "settled",
         "runs": "disowned",
-        "runs too": "disowned",
+        "runs-too": "disowned",
         "waits": "disowned",
         "below": "disowned",
     }
     assert w.forgotten == {"waits"}
     assert w.tasks["runs"].interrupts == w.tasks["below"].interrupts == 1
     w.play("waiting = other; finish runs")
-    assert w.running == {"runs too", "below", "other"}
-    w.advance(2.0)
-    assert w.forgotten == {"waits", "runs", "runs too", "below"}
+    assert w.running == {"runs-too", "below", "other"}
+    w.play("advance 2.0; forgotten = below runs runs-too waits")
 
 
 def end_by_cancel(w):
@@ -266,8 +261,7 @@ def test_closing_ends_a_tree_and_reports_each_of_it_once():
         told has parent:abandoned
     """)
     assert set(w.told) == {"parent", "child", "waits", "detached"}
-    w.run_dry()
-    assert w.scheduler.is_closed
+    w.play("run_dry; is_closed = True")
 
 
 def test_a_child_whose_handle_is_in_the_result_goes_on():

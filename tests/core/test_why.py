@@ -7,8 +7,7 @@ from aiogpu.core.model.ids import TaskId
 from aiogpu.core.model.request import DeviceSelector
 from aiogpu.core.queue.fair_share import Limits
 from aiogpu.core.queue.ready import SEARCHED
-from aiogpu.core.resources.devices import Cause
-from aiogpu.core.scheduler.scheduler import ABANDONED, Scheduler
+from aiogpu.core.scheduler.scheduler import ABANDONED
 from aiogpu.core.scheduler.shortage import LOOKED_AT
 from aiogpu.observe.snapshot import why
 from aiogpu.observe.status import Holder, ReservationStatus
@@ -18,8 +17,7 @@ from tests.core.builders import World, finish, submit, why_of
 
 def zeroth(w: World) -> World:
     """Use up number 0, which no real task has, and worker 1 with it."""
-    w.play("submit zeroth max_calls=1; finish zeroth")
-    assert not w.workers
+    w.play("submit zeroth max_calls=1; finish zeroth; worker_count = 0")
     return w
 
 
@@ -103,13 +101,11 @@ def test_the_place_of_one_that_waits_behind_thousands_is_found(left):
 
 def test_a_process_that_ends_and_one_that_begins_hold_what_they_have():
     w = zeroth(World(cpus=1))
-    w.exits = False
-    w.play("submit a max_calls=1; submit b; finish a")
+    w.play("let exits=False; submit a max_calls=1; submit b; finish a")
     assert str(why_of(w, "b")).splitlines()[2] == (
         "    1: held by a process that is ending (pid 102)"
     )
-    w.starts = False
-    w.play("die 2; submit c")
+    w.play("let starts=False; die 2; submit c")
     record = w.scheduler.tasks.get(w.tasks["c"].id)
     assert str(why(w.scheduler, record, {}, w.now)).splitlines()[2] == (
         "    1: held by b (its worker is being forked)"
@@ -333,8 +329,7 @@ def held() -> World:
 def test_a_task_that_needs_more_than_an_actor_has_left():
     w = held().play("submit train gpus=1")
     w.advance(AFTER - 0.01)
-    assert w.warnings == []
-    w.advance(0.01)
+    w.play("warned =; advance 0.01")
     ((name, text),) = w.warnings
     assert name == "train"
     assert text.startswith(
@@ -343,7 +338,7 @@ def test_a_task_that_needs_more_than_an_actor_has_left():
     )
     w.advance(10 * AFTER)
     assert len(w.warnings) == 1
-    assert w.scheduler.deadline() is None
+    assert w.deadline is None
 
 
 def test_a_line_is_warned_once_until_it_is_empty():
@@ -351,7 +346,7 @@ def test_a_line_is_warned_once_until_it_is_empty():
     submit(w, [f"train {n}" for n in range(3)], num_gpus=1)
     w.submit("other", num_gpus=0.75)
     w.advance(3 * AFTER)
-    assert [name for name, _ in w.warnings] == ["train 0", "other"]
+    assert w.warned == ["train 0", "other"]
     w.cancel("train 0")
     w.play("submit short; finish short")
     w.advance(3 * AFTER)
@@ -368,10 +363,9 @@ def test_a_line_is_warned_once_until_it_is_empty():
 def test_nobody_is_warned_of_what_ends():
     w = World(gpus=1).play("submit long train gpus=1")
     w.advance(20 * AFTER)
-    assert w.warnings == []
-    finish(w, "long train")
+    w.play("warned =; finish long train")
     w.advance(2 * AFTER)
-    assert w.scheduler.deadline() is None
+    assert w.deadline is None
 
 
 def test_a_holder_that_comes_later_is_named_when_it_has_held_as_long():
@@ -379,7 +373,7 @@ def test_a_holder_that_comes_later_is_named_when_it_has_held_as_long():
     w.advance(2 * AFTER)
     w.play("submit server gpus=0.5 is_endless=True priority=1; running has server")
     w.advance(AFTER - 0.01)
-    assert w.warnings == []
+    assert w.warned == []
     w.advance(2 * AFTER)
     ((_, text),) = w.warnings
     assert "server holds 0.5 of GPU 0" in text
@@ -387,12 +381,9 @@ def test_a_holder_that_comes_later_is_named_when_it_has_held_as_long():
 
 
 def test_what_is_set_aside_may_come_back():
-    w = World(gpus=1)
-    w.tell(Scheduler.device_changed, "GPU", 0, Cause.SICK, "XID 79")
-    w.submit("train", num_gpus=1)
+    w = World(gpus=1).play("sicken 0; submit train gpus=1")
     w.advance(10 * AFTER)
-    assert w.warnings == []
-    w.play("run_dry; waiting = train")
+    w.play("warned =; run_dry; waiting = train")
 
 
 def test_amounts_and_leases_are_named():
@@ -425,13 +416,13 @@ def test_a_programs_own_limit_is_no_stall():
     w.submit("mine", num_gpus=0.5, is_endless=True, client=7)
     w.submit("more", num_gpus=0.25, client=7)
     w.advance(3 * AFTER)
-    assert [name for name, _ in w.warnings] == []
+    assert w.warned == []
 
 
 def test_a_closing_node_warns_nobody():
     w = held().play("submit train gpus=1; close")
     w.advance(2 * AFTER)
-    assert w.warnings == []
+    assert w.warned == []
 
 
 def test_one_alarm_serves_all_that_wait():
@@ -463,10 +454,9 @@ def test_others_wait_for_what_is_not_held_without_end():
     w.submit("server", num_gpus=1, is_endless=True)
     submit(w, "long train", num_cpus=0, resources={"license": 1})
     w.advance(10 * AFTER)
-    assert w.warnings == []
-    w.submit("other", num_gpus=1)
+    w.play("warned =; submit other gpus=1")
     w.advance(2 * AFTER)
-    assert [name for name, _ in w.warnings] == ["other"]
+    assert w.warned == ["other"]
 
 
 def test_each_is_warned_of_when_it_has_waited_long_enough():
@@ -474,9 +464,9 @@ def test_each_is_warned_of_when_it_has_waited_long_enough():
     w.advance(AFTER / 2)
     w.submit("second", num_gpus=0.75)
     w.advance(AFTER / 2)
-    assert [name for name, _ in w.warnings] == ["first"]
+    assert w.warned == ["first"]
     w.advance(AFTER / 2)
-    assert [name for name, _ in w.warnings] == ["first", "second"]
+    assert w.warned == ["first", "second"]
 
 
 def test_a_holder_that_is_younger_than_the_wait_is_given_time():
@@ -488,6 +478,6 @@ def test_a_holder_that_is_younger_than_the_wait_is_given_time():
     finish(w, "long", after=AFTER / 2)
     assert "server" in w.running
     w.advance(AFTER - 0.01)
-    assert w.warnings == []
+    assert w.warned == []
     w.advance(AFTER)
     assert {name for name, _ in w.warnings} == {"train", "late"}

@@ -40,13 +40,13 @@ def test_a_worker_keeps_its_devices():
     w.submit("on 1", num_gpus=1)
     first, second = w.worker_of("on 0"), w.worker_of("on 1")
     w.finish("on 1")
-    w.submit("on 1 again", num_gpus=0.5)
-    assert w.worker_of("on 1 again") == second
+    w.submit("on-1-again", num_gpus=0.5)
+    assert w.worker_of("on-1-again") == second
     w.finish("on 0")
     w.submit("cpu")
     assert w.worker_of("cpu") not in {first, second}
-    w.submit("on 0 again", num_gpus=1)
-    assert w.worker_of("on 0 again") == first
+    w.submit("on-0-again", num_gpus=1)
+    assert w.worker_of("on-0-again") == first
 
 
 def test_an_isolated_task_has_a_process_of_its_own_and_its_share_until_that_is_gone():
@@ -76,8 +76,7 @@ def test_a_worker_that_does_not_exit_in_time_is_killed(options):
     w.play("finish a; advance 4.9; killed =; advance 0.1")
     assert w.killed == [worker]
     w.die(worker)
-    w.advance(60)
-    assert w.scheduler.deadline() is None
+    w.play("advance 60; deadline = None")
 
 
 def test_a_worker_ends_after_so_many_calls_of_the_function():
@@ -87,11 +86,9 @@ def test_a_worker_ends_after_so_many_calls_of_the_function():
     assert w.worker_of("g") == worker
     w.play("finish g; submit anything")
     assert w.worker_of("anything") == worker
-    w.finish("anything")
-    w.submit("f again", function=1, max_calls=2)
-    assert w.worker_of("f again") == worker
-    w.finish("f again")
-    w.submit("next")
+    w.play("finish anything; submit f-again function=1 max_calls=2")
+    assert w.worker_of("f-again") == worker
+    w.play("finish f-again; submit next")
     assert w.worker_of("next") != worker
 
 
@@ -228,7 +225,7 @@ def test_two_workers_of_one_device_are_both_remembered():
     for name in "cd":
         w.submit(name, num_gpus=0.5)
         assert w.gpus_of(name) == [1]
-    assert len(w.workers) == 2
+    assert w.worker_count == 2
 
 
 @pytest.mark.parametrize(("ready", "wanted"), [(2, 3), (3, 2)])
@@ -261,8 +258,7 @@ def test_spares_are_wanted_once_a_task_has_a_process_of_its_own():
     w = world()
     assert repr(w.scheduler.spares) == "<Spares 2 for nobody>"
     w.play("submit reused gpus=0.5; finish reused")
-    assert len(w.workers) == 1
-    w.submit("a", max_calls=1)
+    w.play("worker_count = 1; submit a max_calls=1")
     assert repr(w.scheduler.spares) == "<Spares 2 for 1 environments>"
     spares = w.workers.keys() - {w.worker_of("a")}
     w.submit("b", max_calls=1)
@@ -277,15 +273,12 @@ def test_spares_are_wanted_once_a_task_has_a_process_of_its_own():
 
 def test_the_task_that_has_taken_one_is_let_alone_for_a_moment():
     w = World(cpus=4, config=SchedulerConfig(spare_workers=2, refill_after=0.002))
-    w.submit("a", max_calls=1)
-    assert len(w.workers) == 1
-    w.submit("b", max_calls=1)
-    assert len(w.workers) == 2
-    w.advance(0.001)
-    assert len(w.workers) == 2
-    w.advance(0.001)
-    assert len(w.workers) == 4
-    w.play("submit c max_calls=1; close; advance 1")
+    w.play("""
+        submit a max_calls=1; worker_count = 1
+        submit b max_calls=1; worker_count = 2
+        advance 0.001; worker_count = 2; advance 0.001; worker_count = 4
+        submit c max_calls=1; close; advance 1
+    """)
     assert not [e for e in w.effects if isinstance(e, Spawn)]
 
 
@@ -301,9 +294,7 @@ def test_a_starting_spare_serves_who_needs_a_worker_of_its_environment():
 
 def test_what_cannot_start_is_not_asked_for_again_and_again():
     w = world(starts=False).play("submit a max_calls=1; die 2 3")
-    assert len(w.workers) == 1
-    w.play("start a; submit b max_calls=1")
-    assert len(w.workers) == 4
+    w.play("worker_count = 1; start a; submit b max_calls=1; worker_count = 4")
 
 
 def test_spares_do_not_count_among_the_idle():
@@ -319,8 +310,7 @@ def test_spares_do_not_count_among_the_idle():
 def test_clean_workers_beyond_what_is_wanted_go_first():
     w = World(cpus=4, config=SchedulerConfig(idle_workers=1))
     w.play("submit warm cold; finish warm")
-    w.starts = False
-    w.play("submit late later; cancel late later")
+    w.play("let starts=False; submit late later; cancel late later")
     assert w.workers[w.worker_of("cold")].binding is not None
     w.run_dry()
     assert w.scheduler.workers.spares(()) == 0
@@ -332,21 +322,18 @@ def test_outdated_ones_are_replaced_unless_the_node_closes():
     w.tell(Scheduler.environment_outdated, ())
     assert set(w.retired) == before
     assert [kind for kind in kinds(w) if kind is not Retire] == [Spawn] * 2
-    w.exits = False
-    w.close()
+    w.play("let exits=False; close")
     w.tell(Scheduler.environment_outdated, ())
-    assert len(w.workers) == 3
+    assert w.worker_count == 3
 
 
 def test_an_outdated_one_that_starts_is_retired_and_given_to_nobody():
     w = world().play("submit a max_calls=1")
     first = set(w.workers)
-    w.starts = False
-    w.submit("b", max_calls=1)
+    w.play("let starts=False; submit b max_calls=1")
     [late] = set(w.workers) - first
     w.tell(Scheduler.environment_outdated, ())
-    w.starts = True
-    w.submit("c", max_calls=1)
+    w.play("let starts=True; submit c max_calls=1")
     assert w.worker_of("c") != late
     w.start(late)
     assert late in w.retired
@@ -384,7 +371,7 @@ def test_spares_that_nobody_uses_any_more_go():
     w.advance(100)
     assert spares_of(w, (("Y", "1"),)) == 0
     assert spares_of(w, ()) == 2, "those of the node's own program stay"
-    assert w.scheduler.deadline() is None
+    assert w.deadline is None
     assert w.scheduler.most_idle == config.idle_workers + 2
 
 
