@@ -11,6 +11,7 @@ from aiogpu.core.model.request import (
     ANY,
     PACK,
     BundleRef,
+    Device,
     PlacementGroupSpec,
     Request,
     Shape,
@@ -27,6 +28,13 @@ from aiogpu.observe.why import Why
 GIB = 1 << 30
 HOLDER = 4711
 """The process that holds leases and placement groups."""
+A100 = Device(
+    0, "A100", name="NVIDIA A100-SXM4-80GB", memory=80 * GIB, compute_capability=(8, 0)
+)
+H100 = Device(
+    1, "H100", name="NVIDIA H100 PCIe", memory=94 * GIB, compute_capability=(9, 0)
+)
+PLAIN = Device(2)
 
 
 CHECKS = ("=", "has", "lacks")
@@ -110,6 +118,19 @@ def placement_group_of(
 ) -> PlacementGroupSpec:
     """A placement group of that name, which is its key as well."""
     return PlacementGroupSpec(name, name, strategy, tuple(map(bundle, bundles)))
+
+
+def box(count: int, *pairs: tuple[int, int], parents: dict[int, str] | None = None):
+    """Devices of which these pairs are linked."""
+    return [
+        Device(
+            index,
+            uuid=f"GPU-{index}",
+            links=frozenset(f"GPU-{b}" for a, b in pairs if a == index),
+            parent=(parents or {}).get(index),
+        )
+        for index in range(count)
+    ]
 
 
 def starve(w: testing.World, name: str) -> None:

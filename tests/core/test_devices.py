@@ -11,7 +11,7 @@ from aiogpu.core.model.units import BY_SHARE, GPU, UNIT, device_quantity
 from aiogpu.core.resources.devices import DeviceSet
 from aiogpu.core.resources.ledger import Ledger
 from aiogpu.core.resources.topology import TRIED, Topology
-from tests.core.builders import GIB
+from tests.core.builders import A100, GIB, H100, box
 
 
 def gpus(*free: float, types: str = "") -> DeviceSet:
@@ -111,16 +111,6 @@ def test_which_devices_are_large_enough_is_remembered_for_some_sizes():
         assert devices.usable(5_000, request) == (0b11 if size <= 300 else 0b01)
 
 
-A100 = Device(
-    0, "A100", name="NVIDIA A100-SXM4-80GB", memory=80 * GIB, compute_capability=(8, 0)
-)
-
-
-H100 = Device(
-    1, "H100", name="NVIDIA H100 PCIe", memory=94 * GIB, compute_capability=(9, 0)
-)
-
-
 def test_which_devices_fulfil_a_condition_is_looked_up_once():
     devices = DeviceSet("GPU", [A100, H100])
     asked = []
@@ -137,19 +127,6 @@ def test_which_devices_fulfil_a_condition_is_looked_up_once():
     for least in range(2, 600):
         devices.choose(UNIT, Request.of({}, {"GPU": UNIT}, where=DeviceSelector(least)))
     assert len(devices._where) <= 256
-
-
-def box(count: int, *pairs: tuple[int, int], parents: dict[int, str] | None = None):
-    """Devices of which these pairs are linked."""
-    return [
-        Device(
-            index,
-            uuid=f"GPU-{index}",
-            links=frozenset(f"GPU-{b}" for a, b in pairs if a == index),
-            parent=(parents or {}).get(index),
-        )
-        for index in range(count)
-    ]
 
 
 def mask(*indices: int) -> int:

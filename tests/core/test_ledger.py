@@ -12,7 +12,7 @@ from aiogpu.core.model.units import (
 )
 from aiogpu.core.resources.devices import Cause, DeviceSet
 from aiogpu.core.resources.ledger import Ledger
-from tests.core.builders import GIB
+from tests.core.builders import A100, GIB, H100
 
 
 def ledger(cpus: float = 4, gpus: int = 2, **others: float) -> Ledger:
@@ -390,16 +390,6 @@ def test_gpu_memory_says_nothing_of_other_kinds():
     ledger.check()
     ledger.give_back(lease)
     ledger.check()
-
-
-A100 = Device(
-    0, "A100", name="NVIDIA A100-SXM4-80GB", memory=80 * GIB, compute_capability=(8, 0)
-)
-
-
-H100 = Device(
-    1, "H100", name="NVIDIA H100 PCIe", memory=94 * GIB, compute_capability=(9, 0)
-)
 
 
 def test_beside_gpus_a_type_and_conditions_are_said_of_these():

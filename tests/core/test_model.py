@@ -47,7 +47,7 @@ from aiogpu.core.resources.devices import DeviceSet
 from aiogpu.core.resources.ledger import Ledger
 from aiogpu.core.scheduler.recovery import widened
 from aiogpu.errors import InternalError, OptionError
-from tests.core.builders import GIB
+from tests.core.builders import A100, GIB, H100, PLAIN
 
 
 @pytest.mark.parametrize(
@@ -270,19 +270,6 @@ def test_requests_and_shapes_are_compared_by_value_and_specs_by_identity():
 def test_a_type_takes_a_thousandth_of_its_own_resource():
     typed = Request.of({"CPU": UNIT}, {"GPU": UNIT}, "A100")
     assert typed.as_numbers() == {"CPU": 1, "accelerator_type:A100": 0.001, "GPU": 1}
-
-
-A100 = Device(
-    0, "A100", name="NVIDIA A100-SXM4-80GB", memory=80 * GIB, compute_capability=(8, 0)
-)
-
-
-H100 = Device(
-    1, "H100", name="NVIDIA H100 PCIe", memory=94 * GIB, compute_capability=(9, 0)
-)
-
-
-PLAIN = Device(2)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,17 @@ import pytest
 from aiogpu.core.model.request import Device, DeviceSelector
 from aiogpu.core.resources.devices import Cause
 from aiogpu.core.scheduler.scheduler import Scheduler
-from tests.core.builders import GIB, World, status_of, submit, why_of
+from tests.core.builders import (
+    A100,
+    GIB,
+    H100,
+    PLAIN,
+    World,
+    box,
+    status_of,
+    submit,
+    why_of,
+)
 
 
 def submit_all(w: World, *fractions: float) -> list[str]:
@@ -82,19 +92,6 @@ def test_cpu_custom_resources_and_gpus_are_taken_together():
     w.submit("b", num_cpus=0.5, num_gpus=0.25, resources={"license": 0.5})
     assert (w.waiting, w.free) == ({"b"}, {"CPU": 0.5, "license": 0.25, "GPU": 0.75})
     w.play("finish a; free = CPU:0.5 license:0.0 GPU:0.75")
-
-
-A100 = Device(
-    0, "A100", name="NVIDIA A100-SXM4-80GB", memory=80 * GIB, compute_capability=(8, 0)
-)
-
-
-H100 = Device(
-    1, "H100", name="NVIDIA H100 PCIe", memory=94 * GIB, compute_capability=(9, 0)
-)
-
-
-PLAIN = Device(2)
 
 
 def test_who_waits_for_such_a_device_holds_up_nobody_else():
@@ -261,19 +258,6 @@ def test_a_worker_is_used_again_by_those_with_its_limit():
     assert w.worker_of("f") not in (first, by_share)
     w.submit("g", num_gpus=0.25, gpu_memory="share")
     assert w.worker_of("g") == by_share
-
-
-def box(count: int, *pairs: tuple[int, int], parents: dict[int, str] | None = None):
-    """Devices of which these pairs are linked."""
-    return [
-        Device(
-            index,
-            uuid=f"GPU-{index}",
-            links=frozenset(f"GPU-{b}" for a, b in pairs if a == index),
-            parent=(parents or {}).get(index),
-        )
-        for index in range(count)
-    ]
 
 
 def test_who_wants_two_waits_for_what_is_no_mig_instance():
