@@ -53,20 +53,9 @@ from tests.core.builders import A100, GIB, H100, PLAIN
 @pytest.mark.parametrize(
     ("value", "parts"),
     [
-        (0, 0),
-        (-0.0, 0),
-        (1, 10_000),
-        (0.5, 5_000),
-        (0.57, 5_700),
-        (0.29, 2_900),
-        (1 / 3, 3_333),
-        (2 / 3, 6_666),
-        (0.1, 1_000),
-        (0.1 + 0.2, 3_000),
-        (0.0001, 1),
-        (0.00019, 1),
-        (0.99999, 9_999),
-        (128.5, 1_285_000),
+        *[(0, 0), (-0.0, 0), (1, 10_000), (0.5, 5_000), (0.57, 5_700), (0.29, 2_900)],
+        *[(1 / 3, 3_333), (2 / 3, 6_666), (0.1, 1_000), (0.1 + 0.2, 3_000)],
+        *[(0.0001, 1), (0.00019, 1), (0.99999, 9_999), (128.5, 1_285_000)],
         (MOST_PARTS, MOST_PARTS * UNIT),
     ],
 )
@@ -138,15 +127,8 @@ def test_shares_of_one_device_and_whole_devices_are_fine(value):
 @pytest.mark.parametrize(
     ("given", "count"),
     [
-        (0, 0),
-        (12, 12),
-        (LARGEST, LARGEST),
-        ("6GiB", 6 << 30),
-        ("6 gib", 6 << 30),
-        ("0.5KiB", 512),
-        ("500MB", 500_000_000),
-        ("1TB", 10**12),
-        ("1TiB", 1 << 40),
+        *[(0, 0), (12, 12), (LARGEST, LARGEST), ("6GiB", 6 << 30), ("6 gib", 6 << 30)],
+        *[("0.5KiB", 512), ("500MB", 500_000_000), ("1TB", 10**12), ("1TiB", 1 << 40)],
         (" 7 B ", 7),
     ],
 )
@@ -169,10 +151,7 @@ def test_what_is_no_size_is_refused_by_name(given):
 @pytest.mark.parametrize(
     ("count", "text"),
     [
-        (0, "0MiB"),
-        (1, "1MiB"),
-        (1 << 20, "1MiB"),
-        ((1 << 20) + 1, "2MiB"),
+        *[(0, "0MiB"), (1, "1MiB"), (1 << 20, "1MiB"), ((1 << 20) + 1, "2MiB")],
         (6 << 30, "6GiB"),
         ((3 << 30) + (1 << 28), "3.3GiB"),
     ],
@@ -422,14 +401,8 @@ def pace(*durations: float) -> DurationEstimate:
 @pytest.mark.parametrize(
     ("took", "depth"),
     [
-        (0.0, DEEPEST),
-        (1e-6, DEEPEST),
-        (HORIZON / DEEPEST, DEEPEST),
-        (1e-4, 20),
-        (1e-3, 2),
-        (HORIZON, 1),
-        (2.1e-3, 0),
-        (60.0, 0),
+        *[(0.0, DEEPEST), (1e-6, DEEPEST), (HORIZON / DEEPEST, DEEPEST), (1e-4, 20)],
+        *[(1e-3, 2), (HORIZON, 1), (2.1e-3, 0), (60.0, 0)],
     ],
 )
 def test_so_many_are_sent_ahead_as_a_moment_has_time_for(took, depth):

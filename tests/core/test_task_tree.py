@@ -161,11 +161,8 @@ def end_while_blocked(w):
 @pytest.mark.parametrize(
     ("end", "outcome"),
     [
-        (end_by_cancel, None),
-        (end_by_timeout, "expired"),
-        (end_by_death, None),
-        (end_by_retry, None),
-        (end_while_blocked, "settled"),
+        *[(end_by_cancel, None), (end_by_timeout, "expired"), (end_by_death, None)],
+        *[(end_by_retry, None), (end_while_blocked, "settled")],
     ],
 )
 def test_however_a_task_ends_what_it_has_started_ends_with_it(end, outcome):

@@ -75,12 +75,8 @@ def test_the_cause_follows_from_the_evidence(
 @pytest.mark.parametrize(
     ("status", "known", "expected"),
     [
-        (None, "", False),
-        (0, "", False),
-        (9, "", True),
-        (9, cause.DISCONNECTED, True),
-        (9, cause.ENDED, False),
-        (11, "", True),
+        *[(None, "", False), (0, "", False), (9, "", True)],
+        *[(9, cause.DISCONNECTED, True), (9, cause.ENDED, False), (11, "", True)],
         (15, "", False),
     ],
 )

@@ -58,10 +58,7 @@ def test_the_worker_whose_end_helps_most_is_chosen(
 @pytest.mark.parametrize(
     ("room", "pause"),
     [
-        (-5, SOONEST),
-        (0, SOONEST),
-        (RATE // 10, 0.05),
-        (RATE, 0.5),
+        *[(-5, SOONEST), (0, SOONEST), (RATE // 10, 0.05), (RATE, 0.5)],
         (100 * RATE, LATEST),
     ],
 )

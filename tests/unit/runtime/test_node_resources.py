@@ -41,11 +41,8 @@ ENDLESS = resource.RLIM_INFINITY
 @pytest.mark.parametrize(
     ("soft", "hard", "becomes"),
     [
-        (1024, 1 << 20, 100 + ALL),
-        (1024, 4096, 4096),
-        (1024, ENDLESS, 100 + ALL),
-        (100 + ALL, 1 << 20, 100 + ALL),
-        (1 << 19, 1 << 20, 1 << 19),
+        *[(1024, 1 << 20, 100 + ALL), (1024, 4096, 4096), (1024, ENDLESS, 100 + ALL)],
+        *[(100 + ALL, 1 << 20, 100 + ALL), (1 << 19, 1 << 20, 1 << 19)],
         (ENDLESS, ENDLESS, ENDLESS),
     ],
 )

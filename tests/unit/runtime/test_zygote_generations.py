@@ -57,16 +57,9 @@ pytestmark = [
 @pytest.mark.parametrize(
     "name",
     [
-        "LD_LIBRARY_PATH",
-        "LD_PRELOAD",
-        "PYTHONHASHSEED",
-        "MALLOC_ARENA_MAX",
-        "GLIBC_TUNABLES",
-        "OMP_PROC_BIND",
-        "GOMP_CPU_AFFINITY",
-        "KMP_BLOCKTIME",
-        "MKL_DYNAMIC",
-        "NUMEXPR_MAX_THREADS",
+        *["LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONHASHSEED", "MALLOC_ARENA_MAX"],
+        *["GLIBC_TUNABLES", "OMP_PROC_BIND", "GOMP_CPU_AFFINITY", "KMP_BLOCKTIME"],
+        *["MKL_DYNAMIC", "NUMEXPR_MAX_THREADS"],
     ],
 )
 def test_what_is_read_at_exec_or_load(name: str) -> None:
@@ -76,13 +69,8 @@ def test_what_is_read_at_exec_or_load(name: str) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "MODE",
-        "MY_OMP_NUM",
-        "HF_HOME",
-        "OMP_NUM_THREADS",
-        "MKL_NUM_THREADS",
-        "CUDA_VISIBLE_DEVICES",
-        "CUDA_DEVICE_ORDER",
+        *["MODE", "MY_OMP_NUM", "HF_HOME", "OMP_NUM_THREADS", "MKL_NUM_THREADS"],
+        *["CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"],
     ],
 )
 def test_what_a_worker_can_set_itself(name: str) -> None:
