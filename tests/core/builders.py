@@ -158,6 +158,11 @@ def settle(w: testing.World) -> None:
     w.tell(Scheduler.devices_free, w.unsettled[0])
 
 
+def bound(w: testing.World, most: int) -> None:
+    """There may be so many workers."""
+    w.scheduler.worker_limit.bound(most)
+
+
 def let(w: testing.World, **behaviour: Any) -> None:
     """Change what happens by itself, as `starts=False`."""
     for name, how in behaviour.items():
@@ -166,7 +171,7 @@ def let(w: testing.World, **behaviour: Any) -> None:
 
 VERBS = {
     each.__name__: each
-    for each in (starve, outgrow, pass_over, sicken, heal, settle, let)
+    for each in (starve, outgrow, pass_over, sicken, heal, settle, bound, let)
 }
 """Events beside the methods of a world."""
 

@@ -36,9 +36,7 @@ def test_a_lease_is_never_sent_ahead_to_a_worker_of_its_shape():
 
 
 def test_a_lease_needs_no_worker():
-    w = World(gpus=2)
-    w.scheduler.worker_limit.bound(1)
-    w.play("submit task; lease lease gpus=1; leases = lease")
+    World(gpus=2).play("bound 1; submit task; lease lease gpus=1; leases = lease")
 
 
 def test_a_lease_is_withdrawn_while_it_waits_and_else_held_until_its_processes_end():

@@ -153,8 +153,7 @@ def test_who_answers_before_the_kill_for_memory_is_starved_no_more():
 def test_who_is_to_run_alone_needs_a_worker_as_well():
     """He began beside a worker that had gone, whose device was not seen free."""
     w = World(cpus=4, gpus=2)
-    w.scheduler.worker_limit.bound(1)
-    w.play("let settles=True; submit a gpus=1; starve a")
+    w.play("bound 1; let settles=True; submit a gpus=1; starve a")
     assert w.running | w.starting == set()
     w.play("settle; running = a")
 
@@ -163,8 +162,7 @@ def test_an_idle_worker_makes_way_for_who_is_to_run_alone():
     """He waited for his time to be up, since nobody was there to make way."""
     w = World(cpus=4, gpus=1)
     w.play("let settles=True; submit idle; finish idle; submit a gpus=1")
-    w.scheduler.worker_limit.bound(1)
-    w.play("starve a; settle; running = a; worker_count = 1")
+    w.play("bound 1; starve a; settle; running = a; worker_count = 1")
 
 
 def test_a_worker_that_is_being_killed_skips_a_task_and_is_given_no_other():
@@ -197,11 +195,10 @@ def test_what_is_heard_of_a_killed_worker_that_has_skipped_all_changes_nothing()
 
 def test_what_fails_for_a_deadlock_may_be_nobodys_child():
     """One whose result a child expects; the scheduler fell over it."""
-    w = World(cpus=4)
-    w.scheduler.worker_limit.bound(1)
-    submit(w, "parent other")
-    w.submit("child", parent="parent", needs=["other"])
-    w.play("wait_for parent child; told = other:deadlocked")
+    World(cpus=4).play("""
+        bound 1; submit parent other; submit child parent=parent needs=other
+        wait_for parent child; told = other:deadlocked
+    """)
 
 
 def test_what_was_kept_for_a_task_that_goes_on_with_a_lease_is_placed():

@@ -68,8 +68,7 @@ def ready_for_two(**options) -> World:
     """On two GPUs "long" holds one and "big" waits for both; its second is over."""
     w = World(gpus=2, config=PATIENCE)
     w.submit("long", num_gpus=1, **options)
-    w.play("submit big gpus=2; pass_over")
-    w.advance(AFTER)
+    w.play(f"submit big gpus=2; pass_over; advance {AFTER}")
     return w
 
 
@@ -101,13 +100,12 @@ def test_nothing_is_kept_before_its_time():
     w = World(gpus=2, config=PATIENCE).play("""
         submit long gpus=1; submit big gpus=2; pass_over
     """)
-    w.advance(AFTER - STEP)
-    w.play("pass_over; kept = None")
-    w.advance(STEP)
-    pass_over(w)
-    assert w.kept == "big"
-    w.submit("small", num_gpus=0.25)
-    w.play("waiting = big small; finish long; gpus_of big = 0 1")
+    w.play(f"""
+        advance {AFTER - STEP}; pass_over; kept = None
+        advance {STEP}; pass_over; kept = big
+        submit small gpus=0.25; waiting = big small
+        finish long; gpus_of big = 0 1
+    """)
 
 
 def test_nothing_is_kept_for_those_behind_the_first_of_their_shape():
@@ -123,9 +121,7 @@ def test_nothing_is_kept_for_those_behind_the_first_of_their_shape():
 def test_only_as_much_is_kept_as_is_needed():
     w = World(gpus=3, config=PATIENCE)
     submit(w, [f"half {n}" for n in range(3)], num_gpus=0.75)
-    w.play("submit whole gpus=1; pass_over")
-    w.advance(AFTER)
-    pass_over(w)
+    w.play(f"submit whole gpus=1; pass_over; advance {AFTER}; pass_over")
     assert w.scheduler.reservation.barred == {"GPU": 0b001}
     submit(w, "a b c", num_gpus=0.25)
     assert [w.gpus_of(name) for name in "ab"] == [[1], [2]]
@@ -138,8 +134,7 @@ def test_the_one_for_whom_it_is_kept_takes_whatever_fits_first():
     w = World(gpus=2, config=PATIENCE).play("""
         submit a b gpus=1; submit half gpus=0.5; pass_over
     """)
-    w.advance(AFTER)
-    pass_over(w)
+    w.play(f"advance {AFTER}; pass_over")
     assert w.scheduler.reservation.barred == {"GPU": 0b01}
     w.play("finish b; gpus_of half = 1; kept = None")
 
@@ -177,8 +172,7 @@ def test_who_was_let_past_does_not_put_off_what_was_promised():
 
 def test_what_was_promised_stands_though_an_urgent_task_came_between():
     w = ready_for_two(timeout=10.0).play("pass_over; submit urgent gpus=0.5 priority=1")
-    w.advance(STANDS)
-    pass_over(w)
+    w.play(f"advance {STANDS}; pass_over")
     assert w.scheduler.reservation.until == 12.0
     w.play("submit small gpus=0.5 timeout=4.0; running = long small urgent")
 
@@ -187,11 +181,9 @@ def test_a_plan_stands_for_a_while():
     """It looks at all workers, so it is not made anew at every event."""
     w = ready_for_two().play("pass_over")
     plan = w.scheduler.reservation
-    w.advance(STANDS / 2)
-    pass_over(w)
+    w.play(f"advance {STANDS / 2}; pass_over")
     assert w.scheduler.reservation is plan
-    w.advance(STANDS)
-    pass_over(w)
+    w.play(f"advance {STANDS}; pass_over")
     assert w.scheduler.reservation is not plan
     assert w.kept == "big"
 
@@ -211,8 +203,7 @@ def test_what_is_held_for_life_is_never_waited_for():
     """)
     assert kept_after(w) == {}
     w.play("kept = b (the others do not stand in its way); finish actor")
-    w.advance(STEP)
-    w.play("pass_over; kept = all-cpus")
+    w.play(f"advance {STEP}; pass_over; kept = all-cpus")
 
 
 def test_what_others_hold_is_kept_beside_what_is_held_for_life():
@@ -220,8 +211,7 @@ def test_what_others_hold_is_kept_beside_what_is_held_for_life():
         submit actor gpus=1 is_endless=True; submit a gpus=0.5; submit big gpus=2
         pass_over
     """)
-    w.advance(AFTER)
-    pass_over(w)
+    w.play(f"advance {AFTER}; pass_over")
     assert w.scheduler.reservation.barred == {"GPU": 0b110}
     w.play("submit small gpus=0.5; finish a; gpus_of big = 1 2")
 

@@ -40,18 +40,15 @@ def settled_once(w: World, *numbers: int) -> bool:
 
 
 def test_what_stands_behind_a_long_task_is_taken_back():
-    w = queue_behind()
-    w.advance(LONG / 2)
+    w = queue_behind().play(f"advance {LONG / 2}")
     assert w.queued
-    w.advance(LONG / 2)
-    assert not w.queued
+    w.play(f"advance {LONG / 2}; queued =")
     assert (w.running, w.waiting) == ({"t1"}, {f"t{number}" for number in range(2, 10)})
     w.play("finish t1; running = t2")
 
 
 def test_nothing_is_queued_behind_a_function_that_was_found_long():
-    w = queue_behind(100)
-    w.advance(LONG)
+    w = queue_behind(100).play(f"advance {LONG}")
     assert w.tasks["t1"].spec.pace.depth == 0
     w.play("let took=1.0; finish t1; running = t2; queued =")
     w.took = SHORT
@@ -166,8 +163,7 @@ def test_nothing_is_sent_to_a_worker_that_is_being_taken_back():
 @pytest.mark.parametrize("is_late", [False, True])
 def test_a_turn_that_comes_as_it_is_taken_back_is_skipped(is_late):
     """The worker says so before it is known what was taken back, or after."""
-    w = queue_behind(revokes=False)
-    w.advance(LONG)
+    w = queue_behind(revokes=False).play(f"advance {LONG}")
     assert kinds(w) == [Revoke]
     w.skip("t1", is_late=is_late)
     w.run_dry()

@@ -328,8 +328,7 @@ def held() -> World:
 
 def test_a_task_that_needs_more_than_an_actor_has_left():
     w = held().play("submit train gpus=1")
-    w.advance(AFTER - 0.01)
-    w.play("warned =; advance 0.01")
+    w.play(f"advance {AFTER - 0.01}; warned =; advance 0.01")
     ((name, text),) = w.warnings
     assert name == "train"
     assert text.startswith(
@@ -344,27 +343,22 @@ def test_a_task_that_needs_more_than_an_actor_has_left():
 def test_a_line_is_warned_once_until_it_is_empty():
     w = held()
     submit(w, [f"train {n}" for n in range(3)], num_gpus=1)
-    w.submit("other", num_gpus=0.75)
-    w.advance(3 * AFTER)
+    w.play(f"submit other gpus=0.75; advance {3 * AFTER}")
     assert w.warned == ["train 0", "other"]
     w.cancel("train 0")
-    w.play("submit short; finish short")
-    w.advance(3 * AFTER)
+    w.play(f"submit short; finish short; advance {3 * AFTER}")
     w.submit("train 3", num_gpus=1)
     w.advance(3 * AFTER)
     assert len(w.warnings) == 2
     for number in range(1, 4):
         w.cancel(f"train {number}")
-    w.submit("again", num_gpus=1)
-    w.advance(3 * AFTER)
+    w.play(f"submit again gpus=1; advance {3 * AFTER}")
     assert [name for name, _ in w.warnings[2:]] == ["again"]
 
 
 def test_nobody_is_warned_of_what_ends():
     w = World(gpus=1).play("submit long train gpus=1")
-    w.advance(20 * AFTER)
-    w.play("warned =; finish long train")
-    w.advance(2 * AFTER)
+    w.play(f"advance {20 * AFTER}; warned =; finish long train; advance {2 * AFTER}")
     assert w.deadline is None
 
 
@@ -372,9 +366,7 @@ def test_a_holder_that_comes_later_is_named_when_it_has_held_as_long():
     w = World(gpus=1).play("submit long gpus=0.5; submit train gpus=1")
     w.advance(2 * AFTER)
     w.play("submit server gpus=0.5 is_endless=True priority=1; running has server")
-    w.advance(AFTER - 0.01)
-    assert w.warned == []
-    w.advance(2 * AFTER)
+    w.play(f"advance {AFTER - 0.01}; warned =; advance {2 * AFTER}")
     ((_, text),) = w.warnings
     assert "server holds 0.5 of GPU 0" in text
     assert "long" not in text
@@ -382,29 +374,24 @@ def test_a_holder_that_comes_later_is_named_when_it_has_held_as_long():
 
 def test_what_is_set_aside_may_come_back():
     w = World(gpus=1).play("sicken 0; submit train gpus=1")
-    w.advance(10 * AFTER)
-    w.play("warned =; run_dry; waiting = train")
+    w.play(f"advance {10 * AFTER}; warned =; run_dry; waiting = train")
 
 
 def test_amounts_and_leases_are_named():
-    w = World(cpus=4, resources={"license": 1})
-    w.submit("server", num_cpus=0, resources={"license": 1}, is_endless=True)
-    w.lease("shell", num_cpus=3)
-    w.advance(AFTER)
-    w.submit("train", num_cpus=2, resources={"license": 1})
-    w.advance(AFTER)
+    w = World(cpus=4, resources={"license": 1}).play(f"""
+        submit server cpus=0 resources=license:1 is_endless=True; lease shell cpus=3
+        advance {AFTER}; submit train cpus=2 resources=license:1; advance {AFTER}
+    """)
     ((_, text),) = w.warnings
     assert "shell holds CPU 3" in text
     assert "server holds license 1" in text
 
 
 def test_workers_that_are_all_held_are_named():
-    w = World(cpus=4)
-    w.scheduler.worker_limit.bound(1)
-    w.submit("server", num_cpus=0, is_endless=True)
-    w.advance(AFTER)
-    w.submit("train")
-    w.advance(AFTER)
+    w = World(cpus=4).play(f"""
+        bound 1; submit server cpus=0 is_endless=True; advance {AFTER}; submit train
+        advance {AFTER}
+    """)
     ((_, text),) = w.warnings
     assert text.startswith("train (task 1) has waited 5.0 s for a worker process")
     assert "there are 1, each is held without end" in text
@@ -414,15 +401,12 @@ def test_a_programs_own_limit_is_no_stall():
     w = held()
     w.join(7, limits=Limits(max_share={"GPU": 0.5}))
     w.submit("mine", num_gpus=0.5, is_endless=True, client=7)
-    w.submit("more", num_gpus=0.25, client=7)
-    w.advance(3 * AFTER)
-    assert w.warned == []
+    w.play(f"submit more gpus=0.25 client=7; advance {3 * AFTER}; warned =")
 
 
 def test_a_closing_node_warns_nobody():
     w = held().play("submit train gpus=1; close")
-    w.advance(2 * AFTER)
-    assert w.warned == []
+    w.play(f"advance {2 * AFTER}; warned =")
 
 
 def test_one_alarm_serves_all_that_wait():
@@ -438,46 +422,36 @@ def test_one_alarm_serves_all_that_wait():
 
 
 def test_time_goes_on_where_a_figure_is_rounded():
-    w = World(gpus=1)
-    w.advance(1 / 3)
-    w.submit("long", num_gpus=0.5)
-    w.submit("train", num_gpus=1)
-    w.play("advance 10000.0; submit server gpus=0.5 is_endless=True priority=1")
-    w.advance(AFTER + 1e-6)
+    w = World(gpus=1).play(f"""
+        advance {1 / 3}; submit long gpus=0.5; submit train gpus=1; advance 10000.0
+        submit server gpus=0.5 is_endless=True priority=1; advance {AFTER + 1e-06}
+    """)
     assert len(w.warnings) <= 1
     w.advance(2 * AFTER)
     assert len(w.warnings) == 1
 
 
 def test_others_wait_for_what_is_not_held_without_end():
-    w = World(cpus=4, gpus=1, resources={"license": 1})
-    w.submit("server", num_gpus=1, is_endless=True)
-    submit(w, "long train", num_cpus=0, resources={"license": 1})
-    w.advance(10 * AFTER)
-    w.play("warned =; submit other gpus=1")
-    w.advance(2 * AFTER)
-    assert w.warned == ["other"]
+    World(cpus=4, gpus=1, resources={"license": 1}).play(f"""
+        submit server gpus=1 is_endless=True
+        submit long train cpus=0 resources=license:1; advance {10 * AFTER}; warned =
+        submit other gpus=1; advance {2 * AFTER}; warned = other
+    """)
 
 
 def test_each_is_warned_of_when_it_has_waited_long_enough():
     w = held().play("submit first gpus=1")
-    w.advance(AFTER / 2)
-    w.submit("second", num_gpus=0.75)
-    w.advance(AFTER / 2)
-    assert w.warned == ["first"]
-    w.advance(AFTER / 2)
-    assert w.warned == ["first", "second"]
+    w.play(f"""
+        advance {AFTER / 2}; submit second gpus=0.75; advance {AFTER / 2}
+        warned = first; advance {AFTER / 2}; warned = first second
+    """)
 
 
 def test_a_holder_that_is_younger_than_the_wait_is_given_time():
     w = World(cpus=4, gpus=2)
     w.submit("long", num_gpus=2)
     w.play("submit server gpus=1 is_endless=True; submit train gpus=2 priority=-1")
-    w.advance(3 * AFTER)
-    w.submit("late", num_cpus=2, num_gpus=2, priority=-1)
+    w.play(f"advance {3 * AFTER}; submit late cpus=2 gpus=2 priority=-1")
     finish(w, "long", after=AFTER / 2)
-    assert "server" in w.running
-    w.advance(AFTER - 0.01)
-    assert w.warned == []
-    w.advance(AFTER)
+    w.play(f"running has server; advance {AFTER - 0.01}; warned =; advance {AFTER}")
     assert {name for name, _ in w.warnings} == {"train", "late"}

@@ -62,12 +62,11 @@ def test_who_comes_first_has_the_place_of_a_worker_that_would_fit_another():
 
 
 def test_spares_are_kept_where_they_may_be_and_make_way():
-    w = World(cpus=100, config=SchedulerConfig(spare_workers=2), exits=False)
-    w.scheduler.worker_limit.bound(3)
-    w.submit("a", max_calls=1)
-    assert w.worker_count == 3
-    w.submit("b", max_calls=1, environment={"X": "1"})
-    w.submit("c", max_calls=1, environment={"X": "1"}, num_cpus=2)
+    w = World(cpus=100, config=SchedulerConfig(spare_workers=2), exits=False).play("""
+        bound 3; submit a max_calls=1; worker_count = 3
+        submit b max_calls=1 environment=X:1
+        submit c max_calls=1 environment=X:1 cpus=2
+    """)
     assert (len(w.retired), len(w.workers)) == (2, 3)
     for worker in w.retired:
         w.die(worker)
@@ -157,8 +156,7 @@ def test_why_nothing_starts_where_there_is_no_worker():
     assert told in seen.shapes[0].reason
     assert told in str(seen)
     assert repr(seen).startswith("<NodeStatus no worker can be started; CPU 100/100")
-    w.advance(CROWDED_FOR)
-    w.play("start a; submit b; advance 6.0")
+    w.play(f"advance {CROWDED_FOR}; start a; submit b; advance 6.0")
     w.tell(
         Scheduler.worker_gone, w.worker_of("b"), is_crowded=True, outage="no process"
     )
@@ -166,9 +164,7 @@ def test_why_nothing_starts_where_there_is_no_worker():
 
 
 def test_failures_are_forgotten_when_nothing_fails_any_more():
-    w = World(cpus=100, starts=False)
-    w.scheduler.worker_limit.bound(1)
-    w.submit("a")
+    w = World(cpus=100, starts=False).play("bound 1; submit a")
     w.tell(Scheduler.worker_gone, min(w.workers), is_crowded=True, outage="no process")
     w.play("cancel a; advance 10")
     assert w.scheduler.worker_limit.failures == 0
@@ -278,8 +274,7 @@ def test_its_task_waits_and_holds_nothing():
 
 def test_pauses_grow_up_to_a_bound():
     config = SchedulerConfig(crowded_for=0.5, crowded_at_last=3.0)
-    w = World(cpus=4, starts=False, config=config)
-    w.submit("a", environment=BROKEN)
+    w = World(cpus=4, starts=False, config=config).play("submit a environment=X:1")
     pauses = []
     for _ in range(6):
         fail(w, "a")
@@ -291,50 +286,41 @@ def test_pauses_grow_up_to_a_bound():
 
 
 def test_one_at_a_time_is_tried_and_the_others_follow():
-    w = World(cpus=4, starts=False)
-    for name in ("a", "b", "c"):
-        w.submit(name, environment=BROKEN)
+    w = World(cpus=4, starts=False).play("submit a b c environment=X:1")
     for name in ("a", "b", "c"):
         fail(w, name)
     assert w.waiting == {"a", "b", "c"}
     assert w.scheduler.outages[("X", "1"),].failures == 1, "they have failed together"
     w.play("advance 0.05; starting = a; waiting = b c")
-    w.submit("d", environment=BROKEN)
-    w.play("waiting has d; start a; starting = b c d")
+    w.play("submit d environment=X:1; waiting has d; start a; starting = b c d")
 
 
 def test_a_try_that_is_given_up_makes_way_for_another():
-    w = World(cpus=4, starts=False)
-    w.submit("a", environment=BROKEN)
+    w = World(cpus=4, starts=False).play("submit a environment=X:1")
     fail(w, "a")
     w.advance(0.05)
     worker = w.worker_of("a")
-    w.cancel("a")
-    w.submit("b", environment=BROKEN)
+    w.play("cancel a; submit b environment=X:1")
     assert w.worker_of("b") == worker, "it is being started for whoever comes first"
     w.play("cancel b; submit c environment=Y:1")
     w.die(worker)
-    w.submit("d", environment=BROKEN)
-    assert {"c", "d"} <= w.starting
+    w.play("submit d environment=X:1; starting has c d")
 
 
 def test_its_living_workers_serve_on():
-    w = World(cpus=2, starts=False)
-    w.submit("a", environment=BROKEN)
-    w.start("a")
-    w.submit("b", environment=BROKEN)
+    w = World(cpus=2, starts=False).play("""
+        submit a environment=X:1; start a; submit b environment=X:1
+    """)
     fail(w, "b")
     w.play("waiting = b; finish a; running = b")
 
 
 def test_others_that_ask_for_the_same_are_not_held_up():
-    w = World(cpus=1, starts=False)
-    w.submit("a", environment=BROKEN, priority=1)
+    w = World(cpus=1, starts=False).play("submit a environment=X:1 priority=1")
     fail(w, "a")
-    w.play("submit b; submit c environment=Y:1")
-    w.submit("d", environment=BROKEN)
     w.play("""
-        starting = b; waiting = a c d
+        submit b; submit c environment=Y:1; submit d environment=X:1; starting = b
+        waiting = a c d
         advance 0.01; start b; finish b; starting = c; waiting = a d
     """)
 
@@ -342,8 +328,7 @@ def test_others_that_ask_for_the_same_are_not_held_up():
 def test_what_was_reserved_is_let_go_once_it_cannot_start():
     w = World(cpus=4, gpus=2, starts=False).play("submit long gpus=1; start long")
     w.submit("a", num_gpus=2, environment=BROKEN)
-    w.play("advance 60.0; submit late gpus=1; kept = a")
-    w.submit("first", environment=BROKEN)
+    w.play("advance 60.0; submit late gpus=1; kept = a; submit first environment=X:1")
     fail(w, "first")
     w.play("kept = None; starting has late")
 
@@ -381,24 +366,21 @@ def test_spares_are_not_asked_for_meanwhile():
 
 
 def test_what_nobody_waits_for_is_forgotten():
-    w = World(cpus=4, starts=False)
-    w.submit("a", environment=BROKEN)
+    w = World(cpus=4, starts=False).play("submit a environment=X:1")
     fail(w, "a")
     w.cancel("a")
     assert w.scheduler.outages
     w.advance(1)
     assert w.scheduler.outages == {}
     assert w.deadline is None
-    w.submit("b", environment=BROKEN)
-    assert w.starting == {"b"}
+    w.play("submit b environment=X:1; starting = b")
 
 
 def test_what_is_to_run_alone_waits_while_no_worker_can_be_started():
-    w = World(cpus=4, starts=False)
-    w.submit("a", environment=BROKEN)
-    w.start("a")
-    w.submit("b", environment=BROKEN)
-    w.play("submit other; start other")
+    w = World(cpus=4, starts=False).play("""
+        submit a environment=X:1; start a; submit b environment=X:1; submit other
+        start other
+    """)
     fail(w, "b")
     w.play("starve a; finish other")
     assert "a" not in w.starting | w.running
@@ -431,8 +413,7 @@ def test_status_and_why_say_what_failed_and_when_it_is_tried_again():
 
 def test_environments_are_tried_again_each_at_its_own_time():
     config = SchedulerConfig(crowded_for=1.0, crowded_at_last=1.0)
-    w = World(cpus=4, starts=False, config=config)
-    w.submit("a", environment=BROKEN)
+    w = World(cpus=4, starts=False, config=config).play("submit a environment=X:1")
     fail(w, "a")
     w.play("advance 0.5; submit b environment=Y:1")
     fail(w, "b")

@@ -342,8 +342,7 @@ def test_an_outdated_one_that_starts_is_retired_and_given_to_nobody():
 
 
 def test_tasks_with_variables_of_their_own_have_spares_too():
-    w = world()
-    w.submit("a", max_calls=1, environment=dict(X))
+    w = world().play("submit a max_calls=1 environment=X:1")
     assert spares_of(w) == 2
     assert spares_of(w, ()) == 0
     spares = set(w.workers) - {w.worker_of("a")}
@@ -358,11 +357,10 @@ def test_tasks_with_variables_of_their_own_have_spares_too():
 
 def test_spares_that_nobody_uses_any_more_go():
     config = SchedulerConfig(spare_workers=2, spares_for=10.0)
-    w = World(cpus=4, config=config)
-    w.submit("a", max_calls=1, environment=dict(X))
-    w.play("submit own max_calls=1; advance 6")
-    w.submit("b", max_calls=1, environment=dict(X))
-    w.advance(6)
+    w = World(cpus=4, config=config).play("""
+        submit a max_calls=1 environment=X:1; submit own max_calls=1; advance 6
+        submit b max_calls=1 environment=X:1; advance 6
+    """)
     assert spares_of(w) == 2, "one was used six seconds ago"
     w.play("submit y max_calls=1 environment=Y:1; advance 5")
     assert spares_of(w) == 0
@@ -413,8 +411,7 @@ def test_so_many_environments_have_spares_and_no_more():
 
 def test_spares_of_an_environment_whose_zygote_has_made_way_are_not_replaced():
     """Or two environments would give up each other's zygotes for ever."""
-    w = world()
-    w.submit("a", max_calls=1, environment=dict(X))
+    w = world().play("submit a max_calls=1 environment=X:1")
     w.tell(Scheduler.environment_outdated, X)
     assert spares_of(w) == 0
     assert not [e for e in w.effects if isinstance(e, Spawn)]
@@ -423,13 +420,11 @@ def test_spares_of_an_environment_whose_zygote_has_made_way_are_not_replaced():
 
 
 def test_a_spare_that_fails_concerns_its_own_environment():
-    w = world(starts=False)
-    w.submit("a", max_calls=1, environment=dict(X))
+    w = world(starts=False).play("submit a max_calls=1 environment=X:1")
     for worker in set(w.workers) - {w.worker_of("a")}:
         w.die(worker)
     w.submit("b", max_calls=1)
     assert (spares_of(w), spares_of(w, ())) == (0, 2)
     w.tell(Scheduler.worker_gone, w.worker_of("b"), outage="no zygote")
-    w.start("a")
-    w.submit("c", max_calls=1, environment=dict(X))
+    w.play("start a; submit c max_calls=1 environment=X:1")
     assert spares_of(w) == 2
