@@ -23,6 +23,7 @@ import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import FrameType
@@ -88,41 +89,40 @@ class Tally:
             name += f" > {getattr(argument, '__qualname__', argument)}"
         self.calls[name] += 1
 
-    @contextmanager
-    def counting(self) -> Iterator[None]:
-        """Count until the block ends."""
+    def begin(self) -> None:
+        """Count from here on."""
         gc.disable()
         sys.setprofile(self.note)
-        try:
-            yield
-        finally:
-            sys.setprofile(None)
-            gc.enable()
+
+    def end(self) -> Counter[str]:
+        """Return what was called since."""
+        sys.setprofile(None)
+        gc.enable()
+        return self.calls
 
 
 Call = Callable[[int], Awaitable[object]]
+Way = Callable[[Call, int], Awaitable[object]]
+"""Makes so many calls."""
 
 
-async def _one_by_one(call: Call) -> Count:
-    return await _least(call, FEW, _await_each)
-
-
-async def _gathered(call: Call) -> Count:
-    # How often answers are heard while others are submitted is a matter of time.
-    before, burst.EVERY = burst.EVERY, math.inf  # type: ignore[misc]
-    try:
-        return await _least(call, MANY, _await_all)
-    finally:
-        burst.EVERY = before  # type: ignore[misc]
-
-
-async def _await_each(call: Call, number: int) -> None:
+async def _one_by_one(call: Call, number: int) -> None:
     for each in range(number):
         await call(each)
 
 
-async def _await_all(call: Call, number: int) -> None:
-    await asyncio.gather(*map(call, range(number)))
+async def _gathered(call: Call, number: int) -> None:
+    # How often answers are heard while others are submitted is a matter of time.
+    before, burst.EVERY = burst.EVERY, math.inf  # type: ignore[misc]
+    try:
+        await asyncio.gather(*map(call, range(number)))
+    finally:
+        burst.EVERY = before  # type: ignore[misc]
+
+
+async def _streamed(call: Any, number: int) -> None:
+    async for _ in call(number):
+        pass
 
 
 def _each(count: Count) -> float:
@@ -130,15 +130,16 @@ def _each(count: Count) -> float:
     return count.each
 
 
-async def _least(
-    call: Call, number: int, way: Callable[[Call, int], Awaitable[None]]
-) -> Count:
+async def _least(make: Callable[[], Call], way: Way, number: int) -> Count:
+    call, found = make(), []
     await way(call, number)
-    found = []
     for _ in range(ROUNDS):
         tally = Tally()
-        with tally.counting():
+        tally.begin()
+        try:
             await way(call, number)
+        finally:
+            tally.end()
         found.append(Count.shared(tally.calls, number))
     return min(found, key=_each)
 
@@ -152,35 +153,8 @@ def _method() -> Call:
     return cast("Call", aiogpu.remote(tasks.Plain).remote().noop.remote)
 
 
-async def _awaited() -> Count:
-    return await _one_by_one(_task())
-
-
-async def _gathered_calls() -> Count:
-    return await _gathered(_task())
-
-
-async def _actor() -> Count:
-    return await _one_by_one(_method())
-
-
-async def _actor_gathered() -> Count:
-    return await _gathered(_method())
-
-
-async def _isolated() -> Count:
-    call = _task(num_gpus=0.25)
-    return await _least(call, FEW // 10, _await_each)
-
-
-async def _stream() -> Count:
-    items = aiogpu.remote(tasks.numbers)
-
-    async def run(_call: Call, number: int) -> None:
-        async for _ in items.remote(number):
-            pass
-
-    return await _least(_task(), MANY, run)
+def _stream() -> Call:
+    return cast("Call", aiogpu.remote(tasks.numbers).remote)
 
 
 _in_worker: Final[list[Tally]] = []
@@ -189,93 +163,79 @@ _in_worker: Final[list[Tally]] = []
 def begin_counting(_number: int) -> None:
     """Count what the worker of this task calls from here on."""
     _in_worker[:] = [Tally()]
-    gc.disable()
-    sys.setprofile(_in_worker[0].note)
+    _in_worker[0].begin()
 
 
 def end_counting(_number: int) -> Counter[str]:
     """What it has called since."""
-    sys.setprofile(None)
-    gc.enable()
-    return _in_worker[0].calls
+    return _in_worker[0].end()
 
 
 async def _worker() -> Count:
     begin, end = aiogpu.remote(begin_counting), aiogpu.remote(end_counting)
     call, found = _task(), []
     for _ in range(ROUNDS):
-        await _await_each(call, 20)
+        await _one_by_one(call, 20)
         await begin.remote(0)
-        await _await_each(call, FEW)
+        await _one_by_one(call, FEW)
         found.append(Count.shared(await end.remote(0), FEW))
     return min(found, key=_each)
+
+
+_weights: Final[Counter[str]] = Counter()
+"""What has gone through the connections of this process."""
 
 
 class _Transport:
     """Counts what goes through a peer's transport."""
 
-    def __init__(self, transport: Any, into: Counter[str]) -> None:
+    def __init__(self, transport: Any) -> None:
         self._transport = transport
-        self._into = into
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
 
     def write(self, data: bytes) -> None:
-        self._into["to workers"] += len(data)
-        self._into["writes"] += 1
+        _weights.update({"to workers": len(data), "writes": 1})
         self._transport.write(data)
 
 
 @contextmanager
-def _weighed() -> Iterator[Counter[str]]:
+def _weighed() -> Iterator[None]:
     """Connections that are made meanwhile are weighed for good."""
-    into: Counter[str] = Counter()
     made, received = Peer.connection_made, Peer.data_received
 
     def connection_made(self: Peer, transport: Any) -> None:
-        made(self, cast("asyncio.Transport", _Transport(transport, into)))
+        made(self, cast("asyncio.Transport", _Transport(transport)))
 
     def data_received(self: Peer, data: bytes) -> None:
-        into["from workers"] += len(data)
-        into["reads"] += 1
+        _weights.update({"from workers": len(data), "reads": 1})
         received(self, data)
 
     Peer.connection_made = connection_made  # type: ignore[method-assign]
     Peer.data_received = data_received  # type: ignore[method-assign]
     try:
-        yield into
+        yield
     finally:
         Peer.connection_made = made  # type: ignore[method-assign]
         Peer.data_received = received  # type: ignore[method-assign]
 
 
-_weights: Final[list[Counter[str]]] = []
-
-
 async def _on_the_wire(*names: str) -> Count:
     call, found = _task(), []
-    await _await_each(call, FEW)
+    await _one_by_one(call, FEW)
     for _ in range(ROUNDS):
-        _weights[0].clear()
-        await _await_each(call, FEW)
-        picked = Counter({name: _weights[0][name] for name in names})
+        _weights.clear()
+        await _one_by_one(call, FEW)
+        picked = Counter({name: _weights[name] for name in names})
         found.append(Count.shared(picked, FEW))
     return min(found, key=_each)
-
-
-async def _bytes() -> Count:
-    return await _on_the_wire("to workers", "from workers")
-
-
-async def _transfers() -> Count:
-    return await _on_the_wire("writes", "reads")
 
 
 async def _objects() -> Count:
     """What the collector looks through for a task that waits, and for its handle."""
     call = _task()
-    await _await_all(call, MANY)
+    await asyncio.gather(*map(call, range(MANY)))
     gc.collect()
     before = Counter(type(each).__name__ for each in gc.get_objects())
     gc.disable()
@@ -286,15 +246,17 @@ async def _objects() -> Count:
     return Count.shared(after - before, MANY)
 
 
-IMPORTS: Final = {
-    "import: aiogpu": "import aiogpu",
-    "import: remote": "from aiogpu import remote",
-    "import: init": "from aiogpu import init, remote, run",
-    "import: worker": "import aiogpu.worker.zygote.main",
-}
+async def _listed(program: str) -> Count:
+    words = [sys.executable, "-c", program]
+    ran = await asyncio.to_thread(subprocess.check_output, words, text=True)
+    return Count.shared(Counter(ran.split()), 1)
 
 
-FIRST_RESULT: Final = "import: first result"
+_IMPORTED: Final = """
+import sys
+{}
+print(*(name for name in sys.modules if name.startswith('aiogpu')))
+"""
 _FIRST_RESULT: Final = """
 import sys
 import asyncio, cloudpickle, msgpack, uvloop
@@ -313,56 +275,35 @@ async def main():
 aiogpu.run(main())
 """
 """All that aiogpu brings, its own modules and those of the standard library."""
-
-
-def _imported(statement: str) -> Count:
-    return _listed(
-        f"import sys\n{statement}\n"
-        "print(*(name for name in sys.modules if name.startswith('aiogpu')))"
-    )
-
-
-def _listed(program: str) -> Count:
-    ran = subprocess.run(
-        [sys.executable, "-c", program], text=True, capture_output=True, check=True
-    )
-    return Count.shared(Counter(ran.stdout.split()), 1)
-
-
-COUNTS: Final[dict[str, Callable[[], Awaitable[Count]]]] = {
-    "awaited": _awaited,
-    "gathered": _gathered_calls,
-    "actor": _actor,
-    "actor gathered": _actor_gathered,
-    "stream": _stream,
-    "isolated": _isolated,
+ON_A_NODE: Final[dict[str, Callable[[], Awaitable[Count]]]] = {
+    "awaited": partial(_least, _task, _one_by_one, FEW),
+    "gathered": partial(_least, _task, _gathered, MANY),
+    "actor": partial(_least, _method, _one_by_one, FEW),
+    "actor gathered": partial(_least, _method, _gathered, MANY),
+    "stream": partial(_least, _stream, _streamed, MANY),
+    "isolated": partial(_least, partial(_task, num_gpus=0.25), _one_by_one, FEW // 10),
     "worker": _worker,
-    "bytes": _bytes,
-    "transfers": _transfers,
+    "bytes": partial(_on_the_wire, "to workers", "from workers"),
+    "transfers": partial(_on_the_wire, "writes", "reads"),
     "objects": _objects,
 }
-NAMES: Final = (*COUNTS, *IMPORTS, FIRST_RESULT)
+PROGRAMS: Final = {
+    "import: aiogpu": _IMPORTED.format("import aiogpu"),
+    "import: remote": _IMPORTED.format("from aiogpu import remote"),
+    "import: init": _IMPORTED.format("from aiogpu import init, remote, run"),
+    "import: worker": _IMPORTED.format("import aiogpu.worker.zygote.main"),
+    "import: first result": _FIRST_RESULT,
+}
+NAMES: Final = (*ON_A_NODE, *PROGRAMS)
 
 
-async def _count(names: list[str]) -> dict[str, Count]:
-    found = {}
-    for name in names:
-        if name in IMPORTS:
-            found[name] = _imported(IMPORTS[name])
-            continue
-        if name == FIRST_RESULT:
-            found[name] = _listed(_FIRST_RESULT)
-            continue
-        with _weighed() as weights:
-            _weights[:] = [weights]
-            async with aiogpu.init(num_cpus=1, num_gpus=1, log_to_driver=False):
-                found[name] = await COUNTS[name]()
-    return found
-
-
-def count(names: list[str]) -> dict[str, Count]:
-    """Count these, each on a node of its own, on asyncio's loop."""
-    return asyncio.run(_count(names))
+async def _count(name: str) -> Count:
+    """Count one of them, on a node of its own."""
+    if name in PROGRAMS:
+        return await _listed(PROGRAMS[name])
+    with _weighed():
+        async with aiogpu.init(num_cpus=1, num_gpus=1, log_to_driver=False):
+            return await ON_A_NODE[name]()
 
 
 def kept(path: Path = KEPT) -> dict[str, Count]:
@@ -378,26 +319,22 @@ def allowed(before: Count) -> float:
 def told(name: str, now: Count, before: Count | None, most: int) -> str:
     """A count in words, and its dearest parts, or those that have changed most."""
     if before is None:
-        lines = [f"{name}: {now.each}"]
         parts = [f"  {each:8.2f}  {of}" for of, each in now.of.items()]
-        return "\n".join(lines + parts[:most])
-    lines = [f"{name}: {before.each} before, {now.each} now"]
-    changes = {
-        of: now.of.get(of, 0.0) - before.of.get(of, 0.0) for of in {*now.of, *before.of}
-    }
+        return "\n".join([f"{name}: {now.each}", *parts[:most]])
+    names = {*now.of, *before.of}
+    changes = {of: now.of.get(of, 0.0) - before.of.get(of, 0.0) for of in names}
     worst = sorted(changes, key=lambda of: (-abs(changes[of]), of))
     parts = [f"  {changes[of]:+8.2f}  {of}" for of in worst if abs(changes[of]) > LEAST]
-    return "\n".join(lines + parts[:most])
+    return "\n".join([f"{name}: {before.each} before, {now.each} now", *parts[:most]])
+
+
+FILE: Final = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
 @click.command()
 @click.argument("names", nargs=-1, type=click.Choice(NAMES))
 @click.option("--json", "is_json", is_flag=True, help="All of it as JSON.")
-@click.option(
-    "--against",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Tell what has changed since FILE was written, by `--json` or `--keep`.",
-)
+@click.option("--against", type=FILE, help="Tell what has changed since FILE was kept.")
 @click.option("--all", "is_all", is_flag=True, help="Every function, not the dearest.")
 @click.option("--keep", is_flag=True, help="Write benchmarks/counts.json.")
 def main(
@@ -408,7 +345,7 @@ def main(
     keep: bool,
 ) -> None:
     """Count NAMES, all of them unless named."""
-    found = count(list(names or NAMES))
+    found = {name: asyncio.run(_count(name)) for name in names or NAMES}
     if keep:
         text = json.dumps({**(kept() if names else {}), **found}, indent=1)
         KEPT.write_text(text + "\n")
