@@ -28,7 +28,7 @@ from tests.contract.timed_tasks import TimedCoroutines
 from tests.support.gate import Gate
 from tests.support.until import until
 
-pytestmark = pytest.mark.either_loop
+pytestmark = [pytest.mark.usefixtures("forked_zygotes"), pytest.mark.either_loop]
 
 CPUS, GPUS = 4, 2
 NODE: Final[dict[str, Any]] = {

@@ -12,7 +12,7 @@ import aiogpu
 from benchmarks.processes import Process, descendants, descriptors
 from tests.support.until import until
 
-pytestmark = pytest.mark.either_loop
+pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.either_loop]
 
 
 def census() -> Counter[str]:
