@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -78,3 +79,13 @@ class Counter:
 @aiogpu.remote
 def add_one(x: int) -> int:
     return x + 1
+
+
+def where(x: int) -> tuple[int, int]:
+    return x, os.getpid()
+
+
+def fail_at(x: int, bad: int) -> int:
+    if x == bad:
+        raise KeyError(x)
+    return x

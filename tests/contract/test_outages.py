@@ -1,9 +1,15 @@
-"""[B46] A node that cannot start workers keeps its tasks, says why, and recovers."""
+"""[B46] A node that cannot start workers keeps its tasks, says why, and recovers.
+
+It lacks descriptors, processes or zygotes: tasks wait, and none fails.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import re
+import tempfile
+import textwrap
 from pathlib import Path
 from types import TracebackType
 
@@ -14,11 +20,291 @@ import aiogpu
 from aiogpu.observe.status import OutageStatus
 from tests.contract import tasks
 from tests.support.gate import Gate
+from tests.support.program import run
 
-pytestmark = [
-    pytest.mark.usefixtures("no_leaks"),
-    pytest.mark.either_loop,
-]
+pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.either_loop]
+
+PROGRAM = """
+    import asyncio, os, resource, sys, tempfile
+    import aiogpu
+    NOFILE = resource.RLIMIT_NOFILE
+    resource.setrlimit(NOFILE, tuple(map(int, sys.argv[1].split())))
+    before = resource.getrlimit(NOFILE)
+
+    @aiogpu.remote
+    def limit():
+        import resource, subprocess, sys
+        source = "import resource as r; print(r.getrlimit(r.RLIMIT_NOFILE)[0])"
+        child = subprocess.run([sys.executable, "-c", source], capture_output=True)
+        return resource.getrlimit(resource.RLIMIT_NOFILE), int(child.stdout)
+
+    @aiogpu.remote
+    def meet(directory, count):
+        import os, time
+        open(f"{directory}/{os.getpid()}", "w").close()
+        while len(os.listdir(directory)) < count:
+            time.sleep(0.01)
+        return os.getpid()
+
+    @aiogpu.remote
+    def pid(variable=None):
+        import os
+        return os.getpid(), os.environ.get("X")
+
+    @aiogpu.remote
+    async def parent(depth):
+        return 1 + await parent.remote(depth - 1) if depth else 1
+
+    async def main():
+        preload = ["tests.contract.scarce"] if "SCARCE" in os.environ else []
+        async with aiogpu.init(num_cpus=1000, num_gpus=0, preload=preload):
+            await body()
+        assert resource.getrlimit(NOFILE) == before
+        print("ok")
+"""
+
+
+def program(body: str, limits: str, loop: str = "asyncio.run", **variables: str) -> str:
+    """Run `body` on a node of a program with these limits, soft and hard."""
+    source = textwrap.dedent(PROGRAM) + "async def body():\n"
+    source += textwrap.indent(textwrap.dedent(body), "    ") + f"\n{loop}(main())\n"
+    return run(source, limits, **variables)
+
+
+def test_many_more_than_there_is_room_for() -> None:
+    body = """
+        handles = [pid.remote() for _ in range(300)]
+        handles += [pid.options(max_calls=1).remote() for _ in range(30)]
+        for number in range(60):
+            env = {"env_vars": {"X": str(number % 3)}}
+            handles.append(pid.options(runtime_env=env).remote())
+        results = await asyncio.gather(*handles)
+        assert [x for _, x in results[-60:]] == [str(n % 3) for n in range(60)]
+        assert len({pid for pid, _ in results[300:330]}) == 30
+        assert len(os.listdir("/proc/self/fd")) < 128
+    """
+    said = program(body, "128 128", "sys.stderr = sys.stdout; aiogpu.run")
+    assert said == "ok\n", "there is room enough not to be told of"
+
+
+def test_a_soft_limit_is_raised_and_tasks_have_what_the_program_had() -> None:
+    body = """
+        assert resource.getrlimit(NOFILE) == (1024, 1024)
+        assert await limit.remote() == ((128, 1024), 128)
+        env = {"env_vars": {"PYTHONHASHSEED": "1"}}
+        later = limit.options(runtime_env=env)
+        assert await later.remote() == ((128, 1024), 128), "of a later zygote"
+        with tempfile.TemporaryDirectory() as directory:
+            together = [meet.remote(directory, 40) for _ in range(40)]
+            assert len(set(await asyncio.gather(*together))) == 40
+    """
+    assert program(body, "128 1024") == "ok\n"
+
+
+def test_room_for_very_few_is_told_at_once() -> None:
+    """An actor has one for its life, and the next task would wait for ever."""
+    body = "assert (await pid.remote())[0]"
+    said = program(body, "64 64", "sys.stderr = sys.stdout; asyncio.run")
+    told = r"at a time: \d at most.* may have 64 .*limit \(64\): `ulimit -Hn`"
+    assert re.search(told, said)
+    assert said.endswith("ok\n")
+
+
+def test_why_the_next_one_waits() -> None:
+    body = """
+        with tempfile.TemporaryDirectory() as directory:
+            held = [meet.remote(directory, 1000) for _ in range(100)]
+            while len(os.listdir(directory)) < 10:
+                await asyncio.sleep(0.01)
+            print(str(await held[-1].why()).splitlines()[1])
+            print((await aiogpu.status()).shapes[0].reason)
+            for handle in held:
+                handle.cancel()
+            assert (await pid.remote())[0]
+    """
+    first, second, ok = program(body, "128 128").splitlines()
+    told = r"  workers: (\d+), and no room for more at a time; `aiogpu doctor` says "
+    found = re.match(told, first)
+    assert found, first
+    assert second == f"waits for a worker: there are {found[1]}, and no room for more"
+    assert ok == "ok"
+
+
+def test_a_tree_that_is_deeper_than_there_is_room_for() -> None:
+    body = """
+        assert await parent.remote(5) == 6
+        try:
+            await parent.remote(100)
+        except aiogpu.errors.DeadlockError as error:
+            print(error)
+        assert await parent.remote(5) == 6
+    """
+    told, ok = program(body, "128 128").splitlines()
+    assert "needs a worker process, of which this node can have" in told
+    assert ok == "ok"
+
+
+@pytest.mark.slow
+def test_two_hundred_levels_with_the_usual_limit() -> None:
+    """[B12] Each level costs four or five descriptors."""
+    body = "assert await parent.remote(200) == 201"
+    assert program(body, "1024 4096", "aiogpu.run") == "ok\n"
+
+
+def test_descriptors_that_the_program_takes_itself() -> None:
+    body = """
+        await asyncio.gather(*(pid.remote() for _ in range(3)))
+        files = [open(os.devnull) for _ in range(50)]
+        await asyncio.gather(*(pid.remote() for _ in range(200)))
+        assert len(os.listdir("/proc/self/fd")) < 128
+        while files:
+            files.pop().close()
+        with tempfile.TemporaryDirectory() as directory:
+            await asyncio.gather(*(meet.remote(directory, 12) for _ in range(12)))
+    """
+    assert program(body, "128 128") == "ok\n"
+
+
+def test_no_more_processes_than_there_may_be() -> None:
+    body = """
+        handles = [pid.remote() for _ in range(100)]
+        handles += [pid.options(max_calls=1).remote() for _ in range(20)]
+        await asyncio.gather(*handles)
+    """
+    assert program(body, "1024 4096", SCARCE="15") == "ok\n"
+
+
+@pytest.mark.parametrize("most", ["0", "1"])
+def test_no_process_at_all_keeps_tasks_queued(most: str) -> None:
+    body = """
+        handles = [pid.remote(), pid.remote()]
+        while not (found := (await aiogpu.status()).outages) or found[0].failures < 5:
+            await asyncio.sleep(0)
+        print(found[0].reason)
+        print(str(await handles[0].why()).splitlines()[1].partition("fork")[0])
+        assert not any(handle.done() for handle in handles)
+        open(os.environ["MORE_ROOM"], "w").close()
+        assert len(set(await asyncio.gather(*handles))) >= 1
+        assert (await aiogpu.status()).outages == ()
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        said = program(
+            body, "1024 4096", SCARCE=most, MORE_ROOM=f"{directory}/more"
+        ).splitlines()
+    assert said == [
+        "no process can be forked: Resource temporarily unavailable; what bounds them "
+        "is `ulimit -u`, a cgroup's pids.max, or memory",
+        "  no worker can be started: no process can be ",
+        "ok",
+    ]
+
+
+def test_no_descriptor_for_the_next_zygote() -> None:
+    """It once was never started; each task then waited a minute and failed."""
+    body = """
+        handle = pid.remote()
+        await handle.why(), await aiogpu.status(), await handle  # import what they need
+        await aiogpu.shutdown()
+        await aiogpu.init(num_cpus=4, num_gpus=0)
+        with open(f"/proc/self/task/{os.getpid()}/children") as file:
+            (zygote,) = map(int, file.read().split())
+        taken = []
+        while True:
+            try:
+                taken.append(os.open(os.devnull, os.O_RDONLY))
+            except OSError:
+                break
+        os.kill(zygote, 9)
+        handle = pid.options(max_calls=1, max_retries=0).remote()
+        while not (found := (await aiogpu.status()).outages) or found[0].failures < 3:
+            await asyncio.sleep(0)
+        print(found[0].reason)
+        assert not handle.done()
+        while taken:
+            os.close(taken.pop())
+        assert (await handle)[0]
+        assert (await aiogpu.status()).outages == ()
+        await aiogpu.shutdown()
+    """
+    reason, ok = program(body, "128 128", "aiogpu.run").splitlines()
+    assert "Too many open files" in reason
+    assert ok == "ok"
+
+
+def test_more_large_results_than_there_may_be_descriptors() -> None:
+    """What has no descriptor left is copied; no worker ends, and no result is lost."""
+    body = """
+        import numpy as np
+        @aiogpu.remote
+        def large(number):
+            return os.getpid(), np.full(1 << 19, number % 256, np.uint8)
+        @aiogpu.remote
+        def total(several):
+            return int(several[1].sum())
+        @aiogpu.remote
+        def many(count):
+            return [np.full(1 << 19, number, np.uint8) for number in range(count)]
+
+        handles = [large.options(num_cpus=250).remote(i) for i in range(280)]
+        results = await asyncio.gather(*handles)
+        assert [int(array[-1]) for _, array in results] == [i % 256 for i in range(280)]
+        assert len({pid for pid, _ in results}) <= 4, "no worker had to be replaced"
+        assert len(os.listdir("/proc/self/fd")) < 256
+        for number in (0, 201, 279):
+            assert await total.remote(handles[number]) == number % 256 << 19
+        assert [int(array[0]) for array in await many.remote(60)] == list(range(60))
+        assert (await pid.options(max_calls=1).remote())[0], "there is room for others"
+    """
+    assert program(body, "256 256") == "ok\n"
+
+
+REMOVED = """
+    path = next(
+        line.split()[7] for line in open("/proc/net/unix")
+        if line.rstrip().endswith("/node.sock") and line.split()[6] in {
+            os.readlink(f"/proc/self/fd/{fd}")[8:-1]
+            for fd in os.listdir("/proc/self/fd")
+            if os.path.lexists(f"/proc/self/fd/{fd}")
+        }
+    )
+    shutil.rmtree(os.path.dirname(path))
+"""
+
+
+def test_tasks_take_turns_where_the_directory_of_the_node_was_removed() -> None:
+    body = f"""
+        import shutil
+        first, _ = await pid.remote()
+        {textwrap.indent(textwrap.dedent(REMOVED), " " * 8).strip()}
+        results = await asyncio.gather(*(pid.remote() for _ in range(20)))
+        assert first in {{pid for pid, _ in results}}
+        handle = pid.options(max_calls=1).remote()
+        async with asyncio.timeout(60):
+            while "was removed" not in str(why := await handle.why()):
+                await asyncio.sleep(0)
+        print(str(why).splitlines()[-1])
+    """
+    told, ok = program(body, "1024 4096").splitlines()
+    assert re.search(r"directory /\S+ was removed .*; close the node and open", told)
+    assert ok == "ok"
+
+
+def test_no_room_for_a_node() -> None:
+    source = """
+        import asyncio, resource
+        import aiogpu
+        resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
+        async def main():
+            try:
+                await aiogpu.init(num_cpus=1, num_gpus=0)
+            except aiogpu.errors.NodeStartError as error:
+                print(error)
+        asyncio.run(main())
+    """
+    assert "this process may have 40 descriptors open" in run(source)
+
+
+# Zygotes and interpreters that fail
 
 
 @pytest.fixture

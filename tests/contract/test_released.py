@@ -306,6 +306,7 @@ async def test_who_stays_does_not_grow(count: int) -> None:
         await run_many(count)
         await settle()
         after = sizes()
+    assert len(after) < len(before) + 10, "keepers and zygotes end as well"
     stayed = before.keys() & after.keys()
     assert len(stayed) >= 3, "driver, zygote and at least one keeper"
     for pid in stayed:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import importlib
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -22,10 +24,12 @@ from tests.contract.sync_tasks import (
     double,
     double_by_child,
     fail,
+    fail_at,
     fill,
     split,
     total,
     wait_long,
+    where,
 )
 from tests.support import program
 
@@ -395,3 +399,30 @@ def test_ctrl_c_ends_a_program_and_its_tasks(opening: str) -> None:
     _gone, alive = psutil.wait_procs(children, timeout=60)
     assert children
     assert not alive
+
+
+# The calls of `joblib.Parallel` as tasks.
+
+
+def test_calls_are_tasks_in_order_with_their_errors(no_leaks: None) -> None:
+    joblib = pytest.importorskip("joblib", reason="joblib is not installed")
+    importlib.import_module("aiogpu.joblib")
+    call: Any = joblib.delayed
+    with sync.init(num_cpus=2), joblib.parallel_config("aiogpu", num_cpus=1):
+        assert joblib.effective_n_jobs(-1) == 2
+        found = joblib.Parallel(n_jobs=-1)(call(where)(i) for i in range(50))
+        assert [x for x, _ in found] == [*range(50)]
+        assert os.getpid() not in {pid for _, pid in found}
+        with pytest.raises(KeyError, match="3"):
+            joblib.Parallel(n_jobs=2)(call(fail_at)(i, 3) for i in range(10))
+        items = joblib.Parallel(n_jobs=2, return_as="generator")(
+            call(fail_at)(i, -1) for i in range(5)
+        )
+        assert list(items) == [*range(5)]
+        with pytest.raises(aiogpu.OptionError, match="n_jobs=0"):
+            joblib.Parallel(n_jobs=0)([])
+    with (
+        pytest.raises(aiogpu.OptionError, match="num_gpu"),
+        joblib.parallel_config("aiogpu", num_gpu=1),
+    ):
+        pass
