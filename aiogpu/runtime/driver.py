@@ -577,7 +577,8 @@ class Driver:
     def _assign(self, effect: effects.Assign) -> None:
         call = self._calls[effect.task]
         self._last_number += 1
-        call.send_to(effect.worker, self._last_number)
+        # What another worker has said is void.
+        call.worker, call.number, call.answer = effect.worker, self._last_number, None
         if self.guard.timer is None:
             self.guard.wake()
         if effect.lease.request is not call.func.spec.shape.request:

@@ -151,11 +151,6 @@ class Call:
         limit = self.limit or func.window
         return Run(task, func.id, payload, is_last, self.number, limit, self.passed)
 
-    def send_to(self, worker: int, number: int) -> None:
-        """Note that it goes to a worker now; what another one said is void."""
-        self.worker, self.number = worker, number
-        self.answer = None
-
     def tell(self, error: Exception) -> None:
         """Fail the receiver, which gets nothing more."""
         receiver, self.receiver = self.receiver, None

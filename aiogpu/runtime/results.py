@@ -34,6 +34,7 @@ from aiogpu.runtime.pending_tasks import (
     overrun,
     pass_on,
     pass_on_report,
+    settle,
     tell_fault,
     too_late,
 )
@@ -106,6 +107,10 @@ class Results:
                 (task, spec, client, site.place, since, now, took, FINISHED)
             )
             history.finished += 1
+            try:
+                receiver.settle(answer.payload)
+            except Exception as error:  # noqa: BLE001 - it is told to who waits
+                tell_fault(receiver, error)
         elif type(answer) is Failed:
             outcome = CANCELLED if answer.kind == STOPPED else FAILED
             failure = Failure.of(answer.type_name, answer.message, answer.traceback)
@@ -114,13 +119,7 @@ class Results:
             )
             if outcome is FAILED:
                 self._log(call.client, task, spec.name, site, failure)
-        try:
-            if type(answer) is Done:
-                receiver.settle(answer.payload)
-            elif type(answer) is Failed:
-                receiver.settle(answer)
-        except Exception as error:  # noqa: BLE001 - it is told to who waits
-            tell_fault(receiver, error)
+            settle(receiver, answer)
 
     def fail(self, effect: effects.Fail) -> None:
         """Settle a task that has no result, with the reason."""

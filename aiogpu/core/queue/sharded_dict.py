@@ -52,7 +52,7 @@ class ShardedDict(Generic[T]):
         number = task >> BITS
         if number != self._latest:
             self._open(number)
-        self._shards[number][task] = value
+        self.young[task] = value
 
     def _open(self, number: int) -> None:
         """Begin another shard; of the last one, forget that it was kept empty."""

@@ -233,7 +233,7 @@ class Ledger:
         if lease.memories:
             for kind, share, memory in lease.held():
                 home.device_sets[kind].give_back((share,), memory)
-        else:
+        elif lease.shares:
             memory = lease.request.gpu_memory
             for (kind, _), shares in zip(
                 lease.request.devices, lease.shares, strict=True

@@ -432,7 +432,7 @@ class SchedulerState:
 
     def end(self, record: TaskRecord) -> None:
         """A task's code has stopped, or will never run: forget it."""
-        record.move(_ENDED)
+        record.state = _ENDED  # as it may from any state
         if self.tasks.young.pop(record.id, None) is None:
             self.tasks.pop(record.id)
         if self.clients is not None:

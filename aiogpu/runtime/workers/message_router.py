@@ -297,7 +297,7 @@ class MessageRouter:
         done: list[wire.Done] = []
         self._poller.count = HEARING
         try:
-            for message in (*messages, None):
+            for message in messages:
                 if (
                     type(message) is wire.Done
                     and message.payload[:1] != MARK
@@ -315,16 +315,21 @@ class MessageRouter:
                         self._events.on_fault(worker, message, error)
                     continue
                 if done:
-                    try:
-                        self._events.on_done(worker.id, done)
-                    except Exception as error:  # noqa: BLE001 - as above
-                        for each in done:
-                            self._events.on_fault(worker, each, error)
+                    self._pass_on_done(worker, done)
                     done = []
-                if message is None or not self._take(worker, message):
+                if not self._take(worker, message):
                     return
+            if done:
+                self._pass_on_done(worker, done)
         finally:
             self._poller.count = 0
+
+    def _pass_on_done(self, worker: LiveWorker, done: list[wire.Done]) -> None:
+        try:
+            self._events.on_done(worker.id, done)
+        except Exception as error:  # noqa: BLE001 - one harms no other
+            for each in done:
+                self._events.on_fault(worker, each, error)
 
     def _take(self, worker: LiveWorker, message: wire.Message) -> bool:
         """Process one message; return False if the worker was cut off for it."""
