@@ -117,7 +117,7 @@ class FakeCommands:
     ) -> None:
         self.sent.extend(tasks)
         for call in calls:
-            call.send_to(worker, number := number + 1)
+            call.worker, call.number = worker, (number := number + 1)
 
     def begun(self, _worker: int) -> int:
         return 0
