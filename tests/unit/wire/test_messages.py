@@ -27,6 +27,8 @@ from aiogpu.wire.codec import (
     unpack_as,
 )
 from aiogpu.wire.messages import (
+    CHUNKED,
+    IN_GROUP,
     TAGS,
     Bind,
     ChildItems,
@@ -41,6 +43,7 @@ from aiogpu.wire.messages import (
     Setup,
     descriptor_path,
     output_path,
+    plain_name,
     socket_path,
     visible,
 )
@@ -105,6 +108,12 @@ def body_of(message: Message) -> bytes:
 
 
 # Whole
+
+
+def test_a_called_method_is_named_without_its_group_and_chunks():
+    assert [plain_name(f"add{end}") for end in ("", CHUNKED, f"{IN_GROUP}io")] == (
+        ["add"] * 3
+    )
 
 
 def test_a_frame_is_a_length_and_an_array_that_begins_with_the_tag():
