@@ -16,7 +16,7 @@ from aiogpu.core.model.request import (
     Device,
 )
 from aiogpu.core.model.units import UNIT
-from aiogpu.core.resources.devices import Cause, DeviceSet
+from aiogpu.core.resources.devices import DeviceSet
 from aiogpu.core.resources.ledger import Ledger
 from aiogpu.core.resources.placement_group import (
     Layout,
@@ -25,7 +25,6 @@ from aiogpu.core.resources.placement_group import (
     take_group,
     take_grouped,
     why_infeasible,
-    would_help,
 )
 from tests.core.builders import GIB, bundle, placement_group_of, request_of
 
@@ -144,34 +143,6 @@ def test_a_member_takes_from_its_bundle_or_from_the_first_that_has_it():
     assert take_in(ledger, GPU=0.25) is None
 
 
-def test_a_member_lends_its_cpus_within_its_bundle():
-    ledger = ledger_of()
-    take(ledger, {"CPU": 2})
-    lease = take_in(ledger, CPU=2)
-    ledger.lend(lease)
-    assert take_in(ledger, CPU=1) is not None
-    assert ledger.available()["CPU"] == 2.0
-    ledger.resume(lease)
-    assert lease.home.is_overdrawn
-    assert not ledger.is_overdrawn
-    ledger.keep_devices(lease)
-    ledger.give_back(lease)
-
-
-def test_gpu_memory_of_a_bundle_is_its_share_or_what_it_names():
-    ledger = ledger_of(gpus=1, memory=80 * GIB)
-    take(ledger, {"GPU": 0.5}, {"GPU": 0.5})
-    for gib, fits in ((41, False), (30, True), (11, False), (10, True)):
-        lease = take_in(ledger, 0, GPU=0.25, gpu_memory=gib * GIB)
-        assert (lease is not None) == fits
-    assert take_in(ledger, 1, GPU=0.5) is not None
-    ledger = ledger_of(gpus=1, memory=16 * GIB)
-    took = take(ledger, {"GPU": 0.3, "gpu_memory": 1 * GIB + 7})
-    assert took.memories == ((1 * GIB + 7,),)
-    assert take_in(ledger, GPU=0.1, gpu_memory=1 * GIB + 8) is None
-    assert take_in(ledger, GPU=0.1, gpu_memory=1 * GIB + 7)
-
-
 def test_a_bundle_of_a_type_has_its_members_on_that():
     ledger = ledger_of(gpus=2, types=("T4", "A100"))
     lease = take(ledger, {"GPU": 1, "type": "A100"}, {"GPU": 1})
@@ -186,15 +157,6 @@ def test_a_bundle_of_a_type_has_its_members_on_that():
     assert "no bundle that it may use could hold it" in reason
     assert "1: {GPU: 1} on GPU 0 of type T4" in reason
     assert not candidates(ledger, request)
-
-
-def test_devices_that_are_set_aside_serve_no_member():
-    ledger = ledger_of()
-    take(ledger, {"GPU": 1})
-    ledger.device_sets["GPU"].availability.note(0, Cause.SICK, "it burns")
-    assert take_in(ledger, GPU=0.5) is None
-    ledger.device_sets["GPU"].availability.note(0, Cause.SICK, None)
-    assert take_in(ledger, GPU=0.5) is not None
 
 
 @pytest.mark.parametrize(
@@ -229,25 +191,6 @@ def test_how_many_members_a_group_can_hold():
     assert room_for(ledger, cpu, are_lent=True) is None
     outside = request_of({"GPU": 0.25, "CPU": 1})
     assert room_for(ledger, outside) == ledger.room_for(outside)
-
-
-def test_which_lease_would_help_whom():
-    ledger = ledger_of()
-    plain = ledger.take(request_of({"CPU": 1}))
-    take(ledger, {"GPU": 0.5}, {"GPU": 0.5})
-    member = take_in(ledger, 0, GPU=0.5)
-    other = placement_group_of({"CPU": 4}, name="other").request()
-    helps = [
-        *((plain, other, True), (member, other, False)),
-        (member, request_of({"GPU": 1}), False),
-        (member, within("gang", 0, GPU=0.5), True),
-        (member, within("gang", GPU=0.5), True),
-        (member, within("gang", 1, GPU=0.5), False),
-        (member, within("other", 0, GPU=0.5), False),
-        (plain, within("gang", 0, GPU=0.5), False),
-    ]
-    for lease, request, expected in helps:
-        assert would_help(ledger, lease, request) == expected, request
 
 
 @pytest.mark.parametrize(

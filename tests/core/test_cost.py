@@ -11,7 +11,6 @@ from aiogpu.core.effects import Ahead, Assign, Spawn
 from aiogpu.core.model.ids import OWN, ClientId, TaskId
 from aiogpu.core.model.request import Device, Request, Shape, TaskSpec
 from aiogpu.core.model.units import UNIT
-from aiogpu.core.queue.ready import SWEPT
 from aiogpu.core.resources.devices import DeviceSet
 from aiogpu.core.resources.ledger import Ledger
 from aiogpu.core.scheduler.placement import SLICE
@@ -139,20 +138,6 @@ def test_a_task_costs_the_same_however_many_wait(specs, age):
     assert few < 300
 
 
-@pytest.mark.parametrize("age", [0.0, 60.0], ids=["new", "old"])
-def test_a_short_task_costs_the_same_and_less(age):
-    few, many = (calls_a_round(n, spec(), took=1e-6, age=age) for n in (1_000, MANY))
-    # An old id is looked up among the young ones first: a few calls, once.
-    assert many <= few + 4
-    assert many < calls_a_round(MANY, spec(), age=age)
-
-
-def test_a_task_with_a_timeout_costs_the_same():
-    """But for what its alarm costs, which `heapq` does in one call."""
-    few, many = (calls_a_round(n, spec(timeout=1e6)) for n in (FEW, MANY))
-    assert many == pytest.approx(few, abs=8 + 4 * SWEPT)
-
-
 def test_one_that_joins_a_line_costs_the_same_though_something_is_kept():
     """Nobody is placed anew because of one who stands behind others."""
     calls = []
@@ -193,10 +178,3 @@ def test_a_task_costs_the_same_however_many_wait_in_all_programs(programs, passe
     assert calls_a_round(200 * programs, *own, **options) < few * 1.1 + 8
     # Whose turn it is is asked of each program that waits, and of none within a slice.
     assert few < (300 if passes < SLICE else 400 + 60 * programs)
-
-
-def test_a_node_that_one_program_has_alone_keeps_no_account():
-    node = Node(spec())
-    node.submit()
-    assert node.scheduler.clients is None
-    assert all(lease.usage is None for lease in node.scheduler.ledger.leases.values())

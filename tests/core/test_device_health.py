@@ -80,57 +80,6 @@ def test_a_device_that_is_not_given_back_is_set_aside_and_says_why():
     assert w.gpus_of("both") == [0, 1]
 
 
-@pytest.mark.parametrize("cause", [Cause.SICK, Cause.FOREIGN, Cause.UNSETTLED])
-def test_who_has_a_share_of_a_device_that_is_set_aside_keeps_that(cause):
-    w = World(gpus=2).play("""
-        let settles=True; submit c gpus=0.25 max_calls=1; submit a gpus=0.5
-        submit whole gpus=1; finish c
-    """)
-    if cause is Cause.UNSETTLED:
-        w.tell(Scheduler.devices_stuck, w.unsettled[0], SICK)
-    else:
-        w.tell(Scheduler.devices_free, w.unsettled[0])
-        note(w, 0, SICK, cause)
-    assert shown(w) == [SICK, None]
-    w.play("submit b gpus=0.25; running = a whole; waiting = b; finish a; waiting = b")
-    note(w, 0, None, cause)
-    assert w.gpus_of("b") == [0]
-    assert shown(w) == [None, None]
-
-
-def test_causes_do_not_end_each_other_and_are_named_once():
-    w, worker = gone(0.5, count=2)
-    note(w, 0, "it is lost; XID 79")
-    w.tell(Scheduler.devices_stuck, worker, "GPU 0: it is lost (no answer)")
-    assert shown(w)[0] == "GPU 0: it is lost (no answer); XID 79"
-    note(w, 0, WHO, Cause.FOREIGN)
-    note(w, 0, None, Cause.UNSETTLED)
-    note(w, 0, None, Cause.UNSETTLED)
-    assert shown(w)[0] == f"it is lost; XID 79; {WHO}"
-    note(w, 0, "XID 48")
-    note(w, 1, "GPU 1: XID 79")
-    w.submit("b", num_gpus=1)
-    assert str(why_of(w, "b")).splitlines()[1:] == [
-        "  GPU 1: 0 of 2 free (0: set aside, 1: set aside)",
-        f"    set aside: GPU 0: XID 48; {WHO}",
-        "    set aside: GPU 1: XID 79",
-    ]
-    for cause in (Cause.SICK, Cause.FOREIGN):
-        assert w.waiting == {"b"}
-        note(w, 0, None, cause)
-    assert w.running == {"b"}
-
-
-def test_a_dead_workers_task_is_decided_about_before_its_devices_are_back():
-    w = World(gpus=1)
-    w.settles = True
-    w.play("submit a gpus=1 max_retries=1; submit lost gpus=0 max_retries=0")
-    worker = w.worker_of("a")
-    w.play("die lost; told = lost:lost; die a; waiting = a")
-    w.tell(Scheduler.devices_free, worker)
-    assert w.running == {"a"}
-
-
 def test_cpus_that_were_lent_come_back_with_the_rest():
     w = World(cpus=1, gpus=1)
     w.settles = True
@@ -145,17 +94,6 @@ def test_cpus_that_were_lent_come_back_with_the_rest():
 def test_the_end_of_the_node_waits_for_no_device():
     w, _ = gone()
     w.play("close; is_closed = True")
-
-
-@pytest.mark.parametrize("step", [Scheduler.devices_free, Scheduler.worker_gone])
-def test_what_is_said_of_nobody_changes_nothing(step):
-    w, worker = gone()
-    w.tell(step, 99)
-    w.tell(Scheduler.worker_gone, worker)
-    assert w.unsettled == [worker]
-    w.tell(Scheduler.devices_stuck, 99, "nobody's")
-    note(w, 1, None, Cause.UNSETTLED)
-    assert w.free_gpus == [0, 1]
 
 
 def test_a_spoilt_worker_ends_after_its_task_although_it_is_reused():
@@ -187,16 +125,6 @@ def test_a_worker_on_a_sick_device_is_given_no_more_of_the_same():
     w.tell(Scheduler.device_changed, "GPU", 0, Cause.SICK, "GPU reset needed")
     w.play("queued =; running = b; finish b; running =; heal 0; run_dry")
     assert set(w.told) == set("abcdefgh")
-
-
-def test_what_is_sent_ahead_elsewhere_stays_there():
-    w = World(cpus=1, gpus=2, took=1e-5).play("""
-        submit a b c d e f g h gpus=0.5; finish a
-    """)
-    queued = w.queued
-    assert queued
-    w.tell(Scheduler.device_changed, "GPU", 1, Cause.SICK, "XID 79")
-    assert w.queued == queued
 
 
 def test_nothing_is_kept_on_a_sick_device():
@@ -235,15 +163,6 @@ def test_a_task_whose_worker_is_being_forked_goes_elsewhere(cause):
         note(w, 0, SICK, cause)
     w.play("start b; gpus_of b = 1")
     assert w.worker_count == 1, "the same worker, which had no device yet"
-
-
-def test_what_was_busy_on_a_sick_device_all_the_while_is_not_used_again():
-    """What it has opened there is from before the device was well again."""
-    w = World(gpus=1, exits=False).play("submit a b gpus=0.5")
-    held = w.worker_of("a")
-    w.play("sicken 0; heal 0; retired =; submit c gpus=0.5; finish a")
-    assert w.retired == [held]
-    assert w.waiting == {"c"}, "it has its share until it has ended"
 
 
 def test_who_avoids_devices_with_others_on_them_takes_them_if_there_is_nothing_else():

@@ -6,8 +6,8 @@ That the choice is right in every other case is held by `test_every_small_case` 
 
 import pytest
 
-from aiogpu.core.model.request import Device, DeviceSelector, Request, named_bytes
-from aiogpu.core.model.units import BY_SHARE, GPU, UNIT, device_quantity
+from aiogpu.core.model.request import Device, DeviceSelector, Request
+from aiogpu.core.model.units import GPU, UNIT, device_quantity
 from aiogpu.core.resources.devices import DeviceSet
 from aiogpu.core.resources.ledger import Ledger
 from aiogpu.core.resources.topology import TRIED, Topology
@@ -98,12 +98,6 @@ def test_check_notices_memory_that_is_given_twice(spoil):
         devices.check() if spoil != "named" else node.check()
 
 
-def test_only_a_share_or_less_is_reserved_by_name():
-    assert named_bytes(5_000, 10) == named_bytes(0, 10) == 10
-    assert named_bytes(UNIT, 10) == named_bytes(5_000, 0) == 0
-    assert named_bytes(5_000, BY_SHARE) == 0
-
-
 def test_which_devices_are_large_enough_is_remembered_for_some_sizes():
     devices = DeviceSet(GPU, [Device(0, memory=80 * GIB), Device(1, memory=300)])
     for size in (*range(1, 400), 300, 301):
@@ -140,15 +134,6 @@ def placed(devices: DeviceSet, count: int, **options) -> list[int]:
     )
     devices.take(shares or ())
     return [index for index, _ in shares or ()]
-
-
-def test_a_single_device_and_a_share_go_to_the_lowest_whatever_is_linked():
-    """[B22]"""
-    devices = DeviceSet("GPU", box(4, (2, 3)))
-    assert placed(devices, 1) == [0]
-    half = Request.of({}, {"GPU": UNIT // 2})
-    assert devices.choose(UNIT // 2, half) == ((1, UNIT // 2),)
-    assert Topology([Device(0, links=frozenset({"GPU-1"}))]).matter is False
 
 
 def test_of_what_is_left_the_best_joined_are_taken():
@@ -192,10 +177,3 @@ def test_in_a_large_box_the_lowest_are_taken(monkeypatch):
     monkeypatch.setattr("aiogpu.core.resources.topology.combinations", None)
     assert links.best(mask(*range(24)), 8) == mask(*range(8))
     assert TRIED >= 70  # four of eight
-
-
-def test_a_process_has_one_mig_instance():
-    """CUDA sees one of them, whichever are named."""
-    devices = DeviceSet("GPU", box(4, parents={0: "GPU-a", 2: "GPU-a"}))
-    assert [placed(devices, count) for count in (3, 2, 2)] == [[], [1, 3], []]
-    assert [placed(devices, 1) for _ in range(3)] == [[0], [2], []]

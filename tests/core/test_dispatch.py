@@ -12,12 +12,11 @@ from aiogpu.core.model.ids import OWN, ClientId, TaskId, WorkerId
 from aiogpu.core.model.request import DEEPEST, Request, Shape, TaskSpec
 from aiogpu.core.model.units import CPU, UNIT
 from aiogpu.core.queue.fair_share import Limits
-from aiogpu.core.records import Memory
 from aiogpu.core.resources.ledger import Ledger
 from aiogpu.core.scheduler.dispatch import refill
 from aiogpu.core.scheduler.placement import SLICE
 from aiogpu.core.scheduler.scheduler import Scheduler
-from tests.core.builders import World, finish, submit
+from tests.core.builders import World, submit
 
 SHORT = 1e-5
 
@@ -40,17 +39,6 @@ def names(*numbers: int) -> set[str]:
     return {f"t{number}" for number in numbers}
 
 
-def test_a_worker_goes_on_with_the_lease_that_it_has():
-    w = World(cpus=1)
-    submit_numbered(w, 3)
-    [lease] = w.scheduler.ledger.leases.values()
-    w.finish("t0")
-    [_, ahead] = w.effects
-    assert ahead == Ahead(w.worker_of("t1"), [w.tasks["t1"].id])
-    assert w.scheduler.workers.get(w.worker_of("t1")).lease is lease
-    assert w.running == names(1)
-
-
 @pytest.mark.parametrize(
     ("count", "took", "options", "queued"),
     [
@@ -69,15 +57,6 @@ def test_as_many_are_sent_ahead_as_are_done_in_a_moment(count, took, options, qu
     assert (w.running, w.queued) == (names(1), names(*range(2, 2 + queued)))
 
 
-def test_what_is_queued_is_a_fair_part_of_what_waits():
-    """Whoever ends next shall find something to do."""
-    w = backlog(44, cpus=4)
-    assert len(w.running) == 4
-    assert len(w.queued) == (44 - 5) // 4
-    w.finish("t1")
-    assert len(w.queued) == 9 + (44 - 5 - 9 - 1) // 4
-
-
 def test_more_is_sent_when_half_of_it_is_done():
     w = backlog(4 * DEEPEST)
     lengths = []
@@ -87,55 +66,6 @@ def test_more_is_sent_when_half_of_it_is_done():
     assert min(lengths) == DEEPEST // 2 + 1
     assert max(lengths) == DEEPEST
     assert lengths.count(DEEPEST) == 2
-
-
-@pytest.mark.parametrize("options", [{"max_calls": 50}, {}], ids=["counts", "unknown"])
-def test_one_of_another_function_may_stop_what_is_sent_ahead(options):
-    w = World(cpus=1, took=SHORT)
-    submit_numbered(w, 4)
-    submit_numbered(w, 1, function=1, **options)
-    submit_numbered(w, 20)
-    w.finish("t0")
-    assert w.queued == names(2, 3)
-    w.play("finish t1 t2 t3")
-    assert w.running == names(4)
-
-
-@pytest.mark.parametrize("options", [{"priority": 1}, {"parent": "root"}])
-def test_who_goes_first_is_not_kept_waiting_by_those_sent_ahead(options):
-    """At most a moment's work is before it; nothing more is sent."""
-    w = backlog(300).play("submit root cpus=0")
-    before = w.queued
-    w.submit("urgent", num_cpus=0.5, **options)
-    while "urgent" not in w.running:
-        [name] = w.running - {"root"}
-        w.finish(name)
-        assert w.running <= before | {"urgent", "root"}
-    assert not w.queued
-
-
-def test_another_shape_whose_turn_has_come_gets_the_worker():
-    w = World(cpus=2, took=SHORT)
-    submit_numbered(w, 1, num_cpus=2)
-    w.submit("other-shape")
-    submit_numbered(w, 3, num_cpus=2)
-    w.play("finish t0; running = other-shape; finish other-shape")
-    assert w.running == names(2)
-
-
-def test_an_older_task_that_needs_what_the_lease_has_not_holds_nobody_up():
-    w = World(cpus=2, gpus=1, took=1e-5).play("submit training gpus=1")
-    w.submit("next-training", num_gpus=1)
-    submit_numbered(w, 20)
-    finish(w, "t2 t3")
-    assert w.queued, "the CPU's lease goes on; it would not help the one before"
-    w.play("finish training; running has next-training")
-
-
-def test_an_older_task_that_the_lease_would_help_goes_first():
-    w = World(cpus=2, took=1e-5).play("submit a b function=5; submit pair cpus=2")
-    submit_numbered(w, 5)
-    w.play("finish a; waiting has pair; queued =")
 
 
 # Tasks that are submitted and ended in bursts fare as they would one by one.
@@ -292,48 +222,6 @@ def test_a_burst_is_as_if_each_were_reported_by_itself(seed: int, programs: int)
     assert in_a_row > 100
 
 
-@pytest.mark.parametrize("programs", [0, 2])
-@pytest.mark.parametrize("seed", range(2))
-def test_a_burst_is_no_other_while_one_is_to_run_alone(seed: int, programs: int):
-    """Its worker was ended for want of memory; the others end what they were sent."""
-    chance = Random(seed)
-    desks = [
-        Desk(in_rows=in_rows, cpus=3, programs=programs) for in_rows in (True, False)
-    ]
-    ended_while_wanted = 0
-    for _ in range(120):
-        client = ClientId(chance.randint(1, programs)) if programs else OWN
-        count, what = chance.randint(1, 40), chance.random()
-        worker = chance.choice(sorted(desks[0].sent) or [ONE])
-        for desk in desks:
-            desk.now += 1e-3
-            if what < 0.3:
-                desk.submit(count, a_spec(), client)
-            elif what < 0.4:
-                desk.tell(Scheduler.kill_for_memory, worker, Memory.HOST)
-            elif worker in desk.sent:
-                ended_while_wanted += desk.scheduler.exclusive.is_wanted
-                desk.end(worker, count)
-        assert desks[0].picture() == desks[1].picture()
-    assert ended_while_wanted > 20
-    for desk in desks:
-        desk.run_dry()
-        assert not desk.scheduler.exclusive.is_wanted
-    assert desks[0].picture() == desks[1].picture()
-
-
-def test_each_member_of_a_group_is_taken_in_by_itself():
-    """Who is in it is stopped when it is removed."""
-    world = World(cpus=1)
-    world.placement_group("gang", {CPU: 1})
-    for name in ("runs", "waits"):
-        world.submit_in("gang", name, num_cpus=1)
-    spec = world.tasks["waits"].spec
-    scheduler = world.scheduler
-    assert (OWN, spec.shape) in scheduler.ready.by_shape
-    assert not scheduler.submit_many(0.0, TaskId(100), 2, spec)
-
-
 def test_a_row_waits_only_behind_others_like_it():
     desk = Desk()
     assert not desk.scheduler.submit_many(0.0, TaskId(1), 3, a_spec())
@@ -390,16 +278,6 @@ def test_a_burst_ends_where_the_next_task_is_not_an_ordinary_one():
     desk = a_worker_with_some_ahead()
     desk.scheduler.workers.get(ONE).is_killed = True
     assert desk.finish_many(ONE, took(desk.sent[ONE][0])) == []
-
-
-def test_a_program_that_has_left_is_forgotten_with_its_last_task():
-    desk = Desk(programs=1)
-    desk.submit(4, a_spec(), ClientId(1))
-    desk.end(ONE, 1)
-    desk.tell(Scheduler.leave, ClientId(1))
-    while desk.sent[ONE]:
-        desk.end(ONE, 2)
-    assert [one.id for one in desk.scheduler.clients] == [OWN]
 
 
 @pytest.mark.parametrize("whose", [0, 2, None])

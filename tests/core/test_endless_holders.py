@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from aiogpu.core.model.config import SchedulerConfig
-from aiogpu.core.model.ids import WorkerId
 from aiogpu.core.scheduler.scheduler import Scheduler
-from aiogpu.errors import InfeasibleError
-from tests.core.builders import HOLDER, World, status_of, why_of
+from tests.core.builders import World, status_of, why_of
 
 
 def test_a_lease_is_granted_at_once_and_without_a_worker():
@@ -17,15 +14,6 @@ def test_a_lease_is_granted_at_once_and_without_a_worker():
     assert w.gpus_of("mine") == [0]
     assert w.worker_count == 0
     w.play("free_gpus = 0 1; give_back mine; free_gpus = 1 1; forgotten = mine; told =")
-
-
-def test_a_lease_waits_for_its_turn_among_tasks():
-    w = World(gpus=1).play("""
-        submit before gpus=1; lease lease gpus=0.5; submit after gpus=0.5
-        submit whole gpus=1; waiting = after lease whole; finish before
-    """)
-    assert (set(w.leases), w.running) == ({"lease"}, {"after"})
-    w.play("finish after; waiting = whole; give_back lease; running = whole")
 
 
 def test_a_lease_is_never_sent_ahead_to_a_worker_of_its_shape():
@@ -51,55 +39,6 @@ def test_a_lease_is_withdrawn_while_it_waits_and_else_held_until_its_processes_e
     w.play("cancel lease; give_back lease; running = task")
 
 
-@pytest.mark.parametrize("is_stuck", [False, True])
-def test_its_devices_may_have_to_be_seen_free(is_stuck):
-    w = World(gpus=1).play("lease lease cpus=1 gpus=1")
-    holder = w.leases["lease"]
-    w.play("give_back lease settles=True; free has CPU:16")
-    w.tell(Scheduler.lease_returned, holder)
-    w.tell(Scheduler.lease_returned, WorkerId(99))
-    assert w.free_gpus == [0]
-    assert status_of(w).devices[0].holders[0].is_settling
-    if is_stuck:
-        w.tell(Scheduler.devices_stuck, holder, "pid 4711 is on it")
-        assert status_of(w).devices[0].aside == "pid 4711 is on it"
-    else:
-        w.tell(Scheduler.devices_free, holder)
-    w.submit("task", num_gpus=1)
-    assert w.waiting == ({"task"} if is_stuck else set())
-    assert not w.scheduler.granted
-
-
-def test_nobody_waits_for_the_end_of_a_lease_but_something_is_kept_for_one():
-    w = World(gpus=2, config=SchedulerConfig(reserve_after=1.0)).play("""
-        lease lease gpus=1; submit needs-both gpus=2; advance 5.0
-        submit small gpus=0.5 retries_oom=True max_retries=0; running = small
-    """)
-    reason = why_of(w, "needs-both")
-    assert reason.is_held_endlessly
-    assert "held by lease (pid 4711, without end)" in str(reason)
-    w.play("""
-        cancel needs-both; lease late gpus=1; advance 2.0; submit b gpus=0.5
-        waiting = b late; finish small; leases = late lease
-    """)
-
-
-def test_status_shows_who_holds_it():
-    w = World(gpus=1).play("lease train gpus=0.5; advance 2.0")
-    status = status_of(w)
-    (task,) = status.tasks
-    assert (task.name, task.state, task.worker) == ("train", "running", None)
-    assert (task.pid, task.is_lease, task.is_held) == (HOLDER, True, True)
-    assert not status.workers
-    (holder,) = status.devices[0].holders
-    assert (holder.task, holder.pid, holder.share) == ("train", HOLDER, 0.5)
-    assert holder.seconds == 2.0
-    assert "leases\n  0  train  pid 4711  {GPU: 0.5}" in str(status)
-    told = why_of(w, "train")
-    assert (told.worker, told.pid, told.is_lease) == (None, HOLDER, True)
-    assert str(told) == "train is held by pid 4711, for 2.0 s now."
-
-
 def test_closing_ends_all_leases_at_once():
     w = World(gpus=3).play("""
         lease held reclaimed gpus=1; cancel reclaimed; lease settles gpus=1
@@ -116,38 +55,6 @@ def test_a_lease_returned_while_the_node_closes_settles_no_more():
     w.close()
     w.tell(Scheduler.lease_returned, holder, settles=True)
     assert not w.scheduler.granted
-
-
-def test_a_lease_ends_with_the_task_that_has_asked_for_it():
-    w = World(gpus=1)
-    w.submit("parent")
-    w.submit(
-        "lease",
-        num_gpus=1,
-        num_cpus=0,
-        parent="parent",
-        max_calls=1,
-        max_retries=0,
-        is_endless=True,
-        is_lease=True,
-    )
-    w.play("finish parent; told has lease:disowned; give_back lease; free_gpus = 1")
-
-
-def test_what_there_never_will_be_is_refused():
-    w = World(gpus=1)
-    with pytest.raises(InfeasibleError):
-        w.lease("lease", num_gpus=2)
-
-
-def test_what_a_program_has_leased_counts_for_its_share():
-    w = World(gpus=2).play("""
-        join 1 2; lease held gpus=1 client=1; submit runs gpus=1 client=2
-    """)
-    w.play("""
-        submit again-2 gpus=1 client=2; submit again-1 gpus=1 client=1; finish runs
-        running = again-2; give_back held; running = again-1 again-2
-    """)
 
 
 # A resident needs a CPU to be placed, and none from then on [B30].

@@ -160,16 +160,6 @@ def test_each_program_has_its_share_of_time(contenders, node, seconds, least):
     assert weights > 0.85 * seconds * node.get("gpus", node["cpus"])
 
 
-def test_one_that_floods_slows_only_itself_and_has_what_others_do_not_want():
-    flood = Contender(1, seconds=0.5, flood=1_000)
-    modest = Contender(2, seconds=0.5, flood=1)
-    had = play([flood, modest, Contender(3, flood=0)], 10, cpus=2)
-    assert sum(had) > 0.95 * 20
-    # One at a time is all that it wants.
-    assert modest.ran > 0.8 * flood.ran / 2
-    assert modest.longest < 1.2
-
-
 @pytest.fixture
 def w() -> World:
     """One CPU, two programs."""
@@ -201,42 +191,6 @@ def test_programs_take_turns_and_each_has_its_own_order(w, seconds, expected):
     assert order(w, seconds) == expected
 
 
-def test_a_priority_is_one_for_all_programs(w):
-    submit(w, [f"a{n}" for n in range(3)], client=1)
-    w.play("submit b client=2 priority=1; submit c client=1 priority=2")
-    assert order(w) == ["a0", "c", "b", "a1", "a2"]
-
-
-def test_children_are_no_way_past_others(w):
-    """They go first in their own program alone."""
-    w.submit("parent", client=1)
-    w.submit("b", client=2)
-    w.play("submit a client=1; submit child0 child1 child2 parent=parent")
-    record = w.scheduler.tasks[w.tasks["child0"].id]
-    assert record.client == 1
-    w.play("advance 1; wait_for parent child0 child1 child2")
-    for child in ("child0", "child1", "child2"):
-        assert child in w.running | w.waiting
-    seen = []
-    while running := w.running - {"parent"}:
-        [name] = running
-        seen.append(name)
-        w.advance(1)
-        w.finish(name)
-    assert seen == ["b", "child0", "child1", "child2"]
-
-
-def test_who_comes_later_is_owed_nothing_for_the_time_before(w):
-    for number in range(20):
-        w.submit(f"a{number:02}", client=1)
-    for number in range(10):
-        w.advance(1)
-        w.finish(f"a{number:02}")
-    submit(w, [f"b{n}" for n in range(3)], client=2)
-    ran = order(w)
-    assert ran[:6] == ["a10", "b0", "a11", "b1", "a12", "b2"]
-
-
 def test_who_holds_less_goes_first_though_it_has_had_more():
     World(cpus=2).play("""
         join 1 2; submit b0 client=2; advance 50; finish b0; submit a0 a1 a2 a3 client=1
@@ -252,20 +206,6 @@ def test_what_does_not_fit_is_not_held_against_what_stands_behind_it():
         submit last cpus=0 gpus=0.6 client=2; submit stuck cpus=1 gpus=0.5 client=1
         submit mine cpus=0 gpus=0.7 client=1; submit theirs cpus=0 gpus=0.7 client=2
         advance 0.5; finish last; running = cpus gpu mine; waiting = stuck theirs
-    """)
-
-
-def test_what_is_kept_for_one_waits_until_it_is_its_turn():
-    """Else a program of wide tasks would have most of a node."""
-    w = World(cpus=16, gpus=1, config=SchedulerConfig(reserve_after=0.0)).play("""
-        join 1 2; submit wide0 gpus=1 client=1; submit s s1 s2 s3 s4 gpus=0.5 client=2
-        submit wide1 gpus=1 client=1; advance 10; finish wide0; running = s s1
-    """)
-    w.play("""
-        kept = s2; advance 1; finish s; running = s1 s2
-        advance 12; finish s1; running = s2 s3
-        finish s2; kept = wide1; running = s3
-        finish s3; running = wide1
     """)
 
 
@@ -297,22 +237,6 @@ def test_a_higher_priority_may_take_what_is_kept_for_another_program():
     """)
 
 
-def test_who_has_waited_longest_gives_way_to_nobody():
-    """Then what it has had decides, though it holds more than others."""
-    w = World(cpus=4, gpus=2).play("""
-        join 1 2; submit life cpus=0 gpus=1 client=1; submit b0 b1 gpus=0.5 client=2
-        submit a gpus=0.5 client=1
-    """)
-    submit(w, [f"b{n}" for n in range(2, 200)], num_gpus=0.5, client=2)
-    began = 0
-    while "a" in w.waiting:
-        w.advance(1)
-        w.finish(f"b{began}")
-        began += 1
-        assert began < 2 * LONGEST + 5
-    assert began >= LONGEST
-
-
 def test_what_runs_when_a_second_program_joins_counts():
     w = World(cpus=2).play("""
         submit a0 lent; submit child parent=lent; wait_for lent child; submit a1; join 7
@@ -322,21 +246,6 @@ def test_what_runs_when_a_second_program_joins_counts():
     assert (own.held, own.unfinished) == ({"CPU": 20_000}, 4)
     assert (other.held, other.unfinished) == ({}, 1)
     w.play("advance 1; finish child; running = a0 lent; finish a0; running = b0 lent")
-
-
-def test_places_among_workers_go_round_too():
-    w = World(cpus=4).play("join 1 2")
-    w.scheduler.worker_limit.bound(1)
-    for name in ("a1", "a2", "b1", "b2"):
-        w.submit(name, client=1 if name[0] == "a" else 2, environment={"P": name[0]})
-    assert order(w) == ["a1", "b1", "a2", "b2"]
-
-
-def test_a_priority_of_another_program_is_heeded_when_a_slice_ends(w):
-    submit(w, [f"a{n}" for n in range(9)], client=1)
-    w.submit("b", client=2, priority=1)
-    ran = order(w, SLICE * 0.4)
-    assert ran[:4] == ["a0", "a1", "a2", "b"]
 
 
 def test_nobody_gives_way_to_one_that_is_not_helped():
@@ -454,17 +363,6 @@ def test_memory_of_gpus_is_limited_where_it_is_asked_for_by_name():
         w.submit("pair", num_gpus=2, gpu_memory="20GiB", client=1)
 
 
-def test_what_alone_is_too_much_is_refused():
-    w = World(cpus=8, gpus=4)
-    w.join(1, limits=Limits(max_share={"GPU": 0.5}))
-    with pytest.raises(InfeasibleError) as caught:
-        w.submit("wide", num_gpus=3, client=1)
-    assert str(caught.value) == (
-        "the task asks for 3 GPU, and its node lets this program hold 2 at once: it "
-        "would wait for ever. Ask for less, or join the node with a higher limit."
-    )
-
-
 def test_one_that_waits_for_its_limit_says_so_and_may_get_a_higher_one():
     w = World(cpus=8, gpus=4)
     w.join(1, limits=Limits(max_share={"GPU": 0.25, "CPU": 0.25}))
@@ -540,16 +438,6 @@ def test_programs_are_forgotten_when_their_last_task_has_ended():
     assert repr(w.scheduler.clients) == "<Clients [0, 1]>"
     w.leave(1)
     assert repr(w.scheduler.clients) == "<Clients [0]>"
-
-
-def test_a_program_that_left_is_forgotten_with_its_last_wish():
-    w = World(gpus=1).play("""
-        join 1 2; submit holds gpus=1 client=1; lease waits gpus=1 client=2; leave 2
-        cancel waits
-    """)
-    assert repr(w.scheduler.clients) == "<Clients [0, 1]>"
-    w.play("lease waits-too gpus=1 client=1; cancel waits-too")
-    assert repr(w.scheduler.clients) == "<Clients [0, 1]>"
 
 
 # A program that does not read its results.

@@ -10,9 +10,9 @@ from aiogpu.core.model.units import (
     device_quantity,
     quantity,
 )
-from aiogpu.core.resources.devices import Cause, DeviceSet
+from aiogpu.core.resources.devices import DeviceSet
 from aiogpu.core.resources.ledger import Ledger
-from tests.core.builders import A100, GIB, H100
+from tests.core.builders import GIB
 
 
 def ledger(cpus: float = 4, gpus: int = 2, **others: float) -> Ledger:
@@ -74,35 +74,6 @@ def test_a_lease_is_taken_and_given_back_once():
     node.check()
     with pytest.raises(KeyError):
         node.give_back(lease)
-
-
-def test_nothing_is_taken_where_one_thing_is_short():
-    node = ledger(cpus=4, gpus=1, license=1)
-    assert node.take(asking(5, 1)) is None
-    assert node.take(asking(1, 2)) is None
-    assert node.take(asking(1, 1, license=2)) is None
-    assert node.take(asking(1, 1, unknown=1)) is None
-    assert node.available() == node.totals()
-    assert not node.leases
-
-
-def test_a_request_leaves_what_is_barred_or_kept_from_it():
-    """[B24]"""
-    node = ledger(cpus=4, gpus=3, license=1)
-    assert node.take(asking(1, 0.5), barred={"GPU": 0b111}) is None
-    assert node.take(asking(1, 2), barred={"GPU": 0b101}) is None
-    kept = {"CPU": 3 * UNIT, "TPU": UNIT}
-    assert node.take(asking(2), kept=kept) is None
-    assert node.take(asking(1, 1, license=1), kept={"license": 1}) is None
-    assert node.available() == node.totals()
-    first = node.take(asking(1, 0.5, license=1), barred={"GPU": 0b011}, kept=kept)
-    assert first.shares == (((2, 5_000),),)
-    assert node.take(asking(0.5), kept=kept) is None
-    other = node.take(asking(0, 1), barred={"TPU": 0b111}, kept=kept)
-    assert other.shares == (((0, UNIT),),)
-    assert node.take(asking(1), barred={"GPU": 0b111}) is not None
-    assert node.take(asking(2), kept={}) is not None
-    node.check()
 
 
 def test_the_cpus_of_one_who_waits_are_lent_and_taken_back_at_once():
@@ -172,78 +143,6 @@ def test_an_idle_node_can_hold_as_many_as_can_be_taken(node, asked, most):
     assert node.room_for(asked) == most
     for lease in leases:
         node.give_back(lease)
-
-
-def test_how_many_a_node_can_hold_of_a_type_or_with_cpus_that_are_lent():
-    node = ledger(license=3, **{"accelerator_type:A100": 1})
-    assert node.room_for(need(0.5, accelerator_type="A100")) == 4
-    assert node.room_for(need(0.5, accelerator_type="H100")) == 0
-    assert node.room_for(asking(1), are_lent=True) is None
-    assert node.room_for(asking(1, 0.5), are_lent=True) == 4
-    assert node.room_for(asking(1, phone=1), are_lent=True) == 0
-
-
-def test_what_a_lease_holds_of_the_memory_is_known_to_the_byte():
-    ledger = sized(80, 80, 0)
-    leases = {
-        "named": ledger.take(need(0.25, 10)),
-        "alone": ledger.take(need(0, 20)),
-        "share": ledger.take(need(0.25)),
-        "by share": ledger.take(need(0.3333, BY_SHARE)),
-        "unknown": ledger.take(need(1, where=None)),
-    }
-    third = 80 * GIB * 3333 // UNIT
-    held = {name: ledger.reserved(lease) for name, lease in leases.items() if lease}
-    assert held == {
-        "named": (("GPU", 0, 10 * GIB),),
-        "alone": (("GPU", 0, 20 * GIB),),
-        "share": (("GPU", 0, 20 * GIB),),
-        "by share": (("GPU", 0, third),),
-        "unknown": (("GPU", 1, 80 * GIB),),
-    }
-    devices = ledger.device_sets["GPU"]
-    used = 50 * GIB + (80 * GIB * 5833 // UNIT - 20 * GIB)
-    assert [devices.memory_reserved(index) for index in range(3)] == [used, 80 * GIB, 0]
-    assert ledger.available()["gpu_memory"] == 80 * GIB - used
-    assert ledger.totals()["gpu_memory"] == 160 * GIB
-    several = sized(80, 40)
-    both = several.take(need(2, 30))
-    assert both is not None
-    assert several.reserved(both) == (("GPU", 0, 80 * GIB), ("GPU", 1, 40 * GIB))
-
-
-def test_memory_is_a_resource_where_that_of_a_gpu_is_known():
-    assert "gpu_memory" not in sized(0, 0).totals()
-    assert "gpu_memory" not in sized(0, 0).available()
-    assert sized(0, 8).totals()["gpu_memory"] == 8 * GIB
-    ledger = sized(8, 8)
-    ledger.device_sets["GPU"].availability.note(0, Cause.UNSETTLED, "it is stuck")
-    assert ledger.available()["gpu_memory"] == 8 * GIB
-    assert ledger.totals()["gpu_memory"] == 16 * GIB
-
-
-def test_devices_kept_until_their_driver_agrees_keep_their_memory():
-    ledger = sized(80)
-    lease = ledger.take(need(0, 60))
-    assert lease is not None
-    ledger.keep_devices(lease)
-    ledger.check()
-    assert ledger.take(need(0, 30)) is None
-    ledger.give_back(lease)
-    assert ledger.available() == ledger.totals()
-
-
-def test_bytes_in_words():
-    for request, numbers, words in (
-        (need(0.5, 6), {"GPU": 0.5, "gpu_memory": 6.0 * GIB}, "gpu_memory: 6GiB"),
-        (need(0, 6), {"gpu_memory": 6.0 * GIB}, "gpu_memory: 6GiB"),
-        (need(0.5, BY_SHARE), {"GPU": 0.5}, "gpu_memory: share"),
-    ):
-        assert request.as_numbers() == numbers
-        assert words in str(request)
-    ledger = sized(80)
-    ledger.take(need(0, 20))
-    assert repr(ledger) == "<Ledger GPU 1/1, gpu_memory 60GiB/80GiB; 1 leases>"
 
 
 MIXED = node(*cards(4, "A100", 80), *cards(2, "H100", 94))
@@ -378,37 +277,3 @@ def test_of_many_sorts_the_commonest_are_named():
     devices = [Device(number, memory=number * GIB) for number in range(1, 12)]
     reason = node(*devices).why_infeasible(need(1, where=DeviceSelector(name="x")))
     assert reason.endswith("1 x 8GiB without a name, and others)")
-
-
-def test_gpu_memory_says_nothing_of_other_kinds():
-    ledger = node(*cards(2, kind="TPU"), kind="TPU")
-    request = Request((), (("TPU", UNIT),), gpu_memory=GIB)
-    assert ledger.why_infeasible(request) is None
-    lease = ledger.take(request)
-    assert lease is not None
-    assert ledger.reserved(lease) == (("TPU", 0, 0),)
-    ledger.check()
-    ledger.give_back(lease)
-    ledger.check()
-
-
-def test_beside_gpus_a_type_and_conditions_are_said_of_these():
-    boards = DeviceSet("FPGA", [Device(0), Device(1, "U250")])
-    gpus = DeviceSet("GPU", [A100, H100])
-    ledger = Ledger({"accelerator_type:H100": UNIT}, [gpus, boards])
-    wanted = {"GPU": UNIT // 2, "FPGA": UNIT}
-    request = Request.of(
-        {}, wanted, "H100", where=DeviceSelector(least_memory=90 * GIB)
-    )
-    assert ledger.why_infeasible(request) is None
-    lease = ledger.take(request)
-    assert lease is not None
-    assert dict(zip(["FPGA", "GPU"], lease.shares, strict=True)) == {
-        "FPGA": ((0, UNIT),),
-        "GPU": ((1, UNIT // 2),),
-    }
-    ledger.check()
-    unknown = ledger.why_infeasible(Request.of({}, wanted, "U250"))
-    assert unknown == "there is no GPU of type 'U250' (there are: 1 x A100, 1 x H100)"
-    alone = Request.of({}, {"FPGA": UNIT}, "U250")
-    assert boards.choose(UNIT, alone) == ((1, UNIT),)

@@ -1,19 +1,12 @@
 """Quantities, sizes, requests, specs and records: what is valid, equal, allowed."""
 
 import re
-from enum import IntEnum
 from itertools import product
 
-import numpy
 import pytest
 
-from aiogpu.core.model.ids import TaskId
 from aiogpu.core.model.request import (
-    DEEPEST,
-    HORIZON,
     Device,
-    DeviceSelector,
-    DurationEstimate,
     Request,
     Shape,
     TaskSpec,
@@ -27,27 +20,21 @@ from aiogpu.core.model.units import (
     UNIT,
     device_quantity,
     memory_size,
-    number,
     parse_size,
     quantity,
-    size,
 )
 from aiogpu.core.records import (
     TASK_LEADS_TO,
     WORKER_LEADS_TO,
-    Kin,
     TaskRecord,
     TaskState,
     WorkerRecord,
     WorkerState,
     binding_of,
-    sort_key,
 )
 from aiogpu.core.resources.devices import DeviceSet
 from aiogpu.core.resources.ledger import Ledger
-from aiogpu.core.scheduler.recovery import widened
 from aiogpu.errors import InternalError, OptionError
-from tests.core.builders import A100, GIB, H100, PLAIN
 
 
 @pytest.mark.parametrize(
@@ -87,41 +74,10 @@ def test_what_is_no_quantity_is_refused_by_name(value, said):
         quantity("num_gpus", value)
 
 
-def test_a_number_is_taken_by_value_and_does_not_drift():
-    """[B21] Float arithmetic would have lost a part of 0.57."""
-
-    class Cards(IntEnum):
-        TWO = 2
-
-    assert int(0.57 * UNIT) == 5_699
-    assert quantity("num_gpus", numpy.float64(0.57)) == 5_700
-    assert quantity("num_gpus", Cards.TWO) == 20_000
-    assert sum(quantity("num_gpus", 0.1) for _ in range(1000)) == 100 * UNIT
-    assert 3 * quantity("num_gpus", 1 / 3) <= UNIT
-
-
-def test_the_article_fits_the_type():
-    class Apple:
-        pass
-
-    class ounce:
-        pass
-
-    with pytest.raises(OptionError, match="is a Apple"):
-        quantity("num_cpus", Apple())
-    with pytest.raises(OptionError, match="is an ounce"):
-        quantity("num_cpus", ounce())
-
-
 @pytest.mark.parametrize("value", [1.5, 2.0001, 3.9999])
 def test_more_than_one_device_must_be_whole(value):
     with pytest.raises(OptionError, match="mixes whole devices and a share"):
         device_quantity("num_gpus", value)
-
-
-@pytest.mark.parametrize("value", [0, 0.0001, 0.5, 1, 1.0, 2, 8.0])
-def test_shares_of_one_device_and_whole_devices_are_fine(value):
-    assert number(device_quantity("num_gpus", value)) == value
 
 
 @pytest.mark.parametrize(
@@ -146,19 +102,6 @@ def test_what_is_no_size_is_refused_by_name(given):
             read("memory", given)
         assert f"memory={given!r}" in str(caught.value)
         assert '"6GiB"' in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [
-        *[(0, "0MiB"), (1, "1MiB"), (1 << 20, "1MiB"), ((1 << 20) + 1, "2MiB")],
-        (6 << 30, "6GiB"),
-        ((3 << 30) + (1 << 28), "3.3GiB"),
-    ],
-)
-def test_a_size_is_rounded_up_in_words(count, text):
-    assert size(count) == text
-    assert parse_size("memory", text) >= count
 
 
 @pytest.mark.parametrize("given", [0, "0B", LEAST, "1MiB", "2GiB", LARGEST])
@@ -216,118 +159,6 @@ def test_names_can_do_nothing_to_a_terminal():
     assert printable("a\nb\x1b[31m\u202ec") == "a?b?[31m?c"
 
 
-def test_a_request_keeps_no_zeros_and_no_order():
-    one = Request.of({"b": UNIT, "CPU": 0, "a": 5_000}, {"GPU": 2_500})
-    assert one == Request((("a", 5_000), ("b", UNIT)), (("GPU", 2_500),))
-    assert str(one) == "{a: 0.5, b: 1, GPU: 0.25}"
-    assert one.as_numbers() == {"a": 0.5, "b": 1.0, "GPU": 0.25}
-    assert str(Request.of({}, {})) == "{}"
-
-
-def test_requests_and_shapes_are_compared_by_value_and_specs_by_identity():
-    options = [("A100", False), (None, True), (None, False)]
-    requests = [
-        Request.of({"CPU": UNIT}, {"GPU": 5_000}, kind, spread=spread)
-        for kind, spread in (*options, *options)
-    ]
-    assert requests[:3] == requests[3:]
-    assert len(set(requests)) == 3
-    shapes = [
-        Shape(request, variables)
-        for request in (requests[2], requests[0], requests[5])
-        for variables in ((), (("A", "1"),))
-    ]
-    assert shapes[:2] == shapes[4:]
-    assert len(set(shapes)) == 4
-    assert requests[0] != "half"
-    assert shapes[0] != "one"
-    spec = TaskSpec("f", shapes[0])
-    assert spec != TaskSpec("f", shapes[0])
-    assert (spec.max_retries, spec.timeout) == (3, None)
-
-
-def test_a_type_takes_a_thousandth_of_its_own_resource():
-    typed = Request.of({"CPU": UNIT}, {"GPU": UNIT}, "A100")
-    assert typed.as_numbers() == {"CPU": 1, "accelerator_type:A100": 0.001, "GPU": 1}
-
-
-@pytest.mark.parametrize(
-    ("where", "fitting"),
-    [
-        (DeviceSelector(), [A100, H100, PLAIN]),
-        (DeviceSelector(least_memory=80 * GIB), [A100, H100]),
-        (DeviceSelector(least_memory=80 * GIB + 1), [H100]),
-        (DeviceSelector(least_capability=(8, 0)), [A100, H100]),
-        (DeviceSelector(least_capability=(8, 6)), [H100]),
-        (DeviceSelector(least_capability=(10, 0)), []),
-        (DeviceSelector(name="*h100*"), [H100]),
-        (DeviceSelector(name="nvidia ?100*"), [A100, H100]),
-        (DeviceSelector(name="nvidia [hl]100*"), [H100]),
-        (DeviceSelector(name="a100"), []),
-        (DeviceSelector(80 * GIB, (9, 0), "*a100*"), []),
-    ],
-)
-def test_a_device_fulfils_all_conditions_or_is_not_used(where, fitting):
-    assert [one for one in (A100, H100, PLAIN) if where.fits(one)] == fitting
-    devices = DeviceSet("GPU", [A100, H100, PLAIN])
-    request = Request.of({}, {"GPU": UNIT}, where=where)
-    chosen = [(1 << one.id) for one in fitting]
-    assert devices.fitting(request) == devices.usable(UNIT, request) == sum(chosen)
-    shares = devices.choose(UNIT, request)
-    assert shares == (((fitting[0].id, UNIT),) if fitting else None)
-
-
-@pytest.mark.parametrize(
-    ("where", "told"),
-    [
-        (DeviceSelector(least_memory=40 * GIB), "memory of 40GiB or more"),
-        (DeviceSelector(least_capability=(8, 6)), "compute capability 8.6 or more"),
-        (DeviceSelector(name="*h100*"), "a name like '*h100*'"),
-        (
-            DeviceSelector(GIB, (9, 0)),
-            "memory of 1GiB or more and compute capability 9.0 or more",
-        ),
-    ],
-)
-def test_conditions_in_words(where, told):
-    assert str(where) == told
-
-
-def test_conditions_and_a_type_are_both_fulfilled():
-    cards = [A100, H100, Device(2, "A100", memory=40 * GIB)]
-    devices = DeviceSet("GPU", cards)
-    large = DeviceSelector(least_memory=80 * GIB)
-    request = Request.of({}, {"GPU": UNIT}, "A100", where=large)
-    assert devices.fitting(request) == 0b001
-    assert devices.choose(2 * UNIT, request) is None
-
-
-def test_a_request_for_a_device_of_its_own_keeps_type_and_conditions():
-    where = DeviceSelector(least_capability=(8, 0))
-    request = Request.of({}, {"GPU": 2_500}, "A100", where=where, gpu_memory=BY_SHARE)
-    spec = TaskSpec("f", Shape(request, (("X", "1"),)), 7, retries_oom=True, priority=3)
-    whole = widened(spec)
-    assert whole is not None
-    assert whole.shape.request == Request.of({}, {"GPU": UNIT}, "A100", where=where)
-    assert whole.shape.environment == (("X", "1"),)
-    assert (whole.pace, whole.lane, whole.function) == (spec.pace, spec.lane, 7)
-    assert widened(whole) is None
-
-
-@pytest.mark.parametrize(
-    "where", [None, DeviceSelector(GIB), DeviceSelector(50 * GIB, (8, 0))]
-)
-def test_a_device_of_its_own_is_no_smaller_than_before(where):
-    small, large = Device(0, memory=16 * GIB), Device(1, memory=80 * GIB)
-    cards = [small, large, Device(2, memory=40 * GIB, compute_capability=(8, 0))]
-    request = Request.of({}, {}, where=where, gpu_memory=30 * GIB)
-    whole = widened(TaskSpec("f", Shape(request), retries_oom=True))
-    assert whole is not None
-    fits = whole.shape.request.where.fits
-    found = [card.id for card in cards if fits(card)]
-    assert found == ([] if where and where.least_capability > (0, 0) else [1, 2])
-
-
 def spec_of(request: Request, *environment: tuple[str, str]) -> TaskSpec:
     """A spec that asks for this."""
     return TaskSpec("f", Shape(request, environment))
@@ -360,10 +191,6 @@ def test_records_move_as_their_table_says_and_may_end(record_class, table, first
             assert record.state is before
 
 
-def test_a_task_that_is_being_stopped_never_runs_again():
-    assert TASK_LEADS_TO[TaskState.STOPPING] == (TaskState.ENDED,)
-
-
 def test_a_worker_is_bound_to_environment_devices_and_memory_limit():
     """[B27] But not to amounts; a framework is told of its limit once."""
     cards = [Device(0, memory=80), Device(1), Device(2)]
@@ -381,51 +208,3 @@ def test_a_worker_is_bound_to_environment_devices_and_memory_limit():
     assert [limit for _, _, limit in bindings] == [0, 0, 0, 10, 10, -1_000, -500]
     cpu = Request.of({"CPU": UNIT}, {})
     assert binding_of(spec_of(cpu), Ledger({"CPU": UNIT}).take(cpu)) == ((), (), 0)
-
-
-def test_a_task_has_the_place_of_its_priority_until_it_is_in_a_tree():
-    record = TaskRecord(TaskId(1), TaskSpec("f", Shape(Request()), priority=2))
-    assert sort_key(record) == (-2, 0)
-    record.kin = Kin((-5, -1))
-    assert sort_key(record) == (-5, -1)
-
-
-def pace(*durations: float) -> DurationEstimate:
-    """What is known after these, in seconds."""
-    made = DurationEstimate()
-    for took in durations:
-        made.note(took)
-    return made
-
-
-@pytest.mark.parametrize(
-    ("took", "depth"),
-    [
-        *[(0.0, DEEPEST), (1e-6, DEEPEST), (HORIZON / DEEPEST, DEEPEST), (1e-4, 20)],
-        *[(1e-3, 2), (HORIZON, 1), (2.1e-3, 0), (60.0, 0)],
-    ],
-)
-def test_so_many_are_sent_ahead_as_a_moment_has_time_for(took, depth):
-    assert pace(took).depth == depth
-
-
-def test_the_estimate_follows_what_happens_and_forgives_one_that_was_slow():
-    """Its worker may have been put aside by the system."""
-    assert DurationEstimate().depth == 0
-    made = pace(*[1e-5] * 50)
-    made.note(1.0)
-    assert 40 < made.depth < DEEPEST
-    assert pace(*[1e-5] * 50, *[1.0] * 8).depth == 0
-    made = pace(1.0, *[1e-5] * 60)
-    assert (made.depth, made.mean) == (DEEPEST, pytest.approx(1e-5, rel=0.1))
-
-
-def test_nothing_is_sent_ahead_while_one_takes_long():
-    made = pace(1e-5)
-    made.note_long()
-    assert (made.depth, made.mean) == (0, HORIZON)
-    made.note(1e-5)
-    assert made.depth == 1
-    longer = pace(3.0)
-    longer.note_long()
-    assert longer.mean == 3.0

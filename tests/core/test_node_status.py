@@ -4,36 +4,24 @@ from dataclasses import replace
 
 import pytest
 
-from aiogpu.core.model.ids import TaskId
 from aiogpu.core.model.request import Device
-from aiogpu.core.model.units import MOST_PARTS, UNIT
-from aiogpu.core.queue import ready as ready_module
+from aiogpu.core.model.units import MOST_PARTS
 from aiogpu.core.queue.fair_share import Limits
-from aiogpu.core.queue.ready import precedence
-from aiogpu.core.resources.devices import DeviceSet
-from aiogpu.core.resources.ledger import Ledger
-from aiogpu.core.scheduler.scheduler import Scheduler
-from aiogpu.observe import snapshot as snapshot_module
-from aiogpu.observe.snapshot import LISTED, snapshot, why
+from aiogpu.observe.snapshot import snapshot
 from aiogpu.observe.status import (
     ActorStatus,
     ClientStatus,
     DeviceStatus,
     EndedTask,
-    Holder,
     NodeStatus,
-    Observed,
     OtherProcess,
     Program,
-    ReservationStatus,
-    ShapeStatus,
     TaskStatus,
-    WorkerStatus,
     held_tasks,
     report,
     state_of,
 )
-from tests.core.builders import GIB, World, status_of, submit
+from tests.core.builders import GIB, World, status_of
 
 
 def reason_of(w: World, name: str) -> str | None:
@@ -55,53 +43,6 @@ def test_an_idle_node():
     assert status.workers == status.tasks == status.waiting == status.shapes == ()
     assert (status.waiting_count, status.shape_count) == (0, 0)
     assert status.reservation is None
-
-
-def test_a_device_shows_who_holds_it():
-    w = World(gpus=2, exits=False).play("""
-        submit a gpus=0.5; submit b gpus=0.25 max_calls=1; submit c gpus=1; advance 0.5
-        finish b; submit cpu; advance 3
-    """)
-    first, second = status_of(w).devices
-    assert first.free == 0.25
-    assert first.holders == (Holder(0.5, 1, 101, "a", 3.5), Holder(0.25, 2, 102, None))
-    assert (second.free, second.holders) == (0.0, (Holder(1.0, 3, 103, "c", 3.5),))
-
-
-def test_how_long_a_worker_has_run_its_task_is_known_to_a_second():
-    w = World(cpus=1, gpus=1).play("submit a b c gpus=1; advance 0.3; finish a")
-    (holder,) = status_of(w).devices[0].holders
-    assert (holder.task, holder.seconds) == ("b", None)
-    w.advance(5)
-    (holder,) = status_of(w).devices[0].holders
-    assert 4 <= holder.seconds <= 5
-    w.play("finish b; advance 2")
-    (holder,) = status_of(w).devices[0].holders
-    assert (holder.task, holder.seconds) == ("c", 2)
-
-
-def test_workers_and_their_tasks():
-    w = World(starts=False, exits=False).play("""
-        submit a b c max_calls=1; start a b c; finish b; cancel c; submit d
-    """)
-    assert status_of(w).workers == (
-        WorkerStatus(1, 101, "busy", "a"),
-        WorkerStatus(2, 102, "ending", None),
-        WorkerStatus(3, 103, "busy", "c"),
-        WorkerStatus(4, 0, "starting", "d"),
-    )
-
-
-def test_tasks_that_run_come_before_those_that_wait_in_their_turn():
-    w = World(cpus=1).play("submit low priority=-1; submit a b; submit high priority=1")
-    status = status_of(w)
-    assert [task.name for task in status.tasks] == ["low", "high", "a", "b"]
-    assert [task.name for task in status.waiting] == ["high", "a", "b"]
-    assert status.waiting_count == 3
-    assert [task.state for task in status.tasks] == ["running"] + ["waiting"] * 3
-    assert [task.worker for task in status.tasks] == [1, None, None, None]
-    assert status.tasks[0].request == {"CPU": 1.0}
-    assert status.tasks[0].reason is None
 
 
 @pytest.mark.parametrize(
@@ -156,146 +97,6 @@ def test_a_task_says_what_is_short(node, others, asked, reason):
     assert reason_of(w, "waits") == reason
 
 
-def test_those_that_have_a_worker_say_why_their_code_does_not_run():
-    w = World(cpus=1, took=1e-5).play("""
-        submit zero a b c d e f; finish zero; queued = b c
-    """)
-    states = [(task.name, task.state, task.reason) for task in status_of(w).tasks]
-    assert states[:4] == [
-        ("a", "running", None),
-        ("b", "queued", "sent ahead to pid 101, behind a"),
-        ("c", "queued", "sent ahead to pid 101, behind a"),
-        ("d", "waiting", "waits for CPU 1 (free: 0)"),
-    ]
-    assert [task.worker for task in status_of(w).tasks] == [1] * 3 + [None] * 3
-
-
-def test_a_task_names_the_children_that_it_waits_for():
-    w = World(cpus=1).play("submit parent")
-    children = [f"child{number}" for number in range(10)]
-    for name in children:
-        w.submit(name, parent="parent")
-    w.wait_for("parent", *children)
-    status = status_of(w)
-    assert status.tasks[0] == TaskStatus(
-        *(0, "parent", "blocked", {"CPU": 1.0}, 1),
-        f"waits for its children: {', '.join(children[:8])}, and 2 more",
-        pid=status.workers[0].pid,
-    )
-    assert status.tasks[1].name == "child0"
-
-
-def test_only_the_first_of_those_that_wait_are_listed():
-    w = World(cpus=1).play("submit runs")
-    for number in range(LISTED + 20):
-        w.submit(f"t{number}", priority=number)
-    status = status_of(w)
-    assert status.waiting_count == LISTED + 20
-    names = [task.name for task in status.waiting]
-    assert names == [f"t{number}" for number in range(LISTED + 19, 19, -1)]
-    (shape,) = status.shapes
-    assert (shape.count, shape.first) == (LISTED + 20, names[0])
-
-
-def test_the_turns_of_all_shapes_are_one_line():
-    w = World(cpus=2, gpus=1).play("""
-        submit runs cpus=2; submit a gpus=1; submit b gpus=0.5; submit c environment=A:1
-        submit d gpus=1; submit e environment=A:1 priority=1; submit f environment=A:2
-    """)
-    status = status_of(w)
-    assert [task.name for task in status.waiting] == ["e", "a", "b", "c", "d", "f"]
-    assert [shape.first for shape in status.shapes] == ["e", "a", "b", "f"]
-
-
-def test_each_shape_is_shown_once():
-    w = World(cpus=2, gpus=2).play("""
-        submit runs cpus=2; advance 1
-        submit old gpus=0.5 strategy=spread environment=B:2,A:1; advance 1
-        submit next priority=1; submit new gpus=0.5 strategy=spread environment=A:1,B:2
-        submit first gpus=0.5 strategy=spread priority=2; cancel first; advance 2
-    """)
-    reason = "waits for CPU 1 (free: 0)"
-    assert status_of(w).shapes == (
-        ShapeStatus({"CPU": 1.0}, "pack", (), 1, "next", 2.0, reason),
-        ShapeStatus(
-            {"CPU": 1.0, "GPU": 0.5}, "spread", ("A", "B"), 2, "old", 3.0, reason
-        ),
-    )
-    assert status_of(w).shape_count == 2
-
-
-def reserved() -> World:
-    """A world in which something is kept for `big`."""
-    return World(cpus=4, gpus=2).play("""
-        submit long gpus=0.5; submit big gpus=2; pass_over; advance 1; pass_over
-        submit small gpus=0.25
-    """)
-
-
-def test_what_is_kept_is_shown():
-    status = status_of(reserved())
-    kept = ReservationStatus(1, "big", {"GPU": (0, 1)}, {}, None)
-    assert status.reservation == kept, "its CPU serves others until its GPUs are free"
-    assert str(kept) == "GPU 0, 1"
-    both = ReservationStatus(1, "big", {"GPU": (0, 1)}, {"CPU": 1.0}, None)
-    assert str(both) == "GPU 0, 1 and CPU 1"
-
-
-def test_a_task_says_for_whom_is_kept_what_it_could_have():
-    w = reserved()
-    assert reason_of(w, "small") == (
-        "waits for GPU 0.25 (free by device: 0: 0.5, 1: 1; kept for big)"
-    )
-    assert reason_of(w, "big") == "waits for GPU 2 (free by device: 0: 0.5, 1: 1)"
-
-
-def test_a_line_says_what_matters():
-    w = World(cpus=2, gpus=1, took=1e-5).play("submit a gpus=0.5; submit b c cpus=2")
-    assert repr(status_of(w)) == (
-        "<NodeStatus CPU 1/2, GPU 0.5/1; 1 workers; 1 running, 2 waiting>"
-    )
-    assert repr(status_of(World(cpus=1, gpus=0))) == (
-        "<NodeStatus CPU 1/1, GPU 0/0; 0 workers; no tasks>"
-    )
-
-
-def test_a_great_many_cost_no_more_than_a_few(monkeypatch):
-    """What is looked at and what is made is counted, not timed."""
-    w = World(cpus=1).play("submit runs")
-    spec = w.scheduler.tasks.get(TaskId(0)).spec
-    for number in range(1, 50_001):
-        w.scheduler.submit(0.0, TaskId(number), spec)
-    looks, seen = count_looks(monkeypatch), count_made(monkeypatch)
-    status = status_of(w)
-    assert status.waiting_count == 50_000
-    assert len(seen) == 1 + LISTED == len(status.tasks)
-    assert len(looks) <= 4 * LISTED
-
-
-def count_made(monkeypatch) -> list[object]:
-    """Everything that is told of a task from now on."""
-    made = []
-
-    def make(*parts):
-        made.append(parts)
-        return TaskStatus(*parts)
-
-    monkeypatch.setattr(snapshot_module, "TaskStatus", make)
-    return made
-
-
-def count_looks(monkeypatch) -> list[object]:
-    """The records whose place in line is asked for from now on."""
-    looks = []
-
-    def note(record):
-        looks.append(record)
-        return precedence(record)
-
-    monkeypatch.setattr(ready_module, "precedence", note)
-    return looks
-
-
 def test_memory_is_shown_where_somebody_has_asked_for_some():
     w = World(cpus=2, resources={"memory": 4 << 30}).play("submit a")
     assert "memory" not in str(status_of(w))
@@ -337,30 +138,6 @@ def test_a_busy_node():
         "    waits for CPU 1 (free: 0) and GPU 2 (free by device: 0: 0, 1: 1)",
         "  2 x {CPU: 1, GPU: 0.5}, spread: half first, the oldest for 0.5 s",
         "    waits for CPU 1 (free: 0)",
-    ]
-
-
-def test_of_many_the_first_are_shown():
-    w = World(cpus=1, gpus=1)
-    submit(w, [f"t{n}" for n in range(10)], num_cpus=0.01, num_gpus=0.1)
-    for number in range(10):
-        w.submit(f"w{number}", environment={"N": str(number)})
-    lines = table(w)
-    assert lines[4] == "GPU 0  0 free"
-    assert [line for line in lines if "more" in line] == ["  and 2 more"] * 3
-
-
-def test_a_device_is_shown_with_its_name_and_its_memory():
-    devices = [
-        Device(0, "A100", "GPU-1", "NVIDIA A100-SXM4-80GB", 85_899_345_920),
-        Device("MIG-2", None, None, None, 512 * 2**20),
-        Device(2, "T4", None, None, 1000),
-    ]
-    scheduler = Scheduler(Ledger({"CPU": UNIT}, [DeviceSet("GPU", devices)]))
-    assert str(snapshot(scheduler, {}, 0.0)).splitlines()[-3:] == [
-        "GPU 0      1 free  NVIDIA A100-SXM4-80GB  80 GiB",
-        "GPU MIG-2  1 free                         512 MiB",
-        "GPU 2      1 free  T4",
     ]
 
 
@@ -417,9 +194,6 @@ def test_what_was_sent_to_a_cluster_is_listed():
 A100 = Device(0, "A100", "GPU-1", "NVIDIA A100-SXM4-80GB", 80 * GIB)
 
 
-LONG = "NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition"
-
-
 def picture(*devices: DeviceStatus) -> list[str]:
     """The lines that a status has for these devices."""
     status = NodeStatus({}, {}, devices, (), (), 0, (), 0, None)
@@ -428,74 +202,6 @@ def picture(*devices: DeviceStatus) -> list[str]:
 
 def device(**known: object) -> DeviceStatus:
     return DeviceStatus(*("GPU", 0, "A100", "u", A100.name, 80 * GIB, 1.0, ()), **known)
-
-
-def test_what_was_seen_is_in_the_picture_of_a_device():
-    w = World(gpus=2, exits=False).play("submit a b gpus=0.5")
-    other = OtherProcess(7, "Xorg", GIB)
-    seen = Observed(w.now, 9 * GIB, 87, (other,), {1: 3 * GIB}, frozenset({1}), "why")
-    w.advance(2)
-    pids = {worker: 100 + worker for worker in w.workers}
-    first, second = snapshot(w.scheduler, pids, w.now, {("GPU", 0): seen}).devices
-    assert (first.used, first.utilisation, first.others) == (9 * GIB, 87, (other,))
-    assert (first.seen, first.unknown) == (2.0, "why")
-    a, b = first.holders
-    assert (a.task, a.used, a.has_outgrown) == ("a", 3 * GIB, True)
-    assert (b.task, b.used, b.has_outgrown) == ("b", None, False)
-    assert (second.used, second.utilisation, second.others) == (None, None, None)
-    assert (second.seen, second.unknown) == (None, None)
-
-
-def test_a_look_is_never_younger_than_now():
-    scheduler = Scheduler(Ledger({"CPU": UNIT}, [DeviceSet("GPU", [A100])]))
-    [status] = snapshot(scheduler, {}, 5.0, {("GPU", 0): Observed(6.0)}).devices
-    assert status.seen == 0.0
-
-
-def test_devices_are_shown_one_below_the_other():
-    seen = device(
-        used=3 * GIB, utilisation=7, seen=0.2, memory_reserved=6 * GIB, others=()
-    )
-    full = DeviceStatus(
-        *("GPU", 11, "A100", "u", A100.name, 80 * GIB, 0.25, ()),
-        used=512 << 20,
-        utilisation=100,
-        seen=12.0,
-    )
-    assert picture(seen, full) == [
-        "GPU 0   1 free     NVIDIA A100-SXM4-80GB  3 GiB used of 80 GiB    "
-        "6 GiB reserved  7 % busy",
-        "GPU 11  0.25 free  NVIDIA A100-SXM4-80GB",
-        "  512 MiB used of 80 GiB  100 % busy  seen 12 s ago",
-    ]
-
-
-def test_what_is_too_wide_stands_on_two_lines():
-    wide = DeviceStatus("GPU", 0, None, None, LONG, 96 * GIB, 1.0, (), used=95 * GIB)
-    busy = DeviceStatus(
-        *("GPU", 1, None, None, LONG, 96 * GIB, 1.0, ()), used=0, utilisation=3
-    )
-    rows = picture(wide, busy)
-    assert rows == [
-        f"GPU 0  1 free  {LONG}  95 GiB used of 96 GiB",
-        f"GPU 1  1 free  {LONG}",
-        "  0 used of 96 GiB  3 % busy",
-    ]
-    assert all(len(row) <= 100 for row in rows)
-
-
-def test_holders_show_what_they_use():
-    holders = (
-        Holder(0.5, 1, 101, "a", 3.0, used=(100 << 30) + 1, has_outgrown=True),
-        Holder(0.25, 2, 102, "b", 12.0, used=1000),
-        Holder(0.0, 3, 103, "c", memory=6 * GIB),
-    )
-    assert picture(DeviceStatus("GPU", 0, None, None, None, 0, 0.0, holders)) == [
-        "GPU 0  0 free",
-        "  0.5   a  pid 101  3.0 s  100 GiB used, more than was reserved for it",
-        "  0.25  b  pid 102  12 s   0 used",
-        "  6GiB  c  pid 103",
-    ]
 
 
 def test_processes_that_are_not_ours_are_named():
@@ -509,24 +215,9 @@ def test_processes_that_are_not_ours_are_named():
     )
 
 
-def test_what_is_not_known_is_said_once():
-    rows = picture(device(unknown="all"), device(), device(unknown="all"))
-    assert rows[3:] == ["not known of GPU 0, GPU 0: all"]
-
-
 # Programs that share the node.
 
 PROGRAMS = {1: Program("train.py", 4711), 2: Program("", 0)}
-
-
-def test_a_node_that_one_program_has_alone_lists_none():
-    w = World().play("submit own")
-    assert status_of(w).clients == ()
-    w.play("join 1; leave 1")
-    assert len(status_of(w).clients) == 1
-    assert "programs" not in str(status_of(w))
-    w = World().play("join 1")
-    assert [one.id for one in status_of(w).clients] == [1], "its own does nothing"
 
 
 def test_each_program_shows_what_it_runs_wants_and_holds():
@@ -561,29 +252,3 @@ def test_a_node_that_is_being_stopped_says_so():
     told = "is being stopped: no new work; what runs has 12 s to end"
     assert str(status).splitlines()[0] == told
     assert repr(status).startswith(f"<NodeStatus {told}; CPU ")
-
-
-def test_a_task_says_whose_tasks_go_before_it():
-    w = World(cpus=1).play("""
-        join 1 2; submit own; submit a client=1; submit b client=2; submit own2
-    """)
-    for name, rivals in (("a", ()), ("own2", ("train.py", "program 2"))):
-        record = w.scheduler.tasks[w.tasks[name].id]
-        told = why(w.scheduler, record, {}, w.now, PROGRAMS)
-        assert (told.rivals, told.rival_count) == (rivals, len(rivals))
-    assert str(told).splitlines()[1] == (
-        "  tasks of other programs go before it: train.py, program 2"
-    )
-    assert (told.position, told.of) == (1, 1)
-
-
-def test_turns_are_foreseen_by_what_tasks_take():
-    w = World(cpus=1).play("""
-        join 1; join 2 weight=2; submit own; submit a0 a1 a2 a3 a4 a5 client=1
-        submit b0 b1 b2 b3 b4 b5 client=2; submit urgent client=1 priority=1
-    """)
-    names = [record.spec.name for record in w.scheduler.ready.in_turn()]
-    assert " ".join(names) == "urgent b0 b1 a0 b2 b3 a1 b4 b5 a2 a3 a4 a5"
-    foreseen = [task.name for task in status_of(w).waiting]
-    assert foreseen == names
-    assert {r.spec.name for r in w.scheduler.ready} == set(names)

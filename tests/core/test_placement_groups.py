@@ -1,39 +1,13 @@
 """Placement groups in the queue, those that run in them, and how both end."""
 
-from dataclasses import replace
-
 import pytest
 
-from aiogpu.core.model.config import SchedulerConfig
-from aiogpu.core.model.ids import OWN, TaskId
-from aiogpu.core.model.request import (
-    SPREAD,
-    STRICT_SPREAD,
-    BundleRef,
-    DurationEstimate,
-    Shape,
-    TaskSpec,
-)
 from aiogpu.core.model.text import SHOWN
-from aiogpu.core.records import TaskRecord
-from aiogpu.core.resources.devices import Cause
-from aiogpu.core.resources.placement_group import why_infeasible
 from aiogpu.core.scheduler.placement_groups import REMOVED, UNKNOWN
-from aiogpu.core.scheduler.reservation import reserve
 from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.core.scheduler.state import REMEMBERED
-from aiogpu.errors import InfeasibleError
 from aiogpu.observe.snapshot import snapshot
 from tests.core.builders import World, request_of, status_of, why_of
-
-
-def test_a_group_waits_whole_and_in_its_turn():
-    w = World(cpus=8, gpus=2).play("""
-        submit before gpus=0.1; placement_group gang GPU:1 GPU:1; submit after gpus=1
-        waiting = gang; running = after before
-        finish after; waiting = gang; finish before
-    """)
-    assert set(w.placement_groups) == {"gang"}
 
 
 def test_members_wait_for_their_group_and_run_in_its_bundles():
@@ -49,14 +23,6 @@ def test_members_wait_for_their_group_and_run_in_its_bundles():
     """)
     assert "GPU 0.6" in str(why_of(w, "third"))
     w.play("finish second; running = first third")
-
-
-def test_a_member_behind_one_that_was_cancelled_is_placed():
-    World(cpus=8, gpus=2).play("""
-        submit before gpus=1; placement_group group GPU:1,CPU:1 GPU:1
-        submit_in group cancelled 0 gpus=1; submit_in group member 1 gpus=1
-        cancel cancelled; finish before; running = member
-    """)
 
 
 def test_a_group_is_granted_without_a_worker_and_alone_serves_its_members():
@@ -80,33 +46,6 @@ def test_a_group_that_is_removed_ends_its_members():
     assert w.tasks["runs"].reason == REMOVED
     assert (w.forgotten, w.free_gpus) == ({"waits"}, [0])
     w.play("finish runs; forgotten = gang runs waits; running = alone")
-
-
-def test_a_member_that_will_not_stop_is_killed_and_holds_its_group_till_then():
-    w = World(cpus=8, gpus=1, config=SchedulerConfig(cancel_grace=1.0)).play("""
-        placement_group gang GPU:1; submit_in gang stubborn gpus=1 max_calls=1
-        cancel gang; free_gpus = 0; advance 1.5
-    """)
-    assert w.killed
-    w.play("free_gpus = 1; told = stubborn:evicted; forgotten = gang stubborn")
-
-
-def test_devices_of_a_member_are_seen_free_before_its_group_ends():
-    w = World(cpus=8, gpus=1)
-    w.settles = True
-    w.placement_group("gang", {"GPU": 1})
-    w.play("submit_in gang member gpus=0.5 max_calls=1; finish member")
-    assert w.unsettled
-    w.play("cancel gang; free_gpus = 0; settle; free_gpus = 1")
-
-
-def test_a_group_that_waits_is_withdrawn_with_its_members():
-    World(gpus=1).play("""
-        submit before gpus=1; placement_group gang GPU:1; submit_in gang member gpus=1
-        submit_in gang cancelled gpus=1; cancel cancelled; forgotten = cancelled
-        cancel gang; told = member:evicted; forgotten = cancelled gang member
-        finish before; free_gpus = 1
-    """)
 
 
 def test_a_member_that_is_cancelled_while_its_group_waits_is_gone():
@@ -144,13 +83,6 @@ def test_a_member_that_can_never_run_in_its_group_fails(is_granted):
     assert w.told == {"member": "misfit", "twin": "misfit"}
     assert "could hold it" in w.tasks["member"].reason
     assert w.running == {"other"}
-
-
-def test_a_bundle_that_is_not_there_holds_nobody():
-    w = World(gpus=1)
-    w.placement_group("gang", {"GPU": 1})
-    w.play("submit_in gang member 7 gpus=0.5; told = member:misfit")
-    assert "there is none" in w.tasks["member"].reason
 
 
 def test_a_member_waits_for_its_arguments_too():
@@ -191,49 +123,6 @@ def test_a_group_that_its_waiters_keep_from_being_granted_fails_with_its_members
     """)
 
 
-def test_small_tasks_do_not_starve_a_group():
-    w = World(cpus=8, gpus=2).play("submit s0 s1 s2 s3 gpus=0.5")
-    w.placement_group("gang", {"GPU": 1, "CPU": 1}, {"GPU": 1}, strategy=SPREAD)
-    w.advance(2.0)
-    count = 4
-    while not w.placement_groups:
-        name = min(w.running)
-        w.submit(f"s{count}", num_gpus=0.5)
-        count += 1
-        w.finish(name)
-        w.advance(0.1)
-        assert count < 12
-    assert w.free_gpus == [0, 0]
-
-
-def test_small_members_do_not_starve_a_great_one():
-    w = World(cpus=8, gpus=2).play("""
-        placement_group gang CPU:1 GPU:1; submit_in gang s0 gpus=0.5
-        submit_in gang s1 gpus=0.5; submit_in gang great gpus=1; advance 2.0
-        submit outside gpus=1; running has outside
-        finish s0; submit_in gang s2 gpus=0.5; submit_in gang cpu 0 cpus=1
-        waiting has s2; running has cpu
-    """)
-    assert w.scheduler.reservation is not None
-    assert "kept for great" in str(why_of(w, "s2"))
-    w.play("finish s1; running has great")
-
-
-def test_small_members_do_not_starve_one_beside_a_sick_device():
-    """[B24] What is kept for it is on the device that is well."""
-    w = World(gpus=2).play("placement_group gang GPU:2")
-    w.tell(Scheduler.device_changed, "GPU", 0, Cause.SICK, "XID 79")
-    w.submit_in("gang", "s0", num_gpus=0.5)
-    w.play("submit_in gang s1 gpus=0.5; submit_in gang great gpus=1")
-    told = str(why_of(w, "great"))
-    assert "GPU 1: 0 of 2 free (0: set aside, 1: 0)" in told
-    assert "GPU 0: XID 79" in told
-    w.play("""
-        advance 2.0; submit_in gang s2 gpus=0.5; finish s0; waiting has s2
-        finish s1; running has great; gpus_of great = 1
-    """)
-
-
 def test_a_member_of_any_bundle_waits_for_one_that_ends():
     """Not for the first, which is sick or held without end."""
     World(gpus=3).play("""
@@ -244,18 +133,6 @@ def test_a_member_of_any_bundle_waits_for_one_that_ends():
         waiting has s2; finish s1; gpus_of great = 2
         finish great; heal 1; submit_in gang at-last 1 gpus=1; gpus_of at-last = 1
     """)
-
-
-def test_members_that_follow_each_other_leave_the_ledger_alone():
-    w = World(cpus=4, gpus=1, took=1e-5).play("placement_group gang CPU:1 GPU:0.5")
-    pace = DurationEstimate()
-    for number in range(6):
-        w.submit_in("gang", f"t{number}", num_cpus=1, pace=pace)
-    w.play("running = t0; finish t0; running = t1")
-    assert w.queued
-    for number in range(1, 6):
-        w.finish(f"t{number}")
-    assert not w.scheduler.ledger.placement_groups["gang"][0].leases
 
 
 def test_a_member_that_ran_out_of_memory_gets_its_bundles_gpu_whole():
@@ -271,13 +148,6 @@ def test_a_member_that_ran_out_of_memory_gets_its_bundles_gpu_whole():
         submit_in half n gpus=0.5 retries_oom=True max_calls=1; finish n ran_out=True
         told has n:settled
     """)
-
-
-def test_a_member_that_ran_out_of_main_memory_runs_alone_in_its_group():
-    w = World(cpus=4, gpus=1).play("""
-        placement_group gang CPU:1; submit other; submit_in gang m cpus=1
-    """)
-    w.play("starve m; running = other; finish other; running = m")
 
 
 def test_a_group_closes_with_its_node():
@@ -312,20 +182,6 @@ def test_a_group_counts_for_its_program_and_its_members_do_not():
     assert clients.of(1).held == {}
 
 
-def test_a_program_that_has_come_anew_is_not_forgotten_with_what_was_before():
-    w = World(cpus=8, gpus=2).play("join 1; placement_group gang GPU:1")
-    w.play("""
-        let exits=False; submit_in gang m gpus=1 max_calls=1 client=2; finish m; leave 2
-        submit again gpus=1 client=2; run_dry; told has again:settled
-    """)
-
-
-def test_a_group_that_can_never_be_granted_is_refused():
-    w = World(gpus=2)
-    with pytest.raises(InfeasibleError, match="on a machine of its own"):
-        w.placement_group("gang", {"GPU": 1}, {"GPU": 1}, strategy=STRICT_SPREAD)
-
-
 def test_why_a_group_waits():
     w = World(cpus=4, gpus=2)
     w.play("submit before other gpus=0.7; placement_group gang GPU:0.3 GPU:0.4")
@@ -351,15 +207,6 @@ def test_status_shows_what_a_group_leaves_and_what_its_members_hold():
     assert held == {"n": 0.3, "m": 0.2}
 
 
-def test_a_group_that_is_awaited_within_another_is_no_deadlock():
-    World(cpus=4, gpus=2).play("""
-        submit before gpus=1; placement_group gang GPU:1 CPU:1
-        submit_in gang parent gpus=1; placement_group other GPU:1,CPU:1
-        submit_in other child gpus=1 parent=parent; wait_for parent child; told =
-        finish before; running has child
-    """)
-
-
 def test_what_is_kept_of_a_bundle_is_nothing_of_the_node():
     w = World(cpus=1, gpus=1, took=1e-5).play("""
         placement_group gang GPU:1; submit_in gang m0 gpus=1; submit_in gang m1 gpus=1
@@ -369,36 +216,6 @@ def test_what_is_kept_of_a_bundle_is_nothing_of_the_node():
     assert w.kept == "m1"
     assert w.scheduler.reservation.home is not w.scheduler.ledger
     w.play("finish p0; running = m0 p1")
-
-
-def test_a_group_that_waits_for_children_of_who_holds_cpus_is_found_out():
-    World(cpus=2, resources={"license": 1}).play("""
-        submit parent resources=license:1; placement_group gang license:1,CPU:1
-        submit_in gang child cpus=1 parent=parent; wait_for parent child
-        told = gang:deadlocked child:evicted
-    """)
-
-
-def test_the_picture_says_for_which_placement_one_waits():
-    w = World(cpus=2, gpus=1).play("""
-        submit before gpus=1; submit made; placement_group gang GPU:1
-        submit_in gang early gpus=1 needs=made; supply early
-    """)
-    seen = status_of(w)
-    told = {one.name: one.reason for one in seen.waiting}
-    assert told["early"] == "waits for gang, its placement"
-    w.play("finish before; submit_in gang second gpus=0.5")
-    seen = status_of(w)
-    told = {one.name: one.reason for one in seen.waiting}
-    assert told["second"].endswith("in any bundle of gang")
-
-
-def test_of_a_group_that_is_not_there_nothing_is_kept_or_said():
-    w = World(cpus=1, gpus=1)
-    request = replace(request_of({"GPU": 1}), placement_group=BundleRef("gone", "gone"))
-    record = TaskRecord(TaskId(1), TaskSpec("m", Shape(request)), 0.0, OWN)
-    assert reserve(w.scheduler, record) is None
-    assert why_infeasible(w.scheduler.ledger, request) is None
 
 
 def test_placements_in_words():

@@ -8,15 +8,13 @@ from aiogpu.core.model.ids import OWN, TaskId
 from aiogpu.core.model.request import Request, Shape, TaskSpec
 from aiogpu.core.model.units import UNIT
 from aiogpu.core.queue.ready import SEARCHED, Bucket, ReadyQueue, precedence
-from aiogpu.core.queue.ready import SWEPT as SWEPT_OF_A_BUCKET
 from aiogpu.core.queue.sharded_dict import BITS, ShardedDict
-from aiogpu.core.queue.timers import AT_ONCE, SWEPT, AlarmKind, Timers
+from aiogpu.core.queue.timers import AT_ONCE, AlarmKind, Timers
 from aiogpu.core.records import TaskRecord, TaskState
 from aiogpu.core.scheduler.task_tree import adopt
 
 ONE = Shape(Request.of({"CPU": UNIT}, {}))
 TWO = Shape(Request.of({"CPU": 2 * UNIT}, {}))
-ENVIRONMENTS = [Shape(ONE.request, (("X", value),)) for value in "12"]
 
 
 def task(number: int, *, shape: Shape = ONE, priority: int = 0) -> TaskRecord:
@@ -70,44 +68,6 @@ def quit_line(bucket: Bucket, *records: TaskRecord) -> None:
         bucket.discard()
 
 
-def serve(bucket: Bucket) -> list[int]:
-    """Serve all of a bucket; their ids in order."""
-    served = []
-    while (head := bucket.head()) is not None:
-        served.append(head.id)
-        bucket.pop()
-    return served
-
-
-@pytest.mark.parametrize("step", [1, -1, 7])
-def test_nobody_is_lost_while_a_bucket_is_swept(step):
-    """Whichever way they leave, all others stay in order."""
-    bucket, records = line(500)
-    order = [records[number * step % 500] for number in range(430)]
-    for number, record in enumerate(order):
-        quit_line(bucket, record)
-        assert bucket.size == 499 - number
-    waiting = [record for record in records if record.state is TaskState.WAITING]
-    assert list(bucket) == waiting
-    assert len(bucket._swept) + len(bucket._rest) < 200
-    assert bucket.position(bucket.head()) == 0
-    for number in range(500, 510):
-        bucket.push(task(number))
-    assert serve(bucket)[-10:] == list(range(500, 510))
-
-
-def test_each_that_leaves_looks_at_a_few_and_leaves_nothing_in_order():
-    bucket, records = line(1_000)
-    quit_line(bucket, *records[:499])
-    assert bucket._rest[0] is records[499]
-    assert len(bucket._rest) == 501
-    bucket, records = line(1_000)
-    quit_line(bucket, *reversed(records[1:600]))
-    before = len(bucket._rest)
-    quit_line(bucket, records[0])
-    assert len(bucket._rest) >= before - 2 * SWEPT_OF_A_BUCKET
-
-
 def test_a_position_is_found_by_halves_and_estimated_while_a_bucket_is_swept():
     bucket, records = line(3 * SEARCHED)
     assert bucket.position(records[SEARCHED + 7]) == SEARCHED + 7
@@ -128,27 +88,6 @@ def test_a_position_is_found_by_halves_and_estimated_while_a_bucket_is_swept():
     quit_line(bucket, *records[13_000:])
     for place in (SEARCHED - 1, SEARCHED + 1, 6_000, 12_999):
         assert bucket.position(records[place]) == place
-
-
-def test_those_with_the_spec_of_the_first_are_taken_together():
-    ready = ReadyQueue()
-    same, other = TaskSpec("f", ONE), TaskSpec("g", ONE)
-    specs = [same, same, same, same, other, same]
-    records = [TaskRecord(TaskId(at), spec) for at, spec in enumerate(specs)]
-    for record in records:
-        ready.push(record)
-    [bucket] = ready.buckets()
-    quit_line(bucket, records[2])
-    assert [record.id for record in bucket.take(2)] == [0, 1]
-    assert [record.id for record in bucket.take(9)] == [3]
-    assert bucket.size == 2
-    bucket.extend([TaskRecord(TaskId(6), other), TaskRecord(TaskId(7), same)])
-    assert [record.id for record in bucket.take(9)] == [4]
-    assert [record.id for record in bucket.take(9)] == [5]
-    assert [record.id for record in bucket.take(9)] == [6]
-    assert [record.id for record in bucket.take(9)] == [7]
-    assert not ready.by_shape
-    assert not ready.of_client
 
 
 def test_the_order_is_priority_then_children_then_arrival():
@@ -179,51 +118,6 @@ def test_a_shape_that_nobody_waits_for_is_forgotten():
     leave(ready, one)
     assert not ready.by_shape
     assert ready.some() is None
-
-
-def test_environments_of_one_request_take_turns_as_one_group():
-    one, two = ENVIRONMENTS
-    first = task(1, shape=one)
-    ready = queue(first, task(5, shape=two), task(6, shape=one))
-    [group] = ready.groups()
-    assert (group.size, group.first()[1]) == (2, first)
-    leave(ready, first)
-    assert group.first()[1].id == 5, "a shape that came again is another"
-    for record in (task(7, shape=two, priority=1), task(2, shape=one, priority=1)):
-        ready.push_back(record)
-        assert group.first()[1] is record
-    assert not ready.is_first(bucket_of(ready, two))
-    assert ready.is_first(bucket_of(ready, one))
-    order = []
-    while (front := group.first()) is not None:
-        turn, head, bucket = front
-        assert turn == precedence(head)
-        order.append(head.id)
-        bucket.pop()
-    assert order == [2, 7, 5, 6]
-    assert group.first() is None
-    assert not ready.of_client
-
-
-def test_a_shape_that_comes_again_is_not_taken_for_its_former_self():
-    one, two = ENVIRONMENTS
-    first = task(1, shape=one)
-    ready = queue(first, task(2, shape=two))
-    leave(ready, first)
-    ready.push(task(3, shape=one))
-    [group] = ready.groups()
-    assert group.first()[1].id == 2
-    assert group.size == 2
-
-
-def test_it_is_a_shapes_turn_if_no_other_goes_before():
-    ready = queue(task(1, shape=TWO), task(2), task(3, shape=TWO))
-    assert ready.is_first(bucket_of(ready, TWO))
-    assert not ready.is_first(bucket_of(ready, ONE))
-    bucket_of(ready, TWO).pop()
-    assert ready.is_first(bucket_of(ready, ONE))
-    bucket_of(ready, ONE).pop()
-    assert ready.is_first(bucket_of(ready, TWO))
 
 
 SHAPES = [
@@ -297,17 +191,6 @@ def test_all_are_seen_in_the_order_of_their_turn(moves):
                 assert line.ready.position(record) == (place, len(records))
 
 
-def test_not_all_of_those_who_left_are_looked_at():
-    line = Line()
-    for _ in range(3 * SEARCHED):
-        line.move("push", 0, 0, 0)
-    for record in list(line.ready)[1 : SEARCHED - 1]:
-        record.move(TaskState.ENDED)
-        line.ready.discard(record)
-    assert [record.id for record in line.ready.in_turn()] == [1, SEARCHED]
-    assert len(line.ready) == 2 * SEARCHED + 2
-
-
 @given(MOVES)
 def test_looking_changes_nothing(moves):
     """Two lines with the same story, one of them looked at, go on alike."""
@@ -354,14 +237,6 @@ def test_a_sharded_dict_is_a_dict_of_ids():
     assert made
     made.pop_some([TaskId(2), TaskId(1 << BITS)])
     assert not made
-
-
-def test_no_shard_grows_beyond_its_part_and_an_empty_one_goes():
-    made = table(*range(3 << BITS))
-    assert [len(shard) for shard in made._shards.values()] == [1 << BITS] * 3
-    for number in range(1 << BITS):
-        made.pop(TaskId(number))
-    assert len(made._shards) == 2
 
 
 @pytest.mark.parametrize("first", [1, (1 << BITS) - 2, (3 << BITS) - 1])
@@ -426,59 +301,3 @@ def test_alarms_of_subjects_that_have_gone_are_swept():
     assert set(rung) >= {98, 99, 5}
     assert rung == [*sorted(rung[:-1]), 5]
     assert timers.earliest is None
-
-
-def test_a_few_needless_alarms_are_left_to_ring():
-    timers = Timers()
-    for subject in range(40):
-        timers.set(60.0, AlarmKind.EXPIRE, subject)
-        timers.note_stale(AlarmKind.EXPIRE, ())
-    assert len(timers) == 40
-
-
-class CountedSet(set):
-    """Counts how often somebody asks who is in it."""
-
-    looked_at = 0
-
-    def __contains__(self, subject):
-        self.looked_at += 1
-        return super().__contains__(subject)
-
-
-def test_of_very_many_needless_alarms_each_step_sweeps_a_few():
-    timers, alive = Timers(), CountedSet(range(10_000))
-    for subject in alive:
-        timers.set(60.0 + subject % 7, AlarmKind.EXPIRE, subject)
-    most = 0
-    for subject in range(9_900):
-        alive.discard(subject)
-        before, alive.looked_at = len(timers), 0
-        timers.note_stale(AlarmKind.EXPIRE, alive)
-        most = max(most, alive.looked_at)
-        assert before - len(timers) <= SWEPT
-    assert most == SWEPT
-    assert len(timers) < 1_000
-
-
-def test_alarms_ring_in_order_while_they_are_being_swept():
-    timers, alive = Timers(), set(range(400))
-    for subject in range(400):
-        timers.set(float(subject), AlarmKind.EXPIRE, subject)
-    for subject in range(1, 400, 3):
-        alive.remove(subject)
-        timers.note_stale(AlarmKind.EXPIRE, alive)
-    for subject in range(2, 400, 3):
-        alive.remove(subject)
-        timers.note_stale(AlarmKind.EXPIRE, alive)
-    assert 140 < len(timers) < 400
-    timers.set(9.5, AlarmKind.STOP, 1)
-    early = subjects(timers, 10.0)
-    assert [subject for subject in early if subject in alive] == [0, 3, 6, 9]
-    assert early[early.index(9) + 1] == 1
-    assert timers.earliest is not None
-    assert timers.earliest > 10
-    late = subjects(timers, 400.0)
-    assert timers.earliest is None
-    assert late == sorted(late)
-    assert set(late) >= {subject for subject in alive if subject > 10}

@@ -3,14 +3,13 @@
 import pytest
 
 from aiogpu.core import effects
-from aiogpu.core.effects import Interrupt, Kill, Revoke, Settle
+from aiogpu.core.effects import Interrupt, Revoke
 from aiogpu.core.model.config import SchedulerConfig
 from aiogpu.core.model.ids import TaskId, WorkerId
 from aiogpu.core.model.request import Request, Shape, TaskSpec
 from aiogpu.core.model.units import CPU, UNIT
 from aiogpu.core.records import Memory
 from aiogpu.core.resources.ledger import Ledger
-from aiogpu.core.scheduler.revocation import count_begun
 from aiogpu.core.scheduler.scheduler import Scheduler
 from tests.core.builders import World, kinds, submit
 
@@ -47,25 +46,6 @@ def test_what_stands_behind_a_long_task_is_taken_back():
     w.play("finish t1; running = t2")
 
 
-def test_nothing_is_queued_behind_a_function_that_was_found_long():
-    w = queue_behind(100).play(f"advance {LONG}")
-    assert w.tasks["t1"].spec.pace.depth == 0
-    w.play("let took=1.0; finish t1; running = t2; queued =")
-    w.took = SHORT
-    for number in range(2, 30):
-        w.finish(f"t{number}")
-    assert w.queued
-
-
-def test_a_worker_that_comes_further_keeps_its_queue():
-    w = queue_behind(100)
-    for number in range(1, 40):
-        w.advance(0.75 * LONG)
-        w.finish(f"t{number}")
-        assert w.queued
-        assert Revoke not in kinds(w)
-
-
 def test_a_worker_without_a_queue_is_looked_at_no_more():
     w = queue_behind(4)
     for number in range(1, 4):
@@ -74,12 +54,6 @@ def test_a_worker_without_a_queue_is_looked_at_no_more():
     assert w.effects == []
     assert w.deadline is None
     w.play("submit long; advance 3600; running = long; killed =; deadline = None")
-
-
-def test_what_stands_behind_a_cancelled_task_is_taken_back():
-    w = queue_behind(revokes=False).play("cancel t1")
-    assert kinds(w) == [Interrupt, Revoke]
-    w.play("revoked 1; queued =; finish t1; running = t2")
 
 
 def test_a_task_that_is_killed_takes_nobody_along():
@@ -97,29 +71,6 @@ def test_what_stands_behind_one_that_waits_is_taken_back():
         submit child parent=t1; wait_for t1 child; queued =; blocked = t1
         running = child t1
     """)
-
-
-def test_a_crash_blames_the_task_that_ran_alone():
-    w = queue_behind().play("die t1; told = t0:settled t1:lost; run_dry")
-    assert settled_once(w, *range(2, 10))
-
-
-def test_a_crash_before_the_worker_has_begun_costs_the_first_in_line_a_start():
-    """Nobody's code ran, and still a task that kills its worker early is given up."""
-    queue_behind().play("""
-        stop 1; finish t1; running =; die 1; running = t2
-        run_dry; told has t2:settled
-    """)
-
-
-def test_a_crash_blames_all_whose_answers_are_lost():
-    w = queue_behind()
-    t2 = w.tasks["t2"].id
-    [lost, *_] = w.scheduler.worker_gone(w.now, w.worker_of("t1"), t2)[:1]
-    assert lost.task == w.tasks["t1"].id
-    assert t2 not in w.scheduler.tasks
-    assert w.tasks["t3"].id in w.scheduler.tasks
-    w.scheduler.check()
 
 
 def test_a_cancelled_task_in_the_queue_of_a_dead_worker_is_forgotten():
@@ -149,17 +100,6 @@ def test_a_queued_task_is_cancelled_as_it_begins():
     assert settled_once(w, *range(4, 10))
 
 
-def test_nothing_is_sent_to_a_worker_that_is_being_taken_back():
-    """Else it would be taken for part of what is back, and run twice."""
-    w = queue_behind(revokes=False).play("finish t1")
-    submit(w, [f"t{n}" for n in range(10, 50)])
-    w.cancel("t5")
-    w.workers[1].sent.append(w.workers[1].void.popleft())
-    w.finish("t2")
-    assert (w.running, w.effects) == ({"t3"}, [Settle(w.tasks["t2"].id)])
-    w.play("waiting has t6; revoked 1; waiting has t4 t6; forgotten = t5")
-
-
 @pytest.mark.parametrize("is_late", [False, True])
 def test_a_turn_that_comes_as_it_is_taken_back_is_skipped(is_late):
     """The worker says so before it is known what was taken back, or after."""
@@ -178,13 +118,6 @@ def test_skipped_tasks_that_were_cancelled_are_forgotten():
     assert w.tasks["t2"].runs == w.tasks["t3"].runs == 0
 
 
-def test_a_worker_that_has_skipped_all_has_time_for_others():
-    w = queue_behind(4, revokes=False).play("cancel t3 t2; skip t1; forgotten = t2 t3")
-    assert w.scheduler.workers.idle == 1
-    w.submit("next")
-    assert w.worker_of("next") == 1
-
-
 def test_a_skipped_task_is_known_wherever_it_stands():
     w = queue_behind()
     t3 = w.tasks["t3"].id
@@ -201,31 +134,6 @@ def test_a_stopped_worker_is_given_up_and_its_task_runs_elsewhere_once():
         finish b; told = a:settled b:settled
     """)
     assert w.tasks["b"].runs == 1
-
-
-def test_a_worker_that_has_just_been_sent_its_task_may_still_begin_it():
-    """What it has not begun is taken back for another reason; it is not given up."""
-    w = queue_behind(revokes=False).play("""
-        finish t1; stop 1; finish t2; cancel t4; revoked 1
-    """)
-    assert Kill not in kinds(w)
-    assert w.killed == []
-    w.workers[1].is_stopped = False
-    w.workers[1].begin()
-    w.play("running = t3; run_dry")
-    assert w.tasks["t4"].runs == 0
-    assert [w.tasks[f"t{n}"].runs for n in range(10) if n != 4] == [1] * 9
-
-
-def test_what_a_worker_has_begun_is_counted_up_to_the_last():
-    w = queue_behind()
-    worker = w.scheduler.workers.get(w.worker_of("t1"))
-    inflight = [worker.task, *worker.queue]
-    assert count_begun(inflight, None) == 0
-    assert count_begun(inflight, inflight[0].id) == 1
-    assert count_begun(inflight, inflight[2].id) == 3
-    assert count_begun(inflight, 999) == 0
-    assert count_begun([], inflight[0].id) == 0
 
 
 WORKER = WorkerId(1)
@@ -279,16 +187,3 @@ def test_who_was_killed_over_memory_gets_nothing_more():
     (spawned,) = [one.worker for one in told if type(one) is effects.Spawn]
     (assigned,) = scheduler.worker_started(0.0, spawned)
     assert (type(assigned), assigned.task) == (effects.Assign, 5)
-
-
-def test_one_killed_over_memory_that_has_begun_nothing_gets_nothing_more():
-    scheduler = one_runs_and_one_is_ahead()
-    scheduler.kill_for_memory(0.0, WORKER, Memory.HOST)
-    (revoke,) = scheduler.cancel(0.0, TaskId(3))
-    told = scheduler.revoked(0.0, WORKER, revoke.number, None)
-    assert not {effects.Ahead, effects.Assign} & {*kinds_of(told)}
-    assert not scheduler.workers.idle
-    told = scheduler.worker_gone(0.0, WORKER, None)
-    (spawned,) = [one.worker for one in told if type(one) is effects.Spawn]
-    (assigned,) = scheduler.worker_started(0.0, spawned)
-    assert assigned.task == 2

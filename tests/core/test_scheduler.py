@@ -11,7 +11,6 @@ from aiogpu.core.effects import (
     Fail,
     Failure,
     Forget,
-    Interrupt,
     Settle,
     Spawn,
 )
@@ -19,10 +18,8 @@ from aiogpu.core.model.config import SchedulerConfig
 from aiogpu.core.model.ids import TaskId, WorkerId
 from aiogpu.core.model.request import Request, Shape, TaskSpec
 from aiogpu.core.model.units import UNIT
-from aiogpu.core.queue.timers import AT_ONCE
 from aiogpu.core.records import TaskState
 from aiogpu.core.scheduler.scheduler import ABANDON_EVERY, ABANDONED, Scheduler
-from aiogpu.errors import InfeasibleError
 from tests.core.builders import World, kinds, record_of, submit
 
 PATIENCE = SchedulerConfig(cancel_grace=2.0, interrupt_every=0.5, exit_grace=5.0)
@@ -49,78 +46,6 @@ def test_a_task_from_its_submission_to_its_answer():
     assert (w.effects, w.told) == ([Settle(w.tasks["a"].id)], {"a": "settled"})
     w.play("free = CPU:2.0 GPU:1.0; cancel a")
     assert (w.effects, w.told) == ([], {"a": "settled"})
-
-
-def test_what_can_never_run_is_refused():
-    w = World(cpus=2)
-    for _ in range(2):
-        with pytest.raises(
-            InfeasibleError, match="'a' can never run: it lacks CPU 3 of 2"
-        ):
-            w.submit("a", num_cpus=3)
-    w.play("submit b c cpus=2; waiting = c")
-
-
-def test_a_task_that_waits_or_starts_is_cancelled_at_once():
-    w = World(cpus=2, starts=False).play("submit a; submit b c cpus=2")
-    for name in ("b", "a"):
-        w.cancel(name)
-        assert Forget(w.tasks[name].id) in w.effects
-    w.play("starting = c; start c; running = c")
-
-
-def test_a_running_task_that_heeds_the_interrupt_keeps_its_worker():
-    w = World(cpus=1, config=PATIENCE).play("submit a timeout=1.0")
-    worker = w.worker_of("a")
-    w.cancel("a")
-    assert w.effects == [Interrupt(w.tasks["a"].id, worker, 0)]
-    w.play("free has CPU:0.0; cancel a")
-    assert w.effects == []
-    w.play("advance 1.2; told = (its timeout comes too late); finish a")
-    assert w.effects == [Forget(w.tasks["a"].id)]
-    w.play("advance 10; submit b")
-    assert w.worker_of("b") == worker
-
-
-def test_a_running_task_is_interrupted_again_and_then_killed():
-    w = World(cpus=1, config=PATIENCE).play("submit a; cancel a")
-    attempts = []
-    for _ in range(3):
-        w.advance(0.5)
-        attempts += [e.attempt for e in w.effects if isinstance(e, Interrupt)]
-    assert attempts == [1, 2, 3]
-    w.play("killed =; advance 0.5; killed = 1; forgotten = a; free has CPU:1.0")
-
-
-def test_the_kill_comes_when_the_grace_ends_not_at_the_next_interrupt():
-    w = World(config=SchedulerConfig(cancel_grace=0.7, interrupt_every=0.5)).play("""
-        submit a; cancel a; advance 0.69
-    """)
-    assert w.tasks["a"].interrupts == 2
-    w.play("killed =; advance 0.01; killed = 1")
-
-
-@pytest.mark.parametrize("grace", [0.0, 0.3, 5.0])
-def test_a_task_may_have_a_grace_of_its_own(grace):
-    w = World(cpus=2, config=PATIENCE)
-    w.submit("own", cancel_grace=grace)
-    w.submit("expiring", timeout=1.0, cancel_grace=grace)
-    w.play("submit other; cancel own")
-    w.advance(grace / 2)
-    assert w.killed == ([] if grace else [1])
-    w.advance(grace / 2)
-    assert w.killed == [1]
-    w.advance(max(0.0, 1.0 - grace) + grace)
-    assert w.killed[:2] == [1, 2]
-    assert "other" in w.running
-
-
-def test_a_killed_worker_gets_no_work_though_it_answers():
-    World(cpus=1, exits=False, config=PATIENCE).play("""
-        submit a; submit b max_retries=0; cancel a; advance 2.0; killed = 1
-        finish a; forgotten = a; waiting = b
-        die 1; finish b; told = b:settled
-    """)
 
 
 @pytest.mark.parametrize("state", ["waits", "starts", "runs", "runs again"])
@@ -176,22 +101,6 @@ def test_who_begins_unasked_or_too_late_is_not_timed():
     """)
 
 
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"needs": ["before"]}, "it waited 1.0 s for its arguments and did not begin"),
-        ({}, "it waited 1.0 s for {CPU: 1} and did not begin"),
-        ({"num_cpus": 0}, "it waited 0.0 s and ran 1.0 s"),
-    ],
-)
-def test_a_timeout_tells_how_long_it_waited_and_how_long_it_ran(options, reason):
-    w = World(cpus=1, config=PATIENCE).play("submit before")
-    w.submit("a", timeout=1.0, **options)
-    w.advance(1.0)
-    (failed,) = [effect for effect in w.effects if isinstance(effect, Fail)]
-    assert failed.reason == reason
-
-
 @pytest.mark.parametrize("limit", ["timeout", "run_timeout"])
 def test_timeouts_of_tasks_that_ended_do_not_pile_up(limit):
     w = World(cpus=1)
@@ -202,21 +111,6 @@ def test_timeouts_of_tasks_that_ended_do_not_pile_up(limit):
         w.finish(f"t{number}")
         most = max(most, len(w.scheduler.timers))
     assert most < 100
-
-
-def test_of_thousands_that_expire_at_once_some_are_reported_in_the_next_step():
-    w = World(cpus=1)
-    spec = TaskSpec("f", SPEC.shape, timeout=1.0)
-    for number in range(AT_ONCE + 10):
-        w.scheduler.submit(w.now, TaskId(number), spec)
-    first = w.scheduler.wake(1.0)
-    assert (
-        len([effect for effect in first if fails(effect, Failure.EXPIRED)]) == AT_ONCE
-    )
-    assert w.scheduler.deadline() == 1.0
-    rest = w.scheduler.wake(1.0)
-    assert len([effect for effect in rest if fails(effect, Failure.EXPIRED)]) == 10
-    assert w.left == 0
 
 
 # How a node closes.
@@ -276,21 +170,6 @@ def test_closing_reports_to_those_who_wait_in_slices():
     assert w.is_closed
 
 
-def test_closing_at_once_gives_nobody_time():
-    w = World(cpus=3, config=PATIENCE)
-    for name in ("answers", "never stops", "idle", "waits"):
-        w.submit(name, cancel_grace=60)
-    w.finish("idle")
-    w.starts = False
-    w.play("submit starts cpus=0 environment=X:1; cancel waits; close")
-    running = {"answers", "never stops"}
-    assert w.running - {"waits"} == running
-    theirs = {worker.id for worker in w.scheduler.workers}
-    w.play("close at_once=True; running =")
-    assert set(w.killed) | set(w.retired) >= theirs
-    w.play("is_closed = True; left = 0")
-
-
 @pytest.mark.parametrize("state", ["runs", "idle", "starts"])
 def test_closing_at_once_without_closing_before(state):
     w = World(cpus=1, config=PATIENCE, starts=state != "starts")
@@ -304,14 +183,6 @@ def test_closing_at_once_without_closing_before(state):
 
 
 # Events about what is not there any more, and the scheduler's own checks.
-
-
-def test_an_answer_from_a_worker_that_has_lost_the_task_is_not_heard():
-    w = World(cpus=1).play("submit a")
-    task, worker = w.tasks["a"].id, w.worker_of("a")
-    w.die("a")
-    assert not w.scheduler.finish(w.now, task, worker)
-    assert w.running == {"a"}
 
 
 def test_events_about_what_is_not_there_change_nothing():
@@ -518,18 +389,6 @@ def test_who_has_a_stop_grace_is_interrupted_when_it_has_passed():
     assert w.tasks["patient"].interrupts == 1
     assert w.worker_of("patient") not in w.killed
     w.play("advance 2.0; running =")
-
-
-@pytest.mark.parametrize("grace", [0.0, 1.0])
-def test_a_node_that_closes_gives_the_stop_grace(grace):
-    w = World(cpus=1, config=PATIENCE)
-    w.submit("a", stop_grace=2.0, cancel_grace=grace)
-    worker = w.worker_of("a")
-    w.play("close; advance 1.9")
-    assert w.tasks["a"].interrupts == 0
-    w.advance(0.1 + grace)
-    assert w.tasks["a"].interrupts == (grace > 0) * 2
-    assert w.killed == [worker]
 
 
 def test_a_program_that_stops_concerns_its_own_tasks():

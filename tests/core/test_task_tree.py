@@ -9,7 +9,7 @@ from aiogpu.core.effects import Fail, Failure, Forget
 from aiogpu.core.model.config import SchedulerConfig
 from aiogpu.core.records import TaskState
 from aiogpu.core.scheduler.scheduler import Scheduler
-from tests.core.builders import World, status_of, submit, why_of
+from tests.core.builders import World, status_of, why_of
 
 PATIENCE = SchedulerConfig(cancel_grace=2.0, interrupt_every=0.5)
 
@@ -19,57 +19,6 @@ def tree(**options) -> World:
     return World(cpus=1, gpus=1, config=PATIENCE, **options).play("""
         submit parent gpus=0.5; submit child parent=parent; wait_for parent child
     """)
-
-
-def test_one_cpu_serves_a_tree_of_any_depth():
-    w = World(cpus=1).play("submit t0")
-    for depth in range(1, 30):
-        w.submit(f"t{depth}", parent=f"t{depth - 1}")
-        w.wait_for(f"t{depth - 1}", f"t{depth}")
-        assert f"t{depth}" in w.running
-    for depth in range(29, -1, -1):
-        w.finish(f"t{depth}")
-    assert set(w.told.values()) == {"settled"}
-    assert w.free["CPU"] == 1.0
-
-
-def test_who_waits_gives_back_its_cpus_and_keeps_its_devices():
-    World(cpus=2, gpus=1, resources={"license": 1}).play("""
-        submit parent cpus=2 gpus=0.5 resources=license:1; submit child parent=parent
-        free = CPU:0.0 license:0.0 GPU:0.5
-        wait_for parent child; blocked = parent; free = CPU:1.0 license:0.0 GPU:0.5
-    """)
-
-
-def test_who_goes_on_has_its_cpus_at_once():
-    World(cpus=2).play("""
-        submit parent; submit child parent=parent; wait_for parent child
-        submit other later; running = child other parent
-        finish child; blocked =; running = other parent; waiting = later
-    """)
-
-
-def test_for_a_moment_there_may_be_less_than_nothing_free():
-    w = tree().play("submit later priority=1")
-    w.play("submit child-2 parent=parent; wait_for parent; blocked =")
-    assert w.scheduler.ledger.free["CPU"] == -10_000
-    w.play("free has CPU:0.0; finish child")
-    w.play("waiting = child-2 later; wait_for parent child-2; running = later parent")
-
-
-def test_it_goes_on_when_all_have_ended_that_it_waits_for_last():
-    w = World(cpus=5).play("""
-        submit parent; submit a b c d parent=parent; wait_for parent d
-        wait_for parent a b
-    """)
-    for name in "adc":
-        w.finish(name)
-        assert w.blocked == {"parent"}
-    w.play("""
-        finish b; blocked =
-        wait_for parent b; blocked = (that has ended); finish parent
-    """)
-    assert set(w.told.values()) == {"settled"}
 
 
 def test_who_waits_for_what_is_not_its_child_keeps_its_cpus():
@@ -114,26 +63,6 @@ def test_a_child_is_as_urgent_as_its_parent_at_least(of_parent, of_child, first)
     w.submit("child", parent="parent", priority=of_child)
     w.wait_for("parent", "child")
     assert w.running == {"parent", first}
-
-
-def test_what_a_task_has_started_ends_with_it():
-    w = World(cpus=2, gpus=1, config=PATIENCE)
-    w.play("submit parent cpus=0; submit runs parent=parent")
-    w.submit("runs-too", num_gpus=1, parent="parent")
-    w.submit("waits", parent="parent")
-    w.play("submit below cpus=0 parent=runs; submit other; finish parent")
-    assert w.told == {
-        "parent": "settled",
-        "runs": "disowned",
-        "runs-too": "disowned",
-        "waits": "disowned",
-        "below": "disowned",
-    }
-    assert w.forgotten == {"waits"}
-    assert w.tasks["runs"].interrupts == w.tasks["below"].interrupts == 1
-    w.play("waiting = other; finish runs")
-    assert w.running == {"runs-too", "below", "other"}
-    w.play("advance 2.0; forgotten = below runs runs-too waits")
 
 
 def end_by_cancel(w):
@@ -188,24 +117,6 @@ def test_a_child_whose_owner_has_cancelled_it_is_not_disowned_as_well():
     tree().play("cancel child parent; told =; finish child; forgotten = child")
 
 
-@pytest.mark.parametrize("how", ["cancelled", "lost", "retried"])
-def test_a_parent_waits_until_its_child_has_ended_in_any_way(how):
-    w = World(cpus=1, config=PATIENCE).play("submit parent")
-    w.submit("child", parent="parent", max_retries=how == "retried")
-    w.wait_for("parent", "child")
-    if how == "cancelled":
-        w.cancel("child")
-    else:
-        w.die("child")
-    if how != "lost":
-        w.play("blocked = parent; finish child")
-    assert w.blocked == set()
-    news = {"cancelled": None, "lost": "lost", "retried": "settled"}
-    assert w.tasks["child"].news == news[how]
-    w.cancel("parent")
-    assert w.tasks["child"].news == news[how]
-
-
 def test_a_detached_child_outlives_its_parent():
     w = World(cpus=1).play("""
         submit parent; submit runs cpus=0 parent=parent is_detached=True
@@ -213,14 +124,6 @@ def test_a_detached_child_outlives_its_parent():
         told = parent:settled; running = runs waits; finish runs waits
     """)
     assert set(w.told.values()) == {"settled"}
-
-
-def test_a_parent_may_wait_for_a_detached_child():
-    World(cpus=1).play("""
-        submit parent; submit child parent=parent is_detached=True
-        wait_for parent child; running = child parent
-        die parent; told =; finish child; running = parent
-    """)
 
 
 @pytest.mark.parametrize("is_over", [True, False], ids=["ended", "being stopped"])
@@ -231,34 +134,6 @@ def test_a_task_that_has_ended_or_is_being_stopped_starts_nobody(is_over):
     child = w.tasks["child"].id
     assert w.effects == [Fail(child, Failure.DISOWNED), Forget(child)]
     assert w.told["child"] == "disowned"
-
-
-def test_a_child_that_starts_is_ended_before_it_has_begun():
-    World(starts=False).play("""
-        submit parent; start parent; submit child parent=parent; finish parent
-        told has child:disowned; forgotten = child; free has CPU:16.0
-    """)
-
-
-def test_children_that_are_sent_ahead_end_with_their_parent():
-    w = World(cpus=1, took=1e-5, config=PATIENCE).play("submit parent cpus=0")
-    submit(w, [f"t{n}" for n in range(10)], parent="parent")
-    w.finish("t0")
-    assert len(w.queued) == 4
-    w.finish("parent")
-    assert w.forgotten == {f"t{number}" for number in range(2, 10)}
-    w.finish("t1")
-    assert {w.told[f"t{number}"] for number in range(1, 10)} == {"disowned"}
-    assert [w.tasks[f"t{number}"].runs for number in range(2, 10)] == [0] * 8
-
-
-def test_closing_ends_a_tree_and_reports_each_of_it_once():
-    w = tree().play("""
-        submit waits parent=child; submit detached parent=child is_detached=True; close
-        told has parent:abandoned
-    """)
-    assert set(w.told) == {"parent", "child", "waits", "detached"}
-    w.play("run_dry; is_closed = True")
 
 
 def test_a_child_whose_handle_is_in_the_result_goes_on():

@@ -4,13 +4,12 @@ import pytest
 
 from aiogpu.core.model.config import SchedulerConfig
 from aiogpu.core.model.ids import TaskId
-from aiogpu.core.model.request import DeviceSelector
 from aiogpu.core.queue.fair_share import Limits
 from aiogpu.core.queue.ready import SEARCHED
 from aiogpu.core.scheduler.scheduler import ABANDONED
 from aiogpu.core.scheduler.shortage import LOOKED_AT
 from aiogpu.observe.snapshot import why
-from aiogpu.observe.status import Holder, ReservationStatus
+from aiogpu.observe.status import Holder
 from aiogpu.observe.why import Why
 from tests.core.builders import World, finish, submit, why_of
 
@@ -50,38 +49,6 @@ def test_a_task_says_what_is_short_and_who_holds_it():
     )
 
 
-def test_a_scalar_is_held_by_those_who_asked_for_it():
-    w = zeroth(World(cpus=3, resources={"license": 1})).play("""
-        submit a resources=license:1; submit b; submit c cpus=2 resources=license:1
-    """)
-    told = why_of(w, "c")
-    cpu, license_ = told.reasons
-    assert (cpu.resource, cpu.asked, cpu.free, cpu.total) == ("CPU", 2, 1, 3)
-    assert [holder.task for holder in cpu.holders] == ["a", "b"]
-    assert (license_.free, license_.total, license_.devices) == (0, 1, ())
-    assert str(told).splitlines()[1:] == [
-        "  CPU 2: 1 of 3 free",
-        "    1: held by a (pid 102, for 0.0 s)",
-        "    1: held by b (pid 103, for 0.0 s)",
-        "  license 1: 0 of 1 free",
-        "    1: held by a (pid 102, for 0.0 s)",
-    ]
-
-
-def test_the_place_in_line_is_that_among_equals():
-    w = zeroth(World(cpus=1)).play("""
-        submit runs; submit other cpus=0.5; submit t0 t1 t2 t3 t4
-        submit urgent priority=1; cancel t1
-    """)
-    told = why_of(w, "t3")
-    assert (told.position, told.of) == (4, 5)
-    assert [why_of(w, name).position for name in ("urgent", "t0", "t4")] == [1, 2, 5]
-    assert why_of(w, "other").of == 1
-    assert str(told).startswith(
-        "t3 (task 6) has waited 0.0 s, as number 4 of 5 that ask for {CPU: 1}\n"
-    )
-
-
 @pytest.mark.parametrize("left", [0, 3 * SEARCHED])
 def test_the_place_of_one_that_waits_behind_thousands_is_found(left):
     """Those who have left before it may count, but not beyond the end of the line."""
@@ -99,33 +66,6 @@ def test_the_place_of_one_that_waits_behind_thousands_is_found(left):
         assert told.position == (number if not left else last - left)
 
 
-def test_a_process_that_ends_and_one_that_begins_hold_what_they_have():
-    w = zeroth(World(cpus=1))
-    w.play("let exits=False; submit a max_calls=1; submit b; finish a")
-    assert str(why_of(w, "b")).splitlines()[2] == (
-        "    1: held by a process that is ending (pid 102)"
-    )
-    w.play("let starts=False; die 2; submit c")
-    record = w.scheduler.tasks.get(w.tasks["c"].id)
-    assert str(why(w.scheduler, record, {}, w.now)).splitlines()[2] == (
-        "    1: held by b (its worker is being forked)"
-    )
-
-
-def test_those_who_hold_it_longest_come_first_and_the_rest_is_counted():
-    w = zeroth(World(cpus=11))
-    for number in range(11):
-        w.submit(f"t{number}")
-        w.advance(1)
-    w.submit("waits")
-    lines = str(why_of(w, "waits")).splitlines()
-    assert lines[2] == "    1: held by t0 (pid 102, for 11 s)"
-    assert lines[9:] == [
-        "    1: held by t7 (pid 109, for 4.0 s)",
-        "    and 3 more",
-    ]
-
-
 def reserved(**options: object) -> World:
     """A world in which something is kept for `big`."""
     w = zeroth(World(cpus=4, gpus=2))
@@ -135,24 +75,6 @@ def reserved(**options: object) -> World:
         submit small gpus=0.25
     """)
     return w
-
-
-def test_the_one_for_whom_something_is_kept_says_so():
-    w = reserved()
-    told = why_of(w, "big")
-    kept = ReservationStatus(2, "big", {"GPU": (0, 1)}, {}, None)
-    assert (told.reservation, told.is_held_endlessly) == (kept, False)
-    assert [short.kept for short in told.reasons] == [0]
-    assert str(told).splitlines()[-1] == (
-        "  kept for it: GPU 0, 1; it begins as soon as all of that is free"
-    )
-
-
-def test_it_says_by_when_where_that_is_known():
-    told = why_of(reserved(timeout=10), "big")
-    assert told.reservation is not None
-    assert told.reservation.seconds == 11
-    assert str(told).endswith("kept for it: GPU 0, 1; it begins within 11 s")
 
 
 def test_the_others_name_the_one_that_goes_first():
@@ -167,36 +89,6 @@ def test_the_others_name_the_one_that_goes_first():
         "    0.5 of GPU 0: held by long (pid 102, for 1.0 s)",
         "  kept for big (task 2), which goes first: GPU 0, 1",
     ]
-
-
-def short_of_cpus() -> World:
-    """A world in which CPUs are kept for `big`."""
-    return zeroth(World(cpus=4)).play("""
-        submit long cpus=2; submit big cpus=3; pass_over; advance 1; pass_over
-    """)
-
-
-def test_what_will_be_kept_once_it_is_free_is_named_too():
-    w = short_of_cpus().play("submit pair cpus=2 priority=1; submit later")
-    (short,) = why_of(w, "later").reasons
-    assert (short.free, short.kept) == (0, 0)
-    assert why_of(w, "later").reservation.name == "big"
-
-
-def test_a_reservation_of_what_it_does_not_lack_is_no_matter():
-    w = zeroth(World(cpus=4, gpus=1, resources={"license": 1})).play("""
-        submit holds cpus=0 resources=license:1; submit long big gpus=1
-        submit licensed cpus=0 resources=license:1; pass_over; advance 1; pass_over
-    """)
-    assert why_of(w, "big").reservation is not None
-    assert why_of(w, "licensed").reservation is None
-
-
-def test_a_task_that_may_pass_hears_nothing_of_it():
-    w = reserved().play("submit urgent more gpus=1 priority=1")
-    told = why_of(w, "more")
-    assert told.reservation is None
-    assert [short.kept for short in told.reasons] == [0]
 
 
 def test_what_is_held_without_end_is_named_and_nothing_is_kept():
@@ -225,19 +117,6 @@ def test_a_running_task_says_where_and_for_how_long():
     assert str(told) == "a (task 1) runs on worker 2 (pid 102), for 3.0 s now."
 
 
-def test_of_one_that_has_just_begun_it_is_not_known_for_how_long():
-    w = zeroth(World(cpus=1)).play("submit a b; finish a")
-    assert why_of(w, "b").runs_for is None
-    assert str(why_of(w, "b")) == "b (task 2) runs on worker 2 (pid 102)."
-
-
-def test_a_task_whose_worker_is_being_forked_says_so():
-    w = World(starts=False).play("submit zeroth; submit a cpus=2")
-    assert str(why_of(w, "a")) == (
-        "a (task 1) holds {CPU: 2}; a worker is being forked for it."
-    )
-
-
 def test_a_task_that_was_sent_ahead_names_those_before_it():
     w = World(cpus=1, took=1e-5).play("submit zeroth a b c d e f; finish zeroth")
     told = why_of(w, "c")
@@ -262,13 +141,6 @@ def test_a_task_that_waits_for_its_children_names_them():
     assert "its children child, c0, c1, c2, c3, c4, c5, c6, and 3 more;" in str(told)
 
 
-def test_a_task_that_is_being_stopped_says_so():
-    w = zeroth(World()).play("submit a; cancel a")
-    assert str(why_of(w, "a")) == (
-        "a (task 1) is being stopped; its code on worker 2 (pid 102) has not ended yet."
-    )
-
-
 def test_on_a_node_that_closes_a_task_waits_for_its_turn():
     w = World(cpus=1, exits=False).play("submit a")
     submit(w, [f"t{n}" for n in range(ABANDONED + 1)])
@@ -286,31 +158,6 @@ def test_what_has_ended_or_not_begun_needs_no_node():
     assert str(Why("a", 7, "ended")) == "a (task 7) has ended."
     ended = Why("a", 7, "ended", outcome="it was cancelled")
     assert str(ended) == "a (task 7) has ended: it was cancelled."
-
-
-def test_conditions_on_gpus_are_named():
-    w = World(cpus=4, gpus=1).play("submit first gpus=1")
-    w.submit("second", num_gpus=1, where=DeviceSelector(name="*"))
-    told = why_of(w, "second")
-    assert told.where == "a name like '*'"
-    assert str(told).startswith(
-        "second (task 1) has waited 0.0 s for {CPU: 1, GPU: 1} of a name like '*'\n"
-    )
-
-
-def test_what_a_cluster_says_comes_below():
-    sent = Why("f", 3, "sent", 2.0, {"GPU": 0.5}, notes=("nothing waits", "so it runs"))
-    assert str(sent).splitlines() == [
-        "f (task 3) asks for {GPU: 0.5} and was sent 2.0 s ago.",
-        "  nothing waits",
-        "  so it runs",
-    ]
-    assert str(Why("f", 3, "sent", 2.0)) == "f (task 3) was sent 2.0 s ago."
-    waiting = Why("f", 3, "waiting", 2.0, {"GPU": 1.0}, 1, 1, notes=("node a: short",))
-    assert str(waiting).splitlines() == [
-        "f (task 3) has waited 2.0 s for its turn: 0 before it",
-        "  node a: short",
-    ]
 
 
 # What waits for what is held without end is warned of by itself, once.
@@ -356,27 +203,6 @@ def test_a_line_is_warned_once_until_it_is_empty():
     assert [name for name, _ in w.warnings[2:]] == ["again"]
 
 
-def test_nobody_is_warned_of_what_ends():
-    w = World(gpus=1).play("submit long train gpus=1")
-    w.play(f"advance {20 * AFTER}; warned =; finish long train; advance {2 * AFTER}")
-    assert w.deadline is None
-
-
-def test_a_holder_that_comes_later_is_named_when_it_has_held_as_long():
-    w = World(gpus=1).play("submit long gpus=0.5; submit train gpus=1")
-    w.advance(2 * AFTER)
-    w.play("submit server gpus=0.5 is_endless=True priority=1; running has server")
-    w.play(f"advance {AFTER - 0.01}; warned =; advance {2 * AFTER}")
-    ((_, text),) = w.warnings
-    assert "server holds 0.5 of GPU 0" in text
-    assert "long" not in text
-
-
-def test_what_is_set_aside_may_come_back():
-    w = World(gpus=1).play("sicken 0; submit train gpus=1")
-    w.play(f"advance {10 * AFTER}; warned =; run_dry; waiting = train")
-
-
 def test_amounts_and_leases_are_named():
     w = World(cpus=4, resources={"license": 1}).play(f"""
         submit server cpus=0 resources=license:1 is_endless=True; lease shell cpus=3
@@ -387,26 +213,11 @@ def test_amounts_and_leases_are_named():
     assert "server holds license 1" in text
 
 
-def test_workers_that_are_all_held_are_named():
-    w = World(cpus=4).play(f"""
-        bound 1; submit server cpus=0 is_endless=True; advance {AFTER}; submit train
-        advance {AFTER}
-    """)
-    ((_, text),) = w.warnings
-    assert text.startswith("train (task 1) has waited 5.0 s for a worker process")
-    assert "there are 1, each is held without end" in text
-
-
 def test_a_programs_own_limit_is_no_stall():
     w = held()
     w.join(7, limits=Limits(max_share={"GPU": 0.5}))
     w.submit("mine", num_gpus=0.5, is_endless=True, client=7)
     w.play(f"submit more gpus=0.25 client=7; advance {3 * AFTER}; warned =")
-
-
-def test_a_closing_node_warns_nobody():
-    w = held().play("submit train gpus=1; close")
-    w.play(f"advance {2 * AFTER}; warned =")
 
 
 def test_one_alarm_serves_all_that_wait():
@@ -419,16 +230,6 @@ def test_one_alarm_serves_all_that_wait():
     assert len(w.warnings) == LOOKED_AT
     w.advance(AFTER)
     assert len(w.warnings) == LOOKED_AT + 20
-
-
-def test_time_goes_on_where_a_figure_is_rounded():
-    w = World(gpus=1).play(f"""
-        advance {1 / 3}; submit long gpus=0.5; submit train gpus=1; advance 10000.0
-        submit server gpus=0.5 is_endless=True priority=1; advance {AFTER + 1e-06}
-    """)
-    assert len(w.warnings) <= 1
-    w.advance(2 * AFTER)
-    assert len(w.warnings) == 1
 
 
 def test_others_wait_for_what_is_not_held_without_end():

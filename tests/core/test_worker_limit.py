@@ -1,7 +1,5 @@
 """Workers that cannot be had: so many and no more, or none for an environment [B46]."""
 
-from itertools import pairwise
-
 import pytest
 
 from aiogpu.core.model.config import STARTS_ALLOWED, SchedulerConfig
@@ -18,47 +16,6 @@ def world(most: int = 2, cpus: float = 100, **options) -> World:
     w = World(cpus=cpus, **options)
     w.scheduler.worker_limit.bound(most)
     return w
-
-
-def test_more_tasks_than_workers_wait_although_all_else_is_there():
-    w = world(most=2).play("""
-        submit a b c d; running = a b; waiting = c d; free has CPU:98
-        finish a; running = b c; waiting = d; finish b c d
-    """)
-    assert w.worker_count == 2
-    assert set(w.told.values()) == {"settled"}
-
-
-def test_an_idle_worker_that_does_not_fit_makes_way():
-    w = world(most=2, gpus=1, exits=False).play("submit a b; finish a")
-    idle = min(w.workers)
-    w.submit("c", num_gpus=1)
-    assert (w.waiting, w.retired) == ({"c"}, [idle])
-    w.submit("d", environment={"X": "1"})
-    assert w.retired == [idle], "no other is idle"
-    w.die(idle)
-    assert (w.running, w.waiting) == ({"b", "c"}, {"d"})
-
-
-def test_one_goes_for_each_that_needs_another_and_no_more():
-    w = world(most=3, gpus=1, exits=False).play("""
-        submit a b c; finish a b c; submit x y gpus=1
-    """)
-    assert len(w.retired) == 1, "for y there is no device"
-    w.submit("z", environment={"X": "1"}, num_cpus=2)
-    assert len(w.retired) == 2
-    w.play("submit again; running = again")
-    for worker in list(w.retired):
-        w.die(worker)
-    assert (w.running, w.waiting) == ({"again", "x", "z"}, {"y"})
-    assert w.scheduler.worker_limit.leaving == set()
-
-
-def test_who_comes_first_has_the_place_of_a_worker_that_would_fit_another():
-    world(most=1).play("""
-        submit a; submit first environment=X:1; submit second; finish a; running = first
-        waiting = second; finish first; running = second
-    """)
 
 
 def test_spares_are_kept_where_they_may_be_and_make_way():
@@ -88,13 +45,6 @@ def test_why_a_task_waits_that_lacks_nothing_but_a_worker():
     finish(w, "zeroth b")
 
 
-def test_why_a_task_waits_where_actors_hold_all_workers():
-    w = world(most=2).play("submit actor other cpus=0 is_endless=True; submit b")
-    assert "workers: 2, each held without end, and no room" in str(why_of(w, "b"))
-    w.play("finish actor; running = b other; submit c environment=X:1")
-    assert "  workers: 2, and no room" in str(why_of(w, "c"))
-
-
 def test_a_worker_that_cannot_be_had_is_no_failure_where_there_are_others():
     w = World(cpus=100, starts=False).play("submit a; start a; submit b")
     for _ in range(2 * STARTS_ALLOWED):
@@ -119,33 +69,6 @@ def test_a_worker_that_dies_lets_another_be_tried():
     w.play("waiting = b; die other; starting = b")
 
 
-def test_alone_it_waits_and_is_tried_again_for_ever():
-    """No worker is there that could make room: once, this failed after 40 tries."""
-    config = SchedulerConfig(crowded_for=0.5, crowded_at_last=3.0)
-    w = World(cpus=100, starts=False, config=config).play("submit a b")
-    tried = [w.now]
-    for _ in range(100):
-        while w.starting:
-            w.tell(
-                Scheduler.worker_gone,
-                min(w.workers),
-                is_crowded=True,
-                outage="no process",
-            )
-        assert w.waiting == {"a", "b"}
-        while not w.starting:
-            w.advance(0.125)
-        tried.append(w.now)
-    pauses = [after - before for before, after in pairwise(tried)]
-    assert sorted(set(pauses)) == [0.5, 1.0, 2.0, 3.0]
-    assert pauses == sorted(pauses), "longer and longer, up to a bound"
-    while w.starting:
-        w.start(min(w.starting))
-        w.advance(6.0)
-    assert w.running == {"a", "b"}
-    assert w.scheduler.worker_limit.failures == 0
-
-
 def test_why_nothing_starts_where_there_is_no_worker():
     w = World(cpus=100, starts=False).play("submit a")
     w.tell(Scheduler.worker_gone, min(w.workers), is_crowded=True, outage="no process")
@@ -161,14 +84,6 @@ def test_why_nothing_starts_where_there_is_no_worker():
         Scheduler.worker_gone, w.worker_of("b"), is_crowded=True, outage="no process"
     )
     assert status_of(w).outages == (), "b waits for a's worker"
-
-
-def test_failures_are_forgotten_when_nothing_fails_any_more():
-    w = World(cpus=100, starts=False).play("bound 1; submit a")
-    w.tell(Scheduler.worker_gone, min(w.workers), is_crowded=True, outage="no process")
-    w.play("cancel a; advance 10")
-    assert w.scheduler.worker_limit.failures == 0
-    assert w.deadline is None
 
 
 def test_a_spare_that_cannot_be_had_is_asked_for_no_more():
@@ -212,14 +127,6 @@ def test_a_tree_that_needs_more_workers_than_there_can_be(most: int):
         w.finish(f"t{depth}")
 
 
-def test_a_device_is_still_named_where_that_is_what_is_held():
-    w = world(most=2, gpus=1).play("""
-        submit a gpus=1; submit b parent=a gpus=1; wait_for a b
-    """)
-    assert "those that wait hold it" in w.tasks["b"].reason
-    w.finish("a")
-
-
 def test_no_spare_is_forked_while_somebody_lacks_a_worker():
     w = World(cpus=1, starts=False, config=SchedulerConfig(spare_workers=2))
     w.play("submit runs max_calls=1; submit waits")
@@ -246,45 +153,6 @@ def fail(w: World, whom: str | int) -> None:
     w.tell(Scheduler.worker_gone, w.worker_of(whom), outage=WHY)
 
 
-def fail_all(w: World) -> int:
-    """All workers that start do so no more; gives how many they were."""
-    starting = list(w.scheduler.workers)
-    for worker in starting:
-        if worker.state.value == "starting":
-            fail(w, worker.id)
-    return len(starting)
-
-
-def test_its_task_waits_and_holds_nothing():
-    w = World(cpus=4, gpus=1, starts=False)
-    w.submit("a", num_gpus=1, environment=BROKEN, max_retries=0)
-    for n in range(50):
-        fail(w, "a")
-        w.play("waiting = a; told lacks a; free has GPU:1")
-        w.submit(f"b{n}", num_gpus=1)
-        assert w.running | w.starting == {f"b{n}"}
-        if w.starting:
-            w.start(f"b{n}")
-        w.finish(f"b{n}")
-        while "a" not in w.starting:
-            w.advance(0.5)
-    w.play("start a; running = a")
-    assert w.scheduler.outages == {}
-
-
-def test_pauses_grow_up_to_a_bound():
-    config = SchedulerConfig(crowded_for=0.5, crowded_at_last=3.0)
-    w = World(cpus=4, starts=False, config=config).play("submit a environment=X:1")
-    pauses = []
-    for _ in range(6):
-        fail(w, "a")
-        failed_at = w.now
-        while "a" not in w.starting:
-            w.advance(0.125)
-        pauses.append(w.now - failed_at)
-    assert pauses == [0.5, 1.0, 2.0, 3.0, 3.0, 3.0]
-
-
 def test_one_at_a_time_is_tried_and_the_others_follow():
     w = World(cpus=4, starts=False).play("submit a b c environment=X:1")
     for name in ("a", "b", "c"):
@@ -295,74 +163,12 @@ def test_one_at_a_time_is_tried_and_the_others_follow():
     w.play("submit d environment=X:1; waiting has d; start a; starting = b c d")
 
 
-def test_a_try_that_is_given_up_makes_way_for_another():
-    w = World(cpus=4, starts=False).play("submit a environment=X:1")
-    fail(w, "a")
-    w.advance(0.05)
-    worker = w.worker_of("a")
-    w.play("cancel a; submit b environment=X:1")
-    assert w.worker_of("b") == worker, "it is being started for whoever comes first"
-    w.play("cancel b; submit c environment=Y:1")
-    w.die(worker)
-    w.play("submit d environment=X:1; starting has c d")
-
-
-def test_its_living_workers_serve_on():
-    w = World(cpus=2, starts=False).play("""
-        submit a environment=X:1; start a; submit b environment=X:1
-    """)
-    fail(w, "b")
-    w.play("waiting = b; finish a; running = b")
-
-
-def test_others_that_ask_for_the_same_are_not_held_up():
-    w = World(cpus=1, starts=False).play("submit a environment=X:1 priority=1")
-    fail(w, "a")
-    w.play("""
-        submit b; submit c environment=Y:1; submit d environment=X:1; starting = b
-        waiting = a c d
-        advance 0.01; start b; finish b; starting = c; waiting = a d
-    """)
-
-
 def test_what_was_reserved_is_let_go_once_it_cannot_start():
     w = World(cpus=4, gpus=2, starts=False).play("submit long gpus=1; start long")
     w.submit("a", num_gpus=2, environment=BROKEN)
     w.play("advance 60.0; submit late gpus=1; kept = a; submit first environment=X:1")
     fail(w, "first")
     w.play("kept = None; starting has late")
-
-
-@pytest.mark.parametrize("is_shared", [False, True])
-def test_nothing_is_reserved_for_what_cannot_start(is_shared: bool):
-    w = World(cpus=4, gpus=2, starts=False)
-    if is_shared:
-        w.join(1)
-    client = {"client": 1} if is_shared else {}
-    w.play("submit long gpus=1; start long")
-    w.submit("a", num_gpus=2, environment=BROKEN, **client)
-    w.submit("first", environment=BROKEN, **client)
-    fail(w, "first")
-    for n in range(20):
-        w.submit(f"short{n}", num_gpus=1)
-        w.advance(1.0)
-        if "first" in w.starting:
-            fail(w, "first")
-        assert w.kept is None
-        w.start(f"short{n}")
-        w.finish(f"short{n}")
-
-
-def test_spares_are_not_asked_for_meanwhile():
-    """Each failed spare once had another forked, thousands in a second."""
-    w = World(cpus=4, starts=False, config=SchedulerConfig(spare_workers=2))
-    w.submit("a", max_calls=1)
-    spawned = 0
-    for _ in range(100):
-        spawned += fail_all(w)
-        w.advance(0.05)
-    assert w.told == {}
-    assert spawned < 100
 
 
 def test_what_nobody_waits_for_is_forgotten():

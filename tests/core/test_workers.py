@@ -6,31 +6,7 @@ from aiogpu.core.effects import Assign, Retire, Spawn
 from aiogpu.core.model.config import SchedulerConfig
 from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.core.scheduler.workers import MOST, Workers
-from tests.core.builders import World, kinds, submit
-
-
-def test_a_cpu_worker_is_used_again():
-    w = World().play("submit a")
-    worker = w.worker_of("a")
-    w.play("finish a; submit b")
-    assert w.worker_of("b") == worker
-    assert [type(effect) for effect in w.effects] == [Assign]
-
-
-def test_the_worker_used_last_is_used_next():
-    w = World().play("submit a b")
-    last = w.worker_of("a")
-    w.play("finish b a; submit c")
-    assert w.worker_of("c") == last
-
-
-def test_another_environment_needs_another_worker():
-    w = World().play("submit a environment=X:1")
-    worker = w.worker_of("a")
-    w.play("finish a; submit b environment=X:2")
-    assert w.worker_of("b") != worker
-    w.submit("c", environment={"X": "1"})
-    assert w.worker_of("c") == worker
+from tests.core.builders import World, kinds
 
 
 def test_a_worker_keeps_its_devices():
@@ -92,59 +68,6 @@ def test_a_worker_ends_after_so_many_calls_of_the_function():
     assert w.worker_of("next") != worker
 
 
-def test_a_call_that_is_retried_counts():
-    w = World().play("submit a max_calls=2")
-    worker = w.worker_of("a")
-    w.finish("a", retry=True)
-    assert w.worker_of("a") == worker
-    w.play("finish a retry=True; advance 0.1")
-    assert w.worker_of("a") != worker
-
-
-def test_of_many_idle_workers_those_idle_longest_retire():
-    w = World(cpus=4, config=SchedulerConfig(idle_workers=2))
-    names = "abcd"
-    for name in names:
-        w.submit(name)
-    workers = [w.worker_of(name) for name in names]
-    for name in names:
-        w.finish(name)
-    assert w.retired == workers[:2]
-    assert list(w.workers) == workers[2:]
-
-
-def test_work_that_waits_comes_before_retirement():
-    World(cpus=1, config=SchedulerConfig(idle_workers=0)).play("""
-        submit a b; finish a; running = b; retired =
-        finish b; retired = 1
-    """)
-
-
-def test_spare_workers_that_nobody_needs_retire_as_they_start():
-    w = World(cpus=4, starts=False, config=SchedulerConfig(idle_workers=1)).play("""
-        submit a b c d; cancel a b c d
-    """)
-    for worker in (1, 2, 3, 4):
-        w.start(worker)
-    assert w.retired == [1, 2, 3]
-
-
-def test_a_starting_worker_whose_task_left_serves_the_next_or_becomes_a_spare():
-    w = World(gpus=1, starts=False).play("submit a gpus=1")
-    worker = w.worker_of("a")
-    w.play("cancel a; free_gpus = 1.0; submit b gpus=0.5 max_calls=1")
-    assert w.worker_of("b") == worker
-    w.play("cancel b; submit other environment=X:1")
-    assert w.worker_of("other") != worker
-    w.start(worker)
-    assert w.scheduler.workers.idle == 1
-    w.submit("c", max_calls=1)
-    assert w.worker_of("c") == worker
-    w.play("running = c; cancel other")
-    w.die(max(w.workers))
-    assert list(w.workers) == [worker]
-
-
 def test_no_worker_can_be_taken_where_none_is_idle():
     workers = Workers()
     assert workers.take_clean(()) is None
@@ -166,44 +89,6 @@ def warm(w, name, gpus, **options):
 
 
 @pytest.mark.parametrize(
-    ("gpus", "others", "asked", "held"),
-    [
-        (3, 1, 1, [1]),
-        (3, 2, 0.5, [2]),
-        (4, 1, 2, [1, 2]),
-    ],
-    ids=["whole", "share", "set"],
-)
-def test_it_goes_where_its_worker_is(gpus, others, asked, held):
-    w = World(gpus=gpus)
-    submit(w, [f"x{n}" for n in range(others)], num_gpus=1, max_retries=0)
-    worker, devices = warm(w, "a", asked)
-    assert devices == held
-    for number in range(others):
-        w.die(f"x{number}")
-    w.submit("b", num_gpus=asked)
-    assert (w.worker_of("b"), w.gpus_of("b")) == (worker, held)
-
-
-def test_packing_goes_before_a_waiting_worker():
-    w = World(gpus=2).play("submit x gpus=1 max_retries=0")
-    _, held = warm(w, "a", 0.5)
-    assert held == [1]
-    w.play("""
-        finish x; submit other gpus=0.25 environment=X:1; gpus_of other = 0
-        submit b gpus=0.5; gpus_of b = 0
-    """)
-
-
-def test_a_set_of_which_one_is_taken_is_not():
-    w = World(gpus=4).play("submit x gpus=1 max_retries=0")
-    _, held = warm(w, "a", 2)
-    w.submit("y", num_gpus=0.5)
-    assert (held, w.gpus_of("y")) == ([1, 2], [1])
-    w.play("submit b gpus=2; gpus_of b = 2 3")
-
-
-@pytest.mark.parametrize(
     "options",
     [{"max_calls": 1}, {"environment": {"X": "1"}}, None],
     ids=["isolated", "environment", "gone"],
@@ -216,28 +101,6 @@ def test_a_worker_that_cannot_be_used_or_has_gone_does_not_count(options):
         w.die(worker)
     w.submit("b", num_gpus=1, **(options or {}))
     assert w.gpus_of("b") == [0]
-
-
-def test_two_workers_of_one_device_are_both_remembered():
-    w = World(gpus=2).play("""
-        submit x gpus=1 max_retries=0; submit a b gpus=0.5; finish a b; die x
-    """)
-    for name in "cd":
-        w.submit(name, num_gpus=0.5)
-        assert w.gpus_of(name) == [1]
-    assert w.worker_count == 2
-
-
-@pytest.mark.parametrize(("ready", "wanted"), [(2, 3), (3, 2)])
-def test_a_set_of_another_size_is_not_taken(ready, wanted):
-    w = World(gpus=4).play("submit x gpus=1 max_retries=0")
-    worker, held = warm(w, "a", ready)
-    assert held == [1, 2, 3][:ready]
-    w.finish("x")
-    w.submit("b", num_gpus=wanted)
-    assert w.gpus_of("b") == [0, 1, 2][:wanted]
-    assert w.worker_of("b") != worker
-    assert w.free_gpus == [0] * wanted + [1] * (4 - wanted)
 
 
 # Spare workers.
@@ -282,21 +145,6 @@ def test_the_task_that_has_taken_one_is_let_alone_for_a_moment():
     assert not [e for e in w.effects if isinstance(e, Spawn)]
 
 
-def test_a_starting_spare_serves_who_needs_a_worker_of_its_environment():
-    w = world(starts=False).play("submit a max_calls=1")
-    assert kinds(w) == [Spawn] * 3
-    w.submit("b", max_calls=1)
-    assert kinds(w) == [Spawn]
-    assert w.worker_of("b") == 2, "the one that was forked first"
-    w.submit("c", max_calls=1, environment=dict(X))
-    assert w.effects[0].environment == X
-
-
-def test_what_cannot_start_is_not_asked_for_again_and_again():
-    w = world(starts=False).play("submit a max_calls=1; die 2 3")
-    w.play("worker_count = 1; start a; submit b max_calls=1; worker_count = 4")
-
-
 def test_spares_do_not_count_among_the_idle():
     config = SchedulerConfig(spare_workers=2, idle_workers=1)
     w = World(cpus=4, config=config).play("""
@@ -305,15 +153,6 @@ def test_spares_do_not_count_among_the_idle():
     assert w.scheduler.workers.spares(()) == 2
     assert w.scheduler.workers.idle == 3
     assert len(w.retired) == 1
-
-
-def test_clean_workers_beyond_what_is_wanted_go_first():
-    w = World(cpus=4, config=SchedulerConfig(idle_workers=1))
-    w.play("submit warm cold; finish warm")
-    w.play("let starts=False; submit late later; cancel late later")
-    assert w.workers[w.worker_of("cold")].binding is not None
-    w.run_dry()
-    assert w.scheduler.workers.spares(()) == 0
 
 
 def test_outdated_ones_are_replaced_unless_the_node_closes():
@@ -339,38 +178,6 @@ def test_an_outdated_one_that_starts_is_retired_and_given_to_nobody():
     assert late in w.retired
     w.run_dry()
     assert w.scheduler.workers.get(late) is None
-
-
-def test_tasks_with_variables_of_their_own_have_spares_too():
-    w = world().play("submit a max_calls=1 environment=X:1")
-    assert spares_of(w) == 2
-    assert spares_of(w, ()) == 0
-    spares = set(w.workers) - {w.worker_of("a")}
-    w.submit("b", max_calls=1, environment=dict(X))
-    assert kinds(w)[:2] == [Assign, Spawn]
-    assert w.worker_of("b") in spares
-    w.submit("c", max_calls=1)
-    assert (spares_of(w), spares_of(w, ())) == (2, 2)
-    w.finish("a")
-    assert (spares_of(w), spares_of(w, ())) == (2, 2), "they are no idle ones too many"
-
-
-def test_spares_that_nobody_uses_any_more_go():
-    config = SchedulerConfig(spare_workers=2, spares_for=10.0)
-    w = World(cpus=4, config=config).play("""
-        submit a max_calls=1 environment=X:1; submit own max_calls=1; advance 6
-        submit b max_calls=1 environment=X:1; advance 6
-    """)
-    assert spares_of(w) == 2, "one was used six seconds ago"
-    w.play("submit y max_calls=1 environment=Y:1; advance 5")
-    assert spares_of(w) == 0
-    assert spares_of(w, (("Y", "1"),)) == 2
-    assert len(w.retired) == 2
-    w.advance(100)
-    assert spares_of(w, (("Y", "1"),)) == 0
-    assert spares_of(w, ()) == 2, "those of the node's own program stay"
-    assert w.deadline is None
-    assert w.scheduler.most_idle == config.idle_workers + 2
 
 
 def test_the_alarm_rings_for_the_one_that_was_used_first():
