@@ -1,4 +1,4 @@
-"""How a worker comes to its next task, what it is sent ahead, and what is taken back."""
+"""How a worker comes to its next task, and what is sent ahead and taken back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What waits meets what is free, and nobody waits for ever while others go past [B24]."""
+"""What waits meets what is free; nobody waits for ever while others pass [B24]."""
 
 from collections import deque
 
