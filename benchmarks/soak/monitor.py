@@ -11,12 +11,11 @@ import os
 import random
 import signal
 import time
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from statistics import median
-from typing import Any, Final
+from typing import Final
 
 from benchmarks.processes import (
     count_parts,
@@ -31,30 +30,20 @@ SHOWN: Final = 10
 """Failures of one claim that are shown."""
 
 
-@dataclass(slots=True)
-class Claim:
-    """A statement that must hold at each check.
-
-    Attributes:
-        checks: how often it was checked.
-        failures: each time that it did not hold, in words.
-    """
-
-    checks: int = 0
-    failures: list[str] = field(default_factory=list)
-
-
 class Record:
     """The claims and figures of a whole run.
 
     Attributes:
+        checks: how often each claim was checked.
+        failures: of each claim, each time that it did not hold, in words.
         figures: what was counted, by what it is.
         series: what was measured at each idle phase, by what it is.
     """
 
     def __init__(self) -> None:
-        self.claims: dict[str, Claim] = {}
-        self.figures: dict[str, Counter[str]] = {}
+        self.checks: Counter[str] = Counter()
+        self.failures: defaultdict[str, list[str]] = defaultdict(list)
+        self.figures: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self.series: dict[str, list[float]] = {}
         self._begun = time.monotonic()
 
@@ -66,20 +55,15 @@ class Record:
     @property
     def holds(self) -> bool:
         """Whether no check of any claim has failed."""
-        return not any(claim.failures for claim in self.claims.values())
+        return not self.failures
 
     def check(self, claim: str, wrong: Sequence[str]) -> None:
         """Check a claim once, which holds if nothing is wrong."""
-        entry = self.claims.setdefault(claim, Claim())
-        entry.checks += 1
+        self.checks[claim] += 1
         if wrong:
             detail = "; ".join(wrong[:SHOWN])
-            entry.failures.append(f"[{self.seconds:.0f} s] {detail}")
+            self.failures[claim].append(f"[{self.seconds:.0f} s] {detail}")
             print(f"FAILED: {claim}: {detail}", flush=True)
-
-    def add(self, what: str, counted: Mapping[str, int]) -> None:
-        """Add to figures."""
-        self.figures.setdefault(what, Counter()).update(counted)
 
     def table(self) -> str:
         """Render the figures and the claims."""
@@ -89,26 +73,14 @@ class Record:
             lines.append(f"{what}: {', '.join(pairs)}")
         for what, samples in self.series.items():
             lines.append(f"{what}: {' '.join(f'{each:g}' for each in samples)}")
-        width = max(map(len, self.claims), default=0)
+        width = max(map(len, self.checks), default=0)
         lines += ["", f"{'claim':{width}}  checks  verdict"]
-        for name, claim in self.claims.items():
-            verdict = f"FAILED {len(claim.failures)} x" if claim.failures else "held"
-            lines.append(f"{name:{width}}  {claim.checks:6}  {verdict}")
-            lines += [f"    {failure}" for failure in claim.failures[:SHOWN]]
+        for name, checks in self.checks.items():
+            failures = self.failures.get(name, [])
+            verdict = f"FAILED {len(failures)} x" if failures else "held"
+            lines.append(f"{name:{width}}  {checks:6}  {verdict}")
+            lines += [f"    {failure}" for failure in failures[:SHOWN]]
         return "\n".join(lines)
-
-    def as_json(self) -> dict[str, Any]:
-        """Return all of it."""
-        return {
-            "seconds": round(self.seconds, 1),
-            "held": self.holds,
-            "figures": self.figures,
-            "series": self.series,
-            "claims": {
-                name: {"checks": claim.checks, "failures": claim.failures}
-                for name, claim in self.claims.items()
-            },
-        }
 
 
 FAULTS_EVERY: Final = 0.4
@@ -253,4 +225,4 @@ class Monitor:
                 more = growth(samples)
                 wrong = [f"{more:g} more: {samples}"] if more > BOUNDS[what] else []
                 self._record.check(f"{self._what}: {what} flat", wrong)
-        self._record.add(f"{self._what}: spilled", {"at once": self.most_spilled})
+        self._record.figures[f"{self._what}: spilled"]["at once"] = self.most_spilled

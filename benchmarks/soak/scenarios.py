@@ -10,9 +10,8 @@ import asyncio
 import os
 import random
 import signal
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager, suppress
-from typing import Any, Final
+from contextlib import suppress
+from typing import Final
 
 import aiogpu
 from benchmarks.soak.monitor import Faults, Monitor, Record
@@ -42,7 +41,8 @@ LIVES: Final = (2.0, 8.0)
 KILLED: Final = 0.3
 """The part of these programs that is killed."""
 
-Progress = Callable[[str], None]
+PROGRESS_EVERY: Final = 10.0
+"""Seconds between two lines that tell of the progress."""
 
 
 class Scenario:
@@ -53,7 +53,11 @@ class Scenario:
         record: where it says what it has found.
         seed: draws all of it.
         random: draws the lives of its programs.
+        sandbox: of the node that lasts.
+        begun: handles that were begun on it.
     """
+
+    sandbox: Sandbox
 
     def __init__(self, what: str, record: Record, seed: str) -> None:
         self.what = what
@@ -62,62 +66,104 @@ class Scenario:
         self.random = random.Random(f"{seed}/{what}")
         self.begun = 0
         self._started = 0
+        self._told = -PROGRESS_EVERY
 
-    def name(self, kind: str) -> str:
-        """Name one more program."""
-        self._started += 1
-        return f"{kind}-{self._started}"
-
-    async def run(self, seconds: float, progress: Progress) -> None:
-        """Run for so long, load and idle phases in turn."""
+    async def open(self) -> None:
+        """Start the node that lasts."""
         raise NotImplementedError
 
-    async def phases(
-        self,
-        sandbox: Sandbox,
-        seconds: float,
-        progress: Progress,
-        load: Callable[[float], Coroutine[Any, Any, None]],
-        idle: Callable[[], Coroutine[Any, Any, tuple[int, list[str]]]],
-        brief: Callable[[], Coroutine[Any, Any, None]],
-    ) -> Monitor:
-        """Alternate phases; `idle` gives the node's process and what it holds."""
-        loop = asyncio.get_running_loop()
-        ends, (least, most) = loop.time() + seconds, LOAD_SECONDS
-        faults = Faults(sandbox, self.seed)
-        monitor = Monitor(sandbox, self.what, self.record)
-        while loop.time() < ends:
-            beside = asyncio.create_task(brief())
-            async with _under_faults(faults, monitor):
-                loading = asyncio.create_task(
-                    load(min(most, max(least, seconds / PHASES)))
-                )
-                while not loading.done():
-                    await asyncio.wait([loading], timeout=1)
-                    progress(f"{self.begun} handles, {monitor.latest}")
-                await loading
-            await beside
-            pid, held = await idle()
-            wrong = [f"{self.what}: {each}" for each in held]
-            self.record.check(NOTHING_HELD, wrong)
-            monitor.measure(pid)
-        self.record.add(f"{self.what}: faults", faults.counts)
-        return monitor
+    async def load(self, seconds: float) -> None:
+        """Have programs work for so long."""
+        raise NotImplementedError
+
+    async def idle(self) -> tuple[int, list[str]]:
+        """Return the node's process, and what it holds though it is idle."""
+        raise NotImplementedError
+
+    def interrupted(self) -> None:
+        """Check what has been reported so far, as there is no more."""
+
+    async def close(self) -> list[str]:
+        """End the node in order; return what is left of it."""
+        raise NotImplementedError
+
+    async def brief(self, sandbox: Sandbox) -> None:
+        """Run another node, which is ended in the middle of work."""
+        raise NotImplementedError
+
+    async def run(self, seconds: float) -> None:
+        """Run for so long, load and idle phases in turn."""
+        loop, (least, most) = asyncio.get_running_loop(), LOAD_SECONDS
+        length = min(most, max(least, seconds / PHASES))
+        with open_sandbox() as self.sandbox:
+            await self.open()
+            faults = Faults(self.sandbox, self.seed)
+            monitor = Monitor(self.sandbox, self.what, self.record)
+            ends = loop.time() + seconds
+            try:
+                while loop.time() < ends:
+                    await self._alternate(faults, monitor, length)
+            except BaseException:
+                self.interrupted()
+                raise
+            self.check_left(self.sandbox, await self.close())
+            self.record.figures[f"{self.what}: faults"].update(faults.counts)
+            monitor.judge()
+
+    async def _alternate(
+        self, faults: Faults, monitor: Monitor, seconds: float
+    ) -> None:
+        """Work for so long under faults, beside a node that is ended; then be idle."""
+        beside = asyncio.create_task(self._beside())
+        async with asyncio.TaskGroup() as group:
+            faulty = [group.create_task(each.run()) for each in (faults, monitor)]
+            loading = group.create_task(self.load(seconds))
+            while not loading.done():
+                await asyncio.wait([loading], timeout=1)
+                self._tell(f"{self.begun} handles, {monitor.latest}")
+            for task in faulty:
+                task.cancel()
+        await beside
+        pid, held = await self.idle()
+        self.record.check(NOTHING_HELD, [f"{self.what}: {each}" for each in held])
+        monitor.measure(pid)
+
+    async def _beside(self) -> None:
+        with open_sandbox() as sandbox:
+            await self.brief(sandbox)
+
+    def _tell(self, text: str) -> None:
+        """Print how far it has come, but not each time."""
+        if (seconds := self.record.seconds) >= self._told + PROGRESS_EVERY:
+            self._told = seconds
+            print(f"{seconds:6.0f} s  {self.what}: {text}", flush=True)
+
+    async def start(
+        self, sandbox: Sandbox, kind: str, address: str, is_mortal: bool = False
+    ) -> Client:
+        """Start a program that works."""
+        self._started += 1
+        name = f"{kind}-{self._started}"
+        client = await Client.start(
+            sandbox, name, address, self.seed, is_mortal=is_mortal
+        )
+        client.send("load")
+        return client
 
     def account(self, what: str, client: Client) -> None:
         """Check what a program has reported of its whole life."""
         if account := client.account:
             for claim, key in ((LEGAL, "wrong"), (NONE_HANGS, "hung")):
                 self.record.check(claim, [f"{what}: {each}" for each in account[key]])
-            self.record.add(f"{what}: operations", account["operations"])
+            self.record.figures[f"{what}: operations"].update(account["operations"])
             ends = {"begun": account["begun"], **account["ends"]}
-            self.record.add(f"{what}: ends of handles", ends)
+            self.record.figures[f"{what}: ends of handles"].update(ends)
 
-    async def kill(self, what: str, client: Client) -> None:
+    async def kill(self, client: Client) -> None:
         """Kill a program in the middle of work."""
         await client.kill()
-        self.record.add(f"{self.what}: faults", {"kill programs": 1})
-        self.account(what, client)
+        self.record.figures[f"{self.what}: faults"]["kill programs"] += 1
+        self.account(f"{self.what}, programs killed", client)
 
     async def finish(self, what: str, client: Client) -> None:
         """End a program in order, and check how it does."""
@@ -138,128 +184,104 @@ class Scenario:
             if line.startswith("Traceback") or any(word in line for word in WARNINGS)
         ]
         self.record.check(NO_WARNING, found)
-        if (claim := self.record.claims.get(NONE_HANGS)) and claim.failures:
+        if NONE_HANGS in self.record.failures:
             print("\n".join(lines[-STDERR_SHOWN:]), flush=True)
-
-
-@asynccontextmanager
-async def _under_faults(faults: Faults, monitor: Monitor) -> AsyncIterator[None]:
-    """Inject faults and monitor all processes, for the time of the block."""
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(each) for each in (faults.run(), monitor.run())]
-        yield
-        for task in tasks:
-            task.cancel()
 
 
 class Embedded(Scenario):
     """One program that lasts, and beside it others that are killed with their nodes."""
 
-    async def run(self, seconds: float, progress: Progress) -> None:
-        with open_sandbox() as sandbox:
-            client = await Client.start(sandbox, self.what, "local", self.seed, 20)
+    _client: Client
 
-            async def load(duration: float) -> None:
-                client.send("load")
-                for _ in range(round(duration)):
-                    await asyncio.sleep(1)
-                    self.begun = client.account.get("begun", 0)
+    async def open(self) -> None:
+        self._client = await Client.start(
+            self.sandbox, self.what, "local", self.seed, in_flight=20
+        )
 
-            async def idle() -> tuple[int, list[str]]:
-                client.send("idle")
-                return client.pid, (await client.received("idled"))["held"]
+    async def load(self, seconds: float) -> None:
+        self._client.send("load")
+        for _ in range(round(seconds)):
+            await asyncio.sleep(1)
+            self.begun = self._client.account.get("begun", 0)
 
-            try:
-                monitor = await self.phases(
-                    sandbox, seconds, progress, load, idle, self._brief
-                )
-            except BaseException:
-                self.account(self.what, client)
-                raise
-            await self.finish(self.what, client)
-            self.check_left(sandbox, await sandbox.left())
-            monitor.judge()
+    def interrupted(self) -> None:
+        self.account(self.what, self._client)
 
-    async def _brief(self) -> None:
+    async def idle(self) -> tuple[int, list[str]]:
+        self._client.send("idle")
+        return self._client.pid, (await self._client.received("idled"))["held"]
+
+    async def close(self) -> list[str]:
+        await self.finish(self.what, self._client)
+        return await self.sandbox.left()
+
+    async def brief(self, sandbox: Sandbox) -> None:
         """A program that is killed in the middle of work; its node ends with it."""
-        life = self.random.uniform(1.0, 6.0)
-        with open_sandbox() as sandbox:
-            client = await Client.start(sandbox, self.name("brief"), "local", self.seed)
-            client.send("load")
-            await asyncio.sleep(life)
-            await self.kill("embedded, programs killed", client)
-            left = await sandbox.left()
-            wrong = [f"killed {client.name}: {each}" for each in left]
-            self.record.check(NOTHING_LEFT, wrong)
+        client = await self.start(sandbox, "brief", "local")
+        await asyncio.sleep(self.random.uniform(1.0, 6.0))
+        await self.kill(client)
+        left = await sandbox.left()
+        wrong = [f"killed {client.name}: {each}" for each in left]
+        self.record.check(NOTHING_LEFT, wrong)
 
 
 class Service(Scenario):
     """A service that lasts, with its programs, and beside it others that are ended."""
 
-    async def run(self, seconds: float, progress: Progress) -> None:
-        with open_sandbox() as sandbox:
-            await sandbox.start_service()
-            node = sandbox.node()
+    async def open(self) -> None:
+        await self.sandbox.start_service()
+        self._pid = self.sandbox.node().pid
 
-            async def load(duration: float) -> None:
-                ends = asyncio.get_running_loop().time() + duration
-                async with asyncio.TaskGroup() as group:
-                    for _ in range(CLIENTS):
-                        group.create_task(self._one_after_the_other(sandbox, ends))
+    async def load(self, seconds: float) -> None:
+        ends = asyncio.get_running_loop().time() + seconds
+        async with asyncio.TaskGroup() as group:
+            for _ in range(CLIENTS):
+                group.create_task(self._one_after_the_other(ends))
 
-            async def idle() -> tuple[int, list[str]]:
-                async with aiogpu.init(address=sandbox.address, log_to_driver=False):
-                    return node.pid, await settled(public_state)
-
-            monitor = await self.phases(
-                sandbox, seconds, progress, load, idle, self._brief
-            )
-            await sandbox.stop_service(drain=5)
-            self.check_left(sandbox, await sandbox.left(except_logs=True))
-            monitor.judge()
-
-    async def _one_after_the_other(self, sandbox: Sandbox, ends: float) -> None:
+    async def _one_after_the_other(self, ends: float) -> None:
         """Programs that use the service, each for a while."""
-        loop, what = asyncio.get_running_loop(), self.what
+        loop = asyncio.get_running_loop()
         while loop.time() < ends:
             life = min(self.random.uniform(*LIVES), max(1.0, ends - loop.time()))
-            is_killed, name = self.random.random() < KILLED, self.name("client")
-            client = await Client.start(sandbox, name, sandbox.address, self.seed)
-            client.send("load")
+            is_killed = self.random.random() < KILLED
+            client = await self.start(self.sandbox, "client", self.sandbox.address)
             try:
                 await asyncio.sleep(life)
             except asyncio.CancelledError:
-                self.account(what, client)
+                self.account(self.what, client)
                 raise
             if is_killed:
-                await self.kill(f"{what}, programs killed", client)
+                await self.kill(client)
             else:
-                await self.finish(what, client)
+                await self.finish(self.what, client)
             self.begun += client.account.get("begun", 0)
 
-    async def _brief(self) -> None:
+    async def idle(self) -> tuple[int, list[str]]:
+        async with aiogpu.init(address=self.sandbox.address, log_to_driver=False):
+            return self._pid, await settled(public_state)
+
+    async def close(self) -> list[str]:
+        await self.sandbox.stop_service(drain=5)
+        return await self.sandbox.left(except_logs=True)
+
+    async def brief(self, sandbox: Sandbox) -> None:
         """A service that is killed or stopped under a program, which is told so."""
-        life, is_killed = self.random.uniform(*LIVES), self.random.random() < 0.5
-        with open_sandbox() as sandbox:
-            await sandbox.start_service()
-            client = await Client.start(
-                *(sandbox, self.name("brief"), sandbox.address, self.seed),
-                is_mortal=True,
-            )
-            client.send("load")
-            await asyncio.sleep(life)
-            if is_killed:
-                with suppress(ProcessLookupError):
-                    os.kill(sandbox.node().pid, signal.SIGKILL)
-            else:
-                await sandbox.stop_service(drain=0)
-            await self.finish("service that is ended", client)
-            left = await sandbox.left(except_logs=True)
-            if is_killed:  # its socket stays, until the next start
-                left = [each for each in left if "node." not in each]
-            self.check_left(sandbox, left)
-            fault = "kill nodes" if is_killed else "stop nodes"
-            self.record.add("service: faults", {fault: 1})
+        is_killed = self.random.random() < 0.5
+        await sandbox.start_service()
+        client = await self.start(sandbox, "brief", sandbox.address, is_mortal=True)
+        await asyncio.sleep(self.random.uniform(*LIVES))
+        if is_killed:
+            with suppress(ProcessLookupError):
+                os.kill(sandbox.node().pid, signal.SIGKILL)
+        else:
+            await sandbox.stop_service(drain=0)
+        await self.finish("service that is ended", client)
+        left = await sandbox.left(except_logs=True)
+        if is_killed:  # its socket stays, until the next start
+            left = [each for each in left if "node." not in each]
+        self.check_left(sandbox, left)
+        fault = "kill nodes" if is_killed else "stop nodes"
+        self.record.figures["service: faults"][fault] += 1
 
 
 SCENARIOS: Final = {"embedded": Embedded, "service": Service}
