@@ -115,9 +115,8 @@ def test_whatever_happens_a_system_leaves_nothing(how, error, words):
     assert not set(descendants()) - before
 
 
-def entry(system: str, *turns: float, why: str = "", workload: str = "call") -> Any:
-    figures = [[[turn]] * len(WORKLOADS[workload].metrics) for turn in turns]
-    return Entry(workload, system, figures, ["a note"], why)
+def entry(system: str, *turns: float, why: str = "") -> Any:
+    return Entry("call", system, [[[turn]] for turn in turns], ["a note"], why)
 
 
 RUN = [
@@ -129,24 +128,19 @@ RUN = [
     entry("xoscar", 10e-6, 20e-6, 20e-6),
     entry("dask", 20e-3, 40e-3, 30e-3),
     entry("ray", why="not supported: a | in its reason"),
-    entry(FLOOR, 500.0, workload="waiting"),
-    entry("aiogpu", 700.0, workload="waiting"),
 ]
 
 
 def test_a_block_is_divided_by_the_blocks_of_its_turn():
-    calls, *_, memory = lines(RUN)
+    (calls,) = lines(RUN)
     found = {line.entry.system: line for line in calls}
     assert found["aiogpu"].beside_floor == Ratio(2, 2, 2.5)
     assert found["executor"].beside_ours == Ratio(2, 2, 2.5)
     assert found["dask"].beside_ours == Ratio(*[pytest.approx(1000)] * 3)
     assert (found["aiogpu"].p50, found["aiogpu"].p99) == (30e-6, 40e-6)
     assert found["ray"].p50 is found["ray"].beside_ours is None
-    assert memory[1].cell() == "700 B"
     ((_, short),) = lines([entry(FLOOR, 10, 10, 10), entry("aiogpu", 20)])
     assert short.beside_floor == Ratio(2, 2, 2)
-    ((_, nothing),) = lines([entry(FLOOR, 0.0), entry("aiogpu", 2.0)])
-    assert nothing.beside_floor is None
 
 
 def test_every_peer_counts_once_and_losses_are_listed():
@@ -156,13 +150,12 @@ def test_every_peer_counts_once_and_losses_are_listed():
     assert "equal (the quartiles lie on both sides) in 1, and needs more in 1." in text
     assert "- a call, awaited: xoscar needs 20 µs, 0.5 (0.5 to 0.583)" in text
     assert "No peer" in conclusion(lines(RUN[:3]))
-    head, _, calls, *_ = overview(lines(RUN)).splitlines()
-    assert head.split("|")[2].strip() == FLOOR
-    assert "| 10 µs | 30 µs | 60 µs (**2**) |" in calls
-    assert "| 30 ms (**1,000**) | - |" in calls
+    text = overview(lines(RUN))
+    assert "| 10 µs | 30 µs | 60 µs (**2**) |" in text
+    assert "| 30 ms (**1,000**) | - |" in text
     text = details(lines(RUN))
     assert "| ray |  |  |  |  | 0 | not supported: a / in its reason |" in text
-    assert "| waiting | a future" in text
+    assert "| call | a blocking worker" in text
 
 
 def test_the_page_names_all_workloads():
