@@ -8,7 +8,7 @@ these ratios is the result.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Sequence
 from itertools import chain
 from statistics import median
 from time import perf_counter_ns
@@ -79,6 +79,14 @@ async def mean_of_all(call: Call, count: int) -> Block:
     """Gather all calls; return what each adds to the whole."""
     (whole,) = await all_at_once(call, count)
     return [whole // count]
+
+
+async def consume(start: Callable[[int], AsyncIterable[object]], count: int) -> None:
+    """Take all items of a stream of so many."""
+    found = 0
+    async for _ in start(count):
+        found += 1
+    assert found == count, (found, count)
 
 
 async def timed(call: Callable[[], Awaitable[object]]) -> Block:

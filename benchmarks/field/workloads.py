@@ -27,7 +27,7 @@ from benchmarks.processes import cpu_time, descendants, memory
 from benchmarks.simulation.policies import FirstFit
 from benchmarks.simulation.simulate import simulate
 from benchmarks.simulation.trace import SizeClass, Trace, draw
-from benchmarks.timing import Call, percentile
+from benchmarks.timing import Call, consume, percentile
 
 Figures = list[list[float]]
 """For each metric of the workload what was measured, in seconds or bytes."""
@@ -168,7 +168,7 @@ def gathering(call: Call) -> Call:
 BARE: Final = "a blocking worker on a Unix socket, no scheduler"
 
 
-def calls(title: str, *, is_actor: bool = False, factor: int = 0) -> Workload:
+def calls(title: str, is_actor: bool = False, *, factor: int = 0) -> Workload:
     """Calls that do nothing: awaited one by one, or gathered if there is a factor."""
 
     async def prepare(context: Context) -> Block:
@@ -187,17 +187,10 @@ def calls(title: str, *, is_actor: bool = False, factor: int = 0) -> Workload:
 
 async def _stream(context: Context) -> Block:
     if context.system is None:
-        consume: Call = (await context.open_floor("stream")).items
+        whole: Call = (await context.open_floor("stream")).items
     else:
-        start = context.system.stream(tasks.numbers)
-
-        async def consume(count: int) -> None:
-            found = 0
-            async for _ in start(count):
-                found += 1
-            assert found == count, (found, count)
-
-    return partial(at_once, consume, 100, context)
+        whole = partial(consume, context.system.stream(tasks.numbers))
+    return partial(at_once, whole, 100, context)
 
 
 def value(size: int, label: str, *, is_passed: bool = False) -> Workload:
@@ -334,7 +327,7 @@ DAY_LIMIT: Final = 20.0
 """Seconds after which a day is given up."""
 
 
-def day(title: str, share: float, *, is_isolated: bool) -> Workload:
+def day(title: str, share: float, is_isolated: bool = False) -> Workload:
     """A drawn load of fractions, whole GPUs and pairs, which comes in waves."""
 
     async def prepare(context: Context) -> Block:
@@ -372,20 +365,16 @@ def day(title: str, share: float, *, is_isolated: bool) -> Workload:
 
 async def _live(trace: Trace, calls: Sequence[Call]) -> tuple[float, list[float]]:
     """Submit each task when it arrives; return the makespan and all waits."""
-    loop = asyncio.get_running_loop()
-    handles: list[Awaitable[Any]] = []
-    begin, delay = monotonic() + 0.05, loop.time() + 0.05
+    begin = monotonic() + 0.05
 
-    def submit(size: int, duration: float) -> None:
-        handles.append(calls[size](round(1000 * duration)))
+    async def one(arrival: float, size: int, duration: float) -> Any:
+        await asyncio.sleep(begin + arrival - monotonic())
+        return await calls[size](round(1000 * duration))
 
     drawn = zip(trace.arrivals, trace.sizes, trace.durations, strict=True)
-    for arrival, size, duration in drawn:
-        loop.call_at(delay + arrival, submit, size, duration)
     try:
         async with asyncio.timeout(DAY_LIMIT):
-            await asyncio.sleep(0.05 + trace.arrivals[-1] + 0.01)
-            spans = await asyncio.gather(*handles)
+            spans = await asyncio.gather(*(one(*each) for each in drawn))
     except TimeoutError:
         raise UnsupportedError(
             f"the day's {len(trace)} tasks had not ended within {DAY_LIMIT:g} s"
@@ -491,9 +480,7 @@ WORKLOADS: Final = {
     "call": calls("a call, awaited"),
     "gathered": calls("a call, of many gathered", factor=40),
     "actor-call": calls("an actor's call, awaited", is_actor=True),
-    "actor-gathered": calls(
-        "an actor's call, of many gathered", is_actor=True, factor=40
-    ),
+    "actor-gathered": calls("an actor's call, of many gathered", True, factor=40),
     "argument-1KB": value(1_000, "1 KB"),
     "argument-100KB": value(100_000, "100 KB"),
     "argument-10MB": value(10_000_000, "10 MB"),
@@ -503,28 +490,22 @@ WORKLOADS: Final = {
     "stream": Workload(
         [Metric("an item of a stream")],
         "a bare worker that sends pickled items, without back-pressure",
-        _stream,
-        seconds=15,
+        *(_stream, Setup(), 15),
     ),
     "cancel": Workload(
         [Metric("a busy loop, from its cancel to its end")],
         "SIGINT to a process that waits for nothing else",
-        _cancel,
-        seconds=12,
+        *(_cancel, Setup(), 12),
     ),
     "fresh-bare": isolation(tasks.noop),
     "fresh-numpy": isolation(tasks.use_numpy, "numpy"),
     "fresh-torch": isolation(tasks.use_torch, "torch"),
-    "day": day("a day on four GPUs", 1.0, is_isolated=False),
-    "fresh-day": day(
-        "a day on four GPUs, a process for each task", 0.25, is_isolated=True
-    ),
+    "day": day("a day on four GPUs", 1.0),
+    "fresh-day": day("a day on four GPUs, a process for each task", 0.25, True),
     "start": Workload(
         [Metric("a new program, from its start to its first result")],
         "a bare interpreter that prints a number",
-        _start,
-        Setup(is_open=False),
-        seconds=50,
+        *(_start, Setup(is_open=False), 50),
     ),
     "waiting": Workload(
         [
@@ -532,9 +513,7 @@ WORKLOADS: Final = {
             Metric("memory of a waiting task, in all processes", "B"),
         ],
         "a future and a packed frame, kept in a dict and a deque",
-        _waiting,
-        Setup(num_cpus=1, is_fresh=True),
-        seconds=100,
+        *(_waiting, Setup(num_cpus=1, is_fresh=True), 100),
     ),
 }
 """In the order in which they run."""

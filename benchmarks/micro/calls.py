@@ -152,7 +152,7 @@ async def streams(scale: Scale) -> list[Row]:
             start: Any = aiogpu.remote(generator).remote
             pair = await timing.alternate(
                 partial(timing.timed, partial(floor.items, count)),
-                partial(timing.timed, partial(_consume, start, count)),
+                partial(timing.timed, partial(timing.consume, start, count)),
                 scale(5, 2),
             )
             found.append(
@@ -161,13 +161,6 @@ async def streams(scale: Scale) -> list[Row]:
                 )
             )
     return found
-
-
-async def _consume(start: Any, count: int) -> None:
-    found = 0
-    async for _ in start(count):
-        found += 1
-    assert found == count, (found, count)
 
 
 class Batching:

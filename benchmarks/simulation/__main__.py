@@ -22,6 +22,10 @@ SIZES: Final = (1_000_000, 10_000), (100_000, 1_000)
 """Tasks and GPUs of the runs that are kept."""
 QUICK: Final = 2_000, 64
 DAY: Final = 86_400.0
+HEAD: Final = [
+    *("policy", "allocated", "fragmented: mean", "p99", "max"),
+    *("waiting: mean", "max"),
+]
 
 
 @click.command()
@@ -79,46 +83,22 @@ def compare(tasks: int, gpus: int, seed: int) -> dict[str, Any]:
 def render(run: dict[str, Any]) -> str:
     """Render one run as Markdown."""
     tasks, policies, seconds = run["tasks"], run["policies"], run["seconds"]
-    rows = [
-        (
-            "policy",
-            "allocated",
-            "fragmented: mean",
-            "p99",
-            "max",
-            "waiting: mean",
-            "max",
-        )
-    ]
+    waits = ["waited: mean / p50 / p99 / max, s"]
+    rows, waited = [HEAD], [waits + [f"{name} GPUs" for name in policies[0]["waits"]]]
     for each in policies:
-        parts = [
-            each[key] for key in ("fragmented", "fragmented_p99", "fragmented_max")
-        ]
-        rows.append(
-            (
-                *(each["policy"], f"{each['allocated']:.2%}"),
-                *(f"{part:.3%}" for part in parts),
-                *(f"{each['waiting']:,.0f}", f"{each['waiting_max']:,}"),
-            )
-        )
-    names = [f"{name} GPUs" for name in policies[0]["waits"]]
-    waits = [("waited: mean / p50 / p99 / max, s", *names)]
-    waits += [
-        (
-            each["policy"],
-            *(
-                " / ".join(f"{value:,.0f}" for value in group.values())
-                for group in each["waits"].values()
-            ),
-        )
-        for each in policies
-    ]
+        parts = [f"{each['fragmented'][key]:.3%}" for key in ("mean", "p99", "max")]
+        mean, most = (each["waiting"][key] for key in ("mean", "max"))
+        cells = f"{each['allocated']:.2%}", *parts, f"{mean:,.0f}", f"{most:,}"
+        rows.append([each["policy"], *cells])
+        groups = [group.values() for group in each["waits"].values()]
+        texts = [" / ".join(f"{value:,.0f}" for value in group) for group in groups]
+        waited.append([each["policy"], *texts])
     return (
         f"{tasks:,} tasks on {run['gpus']:,} GPUs in {run['days']:.1f} days, seed "
         f"{run['seed']}.\n\nThe scheduler handled {run['events']:,} events in "
         f"{seconds:.1f} s of one core: {run['events'] / seconds:,.0f} events/s, "
         f"{tasks / seconds:,.0f} tasks/s; the longest took {run['longest_ms']:.1f} ms."
-        f"\n\n{report.markdown(rows)}\n\n{report.markdown(waits)}"
+        f"\n\n{report.markdown(rows)}\n\n{report.markdown(waited)}"
     )
 
 

@@ -107,13 +107,14 @@ def waits_by_size(trace: Trace, outcome: Outcome) -> dict[str, dict[str, float]]
             if least <= gpus[size] <= most
         ]
         if waits:
-            found[name] = {
-                "mean": mean(waits),
-                "p50": percentile([waits], 50),
-                "p99": percentile([waits], 99),
-                "max": max(waits),
-            }
+            found[name] = figures(waits)
     return found
+
+
+def figures(values: Sequence[float]) -> dict[str, float]:
+    """Return the mean, the median, the 99th percentile and the most."""
+    p50, p99 = (percentile([values], each) for each in (50, 99))
+    return {"mean": mean(values), "p50": p50, "p99": p99, "max": max(values)}
 
 
 def summary(trace: Trace, outcome: Outcome) -> dict[str, Any]:
@@ -122,10 +123,7 @@ def summary(trace: Trace, outcome: Outcome) -> dict[str, Any]:
     return {
         "policy": outcome.policy,
         "allocated": mean(allocated),
-        "fragmented": mean(fragmented),
-        "fragmented_p99": percentile([fragmented], 99),
-        "fragmented_max": max(fragmented),
-        "waiting": mean(waiting),
-        "waiting_max": max(waiting),
+        "fragmented": figures(fragmented),
+        "waiting": figures(waiting),
         "waits": waits_by_size(trace, outcome),
     }
