@@ -49,8 +49,9 @@ def zygote_image(preload: Sequence[str] | None = None) -> str:
 class ForkServer:
     """The program that forks."""
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self._process = process
+    def __init__(self, source: str) -> None:
+        words, pipe = [sys.executable, "-c", source], subprocess.PIPE
+        self.process = subprocess.Popen(words, stdin=pipe, stdout=pipe, text=True)
 
     async def fork(self, count: int) -> list[int]:
         """Fork one after the other; return the nanoseconds of each.
@@ -58,11 +59,11 @@ class ForkServer:
         Blocks the loop, so nothing else has work meanwhile.
         """
         await asyncio.sleep(PAUSE)
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(f"{count}\n")
-        self._process.stdin.flush()
-        samples: list[int] = json.loads(self._process.stdout.readline())
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(f"{count}\n")
+        self.process.stdin.flush()
+        samples: list[int] = json.loads(self.process.stdout.readline())
         return samples
 
     async def fork_mean(self, count: int) -> list[int]:
@@ -77,10 +78,6 @@ def open_forks(image: str = "") -> Iterator[ForkServer]:
     Args:
         image: source that makes the interpreter what is to be forked.
     """
-    with subprocess.Popen(
-        [sys.executable, "-c", f"{image}\n{LOOP}"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
-        yield ForkServer(process)
+    server = ForkServer(f"{image}\n{LOOP}")
+    with server.process:
+        yield server

@@ -13,12 +13,10 @@ import uvloop
 
 from benchmarks import report
 from benchmarks.micro import (
-    actors,
     backlog,
     calls,
     isolation,
     scheduler,
-    service,
     start,
     values,
 )
@@ -32,14 +30,14 @@ BENCHMARKS: Final[Mapping[str, Benchmark]] = {
     "spaced": isolation.spaced,
     "cancel": isolation.cancel,
     "streams": calls.streams,
-    "actors": actors.creation,
-    "many_actors": actors.many_actors,
+    "actors": calls.creation,
+    "many_actors": calls.many_actors,
     "batching": calls.batching,
     "values": values.values,
     "map": calls.mapping,
     "backlog": backlog.backlog,
     "scheduler": scheduler.scheduler,
-    "service": service.service,
+    "service": calls.service,
     "ray": calls.ray,
 }
 """In the order in which they run."""

@@ -160,12 +160,13 @@ async def measure(count: int) -> dict[str, Any]:
     def submit(place: int) -> None:
         handles[place] = call(place)
 
+    def cancel(place: int) -> None:
+        handles[place].cancel()
+
     async def cancel_some(stage: str, portion: int) -> None:
         places = range(0, count, PART)
         with monitor.watch() as holds[stage]:
-            await monitor.call_in_portions(
-                lambda place: handles[place].cancel(), places, portion
-            )
+            await monitor.call_in_portions(cancel, places, portion)
             await settle()
         with monitor.watch():
             await monitor.call_in_portions(submit, places)
@@ -195,10 +196,8 @@ async def measure(count: int) -> dict[str, Any]:
         await first
         with monitor.watch() as holds["shutdown"]:
             await session.shutdown()
-    return {
-        "bytes": weight,
-        "holds": {stage: asdict(hold) for stage, hold in holds.items()},
-    }
+    found = {stage: asdict(hold) for stage, hold in holds.items()}
+    return {"bytes": weight, "holds": found}
 
 
 def main(count: str) -> None:

@@ -1,21 +1,29 @@
-"""Calls of functions and actors, awaited and gathered; streams; batches; maps; Ray."""
+"""Calls of functions and actors, awaited and gathered; streams; batches; maps.
+
+On a node of this process; on a service, a node of another process; and on Ray.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import sys
+from asyncio.subprocess import PIPE
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from ctypes import CDLL
+from dataclasses import replace
 from functools import partial
+from itertools import cycle
+from time import monotonic, perf_counter
 from typing import Any, Final, NamedTuple
 
 import aiogpu
-from benchmarks import tasks, timing
-from benchmarks.floors import first_core, open_floor, open_floor_apart, pinned_to
+from benchmarks import floors, tasks, timing
+from benchmarks import service as services
 from benchmarks.micro import rows
 from benchmarks.micro.rows import Goal, Row, Scale
-from benchmarks.processes import status_bytes
+from benchmarks.processes import descendants, private_memory, status_bytes
 from benchmarks.timing import Block, Call, Pair
 
 STREAM: Final = Goal(50_000, "items/s", is_least=True)
@@ -29,6 +37,17 @@ CHUNK: Final = 400
 FLAT: Final = Goal(16, "MiB")
 MIB: Final = 1 << 20
 ON_RAY: Final = Goal(1.15, "x Ray's own")
+MB: Final = 1_000_000
+CREATION: Final = Goal(10, "ms")
+PRIVATE: Final = Goal(10, "MB")
+BESIDE_ONE: Final = Goal(2, "x single")
+BESIDE_BARE: Final = Goal(2, "x bare in turn")
+THROUGH_SERVICE: Final = Goal(1.6, "x two-hop floor")
+GATHERED_THROUGH: Final = Goal(0.3, "x floor", is_least=True)
+FAIR: Final = Goal(0.95, "Jain's index", is_least=True)
+PROGRAMS: Final = 4
+IN_FLIGHT: Final = 64
+"""Calls that each of the programs has under way."""
 
 
 async def task(**options: Any) -> Call:
@@ -81,9 +100,9 @@ async def latency(scale: Scale) -> list[Row]:
     found: list[Row] = []
     fault = ""
     for name, target in TARGETS.items():
-        with pinned_to(first_core()):
-            alone = await _awaited(target, open_floor(target.floor), scale)
-        apart = await _awaited(target, open_floor_apart(target.floor), scale)
+        with floors.pinned_to(floors.first_core()):
+            alone = await _awaited(target, floors.open_floor(target.floor), scale)
+        apart = await _awaited(target, floors.open_floor_apart(target.floor), scale)
         # Whether the machine was quiet is told by the floor on one core.
         if target.floor == "blocking":
             fault = rows.slow_floor(alone.floor)
@@ -134,7 +153,7 @@ async def throughput(scale: Scale) -> list[Row]:
     """
     found, count = [], scale(20_000, 200)
     for name, target in TARGETS.items():
-        async with aiogpu.init(num_cpus=2, num_gpus=1), open_floor() as floor:
+        async with aiogpu.init(num_cpus=2, num_gpus=1), floors.open_floor() as floor:
             call = await target.make()
             pair = await gathered(floor.call, call, count, scale(5, 2))
             del call
@@ -147,7 +166,7 @@ async def streams(scale: Scale) -> list[Row]:
     """Small items of a generator with the default window, beside a bare sender."""
     found, count = [], scale(100_000, 500)
     kinds = {"plain": tasks.numbers, "coroutine": tasks.numbers_async}
-    async with aiogpu.init(num_cpus=1), open_floor("stream") as floor:
+    async with aiogpu.init(num_cpus=1), floors.open_floor("stream") as floor:
         for name, generator in kinds.items():
             start: Any = aiogpu.remote(generator).remote
             pair = await timing.alternate(
@@ -256,6 +275,134 @@ async def mapping(scale: Scale) -> list[Row]:
     ]
 
 
+async def creation(scale: Scale) -> list[Row]:
+    """`await A.remote()`, one after the other; none ends meanwhile."""
+
+    async def create(cls: type) -> Block:
+        living: list[Any] = []
+
+        async def one(_: int) -> None:
+            living.append(await aiogpu.remote(cls).remote())
+
+        return await timing.one_at_a_time(one, scale(50, 4))
+
+    kinds = {"plain": tasks.Plain, "coroutine": tasks.Interleaved}
+    async with aiogpu.init(num_cpus=2):
+        runs = [partial(create, cls) for cls in kinds.values()]
+        blocks = await timing.rotate(runs, scale(8, 1))
+    return [
+        rows.plain(f"actors: {name} created", found, CREATION)
+        for name, found in zip(kinds, blocks, strict=True)
+    ]
+
+
+async def many_actors(scale: Scale) -> list[Row]:
+    """A thousand idle actors: their memory; calls to one of them and to each in turn.
+
+    A single actor is called, then one of many, then each of them in turn; as many bare
+    workers, called in turn as well, tell how much of it is the machine's.
+    """
+    count = scale(1_000, 8)
+
+    async def in_turn(actors: list[Call]) -> Pair:
+        turn = cycle(actors)
+
+        def call(number: int) -> Awaitable[object]:
+            return next(turn)(number)
+
+        return await one_by_one(floor.call, call, scale(500, 20), scale(10, 2))
+
+    async with AsyncExitStack() as stack:
+        # Without learning: a new zygote in the middle would have other memory.
+        await stack.enter_async_context(aiogpu.init(num_cpus=2, preload=()))
+        first = await method(tasks.Plain)
+        floor = await stack.enter_async_context(floors.open_floor())
+        single = await in_turn([first])
+        async with floors.open_floors(count) as workers:
+            bare = await in_turn([each.call for each in workers])
+        before, start = descendants(), perf_counter()
+        rest = await asyncio.gather(*(method(tasks.Plain) for _ in range(count - 1)))
+        took = perf_counter() - start
+        new = [pid for pid in descendants() if pid not in before]
+        private = private_memory(new) / len(rest) / MB
+        one, each = await in_turn([first]), await in_turn([first, *rest])
+        del first, rest
+    note = f"{count:,} actors, all processes that came with them; made in {took:.1f} s"
+    return [
+        Row("many_actors: memory", "MB each", private, PRIVATE, note),
+        _beside("one called", single, one, BESIDE_ONE),
+        _beside("each in turn", single, each, BESIDE_ONE),
+        _beside("beside bare ones", bare, each, BESIDE_BARE),
+    ]
+
+
+def _beside(name: str, single: Pair, many: Pair, goal: Goal) -> Row:
+    """Both beside the floor's calls of their own minutes, then beside each other."""
+    note = f"{many.ratio:.2f} and {single.ratio:.2f} x the floor"
+    ratio, own = many.ratio / single.ratio, rows.times("", "us", single)
+    row = rows.times(f"many_actors: {name}", "us", many, goal, note, ratio=ratio)
+    samples = single.workload
+    return replace(row, floor=own.p50, floor_p99=own.p99, floor_samples=samples)
+
+
+async def service(scale: Scale) -> list[Row]:
+    """Awaited calls beside a relay's, gathered beside the floor's; four programs."""
+    count = scale(20_000, 200)
+    async with services.service("--num-cpus=2", "--num-gpus=1") as address:
+        async with aiogpu.init(address=address, log_to_driver=False):
+            call: Any = aiogpu.remote(tasks.noop).remote
+            with floors.pinned_to(floors.first_core()):
+                async with floors.open_floor() as floor:
+                    await timing.one_at_a_time(floor.call, scale(500, 20))
+                    alone = [await timing.one_at_a_time(floor.call, scale(500, 20))]
+            one = await beside_floor(call, floors.open_floor("relay"), scale)
+            async with floors.open_floor() as floor:
+                many = await gathered(floor.call, call, count, scale(5, 2))
+        fault = rows.slow_floor(alone)
+        return [
+            rows.times("service: one call", "us", one, THROUGH_SERVICE, fault=fault),
+            rows.rates("service: gathered", "calls/s", many, count, GATHERED_THROUGH),
+            await _fairness(address, scale(50, 5) / 10),
+        ]
+
+
+async def _fairness(address: str, seconds: float) -> Row:
+    words = sys.executable, "-m", __name__, address, f"{seconds}"
+    programs = [
+        await asyncio.create_subprocess_exec(*words, stdin=PIPE, stdout=PIPE)
+        for _ in range(PROGRAMS)
+    ]
+    for program in programs:
+        assert program.stdout is not None
+        assert await program.stdout.readline() == b"ready\n"
+    # They begin when their input ends.
+    found = await asyncio.gather(*(each.communicate(b"") for each in programs))
+    counts = [int(line) for line, _ in found]
+    jain = sum(counts) ** 2 / (len(counts) * sum(count**2 for count in counts))
+    note = f"calls in {seconds:g} s: {', '.join(map(str, counts))}"
+    return Row(f"service: {PROGRAMS} programs", "Jain's index", jain, FAIR, note)
+
+
+async def program(address: str, seconds: float) -> None:
+    """Be one of several programs, which call for so long."""
+    done = 0
+    async with aiogpu.init(address=address, log_to_driver=False):
+        call: Any = aiogpu.remote(tasks.noop).remote
+        await call(1)
+        print("ready", flush=True)
+        await asyncio.to_thread(sys.stdin.read)
+        until = monotonic() + seconds
+
+        async def lane() -> None:
+            nonlocal done
+            while monotonic() < until:
+                await call(1)
+                done += 1
+
+        await asyncio.gather(*(lane() for _ in range(IN_FLIGHT)))
+        print(done, flush=True)
+
+
 async def ray(scale: Scale) -> list[Row]:
     """The same calls on one Ray cluster by Ray's own interface and by aiogpu.
 
@@ -289,3 +436,7 @@ async def _on_ray(what: str, theirs: Any, ours: Any, scale: Scale) -> list[Row]:
         rows.times(f"ray: one call, {what}", "us", single, ON_RAY),
         rows.times(f"ray: gathered, {what}", "us", many, ON_RAY, calls=count),
     ]
+
+
+if __name__ == "__main__":
+    aiogpu.run(program(sys.argv[1], float(sys.argv[2])))

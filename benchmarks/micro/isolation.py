@@ -10,12 +10,12 @@ from functools import partial
 from math import ceil
 from time import perf_counter_ns
 from types import FunctionType
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, Final, cast
 
 import aiogpu
 from benchmarks import tasks
 from benchmarks.forks import open_forks, zygote_image
-from benchmarks.latch import Latch, open_latch
+from benchmarks.latch import open_latch
 from benchmarks.micro import rows
 from benchmarks.micro.rows import MS, Goal, Row, Scale, UnavailableError
 from benchmarks.timing import (
@@ -56,20 +56,12 @@ def in_script(function: Callable[[int], Any]) -> Callable[[int], Any]:
     return FunctionType(source.__code__, names, source.__name__)
 
 
-class Kind(NamedTuple):
-    """Tasks of one kind; `preload` is imported before the first fork."""
-
-    name: str
-    function: Callable[[int], Any]
-    preload: tuple[str, ...]
-    goal: Goal
-
-
-KINDS: Final = (
-    Kind("bare", in_script(tasks.noop), (), Goal(1.5, "x fork")),
-    Kind("numpy", in_script(tasks.use_numpy), ("numpy",), Goal(1.5, "x fork")),
-    Kind("torch", in_script(tasks.use_torch), ("torch",), Goal(1.2, "x fork")),
-)
+KINDS: Final[dict[str, tuple[Callable[[int], Any], tuple[str, ...], Goal]]] = {
+    "bare": (in_script(tasks.noop), (), Goal(1.5, "x fork")),
+    "numpy": (in_script(tasks.use_numpy), ("numpy",), Goal(1.5, "x fork")),
+    "torch": (in_script(tasks.use_torch), ("torch",), Goal(1.2, "x fork")),
+}
+"""Functions, each with what is imported before the first fork, and its goal."""
 
 
 def _open_node(preload: tuple[str, ...] = ()) -> Any:
@@ -82,40 +74,40 @@ async def isolated(scale: Scale) -> list[Row]:
     The floor is the fork, exit and reaping of a process with the zygote's memory.
     """
     found = []
-    for kind in KINDS:
-        name = f"isolated: gathered, {kind.name}"
+    for kind, (function, preload, goal) in KINDS.items():
+        name = f"isolated: gathered, {kind}"
         try:
-            rows.require(*kind.preload)
+            rows.require(*preload)
+            found.append(await _beside_forks(name, function, preload, goal, scale))
         except UnavailableError as reason:
             found.append(Row(name, fault=str(reason)))
-        else:
-            found.append(await _beside_forks(name, kind, scale, is_gathered=True))
-    one = KINDS[0]._replace(goal=BACK_TO_BACK)
-    name = "isolated: back to back"
-    return [*found, await _beside_forks(name, one, scale, is_gathered=False)]
+    name, (function, _, _) = "isolated: back to back", KINDS["bare"]
+    return [*found, await _beside_forks(name, function, (), BACK_TO_BACK, scale, True)]
 
 
 async def _beside_forks(
-    name: str, kind: Kind, scale: Scale, *, is_gathered: bool
+    name: str,
+    function: Callable[[int], Any],
+    preload: tuple[str, ...],
+    goal: Goal,
+    scale: Scale,
+    is_single: bool = False,
 ) -> Row:
-    singles = scale(50, 4)
-    image_source = zygote_image(kind.preload or None)
-    async with _open_node(kind.preload):
-        call = aiogpu.remote(**ISOLATED)(kind.function).remote
-        workload = partial(one_at_a_time, call, singles)
-        if is_gathered:
-            workload = partial(mean_of_all, call, scale(200, 8))
-        with open_forks() as bare, open_forks(image_source) as image:
-            runs = [
-                partial(each.fork_mean if is_gathered else each.fork, singles)
-                for each in (bare, image)
-            ]
-            bares, floor, found = await rotate([*runs, workload], scale(8, 1))
-    note = (
-        f"{Pair(bares, found).ratio:.2f} x a bare interpreter's "
-        f"{percentile(bares, 50) / MS:.2f} ms"
-    )
-    return rows.times(name, "ms", Pair(floor, found), kind.goal, note)
+    count, image = scale(50, 4), zygote_image(preload or None)
+    async with _open_node(preload):
+        call = aiogpu.remote(**ISOLATED)(function).remote
+        with open_forks() as bare, open_forks(image) as floor:
+            both = bare, floor
+            if is_single:
+                runs = [partial(each.fork, count) for each in both]
+                runs.append(partial(one_at_a_time, call, count))
+            else:
+                runs = [partial(each.fork_mean, count) for each in both]
+                runs.append(partial(mean_of_all, call, scale(200, 8)))
+            bares, forks, found = await rotate(runs, scale(8, 1))
+    beside, p50 = Pair(bares, found).ratio, percentile(bares, 50) / MS
+    note = f"{beside:.2f} x a bare interpreter's {p50:.2f} ms"
+    return rows.times(name, "ms", Pair(forks, found), goal, note)
 
 
 async def spaced(scale: Scale) -> list[Row]:
@@ -137,27 +129,14 @@ async def spaced(scale: Scale) -> list[Row]:
         ways = (reused, 0), (reused, gap), (fresh, gap)
         runs = [partial(one_at_a_time, call, count, pause) for call, pause in ways]
         close, apart, found = await rotate(runs, scale(8, 1))
-    note, name = f"{gap * 1000:.0f} ms between; fork {fork:.1f} ms", "spaced: beside"
+    note = f"{gap * 1000:.0f} ms between; fork {fork:.1f} ms"
+    floors = {"back to back": close, "as spaced": apart}
     return [
         rows.times(
-            f"{name} reused, back to back", "ms", Pair(close, found), SPACED, note
-        ),
-        rows.times(f"{name} reused, as spaced", "ms", Pair(apart, found), SPACED, note),
+            f"spaced: beside reused, {how}", "ms", Pair(floor, found), SPACED, note
+        )
+        for how, floor in floors.items()
     ]
-
-
-class Cancels(NamedTuple):
-    """Nanoseconds from the cancels of tasks of one kind.
-
-    Attributes:
-        by_handle: until the caller went on, where its handle was cancelled.
-        by_waiter: the same where the asyncio task that awaited it was cancelled.
-        share: until the GPU was free.
-    """
-
-    by_handle: Block
-    by_waiter: Block
-    share: Block
 
 
 async def cancel(scale: Scale) -> list[Row]:
@@ -166,67 +145,59 @@ async def cancel(scale: Scale) -> list[Row]:
     Timed: when the caller goes on, and when the GPU is free. The slowest is judged.
     """
     found = []
-    caller, share = "cancel: caller", "cancel: share of"
     note = f"grace of {GRACE * 1000:.0f} ms subtracted"
     async with aiogpu.init(num_cpus=1, num_gpus=1):
         for worker, max_calls in (("isolated", 1), ("reused", 0)):
             options: dict[str, Any] = {"num_gpus": 1, "max_calls": max_calls}
-            busy = await _cancelled(tasks.spin, options, scale(40, 2))
+            busy = await _cancelled(tasks.spin, scale(40, 2), options)
             options["cancel_grace"] = GRACE
-            hung = await _cancelled(tasks.hang, options, scale(20, 1))
-            after = [each - int(GRACE * 1e9) for each in hung.share]
-            by_handle, by_waiter = "handle.cancel()", "its waiter cancelled"
-            in_c = f"{share} C code after its grace, {worker}"
-            found += [
-                rows.slowest(
-                    f"{caller}, {by_handle}, {worker}", busy.by_handle, CALLER
-                ),
-                rows.slowest(
-                    f"{caller}, {by_waiter}, {worker}", busy.by_waiter, CALLER
-                ),
-                rows.slowest(f"{share} a busy loop, {worker}", busy.share, SHARE),
-                rows.slowest(in_c, after, AFTER_GRACE, note),
-            ]
+            *_, share = await _cancelled(tasks.hang, scale(20, 1), options)
+            after = [each - int(GRACE * 1e9) for each in share]
+            for what, samples, goal, *notes in (
+                ("caller, handle.cancel()", busy[0], CALLER),
+                ("caller, its waiter cancelled", busy[1], CALLER),
+                ("share of a busy loop", busy[2], SHARE),
+                ("share of C code after its grace", after, AFTER_GRACE, note),
+            ):
+                name = f"cancel: {what}, {worker}"
+                found.append(rows.slowest(name, samples, goal, *notes))
     return found
 
 
 async def _cancelled(
-    function: Callable[[int], None], options: dict[str, Any], count: int
-) -> Cancels:
-    """Cancel so many, one after the other, each once it runs; in turn by each way."""
+    function: Callable[[int], None], count: int, options: dict[str, Any]
+) -> tuple[Block, Block, Block]:
+    """Cancel so many, one after the other, each once it runs; in turn by each way.
+
+    Returns nanoseconds from the cancel: until the caller went on, where its handle was
+    cancelled, and where the asyncio task that awaited it was; until the GPU was free.
+    """
     call: Call = aiogpu.remote(**options)(in_script(function)).remote
-    found = Cancels([], [], [])
-    with open_latch() as latch:
-        for number in range(count):
-            is_by_waiter = number % 2 == 1
-            await _cancel_one(call, latch, function is tasks.hang, is_by_waiter, found)
-    return found
+    by_handle, by_waiter, share = Block(), Block(), Block()
+    went_on = Block()
 
-
-async def _cancel_one(
-    call: Call, latch: Latch, is_blocked: bool, is_by_waiter: bool, found: Cancels
-) -> None:
-    handle: Any = call(os.getpid())
-    went_on = asyncio.get_running_loop().create_future()
-
-    async def wait() -> None:
+    async def wait(handle: Any) -> None:
         try:
             await handle
         finally:
-            went_on.set_result(perf_counter_ns())
+            went_on.append(perf_counter_ns())
 
-    waiter = asyncio.create_task(wait())
-    running = await latch.connected()
-    if is_blocked:  # it closes its end just before it blocks
-        await asyncio.get_running_loop().sock_recv(running, 1)
-    running.close()
-    start = perf_counter_ns()
-    (waiter if is_by_waiter else handle).cancel()
-    took = await went_on - start
-    (found.by_waiter if is_by_waiter else found.by_handle).append(took)
-    while (await aiogpu.available_resources())["GPU"] < 1:  # noqa: ASYNC110 - as users do
-        await asyncio.sleep(POLL)
-    found.share.append(perf_counter_ns() - start)
-    await asyncio.wait([waiter])
-    if not waiter.cancelled():
-        raise RuntimeError(f"an endless task was not cancelled: {waiter.exception()}")
+    with open_latch() as latch:
+        for number in range(count):
+            handle: Any = call(os.getpid())
+            waiter = asyncio.create_task(wait(handle))
+            running = await latch.connected()
+            if function is tasks.hang:  # it closes its end just before it blocks
+                await asyncio.get_running_loop().sock_recv(running, 1)
+            running.close()
+            start, is_by_waiter = perf_counter_ns(), number % 2
+            (waiter if is_by_waiter else handle).cancel()
+            await asyncio.wait([waiter])
+            (by_waiter if is_by_waiter else by_handle).append(went_on[-1] - start)
+            while (await aiogpu.available_resources())["GPU"] < 1:  # noqa: ASYNC110 - as users do
+                await asyncio.sleep(POLL)
+            share.append(perf_counter_ns() - start)
+            if not waiter.cancelled():
+                error = waiter.exception()
+                raise RuntimeError(f"an endless task was not cancelled: {error}")
+    return by_handle, by_waiter, share

@@ -195,33 +195,24 @@ class Load:
         self.account = account
         self._operations = operations
         self._seed = seed
-        self._in_flight = in_flight
+        self._free = asyncio.Semaphore(in_flight)
         self._random = Random(seed)
         self._number = 0
-        self._running: set[asyncio.Task[None]] = set()
 
     async def run(self, stop: asyncio.Event) -> None:
         """Begin operations until it is to stop; then let all of them end."""
-        ended = asyncio.create_task(stop.wait())
-        while not stop.is_set():
-            while len(self._running) < self._in_flight:
-                self._begin()
-            await asyncio.wait(
-                [*self._running, ended], return_when=asyncio.FIRST_COMPLETED
-            )
-        while self._running:
-            await asyncio.wait(self._running)
+        async with asyncio.TaskGroup() as group:
+            while await self._free.acquire() and not stop.is_set():
+                weights = list(self._operations.values())
+                (operate,) = self._random.choices(list(self._operations), weights)
+                group.create_task(self._run_one(operate))
+            self._free.release()
 
-    def _begin(self) -> None:
+    async def _run_one(self, operate: Operate) -> None:
         self._number += 1
-        weights = list(self._operations.values())
-        (operate,) = self._random.choices(list(self._operations), weights)
-        operation = Operation(operate.__name__, self._number, self._seed, self.account)
-        task = asyncio.create_task(operation.run(operate))
-        self._running.add(task)
-        task.add_done_callback(self._running.discard)
-
-    def cancel(self) -> None:
-        """Cancel all that runs."""
-        for task in self._running:
-            task.cancel()
+        name = operate.__name__
+        try:
+            operation = Operation(name, self._number, self._seed, self.account)
+            await operation.run(operate)
+        finally:
+            self._free.release()

@@ -218,11 +218,11 @@ class Program:
                 # A shared node holds what others want of it, too.
                 held = await settled(inner_state(engine))
             self.send("idled", held=held, **self._account.as_json())
-        if not word:
-            load.cancel()
         stop.set()
         if running is not None:
-            await running
+            if not word:
+                running.cancel()
+            await asyncio.wait([running])
         notifier.cancel()
 
     async def _report(self) -> None:

@@ -99,14 +99,6 @@ async def sleep(number: int, seconds: float = 0.0) -> int:
 
 
 @aiogpu.remote
-def spin(number: int, seconds: float) -> int:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        pass
-    return number
-
-
-@aiogpu.remote
 def on_gpu(number: int, amount: float, seconds: float) -> int:
     """Hold its share for a while, as only one may."""
     ids = aiogpu.get_gpu_ids()
