@@ -75,10 +75,10 @@ class Line:
         if self.p50 is None:
             return "-"
         figure, beside = self.amount(self.p50), self.beside_ours
-        if self.entry.system in (FLOOR, OURS) or beside is None:
+        if self.entry.system == FLOOR or beside is None:
             return figure
-        middle = beside.middle
-        return f"{figure} (**{f'{middle:,.0f}' if middle >= 10 else f'{middle:.2g}'}**)"
+        times = f"{beside.middle:{',.0f' if beside.middle >= 10 else '.2g'}}"
+        return f"{figure} (**{times}**)"
 
     def cells(self) -> list[str]:
         """Return its line of the whole table."""
@@ -86,16 +86,12 @@ class Line:
         return [
             *(self.metric.title, self.entry.system),
             *(self.amount(self.p50), self.amount(self.p99)),
-            *("" if not each else f"{each}" for each in self._ratios()),
+            *(
+                "" if not each else f"{each}"
+                for each in (self.beside_floor, self.beside_ours)
+            ),
             *(f"{len(self.entry.turns)}", notes.replace("|", "/").replace("\n", " ")),
         ]
-
-    def _ratios(self) -> tuple[Ratio | None, Ratio | None]:
-        system = self.entry.system
-        return (
-            self.beside_floor if system != FLOOR else None,
-            self.beside_ours if system != OURS else None,
-        )
 
 
 def lines(entries: Sequence[Entry]) -> list[list[Line]]:
@@ -103,22 +99,23 @@ def lines(entries: Sequence[Entry]) -> list[list[Line]]:
     found: dict[str, list[Line]] = {}
     by_name = {(entry.workload, entry.system): entry for entry in entries}
     for entry in entries:
-        floor, ours = (by_name.get((entry.workload, name)) for name in (FLOOR, OURS))
+        others = [by_name.get((entry.workload, name)) for name in (FLOOR, OURS)]
         for index, metric in enumerate(WORKLOADS[entry.workload].metrics):
             samples = sorted(chain.from_iterable(turn[index] for turn in entry.turns))
             p99 = samples[len(samples) * 99 // 100] if samples else None
             p50 = median(samples) if samples else None
-            ratios = (_beside(index, entry, other) for other in (floor, ours))
+            ratios = (_beside(index, entry, other) for other in others)
             line = Line(metric, entry, p50, p99, *ratios)
             found.setdefault(metric.title, []).append(line)
     return list(found.values())
 
 
 def _beside(index: int, entry: Entry, other: Entry | None) -> Ratio | None:
-    """Divide turn by turn; None where one of the two has nothing."""
-    pairs = zip(entry.turns, other.turns if other else (), strict=False)
-    both = [(median(own[index]), median(their[index])) for own, their in pairs]
-    ratios = [own / their for own, their in both if their > LEAST]
+    """Divide turn by turn; None where one has nothing, or both are the same."""
+    their = other.turns if other and other is not entry else ()
+    pairs = zip(entry.turns, their, strict=False)
+    both = [(median(a[index]), median(b[index])) for a, b in pairs]
+    ratios = [a / b for a, b in both if b > LEAST]
     if len(ratios) < 2:
         return Ratio(*ratios * 3) if ratios else None
     return Ratio(*quantiles(ratios, n=4, method="inclusive"))
@@ -131,9 +128,7 @@ def rank(ratio: Ratio) -> int:
     """
     if ratio.low <= 1 <= ratio.high:
         return 3
-    if ratio.middle < 1:
-        return 4
-    return 0 if ratio.middle >= 10 else 1 if ratio.middle >= 2 else 2
+    return next((i for i, n in enumerate((10, 2, 1)) if ratio.middle >= n), 4)
 
 
 def conclusion(found: Sequence[Sequence[Line]]) -> str:

@@ -14,7 +14,6 @@ from benchmarks.field.run import QUICK, Entry, Run
 from benchmarks.field.systems import NEEDS, UnsupportedError, missing
 from benchmarks.field.workloads import WORKLOADS
 from benchmarks.processes import descendants
-from benchmarks.report import RESULTS
 
 CALLS = {"call", "gathered", "argument-1KB", "argument-100KB"}
 CALLS |= {"argument-10MB", "argument-100MB", "start", "waiting"}
@@ -33,9 +32,8 @@ CLAIMS = {
 def systems() -> Iterator[Any]:
     yield pytest.param("executor", ["call", "argument-1KB", "stream"], id="daily")
     for name in CLAIMS:
-        marks = [pytest.mark.slow, *([pytest.mark.ray] if name == "ray" else [])]
-        if why := missing(name):
-            marks.append(pytest.mark.skip(reason=f"{why}: pip install 'aiogpu[bench]'"))
+        marks = [pytest.mark.slow, pytest.mark.skipif(bool(missing(name)), reason=name)]
+        marks += [pytest.mark.ray] * (name == "ray")
         yield pytest.param(name, list(WORKLOADS), marks=marks, id=name)
 
 
@@ -158,11 +156,7 @@ def test_every_peer_counts_once_and_losses_are_listed():
     assert "| call | a blocking worker" in text
 
 
-def test_the_page_names_all_workloads():
+def test_metrics_are_unique_and_each_system_has_its_claims():
     titles = [metric.title for each in WORKLOADS.values() for metric in each.metrics]
     assert len(titles) == len(set(titles))
     assert set(CLAIMS) == set(NEEDS)
-    text = (RESULTS / "field.md").read_text()
-    for name in WORKLOADS:
-        stem = name.partition("-")[0] if name.endswith("B") else name
-        assert f"`{stem}" in text or (name.startswith("fresh-") and "`fresh-*" in text)

@@ -6,7 +6,6 @@ import asyncio
 import signal
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -20,39 +19,36 @@ from benchmarks.soak.sandbox import LIMIT_VARIABLE, Sandbox
 from tests.support.program import ROOT, environment, start
 
 
-def operation(account: Account) -> Operation:
-    return Operation("drawn", 1, "seed", account)
-
-
-def settled(result: object = None, error: BaseException | None = None) -> Any:
+def ended(end: object) -> Any:
     future = asyncio.get_running_loop().create_future()
-    if error is None:
-        future.set_result(result)
+    if isinstance(end, Exception):
+        future.set_exception(end)
     else:
-        future.set_exception(error)
+        future.set_result(end)
     return future
 
 
-async def test_an_illegal_end_is_noted() -> None:
-    account = Account()
-    one = operation(account)
-    assert await one.end(settled(1), 1)
-    assert not await one.end(settled(error=ValueError("of the task")), 1, ValueError)
-    assert not await one.end(settled(error=aiogpu.WorkerDiedError("killed")), 1)
-    assert account.wrong == []
-    assert not await one.end(settled(2), 1)
-    assert not await one.end(settled(error=KeyError("of nobody")), 1, ValueError)
-    assert not await one.end(settled(error=aiogpu.NodeDiedError("gone")), 1)
-    assert len(account.wrong) == 3
-    assert account.ends == Counter(
-        ["result"] * 2 + ["ValueError", "WorkerDiedError", "KeyError", "NodeDiedError"]
-    )
-
-
-async def test_a_node_that_is_ended_may_be_reported() -> None:
-    account = Account(is_mortal=True)
-    await operation(account).end(settled(error=aiogpu.NodeDiedError("gone")), 1)
-    assert account.wrong == []
+@pytest.mark.parametrize(
+    ("end", "is_mortal", "is_legal"),
+    [
+        (1, False, True),
+        (2, False, False),
+        (ValueError("of the task"), False, True),
+        (KeyError("of nobody"), False, False),
+        (aiogpu.WorkerDiedError("killed"), False, True),
+        (aiogpu.NodeDiedError("gone"), False, False),
+        (aiogpu.NodeDiedError("gone"), True, True),
+    ],
+    ids=repr,
+)
+async def test_an_illegal_end_is_noted(
+    end: object, is_mortal: bool, is_legal: bool
+) -> None:
+    account = Account(is_mortal)
+    one = Operation("drawn", 1, "seed", account)
+    assert await one.end(ended(end), 1, ValueError) is (end == 1)
+    assert account.ends.total() == 1
+    assert (account.wrong == []) is is_legal
 
 
 def test_a_share_that_is_held_twice_is_noticed(
@@ -137,24 +133,12 @@ def test_whatever_ends_it_it_ends_what_it_has_started(
 
 
 PROGRAM = """
-import asyncio
-import os
-import sys
-
 import aiogpu
 from benchmarks.soak.operation import Account, Operation
-from benchmarks.soak.tasks import echo
-
-@aiogpu.remote
-def stands_still(way):
-    open(way, "w").write("!")
-    with open(way + ".never") as never:  # a pipe that nobody writes to
-        never.read()
+from benchmarks.soak.tasks import echo, uninterruptible
 
 async def waits(one):
-    way = os.environ["TMPDIR"] + "/begun"
-    os.mkfifo(way + ".never")
-    await one.end(one.begin("a call", stands_still.remote(way)), None)
+    await one.end(one.begin("a call", uninterruptible.remote(1)), None)
 
 async def main():
     account = Account()
@@ -175,7 +159,7 @@ def test_stacks_of_all_are_dumped_when_something_hangs(
     sandbox = Sandbox(str(tmp_path))
     output, stderr = start(PROGRAM, **sandbox.environ).communicate(timeout=60)
     assert "waits 1 has not ended in 1 s: a call" in output, stderr
-    assert "stands_still" in output, "what hangs is named"
+    assert "uninterruptible" in output, "what hangs is named"
     assert "(aiogpu-work" in stderr
-    assert " in stands_still" in stderr, "the worker's"
+    assert " in uninterruptible" in stderr, "the worker's"
     assert "benchmarks/soak/sandbox.py" in stderr, "the program's own"
