@@ -4,8 +4,8 @@
 worker's own connection, so they reach the driver before the task's answer does.
 Bytes written straight to descriptors 1 and 2 go another way: through the slot's
 pipes. A line that begins anew by a carriage return, as progress bars do, is sent before
-its end, and now and then only. Bars below each other, as tqdm draws nested ones, are
-kept back as lines while the cursor may go up to them.
+its end, and now and then only; so is one that is flushed. Bars below each other, as
+tqdm draws nested ones, are kept back as lines while the cursor may go up to them.
 """
 
 from __future__ import annotations
@@ -86,6 +86,16 @@ class LineSender(io.BufferedIOBase):
             if begins_anew:
                 self._show(state)
         return len(fresh)
+
+    def flush(self) -> None:
+        """Send an unfinished line that the task has flushed, as progress is sent.
+
+        Should the process die, it is the last that is known of it.
+        """
+        super().flush()
+        with self._lock:
+            if self.partial and b"\r" not in self.partial:
+                self._show(visible(self.partial))
 
     def _moves(self, fresh: bytes) -> bool:
         """Return whether this only moves the cursor between bars, or redraws one.

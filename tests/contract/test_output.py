@@ -36,7 +36,7 @@ from tests.contract.log_tasks import (
     parent,
     talk,
 )
-from tests.support.gate import Gate
+from tests.support.gate import Gate, pass_gate
 from tests.support.program import run, start
 from tests.support.until import until
 
@@ -259,6 +259,37 @@ async def test_the_last_output_of_a_crash_is_its_own() -> None:
         )
         assert isinstance(last, aiogpu.WorkerDiedError)
         assert last.last_output == ("last words",)
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+async def test_a_flushed_line_is_known_before_it_ends(
+    stream: str, gate: Gate, capsys: pytest.CaptureFixture[str]
+) -> None:
+    @aiogpu.remote(max_retries=0)
+    def load(path: str, is_fatal: bool) -> None:
+        print("loading ...", end=" ", flush=True, file=getattr(sys, stream))
+        pass_gate(path, "loading")
+        if is_fatal:
+            os._exit(3)
+        print("done", file=getattr(sys, stream))
+
+    async with aiogpu.init(num_cpus=1):
+        lost = load.remote(gate.path, True)
+        await gate.entered("loading")
+        gate.release("loading")
+        with pytest.raises(aiogpu.WorkerDiedError) as caught:
+            await lost
+        assert caught.value.last_output == ("loading ... ",)
+        gate.forget("loading")
+        loaded = load.remote(gate.path, False)
+        await gate.entered("loading")
+        gate.release("loading")
+        await loaded
+    told = getattr(capsys.readouterr(), stream[3:])
+    assert re.sub(r"pid=\d+", "", told).splitlines() == [
+        "(load ) loading ... ",
+        "(load ) loading ... done",
+    ]
 
 
 async def test_the_last_output_of_an_actor_is_all_of_its_life() -> None:
