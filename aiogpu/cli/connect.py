@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import stat
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Final, TypeVar
@@ -38,7 +37,7 @@ from aiogpu.errors import OptionError
 from aiogpu.observe.status import EndedTask, NodeStatus
 from aiogpu.observe.trace import Span
 from aiogpu.observe.why import Why
-from aiogpu.runtime.directories import check_meeting, default_socket
+from aiogpu.runtime.directories import check_socket, default_socket
 
 
 class Seconds(click.FloatRange):
@@ -338,15 +337,13 @@ def check_there(address: str) -> None:
             f"give the --address of a node that `aiogpu start` has started."
         )
     path = socket_path(address)
-    check_meeting(path)
+    check_socket(path)
     try:
-        is_socket = stat.S_ISSOCK(os.stat(path).st_mode)
+        os.stat(path)
     except FileNotFoundError:
         raise NoNodeError(f"there is no socket {path}") from None
     except OSError as error:
         raise NoNodeError(f"{path}: {error.strerror}") from None
-    if not is_socket:
-        raise NoNodeError(f"{path} is no socket")
 
 
 class NoNodeError(click.ClickException):

@@ -35,7 +35,7 @@ from aiogpu.errors import (
 )
 from aiogpu.linux.sockets import keep_pages
 from aiogpu.memory.control_page import ControlPage
-from aiogpu.runtime.directories import check_meeting, default_socket
+from aiogpu.runtime.directories import check_socket, default_socket
 from aiogpu.runtime.output import Console, LoggedText, Source
 from aiogpu.runtime.zygote.config import interpreter_flags
 from aiogpu.serialization.exceptions import error_of, unpack_failure
@@ -534,7 +534,7 @@ class RemoteEngine(NodeClient):
 
     async def _join(self) -> None:
         try:
-            check_meeting(self._path)
+            check_socket(self._path)
             greeted = greeting(CLIENT, self.client, os.getpid())
             joining = join_of(self._options)
             limit = JOIN_LIMIT + IMPORT_LIMIT * len(self._options.preload)

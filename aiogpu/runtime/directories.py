@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Final, NamedTuple
 
 from aiogpu.errors import NodeError, NodeStartError
@@ -25,6 +26,10 @@ LOGS: Final = "logs"
 
 BACKLOG: Final = 256
 """Programs that may wait to be accepted at the same time; others try again."""
+
+
+OWN_NAMES: Final = (".sock", ".pid", LOGS)
+"""Ends of the names of a node's files."""
 
 
 SHARED: Final = 0o077
@@ -96,11 +101,31 @@ def unfit_directory(path: str, forbidden: int = SHARED) -> Unfit | None:
             "Have that user remove it",
         )
     if mode & forbidden:
+        # Not of /etc, say, which root may own.
+        has_others = any(not name.endswith(OWN_NAMES) for name in os.listdir(path))
         return Unfit(
             f"has mode {mode:04o}, so others can reach into it; a node needs 0700",
-            f"Run `chmod 700 {path}` if nobody else needs it",
+            "Make a directory for it by `mkdir -m 700`"
+            if has_others
+            else f"Run `chmod 700 {path}` if nobody else needs it",
         )
     return None
+
+
+def check_socket(path: str) -> None:
+    """Check that a socket may be connected to. A missing one passes.
+
+    Raises:
+        NodeError: it is no socket, or as `check_meeting` says.
+    """
+    with suppress(OSError):
+        found = os.lstat(path)
+        if not (stat.S_ISSOCK(found.st_mode) or stat.S_ISLNK(found.st_mode)):
+            raise NodeError(
+                f"{path} is {kind(found)}, and not the socket of a node. Give the path "
+                f"that `aiogpu start` has printed, or 'auto' for the usual one."
+            )
+    check_meeting(path)
 
 
 def check_meeting(path: str) -> None:

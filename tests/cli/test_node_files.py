@@ -73,6 +73,11 @@ def test_a_directory_that_others_may_enter_is_refused(tmp_path: Path) -> None:
     assert "chmod 700" in told
     assert "--socket" in told
     assert not list(directory.iterdir())
+    (directory / "passwd").write_text("is read by all")
+    told = refused(Place.at(f"{directory}/node.sock"))
+    assert "has mode 0710" in told
+    assert "mkdir -m 700" in told
+    assert "chmod" not in told
 
 
 def test_nobody_is_told_to_take_from_others_what_is_everybodys(tmp_path: Path) -> None:

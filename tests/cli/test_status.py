@@ -348,7 +348,7 @@ def test_a_view_starts_no_node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
         assert result.exit_code == 1
         assert f"{address!r} is a Ray cluster, which Ray's own `ray" in result.stderr
     result = ran("status", "--address", str(tmp_path))
-    assert f"{tmp_path} is no socket" in result.stderr
+    assert f"{tmp_path} is a directory, and not the socket" in str(result.exception)
 
 
 def test_where_no_node_is_named_it_is_the_users_own(
