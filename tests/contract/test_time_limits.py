@@ -109,7 +109,7 @@ async def test_a_timeout_tells_how_long_it_waited_and_how_long_it_ran(
 
 CALLS: dict[str, tuple[type, dict[str, int], str]] = {
     "one at a time": (timed_tasks.Timed, {}, "It is being stopped"),
-    "coroutines": (timed_tasks.TimedCoroutines, {}, "It is being stopped"),
+    "coroutines": (timed_tasks.TimedCoroutines, {}, "cancelled where it next awaits"),
     "threads": (timed_tasks.Timed, {"max_concurrency": 2}, "its code goes on"),
 }
 

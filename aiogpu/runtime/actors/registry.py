@@ -32,7 +32,16 @@ from aiogpu.runtime.workers.pool import Pool
 from aiogpu.runtime.workers.slots import LiveWorker
 from aiogpu.serialization.exceptions import LEFT
 from aiogpu.serialization.serializer import dump_whole
-from aiogpu.wire.messages import THREADED, Create, Created, Done, Failed, plain_name
+from aiogpu.wire.messages import (
+    ASYNC,
+    SERIAL,
+    THREADED,
+    Create,
+    Created,
+    Done,
+    Failed,
+    plain_name,
+)
 
 if TYPE_CHECKING:
     from aiogpu.core.scheduler.scheduler import Feed
@@ -78,6 +87,14 @@ LEAVE_LIMIT: Final = 5.0
 SPOILT: Final = 0.1
 """Seconds from the answer after which a process is unfit to go on until it is ended.
 Calls that it has begun by then may end as they will."""
+
+
+STOPPING: Final = {
+    SERIAL: "It is being stopped",
+    ASYNC: "It is cancelled where it next awaits",
+    THREADED: "A thread cannot be interrupted, so its code goes on",
+}
+"""What becomes of a call that has run for too long, by how its actor runs calls."""
 
 
 INTERRUPT_EVERY: Final = 0.05
@@ -353,11 +370,8 @@ class Actors(Register):
         timer.cancel()
         limit, receiver = actor.terms.run_limits[call.method], call.receiver
         ran = limit + max(self._loop.time() - timer.when(), 0.0)
-        what_next = "It is being stopped"
-        if actor.terms.mode == THREADED:
-            what_next = "A thread cannot be interrupted, so its code goes on"
         name = f"{actor.name}.{plain_name(call.method)}"
-        error = overrun(name, limit, f"it ran {span(ran)}", what_next)
+        error = overrun(name, limit, f"it ran {span(ran)}", STOPPING[actor.terms.mode])
         failure = Failure.of(type(error).__name__, str(error))
         self._results.note_call(actor.id, name, failure)
         self.cancel(actor.id, number)
