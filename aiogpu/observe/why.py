@@ -62,8 +62,8 @@ class Why:
             forked), "queued" (sent ahead to a worker that runs another task),
             "running", "blocked" (it waits for tasks that it has started), "delayed" (it
             has failed and is retried soon), "expecting" (its arguments are results of
-            other tasks that have not ended), "sent" (to a cluster that does not tell
-            whether it runs), "stopping" or "ended".
+            other tasks that have not ended), "sent" (to an actor or a cluster, which
+            does not tell whether it runs), "stopping" or "ended".
         seconds: since it was submitted; None if the node was not asked.
         request: what it asks for, `{"CPU": 1.0, "GPU": 0.5}`.
         position: its place among the waiting tasks of its program with the same
@@ -103,6 +103,7 @@ class Why:
         bundle: the bundle in which it is to run, in words; "" without one.
         notes: what else a cluster tells, a line each.
         outage: why no worker can be started for it, if that is why it waits.
+        actor: of a call that was sent, the name of its actor; "" for others.
         ended: when and how it has ended, with its error and the traceback, if its node
             still knows; None before, and of a handle that has its outcome.
     """
@@ -138,6 +139,7 @@ class Why:
     outage: OutageStatus | None = None
     bundle: str = ""
     ended: EndedTask | None = None
+    actor: str = ""
 
     def __str__(self) -> str:
         return explain(self)
@@ -234,6 +236,11 @@ def _does(why: Why) -> str:
             return (
                 f"is given back as soon as its processes have ended, asked for by pid "
                 f"{why.pid}{runs}"
+            )
+        case "sent" if why.actor:
+            return (
+                f"was sent to {why.actor} on {worker}, which does not tell which of "
+                f"its calls run"
             )
         case "sent":
             asks = f"asks for {request} and " if why.request else ""

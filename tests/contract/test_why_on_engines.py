@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from pathlib import Path
 
 import pytest
@@ -356,6 +357,25 @@ async def test_failures_are_remembered_the_latest_first(tmp_path: Path) -> None:
             "'x'",
         )
         assert 0 <= called.seconds <= died.seconds <= raised.seconds < 60
+
+
+@pytest.mark.usefixtures("each_engine")
+@pytest.mark.needs("at once", "listed actors")
+async def test_of_a_call_its_actor_is_told(gate: Gate) -> None:
+    async with aiogpu.init(num_cpus=1):
+        actor = await Counter.remote()
+        running, behind = actor.gated.remote(gate.path, "in"), actor.add.remote()
+        await gate.entered("in")
+        for call in (running, behind):
+            why = await call.why()
+            assert (why.state, why.actor) == ("sent", "Counter")
+            assert re.fullmatch(
+                r"Counter\.\w+ \(task \d+\) was sent to Counter on worker \d+ \(pid "
+                r"\d+\), which does not tell which of its calls run\.",
+                str(why),
+            )
+        gate.release("in")
+        await behind
 
 
 @pytest.mark.usefixtures("each_engine")

@@ -368,12 +368,14 @@ class ActorLink:
             self._actors.cancel(self._actor.id, number)
 
     async def why(self, name: str, number: int) -> Why:
-        """Return why a call waits: what its actor does."""
+        """Return why a call waits: what its actor does, if that has no process yet."""
         from aiogpu.observe.why import Why
 
         if self._actor is None:
             return Why(name, number, "opening")
         found = await self._session.why(self.name, self._actor.id)
+        if found.state == "running":
+            found = replace(found, state="sent", actor=self.name)
         return replace(found, name=name)
 
 

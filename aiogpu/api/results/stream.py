@@ -309,10 +309,10 @@ class Stream(StreamBase, EnteredOnLoop, IteratedOnce[T]):
         elif inflow.is_over:
             outcome = "it gave its last item"
         why = await why_of(self, self._owner, inflow.loop, outcome)
-        if inflow.is_held and why.state == "running":
+        if inflow.is_held and (why.state == "running" or why.actor):
             from dataclasses import replace
 
-            return replace(why, is_ahead=True)
+            return replace(why, state="running", actor="", is_ahead=True)
         return why
 
     def _check_thread(self, what: str) -> None:
