@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Final
 from zlib import crc32
 
 import pytest
 
+import aiogpu
 from aiogpu.api import session as sessions
 from aiogpu.engines.base import Engine, NodeOptions
 from aiogpu.engines.registry import create_engine
@@ -132,21 +133,6 @@ def in_no_cluster(ray_clusters: None) -> None:
     rayed.leave()
 
 
-@pytest.fixture
-def rayed(ray_clusters: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`init(address="ray")` joins a cluster that has what it was told."""
-    from tests.contract.rayed import RayedEngine
-
-    def create(
-        address: str | None, options: NodeOptions, loop: asyncio.AbstractEventLoop
-    ) -> Engine:
-        if address == "ray":
-            return RayedEngine(options, loop)
-        return create_engine(address, options, loop)
-
-    monkeypatch.setattr(sessions, "create_engine", create)
-
-
 @pytest.fixture(scope="session")
 def service_forker() -> Iterator[None]:
     """Has a service forked for each test that wants one."""
@@ -156,17 +142,40 @@ def service_forker() -> Iterator[None]:
 
 
 @pytest.fixture
+def rayed(ray_clusters: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`init(address="ray")` joins a cluster that has what it was told."""
+    from tests.contract.rayed import RayedEngine
+
+    monkeypatch.setattr(sessions, "create_engine", instead_of("ray", RayedEngine))
+
+
+@pytest.fixture
 def served(service_forker: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """`init(address="node")` starts a service of its own, and joins it."""
+    monkeypatch.setattr(sessions, "create_engine", instead_of("node", ServedEngine))
+
+
+def instead_of(name: str, made: Callable[..., Engine]) -> Callable[..., Engine]:
+    """Makes engines as ever, but for one address."""
 
     def create(
         address: str | None, options: NodeOptions, loop: asyncio.AbstractEventLoop
     ) -> Engine:
-        if address == "node":
-            return ServedEngine(options, loop)
+        if address == name:
+            return made(options, loop)
         return create_engine(address, options, loop)
 
-    monkeypatch.setattr(sessions, "create_engine", create)
+    return create
+
+
+@pytest.fixture
+async def node(
+    address: str, request: pytest.FixtureRequest
+) -> AsyncIterator[aiogpu.types.Node]:
+    """A node for a minute, with what `@pytest.mark.aiogpu(num_cpus=4)` says."""
+    mark = request.node.get_closest_marker("aiogpu")
+    async with asyncio.timeout(60), aiogpu.init(address=address, **mark.kwargs) as node:
+        yield node
 
 
 @pytest.fixture

@@ -1,8 +1,9 @@
-"""Tasks and actors for maps and waits: light to import, since workers import them."""
+"""Tasks for maps, waits and calls that are refused: light, as workers import them."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import aiogpu
@@ -114,3 +115,28 @@ def sum_of_given(handles: list[Any]) -> int:
     ready, pending = aiogpu.wait(handles, num_returns=2)
     assert (len(ready), len(pending)) == (2, 1)
     return sum(aiogpu.get(handle) for handle in aiogpu.as_completed(handles))
+
+
+@aiogpu.remote
+def count(end: int) -> Iterator[int]:
+    yield from range(end)
+
+
+@aiogpu.remote(num_cpus=0)
+class Counter:
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def add(self, number: int = 1) -> int:
+        self.calls += number
+        return self.calls
+
+    async def add_softly(self) -> int:
+        return self.add()
+
+    @aiogpu.method(num_returns=2)
+    def pair(self) -> tuple[int, int]:
+        return self.add(), 2
+
+    def each(self, end: int) -> Iterator[int]:
+        yield from range(end)

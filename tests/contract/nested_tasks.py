@@ -36,18 +36,6 @@ def raise_below(levels: int) -> None:
 
 
 @aiogpu.remote
-def fail_until(path: str, times: int) -> int:
-    """Fail with this module's own error, counting in a file."""
-    with open(path, "a+") as file:
-        file.write("x")
-        file.seek(0)
-        count = len(file.read())
-    if count <= times:
-        raise LostError(count)
-    return count
-
-
-@aiogpu.remote
 def run_here(function: Callable[[], Any]) -> Any:
     """Run what the test has written next to its assertions."""
     return function()

@@ -18,7 +18,7 @@ import pytest
 import aiogpu
 from aiogpu.runtime.directories import BACKLOG
 from aiogpu.serialization.references import SHARED_FROM
-from tests.contract import full_socket_tasks as tasks
+from tests.contract import backlog_tasks as tasks
 from tests.contract import shared_tasks
 from tests.contract import tasks as plain
 from tests.contract.raw_client import LIMIT, Service, service

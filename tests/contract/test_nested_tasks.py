@@ -22,25 +22,17 @@ from tests.contract import nested_tasks, tasks
 from tests.contract.nested_tasks import LostError, await_here, refusal, run_here
 from tests.support.gate import Gate, pass_gate
 
-pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.either_loop]
+pytestmark = [
+    pytest.mark.usefixtures("no_leaks"),
+    pytest.mark.either_loop,
+    pytest.mark.aiogpu(num_cpus=2, num_gpus=1, cancel_grace=20),
+]
 
 
 @pytest.fixture
 async def local() -> AsyncIterator[aiogpu.types.Node]:
     """The same on the local engine, with one CPU more."""
     async with aiogpu.init(num_cpus=3, num_gpus=1) as session:
-        yield session
-
-
-@pytest.fixture
-async def node(address: str) -> AsyncIterator[aiogpu.types.Node]:
-    """Two CPUs, and one GPU."""
-    async with (
-        asyncio.timeout(60),
-        aiogpu.init(
-            address=address, num_cpus=2, num_gpus=1, cancel_grace=20
-        ) as session,
-    ):
         yield session
 
 
@@ -514,21 +506,19 @@ async def test_retries_of_children(tmp_path: Path) -> None:
     place.mkdir()
 
     def work() -> list[Any]:
-        raising = nested_tasks.fail_until.options(
-            retry_exceptions=[nested_tasks.LostError], max_retries=2
-        )
+        raising = tasks.fail_until.options(retry_exceptions=[LostError], max_retries=2)
         dying = tasks.die_until.options(max_retries=1)
         found = aiogpu.get(
-            [raising.remote(f"{place}/a", 2), dying.remote(f"{place}/b", 1)]
+            [raising.remote(f"{place}/a", 2, LostError), dying.remote(f"{place}/b", 1)]
         )
         told = [
-            refusal(lambda: aiogpu.get(raising.remote(f"{place}/c", 3))),
+            refusal(lambda: aiogpu.get(raising.remote(f"{place}/c", 3, LostError))),
             refusal(lambda: aiogpu.get(dying.remote(f"{place}/d", 2))),
         ]
         return [*found, *(one.split("(")[0] for one in told)]
 
     async with aiogpu.init(num_cpus=2):
-        raised = "LostError: 3"
+        raised = "LostError: attempt 3"
         died = "WorkerDiedError: the worker that ran die_until "
         assert await run_here.remote(work) == [3, 2, raised, died]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -13,17 +12,11 @@ from tests.contract import value_tasks as v
 from tests.contract.value_tasks import both
 from tests.support.gate import Gate
 
-pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.either_loop]
-
-
-@pytest.fixture
-async def node(address: str) -> AsyncIterator[aiogpu.types.Node]:
-    """Four CPUs."""
-    async with (
-        asyncio.timeout(60),
-        aiogpu.init(address=address, num_cpus=4) as session,
-    ):
-        yield session
+pytestmark = [
+    pytest.mark.usefixtures("no_leaks"),
+    pytest.mark.either_loop,
+    pytest.mark.aiogpu(num_cpus=4),
+]
 
 
 async def test_results_as_arguments(node: aiogpu.types.Node) -> None:

@@ -28,7 +28,7 @@ from aiogpu.engines.remote import RemoteEngine
 from aiogpu.runtime.output import FILE, FULL
 from tests.cli.box import box
 from tests.contract import tasks
-from tests.contract.log_tasks import (
+from tests.contract.report_tasks import (
     Logs,
     fail,
     flood,

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import aiogpu
-from tests.contract import placement_tasks, tasks
+from tests.contract import device_tasks, tasks
 from tests.support.until import LIMIT, until
 
 pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.either_loop]
@@ -35,16 +35,16 @@ async def test_a_placement_holds_its_bundles_and_tasks_run_on_their_devices(
             await until_free("CPU", 2)
             await until_free("GPU", 1.5)
             assert (await group.why()).state == "running"
-            first = placement_tasks.where.options(placement=group, bundle=0)
-            second = placement_tasks.where.options(placement=group, bundle=1)
+            first = device_tasks.where.options(placement=group, bundle=0)
+            second = device_tasks.where.options(placement=group, bundle=1)
             assert await first.remote() == ([0], "0", {"CPU": 1.0, "GPU": 0.25})
             assert await second.remote() == ([1], "1", {"GPU": 0.25})
             await until_free("GPU", 1.5)
-            anywhere = placement_tasks.where.options(placement=group, num_gpus=1)
+            anywhere = device_tasks.where.options(placement=group, num_gpus=1)
             assert (await anywhere.remote())[0] == [0]
-            in_none = placement_tasks.plain.options(placement=group, num_cpus=2)
+            in_none = device_tasks.plain.options(placement=group, num_cpus=2)
             assert await in_none.remote() == []
-            add = placement_tasks.adds.options(placement=group)
+            add = device_tasks.adds.options(placement=group)
             assert await add.remote(await add.remote(1, 2), add.remote(3, 4)) == 10
         await until_free("GPU", 3)
         await until_free("CPU", 4)
@@ -54,8 +54,8 @@ async def test_what_is_given_before_it_is_ready_waits(address: str) -> None:
     async with aiogpu.init(address=address, num_gpus=1, num_cpus=4):
         async with aiogpu.placement([{"GPU": 0.5}]):
             group = aiogpu.placement([{"GPU": 1}], name="group")
-            handle = placement_tasks.where.options(placement=group).remote()
-            cancelled = placement_tasks.where.options(placement=group).remote()
+            handle = device_tasks.where.options(placement=group).remote()
+            cancelled = device_tasks.where.options(placement=group).remote()
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(0.01):
                     await group
@@ -78,11 +78,11 @@ async def test_an_actor_lives_in_a_bundle(address: str) -> None:
         aiogpu.init(address=address, num_gpus=2, num_cpus=4),
         aiogpu.placement([{"GPU": 1}, {"GPU": 0.5}]) as group,
     ):
-        actor = placement_tasks.Actor.options(placement=group, bundle=1).remote()
+        actor = device_tasks.Actor.options(placement=group, bundle=1).remote()
         assert await actor.where.remote() == [1]
         await until_free("GPU", 0.5)
         aiogpu.kill(actor)
-        again = placement_tasks.Actor.options(placement=group, bundle=1).remote()
+        again = device_tasks.Actor.options(placement=group, bundle=1).remote()
         assert await again.where.remote() == [1]
 
 
@@ -92,9 +92,9 @@ async def test_a_removed_placement_ends_what_runs_in_it(
     begun = tmp_path / "begun"
     async with aiogpu.init(address=address, num_gpus=2, num_cpus=4):
         group = await aiogpu.placement([{"GPU": 1}, {"GPU": 1}], name="group")
-        actor = placement_tasks.Actor.options(placement=group, bundle=0).remote()
+        actor = device_tasks.Actor.options(placement=group, bundle=0).remote()
         await actor
-        forever = placement_tasks.forever.options(placement=group, bundle=1)
+        forever = device_tasks.forever.options(placement=group, bundle=1)
         runs = forever.remote(begun)
         await until(begun.exists)
         waits = forever.options(num_gpus=1).remote(begun)
@@ -123,7 +123,7 @@ async def test_an_actor_in_a_removed_placement_never_lives(address: str) -> None
     async with aiogpu.init(address=address, num_gpus=1, num_cpus=4):
         group = await aiogpu.placement([{"GPU": 1}])
         await group.remove()
-        actor = placement_tasks.Actor.options(placement=group).remote()
+        actor = device_tasks.Actor.options(placement=group).remote()
         with pytest.raises(aiogpu.ActorDiedError) as dead:
             await actor.where.remote()
         assert isinstance(dead.value.__cause__, aiogpu.errors.PlacementRemovedError)
@@ -136,7 +136,7 @@ async def test_a_placement_that_waits_is_removed_with_what_waits_for_it(
     async with aiogpu.init(address=address, num_gpus=1, num_cpus=4):
         async with aiogpu.placement([{"GPU": 1}]):
             group = aiogpu.placement([{"GPU": 1}])
-            handle = placement_tasks.where.options(placement=group).remote()
+            handle = device_tasks.where.options(placement=group).remote()
             await group.remove()
             with pytest.raises(aiogpu.errors.PlacementRemovedError):
                 await handle
@@ -164,7 +164,7 @@ async def test_a_task_has_its_children_run_in_its_placement(
         aiogpu.init(address=address, num_gpus=2, num_cpus=4),
         aiogpu.placement([{"GPU": 1, "CPU": 1}]) as group,
     ):
-        function = getattr(placement_tasks, kind).options(placement=group, bundle=0)
+        function = getattr(device_tasks, kind).options(placement=group, bundle=0)
         assert await function.remote(group) == [0]
 
 
@@ -173,10 +173,8 @@ async def test_a_task_neither_makes_a_placement_nor_waits_for_one(address: str) 
         aiogpu.init(address=address, num_cpus=2),
         aiogpu.placement([{"CPU": 1}]) as group,
     ):
-        assert "inside a task" in await placement_tasks.asks_for_one.remote()
-        assert "program that has made it" in await placement_tasks.waits_for.remote(
-            group
-        )
+        assert "inside a task" in await device_tasks.asks_for_one.remote()
+        assert "program that has made it" in await device_tasks.waits_for.remote(group)
         other = pickle.loads(pickle.dumps(group))
         assert (other.id, other.bundles) == (group.id, group.bundles)
 
@@ -200,8 +198,8 @@ async def test_before_the_node_is_open(address: str) -> None:
     await asyncio.sleep(0)
     group = aiogpu.placement([{"GPU": 1}])
     never = aiogpu.placement([{"GPU": 2}])
-    handle = placement_tasks.where.options(placement=group).remote()
-    lost = placement_tasks.where.options(placement=never).remote()
+    handle = device_tasks.where.options(placement=group).remote()
+    lost = device_tasks.where.options(placement=never).remote()
     assert (await handle)[0] == [0]
     assert (await group).is_ready
     with pytest.raises(aiogpu.InfeasibleError):
@@ -223,15 +221,13 @@ async def test_a_member_of_a_type_that_its_bundle_has_not(address: str) -> None:
     ):
         async with aiogpu.placement([{"GPU": 1}]):
             group = aiogpu.placement([{"GPU": 1}])
-            early = placement_tasks.where.options(
-                placement=group, accelerator_type="A100"
-            )
+            early = device_tasks.where.options(placement=group, accelerator_type="A100")
             handle = early.remote()
         with pytest.raises(aiogpu.InfeasibleError, match="type T4"):
             await handle
         with pytest.raises(aiogpu.InfeasibleError, match="type T4"):
             await early.remote()
-        fits = placement_tasks.where.options(placement=group, accelerator_type="T4")
+        fits = device_tasks.where.options(placement=group, accelerator_type="T4")
         assert (await fits.remote())[0] == [0]
 
 
@@ -240,7 +236,7 @@ async def test_memory_of_gpus_is_limited_within_a_bundle(address: str) -> None:
         aiogpu.init(address=address, num_gpus=1, num_cpus=2, gpu_memory="8GiB"),
         aiogpu.placement([{"GPU": 0.5}]) as group,
     ):
-        fits = placement_tasks.where.options(placement=group, gpu_memory="4GiB")
+        fits = device_tasks.where.options(placement=group, gpu_memory="4GiB")
         assert (await fits.remote())[0] == [0]
         with pytest.raises(aiogpu.InfeasibleError):
             await fits.options(gpu_memory="5GiB").remote()
@@ -277,7 +273,7 @@ async def test_members_of_the_type_of_their_bundle(address: str) -> None:
         aiogpu.init(address=address, num_gpus=1, num_cpus=2, accelerator_type="T4"),
         aiogpu.placement([{"GPU": 1, of_type: 0.001}]) as group,
     ):
-        typed = placement_tasks.where.options(placement=group, accelerator_type="T4")
+        typed = device_tasks.where.options(placement=group, accelerator_type="T4")
         found = await asyncio.gather(typed.remote(), typed.remote())
         assert [ids for ids, *_ in found] == [[0], [0]]
 
@@ -290,14 +286,14 @@ async def test_a_bundle_reserves_memory_of_a_gpu(address: str) -> None:
             free = await aiogpu.available_resources()
             assert free["gpu_memory"] == 7 << 30
             assert group.bundles[0] == {"gpu_memory": float(6 << 30)}
-            alone = placement_tasks.where.options(num_gpus=0, gpu_memory="4GiB")
+            alone = device_tasks.where.options(num_gpus=0, gpu_memory="4GiB")
             found = await alone.options(placement=group, bundle=0).remote()
             assert found[2]["gpu_memory"] == 4 << 30
             seen = (await aiogpu.status()).placements[0]
             assert seen.bundles[1].free["gpu_memory"] == 3 << 30
             with pytest.raises(aiogpu.InfeasibleError):
                 await alone.options(placement=group, gpu_memory="7GiB").remote()
-            half = placement_tasks.where.options(
+            half = device_tasks.where.options(
                 placement=group, bundle=1, gpu_memory="3GiB"
             )
             assert (await half.remote())[1] in ("0", "1")

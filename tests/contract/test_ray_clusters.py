@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 
 import aiogpu
-from tests.contract import actor_classes, spread_tasks
+from tests.contract import actor_classes, device_tasks
 from tests.contract.clusters import Cluster
 from tests.support import program
 
@@ -51,9 +51,9 @@ async def joined(joined_by: Cluster) -> AsyncIterator[Cluster]:
 async def test_tasks_land_where_what_they_ask_for_is(joined):
     a100, t4 = joined.nodes[1:]
     asked = {
-        "A100": spread_tasks.node.options(num_gpus=1, accelerator_type="A100"),
-        "T4": spread_tasks.node.options(num_gpus=0.5, accelerator_type="T4"),
-        "license": spread_tasks.node.options(resources={"license": 0.5}),
+        "A100": device_tasks.node.options(num_gpus=1, accelerator_type="A100"),
+        "T4": device_tasks.node.options(num_gpus=0.5, accelerator_type="T4"),
+        "license": device_tasks.node.options(resources={"license": 0.5}),
     }
     found = await asyncio.gather(*(one.remote() for one in asked.values()))
     assert dict(zip(asked, found, strict=True)) == {
@@ -64,11 +64,11 @@ async def test_tasks_land_where_what_they_ask_for_is(joined):
 
 
 async def test_a_share_is_of_one_device(joined):
-    halves = spread_tasks.gpus.options(num_gpus=0.5, num_cpus=0)
+    halves = device_tasks.gpus.options(num_gpus=0.5, num_cpus=0)
     found = await asyncio.gather(*(halves.remote() for _ in range(8)))
     assert {len(ids) for _, ids, _ in found} == {1}
     assert {variable for _, ids, variable in found} <= {"0", "1"}
-    whole = spread_tasks.gpus.options(num_gpus=2)
+    whole = device_tasks.gpus.options(num_gpus=2)
     assert await whole.remote() == (joined.nodes[1], [0, 1], "0,1")
 
 
@@ -93,10 +93,10 @@ async def test_an_actor_hears_of_cancelled_coroutines(joined, gate):
 
 
 async def test_status_tells_what_is_free_and_which_calls_were_sent(joined, gate):
-    holding = spread_tasks.gated_node.options(num_gpus=1, num_cpus=0)
+    holding = device_tasks.gated_node.options(num_gpus=1, num_cpus=0)
     held = [holding.remote(gate.path, f"h{i}") for i in range(GPUS)]
     await gate.entered(*(f"h{i}" for i in range(GPUS)))
-    waiting = spread_tasks.node.options(num_gpus=1, num_cpus=0).remote()
+    waiting = device_tasks.node.options(num_gpus=1, num_cpus=0).remote()
     why = await waiting.why()
     assert (why.name, why.state, why.request) == ("node", "sent", {"GPU": 1.0})
 
@@ -125,7 +125,7 @@ async def test_status_tells_what_is_free_and_which_calls_were_sent(joined, gate)
 )
 async def test_what_no_node_has_is_refused(joined, options, told):
     with pytest.raises(aiogpu.InfeasibleError) as caught:
-        spread_tasks.node.options(**options).remote()
+        device_tasks.node.options(**options).remote()
     assert told in str(caught.value), caught.value
     assert "1 x {CPU: 2}" in str(caught.value), caught.value
 
@@ -151,7 +151,7 @@ async def test_to_refuse_what_no_node_has_is_not_to_wait(joined, monkeypatch):
         patched.setattr(cluster, "nodes", nodes)
         try:
             with pytest.raises(aiogpu.InfeasibleError):
-                spread_tasks.node.options(num_gpus=3).remote()
+                device_tasks.node.options(num_gpus=3).remote()
         finally:
             answered.set()
 
@@ -166,7 +166,7 @@ async def test_calls_whose_only_node_has_left_say_so_and_fail(
     node = await asyncio.to_thread(joined.add, num_cpus=1, resources={spot: 1})
     await seen(spot)
     on_it = {"resources": {spot: 1}, "num_cpus": 0}
-    asking = spread_tasks.gated_node.options(**on_it)
+    asking = device_tasks.gated_node.options(**on_it)
     running = asking.remote(gate.path, "running")
     await gate.entered("running")
     waiting = [asking.remote(gate.path, "waiting") for _ in range(3)]
@@ -189,7 +189,7 @@ async def test_a_node_that_comes_back_runs_what_waits_for_it(joined, gate, caplo
     spot = f"spot{len(joined.nodes)}"
     node = await asyncio.to_thread(joined.add, num_cpus=1, resources={spot: 1})
     await seen(spot)
-    asking = spread_tasks.gated_node.options(resources={spot: 1}, num_cpus=0)
+    asking = device_tasks.gated_node.options(resources={spot: 1}, num_cpus=0)
     running = asking.remote(gate.path, "first")
     await gate.entered("first")
     gate.forget("first")
@@ -207,13 +207,13 @@ async def test_a_node_that_has_come_is_seen_and_one_that_goes_is_missed_by_nobod
     joined, gate
 ):
     spot = f"spot{len(joined.nodes)}"
-    asking = spread_tasks.told_node.options(resources={spot: 1}, num_cpus=0)
+    asking = device_tasks.told_node.options(resources={spot: 1}, num_cpus=0)
     with pytest.raises(aiogpu.InfeasibleError):
         asking.remote(gate.path, "never")
     doomed = await asyncio.to_thread(joined.add, num_cpus=4, resources={spot: 4})
     await seen(spot)
     lost = asking.options(max_retries=0).remote(gate.path, "lost")
-    saved = [spread_tasks.told_node.remote(gate.path, str(i)) for i in range(CPUS + 4)]
+    saved = [device_tasks.told_node.remote(gate.path, str(i)) for i in range(CPUS + 4)]
     await gate.holds(len(saved) + 1)
     await asyncio.to_thread(joined.kill, doomed)
     with pytest.raises(aiogpu.WorkerDiedError, match="node"):

@@ -282,7 +282,7 @@ def test_a_token_of_the_user_is_used(home):
 def test_a_program_that_is_killed_takes_its_cluster_with_it(place):
     source = """
         import asyncio, aiogpu
-        from tests.contract.spread_tasks import wait_for_ever
+        from tests.contract.device_tasks import wait_for_ever
         from tests.contract.tasks import add
 
         async def main():
@@ -372,7 +372,7 @@ LOSING = """
     import asyncio, sys, time
     import aiogpu
     from aiogpu.engines.ray import engine
-    from tests.contract.spread_tasks import wait_for_ever
+    from tests.contract.device_tasks import wait_for_ever
     from tests.contract.actor_classes import Counter
     from tests.contract.tasks import add
 

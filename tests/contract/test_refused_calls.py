@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import aiogpu
-from tests.contract.refused_tasks import Counter, count
+from tests.contract.map_tasks import Counter, count
 from tests.contract.tasks import add
 
 pytestmark = [

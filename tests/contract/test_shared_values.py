@@ -30,19 +30,13 @@ from tests.support.until import until
 
 np = pytest.importorskip("numpy")
 
-pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.either_loop]
+pytestmark = [
+    pytest.mark.usefixtures("no_leaks"),
+    pytest.mark.either_loop,
+    pytest.mark.aiogpu(num_cpus=2),
+]
 
 LARGE = 1 << 20
-
-
-@pytest.fixture
-async def node(address: str) -> AsyncIterator[aiogpu.types.Node]:
-    """Two CPUs."""
-    async with (
-        asyncio.timeout(60),
-        aiogpu.init(address=address, num_cpus=2) as session,
-    ):
-        yield session
 
 
 def held(node: aiogpu.types.Node) -> int:

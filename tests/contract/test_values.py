@@ -17,17 +17,11 @@ from tests.contract import value_tasks as v
 from tests.contract.node_here import node_here
 from tests.support.gate import Gate
 
-pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.either_loop]
-
-
-@pytest.fixture
-async def node(address: str) -> AsyncIterator[aiogpu.types.Node]:
-    """Four CPUs."""
-    async with (
-        asyncio.timeout(60),
-        aiogpu.init(address=address, num_cpus=4) as session,
-    ):
-        yield session
+pytestmark = [
+    pytest.mark.usefixtures("no_leaks"),
+    pytest.mark.either_loop,
+    pytest.mark.aiogpu(num_cpus=4),
+]
 
 
 async def test_twice_in_one_call_is_two_copies(node: aiogpu.types.Node) -> None:
