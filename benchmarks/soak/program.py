@@ -14,6 +14,7 @@ import os
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any, Final
 
 import aiogpu
@@ -47,16 +48,14 @@ class Client:
         self.account: dict[str, Any] = {}
         self._sandbox = sandbox
         self._process = process
-        self._events: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
-        self._reading = asyncio.create_task(self._read())
 
     @classmethod
     async def start(
         cls,
         sandbox: Sandbox,
         name: str,
-        address: str,
         seed: str,
+        address: str,
         in_flight: int = 8,
         is_mortal: bool = False,
     ) -> Client:
@@ -84,41 +83,39 @@ class Client:
 
     async def received(self, event: str) -> dict[str, Any]:
         """Wait for an event; raises `SilentError`."""
+        assert self._process.stdout is not None
         try:
             async with asyncio.timeout(ANSWERS_WITHIN):
-                while True:
-                    found = await self._events.get()
+                async for line in self._process.stdout:
+                    found: dict[str, Any] = json.loads(line)
+                    if "begun" in found:
+                        self.account = found
                     if found["event"] == event:
                         return found
-                    if found["event"] == "silent":
-                        break
         except TimeoutError:
             why = f"was not {event} after {ANSWERS_WITHIN:g} s"
             raise SilentError(f"{self.name} {why}") from None
-        why = f"ended with {await self._process.wait()} before it was {event}"
+        why = f"ended with {await self.ended()} before it was {event}"
         output = self._sandbox.all_stderr()[-SHOWN:]
         raise SilentError(f"{self.name} {why}: {output}")
 
+    async def work(self, seconds: float) -> None:
+        """Have it work for so long, and hear what it reports."""
+        self.send("load")
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self.received("at its end")
+
     async def ended(self) -> int:
         """Its exit status."""
-        await self._reading
         return await self._process.wait()
 
     async def kill(self) -> None:
         """End it by SIGKILL."""
         if self._process.returncode is None:
             self._process.kill()
-        await self.ended()
-
-    async def _read(self) -> None:
-        assert self._process.stdout is not None
-        async for line in self._process.stdout:
-            found = json.loads(line)
-            if "begun" in found:
-                self.account = found
-            if found["event"] != "account":
-                self._events.put_nowait(found)
-        self._events.put_nowait({"event": "silent"})
+        with suppress(SilentError):
+            await self.received("at its end")
 
 
 async def settled(check: Callable[[], Awaitable[list[str]]]) -> list[str]:

@@ -11,7 +11,7 @@ import os
 import random
 import signal
 from contextlib import suppress
-from typing import Final
+from typing import Any, Final
 
 import aiogpu
 from benchmarks.soak.monitor import Faults, Monitor, Record
@@ -54,7 +54,6 @@ class Scenario:
         seed: draws all of it.
         random: draws the lives of its programs.
         sandbox: of the node that lasts.
-        begun: handles that were begun on it.
     """
 
     sandbox: Sandbox
@@ -64,8 +63,8 @@ class Scenario:
         self.record = record
         self.seed = seed
         self.random = random.Random(f"{seed}/{what}")
-        self.begun = 0
-        self._started = 0
+        self._started = self._begun = 0
+        self._programs: set[Client] = set()
         self._told = -PROGRESS_EVERY
 
     async def open(self) -> None:
@@ -79,9 +78,6 @@ class Scenario:
     async def idle(self) -> tuple[int, list[str]]:
         """Return the node's process, and what it holds though it is idle."""
         raise NotImplementedError
-
-    def interrupted(self) -> None:
-        """Check what has been reported so far, as there is no more."""
 
     async def close(self) -> list[str]:
         """End the node in order; return what is left of it."""
@@ -103,8 +99,9 @@ class Scenario:
             try:
                 while loop.time() < ends:
                     await self._alternate(faults, monitor, length)
-            except BaseException:
-                self.interrupted()
+            except BaseException:  # they report no more than they have so far
+                for client in list(self._programs):
+                    self.account(self.what, client)
                 raise
             self.check_left(self.sandbox, await self.close())
             self.record.figures[f"{self.what}: faults"].update(faults.counts)
@@ -120,7 +117,7 @@ class Scenario:
             loading = group.create_task(self.load(seconds))
             while not loading.done():
                 await asyncio.wait([loading], timeout=1)
-                self._tell(f"{self.begun} handles, {monitor.latest}")
+                self._tell(monitor.latest)
             for task in faulty:
                 task.cancel()
         await beside
@@ -136,22 +133,24 @@ class Scenario:
         """Print how far it has come, but not each time."""
         if (seconds := self.record.seconds) >= self._told + PROGRESS_EVERY:
             self._told = seconds
+            begun = sum(each.account.get("begun", 0) for each in self._programs)
+            text = f"{self._begun + begun} handles, {text}"
             print(f"{seconds:6.0f} s  {self.what}: {text}", flush=True)
 
-    async def start(
-        self, sandbox: Sandbox, kind: str, address: str, is_mortal: bool = False
-    ) -> Client:
-        """Start a program that works."""
+    async def start(self, sandbox: Sandbox, kind: str, *how: Any) -> Client:
+        """Start a program on a service of the sandbox, or on a node of its own."""
         self._started += 1
         name = f"{kind}-{self._started}"
-        client = await Client.start(
-            sandbox, name, address, self.seed, is_mortal=is_mortal
-        )
-        client.send("load")
+        client = await Client.start(sandbox, name, self.seed, *how)
+        if sandbox is self.sandbox:
+            self._programs.add(client)
         return client
 
     def account(self, what: str, client: Client) -> None:
         """Check what a program has reported of its whole life."""
+        if client in self._programs:
+            self._programs.remove(client)
+            self._begun += client.account.get("begun", 0)
         if account := client.account:
             for claim, key in ((LEGAL, "wrong"), (NONE_HANGS, "hung")):
                 self.record.check(claim, [f"{what}: {each}" for each in account[key]])
@@ -191,21 +190,11 @@ class Scenario:
 class Embedded(Scenario):
     """One program that lasts, and beside it others that are killed with their nodes."""
 
-    _client: Client
-
     async def open(self) -> None:
-        self._client = await Client.start(
-            self.sandbox, self.what, "local", self.seed, in_flight=20
-        )
+        self._client = await self.start(self.sandbox, self.what, "local", 20)
 
     async def load(self, seconds: float) -> None:
-        self._client.send("load")
-        for _ in range(round(seconds)):
-            await asyncio.sleep(1)
-            self.begun = self._client.account.get("begun", 0)
-
-    def interrupted(self) -> None:
-        self.account(self.what, self._client)
+        await self._client.work(seconds)
 
     async def idle(self) -> tuple[int, list[str]]:
         self._client.send("idle")
@@ -218,7 +207,7 @@ class Embedded(Scenario):
     async def brief(self, sandbox: Sandbox) -> None:
         """A program that is killed in the middle of work; its node ends with it."""
         client = await self.start(sandbox, "brief", "local")
-        await asyncio.sleep(self.random.uniform(1.0, 6.0))
+        await client.work(self.random.uniform(1.0, 6.0))
         await self.kill(client)
         left = await sandbox.left()
         wrong = [f"killed {client.name}: {each}" for each in left]
@@ -245,16 +234,11 @@ class Service(Scenario):
             life = min(self.random.uniform(*LIVES), max(1.0, ends - loop.time()))
             is_killed = self.random.random() < KILLED
             client = await self.start(self.sandbox, "client", self.sandbox.address)
-            try:
-                await asyncio.sleep(life)
-            except asyncio.CancelledError:
-                self.account(self.what, client)
-                raise
+            await client.work(life)
             if is_killed:
                 await self.kill(client)
             else:
                 await self.finish(self.what, client)
-            self.begun += client.account.get("begun", 0)
 
     async def idle(self) -> tuple[int, list[str]]:
         async with aiogpu.init(address=self.sandbox.address, log_to_driver=False):
@@ -268,8 +252,8 @@ class Service(Scenario):
         """A service that is killed or stopped under a program, which is told so."""
         is_killed = self.random.random() < 0.5
         await sandbox.start_service()
-        client = await self.start(sandbox, "brief", sandbox.address, is_mortal=True)
-        await asyncio.sleep(self.random.uniform(*LIVES))
+        client = await self.start(sandbox, "brief", sandbox.address, 8, True)
+        await client.work(self.random.uniform(*LIVES))
         if is_killed:
             with suppress(ProcessLookupError):
                 os.kill(sandbox.node().pid, signal.SIGKILL)
