@@ -6,5 +6,7 @@
 - `python -m benchmarks.simulation`: scheduling policies on a drawn load.
 - `python -m benchmarks.counts`: calls of functions an operation, compared by the tests.
 
+`micro`, `field` and `simulation` write their pages in benchmarks/results by --keep.
+
 Kept empty of imports: workers import `benchmarks.tasks`.
 """

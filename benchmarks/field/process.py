@@ -149,7 +149,6 @@ class Server:
         from benchmarks.field.systems import load
 
         self._system = None if name == FLOOR else load(name)
-        self._has_preloaded = True
         self._is_open = False
         self._context: Any = None
         self._block: Any = None
@@ -165,17 +164,14 @@ class Server:
 
         await self._leave()
         asked, system = WORKLOADS[workload], self._system
-        if system is not None and asked.setup.is_open and not self._is_open:
-            self._is_open = True
-            num_cpus, num_gpus, preload, *_ = asked.setup
-            try:
-                await system.open(num_cpus, num_gpus, preload)
-            except UnsupportedError:
-                if not preload:
-                    raise
-                self._has_preloaded = False
-                await system.open(num_cpus, num_gpus, None)
-        self._context = Context(system, AsyncExitStack(), self._has_preloaded)
+        if system is not None:
+            system.require(*asked.features)
+            if asked.setup.is_open and not self._is_open:
+                self._is_open = True
+                num_cpus, num_gpus, preload, *_ = asked.setup
+                modules = None if system.lacks("preload") else preload
+                await system.open(num_cpus, num_gpus, modules)
+        self._context = Context(system, AsyncExitStack())
         self._block = await asked.prepare(self._context)
         return versions(system.libraries) if system is not None else {}
 

@@ -78,14 +78,12 @@ class Context:
     Attributes:
         system: the system; None for the floor.
         stack: ends with the workload.
-        has_preloaded: whether the modules asked for were preloaded.
         notes: what a reader must know of this system's figures.
         size: items of a block that are done at once; 0 until it is found out.
     """
 
     system: System | None
     stack: AsyncExitStack
-    has_preloaded: bool = True
     notes: dict[str, str] = field(default_factory=dict)
     size: int = 0
 
@@ -105,6 +103,7 @@ class Workload(NamedTuple):
         floor: what the floor is.
         seconds: that the blocks of all systems may take together, about.
         needs: a module without which nobody can be asked.
+        features: what a system must have, by the names in `LACKS`.
     """
 
     metrics: Sequence[Metric]
@@ -113,6 +112,7 @@ class Workload(NamedTuple):
     setup: Setup = Setup()
     seconds: float = 20.0
     needs: str = ""
+    features: Sequence[str] = ()
 
 
 async def awaited(call: Call, amount: Amount) -> Figures:
@@ -182,7 +182,8 @@ def calls(title: str, is_actor: bool = False, *, factor: int = 0) -> Workload:
             return partial(at_once, gathering(call), factor, context)
         return partial(awaited, call)
 
-    return Workload([Metric(title)], BARE, prepare)
+    features = ["actors"] if is_actor else []
+    return Workload([Metric(title)], BARE, prepare, features=features)
 
 
 async def _stream(context: Context) -> Block:
@@ -226,7 +227,9 @@ def value(size: int, label: str, *, is_passed: bool = False) -> Workload:
 
     title = f"an array of {label} {'from task to task' if is_passed else 'as argument'}"
     floor = f"{times} calls of the floor and a copy of the array within one process"
-    return Workload([Metric(title)], floor, prepare, seconds=14, needs="numpy")
+    features = ["handles"] if is_passed else []
+    more: Any = {"seconds": 14, "needs": "numpy", "features": features}
+    return Workload([Metric(title)], floor, prepare, **more)
 
 
 STOPS_WITHIN: Final = 3.0
@@ -294,12 +297,12 @@ def isolation(function: Callable[[int], Any], library: str = "") -> Workload:
                 return [[each / 1e9]]
 
             return fork
-        try:
-            call = context.system.task(function, Need(0.25, True))
-        except UnsupportedError as reason:
-            call = context.system.task(function, Need(is_isolated=True))
+        need = Need(0.25, True)
+        if reason := context.system.lacks("gpus"):
+            need = Need(is_isolated=True)
             context.notes["gpus"] = f"{reason}: the process alone"
-        if not context.has_preloaded:
+        call = context.system.task(function, need)
+        if library and context.system.lacks("preload"):
             context.notes["imports"] = f"each process imports {library} anew"
 
         async def tasks_at_once(amount: Amount) -> Figures:
@@ -315,6 +318,7 @@ def isolation(function: Callable[[int], Any], library: str = "") -> Workload:
         prepare,
         Setup(num_cpus=4, num_gpus=1, preload=preload),
         needs=library,
+        features=["isolation"],
     )
 
 
@@ -360,6 +364,7 @@ def day(title: str, share: float, is_isolated: bool = False) -> Workload:
         prepare,
         Setup(num_cpus=16, num_gpus=DAY_GPUS),
         seconds=45,
+        features=["gpus", "isolation"] if is_isolated else ["gpus"],
     )
 
 
@@ -491,6 +496,7 @@ WORKLOADS: Final = {
         [Metric("an item of a stream")],
         "a bare worker that sends pickled items, without back-pressure",
         *(_stream, Setup(), 15),
+        features=["streams"],
     ),
     "cancel": Workload(
         [Metric("a busy loop, from its cancel to its end")],

@@ -1,7 +1,6 @@
 """The systems, one a module, each imported when it is asked for; and what they share.
 
-A system implements what it has; the rest raises `UnsupportedError`, and its row
-says so.
+A system implements what it has; `LACKS` says what it has not, as its row does.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from asyncio import Future
 from collections.abc import AsyncIterator, Callable, Sequence
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, Final, NamedTuple, NoReturn
+from typing import Any, Final, NamedTuple
 
 Function = Callable[..., Any]
 """A function of `benchmarks.tasks`."""
@@ -34,6 +33,15 @@ NEEDS: Final = {
 }
 """The systems, and the module that each needs."""
 MODULES: Final = {"node": "aiogpu", "loky": "executor"}
+LACKS: Final = {
+    "actors": ("has no actors", {"executor", "loky"}),
+    "gpus": ("shares out no GPUs", {"executor", "loky", "xoscar"}),
+    "handles": ("gives its tasks no handles", {"executor", "loky", "xoscar"}),
+    "isolation": ("gives no task a process of its own", {"loky", "dask", "xoscar"}),
+    "preload": ("imports nothing beforehand", {"loky", "dask", "xoscar", "ray"}),
+    "streams": ("has calls of one result alone", {"executor", "loky", "dask"}),
+}
+"""What a workload may ask for: the words for a system without, and these systems."""
 FIRST_RESULT: Final = """
 import asyncio
 from benchmarks.field.systems import Need, load
@@ -78,12 +86,19 @@ class System:
         """Return a program that prints a number after its first result."""
         return FIRST_RESULT.format(type(self).__name__.lower())
 
-    def lacks(self, what: str) -> NoReturn:
-        """Raise `UnsupportedError`."""
-        raise UnsupportedError(f"{self.title} {what}")
+    def lacks(self, feature: str) -> str:
+        """Say that it has no such thing; return nothing if it has."""
+        words, systems = LACKS[feature]
+        name = type(self).__name__.lower()
+        return f"{self.title} {words}" if name in systems else ""
+
+    def require(self, *features: str) -> None:
+        """Raise `UnsupportedError` if it lacks one of these."""
+        for why in filter(None, map(self.lacks, features)):
+            raise UnsupportedError(why)
 
     async def open(self, num_cpus: int, num_gpus: int, preload: Preload) -> None:
-        """Start the system; modules to preload may be unsupported."""
+        """Start the system."""
         raise NotImplementedError
 
     async def close(self) -> None:
@@ -100,11 +115,11 @@ class System:
 
     def stream(self, function: Function) -> Items:
         """Return a generator as a task that gives its items as they come."""
-        self.lacks("has calls of one result, and no streams")
+        raise NotImplementedError
 
     async def actor(self, cls: type) -> Call:
         """Make an object in a process; return its `noop`, with which it lives."""
-        self.lacks("has no actors")
+        raise NotImplementedError
 
 
 def missing(name: str) -> str:

@@ -30,8 +30,6 @@ class Dask(System):
     libraries = ("distributed", "dask", "uvloop")
 
     async def open(self, num_cpus: int, num_gpus: int, preload: Preload) -> None:
-        if preload:
-            self.lacks("imports nothing beforehand")
         self._cluster: Any = await distributed.LocalCluster(
             n_workers=1 if num_gpus else num_cpus,
             threads_per_worker=THREADS if num_gpus else 1,
@@ -49,8 +47,6 @@ class Dask(System):
 
     def task(self, function: Function, need: Need) -> Call:
         """`submit`; the same arguments do not make the same task."""
-        if need.is_isolated:
-            self.lacks("gives no task a process of its own")
         gpus = {"GPU": need.num_gpus} if need.num_gpus else None
         submit = partial(self._client.submit, pure=False, resources=gpus)
         return lambda number: _future(submit(function, number))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
-from asyncio import Future
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any, Final
 
@@ -39,13 +38,10 @@ class Executor(System):
         self._num_cpus = 0
 
     async def open(self, num_cpus: int, num_gpus: int, preload: Preload) -> None:
-        self.preload(list(preload or ()))
+        forkserver = multiprocessing.get_context("forkserver")
+        forkserver.set_forkserver_preload(list(preload or ()))
         self._num_cpus = num_cpus
         self._pools[False] = self.pool(num_cpus, False)
-
-    def preload(self, modules: list[str]) -> None:
-        """For the process that all others are forked from, if it does not run yet."""
-        multiprocessing.get_context("forkserver").set_forkserver_preload(modules)
 
     def pool(self, num_cpus: int, is_isolated: bool) -> Any:
         # Not by "fork": this process runs an event loop.
@@ -55,23 +51,16 @@ class Executor(System):
 
     def task(self, function: Function, need: Need) -> Call:
         """`pool.submit`, as an asyncio future."""
-        if need.num_gpus:
-            self.lacks("shares out no GPUs")
         if need.is_isolated not in self._pools:
             self._pools[True] = self.pool(self._num_cpus, True)
-        pool = self._pools[need.is_isolated]
-        return lambda number: asyncio.wrap_future(pool.submit(function, number))
+        return self._submitting(function, self._pools[need.is_isolated])
 
     def taking(self, function: Function) -> Use:
-        """`pool.submit` with values; a future cannot be one of them."""
-        pool = self._pools[False]
+        """`pool.submit` with values."""
+        return self._submitting(function, self._pools[False])
 
-        def use(*values: object) -> Future[Any]:
-            if any(isinstance(value, Future) for value in values):
-                self.lacks("gives its tasks no handles")
-            return asyncio.wrap_future(pool.submit(function, *values))
-
-        return use
+    def _submitting(self, function: Function, pool: Any) -> Use:
+        return lambda *values: asyncio.wrap_future(pool.submit(function, *values))
 
     async def close(self) -> None:
         while self._pools:
@@ -85,15 +74,9 @@ class Loky(Executor):
     libraries = ("loky", "cloudpickle", "uvloop")
     module = "loky"
 
-    def preload(self, modules: list[str]) -> None:
-        if modules:
-            self.lacks("imports nothing beforehand")
-
     def pool(self, num_cpus: int, is_isolated: bool) -> Any:
         import loky
 
-        if is_isolated:
-            self.lacks("gives no task a process of its own")
         return loky.ProcessPoolExecutor(num_cpus)
 
     async def close(self) -> None:

@@ -25,8 +25,6 @@ class Ray(System):
     libraries = ("ray", "uvloop")
 
     async def open(self, num_cpus: int, num_gpus: int, preload: Preload) -> None:
-        if preload:
-            self.lacks("imports nothing beforehand")
         ray.init(
             address="local",
             num_cpus=num_cpus,

@@ -6,7 +6,7 @@ import asyncio
 from asyncio import Future
 from collections.abc import AsyncIterator, Callable
 from itertools import cycle
-from typing import Any
+from typing import Any, cast
 
 import xoscar
 
@@ -43,8 +43,6 @@ class Xoscar(System):
     libraries = ("xoscar", "uvloop")
 
     async def open(self, num_cpus: int, num_gpus: int, preload: Preload) -> None:
-        if preload:
-            self.lacks("imports nothing beforehand")
         self._pool: Any = await xoscar.create_actor_pool(
             "127.0.0.1", n_process=num_cpus
         )
@@ -65,10 +63,6 @@ class Xoscar(System):
 
     def task(self, function: Function, need: Need) -> Call:
         """A call of the runners in turn."""
-        if need.num_gpus:
-            self.lacks("shares out no GPUs")
-        if need.is_isolated:
-            self.lacks("gives no task a process of its own")
         return self.taking(function)
 
     def taking(self, function: Function) -> Use:
@@ -76,12 +70,8 @@ class Xoscar(System):
         runners = cycle(self._runners)
 
         def use(*values: object) -> Future[Any]:
-            if any(isinstance(value, Future) for value in values):
-                self.lacks("gives its tasks no handles")
-            running: Future[Any] = asyncio.ensure_future(
-                next(runners).run(function, *values)
-            )
-            return running
+            call = next(runners).run(function, *values)
+            return cast("Future[Any]", asyncio.ensure_future(call))
 
         return use
 
