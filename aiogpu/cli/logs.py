@@ -95,6 +95,7 @@ LISTED: Final = 8
 EVERY: Final = 200
 """Milliseconds between two looks for new lines."""
 _LINE: Final = re.compile(r"\S+ \S+ client=(\d+) task=(\d+) ")
+_BEGIN: Final = re.compile(r"\S+ \S+ client=0 task=0 out \(node ")
 Wanted = Callable[[str], bool]
 
 
@@ -160,7 +161,12 @@ def logs(
     reader = LogReader(os.path.join(directory, NODE if node else FILE))
     known: set[int] = set()
     try:
-        last = deque(filter(_wanted(task, client, known), reader.read()), lines)
+        wanted, last = _wanted(task, client, known), deque[str](maxlen=lines)
+        for line in reader.read():
+            if task is not None and _BEGIN.match(line):
+                last.clear()  # what follows is of another node
+            elif wanted(line):
+                last.append(line)
         _show(last)
         if client is not None and client not in known and not follow:
             raise _no_lines(client, known, directory)

@@ -158,6 +158,8 @@ class TaskLog:
                 target=self._write_all, name="aiogpu-task-log", daemon=True
             )
             self._thread.start()
+            begin = f"node pid={os.getpid()}", "numbers of tasks begin anew here"
+            self._lines.put(Entry(time.time(), 0, 0, 1, *begin))
         size = len(text) + _OF_A_LINE
         with self._lock:
             if self._waiting + size > WAITING:

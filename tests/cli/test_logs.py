@@ -21,7 +21,7 @@ from click.testing import CliRunner
 from aiogpu.cli.logs import LogReader, _write, logs
 from aiogpu.daemon import journal
 from aiogpu.daemon.journal import Journal, RotatingLog, StreamToLog, TerminalLog
-from aiogpu.runtime.output import FILE, Entry, Pages
+from aiogpu.runtime.output import FILE, Entry, Pages, TaskLog
 from tests.support.program import environment
 
 CLIENT = 1 << 26
@@ -86,6 +86,17 @@ def test_which_lines_are_shown(place: Path) -> None:
     assert shown(place, "--log-dir", f"{place}/elsewhere", "-n", "1") == [sly]
     (place / "logs").mkdir()
     assert shown(place) == []
+
+
+def test_a_task_is_one_of_the_last_node(place: Path) -> None:
+    """Each node numbers its tasks from 1."""
+    log = TaskLog(str(place / "logs"))
+    log.write(CLIENT, 2, 1, "work pid=1", "of the next node")
+    log.close()
+    (line,) = shown(place, "--task", "2")
+    assert line.endswith("(work pid=1) of the next node")
+    assert shown(place, "--task", "1") == []
+    assert len(shown(place)) == 32
 
 
 def test_of_a_program_that_nobody_knows(place: Path) -> None:

@@ -409,7 +409,8 @@ async def service(place: Path) -> AsyncIterator[tuple[str, LocalEngine]]:
 
 
 def logged(place: Path) -> list[str]:
-    lines = (place / FILE).read_text().splitlines()
+    begin, *lines = (place / FILE).read_text().splitlines()
+    assert "client=0 task=0 out (node pid=" in begin
     return sorted(line.rpartition(") ")[2] for line in lines)
 
 

@@ -325,7 +325,7 @@ def test_what_the_disk_cannot_take_is_lost_and_counted(
     assert log.lost == 1
     log.write(1, 2, 1, "embed", "a")
     log.close()
-    told, line = (tmp_path / FILE).read_text().splitlines()
+    told, _, line = (tmp_path / FILE).read_text().splitlines()
     assert told == "! 1 lines are missing here: no room for them"
     assert line.endswith("(embed) a")
 
