@@ -157,7 +157,8 @@ def test_leases_take_the_options_that_are_checked() -> None:
 
 def test_the_page_of_waiting_names_every_state() -> None:
     named = re.findall(r"^- `(\w+)`", (DOCS / "waiting.md").read_text(), re.MULTILINE)
-    assert set(named) == {state.value for state in TaskState} | {"opening"}
+    of_tasks = {state.value for state in TaskState}
+    assert set(named) == of_tasks | {"opening", "sent"}
 
 
 def test_forms_of_a_device_variable_are_read_as_the_page_says() -> None:
