@@ -11,6 +11,7 @@ from aiogpu.core.effects import Ahead, Assign, Spawn
 from aiogpu.core.model.ids import OWN, ClientId, TaskId
 from aiogpu.core.model.request import Device, Request, Shape, TaskSpec
 from aiogpu.core.model.units import UNIT
+from aiogpu.core.queue.ready import SWEPT
 from aiogpu.core.resources.devices import DeviceSet
 from aiogpu.core.resources.ledger import Ledger
 from aiogpu.core.scheduler.placement import SLICE
@@ -136,6 +137,12 @@ def test_a_task_costs_the_same_however_many_wait(specs, age):
     few = calls_a_round(FEW, *specs, age=age)
     assert calls_a_round(MANY, *specs, age=age) == pytest.approx(few, abs=2)
     assert few < 300
+
+
+def test_a_task_with_a_timeout_costs_the_same():
+    """But for what its alarm costs, which `heapq` does in one call."""
+    few, many = (calls_a_round(n, spec(timeout=1e6)) for n in (FEW, MANY))
+    assert many == pytest.approx(few, abs=8 + 4 * SWEPT)
 
 
 def test_one_that_joins_a_line_costs_the_same_though_something_is_kept():

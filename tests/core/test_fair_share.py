@@ -237,6 +237,22 @@ def test_a_higher_priority_may_take_what_is_kept_for_another_program():
     """)
 
 
+def test_who_has_waited_longest_gives_way_to_nobody():
+    """Then what it has had decides, though it holds more than others."""
+    w = World(cpus=4, gpus=2).play("""
+        join 1 2; submit life cpus=0 gpus=1 client=1; submit b0 b1 gpus=0.5 client=2
+        submit a gpus=0.5 client=1
+    """)
+    submit(w, [f"b{n}" for n in range(2, 200)], num_gpus=0.5, client=2)
+    began = 0
+    while "a" in w.waiting:
+        w.advance(1)
+        w.finish(f"b{began}")
+        began += 1
+        assert began < 2 * LONGEST + 5
+    assert began >= LONGEST
+
+
 def test_what_runs_when_a_second_program_joins_counts():
     w = World(cpus=2).play("""
         submit a0 lent; submit child parent=lent; wait_for lent child; submit a1; join 7
@@ -246,6 +262,14 @@ def test_what_runs_when_a_second_program_joins_counts():
     assert (own.held, own.unfinished) == ({"CPU": 20_000}, 4)
     assert (other.held, other.unfinished) == ({}, 1)
     w.play("advance 1; finish child; running = a0 lent; finish a0; running = b0 lent")
+
+
+def test_places_among_workers_go_round_too():
+    w = World(cpus=4).play("join 1 2")
+    w.scheduler.worker_limit.bound(1)
+    for name in ("a1", "a2", "b1", "b2"):
+        w.submit(name, client=1 if name[0] == "a" else 2, environment={"P": name[0]})
+    assert order(w) == ["a1", "b1", "a2", "b2"]
 
 
 def test_nobody_gives_way_to_one_that_is_not_helped():

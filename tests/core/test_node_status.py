@@ -215,6 +215,16 @@ def test_processes_that_are_not_ours_are_named():
     )
 
 
+def test_a_node_that_one_program_has_alone_lists_none():
+    w = World().play("submit own")
+    assert status_of(w).clients == ()
+    w.play("join 1; leave 1")
+    assert len(status_of(w).clients) == 1
+    assert "programs" not in str(status_of(w))
+    w = World().play("join 1")
+    assert [one.id for one in status_of(w).clients] == [1], "its own does nothing"
+
+
 # Programs that share the node.
 
 PROGRAMS = {1: Program("train.py", 4711), 2: Program("", 0)}

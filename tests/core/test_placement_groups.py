@@ -218,6 +218,20 @@ def test_what_is_kept_of_a_bundle_is_nothing_of_the_node():
     w.play("finish p0; running = m0 p1")
 
 
+def test_the_picture_says_for_which_placement_one_waits():
+    w = World(cpus=2, gpus=1).play("""
+        submit before gpus=1; submit made; placement_group gang GPU:1
+        submit_in gang early gpus=1 needs=made; supply early
+    """)
+    seen = status_of(w)
+    told = {one.name: one.reason for one in seen.waiting}
+    assert told["early"] == "waits for gang, its placement"
+    w.play("finish before; submit_in gang second gpus=0.5")
+    seen = status_of(w)
+    told = {one.name: one.reason for one in seen.waiting}
+    assert told["second"].endswith("in any bundle of gang")
+
+
 def test_placements_in_words():
     w = World(cpus=SHOWN + 1, gpus=2)
     w.placement_group("first", {"GPU": 1, "CPU": 2}, {"GPU": 0.5})

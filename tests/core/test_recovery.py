@@ -126,6 +126,25 @@ def test_it_waits_again_at_once_for_a_whole_device_and_has_that_try_once(how, as
 
 
 @HOWS
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_gpus": 0.5},
+        {"num_gpus": 1, "retries_oom": True},
+        {"num_gpus": 2, "retries_oom": True},
+        {"num_gpus": 0, "retries_oom": True},
+    ],
+)
+def test_without_the_option_or_a_share_it_is_not_tried_again(how, options):
+    """Without the option; with whole devices; without any."""
+    w = World(gpus=2, gpu_memory="80GiB")
+    w.submit("a", **options)
+    fail(w, "a", how)
+    assert w.told == {"a": "settled" if how == "raises" else "lost"}
+    w.run_dry()
+
+
+@HOWS
 @pytest.mark.parametrize("gpus", [1, 2])
 def test_a_task_is_not_made_to_wait_for_what_its_own_parent_holds(how, gpus):
     """It would wait for ever; on another device it is tried again."""

@@ -95,6 +95,17 @@ def test_what_was_promised_stands_though_an_urgent_task_came_between():
     w.play("submit small gpus=0.5 timeout=4.0; running = long small urgent")
 
 
+def test_a_plan_stands_for_a_while():
+    """It looks at all workers, so it is not made anew at every event."""
+    w = ready_for_two().play("pass_over")
+    plan = w.scheduler.reservation
+    w.play(f"advance {STANDS / 2}; pass_over")
+    assert w.scheduler.reservation is plan
+    w.play(f"advance {STANDS}; pass_over")
+    assert w.scheduler.reservation is not plan
+    assert w.kept == "big"
+
+
 def test_what_is_held_for_life_is_never_waited_for():
     w = ready_for_two(is_endless=True).play("pass_over")
     w.play("kept = None; submit small gpus=0.5; running = long small")
@@ -156,6 +167,27 @@ def test_cpus_serve_others_while_devices_are_awaited():
     w.play("submit step; finish step; advance 60; submit first; finish first")
     assert w.scheduler.reservation is not None
     w.play("submit second; running has second")
+
+
+def test_they_are_kept_once_the_devices_are_there():
+    World(cpus=2, gpus=1).play("""
+        submit long cpus=1; submit wide cpus=2 gpus=1; submit step; finish step
+        advance 2; submit late; waiting = late wide
+        finish long; running = wide
+    """)
+
+
+def test_what_is_only_tried_does_not_change_a_plan():
+    """A group that does not fit takes one bundle and gives it back, at each look."""
+    w = World(gpus=3, config=PATIENCE)
+    w.play("submit long gpus=1; placement_group gang GPU:0.7 GPU:0.7 GPU:0.6")
+    w.advance(AFTER)
+    w.tell(Scheduler.wake)
+    plan = w.scheduler.reservation
+    assert plan is not None
+    w.advance(2 * STANDS)
+    w.tell(Scheduler.wake)
+    assert w.scheduler.reservation is plan
 
 
 # What waits meets what is free: order, shares, and the memory of devices.

@@ -11,6 +11,7 @@ from aiogpu.core.effects import (
     Fail,
     Failure,
     Forget,
+    Interrupt,
     Settle,
     Spawn,
 )
@@ -46,6 +47,16 @@ def test_a_task_from_its_submission_to_its_answer():
     assert (w.effects, w.told) == ([Settle(w.tasks["a"].id)], {"a": "settled"})
     w.play("free = CPU:2.0 GPU:1.0; cancel a")
     assert (w.effects, w.told) == ([], {"a": "settled"})
+
+
+def test_a_running_task_is_interrupted_again_and_then_killed():
+    w = World(cpus=1, config=PATIENCE).play("submit a; cancel a")
+    attempts = []
+    for _ in range(3):
+        w.advance(0.5)
+        attempts += [e.attempt for e in w.effects if isinstance(e, Interrupt)]
+    assert attempts == [1, 2, 3]
+    w.play("killed =; advance 0.5; killed = 1; forgotten = a; free has CPU:1.0")
 
 
 @pytest.mark.parametrize("state", ["waits", "starts", "runs", "runs again"])

@@ -269,3 +269,16 @@ def test_a_task_that_runs_or_goes_on_will_give_back_what_is_needed():
     w.finish("below b")
     w.finish("b")
     assert w.running == {"a", "below a"}
+
+
+def test_one_that_waits_for_what_is_still_to_run_will_go_on():
+    """The banker lets them end one after the other, in whatever order that takes."""
+    w = World(cpus=1, gpus=3).play("submit a b c cpus=0 gpus=1; submit busy")
+    wait(w, "a", "below a", num_gpus=2)
+    wait(w, "b", "below b", num_gpus=1)
+    assert w.told == {}
+    wait(w, "c", "below c")
+    w.play("told =; finish busy")
+    for name in ("below c", "c", "below b", "b", "below a", "a"):
+        w.finish(name)
+    assert set(w.told.values()) == {"settled"}

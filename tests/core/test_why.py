@@ -160,6 +160,21 @@ def test_what_has_ended_or_not_begun_needs_no_node():
     assert str(ended) == "a (task 7) has ended: it was cancelled."
 
 
+def test_what_a_cluster_says_comes_below():
+    sent = Why("f", 3, "sent", 2.0, {"GPU": 0.5}, notes=("nothing waits", "so it runs"))
+    assert str(sent).splitlines() == [
+        "f (task 3) asks for {GPU: 0.5} and was sent 2.0 s ago.",
+        "  nothing waits",
+        "  so it runs",
+    ]
+    assert str(Why("f", 3, "sent", 2.0)) == "f (task 3) was sent 2.0 s ago."
+    waiting = Why("f", 3, "waiting", 2.0, {"GPU": 1.0}, 1, 1, notes=("node a: short",))
+    assert str(waiting).splitlines() == [
+        "f (task 3) has waited 2.0 s for its turn: 0 before it",
+        "  node a: short",
+    ]
+
+
 # What waits for what is held without end is warned of by itself, once.
 
 

@@ -105,6 +105,16 @@ def test_a_worker_that_cannot_be_used_or_has_gone_does_not_count(options):
     assert w.gpus_of("b") == [0]
 
 
+def test_two_workers_of_one_device_are_both_remembered():
+    w = World(gpus=2).play("""
+        submit x gpus=1 max_retries=0; submit a b gpus=0.5; finish a b; die x
+    """)
+    for name in "cd":
+        w.submit(name, num_gpus=0.5)
+        assert w.gpus_of(name) == [1]
+    assert w.worker_count == 2
+
+
 # Spare workers.
 
 X = (("X", "1"),)
@@ -113,6 +123,20 @@ X = (("X", "1"),)
 def world(spares=2, **options):
     config = SchedulerConfig(spare_workers=spares)
     return World(cpus=4, gpus=2, config=config, **options)
+
+
+def test_one_goes_for_each_that_needs_another_and_no_more():
+    w = crowded(most=3, gpus=1, exits=False).play("""
+        submit a b c; finish a b c; submit x y gpus=1
+    """)
+    assert len(w.retired) == 1, "for y there is no device"
+    w.submit("z", environment={"X": "1"}, num_cpus=2)
+    assert len(w.retired) == 2
+    w.play("submit again; running = again")
+    for worker in list(w.retired):
+        w.die(worker)
+    assert (w.running, w.waiting) == ({"again", "x", "z"}, {"y"})
+    assert w.scheduler.worker_limit.leaving == set()
 
 
 def spares_of(w: World, environment=X) -> int:
