@@ -14,6 +14,7 @@ import asyncio
 import atexit
 import concurrent.futures
 import os
+import sys
 import threading
 import time
 from _thread import allocate_lock, get_ident
@@ -28,6 +29,7 @@ from collections.abc import (
     Iterable,
     Iterator,
 )
+from contextlib import suppress
 from functools import lru_cache, partial
 from inspect import isawaitable
 from itertools import chain, islice
@@ -217,7 +219,19 @@ class LoopThread(Portal):
         )
         self._thread.start()
         super().__init__(begun.result(), self._thread.ident or 0)
-        atexit.register(self.end)
+        atexit.register(self._end_at_exit)
+
+    def _end_at_exit(self) -> None:
+        """Close the loop, and let Ctrl-C end the program as it would without one.
+
+        After a KeyboardInterrupt Python ends by the signal, so that a shell leaves its
+        loop too. What is evaluated until then, as imports do, takes the note of that
+        away (CPython's `run_eval_code_obj`), and one that fails so sets it again.
+        """
+        self.end()
+        if getattr(sys, "last_type", None) is KeyboardInterrupt:
+            with suppress(KeyboardInterrupt):
+                exec("raise KeyboardInterrupt")
 
     def _serve(
         self, begun: concurrent.futures.Future[asyncio.AbstractEventLoop]
@@ -237,7 +251,7 @@ class LoopThread(Portal):
 
     def end(self) -> None:
         """Close the loop, and the node with it if there is one; idempotent."""
-        atexit.unregister(self.end)
+        atexit.unregister(self._end_at_exit)
         if self._pid == os.getpid():
             if not self.loop.is_closed():
                 self.loop.call_soon_threadsafe(self._over.set)
