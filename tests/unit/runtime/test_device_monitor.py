@@ -96,59 +96,41 @@ def test_each_bad_report_makes_a_device_sick(
     assert story.look(health, sample) == reason, "and is told once"
 
 
-@pytest.mark.parametrize("bad", [XID, RESET])
-def test_it_is_well_when_the_driver_has_been_content_for_a_while(bad: Health) -> None:
+WELL, SICK = [(CONTENT, FINE, CALM)], [(XID, FINE, "XID 79")]
+AGAIN, OTHER = Health(("XID 79", "XID 63"), ""), Health(("XID 48",), "")
+MANY = Health(tuple(f"XID {number}" for number in range(9)), "")
+UNRESET, GONE = "the driver asks for this: GPU reset", "the driver calls it lost"
+WAS_RESET, STILL = [(SILENT, FINE, CALM)], [(CONTENT, FINE, "XID 79")]
+HISTORIES = {
+    "content for a while": [*SICK, *WELL],
+    "reset": [(RESET, FINE, UNRESET), *WELL],
+    "another error": [*SICK, *STILL * 5, (AGAIN, FINE, "XID 79; XID 63"), *WELL],
+    "no answer": [*SICK, (CONTENT, MUTE, None), *WELL],
+    "a driver without reports": [
+        *[(OLD_XID, FINE, "XID 79"), (SILENT, FINE, None)],
+        *[(SILENT, LOST, f"{GONE}; XID 79"), *WAS_RESET],
+    ],
+    "what has to be done is remembered": [
+        *[(RESET, FINE, UNRESET), (SILENT, FINE, None)],
+        *[(SILENT, LOST, f"{GONE}; {UNRESET}"), *WAS_RESET],
+    ],
+    "what it was sick of is forgotten": [*SICK, *WELL, (OTHER, FINE, "XID 48")],
+    "many": [(MANY, FINE, "XID 0; XID 1; XID 2; XID 3; other errors")],
+}
+
+
+@pytest.mark.parametrize("looks", HISTORIES.values(), ids=HISTORIES)
+def test_it_is_sick_or_well_after_each_look(
+    looks: list[tuple[Health, Sample, str | float | None]],
+) -> None:
+    """Each gives the reason, or how many alike it takes until the device is well."""
     story = HealthStory()
-    story.look(bad)
-    assert story.seconds_until_well(CONTENT) == CALM
-
-
-def test_a_further_error_begins_the_wait_anew() -> None:
-    story = HealthStory()
-    story.look(XID)
-    for _ in range(5):
-        story.look(CONTENT)
-    assert story.look(Health(("XID 79", "XID 63"), "")) == "XID 79; XID 63"
-    assert story.seconds_until_well(CONTENT) == CALM
-
-
-def test_a_device_that_does_not_answer_is_not_well() -> None:
-    story = HealthStory()
-    story.look(XID)
-    assert story.seconds_until_well(CONTENT, MUTE) is None
-    assert story.seconds_until_well(CONTENT) == CALM
-
-
-def test_a_driver_without_reports_does_not_make_a_device_well() -> None:
-    story = HealthStory()
-    story.look(OLD_XID)
-    assert story.seconds_until_well(SILENT) is None
-    story.look(SILENT, LOST)
-    assert story.health.reason == "the driver calls it lost; XID 79"
-    assert story.seconds_until_well(SILENT) == CALM, "it was reset"
-
-
-def test_what_has_to_be_done_is_not_forgotten_when_the_driver_falls_silent() -> None:
-    story = HealthStory()
-    story.look(RESET)
-    assert story.seconds_until_well(SILENT) is None
-    story.look(SILENT, LOST)
-    assert story.seconds_until_well(SILENT) == CALM
-
-
-def test_a_well_device_forgets_what_it_was_sick_of() -> None:
-    story = HealthStory()
-    story.look(XID)
-    story.seconds_until_well(CONTENT)
-    assert story.look(Health(("XID 48",), "")) == "XID 48"
-
-
-def test_of_many_errors_the_first_are_named() -> None:
-    story = HealthStory()
-    errors = tuple(f"XID {number}" for number in range(9))
-    told = "XID 0; XID 1; XID 2; XID 3; other errors"
-    assert story.look(Health(errors, "")) == told
-    assert repr(story.health) == f"<DeviceHealth {told}>"
+    for health, sample, expected in looks:
+        if isinstance(expected, str):
+            assert story.look(health, sample) == expected
+        else:
+            assert story.seconds_until_well(health, sample) == expected
+    assert repr(story.health) == f"<DeviceHealth {story.health.reason or 'well'}>"
 
 
 ZERO, ONE = ("GPU", 0), ("GPU", 1)
