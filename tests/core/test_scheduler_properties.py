@@ -46,11 +46,12 @@ TYPES = ["A100", "A100", "T4"]
 SIZES = {"A100": 80 * GIB, "T4": 16 * GIB}
 
 
+LINKS = {0: frozenset({"GPU-2"})}
+
+
 DEVICES = [
-    Device(index, kind, uuid=f"GPU-{index}", memory=SIZES[kind], links=links)
-    for index, (kind, links) in enumerate(
-        zip(TYPES, [frozenset({"GPU-2"}), frozenset(), frozenset()], strict=True)
-    )
+    Device(i, kind, f"GPU-{i}", memory=SIZES[kind], links=LINKS.get(i, frozenset()))
+    for i, kind in enumerate(TYPES)
 ]
 
 
@@ -138,21 +139,14 @@ class Judge(World):
         super().check()
         scheduler = self.scheduler
         is_kept = scheduler.reservation is not None
-        records = list(scheduler.tasks.values())
+        tasks = scheduler.tasks.values()
+        waited = [one for one in tasks if one.spec.name in self._waited]
+        still = [one for one in waited if one.state is TaskState.WAITING]
+        begun = [one for one in waited if one.state in BEGUN]
         begun = [
-            record
-            for record in records
-            if record.spec.name in self._waited and record.state in BEGUN
-        ]
-        still = [
-            record
-            for record in records
-            if record.spec.name in self._waited and record.state is TaskState.WAITING
-        ]
-        begun = [
-            record
-            for record in begun
-            if not record.spec.is_grouped and not self._is_in_its_slice(record)
+            one
+            for one in begun
+            if not (one.spec.is_grouped or self._is_in_its_slice(one))
         ]
         if begun and scheduler.ledger.is_overdrawn:
             for record in begun:
@@ -307,16 +301,18 @@ def could_serve(options) -> int:
     )
 
 
+BEGINNING = {
+    **dict.fromkeys(("starts", "exits", "revokes"), st.booleans()),
+    "config": PATIENCE,
+    "most": st.one_of(st.just(BOUNDLESS), st.integers(1, 4)),
+}
+
+
 class NodeMachine(RuleBasedStateMachine):
     """A node of three GPUs to which anything may happen."""
 
     @initialize(
-        starts=st.booleans(),
-        exits=st.booleans(),
-        revokes=st.booleans(),
-        config=PATIENCE,
-        most=st.one_of(st.just(BOUNDLESS), st.integers(1, 4)),
-        programs=st.lists(st.sampled_from([1.0, 0.5, 3.0]), max_size=2),
+        **BEGINNING, programs=st.lists(st.sampled_from([1.0, 0.5, 3.0]), max_size=2)
     )
     def begin(self, starts, exits, revokes, config, most, programs) -> None:
         self.before = set()
@@ -702,9 +698,8 @@ class NodeMachine(RuleBasedStateMachine):
         gpus = self.w.scheduler.ledger.device_sets[GPU]
         for lease in self.w.scheduler.ledger.leases.values():
             held = {index for shares in lease.shares for index, _ in shares}
-            assert lease.id in self.before or not held & set(gpus.availability.aside), (
-                lease
-            )
+            aside = set(gpus.availability.aside)
+            assert lease.id in self.before or not held & aside, lease
         self.before = set(self.w.scheduler.ledger.leases)
 
     @invariant()
@@ -796,13 +791,10 @@ class SharedGroupMachine(NodeMachine):
     )
     def ask_for_a_group(self, bundles, strategy, priority, client):
         name = f"t{len(self.w.tasks)}"
-        options = {
-            "strategy": strategy,
-            "priority": priority,
-            "client": self.joined(client),
-        }
+        options = {"strategy": strategy, "priority": priority}
         with suppress(LimitError, InfeasibleError):
-            self.w.placement_group(name, *bundles, **options)
+            client = self.joined(client)
+            self.w.placement_group(name, *bundles, **options, client=client)
 
     @rule(
         data=st.data(),
@@ -820,28 +812,18 @@ class SharedGroupMachine(NodeMachine):
         ),
     )
     def submit_in_a_group(self, data, index, amounts, options):
-        placement_groups = [
-            name for name, task in self.w.tasks.items() if is_placement_group(task)
-        ]
-        if not placement_groups:
+        tasks = self.w.tasks
+        groups = [name for name, task in tasks.items() if is_placement_group(task)]
+        if not groups:
             return
-        placement_group = data.draw(st.sampled_from(placement_groups))
-        bundles = self.w.tasks[
-            placement_group
-        ].spec.shape.request.placement_group.bundles
+        group = data.draw(st.sampled_from(groups))
+        bundles = tasks[group].spec.shape.request.placement_group.bundles
         parents = sorted(self.w.running | self.w.blocked)
         parent = data.draw(st.sampled_from([None, *parents])) if parents else None
-        cpus, gpus = amounts
+        options |= {"num_cpus": amounts[0], "num_gpus": amounts[1], "parent": parent}
         with suppress(LimitError):
-            self.w.submit_in(
-                placement_group,
-                f"t{len(self.w.tasks)}",
-                min(index, len(bundles) - 1),
-                num_cpus=cpus,
-                num_gpus=gpus,
-                parent=parent,
-                **options,
-            )
+            index = min(index, len(bundles) - 1)
+            self.w.submit_in(group, f"t{len(tasks)}", index, **options)
 
     @precondition(lambda self: self.w.placement_groups)
     @rule(data=st.data())
@@ -852,13 +834,7 @@ class SharedGroupMachine(NodeMachine):
 class GroupMachine(SharedGroupMachine):
     """The same where one program has the node."""
 
-    @initialize(
-        starts=st.booleans(),
-        exits=st.booleans(),
-        revokes=st.booleans(),
-        config=PATIENCE,
-        most=st.one_of(st.just(BOUNDLESS), st.integers(1, 4)),
-    )
+    @initialize(**BEGINNING)
     def begin(self, starts, exits, revokes, config, most) -> None:
         super().begin(starts, exits, revokes, config, most, [])
 
