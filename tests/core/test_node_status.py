@@ -45,56 +45,37 @@ def test_an_idle_node():
     assert status.reservation is None
 
 
-@pytest.mark.parametrize(
-    ("node", "others", "asked", "reason"),
-    [
-        (
-            {"cpus": 2, "resources": {"license": 1}},
-            [{"resources": {"license": 1}}],
-            {"num_cpus": 2, "resources": {"license": 0.5}},
-            "waits for CPU 2 (free: 1) and license 0.5 (free: 0)",
-        ),
-        (
-            {"gpus": 2},
-            [{"num_gpus": 0.7}, {"num_gpus": 0.7}],
-            {"num_gpus": 0.5},
-            "waits for GPU 0.5 (free by device: 0: 0.3, 1: 0.3)",
-        ),
-        (
-            {"cpus": 1, "gpus": 1},
-            [{}],
-            {"num_gpus": 0.5},
-            "waits for CPU 1 (free: 0)",
-        ),
-        (
-            {"cpus": MOST_PARTS},
-            [{"num_cpus": 0.0001}],
-            {"num_cpus": MOST_PARTS},
-            "waits for CPU 1e+14 (free: 1e+14)",
-        ),
-        (
-            {"gpus": 12},
-            [{"num_gpus": 12}],
-            {"num_gpus": 1},
-            "waits for GPU 1 (free by device: 0: 0, 1: 0, 2: 0, 3: 0, 4: 0, 5: 0, "
-            "6: 0, 7: 0, and 4 more)",
-        ),
-        (
-            {"gpu_types": ["A100", "T4", "A100"]},
-            [{"num_gpus": 2, "accelerator_type": "A100"}],
-            {"num_gpus": 1, "accelerator_type": "A100"},
-            "waits for GPU 1 (free by device: 0: 0, 2: 0)",
-        ),
-    ],
-    ids=["scalars", "shares", "free device", "exact", "many devices", "of a type"],
-)
-def test_a_task_says_what_is_short(node, others, asked, reason):
-    w = World(**node)
-    for number, other in enumerate(others):
-        w.submit(f"t{number}", **other)
-        assert reason_of(w, f"t{number}") is None
-    w.submit("waits", **asked)
-    assert reason_of(w, "waits") == reason
+ALL = " ".join(f"{index}: 0," for index in range(7))
+SHORT = {
+    "CPU 2 (free: 1) and license 0.5 (free: 0)": (
+        {"cpus": 2, "resources": {"license": 1}},
+        "submit a resources=license:1; submit b cpus=2 resources=license:0.5",
+    ),
+    "GPU 0.5 (free by device: 0: 0.3, 1: 0.3)": (
+        {"gpus": 2},
+        "submit a c gpus=0.7; submit b gpus=0.5",
+    ),
+    "CPU 1 (free: 0)": ({"cpus": 1, "gpus": 1}, "submit a; submit b gpus=0.5"),
+    "CPU 1e+14 (free: 1e+14)": (
+        {"cpus": MOST_PARTS},
+        f"submit a cpus=0.0001; submit b cpus={MOST_PARTS}",
+    ),
+    f"GPU 1 (free by device: {ALL} 7: 0, and 4 more)": (
+        {"gpus": 12},
+        "submit a gpus=12; submit b gpus=1",
+    ),
+    "GPU 1 (free by device: 0: 0, 2: 0)": (
+        {"gpu_types": ["A100", "T4", "A100"]},
+        "submit a gpus=2 accelerator_type=A100; submit b gpus=1 accelerator_type=A100",
+    ),
+}
+
+
+@pytest.mark.parametrize("reason", SHORT)
+def test_a_task_says_what_is_short(reason):
+    node, story = SHORT[reason]
+    w = World(**node).play(story)
+    assert (reason_of(w, "a"), reason_of(w, "b")) == (None, f"waits for {reason}")
 
 
 def test_memory_is_shown_where_somebody_has_asked_for_some():
@@ -213,6 +194,11 @@ def test_processes_that_are_not_ours_are_named():
     assert picture(device(others=others))[1] == (
         "  not ours: Xorg pid 7 with 120 MiB, pid 9 with 1 GiB, python pid 11"
     )
+
+
+def test_what_is_not_known_is_said_once():
+    rows = picture(device(unknown="all"), device(), device(unknown="all"))
+    assert rows[3:] == ["not known of GPU 0, GPU 0: all"]
 
 
 def test_a_node_that_one_program_has_alone_lists_none():

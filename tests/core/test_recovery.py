@@ -203,6 +203,14 @@ def test_it_waits_for_its_own_device_to_come_back():
     w.play("let settles=False; advance 31; running = a (his time was up while he ran)")
 
 
+def test_children_of_those_that_run_are_not_held_up():
+    World(cpus=2).play("""
+        submit parent a; starve a; submit child parent=parent; running = child parent
+        wait_for parent child; finish child parent; running = a
+        submit own parent=a; running = a own
+    """)
+
+
 def test_it_can_be_cancelled_while_it_waits_and_while_it_runs_alone():
     World(cpus=2).play("""
         submit a b; starve a; cancel a; submit c; running = b c

@@ -219,30 +219,18 @@ def reason(w: World) -> str:
     return status_of(w).shapes[0].reason
 
 
-@pytest.mark.parametrize(
-    ("held", "asked", "expected"),
-    [
-        (
-            {"gpu_memory": "60GiB"},
-            {"num_gpus": 0.5},
-            "waits for GPU memory 40GiB (free by device: 0: 20GiB)",
-        ),
-        (
-            {"gpu_memory": "1GiB"},
-            {"num_gpus": 1},
-            "waits for GPU memory 80GiB (free by device: 0: 79GiB)",
-        ),
-        (
-            {"num_gpus": 0.7, "gpu_memory": "1GiB"},
-            {"num_gpus": 0.5, "gpu_memory": "1GiB"},
-            "waits for GPU 0.5 (free by device: 0: 0.3)",
-        ),
-    ],
-    ids=["a share", "a whole device", "a share that is short"],
-)
-def test_shares_and_bytes_are_both_waited_for(held, asked, expected):
-    w = World(gpus=1, gpu_memory="80GiB")
-    w.submit("a", **held)
-    w.submit("b", **asked)
-    assert reason(w) == expected
+BYTES = {
+    "GPU memory 40GiB (free by device: 0: 20GiB)": ("gpu_memory=60GiB", "gpus=0.5"),
+    "GPU memory 80GiB (free by device: 0: 79GiB)": ("gpu_memory=1GiB", "gpus=1"),
+    "GPU 0.5 (free by device: 0: 0.3)": (
+        *("gpus=0.7 gpu_memory=1GiB", "gpus=0.5 gpu_memory=1GiB"),
+    ),
+}
+
+
+@pytest.mark.parametrize("short", BYTES)
+def test_shares_and_bytes_are_both_waited_for(short):
+    held, asked = BYTES[short]
+    w = World(gpus=1, gpu_memory="80GiB").play(f"submit a {held}; submit b {asked}")
+    assert reason(w) == f"waits for {short}"
     w.play("finish a; running = b")
