@@ -342,20 +342,25 @@ def init(
         resources: by name: custom ones, `{"license": 2}`, or `{"neuron_cores": 4}`.
         accelerator_type: type of GPUs that were not detected, such as "A100".
         gpu_memory: memory of each GPU that was not detected, such as "80GiB".
-        gpu_memory_enforce: end a task that uses more `gpu_memory` than it asked for.
-        foreign: "avoid" devices with other processes, "wait" until they are gone, or
-            "ignore" them.
-        mps: "auto" limits shares by an MPS server where one runs; "off" does not.
-        cpu_affinity: "auto" keeps workers on CPUs near their GPUs; "off" does not.
-        preload: modules imported before workers fork; "auto": those slow to import.
-        log_to_driver: show what tasks print, line by line.
-        cancel_grace: seconds from a task's cancel to the kill of its process.
-        spare_workers: processes kept ready for tasks that need a fresh one.
+        gpu_memory_enforce: end a task that uses more `gpu_memory` than it asked for;
+            default False.
+        foreign: processes of others on a device: "ignore" them (default), "avoid" the
+            device, or "wait" until they are gone.
+        mps: "off" (default), or "auto": limit shares by an MPS server where one runs.
+        cpu_affinity: "auto" (default) keeps workers on CPUs near their GPUs, or "off".
+        preload: modules imported before workers fork; default "auto", those that are
+            slow to import.
+        log_to_driver: show what tasks print, line by line; default True.
+        cancel_grace: seconds, above 0, from a task's cancel to the kill of its process;
+            default 2.
+        spare_workers: processes kept ready for tasks that need a fresh one; default 2.
         memory: bytes or "64GiB" for tasks that ask; None: 95 % of what there is.
-        memory_guard: end the largest task before memory runs out, retry it alone.
+        memory_guard: end the largest task before memory runs out and retry it alone;
+            default True.
         object_memory: bytes or "8GiB" for large values; None: 30 % of what there is.
         spill_directory: for values beyond that; None: the temporary directory.
-        ignore_reinit_error: return this loop's node if it already has one.
+        ignore_reinit_error: return this loop's node if it already has one; default
+            False.
 
     Raises:
         OptionError: an option is invalid; or, at the await, asks for more than the
