@@ -327,3 +327,32 @@ async def makes(number: int) -> AsyncIterator[Any]:
     """Yields handles of actors that it has made."""
     for _ in range(number):
         yield Async.remote()
+
+
+@aiogpu.remote
+def items(given: list[Any]) -> Iterator[Any]:
+    for item in given:
+        if isinstance(item, Exception):
+            raise item
+        yield item
+
+
+@aiogpu.remote
+async def waiting(path: str, name: str) -> str:
+    return await pass_gate_softly(path, name)
+
+
+@aiogpu.remote
+async def stopping(path: str) -> AsyncIterator[str]:
+    yield "first"
+    import asyncio
+
+    try:
+        await asyncio.Event().wait()
+    finally:
+        say(path, "stopped")
+
+
+@aiogpu.remote
+def echo(text: str) -> str:
+    return text

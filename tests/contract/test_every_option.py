@@ -21,10 +21,9 @@ import pytest
 
 import aiogpu
 from aiogpu.api.options import CHECKS
-from tests.contract import gpu_tasks, option_tasks, stream_tasks, tasks, timed_tasks
+from tests.contract import gpu_tasks, option_tasks, stream_tasks, tasks
 from tests.contract.node_here import node_here
-from tests.contract.option_tasks import Actor, Grouped
-from tests.contract.timed_tasks import TimedCoroutines
+from tests.contract.option_tasks import Actor, Grouped, TimedCoroutines
 from tests.support.gate import Gate
 from tests.support.until import until
 
@@ -318,7 +317,7 @@ async def lifetime(at: Place) -> None:
 
 async def stop_grace(at: Place) -> None:
     async with node(at):
-        patient = timed_tasks.save.options(stop_grace=60)
+        patient = option_tasks.save.options(stop_grace=60)
         patient.remote(at.gate.path, "in")
         await at.gate.entered("in-False")
         leaving = asyncio.ensure_future(aiogpu.shutdown())

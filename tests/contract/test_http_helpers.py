@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import aiogpu
-from tests.contract.http_tasks import echo, items, stopping, waiting
+from tests.contract.stream_tasks import echo, items, stopping, waiting
 from tests.support.gate import Gate
 
 pytest.importorskip("fastapi", reason="fastapi is not installed")

@@ -11,7 +11,7 @@ import pytest
 
 import aiogpu
 from tests.cli.box import box
-from tests.contract import tasks, timed_tasks
+from tests.contract import option_tasks, tasks
 from tests.contract.node_here import node_here
 from tests.support.gate import Gate
 
@@ -36,12 +36,12 @@ KINDS: dict[str, Callable[[Any, str], Awaitable[object]]] = {
         path, "in"
     ),
     "stream": lambda given, path: of_stream(
-        timed_tasks.items.options(**given).remote(path, "in")
+        option_tasks.items.options(**given).remote(path, "in")
     ),
     "map": lambda given, path: of_stream(
-        timed_tasks.each.options(**given).map([path, path], chunk=2)
+        option_tasks.each.options(**given).map([path, path], chunk=2)
     ),
-    "child": lambda given, path: timed_tasks.parent.remote(path, "in", given),
+    "child": lambda given, path: option_tasks.parent.remote(path, "in", given),
 }
 
 
@@ -108,9 +108,9 @@ async def test_a_timeout_tells_how_long_it_waited_and_how_long_it_ran(
 
 
 CALLS: dict[str, tuple[type, dict[str, int], str]] = {
-    "one at a time": (timed_tasks.Timed, {}, "It is being stopped"),
-    "coroutines": (timed_tasks.TimedCoroutines, {}, "cancelled where it next awaits"),
-    "threads": (timed_tasks.Timed, {"max_concurrency": 2}, "its code goes on"),
+    "one at a time": (option_tasks.Timed, {}, "It is being stopped"),
+    "coroutines": (option_tasks.TimedCoroutines, {}, "cancelled where it next awaits"),
+    "threads": (option_tasks.Timed, {"max_concurrency": 2}, "its code goes on"),
 }
 
 
@@ -137,7 +137,7 @@ async def test_a_call_of_an_actor_is_stopped_when_it_has_run_for_so_long(
         with pytest.raises(aiogpu.TaskTimeoutError, match=told):
             await getattr(actor, name).remote(gate.path, "mine")
         with pytest.raises(aiogpu.TaskTimeoutError, match=told):
-            await timed_tasks.caller.remote(actor, name, gate.path, "task's")
+            await option_tasks.caller.remote(actor, name, gate.path, "task's")
         assert {"mine", "task's"} <= set(gate.pids)
         if kind == "coroutines":
             await gate.entered("mine-cancelled", "task's-cancelled")
@@ -154,7 +154,7 @@ async def test_the_run_of_a_stream_and_of_a_chunk_of_calls_is_limited_as_a_whole
     address: str, gate: Gate
 ) -> None:
     async with aiogpu.init(address=address, num_cpus=1):
-        actor = aiogpu.remote(timed_tasks.Timed).remote()
+        actor = aiogpu.remote(option_tasks.Timed).remote()
         items = actor.items.remote(gate.path, "stream")
         assert await anext(items) == 0
         with pytest.raises(aiogpu.TaskTimeoutError, match=r"Timed\.items did not"):
@@ -169,7 +169,7 @@ async def test_calls_that_wait_for_their_turn_have_all_of_it(
     address: str, gate: Gate
 ) -> None:
     async with aiogpu.init(address=address, num_cpus=1):
-        actor = aiogpu.remote(timed_tasks.Timed).remote()
+        actor = aiogpu.remote(option_tasks.Timed).remote()
         slow = actor.plain.remote(gate.path, "slow")
         waiting = [actor.quick.remote() for _ in range(20)]
         with pytest.raises(aiogpu.TaskTimeoutError):
@@ -184,9 +184,9 @@ async def test_calls_that_wait_for_their_turn_have_all_of_it(
 async def test_it_has_its_grace_when_the_node_is_closed(
     address: str, gate: Gate
 ) -> None:
-    kinds: dict[str, Any] = {"soft": timed_tasks.save}
+    kinds: dict[str, Any] = {"soft": option_tasks.save}
     if address != "inline":  # where one runs at a time
-        kinds |= {"plain": timed_tasks.save_plainly}
+        kinds |= {"plain": option_tasks.save_plainly}
     async with aiogpu.init(address=address, num_cpus=2):
         handles = [
             kind.options(stop_grace=60).remote(gate.path, name)
@@ -210,7 +210,7 @@ async def test_who_needs_longer_than_its_grace_is_stopped(
     address: str, gate: Gate
 ) -> None:
     async with aiogpu.init(address=address, num_cpus=1):
-        handle = timed_tasks.save.options(stop_grace=0.1).remote(gate.path, "in")
+        handle = option_tasks.save.options(stop_grace=0.1).remote(gate.path, "in")
         await gate.entered("in-False")
         closing = asyncio.ensure_future(aiogpu.shutdown())
         await gate.entered("in-told-cancelled")
@@ -227,13 +227,13 @@ async def test_one_that_is_cancelled_knows_and_has_no_grace(
     async with aiogpu.init(address=address, num_cpus=2):
         assert not aiogpu.get_runtime_context().is_stopping
         if kind == "task":
-            call: Any = timed_tasks.look_as_task.options(stop_grace=60)
+            call: Any = option_tasks.look_as_task.options(stop_grace=60)
             handle = call.remote(gate.path, "in")
             await gate.entered("in")
             handle.cancel()
             await gate.entered("in-True")
         else:
-            async with timed_tasks.Looking.remote() as actor:
+            async with option_tasks.Looking.remote() as actor:
                 handle = actor.look.remote(gate.path, "in")
                 await gate.entered("in")
                 handle.cancel()
@@ -247,7 +247,7 @@ async def test_the_tasks_of_a_program_that_leaves_are_told_alone(
     """What it has left detached goes on, and so does what others have."""
     async with node_here(tmp_path) as here:
         async with here.join() as leaves:
-            half = timed_tasks.save.options(num_cpus=0.5)
+            half = option_tasks.save.options(num_cpus=0.5)
             kept = half.options(lifetime="detached").remote(gate.path, "kept")
             handle = half.options(stop_grace=60).remote(gate.path, "own")
             await gate.entered("own-False", "kept-False")
@@ -256,7 +256,7 @@ async def test_the_tasks_of_a_program_that_leaves_are_told_alone(
             assert handle.done()
             assert kept.done()
         async with here.join():
-            other = timed_tasks.look_as_task.remote(gate.path, "other")
+            other = option_tasks.look_as_task.remote(gate.path, "other")
             await gate.entered("other")
             gate.release("other", "own-told")
             await other
@@ -272,9 +272,9 @@ async def test_a_drain_tells_all_and_waits_for_who_needs_longer(gate: Gate) -> N
             for name, value in here.variables.items():
                 patch.setenv(name, value)
             async with aiogpu.init(address="auto"):
-                patient = timed_tasks.save.options(stop_grace=60)
+                patient = option_tasks.save.options(stop_grace=60)
                 saves = patient.remote(gate.path, "in")
-                other = timed_tasks.look_as_task.remote(gate.path, "other")
+                other = option_tasks.look_as_task.remote(gate.path, "other")
                 await gate.entered("in-False", "other")
                 stopping = asyncio.ensure_future(
                     asyncio.to_thread(here.run, "stop", "--drain=0.5")
