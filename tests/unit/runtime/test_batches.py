@@ -23,7 +23,7 @@ from aiogpu.core.queue.fair_share import Limits
 from aiogpu.core.queue.timers import AlarmKind
 from aiogpu.core.resources.ledger import Ledger
 from aiogpu.core.scheduler.scheduler import Scheduler
-from aiogpu.errors import InternalError, ProtocolError, TaskTimeoutError
+from aiogpu.errors import InternalError, TaskTimeoutError
 from aiogpu.runtime import node as runtime_node
 from aiogpu.runtime.callers.caller import Child, Client
 from aiogpu.runtime.callers.requests import Requests
@@ -82,22 +82,6 @@ def test_the_turn_ends_it(story: BatchStory) -> None:
     story.begin()
     assert story.add(b"b") == 41
     assert len(story.due) == 1
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"spec": replace(SITE.spec, timeout=1.0)},
-        {"spec": replace(SITE.spec, is_lease=True)},
-        {"actor": SimpleNamespace()},
-    ],
-    ids=["timeout", "lease", "actor"],
-)
-def test_what_is_more_than_a_plain_task_joins_no_batch(
-    change: dict[str, Any], story: BatchStory
-) -> None:
-    story.begin(replace(SITE, **change))
-    assert story.row.func is None
 
 
 MINE = ClientId(1 << 26)
@@ -179,27 +163,6 @@ async def node() -> OneWorkerNode:
     return node
 
 
-async def test_answers_that_come_together_keep_their_order(node: OneWorkerNode) -> None:
-    node.submit(*range(2, 102))
-    assert len(node.client.children) == 100
-    while node.commands.sent:
-        node.end(min(7, len(node.commands.sent)))
-    assert node.told == [*range(1, 102)]
-    assert node.client.children == {}
-    assert not node.scheduler.tasks
-    history = node.driver.results.history
-    assert history.outcomes == {"finished": 101}
-    assert len(history.ring) < 50, "most have ended in rows"
-    assert {it.payload for it in node.peer.sent} == {  # type: ignore[union-attr]
-        b"r%d" % task for task in range(1, 102)
-    }
-
-
-async def test_a_number_that_comes_twice_cuts_off(node: OneWorkerNode) -> None:
-    with pytest.raises(ProtocolError, match="number 3 after 3"):
-        node.submit(2, 3, 3)
-
-
 class RaisingReceiver:
     """Wants no answer, and is told an error."""
 
@@ -256,17 +219,6 @@ async def test_a_receiver_that_raises_harms_no_other(
     assert not node.driver.knows(6)
 
 
-async def test_answers_of_others_are_dropped(node: OneWorkerNode) -> None:
-    node.submit(*range(2, 20))
-    node.end(1)
-    first, second, *_ = node.commands.sent
-    node.driver.on_done(1, [Done(99, b"", 1), Done(98, b"", 1)])
-    node.driver.on_done(2, [Done(first, b"", 1), Done(second, b"", 1)])
-    assert node.told == [1, 2]
-    node.end(2)
-    assert node.told == [1, 2, 3, 4]
-
-
 @pytest.mark.parametrize("reason", ["values", "large", "other", "fetched"])
 async def test_an_answer_that_needs_more_than_a_result_goes_alone(
     node: OneWorkerNode, reason: str
@@ -292,15 +244,6 @@ async def test_an_answer_that_needs_more_than_a_result_goes_alone(
     mine = [3, 4, 5, 6] if reason != "other" else [3, 5, 6]
     assert node.told == [1, 2, *mine]
     assert heard == ([b"r4"] if reason in ("values", "other") else [])
-
-
-async def test_a_program_that_has_left_gets_no_answer(node: OneWorkerNode) -> None:
-    node.submit(*range(2, 20))
-    node.end(1)
-    node.client.peer = None
-    node.end(4)
-    assert node.told == [1, 2]
-    assert len(node.client.children) == 13
 
 
 async def test_a_task_in_a_row_costs_few_calls(node: OneWorkerNode) -> None:

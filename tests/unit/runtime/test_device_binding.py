@@ -60,12 +60,6 @@ def test_an_unreadable_list_of_cpus_pins_nothing(cpu_tree: CpuTree, text: str) -
     assert cpu_tree.near(1) == (4, 5, 6, 7)
 
 
-def test_devices_that_are_not_on_a_bus(cpu_tree: CpuTree) -> None:
-    assert cpu_tree.near(0, devices=(Device(0),)) == ()
-    assert cpu_tree.near(1, devices=(Device(0), FIRST)) == (0, 1, 2, 4)
-    assert Affinity((), cpu_tree.root).near([0]) == ()
-
-
 @pytest.mark.parametrize(
     ("line", "file"),
     [
@@ -224,13 +218,6 @@ PID = "nvidia-cuda-mps-control.pid"
 
 def runs_in(directory: Path) -> bool:
     return binding.runs({binding.PIPES: str(directory)})
-
-
-def test_mps_runs_if_its_process_lives(tmp_path: Path) -> None:
-    (tmp_path / PID).write_text(f"{os.getpid()}\n")
-    assert runs_in(tmp_path)
-    assert binding.runs({}, str(tmp_path)), "in the directory that NVIDIA chose"
-    assert binding.runs({binding.PIPES: ""}, str(tmp_path))
 
 
 def test_mps_of_another_user_runs_too(

@@ -410,12 +410,6 @@ def test_what_a_driver_does_not_list_is_unknown(sample: Sample, unknown: str) ->
     assert attribute(ProcessAttribution(), sample) == Sorted({}, None, unknown)
 
 
-@pytest.mark.parametrize("memory", [None, 0])
-def test_a_worker_without_a_memory_figure_is_left_out(memory: int | None) -> None:
-    sample = Sample({WORKER_PID: memory}, frozenset(), True, GIB)
-    assert attribute(ProcessAttribution(), sample) == Sorted()
-
-
 def make_thread(watch: FakeWatch, *ids: str | None) -> tuple[DeviceThread, list[Look]]:
     devices = [Device(index, uuid=uuid) for index, uuid in enumerate(ids)]
     loop = asyncio.get_running_loop()

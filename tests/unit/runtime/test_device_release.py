@@ -222,17 +222,6 @@ def test_of_several_devices_each_recovers_by_itself() -> None:
     assert story.step() == [(Scheduler.device_changed, *ONE, Cause.UNSETTLED, None)]
 
 
-def test_a_device_recovers_when_the_last_worker_has_left_it() -> None:
-    story = ReleaseStory()
-    story.put(BUSY)
-    for worker in (1, 2, 3):
-        assert story.end(worker, is_whole=False) == []
-    told = [story.until_told() for _ in range(3)]
-    assert [worker for ((_, worker, _),) in told] == [1, 2, 3]
-    story.put(QUIET)
-    assert [story.step() for _ in range(3)] == [[], [], [RECOVERED]]
-
-
 def test_a_late_look_before_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("aiogpu.runtime.devices.release.LATE", -1.0)
     story = ReleaseStory()

@@ -95,18 +95,6 @@ def test_it_is_raised_for_the_first_node_and_put_back_after_the_last(low: int) -
     assert child_limit(limit) == low
 
 
-def test_what_the_program_sets_meanwhile_stands(low: int) -> None:
-    _, hard = resource.getrlimit(NOFILE)
-    limit = DescriptorLimit()
-    limit.acquire()
-    resource.setrlimit(NOFILE, (low + 100, hard))
-    limit.release()
-    assert soft_limit() == low + 100
-    limit.acquire()
-    limit.release()
-    assert soft_limit() == low + 100
-
-
 def test_a_limit_that_cannot_be_raised_is_used_as_it_is(
     low: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -22,7 +22,6 @@ from aiogpu.runtime.workers.pool import Pool
 from aiogpu.runtime.workers.slots import (
     MARGIN,
     SITES_KEPT,
-    SPARE_SLOTS,
     LiveWorker,
     Slot,
     Slots,
@@ -40,7 +39,6 @@ from aiogpu.wire.messages import (
     Fork,
     Forked,
     Hello,
-    Log,
     Message,
     Skipped,
 )
@@ -68,26 +66,6 @@ async def slots(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator
 
 
 ZYGOTE: Any = FakeZygote()
-
-
-async def test_a_free_slot_is_taken_before_one_is_made(slots: Slots) -> None:
-    first, second = slots.take(ZYGOTE), slots.take(ZYGOTE)
-    assert (first.index, second.index, len(slots)) == (0, 1, 2)
-    slots.put_back(first)
-    assert slots.take(ZYGOTE) is first
-    assert slots.take(ZYGOTE).index == 2
-
-
-async def test_only_so_many_keepers_are_kept_without_a_worker(slots: Slots) -> None:
-    taken = [slots.take(ZYGOTE) for _ in range(SPARE_SLOTS + 1)]
-    peers = []
-    for slot in taken:
-        slot.keeper = peer = FakePeer()  # type: ignore[assignment]
-        peers.append(peer)
-        slots.put_back(slot)
-    assert [peer.sent for peer in peers] == [[]] * SPARE_SLOTS + [[Close()]]
-    slots.close_free(ZYGOTE)
-    assert all(peer.sent == [Close()] for peer in peers)
 
 
 async def test_a_slot_serves_its_own_zygote_alone(slots: Slots) -> None:
@@ -286,28 +264,6 @@ async def test_unknown_greetings_are_cut_off(node: FakeNode) -> None:
     assert node.events == []
     zygote = node.greet(ZYGOTE_ROLE, 0)
     assert node.zygotes.peers == [zygote]
-
-
-@pytest.mark.parametrize("first", ["the zygote's word", "the keeper's end"])
-async def test_a_keeper_that_dies_takes_its_slot_along(
-    first: str, node: FakeNode
-) -> None:
-    keeper, worker = node.start()
-    worker.on_messages([Log(0, 1, b"last words")])
-    node.console.show_all()
-    if first == "the keeper's end":
-        keeper.on_lost()
-        assert node.events == [], "the zygote will say when all below it has ended"
-        node.pool.on_lost_slot(0)
-    else:
-        node.pool.on_lost_slot(0)
-        keeper.on_lost()
-    death = keeper_death(1001, ("last words",))
-    assert node.events == [("gone", 1, death)]
-    worker.on_lost()
-    node.pool.on_lost_slot(0)
-    assert len(node.events) == 1
-    assert repr(node.pool) == "<Pool 0 workers in 0 slots>"
 
 
 async def test_a_late_end_of_a_keeper_does_not_touch_its_successor(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import subprocess
-import sys
 import tracemalloc
 from dataclasses import replace
 from typing import Any
@@ -25,7 +23,6 @@ from aiogpu.errors import ProtocolError
 from aiogpu.serialization.serializer import dump_retried
 from aiogpu.wire.messages import DEFAULT_GROUP, SERIAL
 from tests.contract.raw_client import changed
-from tests.support.program import environment
 from tests.unit.runtime import fakes
 
 
@@ -83,35 +80,6 @@ def test_a_placement_there_and_back() -> None:
     assert theirs.spec.shape.request.placement_group == GANG
     assert theirs.spec.is_lease
     assert theirs.spec.is_grouped
-
-
-ELSEWHERE = """
-import sys
-from tests.unit.runtime.test_spec_codec import OPTIONS, func_of
-from aiogpu.client.spec_codec import dump_spec
-for options in OPTIONS:
-    site = func_of(**options)
-    print(hash(site.spec.shape), dump_spec(site).hex())
-"""
-
-
-def test_shapes_of_another_process_equal_ours() -> None:
-    """Its hashes of texts are not ours."""
-    told = subprocess.run(
-        [sys.executable, "-c", ELSEWHERE],
-        env=environment(PYTHONHASHSEED="1"),
-        check=True,
-        capture_output=True,
-        text=True,
-    ).stdout.splitlines()
-    hashes = set()
-    for options, line in zip(OPTIONS, told, strict=True):
-        number, packed = line.split()
-        ours = func_of(**options).spec.shape
-        theirs = load_spec(bytes.fromhex(packed), fakes.function()).spec.shape
-        assert {ours: 1}[theirs] == 1
-        hashes.add(int(number) == hash(ours))
-    assert False in hashes, "else this test shows nothing"
 
 
 def test_what_is_the_users_is_never_loaded() -> None:

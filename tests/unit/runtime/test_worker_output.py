@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import io
 import os
-import re
 import resource
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, TextIO, cast
+from typing import Any, TextIO
 
 import pytest
 
@@ -20,10 +19,8 @@ from aiogpu.core.model.ids import ClientId, TaskId, WorkerId
 from aiogpu.engines.remote import Terminal
 from aiogpu.runtime import output as output
 from aiogpu.runtime.output import (
-    CHUNK,
     FILE,
     Console,
-    Entry,
     LinePipe,
     Output,
     Pages,
@@ -74,19 +71,6 @@ async def test_lines_may_be_cut_anywhere() -> None:
     pipe.close()
 
 
-async def test_a_line_without_end_is_cut() -> None:
-    lines = Lines()
-    pipe, writing = open_pipe(lines)
-    os.write(writing, b"x" * CHUNK)
-    pipe.drain()
-    assert [len(line) for line in lines.seen] == [CHUNK]
-    os.write(writing, b"y" * 10 + b"\n")
-    pipe.drain()
-    assert lines.seen[1:] == [b"y" * 10]
-    os.close(writing)
-    pipe.close()
-
-
 async def test_resuming_a_closed_pipe_touches_no_other_descriptor() -> None:
     """The console may let a source go on that has gone meanwhile."""
     lines = Lines()
@@ -133,14 +117,6 @@ async def test_progress_ends_with_its_process(tmp_path: Path) -> None:
     output.end_progress()
     assert console.lines == [(1, "(a) out 1"), (2, "(a) err 2")]
     os.close(out)
-    output.close()
-
-
-async def test_the_last_lines_have_progress_once(tmp_path: Path) -> None:
-    output, _, _ = make_output(tmp_path)
-    for line in (b"before", b"1\r", b"2\r", b"\r", b"3\r", b"3", b"behind"):
-        output.show(2, "a", line, task=5)
-    assert [text for _, text in output.last] == ["before", "3", "behind"]
     output.close()
 
 
@@ -242,25 +218,6 @@ def test_a_line_goes_to_the_program_of_its_task(routed: RoutedNode) -> None:
     ]
 
 
-def test_raw_output_belongs_to_the_task_that_runs(routed: RoutedNode) -> None:
-    assert routed.take("raw", worker=1)
-    assert routed.seen(ONE) == ["(embed pid=4) raw"]
-    assert not routed.take("of none", worker=2)
-    assert not routed.take("of nobody", worker=3)
-    assert not routed.take("of the node", task=9)
-    assert not routed.take("of one that has ended", task=99)
-    assert len(routed.log.lines) == 1
-
-
-def test_a_line_of_the_log() -> None:
-    line = str(Entry(1000.0425, 67108864, 12, 2, "embed pid=4", "a\tb"))
-    assert re.fullmatch(
-        r"\d{4}-\d\d-\d\d \d\d:\d\d:40\.042 client=67108864 task=12 err "
-        r"\(embed pid=4\) a\tb",
-        line,
-    )
-
-
 def test_files_are_turned_and_the_oldest_goes(tmp_path: Path) -> None:
     pages = Pages(str(tmp_path / "a"), 100, 2)
     for number in range(40):
@@ -272,14 +229,6 @@ def test_files_are_turned_and_the_oldest_goes(tmp_path: Path) -> None:
     kept = "".join(file.read_text() for file in reversed(files)).split()
     assert kept[-1] == "0039"
     assert kept[1::2] == [f"{number:04}" for number in range(40)][-len(kept) // 2 :]
-
-
-def test_a_line_longer_than_a_file_is_written_all_the_same(tmp_path: Path) -> None:
-    pages = Pages(str(tmp_path / "a"), 10, 1)
-    pages.write(["x" * 100, "y"])
-    pages.close()
-    assert (tmp_path / "a.1").read_text() == "x" * 100 + "\n"
-    assert (tmp_path / "a").read_text() == "y\n"
 
 
 def test_a_full_disk_loses_lines_and_is_reported_once(
@@ -437,30 +386,6 @@ async def test_progress_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
         "10%\r   \r20%\r   \rdone\n30%\r   \r40%\r   \rend\n"
     )
     assert errors.getvalue() == "an error\n40%\r   \r"
-
-
-class BareStream:
-    """As programs put in place of `sys.stdout`: it can be written to, no more."""
-
-    def __init__(self) -> None:
-        self.text = ""
-
-    def write(self, text: str) -> int:
-        self.text += text
-        return len(text)
-
-    def flush(self) -> None:
-        """Has nothing to do."""
-
-
-async def test_a_stream_that_can_only_be_written_to(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    bare, notebook = BareStream(), Notebook()
-    lines = [(1, 7, "line"), (1, 7, "1\r"), (2, 7, "1\r"), (1, 8, "line")]
-    await shown(lines, cast("TextIO", bare), notebook, monkeypatch)
-    assert bare.text == "line\nline\n"
-    assert notebook.getvalue() == "1\r \r"
 
 
 DONE = ChildDone(1, b"")

@@ -30,7 +30,6 @@ from aiogpu.runtime.zygote.generations import (
     DEAR,
     DEVICE_MODULES,
     INTENSITY,
-    MOST,
     NOT_CHEAP,
     Learning,
     ZygoteGenerations,
@@ -93,13 +92,6 @@ def test_what_belongs_to_a_preloaded_module(module: str, name: str) -> None:
     environment = (("A", "1"), (name, "2"), ("Z", "3"))
     assert early_variables(environment, ["sys", module], ()) == ((name, "2"),)
     assert early_variables(environment, ["sys"], ()) == ()
-
-
-def test_what_was_read_while_modules_were_imported() -> None:
-    environment = (("A", "1"), ("HOME", "/x"), ("OMP_NUM_THREADS", "2"))
-    read = ["HOME", "B", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"]
-    assert early_variables(environment, (), read) == (("HOME", "/x"),)
-    assert early_variables((("CUDA_VISIBLE_DEVICES", "0"),), (), read) == ()
 
 
 FLAGS = """
@@ -254,13 +246,6 @@ def hear(learning: Learning, **costs: int) -> bool:
     return learning.hear(tuple(costs), tuple(costs.values()))
 
 
-def test_a_costly_module_is_learnt_at_once() -> None:
-    learning = Learning(())
-    assert not hear(learning, cheap=DEAR - 1)
-    assert hear(learning, dear=DEAR)
-    assert learning.modules == ["dear"]
-
-
 def test_what_is_not_cheap_is_learnt_from_the_second_worker() -> None:
     learning = Learning(())
     assert not hear(learning, a=NOT_CHEAP, b=NOT_CHEAP - 1)
@@ -295,13 +280,6 @@ def test_what_is_unfit_never_comes_back() -> None:
 def test_what_must_see_devices_is_not_learnt(module: str, is_seen: bool) -> None:
     assert sees_devices(module) is is_seen
     assert Learning(()).hear([module], [DEAR]) is not is_seen
-
-
-def test_the_number_of_learnt_modules_is_bounded() -> None:
-    learning = Learning(())
-    names = [f"m{number}" for number in range(MOST + 1)]
-    assert learning.hear(names, [DEAR] * len(names))
-    assert learning.modules == names[:-1]
 
 
 LEARNT = Imported(("slow",), (DEAR,))
