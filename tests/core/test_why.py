@@ -141,6 +141,13 @@ def test_a_task_that_waits_for_its_children_names_them():
     assert "its children child, c0, c1, c2, c3, c4, c5, c6, and 3 more;" in str(told)
 
 
+def test_a_task_that_is_being_stopped_says_so():
+    w = zeroth(World()).play("submit a; cancel a")
+    assert str(why_of(w, "a")) == (
+        "a (task 1) is being stopped; its code on worker 2 (pid 102) has not ended yet."
+    )
+
+
 def test_on_a_node_that_closes_a_task_waits_for_its_turn():
     w = World(cpus=1, exits=False).play("submit a")
     submit(w, [f"t{n}" for n in range(ABANDONED + 1)])

@@ -239,12 +239,6 @@ class FakeConsole:
         else:
             self._after.append((number, action))
 
-    def show_all(self) -> None:
-        self.written = len(self.lines)
-        waiting, self._after = self._after, []
-        for _, action in waiting:
-            action()
-
     @property
     def texts(self) -> Sequence[str]:
         return [text for _, text in self.lines]

@@ -9,9 +9,10 @@ import socket
 import pytest
 
 from aiogpu.runtime.connection import AT_ONCE, Peer, Recipient
-from aiogpu.wire.codec import encode
+from aiogpu.wire.codec import LARGE, encode
 from aiogpu.wire.connection import CLIENT, KEEPER, WORKER, Connection, greeting
 from aiogpu.wire.messages import (
+    ChildDone,
     Done,
     Ended,
     Exit,
@@ -162,3 +163,12 @@ async def test_what_is_sent_goes_after_what_was_posted() -> None:
     frames = [encode(Fork(number)) for number in range(1, 7)]
     assert b"".join(transport.written) == b"".join(frames)
     assert len(transport.written) == 5
+
+
+async def test_a_large_answer_keeps_its_place() -> None:
+    peer, transport = FakePool().connect()
+    answers = [ChildDone(size, bytes(size)) for size in (1, 2, LARGE, 3)]
+    for answer in answers:
+        peer.post(answer)
+    await asyncio.sleep(0)
+    assert b"".join(transport.written) == b"".join(map(encode, answers))
