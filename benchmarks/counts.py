@@ -1,4 +1,4 @@
-"""What a call costs in calls of functions, bytes and objects, which no load changes.
+"""What a call costs in calls, bytecodes, bytes and objects, which no load changes.
 
     python -m benchmarks.counts                 # all of it, each with its dearest parts
     python -m benchmarks.counts awaited --all   # one of them, every function
@@ -6,8 +6,9 @@
     python -m benchmarks.counts --keep          # what is counted now is the measure
 
 Counted are the functions of aiogpu that are called, and what these call of C, by
-`sys.setprofile`. Where replies come together, how many do is chance, so the least of
-some rounds counts. Garbage is not collected meanwhile.
+`sys.setprofile`, or the bytecodes that they run, by `sys.settrace`. Where replies come
+together, how many do is chance, so the least of some rounds counts. Garbage is not
+collected meanwhile.
 """
 
 from __future__ import annotations
@@ -79,15 +80,20 @@ class Tally:
 
     def note(self, frame: FrameType, what: str, argument: object) -> None:
         """See `sys.setprofile`."""
-        code = frame.f_code
-        if what not in ("call", "c_call") or not code.co_filename.startswith(_ROOT):
-            return
-        name = f"{code.co_filename[len(_ROOT) :]}:{code.co_qualname}"
-        if _TIMED.search(name):
+        name = self.name_of(frame)
+        if what not in ("call", "c_call") or not name:
             return
         if what == "c_call":
             name += f" > {getattr(argument, '__qualname__', argument)}"
         self.calls[name] += 1
+
+    def name_of(self, frame: FrameType) -> str:
+        """The function that runs, if it counts; else ""."""
+        code = frame.f_code
+        if not code.co_filename.startswith(_ROOT):
+            return ""
+        name = f"{code.co_filename[len(_ROOT) :]}:{code.co_qualname}"
+        return "" if _TIMED.search(name) else name
 
     def begin(self) -> None:
         """Count from here on."""
@@ -97,6 +103,28 @@ class Tally:
     def end(self) -> Counter[str]:
         """Return what was called since."""
         sys.setprofile(None)
+        gc.enable()
+        return self.calls
+
+
+class BytecodeTally(Tally):
+    """Counts the bytecodes that aiogpu's code runs."""
+
+    def trace(self, frame: FrameType, what: str, _argument: object) -> Any:
+        """See `sys.settrace`."""
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        if what == "opcode" and (name := self.name_of(frame)):
+            self.calls[name] += 1
+        return self.trace
+
+    def begin(self) -> None:
+        """Count from here on."""
+        gc.disable()
+        sys.settrace(self.trace)
+
+    def end(self) -> Counter[str]:
+        """Return what was run since."""
+        sys.settrace(None)
         gc.enable()
         return self.calls
 
@@ -130,11 +158,13 @@ def _each(count: Count) -> float:
     return count.each
 
 
-async def _least(make: Callable[[], Call], way: Way, number: int) -> Count:
+async def _least(
+    make: Callable[[], Call], way: Way, number: int, kind: type[Tally] = Tally
+) -> Count:
     call, found = make(), []
     await way(call, number)
     for _ in range(ROUNDS):
-        tally = Tally()
+        tally = kind()
         tally.begin()
         try:
             await way(call, number)
@@ -282,6 +312,8 @@ ON_A_NODE: Final[dict[str, Callable[[], Awaitable[Count]]]] = {
     "actor gathered": partial(_least, _method, _gathered, MANY),
     "stream": partial(_least, _stream, _streamed, MANY),
     "isolated": partial(_least, partial(_task, num_gpus=0.25), _one_by_one, FEW // 10),
+    "bytecodes": partial(_least, _task, _one_by_one, FEW, BytecodeTally),
+    "bytecodes of an actor": partial(_least, _method, _one_by_one, FEW, BytecodeTally),
     "worker": _worker,
     "bytes": partial(_on_the_wire, "to workers", "from workers"),
     "transfers": partial(_on_the_wire, "writes", "reads"),
