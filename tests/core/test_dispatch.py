@@ -340,6 +340,16 @@ def test_what_stands_behind_a_long_task_is_taken_back():
     w.play("finish t1; running = t2")
 
 
+def test_nothing_is_queued_behind_a_function_that_was_found_long():
+    w = queue_behind(100).play(f"advance {LONG}")
+    assert w.tasks["t1"].spec.pace.depth == 0
+    w.play("let took=1.0; finish t1; running = t2; queued =")
+    w.took = SHORT
+    for number in range(2, 30):
+        w.finish(f"t{number}")
+    assert w.queued
+
+
 def test_a_worker_without_a_queue_is_looked_at_no_more():
     w = queue_behind(4)
     for number in range(1, 4):

@@ -6,7 +6,9 @@ from itertools import product
 import pytest
 
 from aiogpu.core.model.request import (
+    DEEPEST,
     Device,
+    DurationEstimate,
     Request,
     Shape,
     TaskSpec,
@@ -208,3 +210,22 @@ def test_a_worker_is_bound_to_environment_devices_and_memory_limit():
     assert [limit for _, _, limit in bindings] == [0, 0, 0, 10, 10, -1_000, -500]
     cpu = Request.of({"CPU": UNIT}, {})
     assert binding_of(spec_of(cpu), Ledger({"CPU": UNIT}).take(cpu)) == ((), (), 0)
+
+
+def pace(*durations: float) -> DurationEstimate:
+    """What is known after these, in seconds."""
+    made = DurationEstimate()
+    for took in durations:
+        made.note(took)
+    return made
+
+
+def test_the_estimate_follows_what_happens_and_forgives_one_that_was_slow():
+    """Its worker may have been put aside by the system."""
+    assert DurationEstimate().depth == 0
+    made = pace(*[1e-5] * 50)
+    made.note(1.0)
+    assert 40 < made.depth < DEEPEST
+    assert pace(*[1e-5] * 50, *[1.0] * 8).depth == 0
+    made = pace(1.0, *[1e-5] * 60)
+    assert (made.depth, made.mean) == (DEEPEST, pytest.approx(1e-5, rel=0.1))

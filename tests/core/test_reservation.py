@@ -88,6 +88,19 @@ def test_big_tasks_run_one_after_the_other_under_an_endless_stream_of_quarters()
     assert len(w.running) == 16
 
 
+@pytest.mark.parametrize(
+    ("timeout", "passes"), [(4.0, True), (7.0, True), (7.5, False), (None, False)]
+)
+def test_who_gives_back_in_time_goes_past(timeout, passes):
+    """ "long" has ended at 10 + 2 s, so now, at 3 s, there are 9 s less the grace."""
+    w = ready_for_two(timeout=10.0).play("pass_over")
+    assert w.scheduler.reservation.until == 12.0
+    w.advance(2.0)
+    w.submit("small", num_gpus=0.5, timeout=timeout)
+    assert ("small" in w.running) == passes
+    assert w.waiting == ({"big"} if passes else {"big", "small"})
+
+
 def test_what_was_promised_stands_though_an_urgent_task_came_between():
     w = ready_for_two(timeout=10.0).play("pass_over; submit urgent gpus=0.5 priority=1")
     w.play(f"advance {STANDS}; pass_over")

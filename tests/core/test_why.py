@@ -66,6 +66,19 @@ def test_the_place_of_one_that_waits_behind_thousands_is_found(left):
         assert told.position == (number if not left else last - left)
 
 
+def test_a_process_that_ends_and_one_that_begins_hold_what_they_have():
+    w = zeroth(World(cpus=1))
+    w.play("let exits=False; submit a max_calls=1; submit b; finish a")
+    assert str(why_of(w, "b")).splitlines()[2] == (
+        "    1: held by a process that is ending (pid 102)"
+    )
+    w.play("let starts=False; die 2; submit c")
+    record = w.scheduler.tasks.get(w.tasks["c"].id)
+    assert str(why(w.scheduler, record, {}, w.now)).splitlines()[2] == (
+        "    1: held by b (its worker is being forked)"
+    )
+
+
 def reserved(**options: object) -> World:
     """A world in which something is kept for `big`."""
     w = zeroth(World(cpus=4, gpus=2))
