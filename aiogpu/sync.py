@@ -42,7 +42,7 @@ from aiogpu.api.decorator import method
 from aiogpu.api.decorator import remote as _remote
 from aiogpu.api.runtime_context import get_gpu_ids, get_runtime_context
 from aiogpu.client.current import is_in_task
-from aiogpu.errors import MisuseError
+from aiogpu.errors import MisuseError, NodeRunningError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Coroutine
@@ -337,6 +337,9 @@ def init(**options: Any) -> SyncNode:
         raise error_inside_task(what)
     try:
         opened = way.run(what, lambda: node.init(**options))
+    except NodeRunningError as error:
+        told = str(error).replace("`await aiogpu.", "`aiogpu.sync.")
+        raise NodeRunningError(told) from None
     except BaseException:
         if portal.portal_to_program(what) is None:
             portal.close_own_loop()

@@ -19,7 +19,7 @@ from contextvars import Context, copy_context
 from functools import partial, update_wrapper
 from inspect import Parameter, Signature
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Final, Never, Protocol, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar, overload
 from weakref import WeakValueDictionary
 
 from aiogpu.api.options import check_duration, whole_number
@@ -66,7 +66,7 @@ class BatchDecorator(Protocol):
 
 @options_of("batch()")
 def batch(
-    *misplaced: Never, max_size: int, max_wait: float = 0.0, max_concurrency: int = 1
+    *, max_size: int, max_wait: float = 0.0, max_concurrency: int = 1
 ) -> BatchDecorator:
     """Decorator: gather calls with one item each into calls with a list of items.
 
@@ -90,7 +90,6 @@ def batch(
     It is meant for `async def` methods of actors. It needs no node.
 
     Args:
-        *misplaced: not allowed; all options are keywords.
         max_size: items in a batch at most, 1 or more.
         max_wait: seconds that the first item waits for others, 0 or more. With 0 a
             batch has the calls of one iteration of the event loop.
@@ -101,8 +100,6 @@ def batch(
         OptionError: an option is invalid.
         MisuseError: the decorated object is not an `async def` that takes one list.
     """
-    if misplaced:
-        raise MisuseError("batch() takes options by name: @aiogpu.batch(max_size=32).")
     whole_number("max_size", max_size, 1, "a whole number of items, 1 or more")
     what = "a whole number of batches, 1 or more"
     whole_number("max_concurrency", max_concurrency, 1, what)

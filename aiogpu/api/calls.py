@@ -20,6 +20,7 @@ from aiogpu.api.results.blocking import (
     ItemBuffer,
     RestoredOwner,
 )
+from aiogpu.api.usage_errors import PUT_NAME
 from aiogpu.client.current import (
     client_of_caller,
     client_of_task,
@@ -407,9 +408,9 @@ def put(value: T) -> Putting[T]:
     else:
         from aiogpu.runtime.objects.values import Value
 
-        reference = Value("put")
+        reference = Value(PUT_NAME)
         reference.settle(payload)
-    handle = _handle_of(caller, "put", reference)
+    handle = _handle_of(caller, PUT_NAME, reference)
     if caller.remote_values is not None:
         handle.task_id = NOT_ASKED
     handle.settle(payload)

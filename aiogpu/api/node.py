@@ -284,9 +284,16 @@ class Opening(EnteredOnLoop):
             if self._ignore_reinit_error:
                 await session.opened()
                 return node_of(session)
+            opened_by, told = session.opened_by, "."
+            if opened_by:
+                told = (
+                    f", which an earlier {opened_by} has opened with the defaults. "
+                    f"Call init() before that."
+                )
             raise NodeRunningError(
-                "this event loop has a node already. Call aiogpu.shutdown() before "
-                "another init(), or say init(ignore_reinit_error=True) to share it."
+                f"this event loop has a node already{told} Write `await "
+                f"aiogpu.shutdown()` before another init(), or "
+                f"init(ignore_reinit_error=True) to share it."
             )
         session = self._mine = start_session(self._address, self._options, loop)
         try:

@@ -63,7 +63,7 @@ from aiogpu.api.results import handle as handles
 from aiogpu.api.results.stream import IteratedOnce, Stream
 from aiogpu.api.run import new_runner
 from aiogpu.api.session import refuse_in_worker
-from aiogpu.api.usage_errors import NotItsResult
+from aiogpu.api.usage_errors import PUT_NAME, NotItsResult
 from aiogpu.client.current import is_in_task, is_loop_running
 from aiogpu.errors import (
     MisuseError,
@@ -582,6 +582,8 @@ class Handle(_Proxy, NotItsResult, concurrent.futures.Future[T]):
         return f"<Handle {self.task_name} {self.task_id} {state}>"
 
     def _how_to_wait(self) -> str:
+        if self.task_name == PUT_NAME:
+            return "`aiogpu.sync.get(handle)`"
         return f"`aiogpu.sync.get(...)` around {self.task_name}.remote(...)"
 
     @property

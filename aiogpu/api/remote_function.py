@@ -67,9 +67,12 @@ class Parameters:
             `check` between the two.
     """
 
-    def __init__(self, name: str, signature: inspect.Signature | None) -> None:
+    def __init__(
+        self, name: str, signature: inspect.Signature | None, owner: str = ""
+    ) -> None:
         self._name = name
         self._signature = signature
+        self._owner = owner
         self.least, self.most = (
             (0, float("inf")) if signature is None else _positions(signature)
         )
@@ -88,7 +91,7 @@ class Parameters:
                 for one in signature.parameters.values()
             ]
             signature = inspect.Signature(plain)
-        return Parameters, (self._name, signature)
+        return Parameters, (self._name, signature, self._owner)
 
     def check(self, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         """Raise `MisuseError` unless it takes these arguments."""
@@ -105,6 +108,11 @@ class Parameters:
             if given := [name for name in kwargs if name in CHECKS["task"]]:
                 told = (
                     f" Options go before the call: .options({given[0]}=...).remote()."
+                )
+            if self._owner and next(iter(self._signature.parameters), "") == "self":
+                told = (
+                    f" {self._name} is a method of {self._owner}: put @aiogpu.remote "
+                    f"above the class, which makes actors of it."
                 )
             raise MisuseError(
                 f"{self._name}{self._signature} was called with wrong arguments: "
@@ -182,7 +190,9 @@ class Definition:
     @cached_property
     def parameters(self) -> Parameters:
         """The parameters of the function; determined at first use."""
-        return Parameters(self.name, signature_of(self.function))
+        place = getattr(self.function, "__qualname__", "").rpartition(".")[0]
+        owner = "" if place.endswith("<locals>") else place.rpartition(".")[2]
+        return Parameters(self.name, signature_of(self.function), owner)
 
     def sent(self) -> Function:
         """The function as workers get it; pickled when it is first needed.

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Coroutine, Iterable
 from functools import partial
 from inspect import CORO_SUSPENDED, getcoroutinestate
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import Any, Final, TypeVar
 
 from aiogpu.errors import NoLoopError
@@ -88,6 +88,7 @@ def run(main: Coroutine[Any, Any, T], *, debug: bool | None = None) -> T:
         debug: asyncio's debug mode; None for the interpreter's setting.
 
     Raises:
+        ValueError: `main` is a function, not the coroutine that calling it gives.
         NoLoopError: an event loop runs here already, as in a notebook.
         SystemExit: SIGTERM has cancelled `main`.
     """
@@ -97,6 +98,12 @@ def run(main: Coroutine[Any, Any, T], *, debug: bool | None = None) -> T:
         raise NoLoopError(
             "aiogpu.run() cannot be called from a running event loop, as in a notebook "
             "or under a server: write `await main()`."
+        )
+    given: object = main
+    if isinstance(given, FunctionType):
+        raise ValueError(
+            f"aiogpu.run() takes a coroutine and was given {given!r}: write "
+            f"`aiogpu.run({given.__name__}())`."
         )
     try:
         runner = _with_deferred_interrupt(partial(new_runner, debug))

@@ -137,9 +137,8 @@ _GIVEN_UP: Final = "this node was given up before it was open."
 
 
 FROM_A_THREAD: Final = (
-    "In an `async def`, await it. In this thread write `asyncio."
-    "run_coroutine_threadsafe(call(), loop).result()`: `async def call()` awaits it, "
-    "and `loop` is the event loop of the program."
+    "In an `async def`, await it there. In this thread write "
+    "`aiogpu.from_thread(f.remote, x).result()`, which has the loop make the call."
 )
 """What to write in a thread without an event loop, if another thread runs one."""
 
@@ -156,7 +155,10 @@ class Session:
         thread: the number of the thread that runs it.
         remote_values: the store of values if the node is another process, else None.
         new_handle: makes a handle of this loop.
+        opened_by: the call that has opened it, ".remote()"; "" for `init`.
     """
+
+    opened_by = ""
 
     def __init__(self, engine: Engine, loop: asyncio.AbstractEventLoop) -> None:
         self._engine = engine
@@ -472,7 +474,9 @@ def current_session(what: str = ".remote()") -> Session:
             if inherited.is_forked:
                 raise inherited.unusable()
         raise no_loop(what)
-    return start_session(default_address(), NodeOptions(), loop)
+    session = start_session(default_address(), NodeOptions(), loop)
+    session.opened_by = what
+    return session
 
 
 def session_of_program(what: str) -> Session:
@@ -496,7 +500,8 @@ def no_loop(what: str) -> NoLoopError:
     return NoLoopError(
         f"{what} needs a running event loop, and there is none in this thread. Call it "
         f"inside an `async def`: a program runs that by aiogpu.run(main()), a server "
-        f"and a notebook run it on the loop that they have."
+        f"and a notebook run it on the loop that they have. Or write `import "
+        f"aiogpu.sync`, which needs no loop."
     )
 
 

@@ -72,6 +72,10 @@ class IteratedOnLoop:
             iter(self)
 
 
+PUT_NAME: Final = "put"
+"""The name of what `put` has stored, in place of a task's."""
+
+
 class NotItsResult:
     """Mixin of handles: using one as if it were its result raises."""
 
@@ -184,6 +188,10 @@ def options_of(what: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         known = dict.fromkeys(code.co_varnames[named])
         known.pop("self", None)
         is_by_name = not code.co_argcount and not code.co_flags & CO_VARARGS
+        needed = [name for name in known if name not in (function.__kwdefaults__ or ())]
+        advice = ""
+        if is_by_name and needed:
+            advice = f" Write `@aiogpu.{function.__name__}({needed[0]}=...)`."
 
         @wraps(function)
         def checked(*args: P.args, **options: P.kwargs) -> R:
@@ -192,7 +200,7 @@ def options_of(what: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
             if args and is_by_name:
                 raise MisuseError(
                     f"{function.__name__}({args[0]!r}): the options of {what} go by "
-                    f"name. There are: {', '.join(known)}."
+                    f"name. There are: {', '.join(known)}.{advice}"
                 )
             return function(*args, **options)
 

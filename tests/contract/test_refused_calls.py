@@ -219,6 +219,7 @@ async def test_another_thread_is_refused_by_each_of_them() -> None:
                 it.handle = add.remote(1)
                 told = await refused(entry, it)
                 assert "event loop" in told, name
+                assert "`aiogpu.from_thread(f.remote, x).result()`" in told, name
                 assert await it.handle == 2, name
             for entry in OF_HANDLES.values():
                 with pytest.raises(aiogpu.AiogpuError, match="event loop"):
@@ -254,3 +255,8 @@ async def test_what_is_written_in_its_place() -> None:
             return asyncio.run_coroutine_threadsafe(call(), loop).result()
 
         assert await asyncio.to_thread(endpoint) == 1
+
+        def in_brief() -> int:
+            return aiogpu.from_thread(add.remote, 2).result()
+
+        assert await asyncio.to_thread(in_brief) == 3

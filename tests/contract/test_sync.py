@@ -212,7 +212,8 @@ def test_the_node_is_asked_and_reserved(node: Any) -> None:
     with sync.placement([{"CPU": 1}]) as group:
         placed = double.options(placement=group, num_cpus=1)
         assert placed.remote(2).result() == 4
-    with pytest.raises(aiogpu.errors.NodeRunningError):
+    told = r"already\. Write `aiogpu\.sync\.shutdown\(\)` before another init\(\)"
+    with pytest.raises(aiogpu.errors.NodeRunningError, match=told):
         sync.init()
     with pytest.raises(AttributeError, match=r"write `handle\.cancel\(\)`"):
         sync.cancel  # type: ignore[attr-defined]  # noqa: B018

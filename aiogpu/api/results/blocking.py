@@ -15,6 +15,7 @@ from typing import (
     TYPE_CHECKING,
     Any,
     ClassVar,
+    Final,
     Generic,
     NoReturn,
     Protocol,
@@ -22,7 +23,7 @@ from typing import (
 )
 
 from aiogpu.api.options import check_wait
-from aiogpu.api.usage_errors import NotItsResult
+from aiogpu.api.usage_errors import PUT_NAME, NotItsResult
 from aiogpu.client.current import client_of_task, error_inside_task, is_loop_running
 from aiogpu.core.mailbox import Window
 from aiogpu.errors import (
@@ -46,6 +47,10 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
+
+
+OF_A_LIST: Final = "of a list: inside another argument a handle stays a handle"
+"""Why a task has a handle in place of a result, where it was given one."""
 
 
 class Owner(Protocol):
@@ -218,6 +223,10 @@ class BlockingHandle(HandleBase, Generic[T]):
         return f"<BlockingHandle {self.task_name} {self._state}>"
 
     def _how_to_wait(self) -> str:
+        if self.task_name == PUT_NAME:
+            return "aiogpu.get(handle)"
+        if isinstance(self.owner, RestoredOwner):
+            return f"aiogpu.get(handle), or aiogpu.get(handles) {OF_A_LIST}"
         return f"aiogpu.get({self.task_name}.remote(...))"
 
     def __await__(self) -> Generator[Any, None, T]:

@@ -19,7 +19,8 @@ from contextlib import suppress
 from contextvars import Context
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
-from aiogpu.api.results.blocking import HandleBase, Owner, RestoredOwner
+from aiogpu.api.results.blocking import OF_A_LIST, HandleBase, Owner, RestoredOwner
+from aiogpu.api.usage_errors import PUT_NAME
 from aiogpu.client.current import current
 from aiogpu.errors import (
     DeserializationError,
@@ -203,7 +204,18 @@ class Handle(HandleBase, asyncio.Future[T]):
         return self.exception() if self.done() and not self.cancelled() else None
 
     def _how_to_wait(self) -> str:
+        if self.task_name == PUT_NAME:
+            return "`await handle`"
+        if self.shared is not None:
+            return f"`await handle`, or `await asyncio.gather(*handles)` {OF_A_LIST}"
         return f"`await` before {self.task_name}.remote(...)"
+
+    def _unset(self, asked: str) -> asyncio.InvalidStateError:
+        """Make the error for a handle asked for its end before it."""
+        return asyncio.InvalidStateError(
+            f"{self.task_name} has not ended, and handle.{asked}() does not wait for "
+            f"it: write `await handle`, as in `await {self.task_name}.remote(...)`."
+        )
 
     def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
         loop = asyncio._get_running_loop()
@@ -393,6 +405,7 @@ class Handle(HandleBase, asyncio.Future[T]):
         """The task's result; raises as `asyncio.Future.result` does.
 
         Raises:
+            asyncio.InvalidStateError: it has not ended; `await` waits for the end.
             DeserializationError: it cannot be unpickled in this process.
         """
         try:
@@ -403,6 +416,10 @@ class Handle(HandleBase, asyncio.Future[T]):
                 # Otherwise each raise would append its frames to the previous ones.
                 raise self._error.with_traceback(None)
             return self._value  # type: ignore[return-value]
+        except asyncio.InvalidStateError:
+            if self.done():
+                raise  # the task's own
+            raise self._unset("result") from None
         finally:
             # The error's traceback refers to this frame. With `self` in it there is a
             # cycle, which keeps the error and all that the callers' frames hold, such
@@ -410,8 +427,15 @@ class Handle(HandleBase, asyncio.Future[T]):
             del self
 
     def exception(self) -> BaseException | None:
-        """Return the task's error, or the error of unpickling the result; or None."""
-        error = _exception(self)
+        """Return the task's error, or the error of unpickling the result; or None.
+
+        Raises:
+            asyncio.InvalidStateError: it has not ended; `await` waits for the end.
+        """
+        try:
+            error = _exception(self)
+        except asyncio.InvalidStateError:
+            raise self._unset("exception") from None
         if error is None and self._payload is not None:
             self._decode()
         return self._error if error is None else error

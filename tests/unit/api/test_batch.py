@@ -722,9 +722,13 @@ def test_an_ill_valued_option_is_named(option: str, value: Any, words: str) -> N
 def test_options_go_by_name_and_a_size_must_be_named() -> None:
     misused: Any = aiogpu.batch
     with pytest.raises(TypeError, match="max_size"):
-        misused(double)
-    with pytest.raises(MisuseError, match=r"by name: @aiogpu\.batch\(max_size=32\)"):
-        misused(8, max_size=8)
+        misused()
+    for given, options in ((double, {}), (8, {"max_size": 8})):
+        with pytest.raises(
+            MisuseError, match=r"options of batch.. go by name"
+        ) as caught:
+            misused(given, **options)
+        assert str(caught.value).endswith(" Write `@aiogpu.batch(max_size=...)`.")
 
 
 class Wrong:

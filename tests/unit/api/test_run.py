@@ -69,6 +69,11 @@ async def test_it_begins_no_loop_within_another() -> None:
     assert inspect.getcoroutinestate(coroutine) == inspect.CORO_CLOSED
 
 
+def test_a_function_is_to_be_called_first() -> None:
+    with pytest.raises(ValueError, match=r"write `aiogpu\.run\(fail\(\)\)`\.$"):
+        aiogpu.run(fail)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("outcome", ["swallowed", "another error"])
 def test_a_ctrl_c_while_uvloop_is_imported(
     outcome: str, monkeypatch: pytest.MonkeyPatch

@@ -30,6 +30,11 @@ def same(thing: Any) -> Any:
 
 
 @aiogpu.remote
+def raising(error: Exception) -> None:
+    raise error
+
+
+@aiogpu.remote
 def count() -> Iterator[bytes]:
     yield b"a"
     yield b"b"
@@ -168,6 +173,8 @@ async def test_a_handle_is_not_its_result(
     said = await told(list, handle.reports())
     assert "write `async for item in handle.reports()`" in said
     assert await handle == [1, 2]
+    said = await told(len, await aiogpu.put([1, 2]))
+    assert said == "a handle is not its result and has no length; write `await handle`."
 
     @aiogpu.remote
     def plain() -> list[str]:
@@ -182,6 +189,84 @@ async def test_a_handle_is_not_its_result(
 
     for said in await plain.remote():
         assert "write aiogpu.get(pair.remote(...))." in said
+
+
+@aiogpu.remote
+def add_up(parts: Any) -> Any:
+    return sum(parts)
+
+
+@aiogpu.remote
+async def add_up_on_a_loop(parts: Any) -> Any:
+    return sum(parts)
+
+
+@pytest.mark.parametrize(
+    ("task", "write"),
+    [
+        (add_up, "aiogpu.get(handle), or aiogpu.get(handles) of a list"),
+        (add_up_on_a_loop, "`await handle`, or `await asyncio.gather(*handles)` of a"),
+    ],
+)
+async def test_a_handle_in_a_list_stays_one(
+    node: aiogpu.types.Node, task: Any, write: str
+) -> None:
+    with pytest.raises(MisuseError) as caught:
+        await task.remote([pair.remote(), pair.remote()])
+    assert f"; write {write}" in str(caught.value)
+    assert str(caught.value).endswith(
+        ": inside another argument a handle stays a handle."
+    )
+
+
+async def test_a_result_before_its_end(node: aiogpu.types.Node) -> None:
+    """As `concurrent.futures` and Ray would wait for it."""
+    handle = pair.remote()
+    for use in handle.result, handle.exception:
+        with pytest.raises(asyncio.InvalidStateError) as caught:
+            use()
+        assert str(caught.value).startswith(
+            f"pair has not ended, and handle.{use.__name__}"
+        )
+        assert "write `await handle`, as in `await pair.remote(...)`." in str(
+            caught.value
+        )
+    assert await handle == handle.result() == [1, 2]
+    invalid = raising.remote(asyncio.InvalidStateError("its own"))
+    for _ in range(2):
+        with pytest.raises(asyncio.InvalidStateError, match=r"^its own$"):
+            await invalid
+
+
+class Plain:
+    @aiogpu.remote
+    def method(self, number: int) -> int:
+        return number
+
+
+async def test_a_method_that_is_no_task(node: aiogpu.types.Node) -> None:
+    plain: Any = Plain()
+    said = await told(lambda one: one.method.remote(1), plain)
+    assert said.startswith("method(self, number: 'int') -> 'int' was called with wr")
+    assert " method is a method of Plain: put @aiogpu.remote above the class" in said
+
+
+async def test_a_node_that_a_call_has_opened(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("AIOGPU_ADDRESS", "inline")
+    calls: dict[str, Callable[[], Any]] = {
+        "which an earlier .remote() has opened with the defaults. Call init() ": (
+            pair.remote
+        ),
+        "node already. Write `await aiogpu.shutdown()` before": aiogpu.init,
+    }
+    for said, call in calls.items():
+        await call()
+        with pytest.raises(aiogpu.errors.NodeRunningError) as caught:
+            await aiogpu.init()
+        assert said in str(caught.value)
+        await aiogpu.shutdown()
 
 
 @pytest.mark.parametrize(
@@ -275,6 +360,7 @@ def test_what_needs_a_loop_says_its_name(use: Callable[[], Any], what: str) -> N
         use()
     assert str(raised.value).startswith(f"{what} needs a running event loop")
     assert "a server and a notebook run it on" in str(raised.value)
+    assert "Or write `import aiogpu.sync`" in str(raised.value)
 
 
 @pytest.mark.usefixtures("no_leaks")
