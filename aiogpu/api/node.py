@@ -233,12 +233,17 @@ async def _why(session: Session | None, task_id: int) -> Why:
     engine = await asked("aiogpu.why()") if session is None else session.engine
     told = await engine.why_task(task_id)
     if told is None:
-        raise NoSuchTaskError(
-            f"this node knows no task {task_id}: it never was, or is not among the "
-            f"last 10 000 that have ended, which are kept. aiogpu.status() shows those "
-            f"that wait or run."
-        )
+        raise no_such_task(task_id, "aiogpu.status()")
     return told
+
+
+def no_such_task(task_id: int, shows: str) -> NoSuchTaskError:
+    """Make the error for a number that no task has; `shows` is what lists them."""
+    return NoSuchTaskError(
+        f"this node knows no task {task_id}. Either it never had one, or the task has "
+        f"ended and its record is gone: a node keeps the last 10 000. {shows} shows "
+        f"the tasks that wait or run."
+    )
 
 
 class Opening(EnteredOnLoop):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Final, TypeVar
@@ -19,9 +20,10 @@ from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
 import aiogpu
-from aiogpu.api.node import Opening
+from aiogpu.api.node import Opening, no_such_task
 from aiogpu.api.session import current_session
 from aiogpu.cli.nodes import (
+    SERVICE,
     FoundNode,
     SeenNode,
     find_nodes,
@@ -33,7 +35,7 @@ from aiogpu.core.model.units import LEAST, bytes_told, parse_size, too_small
 from aiogpu.core.model.units import size as told_size
 from aiogpu.engines.base import NodeOptions
 from aiogpu.engines.remote import RemoteEngine
-from aiogpu.errors import OptionError
+from aiogpu.errors import NoSuchTaskError, OptionError
 from aiogpu.observe.status import EndedTask, NodeStatus
 from aiogpu.observe.trace import Span
 from aiogpu.observe.why import Why
@@ -127,7 +129,10 @@ class Node:
     async def why(self, task_id: int) -> Why:
         """See `aiogpu.why`."""
         async with asyncio.timeout(self._patience):
-            return await aiogpu.why(task_id)
+            try:
+                return await aiogpu.why(task_id)
+            except NoSuchTaskError:
+                raise no_such_task(task_id, "`aiogpu list tasks`") from None
 
     async def timeline(self) -> list[Span]:
         """The last tasks that have run on it."""
@@ -138,6 +143,11 @@ class Node:
         """The last tasks that have ended on it, the latest first."""
         async with asyncio.timeout(self._patience):
             return await self._engine.ended()
+
+    async def failed_calls(self, actor: int) -> tuple[EndedTask, ...]:
+        """The last call of each method of an actor that has failed, with traceback."""
+        async with asyncio.timeout(self._patience):
+            return await self._engine.ended(actor)
 
     async def stop(self, what: str, number: int) -> tuple[str, Why | None]:
         """Cancel a task or kill an actor; see `RemoteEngine.stop_task`."""
@@ -171,7 +181,7 @@ def address_option(command: Command) -> Command:
     """
     by_pid = click.option(
         "--pid",
-        type=click.IntRange(1),
+        type=Whole(1),
         metavar="PID",
         is_eager=True,
         expose_value=False,
@@ -313,10 +323,22 @@ class SeveralNodesError(click.ClickException):
 
 def how_to_choose(nodes: Sequence[FoundNode]) -> str:
     """Say that there are several nodes, and which option names one of them."""
-    first, *others = {one.pid for one in nodes} or {0}
-    if others:
-        return f"this user has {len(nodes)} nodes here; name one by --pid or --address."
-    return f"process {first} has {len(nodes)} nodes; name one by --address."
+    pids = Counter(one.pid for one in nodes)
+    if len(pids) < 2:
+        of = f"process {''.join(map(str, pids)) or 0} has {len(nodes)} nodes"
+        such = f", such as --address {nodes[0].address}" if nodes else ""
+        return f"{of}; name one by --address{such}."
+    ways = []
+    for one in nodes:
+        if one.program != SERVICE and one.pid and pids[one.pid] == 1:
+            ways.append(f"--pid {one.pid}")
+            break
+    if any(one.program == SERVICE for one in nodes):
+        ways.append(f"--address auto for that of `{SERVICE}`")
+    such = f", such as {', or '.join(ways)}" if ways else ""
+    return (
+        f"this user has {len(nodes)} nodes here; name one by --pid or --address{such}."
+    )
 
 
 def socket_path(address: str) -> str:

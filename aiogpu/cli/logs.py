@@ -101,10 +101,10 @@ Wanted = Callable[[str], bool]
 
 @click.command()
 @click.option("--follow", "-f", is_flag=True, help="Keep printing new lines.")
-@click.option("--task", type=click.IntRange(1), metavar="ID", help="Only of this task.")
+@click.option("--task", type=connect.Whole(1), metavar="ID", help="Only of this task.")
 @click.option(
     "--client",
-    type=click.IntRange(1),
+    type=connect.Whole(1),
     metavar="ID",
     help="Only of this program; `aiogpu list clients` shows its ID.",
 )

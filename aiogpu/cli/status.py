@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import fields, is_dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
-from itertools import islice
 from typing import Any, Final, NamedTuple, TypedDict, cast
 
 import click
@@ -34,7 +33,7 @@ from aiogpu.cli.tables import (
     show,
     text,
 )
-from aiogpu.core.model.text import SHOWN, printable
+from aiogpu.core.model.text import SHOWN, listing, printable
 from aiogpu.core.records import TaskState, WorkerState
 from aiogpu.observe.status import (
     ClientStatus,
@@ -587,7 +586,8 @@ def why(task: str, address: str, as_json: bool) -> None:
     For a task that has ended it says how, when and where, with the traceback. TASK is a
     number, as `aiogpu status` shows it, or the name of a task or an actor. If several
     tasks that wait or run have that name, they are listed, each with its reason; if
-    none has, the last ended task of that name is shown.
+    none has, the last task of that name that has ended is shown, or the last failed
+    call of an actor, such as Model.predict.
 
     \b
     Examples:
@@ -607,20 +607,16 @@ def why(task: str, address: str, as_json: bool) -> None:
 
 
 async def _explain(node: connect.Node, named: str, as_json: bool) -> None:
+    status, told = None, list[aiogpu.types.Why]()
     if is_number(named):
-        found, status = [int(named)], None
+        found = [int(named)]
     else:
         status = await node.status()
         found = [one.id for one in tasks_named(status, named)]
         if not found:
-            # An actor is a task of the name of its class and its own.
-            names = named, f" {named!r}"
-            ended = (one.task for one in await node.ended() if _has(one, *names))
-            found = [*islice(ended, 1)]
-        if not found:
-            raise nothing_named(status, named)
-    if as_json or len(found) == 1:
-        told = [await node.why(number) for number in found]
+            told = [await _why_ended(node, status, named)]
+    if as_json or told or len(found) == 1:
+        told = told or [await node.why(number) for number in found]
         if as_json:
             data = {"version": VERSION, "tasks": data_of(tuple(told))}
             click.echo(json.dumps(data, indent=1))
@@ -630,8 +626,39 @@ async def _explain(node: connect.Node, named: str, as_json: bool) -> None:
         show(tables.task_table(tasks_named(status, named), status))
 
 
-def _has(ended: EndedTask, name: str, end: str) -> bool:
-    return ended.name == name or ended.name.endswith(end)
+async def _why_ended(
+    node: connect.Node, status: NodeStatus, named: str
+) -> aiogpu.types.Why:
+    """Tell of the last ended task or failed call of a name.
+
+    Raises:
+        ClickException: there is none.
+    """
+    ended = next(ended_named(await node.ended(), named), None)
+    if ended is None:
+        raise nothing_named(status, named)
+    if not ended.is_call:
+        return await node.why(ended.task)
+    calls = await node.failed_calls(ended.task)
+    call = next((one for one in calls if one.name == ended.name), ended)
+    return aiogpu.types.Why(call.name, call.task, "ended", call.seconds, ended=call)
+
+
+def ended_named(ended: Iterable[EndedTask], name: str) -> Iterator[EndedTask]:
+    """What has ended and has a name.
+
+    An actor "Model 'serve'" has that of its class as well as its own, and so has its
+    call "Model 'serve'.predict".
+    """
+    end = f" {name!r}"
+    for one in ended:
+        if one.name == name or one.name.endswith(end):
+            yield one
+        elif one.is_call:
+            actor, _, method = one.name.rpartition(".")
+            kind, _, own = actor.partition(" ")
+            if name in (f"{kind}.{method}", f"{own[1:-1]}.{method}"):
+                yield one
 
 
 def in_lines(told: aiogpu.types.Why) -> str:
@@ -664,7 +691,20 @@ def nothing_named(status: NodeStatus, name: str) -> click.ClickException:
     """The error where nothing has that name."""
     known = "the first 100 of those that wait are known by name"
     left = status.waiting_count > len(status.waiting)
+    told = f"{f'; {known}' if left else ''}. `aiogpu list tasks` shows what there is."
+    owner = name.rpartition(".")[0]
+    called = [
+        str(one.id)
+        for one in status.actors
+        if owner and owner in (one.class_name, one.name, tables.full_name(one))
+    ]
+    if called:
+        others = f" (others: {listing(called[1:], len(called) - 1)})"
+        told = (
+            f", and no call of that name has failed. Calls of actors are not listed "
+            f"one by one; `aiogpu why {called[0]}` tells of the actor"
+            f"{others if called[1:] else ''}."
+        )
     return click.ClickException(
-        f"no task and no actor named {printable(name)!r} waits or runs"
-        f"{f'; {known}' if left else ''}. `aiogpu list tasks` shows what there is."
+        f"no task and no actor named {printable(name)!r} waits or runs{told}"
     )

@@ -7,7 +7,13 @@ from typing import Final
 import click
 
 from aiogpu.cli import connect
-from aiogpu.cli.status import is_number, known_tasks, nothing_named, tasks_named
+from aiogpu.cli.status import (
+    ended_named,
+    is_number,
+    known_tasks,
+    nothing_named,
+    tasks_named,
+)
 from aiogpu.core.model.text import listing, printable
 from aiogpu.observe.why import Why, end_in_brief
 from aiogpu.wire.messages import CANCEL, KILL
@@ -105,6 +111,10 @@ async def _numbers(
     status = await node.status()
     found = [one.id for one in tasks_named(status, name)]
     if not found:
+        for ended in ended_named(await node.ended(), name):
+            # A name of its own is an actor's.
+            if not ended.is_call and (what == CANCEL or ended.name != name):
+                return [ended.task]
         raise nothing_named(status, name)
     if len(found) > 1 and not all_named:
         told = listing(map(str, found), len(found))

@@ -340,8 +340,8 @@ class LocalEngine(DriverEngine):
         async def timeline(_number: int) -> object:
             return [tuple(span) for span in self.spans()]
 
-        async def ended(_number: int) -> object:
-            return self.ended()
+        async def ended(number: int) -> object:
+            return self.ended(number)
 
         async def cancel(number: int) -> object:
             return await self._cancel_for_user(number)
@@ -381,9 +381,13 @@ class LocalEngine(DriverEngine):
         workers = driver.scheduler.workers
         return driver.results.history.spans(workers, now, time.time() - now)
 
-    def ended(self) -> tuple[EndedTask, ...]:
-        """Return the last tasks that have ended, the latest first."""
-        return self._open_driver.results.history.ended(self._loop.time())
+    def ended(self, actor: int = 0) -> tuple[EndedTask, ...]:
+        """Return the last tasks that have ended, or an actor's calls that failed.
+
+        The latest first; with `actor` one of each method, and with the traceback.
+        """
+        history, now = self._open_driver.results.history, self._loop.time()
+        return history.failed_calls(actor, now) if actor else history.ended(now)
 
     async def seen(self) -> tuple[NodeStatus, Mapping[str, int]]:
         """Return the status, and counts of ended attempts by outcome."""

@@ -830,9 +830,14 @@ class RemoteEngine(NodeClient):
 
         return [Span(*one) for one in await self._inquire(TIMELINE)]
 
-    async def ended(self) -> tuple[EndedTask, ...]:
-        """Return the last tasks that have ended on the node, the latest first."""
-        return tuple(await self._inquire(HISTORY))
+    async def ended(self, actor: int = 0) -> tuple[EndedTask, ...]:
+        """Return the last tasks that have ended on the node, the latest first.
+
+        Args:
+            actor: number of an actor, for its calls that failed: the last one of each
+                method, with the traceback. 0 for the tasks.
+        """
+        return tuple(await self._inquire(HISTORY, actor))
 
     async def stop_task(self, what: str, number: int) -> tuple[str, Why | None]:
         """Have the node cancel a task or kill an actor, whosever it is.

@@ -63,7 +63,7 @@ from aiogpu.observe.status import (
     ShapeStatus,
     TaskStatus,
     WorkerStatus,
-    name_of,
+    name_and_pid,
 )
 from aiogpu.observe.why import Shortage, Why, brief, stall_in_words
 
@@ -433,7 +433,7 @@ def why(
         position=place[0] + 1,
         of=place[1],
         is_held_endlessly=is_held_endlessly(node, record, lacks),
-        rivals=tuple(name_of(id_, programs) for id_ in islice(rivals, SHOWN)),
+        rivals=tuple(name_and_pid(id_, programs) for id_ in islice(rivals, SHOWN)),
         rival_count=len(rivals),
     )
 

@@ -177,12 +177,13 @@ class ReservationStatus:
     seconds: float | None
 
     def __str__(self) -> str:
+        # "GPU 1" would be the device or the amount.
         parts = [
-            f"{kind} {listing(map(str, ids), len(ids))}"
+            f"device{'s' * (len(ids) > 1)} {kind} {listing(map(str, ids), len(ids))}"
             for kind, ids in self.devices.items()
         ]
         parts += [
-            f"{name} {written(name, kept)}" for name, kept in self.amounts.items()
+            f"{written(name, kept)} {name}" for name, kept in self.amounts.items()
         ]
         return in_words(parts)
 
@@ -453,6 +454,7 @@ class EndedTask:
         request: what it asked for, `{"CPU": 1.0, "GPU": 0.5}`; empty for a call.
         traceback: of its error, with the middle left out if it is long; "" without one,
             and where many tasks are listed.
+        is_call: whether it is a call of an actor.
     """
 
     task: int
@@ -469,6 +471,7 @@ class EndedTask:
     devices: tuple[tuple[str, int], ...] = ()
     request: Mapping[str, float] = field(default_factory=dict)
     traceback: str = ""
+    is_call: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -590,6 +593,12 @@ def name_of(client: int, programs: Mapping[int, Program]) -> str:
     if program is not None and program.name:
         return program.name
     return THE_NODES if client == OWN else f"program {client}"
+
+
+def name_and_pid(client: int, programs: Mapping[int, Program]) -> str:
+    """The name of a program with its process, as others may have the same name."""
+    program, name = programs.get(client), name_of(client, programs)
+    return f"{name} (pid {program.pid})" if program and program.pid else name
 
 
 def client_name(client: ClientStatus) -> str:

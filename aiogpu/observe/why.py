@@ -70,7 +70,8 @@ class Why:
             request, 1 for the first; beyond some thousands, tasks that left the queue
             may still count. None unless it waits.
         of: how many tasks of its program wait with the same request.
-        rivals: names of other programs whose tasks go before it, at most eight.
+        rivals: other programs whose tasks go before it, at most eight:
+            "train.py (pid 4711)".
         rival_count: how many such programs there are.
         limit: what its program holds of what it may hold, if that is why it waits:
             "2 of at most 2 GPU".
@@ -200,18 +201,24 @@ def end_in_brief(ended: EndedTask) -> str:
 def _end(ended: EndedTask) -> Iterator[str]:
     cause = f": {ended.message}" if ended.message else ""
     cause = f": {ended.error}{cause}" if ended.error else ""
-    yield f"{ended.name} (task {ended.task}) {end_in_brief(ended)}{cause}"
-    waited = f"it had waited {duration(ended.waited)}"
-    if ended.ran is None:
-        yield f"  {waited}, and never ran"
-    else:
-        devices = ", ".join(f"{kind} {index}" for kind, index in ended.devices)
-        where = f"worker {ended.worker} (pid {ended.pid})"
-        where += f" with {devices}" if devices else ""
-        after = f", after {waited}" if ended.waited >= WORTH_TELLING else ""
-        yield f"  it ran {duration(ended.ran)} on {where}{after}"
+    number = f"call of actor {ended.task}" if ended.is_call else f"task {ended.task}"
+    yield f"{ended.name} ({number}) {end_in_brief(ended)}{cause}"
+    if not ended.is_call:  # when and where that ran is not kept
+        yield f"  {_run_of(ended)}"
     for line in ended.traceback.rstrip().splitlines():
         yield f"  {line}"
+
+
+def _run_of(ended: EndedTask) -> str:
+    """Describe where a task has run, for how long, and its wait before."""
+    waited = f"it had waited {duration(ended.waited)}"
+    if ended.ran is None:
+        return f"{waited}, and never ran"
+    devices = ", ".join(f"{kind} {index}" for kind, index in ended.devices)
+    where = f"worker {ended.worker} (pid {ended.pid})"
+    where += f" with {devices}" if devices else ""
+    after = f", after {waited}" if ended.waited >= WORTH_TELLING else ""
+    return f"it ran {duration(ended.ran)} on {where}{after}"
 
 
 def duration(seconds: float) -> str:

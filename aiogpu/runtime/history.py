@@ -319,6 +319,14 @@ class History:
                 return _ended(entry, now, with_traceback=True)
         return None
 
+    def failed_calls(self, actor: int, now: float) -> tuple[EndedTask, ...]:
+        """The last call of each method of an actor that has failed, latest first."""
+        last: dict[str, Entry] = {}
+        for one in reversed(self.ring):
+            if type(one) is not _Row and one[0] == actor and isinstance(one[1], str):
+                last.setdefault(one[1], Entry(*one))
+        return tuple(_ended(one, now, with_traceback=True) for one in last.values())
+
     def ended(self, now: float) -> tuple[EndedTask, ...]:
         """The tasks that have ended, and the calls that have failed, latest first."""
         return tuple(_ended(one, now) for one in self.entries() if not one.is_attempt)
@@ -391,4 +399,5 @@ def _ended(entry: Entry, now: float, with_traceback: bool = False) -> EndedTask:
         devices=devices,
         request={} if entry.request is None else entry.request.as_numbers(),
         traceback=failure.traceback if with_traceback else "",
+        is_call=isinstance(entry.spec, str),
     )

@@ -148,7 +148,7 @@ def test_several_are_listed_and_one_is_chosen(here: Box, run: Command) -> None:
         ):
             assert row[:2] == [str(one.pid), name]
             assert row[-6:] == ["1", "1", "1", "of", "2", one.address]
-        assert advice[-6:] == ["name", "one", "by", "--pid", "or", "--address."][-6:]
+        assert advice[-4:] == ["such", "as", "--pid", f"{train.pid}."]
         data = json.loads(run("status", "--json", "--check")[0])
         assert data["healthy"] is True
         assert [one["pid"] for one in data["nodes"]] == [train.pid, serve.pid]
@@ -162,7 +162,8 @@ def test_several_are_listed_and_one_is_chosen(here: Box, run: Command) -> None:
             out, err = run(*view, code=2)
             assert out == ""
             assert err.startswith(
-                "Error: this user has 2 nodes here; name one by --pid"
+                f"Error: this user has 2 nodes here; name one by --pid or --address, "
+                f"such as --pid {train.pid}.\n"
             )
             assert f"{serve.pid}  serve.py" in err
         # One of them, by each of its names.
@@ -198,6 +199,10 @@ def test_several_are_listed_and_one_is_chosen(here: Box, run: Command) -> None:
         # The service is one more, and is what `auto` names.
         here.run("start", "--head", "--num-gpus=1", "--num-cpus=1")
         assert here.node is not None
+        assert (
+            f"such as --pid {train.pid}, or --address auto for that of `aiogpu start`."
+            in run("list", "tasks", code=2)[1]
+        )
         service, *others = rows(run("list", "nodes")[0])[1:]
         assert service[:3] == [str(here.node.pid), "aiogpu", "start"]
         assert service[-1] == here.place.socket
@@ -242,7 +247,7 @@ def test_by_its_process_a_node_is_found_where_that_looks(
         out, _ = run("status", f"--pid={far.pid}")
         assert [row[1] for row in rows(out)[1:3]] == ["far.py", "far.py"]
         _, told = run("list", "tasks", f"--pid={far.pid}", code=2)
-        assert f"process {far.pid} has 2 nodes; name one by --address." in told
+        assert f"process {far.pid} has 2 nodes; name one by --address, such" in told
         run("list", "tasks", f"--address={far.address}")
 
 
@@ -250,7 +255,7 @@ def test_by_its_process_a_node_is_found_where_that_looks(
     ("arguments", "code", "told"),
     [
         (["--pid=0"], 2, "0 is not in the range x>=1"),
-        (["--pid=me"], 2, "'me' is not a valid integer"),
+        (["--pid=me"], 2, "'me' is not a valid whole number"),
         (["--pid={self}", "--address=auto"], 2, "both name a node: give one"),
         (["--pid={self}"], 1, "has no node that can be asked"),
     ],

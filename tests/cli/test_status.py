@@ -155,7 +155,7 @@ def test_a_terminal_sees_sections() -> None:
         "GPU 2 is set aside: XID 79 (the GPU has fallen off the bus)",
     ]
     assert "and 12 more" in told
-    assert "kept for train (task 12): GPU 1 and CPU 1" in told
+    assert "kept for train (task 12): device GPU 1 and 1 CPU" in told
 
 
 @pytest.mark.usefixtures("busy")
@@ -285,9 +285,12 @@ def test_why_as_json_and_of_the_last_that_has_ended() -> None:
         ("cancel --all train", 0, "cancelled train (task 7)\ncancelled", ""),
         ("cancel 99 7", 1, "cancelled train (task 7)", "knows no task 99. `aiogpu li"),
         ("cancel nobody", 1, "", "no task and no actor named 'nobody' waits or runs"),
+        ("cancel load", 0, "load (task 6) has ended already: failed 2.0 s ago\n", ""),
+        ("cancel embed 4", 0, "embed (task 4) has ended already: finished", ""),
         ("cancel", 2, "", "Missing argument 'TASK...'"),
         ("kill 1", 0, "killed Model 'serve' (actor 1)", ""),
         ("kill 7", 1, "", "train is a task: end it by `aiogpu cancel 7`"),
+        ("kill load", 1, "", "no task and no actor named 'load' waits or runs"),
         ("kill", 2, "", "Missing argument 'ACTOR...'"),
     ],
 )
@@ -309,6 +312,12 @@ def test_why_of_what_is_not_there() -> None:
         "no task and no actor named 'nobody' waits or runs; the first" in result.stderr
     )
     assert isinstance(ran("why", "99").exception, aiogpu.errors.NoSuchTaskError)
+    for name in "Model.hang", "serve.hang":
+        assert ran("why", name).stderr == (
+            f"Error: no task and no actor named '{name}' waits or runs, and no call of "
+            f"that name has failed. Calls of actors are not listed one by one; `aiogpu "
+            f"why 1` tells of the actor.\n"
+        )
     assert ran("why", "").exit_code == 2
 
 
@@ -319,6 +328,7 @@ def test_why_of_what_is_not_there() -> None:
         (["list", "tsks"], "'tsks' is not one of"),
         (["list", "tasks", "--limit", "0"], "0 is not in the range"),
         (["status", "--interval", "0"], "0.0 is not in the range"),
+        (["logs", "--client", "x"], "'x' is not a valid whole number"),
         (["top", "--interval", "soon"], "'soon' is not a valid number of seconds"),
         (["why"], "Missing argument 'TASK'"),
         (["status", "--address", "inline"], "Give that program's --pid"),
@@ -468,16 +478,21 @@ async def test_a_node_is_seen_from_outside(tmp_path: Path, gate: Gate) -> None:
         await actor.add.remote()
         with pytest.raises(KeyError):
             await tasks.fail.remote(KeyError, "x")
+        for wrong in "none", "the last":
+            with pytest.raises(TypeError):
+                await actor.add.remote(wrong)
         running = tasks.gated.options(num_gpus=0.75).remote(gate.path, "runs")
         await gate.entered("runs")
         waiting = tasks.gated.options(num_gpus=0.5).remote(gate.path, "waits")
         here = await aiogpu.status()
         number = next(task.id for task in here.tasks if task.state == "waiting")
-        told, listed, why, unknown = await asyncio.gather(
+        told, listed, why, unknown, called, of_call = await asyncio.gather(
             view("status", "--json", "--address", path),
             view("list", "actors", "--address", path),
             view("why", str(number), "--address", path),
             view("why", "999999", "--address", path),
+            view("why", "Counter.add", "--address", path),
+            view("why", "tally.add", "--json", "--address", path),
         )
         assert (told[0], listed[0], why[0]) == (0, 0, 0), (told, listed, why)
         seen = json.loads(told[1])
@@ -485,13 +500,25 @@ async def test_a_node_is_seen_from_outside(tmp_path: Path, gate: Gate) -> None:
         (device,) = seen["devices"]
         assert [one["task"] for one in device["holders"]] == ["gated"]
         assert seen["waiting"]["tasks"] == 1
-        assert [one["error"] for one in seen["failures"]] == ["KeyError"]
+        errors = [one["error"] for one in seen["failures"]]
+        assert errors == ["TypeError", "TypeError", "KeyError"]
         assert [one["name"] for one in seen["actors"]] == ["tally"]
         assert listed[1].splitlines()[1].split()[1:4] == ["tally", "Counter", "alive"]
         assert why[1].startswith(f"gated (task {number}) has waited")
         assert "0.75 of GPU 0: held by gated" in why[1]
         assert unknown[0] == 1
         assert "this node knows no task 999999" in unknown[2]
+        assert "`aiogpu list tasks` shows" in unknown[2]
+        first, *trace, last = called[1].splitlines()
+        (counter,) = here.actors
+        begin = f"Counter 'tally'.add (call of actor {counter.id}) failed "
+        assert first.startswith(begin), called
+        assert trace[0] == "  Traceback (most recent call last):"
+        assert last.startswith("  TypeError: ")
+        (ended,) = json.loads(of_call[1])["tasks"]
+        assert ended["name"] == "Counter 'tally'.add"
+        assert ended["ended"]["call"] is True
+        assert ended["ended"]["traceback"].rstrip().endswith(last.strip())
         gate.release("runs")
         await gate.entered("waits")
         gate.release("waits")
@@ -537,11 +564,14 @@ async def test_tasks_and_actors_are_ended_from_outside(
             await asyncio.sleep(0)  # its process has not gone yet
         told = await view("why", "tally", "--address", path)
         assert told[1].startswith(f"Counter 'tally' (task {listed.id}) cancelled ")
-        again = await view("cancel", numbers[1], "--address", path)
+        again = await view("cancel", numbers[1], "gated_coroutine", "--address", path)
         assert again[0] == 0
-        assert again[1].startswith(
-            f"gated_coroutine (task {numbers[1]}) has ended already: cancelled "
-        )
+        for line in again[1].splitlines():
+            assert line.startswith("gated_coroutine (task ")
+            assert ") has ended already: cancelled " in line
+        killed = await view("kill", "tally", "--address", path)
+        assert killed[0] == 0
+        assert killed[1].startswith(f"{name} has ended already: cancelled ")
 
 
 def test_a_socket_that_nobody_listens_on_is_said(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def test_a_screen() -> None:
         "WAIT  ASK FOR           FIRST  SINCE  WHY",
         "   3  {CPU: 1, GPU: 1}  train   75 s  waits for GPU 1 (free "
         "by device: 0: 0.25, 1: 0, 2: …",
-        "kept for train: GPU 1 and CPU 1",
+        "kept for train: device GPU 1 and 1 CPU",
         "",
         "running and leased: 3",
         "TASK  NAME           STATE    PID  PROGRAM        HOLDS     "

@@ -9,9 +9,9 @@ from aiogpu.core.queue.ready import SEARCHED
 from aiogpu.core.scheduler.scheduler import ABANDONED
 from aiogpu.core.scheduler.shortage import LOOKED_AT
 from aiogpu.observe.snapshot import why
-from aiogpu.observe.status import Holder
+from aiogpu.observe.status import Holder, Program
 from aiogpu.observe.why import Why
-from tests.core.builders import World, finish, submit, why_of
+from tests.core.builders import World, finish, record_of, submit, why_of
 
 
 def zeroth(w: World) -> World:
@@ -100,8 +100,19 @@ def test_the_others_name_the_one_that_goes_first():
     assert str(told).splitlines()[1:] == [
         "  GPU 0.25: 1.5 of 2 free (0: 0.5, 1: 1), 1.5 of it kept",
         "    0.5 of GPU 0: held by long (pid 102, for 1.0 s)",
-        "  kept for big (task 2), which goes first: GPU 0, 1",
+        "  kept for big (task 2), which goes first: devices GPU 0, 1",
     ]
+
+
+def test_other_programs_that_go_first_are_told_with_their_processes():
+    w = zeroth(World(cpus=1))
+    w.join(7)
+    w.join(8)
+    w.play("submit holds; submit theirs client=7; submit mine client=8")
+    programs = {7: Program("prog.py", 4711), 8: Program("prog.py", 4712)}
+    told = why(w.scheduler, record_of(w, "mine"), {}, w.now, programs)
+    assert told.rivals == ("prog.py (pid 4711)",)
+    assert "  tasks of other programs go before it: prog.py (pid 4711)" in str(told)
 
 
 def test_what_is_held_without_end_is_named_and_nothing_is_kept():

@@ -181,6 +181,14 @@ def test_a_call_is_no_task(history: History) -> None:
     assert [one.name for one in history.failures(4.0)] == ["Model.predict"]
     assert history.find(1, 4.0) is None, "its actor may live"
     assert history.spans([], 9.0, 0.0) == []
+    traced = FAILURE._replace(traceback="Traceback: ...")
+    history.add_call(1, "Model.predict", 5, 3.5, traced)
+    history.add_call(1, "Model.load", 5, 3.6, FAILURE)
+    history.add_call(2, "Model.predict", 5, 3.7, FAILURE)
+    load, predict = history.failed_calls(1, 4.5)
+    assert (load.name, predict.name) == ("Model.load", "Model.predict")
+    assert (predict.seconds, predict.traceback) == (1.0, "Traceback: ...")
+    assert predict.is_call
 
 
 def test_what_was_cancelled_has_not_failed_and_need_not_have_run(
