@@ -90,29 +90,6 @@ class ActorStory:
         ]
 
 
-def test_a_dead_actor_stays_dead() -> None:
-    stage = ActorStory()
-    ready, call, ended = FakeReceiver(), stage.call(), FakeReceiver()
-    stage.actor.await_ready(ready)
-    stage.actor.await_end(ended)
-    stage.actor.die(ActorDiedError("killed"))
-    stage.actor.die(ActorDiedError("again"))
-    stage.begin()
-    stage.actor.leave("late.")
-    assert stage.actor.state is ActorState.DEAD
-    late = stage.call()
-    stage.actor.await_ready(late)
-    assert [call.told, ready.told, late.told] == [
-        [ActorDiedError],
-        [ActorDiedError],
-        [ActorDiedError] * 2,
-    ]
-    assert (stage.heard, ended.told) == (["dead"], [])
-    stage.actor.note_gone()
-    stage.actor.note_gone()
-    assert len(ended.told) == 1
-
-
 def test_each_caller_gets_an_error_object_of_its_own() -> None:
     """Raised again and again, one would grow without bound."""
     for end in (ActorDiedError("it is dead"), NodeClosedError("closed")):

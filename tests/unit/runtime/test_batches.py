@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from aiogpu.client.function_spec import FunctionSpec
 from aiogpu.client.spec_codec import dump_spec
 from aiogpu.core.effects import Effect, Revoke
 from aiogpu.core.model.ids import ClientId, TaskId, WorkerId
@@ -27,7 +26,7 @@ from aiogpu.errors import InternalError, TaskTimeoutError
 from aiogpu.runtime import node as runtime_node
 from aiogpu.runtime.callers.caller import Child, Client
 from aiogpu.runtime.callers.requests import Requests
-from aiogpu.runtime.driver import Driver, SubmitBatch
+from aiogpu.runtime.driver import Driver
 from aiogpu.runtime.node import AWAKE, SHORT, BusyPoll
 from aiogpu.runtime.pending_tasks import Call
 from aiogpu.runtime.workers import message_router as module
@@ -43,45 +42,6 @@ from tests.unit.runtime import fakes
 from tests.unit.runtime.fakes import FakePeer
 
 pytestmark = pytest.mark.either_loop
-
-
-SITE = fakes.func()
-
-
-class BatchStory:
-    """A row on a loop of paper, and a queue that is a number."""
-
-    def __init__(self) -> None:
-        self.due: list[Callable[[], object]] = []
-        self.told: list[tuple[FunctionSpec, list[Call]]] = []
-        self.bucket: Any = SimpleNamespace(size=1)
-        loop: Any = SimpleNamespace(call_soon=self.due.append)
-        self.row = SubmitBatch(
-            loop, lambda func, calls: self.told.append((func, calls))
-        )
-
-    def begin(self, func: FunctionSpec = SITE) -> None:
-        self.row.begin(func, self.bucket, 40)
-
-    def add(self, name: bytes) -> int:
-        receiver: Any = name
-        return self.row.add(name, receiver)
-
-
-@pytest.fixture
-def story() -> BatchStory:
-    return BatchStory()
-
-
-def test_the_turn_ends_it(story: BatchStory) -> None:
-    story.begin()
-    story.add(b"a")
-    story.due.pop()()
-    assert len(story.told) == 1
-    assert not story.add(b"b"), "the next one may start"
-    story.begin()
-    assert story.add(b"b") == 41
-    assert len(story.due) == 1
 
 
 MINE = ClientId(1 << 26)
@@ -161,6 +121,22 @@ async def node() -> OneWorkerNode:
     node.end(1)
     assert node.told == [1]
     return node
+
+
+async def test_answers_that_come_together_keep_their_order(node: OneWorkerNode) -> None:
+    node.submit(*range(2, 102))
+    assert len(node.client.children) == 100
+    while node.commands.sent:
+        node.end(min(7, len(node.commands.sent)))
+    assert node.told == [*range(1, 102)]
+    assert node.client.children == {}
+    assert not node.scheduler.tasks
+    history = node.driver.results.history
+    assert history.outcomes == {"finished": 101}
+    assert len(history.ring) < 50, "most have ended in rows"
+    assert {it.payload for it in node.peer.sent} == {  # type: ignore[union-attr]
+        b"r%d" % task for task in range(1, 102)
+    }
 
 
 class RaisingReceiver:

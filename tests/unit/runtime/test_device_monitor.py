@@ -22,7 +22,6 @@ from aiogpu.runtime.devices import monitor as module
 from aiogpu.runtime.devices import probe_thread as device_thread
 from aiogpu.runtime.devices.memory_guard import (
     FOREIGN_IDS,
-    UNLISTED,
     ProcessAttribution,
     Sorted,
     Use,
@@ -397,17 +396,6 @@ def test_in_a_container_one_that_is_not_seen_may_live_elsewhere() -> None:
     assert attribute(owners, sample).others == (), "or has ended just now"
     owners.end_round({WORKER_PID, ENDED})
     assert attribute(owners, sample).others == (OtherProcess(ENDED, "", GIB),)
-
-
-@pytest.mark.parametrize(
-    ("sample", "unknown"),
-    [
-        (Sample(problem="Unknown Error"), "what is on it (Unknown Error)"),
-        (Sample(used=5), UNLISTED),
-    ],
-)
-def test_what_a_driver_does_not_list_is_unknown(sample: Sample, unknown: str) -> None:
-    assert attribute(ProcessAttribution(), sample) == Sorted({}, None, unknown)
 
 
 def make_thread(watch: FakeWatch, *ids: str | None) -> tuple[DeviceThread, list[Look]]:

@@ -134,20 +134,6 @@ def live_worker() -> LiveWorker:
     return LiveWorker(1, cast("Slot", None), cast("asyncio.Handle", None))
 
 
-def test_a_function_is_sent_once() -> None:
-    one = live_worker()
-    function = fakes.function()
-    first, second = fakes.func(function), fakes.func(function)
-    resources = {"CPU": 1.0}
-    assert one.introduce(first) == [
-        Define(first.id, function.id, "train", resources, b"pickled")
-    ]
-    assert one.introduce(first) == []
-    assert one.introduce(second) == [
-        Define(second.id, function.id, "train", resources, b"")
-    ]
-
-
 def test_too_many_functions_are_forgotten_together() -> None:
     one = live_worker()
     function = fakes.function()

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 import pytest
 
@@ -386,6 +386,30 @@ async def test_progress_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
         "10%\r   \r20%\r   \rdone\n30%\r   \r40%\r   \rend\n"
     )
     assert errors.getvalue() == "an error\n40%\r   \r"
+
+
+class BareStream:
+    """As programs put in place of `sys.stdout`: it can be written to, no more."""
+
+    def __init__(self) -> None:
+        self.text = ""
+
+    def write(self, text: str) -> int:
+        self.text += text
+        return len(text)
+
+    def flush(self) -> None:
+        """Has nothing to do."""
+
+
+async def test_a_stream_that_can_only_be_written_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bare, notebook = BareStream(), Notebook()
+    lines = [(1, 7, "line"), (1, 7, "1\r"), (2, 7, "1\r"), (1, 8, "line")]
+    await shown(lines, cast("TextIO", bare), notebook, monkeypatch)
+    assert bare.text == "line\nline\n"
+    assert notebook.getvalue() == "1\r \r"
 
 
 DONE = ChildDone(1, b"")

@@ -41,7 +41,6 @@ from aiogpu.wire.messages import (
     Imported,
     LeftOut,
     Ready,
-    Stale,
     Unfit,
 )
 from tests.contract import tasks
@@ -427,17 +426,6 @@ async def test_a_generation_that_dies_takes_what_it_was_to_add_along(
     assert "status -11 while it imported; the one before serves on" in caplog.text
     await generations.settle()
     assert (generations.current, len(generations.made)) == (0, 2)
-
-
-async def test_an_edited_module_makes_a_generation(generations: Generations) -> None:
-    first = generations.last
-    first.on_message(first, Stale("named"))
-    first.on_message(first, Stale("another"))
-    follower = await generations.follower()
-    follower.become_ready()
-    first.on_message(first, Stale("named"))
-    assert generations.zygotes._timer is None, "it does not serve any more"
-    assert len(generations.made) == 2
 
 
 async def test_one_that_dies_is_followed_by_what_is_proven(
