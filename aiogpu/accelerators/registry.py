@@ -99,6 +99,8 @@ def register(vendor: Accelerator) -> None:
     what its methods do; they run in the program, not in workers.
 
     ```python
+    from aiogpu.accelerators import Device, Unwatched
+
     class Fpga:
         kind = "FPGA"
         option = "resources['FPGA']"

@@ -60,7 +60,6 @@ class Options(_Common, total=False):
         retry_exceptions: exceptions that cause a retry too: True for all, or classes.
         num_returns: results of a call, each with a handle of its own; default 1.
         max_buffered: items that a generator may be ahead of its consumer; default 64.
-            With 1 an item is started when the one before was taken.
         name: name in logs, errors and `status()`; default the function's.
         priority: higher goes first; default 0.
         timeout: seconds from `.remote()`, waits included, until the task is stopped;
@@ -146,9 +145,9 @@ class MethodKeywords(MethodCallKeywords, total=False):
 
     Attributes:
         num_returns, max_buffered: as for a task.
-        run_timeout: seconds from the first line of its code until the call is cancelled
-            with `TaskTimeoutError`; for a chunk of `map`, of all its items together.
-            Default no limit.
+        run_timeout: seconds from the first line of its code until the caller gets
+            `TaskTimeoutError`; for a chunk of `map`, all its items together; default no
+            limit.
         concurrency_group: one of the class's `concurrency_groups`.
     """
 

@@ -6,7 +6,7 @@ import asyncio
 import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -538,6 +538,11 @@ async def test_a_node_without_a_kind_leaves_its_variable_alone(address: str) -> 
 class Counted(Fpga):
     """A user's vendor: two boards, of which a task has whole ones."""
 
+    def devices(
+        self, environ: Mapping[str, str], wanted: int | None
+    ) -> tuple[Device, ...]:
+        return tuple(replace(d, type="U280") for d in super().devices(environ, wanted))
+
     def quantity(self, value: object) -> int:
         return int(str(value)) * 10_000
 
@@ -559,6 +564,8 @@ async def test_a_vendor_of_ones_own(address: str) -> None:
         facts = await both.remote()
         assert facts["ids"] == {"GPU": ["0"], "FPGA": ["0", "1"]}
         assert (facts["FPGA_VISIBLE"], facts["CUDA_VISIBLE_DEVICES"]) == ("0,1", "0")
+        typed = seen.options(accelerator_type="U280", resources={"FPGA": 1})
+        assert (await typed.remote())["ids"] == {"FPGA": ["0"]}
         none = await seen.remote()
         assert none["FPGA_VISIBLE"] == ""
         assert "FPGA" in none["knows"], "its worker is told of it by the node"
