@@ -8,7 +8,6 @@ import os
 import re
 import subprocess
 import sys
-import textwrap
 from collections import Counter
 from pathlib import Path
 
@@ -125,8 +124,6 @@ def test_cgroups_of_this_process() -> None:
 
 
 ROOT = Path(__file__).parents[3]
-
-
 CONFTEST = """
 import asyncio
 
@@ -138,8 +135,6 @@ pytest_plugins = ["aiogpu.testing.fixtures"]
 def pytest_asyncio_loop_factories():
     return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
 """
-
-
 MODULE = """
 import os
 
@@ -150,8 +145,6 @@ import aiogpu
 def where():
     return os.getpid(), aiogpu.get_gpu_ids()
 """
-
-
 TESTS = """
 import os
 
@@ -186,8 +179,6 @@ class TestMarked:
         total = await aiogpu.cluster_resources()
         assert {"CPU": 2.0, "GPU": 3.0, "license": 2.0}.items() <= total.items()
 """
-
-
 LEAKS = """
 import asyncio
 import os
@@ -218,20 +209,28 @@ async def test_leaves_nothing(local_node):
 """
 
 
-@pytest.fixture
-def project(tmp_path: Path) -> Path:
-    """A project that enables the plugin."""
-    (tmp_path / "conftest.py").write_text(CONFTEST)
+WRONG = {
+    "address='local'": "takes options of aiogpu.init by name, and no address",
+    "4": "takes options of aiogpu.init by name, and no address",
+    "num_gpu=4": "num_gpu",
+    "num_gpus=-4": "num_gpus=-4",
+}
+MARKED = """
+@pytest.mark.aiogpu({})
+async def test_wrong_{}(inline_node):
+    pass
+"""
+
+
+def run_pytest(project: Path, mode: str, *arguments: str, **tests: str) -> str:
+    """Run files of tests of a project that enables the plugin; return what it said."""
     scope = "asyncio_default_fixture_loop_scope = function"
-    (tmp_path / "pytest.ini").write_text(f"[pytest]\n{scope}\n")
-    (tmp_path / "user_module.py").write_text(MODULE)
-    return tmp_path
-
-
-def run_pytest(project: Path, tests: str, *arguments: str) -> tuple[int, str]:
-    (project / "test_user.py").write_text(textwrap.dedent(tests))
+    (project / "pytest.ini").write_text(f"[pytest]\n{scope}\n")
+    files = {"conftest": CONFTEST, "user_module": MODULE, **tests}
+    for name, source in files.items():
+        (project / f"{name}.py").write_text(source)
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("CUDA", "AIO"))}
-    plain = ("-q", "--strict-markers", "-W", "error")
+    plain = ("-q", "--strict-markers", "-W", "error", f"--asyncio-mode={mode}")
     # They take half a second to import, and have nothing to do here.
     without = ("-pno:cacheprovider", "-pno:hypothesispytest", "-pno:xdist")
     ran = subprocess.run(
@@ -243,54 +242,42 @@ def run_pytest(project: Path, tests: str, *arguments: str) -> tuple[int, str]:
         timeout=120,
         check=False,
     )
-    return ran.returncode, ran.stdout + ran.stderr
+    return f"{ran.stdout}{ran.stderr}exit status {ran.returncode}"
 
 
-@pytest.mark.parametrize("mode", ["strict", "auto"])
-def test_nodes_on_either_loop(project: Path, mode: str) -> None:
+def test_nodes_on_either_loop_by_mark(tmp_path: Path) -> None:
+    said = run_pytest(tmp_path, "strict", "-knot TestMarked", test_nodes=TESTS)
+    assert "4 passed, 4 deselected" in said
+    assert said.endswith("exit status 0")
+
+
+def test_nodes_what_is_left_and_wrong_marks(tmp_path: Path) -> None:
     """In auto mode no mark is needed, and one that is there does no harm."""
-    tests = TESTS
-    if mode == "auto":
-        tests = tests.replace("pytestmark = pytest.mark.asyncio\n", "")
-        tests = tests.replace("class Test", "@pytest.mark.asyncio\nclass Test")
-    code, said = run_pytest(project, tests, f"--asyncio-mode={mode}")
-    assert (code, "8 passed" in said) == (0, True), said
-
-
-def test_what_is_left_behind_is_an_error(project: Path) -> None:
-    code, said = run_pytest(project, LEAKS, "--asyncio-mode=auto")
-    assert code == 1, said
-    assert "5 passed, 3 errors" in said, said
+    nodes = TESTS.replace("pytestmark = pytest.mark.asyncio\n", "")
+    nodes = nodes.replace("class Test", "@pytest.mark.asyncio\nclass Test")
+    wrong = [MARKED.format(mark, number) for number, mark in enumerate(WRONG)]
+    said = run_pytest(
+        tmp_path,
+        "auto",
+        test_nodes=nodes,
+        test_leaks=LEAKS,
+        test_wrong="".join(["import pytest\n", *wrong]),
+    )
+    assert "13 passed, 11 errors" in said, said
+    assert said.endswith("exit status 1")
     (pid,) = re.findall(r"the worker's pid is (\d+)", said)
     assert f"  process {pid} (" in said
     assert "mapping(s) of shared memory" in said
     assert "  directory aiogpu-" in said
     assert "open descriptor(s) of /memfd:aiogpu-mine" in said
     assert "Close its node: `async with aiogpu.init(...)`" in said
-    while Path(f"/proc/{pid}").exists():
-        """It ends with its driver, which did not wait for it."""
-
-
-WRONG = {
-    "address='local'": "takes options of aiogpu.init by name, and no address",
-    "4": "takes options of aiogpu.init by name, and no address",
-    "num_gpu=4": "num_gpu",
-    "num_gpus=-4": "num_gpus=-4",
-}
-
-
-def test_a_wrong_mark_is_an_error(project: Path) -> None:
-    marked = "@pytest.mark.aiogpu({})\nasync def test_{}(inline_node):\n    pass\n"
-    tests = [marked.format(mark, number) for number, mark in enumerate(WRONG)]
-    code, said = run_pytest(
-        project, "\n".join(["import pytest", *tests]), "--asyncio-mode=auto"
-    )
-    assert code == 1, said
     # What each test has said, on both loops, after a line with its name.
-    _, *told = re.split(r"_ ERROR at setup of test_(\d)\[", said)
+    _, *told = re.split(r"_ ERROR at setup of test_wrong_(\d)\[", said)
     for number, text in zip(told[::2], told[1::2], strict=True):
         assert list(WRONG.values())[int(number)] in text.partition("= short test")[0]
     assert Counter(told[::2]) == dict.fromkeys("0123", 2)
+    while Path(f"/proc/{pid}").exists():
+        """It ends with its driver, which did not wait for it."""
 
 
 def test_importing_the_tools_imports_no_pytest() -> None:
