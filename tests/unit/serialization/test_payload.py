@@ -212,14 +212,6 @@ def test_elsewhere_a_value_s_handle_is_not_pickled_and_an_actor_s_is():
     assert "the handle of train belongs to a node that was closed" in told
 
 
-def test_a_function_may_hold_actors_and_no_values():
-    with collect_references(are_actors=True) as found:
-        pickle.dumps(ActorHandle(5))
-        with pytest.raises(MisuseError):
-            pickle.dumps(Handle(1))
-    assert [reference.id for reference in found] == [5]
-
-
 def test_each_pickle_and_each_thread_lists_its_own_references():
     one, two = Reference(1), Reference(2)
     with collect_references() as outer:

@@ -125,33 +125,6 @@ def test_a_model_arrives_and_computes_and_learns():
     assert again[0].weight.grad is not None
 
 
-def test_every_type_of_elements_arrives():
-    seen = 0
-    for dtype in {each for each in vars(torch).values() if type(each) is torch.dtype}:
-        if dtype.is_floating_point or dtype.is_complex or dtype is torch.bool:
-            try:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # halves of complex are new
-                    tensor = torch.ones(8).to(dtype)
-            except (RuntimeError, NotImplementedError):
-                continue  # this torch cannot even make one
-            seen += 1
-            again = twice(tensor)
-            assert again.dtype == dtype
-            assert bytes(again.view(torch.uint8)) == bytes(tensor.view(torch.uint8))
-    assert seen >= 8
-
-
-def test_tied_weights_stay_tied_and_other_tensors_arrive_apart():
-    model = torch.nn.ModuleList([torch.nn.Linear(256, 256) for _ in range(2)])
-    model[1].weight = model[0].weight
-    again = twice(model)
-    assert again[1].weight is again[0].weight
-    whole = torch.zeros(EDGE * 2)
-    first, second = twice([whole[:EDGE], whole])
-    assert first.untyped_storage().data_ptr() != second.untyped_storage().data_ptr()
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["float", "bfloat16", "small", "empty", "parameter"])
 def test_a_cuda_tensor_arrives_on_its_device(kind, monkeypatch):

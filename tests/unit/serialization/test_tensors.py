@@ -14,7 +14,7 @@ import pytest
 
 from aiogpu.errors import AiogpuWarning
 from aiogpu.serialization import pickler, tensors
-from aiogpu.serialization.pickler import dump, dump_whole, measure
+from aiogpu.serialization.pickler import dump
 from aiogpu.serialization.references import SHARED_FROM
 from tests.unit.serialization.payloads import load
 
@@ -173,20 +173,6 @@ def test_a_tensor_is_not_copied_on_either_side_and_its_buffer_keeps_it_alive():
     assert bytes(buffer[-8:-7]) == b"\7"
 
 
-def test_small_tensors_stay_in_the_stream_and_all_do_if_asked():
-    for values in (np.arange(1), np.arange(3), np.array(2.5)):
-        stream, buffers = dump(Tensor(values))
-        assert not buffers
-        again = load(stream)
-        assert (again.shape, again.array.tolist()) == (values.shape, values.tolist())
-    again = load(dump_whole(Tensor(np.arange(EDGE))))
-    assert again.array.tolist() == list(range(EDGE))
-    assert 0 <= measure(Tensor(np.arange(EDGE))) - SHARED_FROM < 1000
-    tensor = Tensor(np.arange(EDGE))
-    first, second = twice([tensor, tensor])
-    assert first is second
-
-
 @pytest.mark.parametrize(
     ("values", "strides", "size"),
     [
@@ -265,33 +251,6 @@ def test_only_torchs_warning_is_silenced_and_only_the_first_time(torch, monkeypa
     twice(Tensor(np.arange(EDGE)))
 
 
-def test_a_small_tensor_is_not_the_first_time(torch):
-    twice(Tensor(np.arange(3)))
-    assert not torch.has_warned
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        twice(Tensor(np.arange(EDGE)))
-    assert torch.has_warned
-
-
-def test_it_stays_silenced_where_torch_repeats_itself(torch):
-    torch.always = True
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for _ in range(3):
-            twice(Tensor(np.arange(EDGE)))
-
-
-def test_another_warning_is_not_silenced(torch, monkeypatch):
-    def complain(buffer, *, dtype):
-        warnings.warn("something else", UserWarning, stacklevel=2)
-        return Tensor(np.frombuffer(buffer, dtype))
-
-    monkeypatch.setattr(torch, "frombuffer", complain)
-    with pytest.warns(UserWarning, match="something else"):
-        twice(Tensor(np.arange(EDGE)))
-
-
 # CUDA
 
 
@@ -356,14 +315,3 @@ def test_a_torch_that_is_half_imported_is_left_alone(torch, lacking):
     assert twice(Late(np.arange(3))) == ("by torch", [0, 1, 2])
     setattr(torch, lacking, there)
     assert twice(Late(np.arange(3))).array.tolist() == [0, 1, 2]
-
-
-def test_torch_is_looked_at_once(monkeypatch):
-    dump(None)
-    monkeypatch.delattr(tensors, "reducers")
-    assert twice(Tensor(np.arange(3))).array.tolist() == [0, 1, 2]
-
-
-def test_a_module_that_is_no_torch_has_no_reducers():
-    assert tensors.reducers(None) == {}
-    assert tensors.reducers(ModuleType("torch")) == {}
