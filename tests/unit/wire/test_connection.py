@@ -19,16 +19,7 @@ from aiogpu.wire.connection import (
     ConnectionState,
     greeting,
 )
-from aiogpu.wire.messages import (
-    TAGS,
-    VERSION,
-    Cancel,
-    Done,
-    Exit,
-    Hello,
-    Ready,
-    Run,
-)
+from aiogpu.wire.messages import TAGS, VERSION, Cancel, Done, Exit, Hello, Run
 from tests.unit.wire.cases import ROLES, example
 from tests.unit.wire.spoiling import framed
 
@@ -111,29 +102,6 @@ def test_an_unknown_role_is_refused(role):
     assert refuses(Connection(), greeting(role, 1, 2))
 
 
-@pytest.mark.parametrize(
-    ("data", "complaint"),
-    [
-        (
-            encode(Ready((), ())),
-            "Ready out of turn on <Connection greeting with unknown>",
-        ),
-        (encode(Hello(99, WORKER, 1, 2)), "the same version of aiogpu on both"),
-        (greeting("king", 1, 2), "a peer calls itself 'king'"),
-        (greeting("k" * 99, 1, 2), f"calls itself '{'k' * 40}'$"),
-        (b"\xff" * 4, "exceeds the limit"),
-        (b"\x01\0\0\0\xc1", "no msgpack"),
-    ],
-)
-def test_a_refusal_says_why_and_closes(data, complaint):
-    driver = Connection()
-    with pytest.raises(ProtocolError, match=complaint):
-        driver.receive(data)
-    assert driver.state is ConnectionState.CLOSED
-    assert driver.peer is None
-    assert driver.receive(greeting(WORKER, 1, 2)) == []
-
-
 def test_a_refusal_names_the_peer():
     driver = Connection()
     driver.receive(greeting(KEEPER, 3, 4))
@@ -157,40 +125,6 @@ def test_the_longest_frame_is_waited_for():
     connection = greeted(WORKER)
     assert connection.receive(struct.pack("<I", LIMIT)) == []
     assert connection.missing == LIMIT
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        pytest.param(b"", id="nothing"),
-        pytest.param(b"\xc0", id="nil"),
-        pytest.param(b"\x90", id="no tag"),
-        pytest.param(b"\xc1", id="a byte that msgpack never uses"),
-        pytest.param(b"\x91\x03\x00", id="surplus bytes"),
-        pytest.param(b"\x81\xa1a\x01", id="a map"),
-        pytest.param(b"\x91\x81\xa1a\x01", id="a map for a tag"),
-        pytest.param(b"\x91\xc3", id="true for a tag"),
-        pytest.param(b"\x91\xcb\x3f\xf0" + bytes(6), id="1.0 for a tag"),
-        pytest.param(b"\x91\x00", id="tag 0"),
-        pytest.param(b"\x91\xff", id="tag -1"),
-        pytest.param(b"\x91\xcd\xff\xff", id="tag 65535"),
-        pytest.param(b"\x92\x02\xd4\x05\x00", id="an extension"),
-        pytest.param(b"\x92\x02\xd6\xff" + b"\xff" * 4, id="a timestamp"),
-        pytest.param(b"\x92\x02\xd7\xff" + b"\xff" * 8, id="an ill timestamp"),
-        pytest.param(b"\x92\x02\xc7\x0c\xff" + b"\xff" * 12, id="a huge timestamp"),
-        pytest.param(b"\x92\x02\xa2\xff\xff", id="no utf-8"),
-        pytest.param(b"\x92\x02\x81\x90\x01", id="a map keyed by an array"),
-        pytest.param(b"\x92\x02\x81\x01\x01", id="a map keyed by a number"),
-        pytest.param(b"\xdd\xff\xff\xff\xff", id="an array of billions"),
-        pytest.param(b"\xdf\xff\xff\xff\xff", id="a map of billions"),
-        pytest.param(b"\xc6\xff\xff\xff\xff", id="bytes of billions"),
-    ],
-)
-def test_what_is_no_message_is_refused(body):
-    for role in ROLES:
-        assert refuses(greeted(role), framed(body))
-        assert refuses(Connection(role), framed(body))
-    assert refuses(Connection(), framed(body))
 
 
 def test_what_precedes_a_fault_in_the_same_chunk_is_dropped_with_it():
