@@ -1,22 +1,23 @@
-"""Linux facilities that change a process, each in a program of its own."""
+"""Linux facilities that change a process, and who is at the end of a socket."""
 
 from __future__ import annotations
 
 import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
+from aiogpu.client.references import Descriptors
+from aiogpu.errors import NodeError
 from aiogpu.linux import syscalls as kernel
+from aiogpu.linux.sockets import peer_credentials, user
+from aiogpu.memory.control_page import ControlPage
+from aiogpu.worker.connection import Channel
+from aiogpu.worker.interrupts import Interrupts
+from aiogpu.worker.zygote.keeper import Watch
 from tests.support.program import run
-
-
-def test_a_process_has_a_name() -> None:
-    source = """
-    from aiogpu.linux import syscalls as kernel
-    kernel.set_process_name("aiogpu-work-123456")
-    print(open("/proc/self/comm").read(), end="")
-    """
-    assert run(source) == "aiogpu-work-123\n"
 
 
 def test_children_are_found_in_both_ways() -> None:
@@ -83,9 +84,7 @@ def test_orphans_are_adopted() -> None:
     assert run(source) == "7\n"
 
 
-def test_a_kernel_that_cannot_adopt_raises(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_kernel_that_cannot_adopt_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel, "_prctl", lambda *_: -1)
     with pytest.raises(OSError, match="subreaper"):
         kernel.adopt_orphans()
@@ -121,28 +120,6 @@ def test_a_child_whose_parent_has_gone_ends_at_once() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
 
 
-def test_forks_inherit_what_is_raised_meanwhile() -> None:
-    source = """
-    import os
-    from aiogpu.linux.syscalls import OomScore
-    def own():
-        return open("/proc/self/oom_score_adj").read().strip()
-    before = own()
-    score = OomScore()
-    score.expose()
-    pid = os.fork()
-    if pid == 0:
-        os._exit(own() == "1000")
-    score.restore()
-    assert own() == before
-    assert os.waitpid(pid, 0)[1] == 1 << 8
-    score.close()
-    score.expose()
-    assert own() == before
-    """
-    run(source)
-
-
 def test_where_it_cannot_be_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     def forbidden(*_: object) -> int:
         raise PermissionError
@@ -157,3 +134,53 @@ def test_where_it_cannot_be_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     absent.expose()
     absent.close()
     assert os.path.exists("/proc/self/oom_score_adj")
+
+
+OTHER = 3_000_000_000
+"""A user id without a name; such large ones come from directory services."""
+
+
+def test_the_kernel_tells_who_is_there() -> None:
+    one, other = socket.socketpair()
+    with one, other:
+        told = peer_credentials(one)
+    assert told == (os.getpid(), os.geteuid(), os.getegid())
+
+
+def test_users_are_named_where_they_have_a_name() -> None:
+    assert user(0) == "uid 0 (root)"
+    assert user(OTHER) == f"uid {OTHER}"
+
+
+def connect_channel(path: str) -> None:
+    page = ControlPage.open(descriptor := ControlPage.create())
+    os.close(descriptor)
+    Channel(Interrupts(page)).connect(path, 7)
+
+
+def connect_watch(path: str) -> None:
+    Watch("keeper", 1, path, os.pidfd_open(os.getpid()))
+
+
+def connect_descriptors(path: str) -> None:
+    Descriptors(path, owner=7).receive(1)
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")  # such a worker ends at once
+@pytest.mark.parametrize(
+    "connect", [connect_channel, connect_watch, connect_descriptors]
+)
+def test_a_worker_says_nothing_to_another_user(
+    connect: Callable[[str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = str(tmp_path / "s")
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(path)
+        listening.listen()
+        listening.settimeout(20)
+        monkeypatch.setattr(os, "geteuid", lambda: OTHER)
+        with pytest.raises(NodeError, match=f"listens at {path} .*nothing was sent"):
+            connect(path)
+        accepted, _ = listening.accept()
+        with accepted:
+            assert accepted.recv(100) == b""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import resource
-import signal
 import socket
 import struct
 from collections.abc import Iterator
@@ -15,7 +14,6 @@ import pytest
 
 from aiogpu.errors import ProtocolError
 from aiogpu.memory.fd_passing import MOST, DescriptorReceiver, DescriptorSender
-from aiogpu.memory.segment import Segment, map_readonly
 
 Pairs = list[tuple[int, int]]
 
@@ -82,32 +80,6 @@ def send(sender: DescriptorSender, first: int, count: int) -> None:
 
 def open_descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
-
-
-def test_who_waits_is_woken_by_another_process(ends: Ends) -> None:
-    ends.other.setblocking(True)
-    pid = os.fork()
-    if pid == 0:
-        send(ends.sender, 5, 1)
-        os._exit(0)
-    assert texts(ends.receiver.read()) == numbered(5, 1)
-    os.waitpid(pid, 0)
-
-
-def test_what_the_socket_does_not_take_waits_as_a_copy(ends: Ends) -> None:
-    sent = ends.fill()
-    assert ends.sender.waiting == 1
-    send(ends.sender, sent + 1, 2 * MOST)
-    assert ends.sender.waiting == 2 * MOST + 1
-    assert not ends.sender.flush()
-    received: Pairs = []
-    while len(received) < sent + 2 * MOST:
-        received += ends.receiver.read()
-        ends.sender.flush()
-    assert ends.sender.flush()
-    assert ends.sender.waiting == 0
-    assert [number for number, _ in received] == [*range(1, sent + 2 * MOST + 1)]
-    assert texts(received)[sent:] == numbered(sent + 1, 2 * MOST)
 
 
 def test_a_message_carries_as_many_as_the_kernel_allows(ends: Ends) -> None:
@@ -290,81 +262,3 @@ def test_a_kernel_that_lets_no_more_be_under_way(ends: Ends) -> None:
     assert ends.sender.flush()
     assert not ends.sender.is_refused
     assert texts(ends.receiver.read()) == numbered(1, 2)
-
-
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can become somebody else")
-def test_the_kernel_lets_no_more_be_under_way_than_may_be_open(ends: Ends) -> None:
-    """Who may not exceed limits has so many under way: RLIMIT_NOFILE."""
-    pid = os.fork()
-    if pid == 0:
-        status = 1
-        try:
-            os.setresgid(54321, 54321, 54321)
-            os.setresuid(54321, 54321, 54321)
-            resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))
-            with marked() as fd:
-                count = 0
-                while ends.sender.send(count, fd):
-                    count += 1
-            assert (ends.sender.is_refused, ends.sender.waiting) == (True, 1)
-            assert not ends.sender.flush()
-            assert count >= 200
-            got = ends.receiver.read()
-            assert ends.sender.flush()
-            assert not ends.sender.is_refused
-            texts(got)
-            status = 0
-        finally:
-            os._exit(status)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-
-
-# Segments that are passed
-
-
-def test_a_segment_passes_and_outlives_its_writer(ends: Ends) -> None:
-    """Written in a process that is killed, read here, and free when unmapped."""
-    ends.other.setblocking(True)
-    pid = os.fork()
-    if pid == 0:
-        segment = Segment.create(77, 5000)
-        segment.write([memoryview(b"left behind")])
-        fd = segment.share()
-        ends.sender.send(segment.id, fd)
-        os.close(fd)
-        os.kill(os.getpid(), signal.SIGKILL)
-    [(number, fd)] = ends.receiver.read()
-    os.waitpid(pid, 0)
-    assert number == 77
-    with map_readonly(fd, 5000) as mapping:
-        os.close(fd)
-        assert mapping[:11] == b"left behind"
-
-
-def test_what_is_under_way_and_what_a_killed_reader_had_is_known(ends: Ends) -> None:
-    segment = Segment.create(1, 5000)
-    segment.write([memoryview(b"value")])
-    told, tell = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        ends.one.close()
-        ends.other.setblocking(True)
-        [(_, fd)] = ends.receiver.read()
-        mapping = map_readonly(fd, 5000)
-        os.close(fd)
-        os.write(tell, mapping[:5])
-        signal.pause()
-        os._exit(1)
-    ends.other.close()
-    fd = segment.share()
-    ends.sender.send(1, fd)
-    os.close(fd)
-    assert segment.is_read
-    assert os.read(told, 5) == b"value"
-    assert segment.is_read
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    assert not segment.is_read
-    os.close(told)
-    os.close(tell)
-    segment.close()

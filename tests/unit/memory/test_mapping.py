@@ -7,16 +7,12 @@ import gc
 import mmap
 import os
 import pickle
-import subprocess
-import sys
-import threading
 from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
 
 from aiogpu.memory import addresses
-from aiogpu.memory import mapping as module
 from aiogpu.memory.addresses import address_of, is_as_mapped
 from aiogpu.memory.mapping import Mappings, SegmentSpans
 from aiogpu.memory.segment import Segment, map_readonly
@@ -156,102 +152,6 @@ def test_a_view_saved_by_a_finalizer_is_known_to_the_kernel(
     views.clear()
     assert not segment.is_read
     assert reader.told == [7, 7]
-
-
-def test_the_end_of_two_mappings_of_one_segment_is_reported_once(
-    reader: Reader, segment: Segment, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # As when a finalizer, or another thread, maps while this one does.
-    real = module.map_readonly
-    inner: list[list[memoryview]] = []
-
-    def interrupted(fd: int, size: int) -> object:
-        if not inner:
-            inner.append([])
-            inner[0] += reader.views(segment, (64, 6))
-        return real(fd, size)
-
-    monkeypatch.setattr(module, "map_readonly", interrupted)
-    outer = reader.views(segment)
-    assert len([line for line in mapped() if "rw-p" in line]) == 2
-    outer.clear()
-    assert reader.told == []
-    assert bytes(inner[0][0]) == b"second"
-    assert reader.mappings.is_mapped(7)
-    inner.clear()
-    assert (reader.told, reader.still_there) == ([7], [False])
-
-
-def test_an_end_during_a_count_is_counted(segment: Segment) -> None:
-    other = Segment.create(8, 100)
-    held: dict[int, list[memoryview]] = {}
-    told: list[int] = []
-
-    def note(number: int) -> None:
-        told.append(number)
-        held.pop(8, None)
-        told.append(-number)
-
-    mappings = Mappings(note)
-    held[7] = mappings.views(7, segment.fd, 100, [(0, 1)])
-    held[8] = mappings.views(8, other.fd, 100, [(0, 1)])
-    held.pop(7)
-    assert told == [7, -7, 8, -8]
-    other.close()
-
-
-def test_many_threads_come_and_go(segment: Segment) -> None:
-    told: list[int] = []
-    mappings = Mappings(told.append)
-    others = [Segment.create(number, 100) for number in range(3)]
-    wrong: list[object] = []
-    begin = threading.Barrier(4)
-
-    def work(seed: int) -> None:
-        begin.wait()
-        for step in range(300):
-            each = others[(step * seed) % 3]
-            views = mappings.views(each.id, each.fd, each.size, [(0, 5), (5, 5)])
-            if not mappings.is_mapped(each.id):
-                wrong.append(each.id)
-            del views
-
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(1, 5)]
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        sys.setswitchinterval(before)
-    assert not wrong
-    assert not any(mappings.is_mapped(each.id) for each in others)
-    assert not any("rw-p" in line for line in mapped())
-    assert {each.id for each in others} <= set(told)
-    # Nothing is left of those that went.
-    assert (mappings._counts, mappings._latest, mappings._sights) == ({}, {}, {})
-    for each in others:
-        each.close()
-
-
-def test_the_modules_are_cheap_to_import() -> None:
-    program = (
-        "import sys; before = set(sys.modules)\n"
-        "import aiogpu.memory.mapping, aiogpu.memory.segment_pool\n"
-        "import aiogpu.memory.fd_passing\n"
-        "print(*sorted({'asyncio', 'tempfile', 'ctypes', 'random', 'logging', "
-        "'threading'} & (set(sys.modules) - before)))"
-    )
-    ran = subprocess.run(
-        [sys.executable, "-S", "-c", program],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert ran.stdout.split() == []
 
 
 # Where views are

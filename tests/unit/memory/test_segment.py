@@ -1,4 +1,4 @@
-"""Segments: written by one process, read by others, freed with the last of them."""
+"""Segments and the pool of them: written, read by others, kept and written again."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import fcntl
 import mmap
 import os
 import resource
-import signal
 import subprocess
 import sys
 import tempfile
@@ -17,7 +16,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from aiogpu.errors import AiogpuError, ObjectMemoryError
 from aiogpu.memory import segment as segments
 from aiogpu.memory.control_page import PAGE_SIZE, SLOTS, ControlPage
 from aiogpu.memory.segment import (
@@ -28,6 +30,8 @@ from aiogpu.memory.segment import (
     map_readonly,
     spill_directory,
 )
+from aiogpu.memory.segment_pool import SegmentPool
+from tests.support.sampling import examples
 
 PAGE = mmap.PAGESIZE
 
@@ -188,20 +192,6 @@ def test_what_cannot_be_made_is_the_error_of_the_system(tmp_path: Path) -> None:
         Segment.create(1, 1 << 60)
 
 
-def test_too_many_open_files_is_an_error_and_leaves_none(directory: str | None) -> None:
-    # One more is for the memory, and none for the copy that mmap.mmap makes of it.
-    free = os.dup(0)
-    os.close(free)
-    is_copied = directory is None and sys.version_info < (3, 13)
-    for most in (0, free + 1) if is_copied else (0,):
-        with (
-            at_most(resource.RLIMIT_NOFILE, most),
-            pytest.raises(OSError, match="open files") as caught,
-        ):
-            Segment.create(1, PAGE, directory)
-        assert caught.value.errno == errno.EMFILE
-
-
 # Whether it is read
 
 
@@ -224,23 +214,6 @@ def test_it_is_read_while_a_descriptor_a_copy_or_a_mapping_is_there(
     segment.close()
 
 
-def test_a_forked_child_that_is_killed_reads_no_more() -> None:
-    segment = Segment.create(1, PAGE)
-    fd = segment.share()
-    mapping = map_readonly(fd, PAGE)
-    os.close(fd)
-    pid = os.fork()
-    if pid == 0:
-        signal.pause()
-        os._exit(1)
-    mapping.close()
-    assert segment.is_read
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    assert not segment.is_read
-    segment.close()
-
-
 def test_where_the_kernel_does_not_know_it_counts_as_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -255,25 +228,6 @@ def test_where_the_kernel_does_not_know_it_counts_as_read(
     monkeypatch.setattr(segments.fcntl, "fcntl", refuse)
     os.close(segment.share())
     assert segment.is_read
-    segment.close()
-
-
-def test_pages_that_cannot_be_made_are_an_error(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    class Full:
-        def madvise(self, advice: int) -> None:
-            raise OSError(errno.ENOMEM, "Cannot allocate memory")
-
-    segment = Segment.create(1, PAGE)
-    segment.write([memoryview(b"one")])
-    real = segment._memory
-    monkeypatch.setattr(segment, "_memory", Full())
-    for _ in range(2):
-        with pytest.raises(OSError, match="allocate memory"):
-            segment.write([memoryview(b"two")])
-    monkeypatch.setattr(segment, "_memory", real)
-    assert seen(segment, ((0, 3),)) == [b"one"]
     segment.close()
 
 
@@ -345,15 +299,6 @@ def faults(how: str) -> int:
     return int(run.stdout)
 
 
-def test_the_heap_keeps_the_pages_of_large_messages() -> None:
-    """Two blocks of 65 pages, a hundred times; to ask for it touches hardly a page."""
-    assert faults("learning") < 20
-    afresh = faults("afresh")
-    if afresh < 1000:
-        pytest.skip("this C library keeps pages by itself")
-    assert faults("kept") < afresh / 20
-
-
 # The control page
 
 
@@ -396,3 +341,168 @@ def test_a_page_has_words_for_each_slot_that_all_processes_share(
 
 def readers(page: ControlPage) -> tuple[Callable[[int], int], ...]:
     return page.asked, page.heard, page.begun, page.revoked
+
+
+def nowhere() -> None:
+    return None
+
+
+@pytest.fixture
+def pool() -> Iterator[SegmentPool]:
+    pool = SegmentPool(1000, 20 * PAGE, nowhere)
+    yield pool
+    pool.close()
+
+
+def sums(pool: SegmentPool) -> tuple[int, int, int]:
+    """Pages that are warm, in use and on disk."""
+    counts = (pool.bytes_warm, pool.bytes_in_use, pool.bytes_on_disk)
+    assert not any(count % PAGE for count in counts)
+    return counts[0] // PAGE, counts[1] // PAGE, counts[2] // PAGE
+
+
+def test_what_is_given_back_is_taken_again_and_written_in_place(
+    pool: SegmentPool,
+) -> None:
+    segment = pool.take(3 * PAGE)
+    assert [pool.take(PAGE).id for _ in range(2)] == [1001, 1002]
+    segment.write([memoryview(b"first")])
+    place = os.fstat(segment.fd).st_ino
+    assert pool.give_back(segment.id)
+    assert sums(pool) == (3, 2, 0)
+    for number in (segment.id, 5):
+        with pytest.raises(KeyError):
+            pool.give_back(number)
+    again = pool.take(2 * PAGE + 1)
+    assert again is segment
+    assert sums(pool) == (0, 5, 0)
+    again.write([memoryview(b"again")])
+    assert os.fstat(again.fd).st_ino == place
+    fd = again.share()
+    with map_readonly(fd, PAGE) as mapping:
+        os.close(fd)
+        assert mapping[:5] == b"again"
+    pool.close()
+    assert (segment.fd, sums(pool)) == (-1, (0, 0, 0))
+
+
+@pytest.mark.parametrize(
+    ("asked", "fits"),
+    [(1, 1), (2, 2), (3, 4), (4, 4), (5, 9), (8, 9), (9, 9), (10, None)],
+)
+def test_the_smallest_that_fits(
+    pool: SegmentPool, asked: int, fits: int | None
+) -> None:
+    for taken in [pool.take(pages * PAGE) for pages in (9, 1, 2, 4)]:
+        pool.give_back(taken.id)
+    segment = pool.take(asked * PAGE)
+    assert segment.size == (fits or asked) * PAGE
+    assert sums(pool) == ((16 - fits, fits, 0) if fits else (16, asked, 0))
+
+
+def test_where_memory_is_scarce_warm_ones_are_closed(pool: SegmentPool) -> None:
+    for taken in [pool.take(2 * PAGE) for _ in range(4)]:
+        pool.give_back(taken.id)
+    segment = pool.take(5 * PAGE, is_scarce=True)
+    assert not segment.is_on_disk
+    assert sums(pool) == (2, 5, 0)
+    with pytest.raises(ObjectMemoryError):
+        pool.take(5 * PAGE, is_scarce=True)
+    assert sums(pool) == (2, 5, 0)
+
+
+def test_where_memory_is_scarce_it_is_on_disk(tmp_path: Path) -> None:
+    pool = SegmentPool(1, 20 * PAGE, lambda: str(tmp_path))
+    segment = pool.take(3 * PAGE, is_scarce=True)
+    assert segment.is_on_disk
+    assert segment.id == 1
+    assert sums(pool) == (0, 0, 3)
+    assert not pool.give_back(1)
+    assert sums(pool) == (0, 0, 0)
+    assert pool.take(PAGE, is_scarce=True).id == 2
+    pool.close()
+    assert sums(pool) == (0, 0, 0)
+
+
+def test_the_error_says_what_was_asked_what_there_is_and_what_to_do(
+    pool: SegmentPool,
+) -> None:
+    pool.take(2 * PAGE)
+    with pytest.raises(ObjectMemoryError) as caught:
+        pool.take(3 << 20, is_scarce=True)
+    assert isinstance(caught.value, MemoryError)
+    assert isinstance(caught.value, AiogpuError)
+    text = str(caught.value)
+    assert "3145728 bytes (3.0 MiB)" in text
+    assert f"{2 * PAGE} bytes by this process" in text
+    assert str(20 * PAGE) in text
+    for advice in ("object_memory=", "drop handles", "spill_directory="):
+        assert advice in text
+    assert pool.take(PAGE).id == 1001
+
+
+def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
+    missing = tmp_path / "missing"
+    pool = SegmentPool(1, 0, lambda: str(missing))
+    with pytest.raises(ObjectMemoryError, match=rf"{missing} cannot be written"):
+        pool.take(PAGE, is_scarce=True)
+
+
+@pytest.mark.parametrize("is_scarce", [False, True])
+def test_too_many_descriptors_is_what_the_system_says(
+    tmp_path: Path, is_scarce: bool
+) -> None:
+    pool = SegmentPool(1, 0, lambda: str(tmp_path))
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, before[1]))
+    try:
+        with pytest.raises(OSError, match="open files") as caught:
+            pool.take(PAGE, is_scarce)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert caught.value.errno == errno.EMFILE
+    assert sums(pool) == (0, 0, 0)
+    assert pool.take(PAGE).id == 1
+    pool.close()
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(
+    limit=st.integers(0, 12),
+    steps=st.lists(st.tuples(st.sampled_from("tsgdr"), st.integers(1, 9)), max_size=40),
+)
+def test_the_sums_are_those_of_the_segments(
+    limit: int, steps: list[tuple[str, int]]
+) -> None:
+    pool = SegmentPool(1, limit * PAGE, nowhere)
+    used: list[Segment] = []
+    seen: dict[int, Segment] = {}
+    reading: list[int] = []
+    for act, number in steps:
+        if act in "ts":
+            try:
+                used.append(pool.take(number * PAGE, is_scarce=act == "s"))
+            except ObjectMemoryError:
+                assert pool.bytes_warm < number * PAGE
+                continue
+            assert number <= used[-1].size // PAGE <= 2 * number
+            assert not used[-1].is_read
+            seen[used[-1].id] = used[-1]
+        elif used and act == "r":
+            reading.append(used[number % len(used)].share())
+        elif used:
+            segment = used.pop(number % len(used))
+            was_read = segment.is_read
+            if act == "d":
+                pool.discard(segment.id)
+            elif pool.give_back(segment.id):
+                assert not was_read
+        there = {each.id: each.size for each in seen.values() if each.fd >= 0}
+        in_use = sum(each.size for each in used)
+        assert pool.bytes_in_use == in_use
+        assert pool.bytes_warm == sum(there.values()) - in_use
+        assert pool.bytes_warm <= pool.limit
+    pool.close()
+    assert all(each.fd == -1 for each in seen.values())
+    for fd in reading:
+        os.close(fd)

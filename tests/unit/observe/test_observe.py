@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import builtins
-import gc
 import json
 import re
 import socket
@@ -152,18 +151,6 @@ def test_a_running_task_is_a_span_and_has_not_ended(history: History) -> None:
     assert history.ended(9.0) == ()
 
 
-def test_tasks_that_end_together_are_as_if_each_ended_alone(history: History) -> None:
-    records = [record(task, since=task / 8) for task in range(3)]
-    history.add_row(7, records, [250_000, 500_000, 750_000], 4.0)
-    told = [(one.task, one.started, one.ended) for one in history.spans([], 9.0, 0.0)]
-    assert told == [(2, 3.25, 4.0), (1, 3.5, 4.0), (0, 3.75, 4.0)]
-    assert [one.task for one in history.ended(9.0)] == [2, 1, 0], "the latest first"
-    found = history.find(1, 9.0)
-    assert found is not None
-    assert (found.ran, found.waited, found.pid) == (0.5, 3.375, 99)
-    assert history.outcomes == {"finished": 3}
-
-
 def test_an_attempt_is_in_the_timeline_and_has_not_ended_the_task(
     history: History,
 ) -> None:
@@ -176,21 +163,6 @@ def test_an_attempt_is_in_the_timeline_and_has_not_ended_the_task(
     assert [one.state for one in history.ended(9.0)] == ["failed"]
 
 
-def test_a_call_is_no_task(history: History) -> None:
-    history.add_call(1, "Model.predict", 5, 3.0, FAILURE)
-    assert [one.name for one in history.failures(4.0)] == ["Model.predict"]
-    assert history.find(1, 4.0) is None, "its actor may live"
-    assert history.spans([], 9.0, 0.0) == []
-    traced = FAILURE._replace(traceback="Traceback: ...")
-    history.add_call(1, "Model.predict", 5, 3.5, traced)
-    history.add_call(1, "Model.load", 5, 3.6, FAILURE)
-    history.add_call(2, "Model.predict", 5, 3.7, FAILURE)
-    load, predict = history.failed_calls(1, 4.5)
-    assert (load.name, predict.name) == ("Model.load", "Model.predict")
-    assert (predict.seconds, predict.traceback) == (1.0, "Traceback: ...")
-    assert predict.is_call
-
-
 def test_what_was_cancelled_has_not_failed_and_need_not_have_run(
     history: History,
 ) -> None:
@@ -198,18 +170,6 @@ def test_what_was_cancelled_has_not_failed_and_need_not_have_run(
     (ended,) = history.ended(5.0)
     assert (ended.ran, ended.waited, ended.worker, ended.pid) == (None, 3.0, None, 0)
     assert history.failures(5.0) == ()
-
-
-def test_no_lease_is_kept_alive(history: History) -> None:
-    history.add_row(7, [record(2)], [1], 5.0)
-    reached: dict[int, object] = {}
-    ahead: list[object] = [history]
-    while ahead:
-        one = ahead.pop()
-        if id(one) not in reached and not isinstance(one, type):
-            reached[id(one)] = one
-            ahead += gc.get_referents(one)
-    assert not [one for one in reached.values() if isinstance(one, TaskRecord | Lease)]
 
 
 def test_the_oldest_are_dropped_first(history: History) -> None:
