@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from pathlib import Path
 
 import pytest
@@ -25,7 +24,7 @@ from aiogpu.accelerators.neuron import Neuron
 from aiogpu.accelerators.tpu import Tpu
 from aiogpu.core.model.request import Device
 from aiogpu.errors import DeviceError
-from tests.unit.accelerators.vendors import CHIPS, GIB, listing, pci_card, tool, write
+from tests.unit.accelerators.vendors import GIB, listing, pci_card, tool, write
 
 MI210 = {"type": AMD_INSTINCT_MI210, "memory": 64 * GIB}
 
@@ -243,16 +242,6 @@ def test_every_core_is_a_device(neuron: Neuron, tmp_path: Path) -> None:
         Device(core, type=AWS_NEURON_CORE, memory=16 * GIB, pci=f"00:1{core // 2}.0")
         for core in range(4)
     )
-
-
-def test_the_tools_own_folder_comes_before_the_path(tmp_path: Path) -> None:
-    own, other = tmp_path / "own", tmp_path / "other"
-    own.mkdir()
-    other.mkdir()
-    listing(own, CHIPS[:1])
-    assert len(Neuron(str(own)).devices(listing(other), None)) == 2
-    os.chmod(own / "neuron-ls", 0o644)
-    assert len(Neuron(str(own)).devices(listing(other), None)) == 4
 
 
 def test_a_machine_without_the_tool_or_without_cores_has_none(

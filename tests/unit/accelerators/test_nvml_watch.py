@@ -4,24 +4,12 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-from aiogpu.accelerators.nvml.health import (
-    WHOLE,
-    Xid,
-    action_in_words,
-    is_fault,
-)
+from aiogpu.accelerators.nvml.health import WHOLE, Xid, action_in_words, is_fault
 from aiogpu.accelerators.nvml.watch import is_alive
-from tests.unit.accelerators.stub_nvml import (
-    GIB,
-    StubGpu,
-    StubNvml,
-    gpus,
-    migs,
-)
+from tests.unit.accelerators.stub_nvml import GIB, StubGpu, StubNvml, gpus, migs
 
 ZERO, ONE = (gpu.uuid for gpu in gpus(2))
 
@@ -72,54 +60,6 @@ V3 = [
     f"nvmlDeviceGet{name}RunningProcesses_v3"
     for name in ("Compute", "MPSCompute", "Graphics")
 ]
-
-
-def test_a_refused_list_is_not_asked_for_again(
-    nvml: StubNvml, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls = tmp_path / "calls"
-    monkeypatch.setenv("AIOGPU_STUB_NVML_CALLS", str(calls))
-    nvml.write(one(), fail={V3[1]: 3})
-    nvml.run(f"{LOOK}\nopen({str(calls)!r}, 'w').close()\ntold()\nwatch = None")
-    assert calls.read_text().split() == [
-        *(V3[0], V3[2]),
-        *("nvmlDeviceGetMemoryInfo", "nvmlDeviceGetUtilizationRates"),
-    ]
-
-
-def test_for_a_lost_gpu_nvml_is_started_anew_less_and_less_often(
-    nvml: StubNvml,
-) -> None:
-    """NVML never finds again what it has lost, although a reset brought it back."""
-    nvml.write(gpus(2))
-    snippet = f"""{WATCH}
-starts, start, looks = [], pynvml.nvmlInit, 0
-def counted():
-    starts.append(looks)
-    start()
-pynvml.nvmlInit = counted
-def look():
-    global looks
-    looks += 1
-    lost, well = watch.look(device(ZERO)), watch.look(device(ONE))
-    return [lost.is_lost, check()[2], well.problem]
-result = [look()]
-for how in ({{"gone": [0]}}, {{}}):
-    nvml.write(gpus(2), **how)
-    result += [look()]
-nvml.write(gpus(2), lost=[0])
-lost = [look() for _ in range(100)]
-result += [all(each == [True, True, None] for each in lost), starts]
-nvml.write(gpus(2))
-result += [look(), look()]
-"""
-    well = [False, False, None]
-    first, gone, back, is_lost, starts, *later = nvml.run(snippet)
-    assert (first, back, is_lost) == (well, well, True)
-    assert (gone[0], gone[2]) == (True, None)
-    assert len(starts) < 20
-    assert max(starts) > 90
-    assert later == [well, well]
 
 
 def test_the_programs_own_nvml_is_left_to_it(nvml: StubNvml) -> None:
@@ -201,9 +141,7 @@ result += [busy(5, fail={{"nvmlDeviceGetUtilizationRates": 999}}), told()[3]]
     ]
 
 
-def test_temperature_and_power_are_read_where_there_are_sensors(
-    nvml: StubNvml,
-) -> None:
+def test_temperature_and_power_are_read_where_there_are_sensors(nvml: StubNvml) -> None:
     snippet = f"""{WATCH}
 def read(first, **how):
     nvml.write([first, StubGpu(ONE)], **how)
@@ -373,46 +311,7 @@ result += [check(ONE), check()]
     assert found[4:] == [WELL, WELL, WELL, [[CONTAINED], "", False]]
 
 
-def test_instances_report_what_concerns_them(nvml: StubNvml) -> None:
-    first, second = (mig.uuid for mig in migs(2))
-    found = nvml.run(
-        WATCH
-        + f"""
-def each():
-    return [check(uuid) for uuid in ("{first}", "{second}", ONE)]
-
-box = [StubGpu(ZERO, mig=migs(2)), one]
-nvml.write(box)
-result = [each()]
-nvml.xid(0, 94, place=(2, 0))
-result += [each()]
-nvml.xid(0, 79)
-result += [each()]
-nvml.write([StubGpu(ZERO, mig=migs(2), action=4), one])
-result += [each()]
-nvml.write(box, lost=[0])
-result += [each()]
-nvml.write([StubGpu(ZERO, mig=migs(2)[:1]), one])
-result += [each()]
-"""
-    )
-    fallen, drain = [[FALLEN], "", False], [[], "drain and reset", False]
-    lost = [[], None, True]
-    assert found == [
-        [WELL, WELL, WELL],
-        [WELL, [[CONTAINED], "", False], WELL],
-        [fallen, fallen, WELL],
-        [drain, drain, WELL],
-        [lost, lost, WELL],
-        [WELL, lost, WELL],  # the instance was taken away
-    ]
-
-
-EVENTS = [
-    "nvmlEventSetCreate",
-    "nvmlDeviceRegisterEvents",
-    "nvmlEventSetWait_v2",
-]
+EVENTS = ["nvmlEventSetCreate", "nvmlDeviceRegisterEvents", "nvmlEventSetWait_v2"]
 
 
 QUIET = "a GPU that fails is noticed only where its driver says so otherwise.\n"
@@ -480,21 +379,3 @@ result += [check()]
 """
     fallen = [[FALLEN], "", False]
     assert nvml.run(snippet) == [WELL, WELL, fallen, UNKNOWN, WELL, UNKNOWN]
-
-
-def test_a_gpu_that_reports_without_end_delays_no_other(nvml: StubNvml) -> None:
-    nvml.write(gpus(2))
-    snippet = f"""{WATCH}
-from aiogpu.accelerators.nvml.health import AT_ONCE
-result = [check(), check(ONE)]
-nvml.xid(0, 79)
-event = pynvml.nvmlEventSetWait_v2(watch._health._events._set, 0)
-asked = []
-def endless(events, timeout):
-    asked.append(timeout)
-    return event
-pynvml.nvmlEventSetWait_v2 = endless
-result += [check(ONE), set(asked) == {{0}}, len(asked) == AT_ONCE, check()]
-"""
-    fallen = [[FALLEN], "", False]
-    assert nvml.run(snippet) == [WELL, WELL, WELL, True, True, fallen]

@@ -187,20 +187,6 @@ def test_an_ambiguous_beginning_is_refused():
     )
 
 
-@pytest.mark.parametrize("mig", [MIG, OLD_MIG])
-@pytest.mark.parametrize(
-    "there",
-    [
-        UNKNOWN,
-        Inventory((FIRST,), 2, "GPU 1 does not answer"),
-        Inventory((FIRST,), 1, "MIG mode is unknown", sees_mig=False),
-    ],
-    ids=["no nvml", "one is silent", "mig is unknown"],
-)
-def test_where_instances_are_unknown_mig_ids_are_taken_as_they_are(mig, there):
-    assert resolve(mig, there) == (Device(mig),)
-
-
 @pytest.mark.parametrize("mig", [MIG + "0", MIG[:-1], OLD_MIG.replace("/1/", "/3/")])
 @pytest.mark.parametrize("there", [THREE, EMPTY, MIXED], ids=["three", "none", "mig"])
 def test_an_instance_that_is_not_there_is_named(mig, there):
@@ -216,14 +202,6 @@ def test_a_gpu_in_mig_mode_is_its_first_instance(entry):
     assert f"names the same device as {entry!r} before" in refused(
         f"{entry},{MIG}", MIXED
     )
-
-
-def test_beside_a_gpu_in_mig_mode_indices_become_uuids():
-    assert resolve(f"2,{OTHER_MIG}", MIXED) == (
-        Device(C, "T4", C, "Tesla T4", 16 << 30),
-        OTHER,
-    )
-    assert named("0,2", MIXED, by_bus=False) == [0, 2]
 
 
 @pytest.mark.parametrize("entry", ["1", B, "GPU-8932a"])
@@ -270,13 +248,6 @@ def test_one_device_named_twice_is_refused(text, again, before):
     assert message.endswith("Name each device once.")
 
 
-@pytest.mark.parametrize("text", ["7,7", f"{A},{A}", "GPU-a,GPU-a", f"{MIG},{MIG}"])
-def test_one_entry_twice_is_refused_without_nvml_too(text):
-    message = refused(text, UNKNOWN)
-    assert "names the same device as" in message
-    assert "unknown (NVML does not start: Driver Not Loaded)" in message
-
-
 def test_without_nvml_entries_are_taken_as_they_are():
     found = resolve(f"7,GPU-89,{MIG}", UNKNOWN)
     assert found == (Device(7), Device("GPU-89"), Device(MIG))
@@ -295,11 +266,6 @@ def test_what_a_silent_device_may_be_is_not_refused():
     there = Inventory((FIRST, THIRD), 3, "GPU 1 does not answer: GPU is lost")
     assert resolve(f"1,{B},2", there) == (Device(1), Device(B), THIRD)
     assert refused("3", there).count("and 1 that did not answer") == 1
-
-
-def test_a_device_whose_uuid_is_unknown_may_be_the_one_meant():
-    there = Inventory((FIRST, Device(1)), 2)
-    assert named(f"{A},{B}", there) == [A, B]
 
 
 @pytest.mark.parametrize(

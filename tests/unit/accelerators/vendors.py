@@ -7,9 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from aiogpu.accelerators import (
-    Unwatched,
-)
+from aiogpu.accelerators import Unwatched
 from aiogpu.core.model.request import Device
 
 
