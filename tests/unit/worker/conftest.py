@@ -124,12 +124,7 @@ def channel(driver: DriverEnd, interrupts: Interrupts) -> Iterator[Channel]:
 def executor(channel: Channel, interrupts: Interrupts) -> Iterator[Executor]:
     """A worker's executor, which leaves the threads of libraries alone."""
     executor = Executor(
-        channel,
-        interrupts,
-        Unmoved(),
-        Imports(),
-        Stdio(channel),
-        TaskClient(channel),
+        channel, interrupts, Unmoved(), Imports(), Stdio(channel), TaskClient(channel)
     )
     yield executor
     if executor._coroutines is not None:

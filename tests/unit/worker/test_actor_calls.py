@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from itertools import count, repeat
+from itertools import repeat
 from typing import Any
 
 import pytest
@@ -205,20 +205,3 @@ def test_calls_in_quick_succession_find_it_polling(
     clock(repeat(0.0))  # no wait lasts any time
     play(actor, driver)
     assert actor.looks >= CALLS - 1
-
-
-@pytest.mark.parametrize(
-    ("may_stay_awake", "tick"), [(False, 0.0), (True, 1.0)], ids=["one core", "seldom"]
-)
-def test_otherwise_it_sleeps_at_once(
-    may_stay_awake: bool,
-    tick: float,
-    actor: CountingActor,
-    channel: Channel,
-    driver: DriverEnd,
-    clock: Any,
-) -> None:
-    channel.may_stay_awake = may_stay_awake
-    clock(count(1.0, tick) if tick else repeat(0.0))
-    play(actor, driver)
-    assert not actor.looks

@@ -182,27 +182,6 @@ def test_a_rest_that_does_not_end_is_left_behind_with_the_loop(
     assert not left.done()
 
 
-def test_an_interrupt_before_its_first_step(
-    coroutines: Coroutines,
-    interrupts: Interrupts,
-    page: ControlPage,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """It never begins, and says nothing of that when it is collected."""
-    page.ask(3, 7)
-    interrupts.entered = 7
-    coroutines._loop.call_soon(interrupt)
-    coroutine = answer(1)
-    with pytest.raises(asyncio.CancelledError):
-        coroutines.run(coroutine, 7)
-    interrupts.entered = 0
-    coroutine.close()  # as whoever has made it does
-    del coroutine
-    gc.collect()
-    assert not caplog.records
-    assert coroutines.run(answer(3), 8) == 3
-
-
 class Interrupted(Coroutines):
     """Where the signal lands before the first step."""
 

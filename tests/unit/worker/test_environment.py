@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -103,22 +101,6 @@ def test_directory_and_mask_are_put_back(
     assert called == ["handler"]
 
 
-def test_a_closed_directory_is_left_alone(
-    mask: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The task has closed all descriptors; the rest is put back all the same."""
-    monkeypatch.chdir(tmp_path)
-    task_state = TaskStateReset(lambda: None)
-    task_state.find()
-    os.close(task_state._directory)
-    os.chdir("/")
-    for _ in range(2):
-        os.umask(0)
-        task_state.restore()
-        assert os.umask(mask) == mask
-    assert Path.cwd() == Path("/")
-
-
 @pytest.mark.usefixtures("mask")
 def test_one_that_has_found_nothing_moves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -177,35 +159,6 @@ def machine(monkeypatch: pytest.MonkeyPatch, context: Context) -> Machine:
 
 def load(monkeypatch: pytest.MonkeyPatch, name: str, module: object = None) -> None:
     monkeypatch.setitem(sys.modules, name, module)  # type: ignore[arg-type]
-
-
-def test_a_task_with_other_cpus_changes_them(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    load(monkeypatch, "numpy")
-    openblas = Library("openblas")
-    machine.libraries = [openblas]
-    threads = Threads()
-    threads.scan()
-    for cpus in (1.0, 2.0, 2.0, 2.5, 4.0, 1.0):
-        threads.adapt(cpus)
-        assert os.environ[OWN] == str(int(cpus))
-    assert openblas.sets == [2, 4, 1], "and no setter is called in vain"
-    assert machine.scans == 1
-
-
-@pytest.mark.parametrize(
-    ("text", "count"), [("4,2", 4), (" 6 ", 6), ("many", 2), ("0", 2)]
-)
-def test_values_that_are_no_plain_number(
-    text: str, count: int, machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(OWN, text)
-    load(monkeypatch, "numpy")
-    openmp = Library("openmp")
-    machine.libraries = [openmp]
-    Threads().adapt(2.0)
-    assert openmp.num_threads == count
 
 
 def test_a_library_that_a_task_has_imported(
@@ -276,52 +229,8 @@ def test_variables_of_the_task_go_before_those_of_the_program(
     assert (os.environ[OWN], openblas.num_threads) == (omp, blas)
 
 
-def test_what_most_tasks_have_costs_nothing(machine: Machine) -> None:
-    threads = Threads()
-    threads.begin_with_one()
-    assert os.environ[OWN] == "1"
-    threads.adapt(1.0)
-    assert machine.scans == 0
-
-
 def test_no_import_is_noted_where_python_has_another_way(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(private_hooks, "_FIND", "another_way")
     assert not private_hooks.wrap_imports(lambda find: find)
-
-
-def test_the_environment_is_another_class_for_a_while() -> None:
-    class Loud(os._Environ[str]):
-        heard: list[str]
-
-        def __getitem__(self, name: str) -> str:
-            self.heard.append(name)
-            return super().__getitem__(name)
-
-    heard: list[str] = []
-    environ = os.environ
-    with private_hooks.another_environ(Loud, heard=heard):
-        assert os.environ is environ
-        os.environ.get("PATH")
-    os.environ.get("PATH")
-    assert heard == ["PATH"]
-    assert not hasattr(environ, "heard")
-
-
-def test_nothing_is_said_of_a_task_that_is_left() -> None:
-    loop = asyncio.new_event_loop()
-    told: list[dict[str, Any]] = []
-    loop.set_exception_handler(lambda _, context: told.append(context))
-
-    async def wait() -> None:
-        await asyncio.Event().wait()
-
-    for leave in (private_hooks.leave_pending, lambda _: None):
-        task = loop.create_task(wait())
-        loop.run_until_complete(asyncio.sleep(0))
-        leave(task)
-        del task
-        gc.collect()
-    loop.close()
-    assert len(told) == 1, "of the other one"

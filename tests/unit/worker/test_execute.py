@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import signal
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 import pytest
 
-from aiogpu.client.current import Context, current
-from aiogpu.errors import (
-    NodeClosedError,
-    SerializationError,
-)
+from aiogpu.client.current import current
+from aiogpu.errors import SerializationError
 from aiogpu.memory.control_page import ControlPage
 from aiogpu.serialization.exceptions import (
     RAISED,
@@ -35,22 +31,14 @@ from aiogpu.serialization.serializer import (
     dump_retried,
     load_result,
 )
-from aiogpu.wire.messages import Define, Demand, Done, Exit, Failed, Items, Message, Run
+from aiogpu.wire.messages import Define, Done, Failed, Message, Run
 from aiogpu.worker import chunk
-from aiogpu.worker.actors import ThreadWindow
 from aiogpu.worker.chunk import Chunk
-from aiogpu.worker.connection import Channel
-from aiogpu.worker.execute import Executor, MainThreadWindow
+from aiogpu.worker.execute import Executor
 from aiogpu.worker.interrupts import Interrupts
-from aiogpu.worker.invoke import (
-    RetryRules,
-    StreamSender,
-    let_go,
-    send_all,
-    send_all_async,
-)
+from aiogpu.worker.invoke import RetryRules
 from aiogpu.worker.zygote.preload import Imports
-from tests.unit.worker.conftest import DriverEnd, Unmoved
+from tests.unit.worker.conftest import Unmoved
 
 
 class Runner:
@@ -61,11 +49,7 @@ class Runner:
         self.interrupts = executor.interrupts
 
     def define(
-        self,
-        payload: bytes,
-        func: int = 1,
-        function: int = 1,
-        retried: Retried = False,
+        self, payload: bytes, func: int = 1, function: int = 1, retried: Retried = False
     ) -> None:
         resources = {"GPU": 0.5, "CPU": float(func)}
         known = Define(
@@ -217,74 +201,6 @@ def test_a_cancel_at_any_step_ends_the_task_and_no_more(
 
 
 @pytest.mark.usefixtures("context")
-def test_a_coroutine_that_is_interrupted_while_its_loop_is_made(
-    runner: Runner, page: ControlPage, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No half of a loop is left, and no coroutine that complains."""
-
-    async def never() -> None:
-        raise AssertionError
-
-    def make() -> asyncio.AbstractEventLoop:
-        made = new_event_loop()
-        page.ask(3, 7)
-        signal.raise_signal(signal.SIGINT)
-        begun.append(made)
-        return made
-
-    begun: list[asyncio.AbstractEventLoop] = []
-    new_event_loop = asyncio.new_event_loop
-    monkeypatch.setattr(asyncio, "new_event_loop", make)
-    runner.knows(never)
-    assert runner.fail().kind == STOPPED
-    gc.collect()
-    (made,) = begun
-    made.close()
-
-
-@pytest.mark.usefixtures("context")
-def test_a_task_that_hides_its_interrupt(runner: Runner, page: ControlPage) -> None:
-    def task() -> None:
-        page.ask(3, 7)
-        try:
-            signal.raise_signal(signal.SIGINT)
-        except KeyboardInterrupt:
-            raise ValueError("instead") from None
-
-    runner.define(b"")
-    runner.executor._functions[1] = task
-    failed = runner.fail()
-    assert (failed.kind, failed.type_name) == (STOPPED, "ValueError")
-    page.ask(3, 0)
-    runner.executor._functions[1] = fresh_object
-    assert value(runner.run()) == "fresh"
-
-
-@pytest.mark.usefixtures("context")
-def test_who_was_to_stop_has_not_run_out(
-    runner: Runner,
-    page: ControlPage,
-    channel: Channel,
-    driver: DriverEnd,
-    context: Context,
-) -> None:
-    def task() -> None:
-        page.ask(3, 7)
-        try:
-            signal.raise_signal(signal.SIGINT)
-        except KeyboardInterrupt:
-            raise RuntimeError("CUDA out of memory") from None
-
-    runner.define(b"")
-    runner.executor._functions[1] = task
-    context.accelerators = {"GPU": (0,)}
-    failed = runner.fail()
-    assert (failed.kind, failed.message) == (STOPPED, "CUDA out of memory")
-    channel.close()
-    assert driver.rest() == []
-
-
-@pytest.mark.usefixtures("context")
 def test_whether_it_is_tried_again_is_said(runner: Runner) -> None:
     def fail(kind: type[BaseException]) -> None:
         raise kind
@@ -357,9 +273,7 @@ def test_it_spoils_none_of_those_that_go_with_it(
 
 
 @pytest.mark.usefixtures("context")
-def test_a_fork_answers_nothing(
-    executor_on: Callable[[FakeChannel], Executor],
-) -> None:
+def test_a_fork_answers_nothing(executor_on: Callable[[FakeChannel], Executor]) -> None:
     channel = FakeChannel()
     channel.is_closed = True
     with pytest.raises(ForkEnded):
@@ -419,50 +333,6 @@ def test_a_class_that_cannot_be_asked_is_reported_once(
     retrying.forget()
     assert not retrying.wants("train", retried, KeyError())
     assert "train is not tried again" in capsys.readouterr().err
-
-
-class Thing:
-    """What an actor's handle is."""
-
-    error: BaseException | None = None
-
-
-@pytest.fixture
-def without_the_collector() -> Iterator[None]:
-    gc.disable()
-    yield
-    gc.enable()
-
-
-def failing(thing: Thing) -> None:
-    thing.error = ValueError("told")
-    raise thing.error
-
-
-def caught(thing: Thing) -> BaseException:
-    try:
-        failing(thing)
-    except ValueError as error:
-        return error
-    raise AssertionError
-
-
-@pytest.mark.usefixtures("context")
-@pytest.mark.usefixtures("without_the_collector")
-def test_who_has_caught_it_and_goes_on_is_left_alone() -> None:
-    def patient() -> Iterator[object]:
-        try:
-            failing(Thing())
-        except ValueError as error:
-            yield error
-            yield "goes on"
-
-    going_on = patient()
-    error = next(going_on)
-    assert isinstance(error, ValueError)
-    let_go(error)
-    assert next(going_on) == "goes on"
-    error.__traceback__ = None
 
 
 def double(number: int) -> int:
@@ -559,132 +429,3 @@ def test_an_error_of_the_device_fails_the_whole_task(
     with pytest.raises(RuntimeError, match="CUDA"):
         Chunk(use)(0, 1)
     assert type(error_in(run(double, 0, -1))) is ValueError, "others are the items'"
-
-
-class Numbers:
-    """A generator that says what becomes of it."""
-
-    def __init__(self, end: int) -> None:
-        self.end = end
-        self.yielded = 0
-        self.how = ""
-
-    def plain(self) -> Iterator[int]:
-        try:
-            while self.yielded < self.end:
-                self.yielded += 1
-                yield self.yielded
-        except BaseException as error:
-            self.how = type(error).__name__
-            raise
-
-    async def soft(self) -> AsyncIterator[int]:
-        try:
-            while self.yielded < self.end:
-                self.yielded += 1
-                yield self.yielded
-        except BaseException as error:
-            self.how = type(error).__name__
-            raise
-
-
-def taken(driver: DriverEnd, count: int) -> list[object]:
-    """The next items that have come, each in a message of its own."""
-    found = []
-    for _ in range(count):
-        message = driver.next()
-        assert type(message) is Items
-        assert message.task == 7
-        (payload,) = message.payloads
-        found.append(load_result(payload))
-    return found
-
-
-def test_items_are_sent_one_by_one_and_those_of_before_are_skipped(
-    channel: Channel, driver: DriverEnd
-) -> None:
-    numbers = Numbers(5)
-    send_all(
-        numbers.plain(), StreamSender(channel.send, 7, limit=9, skip=2), lambda: None
-    )
-    assert taken(driver, 3) == [3, 4, 5]
-    assert numbers.how == ""
-
-
-def test_a_held_one_reads_until_there_is_demand(
-    channel: Channel, driver: DriverEnd, interrupts: Interrupts
-) -> None:
-    numbers, flow = Numbers(5), StreamSender(channel.send, 7, limit=2, skip=0)
-    items = numbers.plain()
-    holding = MainThreadWindow(channel, interrupts, flow)
-    for _ in range(2):
-        flow.send(next(items))
-    assert flow.is_held
-    driver.send(Demand(8, 9), Demand(7, 1), Demand(7, 3), Exit())
-    holding.hold()
-    assert not flow.is_held, "neither another's demand nor an older one counts"
-    assert flow.limit == 3
-    assert taken(driver, 2) == [1, 2]
-    assert channel.next() == Exit(), "what is not for it stays"
-
-
-def test_one_whose_driver_has_gone_is_closed(
-    channel: Channel, driver: DriverEnd, interrupts: Interrupts
-) -> None:
-    numbers, flow = Numbers(5), StreamSender(channel.send, 7, limit=2, skip=0)
-
-    def hang_up_and_hold() -> None:
-        if flow.is_held:
-            driver.hang_up()
-        MainThreadWindow(channel, interrupts, flow).hold()
-
-    with pytest.raises(NodeClosedError):
-        send_all(numbers.plain(), flow, hang_up_and_hold)
-    assert numbers.how == "GeneratorExit"
-
-
-def test_one_in_a_thread_waits_for_the_thread_that_reads(
-    channel: Channel, driver: DriverEnd
-) -> None:
-    numbers = Numbers(5)
-    holding = ThreadWindow(StreamSender(channel.send, 7, limit=1, skip=0))
-    caught: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            send_all(numbers.plain(), holding.flow, holding.hold)
-        except BaseException as error:
-            caught.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    assert taken(driver, 1) == [1]
-    holding.flow.rise(3)
-    assert taken(driver, 2) == [2, 3]
-    holding.stop()
-    thread.join(timeout=60)
-    assert [type(error) for error in caught] == [GeneratorExit]
-    assert numbers.how == "GeneratorExit"
-
-
-@pytest.mark.parametrize("kind", ["plain", "soft"])
-async def test_on_a_loop_others_run_while_it_is_held(
-    channel: Channel, driver: DriverEnd, kind: str
-) -> None:
-    numbers, flow = Numbers(3), StreamSender(channel.send, 7, limit=1, skip=0)
-    loop = asyncio.get_running_loop()
-    items = numbers.plain() if kind == "plain" else numbers.soft()
-    task = loop.create_task(send_all_async(items, flow, loop.create_future))
-    while not flow.is_held:
-        await asyncio.sleep(0)
-    assert numbers.yielded == 1
-    flow.rise(2)
-    while not flow.is_held:
-        await asyncio.sleep(0)
-    assert taken(driver, 2) == [1, 2]
-    await asyncio.sleep(0)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert numbers.how == "GeneratorExit"
-    assert numbers.yielded == 2

@@ -77,17 +77,6 @@ def is_watched() -> bool:
 
 
 @pytest.mark.usefixtures("torch")
-def test_a_loaded_torch_is_limited_at_once() -> None:
-    cuda = load()
-    limit_torch((40 * GIB, 0))
-    assert not is_watched()
-    cuda.init()
-    assert cuda.fractions == {0: 0.5}, "0 is no limit"
-    limit_torch((8 * GIB, 200 * GIB))
-    assert cuda.fractions == {0: 0.1}, "CUDA has begun; more than there is, is none"
-
-
-@pytest.mark.usefixtures("torch")
 def test_what_imports_are_noted_and_what_threads_import() -> None:
     imports = Imports()
     bootstrap: Any = importlib._bootstrap  # type: ignore[attr-defined]
@@ -141,9 +130,7 @@ def test_one_loader_may_serve_many_modules(
     assert capsys.readouterr().err == ""
 
 
-def test_an_import_that_fails_is_the_users_and_the_next_one_counts(
-    torch: Path,
-) -> None:
+def test_an_import_that_fails_is_the_users_and_the_next_one_counts(torch: Path) -> None:
     torch.write_text("raise OSError('no driver')\n")
     limit_torch((40 * GIB,))
     with pytest.raises(OSError, match="no driver"):
@@ -337,10 +324,7 @@ class CUDARuntimeError(RuntimeError):
             ),
             "cudaErrorIllegalAddress",
         ),
-        (
-            RuntimeError("CUDA error: device-side assert triggered"),
-            "cudaErrorAssert",
-        ),
+        (RuntimeError("CUDA error: device-side assert triggered"), "cudaErrorAssert"),
         (
             CUDARuntimeError(
                 "cudaErrorIllegalAddress: an illegal memory access was encountered"

@@ -12,17 +12,16 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from threading import Thread
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import ParamSpec, TypeVar
 
 import pytest
 
 from aiogpu.client.current import Context
-from aiogpu.client.references import Loan, Loans
+from aiogpu.client.references import Loans
 from aiogpu.errors import SerializationError
 from aiogpu.memory import fd_passing as passing
-from aiogpu.memory.control_page import BEGUN, TOO_LATE, VOID, ControlPage
+from aiogpu.memory.control_page import BEGUN, VOID, ControlPage
 from aiogpu.memory.fd_passing import DescriptorReceiver, DescriptorSender
 from aiogpu.memory.segment import Segment
 from aiogpu.serialization.payload import Contents, Payload, pack
@@ -58,29 +57,6 @@ def test_the_named_task_is_interrupted(
     with pytest.raises(KeyboardInterrupt, match="task 7 was cancelled"):
         interrupt()
     assert page.heard(3) == 7
-
-
-def test_what_ends_its_code_is_not_cut_short(
-    page: ControlPage, interrupts: Interrupts
-) -> None:
-    page.ask(3, 7)
-    interrupts.entered = 7
-    steps = []
-
-    def user_code() -> None:
-        try:
-            interrupt()
-        finally:
-            interrupt()  # sent before the driver saw that the first was heard
-            steps.append("to its end")
-
-    with pytest.raises(KeyboardInterrupt):
-        user_code()
-    assert steps == ["to its end"]
-    page.ask(3, 8)
-    interrupts.entered = 8
-    with pytest.raises(KeyboardInterrupt, match="task 8"):
-        interrupt()
 
 
 @pytest.mark.parametrize(
@@ -147,78 +123,6 @@ def test_a_shield_in_another_keeps_it_whole(
     assert not interrupts.is_shielded
 
 
-def test_what_goes_on_for_long_under_a_shield_looks_itself(
-    page: ControlPage, interrupts: Interrupts
-) -> None:
-    page.ask(3, 7)
-    interrupts.entered = 7
-    steps = []
-
-    def shielded() -> None:
-        with interrupts.shielded():
-            interrupts.catch_up()
-            interrupt()
-            in_a_thread(interrupts.catch_up)
-            steps.append("one of two")
-            interrupts.catch_up()
-            steps.append("two of two")
-
-    with pytest.raises(KeyboardInterrupt):
-        shielded()
-    assert steps == ["one of two"]
-    assert not interrupts.is_shielded
-
-
-def in_a_thread(work: Callable[[], object]) -> None:
-    thread = Thread(target=work)
-    thread.start()
-    thread.join()
-
-
-def test_what_was_put_off_is_softened_too(
-    page: ControlPage, interrupts: Interrupts
-) -> None:
-    """As where a coroutine's loop reads the driver's socket."""
-    page.ask(3, 7)
-    interrupts.entered = 7
-    asked: list[FrameType] = []
-
-    def soften(frame: FrameType) -> bool:
-        asked.append(frame)
-        return True
-
-    interrupts.soften = soften
-    with interrupts.shielded():
-        interrupt()
-        assert not asked
-    assert [frame.f_code.co_name for frame in asked] == [
-        "test_what_was_put_off_is_softened_too"
-    ]
-    assert page.heard(3) == 0, "who softens it has it heard"
-
-
-def test_an_error_under_a_shield_goes_with_it(
-    page: ControlPage, interrupts: Interrupts
-) -> None:
-    interrupts.entered = 7
-    with pytest.raises(BrokenPipeError), interrupts.shielded():
-        raise BrokenPipeError
-    page.ask(3, 7)
-
-    def interrupted_and_failing() -> None:
-        with interrupts.shielded():
-            interrupt()
-            raise BrokenPipeError
-
-    with pytest.raises(KeyboardInterrupt) as caught:
-        interrupted_and_failing()
-    assert isinstance(caught.value.__context__, BrokenPipeError)
-    page.ask(3, 8)
-    interrupts.entered = 8
-    with pytest.raises(KeyboardInterrupt):
-        interrupt()
-
-
 def test_a_blocked_signal_is_let_through_again(interrupts: Interrupts) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     interrupts.attend(3)
@@ -256,40 +160,6 @@ def test_what_is_revoked_does_not_begin(
         assert interrupts.begin(number) == VOID
     assert page.begun(3) == 5, "the driver sees that none has begun"
     assert interrupts.begin(8) == BEGUN
-
-
-class Racing(dict[int, int]):
-    """Words of a page on which the driver revokes just when the worker begins."""
-
-    def __setitem__(self, word: int, value: int) -> None:
-        super().__setitem__(word, value)
-        super().__setitem__(word + 1, value + 1)
-
-
-def test_both_may_come_in_the_same_moment(
-    page: ControlPage, interrupts: Interrupts, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    words = Racing.fromkeys(range(4 * 6), 0)
-    monkeypatch.setattr(page, "_words", words)
-    assert interrupts.begin(5) == TOO_LATE
-    assert page.begun(3) == 5, "the driver may have read that it had begun"
-
-
-def test_what_was_put_off_means_its_own_task(
-    page: ControlPage, interrupts: Interrupts, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It comes again amid the shield's end, and is raised there: it is not put off."""
-    page.ask(3, 7)
-    interrupts.entered = 7
-    with monkeypatch.context() as patch:
-        patch.setattr(interrupts._shield, "_catch_up", lambda _frame: interrupt())
-        with pytest.raises(KeyboardInterrupt), interrupts.shielded():
-            interrupt()
-    assert page.heard(3) == 7
-    interrupts.entered = 8
-    with interrupts.shielded():
-        pass
-    assert page.heard(3) == 7
 
 
 @pytest.mark.parametrize("name", ["interrupt", "interrupt_under_a_shield"])
@@ -520,20 +390,3 @@ class Once:
     def __call__(self) -> None:
         self.is_done = True
         signal.raise_signal(signal.SIGINT)
-
-
-def test_half_a_loan_does_not_complain(
-    loans: Loans, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def begin(self: Loan, loans: Loans, identity: int, count: int = 1) -> None:
-        self.id = identity
-        signal.raise_signal(signal.SIGINT)
-        complete(self, loans, identity, count)
-
-    complete = Loan.__init__
-    monkeypatch.setattr(Loan, "__init__", begin)
-    with pytest.raises(KeyboardInterrupt, match="task 7"):
-        loans.own(-9)
-    monkeypatch.undo()
-    gc.collect()
-    assert loans.tell() == Returned((-9,), (1,))

@@ -13,29 +13,23 @@ from aiogpu.client.current import Context
 from aiogpu.client.function_spec import Function, FunctionSpec
 from aiogpu.client.references import Loans
 from aiogpu.core.model.request import Request, Shape, TaskSpec
-from aiogpu.errors import MisuseError, NodeClosedError, TaskCancelledError
+from aiogpu.errors import NodeClosedError, TaskCancelledError
 from aiogpu.memory.control_page import ControlPage
 from aiogpu.serialization.payload import unpack
 from aiogpu.serialization.references import ActorReference
 from aiogpu.serialization.serializer import NO_ARGUMENTS
 from aiogpu.wire.messages import (
     Cancel,
-    ChildDone,
-    ChildFailed,
     Declare,
-    Exit,
     Hold,
     Returned,
     Submit,
     Wait,
-    Withdraw,
 )
 from aiogpu.worker.connection import Channel
 from aiogpu.worker.interrupts import Interrupts
 from aiogpu.worker.nested import TaskClient
 from tests.unit.worker.conftest import DriverEnd
-
-FAILED = ("raised", "KeyError", "1", "trace", b"pickle")
 
 
 class FakeReceiver:
@@ -77,22 +71,6 @@ def test_sites_are_declared_anew_when_there_are_many(
     assert numbers == [1, 2, 3, 1], "all were forgotten with the third"
 
 
-def test_a_withdrawn_child_has_no_outcome(
-    children: TaskClient, driver: DriverEnd
-) -> None:
-    receiver, other = FakeReceiver(), FakeReceiver()
-    children.submit(TRAIN, b"", receiver)
-    children.submit(TRAIN, b"", other)
-    children.withdraw(1)
-    children.withdraw(1)
-    driver.send(ChildFailed(1, *FAILED), ChildDone(2, b""))
-    assert children.wait_until(lambda: bool(other.outcomes))
-    assert receiver.outcomes == []
-    children.withdraw(2)
-    said = [driver.next() for _ in range(4)]
-    assert said[-1] == Withdraw(3, 1)
-
-
 def test_a_wait_of_the_main_thread_may_be_bound(
     children: TaskClient, driver: DriverEnd
 ) -> None:
@@ -113,56 +91,6 @@ def test_a_wait_of_the_main_thread_may_be_bound(
         Wait(3, (3, 4), 1),
         Wait(3, (), 0),
     ]
-
-
-def test_the_end_of_the_task_ends_all(
-    children: TaskClient, channel: Channel, driver: DriverEnd, context: Context
-) -> None:
-    receiver = FakeReceiver()
-    children.submit(TRAIN, b"", receiver)
-    children.note_wait("a", (1,))
-    children.end_task()
-    assert context.task == 0
-    assert receiver.outcomes == ["abandoned"]
-    with pytest.raises(MisuseError, match=r"train\.remote\(\) was called after"):
-        children.submit(TRAIN, b"", receiver)
-    driver.send(ChildDone(1, b"late"), Exit())
-    children.read()
-    assert receiver.outcomes == ["abandoned"], "guests read nothing any more"
-    assert channel.next() == Exit()
-    assert receiver.outcomes == ["abandoned"]
-    context.task = 4
-    assert children.submit(TRAIN, b"", receiver) == 2
-    children.note_wait("b", (2,))
-    said = [driver.next() for _ in range(5)]
-    assert said[-2:] == [Submit(4, 2, 7, b""), Wait(4, (2,))]
-
-
-def test_threads_wait_at_the_same_time(children: TaskClient, driver: DriverEnd) -> None:
-    receivers = [FakeReceiver() for _ in range(8)]
-    numbers: list[int] = []
-
-    def wait(receiver: FakeReceiver) -> None:
-        for count in range(1, 21):
-            numbers.append(children.submit(TRAIN, b"", receiver))
-            assert children.wait_until(lambda: len(receiver.outcomes) == count)  # noqa: B023
-
-    def answer() -> None:
-        for _ in range(8 * 20):
-            said = driver.next()
-            while not isinstance(said, Submit):
-                said = driver.next()
-            driver.send(ChildDone(said.child, b""))
-
-    threads = [threading.Thread(target=wait, args=(one,)) for one in receivers[1:]]
-    threads.append(threading.Thread(target=answer))
-    for thread in threads:
-        thread.start()
-    wait(receivers[0])
-    for thread in threads:
-        thread.join(20)
-    assert all(one.outcomes == [b""] * 20 for one in receivers)
-    assert sorted(numbers) == list(range(1, 161)), "each has a number of its own"
 
 
 def test_the_tasks_loop_is_woken_by_other_readers(

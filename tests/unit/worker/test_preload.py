@@ -13,7 +13,6 @@ from types import ModuleType
 
 import pytest
 
-from aiogpu.wire.messages import Close, Hello, Keep, Lost, Ready
 from aiogpu.worker.zygote.preload import Files, recorded_reads
 from tests.support.program import run, start
 from tests.unit.worker.conftest import DriverEnd
@@ -364,37 +363,6 @@ ZYGOTE = """
     page = ControlPage.create()
     Zygote(Setup([], "node", sys.argv[1], os.getppid(), page, [])).run()
 """
-
-
-@pytest.mark.parametrize("gone", ["pipes", "readers", "listener"])
-def test_a_slot_that_was_given_up_meanwhile_is_no_trouble(
-    gone: str, driver: DriverEnd
-) -> None:
-    """A driver that closes takes back what its last keeper was to begin with."""
-    paths = [f"{driver.directory}/4.{stream}" for stream in (1, 2)]
-    pipes = []
-    if gone != "pipes":
-        for path in paths:
-            os.mkfifo(path)
-    if gone == "listener":
-        pipes = [os.open(path, os.O_RDWR) for path in paths]
-    zygote = start(ZYGOTE, driver.directory)
-    assert isinstance(driver.accept(), Hello)
-    assert isinstance(driver.next(), Ready)
-    if gone == "listener":
-        driver.close_listener()
-    driver.send(Keep(4))
-    assert driver.next() == Lost(4)
-    driver.send(Close())
-    out, err = zygote.communicate(timeout=60)
-    assert (zygote.returncode, out, err) == (0, "", "")
-    for pipe in pipes:
-        os.set_blocking(pipe, False)
-        with pytest.raises(BlockingIOError):
-            os.read(pipe, 1000)
-        os.close(pipe)
-    for path in paths:
-        Path(path).unlink(missing_ok=True)
 
 
 @pytest.mark.parametrize("is_there", [False, True], ids=["removed", "closed"])

@@ -7,7 +7,6 @@ import re
 import signal
 import threading
 from collections.abc import Callable
-from itertools import count
 from typing import Any, cast
 
 import pytest
@@ -17,41 +16,11 @@ from aiogpu.client.current import Context
 from aiogpu.errors import ProtocolError
 from aiogpu.memory.control_page import ControlPage
 from aiogpu.wire.codec import encode
-from aiogpu.wire.messages import (
-    Cancel,
-    Done,
-    Exit,
-    Forget,
-    Fork,
-    Log,
-    Message,
-)
-from aiogpu.worker.connection import SHORT, Channel
+from aiogpu.wire.messages import Done, Forget, Fork, Log, Message
+from aiogpu.worker.connection import Channel
 from aiogpu.worker.interrupts import Interrupts
 from aiogpu.worker.stdio import BURST, LONGEST, LineSender
-from tests.support.program import run
 from tests.unit.worker.conftest import DriverEnd
-
-
-def test_awake_it_looks_for_a_moment_and_then_sleeps(
-    driver: DriverEnd, channel: Channel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock = count(0.0, SHORT * 0.4)
-    monkeypatch.setattr("time.monotonic", lambda: next(clock))
-    looks: list[None] = []
-
-    def speak_at_the_last_look() -> None:
-        looks.append(None)
-        if len(looks) == 2:
-            driver.send(Cancel(2))
-
-    monkeypatch.setattr("os.sched_yield", speak_at_the_last_look)
-    channel._is_awake = True
-    driver.send(Cancel(1))
-    assert channel.next() == Cancel(1)
-    assert (looks, channel._is_awake) == ([], True)
-    assert channel.next() == Cancel(2)
-    assert (len(looks), channel._is_awake) == (2, False)
 
 
 def test_the_end_of_the_driver_ends_the_connection(
@@ -70,17 +39,6 @@ def test_what_is_no_message_is_refused(driver: DriverEnd, channel: Channel) -> N
     driver.send(Fork(1))
     with pytest.raises(ProtocolError, match="Fork out of turn"):
         channel.next()
-
-
-def test_messages_of_one_kind_can_be_taken_out(
-    driver: DriverEnd, channel: Channel
-) -> None:
-    assert channel.take(Cancel) == []
-    driver.send(Forget(), Cancel(1), Exit(), Cancel(2))
-    assert channel.read()
-    assert channel.take(Cancel) == [Cancel(1), Cancel(2)]
-    assert channel.take(Cancel) == []
-    assert [channel.next(), channel.next()] == [Forget(), Exit()]
 
 
 def test_an_interrupt_waits_until_the_frame_is_out(
@@ -107,93 +65,6 @@ def test_an_interrupt_waits_until_the_frame_is_out(
     interrupts.entered = 0
     listener.join(20)
     assert b"".join(heard) == encode(message)
-
-
-def test_outside_of_tasks_nothing_is_shielded(
-    driver: DriverEnd, channel: Channel, interrupts: Interrupts, page: ControlPage
-) -> None:
-    page.ask(3, 7)
-    signal.raise_signal(signal.SIGINT)
-    channel.send(Done(7, b""))
-    interrupts.entered = 7
-
-    thread = threading.Thread(target=channel.send, args=(Log(7, 1, b"thread"),))
-    thread.start()
-    thread.join(20)
-    interrupts.entered = 0
-    assert [driver.next(), driver.next()] == [Done(7, b""), Log(7, 1, b"thread")]
-
-
-def test_guests_read_while_they_are_admitted(
-    driver: DriverEnd, channel: Channel
-) -> None:
-    driver.send(Forget())
-    assert channel.read_ready(is_guest=True)
-    assert channel.take(Forget) == [], "nobody has let them in"
-    channel.admit_guests(True)
-    channel.wait(None)
-    assert channel.read_ready(is_guest=True)
-    assert channel.read_ready(is_guest=True), "there is nothing, which is no end"
-    assert channel.take(Forget) == [Forget()]
-    channel.admit_guests(False)
-    driver.send(Exit())
-    assert channel.read_ready(is_guest=True)
-    channel.wait(20)
-    assert channel.read_ready()
-    assert channel.next() == Exit()
-    driver.hang_up()
-    channel.wait(20)
-    assert channel.read_ready() is False
-
-
-def test_an_interrupt_waits_until_all_is_read(
-    driver: DriverEnd, channel: Channel, interrupts: Interrupts, page: ControlPage
-) -> None:
-    def interrupt(_message: object) -> bool:
-        signal.raise_signal(signal.SIGINT)
-        return False
-
-    channel.on_child = interrupt
-    page.ask(3, 7)
-    interrupts.entered = 7
-    driver.send(Forget(), Exit())
-    channel.wait(20)
-    with pytest.raises(KeyboardInterrupt):
-        channel.read_ready()
-    interrupts.entered = 0
-    assert [channel.next(), channel.next()] == [Forget(), Exit()]
-
-
-def test_threads_wait_and_read_side_by_side(
-    driver: DriverEnd, channel: Channel
-) -> None:
-    """A poll object is for one thread at a time."""
-    channel.admit_guests(True)
-    failures: list[BaseException] = []
-    end = threading.Event()
-
-    def visit() -> None:
-        try:
-            while not end.is_set():
-                channel.wait(0.001)
-                assert channel.read_ready(is_guest=True)
-        except BaseException as error:
-            failures.append(error)
-
-    guests = [threading.Thread(target=visit) for _ in range(4)]
-    for guest in guests:
-        guest.start()
-    for task in range(300):
-        driver.send(Cancel(task))
-    found = 0
-    while found < 300 and not failures:
-        channel.wait(0.001)
-        assert channel.read_ready()
-        found += len(channel.take(Cancel))
-    end.set()
-    for guest in guests:
-        guest.join(20)
-    assert failures == []
 
 
 class FakeChannel(Channel):
@@ -323,19 +194,3 @@ def test_bars_below_each_other_are_lines_when_they_have_ended(
     found = [re.sub(r":.*\| (\d/\d) .*", r" \1", line) for line in lines]
     assert found == ended
     assert not any(b"\x1b" in line for line in channel.lines)
-
-
-def test_a_fork_of_a_worker_writes_to_the_descriptors() -> None:
-    source = """
-    import sys
-    from tests.unit.worker.test_worker_connection import FakeChannel
-    from aiogpu.worker.stdio import Stdio
-    channel = FakeChannel()
-    stdio = Stdio(channel)
-    stdio.begin()
-    print("by message")
-    stdio.leave()
-    print("by descriptor \\udc80")
-    assert channel.lines == [b"by message"], channel.lines
-    """
-    assert run(source) == "by descriptor \\udc80\n"
