@@ -26,11 +26,7 @@ from aiogpu.core.model.units import UNIT
 from aiogpu.errors import ActorDiedError, InfeasibleError
 from aiogpu.observe.why import Why
 from aiogpu.serialization.exceptions import RAISED, pack_failure
-from aiogpu.serialization.serializer import (
-    NONE_PAYLOAD,
-    dump_result,
-    load_arguments,
-)
+from aiogpu.serialization.serializer import NONE_PAYLOAD, dump_result, load_arguments
 from aiogpu.wire.messages import ChildDone, ChildFailed, Message, Submit, Wait
 from aiogpu.worker.nested import TaskClient
 from tests.support.turns import turns
@@ -257,7 +253,6 @@ class FakeActor:
         self._death: Exception | None = None
         self._readies: list[Handle[None]] = []
         self._ends: list[Handle[None]] = []
-        self._lost: Exception | None = None
 
     def cancel(self, _task: int) -> None:
         self.cancelled += 1
@@ -281,8 +276,6 @@ class FakeActor:
         return handle
 
     def ready(self) -> Handle[None]:
-        if self._lost is not None:
-            raise self._lost
         handle = self._handle("ready")
         self._readies.append(handle)
         self._settle_readies()
@@ -341,12 +334,6 @@ class FakeActor:
         """Its process has gone."""
         for handle in self._ends:
             handle.settle(NONE_PAYLOAD)
-
-    def lose_node(self, error: Exception) -> None:
-        """Its node has gone, and can be asked nothing any more."""
-        self._lost = error
-        for handle in self._ends:
-            handle.settle(error)
 
 
 class FakeActors:

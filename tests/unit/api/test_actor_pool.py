@@ -6,24 +6,16 @@ import asyncio
 import gc
 import logging
 import threading
-from collections.abc import Callable
 from random import Random
 from typing import Any
 
 import pytest
 
 import aiogpu
-from aiogpu.api.actors.pool import LONGEST_PAUSE, PoolLimits, check_bounds
-from aiogpu.errors import (
-    ActorDiedError,
-    InfeasibleError,
-    MisuseError,
-    NodeClosedError,
-    NodeDiedError,
-    OptionError,
-)
+from aiogpu.api.actors.pool import PoolLimits, check_bounds
+from aiogpu.errors import ActorDiedError, InfeasibleError, MisuseError, OptionError
 from tests.support.turns import turns
-from tests.unit.api.fakes import FakeActor, FakeActors, Model, listed, started
+from tests.unit.api.fakes import FakeActor, FakeActors, Model, started
 
 Remote: Any = aiogpu.remote(Model)
 
@@ -82,45 +74,6 @@ async def test_a_call_that_has_ended_in_any_way_counts_no_more(
         await turns()
         call(pool)
     assert actors.loads == [5, 2], "of equals the first is next"
-
-
-async def test_counting_a_call_is_not_waiting_for_it(
-    actors: FakeActors, complaints: list[str]
-) -> None:
-    """[B15] With its last waiter the work is cancelled, in a pool as well."""
-    pool = await ready_pool(actors, 1)
-    waiter = await started(call(pool)[0])
-    waiter.cancel()
-    await turns()
-    assert actors.links[0].cancelled == 1
-    call(pool)
-    actors.links[0].calls.pop().settle(ValueError("unheard"))
-    await turns()
-    gc.collect()
-    assert complaints == ["Handle exception was never retrieved: unheard"]
-
-
-async def test_map_shares_the_items_out(actors: FakeActors) -> None:
-    pool = await ready_pool(actors, 2)
-    results = pool.embed.map("abcdef", limit=4)
-    assert repr(results) == "<Results of Model.embed: are 0 ahead, 4 at most>"
-    taking = await started(listed(results))
-    first, second = actors.links
-    assert first.arguments == [("embed", "a"), ("embed", "c")]
-    assert second.arguments == [("embed", "b"), ("embed", "d")]
-    second.answer(0, "B")
-    second.answer(1, "D")
-    await turns()
-    assert actors.loads == [2, 2]  # in order: "a" is to be taken first
-    first.answer(0, "A")
-    await turns()
-    # "b" was ready as well, and the second actor has no call: then both have one.
-    assert second.arguments[2:] == [("embed", "e")]
-    assert first.arguments[2:] == [("embed", "f")]
-    first.answer(1, "C")
-    second.answer(2, "E")
-    first.answer(2, "F")
-    assert await taking == [*"ABCDEF"]
 
 
 # Growing and shrinking.
@@ -192,25 +145,6 @@ async def test_it_shrinks_when_there_is_nothing_to_do(actors: FakeActors) -> Non
     assert actors.loads == [1, 2, 0]
 
 
-async def test_of_actors_that_may_end_the_last_end_first(actors: FakeActors) -> None:
-    pool = await ready_pool(actors, 4, min_size=2, idle_after=0.05)
-    now = asyncio.get_running_loop().time()
-    for member in pool._finalizer.scheduler._actors:
-        member.idle_since = now
-    while len(pool) > 2:
-        await asyncio.sleep(0)
-    assert actors.stories == [[], [], ["terminate"], ["terminate"]]
-
-
-async def test_an_actor_that_is_not_ready_is_not_idle(actors: FakeActors) -> None:
-    pool: Any = aiogpu.ActorPool(actors.make, 2, min_size=0, idle_after=0)
-    await turns()
-    assert len(pool) == 2
-    actors.live()
-    while len(pool):
-        await asyncio.sleep(0)
-
-
 # Deaths.
 
 
@@ -241,50 +175,6 @@ async def test_an_actor_that_dies_in_a_call_is_replaced(
     assert actors.loads == [2, 2, 1]
 
 
-async def test_another_actors_death_is_not_its_own(actors: FakeActors) -> None:
-    """A method may raise the error of a call of another actor, which it awaited."""
-    pool = await ready_pool(actors, 1)
-    handles = call(pool)
-    actors.links[0].calls[0].settle(ActorDiedError("Other is dead", "Other"))
-    await turns()
-    assert (len(pool), len(actors.links)) == (1, 1)
-    call(pool)
-    assert actors.loads == [2]
-    assert [str(error) for error in await ends_of(handles)] == ["Other is dead"]
-
-
-async def test_actors_that_die_before_they_answer_are_made_later_and_later(
-    actors: FakeActors,
-) -> None:
-    loop = asyncio.get_running_loop()
-    pool: Any = aiogpu.ActorPool(actors.make, 1)
-    scheduler = pool._finalizer.scheduler
-    pauses = []
-    for attempt in range(1, 10):
-        before = loop.time()
-        actors.links[-1].die("its constructor raised")
-        await turns()
-        assert (len(pool), len(actors.links)) == (0, attempt)
-        pauses.append(scheduler._not_before - before)
-        with pytest.raises(ActorDiedError, match="have died, and the last") as caught:
-            call(pool)
-        assert str(caught.value.__cause__) == "its constructor raised"
-        scheduler._not_before = 0.0  # the time has come
-        scheduler._fill()
-        assert len(actors.links) == attempt + 1
-    for pause, least in zip(pauses, [1, 2, 4, 8, 16, 32, 60, 60, 60], strict=True):
-        assert least <= pause < least + 1
-    assert LONGEST_PAUSE == 60
-    actors.links[-1].live()
-    await pool
-    call(pool)
-    actors.links[-1].answer()
-    await turns()
-    actors.links[-1].die()
-    await turns()
-    assert len(pool) == 1  # one that has answered is replaced at once
-
-
 async def test_an_actor_that_cannot_be_made_is_tried_again(
     actors: FakeActors, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -304,39 +194,6 @@ async def test_an_actor_that_cannot_be_made_is_tried_again(
     pool._finalizer.scheduler._not_before = 0.0
     call(pool)
     assert actors.loads == [1, 1]
-
-
-def close_node(actors: FakeActors) -> None:
-    for link in actors.links:
-        link.die(NodeClosedError("this node is shut down"), is_gone=True)
-
-
-def lose_node(actors: FakeActors) -> None:
-    for link in actors.links:
-        link.lose_node(NodeDiedError("the node has ended"))
-
-
-def close_node_after_a_death(actors: FakeActors) -> None:
-    actors.refuses = NodeClosedError("this node is shut down")
-    actors.links[0].answer()
-    actors.links[0].die(is_gone=True)
-
-
-@pytest.mark.parametrize("end", [close_node, lose_node, close_node_after_a_death])
-async def test_the_pool_ends_with_its_node(
-    actors: FakeActors, end: Callable[[FakeActors], None]
-) -> None:
-    """And nothing is raised where nobody could catch it."""
-    pool = await ready_pool(actors, 2)
-    handles = call(pool, 2)
-    end(actors)
-    await turns()
-    with pytest.raises(MisuseError, match="is closed and takes no calls") as caught:
-        call(pool)
-    assert isinstance(caught.value.__cause__, NodeClosedError | NodeDiedError)
-    assert len(actors.links) == 2
-    if end is close_node:
-        assert {type(each) for each in await ends_of(handles)} == {NodeClosedError}
 
 
 # Whatever happens.
@@ -453,17 +310,6 @@ async def test_a_pool_for_which_there_is_never_room_is_closed(
     assert actors.stories == [["kill"]] * 3
     with pytest.raises(MisuseError, match="closed"):
         call(pool)
-
-
-async def test_closing_while_one_is_to_be_replaced(actors: FakeActors) -> None:
-    pool: Any = aiogpu.ActorPool(actors.make, 1)
-    actors.links[0].die(is_gone=True)
-    await turns()
-    await pool.aclose()
-    scheduler = pool._finalizer.scheduler
-    scheduler._not_before = 0.0
-    scheduler._fill()
-    assert len(actors.links) == 1
 
 
 @pytest.mark.parametrize("is_elsewhere", [False, True])

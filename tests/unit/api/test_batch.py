@@ -11,8 +11,6 @@ import pickle
 import random
 import sys
 import textwrap
-import threading
-import traceback
 import types
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -74,10 +72,6 @@ class Model:
 
     @aiogpu.batch(max_size=2, max_concurrency=2)
     async def two(self, items: list[Any]) -> Any:
-        return await self.run(items)
-
-    @aiogpu.batch(max_size=3, max_wait=FOREVER, max_concurrency=2)
-    async def full_two(self, items: list[Any]) -> Any:
         return await self.run(items)
 
     def answer(self, number: int = -1) -> None:
@@ -212,25 +206,6 @@ async def test_a_full_batch_begins_before_the_last_ones_callers() -> None:
     assert story == [[0, 1], "polled", [2, 3], "polled", 0, 1, 2, 3]
 
 
-async def test_several_batches_run_at_once_where_they_may(model: Model) -> None:
-    callers = start(model.two, *range(5))
-    await model.began(2)
-    await turns()
-    assert model.begun == [[0, 1], [2, 3]]
-    model.answer(1)
-    await model.began(3)
-    assert model.begun[2] == [4]
-    callers += start(model.two, 5)
-    await turns()
-    assert len(model.begun) == 3
-    model.answer(0)
-    await model.began(4)
-    model.answer(2)
-    model.answer(3)
-    results = await asyncio.gather(*callers)
-    assert results == [(0, 2), (1, 2), (2, 2), (3, 2), (4, 1), (5, 1)]
-
-
 # What shares batches: one method of one instance on one loop.
 
 
@@ -254,23 +229,6 @@ async def test_equal_instances_without_a_hash_are_told_apart() -> None:
     assert said == ["a[1, 3]", "b[2]", "a[1, 3]"]
 
 
-async def test_loops_in_other_threads_share_nothing() -> None:
-    immediate = Immediate()
-    mine = start(immediate.call, 1, 2)
-    await asyncio.sleep(0)  # they wait, and the batch has not begun
-    theirs: list[object] = []
-
-    async def main() -> None:
-        theirs.extend(await asyncio.gather(*map(immediate.call, "ab")))
-
-    thread = threading.Thread(target=asyncio.run, args=(main(),))
-    thread.start()
-    thread.join()
-    assert theirs == ["a", "b"]
-    assert await asyncio.gather(*mine) == [1, 2]
-    assert immediate.batches == [["a", "b"], [1, 2]]
-
-
 def test_without_a_loop_it_says_so() -> None:
     coroutine = Immediate().call(1)
     with pytest.raises(NoLoopError, match=r"Immediate\.call .* none is running"):
@@ -278,37 +236,6 @@ def test_without_a_loop_it_says_so() -> None:
 
 
 # How calls end: what the batch raises, and what it returns.
-
-
-async def test_an_exception_reaches_every_caller(model: Model) -> None:
-    callers = start(model.soon, 1, 2, 3)
-    await model.began(1)
-    error = ValueError("too long")
-    model.settle(error)
-    assert await asyncio.gather(*callers, return_exceptions=True) == [error] * 3
-    assert await model.lives_on()
-
-
-async def test_a_traceback_does_not_grow_from_caller_to_caller() -> None:
-    class Failing:
-        @aiogpu.batch(max_size=100)
-        async def fail(self, items: list[int]) -> list[int]:
-            raise ValueError(f"{len(items)} are too many")
-
-    failing = Failing()
-    lengths = set()
-
-    async def caller(number: int) -> None:
-        try:
-            await failing.fail(number)
-        except ValueError as error:
-            frames = traceback.extract_tb(error.__traceback__)
-            assert frames[-1].name == "fail"
-            lengths.add(len(frames))
-
-    await asyncio.gather(*map(caller, range(100)))
-    assert len(lengths) == 1
-    assert lengths.pop() < 8
 
 
 @pytest.mark.parametrize(
@@ -358,27 +285,6 @@ async def test_an_exception_among_the_results_is_one_callers(model: Model) -> No
 
 
 # Callers that go.
-
-
-async def test_a_cancelled_caller_takes_its_item_out(model: Model) -> None:
-    """Until the function is called: also of a batch that is formed already."""
-    callers = start(model.full, 1, 2)
-    await turns()
-    callers[0].cancel()
-    await turns()
-    callers += start(model.full, 3)
-    await turns()
-    assert model.begun == []
-    callers += start(model.full, 4)
-    await asyncio.sleep(0)
-    callers[2].cancel()
-    await model.began(1)
-    assert model.begun == [[2, 4]]
-    model.answer()
-    results = await asyncio.gather(callers[1], callers[3])
-    assert results == [(2, 2), (4, 2)]
-    assert callers[0].cancelled()
-    assert callers[2].cancelled()
 
 
 async def test_no_batch_starts_for_callers_that_have_gone(model: Model) -> None:
@@ -446,44 +352,6 @@ async def test_a_batch_that_ignores_its_cancellation_holds_back_the_next() -> No
     assert first.cancelled()
 
 
-@pytest.mark.parametrize("is_error", [True, False])
-async def test_a_caller_cancelled_as_the_result_comes_is_cancelled(
-    model: Model, is_error: bool
-) -> None:
-    """Also where it was an error: asyncio has nothing to complain of."""
-    results: Any = ValueError("unheard") if is_error else [1, 2]
-    callers = start(model.soon, 1, 2)
-    await model.began(1)
-    model.settle(results)
-    await asyncio.sleep(0)  # both have their result, and have not gone on
-    callers[0].cancel()
-    await asyncio.wait(callers)
-    assert callers[0].cancelled()
-    assert not callers[1].cancelled()
-    assert callers[1].exception() in (results, None)
-    assert await model.lives_on()
-
-
-async def test_an_error_that_nobody_waits_for_is_reported(
-    complaints: list[str],
-) -> None:
-    class Untidy:
-        @aiogpu.batch(max_size=2)
-        async def hold(self, items: list[int]) -> list[int]:
-            try:
-                await asyncio.Event().wait()
-            finally:
-                raise ValueError("in cleaning up")
-
-    (caller,) = start(Untidy().hold, 1)
-    await turns()
-    caller.cancel()
-    await asyncio.wait([caller])
-    await turns()
-    gc.collect()
-    assert complaints == ["Task exception was never retrieved: in cleaning up"]
-
-
 async def test_a_caller_that_is_closed_has_gone(model: Model) -> None:
     """A coroutine driven by hand, which nobody cancels."""
     for begun in (0, 1):
@@ -496,28 +364,6 @@ async def test_a_caller_that_is_closed_has_gone(model: Model) -> None:
 
 
 # What is kept.
-
-
-def test_a_loop_that_is_closed_with_calls_in_it_leaves_nothing() -> None:
-    model = Model()
-    loop = asyncio.new_event_loop()
-    told: list[dict[str, Any]] = []
-    loop.set_exception_handler(lambda _, what: told.append(what))
-
-    async def leave(model: Model) -> None:
-        start(model.soon, 1, 2)
-        start(model.full, 3)
-        await turns()
-
-    loop.run_until_complete(leave(model))
-    loop.close()
-    gone = weakref.ref(model)
-    del model, loop
-    gc.collect()
-    assert gone() is None
-    assert {what["message"] for what in told} == {
-        "Task was destroyed but it is pending!"
-    }
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 
 import aiogpu
 from aiogpu.api import map as window
-from aiogpu.api.map import CALLS, GROWTH, LONGEST, MOST, TARGET, Sizes
+from aiogpu.api.map import MOST, TARGET, Sizes
 from aiogpu.errors import OptionError, SerializationError
 from aiogpu.serialization.exceptions import (
     RAISED,
@@ -68,12 +68,6 @@ async def taken_from(queue: asyncio.Queue[int]) -> AsyncIterator[int]:
 ordered_or_not = pytest.mark.parametrize("ordered", [True, False])
 
 
-@pytest.fixture
-def endless_fill(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A chunk of an async iterable waits for more items for ever."""
-    monkeypatch.setattr(window, "FILL_TIME", 1e6)
-
-
 # What is packed, and when.
 
 
@@ -96,28 +90,6 @@ async def test_a_chunk_is_one_call(
         end(engine, 2)
         assert await task == 4
     assert engine.cancelled == [3]
-
-
-async def test_without_a_limit_it_counts_calls(engine: FakeEngine) -> None:
-    async with train.map(count(1), chunk=10) as results:
-        task = await started(anext(results))
-        assert len(engine.calls) == CALLS == 256
-        assert repr(results).endswith(": are 2560 ahead, 256 calls at most>")
-        end(engine, 1)
-        await task
-        assert len(engine.calls) == CALLS, "until all ten are taken"
-
-
-@pytest.mark.parametrize("chunk", [None, 1])
-async def test_a_chunk_of_one_is_a_call_as_remote_makes_it(
-    engine: FakeEngine, chunk: int | None
-) -> None:
-    async with train.map(count(5), chunk=chunk, limit=2) as results:
-        task = await started(anext(results))
-        assert engine.calls == [(5,), (6,)]
-        assert "2 ahead, 2 at most" in repr(results)
-        engine.answer(1)
-        assert await task == 1
 
 
 async def test_many_items_are_read_in_several_turns_of_the_loop(
@@ -173,21 +145,6 @@ async def test_a_chunk_that_cannot_be_sent_late_wakes_the_consumer(
         await anext(train.map(unsendable(), chunk=10))
 
 
-# Errors, and ways to leave.
-
-
-async def test_closed_within_a_chunk_no_result_comes(engine: FakeEngine) -> None:
-    results = train.map(range(9), chunk=3)
-    task = await started(anext(results))
-    end(engine, 1, KeyError("boom"), after=2)
-    assert await task == 0
-    await results.aclose()
-    with pytest.raises(StopAsyncIteration):
-        await anext(results)
-    assert engine.cancelled == [3, 2]
-    assert repr(results) == "<Results of train: were closed>"
-
-
 # What is called again.
 
 
@@ -228,41 +185,6 @@ async def test_other_items_are_not_tried_again(
 
 
 # Automatic sizes.
-
-
-@pytest.mark.usefixtures("endless_fill")
-async def test_a_chunk_that_grows_is_sent_when_the_limit_is_reached(
-    engine: FakeEngine,
-) -> None:
-    """Sizes may change while an async iterable fills one."""
-    queue: asyncio.Queue[int] = asyncio.Queue()
-    async with train.map(taken_from(queue), chunk="auto", limit=32) as results:
-        chunker = results._window._chunker
-        assert chunker is not None
-        chunker._sizes.size = 3
-        queue.put_nowait(1)
-        task = await started(anext(results))
-        chunker._sizes.size = 40
-        for number in range(2, 40):
-            queue.put_nowait(number)
-        await turns(100)
-        assert chunks(engine) == [list(range(1, 33))]
-        task.cancel()
-        await asyncio.wait([task])
-
-
-async def test_automatic_chunks_grow_with_what_is_known(engine: FakeEngine) -> None:
-    async with train.map(count(1), chunk="auto", limit=320) as results:
-        task = await started(anext(results))
-        assert chunks(engine) == [[number] for number in range(1, 321)]
-        assert {call[0] for call in engine.calls} == {LONGEST}
-        for call in range(1, 321):
-            end(engine, call, seconds=0.0)
-        assert await task == 1
-        for number in range(2, 321):
-            assert await anext(results) == number
-        sizes = [len(items) for items in chunks(engine)[320:]]
-        assert 1 < max(sizes) <= GROWTH, "no more was seen than chunks of one"
 
 
 def grown(seconds: float, most: int = MOST) -> Sizes:

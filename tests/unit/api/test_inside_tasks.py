@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 
 import pytest
@@ -20,14 +19,7 @@ from aiogpu.errors import (
 from aiogpu.wire.messages import ChildDone, Withdraw
 from aiogpu.worker.nested import TaskClient
 from tests.support.turns import turns
-from tests.unit.api.fakes import (
-    UNREADABLE,
-    FakeChannel,
-    done,
-    failed,
-    start_children,
-    started,
-)
+from tests.unit.api.fakes import UNREADABLE, FakeChannel, done, start_children, started
 
 
 def client() -> TaskClient:
@@ -50,19 +42,6 @@ def test_get_tells_the_node_of_what_has_not_ended(channel: FakeChannel) -> None:
     assert len(channel.waits) == 2, "what has ended is not waited for"
 
 
-@pytest.mark.parametrize("position", [0, 1, 2])
-def test_get_raises_the_first_failure(position: int, channel: FakeChannel) -> None:
-    handles = start_children(3)
-    channel.put(failed(position + 1, KeyError(position)))
-    for _ in range(2):
-        with pytest.raises(KeyError, match=str(position)):
-            aiogpu.get(handles)
-    assert channel.waits == [(1, 2, 3), ()], "the second time nothing is waited for"
-    others = [n for n in (1, 2, 3) if n != position + 1]
-    channel.put(*map(done, others))
-    assert aiogpu.get([handles[n - 1] for n in others]) == [None, None]
-
-
 def test_get_has_a_timeout(channel: FakeChannel) -> None:
     handles = start_children(2)
     for value in (-1, True, "1", float("nan")):
@@ -75,19 +54,6 @@ def test_get_has_a_timeout(channel: FakeChannel) -> None:
     assert channel.waits == [(1, 2), ()], "the node is told that it is over"
     channel.put(done(2))
     assert aiogpu.get(handles, timeout=60) == [None, None]
-
-
-def test_an_interrupted_get_is_told_to_be_over(
-    channel: FakeChannel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupt(_seconds: float | None) -> None:
-        raise KeyboardInterrupt
-
-    handles = start_children(1)
-    monkeypatch.setattr(channel, "wait", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        aiogpu.get(handles)
-    assert channel.waits == [(1,), ()]
 
 
 def test_a_result_that_cannot_be_read_stays_an_error(
@@ -185,17 +151,6 @@ async def test_awaited_children_of_a_task_that_has_ended(
     loop_channel.put(done(3, "b"))
     assert await waiting == "b"
     assert (loop_channel.waits, loop_channel.submitted) == ([(3,)], [3])
-
-
-async def test_a_loop_whose_task_has_ended_reads_no_more(
-    loop_channel: FakeChannel,
-) -> None:
-    start_children(1)
-    current.task = 0
-    loop_channel.put(done(1))
-    await turns()
-    assert len(loop_channel.coming) == 1, "it is not this loop's to read"
-    assert not asyncio.get_running_loop().remove_reader(loop_channel.fileno())
 
 
 # The runtime context.

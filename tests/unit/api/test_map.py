@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import threading
-import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from itertools import count
 from typing import Any
@@ -13,16 +11,9 @@ from typing import Any
 import pytest
 
 import aiogpu
-from aiogpu.api.map import Results
-from aiogpu.errors import (
-    InfeasibleError,
-    MisuseError,
-    OptionError,
-    SerializationError,
-    TaskError,
-)
+from aiogpu.errors import MisuseError, OptionError, TaskError
 from tests.support.turns import turns
-from tests.unit.api.fakes import FakeEngine, listed, opened, outcome, started
+from tests.unit.api.fakes import FakeEngine, listed, outcome, started
 
 
 @aiogpu.remote
@@ -91,12 +82,6 @@ Kind = Callable[[], Any]
 ordered_or_not = pytest.mark.parametrize("ordered", [True, False])
 
 
-def is_cancelled(engine: FakeEngine, *calls: int) -> bool:
-    """Tell whether all calls were cancelled but those that have ended."""
-    left = {*range(1, len(engine.calls) + 1)} - {*engine.cancelled}
-    return left == {*calls}
-
-
 # What is ahead.
 
 
@@ -142,41 +127,7 @@ async def test_a_finite_iterable_ends(
         await listed(results)
 
 
-async def test_a_slow_async_iterable_holds_no_result_back(engine: FakeEngine) -> None:
-    queue: asyncio.Queue[int] = asyncio.Queue()
-
-    async def slow() -> AsyncIterator[int]:
-        while True:
-            yield await queue.get()
-
-    async with train.map(slow()) as results:
-        for number in (1, 2):
-            task = await started(anext(results))
-            assert len(engine.calls) == number - 1
-            queue.put_nowait(number)
-            await turns(10)
-            engine.answer(number)
-            assert await task == number
-
-
 # Errors.
-
-
-@ordered_or_not
-async def test_an_error_comes_in_its_place_and_ends_it(
-    engine: FakeEngine, ordered: bool
-) -> None:
-    results = train.map(range(9), limit=5, ordered=ordered)
-    first = await started(anext(results))
-    engine.answer(1)
-    engine.fail(2, KeyError("boom"))
-    engine.fail(4, OSError("later, and nobody will ask"))
-    assert await first == 1
-    with pytest.raises(KeyError, match="boom"):
-        await anext(results)
-    assert engine.cancelled == [6, 5, 3], "newest first, and not what had ended"
-    with pytest.raises(MisuseError, match=r"ended with KeyError.*train\.map"):
-        await anext(results)
 
 
 async def test_a_stop_raised_by_a_task_is_no_end(engine: FakeEngine) -> None:
@@ -226,160 +177,10 @@ async def test_an_async_iterable_that_fails_late_wakes_the_consumer(
     assert engine.cancelled == [1]
 
 
-async def test_an_item_that_remote_refuses_is_raised_at_once(
-    engine: FakeEngine,
-) -> None:
-    results = train.map([1, threading.Lock()], limit=1)
-    first = await started(anext(results))
-    engine.answer(1)
-    assert await first == 1
-    with pytest.raises(SerializationError, match=r"args\[0\]"):
-        await anext(results)
-    results = train.map([1, threading.Lock()], limit=2)
-    assert isinstance(await outcome(await started(anext(results))), SerializationError)
-    assert engine.cancelled == [2]
-    engine.infeasible.add("train")
-    with pytest.raises(InfeasibleError):
-        await listed(train.map([1]))
-
-
-def test_an_interrupt_in_an_async_iterable_is_not_kept_for_later() -> None:
-    async def interrupted() -> AsyncIterator[int]:
-        yield 1
-        raise KeyboardInterrupt
-
-    async def main() -> None:
-        engine = FakeEngine()
-        await opened(engine)
-        task = await started(anext(train.map(interrupted(), limit=1)))
-        engine.answer(1)
-        await task
-        await turns(10)
-        raise AssertionError("the loop went on")
-
-    with pytest.raises(KeyboardInterrupt):
-        asyncio.run(main())
-
-
-# Ways to leave: what is ahead is cancelled.
-
-
-@pytest.mark.parametrize("kind", KINDS)
-async def test_the_end_of_a_block_stops_although_the_results_are_kept(
-    engine: FakeEngine, kind: Kind
-) -> None:
-    async with train.map(kind(), limit=2) as results:
-        task = await started(anext(results))
-        engine.answer(1)
-        await task
-        handles = [weakref.ref(handle) for handle in engine.receivers.values()]
-        del task
-    assert len(engine.calls) >= 2
-    assert is_cancelled(engine, 1)
-    await results.aclose()
-    with pytest.raises(StopAsyncIteration):
-        await anext(results)
-    with pytest.raises(MisuseError, match="were closed"):
-        aiter(results)
-    await turns(10)
-    engine.receivers.clear()
-    gc.collect()
-    assert {handle() for handle in handles} == {None}, "no handle is kept"
-
-
-@ordered_or_not
-@pytest.mark.parametrize("kind", KINDS)
-async def test_closed_by_another_task_the_loop_ends(
-    engine: FakeEngine, kind: Kind, ordered: bool
-) -> None:
-    results = train.map(kind(), limit=2, ordered=ordered)
-    task = await started(listed(results))
-    await results.aclose()
-    assert await task == []
-    assert engine.cancelled == [2, 1]
-    assert len(engine.calls) == 2
-
-
-async def test_a_step_that_is_closed_stops_all(engine: FakeEngine) -> None:
-    results = train.map(Numbers(), limit=2)
-    step: Any = results.__anext__()
-    step.send(None)
-    assert len(engine.calls) == 2
-    step.close()
-    assert engine.cancelled == [], "it may be the garbage collector's doing"
-    await turns(10)
-    assert engine.cancelled == [2, 1]
-    with pytest.raises(MisuseError, match="was cancelled"):
-        await anext(results)
-
-
-async def test_dropped_in_another_thread(engine: FakeEngine) -> None:
-    results = [train.map(Numbers(), limit=2)]
-    task = await started(anext(results[0]))
-    engine.answer(1)
-    await task
-    del task
-    gc.collect()
-    await asyncio.to_thread(results.clear)
-    await turns(10)
-    assert engine.cancelled == [2]
-
-
-def test_dropped_when_its_loop_is_closed() -> None:
-    async def begin() -> Results[Any]:
-        await opened(FakeEngine())
-        results = train.map(Numbers(), limit=2)
-        step: Any = results.__anext__()
-        step.send(None)
-        kept.append(step)
-        return results
-
-    kept: list[Any] = []
-    results = asyncio.run(begin())
-    assert "2 ahead" in repr(results)
-    kept.clear()
-    del results
-    gc.collect()
-
-
 # The reader of an async iterable.
 
 
-@pytest.mark.parametrize("is_waited", [True, False])
-async def test_closing_waits_for_the_async_iterable(
-    engine: FakeEngine, is_waited: bool
-) -> None:
-    numbers = Held()
-    results = train.map(numbers)
-    task = await started(anext(results))
-    if not is_waited:
-        engine.answer(1)
-        await task
-    await results.aclose()
-    assert numbers.left == "CancelledError"
-    assert isinstance(await outcome(task), StopAsyncIteration if is_waited else int)
-
-
-async def test_an_async_iterable_that_ignores_its_cancellation(
-    engine: FakeEngine,
-) -> None:
-    async def stubborn() -> AsyncIterator[int]:
-        yield 1
-        try:
-            await asyncio.Event().wait()
-        except asyncio.CancelledError:
-            yield 2
-
-    results = train.map(stubborn())
-    task = await started(anext(results))
-    await results.aclose()
-    assert isinstance(await outcome(task), StopAsyncIteration)
-    assert (len(engine.calls), engine.cancelled) == (1, [1])
-
-
-async def test_dropped_the_reader_of_an_async_iterable_ends(
-    engine: FakeEngine,
-) -> None:
+async def test_dropped_the_reader_of_an_async_iterable_ends(engine: FakeEngine) -> None:
     numbers, before = Held(), asyncio.all_tasks()
     results = train.map(numbers)
     task = await started(anext(results))
@@ -391,20 +192,6 @@ async def test_dropped_the_reader_of_an_async_iterable_ends(
     await turns(10)
     assert numbers.left == "CancelledError"
     assert asyncio.all_tasks() == before
-
-
-async def test_an_iterable_that_fails_as_it_is_left_is_reported(
-    engine: FakeEngine, complaints: list[str]
-) -> None:
-    results = train.map(Held(OSError("in its last act")))
-    task = await started(anext(results))
-    engine.answer(1)
-    await task
-    await results.aclose()
-    del results, task
-    gc.collect()
-    (told,) = complaints
-    assert "in its last act" in told
 
 
 # What is refused, and its length.

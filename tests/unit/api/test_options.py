@@ -17,12 +17,7 @@ import pytest
 import aiogpu
 from aiogpu.accelerators.registry import variables
 from aiogpu.api.node import check_declared, check_node_options
-from aiogpu.api.options import (
-    LARGEST_COUNT,
-    LONGEST_TIME,
-    TaskOptions,
-    check_options,
-)
+from aiogpu.api.options import LARGEST_COUNT, LONGEST_TIME, TaskOptions, check_options
 from aiogpu.client.current import current
 from aiogpu.core.model.request import TaskSpec
 from aiogpu.core.model.units import BY_SHARE
@@ -159,9 +154,7 @@ BAD: Final[dict[str, list[tuple[tuple[object, ...], str]]]] = {
     "priority": [((1.5, True, "high"), "higher goes first")],
     "num_returns": [((0, -1, True, 2.0, "2", "dynamic", [2]), "a handle of its own")],
     "name": [(("", 1, b"a"), "a text")],
-    "timeout": [
-        ((0, -1, True, "1", math.nan, math.inf, 10**400), "seconds above 0"),
-    ],
+    "timeout": [((0, -1, True, "1", math.nan, math.inf, 10**400), "seconds above 0")],
     "cancel_grace": [
         (
             (-1, -0.1, False, True, "1", math.nan, math.inf, np.zeros(2)),
@@ -416,47 +409,6 @@ def test_variables_that_change_what_an_index_means_are_refused(
 
 
 # [B35] Resources by name: which are devices, and how many may be asked for.
-
-
-@pytest.mark.parametrize(
-    ("resources", "devices"),
-    [
-        ({"neuron_cores": 2}, (("neuron_cores", 20_000),)),
-        ({"TPU": 4, "license": 1}, (("TPU", 40_000),)),
-        ({"HPU": 8.0}, (("HPU", 80_000),)),
-        ({"NPU": 0.25}, (("NPU", 2_500),)),
-        ({"neuron_cores": 0, "TPU": 0}, ()),
-        ({"tpu": 0.5}, ()),
-    ],
-)
-def test_kinds_of_devices_are_asked_for_as_devices(
-    resources: dict[str, float], devices: object
-) -> None:
-    request = spec(resources=resources).shape.request
-    assert request.devices == devices
-    names = {name for name, _ in request.scalars} - {"CPU"}
-    assert names == set(resources) & {"license", "tpu"}
-
-
-@pytest.mark.parametrize(
-    ("resources", "why"),
-    [
-        ({"neuron_cores": 0.5}, "a NeuronCore cannot be shared; give a whole number"),
-        ({"TPU": 3}, "is no number of chips that a process can have; give 1, 2, 4 or"),
-        ({"HPU": 1.5}, "a Gaudi cannot be shared"),
-        ({"NPU": 1.5}, "mixes whole devices and a share"),
-        ({"TPU": "1"}, "is a str"),
-    ],
-)
-def test_the_vendor_refuses_quantities_at_decoration(
-    resources: dict[str, Any], why: str
-) -> None:
-    ((name, value),) = resources.items()
-    for remote in (give, Giver):
-        with pytest.raises(OptionError) as caught:
-            remote.options(resources=resources)
-        assert str(caught.value).startswith(f"resources[{name!r}]={value!r}")
-        assert why in str(caught.value)
 
 
 @pytest.mark.parametrize(

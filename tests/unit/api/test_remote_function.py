@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable
 from multiprocessing.reduction import ForkingPickler
-from types import ModuleType
 from typing import Any, Generic, TypeVar
 
 import cloudpickle
@@ -133,47 +132,6 @@ def test_a_function_of_a_module_goes_by_name(monkeypatch: pytest.MonkeyPatch) ->
         assert Definition(documented.__wrapped__).reference() is None
 
 
-def test_other_functions_go_by_value() -> None:
-    def nested() -> int:
-        return 3
-
-    @aiogpu.remote
-    def countdown(n: int) -> object:
-        return countdown if n == 0 else n
-
-    definition = Definition(nested)
-    assert definition.reference() is None
-    found = load_function(definition.sent().payload)
-    assert (found is not nested, found()) == (True, 3)
-    found = load_function(countdown._definition.sent().payload)
-    assert isinstance(found(0), RemoteFunction)
-
-
-def test_a_module_that_is_sent_by_value() -> None:
-    import tests.unit.api.fakes as module
-
-    definition = Definition(module.function_spec)
-    name = FunctionName("tests.unit.api.fakes", "function_spec")
-    assert definition.reference() == name
-    cloudpickle.register_pickle_by_value(module)
-    try:
-        assert definition.reference() is None
-    finally:
-        cloudpickle.unregister_pickle_by_value(module)
-
-
-def test_globals_of_main_go_as_they_are_at_the_first_call() -> None:
-    source = "def scaled(number): return SCALE * number"
-    program: dict[str, Any] = {"__name__": "__main__", "SCALE": 2}
-    exec(source, program)
-    definition = Definition(program["scaled"])
-    assert load_function(definition.sent().payload)(1) == 2
-    program["SCALE"] = 5
-    assert load_function(definition.sent().payload)(1) == 2
-    exec(source, program)
-    assert load_function(Definition(program["scaled"]).sent().payload)(1) == 5
-
-
 def test_one_that_takes_much_with_it_is_told_once() -> None:
     table = bytes(2 << 20)
 
@@ -251,15 +209,6 @@ def test_what_has_no_name_goes_by_value_but_not_by_plain_pickle(thing: Any) -> N
         assert found.__name__ == thing.__name__
         assert found._options == thing._options
     assert isinstance(thing, RemoteClass) or sent.__wrapped__() == 4
-
-
-def test_what_the_program_itself_defines(monkeypatch: pytest.MonkeyPatch) -> None:
-    program = ModuleType("__main__")
-    source = "import aiogpu\n@aiogpu.remote\ndef work(): pass\n"
-    exec(source, vars(program))
-    monkeypatch.setitem(sys.modules, "__main__", program)
-    with pytest.raises(SerializationError, match=r"^<RemoteFunction __main__\.work>"):
-        ForkingPickler.dumps(program.work)
 
 
 # Its calls.

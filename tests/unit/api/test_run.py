@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import os
 import signal
 import subprocess
 import sys
@@ -15,7 +14,6 @@ import pytest
 import uvloop
 
 import aiogpu
-from aiogpu.api.run import _open_standard_descriptors
 from tests.support.program import environment
 
 
@@ -52,12 +50,6 @@ def test_a_program_without_standard_descriptors(closed: str, tmp_path: object) -
     assert ended.returncode == 0
     with open(result) as file:
         assert file.read() == "2"
-
-
-def test_open_descriptors_are_left_alone() -> None:
-    before = sorted(os.listdir("/proc/self/fd"))
-    _open_standard_descriptors()
-    assert sorted(os.listdir("/proc/self/fd")) == before
 
 
 async def test_it_begins_no_loop_within_another() -> None:
@@ -139,12 +131,3 @@ def test_a_ctrl_c_before_the_first_step_complains_of_no_coroutine(
         aiogpu.run(main)
     assert inspect.getcoroutinestate(main) == inspect.CORO_CLOSED
     assert not recwarn.list
-
-
-def test_what_keeps_uvloop_from_being_imported_comes_out(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setitem(sys.modules, "uvloop", None)
-    with pytest.raises(ImportError):
-        aiogpu.run(fail())
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import os
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -17,10 +15,7 @@ import aiogpu
 from aiogpu.api import session as module
 from aiogpu.api.node import node_of
 from aiogpu.api.results.handle import session_of
-from aiogpu.api.session import (
-    Session,
-    current_session,
-)
+from aiogpu.api.session import Session, current_session
 from aiogpu.client.current import current
 from aiogpu.engines.base import NodeOptions
 from aiogpu.errors import (
@@ -44,6 +39,8 @@ LOOPS = [
     pytest.param(asyncio.new_event_loop, id="asyncio"),
     pytest.param(uvloop.new_event_loop, id="uvloop"),
 ]
+
+
 ORDERLY = ["open", "opened", "close", "closed"]
 
 
@@ -166,9 +163,6 @@ async def test_an_error_of_closing_is_raised_and_the_loop_is_free(
     assert session_of(asyncio.get_running_loop()) is None
 
 
-# The ends of loops and processes.
-
-
 @pytest.mark.parametrize("new_loop", LOOPS)
 @pytest.mark.parametrize("when", ["opening", "open"])
 def test_it_closes_with_its_loop(
@@ -200,61 +194,7 @@ def test_it_closes_with_its_loop(
     assert told == []
 
 
-@pytest.mark.parametrize("new_loop", LOOPS)
-def test_a_shutdown_cut_short_is_begun_anew(
-    new_loop: Callable[[], asyncio.AbstractEventLoop], engine: FakeEngine
-) -> None:
-    """Ctrl-C in the last `await`: the loop cancels all tasks, then closes it."""
-
-    async def main() -> None:
-        session = await opened(engine)
-        engine.may_close.clear()
-        closing = asyncio.ensure_future(session.shutdown())
-        while engine.story[-1] != "close":
-            await asyncio.sleep(0)
-        asyncio.get_running_loop().call_soon(engine.may_close.set)
-        closing.cancel()
-        # As `asyncio.Runner` does on its way out.
-        inner = session._closing
-        assert inner is not None
-        inner.cancel()
-        assert isinstance(await outcome(inner), asyncio.CancelledError)
-        with suppress(asyncio.CancelledError):
-            await closing
-
-    with asyncio.Runner(loop_factory=new_loop) as runner:
-        runner.run(main())
-    assert engine.story == ["open", "opened", "close", "force_close", "close", "closed"]
-
-
-async def test_a_fork_is_inert(
-    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also one that was made by other means than `os.fork`."""
-    session = await opened(engine)
-    story = list(engine.story)
-    parent = session._pid
-    monkeypatch.setattr(session, "_pid", os.getpid() + 1)
-    await session.shutdown()
-    session.close_now()
-    assert engine.story == story
-    monkeypatch.undo()
-    monkeypatch.setattr(session, "_state", session._state)
-    session.after_fork()
-    assert session.is_forked
-    told = f"belongs to process {parent}"
-    with pytest.raises(NodeError, match=told):
-        call(session)
-    with pytest.raises(NodeError, match=told):
-        await asyncio.to_thread(current_session)
-    with pytest.raises(NodeError, match="fork"):
-        await node_of(session).status()
-    await session.shutdown()
-    session.close_now()
-    assert engine.story == story
-    monkeypatch.undo()
-    assert session.is_open
-    await session.shutdown()
+# The ends of loops and processes.
 
 
 async def test_the_interpreters_end_closes_what_is_left(engine: FakeEngine) -> None:
@@ -320,10 +260,7 @@ class Engines:
         self.asked: list[tuple[str | None, NodeOptions]] = []
 
     def create(
-        self,
-        address: str | None,
-        options: NodeOptions,
-        loop: asyncio.AbstractEventLoop,
+        self, address: str | None, options: NodeOptions, loop: asyncio.AbstractEventLoop
     ) -> FakeEngine:
         if self.asked:
             self.made.append(FakeEngine())
@@ -352,30 +289,6 @@ async def test_init_is_awaited(engines: Engines) -> None:
     assert engines.made[0].story == ORDERLY
 
 
-@pytest.mark.parametrize("error", [None, KeyError, KeyboardInterrupt])
-async def test_init_is_a_block(
-    engines: Engines, error: type[BaseException] | None
-) -> None:
-    """A second Ctrl-C, which `asyncio.run` raises wherever it lands, hastens it."""
-
-    async def main() -> None:
-        entering = aiogpu.init()
-        assert engines.asked == [], "nothing is made before it is awaited"
-        async with entering as node:
-            assert node.is_open
-            if error is not None:
-                raise error
-
-    if error is None:
-        await main()
-    else:
-        with pytest.raises(error):
-            await main()
-    hastened = ["force_close"] * (error is KeyboardInterrupt)
-    story = ["open", "opened", *hastened, "close", "closed"]
-    assert engines.made[0].story == story
-
-
 @pytest.mark.parametrize("wait", [aiogpu.init, aiogpu.cluster_resources, aiogpu.status])
 async def test_a_shutdown_by_another_task_is_an_error_of_what_waits(
     wait: Any, engines: Engines
@@ -387,34 +300,6 @@ async def test_a_shutdown_by_another_task_is_an_error_of_what_waits(
     with pytest.raises(NodeClosedError, match="before it was open"):
         await task
     assert not task.cancelled()
-
-
-async def test_init_waits_for_a_shutdown_that_has_begun(engines: Engines) -> None:
-    await aiogpu.init()
-    engines.made[0].may_close.clear()
-    closing = await started(aiogpu.shutdown())
-    task = await started(aiogpu.init())
-    assert len(engines.asked) == 1
-    engines.made[0].may_close.set()
-    node = await task
-    assert node.is_open
-    assert engines.made[0].story == ORDERLY
-    await closing
-    await node.shutdown()
-
-
-@pytest.mark.parametrize(
-    "ask", [aiogpu.cluster_resources, aiogpu.available_resources, aiogpu.status]
-)
-async def test_a_question_opens_a_node_and_shutdown_does_not(
-    engines: Engines, ask: Callable[[], Any]
-) -> None:
-    """[B5] [B8]"""
-    await aiogpu.shutdown()
-    assert engines.asked == []
-    assert await ask()
-    assert engines.asked == [(None, NodeOptions())]
-    await aiogpu.shutdown()
 
 
 async def test_an_init_that_is_not_awaited_is_warned_of(engines: Engines) -> None:

@@ -8,10 +8,9 @@ from collections.abc import Callable
 
 import pytest
 
-from aiogpu.api.results.blocking import ItemBuffer
 from aiogpu.api.results.stream import Stream
 from aiogpu.errors import MisuseError
-from aiogpu.serialization.serializer import NONE_PAYLOAD, dump_result
+from aiogpu.serialization.serializer import dump_result
 from tests.support.turns import turns
 from tests.unit.api.fakes import Owner
 
@@ -41,29 +40,10 @@ def producer() -> Producer:
     return Producer()
 
 
-@pytest.fixture
-def buffer(producer: Producer) -> ItemBuffer:
-    buffer = ItemBuffer("train", producer, 2)
-    buffer.task_id = 7
-    return buffer
-
-
 def in_thread(act: Callable[[], object]) -> None:
     thread = threading.Thread(target=act)
     thread.start()
     thread.join()
-
-
-def test_a_cancelled_stream_takes_nothing(
-    buffer: ItemBuffer, producer: Producer
-) -> None:
-    buffer.receive_items(items(1))
-    buffer.cancel()
-    buffer.cancel()
-    buffer.receive_items(items(2))
-    buffer.settle(ValueError("late"))
-    assert producer.asked == [("cancel", 7, 0)]
-    assert (list(buffer.buffer), buffer.error, buffer.is_over) == ([], None, True)
 
 
 def new_stream(producer: Producer) -> Stream[int]:
@@ -90,23 +70,6 @@ async def test_a_wake_that_comes_late_ends_nothing(producer: Producer) -> None:
     assert not waiting.done()
     stream.inflow.receive_items(items(2))
     assert await waiting == 2
-
-
-async def test_items_may_come_in_another_thread(producer: Producer) -> None:
-    stream = new_stream(producer)
-
-    def feed() -> None:
-        for number in range(100):
-            stream.inflow.receive_items(items(number))
-        stream.inflow.settle(NONE_PAYLOAD)
-
-    thread = threading.Thread(target=feed)
-    waiting = asyncio.ensure_future(anext(stream))
-    await asyncio.sleep(0)
-    thread.start()
-    assert await waiting == 0
-    assert [number async for number in stream] == list(range(1, 100))
-    thread.join()
 
 
 async def test_an_error_is_raised_once_and_named_afterwards(producer: Producer) -> None:

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 import aiogpu
-from aiogpu.api.options import check_options
 from aiogpu.api.usage_errors import NAMES_OF_RAY
 from aiogpu.errors import MisuseError, OptionError, SerializationError
 
@@ -436,24 +435,6 @@ def test_a_misspelt_option_is_named_with_the_nearest_and_all_others(
     assert said == f"{misspelt} is not an option of {of_what}.{hint}"
     assert known.endswith(".")
     assert not nearest or nearest in known.rstrip(".").split(", ")
-
-
-@pytest.mark.parametrize(
-    ("name", "nearest"),
-    [
-        ("num_cpu", "num_cpus"),
-        ("resource", "resources"),
-        ("max_retry", "max_retries"),
-        ("time_out", "timeout"),
-        ("runtime_envs", "runtime_env"),
-        ("zzz", None),
-    ],
-)
-def test_the_nearest_option(name: str, nearest: str | None) -> None:
-    with pytest.raises(OptionError) as caught:
-        check_options({name: 1})
-    hint = f" Did you mean {nearest}? There are: " if nearest else " There are: "
-    assert f"{hint}num_cpus, num_gpus, " in str(caught.value)
 
 
 @pytest.mark.parametrize("function", [aiogpu.init, aiogpu.lease])

@@ -58,9 +58,6 @@ async def test_wait_gives_what_there_is_when_its_time_is_up(
     assert await aiogpu.wait([c], timeout=timeout) == ([c], []), "what came is read"
 
 
-# On a loop: `wait`.
-
-
 # On a loop: `as_completed`.
 
 
@@ -86,15 +83,6 @@ async def test_as_completed_gives_handles_as_they_end(owner: Owner) -> None:
     assert [handle async for handle in none] == []
 
 
-async def test_a_cancelled_step_is_not_the_end(owner: Owner) -> None:
-    handles = owner.start(2)
-    completed: Any = aiogpu.as_completed(handles)
-    await cancelled(await started(anext(completed)))
-    for handle in handles:
-        handle.settle(UNREADABLE)
-    assert [handle async for handle in completed] == handles
-
-
 async def test_leaving_the_loop_cancels_nothing_and_looks_no_more(owner: Owner) -> None:
     a, b, c = handles = owner.start(3)
 
@@ -110,20 +98,6 @@ async def test_leaving_the_loop_cancels_nothing_and_looks_no_more(owner: Owner) 
     assert callbacks(b, c) == 0
     assert owner.cancelled == []
 
-
-async def test_one_task_iterates(owner: Owner) -> None:
-    (a,) = owner.start(1)
-    completed: Any = aiogpu.as_completed([a])
-    task = await started(anext(completed))
-    with pytest.raises(MisuseError, match="let one task iterate"):
-        await anext(completed)
-    with pytest.raises(MisuseError, match="write `async for"):
-        iter(completed)
-    a.settle(UNREADABLE)
-    assert await task is a
-
-
-# Who only looks cancels nothing, and keeps the work going.
 
 # Cost.
 
