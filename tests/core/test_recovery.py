@@ -316,6 +316,29 @@ def test_a_device_that_is_not_given_back_is_set_aside_and_says_why():
     assert w.gpus_of("both") == [0, 1]
 
 
+def test_causes_do_not_end_each_other_and_are_named_once():
+    w, worker = gone(0.5, count=2)
+    note(w, 0, "it is lost; XID 79")
+    w.tell(Scheduler.devices_stuck, worker, "GPU 0: it is lost (no answer)")
+    assert shown(w)[0] == "GPU 0: it is lost (no answer); XID 79"
+    note(w, 0, WHO, Cause.FOREIGN)
+    note(w, 0, None, Cause.UNSETTLED)
+    note(w, 0, None, Cause.UNSETTLED)
+    assert shown(w)[0] == f"it is lost; XID 79; {WHO}"
+    note(w, 0, "XID 48")
+    note(w, 1, "GPU 1: XID 79")
+    w.submit("b", num_gpus=1)
+    assert str(why_of(w, "b")).splitlines()[1:] == [
+        "  GPU 1: 0 of 2 free (0: set aside, 1: set aside)",
+        f"    set aside: GPU 0: XID 48; {WHO}",
+        "    set aside: GPU 1: XID 79",
+    ]
+    for cause in (Cause.SICK, Cause.FOREIGN):
+        assert w.waiting == {"b"}
+        note(w, 0, None, cause)
+    assert w.running == {"b"}
+
+
 def test_cpus_that_were_lent_come_back_with_the_rest():
     w = World(cpus=1, gpus=1)
     w.settles = True

@@ -1,7 +1,5 @@
 """Which process runs what: reuse, isolation, affinity, spares, and too few workers."""
 
-from itertools import pairwise
-
 import pytest
 
 from aiogpu.core.effects import Assign, Retire, Spawn
@@ -327,33 +325,6 @@ def test_a_worker_that_dies_lets_another_be_tried():
     w.play("waiting = b; die other; starting = b")
 
 
-def test_alone_it_waits_and_is_tried_again_for_ever():
-    """No worker is there that could make room: once, this failed after 40 tries."""
-    config = SchedulerConfig(crowded_for=0.5, crowded_at_last=3.0)
-    w = World(cpus=100, starts=False, config=config).play("submit a b")
-    tried = [w.now]
-    for _ in range(100):
-        while w.starting:
-            w.tell(
-                Scheduler.worker_gone,
-                min(w.workers),
-                is_crowded=True,
-                outage="no process",
-            )
-        assert w.waiting == {"a", "b"}
-        while not w.starting:
-            w.advance(0.125)
-        tried.append(w.now)
-    pauses = [after - before for before, after in pairwise(tried)]
-    assert sorted(set(pauses)) == [0.5, 1.0, 2.0, 3.0]
-    assert pauses == sorted(pauses), "longer and longer, up to a bound"
-    while w.starting:
-        w.start(min(w.starting))
-        w.advance(6.0)
-    assert w.running == {"a", "b"}
-    assert w.scheduler.worker_limit.failures == 0
-
-
 def test_why_nothing_starts_where_there_is_no_worker():
     w = World(cpus=100, starts=False).play("submit a")
     w.tell(Scheduler.worker_gone, min(w.workers), is_crowded=True, outage="no process")
@@ -438,17 +409,25 @@ def fail(w: World, whom: str | int) -> None:
     w.tell(Scheduler.worker_gone, w.worker_of(whom), outage=WHY)
 
 
-def test_pauses_grow_up_to_a_bound():
+@pytest.mark.parametrize("is_crowded", [False, True])
+def test_it_is_tried_again_for_ever_with_pauses_up_to_a_bound(is_crowded: bool):
+    """Alone as well, where no worker could make room: once, 40 tries were all."""
     config = SchedulerConfig(crowded_for=0.5, crowded_at_last=3.0)
-    w = World(cpus=4, starts=False, config=config).play("submit a environment=X:1")
+    w = World(cpus=4, starts=False, config=config).play("submit a b environment=X:1")
     pauses = []
-    for _ in range(6):
-        fail(w, "a")
-        failed_at = w.now
-        while "a" not in w.starting:
-            w.advance(0.125)
+    for _ in range(60):
+        while w.starting:
+            worker, failed_at = min(w.workers), w.now
+            w.tell(Scheduler.worker_gone, worker, is_crowded=is_crowded, outage=WHY)
+        while not w.starting:
+            w.play("waiting = a b; advance 0.125")
         pauses.append(w.now - failed_at)
-    assert pauses == [0.5, 1.0, 2.0, 3.0, 3.0, 3.0]
+    assert sorted(set(pauses)) == [0.5, 1.0, 2.0, 3.0]
+    assert pauses == sorted(pauses), "longer and longer, up to a bound"
+    while w.starting:
+        w.play(f"start {min(w.starting)}; advance 6.0")
+    assert w.running == {"a", "b"}
+    assert w.scheduler.worker_limit.failures == 0
 
 
 def test_one_at_a_time_is_tried_and_the_others_follow():
