@@ -342,6 +342,14 @@ def test_why_nothing_starts_where_there_is_no_worker():
     assert status_of(w).outages == (), "b waits for a's worker"
 
 
+def test_failures_are_forgotten_when_nothing_fails_any_more():
+    w = World(cpus=100, starts=False).play("bound 1; submit a")
+    w.tell(Scheduler.worker_gone, min(w.workers), is_crowded=True, outage="no process")
+    w.play("cancel a; advance 10")
+    assert w.scheduler.worker_limit.failures == 0
+    assert w.deadline is None
+
+
 def test_a_spare_that_cannot_be_had_is_asked_for_no_more():
     w = World(cpus=100, starts=False, config=SchedulerConfig(spare_workers=1))
     w.play("submit a max_calls=1; start a")
