@@ -46,6 +46,9 @@ def ran(
 ) -> Callable[..., tuple[object, str, str]]:
     """Run a command line; gives its exit code and what it prints and complains."""
 
+    # By it click tells whether it was run by `python -m`, as pytest may be.
+    monkeypatch.setattr(sys.modules["__main__"], "__package__", None)
+
     def run(*arguments: str) -> tuple[object, str, str]:
         monkeypatch.setattr(sys, "argv", ["aiogpu", *arguments])
         with pytest.raises(SystemExit) as end:
