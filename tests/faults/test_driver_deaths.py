@@ -100,7 +100,7 @@ def programs(life: str, stride: int) -> Generator[Program, None, None]:
 @pytest.mark.parametrize(
     ("life", "stride"),
     [
-        ("daemon", 2),
+        ("daemon", 3),
         *(
             pytest.param(life, 1, marks=pytest.mark.slow)
             for life in (
@@ -115,7 +115,7 @@ def programs(life: str, stride: int) -> Generator[Program, None, None]:
     ],
 )
 def test_each_step(life: str, stride: int) -> None:
-    """With every change each second step of one life; each of all, if all is run."""
+    """With every change each third step of one life; each of all, if all is run."""
     with closing(programs(life, stride)) as each:
         last = next(program.at for program in each if not program.end())
     assert last > stride, "nobody has died"
