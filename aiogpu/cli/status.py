@@ -49,6 +49,7 @@ from aiogpu.observe.status import (
     shown_clients,
     state_of,
 )
+from aiogpu.observe.why import end_in_brief
 
 VERSION: Final = 1
 Data = dict[str, Any]
@@ -622,6 +623,9 @@ async def _explain(node: connect.Node, named: str, as_json: bool) -> None:
             click.echo(json.dumps(data, indent=1))
         else:
             click.echo(in_lines(told[0]))
+            if told[0].ended is None and told[0].task:
+                for call in (await node.failed_calls(told[0].task))[:1]:
+                    click.echo(_failed_call(call))
     elif status is not None:
         show(tables.task_table(tasks_named(status, named), status))
 
@@ -652,13 +656,26 @@ def ended_named(ended: Iterable[EndedTask], name: str) -> Iterator[EndedTask]:
     """
     end = f" {name!r}"
     for one in ended:
-        if one.name == name or one.name.endswith(end):
+        is_its = one.name == name or one.name.endswith(end)
+        if is_its or (one.is_call and name in _short_names(one)):
             yield one
-        elif one.is_call:
-            actor, _, method = one.name.rpartition(".")
-            kind, _, own = actor.partition(" ")
-            if name in (f"{kind}.{method}", f"{own[1:-1]}.{method}"):
-                yield one
+
+
+def _short_names(call: EndedTask) -> list[str]:
+    """Names of a call by its actor's class, and by its actor's own name if any."""
+    actor, _, method = call.name.rpartition(".")
+    kind, _, own = actor.partition(" ")
+    return [f"{one}.{method}" for one in (kind, own[1:-1]) if one]
+
+
+def _failed_call(call: EndedTask) -> str:
+    """Tell of the last call of an actor that has failed, in one line."""
+    error = f"{call.error}: {call.message}" if call.message else call.error
+    method = _short_names(call)[-1]
+    return printable(
+        f"  {call.name} {end_in_brief(call)}: {error}; `aiogpu why {method}` shows the "
+        f"traceback"
+    )
 
 
 def in_lines(told: aiogpu.types.Why) -> str:
@@ -701,8 +718,8 @@ def nothing_named(status: NodeStatus, name: str) -> click.ClickException:
     if called:
         others = f" (others: {listing(called[1:], len(called) - 1)})"
         told = (
-            f", and no call of that name has failed. Calls of actors are not listed "
-            f"one by one; `aiogpu why {called[0]}` tells of the actor"
+            f". Calls of actors are not listed one by one, unless they have failed; "
+            f"`aiogpu why {called[0]}` tells of the actor"
             f"{others if called[1:] else ''}."
         )
     return click.ClickException(

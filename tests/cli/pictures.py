@@ -184,6 +184,9 @@ class Paper:
     async def ended(self) -> tuple[EndedTask, ...]:
         return ENDED
 
+    async def failed_calls(self, actor: int) -> tuple[EndedTask, ...]:
+        return ()
+
     async def stop(self, what: str, number: int) -> tuple[str, aiogpu.types.Why | None]:
         self.stopped.append((what, number))
         try:

@@ -314,9 +314,9 @@ def test_why_of_what_is_not_there() -> None:
     assert isinstance(ran("why", "99").exception, aiogpu.errors.NoSuchTaskError)
     for name in "Model.hang", "serve.hang":
         assert ran("why", name).stderr == (
-            f"Error: no task and no actor named '{name}' waits or runs, and no call of "
-            f"that name has failed. Calls of actors are not listed one by one; `aiogpu "
-            f"why 1` tells of the actor.\n"
+            f"Error: no task and no actor named '{name}' waits or runs. Calls of "
+            f"actors are not listed one by one, unless they have failed; `aiogpu why "
+            f"1` tells of the actor.\n"
         )
     assert ran("why", "").exit_code == 2
 
@@ -486,13 +486,15 @@ async def test_a_node_is_seen_from_outside(tmp_path: Path, gate: Gate) -> None:
         waiting = tasks.gated.options(num_gpus=0.5).remote(gate.path, "waits")
         here = await aiogpu.status()
         number = next(task.id for task in here.tasks if task.state == "waiting")
-        told, listed, why, unknown, called, of_call = await asyncio.gather(
+        (counter,) = here.actors
+        told, listed, why, unknown, called, of_call, actor_s = await asyncio.gather(
             view("status", "--json", "--address", path),
             view("list", "actors", "--address", path),
             view("why", str(number), "--address", path),
             view("why", "999999", "--address", path),
             view("why", "Counter.add", "--address", path),
             view("why", "tally.add", "--json", "--address", path),
+            view("why", str(counter.id), "--address", path),
         )
         assert (told[0], listed[0], why[0]) == (0, 0, 0), (told, listed, why)
         seen = json.loads(told[1])
@@ -510,7 +512,6 @@ async def test_a_node_is_seen_from_outside(tmp_path: Path, gate: Gate) -> None:
         assert "this node knows no task 999999" in unknown[2]
         assert "`aiogpu list tasks` shows" in unknown[2]
         first, *trace, last = called[1].splitlines()
-        (counter,) = here.actors
         begin = f"Counter 'tally'.add (call of actor {counter.id}) failed "
         assert first.startswith(begin), called
         assert trace[0] == "  Traceback (most recent call last):"
@@ -518,6 +519,10 @@ async def test_a_node_is_seen_from_outside(tmp_path: Path, gate: Gate) -> None:
         (ended,) = json.loads(of_call[1])["tasks"]
         assert ended["name"] == "Counter 'tally'.add"
         assert ended["ended"]["call"] is True
+        head, line = actor_s[1].splitlines()
+        assert head.startswith(f"Counter 'tally' (task {counter.id}) runs on worker ")
+        assert line.startswith("  Counter 'tally'.add failed ")
+        assert line.endswith("; `aiogpu why tally.add` shows the traceback")
         assert ended["ended"]["traceback"].rstrip().endswith(last.strip())
         gate.release("runs")
         await gate.entered("waits")
