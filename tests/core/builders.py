@@ -317,17 +317,3 @@ def submit(w: World, names: str | Sequence[str], **asked: Any) -> None:
     """Submit several tasks, named in a line or a list, that ask for the same."""
     for name in names.split() if isinstance(names, str) else names:
         w.submit(name, **asked)
-
-
-def finish(w: World, names: str, *, after: float = 0.0) -> None:
-    """Have tasks answer, one after the other; `after` so many seconds."""
-    if after:
-        w.advance(after)
-    for name in names.split():
-        w.finish(name)
-
-
-def join(w: World, *clients: int) -> None:
-    """Programs join the node."""
-    for client in clients:
-        w.join(client)

@@ -11,7 +11,7 @@ from aiogpu.core.queue import fair_share as clients_module
 from aiogpu.core.queue.fair_share import LONGEST, Limits
 from aiogpu.core.scheduler.placement import SLICE
 from aiogpu.errors import AiogpuError, InfeasibleError, LimitError, OptionError
-from tests.core.builders import GIB, World, finish, status_of, submit, why_of
+from tests.core.builders import GIB, World, status_of, submit, why_of
 
 
 @dataclass
@@ -221,7 +221,7 @@ def test_it_waits_no_longer_than_a_task_counts():
         submit half2 gpus=0.5 client=3; running = half half2 life
         submit x cpus=0; finish x
     """)
-    finish(w, "half", after=LONGEST + 1)
+    w.play(f"advance {LONGEST + 1}; finish half")
     assert w.kept == "one"
 
 

@@ -25,6 +25,14 @@ def test_members_wait_for_their_group_and_run_in_its_bundles():
     w.play("finish second; running = first third")
 
 
+def test_a_member_behind_one_that_was_cancelled_is_placed():
+    World(cpus=8, gpus=2).play("""
+        submit before gpus=1; placement_group group GPU:1,CPU:1 GPU:1
+        submit_in group cancelled 0 gpus=1; submit_in group member 1 gpus=1
+        cancel cancelled; finish before; running = member
+    """)
+
+
 def test_a_group_is_granted_without_a_worker_and_alone_serves_its_members():
     w = World(cpus=8, gpus=2).play("placement_group gang GPU:1 GPU:0.5")
     assert set(w.placement_groups) == {"gang"}

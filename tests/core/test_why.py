@@ -11,7 +11,7 @@ from aiogpu.core.scheduler.shortage import LOOKED_AT
 from aiogpu.observe.snapshot import why
 from aiogpu.observe.status import Holder, Program
 from aiogpu.observe.why import Why
-from tests.core.builders import World, finish, record_of, submit, why_of
+from tests.core.builders import World, record_of, submit, why_of
 
 
 def zeroth(w: World) -> World:
@@ -88,6 +88,13 @@ def reserved(**options: object) -> World:
         submit small gpus=0.25
     """)
     return w
+
+
+def test_it_says_by_when_where_that_is_known():
+    told = why_of(reserved(timeout=10), "big")
+    assert told.reservation is not None
+    assert told.reservation.seconds == 11
+    assert str(told).endswith("kept for it: devices GPU 0, 1; it begins within 11 s")
 
 
 def test_the_others_name_the_one_that_goes_first():
@@ -299,6 +306,6 @@ def test_a_holder_that_is_younger_than_the_wait_is_given_time():
     w.submit("long", num_gpus=2)
     w.play("submit server gpus=1 is_endless=True; submit train gpus=2 priority=-1")
     w.play(f"advance {3 * AFTER}; submit late cpus=2 gpus=2 priority=-1")
-    finish(w, "long", after=AFTER / 2)
+    w.play(f"advance {AFTER / 2}; finish long")
     w.play(f"running has server; advance {AFTER - 0.01}; warned =; advance {AFTER}")
     assert {name for name, _ in w.warnings} == {"train", "late"}

@@ -8,7 +8,7 @@ from aiogpu.core.model.ids import PROGRAM
 from aiogpu.core.scheduler.dispatch import refill_spares
 from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.core.scheduler.workers import MOST, WorkerLimit, Workers
-from tests.core.builders import World, finish, kinds, status_of, why_of
+from tests.core.builders import World, kinds, status_of, why_of
 
 
 def test_a_worker_keeps_its_devices():
@@ -298,7 +298,7 @@ def test_why_a_task_waits_that_lacks_nothing_but_a_worker():
     )
     (shape,) = status_of(w).shapes
     assert shape.reason == "waits for a worker: there are 1, and no room for more"
-    finish(w, "zeroth b")
+    w.play("finish zeroth b")
 
 
 def test_a_worker_that_cannot_be_had_is_no_failure_where_there_are_others():
