@@ -112,10 +112,9 @@ def test_the_others_name_the_one_that_goes_first():
 
 
 def test_other_programs_that_go_first_are_told_with_their_processes():
-    w = zeroth(World(cpus=1))
-    w.join(7)
-    w.join(8)
-    w.play("submit holds; submit theirs client=7; submit mine client=8")
+    w = zeroth(World(cpus=1)).play("""
+        join 7 8; submit holds; submit theirs client=7; submit mine client=8
+    """)
     programs = {7: Program("prog.py", 4711), 8: Program("prog.py", 4712)}
     told = why(w.scheduler, record_of(w, "mine"), {}, w.now, programs)
     assert told.rivals == ("prog.py (pid 4711)",)

@@ -13,15 +13,11 @@ from tests.core.builders import World, kinds, status_of, why_of
 
 def test_a_worker_keeps_its_devices():
     """[B27]"""
-    w = World(gpus=2)
-    w.submit("on 0", num_gpus=1)
-    w.submit("on 1", num_gpus=1)
-    first, second = w.worker_of("on 0"), w.worker_of("on 1")
-    w.finish("on 1")
-    w.submit("on-1-again", num_gpus=0.5)
+    w = World(gpus=2).play("submit on-0 on-1 gpus=1")
+    first, second = w.worker_of("on-0"), w.worker_of("on-1")
+    w.play("finish on-1; submit on-1-again gpus=0.5")
     assert w.worker_of("on-1-again") == second
-    w.finish("on 0")
-    w.submit("cpu")
+    w.play("finish on-0; submit cpu")
     assert w.worker_of("cpu") not in {first, second}
     w.submit("on-0-again", num_gpus=1)
     assert w.worker_of("on-0-again") == first
