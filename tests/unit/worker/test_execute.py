@@ -7,7 +7,8 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from queue import SimpleQueue
 from types import FrameType
 from typing import Any
 
@@ -33,10 +34,11 @@ from aiogpu.serialization.serializer import (
 )
 from aiogpu.wire.messages import Define, Done, Failed, Message, Run
 from aiogpu.worker import chunk
+from aiogpu.worker.actors import ThreadWindow
 from aiogpu.worker.chunk import Chunk
 from aiogpu.worker.execute import Executor
 from aiogpu.worker.interrupts import Interrupts
-from aiogpu.worker.invoke import RetryRules
+from aiogpu.worker.invoke import RetryRules, StreamSender, send_all
 from aiogpu.worker.zygote.preload import Imports
 from tests.unit.worker.conftest import Unmoved
 
@@ -429,3 +431,27 @@ def test_an_error_of_the_device_fails_the_whole_task(
     with pytest.raises(RuntimeError, match="CUDA"):
         Chunk(use)(0, 1)
     assert type(error_in(run(double, 0, -1))) is ValueError, "others are the items'"
+
+
+def test_a_stream_in_a_thread_waits_for_the_thread_that_reads() -> None:
+    sent: SimpleQueue[Any] = SimpleQueue()
+    window = ThreadWindow(StreamSender(sent.put, 7, limit=1, skip=0))
+    yielded: list[int] = []
+
+    def items() -> Iterator[int]:
+        for number in range(5):
+            yielded.append(number)
+            yield number
+
+    def produce() -> None:
+        with pytest.raises(GeneratorExit):
+            send_all(items(), window.flow, window.hold)
+
+    producer = threading.Thread(target=produce)
+    producer.start()
+    for limit in (1, 2, 3):
+        window.flow.rise(limit)
+        assert sent.get(timeout=60).task == 7
+    window.stop()
+    producer.join(timeout=60)
+    assert (yielded, sent.empty()) == ([0, 1, 2], True)
