@@ -80,6 +80,15 @@ def test_more_is_sent_when_half_of_it_is_done():
     assert lengths.count(DEEPEST) == 2
 
 
+def test_an_older_task_that_needs_what_the_lease_has_not_holds_nobody_up():
+    w = World(cpus=2, gpus=1, took=1e-5).play("submit training gpus=1")
+    w.submit("next-training", num_gpus=1)
+    submit_numbered(w, 20)
+    w.play("finish t2 t3")
+    assert w.queued, "the CPU's lease goes on; it would not help the one before"
+    w.play("finish training; running has next-training")
+
+
 # Tasks that are submitted and ended in bursts fare as they would one by one.
 
 
@@ -420,6 +429,13 @@ def test_skipped_tasks_that_were_cancelled_are_forgotten():
         revoked 1; forgotten = t2 t3; running = t4; run_dry
     """)
     assert w.tasks["t2"].runs == w.tasks["t3"].runs == 0
+
+
+def test_a_worker_that_has_skipped_all_has_time_for_others():
+    w = queue_behind(4, revokes=False).play("cancel t3 t2; skip t1; forgotten = t2 t3")
+    assert w.scheduler.workers.idle == 1
+    w.submit("next")
+    assert w.worker_of("next") == 1
 
 
 def test_a_skipped_task_is_known_wherever_it_stands():

@@ -145,6 +145,15 @@ def test_an_idle_node_can_hold_as_many_as_can_be_taken(node, asked, most):
         node.give_back(lease)
 
 
+def test_how_many_a_node_can_hold_of_a_type_or_with_cpus_that_are_lent():
+    node = ledger(license=3, **{"accelerator_type:A100": 1})
+    assert node.room_for(need(0.5, accelerator_type="A100")) == 4
+    assert node.room_for(need(0.5, accelerator_type="H100")) == 0
+    assert node.room_for(asking(1), are_lent=True) is None
+    assert node.room_for(asking(1, 0.5), are_lent=True) == 4
+    assert node.room_for(asking(1, phone=1), are_lent=True) == 0
+
+
 MIXED = node(*cards(4, "A100", 80), *cards(2, "H100", 94))
 NAMED = node(
     *cards(2, "H100", 80, name="NVIDIA H100 PCIe", compute_capability=(9, 0)),

@@ -8,6 +8,7 @@ import pytest
 from aiogpu.core.model.request import (
     DEEPEST,
     Device,
+    DeviceSelector,
     DurationEstimate,
     Request,
     Shape,
@@ -37,6 +38,7 @@ from aiogpu.core.records import (
 from aiogpu.core.resources.devices import DeviceSet
 from aiogpu.core.resources.ledger import Ledger
 from aiogpu.errors import InternalError, OptionError
+from tests.core.builders import GIB
 
 
 @pytest.mark.parametrize(
@@ -159,6 +161,22 @@ def test_lists_and_amounts_in_words():
 def test_names_can_do_nothing_to_a_terminal():
     assert printable("mödel 日本") == "mödel 日本"
     assert printable("a\nb\x1b[31m\u202ec") == "a?b?[31m?c"
+
+
+@pytest.mark.parametrize(
+    ("where", "told"),
+    [
+        (DeviceSelector(least_memory=40 * GIB), "memory of 40GiB or more"),
+        (DeviceSelector(least_capability=(8, 6)), "compute capability 8.6 or more"),
+        (DeviceSelector(name="*h100*"), "a name like '*h100*'"),
+        (
+            DeviceSelector(GIB, (9, 0)),
+            "memory of 1GiB or more and compute capability 9.0 or more",
+        ),
+    ],
+)
+def test_conditions_in_words(where, told):
+    assert str(where) == told
 
 
 def spec_of(request: Request, *environment: tuple[str, str]) -> TaskSpec:

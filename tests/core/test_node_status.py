@@ -7,12 +7,13 @@ import pytest
 from aiogpu.core.model.request import Device
 from aiogpu.core.model.units import MOST_PARTS
 from aiogpu.core.queue.fair_share import Limits
-from aiogpu.observe.snapshot import snapshot
+from aiogpu.observe.snapshot import snapshot, why
 from aiogpu.observe.status import (
     ActorStatus,
     ClientStatus,
     DeviceStatus,
     EndedTask,
+    Holder,
     NodeStatus,
     OtherProcess,
     Program,
@@ -185,6 +186,37 @@ def device(**known: object) -> DeviceStatus:
     return DeviceStatus(*("GPU", 0, "A100", "u", A100.name, 80 * GIB, 1.0, ()), **known)
 
 
+LONG = "NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition"
+
+
+def test_what_is_too_wide_stands_on_two_lines():
+    wide = DeviceStatus("GPU", 0, None, None, LONG, 96 * GIB, 1.0, (), used=95 * GIB)
+    busy = DeviceStatus(
+        *("GPU", 1, None, None, LONG, 96 * GIB, 1.0, ()), used=0, utilisation=3
+    )
+    rows = picture(wide, busy)
+    assert rows == [
+        f"GPU 0  1 free  {LONG}  95 GiB used of 96 GiB",
+        f"GPU 1  1 free  {LONG}",
+        "  0 used of 96 GiB  3 % busy",
+    ]
+    assert all(len(row) <= 100 for row in rows)
+
+
+def test_holders_show_what_they_use():
+    holders = (
+        Holder(0.5, 1, 101, "a", 3.0, used=(100 << 30) + 1, has_outgrown=True),
+        Holder(0.25, 2, 102, "b", 12.0, used=1000),
+        Holder(0.0, 3, 103, "c", memory=6 * GIB),
+    )
+    assert picture(DeviceStatus("GPU", 0, None, None, None, 0, 0.0, holders)) == [
+        "GPU 0  0 free",
+        "  0.5   a  pid 101  3.0 s  100 GiB used, more than was reserved for it",
+        "  0.25  b  pid 102  12 s   0 used",
+        "  6GiB  c  pid 103",
+    ]
+
+
 def test_processes_that_are_not_ours_are_named():
     others = (
         OtherProcess(7, "Xorg", 120 << 20),
@@ -248,3 +280,29 @@ def test_a_node_that_is_being_stopped_says_so():
     told = "is being stopped: no new work; what runs has 12 s to end"
     assert str(status).splitlines()[0] == told
     assert repr(status).startswith(f"<NodeStatus {told}; CPU ")
+
+
+def test_a_task_says_whose_tasks_go_before_it():
+    w = World(cpus=1).play("""
+        join 1 2; submit own; submit a client=1; submit b client=2; submit own2
+    """)
+    for name, rivals in (("a", ()), ("own2", ("train.py (pid 4711)", "program 2"))):
+        record = w.scheduler.tasks[w.tasks[name].id]
+        told = why(w.scheduler, record, {}, w.now, PROGRAMS)
+        assert (told.rivals, told.rival_count) == (rivals, len(rivals))
+    assert str(told).splitlines()[1] == (
+        "  tasks of other programs go before it: train.py (pid 4711), program 2"
+    )
+    assert (told.position, told.of) == (1, 1)
+
+
+def test_turns_are_foreseen_by_what_tasks_take():
+    w = World(cpus=1).play("""
+        join 1; join 2 weight=2; submit own; submit a0 a1 a2 a3 a4 a5 client=1
+        submit b0 b1 b2 b3 b4 b5 client=2; submit urgent client=1 priority=1
+    """)
+    names = [record.spec.name for record in w.scheduler.ready.in_turn()]
+    assert " ".join(names) == "urgent b0 b1 a0 b2 b3 a1 b4 b5 a2 a3 a4 a5"
+    foreseen = [task.name for task in status_of(w).waiting]
+    assert foreseen == names
+    assert {r.spec.name for r in w.scheduler.ready} == set(names)

@@ -218,6 +218,7 @@ def table(*numbers: int) -> ShardedDict[str]:
 
 
 def test_a_sharded_dict_is_a_dict_of_ids():
+    assert table(1), "one shard is enough"
     made = table(1, 2, -1, 1 << BITS)
     assert made[TaskId(1)] == "1"
     assert made.get(TaskId(1 << BITS)) == "4096"
@@ -301,3 +302,34 @@ def test_alarms_of_subjects_that_have_gone_are_swept():
     assert set(rung) >= {98, 99, 5}
     assert rung == [*sorted(rung[:-1]), 5]
     assert timers.earliest is None
+
+
+def test_a_few_needless_alarms_are_left_to_ring():
+    timers = Timers()
+    for subject in range(40):
+        timers.set(60.0, AlarmKind.EXPIRE, subject)
+        timers.note_stale(AlarmKind.EXPIRE, ())
+    assert len(timers) == 40
+
+
+def test_alarms_ring_in_order_while_they_are_being_swept():
+    timers, alive = Timers(), set(range(400))
+    for subject in range(400):
+        timers.set(float(subject), AlarmKind.EXPIRE, subject)
+    for subject in range(1, 400, 3):
+        alive.remove(subject)
+        timers.note_stale(AlarmKind.EXPIRE, alive)
+    for subject in range(2, 400, 3):
+        alive.remove(subject)
+        timers.note_stale(AlarmKind.EXPIRE, alive)
+    assert 140 < len(timers) < 400
+    timers.set(9.5, AlarmKind.STOP, 1)
+    early = subjects(timers, 10.0)
+    assert [subject for subject in early if subject in alive] == [0, 3, 6, 9]
+    assert early[early.index(9) + 1] == 1
+    assert timers.earliest is not None
+    assert timers.earliest > 10
+    late = subjects(timers, 400.0)
+    assert timers.earliest is None
+    assert late == sorted(late)
+    assert set(late) >= {subject for subject in alive if subject > 10}

@@ -424,6 +424,15 @@ def test_a_task_whose_worker_is_being_forked_goes_elsewhere(cause):
     assert w.worker_count == 1, "the same worker, which had no device yet"
 
 
+def test_what_was_busy_on_a_sick_device_all_the_while_is_not_used_again():
+    """What it has opened there is from before the device was well again."""
+    w = World(gpus=1, exits=False).play("submit a b gpus=0.5")
+    held = w.worker_of("a")
+    w.play("sicken 0; heal 0; retired =; submit c gpus=0.5; finish a")
+    assert w.retired == [held]
+    assert w.waiting == {"c"}, "it has its share until it has ended"
+
+
 def test_who_avoids_devices_with_others_on_them_takes_them_if_there_is_nothing_else():
     w = World(gpus=3)
     note(w, 0, WHO, Cause.FOREIGN, is_avoided=True)

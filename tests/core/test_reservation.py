@@ -17,6 +17,7 @@ from tests.core.builders import (
     pass_over,
     status_of,
     submit,
+    why_of,
 )
 
 AFTER = 1.0
@@ -230,6 +231,23 @@ def test_one_that_does_not_fit_holds_up_its_own_shape_only():
 def reason(w: World) -> str:
     """Why the first of those that wait does, in a line."""
     return status_of(w).shapes[0].reason
+
+
+def test_a_task_that_asks_for_memory_waits_for_it_and_says_who_holds_it():
+    w = World(gpus=2, gpu_memory="80GiB").play("""
+        submit zeroth cpus=0; submit a gpu_memory=60GiB
+        submit b gpus=0.25 gpu_memory=70GiB; submit c gpu_memory=40GiB
+    """)
+    assert [w.gpus_of(name) for name in "ab"] == [[0], [1]]
+    short = "waits for GPU memory 40GiB (free by device: 0: 20GiB, 1: 10GiB)"
+    assert reason(w) == short
+    assert str(why_of(w, "c")) == (
+        "c (task 3) has waited 0.0 s for {CPU: 1, gpu_memory: 40GiB}\n"
+        "  GPU memory 40GiB: 30GiB of 160GiB free (0: 20GiB, 1: 10GiB)\n"
+        "    60GiB of GPU 0: held by a (pid 102, for 0.0 s)\n"
+        "    70GiB of GPU 1: held by b (pid 103, for 0.0 s)"
+    )
+    w.play("finish b; gpus_of c = 1")
 
 
 BYTES = {

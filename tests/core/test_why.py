@@ -265,6 +265,16 @@ def test_amounts_and_leases_are_named():
     assert "server holds license 1" in text
 
 
+def test_workers_that_are_all_held_are_named():
+    w = World(cpus=4).play(f"""
+        bound 1; submit server cpus=0 is_endless=True; advance {AFTER}; submit train
+        advance {AFTER}
+    """)
+    ((_, text),) = w.warnings
+    assert text.startswith("train (task 1) has waited 5.0 s for a worker process")
+    assert "there are 1, each is held without end" in text
+
+
 def test_a_programs_own_limit_is_no_stall():
     w = held()
     w.join(7, limits=Limits(max_share={"GPU": 0.5}))
@@ -282,6 +292,16 @@ def test_one_alarm_serves_all_that_wait():
     assert len(w.warnings) == LOOKED_AT
     w.advance(AFTER)
     assert len(w.warnings) == LOOKED_AT + 20
+
+
+def test_time_goes_on_where_a_figure_is_rounded():
+    w = World(gpus=1).play(f"""
+        advance {1 / 3}; submit long gpus=0.5; submit train gpus=1; advance 10000.0
+        submit server gpus=0.5 is_endless=True priority=1; advance {AFTER + 1e-06}
+    """)
+    assert len(w.warnings) <= 1
+    w.advance(2 * AFTER)
+    assert len(w.warnings) == 1
 
 
 def test_others_wait_for_what_is_not_held_without_end():
