@@ -156,6 +156,14 @@ def collect_references(are_actors: bool = False) -> Iterator[list[Any]]:
         _collector.found, _collector.actors = before
 
 
+def end_collecting() -> None:
+    """End a block of this thread's that an interrupt has left where it began.
+
+    There it lands before the `try` whose `finally` would end it.
+    """
+    _collector.found = _collector.actors = None
+
+
 def add_handle(name: str, share: Callable[[], Reference]) -> int:
     """Add the reference of a handle to what is pickled; returns its id.
 

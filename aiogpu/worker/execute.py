@@ -25,6 +25,7 @@ from aiogpu.serialization.exceptions import (
     pack_failure,
 )
 from aiogpu.serialization.payload import has_handles
+from aiogpu.serialization.references import end_collecting
 from aiogpu.wire.messages import (
     Began,
     Create,
@@ -243,6 +244,7 @@ class Executor(Invoker):
         elif self.interrupts.is_asked(number):
             self.interrupts.hear(number)
             kind = STOPPED
+            end_collecting()
         elif has_devices and has_run_out(error):
             peak = peak_memory()
         explain_quit(error)

@@ -25,6 +25,7 @@ from aiogpu.serialization.exceptions import (
     unpack_failure,
 )
 from aiogpu.serialization.payload import Contents, Payload
+from aiogpu.serialization.references import ActorReference, add_reference
 from aiogpu.serialization.serializer import (
     Retried,
     dump_arguments,
@@ -199,6 +200,8 @@ def test_a_cancel_at_any_step_ends_the_task_and_no_more(
             sys.settrace(before)
         end = answer.kind if isinstance(answer, Failed) else "done"
         assert end in ({STOPPED} if first else ends), step
+        nothing = ActorReference(1, None)
+        assert not add_reference(nothing), "what is pickled next is by itself"
     assert step > 100, "steps were traced"
 
 
