@@ -369,6 +369,12 @@ def test_a_worker_without_a_queue_is_looked_at_no_more():
     w.play("submit long; advance 3600; running = long; killed =; deadline = None")
 
 
+def test_what_stands_behind_a_cancelled_task_is_taken_back():
+    w = queue_behind(revokes=False).play("cancel t1")
+    assert kinds(w) == [Interrupt, Revoke]
+    w.play("revoked 1; queued =; finish t1; running = t2")
+
+
 def test_a_task_that_is_killed_takes_nobody_along():
     """The kill waits until what is queued has been taken back."""
     w = queue_behind(revokes=False).play("""
@@ -507,3 +513,16 @@ def test_who_was_killed_over_memory_gets_nothing_more():
     (spawned,) = [one.worker for one in told if type(one) is effects.Spawn]
     (assigned,) = scheduler.worker_started(0.0, spawned)
     assert (type(assigned), assigned.task) == (effects.Assign, 5)
+
+
+def test_one_killed_over_memory_that_has_begun_nothing_gets_nothing_more():
+    scheduler = one_runs_and_one_is_ahead()
+    scheduler.kill_for_memory(0.0, WORKER, Memory.HOST)
+    (revoke,) = scheduler.cancel(0.0, TaskId(3))
+    told = scheduler.revoked(0.0, WORKER, revoke.number, None)
+    assert not {effects.Ahead, effects.Assign} & {*kinds_of(told)}
+    assert not scheduler.workers.idle
+    told = scheduler.worker_gone(0.0, WORKER, None)
+    (spawned,) = [one.worker for one in told if type(one) is effects.Spawn]
+    (assigned,) = scheduler.worker_started(0.0, spawned)
+    assert assigned.task == 2

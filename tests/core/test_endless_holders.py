@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from aiogpu.core.model.ids import WorkerId
 from aiogpu.core.scheduler.scheduler import Scheduler
 from tests.core.builders import World, status_of, why_of
 
@@ -37,6 +38,25 @@ def test_a_lease_is_withdrawn_while_it_waits_and_else_held_until_its_processes_e
     assert "have not ended" in lease.reason
     assert "as soon as its processes have ended" in str(why_of(w, "lease"))
     w.play("cancel lease; give_back lease; running = task")
+
+
+@pytest.mark.parametrize("is_stuck", [False, True])
+def test_its_devices_may_have_to_be_seen_free(is_stuck):
+    w = World(gpus=1).play("lease lease cpus=1 gpus=1")
+    holder = w.leases["lease"]
+    w.play("give_back lease settles=True; free has CPU:16")
+    w.tell(Scheduler.lease_returned, holder)
+    w.tell(Scheduler.lease_returned, WorkerId(99))
+    assert w.free_gpus == [0]
+    assert status_of(w).devices[0].holders[0].is_settling
+    if is_stuck:
+        w.tell(Scheduler.devices_stuck, holder, "pid 4711 is on it")
+        assert status_of(w).devices[0].aside == "pid 4711 is on it"
+    else:
+        w.tell(Scheduler.devices_free, holder)
+    w.submit("task", num_gpus=1)
+    assert w.waiting == ({"task"} if is_stuck else set())
+    assert not w.scheduler.granted
 
 
 def test_closing_ends_all_leases_at_once():

@@ -38,7 +38,7 @@ from aiogpu.core.records import (
 from aiogpu.core.resources.devices import DeviceSet
 from aiogpu.core.resources.ledger import Ledger
 from aiogpu.errors import InternalError, OptionError
-from tests.core.builders import GIB
+from tests.core.builders import A100, GIB, H100
 
 
 @pytest.mark.parametrize(
@@ -177,6 +177,15 @@ def test_names_can_do_nothing_to_a_terminal():
 )
 def test_conditions_in_words(where, told):
     assert str(where) == told
+
+
+def test_conditions_and_a_type_are_both_fulfilled():
+    cards = [A100, H100, Device(2, "A100", memory=40 * GIB)]
+    devices = DeviceSet("GPU", cards)
+    large = DeviceSelector(least_memory=80 * GIB)
+    request = Request.of({}, {"GPU": UNIT}, "A100", where=large)
+    assert devices.fitting(request) == 0b001
+    assert devices.choose(2 * UNIT, request) is None
 
 
 def spec_of(request: Request, *environment: tuple[str, str]) -> TaskSpec:

@@ -79,6 +79,22 @@ def test_a_task_says_what_is_short(reason):
     assert (reason_of(w, "a"), reason_of(w, "b")) == (None, f"waits for {reason}")
 
 
+def reserved() -> World:
+    """A world in which something is kept for `big`."""
+    return World(cpus=4, gpus=2).play("""
+        submit long gpus=0.5; submit big gpus=2; pass_over; advance 1; pass_over
+        submit small gpus=0.25
+    """)
+
+
+def test_a_task_says_for_whom_is_kept_what_it_could_have():
+    w = reserved()
+    assert reason_of(w, "small") == (
+        "waits for GPU 0.25 (free by device: 0: 0.5, 1: 1; kept for big)"
+    )
+    assert reason_of(w, "big") == "waits for GPU 2 (free by device: 0: 0.5, 1: 1)"
+
+
 def test_memory_is_shown_where_somebody_has_asked_for_some():
     w = World(cpus=2, resources={"memory": 4 << 30}).play("submit a")
     assert "memory" not in str(status_of(w))

@@ -174,6 +174,21 @@ def test_higher_priority_and_children_of_those_that_run_take_what_is_kept(option
     assert (w.running, w.waiting) == ({"long", "urgent", "cpu"}, {"big", "small"})
 
 
+@pytest.mark.parametrize("how", ["cancelled", "expired", "granted"])
+def test_what_was_kept_is_free_when_the_task_is_gone_or_runs(how):
+    w = World(gpus=2, config=PATIENCE)
+    w.play("submit long gpus=1; submit big gpus=2 timeout=2.0")
+    assert kept_after(w) == {"GPU": 0b11}
+    w.play("submit small gpus=0.5; waiting = big small")
+    if how == "cancelled":
+        w.cancel("big")
+    elif how == "expired":
+        w.advance(5.0)
+    else:
+        w.play("finish long; running = big; finish big")
+    w.play("kept = None; running has small")
+
+
 def test_cpus_serve_others_while_devices_are_awaited():
     """A GPU may be held for an hour; who needs CPUs alone shall not wait for that."""
     w = World(cpus=2, gpus=1).play("submit training gpus=1")

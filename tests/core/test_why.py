@@ -111,6 +111,15 @@ def test_the_others_name_the_one_that_goes_first():
     ]
 
 
+def test_a_reservation_of_what_it_does_not_lack_is_no_matter():
+    w = zeroth(World(cpus=4, gpus=1, resources={"license": 1})).play("""
+        submit holds cpus=0 resources=license:1; submit long big gpus=1
+        submit licensed cpus=0 resources=license:1; pass_over; advance 1; pass_over
+    """)
+    assert why_of(w, "big").reservation is not None
+    assert why_of(w, "licensed").reservation is None
+
+
 def test_other_programs_that_go_first_are_told_with_their_processes():
     w = zeroth(World(cpus=1)).play("""
         join 7 8; submit holds; submit theirs client=7; submit mine client=8
@@ -145,6 +154,13 @@ def test_a_running_task_says_where_and_for_how_long():
     assert (told.state, told.worker, told.pid, told.runs_for) == ("running", 2, 102, 3)
     assert (told.position, told.of, told.reasons) == (None, 0, ())
     assert str(told) == "a (task 1) runs on worker 2 (pid 102), for 3.0 s now."
+
+
+def test_a_task_whose_worker_is_being_forked_says_so():
+    w = World(starts=False).play("submit zeroth; submit a cpus=2")
+    assert str(why_of(w, "a")) == (
+        "a (task 1) holds {CPU: 2}; a worker is being forked for it."
+    )
 
 
 def test_a_task_that_was_sent_ahead_names_those_before_it():
