@@ -79,6 +79,21 @@ def test_a_task_says_what_is_short(reason):
     assert (reason_of(w, "a"), reason_of(w, "b")) == (None, f"waits for {reason}")
 
 
+def test_a_task_names_the_children_that_it_waits_for():
+    w = World(cpus=1).play("submit parent")
+    children = [f"child{number}" for number in range(10)]
+    for name in children:
+        w.submit(name, parent="parent")
+    w.wait_for("parent", *children)
+    status = status_of(w)
+    assert status.tasks[0] == TaskStatus(
+        *(0, "parent", "blocked", {"CPU": 1.0}, 1),
+        f"waits for its children: {', '.join(children[:8])}, and 2 more",
+        pid=status.workers[0].pid,
+    )
+    assert status.tasks[1].name == "child0"
+
+
 def reserved() -> World:
     """A world in which something is kept for `big`."""
     return World(cpus=4, gpus=2).play("""

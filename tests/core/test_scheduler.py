@@ -49,6 +49,14 @@ def test_a_task_from_its_submission_to_its_answer():
     assert (w.effects, w.told) == ([], {"a": "settled"})
 
 
+def test_a_task_that_waits_or_starts_is_cancelled_at_once():
+    w = World(cpus=2, starts=False).play("submit a; submit b c cpus=2")
+    for name in ("b", "a"):
+        w.cancel(name)
+        assert Forget(w.tasks[name].id) in w.effects
+    w.play("starting = c; start c; running = c")
+
+
 def test_a_running_task_is_interrupted_again_and_then_killed():
     w = World(cpus=1, config=PATIENCE).play("submit a; cancel a")
     attempts = []
