@@ -18,7 +18,12 @@ from hypothesis import strategies as st
 
 from aiogpu.errors import DeserializationError, MisuseError, SerializationError
 from aiogpu.serialization.pickler import dump_whole, is_sent_by_value
-from aiogpu.serialization.references import SHARED_FROM
+from aiogpu.serialization.references import (
+    SHARED_FROM,
+    add_handle,
+    collect_references,
+    end_collecting,
+)
 from aiogpu.serialization.serializer import (
     NO_ARGUMENTS,
     NONE_PAYLOAD,
@@ -338,3 +343,11 @@ def test_arguments_and_functions_raise_what_unpickling_raises():
         load_arguments(payload)
     with pytest.raises(KeyError):
         load_function(dump_function("f", Raising(KeyError("k"))))
+
+
+def test_what_an_interrupt_has_left_open_is_ended():
+    collecting = collect_references()
+    collecting.__enter__()
+    end_collecting()
+    with pytest.raises(MisuseError, match="the handle of train can only be pickled"):
+        add_handle("train", lambda: None)
