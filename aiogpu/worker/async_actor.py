@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Coroutine, Iterable
 from contextlib import suppress
 from inspect import CORO_CREATED, getcoroutinestate, iscoroutinefunction, signature
+from math import inf
 from time import perf_counter
 from typing import Any, Final
 
@@ -23,7 +24,8 @@ GLANCES: Final = 10
 
 PATIENCE: Final = 0.001
 """Seconds for which answers, and what the driver sends, wait for the loop's next turn.
-All calls that came together are begun in one turn, which plain methods make long."""
+All calls that came together are begun in one turn, which plain methods make long. So
+answers are sent before a method that has taken longer than this, or is called first."""
 
 
 class AsyncActor(Invoker):
@@ -47,6 +49,7 @@ class AsyncActor(Invoker):
         self._is_telling = False
         self._awake_until = 0.0
         self._flushed_at = 0.0
+        self._took: dict[str, float] = {}  # seconds, the most of late, by method
         self._loop = asyncio.new_event_loop()
 
     def serve(self) -> None:
@@ -152,12 +155,19 @@ class AsyncActor(Invoker):
         if message.limit:
             stream = self._streams[call] = self._executor.new_stream(call, message)
         method_called.set((message.method, call))
+        lately = self._took.get(message.method, inf)
+        if self._answers and lately > PATIENCE:
+            self._flush()  # for it may hold the loop up
         outcome = await invoke(
             self, call, self._methods, message.method, message.payload, stream
         )
         answer: Done | Failed
         if type(outcome) is not Raised:
             answer = outcome
+            took = outcome.took * 1e-6
+            self._took[message.method] = (
+                took if lately == inf else max(took, lately / 2)
+            )
         else:
             is_cancelled = isinstance(outcome.error, asyncio.CancelledError)
             if is_cancelled and (call in self._dropped or self._is_over):
