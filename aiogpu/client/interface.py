@@ -223,6 +223,10 @@ class InlineClient(Client, Protocol):
         """The loop of the program that has opened the node."""
         ...
 
+    def serve_loop(self) -> None:
+        """Have the event loop that runs here begin tasks and actors."""
+        ...
+
 
 class ActorClient(Client, Protocol):
     """The client of a process that runs tasks for a program.

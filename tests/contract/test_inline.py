@@ -1288,6 +1288,22 @@ def on_a_loop_of_its_own(counter: Any) -> tuple[int, int, bool]:
     return asyncio.run(inner())
 
 
+@aiogpu.remote
+def made_on_a_loop_of_its_own() -> int:
+    async def inner() -> int:
+        async with Counter.remote(10) as made:
+            added: int = await made.add.remote()
+        return added
+
+    return asyncio.run(inner())
+
+
+async def test_a_loop_of_a_task_that_only_waits_for_an_actor_makes_it(
+    node: aiogpu.types.Node,
+) -> None:
+    assert await made_on_a_loop_of_its_own.remote() == 11
+
+
 async def test_plain_tasks_with_loops(node: aiogpu.types.Node) -> None:
     counter = await Counter.remote()
     assert await on_a_loop_of_its_own.remote(counter) == (1, 11, True)

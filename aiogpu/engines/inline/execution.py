@@ -124,10 +124,14 @@ class TaskHost:
                 f"address='local'."
             )
         number = called.call(method, payload, receiver)
+        self.serve_loop()
+        return number
+
+    def serve_loop(self) -> None:
+        """Have the loop of the user's that runs here, if one does, begin jobs."""
         loop = asyncio._get_running_loop()
         if loop is not None:
             self._runner_of(loop).wake()
-        return number
 
     remote_values = None
 
