@@ -26,6 +26,7 @@ import pytest
 import aiogpu
 from aiogpu.engines.inline.execution import InlineExecutor, TaskHost
 from aiogpu.engines.inline.jobs import Job
+from aiogpu.runtime.actors.registry import LEAVE_LIMIT
 from tests.contract import handed_on, tasks
 from tests.contract.actor_classes import Async, Broken, Counter, Groups, Threads
 from tests.support.gate import Gate
@@ -1307,6 +1308,11 @@ async def test_a_loop_of_a_task_that_only_waits_for_an_actor_makes_it(
 async def test_plain_tasks_with_loops(node: aiogpu.types.Node) -> None:
     counter = await Counter.remote()
     assert await on_a_loop_of_its_own.remote(counter) == (1, 11, True)
+    del counter
+    gc.collect()
+    async with asyncio.timeout(LEAVE_LIMIT / 2):  # no timer of the other one's end
+        while (await aiogpu.status()).actors:
+            await asyncio.sleep(0)
 
 
 @aiogpu.remote

@@ -413,7 +413,8 @@ class Actors(Register):
     def on_leaving(self, actor: Actor) -> None:
         """See `Register`."""
         super().on_leaving(actor)
-        self._loop.call_later(LEAVE_LIMIT, self._end, actor)
+        # In a context of its own: that of an inline task would keep its arguments.
+        self._loop.call_later(LEAVE_LIMIT, self._end, actor, context=Context())
 
     def _end(self, actor: Actor) -> None:
         if actor.state is not ActorState.DEAD:
