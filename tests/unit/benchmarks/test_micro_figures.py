@@ -41,7 +41,9 @@ def run(file: Path, *names: str) -> dict:
 def test_a_quick_run_keeps_all_samples_and_judges_nothing(tmp_path):
     rows = run(tmp_path / "new" / "run.json", "latency", "start", "spaced")
     assert rows["start: asyncio in worker"]["p50"] == 0
-    assert all("makes too few calls" in row["verdict"] for row in rows.values())
+    verdicts = {row["verdict"] for row in rows.values()}
+    assert "not judged: --quick makes too few calls" in verdicts
+    assert not verdicts & {"met", "not met"}  # a busy machine makes a row invalid
     spaced = rows["spaced: beside reused, as spaced"]
     for samples in ("samples", "floor_samples"):
         assert [len(block) for block in spaced[samples]] == [4]
