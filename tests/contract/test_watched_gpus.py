@@ -342,6 +342,7 @@ async def test_a_lease_is_free_when_its_driver_agrees(watched: StubNvml) -> None
                 "sleep", "600", env={**os.environ, **gpu.environ}
             )
             show({process.pid: 3})
+            await until(lambda status: status.devices[0].holders[0].used)  # is known
         status = await until(lambda status: status.tasks[0].state == "stopping")
         assert status.devices[0].free == 0
         process.kill()
