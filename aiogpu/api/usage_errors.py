@@ -23,16 +23,24 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class EnteredOnLoop:
-    """Mixin: `with` raises and says `async with`."""
+class MadeByCall:
+    """Base of mixins whose errors name the call that made the object."""
 
     __slots__ = ()
 
     if not TYPE_CHECKING:
 
         def _as_called(self) -> str:
-            """The call that made this object, as the program writes it."""
+            """The call, as the program writes it."""
             raise NotImplementedError
+
+
+class EnteredOnLoop(MadeByCall):
+    """Mixin: `with` raises and says `async with`."""
+
+    __slots__ = ()
+
+    if not TYPE_CHECKING:
 
         def __enter__(self) -> NoReturn:
             call = self._as_called()
@@ -45,7 +53,7 @@ class EnteredOnLoop:
             """Python looks up both methods before it calls `__enter__`."""
 
 
-class IteratedOnLoop:
+class IteratedOnLoop(MadeByCall):
     """Mixin: `for` raises and says `async for`.
 
     `isinstance(x, Iterable)` is true for such objects. A `Stream` is given to libraries
@@ -55,10 +63,6 @@ class IteratedOnLoop:
     __slots__ = ()
 
     if not TYPE_CHECKING:
-
-        def _as_called(self) -> str:
-            """The call that made this object, as the program writes it."""
-            raise NotImplementedError
 
         def __iter__(self) -> NoReturn:
             call = self._as_called()

@@ -51,7 +51,7 @@ def load_spec(data: bytes, function: Function, program: str = "") -> FunctionSpe
         spec, is_coroutine, retried, actor, window = _codec.load(data)
         spec = _restored(spec, function, program)
         actor = None if actor is None else ActorTerms(*actor)
-        is_possible = _is_possible(spec) and _is_livable(spec, actor)
+        is_possible = _is_possible(spec) and _has_possible_terms(spec, actor)
         environ = dict(spec.shape.environment)
         resources = spec.shape.request.as_numbers()
         if actor is not None and not actor.keeps_cpus:
@@ -74,7 +74,7 @@ def load_spec(data: bytes, function: Function, program: str = "") -> FunctionSpe
     )
 
 
-def _is_livable(spec: TaskSpec, actor: ActorTerms | None) -> bool:
+def _has_possible_terms(spec: TaskSpec, actor: ActorTerms | None) -> bool:
     """Return whether the terms of an actor are such as `@method` lets through."""
     if actor is None:
         return True

@@ -126,7 +126,7 @@ class _Row(NamedTuple):
     """Consecutive tasks of one program on one worker that have finished.
 
     Arrays of numbers, not objects: objects that old are in no CPU cache when they are
-    freed, and the garbage collector would scan them.
+    freed, and the garbage collector would scan them. Specifications are shared.
     """
 
     client: int

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import tracemalloc
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -112,6 +112,18 @@ def test_impossible_requests_are_refused(wrong: dict[str, Any]) -> None:
     ours = replace(ours, spec=changed(ours.spec, wrong))
     with pytest.raises(ProtocolError, match="nobody can ask for"):
         load_spec(dump_spec(ours), fakes.function())
+
+
+def test_the_limits_of_methods_there_and_back() -> None:
+    terms = ActorTerms(SERIAL, {}, {}, interface=b"")
+    ours = replace(fakes.func(), actor=terms._replace(run_limits={"slow": 0.5}))
+    actor = load_spec(dump_spec(ours), fakes.function()).actor
+    assert actor is not None
+    assert actor.run_limits == {"slow": 0.5}
+    for wrong in ({"slow": 0.0}, {"slow": float("inf")}, {"slow": "soon"}, ["slow"]):
+        theirs = replace(ours, actor=terms._replace(run_limits=cast("Any", wrong)))
+        with pytest.raises(ProtocolError):
+            load_spec(dump_spec(theirs), fakes.function())
 
 
 @pytest.mark.parametrize(
