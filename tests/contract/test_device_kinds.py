@@ -564,11 +564,12 @@ async def test_a_vendor_of_ones_own(address: str) -> None:
         facts = await both.remote()
         assert facts["ids"] == {"GPU": ["0"], "FPGA": ["0", "1"]}
         assert (facts["FPGA_VISIBLE"], facts["CUDA_VISIBLE_DEVICES"]) == ("0,1", "0")
-        typed = seen.options(accelerator_type="U280", resources={"FPGA": 1})
-        assert (await typed.remote())["ids"] == {"FPGA": ["0"]}
         none = await seen.remote()
         assert none["FPGA_VISIBLE"] == ""
         assert "FPGA" in none["knows"], "its worker is told of it by the node"
         assert await starts_another.remote() == {"FPGA": ["0"]}
+        typed = seen.options(accelerator_type="U280", resources={"FPGA": 1})
+        # The other board's process may not have ended yet.
+        assert (await typed.remote())["ids"] in ({"FPGA": ["0"]}, {"FPGA": ["1"]})
     async with aiogpu.init(address=address, resources={"FPGA": 3}, num_gpus=0):
         assert (await aiogpu.cluster_resources())["FPGA"] == 3.0
