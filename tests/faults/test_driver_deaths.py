@@ -68,10 +68,6 @@ class Program:
             assert out.count(",") + 1 < self.at, (where, out)
         return is_reached
 
-    def end_unreached(self) -> None:
-        """The same of one that was started for a step behind the last."""
-        assert not self.end()
-
     def _communicate(self) -> tuple[str, str]:
         # Its helpers hold its pipes open, so these are no sign of its end.
         self._process.wait(timeout=60)
@@ -94,7 +90,9 @@ def programs(life: str, stride: int) -> Generator[Program, None, None]:
     finally:
         with ExitStack() as ends:
             for program in started:
-                ends.callback(program.end_unreached)
+                # One may have more steps than another: messages that come together
+                # are one.
+                ends.callback(program.end)
 
 
 @pytest.mark.parametrize(
