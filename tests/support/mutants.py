@@ -24,6 +24,7 @@ PAIRS: Final = (
 )
 SWAPS: Final = dict(PAIRS) | {two: one for one, two in PAIRS}
 OPERATOR: Final = re.compile(r"not\s+in|is\s+not|[<>=!]=|[<>+-]|\b(in|is|and|or)\b")
+PROTOCOL: Final = re.compile(r"(typing\.)?Protocol\b")
 LOGGING: Final = re.compile(r"_?log(ger|ging)?\.")
 
 
@@ -90,7 +91,7 @@ class Finder:
             case ast.If() if "TYPE_CHECKING" in ast.dump(node.test):
                 held = node.orelse
             case ast.ClassDef():
-                if any("Protocol" in ast.dump(base) for base in node.bases):
+                if any(PROTOCOL.match(ast.unparse(base)) for base in node.bases):
                     return
                 held = node.body  # without bases and decorators
             case ast.FunctionDef() | ast.AsyncFunctionDef():

@@ -1,18 +1,18 @@
 """Mutation testing: change `aiogpu/` in one place and see which test fails.
 
-`python -m tests.support.mutation --package core --count 20 --out FILE` draws mutants by
-a seed, runs each in a private copy of the tree with an environment of its own, so that
-every process of a test imports the copy, and appends one JSON line per mutant to FILE.
-
-`FOLDERS` tells which tests may kill a mutant; those that import its module come first.
-A map of which test executes which line would need coverage of all workers, which end
-by `_exit` and by signals, and would be stale after each change of code or tests.
+`python -m tests.support.mutation --package core --count 20 --map MAP --out FILE` draws
+mutants by a seed, runs for each the tests that execute its line, and appends one JSON
+line per mutant to FILE. Each runs in a private copy of the tree with an environment of
+its own, so that every process of a test imports the copy. Tests from outside run first:
+what another test kills has survived them. MAP says which tests execute which lines
+(`tests.support.line_map`); it is made if it is missing, in ten minutes.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import hashlib
 import importlib.util
 import json
 import os
@@ -37,27 +37,10 @@ from typing import Any, Final
 
 import pytest
 
+from tests.support.line_map import RECORDS, LineMap, Record, prepare
 from tests.support.mutants import KEY, Mutant, draw, mutants_of, package_of
 
 ROOT: Final = Path(__file__).parents[2]
-FOLDERS: Final = {
-    "cli": ("cli",),
-    "accelerators": ("unit/accelerators", "contract"),
-    "api": ("unit/api", "contract"),
-    "client": ("unit/api", "unit/worker", "contract"),
-    "core": ("core", "contract"),
-    "daemon": ("cli",),
-    "engines": ("contract",),
-    "linux": ("unit/linux", "cli", "contract"),
-    "memory": ("unit/memory", "contract"),
-    "observe": ("unit/observe", "cli"),
-    "runtime": ("unit/runtime", "contract", "faults"),
-    "serialization": ("unit/serialization", "unit/memory", "unit/api", "contract"),
-    "testing": ("unit/testing", "core"),
-    "wire": ("unit/wire", "unit/worker", "contract"),
-    "worker": ("unit/worker", "contract", "faults"),
-    "(top level)": (".",),
-}  # folders of tests by package
 PUBLIC: Final = re.compile(r"aiogpu(\.(testing|errors|types)(\..*)?)?$")
 PROCESS_FOLDERS: Final = ("cli", "faults", "contract", "docs")
 PROCESS: Final = re.compile(
@@ -120,7 +103,7 @@ class Copy:
         packages = Path(pytest.__file__).parents[1]
         own = environment / packages.relative_to(sys.prefix)
         (own / "unshrunk.py").write_text(UNSHRUNK)
-        (own / "copy.pth").write_text(f"{self.place}\n{packages}\n")
+        (own / "copy.pth").write_text(f"{self.place}\n{packages}\n{ROOT}\n")
         for script in Path(sys.prefix, "bin").iterdir():
             moved = environment / "bin" / script.name
             text = script.read_bytes()
@@ -214,47 +197,70 @@ class Copy:
         return ended, str(begun[-1]) if begun else "pytest itself"
 
 
-def files_of(root: Path, mutant: Mutant, outside: bool) -> tuple[list[str], list[str]]:
-    """Return the tests that name the mutant's module, and the others of its folders.
+def judge(copy: Copy, tests: Sequence[Record], limit: float) -> tuple[str, str]:
+    """Return the verdict on a copy's mutant, and the test that killed it.
 
-    Those of the same name come first, then those that import the module; of each
-    those that use its name most.
+    Of the tests from outside run those that take `limit` seconds in all, and so of the
+    others.
     """
-    stem, package = Path(mutant.file).stem, package_of(mutant.file)
-    imported = re.compile(rf"^\s*(from|import) .*\b{stem}\b", re.MULTILINE)
-    ranked: list[tuple[int, int, int, str]] = []
-    for place, folder in enumerate(FOLDERS[package]):
-        for path in (root / "tests" / folder).rglob("test_*.py"):
-            file, source = str(path.relative_to(root)), path.read_text()
-            if not outside or is_outside(root, file):
-                rank = 0 if stem in path.stem else 1 if imported.search(source) else 2
-                ranked.append((rank, place, -source.lower().count(stem), file))
-    ranked.sort()
-    near = [file for rank, _, _, file in ranked if rank < 2]
-    return near, [file for rank, _, _, file in ranked if rank == 2]
-
-
-def judge(copy: Copy, mutant: Mutant, options: argparse.Namespace) -> tuple[str, str]:
-    """Return the verdict, and the test that killed the mutant."""
-    ignored: list[str] = []
-    copy.used = 0.0
-    for tests in files_of(copy.place, mutant, options.outside):
-        while tests:
-            left = options.limit - copy.used
-            ended, killer = copy.pytest(*ignored, *tests, limit=left)
+    verdict = "survived" if tests else "survived: no test executes it"
+    for outside in True, False:
+        left, chosen = limit, []
+        for each in tests:
+            if is_outside(copy.place, each.test.partition("::")[0]) == outside:
+                left -= each.seconds + 0.05
+                chosen.append(each.test)
+                if left < 0:
+                    verdict = "survived: time limit"
+                    break
+        while chosen:
+            ended, killer = copy.pytest(*chosen, limit=3 * limit)
             if ended == "limit":
-                return "survived: time limit", ""
+                verdict = "survived: time limit"
             if not killer:
                 break
-            test = killer.partition("[")[0]
-            if ended != "failed" or package_of(test) == "core":
+            if ended != "failed" or package_of(killer) == "core":
                 return f"killed: {ended}", killer
             # A test that drives processes or waits may have failed by chance.
-            ended, repeated = copy.pytest(test, limit=2 * SILENCE)
+            ended, repeated = copy.pytest(killer, limit=2 * SILENCE)
             if repeated or ended == "limit":
                 return f"killed: {ended}", killer
-            ignored.append(f"--deselect={test}")
-    return "survived", ""
+            chosen.remove(killer)
+    return verdict, ""
+
+
+def line_map(root: Path, options: argparse.Namespace) -> LineMap:
+    """Read the map, or make it: run all tests, in copies that mark lines."""
+    tree, path, jobs = digest(root), options.map.absolute(), options.jobs
+
+    def run(number: int) -> bytes:
+        copy = Copy(root)
+        prepare(copy.place)
+        ended = copy.run(
+            *("-m", "pytest", "-p", "no:cacheprovider", "-p", "tests.support.line_map"),
+            *("--line-map-part", f"{number}/{jobs}"),
+            limit=3600,
+            log=path.with_suffix(f".{number}.log"),
+        )
+        records = (copy.place / RECORDS).read_bytes()
+        print(f"part {number} of the map: pytest ended with {ended}", flush=True)
+        shutil.rmtree(copy.place)
+        return records
+
+    if not path.exists():
+        with ThreadPoolExecutor(jobs) as pool:
+            path.write_bytes(tree + b"".join(pool.map(run, range(jobs))))
+    with path.open("rb") as file:
+        if file.read(len(tree)) != tree:
+            raise SystemExit(f"{path} is the map of another tree; delete it")
+        return LineMap.read(root, file)
+
+
+def digest(root: Path) -> bytes:
+    """Return what tells one `aiogpu/` from another, as a line."""
+    paths = sorted((root / "aiogpu").rglob("*.py"))
+    sources = b"".join(path.read_bytes() for path in paths)
+    return hashlib.sha256(sources).hexdigest().encode() + b"\n"
 
 
 def find(root: Path, files: Sequence[str], earlier: Sequence[Any]) -> Iterator[Mutant]:
@@ -275,7 +281,7 @@ def find(root: Path, files: Sequence[str], earlier: Sequence[Any]) -> Iterator[M
 
 def table(results: Sequence[Any]) -> Iterator[str]:
     """Yield the lines of a table of kill rates by package."""
-    yield f"{'package':16}{'mutants':>8}{'killed':>8}{'rate':>7}{'from outside':>14}"
+    yield "package          mutants  killed   rate  from outside   rate"
     rows = defaultdict(list)
     for each in results:
         rows[package_of(each["file"])].append(each)
@@ -283,8 +289,11 @@ def table(results: Sequence[Any]) -> Iterator[str]:
     for package, row in sorted(rows.items()):
         killed = [each for each in row if each["verdict"].startswith("killed")]
         outside = sum(each["outside"] for each in killed)
-        rate = f"{len(killed) / len(row):.0%}"
-        yield f"{package:16}{len(row):8}{len(killed):8}{rate:>7}{outside:14}"
+        rates = f"{len(killed) / len(row):.0%}", f"{outside / len(row):.0%}"
+        yield (
+            f"{package:16}{len(row):8}{len(killed):8}{rates[0]:>7}{outside:14}"
+            f"{rates[1]:>7}"
+        )
 
 
 def read(path: Path | None) -> dict[tuple[object, ...], Any]:
@@ -296,6 +305,7 @@ def read(path: Path | None) -> dict[tuple[object, ...], Any]:
 
 def run(root: Path, options: argparse.Namespace) -> list[Any]:
     """Draw mutants, or take those of an earlier result, and judge each."""
+    tests_of = line_map(root, options).tests_of
     copies: SimpleQueue[Copy] = SimpleQueue()
     places = []
     for _ in range(options.jobs):
@@ -304,8 +314,7 @@ def run(root: Path, options: argparse.Namespace) -> list[Any]:
     root = places[0]  # what is changed meanwhile in the tree does not matter
     paths = sorted((root / "aiogpu").rglob("*.py"))
     files = [str(path.relative_to(root)) for path in paths]
-    if not options.ray:
-        files = [file for file in files if "/ray/" not in file]
+    files = [file for file in files if "/ray/" not in file]  # run by marked tests alone
     earlier, judged = read(options.earlier), read(options.out)
     if earlier:
         mutants = list(find(root, files, list(earlier)))
@@ -318,7 +327,7 @@ def run(root: Path, options: argparse.Namespace) -> list[Any]:
         copy, began = copies.get(), time.monotonic()
         source = (copy.place / mutant.file).read_bytes()
         copy.write(mutant.file, mutant.apply(source))
-        verdict, killer = judge(copy, mutant, options)
+        verdict, killer = judge(copy, tests_of(mutant), options.limit)
         copy.write(mutant.file, source)
         copies.put(copy)
         where = f"{mutant.file}:{mutant.line}: {mutant.text[:60]} [{mutant.change}]"
@@ -349,12 +358,11 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> None:
     add("--package", nargs="+", help="draw from these; default: all")
     add("--count", type=int, default=20)
     add("--seed", type=int, default=1)
-    add("--ray", action="store_true", help="include what runs on Ray")
-    add("--outside", action="store_true", help="run only tests from outside")
+    add("--map", type=Path, required=True, help="which test runs what; made if missing")
     add("--out", type=Path, help="append JSON lines; what is in it is not drawn again")
     add("--from", type=Path, dest="earlier", help="judge the mutants of a result again")
     add("--jobs", type=int, default=1)
-    add("--limit", type=float, default=120, help="processor seconds per mutant")
+    add("--limit", type=float, default=60, help="seconds of tests per mutant")
     options = parser.parse_args(arguments)
     print("\n".join(table(run(root, options))))
 
