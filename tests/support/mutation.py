@@ -46,9 +46,10 @@ PROCESS_FOLDERS: Final = ("cli", "faults", "contract", "docs")
 PROCESS: Final = re.compile(
     r"\b(no_leaks|subprocess|pexpect|tests\.(support\.program|cli\.service))\b"
 )
-SILENCE: Final = 120.0  # seconds in which no test ends, after which a run may hang
+SILENCE: Final = 45.0  # seconds in which no test ends and little runs: a hang
+ENDLESS: Final = 120.0  # seconds of processor time in which no test ends: a hang
 TICKS: Final = os.sysconf("SC_CLK_TCK")  # of processor time, in a second
-IDLE: Final = 5  # of these in five seconds, below which a run may hang
+IDLE: Final = 5  # of these in five seconds, below which little runs
 MEMORY: Final = 6 << 30  # bytes that each process of a run may have
 UNSHRUNK: Final = """
 from hypothesis import Phase, settings
@@ -146,7 +147,7 @@ class Copy:
                 size, heard, used_then = log.stat().st_size, time.monotonic(), used
             # On a busy machine a test may be slow, so what counts is processor time.
             is_idle = used - before < IDLE and time.monotonic() > heard + SILENCE
-            if not ended and (is_idle or used - used_then > SILENCE * TICKS):
+            if not ended and (is_idle or used - used_then > ENDLESS * TICKS):
                 ended = "hang"
             elif not ended and used > limit * TICKS:
                 ended = "limit"
@@ -222,7 +223,7 @@ def judge(copy: Copy, tests: Sequence[Record], limit: float) -> tuple[str, str]:
             if ended != "failed" or package_of(killer) == "core":
                 return f"killed: {ended}", killer
             # A test that drives processes or waits may have failed by chance.
-            ended, repeated = copy.pytest(killer, limit=2 * SILENCE)
+            ended, repeated = copy.pytest(killer, limit=2 * ENDLESS)
             if repeated or ended == "limit":
                 return f"killed: {ended}", killer
             chosen.remove(killer)
