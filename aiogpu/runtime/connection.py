@@ -117,7 +117,7 @@ class Peer(asyncio.Protocol):
                 # It may be a program with another version of aiogpu.
                 self.refuse(str(error))
             elif self._connection.peer.role == CLIENT:
-                self.drop(f"it has said what it may not: {error}")
+                self.drop(f"it broke the protocol: {error}")
             else:
                 self.abort()
             return

@@ -33,7 +33,7 @@ from aiogpu.runtime.devices.memory_guard import Shortages
 from aiogpu.runtime.history import DIED, RETRIED
 from aiogpu.runtime.memory_monitor import MemoryGuard
 from aiogpu.runtime.objects.values import await_arguments, is_complete, unfinished_in
-from aiogpu.runtime.pending_tasks import EACH, Call, Delay, tell_fault
+from aiogpu.runtime.pending_tasks import EACH, Call, Delay, settle_with_fault
 from aiogpu.runtime.results import LogFailure, Results, WarnOwner
 from aiogpu.runtime.workers.commands import SETTLES
 from aiogpu.runtime.workers.death import CROWDED, UNAVAILABLE, Death
@@ -55,49 +55,49 @@ if TYPE_CHECKING:
     from aiogpu.wire.messages import Message
 
     Lessees = Callable[[Key], Mapping[int, int]]
-    """Gives the programs that have a lease of a device, each with the holder's id."""
+    """Returns the programs that lease a device: process id to holder id."""
 
     DeviceFactory = Callable[[Feed, Lessees], DeviceMonitor]
-    """Begins to look at a node's devices, and to tell the core."""
+    """Starts to monitor a node's devices and to report to the core."""
 
 
 class SubmitBatch:
     """Consecutive calls of one function that are submitted to the core together.
 
     Attributes:
-        func: what is called; None where the next call is submitted by itself.
+        func: the function that is called; None if the next call is submitted alone.
         calls: calls that the core does not know yet.
     """
 
-    __slots__ = ("_before", "_bucket", "_loop", "_tell", "calls", "func")
+    __slots__ = ("_before", "_bucket", "_loop", "_submit", "calls", "func")
 
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
-        tell: Callable[[FunctionSpec, list[Call]], object],
+        submit: Callable[[FunctionSpec, list[Call]], object],
     ) -> None:
-        """Prepare.
+        """Make an empty batch.
 
         Args:
             loop: the event loop; a batch is submitted at the end of the loop's turn.
-            tell: submits calls of one function to the core.
+            submit: submits calls of one function to the core.
         """
         self.func: FunctionSpec | None = None
         self.calls: list[Call] = []
         self._before = 0
         self._bucket: Bucket
         self._loop = loop
-        self._tell = tell
+        self._submit = submit
 
     def __repr__(self) -> str:
         return f"<SubmitBatch of {len(self.calls)}>"
 
     def begin(self, func: FunctionSpec, bucket: Bucket | None, before: int) -> None:
-        """Let the next calls of a function form a batch, if it runs plain tasks.
+        """Collect the next calls of a function, if its calls are plain tasks.
 
         Args:
             func: the function.
-            bucket: where its tasks wait. While one waits there, later ones must wait.
+            bucket: the queue of its tasks. Later tasks must wait until it is empty.
             before: the id of the last task that was submitted.
         """
         spec = func.spec
@@ -106,7 +106,7 @@ class SubmitBatch:
             self.func, self._bucket, self._before = func, bucket, before
 
     def add(self, payload: bytes, receiver: Receiver) -> int:
-        """Add a call to the batch; return its id, or 0 if it must go alone."""
+        """Add a call; return its id, or 0 if it must be submitted alone."""
         func, calls = self.func, self.calls
         if func is None or not self._bucket.size:
             return 0
@@ -116,11 +116,11 @@ class SubmitBatch:
         return self._before + len(calls)
 
     def end(self) -> None:
-        """Submit the batch; the next call is submitted by itself."""
+        """Submit the batch; the next call is submitted alone."""
         func, self.func = self.func, None
         if func is not None and self.calls:
             calls, self.calls = self.calls, []
-            self._tell(func, calls)
+            self._submit(func, calls)
 
 
 _log: Final = logging.getLogger(__name__)
@@ -130,14 +130,14 @@ P = ParamSpec("P")
 
 
 class Driver:
-    """Runs one node's tasks on the loop that it was made for.
+    """Runs one node's tasks on one event loop.
 
     Attributes:
-        is_busy: whether the core decides or effects are carried out. `feed` queues the
-            events that arrive meanwhile.
+        is_busy: True while the core decides or effects are carried out. `feed` queues
+            the events that arrive meanwhile.
         events: the queued events.
         workers: live workers by id.
-        pool: starts and ends them.
+        pool: starts and ends workers.
         devices: monitors the node's devices; None if there are none.
     """
 
@@ -153,22 +153,21 @@ class Driver:
         log_failure: LogFailure | None = None,
         watch: DeviceFactory | None = None,
     ) -> None:
-        """Make the parts of a node that decide and carry out.
+        """Make the driver and the parts that it owns.
 
         Args:
-            loop: runs all of it.
-            scheduler: decides.
-            assignment: tells workers their devices.
-            check: raises where a call can never be served.
-            make_pool: makes the workers' pool, which tells this driver what becomes of
-                them.
-            nested: gives what takes in the requests of tasks, once one comes; None
-                where no task can ask.
-            warn_owner: tells another program what concerns its task; None where no
-                program can join.
-            log_failure: writes failures of other programs' tasks to the log; None where
+            loop: the event loop of the node.
+            scheduler: makes the decisions.
+            assignment: builds the `Bind` that tells a worker its devices.
+            check: raises if a call can never be served.
+            make_pool: makes the pool of workers, which reports to this driver.
+            nested: makes the handler of tasks' requests, on the first request; None
+                if tasks cannot send requests.
+            warn_owner: sends a warning about a task to the program that owns the
+                task; None if no program can join.
+            log_failure: writes failures of other programs' tasks to the log; None if
                 no program can join.
-            watch: begins to watch the node's devices; None if there are none.
+            watch: starts to monitor the node's devices; None if there are none.
         """
         self.scheduler = scheduler
         self.devices = None if watch is None else watch(self.feed, self._lessees)
@@ -198,11 +197,11 @@ class Driver:
         self._leases: Leases | None = None
         self._assignment = assignment
         self._timers = scheduler.timers
-        # uvloop's handles do not say when they are due.
+        # Kept because uvloop's handles do not say when they are due.
         self._timer: asyncio.Handle | None = None
         self._timer_at: float | None = None
         self._closed = loop.create_future()
-        # As attributes: so no call is made in between.
+        # Attributes, not methods: this saves a call per message.
         self.on_items = self.results.on_items
         self.on_report = self.results.on_report
         self.on_acting = self.actors.on_message
@@ -211,7 +210,7 @@ class Driver:
 
     def _effect_handlers(self) -> dict[type[Effect], Callable[..., None]]:
         return {
-            # Not bound methods: these would load the leases now.
+            # Bound methods would load the leases now.
             effects.Granted: lambda effect: self.leases.grant(effect),  # noqa: PLW0108
             effects.Reclaim: lambda effect: self.leases.reclaim(effect),  # noqa: PLW0108
             effects.Spawn: lambda effect: self.pool.spawn(
@@ -262,7 +261,7 @@ class Driver:
 
     @property
     def holders(self) -> Mapping[int, int]:
-        """Process ids of who has leases or placements, by holder."""
+        """Process ids of the programs with leases or placements, by holder."""
         return {} if self._leases is None else self._leases.pids
 
     def __repr__(self) -> str:
@@ -276,7 +275,7 @@ class Driver:
         parent: TaskId | None = None,
         client: ClientId = OWN,
     ) -> int:
-        """Start a task; gives its id. Raises what `Scheduler.admit` does."""
+        """Start a task and return its id; raises as `Scheduler.admit` does."""
         if self.row.func is not None:
             self.row.end()
         if self.scheduler.clients is not None:
@@ -292,7 +291,7 @@ class Driver:
         submit = self.scheduler.submit
         wanted: Sequence[Effect] | None = None
         if self.is_busy:
-            # The garbage collector may run code that submits, wherever it likes.
+            # The garbage collector can run code that submits, at any point.
             args = (task, func.spec, parent, needs, client)
             self.events.append((Scheduler.submit, args, {}))
         else:
@@ -314,7 +313,7 @@ class Driver:
         return task
 
     def _on_arguments(self, task: TaskId, failed: Value | None) -> None:
-        """All arguments of a task are there, or this one never will be."""
+        """Handle that a task's arguments are complete, or that one has failed."""
         if failed is None:
             self.feed(Scheduler.supply, task)
             return
@@ -327,9 +326,9 @@ class Driver:
     def submit_row(
         self, func: FunctionSpec, calls: list[Call], client: ClientId
     ) -> range:
-        """Submit tasks that must wait behind others of the same kind; return their ids.
+        """Submit tasks that must queue behind others of their kind; return their ids.
 
-        The range is empty if the caller must submit each task alone.
+        An empty range means that the caller must submit each task alone.
         """
         self.row.end()
         if self.is_busy:
@@ -342,19 +341,19 @@ class Driver:
         return range(first, first + count)
 
     def _submit_each(self, func: FunctionSpec, calls: list[Call]) -> None:
-        """Submit a batch; task by task if no other task of its kind waits."""
+        """Submit a batch, or each task alone if no task of this kind waits."""
         if not self.submit_row(func, calls, OWN):
             for call in calls:
                 assert call.receiver is not None, call
                 self.submit(func, call.payload, call.receiver)
 
     def call_of(self, task: TaskId) -> Call | None:
-        """Return what is kept of a task that has not ended."""
+        """Return the call of a task that has not ended."""
         self.row.end()
         return self._calls.get(task)
 
     def knows(self, task: int) -> bool:
-        """Return whether a task has not ended."""
+        """Return True if the task has not ended."""
         self.row.end()
         return self._calls.get(TaskId(task)) is not None
 
@@ -367,7 +366,7 @@ class Driver:
             self.feed(Scheduler.cancel, TaskId(task))
 
     def after_fork(self) -> None:
-        """This process is a fork of the driver's: decide and carry out nothing."""
+        """Disable this driver in a fork of its process."""
         self.is_busy = True
 
     def feed(
@@ -377,14 +376,14 @@ class Driver:
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> None:
-        """Tell the core what happened, and do what it says.
+        """Pass an event to the core and carry out the effects.
 
-        Amid another event the event is queued, and taken in when that one is done.
+        During another event, the new event is queued.
 
         Args:
             step: a method of `Scheduler`.
-            *args: what it gets after the time.
-            **kwargs: the same by name.
+            *args: its arguments after the time.
+            **kwargs: its keyword arguments.
         """
         if self.is_busy:
             self.events.append((step, args, kwargs))
@@ -444,23 +443,24 @@ class Driver:
         self.feed(Scheduler.wake)
 
     def announce_stop(self, client: ClientId | None = None) -> None:
-        """Let the tasks of a program know that it stops; None for the whole node."""
+        """Tell the tasks of a program that it stops; None for all of the node."""
         if client is None:
             self._commands.announce_stop()
         self.feed(Scheduler.announce_stop, client)
 
     async def close(self, timeout: float) -> None:
-        """Stop everything; return when the last worker is gone, or time is up.
+        """Stop everything; return when the last worker is gone, or on timeout.
 
-        Time is up when no task has ended for `timeout` seconds: it takes seconds to
-        tell a million owners. The longest grace of a worker's task is added.
+        The timeout is reached when no task has ended for `timeout` seconds, plus the
+        longest grace of a running task. Progress extends it, because notifying the
+        owners of a million tasks takes seconds.
         """
         self.guard.close()
         self.announce_stop()
         self.feed(Scheduler.close)
         if self._leases is not None:
             self._leases.close()
-        # Of those alone that have a worker: a million may wait.
+        # Only tasks that have a worker: a million may wait.
         graces = (
             (record.spec.cancel_grace or 0.0) + record.spec.stop_grace
             for worker in self.scheduler.workers
@@ -468,26 +468,26 @@ class Driver:
             if record is not None
         )
         timeout += max(graces, default=0.0)
-        left = None
-        while left != (left := len(self._calls)) and not self._closed.done():
+        count = None
+        while count != (count := len(self._calls)) and not self._closed.done():
             await asyncio.wait([self._closed], timeout=timeout)
         if self._timer is not None:
             self._timer.cancel()
 
-    # What becomes of workers, and what they say: see `WorkerEvents`
+    # Events of workers: see `WorkerEvents`
 
     def on_started(self, worker: int) -> None:
-        """A worker has connected."""
+        """Handle that a worker has connected."""
         self.feed(Scheduler.worker_started, WorkerId(worker))
 
     def wait(
         self, task: TaskId, children: tuple[TaskId, ...], is_elsewhere: bool = False
     ) -> None:
-        """Note that a task waits for tasks or an actor, or no longer waits."""
+        """Note for which children a task waits, and if it waits for an actor."""
         self.feed(Scheduler.wait_for, task, children, is_elsewhere)
 
     def demand(self, task: int, limit: int) -> None:
-        """A task may yield so many items in all, over all attempts at it."""
+        """Let a task yield `limit` items in total, over all its attempts."""
         call = self._calls.get(TaskId(task))
         if call is not None:
             call.limit = limit
@@ -499,24 +499,24 @@ class Driver:
         return None if call is None else call.receiver
 
     def worker(self, identity: int) -> LiveWorker | None:
-        """The live worker of that id."""
+        """Return the live worker with this id."""
         return self.workers.get(identity)
 
     def task_of(self, worker: int) -> int:
-        """The task that a worker runs, 0 for none."""
+        """Return the task that a worker runs, 0 for none."""
         record = self.scheduler.workers.get(WorkerId(worker))
         return 0 if record is None or record.task is None else record.task.id
 
     def delay(self, worker: LiveWorker, task: int, delay: Delay) -> None:
-        """Delay the outcome of a task or a call."""
+        """Delay the outcome of a task or a call of an actor."""
         if worker.actor is not None:
             worker.actor.delay(task, delay)
             return
         tasks = [TaskId(task)]
         if task == EACH:
             record = self.scheduler.workers.get(WorkerId(worker.id))
-            has = () if record is None else (record.task, *record.queue)
-            tasks = [one.id for one in has if one is not None]
+            sent = () if record is None else (record.task, *record.queue)
+            tasks = [task.id for task in sent if task is not None]
         for call in self._calls.some(tasks):
             if call is None or call.worker != worker.id:
                 continue
@@ -524,12 +524,12 @@ class Driver:
                 call.receiver = delay(call.receiver)
 
     def name_of(self, task: int) -> str:
-        """Return the name of a task, "" if it has ended."""
+        """Return the name of a task, or "" if it has ended."""
         call = self._calls.get(TaskId(task))
         return call.func.spec.name if call is not None else ""
 
     def on_gone(self, worker: int, death: Death) -> None:
-        """A worker has ended, and all that it had said was taken in."""
+        """Handle that a worker has ended; its messages were all handled before."""
         if self.is_busy:
             self._loop.call_soon(self.on_gone, worker, death)
             return
@@ -553,31 +553,31 @@ class Driver:
             tell_callers()
 
     def _settles(self, worker: WorkerId, pid: int) -> bool:
-        """Return whether it is still to be seen that a worker has left its devices."""
+        """Return True if the core must wait until the worker's devices are released."""
         record = self.scheduler.workers.get(worker)
         lease = None if record is None else record.lease
         if self.devices is None:
             return False
-        # A worker without a process id never existed, so it has nothing on a device.
+        # A worker without a process id never existed, so it holds no device memory.
         if lease is None or not pid or self.scheduler.is_closing:
             self.devices.release.forget(worker)
             return False
         return self.devices.release.end(worker, lease, (pid,))
 
     def on_fault(self, worker: LiveWorker, message: Message, error: Exception) -> None:
-        """A message was not taken in, for no fault of the worker's."""
+        """Handle an internal error that a worker's message has raised."""
         self.faults.on_message(worker, message, error)
 
     def on_outdated(self, environment: Environment) -> None:
-        """The zygote of an environment was replaced; its idle workers are outdated."""
+        """Handle that an environment's zygote was replaced: idle workers are stale."""
         self.feed(Scheduler.environment_outdated, environment)
 
-    # What workers are sent: tasks, and what takes them back
+    # Effects on workers: send tasks, take them back, interrupt them
 
     def _assign(self, effect: effects.Assign) -> None:
         call = self._calls[effect.task]
         self._last_number += 1
-        # What another worker has said is void.
+        # An answer from an earlier worker no longer counts.
         call.worker, call.number, call.answer = effect.worker, self._last_number, None
         if self.guard.timer is None:
             self.guard.wake()
@@ -603,7 +603,7 @@ class Driver:
         self._commands.assign(effect.worker, effect.task, call, bind, effect.is_last)
 
     def on_created(self, task: TaskId) -> None:
-        """An actor's constructor has returned: see whether it may be called again."""
+        """Release the constructor's handles to actors if it can never run again."""
         record, call = self.scheduler.tasks.get(task), self._calls.get(task)
         if call is None or type(call.payload) is not Payload:
             return
@@ -618,37 +618,37 @@ class Driver:
         self._commands.send_ahead(effect.worker, tasks, calls, number)
 
     def _send_alone(self, worker: WorkerId, task: TaskId) -> None:
-        """Send one task ahead, where several could not be sent together."""
+        """Send one task ahead, after several could not be sent together."""
         self._send_ahead(effects.Ahead(worker, [task]))
 
     def revoke(self, effect: effects.Revoke) -> None:
-        """Keep a worker from beginning more of what it was sent."""
+        """Keep a worker from beginning more of the tasks that it was sent."""
         worker = effect.worker
-        # It cannot have begun work that has not reached it, so it is left alone.
-        is_left_alone = self._is_large_or_late(worker)
-        if not is_left_alone:
+        # The worker has not begun a task that it is still receiving. It keeps the task.
+        is_receiving = self._may_be_receiving(worker)
+        if not is_receiving:
             self._commands.revoke(worker, self._last_number + 1)
-        tell = partial(self._on_revoked, worker, effect.number, is_left_alone)
-        self._loop.call_later(SETTLES, tell)
+        note = partial(self._on_revoked, worker, effect.number, is_receiving)
+        self._loop.call_later(SETTLES, note)
 
-    def _is_large_or_late(self, worker: WorkerId) -> bool:
-        """Return whether a worker may still be receiving the one task it was sent."""
+    def _may_be_receiving(self, worker: WorkerId) -> bool:
+        """Return True if a worker may still be receiving the only task it was sent."""
         record = self.scheduler.workers.get(worker)
         if record is None or record.task is None or record.queue:
             return False
         is_large = len(self._calls[record.task.id].payload) >= LARGE
         return is_large or not self._commands.is_reached(worker)
 
-    def _on_revoked(self, worker: WorkerId, number: int, is_left_alone: bool) -> None:
+    def _on_revoked(self, worker: WorkerId, number: int, is_receiving: bool) -> None:
         """Tell the core which task a worker had begun before the revocation."""
         began = self._sent_as(worker, self._commands.begun(worker))
         record = self.scheduler.workers.get(worker)
-        if is_left_alone and record is not None and record.task is not None:
+        if is_receiving and record is not None and record.task is not None:
             began = record.task.id
         self.feed(Scheduler.revoked, worker, number, began)
 
     def _sent_as(self, worker: WorkerId, number: int) -> TaskId | None:
-        """Return the task that a worker was sent under a number, if it still has it."""
+        """Return the task that the worker has under this number; None for none."""
         record = self.scheduler.workers.get(worker)
         if record is None or record.task is None:
             return None
@@ -666,10 +666,10 @@ class Driver:
             task = self.actors.call_off(effect.worker, effect.attempt) or task
         self._commands.interrupt(effect.worker, task, effect.attempt, func.is_coroutine)
 
-    # What workers say of the ends of tasks
+    # Answers of workers
 
     def on_done(self, worker: int, answers: Sequence[Done]) -> None:
-        """A worker has ended some tasks, one after the other."""
+        """Handle a worker's answers to several tasks, in order."""
         start, last = 0, len(answers) - 1
         while start <= last:
             if start < last:
@@ -679,12 +679,12 @@ class Driver:
                 start += 1
 
     def _end_row(self, worker: int, answers: Sequence[Done]) -> int:
-        """End as many tasks as can be ended together; gives how many."""
+        """End as many tasks as can be ended together; return their number."""
         tasks = [TaskId(answer.task) for answer in answers]
         calls: list[Call] = []
         ended: list[tuple[TaskId, float]] = []
-        found = self._calls.some(tasks)
-        for task, call, answer in zip(tasks, found, answers, strict=True):
+        kept = self._calls.some(tasks)
+        for task, call, answer in zip(tasks, kept, answers, strict=True):
             if call is None or call.worker != worker:
                 break
             if type(answer.payload) is not bytes:
@@ -693,43 +693,43 @@ class Driver:
             ended.append((task, answer.took * 1e-6))
         if self.is_busy:
             return 0
-        now, who = self._loop.time(), WorkerId(worker)
+        now, worker_id = self._loop.time(), WorkerId(worker)
         self.is_busy = True
         records: list[TaskRecord] = []
         try:
-            records = self.scheduler.finish_many(now, who, ended)
-        except Exception as error:  # noqa: BLE001 - one of them harms no other
+            records = self.scheduler.finish_many(now, worker_id, ended)
+        except Exception as error:  # noqa: BLE001 - see `Faults`
             for task, _ in ended:
-                self.faults.on_event(Scheduler.finish, (task, who), error)
+                self.faults.on_event(Scheduler.finish, (task, worker_id), error)
         if records:
             took = [answer.took for answer in answers[: len(records)]]
             self.results.history.add_row(worker, records, took, now)
         wanted = self.scheduler.effects
         if wanted or self.events:
-            # What the worker is to do next goes first: others only hear of it.
+            # Send the worker its next tasks before the results are delivered.
             self.carry_out(wanted)
         self.is_busy = False
         if not records:
             return 0
-        self._tell(calls[: len(records)], answers)
+        self._settle_all(calls[: len(records)], answers)
         self._calls.pop_some(tasks[: len(records)])
         return len(records)
 
-    def _tell(self, calls: Sequence[Call], answers: Sequence[Done]) -> None:
+    def _settle_all(self, calls: Sequence[Call], answers: Sequence[Done]) -> None:
         receivers = [call.receiver for call in calls]
         payloads = [answer.payload for answer in answers[: len(calls)]]
         if pass_on_all(receivers, payloads):
             return
-        # Each by itself: what one makes of it is no other's business.
+        # One receiver's error must not affect the others.
         for call, answer in zip(calls, answers, strict=False):
             if call.receiver is not None:
-                try:  # as `settle` does, without its calls
+                try:  # the body of `settle`, inlined to save its calls
                     call.receiver.settle(answer.payload)
-                except Exception as error:  # noqa: BLE001 - it is told to who waits
-                    tell_fault(call.receiver, error)
+                except Exception as error:  # noqa: BLE001 - passed to the receiver
+                    settle_with_fault(call.receiver, error)
 
     def on_answer(self, worker: int, answer: Done | Failed) -> None:
-        """A worker has ended a task."""
+        """Handle a worker's answer to one task."""
         task = TaskId(answer.task)
         call = self._calls.young.get(task) or self._calls.get(task)
         if call is None or call.worker != worker:
@@ -740,9 +740,9 @@ class Driver:
         took = 0.0
         if type(answer) is Done:
             if type(answer.payload) is not bytes:
-                # Tasks to which the result has handles outlive the task that ends now.
-                for one in unfinished_in(answer.payload):
-                    self.feed(Scheduler.detach, TaskId(one))
+                # Tasks whose handles are in the result outlive the task that ends now.
+                for child in unfinished_in(answer.payload):
+                    self.feed(Scheduler.detach, TaskId(child))
             took = answer.took * 1e-6
         elif type(answer) is Failed:
             if answer.is_spoilt:
@@ -764,19 +764,19 @@ class Driver:
         wanted: Sequence[Effect] = NOTHING
         try:
             wanted = finish(now, task, WorkerId(worker), False, took)
-        except Exception as error:  # noqa: BLE001 - one of them harms no other
+        except Exception as error:  # noqa: BLE001 - see `Faults`
             args = (task, WorkerId(worker), False, took)
             self.faults.on_event(Scheduler.finish, args, error)
         self.carry_out(wanted)
 
     def on_skipped(self, worker: int, skipped: Skipped) -> None:
-        """A worker was sent a task that was taken back as it came up."""
+        """Handle that a worker has skipped a task that was taken back."""
         call = self._calls.get(TaskId(skipped.task))
         if call is not None and call.number == skipped.number:
             self.feed(Scheduler.task_skipped, TaskId(skipped.task), WorkerId(worker))
 
     def on_began(self, worker: LiveWorker, began: Began) -> None:
-        """The code of a task or call has begun whose run is timed."""
+        """Handle that the code of a task or call with a `run_timeout` has begun."""
         task, when = TaskId(began.task), began.when * 1e-6
         if worker.actor is not None:
             self.actors.on_began(worker.actor, began.task, when)

@@ -1,8 +1,8 @@
 """Handles steps in which aiogpu itself fails.
 
-A bug in aiogpu costs what it concerns and no more: the owner gets an `InternalError`
-with the cause, what the task held becomes free, and its worker goes on if it is certain
-what the worker was told. The traceback is logged. Loaded with the first fault.
+A bug in aiogpu affects only the task concerned: its owner gets an `InternalError` with
+the cause, and its resources become free. Its worker goes on if the worker's state is
+certain, else it is ended. The traceback is logged. Loaded with the first fault.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _log: Final = logging.getLogger(__name__)
 
 
 _QUESTIONS: Final = (Submit, Ask, Find, Fetch, Inquire, TakeLease)
-"""The messages that are answered, under the number `child`."""
+"""The messages that get an answer, under the number `child`."""
 
 
 class Faults:
-    """Settles what a failed step of one node concerned."""
+    """Fails the tasks, and ends the workers, that a failed step has affected."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class Faults:
         self._feed = feed
 
     def on_effect(self, effect: Effect, error: Exception) -> None:
-        """An effect was not carried out, or not all of it."""
+        """Handle that an effect was not, or only partly, carried out."""
         about = {k: getattr(effect, k, None) for k in ("task", "worker", "tasks")}
         what = _brief(type(effect).__name__, about)
         with _settling(f"carry out {what}", f"carried out {what}", error) as fault:
@@ -67,35 +67,35 @@ class Faults:
                 self._end(about["task"], about["worker"], fault)
 
     def on_event(self, step: Step, args: tuple[object, ...], error: Exception) -> None:
-        """The core has failed to take in an event: this step, with these arguments."""
+        """Handle that a step of the core has failed."""
         own = ("self", "now", "effects")
         named = [n for n in signature(step).parameters if n.strip("_") not in own]
         about: dict[str, Any] = dict(
             zip(filter(lambda n: n.strip("_"), named), args, strict=False)
         )
         what = _brief(step.__name__, about)
-        with _settling(f"take in {what}", f"took in {what}", error) as fault:
+        with _settling(f"handle {what}", f"handled {what}", error) as fault:
             is_cancelled = step is Scheduler.cancel
             self._end(about.get("task"), about.get("worker"), fault, is_cancelled)
 
     def on_message(
         self, worker: LiveWorker, message: Message, error: Exception
     ) -> None:
-        """A worker's message was not taken in, for no fault of the worker's."""
+        """Handle that aiogpu has failed to handle a worker's message."""
         what = f"{type(message).__name__} of worker {worker.id}"
-        with _settling(f"take in {what}", f"took in {what}", error) as fault:
-            if not tell_asker(worker, message, fault):
+        with _settling(f"handle {what}", f"handled {what}", error) as fault:
+            if not fail_request(worker, message, fault):
                 task = TaskId(getattr(message, "task", 0))
                 call = self._calls.get(task)
-                is_its_own = call is not None and call.worker == worker.id
-                self._end(task if is_its_own else None, WorkerId(worker.id), fault)
+                runs_here = call is not None and call.worker == worker.id
+                self._end(task if runs_here else None, WorkerId(worker.id), fault)
 
     def _on_unassigned(self, effect: effects.Assign, fault: Exception) -> None:
-        """End a task that was not sent; a worker that has run others goes on."""
+        """Fail a task that was not sent; a worker that ran tasks before goes on."""
         call, worker = self._calls[effect.task], self._pool.workers.get(effect.worker)
         is_bound = not (effect.is_first or effect.is_last or call.func.actor)
         if worker is None or call.receiver is None or not is_bound:
-            # Nobody knows whether it has its environment, or that it is to end.
+            # The worker may not know its environment, or that it has to end.
             self._end(effect.task, effect.worker, fault)
             return
         worker.unlearn(call.func)
@@ -103,13 +103,13 @@ class Faults:
         self._feed(Scheduler.finish, effect.task, effect.worker)
 
     def _send_one_by_one(self, effect: effects.Ahead) -> None:
-        """Send tasks that could not be sent together."""
+        """Send tasks one by one that could not be sent together."""
         worker = self._pool.workers[effect.worker]
         for task in effect.tasks:
             try:
                 worker.unlearn(self._calls[task].func)
                 self._send_alone(effect.worker, task)
-            except Exception as error:  # noqa: BLE001 - the owner is told
+            except Exception as error:  # noqa: BLE001 - passed to the owner
                 fault = internal_error("sent a task to a worker", error)
                 self._end(task, None, fault)
 
@@ -123,7 +123,7 @@ class Faults:
         """Fail the task, and end a worker whose state is unknown."""
         call = None if task is None else self._calls.get(task)
         if task is not None and call is not None:
-            call.tell(fault)
+            call.fail(fault)
             if not is_cancelled:
                 self._feed(Scheduler.cancel, task)
         if worker is not None and worker in self._pool.workers:
@@ -132,23 +132,23 @@ class Faults:
 
 @contextmanager
 def _settling(doing: str, done: str, error: Exception) -> Iterator[Exception]:
-    """Log a fault and return its error; log a failure of that as well."""
+    """Log a fault and yield its error; log an exception of the block as well."""
     _log.error("! failed to %s", doing, exc_info=error)
     try:
         yield internal_error(done, error)
-    except Exception:  # noqa: BLE001 - there is nobody left to be told
-        _log.exception("! nobody could be told that aiogpu failed to %s", doing)
+    except Exception:  # noqa: BLE001 - nothing more can be done than to log
+        _log.exception("! failed to report that aiogpu failed to %s", doing)
 
 
 def _brief(name: str, about: dict[str, Any]) -> str:
     """Name a step with its task and worker only: its `repr` may fill pages."""
     named = {key: about.get(key) for key in ("task", "worker", "tasks")}
-    told = ", ".join(f"{k} {v}" for k, v in named.items() if v is not None)
-    return f"{name}({told})"
+    shown = ", ".join(f"{k} {v}" for k, v in named.items() if v is not None)
+    return f"{name}({shown})"
 
 
-def tell_asker(caller: Caller, message: Message, fault: Exception) -> bool:
-    """Tell the sender of a question that it failed; False if it was no question."""
+def fail_request(caller: Caller, message: Message, fault: Exception) -> bool:
+    """Answer a request with an error; False if the message needs no answer."""
     if not isinstance(message, _QUESTIONS):
         return False
     settle(Child(caller, message.child), fault)

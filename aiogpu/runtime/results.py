@@ -1,4 +1,4 @@
-"""Tells owners what has become of their tasks, and passes on what streams yield."""
+"""Settles the receivers of tasks, and passes on the items of streams."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from aiogpu.runtime.pending_tasks import (
     pass_on,
     pass_on_report,
     settle,
-    tell_fault,
+    settle_with_fault,
     too_late,
 )
 from aiogpu.runtime.workers.death import Death, describe_death
@@ -52,19 +52,19 @@ _log: Final = logging.getLogger(__name__)
 
 
 WarnOwner = Callable[[int, str], bool]
-"""Has another program, by its number, log a warning; False if it cannot."""
+"""Sends a warning to a program, by number; returns False if the program is gone."""
 
 
 LogFailure = Callable[[int, int, str, str], None]
-"""Writes lines about a task of another program to the log: the program, the task, who
-says it, and the lines."""
+"""Writes lines about a task of another program to the log. The arguments: the program,
+the task, the prefix of the lines, and the lines."""
 
 
 class Results:
-    """Tells the receivers of one node's tasks how these have ended.
+    """Settles the receivers of one node's tasks.
 
     Attributes:
-        deaths: how workers have ended of which the core is being told.
+        deaths: the deaths that the core is being notified of, by worker.
         history: the last tasks that have ended.
     """
 
@@ -83,8 +83,8 @@ class Results:
         self.history = History()
         self._warn_owner = warn_owner
         self._log_failure = log_failure
-        # Whose owners were told, and whose code may not have stopped yet.
-        self._told: dict[int, tuple[str, Failure]] = {}
+        # Outcomes of tasks that are settled, but whose code may still run.
+        self._early_outcomes: dict[int, tuple[str, Failure]] = {}
         self._calls = calls
         self._guard = guard
 
@@ -100,7 +100,7 @@ class Results:
             took = answer.took
             if spec.is_endless:
                 took = round((now - site.began) * 1e6)
-            # As `History.add` does, without a call: this is the usual end.
+            # `History.add`, inlined: this is the usual end of a task.
             site.began = now
             since, client = effect.since, call.client
             history.ring.append(
@@ -109,8 +109,8 @@ class Results:
             history.finished += 1
             try:
                 receiver.settle(answer.payload)
-            except Exception as error:  # noqa: BLE001 - it is told to who waits
-                tell_fault(receiver, error)
+            except Exception as error:  # noqa: BLE001 - passed to the receiver
+                settle_with_fault(receiver, error)
         elif type(answer) is Failed:
             outcome = CANCELLED if answer.kind == STOPPED else FAILED
             failure = Failure.of(answer.type_name, answer.message, answer.traceback)
@@ -122,18 +122,18 @@ class Results:
             settle(receiver, answer)
 
     def fail(self, effect: effects.Fail) -> None:
-        """Settle a task that has no result, with the reason."""
+        """Settle a task without a result, with the reason."""
         call, task, reason = self._calls[effect.task], effect.task, effect.reason
         spec = call.func.spec
         match effect.failure:
             case effects.Failure.EXPIRED:
-                told = f"its timeout of {spec.timeout:g} s: {reason}"
-                self._note(task, call, TaskTimeoutError, told)
-                call.tell(too_late(spec, reason))
+                message = f"its timeout of {spec.timeout:g} s: {reason}"
+                self._note(task, call, TaskTimeoutError, message)
+                call.fail(too_late(spec, reason))
             case effects.Failure.OVERRUN:
-                told = f"its run_timeout of {spec.run_timeout:g} s: {reason}"
-                self._note(task, call, TaskTimeoutError, told)
-                call.tell(overrun(spec.name, spec.run_timeout, reason))
+                message = f"its run_timeout of {spec.run_timeout:g} s: {reason}"
+                self._note(task, call, TaskTimeoutError, message)
+                call.fail(overrun(spec.name, spec.run_timeout, reason))
             case effects.Failure.LOST:
                 assert effect.worker is not None, effect
                 death = self.deaths[effect.worker]
@@ -141,30 +141,30 @@ class Results:
                 if reason:
                     error.add_note(reason)
                 self._note(task, call, type(error), str(error), DIED)
-                call.tell(error)
+                call.fail(error)
             case effects.Failure.DEADLOCKED:
                 self._note(task, call, DeadlockError, reason)
-                call.tell_deadlock(reason)
+                call.fail_deadlocked(reason)
             case effects.Failure.DISOWNED:
-                told = "the task that had started it has ended or is being stopped"
-                self._note(task, call, TaskCancelledError, told, CANCELLED)
-                call.tell_disowned()
+                message = "the task that had started it has ended or is being stopped"
+                self._note(task, call, TaskCancelledError, message, CANCELLED)
+                call.fail_disowned()
             case effects.Failure.ABANDONED:
-                told = "the node was shut down"
-                self._note(task, call, NodeClosedError, told, CANCELLED)
-                call.tell_closed()
+                message = "the node was shut down"
+                self._note(task, call, NodeClosedError, message, CANCELLED)
+                call.fail_closed()
             case effects.Failure.EVICTED:
                 from aiogpu.runtime.callers.leases import removed
 
                 placement_group = spec.shape.request.placement_group
                 assert placement_group is not None, effect
                 self._note(task, call, PlacementRemovedError, reason)
-                call.tell(removed(placement_group.name, spec.name, reason))
+                call.fail(removed(placement_group.name, spec.name, reason))
             case effects.Failure.MISFIT:
                 from aiogpu.runtime.callers.leases import misfit
 
                 self._note(task, call, InfeasibleError, reason)
-                call.tell(misfit(spec, reason))
+                call.fail(misfit(spec, reason))
 
     def _note(
         self,
@@ -174,11 +174,11 @@ class Results:
         message: str,
         outcome: str = FAILED,
     ) -> None:
-        """Keep what its owner is told now until its code has stopped."""
+        """Keep the outcome of a task until its code has stopped."""
         if call.receiver is None:
             return
         failure = Failure.of(error.__name__, message)
-        self._told[task] = outcome, failure
+        self._early_outcomes[task] = outcome, failure
         if outcome != CANCELLED:
             site = self.history.sites[call.worker]
             self._log(call.client, task, call.func.spec.name, site, failure)
@@ -194,7 +194,7 @@ class Results:
             self._log_failure(client, task, f"{name}{pid}", text)
 
     def cause_of(self, task: int, name: str, worker: int, death: Death) -> Exception:
-        """The error of what a worker has run that has died: a task, or an actor."""
+        """Return the error of a task or an actor whose worker has died."""
         return (
             (self._gpu_guard and self._gpu_guard.explain(worker, task))
             or (self._guard and self._guard.explain(name, worker, death))
@@ -202,37 +202,37 @@ class Results:
         )
 
     def warn(self, effect: effects.Warn) -> None:
-        """Warn the program of a task that waits for resources held without end."""
+        """Warn the program of a task that waits for resources that are never freed."""
         from aiogpu.observe.snapshot import stall_warning
 
         node = self._scheduler
         record = node.tasks.get(effect.task)
         if record is None:
-            return  # its time was up at the same moment
+            return  # the task has timed out at the same moment
         client = record.client
         reason = stall_warning(node, record, node.now)
         if self._warn_owner is None or not self._warn_owner(client, reason):
             _log.warning("! %s", reason)
 
     def forget(self, effect: effects.Forget) -> None:
-        """Drop an ended task without waiters, with its arguments."""
+        """Drop an ended task that has no receiver, with its arguments."""
         task, history, now = effect.task, self.history, self._scheduler.now
         call = self._calls.pop(task)
         spec, failure = call.func.spec, None
-        # An actor that nobody has a handle to, and a lease that was held, are done.
+        # An actor without handles and a lease that was held count as finished.
         is_done = spec.is_endless and (effect.has_begun or not spec.is_lease)
         outcome = FINISHED if is_done else CANCELLED
-        if task in self._told:
-            outcome, failure = self._told.pop(task)
+        if task in self._early_outcomes:
+            outcome, failure = self._early_outcomes.pop(task)
         site = history.sites[call.worker if effect.has_begun else 0]
         history.add(
             *(task, spec, call.client, site, effect.since, now, outcome, failure)
         )
 
     def note_stop(self, task: int, error: str, message: str) -> None:
-        """Note why a task is about to be cancelled, or an actor to be killed."""
+        """Note why a task will be cancelled, or an actor killed."""
         if self._calls.get(TaskId(task)) is not None:
-            self._told[task] = CANCELLED, Failure(error, message)
+            self._early_outcomes[task] = CANCELLED, Failure(error, message)
 
     def note_attempt(
         self,
@@ -243,16 +243,16 @@ class Results:
         outcome: str,
         began: float,
     ) -> Sequence[Effect]:
-        """Note an attempt at a task, if another one follows; an event for `feed`."""
+        """Add an attempt to the history, if the task is retried; a step for `feed`."""
         record = scheduler.tasks.get(task)
         if record is not None:
             site = Site(self.history.sites[call.worker].place, began)
-            whose = record.spec, record.client
-            self.history.add(task, *whose, site, record.since, now, outcome)
+            spec, client = record.spec, record.client
+            self.history.add(task, spec, client, site, record.since, now, outcome)
         return NOTHING
 
     def note_call(self, actor: int, name: str, failure: Failure) -> None:
-        """Remember the failure of a call of an actor."""
+        """Add the failure of an actor's call to the history."""
         call, now = self._calls.get(TaskId(actor)), self._scheduler.now
         client, site = OWN if call is None else call.client, Site(None)
         if call is not None:
@@ -278,7 +278,7 @@ class Results:
             pass_on(call.receiver, message.payloads)
 
     def on_report(self, worker: LiveWorker, message: Report) -> None:
-        """A task has reported on itself, or a call of an actor."""
+        """Pass on a report of a task, or of a call of an actor."""
         if worker.actor is not None:
             call: Call | ActorCall | None = worker.actor.calls.get(message.task)
         else:

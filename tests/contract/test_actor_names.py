@@ -71,7 +71,7 @@ async def test_the_loop_turns_while_the_node_has_yet_to_answer(node: Service) ->
             aiogpu.errors.ActorNameError, match="no actor named 'nobody'"
         ):
             await nobody.one.remote()
-        with pytest.raises(aiogpu.errors.ActorNameError, match="'it' lives already"):
+        with pytest.raises(aiogpu.errors.ActorNameError, match="'it' exists already"):
             await taken
         with pytest.raises(aiogpu.ActorDiedError, match="killed"):
             await doomed.add.remote()
@@ -221,7 +221,7 @@ async def test_names() -> None:
         bob = named.remote(1)
         assert repr(bob) == "<ActorHandle Counter 'bob'>"
         assert await aiogpu.get_actor("bob").add.remote() == 2
-        with pytest.raises(aiogpu.errors.ActorNameError, match="'bob' lives already"):
+        with pytest.raises(aiogpu.errors.ActorNameError, match="'bob' exists already"):
             await named.remote()
         assert await named.options(get_if_exists=True).remote(7).add.remote() == 3
         with pytest.raises(

@@ -109,7 +109,7 @@ async def test_who_is_refused_is_told_why(node: Service) -> None:
         first.joined()
         with RawClient(node, first.number) as second:
             (told,) = second.hear_all()
-            assert "each with a number of its own" in str(told)
+            assert "for programs with a free number" in str(told)
         first.say(Inquire(1, "resources", 0))
         assert status_codec.load(first.hear(ChildDone).payload)["CPU"] == 2
 
@@ -130,7 +130,8 @@ async def test_who_breaks_the_rules_is_told_which(node: Service) -> None:
         client.say(Submit(0, 1, 99, NO_ARGUMENTS), Submit(0, 1, 99, NO_ARGUMENTS))
         assert isinstance(client.hear(ChildFailed), ChildFailed)
         told = client.hear(Refused)
-        assert told.reason == "it has said what it may not: the number 1 after 1"
+        expected = "the number 1 was sent after 1; numbers must increase"
+        assert told.reason == f"it broke the protocol: {expected}"
         assert client.hear_all() == []
 
 
@@ -139,7 +140,7 @@ TERMS: Final[list[tuple[dict[str, Any], str]]] = [
     ({"scalars": (("CPU", 1), ("CPU", 1))}, "nobody can ask"),
     ({"timeout": float("nan")}, "nobody can ask"),
     ({"is_lease": True}, "nobody can ask"),
-    ({"is_lease": True, "is_endless": True}, "was declared as no task"),
+    ({"is_lease": True, "is_endless": True}, "was not declared as a task"),
     ({"scalars": (("CPU", 10**9),)}, "can never give"),
 ]
 
@@ -178,11 +179,15 @@ async def test_a_class_is_no_task_and_a_task_no_class(node: Service) -> None:
             client.joined()
             client.say(declared(1, func_of(Counter)), declared(2, func_of(tasks.add)))
             client.say(Submit(0, 1, 1, NO_ARGUMENTS))
-            assert "Counter was declared as no task" in client.hear(ChildFailed).message
+            assert (
+                "Counter was not declared as a task" in client.hear(ChildFailed).message
+            )
             actor = -((client.number << NUMBER_BITS) + 2)
             client.say(Make(actor, 2, NO_ARGUMENTS, "", "", False))
             client.say(Ask(0, 3, actor, "add", NO_ARGUMENTS))
-            assert "add was declared as no actor" in client.hear(ChildFailed).message
+            assert (
+                "add was not declared as an actor" in client.hear(ChildFailed).message
+            )
 
 
 async def test_a_value_of_a_part_that_is_not_there(node: Service) -> None:

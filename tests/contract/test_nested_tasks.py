@@ -127,7 +127,7 @@ async def test_waits_that_can_never_end(node: aiogpu.types.Node) -> None:
     assert failures[0][1] == (
         "add asks for {CPU: 1, GPU: 1}, and those that wait hold it: plain_greedy "
         "holds {CPU: 1, GPU: 1} and waits for add. The wait could never end. Let the "
-        "one that waits ask for less, or end before it starts the other."
+        "waiting task ask for less, or end before it starts the other task."
     )
     assert await nested_tasks.soft_greedy.remote() == ["DeadlockError"] * 2
     name, text = await nested_tasks.grandparent_greedy.remote()

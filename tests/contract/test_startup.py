@@ -505,7 +505,7 @@ async def test_it_says_so_to_who_looks_and_lets_in_nobody_else(
     async with here.looks() as looker:
         assert "is being stopped: no new work" in str(await looker.status())
     with pytest.raises(
-        aiogpu.errors.NodeError, match="is being stopped, and takes in nobody"
+        aiogpu.errors.NodeError, match="is being stopped, and no program can join"
     ):
         await here.join()
 
@@ -518,9 +518,9 @@ async def test_it_waits_for_leases_as_for_tasks(
         lease = await aiogpu.lease(num_gpus=1)
         assert await here.engine.drain(0.01) == "1 lease"
         draining = asyncio.create_task(here.engine.drain(LIMIT))
-        with pytest.raises(aiogpu.errors.NodeClosedError, match="grants nothing"):
+        with pytest.raises(aiogpu.errors.NodeClosedError, match="grants no new leases"):
             await aiogpu.lease(num_cpus=1)
         assert not draining.done()
         await lease.release()
         assert await draining == ""
-    assert "there is still: 1 lease" in caplog.text
+    assert "unfinished: 1 lease" in caplog.text

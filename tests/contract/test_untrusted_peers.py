@@ -102,7 +102,7 @@ async def test_who_does_not_say_which_program_he_is_is_sent_away(
         with RawClient(Service(here.path, os.getpid()), greets=greets) as silent:
             (told,) = await asyncio.to_thread(silent.hear_all)
             assert isinstance(told, Refused)
-            expected = f"was not said within {SOON:g} s which program this is"
+            expected = f"the program did not identify itself within {SOON:g} s"
             assert expected in told.reason
         known.say(Inquire(1, "resources", 0))
         answer = await asyncio.to_thread(known.hear, ChildDone)

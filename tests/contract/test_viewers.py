@@ -95,7 +95,7 @@ async def test_a_viewer_asks_and_leaves(node: Embedded) -> None:
         assert status_codec.load(answer.payload).total["CPU"] == 2
         viewer.say(Inquire(2, "weather", 0), Inquire(3, "timeline", 0))
         failed = await asyncio.to_thread(viewer.hear, ChildFailed)
-        assert "nothing is known of 'weather'" in str(failed)
+        assert "cannot answer 'weather'" in str(failed)
         answer = await asyncio.to_thread(viewer.hear, ChildDone)
         assert not status_codec.load(answer.payload), "nothing has run there"
         viewer.say(Depart())
@@ -135,12 +135,12 @@ async def test_a_program_cannot_work_there(node: Embedded) -> None:
         program.join(only_looks=False)
         (last,) = await asyncio.to_thread(program.hear_all)
         assert isinstance(last, Refused)
-        assert "`aiogpu start --head` starts one for several" in last.reason
+        assert "`aiogpu start --head` starts a node for several" in last.reason
     with RawClient(node.service) as old:
         old.join(only_looks=True, release="0.0.1")
         (last,) = await asyncio.to_thread(old.hear_all)
         assert isinstance(last, Refused)
-        assert "who asks 0.0.1" in last.reason
+        assert "this command 0.0.1" in last.reason
 
 
 async def test_who_says_nothing_is_sent_away(
@@ -150,7 +150,7 @@ async def test_who_says_nothing_is_sent_away(
     with RawClient(node.service) as silent:
         (last,) = await asyncio.to_thread(silent.hear_all)
         assert isinstance(last, Refused)
-        assert "not said within 0.05 s" in last.reason
+        assert "identify itself in 0.05 s" in last.reason
 
 
 async def test_there_are_only_so_many(node: Embedded) -> None:
@@ -161,7 +161,7 @@ async def test_there_are_only_so_many(node: Embedded) -> None:
         with RawClient(node.service) as last:
             (told,) = await asyncio.to_thread(last.hear_all)
             assert isinstance(told, Refused)
-            assert "16 commands look at this node already" in told.reason
+            assert "16 commands are watching this node already" in told.reason
     await until(lambda: not node.viewers)
     with RawClient(node.service) as next_one:
         await asyncio.to_thread(next_one.joined, only_looks=True)

@@ -295,7 +295,7 @@ class Job:
         """Tell who waits that the wait can never end."""
         call = self.node.call_of(self.id)
         if call is not None:
-            call.tell_deadlock(reason)
+            call.fail_deadlocked(reason)
         self.stop()
 
     def end(self) -> None:
@@ -305,7 +305,7 @@ class Job:
         record, call = self.record, node.call_of(self.id)
         if outcome is None and record is not None and call is not None:
             # A Ctrl-C has found this package's own code, or its loop has ended.
-            call.tell_closed()
+            call.fail_closed()
             node.cancel(self.id)
         if outcome is None:
             node.feed(Scheduler.finish, self.id, WorkerId(worker.id))
@@ -512,7 +512,7 @@ class JobDriver(Driver):
         for job in jobs:
             call = self.call_of(job.id)
             if call is not None:
-                call.tell_disowned()
+                call.fail_disowned()
             job.stop()
 
     def _rearm(self, deadline: float | None) -> None:

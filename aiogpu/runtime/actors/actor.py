@@ -1,10 +1,9 @@
 """One actor as the driver knows it: its state, calls, process, and end.
 
-To the core an actor is a task that holds its devices until it ends, and that is retried
-as often as `max_restarts` says. `Actor` is the receiver of that task. The calls of one
-caller begin in the order in which they were made. So a call whose arguments are still
-to come holds up the later calls of its caller. Calls of other callers go on, since the
-missing argument may depend on them.
+To the core an actor is a task that holds its devices until it ends and is retried up to
+`max_restarts` times. `Actor` is the receiver of that task. The calls of one caller
+begin in the order in which they were made, so a call that waits for an argument delays
+its caller's later calls. Calls of other callers go on: the argument may depend on them.
 """
 
 from __future__ import annotations
@@ -42,24 +41,24 @@ class ActorState(Enum):
     """The state of an actor."""
 
     PENDING = "pending"
-    """It waits for a worker, or its constructor runs. Also while it restarts."""
+    """It waits for a worker, or its constructor runs; also during a restart."""
     ALIVE = "alive"
     LEAVING = "leaving"
-    """It ends once it has answered the calls that it was sent."""
+    """It ends once it has answered the calls that were sent to it."""
     DEAD = "dead"
 
 
 @dataclass(slots=True, eq=False)
 class ActorCall:
-    """One call of a method that was not answered.
+    """One unanswered call of a method.
 
     Attributes:
-        receiver: None once nobody waits for the answer.
-        retries_left: how often the call is retried when the process dies; -1 for
-            without limit.
-        limit: for a stream, how many items it may yield in all; 0 for other calls.
-        passed: how many items have come.
-        known_as: the number by which the caller knows the call, if it differs; else 0.
+        receiver: None if the call was cancelled.
+        retries_left: how often the call is retried when the process dies; -1 for no
+            limit.
+        limit: the number of items that a stream may yield in total; 0 for other calls.
+        passed: the number of items received.
+        known_as: the caller's number for the call, if it differs; else 0.
     """
 
     method: str
@@ -80,24 +79,23 @@ class ActorCall:
 
 
 def died(name: str, why: str) -> ActorDiedError:
-    """The error of an actor that is dead."""
+    """Return the error of calls to a dead actor."""
     return ActorDiedError(f"{name} is dead: {why}", name)
 
 
 def leaving(name: str) -> ActorDiedError:
-    """The error of a call to an actor that ends after those before it."""
+    """Return the error of a call to an actor that is about to end."""
     return ActorDiedError(
-        f"{name} takes no more calls: it ends when it has answered those that it was "
-        f"sent.",
+        f"{name} takes no more calls: it ends after the calls that it already has.",
         name,
     )
 
 
 def name_taken(name: str) -> ActorNameError:
-    """The error for a name that a living actor has."""
+    """Return the error for the name of a living actor."""
     return ActorNameError(
-        f"an actor named {name!r} lives already. Give another name, or say "
-        f"get_if_exists=True to have that one."
+        f"an actor named {name!r} exists already. Choose another name, or pass "
+        f"get_if_exists=True to get the existing actor."
     )
 
 
@@ -106,22 +104,22 @@ def not_made(name: str, failed: wire.Failed) -> wire.Failed:
     return failed._replace(task=0, kind=f"{DIED}:{failed.kind}:{name}")
 
 
-def _again(end: Exception) -> Exception:
-    """A copy of the error: one that is raised twice gets a longer traceback."""
-    if not isinstance(end, ActorDiedError):
-        return NodeClosedError(str(end))
-    told = ActorDiedError(str(end), end.actor)
-    told.__cause__ = end.__cause__
-    return told
+def _copy(error: Exception) -> Exception:
+    """Return a copy of an error, since raising an error extends its traceback."""
+    if not isinstance(error, ActorDiedError):
+        return NodeClosedError(str(error))
+    copy = ActorDiedError(str(error), error.actor)
+    copy.__cause__ = error.__cause__
+    return copy
 
 
 @dataclass(slots=True, eq=False)
 class WaitingCall:
-    """A call whose turn has not come.
+    """A call that waits for its arguments, or behind such a call.
 
     Attributes:
-        number: the number by which the caller knows the call.
-        is_due: all arguments are there, or one of them has failed.
+        number: the caller's number for the call.
+        is_due: all arguments have arrived, or an argument has failed.
         failed: the argument that has failed, or None.
     """
 
@@ -143,19 +141,19 @@ class OrderedCallQueue:
         self._later: dict[CallId, CallId] = {}
 
     def number_of(self, known_as: CallId) -> CallId:
-        """The number of a call now, by that under which its caller knows it."""
+        """Translate the caller's number for a call to the current number."""
         return self._later.get(known_as, known_as)
 
     def forget(self, known_as: CallId) -> None:
-        """A call was answered that its caller knows under another number."""
+        """Forget the caller's number for an answered call."""
         self._later.pop(known_as, None)
 
     def holds_back(self, caller: int, payload: bytes) -> bool:
-        """Return whether a call of that caller's with this payload has to wait."""
+        """Return True if a call with this payload from this caller has to wait."""
         return caller in self.callers or not is_complete(payload)
 
     def join(self, caller: int, number: CallId, payload: bytes) -> None:
-        """Have a call wait behind those that its caller made before."""
+        """Queue a call behind the earlier calls of its caller."""
         waiting = WaitingCall(number)
         self.callers.setdefault(caller, deque()).append(waiting)
         if type(payload) is Payload:
@@ -169,7 +167,7 @@ class OrderedCallQueue:
         self._go_on(caller)
 
     def _go_on(self, caller: int) -> None:
-        """Send the calls whose turn has come; one with a failed argument never runs."""
+        """Send the calls that are due; fail the calls with a failed argument."""
         queue, actor = self.callers.get(caller), self._actor
         while queue and queue[0].is_due:
             waiting = queue.popleft()
@@ -177,7 +175,7 @@ class OrderedCallQueue:
             if call is None:
                 continue  # it was cancelled, or the actor has died
             if waiting.failed is None:
-                # Its place is behind the calls that were sent meanwhile.
+                # A new number: the call comes after the calls sent meanwhile.
                 call.known_as = waiting.number
                 later = self._later[waiting.number] = actor.owner.new_number()
                 actor.calls[later] = call
@@ -193,18 +191,18 @@ _log: Final = logging.getLogger(__name__)
 
 
 AHEAD: Final = 256
-"""Calls that a process which runs one at a time may have before it."""
+"""Calls that may be queued in the process of a serial actor."""
 
 
-NO_HANDLE: Final = "nobody had a handle to it any more."
+NO_HANDLE: Final = "its last handle was released."
 
 
 FIRST_CALL: Final = 1 << 40
-"""Number of a node's first call: above those of tasks and of what they are sent."""
+"""Number of a node's first call. It is above the numbers of tasks and of `Run`s."""
 
 
 class Register:
-    """The actors of a node that live or have handles."""
+    """The actors of a node that are alive or have handles."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -217,42 +215,43 @@ class Register:
         return f"<{type(self).__name__} {len(self._actors)}>"
 
     def check_name(self, key: tuple[str, str] | None) -> None:
-        """Raise `ActorNameError` if a living actor has that name."""
+        """Raise `ActorNameError` if a living actor has this name."""
         if key is not None and key in self._named:
             raise name_taken(key[1])
 
     def name(self, actor: Actor) -> None:
-        """Let it be found by its name, if it has one."""
+        """Register an actor under its name, if it has a name."""
         if actor.key is not None:
             self._named[actor.key] = actor
 
     def add(self, actor: Actor, public: int) -> None:
-        """Let it be found by its id, and by the one that a worker has given it."""
+        """Register an actor under its id and under its creator's id for it."""
         self._actors[actor.id] = actor
         if public:
             self._actors[public] = actor
             actor.aliases.append(public)
 
     def get(self, actor: int) -> Actor | None:
-        """Return an actor that lives or has handles; None for others."""
+        """Return an actor by id; None if it is dead and has no handles."""
         return self._actors.get(actor)
 
     def all(self) -> list[Actor]:
-        """Return all actors that live or have handles, each once."""
-        return [one for known_as, one in self._actors.items() if known_as == one.id]
+        """Return all actors that are alive or have handles, each once."""
+        return [actor for key, actor in self._actors.items() if key == actor.id]
 
     def listed(
         self,
         place_of: Callable[[Actor], tuple[int, int] | None],
         client_of: Callable[[int], int],
     ) -> tuple[ActorStatus, ...]:
-        """The actors as `status()` shows them.
+        """Return the actors for `status()`.
 
-        Those that have a process, by number, then the first of those that wait for one.
+        Actors with a process come first, by number; then the first actors that wait
+        for a process.
 
         Args:
-            place_of: gives an actor's worker and the process id of that, None without.
-            client_of: gives whose an actor is, by its number.
+            place_of: returns an actor's worker and its process id; None for none.
+            client_of: returns the program that owns an actor, by the actor's number.
         """
         from aiogpu.observe.snapshot import LISTED
 
@@ -267,8 +266,11 @@ class Register:
             else:
                 placed.append(_status(actor, place, client_of(actor.id)))
         placed.sort(key=lambda status: status.id)
-        rest = [_status(it, None, client_of(it.id)) for it in islice(pending, LISTED)]
-        return (*placed, *rest)
+        waiting = [
+            _status(actor, None, client_of(actor.id))
+            for actor in islice(pending, LISTED)
+        ]
+        return (*placed, *waiting)
 
     def held(self, actor: int, _name: str = "") -> Actor:
         """See `ActorsPort.held`."""
@@ -277,18 +279,18 @@ class Register:
         return self._actors[actor]
 
     def unknown(self, actor: int) -> Exception:
-        """Return the error for an unknown actor, or one without handles."""
+        """Return the error for an actor that is unknown or was never made."""
         refused = self._refused.get(actor)
         return refused or ActorDiedError(
-            f"the actor {actor} has ended with its last handle."
+            f"the actor {actor} has ended, since its last handle was released."
         )
 
     def refuse(self, public: int, error: Exception) -> None:
-        """Note why one is not made that a worker wanted."""
+        """Note why a caller's actor was not made."""
         self._refused[public] = error
 
     def find(self, key: tuple[str, str]) -> Actor | None:
-        """Return the living actor of a name, and count one more handle."""
+        """Return the living actor with this name, and count one more handle."""
         actor = self._named.get(key)
         if actor is not None:
             actor.holders += 1
@@ -319,34 +321,34 @@ class Register:
     def forget(self, actor: Actor) -> None:
         """Forget the actor if it is dead and has no handles."""
         if not actor.holders and actor.state is ActorState.DEAD:
-            for known_as in (actor.id, *actor.aliases):
-                self._actors.pop(known_as, None)
+            for key in (actor.id, *actor.aliases):
+                self._actors.pop(key, None)
 
     def free_name(self, actor: Actor) -> None:
-        """Another one may have its name."""
+        """Free the actor's name for another actor."""
         if actor.key is not None and self._named.get(actor.key) is actor:
             del self._named[actor.key]
 
     def caller_here(self) -> int:
-        """Tell the callers of this process apart; they are one unless overridden."""
+        """Return the id of the caller in this process; 0 unless overridden."""
         return 0
 
     def on_idle(self, actor: Actor) -> None:
-        """Called when an actor has no handles and no unanswered calls."""
+        """Handle that an actor has no handles and no unanswered calls."""
         raise NotImplementedError
 
     def on_leaving(self, actor: Actor) -> None:
-        """Called when an actor was told to end."""
+        """Handle that an actor was told to end."""
         self.free_name(actor)
 
     def on_dead(self, actor: Actor) -> None:
-        """An actor is dead."""
+        """Handle that an actor is dead."""
         self.free_name(actor)
         self.forget(actor)
 
 
 def _status(actor: Actor, place: tuple[int, int] | None, client: int) -> ActorStatus:
-    from aiogpu.observe.status import ActorStatus  # late: few programs ask for it
+    from aiogpu.observe.status import ActorStatus  # late: few programs need it
 
     namespace, name = actor.key or ("", None)
     worker, pid = place or (None, 0)
@@ -362,28 +364,28 @@ def _status(actor: Actor, place: tuple[int, int] | None, client: int) -> ActorSt
 
 
 class Actor:
-    """One actor; it receives the end of the task that it is to the core.
+    """One actor, which is the receiver of its task in the core.
 
     Attributes:
-        id: the id of that task; 0 before it was submitted.
-        aliases: the ids that workers and programs gave it when they created it.
-        func: its class.
-        key: namespace and name by which it can be found, or None.
-        holders: the number of handles; it ends with the last one.
-        is_ending: it ends after the calls that it was sent, however many handles exist.
-        is_serial: its process runs one call at a time.
+        id: the id of the actor's task; 0 before the task is submitted.
+        aliases: the ids that the creating workers and programs chose for the actor.
+        func: the class.
+        key: the namespace and name, or None.
+        holders: the number of handles; the actor ends with the last handle.
+        is_ending: the actor ends after the calls that it was sent, even with handles.
+        is_serial: the process runs one call at a time.
         state: see `ActorState`; only methods of this class change it.
-        is_gone: it is dead, and its process has ended.
-        has_lived: its constructor has returned at least once.
-        worker: its process, None while there is none.
-        drops: how many calls that were sent to this process have been dropped.
+        is_gone: the actor is dead, and its process has ended.
+        has_lived: the constructor has returned at least once.
+        worker: the process, None while there is none.
+        drops: the number of sent calls that were dropped in this process.
         is_killed: `kill` has ended this process, and the actor restarts.
-        calls: calls that were not answered, by number.
+        calls: the unanswered calls, by number.
         mailboxes: the queue of each concurrency group.
-        terms: how its calls are run.
-        timers: of the calls that run and have a `run_timeout`.
-        waiting: calls that wait for their arguments.
-        owner: the register that this actor is in.
+        terms: how the calls are run.
+        timers: the timers of running calls that have a `run_timeout`.
+        waiting: the calls that wait for their arguments.
+        owner: the register of this actor.
     """
 
     def __init__(
@@ -428,11 +430,11 @@ class Actor:
         return self.func.spec.name
 
     def holder(self) -> ActorHold:
-        """Return an object that counts as a handle; see `ActorPort.holder`."""
+        """Return an object that counts as one handle; see `ActorPort.holder`."""
         return ActorHold(self.id, self.owner)
 
     def pass_on(self, hold: object) -> None:
-        """A handle to it is being pickled; see `ActorPort.pass_on`."""
+        """Note that a handle is being pickled; see `ActorPort.pass_on`."""
         add_actor(self.id, hold)
 
     def call(
@@ -442,9 +444,9 @@ class Actor:
         receiver: Receiver,
         caller: int | None = None,
     ) -> CallId:
-        """Call a method; gives the call's number, 0 if it takes no more calls.
+        """Call a method and return the call's number, 0 if the actor is ending.
 
-        `caller` is the worker from which it comes; None for code of this process.
+        `caller` is the id of the calling worker; None for code of this process.
         """
         if self._end is not None or self.is_ending:
             self._refuse(receiver)
@@ -469,20 +471,20 @@ class Actor:
         return number
 
     def post(self, number: CallId, mailbox: Mailbox) -> None:
-        """Send a call, or have it wait for its process."""
+        """Send a call, or queue it until there is a process."""
         if self.worker is None or self.worker.peer is None:
-            # It waits for a process; it may not count as lost with the last one.
+            # The call was not sent, so it is not lost with the last process.
             mailbox.is_open = False
             mailbox.post(number)
         elif mailbox.post(number):
             try:
                 self.worker.peer.post(self.calls[number].order(number, self.worker))
-            except Exception as error:  # noqa: BLE001 - it is told to who waits
+            except Exception as error:  # noqa: BLE001 - passed to the receiver
                 self._fail_call(number, error)
                 self._send(mailbox.take())
 
     def demand(self, number: CallId, limit: int) -> None:
-        """A call that is a stream may yield so many items in all."""
+        """Let a stream yield `limit` items in total."""
         number = self.waiting.number_of(number)
         call = self.calls.get(number)
         if call is None or not call.limit:
@@ -492,7 +494,7 @@ class Actor:
             self.worker.peer.post(wire.Demand(number, limit))
 
     def await_ready(self, receiver: Receiver) -> None:
-        """Tell it when the constructor has returned, or why it never will."""
+        """Settle the receiver when the constructor has returned or has failed."""
         if self._end is not None:
             self._tell_end(receiver)
         elif self.state is ActorState.PENDING:
@@ -501,21 +503,21 @@ class Actor:
             receiver.settle(NONE_PAYLOAD)
 
     def await_end(self, receiver: Receiver) -> None:
-        """Tell it when the process has ended."""
+        """Settle the receiver when the actor is dead and its process has ended."""
         if self.is_gone:
             receiver.settle(NONE_PAYLOAD)
         else:
             self._end_awaited_by.append(receiver)
 
     def note_gone(self) -> None:
-        """Note that the last process of the actor has gone."""
+        """Note that the last process of the actor has ended."""
         self.is_gone = True
         waiting, self._end_awaited_by = self._end_awaited_by, []
         for receiver in waiting:
             receiver.settle(NONE_PAYLOAD)
 
     def delay(self, number: CallId, delay: Delay) -> None:
-        """Put `delay` around the receivers of a call, or all those of the actor."""
+        """Wrap the receiver of a call, or all receivers of the actor, in `delay`."""
         calls = [self.calls[number]] if number in self.calls else []
         is_for_all = number in (self.id, EACH)
         for call in self.calls.values() if is_for_all else calls:
@@ -526,9 +528,9 @@ class Actor:
             self._end_awaited_by = [*map(delay, self._end_awaited_by)]
 
     def on_created(self) -> None:
-        """The constructor has returned."""
+        """Handle that the constructor has returned."""
         if self.state is not ActorState.PENDING:
-            return  # it was killed meanwhile
+            return  # the actor was killed meanwhile
         self.has_lived = True
         self.state = ActorState.ALIVE
         waiting, self._awaited_by = self._awaited_by, []
@@ -539,7 +541,7 @@ class Actor:
         self.look_if_idle()
 
     def on_answer(self, answer: wire.Done | wire.Failed) -> None:
-        """A call was answered."""
+        """Handle the answer to a call."""
         call = self.calls.pop(answer.task, None)
         if call is None:
             return
@@ -563,13 +565,13 @@ class Actor:
 
     def _reject(self, receiver: Receiver | None, failed: wire.Failed) -> None:
         if failed.kind == LEFT:
-            self.leave("it was ended by exit_actor().")
+            self.leave("a call ended it by exit_actor().")
         if receiver is None:
             return
         if failed.kind == LEFT:
-            receiver.settle(died(self.name, "this call has ended it by exit_actor()."))
+            receiver.settle(died(self.name, "this call ended it by exit_actor()."))
         elif failed.kind == STOPPED and self.state is ActorState.LEAVING:
-            # It was stopped with its process, and not by its caller.
+            # The call was stopped with its process, not cancelled by its caller.
             receiver.settle(died(self.name, self._why_left))
         else:
             receiver.settle(failed)
@@ -581,25 +583,25 @@ class Actor:
             for number in numbers:
                 try:
                     post(self.calls[number].order(number, worker))
-                except Exception as error:  # noqa: BLE001 - it is told to who waits
+                except Exception as error:  # noqa: BLE001 - passed to the receiver
                     failed.append(self.calls[number].mailbox)
                     self._fail_call(number, error)
-            # Others may go in their place, which no answer will call for.
+            # No answer will free these places, so send other calls now.
             numbers = [number for mailbox in failed for number in mailbox.take()]
 
     def _fail_call(self, number: CallId, error: Exception) -> None:
-        """A call could not be sent, for no fault of its process; so it never runs."""
+        """Fail a call that aiogpu itself has failed to send."""
         call = self.calls.pop(number)
         call.mailbox.sent.pop(number, None)
         self.waiting.forget(call.known_as)
         _log.error("! failed to send %s.%s", self.name, call.method, exc_info=error)
         if call.receiver is not None:
-            told = internal_error(f"sent a call of {self.name}.{call.method}", error)
-            settle(call.receiver, told)
+            doing = f"sent a call of {self.name}.{call.method}"
+            settle(call.receiver, internal_error(doing, error))
         self.look_if_idle()
 
     def cancel(self, number: CallId) -> bool:
-        """Cancel a call; return True if its process must be told."""
+        """Cancel a call; return True if its process must be notified."""
         call = self.calls.get(number)
         if call is None or call.receiver is None:
             return False
@@ -616,10 +618,10 @@ class Actor:
         self.look_if_idle()
 
     def look_if_idle(self) -> None:
-        """Check whether the actor has no handles and no unanswered calls."""
+        """End the actor if it has no handles and no unanswered calls."""
         if (self.holders and not self.is_ending) or len(self.calls) > self._unwanted:
             return
-        # One whose first constructor has begun ends after it.
+        # During its first constructor an actor is left alone; `on_created` checks it.
         is_waiting = self.state is ActorState.PENDING and (
             self.has_lived or self.worker is None
         )
@@ -628,11 +630,11 @@ class Actor:
 
     @property
     def why_idle(self) -> str:
-        """Explain why nobody can call the actor."""
+        """The reason why no more calls can come."""
         return "its `async with` block was left." if self.holders else NO_HANDLE
 
     def leave(self, why: str) -> None:
-        """Have it end after what it was sent."""
+        """Tell the process to end after the calls that it was sent."""
         if self.state is not ActorState.ALIVE:
             return
         self.state, self._why_left = ActorState.LEAVING, why
@@ -641,10 +643,10 @@ class Actor:
         self.owner.on_leaving(self)
 
     def lose(self, begun: CallId) -> list[Receiver]:
-        """Note that the process has gone; return the waiters of its lost calls.
+        """Note that the process has ended; return the receivers of its lost calls.
 
         Args:
-            begun: the highest number that it had begun.
+            begun: the highest number of a call that the process had begun.
         """
         self._stop_timers()
         self.worker = None
@@ -673,10 +675,10 @@ class Actor:
         for timer in timers.values():
             timer.cancel()
 
-    # What follows is said of the task that it is to the core.
+    # The actor as the receiver of its task
 
     def settle(self, outcome: Outcome) -> None:
-        """Note the end: an orderly one, a failed constructor, or an error."""
+        """Note the end: an orderly end, a failed constructor, or an error."""
         if isinstance(outcome, bytes):
             self.die(died(self.name, self._why_left))
         elif isinstance(outcome, wire.Failed):
@@ -685,7 +687,7 @@ class Actor:
             self.die(self._death_by(outcome))
 
     def break_down(self, failed: wire.Failed, cause: Exception) -> None:
-        """Note that the constructor has failed with this exception, in this process."""
+        """Note that the constructor has raised this exception in this process."""
         error = died(
             self.name, f"its constructor raised {failed.type_name}: {failed.message}"
         )
@@ -698,13 +700,13 @@ class Actor:
         notes = getattr(error, "__notes__", [])
         why = " ".join([str(error), *notes])
         if self.is_killed:
-            why = "it was killed, without restarts left."
-        told = died(self.name, why)
-        told.__cause__ = error
-        return told
+            why = "it was killed, and has no restarts left."
+        death = died(self.name, why)
+        death.__cause__ = error
+        return death
 
     def die(self, why: Exception | wire.Failed) -> None:
-        """Fail all waiters with the error, and those that come later."""
+        """Mark the actor as dead, and fail all present and later calls."""
         if self._end is not None:
             return
         self._end, self.state = why, ActorState.DEAD
@@ -726,11 +728,11 @@ class Actor:
             self._tell_end(receiver)
 
     def _tell_end(self, receiver: Receiver) -> None:
-        """Tell a receiver why this actor is dead.
+        """Settle a receiver with the reason why this actor is dead.
 
-        A failed constructor's exception is the user's: only the receiver unpickles it.
+        A failed constructor's exception stays pickled: only the receiver unpickles it.
         """
         if isinstance(self._end, wire.Failed):
             receiver.settle(self._end)
         elif self._end is not None:
-            receiver.settle(_again(self._end))
+            receiver.settle(_copy(self._end))

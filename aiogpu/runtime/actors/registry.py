@@ -1,11 +1,7 @@
-"""All actors of a node: made, called, found by name, counted, listed, ended.
+"""The actors of a node: creation, calls, lookup by name, restart and end.
 
-`WaitGraph` finds actors that wait for each other's calls without end, and ends one such
-wait. Its nodes are processes whose main thread is bound to wait (see
-`wire.messages.Wait`): of actors, and of plain tasks. A process waits for another if it
-waits for a call of an actor that runs one call at a time, or for a child task. A cycle
-never ends by itself. The core finds deadlocks over resources; calls of actors never
-come to the core.
+`WaitGraph` finds actors that wait for each other's calls forever, and fails one of
+these calls. The core finds deadlocks over resources, but never sees calls of actors.
 """
 
 from __future__ import annotations
@@ -54,11 +50,11 @@ Check = Callable[[FunctionSpec, bytes], None]
 
 
 class TaskPort(Protocol):
-    """The interface of the driver to actors, each of which is a task of the driver."""
+    """The part of the driver that actors use. To the driver an actor is a task."""
 
     @property
     def feed(self) -> Feed:
-        """Tells the core what happened."""
+        """Passes events to the core."""
 
     def submit(
         self,
@@ -68,47 +64,47 @@ class TaskPort(Protocol):
         parent: TaskId | None = None,
         client: ClientId = OWN,
     ) -> int:
-        """Start a task; gives its id."""
+        """Start a task and return its id."""
 
     def cancel(self, task: int) -> None:
         """Stop a task."""
 
     def on_answer(self, worker: int, answer: Done | Failed) -> None:
-        """A worker has ended a task."""
+        """Handle a worker's answer to a task."""
 
     def on_created(self, task: TaskId) -> None:
-        """The constructor of an actor has returned."""
+        """Handle that the constructor of an actor has returned."""
 
 
 LEAVE_LIMIT: Final = 5.0
-"""Seconds that an actor gets to end by itself: `close()`, `__del__`, `atexit`."""
+"""Seconds in which an actor may end by itself: `close()`, `__del__`, `atexit`."""
 
 
 SPOILT: Final = 0.1
-"""Seconds from the answer after which a process is unfit to go on until it is ended.
-Calls that it has begun by then may end as they will."""
+"""Seconds from the answer that makes a process unfit for use until the process is
+ended. The calls that it has begun may finish in this time."""
 
 
 STOPPING: Final = {
     SERIAL: "It is being stopped",
-    ASYNC: "It is cancelled where it next awaits",
+    ASYNC: "It is cancelled at its next await",
     THREADED: "A thread cannot be interrupted, so its code goes on",
 }
-"""What becomes of a call that has run for too long, by how its actor runs calls."""
+"""How a call that exceeds `run_timeout` is stopped, by the mode of its actor."""
 
 
 INTERRUPT_EVERY: Final = 0.05
-"""Seconds between two interrupts of a method that has not heard the first."""
+"""Seconds between two interrupts of a method that has not reacted to the first."""
 
 
 class Actors(Register):
     """The actors of one node.
 
     Attributes:
-        workers: those that are actors, by id.
-        begun: gives the number of the last call that a serial actor's process, by its
-            worker's id, has begun.
-        check: refuses a class and arguments that this node can never serve.
+        workers: the workers that are actors, by id.
+        begun: returns the number of the last call that a worker has begun, by the id
+            of the worker; for serial actors only.
+        check: raises if this node can never serve a class with these arguments.
     """
 
     def __init__(
@@ -141,26 +137,26 @@ class Actors(Register):
         public: int = 0,
         client: ClientId = OWN,
     ) -> Actor:
-        """Make an actor, which waits for its place as a task does.
+        """Make an actor, which queues for its resources as a task does.
 
-        Whoever asks holds one handle to it. See `ActorsPort.create`. `public` is
-        the id by which a worker or a client calls it who has it made.
+        The caller holds one handle to the actor; see `ActorsPort.create`. `public` is
+        the id that the creating worker or client has chosen for the actor.
         """
         self.check(func, payload)
-        if get_if_exists and key is not None and (found := self.find(key)):
-            self.add(found, public)
-            return found
+        if get_if_exists and key is not None and (existing := self.find(key)):
+            self.add(existing, public)
+            return existing
         self.check_name(key)
         actor = Actor(func, self, key)
         self.name(actor)
         if func.spec.is_detached:
-            actor.holders += 1  # the node's own, until it is killed
+            actor.holders += 1  # the node's own handle, until the actor is killed
         actor.id = self._tasks.submit(func, payload, actor, None, client)
         self.add(actor, public)
         return actor
 
     def room(self, actor: int) -> tuple[int | None, str]:
-        """Return how many actors like it can live at once, and what each asks for."""
+        """Return how many such actors fit on the node, and the request of each."""
         found = self.get(actor)
         if found is None:
             raise self.unknown(actor)
@@ -175,7 +171,7 @@ class Actors(Register):
         receiver.settle(dump_whole(self.room(actor)))
 
     def receiver_of(self, actor: int, number: int) -> Receiver | None:
-        """Return the receiver of a call, by the number that its caller was given."""
+        """Return the receiver of a call, by the number that the caller knows."""
         found = self._actors.get(actor)
         if found is None:
             return None
@@ -198,7 +194,7 @@ class Actors(Register):
         found.look_if_idle()
 
     def demand(self, actor: int, number: int, limit: int) -> None:
-        """A stream's consumer has taken items: it may yield so many in all."""
+        """Let a stream yield `limit` items in total."""
         found = self._actors.get(actor)
         if found is not None:
             found.demand(number, limit)
@@ -206,9 +202,9 @@ class Actors(Register):
     def _interrupt(
         self, actor: Actor, worker: LiveWorker, number: int, is_first: bool = False
     ) -> None:
-        """Interrupt the one call that runs, if it is that one, until it has heard.
+        """Interrupt a call of a serial actor again and again until it ends.
 
-        One that has not begun a while after it was dropped never will.
+        A call that has not begun one interval after it was dropped never begins.
         """
         if actor.worker is not worker or number not in actor.calls:
             return
@@ -221,7 +217,7 @@ class Actors(Register):
             )
 
     def call_off(self, worker_id: int, attempt: int) -> int:
-        """Have an actor end with its node; gives the call to interrupt, 0 for none."""
+        """End an actor with its node; return the call to interrupt, 0 for none."""
         worker = self.workers.get(worker_id)
         if worker is None:
             return 0
@@ -231,43 +227,43 @@ class Actors(Register):
         return begun if begun >= FIRST_CALL else 0
 
     def kill(self, actor: int, no_restart: bool = True) -> None:
-        """End an actor's process at once, and the actor too unless it may restart."""
+        """Kill an actor's process, and the actor too unless it may restart."""
         found = self._actors.get(actor)
         if found is None or found.state is ActorState.DEAD:
             return
         if no_restart:
-            died = ActorDiedError(f"{found.name} was killed.", found.name)
-            found.die(died)
-            self._results.note_stop(found.id, type(died).__name__, str(died))
+            error = ActorDiedError(f"{found.name} was killed.", found.name)
+            found.die(error)
+            self._results.note_stop(found.id, type(error).__name__, str(error))
             self._tasks.cancel(found.id)
         elif found.worker is not None:
             found.is_killed = True
             for mailbox in found.mailboxes.values():
-                mailbox.is_open = False  # what comes from now on is for the next one
+                mailbox.is_open = False  # later calls are for the next process
             self._pool.kill(found.worker.id)
 
     def _end_spoilt(self, worker: LiveWorker) -> None:
-        """End that process, unless a new process has replaced it."""
+        """Kill a spoilt process, unless a new process has replaced it."""
         actor = worker.actor
         if actor is not None and actor.worker is worker:
             self.kill(actor.id, no_restart=False)
 
     def release_worker(self, worker: int) -> None:
-        """A worker runs tasks: it was to be an actor, and that was taken back."""
+        """Let a worker run tasks after the actor that it was assigned was revoked."""
         self.workers.pop(worker).actor = None
 
     def terminate(self, actor: int) -> None:
-        """End an actor after the calls it was sent, even if it has handles."""
+        """End an actor after the calls that it was sent, even if handles exist."""
         found = self._actors.get(actor)
         if found is not None:
             found.is_ending = True
             found.look_if_idle()
 
     def creation(self, worker: LiveWorker, task: TaskId, call: Call) -> Create:
-        """Return the message that makes a worker an actor."""
+        """Return the message that turns a worker into an actor."""
         actor = call.receiver
         assert isinstance(actor, Actor), call
-        actor.id = task  # it may be placed before it is submitted for good
+        actor.id = task  # `submit` may assign the actor before it returns the id
         actor.worker, worker.actor = worker, actor
         actor.drops, actor.is_killed = 0, False
         self.workers[worker.id] = worker
@@ -275,7 +271,7 @@ class Actors(Register):
         terms = call.func.actor
         assert terms is not None, call
         if not terms.keeps_cpus:
-            # Once the effect that this is a part of is carried out.
+            # Queued: handled after the current effect.
             self._tasks.feed(Scheduler.release_cpus, task)
         return Create(
             actor.id,
@@ -288,11 +284,11 @@ class Actors(Register):
         )
 
     def on_gone(self, worker_id: int, death: Death) -> Callable[[], None] | None:
-        """Note that a process has ended; the core is notified next.
+        """Note that a process has ended. The caller notifies the core next.
 
         Returns:
-            What is to be done when the core has said whether another one follows; None
-            if the worker was no actor's.
+            A function that fails the lost calls; call it once the core has decided
+            about a restart. None if the worker was no actor.
         """
         worker = self.workers.pop(worker_id, None)
         if worker is None or worker.actor is None:
@@ -302,7 +298,7 @@ class Actors(Register):
         lost = actor.lose(death.begun)
         cause = None
         if lost and not was_killed:
-            cause = self._results.cause_of(*(actor.id, actor.name, worker_id, death))
+            cause = self._results.cause_of(actor.id, actor.name, worker_id, death)
         if was_leaving:
             actor.settle(b"")
             self._tasks.cancel(actor.id)
@@ -332,14 +328,14 @@ class Actors(Register):
             if message.is_spoilt:
                 self._loop.call_later(SPOILT, self._end_spoilt, worker)
             if not is_own:
-                message = self._told_of(worker_id, actor, message)
+                message = self._failure_of(worker_id, actor, message)
         if is_own:
             self._tasks.on_answer(worker_id, message)  # type: ignore[arg-type]
         else:
             actor.on_answer(message)  # type: ignore[arg-type]
 
-    def _told_of(self, worker: int, actor: Actor, failed: Failed) -> Failed:
-        """Return the outcome of a failed call."""
+    def _failure_of(self, worker: int, actor: Actor, failed: Failed) -> Failed:
+        """Note the failure of a call; return it as the caller gets it."""
         call = actor.calls.get(failed.task)
         name = actor.name
         if call is not None:
@@ -352,17 +348,17 @@ class Actors(Register):
         return failed
 
     def on_began(self, actor: Actor, number: int, when: float) -> None:
-        """The code of a call has begun whose run is timed, by the loop's clock."""
+        """Start the timer of a call with a `run_timeout`, which began at `when`."""
         call = actor.calls.get(number)
         limit = None if call is None else actor.terms.run_limits.get(call.method)
         if limit is not None:
-            left = when + limit - self._loop.time()
+            delay = when + limit - self._loop.time()
             actor.timers[number] = self._loop.call_later(
-                max(left, 0.0), self.overrun, actor, number, context=Context()
+                max(delay, 0.0), self.overrun, actor, number, context=Context()
             )
 
     def overrun(self, actor: Actor, number: int) -> None:
-        """A call has run for its `run_timeout`: its caller has the error."""
+        """Fail and stop a call that has run for its `run_timeout`."""
         call = actor.calls.get(number)
         timer = actor.timers.pop(number, None)
         if call is None or call.receiver is None or timer is None:
@@ -378,14 +374,14 @@ class Actors(Register):
         settle(receiver, error)
 
     def end_of_client(self, client: ClientId, why: str) -> list[TaskId]:
-        """End the actors that a program has made, even if others have handles.
+        """End a program's actors, even if other programs have handles.
 
-        Detached ones live on.
+        Detached actors live on.
 
         Returns:
-            The tasks that those actors are which were told to end.
+            The tasks of the actors that were told to end.
         """
-        found = []
+        tasks = []
         for actor in self.all():
             record = self._scheduler.tasks.get(TaskId(actor.id))
             if (
@@ -393,17 +389,17 @@ class Actors(Register):
                 and record.client == client
                 and not record.spec.is_detached
             ):
-                actor.is_ending = True  # others may not call it any more
+                actor.is_ending = True  # refuse calls from other programs
                 self._leave(actor, why)
-                found.append(record.id)
-        return found
+                tasks.append(record.id)
+        return tasks
 
     def on_idle(self, actor: Actor) -> None:
         """See `Register`."""
         self._leave(actor, actor.why_idle)
 
     def _leave(self, actor: Actor, why: str) -> None:
-        """End an actor after what it was sent; at once if it waits for its process."""
+        """End an actor after its sent calls; at once if it has no process yet."""
         if actor.state is ActorState.PENDING:
             self._tasks.cancel(actor.id)
             actor.die(died(actor.name, why))
@@ -413,7 +409,7 @@ class Actors(Register):
     def on_leaving(self, actor: Actor) -> None:
         """See `Register`."""
         super().on_leaving(actor)
-        # In a context of its own: that of an inline task would keep its arguments.
+        # An empty context: the context of an inline task would keep its arguments.
         self._loop.call_later(LEAVE_LIMIT, self._end, actor, context=Context())
 
     def _end(self, actor: Actor) -> None:
@@ -433,7 +429,7 @@ class Edge(NamedTuple):
 
     Attributes:
         waiter: the process that waits.
-        number: the call or child that it waits for, by its own number.
+        number: the awaited call or child, by the waiter's own number.
         awaited: the process that has to go on first.
     """
 
@@ -443,7 +439,13 @@ class Edge(NamedTuple):
 
 
 class WaitGraph:
-    """Which process of a node waits for which."""
+    """The processes of a node that wait for each other.
+
+    The nodes of the graph are processes whose main thread is bound to wait (see
+    `wire.messages.Wait`), of actors and of plain tasks. A process waits for another if
+    it waits for a child task, or for a call of an actor that runs one call at a time. A
+    cycle never ends by itself.
+    """
 
     def __init__(
         self,
@@ -456,9 +458,9 @@ class WaitGraph:
         self._caller_of = caller_of
 
     def end_deadlock(self, caller: Caller) -> None:
-        """Fail a call of each cycle that goes through a process which waits now.
+        """Fail one call of each cycle through a process that starts to wait.
 
-        Each cycle is closed by a wait, so no other process has to be looked at.
+        Only a new wait can close a cycle, so no other process has to be checked.
         """
         numbers = caller.bound
         is_known = (
@@ -475,7 +477,7 @@ class WaitGraph:
                 return
 
     def _find_cycle(self, start: Caller) -> list[Edge]:
-        """The edges of a cycle through a process, from it and back; none without."""
+        """Return the edges of a cycle that starts at a process; empty for none."""
         seen: set[Caller] = set()
         paths: list[tuple[Caller, list[Edge]]] = [(start, [])]
         while paths:
@@ -495,12 +497,12 @@ class WaitGraph:
                 yield Edge(waiter, number, awaited)
 
     def _awaited(self, waiter: Caller, number: int) -> Caller | None:
-        """The process that has to go on before a call or a child can end."""
+        """Return the process that has to go on before a call or a child can end."""
         if number in waiter.asked:
             actor = self._actors.get(waiter.asked[number][0])
             if actor is None:
                 return None
-            # A constructor has the main thread, whatever its methods are run by.
+            # A constructor occupies the main thread, whatever runs the methods.
             is_one_by_one = actor.is_serial or actor.state is ActorState.PENDING
             worker = actor.worker if is_one_by_one else None
             return None if worker is None else self._caller_of(worker.id)
@@ -511,24 +513,24 @@ class WaitGraph:
         return self._caller_of(record.worker.id)
 
     def _fail_one(self, cycle: list[Edge]) -> bool:
-        """Fail the latest call of a cycle, one that has not begun if there is one."""
-        found = []
+        """Fail the latest call of a cycle, preferably one that has not begun."""
+        candidates = []
         for edge in cycle:
             actor, number, call = self._call_of(edge)
             if call is not None and call.receiver is not None:
                 has_begun = number <= self._actors.begun(edge.awaited.id)
-                found.append((not has_begun, number, actor, call))
-        if not found:
+                candidates.append((not has_begun, number, actor, call))
+        if not candidates:
             return False
-        *_, number, actor, call = max(found, key=lambda one: one[:2])
-        told = ", and ".join(map(self._told, cycle))
+        *_, number, actor, call = max(candidates, key=lambda entry: entry[:2])
+        waits = ", and ".join(map(self._describe, cycle))
         receiver = call.receiver
         assert actor is not None, call
         assert receiver is not None, call
         self._actors.cancel(actor.id, number)
         receiver.settle(
             DeadlockError(
-                f"{told}. Each of these actors runs one call at a time, so the wait "
+                f"{waits}. Each of these actors runs one call at a time, so the wait "
                 f"could never end. Give one of them max_concurrency=2 or more or "
                 f"`async def` methods, or return before the other one calls back."
             )
@@ -536,7 +538,7 @@ class WaitGraph:
         return True
 
     def _call_of(self, edge: Edge) -> tuple[Actor | None, int, ActorCall | None]:
-        """The call that is waited for, and of which actor; None for a task."""
+        """Return the awaited actor, number and call; (None, 0, None) for a task."""
         public, number = edge.waiter.asked.get(edge.number, (0, 0))
         actor = self._actors.get(public)
         if actor is None:
@@ -544,7 +546,7 @@ class WaitGraph:
         number = actor.waiting.number_of(number)
         return actor, number, actor.calls.get(number)
 
-    def _told(self, edge: Edge) -> str:
+    def _describe(self, edge: Edge) -> str:
         waiter = self._running(edge.waiter)
         actor, number, call = self._call_of(edge)
         awaited = self._running(edge.awaited)
@@ -558,7 +560,7 @@ class WaitGraph:
         return f"{waiter} waits for {actor.name}.{call.method}{order}"
 
     def _running(self, caller: Caller) -> str:
-        """The name of what a process runs."""
+        """Return the name of the task, call or constructor that a process runs."""
         actor = caller.actor
         if actor is None:
             worker = self._scheduler.workers.get(WorkerId(caller.id))

@@ -1,8 +1,8 @@
-"""A caller over a socket: a worker for its task, or a joined program.
+"""A caller over a socket: a worker that runs a task, or a joined program.
 
-`Child` waits for a task or a call on behalf of a caller. A program's numbers are
-checked (`check_claims`): a number given twice would take the place of the one before,
-and what went by that would be nobody's when the program goes.
+`Child` waits for a task or a call on behalf of a caller. `check_claims` checks the
+numbers that a program assigns: a number used twice would replace an earlier child,
+which would then outlive the program.
 """
 
 from __future__ import annotations
@@ -34,20 +34,24 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class Caller(Borrower):
-    """One connection by which tasks are started and values are lent.
+    """A connection that starts tasks and borrows values.
+
+    The caller chooses the numbers of its functions, children and requests.
 
     Attributes:
-        client: whose its tasks are that nobody else has started.
-        program: what the workers of its tasks begin with; "" for the node's own.
-        declared: what the tasks that it starts are, by its own numbers.
-        children: those of them that have not ended, by its own numbers.
-        asked: its unanswered calls of actors and their numbers, by its own.
-        waits_for: for which of both a worker's task waits.
-        waits_elsewhere: those of them that are no tasks of its own and have not come:
-            calls of actors, and values.
-        bound: for which of these its main thread waits; see `wire.messages.Wait`.
-        fetched: values that it has asked for and that have not come.
-        actor: what it is, None for what is no actor.
+        client: the program that owns the tasks started without a parent.
+        program: the key of the `Program` that its workers start from; "" for the
+            node's own.
+        declared: the declared functions, by number.
+        children: ids of the child tasks that have not ended, by number.
+        asked: actor and call number of each unanswered call, by number.
+        waits_for: numbers of the children and calls that a worker's task waits for.
+        waits_elsewhere: the part of `waits_for` that is not a child task and has not
+            been answered: calls of actors, and values.
+        bound: the part of `waits_for` that blocks the main thread; see
+            `wire.messages.Wait`.
+        fetched: the requested values that have not been sent, by number.
+        actor: the actor that runs in this worker, None for none.
     """
 
     client: ClientId = field(default=OWN, kw_only=True)
@@ -64,36 +68,37 @@ class Caller(Borrower):
     actor: Actor | None = field(default=None, kw_only=True)
 
     def return_loans(self) -> None:
-        """Return all loans: the caller has ended."""
+        """Return all loans of a caller that has ended."""
         if self.borrowers is None or self.store is None:
             return
         if self.client:
-            # All its tasks are cancelled, and of a cancelled task nobody is told.
+            # All its tasks are cancelled, and cancelled tasks are not settled.
             error: AiogpuError = TaskCancelledError(
                 "the task was stopped, since the program that had started it has ended."
             )
         else:
             error = WorkerDiedError(
                 f"the result is lost: the worker (pid {self.pid}) that had started the "
-                f"task ended before it had passed on what it was told. Let tasks that "
-                f"hand on handles end by themselves.",
+                f"task ended before it had passed on the result. Do not end a process "
+                f"whose task returns handles before the task has returned.",
                 self.pid,
             )
         self.store.forget(self.borrowers, error, is_all=bool(self.client))
 
 
 UNREAD: Final = 1 << 18
-"""Bytes that a caller has not read, beyond which reports are not passed on."""
+"""Reports are dropped while a caller has more than this many unread bytes."""
 
 
 class Child:
-    """Waits for a child in its parent's stead, and passes on how it ends.
+    """The receiver of a child task; passes the outcome to the caller.
 
     Attributes:
         caller: the parent's worker, or a client.
-        number: of the child, by which the caller knows it.
-        lost: reports that were not passed on since the last one.
-        values: tell others the same, or that part of it; None for nobody.
+        number: the caller's number for the child.
+        lost: the number of reports dropped since the last report that was passed on.
+        values: values that settle with the result or a part of it, each with the
+            number of the part; None for none.
     """
 
     __slots__ = ("caller", "lost", "number", "values")
@@ -150,7 +155,7 @@ class Child:
             self.lost = 0
 
     def receive_items(self, payloads: tuple[bytes, ...]) -> None:
-        """Pass on items of its stream."""
+        """Pass on items of the child's stream."""
         if self.caller.peer is not None:
             lent = tuple(map(self.caller.borrow, payloads))
             self.caller.peer.post(wire.ChildItems(self.number, lent))
@@ -159,10 +164,10 @@ class Child:
 def pass_on_all(
     receivers: Sequence[Receiver | None], payloads: Sequence[bytes]
 ) -> bool:
-    """Pass on plain results that one caller waits for, all at once.
+    """Pass on plain results in one write, if all are for the same caller.
 
     Returns:
-        False where each is to be told by itself; then nobody was.
+        False if the caller must settle each receiver alone; then none was settled.
     """
     first = receivers[0]
     if type(first) is not Child or first.caller.fetched:
@@ -182,7 +187,7 @@ def pass_on_all(
 
 
 class Question(Child):
-    """A call of an actor or a fetch of a value, on behalf of a caller."""
+    """The receiver of a caller's call of an actor or of a requested value."""
 
     __slots__ = ("_on_end",)
 
@@ -203,18 +208,19 @@ class Client(Caller):
     """One program that has joined.
 
     Attributes:
-        name: how people know it.
-        shows: whether it is sent what its tasks print.
-        only_looks: whether it runs nothing, and is listed nowhere.
-        is_joined: whether it has said what its workers begin with.
-        wish: what the core is told of it with its first lease, if it looks so far.
-        pidfd: tells its end, whoever else has its connection open; -1 for none.
-        is_slow: it has not read what it was sent.
-        is_behind: so much that nothing more of it is started.
-        leases: numbers of those children that are leases, asked for or granted, and
-            not given back.
-        last: the highest number that it has given to anything.
-        departing: tasks whose code has not stopped, since it says that it leaves.
+        name: the name shown to users.
+        shows: the program is sent the output of its tasks.
+        only_looks: the program runs no tasks and is not listed.
+        is_joined: its `Join` was accepted.
+        pending_join: arguments of `Scheduler.join` for a program that only looks; the
+            program joins the scheduler with its first lease. None otherwise.
+        pidfd: signals the end of the process, even if a fork keeps the connection
+            open; -1 for none.
+        is_slow: it has not read everything that it was sent.
+        is_behind: it has so many unread bytes that none of its tasks are started.
+        leases: numbers of the children that are leases, requested or granted.
+        last: the highest number that it has assigned.
+        departing: after a `Depart`, the tasks whose code has not stopped.
     """
 
     name: str = ""
@@ -223,7 +229,7 @@ class Client(Caller):
     is_joined: bool = False
     is_slow: bool = False
     is_behind: bool = False
-    wish: tuple[ClientId, float, Limits] | None = None
+    pending_join: tuple[ClientId, float, Limits] | None = None
     pidfd: int = -1
     last: int = 0
     departing: set[TaskId] = field(default_factory=set)
@@ -231,9 +237,9 @@ class Client(Caller):
 
 
 class LeaseChild(Child):
-    """Tells a program of a lease that it has asked for; see `LeaseReceiver`.
+    """The receiver of a program's lease; see `LeaseReceiver`.
 
-    The lease is the program's once it is granted, until it gives it back or ends.
+    A granted lease belongs to the program until the program returns it or ends.
     """
 
     __slots__ = ()
@@ -242,17 +248,17 @@ class LeaseChild(Child):
 
     @property
     def pid(self) -> int:
-        """The program's process."""
+        """Process id of the program."""
         return self.caller.pid
 
     def settle(self, outcome: Outcome) -> None:
-        """The lease is granted, is refused, or has gone with its node."""
+        """Pass on that the lease is granted, refused, or lost with its node."""
         task = self.caller.children.get(self.number)
         super().settle(outcome)
         if not isinstance(outcome, bytes):
             self.caller.leases.discard(self.number)
         elif task is not None:
-            # It stays a child until it is given back.
+            # A granted lease stays a child until the program returns it.
             self.caller.children[self.number] = task
 
 
@@ -265,10 +271,10 @@ _OF_VALUES: Final = frozenset({wire.Put, wire.PutFailed, wire.Share})
 
 
 def check_claims(client: Client, message: wire.Message) -> None:
-    """Check the numbers and ids that a message gives to what it begins.
+    """Check the numbers and ids that a message assigns.
 
     Raises:
-        ProtocolError: one was given before, or is another's.
+        ProtocolError: a number was used before, or an id belongs to another program.
     """
     kind = type(message)
     if kind in _ASKING:
@@ -280,7 +286,7 @@ def check_claims(client: Client, message: wire.Message) -> None:
 
 
 def count_fresh(client: Client, submits: Sequence[wire.Submit]) -> int:
-    """Count the leading requests with their own numbers, and assign those."""
+    """Return how many leading requests have new numbers, and note these numbers."""
     last = client.last
     for place, submit in enumerate(submits):
         if submit.child <= last:
@@ -292,15 +298,17 @@ def count_fresh(client: Client, submits: Sequence[wire.Submit]) -> int:
 
 
 def _count(client: Client, number: int) -> None:
-    """Numbers go up, so that none comes twice."""
+    """Note a number; numbers must increase, so that none is used twice."""
     if number <= client.last:
-        raise ProtocolError(f"the number {number} after {client.last}")
+        raise ProtocolError(
+            f"the number {number} was sent after {client.last}; numbers must increase"
+        )
     client.last = number
 
 
 def _number(client: Client, identity: int) -> int:
-    """By which a client knows what it has given an id."""
+    """Return the number that a client has turned into an id."""
     number = -identity - (client.id << wire.NUMBER_BITS)
     if not 0 < number < 1 << wire.NUMBER_BITS:
-        raise ProtocolError(f"the id {identity}, which is not one of its own")
+        raise ProtocolError(f"the id {identity} is outside of the program's range")
     return number

@@ -1,11 +1,10 @@
 """The leases and placement groups of one node, and their holders.
 
-A lease is asked for as a task is submitted, and given up by cancelling that. It ends
-when all processes have ended that were started with its variables: a killed holder
-leaves orphans, and a careless one leaves them too. They are no children of this
-process, and who has started them may have been killed, so they are looked up in /proc
-by what the lease's environment has marked them with; their ends are seen on pidfds, and
-then it is looked again, until there is none (`LeaseProcessWatcher`).
+A lease is requested like a task, and returned by cancelling that task. It is free again
+when all processes that were started with its variables have ended: a killed or careless
+holder leaves orphans. `LeaseProcessWatcher` finds them in /proc by a mark in their
+environment, since they are no children of this process, waits for their ends on pidfds,
+and repeats the search until there are none.
 """
 
 from __future__ import annotations
@@ -40,24 +39,24 @@ if TYPE_CHECKING:
 
 
 AGAIN: Final = 1.0
-"""Seconds until it is looked again where it cannot be, or no pidfd can be had."""
+"""Seconds until the next search if the search failed or no pidfd was available."""
 
 
 AMID_EXEC: Final = 0.05
-"""Seconds for which a process without variables is looked at again: when it begins a
-program, the kernel shows none for a millisecond or more."""
+"""Seconds for which a process without variables is read again: during execve(2) the
+kernel shows no variables for a millisecond or more."""
 
 
 def find_marked(mark: str, proc: StrPath = PROC) -> tuple[int, ...]:
-    """The live processes of this user with that `NAME=value` among their variables.
+    """Return this user's processes that have `NAME=value` in their environment.
 
-    A variable of which the mark is one of several values, parted by commas, counts.
-    Processes that have thrown their variables away are not found. Blocks for up to
-    `AMID_EXEC` where there are any.
+    The value may be one of several, separated by commas. Processes that have erased
+    their environment are not found; if there are any, the call blocks for up to
+    `AMID_EXEC`.
     """
     name, _, value = mark.partition("=")
-    begin = name.encode() + b"="
-    found, user = [], os.getuid()
+    prefix = name.encode() + b"="
+    pids, user = [], os.getuid()
     unread = [entry.path for entry in os.scandir(proc) if entry.name.isdigit()]
     ends = time.monotonic() + AMID_EXEC
     while unread:
@@ -69,22 +68,22 @@ def find_marked(mark: str, proc: StrPath = PROC) -> tuple[int, ...]:
                 variables = read_bytes(f"{path}/environ").split(b"\0")
                 if variables == [b""] and os.readlink(f"{path}/exe"):
                     empty.append(path)
-                marks = [it[len(begin) :] for it in variables if it.startswith(begin)]
-                if any(value.encode() in each.split(b",") for each in marks):
-                    found.append(int(os.path.basename(path)))
+                lists = [v[len(prefix) :] for v in variables if v.startswith(prefix)]
+                if any(value.encode() in marks.split(b",") for marks in lists):
+                    pids.append(int(os.path.basename(path)))
         if time.monotonic() > ends:
             break
         unread = empty
         if unread:
             time.sleep(1e-3)
-    return tuple(found)
+    return tuple(pids)
 
 
 class LeaseProcessWatcher:
     """Watches the processes that still use an ended lease.
 
     Attributes:
-        pids: all that were found, those included that have ended.
+        pids: all processes found so far, including ended ones.
     """
 
     def __init__(
@@ -94,13 +93,13 @@ class LeaseProcessWatcher:
         on_gone: Callable[[Collection[int]], None],
         find: Callable[[str], Collection[int]] = find_marked,
     ) -> None:
-        """Begin to look.
+        """Start the first search.
 
         Args:
-            loop: calls what is told.
-            mark: the variable that they inherit, `NAME=value`.
-            on_gone: told once that none is left, and which there were.
-            find: looks them up, in a thread: there may be thousands of processes.
+            loop: runs the callbacks.
+            mark: the variable that the processes inherit, `NAME=value`.
+            on_gone: called once, when no process is left, with all that there were.
+            find: searches in a thread, since there may be thousands of processes.
         """
         self.pids: set[int] = set()
         self._loop = loop
@@ -127,33 +126,33 @@ class LeaseProcessWatcher:
         Thread(target=self._run, name="aiogpu-remains", daemon=True).start()
 
     def _run(self) -> None:
-        found: Collection[int] | None = None
+        pids: Collection[int] | None = None
         with suppress(OSError):  # there are too many open files
-            found = self._find(self._mark)
-        with suppress(RuntimeError):  # the loop may be closed meanwhile
-            self._loop.call_soon_threadsafe(self._note, found)
+            pids = self._find(self._mark)
+        with suppress(RuntimeError):  # the loop may have been closed
+            self._loop.call_soon_threadsafe(self._note, pids)
 
-    def _note(self, found: Collection[int] | None) -> None:
+    def _note(self, pids: Collection[int] | None) -> None:
         if self._on_gone is None:
             return
-        if found is None:
+        if pids is None:
             self._timer = self._loop.call_later(AGAIN, self._look)
             return
-        self.pids.update(found)
-        unseen = [pid for pid in found if not self._watch(pid)]
+        self.pids.update(pids)
+        unseen = [pid for pid in pids if not self._watch(pid)]
         if self._pidfds:
             return
         if unseen:
             self._timer = self._loop.call_later(AGAIN, self._look)
             return
-        if found:
-            self._look()  # they have ended since; who knows what they have started
+        if pids:
+            self._look()  # they have ended, but may have started other processes
             return
         on_gone, self._on_gone = self._on_gone, None
         on_gone(self.pids)
 
     def _watch(self, pid: int) -> bool:
-        """Have the end of a process seen; False where that cannot be."""
+        """Watch for the end of a process; False if no pidfd is available."""
         try:
             pidfd = os.pidfd_open(pid)
         except ProcessLookupError:
@@ -176,7 +175,7 @@ class LeaseProcessWatcher:
 
 
 def removed(placement: str, name: str, reason: str) -> PlacementRemovedError:
-    """The error of what was to run in a placement, or did."""
+    """Return the error of a task or lease whose placement group was removed."""
     return PlacementRemovedError(
         f"{placement}, the placement of {name}, {reason}; {name} ends with it.",
         placement,
@@ -184,35 +183,36 @@ def removed(placement: str, name: str, reason: str) -> PlacementRemovedError:
 
 
 def misfit(spec: TaskSpec, reason: str) -> InfeasibleError:
-    """The error of what can never run in the bundles of its placement."""
+    """Return the error of a task that can never fit into its placement group."""
     return InfeasibleError(
         f"{spec.name} asks for {spec.shape.request}, and can never run there: "
-        f"{reason}. Ask for less, or for a placement that has it."
+        f"{reason}. Ask for less, or make a larger placement group."
     )
 
 
 class LeaseReceiver(Receiver, Protocol):
     """Receives the grant or the failure of a lease.
 
-    It is settled with a `Bind`, packed; later it may be settled once more, with the
-    reason why the lease is gone.
+    It is settled with a packed `Bind`, and perhaps again later with the error that
+    ended the lease.
     """
 
     @property
     def pid(self) -> int:
-        """Process id of the program that asks."""
+        """Process id of the requesting program."""
         ...
 
 
 @dataclass(slots=True, eq=False)
 class HeldLease:
-    """A lease that is held.
+    """A granted lease.
 
     Attributes:
-        pid: process id of the program that has asked for it.
-        name: of the lease.
-        mark: what the processes have inherited that it is for.
-        remains: what is left of these, once it is to be given back.
+        pid: process id of the requesting program.
+        name: the name of the lease.
+        mark: the variable that processes with this lease inherit, `NAME=value`.
+        lease: the share of the node's resources.
+        remains: waits for these processes once the lease is being returned.
     """
 
     pid: int
@@ -223,7 +223,7 @@ class HeldLease:
 
 
 class Leases:
-    """All leases that others hold."""
+    """All leases and placement groups of one node."""
 
     def __init__(
         self,
@@ -247,10 +247,7 @@ class Leases:
 
     @property
     def pids(self) -> dict[int, int]:
-        """Process ids of the programs that have asked for leases, by holder.
-
-        Those of placements as well.
-        """
+        """Process ids of the programs with leases or placements, by holder."""
         for task in list(self._placements):
             if task not in self._calls:
                 del self._placements[task]
@@ -258,7 +255,7 @@ class Leases:
         return held | {int(holder): pid for holder, pid in self._placements.values()}
 
     def roots_of(self, key: Key) -> Mapping[int, int]:
-        """The programs that have a lease of a device, each with the holder's id."""
+        """Return the programs that lease a device: process id to holder id."""
         kind, index = key
         return {
             held.pid: int(holder)
@@ -267,7 +264,7 @@ class Leases:
         }
 
     def grant(self, effect: effects.Granted) -> None:
-        """Tell who has asked for a lease or a placement group that it is there."""
+        """Settle the receiver of a granted lease or placement group."""
         call = self._calls[effect.task]
         func, receiver = call.func, cast("LeaseReceiver", call.receiver)
         if func.spec.is_grouped:
@@ -285,10 +282,10 @@ class Leases:
         receiver.settle(pack(bind._replace(environ=environ)))
 
     def reclaim(self, effect: effects.Reclaim) -> None:
-        """Give a lease back once all processes that it was for have ended."""
+        """Return a lease to the core once all processes that use it have ended."""
         held, holder = self._held.get(effect.holder), effect.holder
         if held is None:
-            # It was never told that it has it.
+            # The lease was never granted to the program.
             self._feed(Scheduler.lease_returned, holder)
             return
         held.remains = LeaseProcessWatcher(
@@ -304,7 +301,7 @@ class Leases:
         self._feed(Scheduler.lease_returned, holder, settles)
 
     def close(self) -> None:
-        """Close with the node; processes that use its leases go on."""
+        """Stop watching: the node closes. Processes with its leases go on."""
         for held in self._held.values():
             if held.remains is not None:
                 held.remains.close()

@@ -1,9 +1,8 @@
-"""The programs that have joined a node: who they are, what they may, how they leave.
+"""The programs that have joined a node: admission, messages, and departure.
 
-To the rest of the node a program is what a worker is with respect to the tasks that it
-has started. What it says is taken in like a worker's; when it goes, all that is its own
-is stopped, and nothing else. On an orderly `Depart` it is told when its tasks have
-stopped.
+To the rest of the node a program is a `Caller`, like a worker that starts child tasks.
+When its connection ends, its own tasks and actors are stopped, and no others. On an
+orderly `Depart`, the node replies once the program's tasks have stopped.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from aiogpu.errors import AiogpuError, NodeClosedError, ProtocolError
 from aiogpu.observe.status_codec import status_codec
 from aiogpu.runtime.callers.caller import Child, Client, check_claims
 from aiogpu.runtime.callers.requests import Requests
-from aiogpu.runtime.callers.viewers import Answer
+from aiogpu.runtime.callers.viewers import Answer, unknown_question
 from aiogpu.runtime.connection import Peer, Recipient
 from aiogpu.runtime.directories import BACKLOG
 from aiogpu.runtime.driver import Driver
@@ -47,12 +46,12 @@ class ServerInfo:
     """The facts about a node that clients receive.
 
     Attributes:
-        node: its id.
+        node: the id of the node.
         descriptors: path of the socket for shared memory.
-        spill: directory for values for which there is no memory, "" for the system's.
-        ledger: what it has to share out, as plain values.
+        spill: directory for values that do not fit into memory, "" for the default.
+        ledger: the node's resources, packed.
         release: the version of aiogpu.
-        limits: what each of them may have at once.
+        limits: the limits of each program.
     """
 
     node: str
@@ -64,18 +63,18 @@ class ServerInfo:
 
 
 WITHIN: Final = 10.0
-"""Seconds in which a program says it; it does so at once, unless it is stopped."""
+"""Seconds in which a program must identify itself; it takes so long only if stopped."""
 
 
 AT_ONCE: Final = 1000
-"""Tasks of a client that has gone which are stopped in one turn of the loop."""
+"""Tasks of a disconnected client that are cancelled in one turn of the loop."""
 
 
 FIRST_LOOK: Final = 1e-3
 
 
 LONGEST_LOOK: Final = 0.02
-"""Seconds between two looks at whether all of a client that leaves has stopped."""
+"""Most seconds between two checks if a departing client's tasks have stopped."""
 
 
 _log: Final = logging.getLogger(__name__)
@@ -90,21 +89,21 @@ _NEW_WORK: Final = frozenset({wire.Submit, wire.Ask, wire.Make, wire.TakeLease})
 
 
 BACKLOG_OF_RESULTS: Final = 16 << 20
-"""Bytes that a program has not read, beyond which nothing more of it is started."""
+"""No tasks of a program are started while it has more than this many unread bytes."""
 
 
 BACKLOG_EVERY: Final = 0.1
-"""Seconds between two looks at a program that reads too slowly."""
+"""Seconds between two checks of a program that reads too slowly."""
 
 
 class Clients:
     """The programs that have joined one node.
 
     Attributes:
-        routes: takes the lines of their tasks to them.
-        is_draining: no new work is taken.
+        routes: sends the programs the output of their tasks.
+        is_draining: new work is refused.
         by_id: the programs by number.
-        ends_at: when what runs is ended, by the loop's clock, where the node drains.
+        ends_at: the loop time at which running tasks are ended if the node drains.
     """
 
     def __init__(
@@ -121,14 +120,14 @@ class Clients:
         """Prepare; `listen` lets programs join.
 
         Args:
-            loop: runs all of it.
-            driver: runs their tasks.
-            requests: takes in what they ask as workers do.
-            zygotes: forks their workers.
-            store: keeps their values.
-            server_info: what they find here.
-            answers: what can be asked of the node, by what it is called.
-            log: keeps every line of every task; None for nobody.
+            loop: the event loop of the node.
+            driver: runs the programs' tasks.
+            requests: handles the requests that workers can send too.
+            zygotes: forks the programs' workers.
+            store: keeps the programs' values.
+            server_info: the facts sent to each program.
+            answers: the questions about the node that programs may ask, by name.
+            log: stores all output of tasks; None for no log.
         """
         self.is_draining = False
         self.ends_at: float | None = None
@@ -142,7 +141,7 @@ class Clients:
         self._server_info = server_info
         self._answers = answers
         self._server: asyncio.AbstractServer | None = None
-        self._doing: set[asyncio.Task[None]] = set()
+        self._replies: set[asyncio.Task[None]] = set()
         self._unnamed: dict[Peer, asyncio.TimerHandle] = {}
         self._left: dict[int, Client] = {}
 
@@ -152,10 +151,9 @@ class Clients:
     async def listen(
         self, listening: socket.socket, on_heard: Callable[[int], object]
     ) -> None:
-        """Let programs join over this socket, which is bound and listens.
+        """Let programs join over a socket that is bound and listens.
 
-        `on_heard` is told whenever something has come from one of them, and how many
-        messages.
+        `on_heard` is called when data has arrived, with the number of messages.
         """
 
         def accept() -> Peer:
@@ -164,7 +162,7 @@ class Clients:
             self._unnamed[peer] = late
             return peer
 
-        # asyncio calls listen(2) once more, with 100 unless told otherwise.
+        # asyncio calls listen(2) again, by default with a backlog of 100.
         self._server = await self._loop.create_unix_server(
             accept, sock=listening, backlog=BACKLOG
         )
@@ -172,7 +170,7 @@ class Clients:
     def _turn_away(self, peer: Peer) -> None:
         """Disconnect a client that has not identified itself in time."""
         del self._unnamed[peer]
-        peer.refuse(f"it was not said within {WITHIN:g} s which program this is")
+        peer.refuse(f"the program did not identify itself within {WITHIN:g} s")
         for client in list(self.by_id.values()):
             if client.peer is peer:
                 self._on_lost(client)
@@ -189,7 +187,10 @@ class Clients:
         )
         if not is_client or hello.id in self.by_id:
             self._note_named(peer)
-            peer.refuse("this socket is for programs, each with a number of its own")
+            peer.refuse(
+                f"this socket is for programs with a free number, and {hello.id} is "
+                f"taken or reserved"
+            )
             return None
         client = Client(
             hello.id,
@@ -199,12 +200,12 @@ class Clients:
             peer=peer,
         )
         self.by_id[client.id] = self._store.clients[client.id] = client
-        # A fork of it may keep the connection open; see pidfd_open(2).
+        # A fork of the program may keep the connection open; see pidfd_open(2).
         with suppress(OSError):
             client.pidfd = os.pidfd_open(client.pid)
             self._loop.add_reader(client.pidfd, peer.abort)
         return Recipient(
-            partial(self._hear, client),
+            partial(self._on_messages, client),
             partial(self._on_lost, client),
             partial(self._on_slow, client),
         )
@@ -225,7 +226,7 @@ class Clients:
             client.peer.resume()
 
     def _watch_backlog(self, client: Client) -> None:
-        """Look now and then how much a program has not read, while it is slow."""
+        """Check the unread bytes of a slow program at intervals."""
         if client.is_slow and client.peer is not None:
             if client.peer.unsent > BACKLOG_OF_RESULTS:
                 self._set_behind(client, True)
@@ -237,12 +238,12 @@ class Clients:
             client.is_behind = is_behind
             self._driver.feed(Scheduler.set_behind, client.client, is_behind)
 
-    def _hear(self, client: Client, messages: list[wire.Message]) -> None:
+    def _on_messages(self, client: Client, messages: list[wire.Message]) -> None:
         is_open = client.is_joined and not self.is_draining
         row: list[wire.Submit] = []
         try:
             for message in messages:
-                # By far the commonest, where programs are in a hurry.
+                # By far the most frequent message of a busy program.
                 if (
                     is_open
                     and type(message) is wire.Submit
@@ -253,34 +254,34 @@ class Clients:
                 self._requests.submit_all(client, row)
                 row = []
                 try:
-                    self._take(client, message)
+                    self._handle(client, message)
                 except (AiogpuError, OSError):
                     raise
                 except Exception as error:
-                    from aiogpu.runtime.internal_faults import tell_asker
+                    from aiogpu.runtime.internal_faults import fail_request
 
-                    what = f"took in {type(message).__name__} of a program"
-                    if not tell_asker(client, message, internal_error(what, error)):
+                    doing = f"handled {type(message).__name__} of a program"
+                    if not fail_request(client, message, internal_error(doing, error)):
                         raise
-                    _log.exception("! failed to take in %s", type(message).__name__)
+                    _log.exception("! failed to handle %s", type(message).__name__)
             self._requests.submit_all(client, row)
-        except Exception as error:  # noqa: BLE001 - one of them harms no other
-            is_told = isinstance(error, ProtocolError | OSError | AiogpuError)
+        except Exception as error:  # noqa: BLE001 - other programs go on
+            is_expected = isinstance(error, ProtocolError | OSError | AiogpuError)
             kind = type(error).__name__
             _log.warning(
                 "! cut off %s (pid %d): %r",
                 client.name or client.id,
                 client.pid,
                 error,
-                exc_info=not is_told,
+                exc_info=not is_expected,
             )
             if client.peer is not None:
-                why = "it has said what it may not"
-                if not is_told:
+                why = "it broke the protocol"
+                if not is_expected:
                     why = f"aiogpu itself has failed, please report it: {kind}"
                 client.peer.drop(f"{why}: {error}")
 
-    def _take(self, client: Client, message: wire.Message) -> None:
+    def _handle(self, client: Client, message: wire.Message) -> None:
         kind = type(message)
         check_claims(client, message)
         if kind in _CARRIERS:
@@ -292,20 +293,20 @@ class Clients:
             self._refuse(client, message)
             return
         if client.is_joined is not (kind is not wire.Join):
-            raise ProtocolError(f"{kind.__name__} where it may not be")
+            raise ProtocolError(f"unexpected {kind.__name__} message")
         if kind is wire.Join:
             self._join(client, message)  # type: ignore[arg-type]
         elif kind is wire.Inquire:
-            self._do(self._tell(client, message))  # type: ignore[arg-type]
+            self._reply_with(self._answer(client, message))  # type: ignore[arg-type]
         elif kind is wire.Stopping:
             self._driver.announce_stop(client.client)
         elif kind is wire.Depart:
             self._depart(client)
         elif kind is wire.TakeLease:
-            if client.wish is not None:
-                # From now on its limits and its turn are as any other program's.
-                self._driver.feed(Scheduler.join, *client.wish)
-                client.wish = None
+            if client.pending_join is not None:
+                # From now on the core treats it like any other program.
+                self._driver.feed(Scheduler.join, *client.pending_join)
+                client.pending_join = None
             self._requests.take_lease(client, message)  # type: ignore[arg-type]
         else:
             if kind is wire.Withdraw:
@@ -314,7 +315,7 @@ class Clients:
 
     def _refuse(self, client: Client, message: wire.Message) -> None:
         is_lease = isinstance(message, wire.TakeLease)
-        what = "grants nothing" if is_lease else "takes no new work"
+        what = "grants no new leases" if is_lease else "takes no new work"
         error = NodeClosedError(f"the node is being stopped, and {what}.")
         if isinstance(message, wire.Make):
             self._driver.actors.refuse(message.actor, error)
@@ -322,19 +323,19 @@ class Clients:
             Child(client, message.child).settle(error)  # type: ignore[union-attr]
 
     def _join(self, client: Client, join: wire.Join) -> None:
-        ours = self._server_info
+        info = self._server_info
         peer = client.peer
         assert peer is not None, client
         self._note_named(peer)
-        if join.release != ours.release:
+        if join.release != info.release:
             peer.refuse(
-                f"the node runs aiogpu {ours.release}, the program {join.release}; use "
-                f"the same version in both, or start the node anew"
+                f"the node runs aiogpu {info.release}, the program {join.release}; use "
+                f"the same version in both, or restart the node"
             )
             self._on_lost(client)
             return
         if self.is_draining and not join.only_looks:
-            peer.refuse("this node is being stopped, and takes in nobody")
+            peer.refuse("this node is being stopped, and no program can join")
             self._on_lost(client)
             return
         program = Program(
@@ -343,54 +344,55 @@ class Clients:
         )
         client.name, client.shows = join.name, join.shows
         client.only_looks = join.only_looks
-        joined = (client.client, join.weight, ours.limits)
+        joined = (client.client, join.weight, info.limits)
         if client.only_looks:
-            client.wish = joined
+            client.pending_join = joined
         else:
             client.program = program.key
             self._zygotes.join(client.program, program)
             self._driver.feed(Scheduler.join, *joined)
         client.is_joined = True
-        self._do(self._welcome(client))
+        self._reply_with(self._welcome(client))
 
     async def _welcome(self, client: Client) -> None:
-        """Let a program begin as soon as workers can be forked for it."""
-        ours, peer = self._server_info, client.peer
+        """Send a program its `Welcome` once workers can be forked for it."""
+        info, peer = self._server_info, client.peer
         if peer is None:
-            return  # it has gone before its turn
+            return  # the program has disconnected
         try:
             if not client.only_looks:
                 await self._zygotes.joined(client.program)
-        except Exception as error:  # noqa: BLE001 - it is told to who has asked
+        except Exception as error:  # noqa: BLE001 - sent to the program
             peer.send_one(wire.ChildFailed(0, *pack_own_error(error).why))
             return
         page = f"/proc/{os.getpid()}/fd/{self._zygotes.config.page}"
         peer.send_one(
-            wire.Welcome(ours.node, ours.descriptors, page, ours.spill, ours.ledger)
+            wire.Welcome(info.node, info.descriptors, page, info.spill, info.ledger)
         )
 
-    def _do(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        doing = self._loop.create_task(coroutine)
-        self._doing.add(doing)
-        doing.add_done_callback(self._doing.discard)
+    def _reply_with(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Run a coroutine that sends a reply; `close` cancels it."""
+        reply = self._loop.create_task(coroutine)
+        self._replies.add(reply)
+        reply.add_done_callback(self._replies.discard)
 
-    async def _tell(self, client: Client, inquiry: wire.Inquire) -> None:
-        """Answer what a client asks of the node."""
+    async def _answer(self, client: Client, inquiry: wire.Inquire) -> None:
+        """Answer a client's question about the node."""
         child = Child(client, inquiry.child)
         number = inquiry.number
         if inquiry.what == wire.WHY:
             number = self._task_of(client, number)
         answer = self._answers.get(inquiry.what)
         if answer is None:
-            child.settle(ProtocolError(f"nothing is known of {inquiry.what[:40]!r}"))
+            child.settle(unknown_question(inquiry))
             return
         try:
             child.settle(status_codec.dump(await answer(number)))
-        except Exception as error:  # noqa: BLE001 - it is told to who has asked
+        except Exception as error:  # noqa: BLE001 - sent to the program
             child.settle(error)
 
     def _task_of(self, client: Client, number: int) -> int:
-        """The task that a client means: its child's, or that of an actor."""
+        """Return the task of a client's child, or of an actor (negative numbers)."""
         if number > 0:
             return client.children.get(number, 0)
         actor = self._driver.actors.get(number)
@@ -409,16 +411,16 @@ class Clients:
         self._give_up(client)
         self.routes.resume(client.id)
         client.return_loans()
-        if client.is_joined and client.wish is None:
+        if client.is_joined and client.pending_join is None:
             self._driver.feed(Scheduler.leave, client.client)
         if client.program:
-            # Detached actors of it may live on, and start again.
+            # Its detached actors live on, and their processes may be restarted.
             client.declared.clear()
             self._left[client.client] = client
             self._zygotes.leave(client.program)
 
     def _give_up(self, client: Client) -> None:
-        """Stop what is a client's own; what its leases were for may go on."""
+        """Stop a client's tasks and actors; processes with its leases may go on."""
         actors = self._driver.actors
         for number in list(client.asked):
             self._requests.withdraw_call(client, number)
@@ -455,61 +457,61 @@ class Clients:
             task = worker.task
             if task is None or task.client != client.client:
                 continue
-            if task.state is TaskState.STOPPING:  # it was cancelled before
+            if task.state is TaskState.STOPPING:  # cancelled before the `Depart`
                 client.departing.add(task.id)
         departing = map(scheduler.tasks.get, client.departing)
         graces = [task.spec.stop_grace for task in departing if task is not None]
         config = scheduler.config
         within = config.cancel_grace + config.exit_grace + max(graces, default=0.0)
-        self._look(client, FIRST_LOOK, self._loop.time() + within)
+        self._confirm(client, FIRST_LOOK, self._loop.time() + within)
 
-    def _look(self, client: Client, pause: float, until: float) -> None:
-        """Confirm a client's departure as soon as nothing of it runs."""
+    def _confirm(self, client: Client, pause: float, until: float) -> None:
+        """Confirm a client's departure once its tasks have stopped."""
         if client.peer is None:
             return
         knows = self._driver.knows
         client.departing = {task for task in client.departing if knows(task)}
         if client.departing and self._loop.time() < until:
             longer = min(2 * pause, LONGEST_LOOK)
-            self._loop.call_later(pause, self._look, client, longer, until)
+            self._loop.call_later(pause, self._confirm, client, longer, until)
             return
         client.peer.send_one(wire.Departed())
 
-    def _still_wanted(self) -> dict[int, Client]:
-        """The programs that have gone and of which something lives."""
-        alive = {one.id for one in self._driver.scheduler.clients or ()}
-        self._left = {id_: one for id_, one in self._left.items() if id_ in alive}
+    def _survived(self) -> dict[int, Client]:
+        """Return the programs that have left, but whose actors or leases live on."""
+        alive = {client.id for client in self._driver.scheduler.clients or ()}
+        self._left = {id_: left for id_, left in self._left.items() if id_ in alive}
         return self._left
 
     def wants(self, program: str) -> bool:
-        """Return whether something lives that a program has left which has gone."""
-        return any(one.program == program for one in self._still_wanted().values())
+        """Return True if a detached actor still needs the zygote of a program."""
+        return any(left.program == program for left in self._survived().values())
 
     @property
     def programs(self) -> dict[int, tuple[str, int]]:
-        """Names and process ids, also of those that have gone and left something."""
-        clients = {**self._still_wanted(), **self.by_id}
-        return {number: (one.name, one.pid) for number, one in clients.items()}
+        """Names and process ids, also of programs that left actors or leases behind."""
+        clients = {**self._survived(), **self.by_id}
+        return {number: (client.name, client.pid) for number, client in clients.items()}
 
     @property
     def remains(self) -> str:
-        """Describe the clients' unfinished work; "" for none."""
+        """The clients' unfinished work in words; "" for none."""
         clients = self.by_id.values()
-        asked = (number for one in clients for _, number in one.asked.values())
+        calls = (number for client in clients for _, number in client.asked.values())
         counts = {
-            "task": sum(len(one.children) - len(one.leases) for one in clients),
-            "call": sum(number > 0 for number in asked),
-            "lease": sum(len(one.leases) for one in clients),
+            "task": sum(len(each.children) - len(each.leases) for each in clients),
+            "call": sum(number > 0 for number in calls),
+            "lease": sum(len(client.leases) for client in clients),
         }
         return in_words(
             [f"{n} {what}{'' if n == 1 else 's'}" for what, n in counts.items() if n]
         )
 
     def drain(self, patience: float) -> None:
-        """Take no more work, and let in only who looks; see `ends_at`."""
+        """Refuse new work and programs, except commands that only look."""
         self.is_draining = True
         self.ends_at = self._loop.time() + patience
-        _log.info("no new work is taken; there is still: %s", self.remains or "nothing")
+        _log.info("no new work is taken; unfinished: %s", self.remains or "nothing")
 
     def stop_listening(self) -> None:
         """Accept no more clients."""
@@ -518,13 +520,13 @@ class Clients:
             self._server.close()
 
     def close(self) -> None:
-        """The node has ended all that ran: part from those that are still there."""
+        """Disconnect the remaining clients after the node has ended all tasks."""
         self.stop_listening()
         for late in self._unnamed.values():
             late.cancel()
         self._unnamed.clear()
-        for doing in self._doing:
-            doing.cancel()
+        for reply in self._replies:
+            reply.cancel()
         for client in list(self.by_id.values()):
             peer = client.peer
             self._on_lost(client)

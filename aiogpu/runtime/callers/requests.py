@@ -1,8 +1,8 @@
-"""Passes callers' requests for tasks, actors and values to the driver.
+"""Handles the requests of workers and programs for tasks, actors and values.
 
-A child's result goes from its worker to its parent's as bytes; nothing of it is
-unpickled here. A worker that has a handle to an actor counts as one holder, as a
-payload does in which there is one.
+A child's result goes from the child's worker to the parent's worker as bytes; the
+driver unpickles nothing. A worker with handles to an actor counts as one holder, and so
+does a payload that contains a handle.
 """
 
 from __future__ import annotations
@@ -59,15 +59,16 @@ _log: Final = logging.getLogger(__name__)
 
 
 BY_CANCEL: Final = "cancelled by `aiogpu cancel`"
-"""Who has cancelled a task for which somebody else may wait."""
+"""Part of the error of a task that the node's user has cancelled."""
 
 
 KEPT: Final = 1024
-"""Functions and functions that are recognised when another worker declares them."""
+"""Functions that are recognised when another worker declares them; also functions with
+options, and declarations per caller."""
 
 
 class Requests:
-    """Takes in what workers and programs ask of a node."""
+    """Handles the requests of workers and programs to one node."""
 
     def __init__(self, driver: Driver, store: Store) -> None:
         self._driver = driver
@@ -97,14 +98,14 @@ class Requests:
         }
 
     def on_message(self, caller: Caller, message: wire.Message) -> None:
-        """Take in one message.
+        """Handle one message.
 
         Raises:
-            ProtocolError: nobody may say that, or not here.
+            ProtocolError: callers may not send such a message.
         """
         kind = type(message)
         if kind not in self._handlers:
-            raise ProtocolError(f"{kind.__name__} where it may not be")
+            raise ProtocolError(f"unexpected {kind.__name__} message")
         self._handlers[kind](caller, message)
 
     # Tasks
@@ -120,11 +121,11 @@ class Requests:
         declared.pop(message.func, None)
         declared[message.func] = func
         if len(declared) > KEPT:
-            # The oldest; by now the caller would declare it anew.
+            # Drop the oldest. The caller has forgotten it too, and will declare again.
             del declared[next(iter(declared))]
 
     def _func_of(self, message: wire.Declare, program: str) -> FunctionSpec:
-        """The function that another caller may have declared before, or a new one."""
+        """Return a declared function; the same object if declared before."""
         functions, funcs = self._functions, self._funcs
         if len(functions) + len(funcs) > 2 * KEPT:
             functions.clear()
@@ -140,10 +141,10 @@ class Requests:
         return func
 
     def submit_all(self, client: Client, messages: Sequence[wire.Submit]) -> None:
-        """Start tasks for a client; their payloads refer to nothing.
+        """Start tasks for a client; their payloads contain no references.
 
         Raises:
-            ProtocolError: it has given one of them a number before.
+            ProtocolError: a number was used before.
         """
         if len(messages) < 2:
             for message in messages:
@@ -167,13 +168,13 @@ class Requests:
     def _submit_row(
         self, client: Client, func: FunctionSpec, row: Sequence[wire.Submit]
     ) -> int:
-        """Start tasks that wait behind others like them; gives how many."""
+        """Start tasks that queue behind others of their kind; return their number."""
         if func.actor is not None or func.spec.is_lease:
             return 0
         numbers = [message.child for message in row]
         calls = [
-            Call(func, one.payload, Child(client, one.child), client.client)
-            for one in row
+            Call(func, message.payload, Child(client, message.child), client.client)
+            for message in row
         ]
         tasks = self._driver.submit_row(func, calls, client.client)
         client.children.update(zip(numbers, tasks, strict=False))
@@ -186,7 +187,7 @@ class Requests:
         self._start(child, message.func, message.payload, parent)
 
     def take_lease(self, client: Client, message: wire.TakeLease) -> None:
-        """Ask for a lease for a program."""
+        """Request a lease for a program."""
         client.leases.add(message.child)
         self._start(LeaseChild(client, message.child), message.func, b"", None)
 
@@ -205,7 +206,9 @@ class Requests:
             return
         if func.actor is not None or func.spec.is_lease is not is_lease:
             kind = "lease" if is_lease else "task"
-            child.settle(InternalError(f"{func.spec.name} was declared as no {kind}"))
+            child.settle(
+                InternalError(f"{func.spec.name} was not declared as a {kind}")
+            )
             return
         client = caller.client
         if driver.scheduler.clients is not None:
@@ -215,7 +218,7 @@ class Requests:
         except AiogpuError as error:
             child.settle(error)
             return
-        except Exception as error:  # noqa: BLE001 - the caller is told
+        except Exception as error:  # noqa: BLE001 - passed to the caller
             _log.exception("! failed to start a child")
             settle(child, internal_error("started the task", error))
             return
@@ -223,7 +226,7 @@ class Requests:
             caller.children[child.number] = task
 
     def _client_of(self, caller: Caller) -> ClientId:
-        """The program to which the tasks and actors belong that a caller starts."""
+        """Return the program that owns the tasks and actors that a caller starts."""
         if caller.client:
             return caller.client
         task = TaskId(self._driver.task_of(caller.id))
@@ -252,7 +255,7 @@ class Requests:
     def _wait(self, caller: Caller, message: wire.Wait) -> None:
         caller.waits_for = message.children
         if caller.actor is None:
-            self._tell_waits(caller, message.task)
+            self._pass_on_waits(caller, message.task)
         else:
             self._refuse_self_waits(caller.actor, caller)
         caller.bound = message.children[: message.bound]
@@ -261,11 +264,14 @@ class Requests:
             graph = WaitGraph(self._actors, driver.scheduler, driver.worker)
             graph.end_deadlock(caller)
 
-    def _tell_waits(self, caller: Caller, task: int = 0) -> None:
-        """Tell the core for whom a task waits; what actors do it cannot see."""
+    def _pass_on_waits(self, caller: Caller, task: int = 0) -> None:
+        """Tell the core which children a task waits for, and if it waits for others.
+
+        The core does not know calls of actors and values.
+        """
         task = task or self._driver.task_of(caller.id)
         if caller.actor is not None or not task:
-            return  # an actor or a client holds nothing that it could lend
+            return  # actors and clients have no CPUs to lend while they wait
         waits = caller.waits_for
         known = map(caller.children.get, waits)
         children = tuple(TaskId(child) for child in known if child is not None)
@@ -276,19 +282,19 @@ class Requests:
         self._driver.wait(TaskId(task), children, is_elsewhere)
 
     def _note_answer(self, caller: Caller, child: int) -> None:
-        """A call or a value has come; the core learns when it was the last one.
+        """Note that a call or value was answered; notify the core after the last.
 
-        Not of each: a task that waits for ten thousand calls tells it once.
+        One event per wait suffices, even if a task waits for ten thousand calls.
         """
         caller.asked.pop(child, None)
         elsewhere = caller.waits_elsewhere
         if child in elsewhere:
             elsewhere.discard(child)
             if not elsewhere:
-                self._tell_waits(caller)
+                self._pass_on_waits(caller)
 
     def _refuse_self_waits(self, actor: Actor, caller: Caller) -> None:
-        """Fail calls for which a process waits that would have to run them itself."""
+        """Fail awaited calls that the waiting process would have to run itself."""
         if not actor.is_serial:
             return
         for child in caller.waits_for:
@@ -313,7 +319,7 @@ class Requests:
         self._store.take_back(caller, message.things, message.counts)
 
     def _value(self, caller: Caller, identity: int) -> Value:
-        """The value that a worker speaks of, which it may just have put."""
+        """Return the value that a worker names, which may be new."""
         self._store.announce(caller, identity)
         return self._store.known(identity)
 
@@ -336,7 +342,7 @@ class Requests:
             stop = partial(self._actors.cancel, actor, number)
         if child is None and not number:
             # The child has ended and its answer is on the way to the caller, which
-            # sends the result as a `Put`. A worker does not end before: see `Sync`.
+            # will send the result as a `Put`. No worker ends before that; see `Sync`.
             return
         value.stop = partial(self._stop_shared, receiver_of, stop)
         receiver = receiver_of()
@@ -346,20 +352,22 @@ class Requests:
     def _stop_shared(
         self, receiver_of: Callable[[], Receiver | None], stop: Callable[[], object]
     ) -> None:
-        """Cancel a shared task or call for a borrower; its owner is notified."""
+        """Cancel a shared task or call for a borrower, and fail it for its owner."""
         receiver = receiver_of()
         stop()
         if receiver is not None:
-            error = TaskCancelledError("it was cancelled by who was given its handle.")
+            error = TaskCancelledError(
+                "it was cancelled by a task or program that had received its handle."
+            )
             failed = pack_failure(0, RAISED, error, "")
             receiver.settle(failed._replace(kind=STOPPED))
 
     def cancel(self, number: int) -> str:
-        """Cancel a task, whosever it is, for the user of the node; its owner is told.
+        """Cancel a task of any program for the node's user, and fail it for its owner.
 
         Returns:
-            What the number was: "task"; "stopping", for one that is being stopped; or
-            one that is left alone: "actor", "lease", or "" for nothing that lives.
+            The kind of `number`: "task"; "stopping" for a task that is already being
+            stopped; "actor" or "lease", which are left alone; "" if there is none.
         """
         driver, task = self._driver, TaskId(number)
         record, call = driver.scheduler.tasks.get(task), driver.call_of(task)
@@ -369,21 +377,21 @@ class Requests:
             return "actor"
         if record.spec.is_lease:
             return "lease"
-        receiver, told = call.receiver, f"{record.spec.name} was {BY_CANCEL}."
+        receiver, reason = call.receiver, f"{record.spec.name} was {BY_CANCEL}."
         if receiver is None:
             return "stopping"
-        driver.results.note_stop(task, TaskCancelledError.__name__, told)
+        driver.results.note_stop(task, TaskCancelledError.__name__, reason)
         driver.cancel(number)
-        # Not a CancelledError, which would end the code of the program that waits.
-        settle(receiver, TaskCancelledError(told))
+        # A CancelledError would end the code that awaits the task.
+        settle(receiver, TaskCancelledError(reason))
         return "task"
 
     def kill(self, number: int) -> str:
-        """Kill an actor, whosever it is, for the user of the node.
+        """Kill an actor of any program for the node's user.
 
         Returns:
-            What the number was: "actor"; "task" or "lease", which are left alone; or
-            "" for nothing that lives.
+            The kind of `number`: "actor"; "task" or "lease", which are left alone; ""
+            if there is none.
         """
         driver, task = self._driver, TaskId(number)
         record, call = driver.scheduler.tasks.get(task), driver.call_of(task)
@@ -444,11 +452,11 @@ class Requests:
             caller.asked[child] = message.actor, number
 
     def withdraw_call(self, caller: Caller, child: int) -> None:
-        """Cancel a call."""
-        asked = caller.asked.pop(child, None)
-        if asked is not None:
+        """Cancel a call of an actor."""
+        call = caller.asked.pop(child, None)
+        if call is not None:
             caller.waits_elsewhere.discard(child)
-            self._actors.cancel(*asked)
+            self._actors.cancel(*call)
 
     def _make(self, caller: Caller, message: wire.Make) -> None:
         func = caller.declared.get(message.func)
@@ -459,7 +467,7 @@ class Requests:
             if func is None:
                 raise InternalError("the actor's class was never declared")
             if func.actor is None:
-                raise InternalError(f"{func.spec.name} was declared as no actor")
+                raise InternalError(f"{func.spec.name} was not declared as an actor")
             self._actors.create(
                 *(func, message.payload, key, message.get_if_exists, message.actor),
                 self._client_of(caller),
@@ -473,7 +481,7 @@ class Requests:
         actor = self._actors.find((message.namespace, message.name))
         if actor is None:
             receiver.settle(
-                ActorNameError(f"no actor named {message.name!r} lives on this node.")
+                ActorNameError(f"this node has no actor named {message.name!r}.")
             )
             return
         self._lend(caller, actor.id)
@@ -482,7 +490,7 @@ class Requests:
         receiver.settle(dump_whole((actor.id, actor.name, terms.packed_interface())))
 
     def _lend(self, caller: Caller, actor: int) -> None:
-        """A caller has a handle to an actor, which counts already."""
+        """Note that a caller has a handle to an actor, which is counted already."""
         hold = ActorHold(actor, self._actors)
         self._store.borrowers(caller).lend(hold)
 

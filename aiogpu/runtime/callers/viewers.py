@@ -1,15 +1,10 @@
 """Answers commands that look at a node over the node's own socket.
 
-That socket is in the node's private directory and serves its zygotes, keepers and
-workers. A command such as `aiogpu status` finds it there, and asks what a program asks
-of a service, or has a task cancelled. It can start nothing: a node inside a program
-ends with that program, and so runs tasks of nobody else. This module is imported for
-the first viewer.
-
-Viewers slow the program by a bounded amount, whatever they send. Their questions are
-answered one at a time, in turns, with a pause after each; all together take one part in
-`SHARE` of the loop's time. A viewer is not read while it has a question open, and is
-not answered while it does not read.
+Commands such as `aiogpu status` and `aiogpu cancel` find this socket in the private
+directory of a node inside a program. They cannot start tasks: the node ends with its
+program, so it runs only that program's tasks. Viewers can slow the program only by a
+bounded amount: questions are answered one at a time, in turns, with pauses, and take at
+most 1/`SHARE` of the loop's time. Imported for the first viewer.
 """
 
 from __future__ import annotations
@@ -29,11 +24,11 @@ from aiogpu.serialization.exceptions import pack_own_error
 from aiogpu.wire import messages as wire
 
 MOST: Final = 16
-"""Viewers at the same time; each has a descriptor of the program."""
+"""Most viewers at the same time; each takes a descriptor of the program."""
 
 
 WITHIN: Final = 10.0
-"""Seconds in which a viewer introduces itself."""
+"""Seconds in which a viewer must identify itself."""
 
 
 LONGEST_FRAME: Final = 1 << 22
@@ -41,43 +36,51 @@ LONGEST_FRAME: Final = 1 << 22
 
 
 SHARE: Final = 20
-"""Of the loop's time, all viewers together get one part in so many."""
+"""All viewers together get at most 1/`SHARE` of the loop's time."""
 
 
 LEAST_PAUSE: Final = 1e-3
-"""Seconds between two answers, at least."""
+"""Least seconds between two answers."""
 
 
 Answer = Callable[[int], Coroutine[Any, Any, object]]
+"""Answers a question about the node; the argument is a task's number or 0."""
+
+
+def unknown_question(inquiry: wire.Inquire) -> ProtocolError:
+    """Return the error for a question that the node cannot answer."""
+    return ProtocolError(f"this node cannot answer {inquiry.what[:40]!r}")
 
 
 @dataclass(slots=True, eq=False)
 class Viewer:
     """One command that looks at the node.
 
+    It is not read while a question is open, and not answered while it does not read.
+
     Attributes:
-        peer: its connection.
-        late: turns it away unless it introduces itself.
-        has_joined: it has.
-        is_slow: it does not read what it was sent.
-        asked: its open questions, in order.
+        peer: the connection.
+        late: the timer that refuses a viewer which does not identify itself.
+        has_joined: the viewer has identified itself.
+        is_slow: the viewer does not read what it was sent.
+        questions: the open questions, in order.
     """
 
     peer: Peer
     late: asyncio.TimerHandle | None = None
     has_joined: bool = False
     is_slow: bool = False
-    asked: deque[wire.Inquire | wire.Depart] = field(default_factory=deque)
+    questions: deque[wire.Inquire | wire.Depart] = field(default_factory=deque)
 
 
 class Viewers:
     """The commands that look at one node.
 
     Args:
-        loop: the node's.
-        node: the node's id.
-        capacity: what the node has to share out, packed.
-        answers: what can be asked, by name; each is given the number of a task.
+        loop: the event loop of the node.
+        node: the id of the node.
+        capacity: the node's resources, packed.
+        answers: the questions that viewers may ask, by name.
     """
 
     def __init__(
@@ -100,41 +103,41 @@ class Viewers:
         return f"<Viewers {len(self._viewers)}>"
 
     def greeted(self, peer: Peer) -> Recipient | None:
-        """Take over the connection of a client that has greeted; None if refused."""
+        """Accept the connection of a client that has sent `Hello`; None if refused."""
         if self._is_closed:
             peer.abort()
             return None
         if len(self._viewers) >= MOST:
-            peer.refuse(f"{MOST} commands look at this node already; end one of them")
+            peer.refuse(f"{MOST} commands are watching this node already; end one")
             return None
         peer.limit_frames(LONGEST_FRAME)
         viewer = Viewer(peer)
         viewer.late = self._loop.call_later(WITHIN, self._turn_away, viewer)
         self._viewers.add(viewer)
         return Recipient(
-            partial(self._hear, viewer),
+            partial(self._on_messages, viewer),
             partial(self._on_lost, viewer),
             partial(self._on_slow, viewer),
         )
 
     def _turn_away(self, viewer: Viewer) -> None:
-        self._refuse(viewer, f"it was not said within {WITHIN:g} s who asks")
+        self._refuse(viewer, f"the command did not identify itself in {WITHIN:g} s")
 
     def _refuse(self, viewer: Viewer, reason: str) -> None:
         self._on_lost(viewer)
         viewer.peer.drop(reason)
 
-    def _hear(self, viewer: Viewer, messages: list[wire.Message]) -> None:
+    def _on_messages(self, viewer: Viewer, messages: list[wire.Message]) -> None:
         for message in messages:
             if isinstance(message, wire.Join) and not viewer.has_joined:
                 self._join(viewer, message)
             elif isinstance(message, wire.Inquire | wire.Depart) and viewer.has_joined:
-                viewer.asked.append(message)
+                viewer.questions.append(message)
             else:
                 self._refuse(viewer, _REFUSAL)
             if viewer not in self._viewers:
                 return
-        if viewer.asked:
+        if viewer.questions:
             viewer.peer.pause()
             self._take_turn(viewer)
 
@@ -142,11 +145,11 @@ class Viewers:
         from aiogpu import __version__
 
         if join.release != __version__:
-            told = (
-                f"the node runs aiogpu {__version__}, and who asks {join.release}; use "
+            reason = (
+                f"the node runs aiogpu {__version__}, this command {join.release}; use "
                 f"the `aiogpu` command of the program's environment"
             )
-            self._refuse(viewer, told)
+            self._refuse(viewer, reason)
         elif not join.only_looks:
             self._refuse(viewer, _REFUSAL)
         else:
@@ -166,14 +169,14 @@ class Viewers:
 
     def _on_lost(self, viewer: Viewer) -> None:
         self._viewers.discard(viewer)
-        viewer.asked.clear()
+        viewer.questions.clear()
         self._end_wait(viewer)
 
     def _take_turn(self, viewer: Viewer) -> None:
-        """Let it wait for its next answer, or ask on if it has no open question."""
+        """Queue a viewer for its next answer, or read on if it has no open question."""
         if viewer.is_slow or viewer not in self._viewers:
             return
-        if not viewer.asked:
+        if not viewer.questions:
             viewer.peer.resume()
         elif viewer not in self._turns:
             self._turns.append(viewer)
@@ -184,15 +187,15 @@ class Viewers:
         self._pause = None
         while self._turns and not self._is_closed:
             viewer = self._turns.popleft()
-            if viewer.asked and not viewer.is_slow:
+            if viewer.questions and not viewer.is_slow:
                 self._answering = self._loop.create_task(self._answer(viewer))
                 return
 
     async def _answer(self, viewer: Viewer) -> None:
         began = perf_counter()
-        asked = viewer.asked.popleft()
+        question = viewer.questions.popleft()
         try:
-            viewer.peer.send_one(await self._reply(asked))
+            viewer.peer.send_one(await self._reply(question))
         finally:
             self._answering = None
             if not self._is_closed:
@@ -200,20 +203,20 @@ class Viewers:
                 self._pause = self._loop.call_later(pause, self._answer_next)
                 self._take_turn(viewer)
 
-    async def _reply(self, asked: wire.Inquire | wire.Depart) -> wire.Message:
-        if isinstance(asked, wire.Depart):
+    async def _reply(self, question: wire.Inquire | wire.Depart) -> wire.Message:
+        if isinstance(question, wire.Depart):
             return wire.Departed()
         try:
-            answer = self._answers.get(asked.what)
+            answer = self._answers.get(question.what)
             if answer is None:
-                raise ProtocolError(f"nothing is known of {asked.what[:40]!r}")
-            told = status_codec.dump(await answer(asked.number))
-        except Exception as error:  # noqa: BLE001 - it is told to who has asked
-            return wire.ChildFailed(asked.child, *pack_own_error(error).why)
-        return wire.ChildDone(asked.child, told)
+                raise unknown_question(question)
+            payload = status_codec.dump(await answer(question.number))
+        except Exception as error:  # noqa: BLE001 - sent to the viewer
+            return wire.ChildFailed(question.child, *pack_own_error(error).why)
+        return wire.ChildDone(question.child, payload)
 
     def close(self) -> None:
-        """The node is being stopped: part from those that are still there."""
+        """Disconnect the remaining viewers: the node is being stopped."""
         self._is_closed = True
         if self._pause is not None:
             self._pause.cancel()
@@ -226,7 +229,7 @@ class Viewers:
 
 
 _REFUSAL: Final = (
-    "on this socket a node answers questions and takes no work. A node inside a "
-    "program runs that program's own tasks, and ends with it; `aiogpu start --head` "
-    "starts one for several programs"
+    "this socket takes no work, it only answers questions about the node. A node "
+    "inside a program runs only that program's tasks; `aiogpu start --head` starts a "
+    "node for several programs"
 )

@@ -191,7 +191,7 @@ async def test_a_receiver_that_raises_harms_no_other(
     )
     assert [type(error) for error in angry.told] == [InternalError]
     assert "not this one" in str(angry.told[0])
-    assert "failed to tell" in caplog.text
+    assert "failed to settle" in caplog.text
     assert not node.driver.knows(6)
 
 
