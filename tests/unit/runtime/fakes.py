@@ -1,4 +1,4 @@
-"""Fakes of what surrounds the parts of the runtime: each notes what is asked of it."""
+"""Fakes of the objects around a part of the runtime; each records its calls."""
 
 from __future__ import annotations
 
@@ -34,9 +34,7 @@ def function() -> Function:
     return Function(new_function_id(), b"pickled")
 
 
-def func(
-    function_: Function | None = None,
-) -> FunctionSpec:
+def func(function_: Function | None = None) -> FunctionSpec:
     request = Request.of({"CPU": UNIT}, {})
     spec = TaskSpec("train", Shape(request))
     known = function_ or function()
@@ -49,28 +47,22 @@ def call(site: FunctionSpec | None = None) -> Call:
 
 GIB = 1 << 30
 SIZED_GPUS = DeviceSet(
-    "GPU",
-    [Device(0, memory=80 * GIB), Device("GPU-1", memory=40 * GIB), Device(2)],
+    "GPU", [Device(0, memory=80 * GIB), Device("GPU-1", memory=40 * GIB), Device(2)]
 )
 
 
 def lease_of(
-    *indices: int, share: int = UNIT, gpu_memory: int = 0, also: bool = False
+    *indices: int, share: int = UNIT, gpu_memory: int = 0, cpus: int = 1
 ) -> Lease:
-    """A lease of these GPUs, each of that share; also of another kind of device."""
-    amounts = {"GPU": share * len(indices)} if share else {}
-    if also:
-        amounts["AAA"] = UNIT
-    request = Request.of({}, amounts, gpu_memory=gpu_memory)
+    """A lease of the GPUs with these indices and of the same share of each."""
+    gpus = {"GPU": share * len(indices)}
+    request = Request.of({"CPU": cpus * UNIT}, gpus, gpu_memory=gpu_memory)
     shares = tuple((index, share) for index in indices)
-    others = (((0, UNIT),),) if also else ()
-    return Lease(
-        LeaseId(1), request, (*others, shares) if request.devices else (), Ledger({})
-    )
+    return Lease(LeaseId(1), request, (shares,) if request.devices else (), Ledger({}))
 
 
 class Timer:
-    """One call to come."""
+    """One scheduled call."""
 
     def __init__(self, when: float, call: Callable[[], object]) -> None:
         self.when, self.call = when, call
@@ -81,7 +73,7 @@ class Timer:
 
 
 class HandLoop:
-    """Timers in order of their time; nothing else happens."""
+    """An event loop that has timers only and a clock that the test advances."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -91,7 +83,7 @@ class HandLoop:
         return self.now
 
     def create_future(self) -> None:
-        """Nobody waits here."""
+        """No code under test awaits the future."""
 
     def call_at(self, when: float, call: Callable[..., object], *args: object) -> Timer:
         timer = Timer(when, lambda: call(*args))
@@ -103,24 +95,24 @@ class HandLoop:
 
     @property
     def due(self) -> float | None:
-        """When the next call comes, None if none does."""
-        self._timers = [each for each in self._timers if not each.is_cancelled]
-        return min((each.when for each in self._timers), default=None)
+        """The time of the next call; None without a call."""
+        self._timers = [timer for timer in self._timers if not timer.is_cancelled]
+        return min((timer.when for timer in self._timers), default=None)
 
     def step(self) -> float:
-        """Go to the next call, and make it; gives how long that was."""
+        """Advance to the next call and make it; return the seconds that passed."""
         due = self.due
         assert due is not None
         assert due >= self.now
         before, self.now = self.now, due
-        timer = next(each for each in self._timers if each.when == due)
+        timer = next(timer for timer in self._timers if timer.when == due)
         self._timers.remove(timer)
         timer.call()
         return due - before
 
 
 class PromptThread(DeviceThread):
-    """Looks at devices at once, in the test's own thread."""
+    """Samples devices immediately, in the test's own thread."""
 
     is_alive = True
 
@@ -135,7 +127,7 @@ class PromptThread(DeviceThread):
 
 
 class FakeSocket:
-    """A socket's credentials."""
+    """A socket that knows only the user id of its peer."""
 
     def __init__(self, uid: int) -> None:
         self._uid = uid
@@ -149,7 +141,7 @@ class FakeSocket:
 
 
 class FakeTransport(asyncio.Transport):
-    """Keeps what is written and done."""
+    """Records the bytes that are written and the methods that are called."""
 
     def __init__(self, uid: int | None = None) -> None:
         super().__init__()
@@ -180,7 +172,7 @@ class FakeTransport(asyncio.Transport):
 
 
 class FakePeer:
-    """Stands for a keeper's or a worker's connection."""
+    """The connection of a keeper or a worker."""
 
     def __init__(self) -> None:
         self.sent: list[Message] = []
@@ -201,7 +193,7 @@ class FakePeer:
         self.sent += messages
 
     def taken(self) -> list[Message]:
-        """What was sent since the last look."""
+        """Remove and return the messages that were sent."""
         taken, self.sent = self.sent, []
         return taken
 
@@ -221,7 +213,7 @@ class FakePeer:
 
 
 class FakeConsole:
-    """Lines are out when the test says so."""
+    """A console that has written as many lines as the test sets in `written`."""
 
     def __init__(self) -> None:
         self.written = 0
@@ -245,7 +237,7 @@ class FakeConsole:
 
 
 class FakePage:
-    """The words of a control page."""
+    """The words of a control page, in dictionaries."""
 
     def __init__(self) -> None:
         self.asked: dict[int, int] = {}
@@ -267,7 +259,7 @@ class FakePage:
 
 
 class FakeCgroup:
-    """Notes which slots' groups were ended."""
+    """Records the slots whose cgroups were ended."""
 
     def __init__(self) -> None:
         self.ended: list[int] = []
@@ -278,7 +270,7 @@ class FakeCgroup:
 
 
 class FakeZygote:
-    """Notes for which slots keepers are wanted of it."""
+    """Records the slots for which keepers were requested."""
 
     def __init__(self, kept: list[int] | None = None) -> None:
         self.problem: Exception | None = None
@@ -296,7 +288,7 @@ class FakeZygote:
 
 
 class FakeZygotes:
-    """One zygote at a time, for whatever environment."""
+    """One zygote at a time, for every environment."""
 
     def __init__(self, pool: Any) -> None:
         self._pool = pool
@@ -317,20 +309,20 @@ class FakeZygotes:
         self.heard.append((zygote, imported))
 
     def die(self) -> None:
-        """The zygote ends, and another takes its place."""
+        """End the zygote and put another one in its place."""
         old, self.current = self.current, FakeZygote(self.kept)
         old.is_over, old.takes_work = True, False
         self._pool.on_zygote_death(old)
 
 
 class FakeStore:
-    """Keeps nothing."""
+    """A store without values."""
 
     def serve(self, *_: object) -> None: ...
 
 
 class FakeWatch:
-    """Devices with a UUID are known; each has the sample that was put there."""
+    """A driver that knows the devices with a UUID; `on` has the sample of each."""
 
     def __init__(self, *on: Sample) -> None:
         self.on = list(on)
@@ -357,7 +349,7 @@ class FakeWatch:
 
 
 class FakeVendor:
-    """An accelerator of which only the watch is asked for."""
+    """An accelerator that has a watch and nothing else."""
 
     kind = "GPU"
 
@@ -369,7 +361,7 @@ class FakeVendor:
 
 
 class FakeSource:
-    """Says whether it is paused."""
+    """A source of output that records when it is paused."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -382,7 +374,7 @@ class FakeSource:
 
 
 class SlowTerminal(io.StringIO):
-    """Blocks every write until it is let go."""
+    """A terminal that blocks every write until `is_free` is set."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""One actor: its calls, its owners and its process, in stories and by chance."""
+"""One actor with its calls, their callers and its process, in random histories."""
 
 from __future__ import annotations
 
@@ -20,128 +20,70 @@ from aiogpu.client.function_spec import ActorTerms
 from aiogpu.errors import ActorDiedError, NodeClosedError
 from aiogpu.runtime.actors.actor import Actor, ActorState
 from aiogpu.serialization.exceptions import RAISED
-from aiogpu.wire.messages import (
-    ASYNC,
-    DEFAULT_GROUP,
-    SERIAL,
-    Done,
-    Failed,
-    Invoke,
-)
+from aiogpu.wire.messages import ASYNC, DEFAULT_GROUP, SERIAL, Done, Failed, Invoke
 from tests.support.sampling import examples
 from tests.unit.runtime import fakes
 from tests.unit.runtime.fakes import FakePeer
 
 
-class FakeReceiver:
-    """Notes what it is told."""
-
-    def __init__(self) -> None:
-        self.told: list[Any] = []
-
-    def settle(self, outcome: bytes | Failed | Exception) -> None:
-        if isinstance(outcome, Failed):
-            self.told.append(outcome.kind)
-        else:
-            is_error = isinstance(outcome, Exception)
-            self.told.append(type(outcome) if is_error else outcome)
-
-
-class ActorStory:
-    """An actor, its peer, and what its node hears of it."""
-
-    def __init__(self, mode: str = SERIAL, retries: int = 0, limit: int = 2) -> None:
-        func = fakes.func()
-        func.actor = ActorTerms(mode, {DEFAULT_GROUP: limit}, {}, retries)
-        self.peer = FakePeer()
-        self.new_number = count(1).__next__
-        self.actor = Actor(func, self, None)
-        self.heard: list[str] = []
-
-    def caller_here(self) -> int:
-        return 0
-
-    def on_idle(self, _actor: Actor) -> None:
-        self.heard.append("idle")
-
-    def on_leaving(self, _actor: Actor) -> None:
-        self.heard.append("leaving")
-
-    def on_dead(self, _actor: Actor) -> None:
-        self.heard.append("dead")
-
-    def begin(self) -> None:
-        """A process takes it on, and its constructor returns."""
-        worker: Any = SimpleNamespace(peer=self.peer, holds={})
-        self.actor.worker = worker
-        self.actor.on_created()
-
-    def call(self) -> FakeReceiver:
-        receiver = FakeReceiver()
-        self.actor.call("add", b"args", receiver)
-        return receiver
-
-    @property
-    def sent(self) -> list[int | str]:
-        """The numbers of calls that were sent since the last look, and other words."""
-        return [
-            message.call if isinstance(message, Invoke) else type(message).__name__
-            for message in self.peer.taken()
-        ]
-
-
-def test_each_caller_gets_an_error_object_of_its_own() -> None:
-    """Raised again and again, one would grow without bound."""
-    for end in (ActorDiedError("it is dead"), NodeClosedError("closed")):
-        stage = ActorStory()
-        stage.actor.die(end)
+def test_each_caller_gets_its_own_error_object() -> None:
+    """A shared error object would grow with each traceback when it is raised again."""
+    func = fakes.func()
+    func.actor = ActorTerms(SERIAL, {DEFAULT_GROUP: 2}, {}, 0)
+    for death in (ActorDiedError("it is dead"), NodeClosedError("closed")):
+        node: Any = SimpleNamespace(on_dead=id)
+        actor = Actor(func, node, None)
+        actor.die(death)
         errors: list[Exception] = []
         receiver: Any = SimpleNamespace(settle=errors.append)
         for _ in range(2):
-            stage.actor.call("add", b"", receiver)
-        assert type(errors[0]) is type(errors[1]) is type(end)
-        assert len({*map(id, errors), id(end)}) == 3
-        assert str(errors[0]) == str(end)
+            actor.call("add", b"", receiver)
+        assert type(errors[0]) is type(errors[1]) is type(death)
+        assert len({*map(id, errors), id(death)}) == 3
+        assert str(errors[0]) == str(death)
 
 
-class Owner:
-    """Waits for one call.
+class Caller:
+    """The caller of one call.
 
     Attributes:
-        told: what it was told.
-        has_cancelled: whether it waits no more.
-        begun: how often a process has begun the call.
+        outcomes: the results and errors that the caller got.
+        has_cancelled: the caller waits no longer.
+        starts: how often a process started the call.
     """
 
     def __init__(self) -> None:
-        self.told: list[object] = []
+        self.outcomes: list[object] = []
         self.has_cancelled = False
-        self.begun = 0
+        self.starts = 0
+
+    @property
+    def waits(self) -> bool:
+        return not (self.outcomes or self.has_cancelled)
 
     def settle(self, outcome: bytes | Failed | Exception) -> None:
         if isinstance(outcome, Failed):
-            # Or that it is dead, and why.
-            self.told.append(outcome.kind.partition(":")[0])
+            self.outcomes.append(outcome.kind.partition(":")[0])  # or a death's reason
         elif isinstance(outcome, bytes):
-            self.told.append(outcome)
+            self.outcomes.append(outcome)
         else:
             assert isinstance(outcome, ActorDiedError), outcome
-            self.told.append("died")
+            self.outcomes.append("died")
 
 
 class Process:
-    """What was sent to it and not answered, in that order; and what it has begun."""
+    """A process with its unanswered calls in order, and the calls that it started."""
 
     def __init__(self, is_serial: bool) -> None:
         self.peer = FakePeer()
         self.sent: list[int] = []
-        self.begun: list[int] = []
+        self.started: list[int] = []
         self.is_serial = is_serial
         self.has_lived = self.is_to_leave = False
 
 
 class ActorMachine(RuleBasedStateMachine):
-    """See above."""
+    """Random rules for the process and for the callers, with invariants."""
 
     @initialize(
         mode=st.sampled_from([SERIAL, ASYNC]),
@@ -160,9 +102,9 @@ class ActorMachine(RuleBasedStateMachine):
         self.limit, self.lifetime, self.holders = limit, lifetime, 1
         self.retries, self.restarts = retries, restarts
         self.process: Process | None = None
-        self.owners: dict[int, Owner] = {}
+        self.callers: dict[int, Caller] = {}
         self.was_ended = False
-        # Most that is to be seen needs these, and chance seldom begins with them.
+        # Most cases need these steps, and random rules seldom begin with them.
         self.place(is_quick=True)
         self.call(2)
         self.begin()
@@ -171,22 +113,22 @@ class ActorMachine(RuleBasedStateMachine):
         return 0
 
     def on_leaving(self, _actor: Actor) -> None:
-        """Nobody counts its names here."""
+        """The machine keeps no names of actors."""
 
     on_dead = on_leaving
 
     def on_idle(self, actor: Actor) -> None:
-        """As `Actors` does."""
+        """Do the same as `Actors`."""
         if actor.state is ActorState.PENDING:
             actor.settle(b"")
         else:
             actor.leave("nobody has a handle.")
 
     def teardown(self) -> None:
-        """Whatever has been: in the end everybody knows."""
+        """At the end, no caller waits."""
         if hasattr(self, "actor"):
             self.actor.die(ActorDiedError("the end"))
-            assert all(o.told or o.has_cancelled for o in self.owners.values())
+            assert not self.has_waiting_callers
 
     # The process.
 
@@ -222,22 +164,22 @@ class ActorMachine(RuleBasedStateMachine):
             return
         most = 1 if self.process.is_serial else self.limit
         for number in self.process.sent:
-            if number not in self.process.begun and len(self.process.begun) < most:
-                self.process.begun.append(number)
-                self.owners[number].begun += 1
+            if number not in self.process.started and len(self.process.started) < most:
+                self.process.started.append(number)
+                self.callers[number].starts += 1
 
     @precondition(lambda self: self.process and self.process.sent)
     @rule(data=st.data(), is_well=st.booleans(), answers=st.integers(1, 9))
     def work(self, data: Any, is_well: bool, answers: int) -> None:
         for _ in range(answers):
             self.begin()
-            if self.process is not None and self.process.begun:
-                self.answer(data.draw(st.sampled_from(self.process.begun)), is_well)
+            if self.process is not None and self.process.started:
+                self.answer(data.draw(st.sampled_from(self.process.started)), is_well)
 
     def answer(self, number: int, is_well: bool) -> None:
         process = self.process
         assert process is not None
-        process.begun.remove(number)
+        process.started.remove(number)
         process.sent.remove(number)
         failed = Failed(number, RAISED, "ValueError", "", "", None)
         self.actor.on_answer(Done(number, b"%d" % number) if is_well else failed)
@@ -245,8 +187,8 @@ class ActorMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.process and self.process.sent)
     @rule(deaths=st.integers(1, 3))
-    def crash_loop(self, deaths: int) -> None:
-        """It dies over what it begins, again and again."""
+    def crash_repeatedly(self, deaths: int) -> None:
+        """Let the process die with the calls that it starts, several times."""
         for _ in range(deaths):
             if self.process is None and self.state is ActorState.PENDING:
                 self.place(is_quick=True)
@@ -274,16 +216,16 @@ class ActorMachine(RuleBasedStateMachine):
 
     def lose(self) -> None:
         assert self.process is not None
-        begun = max(self.process.begun, default=0)
+        last_started = max(self.process.started, default=0)
         was_leaving = self.state is ActorState.LEAVING
-        for receiver in self.actor.lose(begun):
+        for receiver in self.actor.lose(last_started):
             receiver.settle(ActorDiedError("it went with its process"))
         self.process = None
         if was_leaving:
             self.actor.settle(b"")
 
     def read(self) -> None:
-        """The process reads what it was sent."""
+        """Let the process read its messages."""
         process = self.process
         if process is None:
             return
@@ -294,25 +236,25 @@ class ActorMachine(RuleBasedStateMachine):
             else:
                 process.is_to_leave = True
 
-    # Those who have handles.
+    # The callers, who have handles.
 
     @precondition(lambda self: self.holders)
     @rule(calls=st.integers(1, 4))
     def call(self, calls: int) -> None:
         for _ in range(calls):
-            owner = Owner()
-            number = self.actor.call("add", b"", owner)
+            caller = Caller()
+            number = self.actor.call("add", b"", caller)
             if number:
-                self.owners[number] = owner
+                self.callers[number] = caller
             else:
-                assert owner.told == ["died"]
+                assert caller.outcomes == ["died"]
         self.read()
 
-    @precondition(lambda self: self.owners)
+    @precondition(lambda self: self.callers)
     @rule(data=st.data())
     def cancel(self, data: Any) -> None:
-        number = data.draw(st.sampled_from(sorted(self.owners)))
-        self.owners[number].has_cancelled = not self.owners[number].told
+        number = data.draw(st.sampled_from(sorted(self.callers)))
+        self.callers[number].has_cancelled = not self.callers[number].outcomes
         must_tell = self.actor.cancel(number)
         assert not must_tell or (self.process and number in self.process.sent)
         self.actor.look_if_idle()
@@ -344,7 +286,7 @@ class ActorMachine(RuleBasedStateMachine):
         self.was_ended = True
         self.actor.die(ActorDiedError("killed"))
 
-    # What always holds.
+    # Invariants.
 
     @property
     def state(self) -> ActorState:
@@ -352,56 +294,61 @@ class ActorMachine(RuleBasedStateMachine):
 
     @property
     def is_late(self) -> bool:
-        """What ends it comes late: most that is to be seen comes before."""
-        return len(self.owners) > self.lifetime
+        """Allow rules that end the actor: most cases come before its end."""
+        return len(self.callers) > self.lifetime
+
+    @property
+    def is_held(self) -> bool:
+        return bool(self.holders) and not self.actor.is_ending
+
+    @property
+    def has_waiting_callers(self) -> bool:
+        return any(caller.waits for caller in self.callers.values())
 
     @invariant()
-    def no_owner_has_two_outcomes(self) -> None:
-        for owner in self.owners.values():
-            assert len(owner.told) + owner.has_cancelled <= 1
+    def no_caller_gets_two_outcomes(self) -> None:
+        for caller in self.callers.values():
+            assert len(caller.outcomes) + caller.has_cancelled <= 1
 
     @invariant()
-    def an_answer_is_for_its_call(self) -> None:
-        for number, owner in self.owners.items():
-            assert owner.told in ([], [b"%d" % number], [RAISED], ["died"])
+    def each_result_belongs_to_its_call(self) -> None:
+        for number, caller in self.callers.items():
+            assert caller.outcomes in ([], [b"%d" % number], [RAISED], ["died"])
 
     @invariant()
-    def no_owner_waits_for_a_dead_actor(self) -> None:
+    def no_caller_waits_for_a_dead_actor(self) -> None:
         if self.state is ActorState.DEAD:
-            assert all(o.told or o.has_cancelled for o in self.owners.values())
+            assert not self.has_waiting_callers
 
     @invariant()
-    def it_lives_while_a_handle_exists(self) -> None:
-        is_held = self.holders and not self.actor.is_ending
-        if is_held and not self.was_ended:
+    def actor_lives_while_a_handle_exists(self) -> None:
+        if self.is_held and not self.was_ended:
             assert self.state in (ActorState.PENDING, ActorState.ALIVE)
 
     @invariant()
-    def it_ends_without_handles_and_waiting_owners(self) -> None:
-        is_held = self.holders and not self.actor.is_ending
-        waits = any(not (o.told or o.has_cancelled) for o in self.owners.values())
-        if not is_held and not waits:
+    def actor_ends_without_handles_and_waiting_callers(self) -> None:
+        if not self.is_held and not self.has_waiting_callers:
             assert self.state is not ActorState.ALIVE
 
     @invariant()
-    def an_owner_that_waits_keeps_it_alive(self) -> None:
-        waits = any(not (o.told or o.has_cancelled) for o in self.owners.values())
-        assert not waits or self.state in (ActorState.PENDING, ActorState.ALIVE)
+    def waiting_caller_keeps_the_actor_alive(self) -> None:
+        if self.has_waiting_callers:
+            assert self.state in (ActorState.PENDING, ActorState.ALIVE)
 
     @invariant()
-    def no_more_are_sent_than_may_run(self) -> None:
+    def at_most_limit_calls_are_sent(self) -> None:
         if self.process is not None and not self.process.is_serial:
             assert len(self.process.sent) <= self.limit
 
     @invariant()
-    def calls_are_sent_in_their_order(self) -> None:
+    def serial_calls_are_sent_in_order(self) -> None:
         if self.process is not None and self.process.is_serial:
             assert self.process.sent == sorted(self.process.sent)
 
     @invariant()
-    def what_has_begun_runs_again_only_if_it_may(self) -> None:
+    def started_calls_run_again_at_most_retries_times(self) -> None:
         if self.retries >= 0:
-            assert all(o.begun <= 1 + self.retries for o in self.owners.values())
+            assert all(c.starts <= 1 + self.retries for c in self.callers.values())
 
 
 TestActor = seed(1)(ActorMachine).TestCase

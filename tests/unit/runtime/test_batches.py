@@ -1,4 +1,4 @@
-"""Tasks that are submitted or end together: ids, order, cost, and when a node polls."""
+"""Batches of submissions and results: ids, order, cost, and polling."""
 
 from __future__ import annotations
 
@@ -30,12 +30,7 @@ from aiogpu.runtime.driver import Driver
 from aiogpu.runtime.node import AWAKE, SHORT, BusyPoll
 from aiogpu.runtime.pending_tasks import Call
 from aiogpu.runtime.workers import message_router as module
-from aiogpu.runtime.workers.message_router import (
-    EVERY,
-    FEW,
-    LONGEST,
-    InlinePoller,
-)
+from aiogpu.runtime.workers.message_router import EVERY, FEW, LONGEST, InlinePoller
 from aiogpu.wire.codec import LARGE
 from aiogpu.wire.messages import ChildDone, Declare, Done, Submit
 from tests.unit.runtime import fakes
@@ -48,7 +43,7 @@ MINE = ClientId(1 << 26)
 
 
 class FakeCommands:
-    """Notes which tasks went to the worker."""
+    """Records the tasks that were sent to the worker."""
 
     def __init__(self) -> None:
         self.sent: deque[int] = deque()
@@ -67,39 +62,38 @@ class FakeCommands:
         return 0
 
 
+def make_driver(scheduler: Scheduler, commands: object) -> Driver:
+    pool = SimpleNamespace(commands=commands, spawn=lambda *_: None, pids={})
+    return Driver(
+        asyncio.get_running_loop(),
+        scheduler,
+        SimpleNamespace(bind=lambda *_: None),  # type: ignore[arg-type]
+        lambda *_: None,
+        lambda _: pool,  # type: ignore[arg-type, return-value]
+    )
+
+
 class OneWorkerNode:
-    """A node of one worker, which ends what the test says, and a program."""
+    """A node with one program and one worker, whose tasks the test ends."""
 
     def __init__(self) -> None:
         self.commands, self.peer = FakeCommands(), FakePeer()
-        pool = SimpleNamespace(
-            commands=self.commands,
-            spawn=lambda *_: None,
-            pids={},
-        )
         self.scheduler = Scheduler(Ledger({CPU: UNIT}))
-        self.driver = Driver(
-            asyncio.get_running_loop(),
-            self.scheduler,
-            SimpleNamespace(bind=lambda *_: None),  # type: ignore[arg-type]
-            lambda *_: None,
-            lambda _: pool,  # type: ignore[arg-type, return-value]
-        )
-        self.pool: Any = pool
+        self.driver = make_driver(self.scheduler, self.commands)
         self.driver.feed(Scheduler.join, MINE, 1.0, Limits())
         self.nested = Requests(self.driver, SimpleNamespace())  # type: ignore[arg-type]
         self.client = Client(MINE, client=MINE, peer=self.peer)  # type: ignore[arg-type]
         spec = dump_spec(fakes.func())
         for func in (1, 2):
-            told = Declare(func, "train", spec, b"f")
-            self.nested.on_message(self.client, told)
+            declaration = Declare(func, "train", spec, b"f")
+            self.nested.on_message(self.client, declaration)
 
     def submit(self, *numbers: int, func: int = 1) -> None:
-        row = [Submit(0, number, func, b"%d" % number) for number in numbers]
-        self.nested.submit_all(self.client, row)
+        batch = [Submit(0, number, func, b"%d" % number) for number in numbers]
+        self.nested.submit_all(self.client, batch)
 
     def end(self, count: int, **payloads: bytes) -> list[int]:
-        """The worker ends so many; gives the tasks."""
+        """Let the worker end the next `count` tasks; return them."""
         tasks = [self.commands.sent.popleft() for _ in range(count)]
         done = [
             Done(task, payloads.get(f"_{task}", b"r%d" % task), 5) for task in tasks
@@ -108,9 +102,9 @@ class OneWorkerNode:
         return tasks
 
     @property
-    def told(self) -> list[int]:
-        """The program's numbers of what it was told of, in order."""
-        return [it.child for it in self.peer.sent if isinstance(it, ChildDone)]
+    def reported(self) -> list[int]:
+        """The program's numbers of the tasks whose end was reported, in order."""
+        return [m.child for m in self.peer.sent if isinstance(m, ChildDone)]
 
 
 @pytest.fixture
@@ -119,40 +113,40 @@ async def node() -> OneWorkerNode:
     node.submit(1)
     node.driver.on_started(1)
     node.end(1)
-    assert node.told == [1]
+    assert node.reported == [1]
     return node
 
 
-async def test_answers_that_come_together_keep_their_order(node: OneWorkerNode) -> None:
+async def test_results_in_a_batch_keep_their_order(node: OneWorkerNode) -> None:
     node.submit(*range(2, 102))
     assert len(node.client.children) == 100
     while node.commands.sent:
         node.end(min(7, len(node.commands.sent)))
-    assert node.told == [*range(1, 102)]
+    assert node.reported == [*range(1, 102)]
     assert node.client.children == {}
     assert not node.scheduler.tasks
     history = node.driver.results.history
     assert history.outcomes == {"finished": 101}
-    assert len(history.ring) < 50, "most have ended in rows"
-    assert {it.payload for it in node.peer.sent} == {  # type: ignore[union-attr]
+    assert len(history.ring) < 50, "most tasks ended in batches"
+    assert {message.payload for message in node.peer.sent} == {  # type: ignore[union-attr]
         b"r%d" % task for task in range(1, 102)
     }
 
 
 class RaisingReceiver:
-    """Wants no answer, and is told an error."""
+    """A receiver that raises when it gets a result, and records errors."""
 
     def __init__(self) -> None:
-        self.told: list[Exception] = []
+        self.errors: list[Exception] = []
 
     def settle(self, outcome: bytes | Exception) -> None:
         if isinstance(outcome, bytes):
             raise ValueError("not this one")
-        self.told.append(outcome)
+        self.errors.append(outcome)
 
 
-class NotingReceiver:
-    """Notes what it is told."""
+class RecordingReceiver:
+    """A receiver that records results."""
 
     def __init__(self, into: list[bytes], then: Any = int) -> None:
         self._into = into
@@ -163,40 +157,25 @@ class NotingReceiver:
         self._then()
 
 
-async def test_a_receiver_that_raises_harms_no_other(
+async def test_receiver_that_raises_harms_no_other_receiver(
     node: OneWorkerNode, caplog: pytest.LogCaptureFixture
 ) -> None:
-    heard: list[bytes] = []
-    func, submit = node.client.declared[1], node.driver.submit
-    later: list[int] = []
-
-    def stop() -> None:
-        node.driver.cancel(later[0])
-
-    angry = RaisingReceiver()
-    for receiver in (
-        NotingReceiver(heard),
-        NotingReceiver(heard),
-        angry,
-        NotingReceiver(heard, stop),
-    ):
-        submit(func, b"", receiver, None, MINE)  # type: ignore[arg-type]
-    later.append(submit(func, b"", NotingReceiver(heard), None, MINE))  # type: ignore[arg-type]
-    for _ in range(20):
-        submit(func, b"", NotingReceiver(heard), None, MINE)  # type: ignore[arg-type]
+    results: list[bytes] = []
+    raising, recording = RaisingReceiver(), RecordingReceiver(results)
+    cancelling = RecordingReceiver(results, lambda: node.driver.cancel(6))
+    for receiver in (recording, recording, raising, cancelling, *[recording] * 21):
+        node.driver.submit(node.client.declared[1], b"", receiver, None, MINE)  # type: ignore[arg-type]
     node.end(1)
     node.end(6)
-    assert heard == [b"r2", b"r3", b"r5", b"r7", b"r8"], (
-        "and not 6, which was cancelled"
-    )
-    assert [type(error) for error in angry.told] == [InternalError]
-    assert "not this one" in str(angry.told[0])
+    assert results == [b"r2", b"r3", b"r5", b"r7", b"r8"], "task 6 was cancelled"
+    assert [type(error) for error in raising.errors] == [InternalError]
+    assert "not this one" in str(raising.errors[0])
     assert "failed to settle" in caplog.text
     assert not node.driver.knows(6)
 
 
 @pytest.mark.parametrize("reason", ["values", "large", "other", "fetched"])
-async def test_an_answer_that_needs_more_than_a_result_goes_alone(
+async def test_result_that_needs_extra_work_is_handled_alone(
     node: OneWorkerNode, reason: str
 ) -> None:
     node.submit(*range(2, 40))
@@ -206,24 +185,24 @@ async def test_an_answer_that_needs_more_than_a_result_goes_alone(
     assert call is not None
     child = call.receiver
     assert isinstance(child, Child)
-    heard: list[bytes] = []
+    results: list[bytes] = []
     payloads = {}
     if reason == "values":
-        child.values = [(NotingReceiver(heard), -1)]  # type: ignore[list-item]
+        child.values = [(RecordingReceiver(results), -1)]  # type: ignore[list-item]
     elif reason == "large":
         payloads[f"_{second}"] = bytes(LARGE)
     elif reason == "other":
-        call.receiver = NotingReceiver(heard)  # type: ignore[assignment]
+        call.receiver = RecordingReceiver(results)  # type: ignore[assignment]
     else:
         node.client.fetched[5] = SimpleNamespace()  # type: ignore[assignment]
     node.end(4, **payloads)
     mine = [3, 4, 5, 6] if reason != "other" else [3, 5, 6]
-    assert node.told == [1, 2, *mine]
-    assert heard == ([b"r4"] if reason in ("values", "other") else [])
+    assert node.reported == [1, 2, *mine]
+    assert results == ([b"r4"] if reason in ("values", "other") else [])
 
 
-async def test_a_task_in_a_row_costs_few_calls(node: OneWorkerNode) -> None:
-    """Calls of Python functions are counted, which no other load changes."""
+async def test_task_in_a_batch_costs_few_python_calls(node: OneWorkerNode) -> None:
+    """The number of Python calls does not depend on the load of the machine."""
     node.submit(*range(2, 80))
     names: Counter[str] = Counter()
 
@@ -241,12 +220,12 @@ async def test_a_task_in_a_row_costs_few_calls(node: OneWorkerNode) -> None:
             node.end(min(30, len(node.commands.sent)))
     finally:
         sys.setprofile(before)
-    assert len(node.told) == many + 78
+    assert len(node.reported) == many + 78
     assert names.total() / many < 12, names.most_common(20)
 
 
 class RevokingCommands:
-    """Tells nobody, and notes what it was to tell."""
+    """Sends nothing and records the workers whose tasks were to be revoked."""
 
     def __init__(self) -> None:
         self.revoked: list[int] = []
@@ -265,30 +244,20 @@ class RevokingCommands:
 
 
 class StalledNode:
-    """A driver whose one worker has been sent a task and begins nothing."""
+    """A driver with one worker, which got a task and does not start it."""
 
     def __init__(self, payload: bytes, scheduler: Scheduler | None = None) -> None:
         self.commands = RevokingCommands()
-        pool = SimpleNamespace(
-            commands=self.commands,
-            spawn=lambda _worker: None,
-        )
         self.scheduler = scheduler or Scheduler(Ledger({CPU: UNIT}))
-        self.driver = Driver(
-            asyncio.get_running_loop(),
-            self.scheduler,
-            SimpleNamespace(bind=lambda *_: None),  # type: ignore[arg-type]
-            lambda *_: None,
-            lambda _: pool,  # type: ignore[arg-type, return-value]
-        )
-        if isinstance(scheduler, OneAtATime):
+        self.driver = make_driver(self.scheduler, self.commands)
+        if isinstance(scheduler, SerialScheduler):
             scheduler.driver = self.driver
         receiver = SimpleNamespace()
         self.driver.submit(fakes.call().func, payload, receiver)  # type: ignore[arg-type]
         self.driver.on_started(1)
 
     async def look(self) -> None:
-        """The worker is looked at when it has had its time."""
+        """Let the driver check the worker, whose time to start the task is over."""
         record = self.scheduler.workers.get(WorkerId(1))
         assert record is not None
         assert record.task is not None
@@ -300,36 +269,36 @@ class StalledNode:
 
 
 @pytest.mark.parametrize("is_large", [True, False])
-async def test_what_may_not_have_arrived_is_left_where_it_is(is_large: bool) -> None:
-    """A large task, or a program that holds its loop, gives no healthy worker up."""
+async def test_task_that_may_not_have_arrived_is_not_revoked(is_large: bool) -> None:
+    """A large task, or a program that blocks its loop, costs no healthy worker."""
     stalled = StalledNode(bytes(LARGE) if is_large else b"x")
     stalled.commands.reaches = is_large
     await stalled.look()
     assert stalled.commands.revoked == []
     record = stalled.scheduler.workers.get(WorkerId(1))
     assert record is not None
-    assert record.task is not None, "it still has its task"
+    assert record.task is not None, "the worker still has its task"
 
 
-class OneAtATime(Scheduler):
-    """Is told of nothing while the effects of what it was told are carried out."""
+class SerialScheduler(Scheduler):
+    """Asserts that no event is handled while another one is handled."""
 
     driver: Driver
 
     def __init__(self) -> None:
         super().__init__(Ledger({CPU: UNIT}))
         self.is_deciding = False
-        self.told: list[str] = []
+        self.events: list[str] = []
 
 
-def _heard(name: str) -> Callable[..., Sequence[Effect]]:
+def _recording(name: str) -> Callable[..., Sequence[Effect]]:
     step = getattr(Scheduler, name)
 
-    def method(self: OneAtATime, *args: object) -> Sequence[Effect]:
-        assert self.driver.is_busy, "the driver has said that it is at work"
-        assert not self.is_deciding, "it is not asked amid a decision"
+    def method(self: SerialScheduler, *args: object) -> Sequence[Effect]:
+        assert self.driver.is_busy
+        assert not self.is_deciding
         self.is_deciding = True
-        self.told.append(name)
+        self.events.append(name)
         wanted: Sequence[Effect] = step(self, *args)
         self.is_deciding = False
         return wanted
@@ -338,184 +307,179 @@ def _heard(name: str) -> Callable[..., Sequence[Effect]]:
 
 
 class BusyReceiver:
-    """Submits, cancels and submits again as it is told of its task."""
+    """A receiver that submits two tasks and cancels one when its own task ends."""
 
     def __init__(self, stalled: StalledNode) -> None:
         self.stalled = stalled
-        self.told: list[object] = []
+        self.outcomes: list[object] = []
         self.during: list[str] = []
 
     def settle(self, error: Exception) -> None:
         driver, scheduler = self.stalled.driver, self.stalled.scheduler
-        assert isinstance(scheduler, OneAtATime)
-        self.told.append(type(error))
-        before = len(scheduler.told)
-        receiver = SimpleNamespace(settle=self.told.append)
+        assert isinstance(scheduler, SerialScheduler)
+        self.outcomes.append(type(error))
+        before = len(scheduler.events)
+        receiver = SimpleNamespace(settle=self.outcomes.append)
         func = fakes.call().func
         first = driver.submit(func, b"x", receiver)  # type: ignore[arg-type]
         second = driver.submit(func, b"x", receiver)  # type: ignore[arg-type]
         assert second == first + 1
         driver.cancel(first)
-        self.during = scheduler.told[before:]
+        self.during = scheduler.events[before:]
 
 
-async def test_an_event_amid_another_is_handled_after_it(
+async def test_nested_event_is_handled_after_the_current_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In the order in which it happened; nothing is decided amid a decision."""
-    # The driver calls what `Scheduler` has by these names.
-    for name, method in {n: _heard(n) for n in ("wake", "submit", "cancel")}.items():
+    """Events keep their order, and no decision is made during another one."""
+    # The driver calls the methods of the class `Scheduler`.
+    for name, method in {
+        n: _recording(n) for n in ("wake", "submit", "cancel")
+    }.items():
         monkeypatch.setattr(Scheduler, name, method)
-    scheduler = OneAtATime()
+    scheduler = SerialScheduler()
     stalled = StalledNode(b"x", scheduler)
     driver = stalled.driver
-    meddler = BusyReceiver(stalled)
+    receiver = BusyReceiver(stalled)
     func = replace(fakes.call().func, spec=replace(fakes.call().func.spec, timeout=9))
-    task = driver.submit(func, b"x", meddler)  # type: ignore[arg-type]
-    scheduler.told.clear()
+    task = driver.submit(func, b"x", receiver)  # type: ignore[arg-type]
+    scheduler.events.clear()
     record = scheduler.tasks[TaskId(task)]
     scheduler.timers.set(0.0, AlarmKind.EXPIRE, record.id)
     driver.feed(Scheduler.wake)
-    assert meddler.told == [TaskTimeoutError]
-    assert meddler.during == [], "it is told nothing while it is at work"
-    assert scheduler.told == ["wake", "submit", "submit", "cancel"]
+    assert receiver.outcomes == [TaskTimeoutError]
+    assert receiver.during == [], "the scheduler got no event in the meantime"
+    assert scheduler.events == ["wake", "submit", "submit", "cancel"]
     assert not driver.is_busy
-    assert sorted(scheduler.tasks) == [1, task + 2], "the last one waits"
+    assert sorted(scheduler.tasks) == [1, task + 2], "the last task waits"
 
 
 class FakeConnection:
-    """A worker's connection, which may have something to say."""
+    """A worker's connection, over a pair of sockets."""
 
-    def __init__(self, burst: Burst) -> None:
+    def __init__(self, story: PollStory) -> None:
         self.ours, self.theirs = socket.socketpair()
         self.peer = self
-        self.heard = 0
-        self.takes = self.costs = self.sent_at = 0.0
+        self.bytes_read = 0
+        self.read_time = 0.0
         self.error: Exception | None = None
-        self.then: Callable[[], object] = bool
-        self.is_readable = True
         self.is_cut_off = False
-        self._burst = burst
-
-    def say(self) -> None:
-        self.theirs.send(b"x")
+        self._story = story
 
     @property
     def readable(self) -> int:
-        self._burst.now += self.costs
-        return self.ours.fileno() if self.is_readable else -1
+        return self.ours.fileno()
 
     def send_posted(self) -> None:
-        self.sent_at = self._burst.now
+        """Nothing was posted."""
 
     def read_now(self) -> None:
-        self.heard += len(os.read(self.ours.fileno(), 100))
-        self._burst.now += self.takes
-        assert self._burst.poller.count < 0
-        self.then()
+        self.bytes_read += len(os.read(self.ours.fileno(), 100))
+        self._story.now += self.read_time
+        assert self._story.poller.count < 0
         if self.error is not None:
             raise self.error
-        # What is submitted by whoever is told of an answer.
+        # Code that gets a result may submit more tasks.
         for _ in range(2 * FEW):
-            self._burst.poller.note()
+            self._story.poller.note()
 
     def abort(self) -> None:
         self.is_cut_off = True
 
 
-class Burst:
-    """Speakers, and a clock that goes on when a test says so."""
+class PollStory:
+    """Workers that may have sent messages, and a clock that the test advances."""
 
     def __init__(self, count: int) -> None:
         self.now = 100.0
-        self.speakers = [FakeConnection(self) for _ in range(count)]
-        workers: Any = dict(enumerate(self.speakers))
-        workers[-1] = SimpleNamespace(peer=None)  # one that starts
+        self.workers = [FakeConnection(self) for _ in range(count)]
+        workers: Any = dict(enumerate(self.workers))
+        workers[-1] = SimpleNamespace(peer=None)  # a worker that starts
         self.tell: Callable[[], object] = list
         self.poller = InlinePoller(workers, lambda: self.tell())
 
-    def submit(self, count: int = FEW + 1) -> None:
-        for _ in range(count):
+    def submit(self) -> None:
+        for _ in range(FEW + 1):
             self.poller.note()
 
-    def all_say(self) -> None:
-        for speaker in self.speakers:
-            speaker.say()
+    def send_from_all(self) -> None:
+        for worker in self.workers:
+            worker.theirs.send(b"x")
 
     @property
-    def heard(self) -> list[int]:
-        return [speaker.heard for speaker in self.speakers]
+    def bytes_read(self) -> list[int]:
+        return [worker.bytes_read for worker in self.workers]
 
 
 @pytest.fixture
-def burst(monkeypatch: pytest.MonkeyPatch) -> Iterator[Burst]:
-    burst = Burst(3)
-    monkeypatch.setattr(module, "perf_counter", lambda: burst.now)
-    yield burst
-    for speaker in burst.speakers:
-        speaker.ours.close()
-        speaker.theirs.close()
+def story(monkeypatch: pytest.MonkeyPatch) -> Iterator[PollStory]:
+    story = PollStory(3)
+    monkeypatch.setattr(module, "perf_counter", lambda: story.now)
+    yield story
+    for worker in story.workers:
+        worker.ours.close()
+        worker.theirs.close()
 
 
-def test_submissions_are_passed_on_before_the_look(burst: Burst) -> None:
-    """Else the next row would be longer, and take longer, and so on."""
-    told: list[list[int]] = []
+def test_submissions_are_flushed_before_workers_are_polled(story: PollStory) -> None:
+    """Otherwise the next batch would be longer, take longer, and so on."""
+    before_flush: list[list[int]] = []
 
     def tell() -> None:
-        told.append(burst.heard)
-        burst.now += EVERY * 3
+        before_flush.append(story.bytes_read)
+        story.now += EVERY * 3
 
-    burst.tell = tell
-    burst.all_say()
-    burst.submit()
-    assert told == [[0, 0, 0]]
-    burst.all_say()
-    burst.now += EVERY * 1.1
-    burst.submit()
-    assert burst.heard == [2, 2, 2]
+    story.tell = tell
+    story.send_from_all()
+    story.submit()
+    assert before_flush == [[0, 0, 0]]
+    story.send_from_all()
+    story.now += EVERY * 1.1
+    story.submit()
+    assert story.bytes_read == [2, 2, 2]
 
 
-def test_one_submission_takes_in_no_more_than_it_may(burst: Burst) -> None:
-    for speaker in burst.speakers:
-        speaker.takes = LONGEST * 0.6
+def test_poll_during_a_submission_is_limited_in_time(story: PollStory) -> None:
+    for worker in story.workers:
+        worker.read_time = LONGEST * 0.6
     seen = []
     for _ in range(3):
-        burst.all_say()
-        burst.now += 1.0
-        burst.submit()
-        seen.append(burst.heard)
+        story.send_from_all()
+        story.now += 1.0
+        story.submit()
+        seen.append(story.bytes_read)
     assert seen[0] == [1, 1, 0]
-    assert seen[1][2] == 2, "who was not heard the last time is heard first"
+    assert seen[1][2] == 2, "the worker that was not read last time is read first"
     assert min(seen[2]) > 1, seen
 
 
-def test_a_message_that_raises_costs_only_its_own_connection(
-    burst: Burst, caplog: pytest.LogCaptureFixture
+def test_message_that_raises_closes_only_its_own_connection(
+    story: PollStory, caplog: pytest.LogCaptureFixture
 ) -> None:
-    burst.speakers[1].error = ValueError("a bug")
-    burst.all_say()
-    burst.submit()
-    assert burst.heard == [1, 1, 1]
-    assert [speaker.is_cut_off for speaker in burst.speakers] == [False, True, False]
+    story.workers[1].error = ValueError("a bug")
+    story.send_from_all()
+    story.submit()
+    assert story.bytes_read == [1, 1, 1]
+    assert [worker.is_cut_off for worker in story.workers] == [False, True, False]
     assert "a bug" in caplog.text
-    assert burst.poller.count == 0
+    assert story.poller.count == 0
 
 
 class ManualClock:
-    """A clock, and a loop that notes what it is to call."""
+    """A clock, and a loop that records the calls it is asked to make."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, cpus: int = 2) -> None:
         self.now = 1.0
         self.soon: list[object] = []
         monkeypatch.setattr(runtime_node, "perf_counter", lambda: self.now)
         monkeypatch.setattr("os.sched_getaffinity", lambda _pid: set(range(cpus)))
-        self.it = BusyPoll(self)  # type: ignore[arg-type]
+        self.poll = BusyPoll(self)  # type: ignore[arg-type]
 
     def call_soon(self, call: object) -> None:
         self.soon.append(call)
 
     def turn(self, after: float) -> int:
-        """Let the loop turn after so long; gives how many calls it has left."""
+        """Advance the clock, make the pending calls, and count the new ones."""
         self.now += after
         calls, self.soon = self.soon, []
         for call in calls:
@@ -523,38 +487,37 @@ class ManualClock:
         return len(self.soon)
 
 
-def test_it_stays_awake_while_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loop_polls_while_answers_come_quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = ManualClock(monkeypatch)
-    clock.it.note(1)
+    clock.poll.note(1)
     assert not clock.soon
     clock.now += SHORT / 2
-    clock.it.note(1)
-    clock.it.note(1)
+    clock.poll.note(1)
+    clock.poll.note(1)
     assert len(clock.soon) == 1
     assert clock.turn(AWAKE / 2) == 1
-    clock.it.note(1)
+    clock.poll.note(1)
     assert clock.turn(AWAKE * 0.9) == 1
     assert clock.turn(AWAKE) == 0
     clock.now += SHORT
-    clock.it.note(1)
+    clock.poll.note(1)
     assert not clock.soon
 
 
-def test_in_a_flood_it_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loop_sleeps_in_a_flood_and_with_one_cpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     clock = ManualClock(monkeypatch)
     for _ in range(3):
-        clock.it.note(1)
-        clock.it.note(2)
+        clock.poll.note(1)
+        clock.poll.note(2)
     assert not clock.soon
-    clock.it.note(1)
-    clock.it.note(1)
+    clock.poll.note(1)
+    clock.poll.note(1)
     assert len(clock.soon) == 1
-    clock.it.note(9)
+    clock.poll.note(9)
     assert clock.turn(0) == 0
-
-
-def test_with_one_cpu_it_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = ManualClock(monkeypatch, cpus=1)
-    clock.it.note(1)
-    clock.it.note(1)
+    clock.poll.note(1)
+    clock.poll.note(1)
     assert not clock.soon

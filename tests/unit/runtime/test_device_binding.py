@@ -1,48 +1,47 @@
-"""From a lease to the environment, the CPUs and the memory limits of a worker."""
+"""The environment, the CPUs and the memory limits that a lease gives a worker."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from aiogpu.core.model.ids import LeaseId
-from aiogpu.core.model.request import Device, Request
+from aiogpu.core.model.request import Device
 from aiogpu.core.model.units import BY_SHARE, UNIT
 from aiogpu.core.resources.devices import DeviceSet
-from aiogpu.core.resources.ledger import Lease, Ledger
+from aiogpu.core.resources.ledger import Ledger
 from aiogpu.runtime.devices import binding
 from aiogpu.runtime.devices.binding import Affinity, Assignment, variables_of
 from aiogpu.wire.messages import Bind
+from tests.unit.runtime.fakes import lease_of
 
 FIRST = Device(0, pci="00000000:3B:00.0")
 SECOND = Device(1, pci="0001:af:00.0")
 
 
 class CpuTree:
-    """A made-up machine of eight CPUs and two GPUs."""
+    """A directory that describes a machine with eight CPUs and two GPUs."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.has("sys/devices/system/cpu/online", "0-7\n")
-        self.has("sys/bus/pci/devices/0000:3b:00.0/local_cpulist", "0-2,4\n")
-        self.has("sys/bus/pci/devices/0001:af:00.0/local_cpulist", "4-7\n")
+        self.write("sys/devices/system/cpu/online", "0-7\n")
+        self.write("sys/bus/pci/devices/0000:3b:00.0/local_cpulist", "0-2,4\n")
+        self.write("sys/bus/pci/devices/0001:af:00.0/local_cpulist", "4-7\n")
 
-    def has(self, name: str, text: str) -> None:
+    def write(self, name: str, text: str) -> None:
         path = self.root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
 
-    def near(self, *indices: int, devices: tuple[Device, ...] = ()) -> tuple[int, ...]:
-        return Affinity(devices or (FIRST, SECOND), self.root).near(indices)
+    def near(self, *indices: int) -> tuple[int, ...]:
+        return Affinity((FIRST, SECOND), self.root).near(indices)
 
 
 @pytest.fixture
 def cpus(monkeypatch: pytest.MonkeyPatch) -> set[int]:
-    """Those that this process may use."""
+    """The CPUs that this process may use."""
     usable = set(range(8))
     monkeypatch.setattr("os.sched_getaffinity", lambda _pid: usable)
     return usable
@@ -54,8 +53,8 @@ def cpu_tree(tmp_path: Path, cpus: set[int]) -> CpuTree:
 
 
 @pytest.mark.parametrize("text", ["", "\n", "three", "1-x", "é"])
-def test_an_unreadable_list_of_cpus_pins_nothing(cpu_tree: CpuTree, text: str) -> None:
-    cpu_tree.has("sys/bus/pci/devices/0000:3b:00.0/local_cpulist", text)
+def test_unreadable_cpu_list_pins_no_worker(cpu_tree: CpuTree, text: str) -> None:
+    cpu_tree.write("sys/bus/pci/devices/0000:3b:00.0/local_cpulist", text)
     assert cpu_tree.near(0) == cpu_tree.near(0, 1) == ()
     assert cpu_tree.near(1) == (4, 5, 6, 7)
 
@@ -68,48 +67,33 @@ def test_an_unreadable_list_of_cpus_pins_nothing(cpu_tree: CpuTree, text: str) -
         ("4:cpuset:/me", "cpuset/cpuset.cpus"),
     ],
 )
-def test_a_cpuset_is_not_a_choice_of_the_users(
+def test_cpuset_does_not_count_as_a_choice_of_the_user(
     cpu_tree: CpuTree, cpus: set[int], line: str, file: str
 ) -> None:
     cpus -= {0, 1, 5, 6, 7}
     groups = cpu_tree.root / "sys/fs/cgroup"
-    cpu_tree.has("proc/self/cgroup", f"9:other:/\n{line}\n")
-    cpu_tree.has(
+    cpu_tree.write("proc/self/cgroup", f"9:other:/\n{line}\n")
+    cpu_tree.write(
         "proc/self/mountinfo",
         f"1 2 0:1 / {groups} rw - cgroup2 x rw\n"
         f"1 2 0:1 / {groups}/cpuset rw - cgroup x rw,cpuset\n",
     )
     assert cpu_tree.near(0) == ()
-    cpu_tree.has(f"sys/fs/cgroup/{file}", "2-4\n")
+    cpu_tree.write(f"sys/fs/cgroup/{file}", "2-4\n")
     assert cpu_tree.near(0) == (2, 4)
     cpus -= {3}
-    assert cpu_tree.near(0) == (), "fewer than the cpuset has"
+    assert cpu_tree.near(0) == (), "the user allows fewer CPUs than the cpuset"
 
 
-@dataclass
 class FakeVendor:
-    """Assigns by one variable, and tells what it has seen."""
+    """A vendor that assigns GPUs by one variable."""
 
-    kind: str
-    variable: str
-    option: str = ""
-    seen: Mapping[str, str] | None = None
+    kind = "GPU"
 
     def assignment(
         self, ids: Sequence[int | str], environ: Mapping[str, str]
     ) -> dict[str, str]:
-        self.seen = dict(environ)
-        if environ.get("NOSET"):
-            return {}
-        return {self.variable: ",".join(map(str, ids))}
-
-
-def bind(
-    assignment: Assignment, ledger: Ledger, amounts: dict[str, int], **environ: str
-) -> Bind:
-    lease = ledger.take(Request.of({"CPU": UNIT}, amounts))
-    assert lease is not None
-    return assignment.bind(lease, environ)
+        return {"GPUS": ",".join(map(str, ids))}
 
 
 GIB = 1 << 30
@@ -128,18 +112,14 @@ def bound(
     options: Mapping[str, str] | None = None,
     **environ: str,
 ) -> Bind:
-    """What a worker is told that has these devices."""
+    """The message that binds a worker to these devices."""
     ledger = Ledger({}, [DeviceSet("GPU", GPUS)])
-    vendor = FakeVendor("GPU", "GPUS")
-    assignment = Assignment([vendor], ledger, {}, **(options or {}))  # type: ignore[list-item]
-    request = Request.of(
-        {"CPU": cpus * UNIT}, {"GPU": share * len(indices)}, gpu_memory=gpu_memory
-    )
-    shares = (tuple((index, share) for index in indices),)
-    return assignment.bind(Lease(LeaseId(1), request, shares, Ledger({})), environ)
+    assignment = Assignment([FakeVendor()], ledger, {}, **(options or {}))  # type: ignore[list-item]
+    lease = lease_of(*indices, share=share, cpus=cpus, gpu_memory=gpu_memory)
+    return assignment.bind(lease, environ)
 
 
-def test_memory_limits_are_set_as_variables_of_the_frameworks() -> None:
+def test_memory_limits_become_variables_of_the_frameworks() -> None:
     assert bound(0, share=2500, gpu_memory=BY_SHARE) == Bind(
         {
             "GPUS": "0",
@@ -153,7 +133,9 @@ def test_memory_limits_are_set_as_variables_of_the_frameworks() -> None:
     )
     both = bound(0, 1, gpu_memory=6 * GIB)
     assert both.gpu_memory == (6 * GIB, 6 * GIB)
-    assert both.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.075", "of the smallest"
+    assert both.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.075", (
+        "the smallest GPU counts"
+    )
     unknown = bound(0, 2, gpu_memory=6 * GIB)
     assert unknown.gpu_memory == (6 * GIB, 6 * GIB)
     assert "XLA_PYTHON_CLIENT_MEM_FRACTION" not in unknown.environ
@@ -162,15 +144,15 @@ def test_memory_limits_are_set_as_variables_of_the_frameworks() -> None:
     assert (alone.gpu_memory, alone.accelerators) == ((10 * GIB,), {"GPU": (1,)})
 
 
-def test_limits_that_the_user_has_set_stay() -> None:
+def test_limits_set_by_the_user_are_kept() -> None:
     wanted = {
         "XLA_PYTHON_CLIENT_PREALLOCATE": "true",
         "CUPY_GPU_MEMORY_LIMIT": "50%",
         "TF_FORCE_GPU_ALLOW_GROWTH": "false",
         "XLA_CLIENT_MEM_FRACTION": ".9",
     }
-    found = bound(0, gpu_memory=GIB, **wanted)  # type: ignore[arg-type]
-    assert found.environ == {**wanted, "GPUS": "0"}
+    environ = bound(0, gpu_memory=GIB, **wanted).environ  # type: ignore[arg-type]
+    assert environ == {**wanted, "GPUS": "0"}
     assert variables_of([1], [2], {"XLA_PYTHON_CLIENT_MEM_FRACTION": ".1"}).keys() == {
         "XLA_PYTHON_CLIENT_PREALLOCATE",
         "CUPY_GPU_MEMORY_LIMIT",
@@ -179,25 +161,27 @@ def test_limits_that_the_user_has_set_stay() -> None:
     assert variables_of([], [], {}) == variables_of([0], [1], {}) == {}
 
 
-def test_workers_are_pinned_if_they_ask_for_no_more_cpus_than_are_local(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_workers_that_need_no_more_than_the_local_cpus_are_pinned(
+    cpu_tree: CpuTree, cpus: set[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, cpus in (("0000:3b:00.0", "0-1"), ("0000:af:00.0", "2-3")):
-        (tmp_path / "sys/bus/pci/devices" / name).mkdir(parents=True)
-        (tmp_path / "sys/bus/pci/devices" / name / "local_cpulist").write_text(cpus)
-    monkeypatch.setattr(binding, "ROOT", tmp_path)
-    monkeypatch.setattr("os.sched_getaffinity", lambda _pid: set(range(4)))
+    cpus -= {4, 5, 6, 7}
+    cpu_tree.write("sys/devices/system/cpu/online", "0-3")
+    cpu_tree.write("sys/bus/pci/devices/0000:3b:00.0/local_cpulist", "0-1")
+    cpu_tree.write("sys/bus/pci/devices/0000:af:00.0/local_cpulist", "2-3")
+    monkeypatch.setattr(binding, "ROOT", cpu_tree.root)
     on = {"cpu_affinity": "auto"}
     assert bound(1, options=on).cpus == bound(1, cpus=2, options=on).cpus == (2, 3)
-    assert bound(1, cpus=3, options=on).cpus == (), "it asks for more than are near"
+    assert bound(1, cpus=3, options=on).cpus == (), "only two CPUs are local"
     assert bound(0, 1, options=on).cpus == bound(2, options=on).cpus == ()
     assert bound(1).cpus == bound(1, options={"cpu_affinity": "off"}).cpus == ()
 
 
-def test_shares_by_mps(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_mps_gives_workers_a_share_of_threads_and_memory(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     on = {"mps": "auto"}
     caplog.set_level("INFO")
-    # The node's environment counts, and not the task's.
+    # The environment of the node counts, not the environment of the task.
     assert bound(0, share=2500, options=on).environ == {"GPUS": "0"}
     assert [record.levelname for record in caplog.records] == ["INFO"]
     with pytest.MonkeyPatch.context() as patch:
@@ -208,9 +192,9 @@ def test_shares_by_mps(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None
         }
         limited = bound(1, share=5000, gpu_memory=GIB, options=on)
         assert limited.environ[binding.MEMORY] == "0=1024M"
-        assert limited.accelerators == {"GPU": (1,)}, "tasks see the ids as ever"
+        assert limited.accelerators == {"GPU": (1,)}, "tasks see the usual ids"
         assert bound(1, 2, options=on).environ == {"GPUS": "GPU-b,2"}
-        assert bound(0, share=2500).environ == {"GPUS": "0"}, "off unless wanted"
+        assert bound(0, share=2500).environ == {"GPUS": "0"}, "MPS is off by default"
 
 
 PID = "nvidia-cuda-mps-control.pid"
@@ -220,7 +204,7 @@ def runs_in(directory: Path) -> bool:
     return binding.runs({binding.PIPES: str(directory)})
 
 
-def test_mps_of_another_user_runs_too(
+def test_mps_of_another_user_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(_pid: int, _signal: int) -> None:
@@ -232,15 +216,15 @@ def test_mps_of_another_user_runs_too(
 
 
 @pytest.mark.parametrize("text", ["", "0", "-1", str(1 << 22), "9" * 30, "é"])
-def test_mps_whose_process_has_ended_does_not_run(tmp_path: Path, text: str) -> None:
+def test_mps_is_not_found_after_its_process_ended(tmp_path: Path, text: str) -> None:
     (tmp_path / PID).write_text(text)
     assert not runs_in(tmp_path)
     os.mkfifo(tmp_path / "control")
-    assert runs_in(tmp_path), "seen from a container"
+    assert runs_in(tmp_path), "a container sees no process ids of the host"
 
 
 @pytest.mark.parametrize(
-    ("parts", "limits", "told"),
+    ("share", "limits", "variables"),
     [
         (2500, (), {binding.THREADS: "25"}),
         (3333, (), {binding.THREADS: "33"}),
@@ -251,7 +235,7 @@ def test_mps_whose_process_has_ended_does_not_run(tmp_path: Path, text: str) -> 
         (10_000, (GIB, 0, 5), {binding.MEMORY: "0=1024M,2=1M"}),
     ],
 )
-def test_a_share_under_mps(
-    parts: int, limits: tuple[int, ...], told: dict[str, str]
+def test_mps_variables_follow_from_share_and_memory_limits(
+    share: int, limits: tuple[int, ...], variables: dict[str, str]
 ) -> None:
-    assert binding.mps_variables(parts, limits, {}) == told
+    assert binding.mps_variables(share, limits, {}) == variables

@@ -1,4 +1,4 @@
-"""What is seen on devices while tasks run: when, and what follows."""
+"""Sampling of devices while tasks run: intervals, health, and GPU memory."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ pytestmark = pytest.mark.either_loop
 
 FINE = Sample({}, used=0)
 LOST = Sample(problem="GPU is lost", is_lost=True)
-MUTE = Sample(problem="Unknown Error")
+UNANSWERED = Sample(problem="Unknown Error")
 CONTENT, SILENT = Health(action=""), Health()
 XID = Health(("XID 79",), action="")
 RESET = Health(action="GPU reset")
@@ -51,22 +51,22 @@ OLD_XID = Health(("XID 79",))
 
 
 class HealthStory:
-    """One device's health, told in order; a look each second."""
+    """The health of one device, which is sampled every second."""
 
     def __init__(self) -> None:
         self.health = DeviceHealth()
         self.now = 100.0
 
     def look(self, health: Health, sample: Sample = FINE) -> str | None:
-        """One look; gives the reason, having asserted that changes are told."""
+        """Sample once, assert that a change is reported, and return the reason."""
         before = self.health.reason
-        is_told = self.health.note(sample, health, self.now)
-        assert is_told == (self.health.reason != before)
+        is_changed = self.health.note(sample, health, self.now)
+        assert is_changed == (self.health.reason != before)
         self.now += 1.0
         return self.health.reason
 
     def seconds_until_well(self, health: Health, sample: Sample = FINE) -> int | None:
-        """How often it must be said until the device is well, None for never."""
+        """Count the samples until the device is well; None if it never is."""
         for count in range(1, 10 * int(CALM)):
             if self.look(health, sample) is None:
                 return count
@@ -87,12 +87,12 @@ class HealthStory:
         ),
     ],
 )
-def test_each_bad_report_makes_a_device_sick(
+def test_bad_report_makes_a_device_sick(
     health: Health, sample: Sample, reason: str
 ) -> None:
     story = HealthStory()
     assert story.look(health, sample) == reason
-    assert story.look(health, sample) == reason, "and is told once"
+    assert story.look(health, sample) == reason, "it is reported once"
 
 
 WELL, SICK = [(CONTENT, FINE, CALM)], [(XID, FINE, "XID 79")]
@@ -104,7 +104,7 @@ HISTORIES = {
     "content for a while": [*SICK, *WELL],
     "reset": [(RESET, FINE, UNRESET), *WELL],
     "another error": [*SICK, *STILL * 5, (AGAIN, FINE, "XID 79; XID 63"), *WELL],
-    "no answer": [*SICK, (CONTENT, MUTE, None), *WELL],
+    "no answer": [*SICK, (CONTENT, UNANSWERED, None), *WELL],
     "a driver without reports": [
         *[(OLD_XID, FINE, "XID 79"), (SILENT, FINE, None)],
         *[(SILENT, LOST, f"{GONE}; XID 79"), *WAS_RESET],
@@ -119,10 +119,10 @@ HISTORIES = {
 
 
 @pytest.mark.parametrize("looks", HISTORIES.values(), ids=HISTORIES)
-def test_it_is_sick_or_well_after_each_look(
+def test_device_recovers_after_good_reports(
     looks: list[tuple[Health, Sample, str | float | None]],
 ) -> None:
-    """Each gives the reason, or how many alike it takes until the device is well."""
+    """`expected` is the reason, or the number of equal samples until it is well."""
     story = HealthStory()
     for health, sample, expected in looks:
         if isinstance(expected, str):
@@ -137,7 +137,7 @@ PID = 100
 
 
 class CostlyThread(PromptThread):
-    """Looks cost what a test says; they are made when it says so."""
+    """Samples devices when the test says so, at a cost that the test sets."""
 
     cost = 0.0
 
@@ -155,14 +155,14 @@ class CostlyThread(PromptThread):
         self.orders.append((keys, then, is_checked))
 
     def work(self) -> None:
-        """Look at what was asked for first."""
+        """Carry out the oldest order."""
         keys, then, is_checked = self.orders.pop(0)
         seen = self._look(keys, is_checked)
         then(Look(time.monotonic(), seen.samples, seen.health, {}, self.cost))
 
 
 class SamplerStory:
-    """The rounds to two devices, told in order."""
+    """The sampling of two devices, step by step."""
 
     def __init__(self) -> None:
         self.watch = FakeWatch(Sample({PID: 5}), Sample())
@@ -176,29 +176,29 @@ class SamplerStory:
         self.first = self.seen.pop()
 
     def step(self) -> tuple[float, Look]:
-        """Go to when the next round is due, and make it; gives how long that was."""
+        """Advance to the next round and make it; return the pause and the samples."""
         pause = self.loop.step()
         while not self.seen:
             self.thread.work()
         return pause, self.seen.pop()
 
 
-def test_where_memory_is_reserved_looks_are_more_frequent() -> None:
+def test_device_with_reserved_memory_is_sampled_more_often() -> None:
     story = SamplerStory()
     story.rounds.watch([ONE])
     pauses, seen = zip(*(story.step() for _ in range(22)), strict=True)
     assert pauses[0] == 0.0
-    hot = [one for one in seen if set(one.samples) == {ONE}]
-    full = [one for one in seen if set(one.samples) == {ZERO, ONE}]
+    hot = [look for look in seen if set(look.samples) == {ONE}]
+    full = [look for look in seen if set(look.samples) == {ZERO, ONE}]
     assert (len(hot), len(full)) == (20, 2)
-    assert all(not one.health for one in hot)
+    assert not any(look.health for look in hot)
     assert all(pause <= SOONEST + 1e-6 for pause in pauses)
     story.rounds.watch([])
     story.step()
     assert round(story.step()[0], 6) == EACH
 
 
-def test_costly_looks_are_rare() -> None:
+def test_slow_samples_are_taken_less_often() -> None:
     story = SamplerStory()
     story.thread.cost = 0.5
     story.rounds.watch([ONE])
@@ -216,7 +216,7 @@ XORG = 7
 
 
 class FakeThread:
-    """A thread that looks at nothing: rounds come from the test."""
+    """A thread that samples nothing; the test provides the samples."""
 
     def __init__(self, devices: Mapping[Key, Device]) -> None:
         self.devices = devices
@@ -225,7 +225,7 @@ class FakeThread:
         self.looks: list[tuple[Sequence[Key], bool]] = []
 
     def start(self, _on_failed: object) -> None:
-        """Nothing need be done."""
+        """There is no thread."""
 
     def name_of(self, key: Key) -> str:
         return f"{key[0]} {self.devices[key].id}"
@@ -236,27 +236,27 @@ class FakeThread:
         self.looks.append((keys, is_checked))
 
     def quit(self) -> None:
-        """Nothing need be done."""
+        """There is no thread."""
 
     def mute_for(self) -> tuple[str, float] | None:
         return self.waits
 
 
 class MonitorStory:
-    """A node with two GPUs, of which the first one has tasks, and what is told."""
+    """A node with two GPUs and tasks on the first one; records what is reported."""
 
     def __init__(self, enforces: bool = False) -> None:
         devices = [Device(index, uuid=f"u{index}", memory=40 * GIB) for index in (0, 1)]
         ledger = Ledger({"CPU": 9 * UNIT}, [DeviceSet(GPU, devices)])
         self.scheduler = Scheduler(ledger)
         self.thread = FakeThread({(GPU, index): devices[index] for index in (0, 1)})
-        self.told: list[tuple[object, ...]] = []
+        self.reported: list[tuple[object, ...]] = []
         self.monitor = DeviceMonitor(
             asyncio.get_running_loop(),
             self.scheduler,
             self.thread,  # type: ignore[arg-type]
             lambda: {100 + worker.id: worker.id for worker in self.scheduler.workers},
-            lambda *event: self.told.append(event),
+            lambda *event: self.reported.append(event),
             lambda _key: {},
         )
         self.guard = self.monitor.guard
@@ -266,7 +266,7 @@ class MonitorStory:
         self.when = time.monotonic()
 
     def start(self, name: str, share: float = 0.25, memory: int = 0) -> None:
-        """A task, on worker n with process 100 + n."""
+        """Start a task on worker n, which has process 100 + n."""
         number = len(list(self.scheduler.workers)) + 1
         request = Request.of({"CPU": UNIT}, {GPU: int(share * UNIT)}, gpu_memory=memory)
         spec = TaskSpec(name, Shape(request))
@@ -283,18 +283,17 @@ class MonitorStory:
         health: Health | None = None,
         sample: Sample | None = None,
     ) -> None:
-        """A round: what processes use of the first GPU, and how well it is."""
+        """Report the first GPU's memory by process, and its health."""
         used = used or {}
-        found = sample or Sample(used, frozenset(used), True, sum(used.values()), 87)
-        told = {ZERO: health or Health(action=""), ONE: Health(action="")}
+        sample = sample or Sample(used, frozenset(used), True, sum(used.values()), 87)
+        samples = {ZERO: sample, ONE: UNUSED}
+        healths = {ZERO: health or Health(action=""), ONE: Health(action="")}
         origins = {pid: Origin("python", ()) for pid in used} | {XORG: Origin("X", ())}
         self.when += 1.0
-        self.monitor.on_round(
-            Look(self.when, {ZERO: found, ONE: UNUSED}, told, origins)
-        )
+        self.monitor.on_round(Look(self.when, samples, healths, origins))
 
 
-async def test_the_devices_of_a_driver_that_hangs_are_sick_until_it_answers(
+async def test_devices_are_sick_while_their_driver_hangs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "SILENT", 0.03)
@@ -307,23 +306,23 @@ async def test_the_devices_of_a_driver_that_hangs_are_sick_until_it_answers(
     story.thread.waits = GPU, 0.01
     story.see()
     story.thread.waits = GPU, 0.05
-    await until(lambda: story.told)
+    await until(lambda: story.reported)
     reason = "the driver has not answered for 0.03 s"
-    assert story.told.pop(0) == (Scheduler.devices_stuck, 1, f"GPU 0: {reason}")
-    assert story.told == [
+    assert story.reported.pop(0) == (Scheduler.devices_stuck, 1, f"GPU 0: {reason}")
+    assert story.reported == [
         (Scheduler.device_changed, GPU, 0, Cause.SICK, reason),
         (Scheduler.device_changed, GPU, 1, Cause.SICK, reason),
     ]
     story.thread.waits = None
     story.see(health=Health(("XID 79",), ""))
-    assert story.told[2:] == [
+    assert story.reported[2:] == [
         (Scheduler.device_changed, GPU, 0, Cause.SICK, "XID 79"),
         (Scheduler.device_changed, GPU, 1, Cause.SICK, None),
     ]
     story.monitor.quit()
 
 
-async def test_a_task_that_outgrows_what_it_reserved_is_named_once(
+async def test_task_that_exceeds_its_reserved_memory_is_logged_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     story = MonitorStory()
@@ -338,13 +337,13 @@ async def test_a_task_that_outgrows_what_it_reserved_is_named_once(
         "! big uses 7.1GiB of GPU 0, and had asked for 6GiB (gpu_memory=); beside it "
         "there: small. It goes on; init(gpu_memory_enforce=True) would end it."
     ]
-    assert story.told == []
+    assert story.reported == []
     assert story.guard.explain(1, 1) is None
     assert (story.guard.peak_of(1), story.guard.peak_of(9)) == (7 * GIB + 1, 0)
     story.monitor.quit()
 
 
-async def test_the_part_that_a_share_is_may_be_outgrown_too() -> None:
+async def test_task_with_memory_by_share_can_exceed_its_share() -> None:
     story = MonitorStory()
     story.start("quarter", memory=BY_SHARE)
     story.start("whole", share=1.0, memory=BY_SHARE)
@@ -373,15 +372,17 @@ def attribute(owners: ProcessAttribution, sample: Sample) -> Sorted:
     return owners.sort("GPU", sample, ORIGINS, ROOTS)
 
 
-def test_an_id_that_is_used_again_is_looked_at_anew() -> None:
+def test_reused_process_id_is_attributed_again() -> None:
     owners = ProcessAttribution()
     attribute(owners, listed(WORKER_PID))
-    found = owners.sort("GPU", listed(WORKER_PID), {WORKER_PID: Origin("x", ())}, {})
-    assert found.others == (OtherProcess(WORKER_PID, "x", GIB),)
+    processes = owners.sort(
+        "GPU", listed(WORKER_PID), {WORKER_PID: Origin("x", ())}, {}
+    )
+    assert processes.others == (OtherProcess(WORKER_PID, "x", GIB),)
     assert owners.sort("GPU", listed(WORKER_PID), {}, {}) == Sorted()
 
 
-def test_foreign_ids_are_called_that_until_one_of_ours_is_listed() -> None:
+def test_foreign_process_ids_are_unknown_until_a_worker_is_listed() -> None:
     owners = ProcessAttribution()
     theirs, ours = (listed(pid, reads_pids=False) for pid in (OTHER, WORKER_PID))
     assert attribute(owners, theirs) == Sorted({}, None, FOREIGN_IDS)
@@ -390,28 +391,15 @@ def test_foreign_ids_are_called_that_until_one_of_ours_is_listed() -> None:
     assert owners.sort("TPU", theirs, ORIGINS, ROOTS).unknown == FOREIGN_IDS
 
 
-def test_in_a_container_one_that_is_not_seen_may_live_elsewhere() -> None:
+def test_container_reports_an_unseen_process_after_the_round() -> None:
     owners = ProcessAttribution()
     sample = listed(WORKER_PID, ENDED, reads_pids=False)
-    assert attribute(owners, sample).others == (), "or has ended just now"
+    assert attribute(owners, sample).others == (), "it may have ended just now"
     owners.end_round({WORKER_PID, ENDED})
     assert attribute(owners, sample).others == (OtherProcess(ENDED, "", GIB),)
 
 
-def make_thread(watch: FakeWatch, *ids: str | None) -> tuple[DeviceThread, list[Look]]:
-    devices = [Device(index, uuid=uuid) for index, uuid in enumerate(ids)]
-    loop = asyncio.get_running_loop()
-    thread = DeviceThread(loop, [DeviceSet("GPU", devices)], [FakeVendor(watch)])
-    return thread, []
-
-
-def start(thread: DeviceThread, seen: list[Look]) -> None:
-    thread.start(lambda: None)
-    if thread.devices:
-        thread.look(list(thread.devices), seen.append, is_checked=True)
-
-
-async def test_a_driver_that_fails_to_close_delays_nobody(
+async def test_driver_that_fails_to_close_does_not_delay_the_node(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(device_thread, "CLOSE_LIMIT", 20.0)
@@ -420,9 +408,11 @@ async def test_a_driver_that_fails_to_close_delays_nobody(
         def close(self) -> None:
             raise RuntimeError("it has gone")
 
-    thread, seen = make_thread(Failing(UNUSED), "a")
-    start(thread, seen)
-    started = asyncio.get_running_loop().time()
+    loop, sets = asyncio.get_running_loop(), [DeviceSet("GPU", [Device(0, uuid="a")])]
+    thread = DeviceThread(loop, sets, [FakeVendor(Failing(UNUSED))])
+    thread.start(lambda: None)
+    thread.look(list(thread.devices), lambda _look: None, is_checked=True)
+    started = loop.time()
     await thread.close()
-    assert asyncio.get_running_loop().time() - started < 20.0
+    assert loop.time() - started < 20.0
     assert "driver of GPU could not be let go" in caplog.text

@@ -1,4 +1,4 @@
-"""When the share of an ended worker is free: the rule, and the looks."""
+"""When the share of an ended worker is free: the rule, and the sampling."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from itertools import pairwise
 import pytest
 
 from aiogpu.accelerators.base import Sample
-from aiogpu.core.model.ids import LeaseId, WorkerId
-from aiogpu.core.model.request import Device, Request
+from aiogpu.core.model.ids import WorkerId
+from aiogpu.core.model.request import Device
 from aiogpu.core.model.units import UNIT
 from aiogpu.core.resources.devices import Cause, DeviceSet
-from aiogpu.core.resources.ledger import Lease, Ledger
 from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.runtime.devices import probe_thread as device_thread
 from aiogpu.runtime.devices import release as module
@@ -30,10 +29,16 @@ from aiogpu.runtime.devices.release import (
     State,
     verdict,
 )
-from tests.unit.runtime.fakes import FakeVendor, FakeWatch, HandLoop, PromptThread
+from tests.unit.runtime.fakes import (
+    FakeVendor,
+    FakeWatch,
+    HandLoop,
+    PromptThread,
+    lease_of,
+)
 
 MINE, CHILD, OTHER = 100, 101, 200
-"""The worker, a descendant that nobody knows by name, and somebody who lives."""
+"""The worker, an unknown descendant of it, and another process, which lives."""
 GIB = 1 << 30
 IDLE = Sample({}, reads_pids=True, used=GIB)
 HELD, LOST = State.HELD, State.LOST
@@ -42,12 +47,12 @@ HELD, LOST = State.HELD, State.LOST
 def host(
     *pids: int, living: tuple[int, ...] = (OTHER,), used: int | None = 2 * GIB
 ) -> Sample:
-    """What a driver says whose process ids are ours."""
+    """A sample from a driver that reports the process ids of this namespace."""
     return Sample(dict.fromkeys(pids, GIB), frozenset(living), True, used)
 
 
 def foreign(*pids: int, used: int | None = 2 * GIB) -> Sample:
-    """What a driver says from out of another namespace."""
+    """A sample from a driver that reports process ids of another namespace."""
     return Sample(dict.fromkeys(pids, GIB), frozenset(), False, used)
 
 
@@ -60,25 +65,30 @@ def foreign(*pids: int, used: int | None = 2 * GIB) -> Sample:
         (IDLE, host(CHILD), HELD, HELD),
         (IDLE, host(OTHER), FREE, FREE),
         (IDLE, host(OTHER, CHILD), HELD, HELD),
-        (IDLE, host(MINE, living=(MINE,)), HELD, HELD),  # its id was given anew
-        (host(CHILD, used=GIB), host(CHILD), FREE, FREE),  # a phantom of earlier
-        (host(MINE, used=GIB), host(MINE), HELD, HELD),  # an earlier one of that id
+        (IDLE, host(MINE, living=(MINE,)), HELD, HELD),  # its id was reused
+        (
+            host(CHILD, used=GIB),
+            host(CHILD),
+            FREE,
+            FREE,
+        ),  # listed earlier
+        (host(MINE, used=GIB), host(MINE), HELD, HELD),  # an earlier process had its id
         (IDLE, host(MINE, used=GIB), FREE, HELD),
         (IDLE, host(MINE, used=GIB + TOLERANCE), FREE, HELD),
         (IDLE, host(MINE, used=GIB + TOLERANCE + 1), HELD, HELD),
         (IDLE, host(MINE, used=None), HELD, HELD),
         (Sample(), host(MINE), HELD, HELD),
-        # They cannot, and somebody is listed: the list is complete.
+        # Ids cannot be read, and a process is listed: the list is complete.
         (foreign(used=GIB), foreign(9001), HELD, UNVERIFIED),
         (foreign(9001, used=GIB), foreign(9001), FREE, FREE),
         (foreign(9001, used=GIB), foreign(), FREE, FREE),
         (foreign(9001, used=GIB), foreign(9001, 9002), HELD, UNVERIFIED),
         (foreign(used=GIB), foreign(9001, used=GIB), FREE, UNVERIFIED),
-        # They cannot, and nobody is ever listed: the list may be blind.
+        # Ids cannot be read, and no process is ever listed: the list may be empty.
         (foreign(used=GIB), foreign(), HELD, UNVERIFIED),
         (foreign(used=GIB), foreign(used=GIB), FREE, UNVERIFIED),
         (foreign(used=None), foreign(used=None), UNVERIFIED, UNVERIFIED),
-        # There is no list.
+        # The driver has no list.
         (Sample(used=GIB), Sample(used=GIB), FREE, UNVERIFIED),
         (Sample(used=GIB), Sample(used=2 * GIB), HELD, UNVERIFIED),
         (Sample(used=GIB), Sample(), UNVERIFIED, UNVERIFIED),
@@ -88,27 +98,26 @@ def foreign(*pids: int, used: int | None = 2 * GIB) -> Sample:
         (IDLE, Sample(problem="GPU is lost", is_lost=True), LOST, LOST),
     ],
 )
-def test_the_rule(before: Sample, now: Sample, whole: object, fraction: object) -> None:
+def test_verdict_follows_from_the_samples_before_and_after(
+    before: Sample, now: Sample, whole: object, fraction: object
+) -> None:
     for is_whole, expected in ((True, whole), (False, fraction)):
-        found = verdict(before, now, {MINE}, is_whole=is_whole)
-        assert (found if found.reason == "" else found.state) == expected, is_whole
+        result = verdict(before, now, {MINE}, is_whole=is_whole)
+        assert (result if result.reason == "" else result.state) == expected, is_whole
 
 
-def reason(before: Sample, now: Sample, *, is_whole: bool = True) -> str:
-    return verdict(before, now, {MINE}, is_whole=is_whole).reason
-
-
-def test_a_reason_names_processes_and_bytes() -> None:
-    still = "of what has ended, the driver still lists "
-    assert (
-        reason(IDLE, host(MINE)) == f"{still}pid 100 with 1024 MiB (1073741824 bytes)"
-    )
+def test_reason_names_processes_and_bytes() -> None:
     unknown = Sample({MINE: None}, reads_pids=True, used=2 * GIB)
-    assert reason(IDLE, unknown) == f"{still}pid 100"
     many = Sample(dict.fromkeys(range(300, 305)), reads_pids=True, used=2 * GIB)
-    assert reason(IDLE, many) == f"{still}pid 300, pid 301, pid 302 and 2 more"
-    # Of its own process and others that have ended, its own is told of.
-    assert reason(IDLE, host(CHILD, MINE)).startswith(f"{still}pid 100 with")
+    size = "with 1024 MiB (1073741824 bytes)"
+    for sample, processes in (
+        (host(MINE), f"pid 100 {size}"),
+        (unknown, "pid 100"),
+        (many, "pid 300, pid 301, pid 302 and 2 more"),
+        (host(CHILD, MINE), f"pid 100 {size}"),  # the worker, not its child
+    ):
+        reason = verdict(IDLE, sample, {MINE}, is_whole=True).reason
+        assert reason == f"of what has ended, the driver still lists {processes}"
 
 
 ZERO, ONE = ("GPU", 0), ("GPU", 1)
@@ -123,29 +132,23 @@ def sample(*pids: int, used: int = GIB, reads_pids: bool = True) -> Sample:
 QUIET, BUSY = sample(), sample(MINE, used=2 * GIB)
 
 
-def lease_of(keys: tuple[tuple[str, int], ...], part: int) -> Lease:
-    shares = tuple((index, part) for _, index in keys)
-    request = Request.of({"CPU": UNIT}, {"GPU": part * len(keys)})
-    return Lease(LeaseId(1), request, (shares,), Ledger({}))
-
-
 def free(worker: int = 1, is_verified: bool = True) -> tuple[object, ...]:
     return Scheduler.devices_free, worker, is_verified
 
 
 class ReleaseStory:
-    """Two GPUs, told in order."""
+    """Two GPUs and a release; records what the release reports."""
 
     def __init__(self, zero: Sample = QUIET, one: Sample = QUIET) -> None:
         self.watch = FakeWatch(zero, one)
         self.loop = HandLoop()
         sets = [DeviceSet("GPU", [Device(i, uuid=f"GPU-{i}") for i in range(2)])]
         thread = PromptThread(self.loop, sets, [FakeVendor(self.watch)])  # type: ignore[arg-type]
-        self.told: list[tuple[object, ...]] = []
+        self.reports: list[tuple[object, ...]] = []
         self.release = DeviceRelease(
             self.loop,  # type: ignore[arg-type]
             thread,
-            lambda *event: self.told.append(event),
+            lambda *event: self.reports.append(event),
             id,
             LIMIT,
         )
@@ -162,11 +165,11 @@ class ReleaseStory:
                 self.watch.on[index] = on
 
     def begin(self, worker: int = 1, *keys: tuple[str, int]) -> None:
-        self.release.begin(WorkerId(worker), lease_of(keys or (ZERO,), UNIT))
+        self.release.begin(WorkerId(worker), lease_of(*[i for _, i in keys or (ZERO,)]))
 
     def news(self) -> list[tuple[object, ...]]:
-        told, self.told = self.told, []
-        return told
+        reports, self.reports = self.reports, []
+        return reports
 
     def end(
         self,
@@ -175,22 +178,23 @@ class ReleaseStory:
         is_whole: bool = True,
         pid: int = MINE,
     ) -> list[tuple[object, ...]]:
-        held = lease_of(keys, UNIT if is_whole else UNIT // 4)
-        assert self.release.end(WorkerId(worker), held, (pid,))
+        share = UNIT if is_whole else UNIT // 4
+        lease = lease_of(*[index for _, index in keys], share=share)
+        assert self.release.end(WorkerId(worker), lease, (pid,))
         return self.news()
 
     def step(self) -> list[tuple[object, ...]]:
-        """Go to when the next look is due, and look."""
+        """Advance to the next sample and take it."""
         self.loop.step()
         return self.news()
 
     def until_told(self) -> list[tuple[object, ...]]:
-        while not (told := self.step()):
+        while not (reports := self.step()):
             assert self.now < 100
-        return told
+        return reports
 
 
-def test_looks_come_soon_first_and_then_more_slowly() -> None:
+def test_pauses_between_samples_grow() -> None:
     story = ReleaseStory()
     story.put(BUSY)
     assert story.end() == []
@@ -208,7 +212,7 @@ def test_looks_come_soon_first_and_then_more_slowly() -> None:
     assert story.loop.due is None
 
 
-def test_of_several_devices_each_recovers_by_itself() -> None:
+def test_each_device_of_a_worker_recovers_by_itself() -> None:
     story = ReleaseStory()
     story.begin(1, ZERO, ONE)
     story.put(one=BUSY)
@@ -217,12 +221,14 @@ def test_of_several_devices_each_recovers_by_itself() -> None:
     assert step is Scheduler.devices_stuck
     assert str(reason).startswith("GPU 1: ")
     assert cleared == RECOVERED
-    assert story.watch.looks[0] == 3, "one that is free is not looked at again"
+    assert story.watch.looks[0] == 3, "a free device is not sampled again"
     story.put(one=QUIET)
     assert story.step() == [(Scheduler.device_changed, *ONE, Cause.UNSETTLED, None)]
 
 
-def test_a_late_look_before_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_late_sample_is_not_used_as_the_idle_sample(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("aiogpu.runtime.devices.release.LATE", -1.0)
     story = ReleaseStory()
     story.put(Sample(used=2 * GIB))
@@ -230,14 +236,14 @@ def test_a_late_look_before_does_not_count(monkeypatch: pytest.MonkeyPatch) -> N
     assert story.end() == []
 
 
-def test_a_look_before_that_shows_the_worker_itself_is_corrected() -> None:
+def test_idle_sample_that_lists_the_worker_is_corrected() -> None:
     story = ReleaseStory()
     story.put(sample(MINE, used=2 * GIB))
     story.begin()
     assert story.end() == []
 
 
-def test_a_driver_that_cannot_be_asked_is_reported_once(
+def test_driver_without_an_answer_is_logged_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     failing = Sample(problem="NVML does not start: Driver Not Loaded")
@@ -252,8 +258,8 @@ def test_a_driver_that_cannot_be_asked_is_reported_once(
     )
 
 
-def test_ids_are_believed_once_a_workers_own_was_seen() -> None:
-    """In a container: the driver may write ids of either namespace."""
+def test_process_ids_are_trusted_after_a_worker_was_listed() -> None:
+    """In a container, the driver may list process ids of either namespace."""
     quiet = sample(reads_pids=False)
     story = ReleaseStory(quiet, quiet)
     assert story.end(is_whole=False) == [free(1, False)]
@@ -264,34 +270,27 @@ def test_ids_are_believed_once_a_workers_own_was_seen() -> None:
     assert story.end(2, (ONE,), is_whole=False) == [free(2)]
 
 
-FIRST, SECOND = WorkerId(1), WorkerId(2)
+WORKER_1, WORKER_2 = WorkerId(1), WorkerId(2)
 UNUSED = Sample({}, reads_pids=True, used=0)
 
 
-def lease(*shares: tuple[int, int], kind: str = "GPU") -> Lease:
-    amount = sum(part for _, part in shares)
-    return Lease(
-        LeaseId(1), Request.of({"CPU": UNIT}, {kind: amount}), (shares,), Ledger({})
-    )
-
-
-WHOLE, PART = lease((0, UNIT)), lease((0, UNIT // 4))
+WHOLE, PART = lease_of(0), lease_of(0, share=UNIT // 4)
 
 
 @dataclass
 class RealRelease:
-    """What a clearance has told, one thing after the other."""
+    """A release with a real thread; its reports are in a queue."""
 
     thread: DeviceThread
     limit: float
-    told: asyncio.Queue[tuple[object, ...]] = field(default_factory=asyncio.Queue)
+    reports: asyncio.Queue[tuple[object, ...]] = field(default_factory=asyncio.Queue)
     device_release: DeviceRelease = field(init=False)
 
     def __post_init__(self) -> None:
         self.device_release = begin(self.thread, self.tell, self.limit)
 
-    def tell(self, step: object, *told: object) -> None:
-        self.told.put_nowait((STEPS[step], *told))
+    def tell(self, step: object, *arguments: object) -> None:
+        self.reports.put_nowait((STEPS[step], *arguments))
 
     async def close(self) -> None:
         self.device_release.close()
@@ -299,7 +298,7 @@ class RealRelease:
 
     async def next(self) -> tuple[object, ...]:
         async with asyncio.timeout(60):
-            return await self.told.get()
+            return await self.reports.get()
 
 
 def start_release(
@@ -333,14 +332,13 @@ def begin(
     return release
 
 
-def threads() -> list[str]:
-    return [t.name for t in threading.enumerate() if t.name == "aiogpu-devices"]
+def threads() -> list[threading.Thread]:
+    return [t for t in threading.enumerate() if t.name == "aiogpu-devices"]
 
 
 def join_all() -> None:
-    for thread in threading.enumerate():
-        if thread.name == "aiogpu-devices":
-            thread.join(20)
+    for thread in threads():
+        thread.join(20)
 
 
 @pytest.fixture(autouse=True)
@@ -352,15 +350,12 @@ def no_thread_left() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def no_look_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy machine the thread begins later than a look is of use.
-
-    That such a look is not taken is a matter of `test_inspection`.
-    """
+    """On a busy machine, the thread may start too late for a sample to count."""
     monkeypatch.setattr(module, "LATE", math.inf)
 
 
 class Hanging(FakeWatch):
-    """A driver that hangs in a look, until the test lets it go."""
+    """A driver that hangs in `look` until the test sets `is_free`."""
 
     def __init__(self) -> None:
         super().__init__(UNUSED, UNUSED)
@@ -372,41 +367,41 @@ class Hanging(FakeWatch):
         return super().look(device)
 
 
-async def test_a_driver_that_hangs_holds_up_no_other_worker(
+async def test_driver_that_hangs_does_not_delay_other_workers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(device_thread, "CLOSE_LIMIT", 0.02)
     watch = Hanging()
-    heard = start_release(watch, limit=0.01)
-    assert heard.device_release.end(FIRST, WHOLE, [MINE])
-    heard.device_release.on_mute("TPU", 15.0)
-    heard.device_release.on_mute("GPU", 15.0)
-    assert await heard.next() == (
+    story = start_release(watch, limit=0.01)
+    assert story.device_release.end(WORKER_1, WHOLE, [MINE])
+    story.device_release.on_mute("TPU", 15.0)
+    story.device_release.on_mute("GPU", 15.0)
+    assert await story.next() == (
         "set aside",
-        FIRST,
+        WORKER_1,
         "GPU 0: the driver has not answered for 15 s",
     )
-    assert heard.device_release.end(SECOND, PART, [MINE])
-    heard.device_release.on_mute("GPU", 15.0)
-    assert (await heard.next())[:2] == ("set aside", SECOND)
+    assert story.device_release.end(WORKER_2, PART, [MINE])
+    story.device_release.on_mute("GPU", 15.0)
+    assert (await story.next())[:2] == ("set aside", WORKER_2)
     watch.is_free.set()
-    assert await heard.next() == RECOVERED_BY_THREAD
-    await heard.close()
+    assert await story.next() == RECOVERED_BY_THREAD
+    await story.close()
 
 
-async def test_closing_does_not_wait_for_a_driver_that_hangs(
+async def test_close_does_not_wait_for_a_driver_that_hangs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(device_thread, "CLOSE_LIMIT", 0.02)
     watch = Hanging()
-    heard = start_release(watch)
-    assert heard.device_release.end(FIRST, WHOLE, [MINE])
-    (thread,) = [t for t in threading.enumerate() if t.name == "aiogpu-devices"]
-    await heard.close()
+    story = start_release(watch)
+    assert story.device_release.end(WORKER_1, WHOLE, [MINE])
+    (thread,) = threads()
+    await story.close()
     assert thread.is_alive()
     watch.is_free.set()
     await asyncio.get_running_loop().run_in_executor(None, thread.join, 60)
-    assert heard.told.empty(), "what comes after the end is not told"
+    assert story.reports.empty(), "after the close, nothing is reported"
     assert watch.calls == ["open", "close"]
 
 
@@ -419,29 +414,27 @@ class Broken(FakeWatch):
         return super().look(device)
 
 
-async def test_an_error_ends_the_watch_and_is_logged(
+async def test_error_in_a_driver_is_logged_and_ends_the_sampling(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    heard = start_release(Broken(UNUSED, UNUSED))
-    assert heard.device_release.end(FIRST, WHOLE, [MINE])
-    assert await heard.next() == ("settled", FIRST, False)
+    story = start_release(Broken(UNUSED, UNUSED))
+    assert story.device_release.end(WORKER_1, WHOLE, [MINE])
+    assert await story.next() == ("settled", WORKER_1, False)
     await asyncio.get_running_loop().run_in_executor(None, join_all)
-    assert not heard.device_release.end(SECOND, PART, [MINE]), (
-        "nobody is there to be asked"
-    )
+    assert not story.device_release.end(WORKER_2, PART, [MINE]), "no thread samples"
     assert "devices are not watched any more" in caplog.text
-    await heard.close()
+    await story.close()
 
 
-def test_a_closed_loop_gets_no_event() -> None:
+def test_closed_loop_gets_no_event() -> None:
     loop = asyncio.new_event_loop()
     sets = [DeviceSet("GPU", [Device(0, uuid="a")])]
-    asking = DeviceThread(loop, sets, [FakeVendor(FakeWatch(UNUSED))])
-    device_release = begin(asking, print)
-    (thread,) = [t for t in threading.enumerate() if t.name == "aiogpu-devices"]
-    assert device_release.end(FIRST, WHOLE, [MINE])
+    sampler = DeviceThread(loop, sets, [FakeVendor(FakeWatch(UNUSED))])
+    device_release = begin(sampler, print)
+    (thread,) = threads()
+    assert device_release.end(WORKER_1, WHOLE, [MINE])
     loop.close()
     device_release.close()
-    asking.quit()
+    sampler.quit()
     thread.join(20)
     assert not thread.is_alive()

@@ -1,4 +1,4 @@
-"""What is reported of a worker that died and of a task that failed."""
+"""Reports of workers that died and of tasks that ran out of GPU memory."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ SEGFAULT = Findings(0, 0, "python[12]: segfault at 0")
         (6, "", IN_GROUP, "abort"),
     ],
 )
-def test_the_cause_follows_from_the_evidence(
+def test_cause_of_death_follows_from_status_and_findings(
     status: int | None, known: str, findings: Findings, expected: str
 ) -> None:
     assert find_cause(status, known, findings) == expected
@@ -80,29 +80,27 @@ def test_the_cause_follows_from_the_evidence(
         (15, "", False),
     ],
 )
-def test_the_kernel_is_asked_about_its_own_signals(
+def test_kernel_log_is_searched_for_signals_of_the_kernel_only(
     status: int | None, known: str, expected: bool
 ) -> None:
     assert may_be_kernels(status, known) is expected
 
 
-def test_the_documentation_names_every_cause() -> None:
+def test_docstring_of_worker_died_error_names_every_cause() -> None:
     assert WorkerDiedError.__doc__ is not None
     text = " ".join(WorkerDiedError.__doc__.split())
     documented = set(re.findall(r'"([a-z ]+)"', text))
-    assert documented == {
-        *cause.IN_WORDS,
-    }
+    assert documented == {*cause.IN_WORDS}
 
 
-@pytest.mark.parametrize("number", [signal.SIGRTMIN + 3])
-def test_a_signal_without_a_name(number: int) -> None:
-    error = describe_death("train", Death(12, int(number)))
-    assert f"signal {int(number)} (a real-time signal)" in str(error)
+def test_signal_without_a_name_is_called_a_real_time_signal() -> None:
+    number = signal.SIGRTMIN + 3
+    error = describe_death("train", Death(12, number))
+    assert f"signal {number} (a real-time signal)" in str(error)
     assert error.cause == "signal"
 
 
-def test_only_the_beginning_of_a_long_line_is_quoted() -> None:
+def test_long_output_line_is_quoted_in_part() -> None:
     lines = ("x" * 65536, "y" * 500)
     error = describe_death("train", Death(12, 9, lines))
     quoted = str(error).partition("Its last output:")[2]
@@ -127,7 +125,7 @@ def node() -> Scheduler:
     return Scheduler(Ledger({}, [SIZED_GPUS]))
 
 
-def test_the_error_says_what_was_asked_and_who_was_beside(node: Scheduler) -> None:
+def test_gpu_memory_error_names_the_request_and_the_neighbours(node: Scheduler) -> None:
     share = lease_of(0, share=2500, gpu_memory=6 * GIB)
     worker = worker_of(node, "train", share)
     worker_of(node, "serve", lease_of(0, share=5000))
@@ -152,7 +150,9 @@ def test_the_error_says_what_was_asked_and_who_was_beside(node: Scheduler) -> No
     assert vars(again) == vars(error)
 
 
-def test_a_worker_without_a_lease_is_reported_too(node: Scheduler) -> None:
+def test_gpu_memory_error_of_a_worker_without_a_lease_has_no_devices(
+    node: Scheduler,
+) -> None:
     worker = WorkerRecord(WorkerId(9))
     error = gpu_out_of_memory("train", worker, node, peak=3, told="ran out")
     assert (error.asked, error.limit, error.peak, error.devices) == (0, 0, 3, ())
@@ -164,5 +164,5 @@ FAILED = Failed(
 )
 
 
-def test_the_answer_of_a_worker_that_has_ended_stays_as_it_is(node: Scheduler) -> None:
+def test_failure_of_an_ended_worker_is_unchanged(node: Scheduler) -> None:
     assert Shortages(node).told(1, "train", FAILED) is FAILED

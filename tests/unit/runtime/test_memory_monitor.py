@@ -1,4 +1,4 @@
-"""Host memory: when it is looked at, and whose task is ended."""
+"""Host memory: when the guard checks it, and which task the guard ends."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from aiogpu.core.model.units import MEMORY, UNIT
 from aiogpu.core.records import Memory, WorkerState
 from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.linux.procfs import Usage
+from aiogpu.runtime import memory_monitor
 from aiogpu.runtime.memory_monitor import (
     LATEST,
     PATIENCE,
@@ -48,7 +49,7 @@ def weighed(worker: int, used: int, asked: int = 0) -> Weighed:
         ([weighed(1, 10), weighed(2, 900, asked=900)], 2),
     ],
 )
-def test_the_worker_whose_end_helps_most_is_chosen(
+def test_victim_is_the_worker_whose_end_helps_most(
     workers: list[Weighed], victim: int | None
 ) -> None:
     chosen = choose_victim(workers, LIMIT)
@@ -62,23 +63,21 @@ def test_the_worker_whose_end_helps_most_is_chosen(
         (100 * RATE, LATEST),
     ],
 )
-def test_the_next_look_comes_before_memory_can_run_out(room: int, pause: float) -> None:
+def test_next_check_comes_before_memory_can_run_out(room: int, pause: float) -> None:
     assert pause_for(room) == pytest.approx(pause)
 
 
 class FakeBounds:
-    """Memory whose use is set by the test."""
+    """Memory with a use that the test sets."""
 
     def __init__(self) -> None:
         self.used = 100
         self.of_worker: dict[int, int] = {}
-        self.weighings = 0
 
     def tightest(self) -> Usage:
         return Usage("machine", self.used * MIB, LIMIT)
 
     def used_by(self, pids: tuple[int, ...]) -> int:
-        self.weighings += 1
         return sum(self.of_worker.get(pid, 0) for pid in pids) * MIB
 
     def has(self, pid: int) -> bool:
@@ -87,7 +86,7 @@ class FakeBounds:
 
 @dataclass
 class FakeWorker:
-    """A worker with a task that has asked for so much memory."""
+    """A worker with a task that requested `asked` bytes of memory."""
 
     id: int
     asked: int
@@ -132,7 +131,7 @@ def machine() -> FakeMachine:
     return FakeMachine()
 
 
-def test_it_looks_only_while_something_runs(machine: FakeMachine) -> None:
+def test_guard_checks_only_while_tasks_run(machine: FakeMachine) -> None:
     assert machine.loop.due is None
     machine.start(1, 10)
     machine.start(2, 10)
@@ -150,35 +149,33 @@ def test_it_looks_only_while_something_runs(machine: FakeMachine) -> None:
     machine.watch.close()
 
 
-def test_a_spared_worker_protects_the_others_only_for_a_while(
+def test_worker_that_does_not_end_protects_the_others_for_a_limited_time(
     machine: FakeMachine,
 ) -> None:
     machine.start(1, 300)
     machine.bounds.used = 990
     machine.loop.step()
-    began = machine.loop.now
+    started = machine.loop.now
     while len(machine.ended) == 1:
         machine.loop.step()
-    assert machine.loop.now - began == pytest.approx(PATIENCE, abs=2 * SOONEST)
+    assert machine.loop.now - started == pytest.approx(PATIENCE, abs=2 * SOONEST)
     assert [worker for worker, _, _ in machine.ended] == [1, 1]
 
 
 COST = 50e-6
-"""Seconds that a worker takes to be weighed."""
+"""Seconds to measure the memory of one worker."""
 
 
 @pytest.fixture
 def crowded(machine: FakeMachine, monkeypatch: pytest.MonkeyPatch) -> FakeMachine:
-    """A thousand workers, each of which takes a while to be weighed."""
+    """A machine with a thousand workers; to measure one takes COST seconds."""
     now = [0.0]
 
     def used_by(pids: tuple[int, ...]) -> int:
         now[0] += COST
         return FakeBounds.used_by(machine.bounds, pids)
 
-    monkeypatch.setattr(
-        "aiogpu.runtime.memory_monitor.time.perf_counter", lambda: now[0]
-    )
+    monkeypatch.setattr(memory_monitor.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(machine.bounds, "used_by", used_by)
     for worker in range(1000):
         machine.start(worker, 20 + worker)
@@ -186,26 +183,20 @@ def crowded(machine: FakeMachine, monkeypatch: pytest.MonkeyPatch) -> FakeMachin
     return machine
 
 
-def turns_of(machine: FakeMachine) -> list[int]:
-    """Run until the look is over; gives how many were weighed in each turn."""
-    turns = []
-    while not turns or machine.watch._unweighed:
-        before = machine.bounds.weighings
-        machine.loop.step()
-        turns.append(machine.bounds.weighings - before)
-    return turns
-
-
-@pytest.mark.parametrize("what", ["task", "memory", "weight"])
-def test_what_has_become_needless_meanwhile(crowded: FakeMachine, what: str) -> None:
+@pytest.mark.parametrize("changed", ["task", "memory", "weight"])
+def test_no_task_is_ended_when_the_reason_vanishes_during_the_check(
+    crowded: FakeMachine, changed: str
+) -> None:
     crowded.loop.step()
-    if what == "task":
+    if changed == "task":
         crowded.workers[999].asked = 1
-    elif what == "memory":
+    elif changed == "memory":
         crowded.bounds.used = 100
     else:
         for pid in crowded.bounds.of_worker:
             crowded.bounds.of_worker[pid] = 1
         crowded.bounds.of_worker[100] = 900
-    turns_of(crowded)
+    crowded.loop.step()
+    while crowded.watch._unweighed:
+        crowded.loop.step()
     assert crowded.ended == []

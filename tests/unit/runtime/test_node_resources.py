@@ -1,4 +1,4 @@
-"""What a node takes and gives back: descriptors, a directory, a cgroup."""
+"""Resources of a node: the descriptor limit, its directory, its cgroup."""
 
 from __future__ import annotations
 
@@ -39,28 +39,30 @@ ENDLESS = resource.RLIM_INFINITY
 
 
 @pytest.mark.parametrize(
-    ("soft", "hard", "becomes"),
+    ("soft", "hard", "expected"),
     [
         *[(1024, 1 << 20, 100 + ALL), (1024, 4096, 4096), (1024, ENDLESS, 100 + ALL)],
         *[(100 + ALL, 1 << 20, 100 + ALL), (1 << 19, 1 << 20, 1 << 19)],
         (ENDLESS, ENDLESS, ENDLESS),
     ],
 )
-def test_what_a_limit_is_raised_to(soft: int, hard: int, becomes: int) -> None:
-    assert raised(soft, hard, used=100) == becomes
+def test_limit_is_raised_as_far_as_slots_need(
+    soft: int, hard: int, expected: int
+) -> None:
+    assert raised(soft, hard, used=100) == expected
 
 
 @pytest.mark.parametrize(
     ("soft", "slots"),
     [(1024, 178), (100 + ALL, SLOTS), (1 << 20, SLOTS), (ENDLESS, SLOTS), (90, 0)],
 )
-def test_the_number_of_slots_follows_from_the_limit(soft: int, slots: int) -> None:
+def test_number_of_slots_follows_from_the_limit(soft: int, slots: int) -> None:
     assert slots_within(soft, used=100) == slots
 
 
 @pytest.fixture
 def low() -> Iterator[int]:
-    """A soft limit that is too low for anything, in this process."""
+    """Set this process's soft limit too low for any slot; return the limit."""
     soft, hard = resource.getrlimit(NOFILE)
     low = used_descriptors() + RESERVE
     resource.setrlimit(NOFILE, (low, hard))
@@ -69,16 +71,18 @@ def low() -> Iterator[int]:
 
 
 def child_limit(limit: DescriptorLimit) -> int:
-    """The soft limit of a child that was handed down what the program had."""
+    """Return the soft limit of a child that got the program's original limit."""
     child = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
     limit.hand_down(child.pid)
     soft, _ = resource.prlimit(child.pid, NOFILE)
     child.communicate()
-    limit.hand_down(child.pid)  # it has ended: nothing to be done
+    limit.hand_down(child.pid)  # a child that ended is no error
     return soft
 
 
-def test_it_is_raised_for_the_first_node_and_put_back_after_the_last(low: int) -> None:
+def test_limit_is_raised_for_the_first_node_and_restored_after_the_last(
+    low: int,
+) -> None:
     _, hard = resource.getrlimit(NOFILE)
     limit = DescriptorLimit()
     assert child_limit(limit) == low
@@ -95,7 +99,7 @@ def test_it_is_raised_for_the_first_node_and_put_back_after_the_last(low: int) -
     assert child_limit(limit) == low
 
 
-def test_a_limit_that_cannot_be_raised_is_used_as_it_is(
+def test_limit_that_cannot_be_raised_is_used_unchanged(
     low: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(*_: object) -> None:
@@ -112,32 +116,33 @@ def test_a_limit_that_cannot_be_raised_is_used_as_it_is(
     assert soft_limit() == low + PER_SLOT
 
 
-def test_no_room_for_a_single_worker_is_an_error(
+def test_limit_too_low_for_one_worker_is_an_error(
     low: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("aiogpu.runtime.descriptors.raised", lambda soft, *_: soft)
-    with pytest.raises(NodeStartError) as caught:
+    with pytest.raises(
+        NodeStartError, match=f"(?s)may have {low} descriptors open.*`ulimit -Hn`"
+    ):
         DescriptorLimit().acquire()
-    told = str(caught.value)
-    assert f"may have {low} descriptors open" in told
-    assert "`ulimit -Hn`" in told
 
 
-def test_the_sockets_fit_into_the_longest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sockets_fit_into_the_longest_directory_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with tempfile.TemporaryDirectory(dir="/tmp", prefix="ag") as short:
-        for length, serves in ((LONGEST, True), (LONGEST + 1, False)):
-            place = f"{short}/{'x' * (length - len(short) - 1)}"
-            os.mkdir(place)
-            monkeypatch.setenv("XDG_RUNTIME_DIR", place)
+        for length, is_used in ((LONGEST, True), (LONGEST + 1, False)):
+            folder = f"{short}/{'x' * (length - len(short) - 1)}"
+            os.mkdir(folder)
+            monkeypatch.setenv("XDG_RUNTIME_DIR", folder)
             monkeypatch.setenv("TMPDIR", short)
             path = create_directory()
-            assert (os.path.dirname(path) == place) == serves
+            assert (os.path.dirname(path) == folder) == is_used
             for name in (f"{path}/node.sock", descriptor_path(path)):
                 with socket.socket(socket.AF_UNIX) as listening:
                     listening.bind(name)
 
 
-def test_without_a_directory_the_error_lists_all_that_were_tried(
+def test_directory_error_lists_all_places_that_were_tried(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def refuse(path: str, _mode: int) -> None:
@@ -152,7 +157,7 @@ def test_without_a_directory_the_error_lists_all_that_were_tried(
 
 
 def fork_in(path: str) -> int:
-    """A process that is in a group of its own."""
+    """Fork a process into a cgroup of its own; return its id."""
     group = Cgroup(path)
     group.make()
     reading, writing = os.pipe()
@@ -171,7 +176,7 @@ def fork_in(path: str) -> int:
 
 
 @needs_cgroup
-async def test_processes_that_do_not_die_are_reported(
+async def test_processes_that_do_not_die_are_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(node_cgroup, "LIMIT", 0.01)
@@ -180,10 +185,10 @@ async def test_processes_that_do_not_die_are_reported(
     pid = fork_in(f"{node.path}/3")
     with monkeypatch.context() as patch:
         patch.setattr(Cgroup, "kill", lambda _group: None)
-        told = asyncio.Event()
-        node.end_slot(3, told.set)
+        is_reported = asyncio.Event()
+        node.end_slot(3, is_reported.set)
         async with asyncio.timeout(60):
-            await told.wait()
+            await is_reported.wait()
         assert f"processes [{pid}] of an ended worker do not die" in caplog.text
         path = node.path
         await node.remove()
@@ -195,19 +200,16 @@ async def test_processes_that_do_not_die_are_reported(
     assert groups_of(os.getpid()) == []
 
 
-async def test_without_a_cgroup_nothing_is_done(
+async def test_node_without_a_cgroup_ends_slots_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(node_cgroup, "find_cgroup", lambda: Place(None, "why not"))
     node = NodeCgroup(asyncio.get_running_loop())
     assert repr(node) == "<NodeCgroup the node has not started>"
     node.choose("aiogpu-test")
-    assert (node.path, node.reason, repr(node)) == (
-        "",
-        "why not",
-        "<NodeCgroup why not>",
-    )
-    told: list[int] = []
-    node.end_slot(3, lambda: told.append(3))
-    assert told == [3]
+    assert (node.path, node.reason) == ("", "why not")
+    assert repr(node) == "<NodeCgroup why not>"
+    ended: list[int] = []
+    node.end_slot(3, lambda: ended.append(3))
+    assert ended == [3]
     await node.remove()

@@ -1,4 +1,4 @@
-"""The connection of a peer: who is refused, who is cut off, and what is still read."""
+"""The node's side of a connection: refusals, protocol errors, order, floods."""
 
 from __future__ import annotations
 
@@ -11,21 +11,12 @@ import pytest
 from aiogpu.runtime.connection import AT_ONCE, Peer, Recipient
 from aiogpu.wire.codec import LARGE, encode
 from aiogpu.wire.connection import CLIENT, KEEPER, WORKER, Connection, greeting
-from aiogpu.wire.messages import (
-    ChildDone,
-    Done,
-    Ended,
-    Exit,
-    Fork,
-    Hello,
-    Log,
-    Message,
-)
+from aiogpu.wire.messages import ChildDone, Done, Ended, Exit, Fork, Hello, Log, Message
 from tests.unit.runtime.fakes import FakeTransport
 
 
 class FakePool:
-    """Receives peers, as the pool does."""
+    """A pool that records greetings and messages."""
 
     def __init__(self) -> None:
         self.greetings: list[Hello] = []
@@ -50,8 +41,8 @@ class FakePool:
         return peer, transport
 
 
-def test_a_peer_that_is_given_up_before_its_connection_is_made() -> None:
-    """A node closes in the turn in which the loop lets somebody in."""
+def test_peer_aborted_before_its_connection_is_made_is_cut_off() -> None:
+    """A node may close while its loop accepts a connection."""
     pool = FakePool()
     peer, transport = Peer(pool.greeted), FakeTransport()
     peer.abort()
@@ -60,12 +51,14 @@ def test_a_peer_that_is_given_up_before_its_connection_is_made() -> None:
     assert transport.calls == ["abort"]
 
 
-def test_another_user_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+def test_connection_of_another_user_is_refused(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     pool = FakePool()
     peer, transport = pool.connect(uid=os.geteuid() + 1)
     assert transport.calls == ["abort"]
     assert f"user {os.geteuid() + 1}" in caplog.text
-    # Bytes that had come already are not listened to, nor is anything sent.
+    # Bytes that arrived already are ignored, and nothing is sent.
     peer.data_received(greeting(WORKER, 1, 1))
     peer.send(Exit())
     peer.abort()
@@ -74,12 +67,8 @@ def test_another_user_is_refused(caplog: pytest.LogCaptureFixture) -> None:
     assert transport.calls == ["abort"]
 
 
-def refusals(data: bytes) -> list[Message]:
-    return Connection(CLIENT).receive(data)
-
-
 @pytest.mark.parametrize(
-    "bytes_",
+    "data",
     [
         b"\xff\xff\xff\xff",
         encode(Done(1, b"")),
@@ -88,21 +77,28 @@ def refusals(data: bytes) -> list[Message]:
         greeting("stranger", 1, 1),
         greeting(WORKER, 1, 1) + b"\x01\x00\x00\x00\xc1",
     ],
-    ids=["too long", "no greeting", "two greetings", "not his", "role", "no msgpack"],
+    ids=[
+        "too long",
+        "no greeting",
+        "two greetings",
+        "wrong role",
+        "role",
+        "no msgpack",
+    ],
 )
-def test_a_peer_that_breaks_the_rules_is_cut_off_alone(
-    bytes_: bytes, caplog: pytest.LogCaptureFixture
+def test_peer_that_breaks_the_protocol_is_cut_off_alone(
+    data: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     pool = FakePool()
     good, good_transport = pool.connect()
     good.data_received(greeting(WORKER, 7, 1))
     bad, bad_transport = pool.connect()
-    bad.data_received(bytes_)
-    # Whoever has not greeted may be a program of another version: it is told why.
+    bad.data_received(data)
+    # Without a greeting, the peer may have another version: it gets the reason.
     is_new = bad._connection.peer is None
     assert bad_transport.calls == ["close" if is_new else "abort"]
-    told = [message for data in bad_transport.written for message in refusals(data)]
-    assert len(told) == is_new
+    refusals = [Connection(CLIENT).receive(part) for part in bad_transport.written]
+    assert sum(map(len, refusals)) == is_new
     assert "cut off" in caplog.text
     bad.data_received(encode(Ended(1, 0)))
     good.data_received(encode(Done(1, b"x")))
@@ -110,30 +106,24 @@ def test_a_peer_that_breaks_the_rules_is_cut_off_alone(
     assert good_transport.calls == []
 
 
-def logs(count: int) -> list[Message]:
-    """Messages that a worker may send."""
-    return [Log(1, 1, b"%d" % number) for number in range(count)]
-
-
-async def test_a_flood_is_passed_on_in_parts() -> None:
+async def test_flood_of_messages_is_handled_in_parts() -> None:
     pool = FakePool()
     peer, transport = pool.connect()
-    parts = pool.parts
     peer.data_received(greeting(WORKER, 1, 1))
-    flood = logs(2 * AT_ONCE + 1)
+    flood = [Log(1, 1, b"%d" % number) for number in range(2 * AT_ONCE + 1)]
     peer.data_received(b"".join(map(encode, flood)))
-    assert parts == [], "the loop is not held, not even by the first part"
+    assert pool.parts == [], "not even the first part blocks the loop"
     assert transport.calls == ["pause"]
     peer.data_received(encode(Log(1, 1, b"last")))
     while len(pool.heard) < len(flood) + 1:
         await asyncio.sleep(0)
-    assert parts == [AT_ONCE, AT_ONCE, 2]
+    assert pool.parts == [AT_ONCE, AT_ONCE, 2]
     assert pool.heard == [*flood, Log(1, 1, b"last")]
     assert transport.calls[-1] == "resume"
 
 
-async def test_messages_of_a_peer_that_ends_amid_a_write_are_received() -> None:
-    """A failed write makes the transport give up with the peer's words unread."""
+async def test_messages_of_a_peer_that_ends_during_a_write_are_read() -> None:
+    """After a failed write, asyncio's transport stops and leaves bytes unread."""
     pool = FakePool()
     ours, theirs = socket.socketpair()
     theirs.sendall(greeting(WORKER, 1, 1))
@@ -143,7 +133,7 @@ async def test_messages_of_a_peer_that_ends_amid_a_write_are_received() -> None:
         while not pool.greetings:
             await asyncio.sleep(0)
         last = [Done(task, b"x") for task in range(3)]
-        # Without a turn of the loop in between: answers, the end, and a write.
+        # Results, the end and a write come without a turn of the loop in between.
         theirs.sendall(b"".join(map(encode, last)))
         theirs.close()
         peer.send(Exit())
@@ -152,7 +142,7 @@ async def test_messages_of_a_peer_that_ends_amid_a_write_are_received() -> None:
     assert pool.heard == last
 
 
-async def test_what_is_sent_goes_after_what_was_posted() -> None:
+async def test_sent_messages_follow_posted_messages() -> None:
     peer, transport = FakePool().connect()
     for number in (1, 2, 3):
         peer.post(Fork(number))
@@ -165,7 +155,7 @@ async def test_what_is_sent_goes_after_what_was_posted() -> None:
     assert len(transport.written) == 5
 
 
-async def test_a_large_answer_keeps_its_place() -> None:
+async def test_large_posted_message_keeps_its_place() -> None:
     peer, transport = FakePool().connect()
     answers = [ChildDone(size, bytes(size)) for size in (1, 2, LARGE, 3)]
     for answer in answers:

@@ -1,4 +1,4 @@
-"""What callers ask of the node, what it does not trust, and leases' processes."""
+"""Requests of nested callers, and the search for the processes of a lease."""
 
 from __future__ import annotations
 
@@ -10,41 +10,32 @@ from collections.abc import Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from aiogpu.client.function_spec import FunctionSpec
 from aiogpu.client.interface import Receiver
 from aiogpu.client.spec_codec import dump_spec
-from aiogpu.errors import AiogpuError, InfeasibleError, InternalError
+from aiogpu.errors import InternalError
 from aiogpu.linux.cgroup import read_bytes
 from aiogpu.runtime.callers import leases
 from aiogpu.runtime.callers.leases import LeaseProcessWatcher, find_marked
 from aiogpu.runtime.callers.requests import Requests
 from aiogpu.runtime.workers.slots import LiveWorker
-from aiogpu.wire.messages import (
-    ChildFailed,
-    Declare,
-    Message,
-    Submit,
-)
+from aiogpu.wire.messages import ChildFailed, Declare, Message, Submit
 from tests.support.until import until
 from tests.unit.runtime import fakes
 from tests.unit.runtime.fakes import FakePeer
 
 
 class FakeDriver:
-    """Notes what it is asked; tasks end when the test says so."""
+    """Records requests."""
 
     def __init__(self) -> None:
-        self.asked: list[tuple[object, ...]] = []
-        self.receivers: dict[int, Receiver] = {}
         self.funcs: list[FunctionSpec] = []
-        self.ends_at_once = False
-        self.actors = SimpleNamespace()
+        self.actors = SimpleNamespace(check=lambda *_: None)
         self.scheduler = SimpleNamespace(clients=None)
-        self.on_report = self.asked.append
+        self.on_report = list
 
     def submit(
         self,
@@ -54,55 +45,27 @@ class FakeDriver:
         parent: int,
         _client: int = 0,
     ) -> int:
-        task = 100 + len(self.funcs)
         self.funcs.append(func)
-        self.asked.append(("submit", payload, parent))
-        if self.ends_at_once:
-            receiver.settle(InfeasibleError("at once"))
-        else:
-            self.receivers[task] = receiver
-        return task
+        return 100 + len(self.funcs)
 
-    def knows(self, task: int) -> bool:
-        return task in self.receivers
-
-    def cancel(self, task: int) -> None:
-        self.asked.append(("cancel", task))
-
-    def wait(
-        self, task: int, children: tuple[int, ...], is_elsewhere: bool = False
-    ) -> None:
-        assert not is_elsewhere
-        self.asked.append(("wait", task, children))
-
-    def receiver_of(self, task: int) -> Receiver | None:
-        return self.receivers.get(task)
-
-
-class FakeStore:
-    """Has lent nothing to anybody."""
+    def knows(self, _task: int) -> bool:
+        return True
 
 
 class RequestStory:
-    """A nest between a paper driver and workers with paper peers."""
+    """The handler of requests, with a fake driver and workers with fake peers."""
 
     def __init__(self) -> None:
         self.driver = FakeDriver()
-        self.refusal: AiogpuError | None = None
-        self.driver.actors.check = self.check
-        self.nested = Requests(self.driver, FakeStore())  # type: ignore[arg-type]
-
-    def check(self, _func: FunctionSpec, _payload: bytes) -> None:
-        if self.refusal is not None:
-            raise self.refusal
+        self.nested = Requests(self.driver, SimpleNamespace())  # type: ignore[arg-type]
 
     def worker(self, number: int = 1) -> tuple[LiveWorker, FakePeer]:
         worker, peer = LiveWorker(number, None, None), FakePeer()  # type: ignore[arg-type]
         worker.peer = peer  # type: ignore[assignment]
         return worker, peer
 
-    def hear(self, worker: LiveWorker, *said: Message) -> None:
-        for message in said:
+    def receive(self, worker: LiveWorker, *messages: Message) -> None:
+        for message in messages:
             self.nested.on_message(worker, message)
 
 
@@ -112,29 +75,24 @@ def story() -> RequestStory:
 
 
 def declaration(
-    func: int = 7, payload: bytes = b"function", priority: int = 0, **changed: Any
+    func: int = 7, payload: bytes = b"function", priority: int = 0
 ) -> Declare:
-    told = replace(fakes.func(), **changed)
-    told = replace(told, spec=replace(told.spec, priority=priority))
-    return Declare(func, told.spec.name, dump_spec(told), payload)
+    declared = fakes.func()
+    declared = replace(declared, spec=replace(declared.spec, priority=priority))
+    return Declare(func, declared.spec.name, dump_spec(declared), payload)
 
 
-def error_in(failed: Message) -> Exception:
-    assert isinstance(failed, ChildFailed)
-    assert failed.payload is not None
-    error: Exception = pickle.loads(failed.payload)
-    return error
-
-
-def test_what_two_workers_declare_alike_is_one_site(story: RequestStory) -> None:
-    """So that `max_calls`, what is sent, and how long it takes are known of all."""
-    (one, _), (two, _) = story.worker(1), story.worker(2)
-    story.hear(one, declaration(7), declaration(8), Submit(3, 1, 7, b""))
-    story.hear(one, Submit(3, 2, 8, b""))
-    story.hear(two, declaration(9), Submit(4, 1, 9, b""))
+def test_equal_declarations_of_two_workers_share_one_function(
+    story: RequestStory,
+) -> None:
+    """So `max_calls`, sent functions and durations count for all workers."""
+    (worker_1, _), (worker_2, _) = story.worker(1), story.worker(2)
+    story.receive(worker_1, declaration(7), declaration(8), Submit(3, 1, 7, b""))
+    story.receive(worker_1, Submit(3, 2, 8, b""))
+    story.receive(worker_2, declaration(9), Submit(4, 1, 9, b""))
     assert len(set(map(id, story.driver.funcs))) == 1
-    story.hear(two, declaration(10, priority=5), Submit(4, 2, 10, b""))
-    story.hear(two, declaration(11, b"other"), Submit(4, 3, 11, b""))
+    story.receive(worker_2, declaration(10, priority=5), Submit(4, 2, 10, b""))
+    story.receive(worker_2, declaration(11, b"other"), Submit(4, 3, 11, b""))
     *_, urgent, other = story.driver.funcs
     assert urgent.function is story.driver.funcs[0].function
     assert urgent.spec.priority == 5
@@ -142,58 +100,64 @@ def test_what_two_workers_declare_alike_is_one_site(story: RequestStory) -> None
     assert len({func.id for func in story.driver.funcs}) == 3
 
 
-def test_a_function_that_was_never_declared_is_an_error(story: RequestStory) -> None:
+def test_submit_of_an_undeclared_function_fails(story: RequestStory) -> None:
     worker, peer = story.worker()
-    story.hear(worker, Submit(3, 1, 7, b""))
-    assert isinstance(error_in(peer.sent[0]), InternalError)
+    story.receive(worker, Submit(3, 1, 7, b""))
+    (failed,) = peer.sent
+    assert isinstance(failed, ChildFailed)
+    assert isinstance(pickle.loads(failed.payload or b""), InternalError)
 
 
-def test_only_so_much_is_remembered(
+def test_number_of_remembered_declarations_is_limited(
     story: RequestStory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("aiogpu.runtime.callers.requests.KEPT", 4)
     worker, peer = story.worker()
     for func in range(1, 20):
-        story.hear(worker, declaration(func, b"%d" % func), Submit(3, func, func, b""))
-        story.hear(worker, declaration(1, b"1"))
-        story.hear(worker, Submit(3, 100 + func, 1, b""))
-    assert peer.sent == [], "what was declared last is known"
+        story.receive(
+            worker, declaration(func, b"%d" % func), Submit(3, func, func, b"")
+        )
+        story.receive(worker, declaration(1, b"1"))
+        story.receive(worker, Submit(3, 100 + func, 1, b""))
+    assert peer.sent == [], "the latest declarations are known"
     assert len(worker.declared) == 4
     assert len(story.nested._functions) + len(story.nested._funcs) < 12
 
 
 @pytest.fixture
 def sleeper() -> Iterator[subprocess.Popen[bytes]]:
-    """A process that is marked, as one of two leases."""
+    """A process with the marks of two leases in its environment."""
     variables = {**os.environ, "AIOGPU_LEASE": f"outer.1,{os.getpid()}.2"}
     with subprocess.Popen(["sleep", "60"], env=variables) as process:
         yield process
         process.kill()
 
 
-def test_the_marked_are_found(sleeper: subprocess.Popen[bytes]) -> None:
+def test_search_finds_processes_with_the_mark_of_a_lease(
+    sleeper: subprocess.Popen[bytes],
+) -> None:
     assert find_marked(f"AIOGPU_LEASE={os.getpid()}.2") == (sleeper.pid,)
     assert find_marked(f"AIOGPU_LEASE={os.getpid()}") == ()
     assert find_marked(f"OTHER={os.getpid()}.2") == ()
 
 
-def test_one_that_only_begins_its_program_is_found(
+def test_search_finds_a_process_during_its_exec(
     sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The kernel shows none of its variables for a moment."""
+    """During an exec, the kernel shows an empty environment for a moment."""
     (tmp_path / str(sleeper.pid)).symlink_to(f"/proc/{sleeper.pid}")
     shown = [b"", b"", *[read_bytes(f"/proc/{sleeper.pid}/environ")] * 9]
     monkeypatch.setattr(leases, "read_bytes", lambda _path: shown.pop(0))
     mark = f"AIOGPU_LEASE={os.getpid()}.2"
     assert find_marked(mark, tmp_path) == (sleeper.pid,)
-    assert len(shown) == 8, "it was found at the third look, and not looked at again"
-    # One without any variables is no reason to wait for ever.
+    assert len(shown) == 8, "found at the third read, and not read again"
+    # A process without any variables does not block the search.
     monkeypatch.setattr(leases, "read_bytes", lambda _path: b"")
     assert find_marked(mark, tmp_path) == ()
 
 
 @pytest.mark.either_loop
-async def test_without_pidfds_the_search_is_repeated(
+async def test_watcher_without_pidfds_repeats_the_search(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def refuse(_: int) -> int:
@@ -209,7 +173,7 @@ async def test_without_pidfds_the_search_is_repeated(
 
 
 @pytest.mark.either_loop
-async def test_a_search_that_fails_is_tried_again(
+async def test_watcher_repeats_a_search_that_fails(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rounds: list[tuple[int, ...]] = [()]
@@ -229,15 +193,14 @@ async def test_a_search_that_fails_is_tried_again(
 
 
 @pytest.mark.either_loop
-async def test_a_closed_watcher_reports_nothing(
+async def test_closed_watcher_reports_nothing(
     sleeper: subprocess.Popen[bytes],
 ) -> None:
     loop, ended = asyncio.get_running_loop(), list[Collection[int]]()
-    remains = LeaseProcessWatcher(loop, f"AIOGPU_LEASE={os.getpid()}.2", ended.append)
-    await until(lambda: "1 processes" in repr(remains))
-    remains.close()
-    assert "0 processes" in repr(remains)
-    late = LeaseProcessWatcher(loop, "A=1", ended.append, lambda _: ())
-    late.close()
+    watcher = LeaseProcessWatcher(loop, f"AIOGPU_LEASE={os.getpid()}.2", ended.append)
+    await until(lambda: "1 processes" in repr(watcher))
+    watcher.close()
+    assert "0 processes" in repr(watcher)
+    LeaseProcessWatcher(loop, "A=1", ended.append, lambda _: ()).close()
     await asyncio.sleep(0)
     assert not ended

@@ -1,4 +1,4 @@
-"""The spec of a function, from one process to another as bytes."""
+"""Encoding and decoding of function specs."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: ",".join(options))
-def test_a_site_there_and_back(options: dict[str, Any]) -> None:
+def test_function_spec_survives_encoding(options: dict[str, Any]) -> None:
     ours = func_of(**options)
     function = Function(new_function_id(), ours.function.payload)
     theirs = load_spec(dump_spec(ours), function)
@@ -68,21 +68,18 @@ def test_a_site_there_and_back(options: dict[str, Any]) -> None:
         assert getattr(theirs.spec, name) == getattr(ours.spec, name), name
 
 
-GANG = placement_group_of(
-    [{"GPU": 1, "CPU": 2}, {"GPU": 0.5}], "SPREAD", "group", "key"
-)
-
-
-def test_a_placement_there_and_back() -> None:
-    ours = placement_func(GANG, 3)
+def test_placement_group_survives_encoding() -> None:
+    bundles: list[dict[str, float]] = [{"GPU": 1, "CPU": 2}, {"GPU": 0.5}]
+    group = placement_group_of(bundles, "SPREAD", "group", "key")
+    ours = placement_func(group, 3)
     theirs = load_spec(dump_spec(ours), fakes.function())
     assert theirs.spec.shape == ours.spec.shape
-    assert theirs.spec.shape.request.placement_group == GANG
+    assert theirs.spec.shape.request.placement_group == group
     assert theirs.spec.is_lease
     assert theirs.spec.is_grouped
 
 
-def test_what_is_the_users_is_never_loaded() -> None:
+def test_pickles_of_the_user_are_never_loaded() -> None:
     unloadable = b"cno_such_module\nNoError\n."
     acting = ActorTerms(SERIAL, {DEFAULT_GROUP: 1}, {}, interface=unloadable)
     ours = replace(func_of(), retried=unloadable, actor=acting)
@@ -114,7 +111,7 @@ def test_impossible_requests_are_refused(wrong: dict[str, Any]) -> None:
         load_spec(dump_spec(ours), fakes.function())
 
 
-def test_the_limits_of_methods_there_and_back() -> None:
+def test_run_limits_of_methods_survive_encoding() -> None:
     terms = ActorTerms(SERIAL, {}, {}, interface=b"")
     ours = replace(fakes.func(), actor=terms._replace(run_limits={"slow": 0.5}))
     actor = load_spec(dump_spec(ours), fakes.function()).actor
@@ -128,23 +125,19 @@ def test_the_limits_of_methods_there_and_back() -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [
-        {"scalars": (("CPU", "many"),)},
-        {"timeout": "soon"},
-        {"max_calls": None},
-    ],
+    [{"scalars": (("CPU", "many"),)}, {"timeout": "soon"}, {"max_calls": None}],
     ids=str,
 )
 def test_malformed_specs_are_refused(wrong: dict[str, Any]) -> None:
     ours = fakes.func()
     packed = dump_spec(replace(ours, spec=changed(ours.spec, wrong)))
-    for said in (packed, packed[:-3], pickle.dumps(packed), b""):
+    for data in (packed, packed[:-3], pickle.dumps(packed), b""):
         with pytest.raises(ProtocolError):
-            load_spec(said, fakes.function())
+            load_spec(data, fakes.function())
 
 
-def test_a_few_bytes_of_a_spec_cost_little() -> None:
-    """Of a pickle, these would have cost gigabytes."""
+def test_short_spec_allocates_little_memory() -> None:
+    """As a pickle, these bytes would allocate gigabytes."""
     tracemalloc.start()
     try:
         with pytest.raises(ProtocolError):

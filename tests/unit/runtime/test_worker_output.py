@@ -1,4 +1,4 @@
-"""What workers print: its lines, recipients and log, and the terminal of a program."""
+"""Output of workers: lines, recipients, the log, and the terminal of a program."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import io
 import os
 import resource
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,47 +32,29 @@ from tests.unit.runtime.fakes import FakeConsole, FakePeer, FakeSource, SlowTerm
 pytestmark = pytest.mark.either_loop
 
 
-class Lines:
-    """Collects lines and lets the test wait for them."""
-
-    def __init__(self) -> None:
-        self.seen: list[bytes] = []
-        self._news = asyncio.Event()
-
-    def show(self, line: bytes) -> None:
-        self.seen.append(line)
-        self._news.set()
-
-    async def until(self, is_reached: Callable[[list[bytes]], bool]) -> None:
-        async with asyncio.timeout(60):
-            while not is_reached(self.seen):
-                self._news.clear()
-                await self._news.wait()
-
-
-def open_pipe(lines: Lines) -> tuple[LinePipe, int]:
+def open_pipe(lines: list[bytes]) -> tuple[LinePipe, int]:
     reading, writing = os.pipe()
-    return LinePipe(asyncio.get_running_loop(), reading, lines.show), writing
+    return LinePipe(asyncio.get_running_loop(), reading, lines.append), writing
 
 
-async def test_lines_may_be_cut_anywhere() -> None:
-    lines = Lines()
+async def test_pipe_joins_lines_that_arrive_in_pieces() -> None:
+    lines: list[bytes] = []
     pipe, writing = open_pipe(lines)
     for piece in (b"on", b"e\ntw", b"o\n\nthree"):
         os.write(writing, piece)
         pipe.drain()
-    assert lines.seen == [b"one", b"two", b""]
+    assert lines == [b"one", b"two", b""]
     assert pipe.partial == b"three"
     pipe.end_line()
     pipe.end_line()
-    assert lines.seen[3:] == [b"three"]
+    assert lines[3:] == [b"three"]
     os.close(writing)
     pipe.close()
 
 
-async def test_resuming_a_closed_pipe_touches_no_other_descriptor() -> None:
-    """The console may let a source go on that has gone meanwhile."""
-    lines = Lines()
+async def test_resume_of_a_closed_pipe_touches_no_other_descriptor() -> None:
+    """The console may resume a source that was closed in the meantime."""
+    lines: list[bytes] = []
     pipe, writing = open_pipe(lines)
     number = pipe.fileno()
     pipe.pause()
@@ -85,7 +66,7 @@ async def test_resuming_a_closed_pipe_touches_no_other_descriptor() -> None:
     os.write(other_writing, b"not ours\n")
     for _ in range(3):
         await asyncio.sleep(0)
-    assert lines.seen == []
+    assert lines == []
     os.close(other)
     os.close(other_writing)
 
@@ -97,19 +78,14 @@ def make_output(place: Path) -> tuple[Output, FakeConsole, tuple[str, str]]:
     return output, console, paths
 
 
-def writer(path: str) -> int:
-    """As a keeper opens it."""
-    return os.open(path, os.O_WRONLY | os.O_NONBLOCK)
-
-
-async def test_progress_ends_with_its_process(tmp_path: Path) -> None:
-    """Of each stream, whatever came between by the other one or by the pipes."""
+async def test_progress_line_ends_with_its_process(tmp_path: Path) -> None:
+    """Each stream keeps its progress line, whatever other output comes in between."""
     output, console, paths = make_output(tmp_path)
     output.name(3, 4)
     output.show(1, "a", b"out 1\r", task=5)
     output.show(2, "a", b"err 1\r", task=5)
     output.show(2, "a", b"err 2\r", task=5)
-    out = writer(paths[0])
+    out = os.open(paths[0], os.O_WRONLY | os.O_NONBLOCK)  # as a keeper opens it
     os.write(out, b"raw\n")
     output.catch_up()
     console.lines.clear()
@@ -120,7 +96,7 @@ async def test_progress_ends_with_its_process(tmp_path: Path) -> None:
     output.close()
 
 
-async def test_the_next_worker_of_a_paused_slot_waits_too(tmp_path: Path) -> None:
+async def test_next_worker_of_a_paused_slot_is_paused(tmp_path: Path) -> None:
     output, _, _ = make_output(tmp_path)
     output.pause()
     peer = FakePeer()
@@ -131,7 +107,9 @@ async def test_the_next_worker_of_a_paused_slot_waits_too(tmp_path: Path) -> Non
     output.close()
 
 
-async def test_a_slot_that_cannot_be_made_leaves_nothing(tmp_path: Path) -> None:
+async def test_output_that_cannot_be_created_leaves_no_files_and_descriptors(
+    tmp_path: Path,
+) -> None:
     before = sorted(os.listdir("/proc/self/fd"))
     (tmp_path / "0.2").touch()
     with pytest.raises(FileExistsError):
@@ -173,18 +151,14 @@ class FakeLog:
 
 
 class RoutedNode:
-    """A node whose task 7 is of one program, 8 of another, and 9 its own."""
+    """A node that runs task 7 for program ONE and task 8 for program TWO."""
 
     def __init__(self) -> None:
-        of = {7: ONE, 8: TWO, 9: 0}
         self.tasks = {
             TaskId(task): SimpleNamespace(id=task, client=ClientId(client))
-            for task, client in of.items()
+            for task, client in ((7, ONE), (8, TWO))
         }
-        self.workers = {
-            WorkerId(1): SimpleNamespace(task=self.tasks[TaskId(7)]),
-            WorkerId(2): SimpleNamespace(task=None),
-        }
+        self.workers = {WorkerId(1): SimpleNamespace(task=self.tasks[TaskId(7)])}
         self.readers = {ONE: FakeReader(), TWO: FakeReader()}
         node: Any = self
         readers: Any = self.readers
@@ -207,7 +181,7 @@ def routed() -> RoutedNode:
     return RoutedNode()
 
 
-def test_a_line_goes_to_the_program_of_its_task(routed: RoutedNode) -> None:
+def test_line_goes_to_the_program_of_its_task(routed: RoutedNode) -> None:
     assert routed.take("a", task=7)
     assert routed.take("b", task=8)
     assert routed.seen(ONE) == ["(embed pid=4) a"]
@@ -218,7 +192,7 @@ def test_a_line_goes_to_the_program_of_its_task(routed: RoutedNode) -> None:
     ]
 
 
-def test_files_are_turned_and_the_oldest_goes(tmp_path: Path) -> None:
+def test_full_log_file_is_rotated_and_the_oldest_is_deleted(tmp_path: Path) -> None:
     pages = Pages(str(tmp_path / "a"), 100, 2)
     for number in range(40):
         pages.write([f"line {number:04}"])
@@ -231,7 +205,7 @@ def test_files_are_turned_and_the_oldest_goes(tmp_path: Path) -> None:
     assert kept[1::2] == [f"{number:04}" for number in range(40)][-len(kept) // 2 :]
 
 
-def test_a_full_disk_loses_lines_and_is_reported_once(
+def test_full_disk_loses_lines_and_is_reported_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     pages = Pages(str(tmp_path / "a"), 1000, 1)
@@ -255,7 +229,7 @@ def test_a_full_disk_loses_lines_and_is_reported_once(
     assert caplog.text.count("No space left on device") == 1
 
 
-def test_a_link_is_not_followed(tmp_path: Path) -> None:
+def test_log_does_not_follow_symbolic_links(tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.write_text("mine")
     (tmp_path / FILE).symlink_to(other)
@@ -265,7 +239,7 @@ def test_a_link_is_not_followed(tmp_path: Path) -> None:
     assert other.read_text() == "mine"
 
 
-def test_what_the_disk_cannot_take_is_lost_and_counted(
+def test_lines_beyond_the_buffer_are_lost_and_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(output, "WAITING", 1000)
@@ -274,24 +248,20 @@ def test_what_the_disk_cannot_take_is_lost_and_counted(
     assert log.lost == 1
     log.write(1, 2, 1, "embed", "a")
     log.close()
-    told, _, line = (tmp_path / FILE).read_text().splitlines()
-    assert told == "! 1 lines are missing here: no room for them"
+    notice, _, line = (tmp_path / FILE).read_text().splitlines()
+    assert notice == "! 1 lines are missing here: no room for them"
     assert line.endswith("(embed) a")
 
 
 def slow_terminal(monkeypatch: pytest.MonkeyPatch) -> SlowTerminal:
-    """Takes stdout's place; not a fixture, since pytest sets it between phases."""
+    """Replace stdout; no fixture, because pytest sets stdout between phases."""
     terminal = SlowTerminal()
     monkeypatch.setattr(sys, "stdout", terminal)
     return terminal
 
 
-def console_of_this_loop(is_shown: bool = True) -> Console:
-    return Console(asyncio.get_running_loop(), is_shown)
-
-
 async def end(console: Console) -> None:
-    """Drain and close, and wait for the thread."""
+    """Drain the console, close it, and wait for its thread."""
     await console.drain(20)
     console.close()
     if console._thread is not None:
@@ -302,37 +272,35 @@ async def test_actions_wait_for_their_line_and_keep_their_order(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     terminal = slow_terminal(monkeypatch)
-    console, source = console_of_this_loop(), FakeSource()
-    acted: list[str] = []
-
-    def note(word: str) -> Callable[[], None]:
-        return lambda: acted.append(word)
-
+    console, source = Console(asyncio.get_running_loop(), True), FakeSource()
+    actions: list[str] = []
     first = console.write(1, "one", source)
     second = console.write(1, "two", source)
-    console.after(second, note("second"))
-    console.after(first, note("first"))
-    console.after(second, note("second again"))
-    console.after(0, note("at once"))
-    assert acted == ["at once"]
+    console.after(second, lambda: actions.append("second"))
+    console.after(first, lambda: actions.append("first"))
+    console.after(second, lambda: actions.append("second again"))
+    console.after(0, lambda: actions.append("at once"))
+    assert actions == ["at once"]
     terminal.is_free.set()
     await end(console)
-    assert acted == ["at once", "first", "second", "second again"]
+    assert actions == ["at once", "first", "second", "second again"]
 
 
-async def test_what_the_terminal_cannot_show_is_escaped(
+async def test_characters_that_the_terminal_cannot_encode_are_escaped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     raw = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, "ascii"))
-    console = console_of_this_loop()
+    console = Console(asyncio.get_running_loop(), True)
     console.write(1, "plain", FakeSource())
     console.write(1, "ünï", FakeSource())
     await end(console)
     assert raw.getvalue() == b"plain\n\\xfcn\\xef\n"
 
 
-def test_the_loop_may_close_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_console_writes_its_lines_after_the_loop_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     terminal = slow_terminal(monkeypatch)
     loop = asyncio.new_event_loop()
     console = Console(loop, True)
@@ -347,7 +315,7 @@ def test_the_loop_may_close_first(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Notebook(io.StringIO):
-    """Stands for a notebook's stream, which is known by the module of its class."""
+    """A notebook's stream, which is recognized by the module of its class."""
 
 
 Notebook.__module__ = "ipykernel.iostream"
@@ -359,17 +327,19 @@ async def shown(
     err: TextIO,
     patch: pytest.MonkeyPatch,
 ) -> None:
-    """Write lines one after the other: to which stream, of which worker."""
+    """Write lines, each a stream, a worker and a text, one after the other."""
     patch.setattr(sys, "stdout", out)
     patch.setattr(sys, "stderr", err)
-    console, source = console_of_this_loop(), FakeSource()
+    console, source = Console(asyncio.get_running_loop(), True), FakeSource()
     for stream, worker, line in lines:
         console.write(stream, line, source, worker)
         await console.drain(20)
     await end(console)
 
 
-async def test_progress_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_progress_in_a_notebook_is_erased_with_spaces(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     notebook, errors = Notebook(), Notebook()
     lines = [
         (1, 7, "10%\r"),
@@ -389,7 +359,7 @@ async def test_progress_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class BareStream:
-    """As programs put in place of `sys.stdout`: it can be written to, no more."""
+    """A replacement of `sys.stdout` that has `write` and `flush` only."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -399,10 +369,10 @@ class BareStream:
         return len(text)
 
     def flush(self) -> None:
-        """Has nothing to do."""
+        """Nothing is buffered."""
 
 
-async def test_a_stream_that_can_only_be_written_to(
+async def test_stream_with_write_only_gets_lines_without_progress(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     bare, notebook = BareStream(), Notebook()
@@ -415,7 +385,7 @@ async def test_a_stream_that_can_only_be_written_to(
 DONE = ChildDone(1, b"")
 
 
-async def test_when_the_node_has_gone_nothing_is_held_back(
+async def test_terminal_releases_messages_when_the_node_is_gone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     screen, taken = SlowTerminal(), list[Message]()

@@ -1,4 +1,4 @@
-"""Zygotes: how one is started, which follows which as they learn, and their deaths."""
+"""Zygotes: their start, the generations that preload learnt modules, and deaths."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import asyncio
 import errno
 import os
 import sys
-from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -36,58 +35,34 @@ from aiogpu.runtime.zygote.generations import (
     sees_devices,
 )
 from aiogpu.runtime.zygote.process import ZygoteEvents
-from aiogpu.wire.messages import (
-    READ_DESCRIPTORS,
-    Imported,
-    LeftOut,
-    Ready,
-    Unfit,
-)
+from aiogpu.wire.messages import READ_DESCRIPTORS, Imported, LeftOut, Ready, Unfit
 from tests.contract import tasks
 from tests.support.program import run
+from tests.support.until import until
 
-pytestmark = [
-    pytest.mark.usefixtures("runtime_directory"),
-    pytest.mark.either_loop,
-]
+pytestmark = [pytest.mark.usefixtures("runtime_directory"), pytest.mark.either_loop]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *["LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONHASHSEED", "MALLOC_ARENA_MAX"],
-        *["GLIBC_TUNABLES", "OMP_PROC_BIND", "GOMP_CPU_AFFINITY", "KMP_BLOCKTIME"],
-        *["MKL_DYNAMIC", "NUMEXPR_MAX_THREADS"],
-    ],
-)
-def test_what_is_read_at_exec_or_load(name: str) -> None:
-    assert early_variables(((name, "1"),), (), ()) == ((name, "1"),)
+AT_START = """LD_LIBRARY_PATH LD_PRELOAD PYTHONHASHSEED MALLOC_ARENA_MAX GLIBC_TUNABLES
+OMP_PROC_BIND GOMP_CPU_AFFINITY KMP_BLOCKTIME MKL_DYNAMIC NUMEXPR_MAX_THREADS"""
+IN_WORKER = """MODE MY_OMP_NUM HF_HOME OMP_NUM_THREADS MKL_NUM_THREADS
+CUDA_VISIBLE_DEVICES CUDA_DEVICE_ORDER"""
+OF_MODULES = """torch TORCH_LOGS, transformers HF_HOME, numpy NUMPY_MADVISE_HUGEPAGE,
+huggingface_hub HF_TOKEN, jax XLA_FLAGS, jax JAX_PLATFORMS, mine MINE_DEBUG"""
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *["MODE", "MY_OMP_NUM", "HF_HOME", "OMP_NUM_THREADS", "MKL_NUM_THREADS"],
-        *["CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"],
-    ],
-)
-def test_what_a_worker_can_set_itself(name: str) -> None:
-    assert early_variables(((name, "1"),), (), ()) == ()
+@pytest.mark.parametrize("name", [*AT_START.split(), *IN_WORKER.split()])
+def test_zygote_gets_the_variables_that_libraries_read_at_their_start(
+    name: str,
+) -> None:
+    early = ((name, "1"),) if name in AT_START.split() else ()
+    assert early_variables(((name, "1"),), (), ()) == early
 
 
 @pytest.mark.parametrize(
-    ("module", "name"),
-    [
-        ("torch", "TORCH_LOGS"),
-        ("transformers", "HF_HOME"),
-        ("numpy", "NUMPY_MADVISE_HUGEPAGE"),
-        ("huggingface_hub", "HF_TOKEN"),
-        ("jax", "XLA_FLAGS"),
-        ("jax", "JAX_PLATFORMS"),
-        ("mine", "MINE_DEBUG"),
-    ],
+    ("module", "name"), [pair.split() for pair in OF_MODULES.split(",")]
 )
-def test_what_belongs_to_a_preloaded_module(module: str, name: str) -> None:
+def test_zygote_gets_the_variables_of_preloaded_modules(module: str, name: str) -> None:
     environment = (("A", "1"), (name, "2"), ("Z", "3"))
     assert early_variables(environment, ["sys", module], ()) == ((name, "2"),)
     assert early_variables(environment, ["sys"], ()) == ()
@@ -118,7 +93,7 @@ FLAGS = """
 OPTIONS = "-X", "dev", "-X", "utf8=0", "-X", "pycache_prefix=/nowhere"
 
 
-def test_the_interpreters_options_are_carried_over() -> None:
+def test_zygote_gets_the_options_of_the_interpreter() -> None:
     options = ("-OO", "-B", "-s", "-Werror::UserWarning", "-Wonce", *OPTIONS)
     source = f"""
     import subprocess, sys, textwrap
@@ -134,14 +109,16 @@ def test_the_interpreters_options_are_carried_over() -> None:
             assert option.removeprefix("-W") in childs
 
 
-def test_what_prints_at_the_end_is_not_carried(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_zygote_does_not_get_options_that_print_at_exit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(sys, "_xoptions", {"importtime": True, "dev": True})
     flags = list(interpreter_flags())
     assert flags[flags.index("-X") :][:2] == ["-X", "dev"]
     assert "importtime" not in flags
 
 
-def test_a_childs_own_filters_of_warnings_go_first() -> None:
+def test_warning_filters_of_the_environment_replace_inherited_ones() -> None:
     flags, before = ["-O", "-Werror"], {"PYTHONWARNINGS": "error"}
     assert fitting(flags, before, {}) == flags
     assert fitting(flags, before, before) == flags
@@ -149,25 +126,18 @@ def test_a_childs_own_filters_of_warnings_go_first() -> None:
     assert fitting(flags, {}, {"PYTHONWARNINGS": "ignore"}) == ["-O"]
 
 
-@contextmanager
-def make_pipe() -> Iterator[tuple[int, int]]:
-    reading, writing = os.pipe2(os.O_CLOEXEC)
-    try:
-        yield reading, writing
-    finally:
-        os.close(reading)
-        os.close(writing)
-
-
 @pytest.mark.parametrize("program", ["", "/no/such/python", "/etc/passwd"])
-def test_a_program_that_cannot_be_started(
+def test_interpreter_that_cannot_be_started_leaves_no_descriptors(
     program: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "executable", program)
     before = sorted(os.listdir("/proc/self/fd"))
-    with make_pipe() as (page, output), pytest.raises(NodeStartError) as caught:
-        start_interpreter({"sys_path": []}, page, output)
-    assert (program or "sys.executable") in str(caught.value)
+    with (
+        open("/dev/null", "wb") as page,
+        open("/dev/null", "wb") as output,
+        pytest.raises(NodeStartError, match=program or "sys.executable"),
+    ):
+        start_interpreter({"sys_path": []}, page.fileno(), output.fileno())
     assert sorted(os.listdir("/proc/self/fd")) == before
 
 
@@ -186,14 +156,8 @@ EARLY = """
         print(*sorted(late & set(sys.argv[1:])))
     asyncio.run(main())
 """
-LATE = (
-    *(
-        "aiogpu.core.resources.ledger",
-        "aiogpu.core.scheduler.scheduler",
-        "aiogpu.runtime.driver",
-    ),
-    *("aiogpu.runtime.workers.pool", "aiogpu.wire.codec", "msgpack"),
-)
+LATE = """aiogpu.core.resources.ledger aiogpu.core.scheduler.scheduler
+aiogpu.runtime.driver aiogpu.runtime.workers.pool aiogpu.wire.codec msgpack"""
 FIRST = """
     import aiogpu, sys
     @aiogpu.remote
@@ -205,32 +169,23 @@ FIRST = """
         print(*sorted(set(sys.modules) & set(sys.argv[1:])))
     aiogpu.run(main())
 """
-FOR_OTHERS = (
-    "aiogpu.core.scheduler.placement_groups",
-    "aiogpu.core.scheduler.reservation",
-    "aiogpu.core.scheduler.invariants",
-    "aiogpu.observe.snapshot",
-    "aiogpu.runtime.devices.monitor",
-    *(
-        "aiogpu.runtime.callers.leases",
-        "aiogpu.runtime.callers.requests",
-        "aiogpu.accelerators.base",
-    ),
-)
-"""Of devices, placement groups, leases, status, and of tasks that start tasks."""
+UNNEEDED = """aiogpu.core.scheduler.placement_groups aiogpu.core.scheduler.reservation
+aiogpu.core.scheduler.invariants aiogpu.observe.snapshot aiogpu.runtime.devices.monitor
+aiogpu.runtime.callers.leases aiogpu.runtime.callers.requests aiogpu.accelerators.base
+"""
+"""Modules for devices, placement groups, leases, status and nested tasks."""
 
 
-def test_a_first_call_imports_no_more_than_it_needs() -> None:
-    assert run(FIRST, "aiogpu.core.scheduler.scheduler", *FOR_OTHERS).split() == [
-        "aiogpu.core.scheduler.scheduler"
-    ]
+def test_first_call_imports_only_what_it_needs() -> None:
+    needed = "aiogpu.core.scheduler.scheduler"
+    assert run(FIRST, needed, *UNNEEDED.split()).split() == [needed]
 
 
-def test_the_rest_is_imported_while_the_zygote_starts() -> None:
-    assert run(EARLY, *LATE).split() == sorted(LATE)
+def test_remaining_modules_are_imported_while_the_zygote_starts() -> None:
+    assert run(EARLY, *LATE.split()).split() == sorted(LATE.split())
 
 
-async def test_a_bootstrap_that_fails_leaves_nothing(
+async def test_bootstrap_that_fails_leaves_no_files_and_descriptors(
     runtime_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = os.listdir("/proc/self/fd")
@@ -245,14 +200,14 @@ def hear(learning: Learning, **costs: int) -> bool:
     return learning.hear(tuple(costs), tuple(costs.values()))
 
 
-def test_what_is_not_cheap_is_learnt_from_the_second_worker() -> None:
+def test_module_of_medium_cost_is_learnt_from_the_second_worker() -> None:
     learning = Learning(())
     assert not hear(learning, a=NOT_CHEAP, b=NOT_CHEAP - 1)
     assert hear(learning, a=NOT_CHEAP, b=NOT_CHEAP - 1)
     assert learning.modules == ["a"]
 
 
-def test_what_is_unfit_never_comes_back() -> None:
+def test_module_left_out_is_not_learnt_again() -> None:
     learning = Learning(())
     hear(learning, bad=DEAR, good=DEAR)
     learning.leave_out("bad", "it left 1 threads running")
@@ -276,7 +231,7 @@ def test_what_is_unfit_never_comes_back() -> None:
         ("torch.cuda", False),
     ],
 )
-def test_what_must_see_devices_is_not_learnt(module: str, is_seen: bool) -> None:
+def test_module_that_must_see_devices_is_not_learnt(module: str, is_seen: bool) -> None:
     assert sees_devices(module) is is_seen
     assert Learning(()).hear([module], [DEAR]) is not is_seen
 
@@ -285,7 +240,7 @@ LEARNT = Imported(("slow",), (DEAR,))
 
 
 class FakeProcess:
-    """A zygote that lives and dies as the test says."""
+    """A zygote that the test makes ready and ends."""
 
     def __init__(self, number: int, modules: Modules, events: ZygoteEvents) -> None:
         self.generation = number
@@ -324,7 +279,7 @@ class FakeProcess:
 
 
 class Generations:
-    """A lineage and the paper zygotes that it makes."""
+    """The generations under test and the fake zygotes that they start."""
 
     def __init__(self, preload: tuple[str, ...] = (), starts: bool = True) -> None:
         self.made: list[FakeProcess] = []
@@ -362,18 +317,14 @@ class Generations:
         return self.zygotes.current.generation
 
     async def follower(self, count: int = 2) -> FakeProcess:
-        """Wait until so many were made; gives the last."""
-        async with asyncio.timeout(60):
-            while len(self.made) < count:
-                await asyncio.sleep(0)
+        """Wait until `count` zygotes were made; return the last one."""
+        await until(lambda: len(self.made) >= count)
         return self.last
 
     async def settle(self) -> None:
-        """Let a timer that may have been set go off."""
+        """Wait for the timer, if there is one."""
         timer = self.zygotes._timer
-        async with asyncio.timeout(60):
-            while timer is not None and self.zygotes._timer is timer:
-                await asyncio.sleep(0)
+        await until(lambda: timer is None or self.zygotes._timer is not timer)
 
 
 @pytest.fixture(autouse=True)
@@ -389,7 +340,7 @@ async def generations() -> AsyncIterator[Generations]:
     generations.zygotes.end()
 
 
-async def test_what_is_learnt_meanwhile_makes_another_one(
+async def test_module_learnt_during_a_start_makes_another_generation(
     generations: Generations,
 ) -> None:
     generations.zygotes.hear(LEARNT)
@@ -402,7 +353,7 @@ async def test_what_is_learnt_meanwhile_makes_another_one(
     assert (third.learnt, third.proven) == (("slow", "late"), ("slow",))
 
 
-async def test_a_generation_spoilt_by_one_module_is_made_without_it(
+async def test_generation_spoilt_by_a_module_is_repeated_without_it(
     generations: Generations, caplog: pytest.LogCaptureFixture
 ) -> None:
     generations.zygotes.hear(Imported(("bad", "good"), (DEAR, DEAR)))
@@ -415,7 +366,7 @@ async def test_a_generation_spoilt_by_one_module_is_made_without_it(
     assert generations.events == []
 
 
-async def test_a_generation_that_dies_takes_what_it_was_to_add_along(
+async def test_new_modules_of_a_generation_that_dies_are_left_out(
     generations: Generations, caplog: pytest.LogCaptureFixture
 ) -> None:
     generations.zygotes.hear(LEARNT)
@@ -428,7 +379,7 @@ async def test_a_generation_that_dies_takes_what_it_was_to_add_along(
     assert (generations.current, len(generations.made)) == (0, 2)
 
 
-async def test_one_that_dies_is_followed_by_what_is_proven(
+async def test_zygote_that_dies_is_replaced_with_proven_modules_only(
     generations: Generations,
 ) -> None:
     generations.zygotes.hear(LEARNT)
@@ -437,12 +388,12 @@ async def test_one_that_dies_is_followed_by_what_is_proven(
     follower = await generations.follower(3)
     assert (follower.learnt, follower.proven) == (("slow",), ("slow",))
     assert generations.events == [("superseded", 0), ("death", 1)]
-    assert generations.current == 2, "it is to serve, so who waits can ask it"
+    assert generations.current == 2, "waiting callers can use it"
     follower.die(-11)
-    assert (await generations.follower(4)).learnt == (), "it may be to blame"
+    assert (await generations.follower(4)).learnt == (), "the module may be the cause"
 
 
-async def test_too_many_deaths(
+async def test_zygote_is_restarted_on_request_only_after_too_many_deaths(
     generations: Generations, caplog: pytest.LogCaptureFixture
 ) -> None:
     zygotes = generations.zygotes
@@ -451,7 +402,7 @@ async def test_too_many_deaths(
         generations.last.become_ready()
     last = generations.last
     last.die()
-    assert len(generations.made) == INTENSITY + 1, "the next one is started when wanted"
+    assert len(generations.made) == INTENSITY + 1, "the next one starts on request"
     assert zygotes.problem is None
     assert isinstance(last.problem, UnavailableError)
     assert str(last.problem) == "the zygote ended with status -9: last words"
@@ -466,12 +417,12 @@ async def test_too_many_deaths(
     zygotes.serving()
     generations.last.become_ready()
     warnings = [record.getMessage() for record in caplog.records]
-    assert len(warnings) == INTENSITY + 2, "what goes on is not told again and again"
+    assert len(warnings) == INTENSITY + 2, "a lasting problem is logged once"
     assert "no worker can be started: the zygote ended with stat" in warnings[INTENSITY]
     assert warnings[-1].startswith("workers can be started again: zygote ")
 
 
-async def test_one_that_cannot_be_started_is_tried_again(
+async def test_replacement_that_cannot_be_started_is_tried_again(
     generations: Generations,
 ) -> None:
     zygotes = generations.zygotes
@@ -483,11 +434,11 @@ async def test_one_that_cannot_be_started_is_tried_again(
     assert zygotes.problem is None
     generations.last.fault = None
     assert zygotes.serving() is generations.last
-    assert len(generations.made) == 2, "the same one"
+    assert len(generations.made) == 2, "the same zygote"
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.EAGAIN, errno.ENOENT])
-async def test_a_first_one_that_cannot_be_started(number: int) -> None:
+async def test_first_zygote_is_tried_again_if_resources_were_short(number: int) -> None:
     generations = Generations(starts=False)
     error = NodeStartError("python cannot be started")
     error.__cause__ = OSError(number, os.strerror(number))
@@ -504,12 +455,13 @@ async def test_a_first_one_that_cannot_be_started(number: int) -> None:
             generations.zygotes.serving()
         assert not isinstance(caught.value, UnavailableError)
         lengths.append(len(caught.traceback))
-    assert lengths[1] == lengths[2], "each is a new one"
+    assert lengths[1] == lengths[2], "each call raises a new error"
     assert generations.zygotes.problem is not None
 
 
-async def test_a_follower_serves_if_there_is_no_other(generations: Generations) -> None:
-    """It may add nothing; there is no other."""
+async def test_new_generation_serves_if_the_old_one_is_dead(
+    generations: Generations,
+) -> None:
     generations.zygotes.hear(LEARNT)
     follower = await generations.follower()
     for _ in range(INTENSITY + 1):
@@ -523,7 +475,7 @@ async def test_a_follower_serves_if_there_is_no_other(generations: Generations) 
 
 
 @pytest.mark.parametrize(
-    ("status", "unfit", "is_late", "error", "text"),
+    ("status", "unfit", "is_late", "error", "message"),
     [
         (1, None, False, NodeStartError, "status 1"),
         (
@@ -534,7 +486,7 @@ async def test_a_follower_serves_if_there_is_no_other(generations: Generations) 
             "'named', which cannot be imported",
         ),
         (-9, None, True, PreloadError, "'named', and the imports did not"),
-        # A sitecustomize may start a thread; starting again would not help.
+        # A sitecustomize may start a thread; another start would not help.
         (
             0,
             Unfit("cloudpickle", "it left 1 threads running", False),
@@ -545,23 +497,23 @@ async def test_a_follower_serves_if_there_is_no_other(generations: Generations) 
     ],
     ids=["death", "missing module", "imports too long", "unfit interpreter"],
 )
-async def test_a_first_zygote_that_fails_is_an_error(
+async def test_first_zygote_that_fails_is_an_error(
     status: int,
     unfit: Unfit | None,
     is_late: bool,
     error: type[NodeStartError],
-    text: str,
+    message: str,
 ) -> None:
     generations = Generations(("named",))
     generations.last.is_late = is_late
     generations.last.die(status, unfit)
-    with pytest.raises(error, match=text):
+    with pytest.raises(error, match=message):
         await generations.zygotes.ready()
     assert len(generations.made) == 1
     generations.zygotes.end()
 
 
-async def test_nothing_follows_after_the_end(generations: Generations) -> None:
+async def test_no_generation_starts_after_the_end(generations: Generations) -> None:
     generations.zygotes.hear(LEARNT)
     follower = await generations.follower()
     generations.zygotes.hear(Imported(("late",), (DEAR,)))
@@ -576,7 +528,7 @@ async def test_nothing_follows_after_the_end(generations: Generations) -> None:
 
 
 @pytest.mark.usefixtures("no_leaks")
-async def test_a_node_that_is_given_up_leaves_no_directory(
+async def test_node_closed_now_leaves_no_directory(
     runtime_directory: Path,
 ) -> None:
     async with aiogpu.init(num_cpus=1, num_gpus=0) as session:
@@ -596,8 +548,8 @@ async def test_a_node_that_is_given_up_leaves_no_directory(
 
 
 @pytest.mark.usefixtures("no_leaks")
-async def test_a_first_request_that_comes_as_the_node_closes_is_handled() -> None:
-    """The last values of a worker come back while the node's parts are closed."""
+async def test_first_request_during_the_close_of_the_node_is_handled() -> None:
+    """A worker's last values return while the node closes its parts."""
     async with aiogpu.init(num_cpus=1, num_gpus=0) as session:
         assert await tasks.add.remote(1) == 2
         supervisor: Supervisor = session._session._engine._supervisor  # type: ignore[attr-defined]
