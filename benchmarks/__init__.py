@@ -1,12 +1,12 @@
-"""Benchmarks: what aiogpu costs, and whether it holds under load. Each has its --help.
+"""Benchmarks: what aiogpu costs, and whether it survives load. Each has a --help.
 
-- `python -m benchmarks.micro`: what one operation costs, beside its floor.
+- `python -m benchmarks.micro`: the cost of one operation, beside its floor.
 - `python -m benchmarks.field`: aiogpu beside Ray, Dask, loky, xoscar and executors.
-- `python -m benchmarks.soak`: a mixed load under kills, and what must hold meanwhile.
-- `python -m benchmarks.simulation`: scheduling policies on a drawn load.
-- `python -m benchmarks.counts`: calls of functions an operation, compared by the tests.
+- `python -m benchmarks.soak`: a mixed load under kills, with checks of all promises.
+- `python -m benchmarks.simulation`: scheduling policies on a random load.
+- `python -m benchmarks.counts`: calls, bytecodes and bytes of one operation.
 
-`micro`, `field` and `simulation` write their pages in benchmarks/results by --keep.
+With --keep, `micro`, `field` and `simulation` write their pages in benchmarks/results.
 
-Kept empty of imports: workers import `benchmarks.tasks`.
+This module imports nothing: workers import `benchmarks.tasks`.
 """

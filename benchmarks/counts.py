@@ -1,14 +1,14 @@
-"""What a call costs in calls, bytecodes, bytes and objects, which no load changes.
+"""Count what one call costs in function calls, bytecodes, bytes and objects.
 
-    python -m benchmarks.counts                 # all of it, each with its dearest parts
-    python -m benchmarks.counts awaited --all   # one of them, every function
+    python -m benchmarks.counts                 # everything, with the largest parts
+    python -m benchmarks.counts awaited --all   # one count, with every function
     python -m benchmarks.counts --against benchmarks/counts.json  # what has changed
-    python -m benchmarks.counts --keep          # what is counted now is the measure
+    python -m benchmarks.counts --keep          # make this the new baseline
 
-Counted are the functions of aiogpu that are called, and what these call of C, by
-`sys.setprofile`, or the bytecodes that they run, by `sys.settrace`. Where replies come
-together, how many do is chance, so the least of some rounds counts. Garbage is not
-collected meanwhile.
+The machine's load does not change these counts. `sys.setprofile` counts the functions
+of aiogpu that are called and the C functions that they call; `sys.settrace` counts the
+bytecodes that they run. Replies are batched by chance, so the lowest of several rounds
+is the result. The garbage collector is off meanwhile.
 """
 
 from __future__ import annotations
@@ -34,61 +34,68 @@ import click
 
 import aiogpu
 from aiogpu.runtime.connection import Peer
-from aiogpu.runtime.workers import message_router as burst
+from aiogpu.runtime.workers import message_router
 from benchmarks import tasks
 
-KEPT: Final = Path(__file__).with_name("counts.json")
+BASELINE: Final = Path(__file__).with_name("counts.json")
 SLACK: Final = 1.05
-"""Of what was kept, that may be counted."""
+"""The factor by which a count may exceed the baseline."""
 SPARE: Final = 0.5
-"""Besides: what is done once in a while falls into a round, or does not."""
+"""May come on top: work that is done once in a while may fall into a round."""
 ROUNDS: Final = 3
 FEW: Final = 100
 MANY: Final = 1000
 SHOWN: Final = 12
 LEAST: Final = 0.05
-"""What is called less often by each is not listed."""
+"""Functions that are called less often for each unit are not listed."""
 _TIMED: Final = re.compile(r"Channel\._wait$|memory_bounds|MemoryWatch\._|wakefulness")
-"""What is done as often as time passes, or as others give time to."""
+"""Functions that are called as often as time passes, not as often as work comes."""
 _ROOT: Final = os.path.dirname(aiogpu.__file__) + os.sep
 
 
 class Count(NamedTuple):
-    """What was counted.
+    """A count.
 
     Attributes:
-        each: of one call, or item, or import.
-        of: the same by function, or module.
+        each: for one call, item or import.
+        of: the same by function, or by module.
     """
 
     each: float
     of: dict[str, float]
 
     @classmethod
-    def shared(cls, total: Counter[str], units: int) -> Count:
-        """What falls to each of so many."""
+    def per_unit(cls, total: Counter[str], units: int) -> Count:
+        """Divide a total by the number of units."""
         of = {name: round(number / units, 2) for name, number in total.most_common()}
         listed = {name: each for name, each in of.items() if each >= LEAST}
         return cls(round(total.total() / units, 2), listed)
 
 
-class Tally:
-    """Counts the calls that aiogpu's code takes and makes, in one thread."""
+def lower(*counts: Count) -> Count:
+    """Return the lowest count; equal ones may consist of different functions."""
+    return min(counts, key=lambda count: count.each)
+
+
+class CallCounter:
+    """Counts the calls that aiogpu's code receives and makes, in one thread."""
+
+    install: Callable[[Any], None] = staticmethod(sys.setprofile)
 
     def __init__(self) -> None:
-        self.calls: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()
 
-    def note(self, frame: FrameType, what: str, argument: object) -> None:
-        """See `sys.setprofile`."""
+    def on_event(self, frame: FrameType, event: str, argument: object) -> Any:
+        """Count an event; see `sys.setprofile`."""
         name = self.name_of(frame)
-        if what not in ("call", "c_call") or not name:
+        if event not in ("call", "c_call") or not name:
             return
-        if what == "c_call":
+        if event == "c_call":
             name += f" > {getattr(argument, '__qualname__', argument)}"
-        self.calls[name] += 1
+        self.counts[name] += 1
 
     def name_of(self, frame: FrameType) -> str:
-        """The function that runs, if it counts; else ""."""
+        """Return the name of a frame's function, or "" if it does not count."""
         code = frame.f_code
         if not code.co_filename.startswith(_ROOT):
             return ""
@@ -98,40 +105,31 @@ class Tally:
     def begin(self) -> None:
         """Count from here on."""
         gc.disable()
-        sys.setprofile(self.note)
+        self.install(self.on_event)
 
     def end(self) -> Counter[str]:
-        """Return what was called since."""
-        sys.setprofile(None)
+        """Stop; return the counts since `begin`."""
+        self.install(None)
         gc.enable()
-        return self.calls
+        return self.counts
 
 
-class BytecodeTally(Tally):
+class BytecodeCounter(CallCounter):
     """Counts the bytecodes that aiogpu's code runs."""
 
-    def trace(self, frame: FrameType, what: str, _argument: object) -> Any:
-        """See `sys.settrace`."""
+    install = staticmethod(sys.settrace)
+
+    def on_event(self, frame: FrameType, event: str, argument: object) -> Any:
+        """Count an event; see `sys.settrace`."""
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        if what == "opcode" and (name := self.name_of(frame)):
-            self.calls[name] += 1
-        return self.trace
-
-    def begin(self) -> None:
-        """Count from here on."""
-        gc.disable()
-        sys.settrace(self.trace)
-
-    def end(self) -> Counter[str]:
-        """Return what was run since."""
-        sys.settrace(None)
-        gc.enable()
-        return self.calls
+        if event == "opcode" and (name := self.name_of(frame)):
+            self.counts[name] += 1
+        return self.on_event
 
 
 Call = Callable[[int], Awaitable[object]]
 Way = Callable[[Call, int], Awaitable[object]]
-"""Makes so many calls."""
+"""Makes a number of calls."""
 
 
 async def _one_by_one(call: Call, number: int) -> None:
@@ -140,12 +138,12 @@ async def _one_by_one(call: Call, number: int) -> None:
 
 
 async def _gathered(call: Call, number: int) -> None:
-    # How often answers are heard while others are submitted is a matter of time.
-    before, burst.EVERY = burst.EVERY, math.inf  # type: ignore[misc]
+    # How often replies are read while calls are submitted depends on time.
+    before, message_router.EVERY = message_router.EVERY, math.inf  # type: ignore[misc]
     try:
         await asyncio.gather(*map(call, range(number)))
     finally:
-        burst.EVERY = before  # type: ignore[misc]
+        message_router.EVERY = before  # type: ignore[misc]
 
 
 async def _streamed(call: Any, number: int) -> None:
@@ -153,30 +151,29 @@ async def _streamed(call: Any, number: int) -> None:
         pass
 
 
-def _each(count: Count) -> float:
-    """Rounds that count the same are not told apart by what they count it of."""
-    return count.each
+async def _lowest(measure: Callable[[], Awaitable[Counter[str]]], units: int) -> Count:
+    rounds = [Count.per_unit(await measure(), units) for _ in range(ROUNDS)]
+    return lower(*rounds)
 
 
-async def _least(
-    make: Callable[[], Call], way: Way, number: int, kind: type[Tally] = Tally
+async def _in_driver(
+    make: Callable[[], Call], way: Way, number: int, kind: type[CallCounter]
 ) -> Count:
-    call, found = make(), []
+    call = make()
     await way(call, number)
-    for _ in range(ROUNDS):
-        tally = kind()
-        tally.begin()
-        try:
-            await way(call, number)
-        finally:
-            tally.end()
-        found.append(Count.shared(tally.calls, number))
-    return min(found, key=_each)
+
+    async def measure() -> Counter[str]:
+        counter = kind()
+        counter.begin()
+        await way(call, number)
+        return counter.end()
+
+    return await _lowest(measure, number)
 
 
 def _task(**options: Any) -> Call:
-    made = aiogpu.remote(tasks.noop)
-    return cast("Call", (made.options(**options) if options else made).remote)
+    function = aiogpu.remote(tasks.noop)
+    return cast("Call", (function.options(**options) if options else function).remote)
 
 
 def _method() -> Call:
@@ -187,37 +184,39 @@ def _stream() -> Call:
     return cast("Call", aiogpu.remote(tasks.numbers).remote)
 
 
-_in_worker: Final[list[Tally]] = []
+_in_worker: Final[list[CallCounter]] = []
 
 
 def begin_counting(_number: int) -> None:
-    """Count what the worker of this task calls from here on."""
-    _in_worker[:] = [Tally()]
+    """Count what this task's worker calls from here on."""
+    _in_worker[:] = [CallCounter()]
     _in_worker[0].begin()
 
 
 def end_counting(_number: int) -> Counter[str]:
-    """What it has called since."""
+    """Return what this task's worker has called since `begin_counting`."""
     return _in_worker[0].end()
 
 
 async def _worker() -> Count:
     begin, end = aiogpu.remote(begin_counting), aiogpu.remote(end_counting)
-    call, found = _task(), []
-    for _ in range(ROUNDS):
+    call = _task()
+
+    async def measure() -> Counter[str]:
         await _one_by_one(call, 20)
         await begin.remote(0)
         await _one_by_one(call, FEW)
-        found.append(Count.shared(await end.remote(0), FEW))
-    return min(found, key=_each)
+        return await end.remote(0)
+
+    return await _lowest(measure, FEW)
 
 
-_weights: Final[Counter[str]] = Counter()
-"""What has gone through the connections of this process."""
+_traffic: Final[Counter[str]] = Counter()
+"""Bytes and transfers on the connections of this process."""
 
 
 class _Transport:
-    """Counts what goes through a peer's transport."""
+    """A peer's transport that counts what is written."""
 
     def __init__(self, transport: Any) -> None:
         self._transport = transport
@@ -226,20 +225,20 @@ class _Transport:
         return getattr(self._transport, name)
 
     def write(self, data: bytes) -> None:
-        _weights.update({"to workers": len(data), "writes": 1})
+        _traffic.update({"to workers": len(data), "writes": 1})
         self._transport.write(data)
 
 
 @contextmanager
-def _weighed() -> Iterator[None]:
-    """Connections that are made meanwhile are weighed for good."""
+def _counted_traffic() -> Iterator[None]:
+    """Count the traffic of all connections that are made within the block."""
     made, received = Peer.connection_made, Peer.data_received
 
     def connection_made(self: Peer, transport: Any) -> None:
         made(self, cast("asyncio.Transport", _Transport(transport)))
 
     def data_received(self: Peer, data: bytes) -> None:
-        _weights.update({"from workers": len(data), "reads": 1})
+        _traffic.update({"from workers": len(data), "reads": 1})
         received(self, data)
 
     Peer.connection_made = connection_made  # type: ignore[method-assign]
@@ -252,18 +251,19 @@ def _weighed() -> Iterator[None]:
 
 
 async def _on_the_wire(*names: str) -> Count:
-    call, found = _task(), []
+    call = _task()
     await _one_by_one(call, FEW)
-    for _ in range(ROUNDS):
-        _weights.clear()
+
+    async def measure() -> Counter[str]:
+        _traffic.clear()
         await _one_by_one(call, FEW)
-        picked = Counter({name: _weights[name] for name in names})
-        found.append(Count.shared(picked, FEW))
-    return min(found, key=_each)
+        return Counter({name: _traffic[name] for name in names})
+
+    return await _lowest(measure, FEW)
 
 
 async def _objects() -> Count:
-    """What the collector looks through for a task that waits, and for its handle."""
+    """Count the tracked objects of a task that waits, its handle included."""
     call = _task()
     await asyncio.gather(*map(call, range(MANY)))
     gc.collect()
@@ -273,13 +273,7 @@ async def _objects() -> Count:
     after = Counter(type(each).__name__ for each in gc.get_objects())
     gc.enable()
     await asyncio.gather(*handles)
-    return Count.shared(after - before, MANY)
-
-
-async def _listed(program: str) -> Count:
-    words = [sys.executable, "-c", program]
-    ran = await asyncio.to_thread(subprocess.check_output, words, text=True)
-    return Count.shared(Counter(ran.split()), 1)
+    return Count.per_unit(after - before, MANY)
 
 
 _IMPORTED: Final = """
@@ -304,16 +298,27 @@ async def main():
 
 aiogpu.run(main())
 """
-"""All that aiogpu brings, its own modules and those of the standard library."""
+"""Prints all modules that aiogpu loads, those of the standard library included."""
+
+
+def _calls(
+    make: Callable[[], Call],
+    way: Way,
+    number: int = FEW,
+    kind: type[CallCounter] = CallCounter,
+) -> Callable[[], Awaitable[Count]]:
+    return partial(_in_driver, make, way, number, kind)
+
+
 ON_A_NODE: Final[dict[str, Callable[[], Awaitable[Count]]]] = {
-    "awaited": partial(_least, _task, _one_by_one, FEW),
-    "gathered": partial(_least, _task, _gathered, MANY),
-    "actor": partial(_least, _method, _one_by_one, FEW),
-    "actor gathered": partial(_least, _method, _gathered, MANY),
-    "stream": partial(_least, _stream, _streamed, MANY),
-    "isolated": partial(_least, partial(_task, num_gpus=0.25), _one_by_one, FEW // 10),
-    "bytecodes": partial(_least, _task, _one_by_one, FEW, BytecodeTally),
-    "bytecodes of an actor": partial(_least, _method, _one_by_one, FEW, BytecodeTally),
+    "awaited": _calls(_task, _one_by_one),
+    "gathered": _calls(_task, _gathered, MANY),
+    "actor": _calls(_method, _one_by_one),
+    "actor gathered": _calls(_method, _gathered, MANY),
+    "stream": _calls(_stream, _streamed, MANY),
+    "isolated": _calls(partial(_task, num_gpus=0.25), _one_by_one, FEW // 10),
+    "bytecodes": _calls(_task, _one_by_one, kind=BytecodeCounter),
+    "bytecodes of an actor": _calls(_method, _one_by_one, kind=BytecodeCounter),
     "worker": _worker,
     "bytes": partial(_on_the_wire, "to workers", "from workers"),
     "transfers": partial(_on_the_wire, "writes", "reads"),
@@ -329,27 +334,34 @@ PROGRAMS: Final = {
 NAMES: Final = (*ON_A_NODE, *PROGRAMS)
 
 
-async def _count(name: str) -> Count:
-    """Count one of them, on a node of its own."""
+def count(name: str) -> Count:
+    """Return one count, taken in a new interpreter or on a new node."""
     if name in PROGRAMS:
-        return await _listed(PROGRAMS[name])
-    with _weighed():
-        async with aiogpu.init(num_cpus=1, num_gpus=1, log_to_driver=False):
-            return await ON_A_NODE[name]()
+        command = [sys.executable, "-c", PROGRAMS[name]]
+        modules = subprocess.check_output(command, text=True).split()
+        return Count.per_unit(Counter(modules), 1)
+    with _counted_traffic():
+        return asyncio.run(_on_a_node(ON_A_NODE[name]))
 
 
-def kept(path: Path = KEPT) -> dict[str, Count]:
-    """What was counted before."""
-    return {name: Count(*it) for name, it in json.loads(path.read_text()).items()}
+async def _on_a_node(measure: Callable[[], Awaitable[Count]]) -> Count:
+    async with aiogpu.init(num_cpus=1, num_gpus=1, log_to_driver=False):
+        return await measure()
 
 
-def allowed(before: Count) -> float:
-    """How much may be counted of what was so much."""
+def load(path: Path = BASELINE) -> dict[str, Count]:
+    """Return the counts of a file."""
+    counts = json.loads(path.read_text())
+    return {name: Count(*count) for name, count in counts.items()}
+
+
+def limit(before: Count) -> float:
+    """Return the highest count that still passes, given the baseline."""
     return before.each * SLACK + SPARE
 
 
-def told(name: str, now: Count, before: Count | None, most: int) -> str:
-    """A count in words, and its dearest parts, or those that have changed most."""
+def describe(name: str, now: Count, before: Count | None, most: int) -> str:
+    """Render a count with its largest parts, or with the largest changes of parts."""
     if before is None:
         parts = [f"  {each:8.2f}  {of}" for of, each in now.of.items()]
         return "\n".join([f"{name}: {now.each}", *parts[:most]])
@@ -365,9 +377,9 @@ FILE: Final = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 @click.command()
 @click.argument("names", nargs=-1, type=click.Choice(NAMES))
-@click.option("--json", "is_json", is_flag=True, help="All of it as JSON.")
-@click.option("--against", type=FILE, help="Tell what has changed since FILE was kept.")
-@click.option("--all", "is_all", is_flag=True, help="Every function, not the dearest.")
+@click.option("--json", "is_json", is_flag=True, help="Print everything as JSON.")
+@click.option("--against", type=FILE, help="Show what has changed since FILE.")
+@click.option("--all", "is_all", is_flag=True, help="Show every function.")
 @click.option("--keep", is_flag=True, help="Write benchmarks/counts.json.")
 def main(
     names: tuple[str, ...],
@@ -376,20 +388,20 @@ def main(
     is_all: bool,
     keep: bool,
 ) -> None:
-    """Count NAMES, all of them unless named."""
-    found = {name: asyncio.run(_count(name)) for name in names or NAMES}
+    """Count NAMES, by default all of them."""
+    counts = {name: count(name) for name in names or NAMES}
     if keep:
-        text = json.dumps({**(kept() if names else {}), **found}, indent=1)
-        KEPT.write_text(text + "\n")
+        text = json.dumps({**(load() if names else {}), **counts}, indent=1)
+        BASELINE.write_text(text + "\n")
     if is_json:
-        click.echo(json.dumps(found))
+        click.echo(json.dumps(counts))
         return
-    before = kept(against) if against is not None else {}
+    before = load(against) if against is not None else {}
     most = 10_000 if is_all else SHOWN
-    for name, now in found.items():
-        click.echo(told(name, now, before.get(name), most))
+    for name, now in counts.items():
+        click.echo(describe(name, now, before.get(name), most))
 
 
 if __name__ == "__main__":
-    # As a module of that name, which workers import as well.
+    # Imported under its own name, as workers import it.
     import_module("benchmarks.counts").main()

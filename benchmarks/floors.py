@@ -1,16 +1,17 @@
 """Floors: what a call costs with no scheduler, no states and no errors.
 
 The worker is a process on a Unix socket; messages are length-prefixed msgpack around a
-pickle; the driver has an asyncio protocol and one future for each call. All is measured
-against this, so it stays as it is. `python -m benchmarks.floors KIND FD ...` is the
-worker, or one forked worker for each descriptor. Kinds:
+pickle; the driver has an asyncio protocol and one future for each call. All benchmarks
+compare with these floors, so their code must not change.
+`python -m benchmarks.floors KIND FD ...` runs the worker, or one forked worker for each
+descriptor. Kinds:
 
 - blocking: reads, calls and answers, one message after the other.
-- coroutine: an event loop of the standard library, as an actor's is; each message is
-  a coroutine in a task of its own.
-- stream: sends as many items as it is asked for, one write each, without back-pressure.
-- relay: a process between driver and a blocking worker that unpacks each frame, gives
-  it a number of its own and packs it again, as a node must; it opens no payload.
+- coroutine: an event loop of the standard library, as in an actor; each message is a
+  coroutine in a task of its own.
+- stream: sends the requested number of items, one write each, without back-pressure.
+- relay: a process between the driver and a blocking worker, which unpacks each frame,
+  assigns a number and packs the frame again, as a node must, but opens no payload.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class Frames:
 
 
 class Client(asyncio.Protocol):
-    """The driver's end of one worker."""
+    """The driver's side of one worker."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
@@ -75,10 +76,10 @@ class Client(asyncio.Protocol):
 
 
 class StreamClient(Client):
-    """The driver's end of a worker that sends items: counts them."""
+    """The driver's side of a worker that sends items; counts the items."""
 
     def items(self, count: int) -> asyncio.Future[None]:
-        """Done when so many have come."""
+        """Return a future that is done when `count` items have arrived."""
         self._left, self._all = count, self._loop.create_future()
         self._transport.write(frame(0, count))
         return self._all
@@ -94,7 +95,7 @@ class StreamClient(Client):
 async def open_floors(
     count: int, kind: str = "blocking", client: Callable[[], Any] = Client
 ) -> AsyncIterator[list[Any]]:
-    """Start so many workers of a kind; gives the driver's end of each."""
+    """Start `count` workers of a kind; yield the driver's side of each."""
     pairs = [socket.socketpair() for _ in range(count)]
     descriptors = [far.fileno() for _, far in pairs]
     process = await asyncio.create_subprocess_exec(
@@ -115,7 +116,7 @@ async def open_floors(
 
 @asynccontextmanager
 async def open_floor(kind: str = "blocking") -> AsyncIterator[Any]:
-    """Start one worker; gives the driver's end."""
+    """Start one worker; yield the driver's side."""
     client = StreamClient if kind == "stream" else Client
     async with open_floors(1, kind, client) as (floor,):
         yield floor
@@ -138,7 +139,7 @@ def first_core() -> set[int]:
 
 
 def second_core() -> set[int]:
-    """Return another core than the first; the same where there is one."""
+    """Return the second core that this process may use, or the only one."""
     return {sorted(os.sched_getaffinity(0))[:2][-1]}
 
 
@@ -146,10 +147,10 @@ def second_core() -> set[int]:
 async def open_floor_apart(kind: str = "blocking") -> AsyncIterator[Any]:
     """Start a worker on a core of its own, with this thread on another.
 
-    Left to itself the kernel has both on one core for minutes, and then on two for
-    minutes. A call takes 15 us there and 50 to 75 us here, most of it for a core to
-    wake up, so a ratio would say more about the kernel than about what is measured.
-    Processes that were started before may run on any core.
+    The kernel by itself runs both on one core for minutes, and then on two for minutes.
+    A call takes 15 us on one core and 50 to 75 us on two, mostly to wake a core up, so
+    a ratio would say more about the kernel than about the workload. Processes that were
+    started before may run on any core.
     """
     first, second = first_core(), second_core()
     async with AsyncExitStack() as stack:
@@ -210,7 +211,7 @@ def serve_coroutines(connection: socket.socket) -> None:
 
 
 class RelaySide(asyncio.Protocol):
-    """One side of the relay; hands the frames that come in to the other."""
+    """One side of the relay; forwards frames to the other side."""
 
     def __init__(self, forward: Callable[[int, bytes], None]) -> None:
         self._forward, self._frames = forward, Frames(bytes)
@@ -253,7 +254,7 @@ def serve_relay(connection: socket.socket) -> None:
     client_side = RelaySide(to_worker)
 
     async def connect() -> None:
-        # The worker first: the client may have sent something already.
+        # The worker first: the client may have sent frames already.
         await loop.create_unix_connection(lambda: worker_side, sock=ours)
         await loop.create_unix_connection(lambda: client_side, sock=connection)
 
@@ -274,7 +275,7 @@ WORKERS: Final = {
 
 
 def main(kind: str, *descriptors: str) -> None:
-    """Serve each connection in a process of its own; end when all are closed."""
+    """Serve each connection in a process of its own, until all are closed."""
     connections = [socket.socket(fileno=int(each)) for each in descriptors]
     if len(connections) == 1:
         WORKERS[kind](connections[0])

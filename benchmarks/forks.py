@@ -1,7 +1,7 @@
-"""The floor of isolation: a process that forks, and reaps what it forked.
+"""The floor of isolation: a process that forks children and reaps them.
 
-It is made what aiogpu's workers are forked from, since a fork costs more the more
-memory it shares; or it is left a bare interpreter.
+The process has the memory of aiogpu's zygote, since a fork costs more the more memory
+is shared; or it is a bare interpreter.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final
 
 PAUSE: Final = 0.05
-"""Seconds before a block, in which what the block before has set off is done."""
+"""Seconds before a block, in which the machine finishes the work of the last one."""
 IMAGE: Final = Path(__file__).with_name("zygote_image.py")
 LOOP: Final = """
 import os, sys
@@ -33,11 +33,11 @@ def fork_and_reap():
 for line in sys.stdin:
     print([fork_and_reap() for _ in range(int(line))], flush=True)
 """
-"""Imports next to nothing: what is forked is what the process was made before."""
+"""Imports next to nothing, so that the fork copies the image alone."""
 
 
 def zygote_image(preload: Sequence[str] | None = None) -> str:
-    """Return source that makes an interpreter what aiogpu forks its workers from.
+    """Return source that gives an interpreter the memory of aiogpu's zygote.
 
     Args:
         preload: modules that the user names; None for the default, which learns.
@@ -54,9 +54,9 @@ class ForkServer:
         self.process = subprocess.Popen(words, stdin=pipe, stdout=pipe, text=True)
 
     async def fork(self, count: int) -> list[int]:
-        """Fork one after the other; return the nanoseconds of each.
+        """Fork `count` times in a row; return the nanoseconds of each fork.
 
-        Blocks the loop, so nothing else has work meanwhile.
+        Blocks the loop, so nothing else works meanwhile.
         """
         await asyncio.sleep(PAUSE)
         assert self.process.stdin is not None
@@ -67,7 +67,7 @@ class ForkServer:
         return samples
 
     async def fork_mean(self, count: int) -> list[int]:
-        """Fork one after the other; return the mean, as a block of one."""
+        """Fork `count` times in a row; return the mean as a block of one sample."""
         return [sum(await self.fork(count)) // count]
 
 
@@ -76,7 +76,7 @@ def open_forks(image: str = "") -> Iterator[ForkServer]:
     """Start the program; it ends with the block.
 
     Args:
-        image: source that makes the interpreter what is to be forked.
+        image: source that runs first and gives the interpreter its memory.
     """
     server = ForkServer(f"{image}\n{LOOP}")
     with server.process:

@@ -1,15 +1,17 @@
-"""What /proc says of processes: their memory, descriptors, sockets; see proc(5)."""
+"""Facts from /proc about processes: memory, descriptors, sockets; see proc(5)."""
 
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
-PARTS: Final = {
+from aiogpu.linux.cgroup import read_bytes
+from aiogpu.linux.procfs import ProcessStat, read_stat
+
+KINDS: Final = {
     "aiogpu-work": "workers",
     "aiogpu-keep": "keepers",
     "aiogpu-zygo": "zygotes",
@@ -25,17 +27,13 @@ ACCEPTS: Final = 1 << 16
 """Flag of a Unix socket that listens."""
 
 
-class Process(NamedTuple):
+class Process(ProcessStat):
     """A process that has not ended."""
 
-    pid: int
-    parent: int
-    name: str
-
     @property
-    def part(self) -> str:
+    def kind(self) -> str:
         """Its kind: "workers", "keepers", "zygotes", "nodes" or "others"."""
-        return PARTS.get(self.name[:11], "others")
+        return KINDS.get(self.name[:11], "others")
 
     def __str__(self) -> str:
         command = ""
@@ -44,22 +42,16 @@ class Process(NamedTuple):
         return f"{self.pid} ({self.name}) {command!r:.80}"
 
 
-def all_processes() -> Iterator[Process]:
+def all_processes() -> list[Process]:
     """Return the machine's processes that have not ended."""
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        with suppress(OSError):
-            text = Path(f"/proc/{pid}/stat").read_text(encoding="latin-1")
-            # The name in parentheses may hold anything, spaces included.
-            name, _, rest = text.partition("(")[2].rpartition(")")
-            state, parent = rest.split()[:2]
-            if state not in "ZX":
-                yield Process(int(pid), int(parent), name)
+    stats = (read_stat(int(pid)) for pid in os.listdir("/proc") if pid.isdigit())
+    return [Process(*stat) for stat in stats if stat and stat.state not in "ZX"]
 
 
 def descendants(root: int | None = None) -> dict[int, str]:
     """Return the processes below `root`, by default this one, with their names."""
     root = root or os.getpid()
-    return {each.pid: each.name for each in _below([root]) if each.pid != root}
+    return {each.pid: each.name for each in _families({root}) if each.pid != root}
 
 
 def belonging(runtime_directory: str) -> list[Process]:
@@ -68,33 +60,20 @@ def belonging(runtime_directory: str) -> list[Process]:
     Workers for a program that has joined a node have the variables of that program.
     """
     mark = f"XDG_RUNTIME_DIR={runtime_directory}\0".encode()
-    roots = []
-    for process in all_processes():
-        with suppress(OSError):
-            if mark in Path(f"/proc/{process.pid}/environ").read_bytes():
-                roots.append(process.pid)
-    return list(_below(roots))
+    roots = {
+        process.pid
+        for process in all_processes()
+        if mark in read_bytes(f"/proc/{process.pid}/environ")
+    }
+    return _families(roots)
 
 
-def _below(roots: Iterable[int]) -> Iterator[Process]:
-    """These processes and all below them, each once."""
-    known: dict[int, Process] = {}
-    children: dict[int, list[int]] = {}
-    for process in all_processes():
-        known[process.pid] = process
-        children.setdefault(process.parent, []).append(process.pid)
-    pending, seen = [*roots], set()
-    while pending:
-        pid = pending.pop()
-        if pid in known and pid not in seen:
-            seen.add(pid)
-            yield known[pid]
-            pending += children.get(pid, ())
-
-
-def count_parts(processes: Iterable[Process]) -> Counter[str]:
-    """Count the processes of each kind."""
-    return Counter(process.part for process in processes)
+def _families(roots: set[int]) -> list[Process]:
+    """Return the processes among `roots`, and all below them."""
+    processes, family = all_processes(), set(roots)
+    while more := {each.pid for each in processes if each.parent in family} - family:
+        family |= more
+    return [each for each in processes if each.pid in family]
 
 
 def cpu_time(pids: Iterable[int]) -> float:
@@ -115,9 +94,9 @@ def memory(pid: int) -> dict[str, int]:
 
 
 def private_memory(pids: Iterable[int]) -> int:
-    """Return the bytes that these processes share with nobody."""
-    found = map(memory, pids)
-    return sum(each["Private_Clean"] + each["Private_Dirty"] for each in found)
+    """Return the bytes that these processes share with no other process."""
+    maps = map(memory, pids)
+    return sum(each["Private_Clean"] + each["Private_Dirty"] for each in maps)
 
 
 def status_bytes(key: str, pid: int | str = "self") -> int:
@@ -127,24 +106,24 @@ def status_bytes(key: str, pid: int | str = "self") -> int:
 
 
 def reset_peak_memory() -> None:
-    """Let "VmHWM", the peak of this process's memory, start anew."""
+    """Reset "VmHWM", the peak of this process's memory."""
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
 def descriptors(pid: int) -> list[str]:
-    """Return what a process's descriptors lead to; nothing if it has ended."""
-    found = []
+    """Return the targets of a process's descriptors; none if it has ended."""
+    targets = []
     with suppress(OSError):
         for entry in os.listdir(f"/proc/{pid}/fd"):
-            with suppress(OSError):  # it was closed meanwhile
-                found.append(os.readlink(f"/proc/{pid}/fd/{entry}"))
-    return found
+            with suppress(OSError):  # closed meanwhile
+                targets.append(os.readlink(f"/proc/{pid}/fd/{entry}"))
+    return targets
 
 
 def shared_memory() -> int:
-    """Return the bytes of memfds that this process and those below it hold open.
+    """Return the bytes of the memfds of this process and all below it.
 
-    A memfd that several of them hold counts once; see memfd_create(2).
+    A memfd that several processes hold counts once; see memfd_create(2).
     """
     sizes: dict[int, int] = {}
     for pid in (os.getpid(), *descendants()):
@@ -152,8 +131,8 @@ def shared_memory() -> int:
             for entry in os.scandir(f"/proc/{pid}/fd"):
                 with suppress(OSError):
                     if os.readlink(entry.path).startswith("/memfd:"):
-                        found = entry.stat()
-                        sizes[found.st_ino] = found.st_blocks * 512
+                        stat = entry.stat()
+                        sizes[stat.st_ino] = stat.st_blocks * 512
     return sum(sizes.values())
 
 
@@ -168,7 +147,7 @@ def internet_sockets(pids: Iterable[int]) -> list[str]:
 
 
 def listening(pids: Iterable[int]) -> set[str]:
-    """Return where these processes listen on Unix sockets; "@…" has no file."""
+    """Return the paths on which these processes listen; "@…" has no file."""
     paths = {
         row[6]: row[7] if len(row) > 7 else "a socket without a name"
         for row in _socket_table("unix")

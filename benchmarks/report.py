@@ -1,4 +1,4 @@
-"""What is kept of a run: the machine's facts, JSON, tables in benchmarks/results."""
+"""What a run writes: facts about the machine, JSON, tables in benchmarks/results."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 def options(command: Command) -> Command:
-    """Add the options that the command of each part has: see `keep_run`."""
-    text = "Put the tables into this part's page in benchmarks/results."
+    """Add the options that all commands share: see `keep_run`."""
+    text = "Write the tables into this command's page in benchmarks/results."
     command = click.option("--keep", is_flag=True, help=text)(command)
     path = click.Path(dir_okay=False, path_type=Path)
-    text = "Write all that was found to FILE."
+    text = "Write all samples to FILE."
     command = click.option("--json", "file", type=path, help=text)(command)
-    text = "Measure little: shows that all of it runs."
+    text = "Measure very little, to check that everything runs."
     return click.option("--quick", is_flag=True, help=text)(command)
 
 
 def keep_run(
-    page: Path, text: str, found: Mapping[str, Any], file: Path | None, keep: bool
+    page: Path, text: str, results: Mapping[str, Any], file: Path | None, keep: bool
 ) -> None:
-    """Write what was found to the file, and the text between the marks of the page.
+    """Write the results to `file`, if any, and the text between the page's marks.
 
     Raises:
         ValueError: the page lacks one of the marks.
     """
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(found, separators=(",", ":")), encoding="utf-8")
+        file.write_text(json.dumps(results, separators=(",", ":")), encoding="utf-8")
     if keep:
         before = page.read_text(encoding="utf-8")
         after, count = MARKS.subn(lambda m: f"{m[1]}\n\n{text}\n\n{m[2]}", before)
@@ -59,7 +59,7 @@ def versions(libraries: Iterable[str]) -> dict[str, str]:
 
 
 def machine(libraries: Mapping[str, str]) -> str:
-    """Return what a reader must know of where it ran; `libraries` are versions."""
+    """Describe the machine, Python and the libraries, which have their versions."""
     text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     model = re.search(r"^model name\s*: (.*)", text, re.MULTILINE)
     names = ", ".join(f"{name} {number}" for name, number in libraries.items())
@@ -72,12 +72,12 @@ def machine(libraries: Mapping[str, str]) -> str:
 
 
 def load_average() -> str:
-    """Return the present load averages."""
+    """Return the current load averages."""
     return " ".join(f"{load:.2f}" for load in os.getloadavg())
 
 
 def markdown(lines: Sequence[Sequence[str]]) -> str:
-    """Render a table; the first line is its head."""
+    """Render a table of which the first line is the header."""
     head, *rest = lines
     ruled = [head, ("---",) * len(head), *rest]
     return "\n".join(f"| {' | '.join(line)} |" for line in ruled)

@@ -1,4 +1,4 @@
-"""Start and stop an aiogpu service, a node of another process."""
+"""Run the `aiogpu` command; start and stop a service, a node of another process."""
 
 from __future__ import annotations
 
@@ -8,19 +8,13 @@ import tempfile
 from asyncio.subprocess import DEVNULL, PIPE, STDOUT
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from typing import Final
-
-LONGEST: Final = 40
-"""Characters of the directory in which a socket's own directory is made: the path of
-a socket has at most 107."""
 
 
 @asynccontextmanager
 async def service(*options: str) -> AsyncIterator[str]:
-    """Run a service until the end of the block; gives the path of its socket."""
-    usual = tempfile.gettempdir()
-    parent = usual if len(usual) < LONGEST else "/tmp"
-    with tempfile.TemporaryDirectory(prefix="agb-", dir=parent) as directory:
+    """Run a service until the end of the block; yield the path of its socket."""
+    # A socket's path has at most 107 bytes, so not below $TMPDIR.
+    with tempfile.TemporaryDirectory(prefix="agb-", dir="/tmp") as directory:
         path = f"{directory}/node.sock"
         await command("start", "--head", f"--socket={path}", *options)
         try:
@@ -30,7 +24,11 @@ async def service(*options: str) -> AsyncIterator[str]:
 
 
 async def command(*words: str, environ: Mapping[str, str] | None = None) -> None:
-    """Run `aiogpu`, out of reach of Ctrl-C; `RuntimeError` if it fails."""
+    """Run `aiogpu` in a session of its own, which Ctrl-C does not reach.
+
+    Raises:
+        RuntimeError: the command failed.
+    """
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "aiogpu", *words),
         env=environ,

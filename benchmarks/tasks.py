@@ -1,4 +1,4 @@
-"""The user code of the benchmarks. Imports little, since workers import it."""
+"""The user code of the benchmarks. Imports little: every worker imports it."""
 
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -20,19 +20,19 @@ async def main():
 
 run(main())
 """
-"""Prints the nanoseconds from before `init` to after the first result."""
+"""Prints the nanoseconds from `init` to the first result."""
 _kept: Final[dict[int, Any]] = {}
 
 
 class Plain:
-    """An actor's class; it keeps nothing."""
+    """An actor without state."""
 
     def noop(self, number: int) -> None:
         """Do nothing."""
 
 
 class Interleaved:
-    """The same with a coroutine method."""
+    """An actor with a coroutine method."""
 
     async def noop(self, number: int) -> None:
         """Do nothing."""
@@ -43,27 +43,32 @@ def noop(number: int) -> None:
 
 
 def count_asyncio(number: int) -> int:
-    """How many modules of asyncio this process has loaded."""
+    """Count the modules of asyncio in this process."""
     return sum(name.partition(".")[0] == "asyncio" for name in sys.modules)
+
+
+def be_busy(seconds: float) -> None:
+    """Keep the core busy."""
+    from time import perf_counter
+
+    end = perf_counter() + seconds
+    while perf_counter() < end:
+        pass
 
 
 def busy(number: int) -> int:
     """Be busy for 10 us."""
-    from time import perf_counter
-
-    end = perf_counter() + 10e-6
-    while perf_counter() < end:
-        pass
+    be_busy(10e-6)
     return number
 
 
 def busy_each(numbers: list[int]) -> list[int]:
-    """The same for each of some numbers."""
+    """Be busy for 10 us for each of the numbers."""
     return [busy(number) for number in numbers]
 
 
 def wait_for_release(number: int) -> None:
-    """Hold what this task was given until that process closes the connection."""
+    """Keep this task's resources until process `number` closes the connection."""
     from socket import AF_UNIX, socket
 
     with socket(AF_UNIX) as latch:
@@ -85,27 +90,8 @@ def use_torch(number: int) -> int:
     return int(torch.arange(1_000).sum())
 
 
-async def batch_on_loop(numbers: list[int]) -> list[int]:
-    """Hold the event loop for a millisecond."""
-    from time import perf_counter
-
-    end = perf_counter() + 0.001
-    while perf_counter() < end:
-        pass
-    return numbers
-
-
-async def batch_in_thread(numbers: list[int]) -> list[int]:
-    """Leave the interpreter to others for a millisecond, as code on a GPU does."""
-    from asyncio import to_thread
-    from time import sleep
-
-    await to_thread(sleep, 0.001)
-    return numbers
-
-
 def spin(number: int) -> None:
-    """Connect to the latch of that process, and be busy for ever.
+    """Connect to the latch of process `number`, and be busy for ever.
 
     The connection ends when this code has stopped.
     """
@@ -118,7 +104,10 @@ def spin(number: int) -> None:
 
 
 def hold(milliseconds: int) -> tuple[float, float]:
-    """Hold what this task was given for so long; by the clock of all processes."""
+    """Keep this task's resources for a time; return the begin and the end.
+
+    `monotonic` is the same clock in all processes.
+    """
     from time import monotonic, sleep
 
     start = monotonic()
@@ -127,12 +116,12 @@ def hold(milliseconds: int) -> tuple[float, float]:
 
 
 def hang(number: int) -> None:
-    """Connect to the latch of that process, and wait in C for what never comes."""
+    """Connect to the latch of process `number`, and wait in C for ever."""
     from ctypes import CDLL, create_string_buffer
     from socket import AF_UNIX, socket
 
-    # Zeros are a mutex that is free (pthread_mutex_init(3)). No signal ends the wait
-    # for one that is taken.
+    # Zeros are a free mutex (pthread_mutex_init(3)). No signal ends the wait for a
+    # locked one.
     mutex, lock = create_string_buffer(64), CDLL(None).pthread_mutex_lock
     lock(mutex)
     with socket(AF_UNIX) as latch:
@@ -141,16 +130,16 @@ def hang(number: int) -> None:
 
 
 def take(value: object = None) -> None:
-    """Do nothing with what was given, if anything was."""
+    """Ignore the argument."""
 
 
 def give_same(value: object) -> object:
-    """Give back what was given."""
+    """Return the argument."""
     return value
 
 
 def give_kept(size: int) -> object:
-    """An array of that size, made once in a process."""
+    """Return an array of that size, which a process makes once."""
     import numpy
 
     if size not in _kept:
@@ -159,21 +148,21 @@ def give_kept(size: int) -> object:
 
 
 def take_and_give(value: object, size: int) -> object:
-    """Take an array, and give another."""
+    """Take an array, and return another one."""
     return give_kept(size)
 
 
 def first_of(value: Any) -> int:
-    """Look at one element."""
+    """Return the first element."""
     return int(value[0])
 
 
 def numbers(count: int) -> Iterator[int]:
-    """So many small items."""
+    """Yield `count` small items."""
     yield from range(count)
 
 
 async def numbers_async(count: int) -> AsyncIterator[int]:
-    """The same as a coroutine."""
+    """Yield `count` small items from a coroutine."""
     for number in range(count):
         yield number

@@ -1,7 +1,7 @@
-"""Timing: the floor and the workload in turn, block by block.
+"""Timing of the floor and the workload in turn, block by block.
 
-A machine's speed varies by half within minutes, so a figure by itself says little. A
-block of the workload is divided by the block of the floor just before it; the median of
+A machine's speed varies by half within minutes, so an absolute time says little. Each
+block of the workload is divided by the block of the floor just before; the median of
 these ratios is the result.
 """
 
@@ -15,7 +15,7 @@ from time import perf_counter_ns
 from typing import NamedTuple
 
 Block = list[int]
-"""Nanoseconds of each call, or of the whole block where calls overlap."""
+"""Nanoseconds of each call, or of the whole block if calls overlap."""
 
 Run = Callable[[], Awaitable[Block]]
 """Runs one block."""
@@ -48,18 +48,18 @@ class Pair(NamedTuple):
 
 
 async def alternate(floor: Run, workload: Run, blocks: int) -> Pair:
-    """Run both in turn; the first block of each warms up and is not counted."""
+    """Run both in turn; the first block of each is a warm-up and does not count."""
     return Pair(*await rotate([floor, workload], blocks))
 
 
 async def rotate(runs: Sequence[Run], blocks: int) -> list[list[Block]]:
-    """Run all in turn; return the blocks of each without its first."""
-    found = [[await run() for run in runs] for _ in range(1 + blocks)]
-    return [list(each) for each in zip(*found[1:], strict=True)]
+    """Run all in turn; return the blocks of each without the first one."""
+    turns = [[await run() for run in runs] for _ in range(1 + blocks)]
+    return [list(each) for each in zip(*turns[1:], strict=True)]
 
 
 async def one_at_a_time(call: Call, count: int, gap: float = 0) -> Block:
-    """Await each call before the next is made, after `gap` seconds without any."""
+    """Await each call before the next one; pause `gap` seconds before each."""
     samples: Block = []
     for number in range(count):
         if gap:
@@ -71,32 +71,32 @@ async def one_at_a_time(call: Call, count: int, gap: float = 0) -> Block:
 
 
 async def all_at_once(call: Call, count: int) -> Block:
-    """Gather all calls; return the time of the whole."""
+    """Gather all calls; return the total time."""
     return await timed(lambda: asyncio.gather(*map(call, range(count))))
 
 
 async def mean_of_all(call: Call, count: int) -> Block:
-    """Gather all calls; return what each adds to the whole."""
-    (whole,) = await all_at_once(call, count)
-    return [whole // count]
+    """Gather all calls; return the mean time of one."""
+    (total,) = await all_at_once(call, count)
+    return [total // count]
 
 
 async def consume(start: Callable[[int], AsyncIterable[object]], count: int) -> None:
-    """Take all items of a stream of so many."""
-    found = 0
+    """Read a stream of `count` items."""
+    read = 0
     async for _ in start(count):
-        found += 1
-    assert found == count, (found, count)
+        read += 1
+    assert read == count, (read, count)
 
 
 async def timed(call: Callable[[], Awaitable[object]]) -> Block:
-    """Await one call. Its result is dropped after the time was taken."""
+    """Await one call; the result is released after the time was taken."""
     start = perf_counter_ns()
     _result = await call()
     return [perf_counter_ns() - start]
 
 
 def percentile(blocks: Iterable[Iterable[float]], percent: int) -> float:
-    """Return the nearest sample of all calls of all blocks together."""
+    """Return the nearest sample among all calls of all blocks."""
     samples = sorted(chain.from_iterable(blocks))
     return samples[min(len(samples) * percent // 100, len(samples) - 1)]

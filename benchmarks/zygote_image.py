@@ -1,7 +1,7 @@
-"""aiogpu's zygote without a node: what `worker.zygote.main` is when it first forks.
+"""aiogpu's zygote without a node, in the state in which it first forks.
 
-Its text is run by an interpreter of its own, and imports nothing that a zygote would
-not: a fork costs what it shares.
+`benchmarks.forks` runs this text in a new interpreter. It imports nothing that a zygote
+does not import: a fork costs more the more memory is shared.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from aiogpu.worker.zygote.bootstrap import Birth
 from aiogpu.worker.zygote.log_records import handle_records
 from aiogpu.worker.zygote.preload import Files, Imports, Preload
 
-held: Final[list[Any]] = [zygote]
-"""What a zygote would hold, too."""
+objects: Final[list[Any]] = [zygote]
+"""Objects that a zygote keeps, too."""
 
 
 def become(preload: list[str], learns: bool) -> None:
-    """Import what a zygote imports, make what it makes, and freeze it all.
+    """Import and build what a zygote has at its first fork, and freeze all of it.
 
     Args:
         preload: modules that the user has named.
-        learns: whether workers are to say what they import.
+        learns: workers report which modules they import.
     """
     page = ControlPage.create()
     setup = Setup(
@@ -48,20 +48,20 @@ def become(preload: list[str], learns: bool) -> None:
     driver = os.pidfd_open(os.getppid())
     if Preload(setup, _give_up, _leave, driver).run() is None:
         raise SystemExit(f"an interpreter with {preload} cannot be forked")
-    held.append(Files(began))
+    objects.append(Files(began))
     threads.scan()
     threads.begin_with_one()
     if learns:
         imports.watch()
-    held.append(Birth(setup, pages, imports, threads))
+    objects.append(Birth(setup, pages, imports, threads))
     gc.collect()
     gc.freeze()
 
 
 def _give_up(message: object) -> NoReturn:
-    """Without learnt modules a zygote says nothing but why it cannot be forked."""
-    raise SystemExit(f"it cannot be forked: {message}")
+    """Exit: without learned modules, a zygote sends nothing but why it cannot fork."""
+    raise SystemExit(f"the image cannot be forked: {message}")
 
 
 def _leave() -> None:
-    """There is no connection to be left."""
+    """Do nothing: there is no connection to leave."""

@@ -31,7 +31,7 @@ TERMINATED: Final = 143
     "names",
     multiple=True,
     type=click.Choice(list(NEEDS)),
-    help="Ask this one, and others so named; by default all that are installed.",
+    help="Measure this system; may be repeated. Default: all that are installed.",
 )
 @report.options
 def main(
@@ -43,10 +43,9 @@ def main(
 ) -> None:
     """Measure aiogpu beside its peers in each WORKLOAD, all of them by default.
 
-    The floor and all systems take turns, block by block; a full run takes about eleven
-    minutes, and nothing else should run on the machine. Peers are installed by
-    `pip install 'aiogpu[bench]'`. What a system cannot do, or does not do in time, is
-    said in its row.
+    The floor and all systems take turns, block by block. A full run takes about eleven
+    minutes; nothing else should run on the machine. `pip install 'aiogpu[bench]'`
+    installs the peers. The row of a system that has no figure says why.
     """
     for name in names:
         if why := missing(name):
@@ -54,30 +53,30 @@ def main(
     # SIGTERM ends the systems in order, as Ctrl-C does.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
     present = names or [name for name in NEEDS if not missing(name)]
-    began, load = monotonic(), report.load_average()
-    whole = Run([FLOOR, *present], QUICK if quick else FULL)
-    asked = [name for name in WORKLOADS if not workloads or name in workloads]
-    whole.run(asked, lambda line: click.echo(line, err=True))
-    tables = lines(whole.entries)
+    start, load = monotonic(), report.load_average()
+    run = Run([FLOOR, *present], QUICK if quick else FULL)
+    selected = [name for name in WORKLOADS if not workloads or name in workloads]
+    run.run(selected, lambda line: click.echo(line, err=True))
+    tables = lines(run.entries)
     summary = f"{overview(tables)}\n\n{conclusion(tables)}"
     click.echo(summary)
-    facts = _facts(whole, load, (monotonic() - began) / 60, quick)
-    found = {"facts": facts, "entries": [asdict(entry) for entry in whole.entries]}
+    facts = _facts(run, load, (monotonic() - start) / 60, quick)
+    results = {"facts": facts, "entries": [asdict(entry) for entry in run.entries]}
     text = f"{facts}\n\n{summary}\n\n{details(tables)}"
-    report.keep_run(report.RESULTS / "field.md", text, found, file, keep)
+    report.keep_run(report.RESULTS / "field.md", text, results, file, keep)
 
 
-def _facts(whole: Run, load: str, minutes: float, is_quick: bool) -> str:
-    """Say what a reader must know of a run."""
-    idle = ", ".join(f"{name} {part:.1%}" for name, part in whole.idle.items())
+def _facts(run: Run, load: str, minutes: float, is_quick: bool) -> str:
+    """Describe the run: machine, versions, load, time and missing systems."""
+    idle = ", ".join(f"{name} {part:.1%}" for name, part in run.idle.items())
     absent = ", ".join(why for name in NEEDS if (why := missing(name)))
     text = (
-        f"{report.machine(whole.libraries)} after and {load} before; {minutes:.0f} "
-        f"minutes. Of one core the systems use while they have nothing to do: {idle}."
+        f"{report.machine(run.libraries)} after and {load} before; {minutes:.0f} "
+        f"minutes. Share of one core that each system uses when idle: {idle}."
     )
     if is_quick:
-        text = f"**A quick run: it shows that all of it runs, no more.** {text}"
-    return f"{text} Not there: {absent}." if absent else text
+        text = f"**A quick run, which only shows that everything runs.** {text}"
+    return f"{text} Not measured: {absent}." if absent else text
 
 
 if __name__ == "__main__":

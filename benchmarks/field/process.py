@@ -1,16 +1,14 @@
-"""A system as a program of its own: the runner's end, the program, and its reaper.
+"""A system as a program of its own: the runner's side, the program, and its reaper.
 
-`python -m benchmarks.field.process reaper COMMAND ...` runs the program and ends all
-that it has started. What a program leaves behind becomes a child of the nearest process
-that asked for orphans (PR_SET_CHILD_SUBREAPER, prctl(2)), so nothing gets away from
-there. All of it ends with the program, or with the reaper's standard input, which also
-ends when the runner dies.
+`python -m benchmarks.field.process reaper COMMAND ...` runs the program and ends all of
+its processes. Orphans become children of the reaper, a subreaper (prctl(2)), so no
+process escapes. The reaper ends when the program does, or when its standard input is
+closed, which also happens when the runner dies.
 """
 
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import os
 import select
 import signal
@@ -24,12 +22,13 @@ from pathlib import Path
 from time import monotonic, sleep
 from typing import Any, Final
 
+from aiogpu.linux import syscalls as kernel
 from benchmarks.field.systems import UnsupportedError
 from benchmarks.processes import cpu_time, descendants
 
 ROOT: Final = Path(__file__).parents[2]
 FLOOR: Final = "floor"
-"""The name of the system that does the least that could be done."""
+"""The name of the system that costs the least possible."""
 PROGRAM: Final = ("-m", "benchmarks.field.process", "serve")
 ENVIRONMENT: Final = {
     "PYTHONPATH": str(ROOT),
@@ -37,29 +36,28 @@ ENVIRONMENT: Final = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
-"""So that workers of all kinds find `benchmarks.tasks`; Ray asks for no password."""
-PR_SET_CHILD_SUBREAPER: Final = 36
+"""Workers of all kinds find `benchmarks.tasks`; Ray asks for no password."""
 REAPS_EVERY: Final = 0.2
-"""Seconds after which orphans that have ended are reaped."""
+"""Seconds between two rounds of reaping ended orphans."""
 KILLS_WITHIN: Final = 20.0
-"""Seconds after which processes are left that do not even die of SIGKILL."""
+"""Seconds after which the reaper gives up on processes that survive SIGKILL."""
 
 
 class FailedError(Exception):
-    """The system has failed, or did not answer in time."""
+    """The system has failed, or has not answered in time."""
 
 
 class LateError(FailedError):
-    """The system did not answer in time."""
+    """The system has not answered in time."""
 
 
 class SystemProcess:
-    """One system as the runner sees it. Everything that it starts ends with it.
+    """The runner's side of one system; `stop` ends all processes of the system.
 
     Attributes:
-        libraries: what the system is made of, and their versions.
-        reaper: the process above all of it; None if it does not run.
-        workload: for which the program is prepared.
+        libraries: the system's libraries with their versions.
+        reaper: the parent of the system's processes; None if the system is stopped.
+        workload: the workload for which the program is prepared.
     """
 
     def __init__(self, name: str, program: tuple[str, ...] = PROGRAM) -> None:
@@ -72,12 +70,12 @@ class SystemProcess:
     def start(self) -> None:
         """Start the program."""
         self._connection, theirs = Pipe()
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - it ends in `stop`
-        # Short, since it holds sockets; what is killed leaves its files in it.
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed in `stop`
+        # A short path, since it holds sockets; killed processes leave files in it.
         self._directory = tempfile.TemporaryDirectory(
             prefix="agf-", dir="/tmp", ignore_cleanup_errors=True
         )
-        place = {"TMPDIR": self._directory.name, "RAY_TMPDIR": self._directory.name}
+        paths = dict.fromkeys(("TMPDIR", "RAY_TMPDIR"), self._directory.name)
         self.reaper = subprocess.Popen(
             [
                 *(sys.executable, "-m", __name__, "reaper", sys.executable),
@@ -88,17 +86,17 @@ class SystemProcess:
             stderr=self._errors,
             pass_fds=[theirs.fileno()],
             start_new_session=True,
-            env={**os.environ, **ENVIRONMENT, **place},
+            env={**os.environ, **ENVIRONMENT, **paths},
             cwd=ROOT,
         )
         theirs.close()
 
     def request(self, limit: float, method: str, *arguments: object) -> Any:
-        """Have the program do something.
+        """Call a method of the program's `Server`; return the result.
 
         Raises:
-            FailedError: it failed, or took longer than so many seconds.
-            UnsupportedError: the system cannot.
+            FailedError: the method failed, or took longer than `limit` seconds.
+            UnsupportedError: the system lacks this feature.
         """
         try:
             self._connection.send((method, arguments))
@@ -115,12 +113,12 @@ class SystemProcess:
         raise (UnsupportedError if kind == "unsupported" else FailedError)(answer)
 
     def cpu_time(self) -> float:
-        """Return the seconds of CPU that all of it has used so far."""
+        """Return the CPU seconds of all processes of the system so far."""
         assert self.reaper is not None
         return cpu_time(descendants(self.reaper.pid))
 
     def stop(self, limit: float = 0) -> None:
-        """End it with all that it has started.
+        """End the system with all of its processes.
 
         Args:
             limit: seconds that the system gets to stop by itself.
@@ -143,7 +141,7 @@ class SystemProcess:
 
 
 class Server:
-    """The program's end: a system, and the workload that it runs now."""
+    """The program's side: a system, and its current workload."""
 
     def __init__(self, name: str) -> None:
         from benchmarks.field.systems import load
@@ -154,29 +152,28 @@ class Server:
         self._block: Any = None
 
     async def prepare(self, workload: str) -> object:
-        """End the workload before, and get ready for this one.
+        """End the previous workload, and prepare this one.
 
-        Starts the system if need be; without the modules, if it preloads none. Returns
-        the versions of what it is made of.
+        Starts the system if necessary. Returns the versions of its libraries.
         """
         from benchmarks.field.workloads import WORKLOADS, Context
         from benchmarks.report import versions
 
         await self._leave()
-        asked, system = WORKLOADS[workload], self._system
+        next_one, system = WORKLOADS[workload], self._system
         if system is not None:
-            system.require(*asked.features)
-            if asked.setup.is_open and not self._is_open:
+            system.require(*next_one.features)
+            if next_one.setup.is_open and not self._is_open:
                 self._is_open = True
-                num_cpus, num_gpus, preload, *_ = asked.setup
+                num_cpus, num_gpus, preload, *_ = next_one.setup
                 modules = None if system.lacks("preload") else preload
                 await system.open(num_cpus, num_gpus, modules)
         self._context = Context(system, AsyncExitStack())
-        self._block = await asked.prepare(self._context)
+        self._block = await next_one.prepare(self._context)
         return versions(system.libraries) if system is not None else {}
 
     async def block(self, amount: Any) -> object:
-        """Run one block; return its figures, and notes."""
+        """Run one block; return the figures and the notes."""
         figures = await self._block(amount)
         return figures, list(self._context.notes.values())
 
@@ -202,16 +199,16 @@ async def serve(name: str, connection: Connection[Any, Any]) -> None:
                 answer = "answer", await getattr(server, method)(*arguments)
             except UnsupportedError as reason:
                 answer = "unsupported", str(reason)
-            except Exception as error:  # noqa: BLE001 - it is reported, and the run goes on
+            except Exception as error:  # noqa: BLE001 - reported to the runner
                 answer = "failed", f"{type(error).__name__}: {error}"
             connection.send(answer)
 
 
 def reap(command: list[str]) -> None:
-    """Run the program until it ends, or the standard input does; kill what is left."""
+    """Run the program until it or standard input ends; kill all remaining processes."""
     # The runner's caller may have blocked signals, on which systems rely.
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    kernel.adopt_orphans()
     descriptor = int(command[-1])
     program = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[descriptor])
     os.close(descriptor)
@@ -220,12 +217,11 @@ def reap(command: list[str]) -> None:
         ready, _, _ = select.select([0, ended], [], [], REAPS_EVERY)
         _reap_children()
         if ended in ready or (0 in ready and not os.read(0, 4096)):
-            break  # what the program has left may hold its connection open
+            break  # not by the connection: orphans may hold it open
     until = monotonic() + KILLS_WITHIN
     while (below := descendants()) and monotonic() < until:
         for pid in below:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+            kernel.kill(pid)
         sleep(0.01)
         _reap_children()
 
@@ -237,17 +233,16 @@ def _reap_children() -> None:
             pass
 
 
-def main(what: str, *words: str) -> None:
-    """Be a program, on a descriptor that nothing it starts shall have; or a reaper."""
-    if what == "reaper":
+def main(role: str, *words: str) -> None:
+    """Run as the reaper, or as the program with the descriptor of its connection."""
+    if role == "reaper":
         reap(list(words))
         return
     import uvloop
 
     name, descriptor = words
-    os.set_inheritable(int(descriptor), False)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve(name, Connection(int(descriptor))))
+    os.set_inheritable(int(descriptor), False)  # not for the system's processes
+    uvloop.run(serve(name, Connection(int(descriptor))))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""What a run has found, in Markdown: each system beside the floor and aiogpu.
+"""The results of a run in Markdown: each system beside the floor and aiogpu.
 
-A block is divided by the block of the other in the same turn; the median of these
-ratios is the figure, and their quartiles are its spread.
+A block is divided by the other system's block of the same turn. The median of these
+ratios is the figure, and their quartiles are the spread.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from benchmarks.field.process import FLOOR
 from benchmarks.field.run import Entry
 from benchmarks.field.workloads import WORKLOADS, Metric
 from benchmarks.report import markdown
+from benchmarks.timing import percentile
 
 OURS: Final = "aiogpu"
-"""The system beside which the others are put."""
+"""The system with which the others are compared."""
 NO_PEERS: Final = frozenset({FLOOR, OURS, "node"})
 LEAST: Final = 1e-9
-"""Seconds or bytes; below this there is nothing to divide by."""
+"""Seconds or bytes; a smaller divisor gives no ratio."""
 UNITS: Final = {
     "s": ((1, "s"), (1e-3, "ms"), (1e-6, "µs")),
     "B": ((1e6, "MB"), (1e3, "KB"), (1, "B")),
@@ -37,10 +38,12 @@ class Ratio(NamedTuple):
     high: float
 
     def __str__(self) -> str:
-        low, middle, high = (
-            f"{each:,.0f}" if each >= 100 else f"{each:.3g}" for each in self
-        )
+        low, middle, high = map(_number, self)
         return f"{middle} ({low} to {high})"
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +51,9 @@ class Line:
     """One system's figures of one metric.
 
     Attributes:
-        p50, p99: of all samples; None where there are none.
-        beside_floor: how many times the floor's.
-        beside_ours: how many times aiogpu's.
+        p50, p99: percentiles of all samples; None if there are none.
+        beside_floor: ratio to the floor.
+        beside_ours: ratio to aiogpu.
     """
 
     metric: Metric
@@ -61,17 +64,16 @@ class Line:
     beside_ours: Ratio | None
 
     def amount(self, value: float | None) -> str:
-        """Render a figure in the unit in which it is read best."""
+        """Render a figure in a suitable unit."""
         unit = self.metric.unit
         if not value:
             return "" if value is None else f"0 {unit}"
         fitting = (pair for pair in UNITS[unit] if value >= pair[0])
         factor, name = next(fitting, UNITS[unit][-1])
-        scaled = value / factor
-        return f"{scaled:,.0f} {name}" if scaled >= 100 else f"{scaled:.3g} {name}"
+        return f"{_number(value / factor)} {name}"
 
     def cell(self) -> str:
-        """Return the figure, and how many times aiogpu's it is."""
+        """Return the figure, and its ratio to aiogpu's."""
         if self.p50 is None:
             return "-"
         figure, beside = self.amount(self.p50), self.beside_ours
@@ -81,37 +83,34 @@ class Line:
         return f"{figure} (**{times}**)"
 
     def cells(self) -> list[str]:
-        """Return its line of the whole table."""
+        """Return the cells of the detailed table."""
         notes = "; ".join([self.entry.why] if self.entry.why else self.entry.notes)
         return [
             *(self.metric.title, self.entry.system),
             *(self.amount(self.p50), self.amount(self.p99)),
-            *(
-                "" if not each else f"{each}"
-                for each in (self.beside_floor, self.beside_ours)
-            ),
+            *(str(each or "") for each in (self.beside_floor, self.beside_ours)),
             *(f"{len(self.entry.turns)}", notes.replace("|", "/").replace("\n", " ")),
         ]
 
 
 def lines(entries: Sequence[Entry]) -> list[list[Line]]:
-    """Return for each metric the line of each system."""
-    found: dict[str, list[Line]] = {}
+    """Return the lines of all systems, metric by metric."""
+    table: dict[str, list[Line]] = {}
     by_name = {(entry.workload, entry.system): entry for entry in entries}
     for entry in entries:
         others = [by_name.get((entry.workload, name)) for name in (FLOOR, OURS)]
         for index, metric in enumerate(WORKLOADS[entry.workload].metrics):
-            samples = sorted(chain.from_iterable(turn[index] for turn in entry.turns))
-            p99 = samples[len(samples) * 99 // 100] if samples else None
-            p50 = median(samples) if samples else None
+            blocks = [turn[index] for turn in entry.turns]
+            p50 = median(chain.from_iterable(blocks)) if blocks else None
+            p99 = percentile(blocks, 99) if blocks else None
             ratios = (_beside(index, entry, other) for other in others)
             line = Line(metric, entry, p50, p99, *ratios)
-            found.setdefault(metric.title, []).append(line)
-    return list(found.values())
+            table.setdefault(metric.title, []).append(line)
+    return list(table.values())
 
 
 def _beside(index: int, entry: Entry, other: Entry | None) -> Ratio | None:
-    """Divide turn by turn; None where one has nothing, or both are the same."""
+    """Divide turn by turn; None if there is no turn of both, or both are the same."""
     their = other.turns if other and other is not entry else ()
     pairs = zip(entry.turns, their, strict=False)
     both = [(median(a[index]), median(b[index])) for a, b in pairs]
@@ -122,20 +121,20 @@ def _beside(index: int, entry: Entry, other: Entry | None) -> Ratio | None:
 
 
 def rank(ratio: Ratio) -> int:
-    """Return 0 for ten times aiogpu's, 1 for twice, 2 for more, 3 equal, 4 for less.
+    """Rank a ratio to aiogpu: 0 from 10 on, 1 from 2 on, 2 from 1 on, 3 equal, 4 less.
 
-    Where the quartiles lie on both sides of 1, the two are equal.
+    Equal means that the quartiles lie on both sides of 1.
     """
     if ratio.low <= 1 <= ratio.high:
         return 3
     return next((i for i, n in enumerate((10, 2, 1)) if ratio.middle >= n), 4)
 
 
-def conclusion(found: Sequence[Sequence[Line]]) -> str:
-    """Say how often aiogpu wins and by how much, and all that it loses."""
+def conclusion(table: Sequence[Sequence[Line]]) -> str:
+    """Say how often aiogpu wins and by how much, and list what it loses."""
     counts = [0] * 5
     losses: list[tuple[Ratio, str]] = []
-    for line in chain.from_iterable(found):
+    for line in chain.from_iterable(table):
         ratio = line.beside_ours
         if line.entry.system in NO_PEERS or ratio is None:
             continue
@@ -152,25 +151,25 @@ def conclusion(found: Sequence[Sequence[Line]]) -> str:
         f"needs more in {slower}."
     )
     if not losses:
-        return f"{text}\n\nNo peer was faster than aiogpu in anything that was asked."
+        return f"{text}\n\nNo peer was faster than aiogpu in any workload."
     items = "\n".join(item for _, item in sorted(losses))
     return f"{text}\n\n**Where aiogpu loses:**\n\n{items}"
 
 
-def overview(found: Sequence[Sequence[Line]]) -> str:
+def overview(table: Sequence[Sequence[Line]]) -> str:
     """Render a line for each metric, a column for each system."""
-    systems = list(dict.fromkeys(line.entry.system for each in found for line in each))
+    systems = list(dict.fromkeys(line.entry.system for each in table for line in each))
     rows = [["", *systems]]
-    for each in found:
-        cells = {line.entry.system: line.cell() for line in each}
-        titled = [cells.get(system, "-") for system in systems]
-        rows.append([each[0].metric.title, *titled])
+    for lines_of_one in table:
+        cells = {line.entry.system: line.cell() for line in lines_of_one}
+        title = lines_of_one[0].metric.title
+        rows.append([title, *(cells.get(system, "-") for system in systems)])
     return markdown(rows)
 
 
-def details(found: Sequence[Sequence[Line]]) -> str:
+def details(table: Sequence[Sequence[Line]]) -> str:
     """Render a table of all lines, with notes and reasons; and the floors."""
-    whole = markdown([HEAD, *(line.cells() for line in chain.from_iterable(found))])
-    names = dict.fromkeys(each[0].entry.workload for each in found)
+    whole = markdown([HEAD, *(line.cells() for line in chain.from_iterable(table))])
+    names = dict.fromkeys(each[0].entry.workload for each in table)
     floors = [["workload", "floor"], *([name, WORKLOADS[name].floor] for name in names)]
     return f"### All figures\n\n{whole}\n\n### Floors\n\n{markdown(floors)}"

@@ -1,8 +1,8 @@
-"""One run: which system does what, in which order.
+"""One run: the order of systems, workloads and blocks.
 
-Systems stay started while workloads need the same of them. In each workload all systems
-run a block in turn, again and again; a block is divided by the others' blocks of the
-same turn. A system that fails or does not answer in time is out of that workload.
+Systems stay started while workloads need the same setup. In each workload all systems
+run a block in turn, again and again; a block is compared with the other blocks of the
+same turn. A system that fails or does not answer in time leaves that workload.
 """
 
 from __future__ import annotations
@@ -18,24 +18,25 @@ from typing import Any, Final, NamedTuple
 
 from benchmarks.field.process import FailedError, LateError, SystemProcess
 from benchmarks.field.systems import UnsupportedError
-from benchmarks.field.workloads import WORKLOADS, Amount, Figures, Setup
+from benchmarks.field.workloads import WORKLOADS, Amount, Figures
 
 PAUSE: Final = 0.03
-"""Seconds between blocks, in which what the one before has set off is done."""
+"""Seconds before a block, in which the machine finishes the work of the last one."""
 MOST_LATE: Final = 2
-"""After so many late answers a system is asked nothing more."""
+"""After this many late answers a system leaves the run."""
 OPENS_WITHIN: Final = 120.0
 ANSWERS_WITHIN: Final = 60.0
 CLOSES_WITHIN: Final = 20.0
-"""Seconds after which a system is out."""
+"""Limits in seconds for the answers of a system."""
 
 
 class Extent(NamedTuple):
-    """How much of each workload.
+    """The size of a run.
 
     Attributes:
-        turns: at most; fewer if the workload's time is over.
-        least: turns that there are though it is over.
+        amount: the work in each block.
+        turns: the most turns; there are fewer once the workload's time is over.
+        least: the fewest turns, even if the time is over.
         idle: seconds for which idle systems are watched.
     """
 
@@ -51,12 +52,12 @@ QUICK: Final = Extent(Amount(8, 0.01, waiting=500, tasks=12), 1, 1, 0.1)
 
 @dataclass(slots=True)
 class Entry:
-    """What one system gave in one workload.
+    """The results of one system in one workload.
 
     Attributes:
         turns: the figures of each turn.
-        notes: what a reader must know of them.
-        why: why it has none; empty if it has.
+        notes: facts about these figures.
+        why: why there are no figures; "" if there are.
     """
 
     workload: str
@@ -70,9 +71,9 @@ class Run:
     """One run.
 
     Attributes:
-        entries: what was found.
-        idle: part of one core that each system uses with nothing to do.
-        libraries: of which all are made, and their versions.
+        entries: the results.
+        idle: share of one core that each system uses when idle.
+        libraries: the libraries of all systems, with their versions.
     """
 
     def __init__(self, names: Sequence[str], extent: Extent) -> None:
@@ -84,21 +85,19 @@ class Run:
         self._extent = extent
 
     def run(self, workloads: Sequence[str], report: Callable[[str], None]) -> None:
-        """Run everything; reports each workload that is done."""
-        for _, group in groupby(workloads, _setup):
+        """Run the workloads; report a line for each one that is done."""
+        for _, group in groupby(workloads, lambda name: WORKLOADS[name].setup):
             systems = [SystemProcess(name) for name in self._names]
             try:
                 for workload in group:
-                    began = monotonic()
+                    start = monotonic()
                     entries = self._run_workload(workload, systems)
                     self.entries += entries
-                    failed = [
-                        f"; {entry.system} {entry.why}"
-                        for entry in entries
-                        if entry.why.startswith("failed")
-                    ]
-                    took = monotonic() - began
-                    report(f"{workload}: {took:.0f} s{''.join(failed)}")
+                    line = f"{workload}: {monotonic() - start:.0f} s"
+                    for entry in entries:
+                        if entry.why.startswith("failed"):
+                            line += f"; {entry.system} {entry.why}"
+                    report(line)
                     if not self.idle:
                         self.idle = self._watch_idle(systems)
                 for system in systems:
@@ -120,7 +119,7 @@ class Run:
         if not is_fresh:
             for system, entry in both:
                 self._turn(system, entry)
-                entry.turns.clear()  # a first block warms up and is not counted
+                entry.turns.clear()  # the first block is a warm-up
         least = 1 if is_fresh else self._extent.least
         until, turn = monotonic() + workload.seconds, 0
         while turn < self._extent.turns and (turn < least or monotonic() < until):
@@ -130,13 +129,12 @@ class Run:
         return entries
 
     def _turn(self, system: SystemProcess, entry: Entry) -> None:
-        """Run one block of one system; the entry says it if that was its last."""
+        """Run one block of one system; the entry says why if there is no block."""
         if self._late[system.name] >= MOST_LATE:
             entry.why = f"left out: it was late {MOST_LATE} times before"
         if entry.why:
             return
         time.sleep(PAUSE)
-        setup = _setup(entry.workload)
         try:
             figures, entry.notes = self._block(entry.workload, system)
             entry.turns.append(figures)
@@ -146,7 +144,7 @@ class Run:
             entry.why = f"failed: {reason}"
             self._late[system.name] += isinstance(reason, LateError)
             system.stop()
-        if setup.is_fresh:
+        if WORKLOADS[entry.workload].setup.is_fresh:
             system.stop(CLOSES_WITHIN)
 
     def _block(self, workload: str, system: SystemProcess) -> Any:
@@ -158,7 +156,7 @@ class Run:
         try:
             return system.request(ANSWERS_WITHIN, "block", self._extent.amount)
         except UnsupportedError:
-            system.stop()  # nobody knows what still runs in it
+            system.stop()  # the workload may still run
             raise
 
     def _watch_idle(self, systems: Sequence[SystemProcess]) -> dict[str, float]:
@@ -169,7 +167,3 @@ class Run:
             system.name: max(0.0, system.cpu_time() - was) / self._extent.idle
             for system, was in zip(present, before, strict=True)
         }
-
-
-def _setup(workload: str) -> Setup:
-    return WORKLOADS[workload].setup

@@ -1,4 +1,4 @@
-"""The workloads: what every system is asked to do. None of them knows the system."""
+"""The workloads: the work that every system does, whatever the system."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
+from socket import socket
 from time import monotonic, perf_counter
 from typing import Any, Final, NamedTuple
 
@@ -22,7 +23,7 @@ from benchmarks import tasks
 from benchmarks.field.systems import Need, Preload, System, UnsupportedError
 from benchmarks.floors import frame, open_floor
 from benchmarks.forks import open_forks, zygote_image
-from benchmarks.latch import Latch, open_latch
+from benchmarks.latch import connected, open_latch
 from benchmarks.processes import cpu_time, descendants, memory
 from benchmarks.simulation.policies import FirstFit
 from benchmarks.simulation.simulate import simulate
@@ -30,17 +31,17 @@ from benchmarks.simulation.trace import SizeClass, Trace, draw
 from benchmarks.timing import Call, consume, percentile
 
 Figures = list[list[float]]
-"""For each metric of the workload what was measured, in seconds or bytes."""
+"""The samples of each metric of the workload, in seconds or bytes."""
 
 
 class Amount(NamedTuple):
-    """How much is done in one block.
+    """The work of one block.
 
     Attributes:
-        calls: at most.
-        seconds: after which no further call begins.
+        calls: the most calls.
+        seconds: time after which no further call begins.
         waiting: tasks that wait at once, in `waiting`.
-        tasks: of one day.
+        tasks: tasks of one day.
     """
 
     calls: int
@@ -50,7 +51,7 @@ class Amount(NamedTuple):
 
 
 class Metric(NamedTuple):
-    """One figure of a workload, of one call, item or task; less is better."""
+    """One figure of a workload, for one call, item or task; less is better."""
 
     title: str
     unit: str = "s"
@@ -60,7 +61,7 @@ class Setup(NamedTuple):
     """How a system is started for a workload.
 
     Attributes:
-        is_fresh: anew for each block, so that the system is alone meanwhile.
+        is_fresh: start the system anew for each block, and run no other meanwhile.
         is_open: False if the workload starts the system by itself.
     """
 
@@ -73,13 +74,13 @@ class Setup(NamedTuple):
 
 @dataclass(slots=True)
 class Context:
-    """What a workload has while it runs.
+    """The state of a workload while it runs.
 
     Attributes:
         system: the system; None for the floor.
-        stack: ends with the workload.
-        notes: what a reader must know of this system's figures.
-        size: items of a block that are done at once; 0 until it is found out.
+        stack: closed at the end of the workload.
+        notes: facts about this system's figures.
+        size: number of items at once in a block; 0 until it is known.
     """
 
     system: System | None
@@ -96,14 +97,14 @@ Block = Callable[[Amount], Awaitable[Figures]]
 
 
 class Workload(NamedTuple):
-    """One thing that is asked of all.
+    """One workload.
 
     Attributes:
-        prepare: returns a block; raises `UnsupportedError` if the system cannot.
-        floor: what the floor is.
-        seconds: that the blocks of all systems may take together, about.
-        needs: a module without which nobody can be asked.
-        features: what a system must have, by the names in `LACKS`.
+        prepare: returns a block; raises `UnsupportedError`.
+        floor: description of the floor.
+        seconds: approximate time for the blocks of all systems together.
+        needs: a module without which no system can run the workload.
+        features: features that a system must have, by the names in `LACKS`.
     """
 
     metrics: Sequence[Metric]
@@ -116,7 +117,7 @@ class Workload(NamedTuple):
 
 
 async def awaited(call: Call, amount: Amount) -> Figures:
-    """One call after the other, at least one."""
+    """Make one call after the other, at least one."""
     samples: list[float] = []
     until = perf_counter() + amount.seconds
     for number in range(amount.calls):
@@ -129,14 +130,14 @@ async def awaited(call: Call, amount: Amount) -> Figures:
 async def at_once(
     whole: Call, factor: int, context: Context, amount: Amount
 ) -> Figures:
-    """As many at once as fill a block; gives what each adds to the whole.
+    """Make as many calls at once as fill a block; return the mean time of one.
 
-    How many is found out in the first block, or later. `factor` is how many times as
-    many there are as awaited calls, at most.
+    The first block finds the number, and later blocks may raise it. `factor` times the
+    number of awaited calls is the most.
     """
     most = amount.calls * factor
     if not context.size:
-        await whole(4)  # starts what is started late
+        await whole(4)  # starts workers that start late
         size, took = 1, 0.0
         while took < amount.seconds / 4 and size < most:
             size = min(4 * size, most)
@@ -145,7 +146,7 @@ async def at_once(
     size = context.size
     took = await _seconds(whole, size)
     context.notes["size"] = f"{size:,} at once"
-    if took < amount.seconds / 2:  # something else had the machine at first
+    if took < amount.seconds / 2:  # the machine was busy at first
         context.size = min(most, 2 * size)
     return [[took / size]]
 
@@ -157,7 +158,7 @@ async def _seconds(call: Call, number: int) -> float:
 
 
 def gathering(call: Call) -> Call:
-    """Return what makes so many calls at once."""
+    """Return a function that makes a number of calls at once."""
 
     async def gather(count: int) -> None:
         await asyncio.gather(*map(call, range(count)))
@@ -169,7 +170,7 @@ BARE: Final = "a blocking worker on a Unix socket, no scheduler"
 
 
 def calls(title: str, is_actor: bool = False, *, factor: int = 0) -> Workload:
-    """Calls that do nothing: awaited one by one, or gathered if there is a factor."""
+    """Calls that do nothing: awaited one by one, or gathered if `factor` is given."""
 
     async def prepare(context: Context) -> Block:
         if context.system is None:
@@ -195,7 +196,7 @@ async def _stream(context: Context) -> Block:
 
 
 def value(size: int, label: str, *, is_passed: bool = False) -> Workload:
-    """An array as an argument, or from task to task; small if few calls are made."""
+    """An array as an argument, or from task to task; a small one in a quick run."""
     times = 2 if is_passed else 1
 
     async def prepare(context: Context) -> Block:
@@ -233,7 +234,7 @@ def value(size: int, label: str, *, is_passed: bool = False) -> Workload:
 
 
 STOPS_WITHIN: Final = 3.0
-"""Seconds after which code counts as not stopped at all."""
+"""Seconds after which code counts as not stopped."""
 SPINNING: Final = """
 from benchmarks.tasks import spin
 while True:
@@ -245,7 +246,7 @@ while True:
 
 
 async def _cancel(context: Context) -> Block:
-    """Time from the cancel until the code has stopped: its connection ends."""
+    """Measure the time from the cancel until the code's connection ends."""
     latch = context.stack.enter_context(open_latch())
     if context.system is None:
         words = sys.executable, "-c", SPINNING.format(os.getpid())
@@ -270,22 +271,22 @@ async def _cancel(context: Context) -> Block:
     return block
 
 
-async def _stopped(latch: Latch, cancel: Callable[[], object]) -> float:
+async def _stopped(latch: socket, cancel: Callable[[], object]) -> float:
     loop = asyncio.get_running_loop()
-    with await latch.connected() as connection:
+    with await connected(latch) as connection:
         start = perf_counter()
         cancel()
         try:
             await asyncio.wait_for(loop.sock_recv(connection, 1), STOPS_WITHIN)
         except TimeoutError:
             raise UnsupportedError(
-                f"what was cancelled ran on, {STOPS_WITHIN:g} s later as well"
+                f"the code still ran {STOPS_WITHIN:g} s after the cancel"
             ) from None
         return perf_counter() - start
 
 
 def isolation(function: Callable[[int], Any], library: str = "") -> Workload:
-    """A quarter of a GPU and a fresh process for each task, many gathered."""
+    """Gathered tasks with a quarter of a GPU and a fresh process each."""
     preload = (library,) if library else None
 
     async def prepare(context: Context) -> Block:
@@ -300,7 +301,7 @@ def isolation(function: Callable[[int], Any], library: str = "") -> Workload:
         need = Need(0.25, True)
         if reason := context.system.lacks("gpus"):
             need = Need(is_isolated=True)
-            context.notes["gpus"] = f"{reason}: the process alone"
+            context.notes["gpus"] = f"{reason}: a fresh process only"
         call = context.system.task(function, need)
         if library and context.system.lacks("preload"):
             context.notes["imports"] = f"each process imports {library} anew"
@@ -332,7 +333,7 @@ DAY_LIMIT: Final = 20.0
 
 
 def day(title: str, share: float, is_isolated: bool = False) -> Workload:
-    """A drawn load of fractions, whole GPUs and pairs, which comes in waves."""
+    """A random load of fractions, whole GPUs and pairs, which comes in waves."""
 
     async def prepare(context: Context) -> Block:
         calls: list[Call] = []
@@ -340,7 +341,7 @@ def day(title: str, share: float, is_isolated: bool = False) -> Workload:
             for each in DAY_CLASSES:
                 need = Need(each.amount / UNIT, is_isolated)
                 calls.append(context.system.task(tasks.hold, need))
-            # A first day of eight tasks, so that processes are there.
+            # Eight tasks first, to start the processes.
             await asyncio.gather(*(calls[0](50) for _ in range(8)))
 
         async def block(amount: Amount) -> Figures:
@@ -360,7 +361,7 @@ def day(title: str, share: float, is_isolated: bool = False) -> Workload:
     what = ("makespan", "waiting, p50", "waiting, p99")
     return Workload(
         [Metric(f"{title}: {each}") for each in what],
-        "first fit, carried out without cost",
+        "first fit, at no cost",
         prepare,
         Setup(num_cpus=16, num_gpus=DAY_GPUS),
         seconds=45,
@@ -369,7 +370,7 @@ def day(title: str, share: float, is_isolated: bool = False) -> Workload:
 
 
 async def _live(trace: Trace, calls: Sequence[Call]) -> tuple[float, list[float]]:
-    """Submit each task when it arrives; return the makespan and all waits."""
+    """Submit each task when it arrives; return the makespan and all waiting times."""
     begin = monotonic() + 0.05
 
     async def one(arrival: float, size: int, duration: float) -> Any:
@@ -400,7 +401,7 @@ async def _start(context: Context) -> Block:
         assert process.stdout is not None
         line = await process.stdout.readline()
         took = perf_counter() - start
-        await process.wait()  # its end is not counted, but disturbs nobody
+        await process.wait()  # not timed, but must not disturb the next block
         if not line.strip().isdigit():
             raise RuntimeError("the program ended without a result")
         return [[took]]
@@ -409,16 +410,17 @@ async def _start(context: Context) -> Block:
 
 
 PORTION: Final = 1_000
-"""Calls that are made in one turn of the loop."""
+"""Calls in one turn of the loop."""
 SUBMITTING: Final = 14.0
 """Seconds after which no further call is made."""
 QUIET: Final = 0.25
-"""Of one core: what a system uses at most that has taken in all tasks."""
+"""Share of one core: a system that uses less has taken in all tasks."""
 QUIET_WITHIN: Final = 8.0
+"""Seconds after which a system counts as quiet."""
 
 
 async def _waiting(context: Context) -> Block:
-    """Submit very many tasks behind one that holds the only CPU."""
+    """Submit a million tasks behind one that holds the only CPU."""
     system = context.system
     if system is None:
         loop = asyncio.get_running_loop()
@@ -436,16 +438,16 @@ async def _waiting(context: Context) -> Block:
 
     async def block(amount: Amount) -> Figures:
         await submit(0)
-        held = [system.task(tasks.wait_for_release, Need())(os.getpid())]
-        context.stack.enter_context(await latch.connected())
-        context.stack.callback(held.clear)
+        running = [system.task(tasks.wait_for_release, Need())(os.getpid())]
+        context.stack.enter_context(await connected(latch))
+        context.stack.callback(running.clear)
         return await _fill(submit, amount, context)
 
     return block
 
 
 async def _fill(call: Call, amount: Amount, context: Context) -> Figures:
-    """Submit so many, or as many as can be in time."""
+    """Submit `amount.waiting` tasks, or as many as the time allows."""
     handles: list[Any] = [None] * amount.waiting
     gc.collect()
     before, start, count = _memory(), perf_counter(), 0
@@ -462,7 +464,7 @@ async def _fill(call: Call, amount: Amount, context: Context) -> Figures:
 
 
 async def _until_quiet() -> float:
-    """Return after how many seconds all processes have next to nothing to do."""
+    """Return the seconds until all processes are nearly idle."""
     start = perf_counter()
     while (began := perf_counter()) < start + QUIET_WITHIN:
         busy = cpu_time([os.getpid(), *descendants()])
@@ -473,10 +475,10 @@ async def _until_quiet() -> float:
 
 
 def _memory() -> int:
-    """Bytes of this process and all below it, what they share counted once."""
+    """Return the bytes of this process and all below it; shared pages count once."""
     total = 0
     for pid in (os.getpid(), *descendants()):
-        with suppress(OSError, KeyError, IndexError):  # it has ended meanwhile
+        with suppress(OSError, KeyError, IndexError):  # ended meanwhile
             total += memory(pid)["Pss"]
     return total
 
@@ -522,4 +524,4 @@ WORKLOADS: Final = {
         *(_waiting, Setup(num_cpus=1, is_fresh=True), 100),
     ),
 }
-"""In the order in which they run."""
+"""In the order of a full run."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -12,14 +11,7 @@ import click
 import uvloop
 
 from benchmarks import report
-from benchmarks.micro import (
-    backlog,
-    calls,
-    isolation,
-    scheduler,
-    start,
-    values,
-)
+from benchmarks.micro import backlog, calls, isolation, scheduler, start, values
 from benchmarks.micro.rows import HEAD, Benchmark, Row, Scale, UnavailableError, table
 
 BENCHMARKS: Final[Mapping[str, Benchmark]] = {
@@ -40,7 +32,7 @@ BENCHMARKS: Final[Mapping[str, Benchmark]] = {
     "service": calls.service,
     "ray": calls.ray,
 }
-"""In the order in which they run."""
+"""In the order of a full run."""
 LIBRARIES: Final = ("aiogpu", "uvloop", "msgpack", "cloudpickle", "nvidia-ml-py")
 LISTING: Final = "\b\nNames:\n" + "\n".join(
     f"  {name:12}{(run.__doc__ or '').splitlines()[0]}"
@@ -52,28 +44,27 @@ LISTING: Final = "\b\nNames:\n" + "\n".join(
 @click.argument("names", nargs=-1, type=click.Choice(list(BENCHMARKS)), metavar="NAME")
 @report.options
 def main(names: Sequence[str], file: Path | None, keep: bool, quick: bool) -> None:
-    """Measure what operations of aiogpu cost, each beside its floor.
+    """Measure the cost of aiogpu's operations, each beside its floor.
 
-    Runs the benchmarks NAME, all of them by default (about eight minutes), and prints
-    a row for each figure: its p50 and p99, the floor's, the ratio of both (the median
-    over blocks that run in turn), its goal and whether that is met. A slow result is
-    no failure. Nothing else should run on the machine.
+    Runs the benchmarks NAME, by default all of them (about eight minutes). Prints a row
+    for each figure: p50 and p99, those of the floor, their ratio (the median over
+    blocks that run in turn), the goal and the verdict. A slow result is no failure.
+    Nothing else should run on the machine.
     """
     machine = report.machine(report.versions(LIBRARIES))
     click.echo(machine)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        scale: Scale = lambda full, few: few if quick else full  # noqa: E731
-        rows = runner.run(measure(names or list(BENCHMARKS), scale))
+    scale: Scale = lambda full, few: few if quick else full  # noqa: E731
+    rows = uvloop.run(measure(names or list(BENCHMARKS), scale))
     machine = f"{machine} before and {report.load_average()} after."
     lines = [HEAD, *(row.cells(quick) for row in rows)]
     click.echo(f"{table(lines)}\n{machine}")
-    found = [{**asdict(row), "verdict": row.verdict(quick)} for row in rows]
+    judged = [{**asdict(row), "verdict": row.verdict(quick)} for row in rows]
     page, text = report.RESULTS / "micro.md", f"{machine}\n\n{report.markdown(lines)}"
-    report.keep_run(page, text, {"machine": machine, "rows": found}, file, keep)
+    report.keep_run(page, text, {"machine": machine, "rows": judged}, file, keep)
 
 
 async def measure(names: Sequence[str], scale: Scale) -> list[Row]:
-    """Return all rows, in order; one that cannot be measured here says so."""
+    """Return all rows in order; a row without figures says why it has none."""
     rows: list[Row] = []
     for name in names:
         click.echo(f"{name} ...", err=True)

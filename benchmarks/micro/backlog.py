@@ -1,8 +1,8 @@
-"""Very many waiting tasks: what they weigh, and how long they hold the event loop.
+"""A million waiting tasks: their memory, and how long they block the event loop.
 
-Runs as a program, so that the memory is its own: `python -m benchmarks.micro.backlog
-COUNT` prints what it found as JSON. A task holds the node's only CPU, and all others
-wait behind it. The garbage collector is off: how long it takes is the user's to choose.
+Runs as a program, to have memory of its own: `python -m benchmarks.micro.backlog COUNT`
+prints the measurements as JSON. One task holds the node's only CPU, and all others wait
+behind it. The garbage collector is off: the user decides when it runs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import uvloop
 
 import aiogpu
 from benchmarks import tasks
-from benchmarks.latch import open_latch
+from benchmarks.latch import connected, open_latch
 from benchmarks.micro.rows import BUSY, MS, Goal, Row, Scale
 from benchmarks.micro.start import run_python
 from benchmarks.processes import status_bytes
@@ -30,11 +30,11 @@ from benchmarks.processes import status_bytes
 LONGEST: Final = Goal(20, "ms")
 HEAVIEST: Final = Goal(1024, "bytes")
 PORTION: Final = 1_000
-"""Calls that the user makes in one turn of the loop."""
+"""Calls that the user's code makes in one turn of the loop."""
 PART: Final = 10
-"""One in so many is cancelled, or finishes."""
+"""One task in ten is cancelled, or finishes."""
 SETTLING: Final = 200_000_000
-"""Nanoseconds for which the loop is watched on, for what was put off."""
+"""Nanoseconds for which the loop is watched longer, since work may be deferred."""
 
 
 async def backlog(scale: Scale) -> list[Row]:
@@ -43,16 +43,16 @@ async def backlog(scale: Scale) -> list[Row]:
     return rows_of(json.loads(run_python("-m", __name__, f"{count}")), count)
 
 
-def rows_of(found: dict[str, Any], count: int) -> list[Row]:
-    """Return the rows of what the program printed."""
+def rows_of(measured: dict[str, Any], count: int) -> list[Row]:
+    """Return the rows of the program's output."""
     name, note = "backlog: memory of a waiting task", "its handle included"
-    rows = [Row(name, "bytes", found["bytes"], HEAVIEST, note)]
-    for stage, hold in found["holds"].items():
+    rows = [Row(name, "bytes", measured["bytes"], HEAVIEST, note)]
+    for stage, hold in measured["holds"].items():
         longest, on_cpu = hold["longest"] / MS, hold["on_cpu"] / MS
         fault = ""
         if not LONGEST.admits(longest) and LONGEST.admits(on_cpu):
-            # Code of ours that waits would show here too, and on a quiet machine still.
-            fault = f"it ran {on_cpu:.1f} ms of these; {BUSY}"
+            # If aiogpu's own code waited, a quiet machine would show this as well.
+            fault = f"the thread ran for {on_cpu:.1f} ms of these; {BUSY}"
         note = f"{hold['whole'] / MS:,.0f} ms in all"
         if hold["calls"]:
             calls = count if stage == "submitting" else count // PART
@@ -64,13 +64,13 @@ def rows_of(found: dict[str, Any], count: int) -> list[Row]:
 
 @dataclass(slots=True)
 class Hold:
-    """What was seen of one stretch of the loop's life, in nanoseconds.
+    """One stretch of the loop's life, in nanoseconds.
 
     Attributes:
-        longest: the loop's longest turn without the user's code, or the user's
-            longest single call, whichever is longer.
-        on_cpu: how much of that this thread was running.
-        calls: what the user's calls took together.
+        longest: the loop's longest turn without the user's code, or the user's longest
+            single call, whichever is longer.
+        on_cpu: time within `longest` in which this thread ran.
+        calls: total time of the user's calls.
         whole: the stretch.
     """
 
@@ -80,7 +80,7 @@ class Hold:
     whole: int = 0
 
     def note(self, wall: int, on_cpu: int) -> None:
-        """Keep the longest."""
+        """Keep the longest turn or call."""
         if wall > self.longest:
             self.longest, self.on_cpu = wall, on_cpu
 
@@ -88,8 +88,8 @@ class Hold:
 class LoopMonitor:
     """Watches the running loop by a chain of `call_soon`, one stretch at a time.
 
-    What the user's own code takes in a turn is subtracted, but not what a single call
-    takes that it makes: of a thousand short calls the user decides, of a long one not.
+    The time of the user's code in a turn is subtracted, since the user decides how many
+    calls to make. A single call counts by itself: its time is aiogpu's.
     """
 
     def __init__(self) -> None:
@@ -121,7 +121,7 @@ class LoopMonitor:
         self._turn, self._turn_on_cpu = now, on_cpu
 
     def call(self, call: Callable[[int], object], numbers: range) -> None:
-        """Run the user's code: a call for each number, all in one turn of the loop."""
+        """Make a call for each number as the user's code, in one turn of the loop."""
         hold = self._hold
         assert hold is not None, "watch first"
         start, start_on_cpu = perf_counter_ns(), thread_time_ns()
@@ -137,22 +137,22 @@ class LoopMonitor:
     async def call_in_portions(
         self, call: Callable[[int], object], numbers: range, portion: int = PORTION
     ) -> None:
-        """Run the user's code, so many calls in each turn of the loop."""
+        """Make the calls as the user's code, `portion` of them in each turn."""
         for start in range(0, len(numbers), portion):
             self.call(call, numbers[start : start + portion])
             await asyncio.sleep(0)
 
 
 async def settle() -> None:
-    """Let the loop turn on for a moment."""
+    """Let the loop run for a moment."""
     until = perf_counter_ns() + SETTLING
-    while perf_counter_ns() < until:  # noqa: ASYNC110 - the turns are what is wanted
+    while perf_counter_ns() < until:  # noqa: ASYNC110 - each turn is measured
         await asyncio.sleep(0)
 
 
 async def measure(count: int) -> dict[str, Any]:
-    """Fill the node with waiting tasks; return what each stage took."""
-    # Made before any memory is measured: the list is the user's.
+    """Fill the node with waiting tasks; return the measurements of each stage."""
+    # The list belongs to the user, so it is made before any memory is measured.
     handles: list[Any] = [None] * count
     holds: dict[str, Hold] = {}
     monitor, call = LoopMonitor(), aiogpu.remote(tasks.noop).remote
@@ -176,7 +176,7 @@ async def measure(count: int) -> dict[str, Any]:
         await call(0)
         with open_latch() as latch:
             first = aiogpu.remote(tasks.wait_for_release).remote(os.getpid())
-            running = await latch.connected()
+            running = await connected(latch)
         gc.collect()
         before = status_bytes("VmRSS")
         with monitor.watch() as holds["submitting"]:
@@ -188,7 +188,7 @@ async def measure(count: int) -> dict[str, Any]:
             await settle()
         await cancel_some("cancelling at once", count)
         await cancel_some("cancelling in portions", PORTION)
-        # Those that were cancelled last have come back behind all others.
+        # Tasks that were cancelled were submitted again, behind all others.
         waiting = [place for place in range(count) if place % PART]
         with monitor.watch() as holds["finishing"]:
             running.close()
@@ -196,17 +196,13 @@ async def measure(count: int) -> dict[str, Any]:
         await first
         with monitor.watch() as holds["shutdown"]:
             await session.shutdown()
-    found = {stage: asdict(hold) for stage, hold in holds.items()}
-    return {"bytes": weight, "holds": found}
-
-
-def main(count: str) -> None:
-    """Measure, print, and leave without tidying up a million handles."""
-    gc.disable()
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        print(json.dumps(runner.run(measure(int(count)))), flush=True)
-    os._exit(0)
+    return {
+        "bytes": weight,
+        "holds": {name: asdict(hold) for name, hold in holds.items()},
+    }
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    gc.disable()
+    print(json.dumps(uvloop.run(measure(int(sys.argv[1])))), flush=True)
+    os._exit(0)  # without freeing a million handles

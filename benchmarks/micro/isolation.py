@@ -1,4 +1,4 @@
-"""GPU tasks in a process of their own, and tasks that are cancelled."""
+"""GPU tasks in a process of their own; tasks that are cancelled."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ from typing import Any, Final, cast
 import aiogpu
 from benchmarks import tasks
 from benchmarks.forks import open_forks, zygote_image
-from benchmarks.latch import open_latch
+from benchmarks.latch import connected, open_latch
 from benchmarks.micro import rows
 from benchmarks.micro.rows import MS, Goal, Row, Scale, UnavailableError
 from benchmarks.timing import (
     Block,
-    Call,
     Pair,
     mean_of_all,
     one_at_a_time,
@@ -33,23 +32,23 @@ REUSED: Final[dict[str, Any]] = {"num_gpus": 0.25, "max_calls": 0}
 BACK_TO_BACK: Final = Goal(1.2, "x fork")
 SPACED: Final = Goal(2, "x reused")
 FORKS_BETWEEN: Final = 3
-"""Spaced calls have a pause of so many forks before them."""
+"""The pause before a spaced call, in times of a fork."""
 GRACE: Final = 0.2
-"""Seconds between a cancel and the kill of code that cannot be interrupted."""
+"""Seconds between a cancel and the kill of code that ignores interrupts."""
 POLL: Final = 0.001
-"""Seconds after which the free GPUs are asked for again."""
+"""Seconds between two queries of the free GPUs."""
 CALLER: Final = Goal(5, "ms")
 SHARE: Final = Goal(50, "ms")
 AFTER_GRACE: Final = Goal(100, "ms")
 
 
 def in_script(function: Callable[[int], Any]) -> Callable[[int], Any]:
-    """Return the function as if a script had defined it, so that it travels by value.
+    """Return the function as if a script had defined it, so that it is sent by value.
 
-    A function of a module has the module imported, in each fresh process again.
+    For a function of a module, each fresh process has to import the module.
 
     Args:
-        function: uses nothing global.
+        function: uses no globals.
     """
     source = cast("Any", function)
     names = {"__name__": "__main__", "__builtins__": builtins}
@@ -61,28 +60,24 @@ KINDS: Final[dict[str, tuple[Callable[[int], Any], tuple[str, ...], Goal]]] = {
     "numpy": (in_script(tasks.use_numpy), ("numpy",), Goal(1.5, "x fork")),
     "torch": (in_script(tasks.use_torch), ("torch",), Goal(1.2, "x fork")),
 }
-"""Functions, each with what is imported before the first fork, and its goal."""
-
-
-def _open_node(preload: tuple[str, ...] = ()) -> Any:
-    return aiogpu.init(num_cpus=4, num_gpus=1, preload=preload or "auto")
+"""Functions, each with the modules to import before the first fork, and the goal."""
 
 
 async def isolated(scale: Scale) -> list[Row]:
-    """A process for each call on a quarter of a GPU: 200 gathered; and one at a time.
+    """A process for each call on a quarter of a GPU: 200 gathered, and one at a time.
 
     The floor is the fork, exit and reaping of a process with the zygote's memory.
     """
-    found = []
+    table = []
     for kind, (function, preload, goal) in KINDS.items():
         name = f"isolated: gathered, {kind}"
         try:
             rows.require(*preload)
-            found.append(await _beside_forks(name, function, preload, goal, scale))
+            table.append(await _beside_forks(name, function, preload, goal, scale))
         except UnavailableError as reason:
-            found.append(Row(name, fault=str(reason)))
+            table.append(Row(name, fault=str(reason)))
     name, (function, _, _) = "isolated: back to back", KINDS["bare"]
-    return [*found, await _beside_forks(name, function, (), BACK_TO_BACK, scale, True)]
+    return [*table, await _beside_forks(name, function, (), BACK_TO_BACK, scale, True)]
 
 
 async def _beside_forks(
@@ -94,29 +89,28 @@ async def _beside_forks(
     is_single: bool = False,
 ) -> Row:
     count, image = scale(50, 4), zygote_image(preload or None)
-    async with _open_node(preload):
+    async with aiogpu.init(num_cpus=4, num_gpus=1, preload=preload or "auto"):
         call = aiogpu.remote(**ISOLATED)(function).remote
         with open_forks() as bare, open_forks(image) as floor:
-            both = bare, floor
             if is_single:
-                runs = [partial(each.fork, count) for each in both]
+                runs = [partial(each.fork, count) for each in (bare, floor)]
                 runs.append(partial(one_at_a_time, call, count))
             else:
-                runs = [partial(each.fork_mean, count) for each in both]
+                runs = [partial(each.fork_mean, count) for each in (bare, floor)]
                 runs.append(partial(mean_of_all, call, scale(200, 8)))
-            bares, forks, found = await rotate(runs, scale(8, 1))
-    beside, p50 = Pair(bares, found).ratio, percentile(bares, 50) / MS
+            bares, forks, samples = await rotate(runs, scale(8, 1))
+    beside, p50 = Pair(bares, samples).ratio, percentile(bares, 50) / MS
     note = f"{beside:.2f} x a bare interpreter's {p50:.2f} ms"
-    return rows.times(name, "ms", Pair(forks, found), goal, note)
+    return rows.times(name, "ms", Pair(forks, samples), goal, note)
 
 
 async def spaced(scale: Scale) -> list[Row]:
-    """Isolated calls with a pause before each, in which a fresh worker is made.
+    """Isolated calls with a pause before each, in which the next worker is made.
 
-    Beside a reused worker's calls, back to back and with the same pauses.
+    Beside the calls of a reused worker, back to back and with the same pauses.
     """
     count = scale(50, 4)
-    async with _open_node():
+    async with aiogpu.init(num_cpus=4, num_gpus=1):
         with open_forks(zygote_image()) as image:
             await image.fork(count)
             fork = percentile([await image.fork(count)], 50) / MS
@@ -128,23 +122,21 @@ async def spaced(scale: Scale) -> list[Row]:
         )
         ways = (reused, 0), (reused, gap), (fresh, gap)
         runs = [partial(one_at_a_time, call, count, pause) for call, pause in ways]
-        close, apart, found = await rotate(runs, scale(8, 1))
+        close, apart, samples = await rotate(runs, scale(8, 1))
     note = f"{gap * 1000:.0f} ms between; fork {fork:.1f} ms"
-    floors = {"back to back": close, "as spaced": apart}
+    name = "spaced: beside reused, "
     return [
-        rows.times(
-            f"spaced: beside reused, {how}", "ms", Pair(floor, found), SPACED, note
-        )
-        for how, floor in floors.items()
+        rows.times(name + how, "ms", Pair(floor, samples), SPACED, note)
+        for how, floor in (("back to back", close), ("as spaced", apart))
     ]
 
 
 async def cancel(scale: Scale) -> list[Row]:
-    """A busy loop, and code blocked in C, cancelled while they run.
+    """A busy loop, and code that is blocked in C, cancelled while they run.
 
-    Timed: when the caller goes on, and when the GPU is free. The slowest is judged.
+    Timed until the caller continues, and until the GPU is free. The slowest is judged.
     """
-    found = []
+    table = []
     note = f"grace of {GRACE * 1000:.0f} ms subtracted"
     async with aiogpu.init(num_cpus=1, num_gpus=1):
         for worker, max_calls in (("isolated", 1), ("reused", 0)):
@@ -160,40 +152,42 @@ async def cancel(scale: Scale) -> list[Row]:
                 ("share of C code after its grace", after, AFTER_GRACE, note),
             ):
                 name = f"cancel: {what}, {worker}"
-                found.append(rows.slowest(name, samples, goal, *notes))
-    return found
+                table.append(rows.slowest(name, samples, goal, *notes))
+    return table
 
 
 async def _cancelled(
     function: Callable[[int], None], count: int, options: dict[str, Any]
 ) -> tuple[Block, Block, Block]:
-    """Cancel so many, one after the other, each once it runs; in turn by each way.
+    """Cancel tasks one after the other, each once it runs, in turn in two ways.
 
-    Returns nanoseconds from the cancel: until the caller went on, where its handle was
-    cancelled, and where the asyncio task that awaited it was; until the GPU was free.
+    Returns:
+        Nanoseconds from the cancel until the caller continued, where its handle was
+        cancelled; the same where the asyncio task that awaited the handle was
+        cancelled; nanoseconds until the GPU was free.
     """
-    call: Call = aiogpu.remote(**options)(in_script(function)).remote
+    call: Any = aiogpu.remote(**options)(in_script(function)).remote
     by_handle, by_waiter, share = Block(), Block(), Block()
-    went_on = Block()
+    continued = Block()
 
     async def wait(handle: Any) -> None:
         try:
             await handle
         finally:
-            went_on.append(perf_counter_ns())
+            continued.append(perf_counter_ns())
 
     with open_latch() as latch:
         for number in range(count):
-            handle: Any = call(os.getpid())
+            handle = call(os.getpid())
             waiter = asyncio.create_task(wait(handle))
-            running = await latch.connected()
-            if function is tasks.hang:  # it closes its end just before it blocks
+            running = await connected(latch)
+            if function is tasks.hang:  # closes its end just before it blocks
                 await asyncio.get_running_loop().sock_recv(running, 1)
             running.close()
             start, is_by_waiter = perf_counter_ns(), number % 2
             (waiter if is_by_waiter else handle).cancel()
             await asyncio.wait([waiter])
-            (by_waiter if is_by_waiter else by_handle).append(went_on[-1] - start)
+            (by_waiter if is_by_waiter else by_handle).append(continued[-1] - start)
             while (await aiogpu.available_resources())["GPU"] < 1:  # noqa: ASYNC110 - as users do
                 await asyncio.sleep(POLL)
             share.append(perf_counter_ns() - start)

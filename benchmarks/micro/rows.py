@@ -1,9 +1,9 @@
-"""Rows: a figure beside its floor, held against a goal; and tables of them."""
+"""Rows: a figure beside its floor, compared with a goal; and a table of rows."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from typing import Final, NamedTuple
 
@@ -14,19 +14,19 @@ UNITS: Final = {"us": 1e3, "ms": 1e6}
 MS: Final = 1_000_000
 BUSY: Final = "the machine is busy"
 SLOWEST_FLOOR: Final = 30_000
-"""Nanoseconds. A floor on one core whose p50 is above this was measured on a busy
-machine; what a core takes to wake, where there are two, is the machine's own."""
+"""Nanoseconds. A floor on one core with a higher p50 was measured on a busy machine. On
+two cores the time for a core to wake up depends on the machine."""
 LOWEST_RATE: Final = 80_000
-"""The same for pipelined calls of the floor, in calls per second."""
+"""Calls per second: the same limit for gathered calls of the floor."""
 HEAD: Final = (
     *("", "p50", "p99", "unit", "floor p50", "p99"),
     *("ratio", "note", "goal", "verdict"),
 )
-ON_THE_LEFT: Final = {0, 3, 7, 8, 9}
-"""Columns of words."""
+SIDES: Final = "<>><>>><<<"
+"""The alignment of each column in a terminal: words left, numbers right."""
 
 Scale = Callable[[int, int], int]
-"""Chooses between the number of a full run and that of a quick one."""
+"""Returns its first argument in a full run, its second in a quick run."""
 
 
 class UnavailableError(Exception):
@@ -41,7 +41,7 @@ def require(*modules: str) -> None:
 
 
 class Goal(NamedTuple):
-    """The bound of a figure: the most that it may be, or the least."""
+    """The upper bound of a figure, or its lower bound."""
 
     bound: float
     unit: str
@@ -51,7 +51,7 @@ class Goal(NamedTuple):
         return f"{'>=' if self.is_least else '<='} {self.bound:g} {self.unit}"
 
     def admits(self, figure: float) -> bool:
-        """Return whether the figure keeps to the bound."""
+        """Return True if the figure is within the bound."""
         return figure >= self.bound if self.is_least else figure <= self.bound
 
 
@@ -61,10 +61,10 @@ class Row:
 
     Attributes:
         p50, p99, floor, floor_p99, ratio: None where the row has none.
-        judged: the figure that is held against the goal, `p50` by default.
-        note: what else is to be known, such as the spread of the blocks.
-        fault: what makes the run invalid, or why there are no figures.
-        samples, floor_samples: raw, in nanoseconds, block by block.
+        judged: the figure that is compared with the goal, `p50` by default.
+        note: more facts, such as the spread of the blocks.
+        fault: why the run is invalid, or why there are no figures.
+        samples, floor_samples: nanoseconds, block by block.
     """
 
     name: str
@@ -109,12 +109,12 @@ Benchmark = Callable[[Scale], Awaitable[list[Row]]]
 
 
 def spread(ratios: Sequence[float]) -> str:
-    """Return the lowest and the highest, for a note."""
+    """Return the lowest and the highest ratio as a note."""
     return f"blocks {min(ratios):.2f} to {max(ratios):.2f}"
 
 
 def slow_floor(blocks: Sequence[Block]) -> str:
-    """Return a fault if calls of the floor, on one core, took too long."""
+    """Return a fault if the floor's calls, on one core, took too long."""
     if percentile(blocks, 50) <= SLOWEST_FLOOR:
         return ""
     return f"the floor's p50 is above {SLOWEST_FLOOR / 1e3:g} us; {BUSY}"
@@ -130,17 +130,17 @@ def times(
     calls: int = 1,
     fault: str = "",
 ) -> Row:
-    """Return times beside the floor's; the goal is about their ratio.
+    """Return a row of times; the goal is about their ratio to the floor's.
 
     Args:
-        name: of the row.
-        unit: of time.
-        pair: what was measured.
+        name: name of the row.
+        unit: "us" or "ms".
+        pair: the blocks.
         goal: None to report only.
-        notes: what is to be said besides the spread.
-        ratio: the pair's by default.
-        calls: that each sample stands for, on both sides.
-        fault: what makes the run invalid.
+        notes: notes after the spread.
+        ratio: the pair's ratio by default.
+        calls: calls in each sample, on both sides.
+        fault: why the run is invalid.
     """
     ratio, each = pair.ratio if ratio is None else ratio, UNITS[unit] * calls
     return Row(
@@ -166,20 +166,18 @@ def rates(
     pair: Pair,
     calls: int,
     goal: Goal | None,
-    *notes: str,
     absolute: bool = False,
     lowest: float = LOWEST_RATE,
 ) -> Row:
-    """Return rates of overlapping calls beside the floor's; the ratio is one of rates.
+    """Return a row of rates of overlapping calls; the ratio is one of rates.
 
     Args:
-        name: of the row.
+        name: name of the row.
         unit: "calls/s" or the like.
-        pair: what was measured.
-        calls: in a block.
-        goal: of the ratio, or of the rate itself if `absolute`.
-        notes: what is to be said besides the spread.
-        absolute: whether the goal is about the rate.
+        pair: the blocks, of one sample each.
+        calls: calls in a block.
+        goal: goal of the ratio, or of the rate itself if `absolute`.
+        absolute: compare the rate with the goal.
         lowest: rate of the floor below which the run is invalid.
     """
     rate, floor = (calls * 1e9 / percentile(each, 50) for each in pair[::-1])
@@ -189,7 +187,7 @@ def rates(
         unit,
         rate,
         goal,
-        "; ".join([spread([1 / ratio for ratio in pair.ratios]), *notes]),
+        spread([1 / ratio for ratio in pair.ratios]),
         f"the floor is below {lowest / 1000:g} k/s; {BUSY}" if is_slow else "",
         floor=floor,
         ratio=1 / pair.ratio,
@@ -200,17 +198,17 @@ def rates(
 
 
 def plain(name: str, blocks: Sequence[Block], goal: Goal) -> Row:
-    """Return milliseconds by themselves; the goal is about their p50."""
+    """Return a row of milliseconds without a floor; the goal is about their p50."""
     p50, p99 = (percentile(blocks, each) / MS for each in (50, 99))
     return Row(name, "ms", p50, goal, p99=p99, samples=blocks)
 
 
 def slowest(name: str, samples: Block, goal: Goal, *notes: str, fault: str = "") -> Row:
-    """Return milliseconds of which the slowest is judged: the goal holds for all."""
-    p50, p99 = (percentile([samples], each) / MS for each in (50, 99))
+    """Return a row of milliseconds; the goal is about the slowest sample."""
     most = max(samples) / MS
     note = "; ".join([f"slowest of {len(samples)}: {most:.1f} ms", *notes])
-    return Row(name, "ms", p50, goal, note, fault, p99, judged=most, samples=[samples])
+    row = plain(name, [samples], goal)
+    return replace(row, note=note, fault=fault, judged=most)
 
 
 def _number(value: float | None) -> str:
@@ -222,10 +220,6 @@ def _number(value: float | None) -> str:
 def table(lines: Sequence[Sequence[str]]) -> str:
     """Render lines of cells for a terminal."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if column in ON_THE_LEFT else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    )
+    pairs = zip(SIDES, widths, strict=True)
+    line = "  ".join(f"{{:{side}{width}}}" for side, width in pairs)
+    return "\n".join(line.format(*cells).rstrip() for cells in lines)

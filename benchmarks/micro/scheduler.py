@@ -1,4 +1,4 @@
-"""The scheduler alone, without processes and sockets: what a decision costs."""
+"""The cost of a decision of the scheduler alone, without processes and sockets."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from benchmarks.timing import Block, alternate
 GPUS: Final = 4
 RUNNING: Final = 4 * GPUS
 LEAST_SHARE: Final = 0.9
-"""Of one core; below it others ran on it."""
+"""Share of one core; with less, other processes ran on that core."""
 RATE: Final = Goal(100_000, "cycles/s", is_least=True)
 DEEP: Final = Goal(1.3, "x few")
 WIDE: Final = Goal(3, "x 4 GPUs")
 MIX: Final = [task_spec(UNIT * quarters // 4) for quarters in (1, 2, 4, 8)]
 ONE_OF_EACH: Final = 3.75
-"""GPUs that the mix takes."""
+"""GPUs that one task of each kind of the mix takes together."""
 MANY_GPUS: Final = 1_000
 ALIVE: Final = 100
 """Tasks of each kind of the mix that run on many GPUs."""
@@ -37,11 +37,11 @@ EXTRA: Final = 16
 EVENT: Final = 10e-6
 """Seconds of simulated time from one event to the next."""
 TOOK: Final = 5e-6
-"""Seconds that every task is said to have taken: short enough to be sent ahead."""
+"""Reported duration of every task in seconds: short enough to be sent ahead."""
 
 
 class Load:
-    """A simulated node with tasks, of which random ones end."""
+    """A simulated node whose tasks end in random order."""
 
     def __init__(self, cpus: int, gpus: int) -> None:
         config = SchedulerConfig(idle_workers=WARM + cpus)
@@ -60,7 +60,7 @@ class Load:
         self._note(self.node.submit(TaskId(self._last), spec, self._now))
 
     def finish(self) -> TaskSpec:
-        """End the task that a random busy worker runs; return what it was."""
+        """End the task of a random busy worker; return the task's description."""
         self._now += EVENT
         place = self._random.randrange(len(self.busy))
         worker = self.busy[place]
@@ -74,7 +74,7 @@ class Load:
         self.busy += [worker for _, worker in started]
 
     async def cycles(self, count: int) -> Block:
-        """Finish a task and submit one like it, so often; the scheduler's own time."""
+        """Finish tasks and submit the same again; return the scheduler's own time."""
         before = self.node.spent
         for _ in range(count):
             self.submit(self.finish())
@@ -83,18 +83,18 @@ class Load:
 
 async def scheduler(scale: Scale) -> list[Row]:
     """Decisions by themselves; with a million waiting tasks; with a thousand GPUs."""
-    found = [_rate(scale)]
+    table = [_rate(scale)]
     gc.collect()
     gc.disable()
     try:
-        found += [await _deep_cycles(scale), await _deep_fill(scale)]
+        table += [await _deep_cycles(scale), await _deep_fill(scale)]
     finally:
         gc.enable()
-    return found + await _wide(scale)
+    return table + await _wide(scale)
 
 
 def _rate(scale: Scale) -> Row:
-    """From submission to end, one task after the other."""
+    """Measure submission to end, one task after the other."""
     node, spec = SimulatedNode(4, GPUS), task_spec(UNIT // 4)
     step = node.scheduler
     worker = node.submit(TaskId(1), spec, 0.0)[0][1]
@@ -110,14 +110,16 @@ def _rate(scale: Scale) -> Row:
             block.append(perf_counter_ns() - start)
         blocks.append(block)
     share = (thread_time_ns() - began_on_cpu) / (perf_counter_ns() - began)
-    fault = "" if share >= LEAST_SHARE else f"it had {share:.0%} of a core; {BUSY}"
+    fault = (
+        "" if share >= LEAST_SHARE else f"the thread had {share:.0%} of a core; {BUSY}"
+    )
     rates = [1e9 * len(block) / sum(block) for block in blocks]
     note = f"blocks {min(rates):,.0f} to {max(rates):,.0f}"
     return Row("scheduler: rate", "cycles/s", median(rates), RATE, note, fault)
 
 
 async def _deep_cycles(scale: Scale) -> Row:
-    """A task ends and another is submitted, while few or very many wait."""
+    """Measure an end and a submission while few or very many tasks wait."""
     loads, spec = (Load(RUNNING, GPUS), Load(RUNNING, GPUS)), task_spec(UNIT // 4)
     for load, waiting in zip(loads, (1_000, scale(1_000_000, 2_000)), strict=True):
         for _ in range(RUNNING + waiting):
@@ -126,7 +128,7 @@ async def _deep_cycles(scale: Scale) -> Row:
 
 
 async def _deep_fill(scale: Scale) -> Row:
-    """All tasks are submitted, then all end: few again and again, or very many."""
+    """Submit all tasks, then end all: few tasks many times, or very many once."""
     few, many, spec = scale(1_000, 100), scale(1_000_000, 2_000), task_spec(UNIT // 4)
     times = max(1, many // few // 5)
 
@@ -142,14 +144,13 @@ async def _deep_fill(scale: Scale) -> Row:
 
     runs = partial(fill, few, times), partial(fill, many, 1)
     pair = await alternate(*runs, scale(3, 1))
-    return rows.times(
-        "scheduler: fill and drain, a task", "us", pair, DEEP, calls=1_000
-    )
+    name = "scheduler: fill and drain, a task"
+    return rows.times(name, "us", pair, DEEP, calls=1_000)
 
 
 async def _wide(scale: Scale) -> list[Row]:
-    """A task ends and one like it is submitted, on few GPUs or on a thousand."""
-    few, many, found = Load(4 * GPUS, GPUS), Load(4 * MANY_GPUS, MANY_GPUS), []
+    """Measure an end and a submission on few GPUs and on a thousand."""
+    few, many, table = Load(4 * GPUS, GPUS), Load(4 * MANY_GPUS, MANY_GPUS), []
     for name, on_few, on_many in (
         ("room to spare", 1, ALIVE),
         ("full", EXTRA, int(MANY_GPUS / ONE_OF_EACH) - ALIVE + EXTRA),
@@ -157,8 +158,8 @@ async def _wide(scale: Scale) -> list[Row]:
         for load, count in ((few, on_few), (many, on_many)):
             for spec in MIX * count:
                 load.submit(spec)
-        found.append(await _cycles(f"1,000 GPUs, {name}", few, many, WIDE, scale))
-    return found
+        table.append(await _cycles(f"1,000 GPUs, {name}", few, many, WIDE, scale))
+    return table
 
 
 async def _cycles(what: str, easy: Load, hard: Load, goal: Goal, scale: Scale) -> Row:

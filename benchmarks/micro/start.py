@@ -1,4 +1,4 @@
-"""Starting: imports and the first result, in fresh interpreters."""
+"""Start: imports and the first result, in new interpreters."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ NAMES: Final = "from aiogpu import init, remote"
 
 
 async def start(scale: Scale) -> list[Row]:
-    """What importing adds to an interpreter's life; from `init` to the first result.
+    """Time that an import adds to a program; time from `init` to the first result.
 
-    And how many of asyncio's modules a worker has loaded that ran plain functions.
+    Also counts asyncio's modules in a worker that has run plain functions.
     """
     count = scale(25, 1)
-    run_python("-c", tasks.FIRST_RESULT)  # warms up the disk
+    run_python("-c", tasks.FIRST_RESULT)  # fills the disk cache
     first = [[int(run_python("-c", tasks.FIRST_RESULT))] for _ in range(count)]
     async with aiogpu.init(num_cpus=1):
         modules = await aiogpu.remote(tasks.count_asyncio).remote(0)
@@ -36,12 +36,12 @@ async def start(scale: Scale) -> list[Row]:
 
 
 async def _added(what: str, base: str, statement: str, most: float, count: int) -> Row:
-    """What a statement adds to the life of an interpreter that runs `base`."""
+    """Measure what a statement adds to the lifetime of a program that runs `base`."""
 
-    async def live(source: str) -> None:
+    async def run(source: str) -> None:
         run_python("-c", source)
 
-    runs = [partial(timing.timed, partial(live, each)) for each in (base, statement)]
+    runs = [partial(timing.timed, partial(run, each)) for each in (base, statement)]
     pair = timing.Pair(*await timing.rotate(runs, count))
     floor, p99 = (timing.percentile(pair.floor, each) / MS for each in (50, 99))
     return Row(
@@ -57,5 +57,5 @@ async def _added(what: str, base: str, statement: str, most: float, count: int) 
 
 
 def run_python(*words: str) -> str:
-    """Return what a fresh interpreter prints. Blocks the loop, which has no work."""
+    """Return the output of a new interpreter. Blocks the loop, which has no work."""
     return subprocess.check_output([sys.executable, *words], text=True)

@@ -1,7 +1,7 @@
-"""Values on their way: large ones and small ones.
+"""Transfer of values, large and small.
 
-A large one is an array, beside copying as much within one process, which is the least
-that a way to another process can take.
+A large value is an array. Its floor is a copy within one process: the least that a
+transfer to another process can take.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any, Final
 import aiogpu
 from benchmarks import tasks
 from benchmarks.micro import rows
-from benchmarks.micro.calls import one_by_one
+from benchmarks.micro.calls import in_turn
 from benchmarks.micro.rows import BUSY, MS, Goal, Row, Scale, UnavailableError
 from benchmarks.processes import reset_peak_memory, shared_memory, status_bytes
-from benchmarks.timing import Block, Pair, alternate, rotate, timed
+from benchmarks.timing import Block, Pair, alternate, one_at_a_time, rotate, timed
 
 MB: Final = 1_000_000
 THERE_AND_BACK: Final = Goal(1.4, "x two memcpys")
@@ -28,7 +28,7 @@ KILOBYTE: Final = bytes(1024)
 
 
 class Copying:
-    """The floor: copying within this process, to memory that has been written."""
+    """The floor: a copy within this process, to memory that was written before."""
 
     def __init__(self, size: int) -> None:
         self._numpy: Any = import_module("numpy")
@@ -36,7 +36,7 @@ class Copying:
         self._target = self._numpy.zeros_like(self.array)
 
     async def block(self, times: int) -> Block:
-        """Copy so many times; one sample."""
+        """Copy a number of times; return the total as one sample."""
 
         async def copy() -> None:
             for _ in range(times):
@@ -48,27 +48,23 @@ class Copying:
 async def values(scale: Scale) -> list[Row]:
     """100 MB there and back, by handle and from task to task; and 1 KB.
 
-    Each on a node of its own, so that no memory is warm from the others.
+    Each has a new node, so that no memory is warm from the others.
     """
-    found: list[Row] = []
+    table: list[Row] = []
     try:
         rows.require("numpy")
     except UnavailableError as reason:
-        found.append(Row("values: large", fault=str(reason)))
+        table.append(Row("values: large", fault=str(reason)))
     else:
         for large in (_ways, _by_handle, _task_to_task):
             async with aiogpu.init(num_cpus=1):
-                found += await large(scale(100 * MB, MB), scale)
+                table += await large(scale(100 * MB, MB), scale)
     async with aiogpu.init(num_cpus=1):
         call = _call(tasks.take)
-        pair = await one_by_one(
-            lambda _: call(),
-            lambda _: call(KILOBYTE),
-            scale(500, 20),
-            scale(40, 2),
-        )
+        both = (lambda _: call()), (lambda _: call(KILOBYTE))
+        pair = await in_turn(one_at_a_time, *both, scale(500, 20), scale(40, 2))
     small = rows.times("values: 1 KB argument", "us", pair, SMALL, "beside none")
-    return [*found, small]
+    return [*table, small]
 
 
 def _call(function: Any) -> Any:
@@ -80,10 +76,8 @@ async def _ways(size: int, scale: Scale) -> list[Row]:
     same, another = _call(tasks.give_same), _call(tasks.take_and_give)
     there, back = _call(tasks.take), _call(tasks.give_kept)
     calls = (
-        partial(same, array),
-        partial(another, array, size),
-        partial(there, array),
-        partial(back, size),
+        *(partial(same, array), partial(another, array, size)),
+        *(partial(there, array), partial(back, size)),
     )
     copies = [partial(copying.block, times) for times in (2, 1)]
     runs = [*copies, *(partial(timed, call) for call in calls)]
@@ -101,12 +95,13 @@ async def _by_handle(size: int, scale: Scale) -> list[Row]:
     await use(KILOBYTE)
     before = shared_memory()
     handle = await aiogpu.put(Copying(size).array)
-    pair = await one_by_one(lambda _: use(KILOBYTE), lambda _: use(handle), uses, 1)
+    both = (lambda _: use(KILOBYTE)), (lambda _: use(handle))
+    pair = await in_turn(one_at_a_time, *both, uses, 1)
     share = (shared_memory() - before) / size
     (without,), (samples,) = pair
-    fault = f"calls without it took longer; {BUSY}" if max(without) > MS else ""
+    fault = f"calls without the array took longer; {BUSY}" if max(without) > MS else ""
     name = f"values: {size / MB:g} MB by handle"
-    note = f"of as many without it: {max(without) / MS:.1f} ms"
+    note = f"of as many without the array: {max(without) / MS:.1f} ms"
     uses_note = f"shared memory for {2 * uses} uses"
     return [
         rows.slowest(f"{name}, each use", samples, USE, note, fault=fault),
@@ -127,7 +122,7 @@ async def _task_to_task(size: int, scale: Scale) -> list[Row]:
 
     pair = await alternate(partial(copying.block, 1), pass_on, scale(25, 2))
     name = f"values: {size / MB:g} MB task to task"
-    note = f"by which its memory grew at most, of {len(growths)} times"
+    note = f"largest growth of the driver's memory in {len(growths)} transfers"
     return [
         rows.times(name, "ms", pair),
         Row(f"{name}, driver", "MB", max(growths) / MB, HEAP, note),

@@ -19,7 +19,7 @@ from benchmarks.simulation.simulate import simulate, summary
 from benchmarks.simulation.trace import draw
 
 SIZES: Final = (1_000_000, 10_000), (100_000, 1_000)
-"""Tasks and GPUs of the runs that are kept."""
+"""Tasks and GPUs of the two runs of a full simulation."""
 QUICK: Final = 2_000, 64
 DAY: Final = 86_400.0
 HEAD: Final = [
@@ -29,8 +29,10 @@ HEAD: Final = [
 
 
 @click.command()
-@click.option("--tasks", type=click.IntRange(1), help="Tasks, for so many GPUs alone.")
-@click.option("--gpus", type=click.IntRange(GPUS_PER_NODE), help="GPUs that they have.")
+@click.option("--tasks", type=click.IntRange(1), help="Number of tasks; needs --gpus.")
+@click.option(
+    "--gpus", type=click.IntRange(GPUS_PER_NODE), help="Number of GPUs; needs --tasks."
+)
 @click.option("--seed", type=int, default=1, show_default=True)
 @report.options
 def main(
@@ -41,17 +43,17 @@ def main(
     keep: bool,
     quick: bool,
 ) -> None:
-    """Compare scheduling policies on a drawn trace of tasks, in simulated time.
+    """Compare scheduling policies on a random trace of tasks, in simulated time.
 
-    Prints how much of the GPUs each policy allocates, how much it leaves fragmented and
-    how long tasks of each size wait; and how fast aiogpu's scheduler decides. The same
-    seed gives the same figures, except for the speed. Without --tasks and --gpus there
-    are two runs: a million tasks on 10 000 GPUs, and a tenth of both.
+    Prints the shares of the GPUs that each policy allocates and fragments, the waiting
+    times of each size, and the speed of aiogpu's scheduler. The same seed gives the
+    same figures, except for the speed. Without --tasks and --gpus there are two runs: a
+    million tasks on 10 000 GPUs, and a tenth of both.
     """
     if (tasks is None) != (gpus is None):
         raise click.UsageError("--tasks and --gpus go together: give both or none.")
     if (gpus or 0) % GPUS_PER_NODE:
-        raise click.BadParameter(f"--gpus={gpus} is no multiple of {GPUS_PER_NODE}.")
+        raise click.BadParameter(f"--gpus={gpus} is not a multiple of {GPUS_PER_NODE}.")
     sizes = (QUICK,) if quick else ((tasks, gpus),) if tasks and gpus else SIZES
     runs = [compare(*size, seed) for size in sizes]
     text = "\n\n".join(map(render, runs))

@@ -1,9 +1,9 @@
-"""The policies that aiogpu's is compared with: first fit, and Ray's.
+"""The policies with which aiogpu's policy is compared: first fit, and Ray's.
 
-None of them waits for a large task: a task that does not fit is passed by every task of
-another size. Nodes have eight GPUs, and a task's GPUs are those of one node. Within a
+No policy here reserves GPUs for a large task: a task that does not fit is overtaken by
+tasks of other sizes. Nodes have eight GPUs, and a task's GPUs are on one node. Within a
 node a part of a GPU goes to the fullest GPU with room, whole GPUs are the lowest free
-ones, as in Ray. More than eight GPUs are as many free nodes at once (in Ray: a
+ones, as in Ray. More than eight GPUs are several free nodes at once (in Ray: a
 placement group).
 
 Ray's policy is its `HybridSchedulingPolicy` with the defaults: nodes with room are
@@ -63,7 +63,7 @@ class Queued:
 
     Attributes:
         left: free units of each GPU.
-        held: of each running task the units of each of its GPUs, and these.
+        held: for each running task, the units on each GPU, and the GPUs.
     """
 
     def __init__(self, trace: Trace, gpus: int) -> None:
@@ -78,11 +78,11 @@ class Queued:
         raise NotImplementedError
 
     def release(self, part: int, gpus: Sequence[int]) -> None:
-        """Take back so many units of each of these GPUs."""
+        """Free this number of units on each of these GPUs."""
         raise NotImplementedError
 
     def submit(self, task: int, size: int, _now: float) -> list[int]:
-        """Start the task if none of its size waits and it fits; else enqueue it."""
+        """Start the task if it fits and no task of its size waits; else enqueue it."""
         waiting = self._waiting[size]
         if not waiting and self.place(task, size):
             return [task]
@@ -90,7 +90,7 @@ class Queued:
         return []
 
     def end(self, task: int, _now: float) -> list[int]:
-        """End a task; start what fits now, in the order of submission."""
+        """End a task; start the tasks that fit now, in the order of submission."""
         self.release(*self.held.pop(task))
         started: list[int] = []
         blocked: set[int] = set()
@@ -109,14 +109,14 @@ class Queued:
 
 
 class FirstFit(Queued):
-    """First fit on one node that has all GPUs: the lowest GPUs that have room."""
+    """First fit on one node with all GPUs: the lowest GPUs that have room."""
 
     name = "first fit"
 
     def __init__(self, trace: Trace) -> None:
         super().__init__(trace, trace.gpus)
         self._whole = trace.gpus
-        # Heaps of GPUs with room for a part, and some that have no room any more.
+        # Heaps of GPUs with room for a part; `_first` drops stale entries.
         parts = {min(amount, UNIT) for amount in self.amounts}
         self._with_room = {part: [*range(trace.gpus)] for part in parts}
 
@@ -206,7 +206,7 @@ class NodesFirstFit(Queued):
         return [min((self.left[g], g) for g in gpus if self.left[g] >= amount)[1]]
 
     def _update(self, node: int) -> None:
-        """Sort a node in anew after a change of its free GPUs."""
+        """Move a node to its place after a change of its free GPUs."""
         left = self.left[node * GPUS_PER_NODE : (node + 1) * GPUS_PER_NODE]
         room = left.count(UNIT), max(left)
         entry = self._score(node), node

@@ -1,7 +1,7 @@
-"""aiogpu's own scheduler, told what happens and when, with simulated workers.
+"""aiogpu's own scheduler in simulated time, with simulated workers.
 
-A worker starts and ends in no time. All that a node tells its scheduler is told, so the
-time spent in the scheduler is what a node would spend.
+A worker starts and ends in no time. The scheduler gets all events that a node would
+send, so the time spent in the scheduler is the same as on a node.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CPUS_PER_GPU: Final = 16
 """CPUs are never scarce."""
 
 Started = list[tuple[TaskId, WorkerId]]
-"""Tasks that begin, each with its worker."""
+"""Tasks that start, each with its worker."""
 
 
 def task_spec(gpu_amount: int, function: int = 0, max_calls: int = 0) -> TaskSpec:
@@ -38,10 +38,10 @@ class SimulatedNode:
     """The scheduler of one node, with workers that answer at once.
 
     Attributes:
-        running: each worker's tasks, of which it runs the first.
+        running: the tasks of each worker, which runs the first one.
         spent: nanoseconds inside the scheduler.
-        events: calls of the scheduler.
-        longest: nanoseconds of the longest of these calls.
+        events: number of calls of the scheduler.
+        longest: nanoseconds of the longest call.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class SimulatedNode:
         return started
 
     def _advance(self, now: float) -> Started:
-        """Ring the timers that are due."""
+        """Fire the timers that are due."""
         started: Started = []
         while (deadline := self.scheduler.deadline()) is not None and deadline <= now:
             started += self._call(Scheduler.wake, deadline)
@@ -136,7 +136,7 @@ class SimulatedNode:
 
 
 class AiogpuPolicy:
-    """The scheduler's policy: one node that has all GPUs.
+    """The scheduler's policy: one node with all GPUs.
 
     Every task runs in a process of its own, as tasks with GPUs do by default.
     """

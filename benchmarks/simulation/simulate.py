@@ -1,4 +1,4 @@
-"""Run a trace under a policy in simulated time, and summarise what came of it."""
+"""Run a trace under a policy in simulated time, and summarise the outcome."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from benchmarks.timing import percentile
 SAMPLES: Final = 1_000
 """How often all GPUs are sampled while tasks arrive."""
 WARM_UP: Final = 0.2
-"""The part of the samples that is dropped: at first everything is free."""
+"""The share of the samples that is dropped: at first everything is free."""
 GROUPS: Final = (
     ("a part", 0.0, 0.5),
     ("1", 1.0, 1.0),
@@ -29,12 +29,12 @@ GROUPS: Final = (
 
 
 class Sample(NamedTuple):
-    """All GPUs at one moment, as parts of all there is.
+    """All GPUs at one moment.
 
     Attributes:
-        allocated: what tasks hold.
-        fragmented: what is free on GPUs that are partly held.
-        waiting: tasks that wait.
+        allocated: the share of all GPUs that tasks hold.
+        fragmented: the share that is free on partly held GPUs.
+        waiting: the number of tasks that wait.
     """
 
     allocated: float
@@ -44,12 +44,13 @@ class Sample(NamedTuple):
 
 @dataclass(slots=True)
 class Outcome:
-    """What came of a trace under a policy.
+    """The outcome of a trace under a policy.
 
     Attributes:
-        policy: its name.
-        waits: seconds that each task waited, in the order of arrival.
-        ended: when the last task ended.
+        policy: name of the policy.
+        waits: waiting time of each task in seconds, in the order of arrival.
+        samples: samples of all GPUs while tasks arrive.
+        ended: end of the last task in seconds.
     """
 
     policy: str
@@ -97,9 +98,9 @@ def _sample(free: Sequence[int], waiting: int) -> Sample:
 
 
 def waits_by_size(trace: Trace, outcome: Outcome) -> dict[str, dict[str, float]]:
-    """Summarise how long the tasks of each group of sizes waited, in seconds."""
+    """Summarise the waiting times of each group of sizes, in seconds."""
     gpus = [float(each.name) for each in trace.classes]
-    found = {}
+    groups = {}
     for name, least, most in GROUPS:
         waits = [
             wait
@@ -107,12 +108,12 @@ def waits_by_size(trace: Trace, outcome: Outcome) -> dict[str, dict[str, float]]
             if least <= gpus[size] <= most
         ]
         if waits:
-            found[name] = figures(waits)
-    return found
+            groups[name] = figures(waits)
+    return groups
 
 
 def figures(values: Sequence[float]) -> dict[str, float]:
-    """Return the mean, the median, the 99th percentile and the most."""
+    """Return the mean, the median, the 99th percentile and the maximum."""
     p50, p99 = (percentile([values], each) for each in (50, 99))
     return {"mean": mean(values), "p50": p50, "p99": p99, "max": max(values)}
 

@@ -1,4 +1,4 @@
-"""The tasks of a simulation: drawn from stated distributions, the same for a seed.
+"""The tasks of a simulation, drawn from stated distributions; a seed fixes them.
 
 The shape follows published traces without being fitted to one: many tasks ask for a
 part of a GPU and most others for one (Weng et al., NSDI 2022; Hu et al., SC 2021),
@@ -23,7 +23,7 @@ class SizeClass:
 
     Attributes:
         amount: GPUs, in units of 1/10 000.
-        weight: how many of a thousand tasks have this size.
+        weight: number of tasks of this size in a thousand.
         median: median duration in seconds.
     """
 
@@ -49,15 +49,15 @@ SIZE_CLASSES: Final = (
     SizeClass(32 * UNIT, 2, 1800.0),
 )
 SIGMA: Final = 1.5
-"""Of the logarithm of the durations: the mean is three times the median."""
+"""Standard deviation of the durations' logarithm: the mean is three medians."""
 DURATIONS: Final = 1.0, 6 * 3600.0
 """The shortest and the longest duration, in seconds."""
 LOAD: Final = 0.9
-"""Requested GPU seconds over available ones, in the mean."""
+"""Mean ratio of requested to available GPU seconds."""
 WAVE: Final = 0.3
-"""How much more than the mean arrives at the peak of a day; as much less at night."""
+"""Relative excess of arrivals at the peak of a day; at night the same lack."""
 DAYS: Final = 7
-"""Waves in a trace."""
+"""Number of waves in a trace."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +65,9 @@ class Trace:
     """Tasks in the order of their arrival.
 
     Attributes:
-        gpus: GPUs that the trace is meant for.
+        gpus: number of GPUs for which the trace is drawn.
         span: seconds from the first possible arrival to the last.
-        classes: the sizes; those above all GPUs are left out.
+        classes: the sizes that fit on these GPUs.
         arrivals: arrival time of each task, in seconds.
         sizes: index into `classes` of each task.
         durations: seconds that each task runs.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
-from typing import Final
+from typing import Any, Final
 
 import click
 
@@ -14,21 +14,21 @@ from benchmarks.soak.scenarios import SCENARIOS
 
 INTERRUPTED: Final = 130
 TERMINATED: Final = 143
-ANSWERS: Final = "programs and services do as they are told"
+ANSWERS: Final = "programs and services obey"
 
 
 @click.command()
 @click.argument("names", nargs=-1, type=click.Choice(list(SCENARIOS)))
 @click.option("--minutes", type=click.FloatRange(min=0, min_open=True), default=2.0)
-@click.option("--seed", default=11, help="Draws the operations and the faults.")
+@click.option("--seed", default=11, help="Seed of the operations and the faults.")
 def main(names: tuple[str, ...], minutes: float, seed: int) -> None:
-    """Run a mixed load under kills, and check what must hold meanwhile.
+    """Run a mixed load under kills, and check all claims meanwhile.
 
-    Half of the time the node is embedded in a program, half of the time it is a
-    service whose programs come and go; NAMES choose. Workers, keepers, zygotes,
-    programs and whole nodes are killed or paused. Prints what was counted, and each
-    claim with the number of its checks; exit status 1 says that a claim has failed. By
-    default it takes two minutes, with seed 11.
+    For half of the time the node is embedded in a program, for the other half it is a
+    service whose programs come and go; NAMES select one. Workers, keepers, zygotes,
+    programs and whole nodes are killed or paused. Prints the counts, and each claim
+    with the number of its checks; exit status 1 means that a claim has failed. By
+    default the run takes two minutes, with seed 11.
     """
     named, record, status = names or tuple(SCENARIOS), Record(), 0
     click.echo(f"seed {seed}, {minutes:g} minutes: {' and '.join(named)}")
@@ -47,24 +47,17 @@ def main(names: tuple[str, ...], minutes: float, seed: int) -> None:
 async def soak(
     record: Record, seed: int, seconds: float, named: tuple[str, ...]
 ) -> None:
-    """Run the scenarios in turn; SIGTERM has them end what they have started."""
-    # Not by way of SIGINT, which a shell's job in the background ignores.
-    this = asyncio.current_task()
-    assert this is not None
+    """Run the scenarios in turn; SIGTERM ends them with all that they have started."""
+    # Not through SIGINT, which a shell's background job ignores.
+    this: Any = asyncio.current_task()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, this.cancel)
     for name in named:
         try:
             scenario = SCENARIOS[name](name, record, f"{seed}")
             await scenario.run(seconds / len(named))
         except* RuntimeError as errors:
-            found = [f"{name}: {error!r}" for error in _leaves(errors)]
-            record.check(ANSWERS, found)
-
-
-def _leaves(error: BaseException) -> list[BaseException]:
-    if isinstance(error, BaseExceptionGroup):
-        return [leaf for each in error.exceptions for leaf in _leaves(each)]
-    return [error]
+            wrong = [f"{name}: {error!r}" for error in errors.exceptions]
+            record.check(ANSWERS, wrong)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""One operation of the load, the account of all of them, and the load itself.
+"""An operation of the load, the account of all operations, and the load itself.
 
-An operation starts work of one kind and says of each handle which ends are legal. An
+An operation starts work of one kind and states for each handle which ends are legal. An
 operation that does not end within `LIMIT` hangs.
 """
 
@@ -16,18 +16,18 @@ from random import Random
 from typing import Any, Final, TypeVar
 
 import aiogpu
-from benchmarks.soak.sandbox import LIMIT_VARIABLE, dump_all_stacks
+from benchmarks.soak.sandbox import DEFAULT_LIMIT, LIMIT_VARIABLE, dump_all_stacks
 
-LIMIT: Final = float(os.environ.get(LIMIT_VARIABLE, "120"))
-"""Seconds that any handle may take; what is drawn takes a few at most."""
+LIMIT: Final = float(os.environ.get(LIMIT_VARIABLE, DEFAULT_LIMIT))
+"""Seconds that any handle may take."""
 SHOWN: Final = 20
-"""Wrong ends that are reported one by one."""
+"""The number of wrong ends that are reported."""
 KILL_ERRORS: Final = (aiogpu.WorkerDiedError, aiogpu.ActorDiedError)
-"""Legal for whatever runs where processes are killed."""
+"""Always legal, since processes are killed."""
 NODE_ERRORS: Final = (aiogpu.NodeDiedError, aiogpu.errors.NodeClosedError)
-"""Legal where the node itself is ended."""
+"""Legal if the node itself is ended."""
 PAUSES: Final = (0, 0, 0.002, 0.02)
-"""Seconds after which something is cancelled."""
+"""Seconds from a start to a cancel."""
 
 T = TypeVar("T")
 Error = type[BaseException]
@@ -39,12 +39,13 @@ class Account:
     """The outcomes of all operations of one program.
 
     Attributes:
-        is_mortal: whether the node may end meanwhile.
-        is_joined: whether other programs use it too.
-        begun: how many handles were made.
-        ends: how many of them ended how.
-        wrong: ends that are not legal, in words.
-        hung: handles that have not ended, in words.
+        is_mortal: the node may end meanwhile.
+        is_joined: other programs use the node too.
+        begun: number of handles.
+        operations: number of operations of each kind.
+        ends: number of handles that ended in each way.
+        wrong: descriptions of illegal ends.
+        hung: descriptions of handles that have not ended.
     """
 
     is_mortal: bool = False
@@ -56,19 +57,18 @@ class Account:
     hung: list[str] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
-        """Return all of it."""
-        counts = {"operations": self.operations, "ends": self.ends}
-        told = {"wrong": self.wrong[:SHOWN], "hung": self.hung[:SHOWN]}
-        return {"begun": self.begun, **counts, **told}
+        """Return the counts and the first errors."""
+        counts = {"begun": self.begun, "operations": self.operations, "ends": self.ends}
+        return {**counts, "wrong": self.wrong[:SHOWN], "hung": self.hung[:SHOWN]}
 
 
 class Operation:
-    """Work of one kind; it has ended when all its handles have.
+    """Work of one kind, which has ended when all its handles have.
 
     Attributes:
-        random: draws what it does; the same for the same seed and number.
-        number: tells it from others of its program.
-        is_joined: whether other programs use its node too.
+        random: the operation's choices; the same for the same seed and number.
+        number: unique within the program.
+        is_joined: other programs use the node too.
     """
 
     def __init__(self, name: str, number: int, seed: str, account: Account) -> None:
@@ -80,21 +80,21 @@ class Operation:
         self._open: list[tuple[str, weakref.ref[Any]]] = []
 
     def begin(self, what: str, handle: T) -> T:
-        """Note a handle, which is then to end."""
+        """Record a new handle, which must end."""
         self._account.begun += 1
         self._open.append((what, weakref.ref(handle)))
         return handle
 
-    async def cancel(self, handle: Any, part: float) -> tuple[Error, ...]:
-        """Cancel it now and then, such a part of all; return what is then legal."""
-        if self.random.random() >= part:
+    async def cancel(self, handle: Any, probability: float) -> tuple[Error, ...]:
+        """Cancel the handle with this probability; return the errors that are legal."""
+        if self.random.random() >= probability:
             return ()
         await asyncio.sleep(self.random.choice(PAUSES))
         handle.cancel()
         return (asyncio.CancelledError,)
 
     async def end(self, handle: Any, expected: object, *legal: Error) -> bool:
-        """Wait for a handle without cancelling it; return whether it has a result."""
+        """Wait for a handle without cancelling it; return True for the right result."""
         await asyncio.wait([handle])
         if handle.cancelled():
             return self.note(handle, asyncio.CancelledError(), legal)
@@ -105,7 +105,7 @@ class Operation:
     async def attempt(
         self, what: object, awaited: Awaitable[Any], expected: object, *legal: Error
     ) -> bool:
-        """Await something, which a cancel of this wait cancels too."""
+        """Await something that a cancel of this wait cancels as well."""
         try:
             result = await awaited
         except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001
@@ -113,16 +113,16 @@ class Operation:
         return self.found(what, result, expected)
 
     def drop(self) -> None:
-        """Count a handle that nobody waits for: what it stands for goes on."""
+        """Count a handle that the program drops; its task continues."""
         self._account.ends["dropped"] += 1
 
-    def expect(self, what: str, is_so: bool) -> None:
-        """Note what does not hold."""
-        if not is_so:
-            self._account.wrong.append(f"{self}: {what} does not hold")
+    def expect(self, claim: str, holds: bool) -> None:
+        """Record a claim that does not hold."""
+        if not holds:
+            self._account.wrong.append(f"{self}: {claim} does not hold")
 
     def found(self, what: object, result: object, expected: object) -> bool:
-        """Count a result; return whether it is the right one."""
+        """Count a result; return True if it is the expected one."""
         is_right = expected(result) if callable(expected) else result == expected
         self._count("result", is_right, f"{what!r} gave {result!r:.200}")
         return is_right
@@ -130,12 +130,12 @@ class Operation:
     def note(
         self, what: object, error: BaseException, legal: tuple[Error, ...]
     ) -> bool:
-        """Count an error, which is wrong unless it is legal. Returns False."""
+        """Count an error, which must be legal. Always returns False."""
         allowed = (*legal, *KILL_ERRORS)
         if self._account.is_mortal:
             allowed = (*allowed, *NODE_ERRORS)
             if isinstance(error.__cause__, NODE_ERRORS):
-                # A pool is closed with its node, and says why.
+                # A pool closes with its node, and its error names the cause.
                 allowed = (*allowed, aiogpu.errors.MisuseError)
         detail = f"{what!r} raised {error!r:.600} caused by {error.__cause__!r:.600}"
         self._count(type(error).__name__, isinstance(error, allowed), detail)
@@ -147,7 +147,7 @@ class Operation:
             self._account.wrong.append(f"{self}: {detail}")
 
     async def run(self, operate: Operate) -> None:
-        """Run the operation to its end, within the limit."""
+        """Run the operation to its end; report the handles that hang."""
         self._account.operations[self.name] += 1
         try:
             async with asyncio.timeout(LIMIT) as limit:
@@ -183,7 +183,7 @@ class Operation:
 
 
 class Load:
-    """Operations drawn by their weights one after the other, so many at a time."""
+    """Random operations by weight, `in_flight` of them at a time."""
 
     def __init__(
         self,
@@ -200,7 +200,7 @@ class Load:
         self._number = 0
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Begin operations until it is to stop; then let all of them end."""
+        """Begin operations until `stop` is set; then wait for all of them."""
         async with asyncio.TaskGroup() as group:
             while await self._free.acquire() and not stop.is_set():
                 weights = list(self._operations.values())

@@ -14,7 +14,7 @@ from benchmarks.soak.operation import Error, Operate, Operation
 
 
 class Kind(NamedTuple):
-    """How often a task is drawn, and how it may end beside giving its number."""
+    """A task, its weight, and its legal errors. The right result is its argument."""
 
     weight: int
     task: Any
@@ -27,7 +27,7 @@ TASKS: Final = (
     Kind(4, tasks.prints),
     Kind(8, tasks.fail, (ValueError,)),
     Kind(4, tasks.flaky, (tasks.FlakyError,)),
-    # The last of its ways is an exit by an exception, which is an error like others.
+    # The last way to die is SystemExit, which is an error like others.
     Kind(4, tasks.die, (aiogpu.TaskError,)),
     Kind(3, tasks.uninterruptible),
 )
@@ -45,7 +45,7 @@ BUNDLES: Final[tuple[list[dict[str, float]], ...]] = (
 
 
 async def on_cpus(op: Operation) -> None:
-    """One of the kinds, with options that are drawn."""
+    """One of the task kinds, with random options."""
     random = op.random
     (kind,) = random.choices(TASKS, [kind.weight for kind in TASKS])
     options: dict[str, Any] = {"max_retries": random.choice((0, 1, 3))}
@@ -62,7 +62,7 @@ async def on_cpus(op: Operation) -> None:
 
 
 async def on_gpus(op: Operation) -> None:
-    """A share that only its task may have, in a process of its own or reused."""
+    """A share of GPUs that only one task may have, in a fresh or a reused process."""
     random = op.random
     amount = random.choice(AMOUNTS)
     options: dict[str, Any] = {
@@ -102,24 +102,24 @@ async def _run(
 
 
 async def leaving_a_daemon(op: Operation) -> None:
-    """A process that a task leaves holds its share until it is ended."""
+    """A task leaves a process behind, which holds the share until it is ended."""
     task = tasks.leaves_a_daemon.options(num_gpus=1)
     await op.end(op.begin("daemon", task.remote(op.number)), op.number)
 
 
 async def misbehaving(op: Operation) -> None:
-    """Its end is told on its own handle alone."""
+    """A task damages its own process; no other handle may end with an error."""
     await op.end(op.begin("misbehave", tasks.misbehave.remote(op.number)), op.number)
 
 
 async def bloated(op: Operation) -> None:
-    """Memory that is needed for a moment."""
+    """A task that needs much memory for a moment."""
     megabytes = op.random.choice((50, 150, 300))
     await op.end(op.begin("bloat", tasks.bloat.remote(megabytes)), megabytes)
 
 
 async def tried_once(op: Operation) -> None:
-    """It runs once if it has a result, and after its cancel no more."""
+    """A task that may begin only once, and never after a cancel."""
     program = os.getpid()
     handle = op.begin("once", tasks.once.remote(op.number, program))
     legal = await op.cancel(handle, 0.3)
@@ -131,17 +131,17 @@ async def tried_once(op: Operation) -> None:
 
 
 async def together(op: Operation) -> None:
-    """Many small ones, and a look at those that have ended."""
+    """Many small tasks, with `wait` and `as_completed`."""
     count = op.random.choice((5, 20, 100))
     handles = [op.begin("echo", tasks.echo.remote(each)) for each in range(count)]
     ready, pending = await aiogpu.wait(handles, num_returns=count // 2, timeout=0.05)
     assert len(ready) + len(pending) == count, (len(ready), len(pending))
     async for handle in aiogpu.as_completed(handles):
-        await op.end(handle, lambda found: found in range(count))
+        await op.end(handle, lambda number: number in range(count))
 
 
 async def several(op: Operation) -> None:
-    """A task with two results, of which one is an argument of the next."""
+    """A task with two results, which are arguments of the next task."""
     results: Any = tasks.split.remote(op.number)
     first, second = results
     total = tasks.add_up.remote(first, second)
@@ -150,7 +150,7 @@ async def several(op: Operation) -> None:
 
 
 async def nested(op: Operation) -> None:
-    """Tasks that have tasks of their own, cancelled now and then."""
+    """Tasks that submit tasks; some are cancelled."""
     random = op.random
     start: Any = random.choice((tasks.parent, tasks.async_parent, tasks.forgetful))
     more = (random.randrange(3),) if start is tasks.parent else ()
@@ -159,7 +159,7 @@ async def nested(op: Operation) -> None:
 
 
 async def stream(op: Operation) -> None:
-    """Items in order, none twice and none left out, whoever dies."""
+    """A stream: all items in order, each once, whatever process dies."""
     random = op.random
     to = random.choice((1, 10, 200))
     fatal_at = random.randrange(to) if random.random() < 0.1 else -1
@@ -171,7 +171,7 @@ async def stream(op: Operation) -> None:
     taken = op.begin("stream", source)
     until = random.randrange(to) if random.random() < 0.3 else to
     if random.random() < 0.1:
-        # Cancelled from beside: it ends early, after items in order.
+        # Cancelled from outside: the stream ends early, after items in order.
         asyncio.get_running_loop().call_later(0.01, taken.cancel)
         beginning = _is_beginning(until)
         await op.attempt(taken, _consume(taken, until), beginning, *CANCELLED_STREAM)
@@ -180,20 +180,20 @@ async def stream(op: Operation) -> None:
 
 
 def _is_beginning(until: int) -> Callable[[list[int]], bool]:
-    return lambda found: found == list(range(len(found))) and len(found) <= until
+    return lambda items: items == list(range(len(items))) and len(items) <= until
 
 
 async def _consume(source: AsyncIterator[int], until: int) -> list[int]:
-    found: list[int] = []
+    items: list[int] = []
     async for item in source:
-        if len(found) == until:
+        if len(items) == until:
             break
-        found.append(item)
-    return found
+        items.append(item)
+    return items
 
 
 async def mapped(op: Operation) -> None:
-    """A map with or without chunks, in order or not, whole or left."""
+    """A map with or without chunks, ordered or not, read to the end or left."""
     random = op.random
     count = random.choice((10, 100, 1000))
     is_ordered = random.random() < 0.7
@@ -204,7 +204,7 @@ async def mapped(op: Operation) -> None:
     }
     results: Any = op.begin("map", tasks.echo.map(range(count), **options))
     until = random.randrange(count) if random.random() < 0.3 else count
-    expected = list(range(until)) if is_ordered else lambda it: len(set(it)) == until
+    expected = list(range(until)) if is_ordered else lambda it: len({*it}) == until
 
     async def consume() -> list[int]:
         async with results:
@@ -214,7 +214,7 @@ async def mapped(op: Operation) -> None:
 
 
 async def shared(op: Operation) -> None:
-    """One value for several tasks, some of which keep it."""
+    """One value for several tasks; some keep the view."""
     view = tasks.filled(op.random.choice(SIZES), op.number)
     mark = tasks.fingerprint(view)
     value = op.begin("put", await aiogpu.put(view))
@@ -230,7 +230,7 @@ async def shared(op: Operation) -> None:
 
 
 async def passed_on(op: Operation) -> None:
-    """From task to task; the last one comes here, and stays what it is."""
+    """A value from task to task; the last view comes here and must not change."""
     size = op.random.choice(SIZES)
     mark = tasks.fingerprint(tasks.filled(size, op.number))
     made = op.begin("make", tasks.make.remote(size, op.number))
@@ -246,14 +246,14 @@ async def passed_on(op: Operation) -> None:
 
 
 async def sent_along(op: Operation) -> None:
-    """As an argument that is no handle."""
+    """A large value as a plain argument."""
     view = tasks.filled(op.random.choice(SIZES), op.number)
     handle = op.begin("measure", tasks.measure.remote(view))
     await op.end(handle, tasks.fingerprint(view))
 
 
 async def given_up(op: Operation) -> None:
-    """Who needs what was cancelled has not run, and is told."""
+    """A task that needs the result of a cancelled task ends with an error."""
     made = op.begin("make", tasks.make.remote(SIZES[2], op.number))
     needs = op.begin("measure", tasks.measure.remote(made))
     await op.cancel(made, 1)
@@ -263,7 +263,7 @@ async def given_up(op: Operation) -> None:
 
 
 async def hoarded(op: Operation) -> None:
-    """More than the object memory has room for."""
+    """More values than fit into the object memory."""
     views = [tasks.filled(8 << 20, each) for each in range(6)]
     marks = [tasks.fingerprint(view) for view in views]
     values = [op.begin("put", await aiogpu.put(view)) for view in views]
@@ -274,7 +274,7 @@ async def hoarded(op: Operation) -> None:
 
 
 async def private_actor(op: Operation) -> None:
-    """One of its own, and calls of all kinds; it ends in one of five ways."""
+    """An actor of this operation alone, with all kinds of calls and of ends."""
     random = op.random
     kind, amount = random.choice(ACTORS), random.choice((0, 0, 0.25, 0.5, 1))
     options: dict[str, Any] = {
@@ -284,7 +284,7 @@ async def private_actor(op: Operation) -> None:
     }
     actor: Any = op.begin("actor", kind.options(**options).remote(amount))
     if random.random() < 0.3:
-        await op.attempt(actor, actor, lambda found: found is not None)
+        await op.attempt(actor, actor, lambda ready: ready is not None)
     ends = [_called(op, actor, kind, each) for each in range(random.randrange(1, 12))]
     match random.randrange(5):
         case 0:
@@ -306,7 +306,7 @@ async def _block(actor: Any) -> None:
 
 
 def _called(op: Operation, actor: Any, kind: Any, number: int) -> Any:
-    """One call; what awaits its end."""
+    """Make a random call; return a coroutine that waits for its end."""
     (what,) = op.random.choices(list(CALLS), [weight for weight, _ in CALLS.values()])
     if what == "wait" and kind is not tasks.ASYNC:
         what = "spin"
@@ -346,20 +346,20 @@ CALLS: Final[dict[str, tuple[int, Callable[[Any, int], tuple[Any, ...]]]]] = {
     ),
     "die": (4, lambda actor, n: (actor.die.remote(n), None)),
 }
-"""Of each its weight, and what calls: the handle, the result, and legal errors."""
+"""Calls with their weights; each gives a handle, the right result, legal errors."""
 
 
 async def named_actor(op: Operation) -> None:
-    """One that several share by its name, made by whoever is first."""
+    """A named actor that several operations share; the first one creates it."""
     random = op.random
     kind = random.choice((tasks.ASYNC, tasks.THREADED))
     name = f"shared-{random.randrange(3)}-{kind.__name__}"
-    is_found, is_shared = random.random() < 0.2, random.random() < 0.9
-    # Another program may take the name in the very moment: its calls tell.
-    is_told_by_calls = op.is_joined and (is_found or not is_shared)
-    legal = NAME_ERROR if is_told_by_calls else ()
+    is_looked_up, is_shared = random.random() < 0.2, random.random() < 0.9
+    # If another program takes the name at the same time, the calls fail.
+    calls_may_fail = op.is_joined and (is_looked_up or not is_shared)
+    legal = NAME_ERROR if calls_may_fail else ()
     try:
-        if is_found:
+        if is_looked_up:
             actor: Any = aiogpu.get_actor(name)
         else:
             options = kind.options(name=name, max_restarts=1, get_if_exists=is_shared)
@@ -376,7 +376,7 @@ async def named_actor(op: Operation) -> None:
 
 
 async def actor_pool(op: Operation) -> None:
-    """Several that are called as one."""
+    """A pool of actors."""
     pool = op.begin("pool", aiogpu.ActorPool(tasks.THREADED.options(max_restarts=2), 2))
 
     async def map_over() -> list[int]:
@@ -387,7 +387,7 @@ async def actor_pool(op: Operation) -> None:
 
 
 async def leased(op: Operation) -> None:
-    """A share for this program itself, with a process beside it now and then."""
+    """A lease for this program, sometimes used by a subprocess."""
     amount = op.random.choice((0.25, 0.5, 1, 2))
     timeout = op.random.choice((0.01, 0.5, 20))
     wanted = op.begin("lease", aiogpu.lease(num_gpus=amount, timeout=timeout))
@@ -401,7 +401,7 @@ async def leased(op: Operation) -> None:
                 environ = {**os.environ, **gpu.environ}
                 words = "sleep", "0.1"
                 beside = await asyncio.create_subprocess_exec(*words, env=environ)
-        # It has kept the share until now, though the program has given it back.
+        # The subprocess keeps the share, though the program has returned it.
         if beside is not None:
             await beside.wait()
 
@@ -409,7 +409,7 @@ async def leased(op: Operation) -> None:
 
 
 async def placed(op: Operation) -> None:
-    """Tasks and an actor in bundles, which go under them now and then."""
+    """Tasks and an actor in bundles, some removed while they run."""
     random, bundles = op.random, op.random.choice(BUNDLES)
     strategy: Any = random.choice(("PACK", "SPREAD"))
     group = op.begin("placement", aiogpu.placement(bundles, strategy))

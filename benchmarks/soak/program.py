@@ -1,8 +1,8 @@
-"""A program of the soak: as it runs, and as the process that started it sees it.
+"""A program of the soak, and its client in the process that starts it.
 
 `python -m benchmarks.soak.program ADDRESS SEED IN_FLIGHT [mortal]` opens or joins a
-node, and is then told "load", "idle" and "end" in turn, by words on stdin; it answers
-by JSON lines. ADDRESS is "local" for a node of its own.
+node. It reads the words "load", "idle" and "end" from stdin and answers by JSON lines.
+ADDRESS is "local" for a node of its own.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from benchmarks.soak.sandbox import OPTIONS, ROOT, Sandbox
 POLLS_EVERY: Final = 0.05
 REPORTS_EVERY: Final = 1.0
 ANSWERS_WITHIN: Final = 2 * LIMIT + 60
-"""Seconds; all that a program has begun may take the longest that is legal."""
+"""Seconds, enough for all handles of a program to take the longest legal time."""
 SHOWN: Final = 4000
-"""Characters of stderr that are shown where a program ends early."""
+"""Characters of stderr that are shown if a program ends early."""
 
 
 class SilentError(RuntimeError):
-    """A program has ended, or said nothing for too long."""
+    """A program has ended, or has not answered in time."""
 
 
 class Client:
-    """One program, as the process that started it sees it.
+    """One program, in the process that has started the program.
 
     Attributes:
-        account: what it has reported last.
+        account: the last report of the program.
     """
 
     def __init__(self, name: str, process: Process, sandbox: Sandbox) -> None:
@@ -59,7 +59,7 @@ class Client:
         in_flight: int = 8,
         is_mortal: bool = False,
     ) -> Client:
-        """Start one, out of reach of Ctrl-C; `SilentError` if it does not get ready."""
+        """Start a program, which Ctrl-C does not reach, and wait until it is ready."""
         with sandbox.open_stderr(name) as stderr:
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "benchmarks.soak.program"),
@@ -77,21 +77,21 @@ class Client:
         return client
 
     def send(self, word: str) -> None:
-        """Tell it what to do."""
+        """Send the program a command."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"{word}\n".encode())
 
     async def received(self, event: str) -> dict[str, Any]:
-        """Wait for an event; raises `SilentError`."""
+        """Wait for an event of the program; raises `SilentError`."""
         assert self._process.stdout is not None
         try:
             async with asyncio.timeout(ANSWERS_WITHIN):
                 async for line in self._process.stdout:
-                    found: dict[str, Any] = json.loads(line)
-                    if "begun" in found:
-                        self.account = found
-                    if found["event"] == event:
-                        return found
+                    report: dict[str, Any] = json.loads(line)
+                    if "begun" in report:
+                        self.account = report
+                    if report["event"] == event:
+                        return report
         except TimeoutError:
             why = f"was not {event} after {ANSWERS_WITHIN:g} s"
             raise SilentError(f"{self.name} {why}") from None
@@ -100,18 +100,18 @@ class Client:
         raise SilentError(f"{self.name} {why}: {output}")
 
     async def work(self, seconds: float) -> None:
-        """Have it work for so long, and hear what it reports."""
+        """Let the program work for this time, and read its reports."""
         self.send("load")
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self.received("at its end")
 
     async def ended(self) -> int:
-        """Its exit status."""
+        """Wait for the program's end; return the exit status."""
         return await self._process.wait()
 
     async def kill(self) -> None:
-        """End it by SIGKILL."""
+        """Kill the program."""
         if self._process.returncode is None:
             self._process.kill()
         with suppress(SilentError):
@@ -119,7 +119,7 @@ class Client:
 
 
 async def settled(check: Callable[[], Awaitable[list[str]]]) -> list[str]:
-    """Return what is still held after the longest that may pass."""
+    """Wait until the check returns nothing, or return the result after `LIMIT`."""
     loop = asyncio.get_running_loop()
     ends = loop.time() + LIMIT
     while (wrong := await check()) and loop.time() < ends:
@@ -129,7 +129,7 @@ async def settled(check: Callable[[], Awaitable[list[str]]]) -> list[str]:
 
 
 async def public_state() -> list[str]:
-    """Return what the status shows that an idle node must not have."""
+    """Return everything in the status that an idle node must not have."""
     status = await aiogpu.status()
     wrong = [
         f"{name}: {status.available[name]:g} of {total:g} is free"
@@ -149,14 +149,14 @@ async def public_state() -> list[str]:
 
 
 def inner_state(engine: Any) -> Callable[[], Awaitable[list[str]]]:
-    """Return a check of an embedded node, with all that it keeps for itself."""
+    """Return a check of an embedded node, its internal state included."""
 
     async def check() -> list[str]:
         driver = engine._open_driver
         scheduler = driver.scheduler
         wrong = await public_state()
         scheduler.check()
-        # A task keeps the last view that it was given in its worker, for good.
+        # `tasks.keep` keeps its last view in its worker for good.
         segments = len(engine.store._segments)
         kept = {
             "tasks": len(scheduler.tasks),
@@ -173,17 +173,16 @@ def inner_state(engine: Any) -> Callable[[], Awaitable[list[str]]]:
 
 
 class Program:
-    """A program: does as it is told, and counts what came of it.
+    """The program: obeys commands, and counts the ends of its handles.
 
-    What tasks print goes nowhere, through all of aiogpu that it passes.
+    The tasks' output passes through aiogpu and is then discarded.
     """
 
     def __init__(self, account: Account) -> None:
         self._account = account
         self._descriptor = os.dup(1)
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, 1)
-        os.close(nowhere)
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), 1)
 
     def send(self, event: str, **facts: object) -> None:
         """Send an event."""
@@ -191,14 +190,14 @@ class Program:
         os.write(self._descriptor, line.encode())
 
     def on_error(self, _: object, context: dict[str, Any]) -> None:
-        """Note what the loop finds wrong."""
-        # Of handles that were dropped nobody asks how they have ended.
+        """Record an error of the event loop."""
+        # The errors of dropped handles are never retrieved.
         if "never retrieved" not in context.get("message", ""):
             self._account.wrong.append(f"the loop: {context!r:.1000}")
 
     async def serve(self, words: asyncio.StreamReader, engine: Any, load: Load) -> None:
-        """Do as it is told, until the end, or until there is nobody any more."""
-        notifier = asyncio.create_task(self._report())
+        """Obey commands until "end", or until stdin is closed."""
+        reporting = asyncio.create_task(self._report())
         stop, running = asyncio.Event(), None
         self.send("ready")
         while (word := (await words.readline()).decode().strip()) in ("load", "idle"):
@@ -212,7 +211,7 @@ class Program:
             gc.collect()
             held = []
             if hasattr(engine, "_open_driver"):
-                # A shared node holds what others want of it, too.
+                # Not on a shared node, which also holds the work of others.
                 held = await settled(inner_state(engine))
             self.send("idled", held=held, **self._account.as_json())
         stop.set()
@@ -220,17 +219,17 @@ class Program:
             if not word:
                 running.cancel()
             await asyncio.wait([running])
-        notifier.cancel()
+        reporting.cancel()
 
     async def _report(self) -> None:
-        """Report again and again how far it has come."""
+        """Report the account again and again."""
         while True:
             await asyncio.sleep(REPORTS_EVERY)
             self.send("account", **self._account.as_json())
 
 
 async def main(address: str, seed: str, in_flight: int, is_mortal: bool) -> None:
-    """Open or join, serve, and leave nothing."""
+    """Open or join a node, serve commands, and check that nothing is left."""
     account = Account(is_mortal, is_joined=address != "local")
     program = Program(account)
     loop, words = asyncio.get_running_loop(), asyncio.StreamReader()
@@ -250,5 +249,5 @@ async def main(address: str, seed: str, in_flight: int, is_mortal: bool) -> None
 
 
 if __name__ == "__main__":
-    where, drawn, flight, *how = sys.argv[1:]
-    aiogpu.run(main(where, drawn, int(flight), "mortal" in how))
+    address, seed, in_flight, *options = sys.argv[1:]
+    aiogpu.run(main(address, seed, int(in_flight), "mortal" in options))

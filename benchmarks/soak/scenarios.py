@@ -1,19 +1,17 @@
 """The two scenarios of the soak: a node inside a program, and a node as a service.
 
-Load and idle phases alternate. Under load, processes are killed and paused; when idle,
-nothing may be held. Beside each runs another node that is ended in the middle of work.
+Load and idle phases alternate. Under load, processes are killed and paused; an idle
+node may hold nothing. Another node runs beside each and is ended in the middle of work.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
 import random
-import signal
-from contextlib import suppress
 from typing import Any, Final
 
 import aiogpu
+from aiogpu.linux import syscalls as kernel
 from benchmarks.soak.monitor import Faults, Monitor, Record
 from benchmarks.soak.program import Client, public_state, settled
 from benchmarks.soak.sandbox import Sandbox, open_sandbox
@@ -29,169 +27,165 @@ WARNINGS: Final = (
     "refused shared memory",
 )
 STDERR_SHOWN: Final = 2000
-"""Lines of stderr that are printed where something has hung, the last ones."""
+"""The number of stderr's last lines that are printed if an operation hangs."""
 LOAD_SECONDS: Final = (5.0, 30.0)
 """The shortest and the longest load phase."""
 PHASES: Final = 8
-"""Load phases of a scenario, about, if it is short."""
+"""About the number of load phases in a short scenario."""
 CLIENTS: Final = 3
 """Programs that use the service at a time."""
 LIVES: Final = (2.0, 8.0)
 """Seconds for which a program of the service works before it ends or is killed."""
 KILLED: Final = 0.3
-"""The part of these programs that is killed."""
-
+"""The share of these programs that is killed."""
 PROGRESS_EVERY: Final = 10.0
-"""Seconds between two lines that tell of the progress."""
+"""Seconds between two lines about the progress."""
 
 
 class Scenario:
-    """One scenario: its node, what is done to it, and what is checked of it.
+    """One scenario: a long-lived node, the faults, and the checks.
 
     Attributes:
-        what: its name, "embedded" or "service".
-        record: where it says what it has found.
-        seed: draws all of it.
-        random: draws the lives of its programs.
-        sandbox: of the node that lasts.
+        name: "embedded" or "service".
+        record: gets the figures and the checks.
+        seed: seed of all random choices.
+        random: chooses the lives of the programs.
+        sandbox: the sandbox of the long-lived node.
     """
 
     sandbox: Sandbox
 
-    def __init__(self, what: str, record: Record, seed: str) -> None:
-        self.what = what
+    def __init__(self, name: str, record: Record, seed: str) -> None:
+        self.name = name
         self.record = record
         self.seed = seed
-        self.random = random.Random(f"{seed}/{what}")
-        self._started = self._begun = 0
+        self.random = random.Random(f"{seed}/{name}")
+        self._started = self._handles = 0
         self._programs: set[Client] = set()
-        self._told = -PROGRESS_EVERY
+        self._printed = -PROGRESS_EVERY
 
     async def open(self) -> None:
-        """Start the node that lasts."""
+        """Start the long-lived node."""
         raise NotImplementedError
 
     async def load(self, seconds: float) -> None:
-        """Have programs work for so long."""
+        """Run programs that work for this time."""
         raise NotImplementedError
 
     async def idle(self) -> tuple[int, list[str]]:
-        """Return the node's process, and what it holds though it is idle."""
+        """Return the idle node's process id, and what the node still holds."""
         raise NotImplementedError
 
     async def close(self) -> list[str]:
-        """End the node in order; return what is left of it."""
+        """Stop the node in order; return the processes and files that are left."""
         raise NotImplementedError
 
     async def brief(self, sandbox: Sandbox) -> None:
-        """Run another node, which is ended in the middle of work."""
+        """Run another node, and end it in the middle of work."""
         raise NotImplementedError
 
     async def run(self, seconds: float) -> None:
-        """Run for so long, load and idle phases in turn."""
+        """Run load and idle phases in turn for this time."""
         loop, (least, most) = asyncio.get_running_loop(), LOAD_SECONDS
         length = min(most, max(least, seconds / PHASES))
         with open_sandbox() as self.sandbox:
             await self.open()
             faults = Faults(self.sandbox, self.seed)
-            monitor = Monitor(self.sandbox, self.what, self.record)
+            monitor = Monitor(self.sandbox, self.name, self.record)
             ends = loop.time() + seconds
             try:
                 while loop.time() < ends:
                     await self._alternate(faults, monitor, length)
-            except BaseException:  # they report no more than they have so far
+            except BaseException:  # the programs will report no more than so far
                 for client in list(self._programs):
-                    self.account(self.what, client)
+                    self.account(self.name, client)
                 raise
             self.check_left(self.sandbox, await self.close())
-            self.record.figures[f"{self.what}: faults"].update(faults.counts)
+            self.record.figures[f"{self.name}: faults"].update(faults.counts)
             monitor.judge()
 
     async def _alternate(
         self, faults: Faults, monitor: Monitor, seconds: float
     ) -> None:
-        """Work for so long under faults, beside a node that is ended; then be idle."""
-        beside = asyncio.create_task(self._beside())
-        async with asyncio.TaskGroup() as group:
-            faulty = [group.create_task(each.run()) for each in (faults, monitor)]
-            loading = group.create_task(self.load(seconds))
-            while not loading.done():
-                await asyncio.wait([loading], timeout=1)
-                self._tell(monitor.latest)
-            for task in faulty:
-                task.cancel()
-        await beside
+        """Work under faults, beside a node that is ended; then be idle."""
+        with open_sandbox() as other:
+            brief = asyncio.create_task(self.brief(other))
+            async with asyncio.TaskGroup() as group:
+                watching = [group.create_task(each.run()) for each in (faults, monitor)]
+                loading = group.create_task(self.load(seconds))
+                while not loading.done():
+                    await asyncio.wait([loading], timeout=1)
+                    self._print_progress(monitor.latest)
+                for task in watching:
+                    task.cancel()
+            await brief
         pid, held = await self.idle()
-        self.record.check(NOTHING_HELD, [f"{self.what}: {each}" for each in held])
+        self.record.check(NOTHING_HELD, [f"{self.name}: {each}" for each in held])
         monitor.measure(pid)
 
-    async def _beside(self) -> None:
-        with open_sandbox() as sandbox:
-            await self.brief(sandbox)
-
-    def _tell(self, text: str) -> None:
-        """Print how far it has come, but not each time."""
-        if (seconds := self.record.seconds) >= self._told + PROGRESS_EVERY:
-            self._told = seconds
+    def _print_progress(self, processes: str) -> None:
+        """Print the number of handles and processes, but not every time."""
+        if (seconds := self.record.seconds) >= self._printed + PROGRESS_EVERY:
+            self._printed = seconds
             begun = sum(each.account.get("begun", 0) for each in self._programs)
-            text = f"{self._begun + begun} handles, {text}"
-            print(f"{seconds:6.0f} s  {self.what}: {text}", flush=True)
+            text = f"{self._handles + begun} handles, {processes}"
+            print(f"{seconds:6.0f} s  {self.name}: {text}", flush=True)
 
-    async def start(self, sandbox: Sandbox, kind: str, *how: Any) -> Client:
-        """Start a program on a service of the sandbox, or on a node of its own."""
+    async def start(self, sandbox: Sandbox, kind: str, *options: Any) -> Client:
+        """Start a program on the sandbox's service, or on a node of its own."""
         self._started += 1
         name = f"{kind}-{self._started}"
-        client = await Client.start(sandbox, name, self.seed, *how)
+        client = await Client.start(sandbox, name, self.seed, *options)
         if sandbox is self.sandbox:
             self._programs.add(client)
         return client
 
-    def account(self, what: str, client: Client) -> None:
-        """Check what a program has reported of its whole life."""
+    def account(self, title: str, client: Client) -> None:
+        """Check the last report of a program."""
         if client in self._programs:
             self._programs.remove(client)
-            self._begun += client.account.get("begun", 0)
+            self._handles += client.account.get("begun", 0)
         if account := client.account:
             for claim, key in ((LEGAL, "wrong"), (NONE_HANGS, "hung")):
-                self.record.check(claim, [f"{what}: {each}" for each in account[key]])
-            self.record.figures[f"{what}: operations"].update(account["operations"])
+                self.record.check(claim, [f"{title}: {each}" for each in account[key]])
+            self.record.figures[f"{title}: operations"].update(account["operations"])
             ends = {"begun": account["begun"], **account["ends"]}
-            self.record.figures[f"{what}: ends of handles"].update(ends)
+            self.record.figures[f"{title}: ends of handles"].update(ends)
 
     async def kill(self, client: Client) -> None:
         """Kill a program in the middle of work."""
         await client.kill()
-        self.record.figures[f"{self.what}: faults"]["kill programs"] += 1
-        self.account(f"{self.what}, programs killed", client)
+        self.record.figures[f"{self.name}: faults"]["kill programs"] += 1
+        self.account(f"{self.name}, programs killed", client)
 
-    async def finish(self, what: str, client: Client) -> None:
-        """End a program in order, and check how it does."""
+    async def finish(self, title: str, client: Client) -> None:
+        """End a program in order; check its exit status and what is left of it."""
         client.send("end")
         left = (await client.received("ended"))["left"]
         if status := await client.ended():
-            left = [f"it ended with {status}", *left]
+            left = [f"exit status {status}", *left]
         self.record.check(ENDS, [f"{client.name}: {each}" for each in left])
-        self.account(what, client)
+        self.account(title, client)
 
     def check_left(self, sandbox: Sandbox, left: list[str]) -> None:
-        """Check that nothing is left, and that programs have printed no warnings."""
-        self.record.check(NOTHING_LEFT, [f"{self.what}: {each}" for each in left])
+        """Check that nothing is left, and that no program has printed a warning."""
+        self.record.check(NOTHING_LEFT, [f"{self.name}: {each}" for each in left])
         lines = sandbox.all_stderr().splitlines()
-        found = [
+        warnings = [
             "\n".join(lines[max(0, index - 3) : index + 40])
             for index, line in enumerate(lines)
             if line.startswith("Traceback") or any(word in line for word in WARNINGS)
         ]
-        self.record.check(NO_WARNING, found)
+        self.record.check(NO_WARNING, warnings)
         if NONE_HANGS in self.record.failures:
             print("\n".join(lines[-STDERR_SHOWN:]), flush=True)
 
 
 class Embedded(Scenario):
-    """One program that lasts, and beside it others that are killed with their nodes."""
+    """One long-lived program, and beside it others that are killed with their nodes."""
 
     async def open(self) -> None:
-        self._client = await self.start(self.sandbox, self.what, "local", 20)
+        self._client = await self.start(self.sandbox, self.name, "local", 20)
 
     async def load(self, seconds: float) -> None:
         await self._client.work(seconds)
@@ -201,11 +195,11 @@ class Embedded(Scenario):
         return self._client.pid, (await self._client.received("idled"))["held"]
 
     async def close(self) -> list[str]:
-        await self.finish(self.what, self._client)
+        await self.finish(self.name, self._client)
         return await self.sandbox.left()
 
     async def brief(self, sandbox: Sandbox) -> None:
-        """A program that is killed in the middle of work; its node ends with it."""
+        """Kill a program in the middle of work; its node must end as well."""
         client = await self.start(sandbox, "brief", "local")
         await client.work(self.random.uniform(1.0, 6.0))
         await self.kill(client)
@@ -215,7 +209,7 @@ class Embedded(Scenario):
 
 
 class Service(Scenario):
-    """A service that lasts, with its programs, and beside it others that are ended."""
+    """A long-lived service with its programs, and beside it others that are ended."""
 
     async def open(self) -> None:
         await self.sandbox.start_service()
@@ -225,10 +219,10 @@ class Service(Scenario):
         ends = asyncio.get_running_loop().time() + seconds
         async with asyncio.TaskGroup() as group:
             for _ in range(CLIENTS):
-                group.create_task(self._one_after_the_other(ends))
+                group.create_task(self._run_programs(ends))
 
-    async def _one_after_the_other(self, ends: float) -> None:
-        """Programs that use the service, each for a while."""
+    async def _run_programs(self, ends: float) -> None:
+        """Run programs that use the service, one after the other."""
         loop = asyncio.get_running_loop()
         while loop.time() < ends:
             life = min(self.random.uniform(*LIVES), max(1.0, ends - loop.time()))
@@ -238,7 +232,7 @@ class Service(Scenario):
             if is_killed:
                 await self.kill(client)
             else:
-                await self.finish(self.what, client)
+                await self.finish(self.name, client)
 
     async def idle(self) -> tuple[int, list[str]]:
         async with aiogpu.init(address=self.sandbox.address, log_to_driver=False):
@@ -249,19 +243,18 @@ class Service(Scenario):
         return await self.sandbox.left(except_logs=True)
 
     async def brief(self, sandbox: Sandbox) -> None:
-        """A service that is killed or stopped under a program, which is told so."""
+        """Kill or stop a service under a program, whose handles must say so."""
         is_killed = self.random.random() < 0.5
         await sandbox.start_service()
         client = await self.start(sandbox, "brief", sandbox.address, 8, True)
         await client.work(self.random.uniform(*LIVES))
         if is_killed:
-            with suppress(ProcessLookupError):
-                os.kill(sandbox.node().pid, signal.SIGKILL)
+            kernel.kill(sandbox.node().pid)
         else:
             await sandbox.stop_service(drain=0)
         await self.finish("service that is ended", client)
         left = await sandbox.left(except_logs=True)
-        if is_killed:  # its socket stays, until the next start
+        if is_killed:  # the socket stays until the next start
             left = [each for each in left if "node." not in each]
         self.check_left(sandbox, left)
         fault = "kill nodes" if is_killed else "stop nodes"

@@ -1,4 +1,4 @@
-"""The tasks and actors of the soak. Light to import, since workers import it."""
+"""The tasks and actors of the soak. Light: every worker imports this module."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, suppress
 from random import random
-from typing import IO, Any, Final
+from typing import Any, Final
 from zlib import crc32
 
 import aiogpu
 
 faulthandler.register(signal.SIGUSR2, file=2, all_threads=True)
-"""So that this process and those it forks dump their stacks at the signal."""
+"""This process and its forks dump their stacks at the signal."""
 
 
 QUARTERS: Final = 4
@@ -27,54 +27,38 @@ LOCKS: Final = "AIOGPU_SOAK_LOCKS"
 
 
 class OverlapError(AssertionError):
-    """A share was given to two at once."""
+    """Two holders have the same share."""
 
 
-def lock(gpus: list[int], amount: float) -> list[IO[bytes]]:
-    """Lock so much of each of these GPUs; the files are to be closed.
+def locked(gpus: list[int], amount: float) -> ExitStack:
+    """Lock an amount of each of these GPUs, until the returned stack is closed.
 
-    Each quarter of a GPU is a file. Code that was given a share locks as many quarters
-    of its GPU as the share has. If there are too few left, two were given the same, or
-    one was given what another's process still had. A lock ends with its process.
+    Each quarter of a GPU is a file. Code with a share locks as many quarters of its GPU
+    as the share has. If too few are free, two tasks have the same share, or a task has
+    the share of a process that still runs. A lock ends with its process.
 
     Raises:
-        OverlapError: another process has it.
+        OverlapError: other processes hold too many quarters.
     """
     wanted = min(QUARTERS, round(amount * QUARTERS))
-    found: list[IO[bytes]] = []
-    try:
+    with ExitStack() as stack:
         for gpu in gpus:
-            before = len(found)
+            locks = 0
             for quarter in range(QUARTERS):
-                file: IO[bytes] = open(f"{os.environ[LOCKS]}/gpu-{gpu}-{quarter}", "wb")  # noqa: SIM115
-                try:
+                file = stack.enter_context(
+                    open(f"{os.environ[LOCKS]}/gpu-{gpu}-{quarter}", "wb")
+                )
+                with suppress(BlockingIOError):
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    found.append(file)
-                except BlockingIOError:
-                    file.close()
-                if len(found) - before == wanted:
+                    locks += 1
+                if locks == wanted:
                     break
             else:
                 raise OverlapError(
                     f"process {os.getpid()} was given {wanted} quarters of GPU {gpu}, "
-                    f"of which others hold all but {len(found) - before}."
+                    f"but other processes hold all but {locks}."
                 )
-    except OverlapError:
-        for file in found:
-            file.close()
-        raise
-    return found
-
-
-@contextmanager
-def locked(gpus: list[int], amount: float) -> Iterator[None]:
-    """Lock it for the time of the block."""
-    files = lock(gpus, amount)
-    try:
-        yield
-    finally:
-        for file in files:
-            file.close()
+        return stack.pop_all()
 
 
 _kept: Final[dict[str, tuple[memoryview, int]]] = {}
@@ -82,7 +66,7 @@ STEP: Final = 4096
 
 
 class FlakyError(Exception):
-    """What may go well the next time."""
+    """An error that a retry may avoid."""
 
 
 @aiogpu.remote
@@ -100,7 +84,7 @@ async def sleep(number: int, seconds: float = 0.0) -> int:
 
 @aiogpu.remote
 def on_gpu(number: int, amount: float, seconds: float) -> int:
-    """Hold its share for a while, as only one may."""
+    """Hold the share for a while, under locks."""
     ids = aiogpu.get_gpu_ids()
     visible = os.environ["CUDA_VISIBLE_DEVICES"]
     assert visible == ",".join(map(str, ids)), (visible, ids)
@@ -112,7 +96,7 @@ def on_gpu(number: int, amount: float, seconds: float) -> int:
 
 @aiogpu.remote
 def leaves_a_daemon(number: int) -> int:
-    """Leave a process behind, which ends with its lease."""
+    """Leave a process behind, which must end with the lease."""
     subprocess.Popen(["sleep", "1000"], start_new_session=True)
     return number
 
@@ -139,7 +123,7 @@ def flaky(number: int) -> int:
 
 @aiogpu.remote
 def die(number: int) -> int:
-    """End the process in one of several ways."""
+    """End the process in one of four ways."""
     match number % 4:
         case 0:
             os._exit(3)
@@ -151,12 +135,12 @@ def die(number: int) -> int:
 
 
 class RanTwiceError(AssertionError):
-    """What was to be tried once, or not at all, has run."""
+    """A task that may run once has run twice."""
 
 
 @aiogpu.remote(max_retries=0)
 def once(number: int, program: int) -> int:
-    """Begin once at most, whatever becomes of it."""
+    """Create the trace; fails if an earlier try has done so."""
     try:
         open(trace_of(number, program), "x").close()
     except FileExistsError:
@@ -165,13 +149,13 @@ def once(number: int, program: int) -> int:
 
 
 def trace_of(number: int, program: int) -> str:
-    """The file that says that it has begun."""
+    """Return the path of the file that `once` creates."""
     return f"{os.environ[LOCKS]}/begun-{program}-{number}"
 
 
 @aiogpu.remote(max_retries=0)
 def misbehave(number: int) -> int:
-    """Do to its process what no program should."""
+    """Damage the worker process in one of four ways."""
     match number % 4:
         case 0:
             os.closerange(3, 1000)
@@ -179,7 +163,7 @@ def misbehave(number: int) -> int:
             os.execvp("true", ["true"])
         case 2:
             if os.fork() == 0:
-                return -1  # it returns in a process that is no worker
+                return -1  # returns in a process that is no worker
             os.wait()
         case 3:
             os.kill(os.getppid(), signal.SIGKILL)
@@ -213,7 +197,7 @@ async def async_parent(number: int) -> int:
 
 @aiogpu.remote
 def forgetful(number: int) -> int:
-    """Leave children behind, which end with it."""
+    """Leave child tasks behind, which must end with this task."""
     for _ in range(3):
         uninterruptible.remote(number)
     return number
@@ -239,12 +223,12 @@ def pass_on(to: int) -> Iterator[int]:
 
 
 def filled(size: int, number: int) -> memoryview:
-    """So many bytes that hang on the number."""
+    """Return `size` bytes that depend on the number."""
     return memoryview(number.to_bytes(8, "big") * (size // 8))
 
 
 def fingerprint(view: memoryview) -> int:
-    """Of a part of its bytes."""
+    """Return a checksum of a part of the bytes."""
     return crc32(bytes(view[::STEP]), len(view))
 
 
@@ -260,7 +244,7 @@ def measure(view: memoryview) -> int:
 
 @aiogpu.remote
 def relay(view: memoryview) -> memoryview:
-    """Give what lies in memory already."""
+    """Return an argument that already lies in shared memory."""
     return view
 
 
@@ -271,7 +255,7 @@ def measure_inside(views: list[aiogpu.Handle[memoryview]]) -> list[int]:
 
 @aiogpu.remote
 def keep(view: memoryview) -> int:
-    """Keep it in this process; what was kept before must not have changed."""
+    """Keep the view in this process; the previous one must not have changed."""
     if "kept" in _kept:
         before, mark = _kept["kept"]
         if fingerprint(before) != mark:
@@ -292,20 +276,20 @@ def add_up(one: int, other: int) -> int:
 
 @aiogpu.remote
 def bloat(megabytes: int) -> int:
-    """Have so much memory for a moment."""
+    """Use this much memory for a moment."""
     block = bytearray(megabytes << 20)
     block[::STEP] = b"x" * len(range(0, len(block), STEP))
     return len(block) >> 20
 
 
 class Member:
-    """Holds its share for life."""
+    """An actor that locks its share for life."""
 
     def __init__(self, amount: float = 0) -> None:
         self.last = -1
         self.view: memoryview | None = None
         gpus = [int(one) for one in aiogpu.get_gpu_ids()]
-        self.share = lock(gpus, amount) if amount else []
+        self.share = locked(gpus, amount) if amount else None
 
     def add(self, number: int) -> int:
         return number + 1
@@ -320,7 +304,7 @@ class Member:
         return number + 1
 
     def ask(self, number: int) -> int:
-        """Have a task of its own."""
+        """Submit a task."""
         return aiogpu.get(echo.remote(number + 1))
 
     def keep(self, view: memoryview) -> int:
@@ -338,7 +322,7 @@ class Member:
 
 
 class AsyncMember(Member):
-    """The same with coroutines."""
+    """The same actor with coroutines."""
 
     async def add(self, number: int) -> int:  # type: ignore[override]
         from asyncio import sleep
@@ -357,7 +341,7 @@ class AsyncMember(Member):
 
 
 class InOrder(Member):
-    """Sees that calls come in order, as one caller has sent them."""
+    """Checks that one caller's calls come in order."""
 
     def add(self, number: int) -> int:
         assert number > self.last, (number, self.last)

@@ -1,6 +1,6 @@
-"""The systems, one a module, each imported when it is asked for; and what they share.
+"""The systems, one in each module, which is imported on demand; and the common parts.
 
-A system implements what it has; `LACKS` says what it has not, as its row does.
+A system implements the features that it has; `LACKS` names the missing ones.
 """
 
 from __future__ import annotations
@@ -10,15 +10,16 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Final, NamedTuple
+from weakref import WeakKeyDictionary
 
 Function = Callable[..., Any]
 """A function of `benchmarks.tasks`."""
 Call = Callable[[int], "Future[Any]"]
-"""Starts a task at once; its result is awaited, its `cancel()` stops the work."""
+"""Starts a task at once; the future's `cancel()` stops the work."""
 Use = Callable[..., "Future[Any]"]
-"""Starts a task with values, or futures of results."""
+"""Starts a task with values, or with futures of other tasks."""
 Items = Callable[[int], AsyncIterator[int]]
-"""Starts a stream of so many items."""
+"""Starts a stream of a number of items."""
 Preload = Sequence[str] | None
 """Modules to import once for all workers; None for the default."""
 
@@ -31,7 +32,7 @@ NEEDS: Final = {
     "xoscar": "xoscar",
     "ray": "ray",
 }
-"""The systems, and the module that each needs."""
+"""The systems, and the module that each of them needs."""
 MODULES: Final = {"node": "aiogpu", "loky": "executor"}
 LACKS: Final = {
     "actors": ("has no actors", {"executor", "loky"}),
@@ -41,7 +42,7 @@ LACKS: Final = {
     "preload": ("imports nothing beforehand", {"loky", "dask", "xoscar", "ray"}),
     "streams": ("has calls of one result alone", {"executor", "loky", "dask"}),
 }
-"""What a workload may ask for: the words for a system without, and these systems."""
+"""Features of workloads: the reason in the row of a system without, and the systems."""
 FIRST_RESULT: Final = """
 import asyncio
 from benchmarks.field.systems import Need, load
@@ -61,22 +62,22 @@ if __name__ == "__main__":
 
 
 class Need(NamedTuple):
-    """What a task asks for; isolated: a process that has run nothing else."""
+    """The needs of a task; isolated means a process that has run no other task."""
 
     num_gpus: float = 0
     is_isolated: bool = False
 
 
 class UnsupportedError(Exception):
-    """The system has nothing of the kind."""
+    """The system lacks this feature."""
 
 
 class System:
     """One system, on the running loop.
 
     Attributes:
-        title: the system as the subject of a sentence, such as "an executor".
-        libraries: distributions whose versions belong in the report.
+        title: the name in a sentence, such as "an executor".
+        libraries: distributions whose versions the report states.
     """
 
     title = "a system"
@@ -87,13 +88,13 @@ class System:
         return FIRST_RESULT.format(type(self).__name__.lower())
 
     def lacks(self, feature: str) -> str:
-        """Say that it has no such thing; return nothing if it has."""
+        """Return why the system lacks a feature, or "" if the system has it."""
         words, systems = LACKS[feature]
         name = type(self).__name__.lower()
         return f"{self.title} {words}" if name in systems else ""
 
     def require(self, *features: str) -> None:
-        """Raise `UnsupportedError` if it lacks one of these."""
+        """Raise `UnsupportedError` if the system lacks one of these."""
         for why in filter(None, map(self.lacks, features)):
             raise UnsupportedError(why)
 
@@ -102,7 +103,7 @@ class System:
         raise NotImplementedError
 
     async def close(self) -> None:
-        """Stop the system. It may be opened again."""
+        """Stop the system, which may be opened again."""
         raise NotImplementedError
 
     def task(self, function: Function, need: Need) -> Call:
@@ -110,25 +111,48 @@ class System:
         raise NotImplementedError
 
     def taking(self, function: Function) -> Use:
-        """Return a function as a task that takes values, or futures of its results."""
+        """Return a function as a task that takes values, or futures of other tasks."""
         raise NotImplementedError
 
     def stream(self, function: Function) -> Items:
-        """Return a generator as a task that gives its items as they come."""
+        """Return a generator as a task whose items arrive one by one."""
         raise NotImplementedError
 
     async def actor(self, cls: type) -> Call:
-        """Make an object in a process; return its `noop`, with which it lives."""
+        """Make an actor; return its `noop`, which keeps the actor alive."""
         raise NotImplementedError
 
 
+_handles: Final[WeakKeyDictionary[Future[Any], Any]] = WeakKeyDictionary()
+"""The system's own handle of each asyncio future, which keeps the handle alive."""
+
+
+def tracked(
+    future: Future[Any], handle: Any, cancel: Callable[[Any], object]
+) -> Future[Any]:
+    """Return an asyncio future that keeps the system's handle and cancels it."""
+
+    def on_done(_: Future[Any]) -> None:
+        if future.cancelled():
+            cancel(handle)
+
+    _handles[future] = handle
+    future.add_done_callback(on_done)
+    return future
+
+
+def with_handles(values: Sequence[Any]) -> list[Any]:
+    """Return the values, with the system's own handles in place of futures."""
+    return [_handles[each] if isinstance(each, Future) else each for each in values]
+
+
 def missing(name: str) -> str:
-    """Return why this system cannot be had here; nothing if it can."""
+    """Return why this system cannot run here, or "" if it can."""
     return "" if find_spec(NEEDS[name]) else f"{NEEDS[name]} is not installed"
 
 
 def load(name: str) -> System:
-    """Import and make a system."""
+    """Import and create a system."""
     module = import_module(f"{__name__}.{MODULES.get(name, name)}")
     system: System = getattr(module, name.title())()
     return system

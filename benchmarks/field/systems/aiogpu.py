@@ -1,4 +1,4 @@
-"""aiogpu: a node inside the program, or a service that the program has joined."""
+"""aiogpu: a node inside the program, or a service that the program joins."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Aiogpu(System):
         return cast("Call", remote(function).remote)
 
     def taking(self, function: Function) -> Use:
-        """`f.remote`, whose arguments may be handles."""
-        return cast("Use", aiogpu.remote(function).remote)
+        """`f.remote` with values or handles."""
+        return aiogpu.remote(function).remote
 
     def stream(self, function: Function) -> Items:
         """`f.remote`, whose result is iterated."""

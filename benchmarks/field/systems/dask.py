@@ -6,24 +6,22 @@ import asyncio
 from asyncio import Future
 from functools import partial
 from typing import Any, Final
-from weakref import WeakKeyDictionary
 
 import distributed
 
-from benchmarks.field.systems import Call, Function, Need, Preload, System, Use
+from benchmarks.field import systems
+from benchmarks.field.systems import Call, Function, Need, Preload, Use
 
 THREADS: Final = 16
-"""Of the one worker that has all GPUs: as many quarters as four of them have."""
-_submitted: Final[WeakKeyDictionary[Future[Any], Any]] = WeakKeyDictionary()
-"""Of each future Dask's own, which so lives as long."""
+"""Threads of the one worker that has all GPUs: the quarters of four GPUs."""
 _cancelling: Final[set[Future[None]]] = set()
 
 
-class Dask(System):
-    """A worker of one thread for each CPU; or one that has all GPUs as a resource.
+class Dask(systems.System):
+    """A worker of one thread for each CPU; or one worker with all GPUs as a resource.
 
-    Its resources are numbers of a worker: a task of two GPUs fits on one worker alone,
-    so there is one. It gives no devices, so a fraction may lie on several.
+    Dask's resources are numbers of a worker. A task of two GPUs must fit on one worker,
+    so there is only one. Dask assigns no devices, so a fraction may lie on several.
     """
 
     title = "Dask"
@@ -46,7 +44,7 @@ class Dask(System):
         await self._cluster.close()
 
     def task(self, function: Function, need: Need) -> Call:
-        """`submit`; the same arguments do not make the same task."""
+        """`submit`, with `pure=False`: equal arguments are different tasks."""
         gpus = {"GPU": need.num_gpus} if need.num_gpus else None
         submit = partial(self._client.submit, pure=False, resources=gpus)
         return lambda number: _future(submit(function, number))
@@ -55,8 +53,8 @@ class Dask(System):
         """`submit` with values, and with Dask's futures."""
 
         def use(*values: Any) -> Future[Any]:
-            given = [_submitted[v] if isinstance(v, Future) else v for v in values]
-            return _future(self._client.submit(function, *given, pure=False))
+            arguments = systems.with_handles(values)
+            return _future(self._client.submit(function, *arguments, pure=False))
 
         return use
 
@@ -67,17 +65,13 @@ class Dask(System):
 
 
 def _future(submitted: Any) -> Future[Any]:
-    future = asyncio.ensure_future(_await(submitted))
-    _submitted[future] = submitted
-    future.add_done_callback(_cancel)
-    return future
+    return systems.tracked(asyncio.ensure_future(_await(submitted)), submitted, _cancel)
 
 
-def _cancel(future: Future[Any]) -> None:
-    if future.cancelled():
-        cancelling = asyncio.ensure_future(_submitted[future].cancel())
-        _cancelling.add(cancelling)
-        cancelling.add_done_callback(_cancelling.discard)
+def _cancel(submitted: Any) -> None:
+    cancelling = asyncio.ensure_future(submitted.cancel())
+    _cancelling.add(cancelling)
+    cancelling.add_done_callback(_cancelling.discard)
 
 
 async def _await(future: Any) -> Any:

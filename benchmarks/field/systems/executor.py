@@ -1,4 +1,4 @@
-"""The standard library's `ProcessPoolExecutor` as asyncio futures; and loky's."""
+"""The `ProcessPoolExecutor` of the standard library and of loky, used from asyncio."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ asyncio.run(main())
 
 
 class Executor(System):
-    """A pool with a process for each CPU; another one gives each task a process."""
+    """A pool with a process for each CPU; a second pool gives each task a process."""
 
     title = "an executor"
     libraries: tuple[str, ...] = ("uvloop",)
     module = "concurrent.futures"
 
     def first_result(self) -> str:
-        """Return a program as users write it, whose pool forks by its default."""
+        """Return a program as users write it, whose pool forks by default."""
         return FIRST_RESULT.format(self.module)
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class Executor(System):
         self._pools[False] = self.pool(num_cpus, False)
 
     def pool(self, num_cpus: int, is_isolated: bool) -> Any:
-        # Not by "fork": this process runs an event loop.
+        # Not "fork": this process runs an event loop.
         context = multiprocessing.get_context("forkserver")
         each = 1 if is_isolated else None
         return ProcessPoolExecutor(num_cpus, context, max_tasks_per_child=each)
@@ -68,7 +68,7 @@ class Executor(System):
 
 
 class Loky(Executor):
-    """A pool of loky's processes, with its own pickler."""
+    """A pool of loky's processes, with loky's pickler."""
 
     title = "loky"
     libraries = ("loky", "cloudpickle", "uvloop")

@@ -1,4 +1,4 @@
-"""Ray: a cluster of this machine alone, by its own interface from asyncio."""
+"""Ray: a cluster of this machine alone, by Ray's own interface from asyncio."""
 
 from __future__ import annotations
 
@@ -6,20 +6,18 @@ import asyncio
 from asyncio import Future
 from collections.abc import AsyncIterator, Iterator
 from typing import Any, Final
-from weakref import WeakKeyDictionary
 
 import ray
 
-from benchmarks.field.systems import Call, Function, Items, Need, Preload, System, Use
+from benchmarks.field import systems
+from benchmarks.field.systems import Call, Function, Items, Need, Preload, Use
 
 STORE: Final = 2_000_000_000
-"""Bytes of its object store."""
-_references: Final[WeakKeyDictionary[Future[Any], Any]] = WeakKeyDictionary()
-"""Of each future Ray's reference, which so lives as long."""
+"""Bytes of the object store."""
 
 
-class Ray(System):
-    """A cluster without its dashboard, so that it has less to do."""
+class Ray(systems.System):
+    """A cluster without the dashboard, which would cost CPU."""
 
     title = "Ray"
     libraries = ("ray", "uvloop")
@@ -39,7 +37,7 @@ class Ray(System):
         ray.shutdown()
 
     def task(self, function: Function, need: Need) -> Call:
-        """`f.remote`; its workers are reused unless told otherwise."""
+        """`f.remote`; workers are reused unless the task is isolated."""
         calls = 1 if need.is_isolated else 0
         remote: Any = ray.remote(num_cpus=1, num_gpus=need.num_gpus, max_calls=calls)
         call = remote(function).remote
@@ -50,8 +48,7 @@ class Ray(System):
         remote: Any = ray.remote(function).remote
 
         def use(*values: Any) -> Future[Any]:
-            given = [_references[v] if isinstance(v, Future) else v for v in values]
-            return _future(remote(*given))
+            return _future(remote(*systems.with_handles(values)))
 
         return use
 
@@ -59,7 +56,7 @@ class Ray(System):
         """A generator task, whose references are awaited as they come."""
 
         def generator(count: int) -> Iterator[int]:
-            # Ray sends to it, so what is behind `yield from` must be a generator.
+            # Ray calls `send`, so `yield from` needs a generator.
             yield from (item for item in function(count))
 
         remote: Any = ray.remote(generator).remote
@@ -79,13 +76,6 @@ class Ray(System):
 
 
 def _future(reference: Any) -> Future[Any]:
-    """Return the future of a result as Ray has it for asyncio; a cancel stops work."""
+    """Return Ray's asyncio future of a result; a cancel stops the work."""
     future = asyncio.wrap_future(reference.future())
-    _references[future] = reference
-    future.add_done_callback(_cancel)
-    return future
-
-
-def _cancel(future: Future[Any]) -> None:
-    if future.cancelled():
-        ray.cancel(_references[future])
+    return systems.tracked(future, reference, ray.cancel)

@@ -1,4 +1,4 @@
-"""xoscar: pools of processes for actors. A task is a call of an actor that runs it."""
+"""xoscar: pools of processes for actors. A task is a call of an actor."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from benchmarks.field.systems import Call, Function, Items, Need, Preload, Syste
 
 
 class Runner(xoscar.Actor):  # type: ignore[misc]
-    """Runs functions, one at a time."""
+    """An actor that runs functions, one at a time."""
 
     def run(self, function: Callable[..., object], *values: object) -> object:
-        """Run one."""
+        """Run a function."""
         return function(*values)
 
     @xoscar.generator  # type: ignore[untyped-decorator]
     def stream(self, function: Callable[[int], Any], count: int) -> Any:
-        """Give the items of a generator."""
+        """Return a generator, whose items xoscar sends."""
         return function(count)
 
 
 class Holder(xoscar.Actor):  # type: ignore[misc]
-    """Holds an object of a class that knows no actors."""
+    """An actor that holds an object of a plain class."""
 
     def __init__(self, cls: type) -> None:
         self._object: Any = cls()
@@ -37,7 +37,7 @@ class Holder(xoscar.Actor):  # type: ignore[misc]
 
 
 class Xoscar(System):
-    """A pool with a process for each CPU, and in each an actor that runs tasks."""
+    """A pool with a process for each CPU; an actor in each process runs tasks."""
 
     title = "xoscar"
     libraries = ("xoscar", "uvloop")
@@ -62,11 +62,11 @@ class Xoscar(System):
         )
 
     def task(self, function: Function, need: Need) -> Call:
-        """A call of the runners in turn."""
+        """Calls of the runners in turn."""
         return self.taking(function)
 
     def taking(self, function: Function) -> Use:
-        """A call with values. What a call returns comes to the caller first."""
+        """Calls of the runners with values; results return to the caller first."""
         runners = cycle(self._runners)
 
         def use(*values: object) -> Future[Any]:
@@ -76,7 +76,7 @@ class Xoscar(System):
         return use
 
     def stream(self, function: Function) -> Items:
-        """`xoscar.generator`, of which each item is asked for by a call."""
+        """`xoscar.generator`; each item takes a call."""
 
         async def items(count: int) -> AsyncIterator[int]:
             async for item in await self._runners[0].stream(function, count):
@@ -85,6 +85,6 @@ class Xoscar(System):
         return items
 
     async def actor(self, cls: type) -> Call:
-        """`create_actor`, beside a runner."""
+        """`create_actor`, in the process of a runner."""
         actor = await self._create(1, Holder, cls)
         return lambda number: asyncio.ensure_future(actor.noop(number))

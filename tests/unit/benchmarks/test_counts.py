@@ -1,4 +1,4 @@
-"""What a call costs, counted: a guard against what no clock would show for certain."""
+"""What a call costs in counts: catches a slowdown that is too small for a clock."""
 
 from __future__ import annotations
 
@@ -9,17 +9,26 @@ from functools import cache
 
 import pytest
 
-from benchmarks.counts import KEPT, NAMES, SHOWN, Count, allowed, kept, told
+from benchmarks.counts import (
+    BASELINE,
+    NAMES,
+    SHOWN,
+    Count,
+    describe,
+    limit,
+    load,
+    lower,
+)
 from tests.support.program import environment
 
-AGAIN = 2
-"""How often is counted anew what is too much: who comes late to a busy machine reads
-items one by one that would have come together."""
+RETRIES = 2
+"""Counts that are too high are taken again: on a busy machine a process that comes
+late reads items one by one that would have come together."""
 
 
 @cache
 def counted(*names: str, attempt: int = 0) -> dict[str, Count]:
-    """Counts, all unless named, of a program of their own: nothing is in its way."""
+    """Counts, by default all, of a program of their own."""
     ran = subprocess.run(
         [sys.executable, "-m", "benchmarks.counts", "--json", *names],
         env=environment(),
@@ -30,34 +39,33 @@ def counted(*names: str, attempt: int = 0) -> dict[str, Count]:
     return {name: Count(*each) for name, each in json.loads(ran.stdout).items()}
 
 
-def each_of(count: Count) -> float:
-    return count.each
-
-
-def test_all_that_is_counted_was_kept() -> None:
-    assert list(kept()) == list(NAMES)
+def test_the_baseline_has_all_counts() -> None:
+    assert list(load()) == list(NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_it_costs_no_more_than_it_did(name: str) -> None:
-    now, before = counted()[name], kept()[name]
-    for attempt in range(AGAIN):
-        if now.each > allowed(before):
-            now = min(now, counted(name, attempt=attempt)[name], key=each_of)
-    assert now.each <= allowed(before), (
-        f"{told(name, now, before, SHOWN)}\n"
-        f"At most {allowed(before):.2f} was expected. All that has changed:\n"
-        f"  python -m benchmarks.counts {name!r} --all --against {KEPT.name}\n"
-        f"If it is worth that, keep it by `--keep` in place of `--against`."
+def test_a_count_does_not_rise(name: str) -> None:
+    now, before = counted()[name], load()[name]
+    for attempt in range(RETRIES):
+        if now.each > limit(before):
+            now = lower(now, counted(name, attempt=attempt)[name])
+    assert now.each <= limit(before), (
+        f"{describe(name, now, before, SHOWN)}\n"
+        f"At most {limit(before):.2f} was expected. To see all changes:\n"
+        f"  python -m benchmarks.counts {name!r} --all --against {BASELINE.name}\n"
+        f"If the change is worth the cost, use `--keep` in place of `--against`."
     )
 
 
-def test_what_has_changed_is_told_first() -> None:
+def test_the_largest_changes_are_shown_first() -> None:
     before = Count(12.0, {"a.py:f": 2.0, "a.py:g": 10.0, "a.py:h": 0.01})
     now = Count(15.0, {"a.py:g": 10.0, "a.py:f": 1.0, "a.py:i > len": 4.0})
-    assert told("one", now, before, 9).splitlines() == [
+    assert describe("one", now, before, 9).splitlines() == [
         "one: 12.0 before, 15.0 now",
         "     +4.00  a.py:i > len",
         "     -1.00  a.py:f",
     ]
-    assert told("one", now, None, 1).splitlines() == ["one: 15.0", "     10.00  a.py:g"]
+    assert describe("one", now, None, 1).splitlines() == [
+        "one: 15.0",
+        "     10.00  a.py:g",
+    ]

@@ -192,7 +192,7 @@ async def test_the_longest_turn_of_the_loop_counts(monkeypatch):
 
 @pytest.mark.parametrize(
     ("on_cpu", "verdict"),
-    [(21, "not met"), (2, f"INVALID: it ran 2.0 ms of these; {BUSY}")],
+    [(21, "not met"), (2, f"INVALID: the thread ran for 2.0 ms of these; {BUSY}")],
 )
 def test_a_hold_is_judged_where_the_thread_had_the_core(on_cpu, verdict):
     hold = {"longest": 21 * MS, "on_cpu": on_cpu * MS, "calls": 10**9, "whole": 1}

@@ -1,4 +1,4 @@
-"""The soak can fail: each of its claims is seen not to hold."""
+"""The soak can fail: it notices when a claim does not hold."""
 
 from __future__ import annotations
 
@@ -41,36 +41,38 @@ def ended(end: object) -> Any:
     ],
     ids=repr,
 )
-async def test_an_illegal_end_is_noted(
+async def test_an_illegal_end_is_recorded(
     end: object, is_mortal: bool, is_legal: bool
 ) -> None:
     account = Account(is_mortal)
-    one = Operation("drawn", 1, "seed", account)
-    assert await one.end(ended(end), 1, ValueError) is (end == 1)
+    operation = Operation("drawn", 1, "seed", account)
+    assert await operation.end(ended(end), 1, ValueError) is (end == 1)
     assert account.ends.total() == 1
     assert (account.wrong == []) is is_legal
 
 
-def test_a_share_that_is_held_twice_is_noticed(
+def test_a_share_that_two_tasks_hold_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(tasks.LOCKS, str(tmp_path))
     with tasks.locked([0], 0.5), tasks.locked([0], 0.25), tasks.locked([1], 1):
-        tasks.lock([0], 0.25)[0].close()
+        tasks.locked([0], 0.25).close()
         with pytest.raises(tasks.OverlapError, match="2 quarters of GPU 0"):
-            tasks.lock([0], 0.5)
+            tasks.locked([0], 0.5)
         with pytest.raises(tasks.OverlapError, match="of GPU 1"):
-            tasks.lock([1], 0.25)
+            tasks.locked([1], 0.25)
     with tasks.locked([0, 1], 2):
         pass
 
 
-def test_growth_is_told_from_what_comes_and_goes() -> None:
+def test_growth_is_told_from_fluctuation() -> None:
     assert abs(growth([10, 50, 52, 49, 51, 90, 50, 52, 50])) < 3
     assert growth([10, 50, 55, 60, 65, 70, 75, 80, 85]) > 20
 
 
-def test_a_claim_that_fails_once_has_failed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_claim_that_fails_once_fails_the_run(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     record = Record()
     record.check("all is well", [])
     assert record.holds
@@ -83,7 +85,7 @@ def test_a_claim_that_fails_once_has_failed(capsys: pytest.CaptureFixture[str]) 
     assert "all is well       2  FAILED 1 x" in table
 
 
-async def test_a_file_that_is_left_is_found(tmp_path: Path) -> None:
+async def test_a_file_that_is_left_is_reported(tmp_path: Path) -> None:
     sandbox = Sandbox(str(tmp_path))
     assert await sandbox.left() == []
     Path(sandbox.environ["TMPDIR"], "spilled").touch()
@@ -101,7 +103,7 @@ class Waiting(scenarios.Scenario):
         try:
             await asyncio.Event().wait()
         finally:
-            print("its services are ended", flush=True)
+            print("the services are ended", flush=True)
 
 soak.SCENARIOS["service"] = Waiting
 soak.main(["service"])
@@ -111,11 +113,11 @@ soak.main(["service"])
 @pytest.mark.parametrize(
     ("number", "status", "before"),
     [
-        (signal.SIGTERM, 143, "trap '' INT;"),  # as of a shell's job in the background
+        (signal.SIGTERM, 143, "trap '' INT;"),  # as in a shell's background job
         (signal.SIGINT, 130, ""),
     ],
 )
-def test_whatever_ends_it_it_ends_what_it_has_started(
+def test_a_signal_ends_the_soak_and_its_services(
     number: signal.Signals, status: int, before: str
 ) -> None:
     words = ["sh", "-c", f'{before} exec "$@"', "sh", sys.executable, "-c", SCENARIO]
@@ -126,9 +128,9 @@ def test_whatever_ends_it_it_ends_what_it_has_started(
         while "begun" not in soak.stdout.readline():
             assert soak.poll() is None
         soak.send_signal(number)
-        told, _ = soak.communicate(timeout=60)
-    assert "its services are ended" in told
-    assert "all claims held" in told
+        output, _ = soak.communicate(timeout=60)
+    assert "the services are ended" in output
+    assert "all claims held" in output
     assert soak.returncode == status
 
 
@@ -137,8 +139,9 @@ import aiogpu
 from benchmarks.soak.operation import Account, Operation
 from benchmarks.soak.tasks import echo, uninterruptible
 
-async def waits(one):
-    await one.end(one.begin("a call", uninterruptible.remote(1)), None)
+async def waits(operation):
+    call = operation.begin("a call", uninterruptible.remote(1))
+    await operation.end(call, None)
 
 async def main():
     account = Account()
@@ -152,14 +155,14 @@ aiogpu.run(main())
 """
 
 
-def test_stacks_of_all_are_dumped_when_something_hangs(
+def test_all_stacks_are_dumped_when_an_operation_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(LIMIT_VARIABLE, "1")
     sandbox = Sandbox(str(tmp_path))
     output, stderr = start(PROGRAM, **sandbox.environ).communicate(timeout=60)
     assert "waits 1 has not ended in 1 s: a call" in output, stderr
-    assert "uninterruptible" in output, "what hangs is named"
+    assert "uninterruptible" in output, "names the task that hangs"
     assert "(aiogpu-work" in stderr
-    assert " in uninterruptible" in stderr, "the worker's"
-    assert "benchmarks/soak/sandbox.py" in stderr, "the program's own"
+    assert " in uninterruptible" in stderr, "the worker's stack"
+    assert "benchmarks/soak/sandbox.py" in stderr, "the program's stack"
