@@ -1,8 +1,8 @@
 """The kinds of devices that a node can share out, one module for each vendor.
 
-Each vendor answers the questions of `base.Accelerator`: what its devices are called,
-how they are detected, which variable assigns them, which quantities are valid. This
-package knows which devices there are, not who uses them.
+Each vendor implements `base.Accelerator`: the name of its devices, their detection, the
+variable that assigns them, and valid quantities. This package knows which devices
+exist, not which processes use them.
 
 `aiogpu.accelerators` is public: it has the names of the types, for
 `accelerator_type=`, and `register`, which adds a vendor. Importing it loads no
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from .registry import register as register
 
 if not TYPE_CHECKING:
-    # Visible, `__getattr__` would make type checkers accept every misspelt name, and a
-    # computed `__all__` would hide the types from them.
+    # Hidden from type checkers: with `__getattr__` they would accept every misspelt
+    # name, and a computed `__all__` would hide the types.
     _HOME = {
         "Accelerator": "aiogpu.accelerators.base",
         "Device": "aiogpu.core.resources.devices",
@@ -55,5 +55,5 @@ if not TYPE_CHECKING:
         return value
 
     def __dir__():
-        """All public names."""
+        """Return all public names."""
         return [*__all__]

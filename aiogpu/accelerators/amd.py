@@ -20,7 +20,7 @@ from .listed_devices import Listed, ListedAccelerator, entries, numbered, read
 NODES: Final = "sys/class/kfd/kfd/topology/nodes"
 ROCR: Final = "ROCR_VISIBLE_DEVICES"
 CUDA: Final = "CUDA_VISIBLE_DEVICES"
-"""The variable that HIP reads where its own is not set."""
+"""The variable that HIP reads if its own is not set."""
 DEVICE_MEMORY: Final = ("1", "2")
 """Heap types of memory on the card (the kernel's uapi/linux/kfd_ioctl.h)."""
 TYPES: Final = {
@@ -50,13 +50,13 @@ class Amd(ListedAccelerator):
     kind = GPU
     option = "num_gpus"
     variable = "HIP_VISIBLE_DEVICES"
-    # HIP takes an empty variable for one that is not set.
+    # HIP treats an empty variable as unset.
     hide_all = "-1"
 
     def listed(
         self, environ: Mapping[str, str], there: Sequence[Device]
     ) -> Listed | None:
-        """Return what restricts the node: `HIP_`, else `CUDA_VISIBLE_DEVICES`.
+        """Return the restriction of the node: `HIP_`, else `CUDA_VISIBLE_DEVICES`.
 
         Raises:
             DeviceError: an entry is ill-formed or repeated; or
@@ -67,15 +67,15 @@ class Amd(ListedAccelerator):
             text = environ[self.variable]
             return self.variable, text, entries(self.variable, text)
         if not there:
-            return None  # CUDA's variable then speaks of another vendor's GPUs
+            return None  # CUDA's variable then refers to another vendor's GPUs
         text = environ.get(CUDA, "")
         if text:
             return CUDA, text, entries(CUDA, text)
         if ROCR in environ:
             raise DeviceError(
-                f"{ROCR} is set and {self.variable} is not: the first renumbers the "
-                f"GPUs for all that count them by the second, which aiogpu sets for "
-                f"tasks. Use {self.variable} instead of {ROCR}."
+                f"{ROCR} is set and {self.variable} is not: {ROCR} renumbers the GPUs "
+                f"that {self.variable}, which aiogpu sets for tasks, counts. Use "
+                f"{self.variable} instead of {ROCR}."
             )
         return None
 
@@ -91,7 +91,7 @@ class Amd(ListedAccelerator):
         del environ
         found: list[Device] = []
         for _, node in numbered("", self.root, NODES):
-            # A CPU has the id 0; of a GPU that is not for this container none is read.
+            # A CPU has the id 0; the id of a GPU of another container cannot be read.
             if read(node, "gpu_id") not in ("", "0"):
                 facts = _facts(read(node, "properties"))
                 found.append(_device(len(found), node, facts))

@@ -1,6 +1,6 @@
 """Huawei Ascend NPUs: detected in `/dev`, assigned by `ASCEND_RT_VISIBLE_DEVICES`.
 
-The files that are read do not tell the type. A custom resource may declare it:
+The device files do not show the type. A custom resource may declare it:
 `resources={"accelerator_type:Ascend910B": 1}`.
 """
 

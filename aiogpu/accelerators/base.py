@@ -1,10 +1,9 @@
 """The interface of an accelerator vendor, and the plain data in its answers.
 
-A vendor answers: what its devices are called, how they are detected, which variable
-assigns them, which quantities are valid, and, where its driver can tell, what is on a
-device now. To add a vendor, write one module with a class of the shape `Accelerator`
-and name it in `registry.KNOWN`; most derive from
-`listed_devices.ListedAccelerator`.
+A vendor defines: the name of its devices, their detection, the variable that assigns
+them, valid quantities, and, if its driver reports it, the load of a device. To add a
+vendor, write one module with a class of the shape `Accelerator` and name it in
+`registry.KNOWN`; most derive from `listed_devices.ListedAccelerator`.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ class Sample:
         reads_pids: whether the driver's process ids are surely those of this
             process's pid namespace.
         used: bytes of device memory in use by all processes.
-        utilisation: percent of the last moments in which something ran on it.
+        utilisation: percent of the last moments in which code ran on it.
         temperature: degrees Celsius.
         power: watts that it draws.
-        problem: why nothing could be learnt, in a few words; None if it could.
+        problem: why nothing is known, in a few words; None if the sample is valid.
         is_lost: the device does not answer and will not before a reset.
     """
 
@@ -126,12 +125,12 @@ class Accelerator(Protocol):
         ...
 
     def watch(self) -> DeviceWatch:
-        """Return an object that asks the driver, repeatedly, what is on a device."""
+        """Return an object that samples devices by the driver."""
         ...
 
 
 class DeviceWatch(Protocol):
-    """One vendor's driver, asked again and again what is on a device.
+    """Samples devices by a vendor's driver.
 
     All methods but `knows` may block. One thread alone calls them.
     """
@@ -141,11 +140,11 @@ class DeviceWatch(Protocol):
         ...
 
     def open(self) -> None:
-        """Start the vendor's library. Never raises: `look` reports what is wrong."""
+        """Start the vendor's library. Never raises: `look` reports problems."""
         ...
 
     def look(self, device: Device) -> Sample:
-        """Return what is on a device now. Never raises; see `Sample.problem`."""
+        """Return the current load of a device. Never raises; see `Sample.problem`."""
         ...
 
     def check(self, device: Device) -> Health:
@@ -173,7 +172,7 @@ class Unwatched:
         """Do nothing: there is no library."""
 
     def look(self, device: Device) -> Sample:
-        """Return a sample that says that nothing is known."""
+        """Return a sample in which nothing is known."""
         return Sample(problem=f"the driver of {device.id} is not asked")
 
     def check(self, device: Device) -> Health:

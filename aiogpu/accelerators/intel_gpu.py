@@ -35,7 +35,7 @@ DRIVERS: Final = ("i915", "xe")
 SELECTOR: Final = "ONEAPI_DEVICE_SELECTOR"
 BACKEND: Final = "level_zero:"
 ALL: Final = ("", "*", "gpu")
-"""What stands after the backend's name if every GPU is meant."""
+"""Values after the backend's name that select every GPU."""
 NAMES: Final = {
     0x0BD5: "Intel(R) Data Center GPU Max 1550",
     0x0BD6: "Intel(R) Data Center GPU Max 1550",
@@ -65,7 +65,7 @@ class IntelGpu(ListedAccelerator):
     def listed(
         self, environ: Mapping[str, str], there: Sequence[Device]
     ) -> Listed | None:
-        """Return what restricts the node: the mask, else the indices of a selector.
+        """Return the restriction of the node: the mask, else a selector's indices.
 
         An empty mask restricts nothing, as for Level Zero itself.
         """

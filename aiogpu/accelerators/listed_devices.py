@@ -41,12 +41,12 @@ MOST_DIGITS: Final = 9
 
 
 class ListedAccelerator:
-    """A vendor whose variable lists indices; subclasses say what differs.
+    """A vendor whose variable lists indices; subclasses define the differences.
 
     Attributes:
         kind, option, variable: see `Accelerator`.
         hide_all: the variable's value that gives a worker no device.
-        singular: what one device is called, if it cannot be shared; else "".
+        singular: name of one device, if it cannot be shared; else "".
 
     Args:
         root: the directory under which the kernel's files are looked for.
@@ -75,7 +75,7 @@ class ListedAccelerator:
     def listed(
         self, environ: Mapping[str, str], there: Sequence[Device]
     ) -> Listed | None:
-        """Return what restricts the node to some devices; None if nothing does.
+        """Return the variable that restricts the node to some devices, or None.
 
         Args:
             environ: the environment of the process that starts the node.
@@ -91,7 +91,7 @@ class ListedAccelerator:
         return self.variable, text, entries(self.variable, text, self.parse)
 
     def logical(self, id_: Id, environ: Mapping[str, str]) -> Device:
-        """Return the device of that id where it was not detected."""
+        """Return a device of this id that was not detected."""
         del environ
         return Device(id_)
 
@@ -158,7 +158,7 @@ class ListedAccelerator:
 
 
 def is_left_alone(variable: str, environ: Mapping[str, str]) -> bool:
-    """Return whether the user has said that aiogpu is not to set a variable."""
+    """Return whether the user forbids aiogpu to set a variable."""
     return environ.get(NOSET + variable, "").strip().lower() in ON
 
 
@@ -183,7 +183,7 @@ def require(
 
     Args:
         option: the option that asks for them, for the message.
-        wanted: how many the user asked for; None for those that are there.
+        wanted: number that the user asked for; None for all that exist.
         variable: the variable.
         text: its value.
         count: how many devices the value names.
@@ -217,8 +217,8 @@ def entries(
         named = parse(entry)
         if not named:
             raise DeviceError(
-                f"{variable}={text!r}: {entry!r} names no device. Correct the entry, "
-                f"or take it out."
+                f"{variable}={text!r}: {entry!r} names no device. Correct or remove "
+                f"the entry."
             )
         for id_ in named:
             if id_ in found:
@@ -246,9 +246,9 @@ def choose(
 
     Args:
         option: the option that asks for them, for the messages.
-        wanted: how many the user asked for; None for those that are there.
+        wanted: number that the user asked for; None for all that exist.
         there: the detected devices.
-        listed: the variable that restricts them; None where it is not set.
+        listed: the variable that restricts them; None if it is not set.
         logical: makes a device that was not detected.
 
     Raises:
@@ -271,7 +271,7 @@ def choose(
         if known and id_ not in known:
             raise DeviceError(
                 f"{variable}={text!r}: there is no device {str(id_)!r}. This machine "
-                f"has {', '.join(map(str, known))}. Name one that is there."
+                f"has {', '.join(map(str, known))}. Name one of these."
             )
     return tuple(known.get(id_) or logical(id_) for id_ in ids)[:wanted]
 
@@ -282,7 +282,7 @@ def whole_devices(option: str, value: object, singular: str) -> int:
     Args:
         option: the option's name, for the message.
         value: a whole number, at least 0; 2.0 is one too.
-        singular: what one device is called, "NeuronCore".
+        singular: name of one device, "NeuronCore".
 
     Raises:
         OptionError: `value` is not such a number.

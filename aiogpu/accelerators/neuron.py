@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from .base import Id
 
 FOLDER: Final = "/opt/aws/neuron/bin"
-"""Where AWS's packages put their tools; PATH is searched as well."""
+"""Folder of the tools of AWS's packages; PATH is searched as well."""
 TOOL: Final = "neuron-ls"
 TOOL_LIMIT: Final = 10.0
-"""Seconds after which the tool is taken for hung."""
+"""Seconds after which the tool counts as hung."""
 WIDEST: Final = 4096
 """Most cores in one range; more than any instance has."""
 
@@ -56,7 +56,7 @@ class Neuron(ListedAccelerator):
         return cores if len(cores) <= WIDEST else ()
 
     def logical(self, id_: Id, environ: Mapping[str, str]) -> Device:
-        """Return the core of that id."""
+        """Return the core with this id."""
         del environ
         return Device(id_, type=AWS_NEURON_CORE)
 
@@ -113,8 +113,8 @@ def _run(tool: str) -> str:
     except TimeoutExpired:
         raise OSError(f"it has not answered for {TOOL_LIMIT:g} s") from None
     if ran.returncode:
-        said = ran.stderr.decode(errors="replace").strip().splitlines()
-        because = f": {said[-1][:200]}" if said else ""
+        lines = ran.stderr.decode(errors="replace").strip().splitlines()
+        because = f": {lines[-1][:200]}" if lines else ""
         raise OSError(f"it ended with status {ran.returncode}{because}")
     return ran.stdout.decode()
 

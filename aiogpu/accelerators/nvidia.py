@@ -1,6 +1,6 @@
 """NVIDIA GPUs: detected by NVML, assigned by `CUDA_VISIBLE_DEVICES`.
 
-The id of a device is its index where CUDA surely counts the same way, else its UUID.
+The id of a device is its index if CUDA certainly counts the same way, else its UUID.
 `nvml.survey` asks NVML, `visible` reads the variable.
 
 Indices are CUDA's under `CUDA_DEVICE_ORDER=PCI_BUS_ID`, which is how NVML and
@@ -52,9 +52,9 @@ class Nvidia(ListedAccelerator):
                 are logical. With 0, or an empty list, NVML is not asked.
 
         Returns:
-            The devices with what NVML tells about them: type, UUID, name, memory,
-            compute capability, PCI address, and which of them NVLink joins with it. A
-            GPU in MIG mode is not a device; each of its instances is.
+            The devices with their facts from NVML: type, UUID, name, memory, compute
+                capability, PCI address, and the devices that NVLink joins with it. A
+                GPU in MIG mode is not a device; each of its instances is.
 
             Ids are indices, or UUID strings where an index would be ambiguous: the
             user wrote UUIDs or chose another order, a device does not answer, or a GPU
@@ -106,7 +106,7 @@ class Nvidia(ListedAccelerator):
         return type_of(name)
 
     def watch(self) -> DeviceWatch:
-        """Return the watch that asks NVML what is on a GPU."""
+        """Return the watch that samples GPUs by NVML."""
         from .nvml.watch import NvmlWatch  # only where there is a GPU
 
         return NvmlWatch()
@@ -144,9 +144,9 @@ def _among(devices: Sequence[Device]) -> tuple[Device, ...]:
 def inventory() -> Inventory:
     """Ask NVML which GPUs this process may use. Never raises.
 
-    Without NVML nothing is known. If NVML fails, what it did tell is kept, `problem`
-    holds the first reason, and one warning is logged. A warning is logged as well for
-    each GPU in MIG mode that has no instance.
+    Without NVML nothing is known. If NVML fails, the facts known so far are kept,
+    `problem` holds the first reason, and one warning is logged. A warning is logged as
+    well for each GPU in MIG mode that has no instance.
     """
     from ctypes import CDLL
 
@@ -154,7 +154,7 @@ def inventory() -> Inventory:
         CDLL(LIBRARY)  # Cheap, whereas importing pynvml takes some 20 ms.
     except OSError as error:
         problem = f"NVML cannot be loaded: {error}"
-        # A library that is not installed is no failure; a damaged one is.
+        # A missing library is no failure; a damaged library is.
         if "No such file" not in str(error):
             _warn(problem)
         return Inventory(problem=problem)

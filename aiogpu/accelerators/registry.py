@@ -1,8 +1,8 @@
-"""Which vendors aiogpu knows, and those that a user adds.
+"""The vendors that aiogpu knows, and vendors that a user adds.
 
 A vendor's module is loaded when its kind is first used, because every worker imports
-this module. `KNOWN` says beforehand what callers ask most; a test holds it against the
-vendors' modules.
+this module. `KNOWN` holds the most used facts; a test compares it with the vendors'
+modules.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ _registered: Final[dict[str, Accelerator]] = {}
 
 
 def kinds() -> tuple[str, ...]:
-    """The names of all kinds of devices, "GPU" first."""
+    """Return the names of all kinds of devices, "GPU" first."""
     return tuple(dict.fromkeys([entry.kind for entry in KNOWN] + [*_registered]))
 
 
 def variables() -> tuple[str, ...]:
-    """The variables by which devices are assigned."""
+    """Return the variables that assign devices."""
     own = (vendor.variable for vendor in _registered.values())
     return tuple(dict.fromkeys([*(entry.variable for entry in KNOWN), *own]))
 
@@ -86,8 +86,9 @@ def amount(vendor: Accelerator, value: object) -> int:
     if type(parts) is int and parts >= 0 and (parts <= UNIT or not parts % UNIT):
         return parts
     raise OptionError(
-        f"{vendor.option}={value!r}: {vendor!r} makes {parts!r} of it. `quantity` "
-        f"gives parts of 1/{UNIT}: up to {UNIT} for one device, or a multiple of it."
+        f"{vendor.option}={value!r}: `quantity` of {vendor!r} returned {parts!r}. It "
+        f"must return units of 1/{UNIT}: up to {UNIT} for a share of one device, or a "
+        f"multiple of {UNIT}."
     )
 
 
@@ -95,8 +96,8 @@ def register(vendor: Accelerator) -> None:
     """Add a kind of devices to the nodes that this process starts from now on.
 
     Tasks request it by its name, `resources={"FPGA": 1}`. Workers get its variable, and
-    `get_runtime_context().get_accelerator_ids()` returns its ids. `Accelerator` says
-    what its methods do; they run in the program, not in workers.
+    `get_runtime_context().get_accelerator_ids()` returns its ids. `Accelerator`
+    documents the methods; they run in the program, not in workers.
 
     ```python
     from aiogpu.accelerators import Device, Unwatched
@@ -131,8 +132,8 @@ def register(vendor: Accelerator) -> None:
         vendor: an object of the shape of `Accelerator`.
 
     Raises:
-        OptionError: it lacks an attribute or a method, or another vendor has its kind
-            or its variable.
+        OptionError: the vendor lacks an attribute or a method, or another vendor has
+            its kind or variable.
     """
     _check_answers(vendor)
     _check_names(vendor)
@@ -159,21 +160,21 @@ def _check_names(vendor: Accelerator) -> None:
     own = {CPU, MEMORY, *(entry.kind for entry in KNOWN)}
     if kind in own or kind.startswith(TYPE_PREFIX):
         raise OptionError(
-            f"register({vendor!r}): {kind!r} is a resource of aiogpu's own. Give yours "
+            f"register({vendor!r}): {kind!r} is one of aiogpu's own resources. Choose "
             f"another name."
         )
     before = _registered.get(kind)
     if before is not None and _class(before) != _class(vendor):
         raise OptionError(
-            f"register({vendor!r}): {kind!r} is the kind of {before!r} already. Give "
-            f"yours another name."
+            f"register({vendor!r}): {kind!r} is already the kind of {before!r}. Choose "
+            f"another name."
         )
     taken = {entry.variable for entry in KNOWN}
     taken |= {other.variable for name, other in _registered.items() if name != kind}
     if variable in taken:
         raise OptionError(
-            f"register({vendor!r}): {variable} assigns another vendor's devices "
-            f"already, and can only be set for one."
+            f"register({vendor!r}): {variable} already assigns another vendor's "
+            f"devices, and can be set for one vendor only."
         )
 
 

@@ -2,7 +2,7 @@
 
 Detected in `/dev`, assigned by `TPU_VISIBLE_CHIPS` and the variables for the layout of
 the chips, by Ray's rules. A process has 1, 2, 4 or 8 chips. `TPU_ACCELERATOR_TYPE`
-tells the type; no metadata server is asked.
+gives the type; no metadata server is asked.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 VENDOR: Final = "0x1ae0"
 """Google's id on the PCI bus."""
 TYPE: Final = "TPU_ACCELERATOR_TYPE"
-"""Such as "v4-16"; set where Kubernetes runs the program."""
+"""Such as "v4-16"; set by Kubernetes."""
 CHIP_BOUNDS: Final = "TPU_CHIPS_PER_HOST_BOUNDS"
 HOST_BOUNDS: Final = "TPU_HOST_BOUNDS"
 BOUNDS: Final = {1: "1,1,1", 2: "1,2,1"}
@@ -43,7 +43,7 @@ class Tpu(ListedAccelerator):
         return [self.logical(chip, environ) for chip in range(self._count())]
 
     def logical(self, id_: Id, environ: Mapping[str, str]) -> Device:
-        """Return the chip of that id, with the type of the slice."""
+        """Return the chip with this id, with the type of the slice."""
         return Device(id_, type=self.type_of(environ.get(TYPE)))
 
     def assignment(
@@ -51,8 +51,8 @@ class Tpu(ListedAccelerator):
     ) -> dict[str, str]:
         """Return the variables that give a worker these chips and no others.
 
-        A worker with all chips of the host gets none: the library then uses the layout
-        that it finds, also among several hosts.
+        For a worker with all chips of the host they are empty: the library then detects
+        the layout, also across several hosts.
         """
         variables = super().assignment(ids, environ)
         if not variables or (len(ids) > max(BOUNDS) and len(ids) == self._count()):
@@ -71,8 +71,8 @@ class Tpu(ListedAccelerator):
         parts = quantity(self.option, value)
         if value not in (0, *VALID):
             raise OptionError(
-                f"{self.option}={value!r} is no number of chips that a process can "
-                f"have; give {', '.join(map(str, VALID[:-1]))} or {VALID[-1]}."
+                f"{self.option}={value!r}: a process can have "
+                f"{', '.join(map(str, VALID[:-1]))} or {VALID[-1]} chips."
             )
         return parts // UNIT * UNIT
 
@@ -85,7 +85,7 @@ class Tpu(ListedAccelerator):
         return f"TPU-V{generation.upper()}"
 
     def _count(self) -> int:
-        # NVIDIA's driver makes a directory /dev/accel with files of other devices.
+        # NVIDIA's driver creates a directory /dev/accel with files of other devices.
         files = numbered("accel", self.root, "dev")
         chips = [path for _, path in files if not os.path.isdir(path)]
         groups = (group for group, _ in numbered("", self.root, "dev/vfio"))

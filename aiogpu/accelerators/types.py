@@ -1,7 +1,7 @@
 """Names for `accelerator_type=`: the list of Ray's `ray.util.accelerators`.
 
-A type is a string; these constants guard against misspelling it. Those of NVIDIA equal
-what is derived from the product's name. All names here are public. Plain assignments,
+A type is a string; these constants guard against misspelling it. NVIDIA's types equal
+those derived from the product's name. All names here are public. Plain assignments,
 because the modules of tasks import this file.
 """
 

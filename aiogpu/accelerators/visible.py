@@ -1,13 +1,13 @@
-"""Which devices a `CUDA_VISIBLE_DEVICES` names.
+"""Finds the devices that `CUDA_VISIBLE_DEVICES` names.
 
 The rules are those of the CUDA programming guide, "CUDA Environment Variables": unset
-means all, empty means none; indices, UUIDs, unique beginnings of UUIDs and MIG ids may
-be mixed; -1 ends the list. Two rules differ. An entry that CUDA does not know is an
-error here; CUDA silently hides it and all entries after it. And all entries count,
-because a node shares them out among workers; CUDA shows one process at most one MIG
-instance, and no whole GPU beside it.
+means all, empty means none; indices, UUIDs, unique prefixes of UUIDs and MIG ids may be
+mixed; -1 ends the list. Two rules differ. An entry that CUDA does not know is an error
+here; CUDA silently hides it and all entries after it. And all entries count, because a
+node shares them out among workers; CUDA shows one process at most one MIG instance, and
+no whole GPU with it.
 
-This module asks no driver: an `Inventory` says what there is.
+This module asks no driver: an `Inventory` holds the existing devices.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _UUID = r"GPU-[0-9A-Fa-f-]*"
 _MIG = r"MIG-\S+"
 _OLD_MIG = r"MIG-(GPU-[0-9A-Fa-f-]+)/([0-9]+/[0-9]+)"
 
-_CORRECT = "Name one that is there: CUDA itself hides the entry and all after it"
+_CORRECT = "Name an existing device: CUDA itself hides the entry and all after it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +58,13 @@ class Inventory:
     """The devices that NVML shows to this process.
 
     Attributes:
-        devices: those that answered. The id of a GPU is its index, an `int`; the id of
-            a MIG instance is its UUID.
-        count: how many GPUs there are, including those that did not answer; None if
-            NVML is missing or fails, so that nothing is known.
-        problem: why something is unknown, in one sentence; None if nothing is.
+        devices: devices that answered. The id of a GPU is its index, an `int`; the id
+            of a MIG instance is its UUID.
+        count: number of GPUs, including GPUs that did not answer; None if NVML is
+            missing or fails, so that nothing is known.
+        problem: why something is unknown, in one sentence; None if all is known.
         mig: the GPUs in MIG mode. Their instances are among `devices`.
-        sees_mig: whether all instances are surely known.
+        sees_mig: all instances are certainly known.
     """
 
     devices: tuple[Device, ...] = ()
@@ -92,18 +92,19 @@ class Inventory:
             for mig in self.mig
             if not mig.instances
         ]
-        told = ", ".join(shown)
+        description = ", ".join(shown)
         missing = self.count - self._answered
         if missing:
-            told = f"{told}, and {missing} that did not answer".removeprefix(", ")
-        return f"This machine has {told or 'no device'}."
+            description = (
+                f"{description}, and {missing} that did not answer".removeprefix(", ")
+            )
+        return f"This machine has {description or 'no device'}."
 
 
 def entries(text: str) -> tuple[int | str, ...]:
     """Split a value of the variable: indices become `int`, all else stays `str`.
 
-    Entries are stripped; -1 ends the list, as for CUDA. `resolve` says whether an entry
-    makes sense.
+    Entries are stripped; -1 ends the list, as for CUDA. `resolve` checks the entries.
     """
     return tuple(
         int(entry) if re.fullmatch(_INDEX, entry) else entry for entry in split(text)
@@ -115,27 +116,27 @@ def resolve(text: str, there: Inventory, *, by_bus: bool = True) -> tuple[Device
 
     Args:
         text: the variable's value.
-        there: what there is. What it leaves open is taken as the user wrote it.
-        by_bus: whether the indices in `text` are those of `there`. If not
-            (`CUDA_DEVICE_ORDER` is not PCI_BUS_ID), they stay without details.
+        there: the existing devices. Entries that it cannot verify are used as written.
+        by_bus: the indices in `text` are those of `there`. If False
+            (`CUDA_DEVICE_ORDER` is not PCI_BUS_ID), devices by index have no details.
 
     Returns:
-        One device per entry. Its id is an `int` for an index, the full UUID for a
-        UUID or the beginning of one, and that of the instance for a MIG id, be it
-        the instance's UUID or "MIG-GPU-<UUID>/<GI>/<CI>". An index or UUID of a GPU
-        in MIG mode is the first of its instances, as it is to CUDA, which "will pick
-        the first one available" (NVIDIA's MIG guide). Beside a GPU in MIG mode the
-        id for an index is the UUID too: what CUDA counts there is open.
+        One device per entry. Its id is an `int` for an index, the full UUID for a UUID
+        or a prefix, and the instance's UUID for a MIG id, either "MIG-<UUID>" or
+        "MIG-GPU-<UUID>/<GI>/<CI>". An index or UUID of a GPU in MIG mode is the first
+        of its instances, as it is to CUDA, which "will pick the first one available"
+        (NVIDIA's MIG guide). If any GPU is in MIG mode, the id for an index is the UUID
+        too, since CUDA's order is then unknown.
 
     Raises:
-        DeviceError: an entry is ill-formed, not there, ambiguous or a repetition, or
-            a GPU in MIG mode without an instance.
+        DeviceError: an entry is ill-formed, missing, ambiguous or repeated, or a GPU in
+            MIG mode without an instance.
     """
     chosen: list[Device] = []
     named: dict[int | str, int | str] = {}
     for entry in entries(text):
         device = _find(entry, text, there, by_bus)
-        # An index and a UUID may name one device: the UUID, where known, tells.
+        # An index and a UUID may name the same device: compare UUIDs if known.
         key = device.uuid or device.id
         if key in named:
             raise _refusal(
@@ -161,7 +162,7 @@ def _find(entry: int | str, text: str, there: Inventory, by_bus: bool) -> Device
         text,
         f"{entry!r} is neither an index (0), nor a UUID (GPU-...), nor a MIG id "
         f"(MIG-...)",
-        "Correct the entry, or take it out",
+        "Correct or remove the entry",
         there,
     )
 
@@ -181,25 +182,25 @@ def _by_index(index: int, text: str, there: Inventory, by_bus: bool) -> Device:
     return Device(index)
 
 
-def _by_uuid(beginning: str, text: str, there: Inventory) -> Device:
+def _by_uuid(prefix: str, text: str, there: Inventory) -> Device:
     split = {mig.gpu.uuid: mig for mig in there.mig}
     known = [*there.devices, *(mig.gpu for mig in there.mig)]
-    matches = [d for d in known if d.uuid and d.uuid.startswith(beginning)]
+    matches = [d for d in known if d.uuid and d.uuid.startswith(prefix)]
     if len(matches) > 1:
         raise _refusal(
             text,
-            f"{beginning!r} is how the UUIDs of {len(matches)} devices begin",
+            f"{prefix!r} is a prefix of the UUIDs of {len(matches)} devices",
             "Give more digits of the UUID",
             there,
         )
     if matches:
         uuid = matches[0].uuid
         if uuid in split:
-            return _first_of(split[uuid], beginning, text, there)
-        return replace(matches[0], id=uuid or beginning)
+            return _first_of(split[uuid], prefix, text, there)
+        return replace(matches[0], id=uuid or prefix)
     if there.is_complete and all(device.uuid for device in known):
-        raise _refusal(text, f"there is no device {beginning!r}", _CORRECT, there)
-    return Device(beginning)
+        raise _refusal(text, f"there is no device {prefix!r}", _CORRECT, there)
+    return Device(prefix)
 
 
 def _by_mig_id(entry: str, text: str, there: Inventory) -> Device:
@@ -223,7 +224,7 @@ def _first_of(mig: MigGpu, entry: int | str, text: str, there: Inventory) -> Dev
             text,
             f"{str(entry)!r} is a GPU in MIG mode without an instance, which CUDA "
             f"cannot use",
-            "Make instances (`nvidia-smi mig -cgi`), or take the entry out",
+            "Make instances (`nvidia-smi mig -cgi`), or remove the entry",
             there,
         )
     return mig.instances[0][1]

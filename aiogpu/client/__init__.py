@@ -1,1 +1,1 @@
-"""The client side of a node, the same in every process."""
+"""The client side of a node: requests, handles' references, and the current task."""

@@ -1,9 +1,9 @@
-"""The current task of this thread or loop, and the client that serves it.
+"""The current task of this thread or loop, and its client.
 
-One value per process, since a worker runs one task at a time; the threads and
-coroutines of that task see the same. Where tasks share their program's process, a
-context variable has the client of each (`inline_client`). Light to import: asyncio
-stays out, since plain functions need none.
+`current` is one object per process, since a worker runs one task at a time; all threads
+and coroutines of the task share it. On an inline node, where tasks run in the program's
+process, a context variable holds the client of each task (`inline_client`). This module
+does not import asyncio, which plain functions do not need.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 
 class ActorExit(BaseException):
-    """Raised by `exit_actor()`; not an `Exception`, so `except Exception` lets it by.
+    """Raised by `exit_actor()`; not an `Exception`, so `except Exception` lets it pass.
 
-    A method may swallow it all the same, by `except BaseException` or a bare `except`.
-    `exit_actor()` therefore notes the call as well, and `has_exited()` is asked when
-    the method has returned.
+    A method may still swallow it, by `except BaseException` or a bare `except`. So
+    `exit_actor()` also records the call, and `has_exited()` is checked after the method
+    has returned.
     """
 
 
@@ -34,21 +34,21 @@ def _goes_on(_task: int) -> bool:
 
 
 class Context:
-    """The worker's and its current task's facts.
+    """Facts about this process and its current task.
 
     Attributes:
         actor: the actor's number if this process is an actor, else None.
-        loader: the thread that unpickles a function, a class or arguments, which may
-            import their modules, or preloads some; 0 for none.
-        node: id of the node, empty in a process that is no worker.
-        home: the node whose actors' numbers are meant here; "" where none has others'.
-        worker: id of the worker, 0 in a process that is none.
+        loader: the thread that unpickles a function, a class or arguments or preloads
+            modules, which may import modules; 0 for none.
+        node: id of the node, "" in a process that is no worker.
+        home: the node to which the numbers of actors refer; "" for this process's own.
+        worker: id of the worker, 0 in a process that is no worker.
         task: id of the running task, 0 between tasks.
         name: the running task's name.
-        resources: what it holds, `{"CPU": 1.0, "GPU": 0.25}`.
+        resources: resources of the running task, `{"CPU": 1.0, "GPU": 0.25}`.
         accelerators: device ids by kind, `{"GPU": (0,)}`.
         client: the client of the running task; None in a process that is no worker.
-        is_stopping: tells of a task whether it, its program or its node is to stop.
+        is_stopping: returns True for a task if it, its program or its node is to stop.
         exits: the asyncio tasks and threads in which `exit_actor()` was called.
     """
 
@@ -83,12 +83,12 @@ class Context:
 
     @property
     def is_loading(self) -> bool:
-        """True if this thread imports modules, or may, for a task that is to begin."""
+        """True while this thread loads code for a task, which may import modules."""
         return self.loader == get_ident()
 
 
 def _running_code() -> object:
-    """The asyncio task that runs in this thread; without one, the thread's id."""
+    """Return the asyncio task that runs in this thread, else the thread's id."""
     asyncio = sys.modules.get("asyncio")
     if asyncio is not None and asyncio._get_running_loop() is not None:
         task: object = asyncio.current_task()
@@ -98,14 +98,14 @@ def _running_code() -> object:
 
 
 def note_exit() -> None:
-    """Note that the running method has called `exit_actor()`."""
+    """Record that the running method has called `exit_actor()`."""
     current.exits.add(_running_code())
 
 
 def has_exited() -> bool:
     """Return True once if the method that just ended here called `exit_actor()`.
 
-    Ask `current.exits` first: it is empty in almost every process.
+    Check `current.exits` first: it is empty in almost every process.
     """
     running = _running_code()
     if running not in current.exits:
@@ -115,8 +115,8 @@ def has_exited() -> bool:
 
 
 method_called: Final = ContextVar("aiogpu_method", default=("", 0))
-"""What an actor's running call names as its method, with what `worker.chunk` adds, and
-the call's number."""
+"""The running call of an actor: its method's name on the wire (see `worker.chunk`) and
+its number."""
 
 
 current = Context()
@@ -126,29 +126,28 @@ current = Context()
 inline_client: Final[ContextVar[InlineClient | None]] = ContextVar(
     "inline_client", default=None
 )
-"""The client of the task whose code asks, on an inline node; else None."""
+"""The client of the running task on an inline node; else None."""
 
 
 inline_report: Final[ContextVar[Callable[[bytes], object] | None]] = ContextVar(
     "inline_report", default=None
 )
-"""Takes the reports of the task or call whose code runs, on an inline node; else None.
-"""
+"""Receives the reports of the running task or call on an inline node; else None."""
 
 
 def is_loop_running() -> bool:
-    """Return whether an event loop runs in this thread; imports nothing to find out."""
+    """Return whether an event loop runs in this thread; does not import asyncio."""
     asyncio = sys.modules.get("asyncio")
     return asyncio is not None and asyncio._get_running_loop() is not None
 
 
 def is_in_task() -> bool:
-    """Return whether code of a task asks, wherever that task runs."""
+    """Return whether the caller is code of a task, on any kind of node."""
     return current.client is not None or inline_client.get() is not None
 
 
 def client_of_caller() -> Client | None:
-    """The client that makes requests for the running code; None where a session does.
+    """Return the client of the running code; None for code that uses a session.
 
     Coroutines of an inline node run on the program's loop, and use its session.
     """
@@ -160,10 +159,10 @@ def client_of_caller() -> Client | None:
 
 
 def client_of_process() -> ActorClient:
-    """The client of the task or actor that has this process.
+    """Return the client of the task or actor in this process.
 
     Raises:
-        NodeError: it is no process of a task.
+        NodeError: no task runs in this process.
     """
     if current.client is None:
         raise NodeError("no task of aiogpu runs in this process, or in this thread.")
@@ -171,42 +170,42 @@ def client_of_process() -> ActorClient:
 
 
 def client_of_task() -> Client:
-    """The client of the task whose code asks, wherever that task runs.
+    """Return the client of the task that calls this, on any kind of node.
 
     Raises:
-        NodeError: it is no code of a task.
+        NodeError: the caller is not code of a task.
     """
     return inline_client.get() or client_of_process()
 
 
 def check_task_runs(name: str) -> None:
-    """Refuse a request that nobody would get the answer of.
+    """Refuse a request of a task that has ended.
 
     Args:
-        name: of the function or method that is called.
+        name: name of the function or method that is called.
 
     Raises:
         MisuseError: the task has ended.
     """
     if not current.task:
         raise MisuseError(
-            f"{name}.remote() was called after the task had ended, by a thread that it "
-            f"has left behind."
+            f"{name}.remote() was called after the task had ended, by a thread that "
+            f"the task left running."
         )
 
 
 def no_call_to_report() -> MisuseError:
-    """The error for a report that would belong to no task or call."""
+    """Make the error for a report that belongs to no task or call."""
     return MisuseError(
-        "aiogpu.report() was called where no task or method runs to which it would "
-        "belong: in an actor's constructor, or in a thread that outlives its task or "
-        "that a method has started. Call it in the task or method itself."
+        "aiogpu.report() was called outside a task or method: in an actor's "
+        "constructor, in a thread that a method has started, or in a thread that "
+        "outlives its task. Call it in the task or method itself."
     )
 
 
 def error_inside_task(what: str) -> NodeError:
-    """The error for what only a program may ask of its node."""
+    """Make the error for a request that only the node's program may make."""
     return NodeError(
-        f"{what} was called inside a task; only the program that has opened the node "
-        f"can ask it. Inside a task, aiogpu.get_runtime_context() tells what it holds."
+        f"{what} was called inside a task; only the program that opened the node may "
+        f"call it. Inside a task, aiogpu.get_runtime_context() shows its resources."
     )

@@ -1,7 +1,7 @@
-"""A function or class with its options, as all its calls share them.
+"""A function or class with its options, shared by all its calls.
 
-A `FunctionSpec` is built once per function and options, and known by its id to every
-process that has been told of it. Light to import.
+A `FunctionSpec` is built once per function and options, and sent once to each process,
+which then knows it by its id. Light to import.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _function_ids: Final = count(1)
 
 @dataclass(slots=True, eq=False)
 class Function:
-    """A function as workers get it: sent once to each, known by its id.
+    """A pickled function: sent once to each worker, then known by its id.
 
     Attributes:
-        actors: those to which it holds handles, in the process that has defined it.
+        actors: the actors to which it holds handles, in the process that defined it.
     """
 
     id: int
@@ -44,23 +44,23 @@ class Function:
 
 
 def new_function_id() -> int:
-    """An id for a function; no two functions of this process share one."""
+    """Return a function id that is unique in this process."""
     return next(_function_ids)
 
 
 class ActorTerms(NamedTuple):
-    """The terms that all actors of a class with its options share.
+    """The options that all actors of a class share.
 
     Attributes:
-        mode: how calls are run; see `wire.acting`.
-        limits: by group, how many calls run at once.
-        groups: by method, its group, where it is not the default one.
-        windows: by method that is a generator, how many items it may be ahead.
-        run_limits: by method, the seconds of its `run_timeout`, where it has one.
-        max_task_retries: how often a call is tried again whose process has died.
-        keeps_cpus: whether it holds its CPUs for as long as it lives.
-        interface: what handles to it are made of: the program's own, or pickled by
-            another process; nobody here looks at it.
+        mode: how calls run; see `wire.messages`.
+        limits: number of calls that run at once, by group.
+        groups: group of each method that is not in the default group.
+        windows: for methods that are generators, how many items they may be ahead.
+        run_limits: for methods with a `run_timeout`, its seconds.
+        max_task_retries: how often a call is retried after the death of its process.
+        keeps_cpus: the actor holds its CPUs as long as it lives.
+        interface: from this, handles are made: the program's own object, or bytes
+            pickled by another process, which are not read here.
     """
 
     mode: str
@@ -73,7 +73,7 @@ class ActorTerms(NamedTuple):
     run_limits: Mapping[str, float] = _NO_LIMITS
 
     def packed_interface(self) -> bytes:
-        """The interface as other processes get it."""
+        """Return the interface, pickled for other processes."""
         return (
             self.interface
             if type(self.interface) is bytes
@@ -83,19 +83,19 @@ class ActorTerms(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class FunctionSpec:
-    """A function with its options, as all its calls share it.
+    """A function or class with its options, shared by all its calls.
 
     Attributes:
-        id: known to workers by this.
-        function: what is run.
-        spec: what the core is asked for.
-        resources: the request in the user's terms, for the task to ask about.
+        id: number by which workers know it.
+        function: the function or class.
+        spec: the request to the scheduler.
+        resources: the request in the user's terms, for `get_runtime_context`.
         environ: variables of `runtime_env`.
-        is_coroutine: whether it is cancelled by a message first.
+        is_coroutine: a cancel sends a message first.
         retried: the option `retry_exceptions`, pickled; see `worker.invoke.RetryRules`.
-        checked_by: who has found last that the request can be met.
-        actor: how its calls are run, if it is a class.
-        window: if it is a generator, how many items it may be ahead; else 0.
+        checked_by: the node that last checked that the request can be met.
+        actor: the options of actors, for a class.
+        window: for a generator, how many items it may be ahead; else 0.
     """
 
     id: int
@@ -110,21 +110,21 @@ class FunctionSpec:
     window: int = 0
 
     def holding(self, request: Request) -> FunctionSpec:
-        """Return the specification for a call that holds more than it asked for."""
+        """Return the spec for a call that got more resources than it requested."""
         return replace(self, id=new_func_id(), resources=request.as_numbers())
 
 
 def new_func_id() -> int:
-    """An id for a function; no two functions of this process share one."""
+    """Return an id of a function spec that is unique in this process."""
     return next(_func_ids)
 
 
 def placeholder_func(name: str, interface: object = None) -> FunctionSpec:
-    """Return what is known of the class of such an actor.
+    """Return a spec for the class of an actor that another process has made.
 
     Args:
-        name: how errors call it.
-        interface: what handles are made of, None where they have come.
+        name: the name in errors.
+        interface: the source of handles; None if the handles were received.
     """
     spec = TaskSpec(name, Shape(Request()))
     terms = ActorTerms(SERIAL, {}, {}, interface=interface)

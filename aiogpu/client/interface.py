@@ -1,7 +1,7 @@
-"""The Protocol `Client`: what code can ask of its node, of whatever kind.
+"""The Protocol `Client`: the requests that code can make to a node of any kind.
 
-`Receiver` is told how a request ends. The protocols below it are slices of the client:
-tasks, waits, and values that another process keeps. Light to import.
+A `Receiver` gets the outcome of a request. The other protocols are parts of a client:
+tasks, waits, and values in other processes. Light to import.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
 
 
 Outcome = bytes | Failed | Exception
-"""How a request ends: the pickled result, what a worker says of its failure, or an
+"""The outcome of a request: the pickled result, a worker's report of a failure, or an
 error of aiogpu."""
 
 
 class Receiver(Protocol):
-    """Waits for the end of a request: a task, a call, a value, a lease.
+    """Waits for the outcome of a request: a task, a call, a value, a lease.
 
-    A handle is one, and the user's future at once. A future of the engine's own would
-    cost a microsecond and a turn of the loop for each call.
+    A handle is a receiver and the user's future in one object. A separate future in the
+    engine would cost a microsecond and a turn of the loop for each call.
     """
 
     def settle(self, outcome: Outcome) -> None:
-        """Take the outcome; called at most once."""
+        """Receive the outcome; called at most once."""
         ...
 
 
@@ -39,15 +39,15 @@ class ItemReceiver(Receiver, Protocol):
     """Waits for a stream: its items come first, then its outcome."""
 
     def receive_items(self, payloads: tuple[bytes, ...]) -> None:
-        """Take pickled items, in order."""
+        """Receive pickled items, in order."""
         ...
 
 
 class Waits(Protocol):
-    """Hears who waits on an event loop, and for which task."""
+    """Records for which tasks code on an event loop waits."""
 
     def begin_wait(self, task: int) -> None:
-        """Some code waits for a task now."""
+        """Note that code waits for a task."""
         ...
 
     def end_wait(self, task: int) -> None:
@@ -63,16 +63,16 @@ class BorrowedValues(Protocol):
     """The loans of this process."""
 
     def loan(self, identity: int, /) -> Reference:
-        """The value to which a handle is being unpickled."""
+        """Return the loan of a value while a handle to it is unpickled."""
         ...
 
 
 class Shareable(Protocol):
-    """The handle of a child, as it is given to others.
+    """The handle of a child task that is passed to other processes.
 
     Attributes:
         task_name: name of the task.
-        part: which of several results of the child it is; -1 for all of it.
+        part: index among several results of the child; -1 for the whole result.
     """
 
     task_name: str
@@ -80,21 +80,21 @@ class Shareable(Protocol):
 
     @property
     def task_id(self) -> int:
-        """The task's number among the children."""
+        """The number of the child task."""
         ...
 
     @property
     def raw(self) -> bytes | None:
-        """The value pickled, if it is there."""
+        """The pickled value; None if there is no result yet."""
         ...
 
     @property
     def error(self) -> BaseException | None:
-        """The error of the task; None if it has a result or has not ended."""
+        """The error of the task; None if it has a result or still runs."""
         ...
 
     def cancelled(self) -> bool:
-        """Return whether it was cancelled."""
+        """Return whether the task was cancelled."""
         ...
 
 
@@ -102,32 +102,32 @@ class SharedValues(Protocol):
     """The values that this process shares with others."""
 
     def share(self, handle: Shareable, /) -> Reference:
-        """Return what others refer to who are given a handle."""
+        """Return the reference that stands for a handle in other processes."""
         ...
 
     def promise(self) -> Reference:
-        """Share a result before its task is started."""
+        """Return a reference to a result before its task is started."""
         ...
 
     def keep(self, promised: Any, handle: Shareable, /) -> None:
-        """The task of what was promised is started."""
+        """Fulfil a promise by a task that was started."""
         ...
 
     def fail(self, promised: Any, error: BaseException, /) -> None:
-        """The task of what was promised is never started."""
+        """Fail a promise, since its task is never started."""
         ...
 
     def drop(self, child: int, loan: Any, /) -> None:
-        """Cancel one of a child's several results; the others may still come."""
+        """Cancel one of a child's several results; the others stay expected."""
         ...
 
     def put(self, payload: bytes, /) -> Reference:
-        """Have a value kept."""
+        """Store a value."""
         ...
 
 
 class ValueStore(Protocol):
-    """The values that other processes keep, as this process reaches them."""
+    """Access to values in other processes."""
 
     @property
     def loans(self) -> BorrowedValues:
@@ -140,78 +140,78 @@ class ValueStore(Protocol):
         ...
 
     def fetch(self, value: int, receiver: Any) -> int:
-        """Ask for a value; gives the question's number."""
+        """Request a value; return the number of the request."""
         ...
 
     def cancel(self, question: int, /) -> None:
-        """Withdraw a question for a value."""
+        """Withdraw a request for a value."""
         ...
 
     def discard(self, value: int) -> None:
-        """Discard a value: cancel the task that makes it."""
+        """Discard a value: cancel the task that produces it."""
         ...
 
 
 class Client(Protocol):
-    """The node of a task, as the task's own code sees it.
+    """The node, as seen from the code of a task.
 
     Attributes:
-        upsets: how many of the task's requests have ended without a result so far.
+        upsets: number of the task's requests that have ended without a result.
     """
 
     upsets: int
 
     @property
     def waits(self) -> Waits | None:
-        """The observer of waits on the event loop of this thread; None without one."""
+        """The waits on the event loop of this thread; None without a loop."""
         ...
 
     @property
     def remote_values(self) -> ValueStore | None:
-        """The store of values in other processes; None if all are in this one."""
+        """The store of values in other processes; None if all are in this process."""
         ...
 
     def submit(self, func: FunctionSpec, payload: bytes, receiver: Receiver) -> int:
-        """Start a child of the task; gives its number."""
+        """Start a child task; return its number."""
         ...
 
     def call(self, actor: int, method: str, payload: bytes, receiver: Receiver) -> int:
-        """Call a method of an actor; gives the call's number."""
+        """Call a method of an actor; return the number of the call."""
         ...
 
     def demand(self, number: int, limit: int, /) -> None:
-        """Let a child that is a stream yield so many items in all."""
+        """Set the number of items that a stream may yield in all."""
         ...
 
     def withdraw(self, number: int, /) -> object:
-        """Cancel a child whose result is not wanted."""
+        """Cancel a child whose result is not needed."""
         ...
 
     def withdraw_soon(self, child: int) -> None:
-        """Withdraw from a finalizer, which may run at any point."""
+        """Cancel a child from a finalizer, which may run at any point."""
         ...
 
     def note_wait(
         self, waiter: object, children: tuple[int, ...], is_bound: bool = False
     ) -> None:
-        """Note that a thread or loop of the task waits for these, or for none.
+        """Note the children for which a thread or loop of the task waits, or none.
 
         Args:
             waiter: the thread's number, or the loop.
-            children: numbers of what it waits for.
-            is_bound: whether it does nothing else before all of them have ended or
-                one has failed, however long that takes.
+            children: numbers of the children.
+            is_bound: the waiter does nothing else until all children have ended or one
+                has failed, for any time.
         """
         ...
 
     def end_wait(self, waiter: object) -> None:
-        """All that it waited for has ended."""
+        """Note that a wait is over because its children have ended."""
         ...
 
     def wait_until(
         self, is_done: Callable[[], bool], deadline: float | None = None
     ) -> bool:
-        """Wait until something is done; False if time is up before."""
+        """Wait until `is_done()`; False if the deadline passes first."""
         ...
 
 
@@ -220,11 +220,11 @@ class InlineClient(Client, Protocol):
 
     @property
     def program(self) -> AbstractEventLoop:
-        """The loop of the program that has opened the node."""
+        """The loop of the program that opened the node."""
         ...
 
     def serve_loop(self) -> None:
-        """Have the event loop that runs here begin tasks and actors."""
+        """Let the event loop of this thread start tasks and actors."""
         ...
 
 
@@ -235,11 +235,11 @@ class ActorClient(Client, Protocol):
     """
 
     def pack(self, outgoing: PickledValue) -> bytes:
-        """Make a payload of what is more than a plain pickle.
+        """Make the payload of a compound value.
 
         Raises:
-            SerializationError: it is too large.
-            ObjectMemoryError: there is no room for it.
+            SerializationError: the value is too large.
+            ObjectMemoryError: there is not enough memory for it.
         """
         ...
 
@@ -250,37 +250,37 @@ class ActorClient(Client, Protocol):
         key: tuple[str, str] | None,
         get_if_exists: bool,
     ) -> Reference:
-        """Have an actor made; return what keeps it alive."""
+        """Create an actor; return the reference that keeps it alive."""
         ...
 
     def find(self, name: str, namespace: str, receiver: Receiver) -> int:
-        """Ask which actor has a name; gives the question's number.
+        """Look an actor up by its name; return the number of the request.
 
-        The answer is its id, the name and the pickled interface of its class. Whoever
-        gets it calls `own`.
+        The answer is the actor's id, its name and the pickled interface of its class.
+        The receiver then calls `own`.
         """
         ...
 
     def own(self, actor: int) -> Reference:
-        """Return what keeps an actor alive that was found."""
+        """Return the reference that keeps alive an actor found by name."""
         ...
 
     def actor(self, actor: int, name: str) -> Reference:
-        """Return what keeps an actor alive whose handle is being unpickled."""
+        """Return the reference that keeps alive an actor whose handle is unpickled."""
         ...
 
     def pass_on(self, hold: Reference) -> None:
-        """A handle to the actor of a hold is being pickled."""
+        """Add an actor's reference to the value that is being pickled."""
         ...
 
     def stop(self, actor: int, how: str) -> None:
-        """End an actor; see `wire.messages.Stop` for how."""
+        """End an actor; `how` is explained at `wire.messages.Stop`."""
         ...
 
     def report(self, payload: bytes) -> None:
         """Send a report of the running task or call; see `aiogpu.report`.
 
         Raises:
-            MisuseError: there is none to which this code belongs.
+            MisuseError: this code belongs to no running task or call.
         """
         ...

@@ -1,8 +1,8 @@
-"""A process's conversation with its node: numbered requests and their receivers.
+"""A process's requests to its node: numbers, receivers and messages.
 
 A task in a worker (`worker.nested`) and a program that has joined a node
 (`engines.remote`) send the same messages, so both clients derive from `NodeClient`. It
-does no I/O: the subclass implements `send`, and gives `take` each message that comes.
+does no I/O: the subclass implements `send`, and passes each received message to `take`.
 """
 
 from __future__ import annotations
@@ -50,21 +50,21 @@ if TYPE_CHECKING:
     from aiogpu.serialization.references import PickledValue, Reference
 
 DECLARED: Final = 512
-"""Functions that the node is taken to know; then all are declared anew. The node keeps
-more, so that it never forgets one that a client still counts on."""
+"""Functions that count as known to the node; after these, all are declared again. The
+node keeps more, so it never forgets a function that counts as known here."""
 
 
 OWN_FRAMES: Final = "/aiogpu/"
-"""Marks frames that a user's traceback leaves out."""
+"""Path of frames that are removed from users' tracebacks."""
 
 
 class _Due(NamedTuple):
-    """A result that was shared before it came.
+    """A result that was shared before it arrived.
 
     Attributes:
-        loan: of the value; it is needed until the answer was passed on.
-        part: which of several results it is; -1 for all of it.
-        name: of the task.
+        loan: loan of the value; held until the answer was passed on.
+        part: index among several results; -1 for the whole result.
+        name: name of the task.
     """
 
     loan: Loan
@@ -73,10 +73,10 @@ class _Due(NamedTuple):
 
 
 class SharedResults:
-    """The values that this process gives to others: what it puts, and its results.
+    """The values that this process shares: `put` values and its children's results.
 
     Attributes:
-        due: what was shared before its answer came, by child.
+        due: results that were shared before they arrived, by child.
     """
 
     def __init__(self, client: NodeClient) -> None:
@@ -84,11 +84,11 @@ class SharedResults:
         self._client = client
 
     def put(self, payload: bytes) -> Loan:
-        """Have a value kept; this process holds it."""
+        """Store a value; return this process's loan of it."""
         return self._lent(Put(self._client.new_id(), payload))
 
     def share(self, handle: Shareable) -> Loan:
-        """The value that receivers of a child's handle refer to; see `SharedValues`."""
+        """Return the loan that stands for a child's handle; see `SharedValues`."""
         if _is_due(handle):
             return self._share_due(handle)
         identity = self._client.new_id()
@@ -103,9 +103,9 @@ class SharedResults:
     def _share_due(self, handle: Shareable) -> Loan:
         """Share a result that the handle does not have yet.
 
-        The answer may have come: the driver keeps no answer that it has sent. So it is
-        read here, and `pass_on` sends it back as the value. The handle itself may learn
-        of it later, in a turn of its loop.
+        The answer may already be in the socket, and the driver keeps no answer that it
+        has sent. So this reads the socket, and `pass_on` sends such an answer back as
+        the value. The handle itself may be settled later, in a turn of its loop.
         """
         loan = self._client.own(self._client.new_id())
         due = _Due(loan, handle.part, handle.task_name)
@@ -120,7 +120,7 @@ class SharedResults:
         return self._client.own(self._client.new_id())
 
     def keep(self, loan: Loan, handle: Shareable) -> None:
-        """The task of what was promised is started: its result is that value."""
+        """Fulfil a promise: the result of a started task becomes the value."""
         self._client.send(Share(loan.id, handle.task_id, handle.part))
         due = self.due.setdefault(handle.task_id, [])
         due.append(_Due(loan, handle.part, handle.task_name))
@@ -136,7 +136,7 @@ class SharedResults:
             self.fail(due.loan, TaskCancelledError(f"{due.name} was cancelled."))
 
     def drop(self, child: int, loan: object) -> None:
-        """Cancel one of a child's several results; the others may still come."""
+        """Cancel one of a child's several results; the others stay expected."""
         kept = [due for due in self.due.get(child, ()) if due.loan is not loan]
         for due in self.due.pop(child, ()):
             if due.loan is loan:
@@ -145,16 +145,16 @@ class SharedResults:
             self.due[child] = kept
 
     def due_now(self) -> dict[int, tuple[_Due, ...]]:
-        """A copy of `due`."""
+        """Return a copy of `due`."""
         return {child: tuple(due) for child, due in self.due.items()}
 
-    def forget(self, told: dict[int, tuple[_Due, ...]]) -> None:
-        """The driver itself passes on these results when they come."""
-        for child, over in told.items():
-            # Another thread may have shared one of them again meanwhile.
-            left = [due for due in self.due.pop(child, ()) if due not in over]
-            if left:
-                self.due[child] = left
+    def forget(self, settled: dict[int, tuple[_Due, ...]]) -> None:
+        """Forget due results: the driver has promised to deliver them by itself."""
+        for child, results in settled.items():
+            # Another thread may have shared one of the results again since.
+            remaining = [due for due in self.due.pop(child, ()) if due not in results]
+            if remaining:
+                self.due[child] = remaining
 
     def _lent(self, message: Put | PutFailed | Share) -> Loan:
         loan = self._client.own(message.value)
@@ -162,9 +162,10 @@ class SharedResults:
         return loan
 
     def pass_on(self, message: Message) -> None:
-        """Tell the driver the answer of a child that was shared while it was due.
+        """Send the driver the answer of a child whose result was shared early.
 
-        It may have told it before it heard that; then nobody else has it.
+        The driver may have sent the answer before it received the `Share`; then only
+        this process has it.
         """
         if not isinstance(message, ChildDone | ChildFailed):
             return
@@ -181,14 +182,14 @@ def _is_due(handle: Shareable) -> bool:
 
 
 class NodeClient:
-    """See above.
+    """A client of a node that exchanges messages; see the module.
 
     Attributes:
         client: id of the program; 0 in a worker.
-        upsets: how many requests of plain code have ended without a result so far;
+        upsets: number of plain code's requests that have ended without a result;
             handles count their own.
-        shares: values that this process gives to others.
-        new_number: gives a number for a request, a value or an actor, each once.
+        shares: values that this process shares.
+        new_number: returns a new number for a request, a value or an actor.
     """
 
     def __init__(self, client: int = 0) -> None:
@@ -212,38 +213,39 @@ class NodeClient:
         return self
 
     def send(self, message: Message) -> None:
-        """Say something to the node."""
+        """Send a message to the node."""
         raise NotImplementedError
 
     def read(self) -> None:
-        """Take in what has come, where nothing else does that."""
+        """Read the socket, in clients whose socket no loop reads."""
 
     def _prepare(self, name: str) -> None:
         """Send the messages that must precede the next request.
 
         Raises:
-            MisuseError: the task that asks has ended.
+            MisuseError: the requesting task has ended.
             NodeError: the node has gone.
         """
         raise NotImplementedError
 
     def _check(self, func: FunctionSpec, payload: bytes) -> None:
-        """Refuse a call that cannot be made.
+        """Check a call before it is sent.
 
         Raises:
-            SerializationError: the arguments are too large to be sent.
+            SerializationError: the arguments are too large to send.
         """
         if len(payload) > LARGEST_PAYLOAD:
             raise too_large(f"the arguments of {func.spec.name}.remote()", payload)
 
     def own(self, identity: int) -> Loan:
-        """Return a new value or actor of this process as a loan."""
+        """Return the loan of a new value or actor of this process."""
         return self.loans.own(identity)
 
     def actor(self, identity: int, _name: str = "") -> Loan:
-        """Return the hold on an actor whose handle is being unpickled.
+        """Return the loan of an actor while its handle is unpickled.
 
-        As a part of a function that comes unannounced: the node is told then.
+        A function may contain a handle that no message has announced: then the node is
+        informed.
         """
         loan = self.loans.find(identity)
         if loan is None:
@@ -252,7 +254,7 @@ class NodeClient:
         return loan
 
     def pass_on(self, hold: Reference) -> None:
-        """A handle to the actor of a hold is being pickled."""
+        """Add an actor's reference to the value that is being pickled."""
         add_actor(hold.id, hold)
 
     def pack(self, outgoing: PickledValue) -> bytes:
@@ -260,7 +262,7 @@ class NodeClient:
         return self.loans.pack(outgoing)
 
     def new_id(self) -> int:
-        """An id for a value or an actor that no other process uses."""
+        """Return an id for a value or an actor that no other process uses."""
         return -(((self.client or current.worker) << NUMBER_BITS) + self.new_number())
 
     def expect(self, receiver: Receiver) -> int:
@@ -270,8 +272,8 @@ class NodeClient:
         return number
 
     def declare(self, func: FunctionSpec) -> None:
-        """Tell the node what a function is and asks for."""
-        # Late: a worker whose tasks start no others does without the core's types.
+        """Send a function and its options to the node."""
+        # Late: a worker whose tasks start no tasks does not need the core's types.
         from aiogpu.client.spec_codec import dump_spec
 
         if len(self._declared) >= DECLARED:
@@ -281,11 +283,11 @@ class NodeClient:
         self._declared.add(func.id)
 
     def submit(self, func: FunctionSpec, payload: bytes, receiver: Receiver) -> int:
-        """Start a task; gives its number.
+        """Start a task; return its number.
 
         Raises:
-            SerializationError: the arguments are too large to be sent.
-            MisuseError: the task that asks has ended.
+            SerializationError: the arguments are too large to send.
+            MisuseError: the requesting task has ended.
         """
         self._check(func, payload)
         if func.function.actors:
@@ -305,13 +307,13 @@ class NodeClient:
         key: tuple[str, str] | None = None,
         get_if_exists: bool = False,
     ) -> Loan:
-        """Have an actor made; return the hold on it.
+        """Create an actor; return the loan that keeps it alive.
 
         Args:
             func: its class.
             payload: the constructor's arguments.
             key: its namespace and name, None without a name.
-            get_if_exists: whether the living actor of that name is as good.
+            get_if_exists: if an actor of this name lives, use it instead.
         """
         self._check(func, payload)
         if func.function.actors:
@@ -326,7 +328,7 @@ class NodeClient:
         return self.own(actor)
 
     def call(self, actor: int, method: str, payload: bytes, receiver: Receiver) -> int:
-        """Call a method of an actor; gives the call's number."""
+        """Call a method of an actor; return the number of the call."""
         with self._requesting:
             self._prepare(method)
             number = self.expect(receiver)
@@ -334,7 +336,7 @@ class NodeClient:
         return number
 
     def fetch(self, value: int, receiver: Receiver) -> int:
-        """Ask for a value; gives the question's number."""
+        """Request a value; return the number of the request."""
         with self._requesting:
             self._prepare("a task")
             number = self.expect(receiver)
@@ -342,7 +344,7 @@ class NodeClient:
         return number
 
     def find(self, name: str, namespace: str, receiver: Receiver) -> int:
-        """Ask which actor has a name; gives the question's number."""
+        """Look an actor up by its name; return the number of the request."""
         with self._requesting:
             self._prepare(name)
             number = self.expect(receiver)
@@ -350,20 +352,20 @@ class NodeClient:
         return number
 
     def stop(self, actor: int, how: str) -> None:
-        """End an actor; see `wire.messages.Stop` for how."""
+        """End an actor; `how` is explained at `wire.messages.Stop`."""
         self.send(Stop(actor, how))
 
     def discard(self, value: int) -> None:
-        """Discard a value: cancel the task that makes it."""
+        """Discard a value: cancel the task that produces it."""
         self.send(Discard(value))
 
     def demand(self, number: int, limit: int) -> None:
-        """Let a request that is a stream yield so many items in all."""
+        """Set the number of items that a stream may yield in all."""
         if number in self._receivers:
             self.send(ChildDemand(number, limit))
 
     def withdraw(self, number: int) -> bool:
-        """Stop what a request has asked for; False if it has been answered."""
+        """Cancel a request; False if it was answered."""
         if self._receivers.pop(number, None) is None:
             return False
         self.upsets += 1
@@ -372,7 +374,7 @@ class NodeClient:
         return True
 
     def take(self, message: Message) -> bool:
-        """Tell the receiver of an answer; False if the message is none."""
+        """Pass an answer to its receiver; False if the message is no answer."""
         kind = type(message)
         if kind is ChildDone:
             if self.shares.due:
@@ -388,7 +390,7 @@ class NodeClient:
             return True
         if isinstance(message, ChildReport):
             receiver = self._receivers.get(message.child)
-            if hasattr(receiver, "receive_report"):  # nobody can read a map's
+            if hasattr(receiver, "receive_report"):  # a map's receiver takes no reports
                 receiver.receive_report(message.lost, message.payload)  # type: ignore[union-attr]
             return True
         if isinstance(message, ChildFailed):
@@ -403,17 +405,17 @@ class NodeClient:
         return False
 
     def _settle_all(self, why: Callable[[str], Exception]) -> None:
-        """Nothing that was asked for will come; `why` makes the error for a name."""
-        left, self._receivers = self._receivers, {}
-        for receiver in left.values():
+        """Fail all open requests by the error that `why` makes for a task's name."""
+        receivers, self._receivers = self._receivers, {}
+        for receiver in receivers.values():
             receiver.settle(why(getattr(receiver, "task_name", "it")))
 
     def _take_stray(self, failed: ChildFailed) -> None:
-        """Something has failed for which no receiver waits."""
+        """Handle a failure for which no receiver waits."""
 
 
 def too_large(what: str, payload: bytes) -> SerializationError:
-    """The error for what a call cannot carry."""
+    """Make the error for a payload that is too large for a call."""
     return SerializationError(
         f"{what}: {len(payload)} bytes when pickled; a call carries at most "
         f"{LARGEST_PAYLOAD}. Pass the path of a file, or split it over several calls."

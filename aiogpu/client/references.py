@@ -1,12 +1,12 @@
-"""Values and segments of this process: what it was lent, writes, and gives to others.
+"""Loans and segments of this process: values that it borrows, writes and shares.
 
-A received payload names values, actors and a segment. Each of them counts as lent once
-more (`Loan`). A loan ends when no payload, handle or mapping in this process needs it;
-the driver is told at the next opportunity. A segment that this process has written is
-reused when the driver says that nobody reads it any more.
+A received payload refers to values, actors and a segment. Each of them is then lent
+once more to this process (`Loan`). A loan ends when no payload, handle or mapping in
+this process needs it; the driver is informed at the next opportunity. A segment that
+this process has written is reused when the driver reports that no process reads it.
 
-Descriptors of segments travel over a socket of their own, which is connected on first
-use. A descriptor may come before or after the message that names its segment, so it is
+Descriptors of segments travel over a separate socket, which is connected on first use.
+A descriptor may arrive before or after the message that names its segment, so it is
 matched by the segment's id.
 """
 
@@ -50,20 +50,20 @@ class Uncut(Protocol):
     """Defers interrupts while this process handles shared memory."""
 
     def if_open(self) -> AbstractContextManager[None]:
-        """Defer interrupts in the block, if this thread can be interrupted at all."""
+        """Context manager: defer interrupts, if this thread can be interrupted."""
         ...
 
     def catch_up(self) -> None:
-        """Raise the interrupt that was deferred, if there is one."""
+        """Raise a deferred interrupt, if there is one."""
         ...
 
 
 class Loan:
-    """One thing that was lent to this process. It is over when this object is.
+    """A value, actor or segment that is lent to this process; ends with this object.
 
     Attributes:
-        id: of the thing.
-        count: how often it came.
+        id: id of the value, actor or segment.
+        count: how often it was received.
     """
 
     __slots__ = ("__weakref__", "_loans", "count", "id")
@@ -77,7 +77,7 @@ class Loan:
         return f"<Loan of {self.id}, {self.count} times>"
 
     def __del__(self) -> None:
-        # Wherever the collector runs: in another thread, or amid user code.
+        # May run in any thread, and in the middle of user code.
         self._loans.end(self.id, self.count)
 
 
@@ -85,10 +85,10 @@ class Written:
     """A segment that this process has written; held by the payload that names it.
 
     The driver already has the segment's descriptor. If the payload is dropped unsent,
-    the driver is told, or it would keep the segment for ever.
+    the driver is informed, or it would keep the segment forever.
 
     Attributes:
-        id: of the segment.
+        id: id of the segment.
     """
 
     __slots__ = ("_loans", "id")
@@ -111,10 +111,10 @@ class Loans:
     Made in the zygote; connects on first use.
 
     Attributes:
-        over: loans that have ended, but whose end was not sent to the driver yet.
-        unnamed: segments that were written, but not named in a message yet.
-        are_used: whether anything was ever lent to this process.
-        on_over: called when a loan has ended, in any thread; or None.
+        over: ended loans whose end was not yet sent to the driver.
+        unnamed: written segments that no sent message has named yet.
+        are_used: something was lent to this process before.
+        on_over: called in any thread when a loan has ended; or None.
         descriptors: sends and receives the descriptors of segments.
     """
 
@@ -127,16 +127,18 @@ class Loans:
         press: Callable[[], object],
         owner: int = 0,
     ) -> None:
-        """Prepare.
+        """Prepare; nothing is connected yet.
 
         Args:
-            path: of the socket for descriptors.
-            spill: directory for values beyond the limit, "" for the system's choice.
-            page: tells how much memory is left for values.
+            path: path of the socket for descriptors.
+            spill: directory for values beyond the memory limit, "" for the system's
+                choice.
+            page: shows how much memory is left for values.
             interrupts: defers interrupts while shared memory is handled.
-            press: asks the driver to read the descriptors now. It is called if the
-                socket is full: a segment is named only after its descriptor was sent.
-            owner: id of the client whose process this is; 0 in a worker.
+            press: requests that the driver reads the descriptors now. It is called if
+                the socket is full, since a segment is named only after its descriptor
+                was sent.
+            owner: id of the client of this process; 0 in a worker.
         """
         self.over: deque[tuple[int, int]] = deque()
         self.unnamed: set[int] = set()
@@ -160,7 +162,7 @@ class Loans:
         for index, message in enumerate(messages):
             payload = getattr(message, "payload", None)
             if payload is not None:
-                if payload[:1] == MARK:  # as `is_compound`, without a call
+                if payload[:1] == MARK:  # like `is_compound`, without a call
                     taken = message._replace(payload=self.borrow(payload))  # type: ignore[call-arg]
                     messages[index] = taken
             elif type(message) is ChildItems:
@@ -174,11 +176,11 @@ class Loans:
         return messages
 
     def take_payload(self, payload: bytes) -> bytes:
-        """A payload that has come; a loan, if it refers to something."""
+        """Return a received payload; a compound one registers its loans."""
         return self.borrow(payload) if is_compound(payload) else payload
 
     def borrow(self, payload: bytes) -> Payload:
-        """Take in a parcel: what it names was lent to this process, once more."""
+        """Open a compound payload, and register the loans that it brings."""
         contents = unpack(payload)
         things = [*contents.values, *contents.actors]
         if contents.segment:
@@ -199,21 +201,21 @@ class Loans:
         return loan
 
     def own(self, identity: int) -> Loan:
-        """Return the loan of a value that this process has put."""
+        """Return the loan of a value that this process has created."""
         with self._interrupts.if_open():
             # The `__del__` of a half-made loan would raise.
             return self._note(identity)
 
     def loan(self, identity: int) -> Loan:
-        """The loan of a value to which a handle is being unpickled."""
+        """Return the loan of a value while a handle to it is unpickled."""
         return self._loans[identity]
 
     def find(self, identity: int) -> Loan | None:
-        """The loan of something that may not have been lent."""
+        """Return the loan of an id; None if it was not lent."""
         return self._loans.get(identity)
 
     def with_actors(self, payload: bytes, actors: Sequence[ActorReference]) -> Payload:
-        """A payload that has been made, and that keeps these actors alive as well."""
+        """Return a payload that keeps these actors alive as well."""
         ids = tuple(actor.id for actor in actors)
         if type(payload) is Payload:
             contents = payload.contents
@@ -224,14 +226,14 @@ class Loans:
         return Payload.of(Contents(payload, actors=ids), tuple(actors), self)
 
     def end(self, identity: int, count: int) -> None:
-        """A loan has ended: in whichever thread, maybe by the collector."""
+        """Record the end of a loan; may run in any thread, also by the collector."""
         self.are_used = True
         self.over.append((identity, count))
         if self.on_over is not None:
             self.on_over()
 
     def name(self, message: Message) -> None:
-        """Note that the driver learns of the segments that this message names."""
+        """Record that a message is sent which names segments."""
         for field in message:
             if type(field) is Payload:
                 self._name(field)
@@ -255,13 +257,13 @@ class Loans:
             identity, count = self.over.popleft()
             loan = self._loans.get(identity)
             if loan is not None:
-                # It was lent again. To return it would close the descriptor here, so
-                # the new loan takes over the count.
+                # It was lent again. A return would close the descriptor here, so the
+                # new loan takes over the count.
                 loan.count += count
             else:
                 ended[identity] = ended.get(identity, 0) + count
         with self._interrupts.if_open(), self._lock:
-            # A descriptor that lies unread in the socket keeps its segment alive.
+            # An unread descriptor in the socket keeps its segment alive.
             self.descriptors.take_in()
             for identity in ended:
                 self.descriptors.close(identity)
@@ -271,13 +273,13 @@ class Loans:
         return Returned(tuple(ended), tuple(ended.values())) if ended else None
 
     def tell_to(self, say: Callable[[Message], object]) -> None:
-        """Tell the driver of loans that have ended, if there are any."""
+        """Report ended loans by `say`, if there are any."""
         returned = self.tell()
         if returned is not None:
             say(returned)
 
     def views(self, contents: Contents) -> list[memoryview]:
-        """The buffers of a parcel, mapped and read-only; see `Source`."""
+        """Map the buffers of a payload, read-only; see `Source`."""
         identity, flat = contents.segment, contents.spans
         spans = list(zip(flat[::2], flat[1::2], strict=True))
         with self._interrupts.if_open(), self._lock:
@@ -297,13 +299,13 @@ class Loans:
                 raise
 
     def _own_views(
-        self, own: Segment, spans: list[tuple[int, int]]
+        self, segment: Segment, spans: list[tuple[int, int]]
     ) -> list[memoryview]:
-        """Return what this process has put itself; the kernel knows that it is read."""
+        """Map a segment that this process has written; so the kernel sees a reader."""
         assert self._mappings is not None, self
-        descriptor = own.share()
+        descriptor = segment.share()
         try:
-            return self._mappings.views(own.id, descriptor, own.size, spans)
+            return self._mappings.views(segment.id, descriptor, segment.size, spans)
         finally:
             os.close(descriptor)
 
@@ -312,12 +314,12 @@ class Loans:
             self._mapped.pop(identity, None)
 
     def pack(self, outgoing: PickledValue) -> bytes:
-        """Make the payload of what this process sends.
+        """Make the payload of a value that this process sends.
 
         Raises:
-            SerializationError: it is too large for a frame, and there is no memory to
-                share.
-            ObjectMemoryError: there is no room for it.
+            SerializationError: the value is too large for a frame, and no shared memory
+                can be created.
+            ObjectMemoryError: there is not enough memory for it.
         """
         needs = tuple(handle.share().id for handle in outgoing.handles)
         contents = Contents(
@@ -347,11 +349,11 @@ class Loans:
         return parcel
 
     def _shown(self, outgoing: PickledValue) -> SegmentSpans | None:
-        """Return where the buffers already lie in a segment, if they do."""
+        """Return the buffers' place if they already are in a received segment."""
         if self._mappings is None or len(outgoing.stream) >= SHARED_FROM:
             return None
         shown = self._mappings.shown(outgoing.buffers)
-        # Of what this process has put itself, the driver may know nothing any more.
+        # The driver may have forgotten a segment that this process has written.
         return shown if shown is not None and shown.segment in self._mapped else None
 
     def _write(
@@ -361,7 +363,7 @@ class Loans:
         try:
             written, size, spans = self._written(buffers)
         except OSError:
-            # No descriptor, or no memory: then it travels as a whole.
+            # No descriptor or no memory: send the buffers inside the message.
             whole = tuple(map(bytes, outgoing.buffers))
             return None, contents._replace(buffers=whole)
         contents = contents._replace(stream=stream)
@@ -370,7 +372,7 @@ class Loans:
     def _written(
         self, buffers: list[memoryview]
     ) -> tuple[Written, int, tuple[tuple[int, int], ...]]:
-        """A segment with these, its bytes, and where they are; the driver has it."""
+        """Write a segment and send its descriptor; return it with size and spans."""
         from aiogpu.memory.segment import Segment
 
         room = Segment.room_for(buffer.nbytes for buffer in buffers)
@@ -379,7 +381,7 @@ class Loans:
             segment = warm.take(room, is_scarce=room > self._page.left())
             try:
                 spans = segment.write(buffers)
-                # It has taken its time; once the driver has it, it is too late.
+                # The copy may have taken long; after the send it is too late.
                 self._interrupts.catch_up()
                 self.descriptors.send(segment, self._press)
             except BaseException:
@@ -407,16 +409,16 @@ class Loans:
                 if identity < 0:
                     self._own_segments().discard(-identity)
                 else:
-                    with suppress(KeyError):  # it was closed here
+                    with suppress(KeyError):  # it was closed in this process
                         self._own_segments().give_back(identity)
 
     def move_in(self, connected: socket.socket, spill: str, page: ControlPage) -> None:
-        """Take what a worker has from its start: `connected` is for descriptors."""
+        """Set what a worker has from its start; `connected` carries descriptors."""
         self._spill, self._page = spill, page
         self.descriptors.use(connected)
 
     def close(self) -> None:
-        """Give up this process's hold on all of it; what is mapped stays until read."""
+        """Close all segments and the socket; mappings stay while they are used."""
         with self._interrupts.if_open(), self._lock:
             if self._warm is not None:
                 self._warm.close()
@@ -428,18 +430,18 @@ class Loans:
 
 
 REFUSED: Final = 5e-3
-"""Seconds after which a descriptor is sent again that the kernel would not take."""
+"""Seconds after which a descriptor that the kernel refused is sent again."""
 
 
 PATIENCE: Final = 10.0
-"""Seconds in which a node has sent a client what it has spoken of."""
+"""Seconds that a client waits for a segment's descriptor."""
 
 
 class Descriptors:
     """The socket for descriptors of segments; see the module.
 
     Made in the zygote; used by one thread at a time. No interrupt may land in its
-    methods: the driver refuses a second connection.
+    methods, since the driver refuses a second connection.
     """
 
     def __init__(self, path: str, owner: int = 0) -> None:
@@ -454,17 +456,17 @@ class Descriptors:
         return f"<Descriptors of {len(self._arrived)} segments>"
 
     def receive(self, segment: int) -> int:
-        """The descriptor of a segment, waiting for it.
+        """Wait for the descriptor of a segment.
 
         Raises:
-            NodeClosedError: the driver has gone, or this process has left it.
-            OSError: it cannot be had, as where there are too many.
+            NodeClosedError: the driver has gone, or this process has left the node.
+            OSError: the kernel refuses a descriptor, for example because of the limit.
         """
         if segment not in self._arrived:
             connected = self._connected()
             poll = select.poll()
             poll.register(connected, select.POLLIN)
-            # A client's loop must not stand still; a worker has nothing else to do.
+            # A client must not block its loop forever; a worker has nothing else to do.
             limit = PATIENCE * 1000 if self._owner else None
             while segment not in self._arrived:
                 if not poll.poll(limit):
@@ -473,35 +475,35 @@ class Descriptors:
         return self._arrived[segment]
 
     def take_in(self) -> None:
-        """Take in what has come, without waiting; raises as `receive` does."""
+        """Read arrived descriptors, without waiting; raises like `receive`."""
         if self._socket is None:
             return
         try:
-            found = self._receiver.read(socket.MSG_DONTWAIT)
+            arrived = self._receiver.read(socket.MSG_DONTWAIT)
         except EOFError:
             raise NodeClosedError("the node has gone.") from None
-        for segment, descriptor in found:
-            self.close(segment)  # it may have come before
+        for segment, descriptor in arrived:
+            self.close(segment)  # it may have arrived before
             self._arrived[segment] = descriptor
 
     def close(self, segment: int) -> None:
-        """Close a segment that is no longer used."""
+        """Close the descriptor of a segment that is no longer used."""
         descriptor = self._arrived.pop(segment, None)
         if descriptor is not None:
             os.close(descriptor)
 
     def close_all(self) -> None:
-        """Close all segments."""
+        """Close all descriptors and the socket."""
         for segment in list(self._arrived):
             self.close(segment)
         self.leave()
 
     def send(self, segment: Segment, press: Callable[[], object]) -> None:
-        """Send the driver a descriptor; it is read with the segment's message.
+        """Send a segment's descriptor to the driver, which reads it with the message.
 
         Args:
-            segment: whose.
-            press: called while there is no room: has the driver read what was sent.
+            segment: the segment.
+            press: called while the socket is full; makes the driver read it.
 
         Raises:
             OSError: the driver has gone, or there are too many descriptors.
@@ -512,7 +514,8 @@ class Descriptors:
             is_sent = self._sender.send(segment.id, descriptor)
             while not is_sent:
                 press()
-                # Not by `select` alone: it is writable where the kernel refuses.
+                # Not by `select` alone: the socket stays writable when the kernel
+                # refuses.
                 waited_for = [] if self._sender.is_refused else [connected]
                 select.select([], waited_for, [], REFUSED)
                 is_sent = self._sender.flush()
@@ -520,12 +523,12 @@ class Descriptors:
             os.close(descriptor)
 
     def use(self, connected: socket.socket) -> None:
-        """Take a socket that is connected: descriptors come ahead of what names them.
+        """Use a connected socket for descriptors.
 
         Raises:
             OSError: the node has gone.
         """
-        # Late: a worker that has to do with no shared memory needs none of it.
+        # Late: a worker that uses no shared memory does not need it.
         from aiogpu.memory.fd_passing import DescriptorReceiver, DescriptorSender
 
         owner = self._owner or current.worker
@@ -541,8 +544,8 @@ class Descriptors:
     def _connected(self) -> socket.socket:
         if self._socket is not None and self._socket.fileno() < 0:
             raise NodeClosedError(
-                "its node was closed, and nobody had looked at it before; await large "
-                "values while their node is open."
+                "its node was closed before the value was read. Await large values "
+                "while their node is open."
             )
         if self._socket is None:
             connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

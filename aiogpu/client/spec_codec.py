@@ -1,8 +1,8 @@
-"""A `FunctionSpec` as bytes, without pickle: what a caller declares to its node.
+"""A `FunctionSpec` as bytes, without pickle: a caller declares its functions with it.
 
-What belongs to the user stays pickled on its own and is not read here: the function,
-its exception classes, the interface of its actors. What the amounts mean is checked,
-since all programs of a node share one ledger.
+The user's objects stay pickled and are not read here: the function, its exception
+classes, the interface of its actors. Amounts are checked, since all programs of a node
+share its resources.
 """
 
 from __future__ import annotations
@@ -32,20 +32,21 @@ def dump_spec(func: FunctionSpec) -> bytes:
     actor = func.actor
     if actor is not None:
         actor = actor._replace(interface=actor.packed_interface())
-    spec = replace(func.spec, function=0)  # its id means nothing elsewhere
+    spec = replace(func.spec, function=0)  # the id is valid in this process only
     return _codec.dump((spec, func.is_coroutine, func.retried, actor, func.window))
 
 
 def load_spec(data: bytes, function: Function, program: str = "") -> FunctionSpec:
-    """Return what `dump_spec` has packed, as a function of this process.
+    """Undo `dump_spec`: return a function of this process.
 
     Args:
         data: the bytes.
-        function: what is run.
-        program: the program whose workers alone may run it; "" for any worker.
+        function: the function or class.
+        program: only workers of this program may run it; "" for any worker.
 
     Raises:
-        ProtocolError: the bytes are something else, or nobody can ask for this.
+        ProtocolError: the bytes are invalid, or the request is one that `@remote` would
+            refuse.
     """
     try:
         spec, is_coroutine, retried, actor, window = _codec.load(data)
@@ -55,12 +56,12 @@ def load_spec(data: bytes, function: Function, program: str = "") -> FunctionSpe
         environ = dict(spec.shape.environment)
         resources = spec.shape.request.as_numbers()
         if actor is not None and not actor.keeps_cpus:
-            # The CPU by which it is placed is given back; it holds none.
+            # The CPU of its placement is given back after the start.
             resources.pop(CPU, None)
     except (AttributeError, TypeError, ValueError) as error:
         raise ProtocolError(f"a function's spec cannot be read: {error}") from None
     if not is_possible or window < 0:
-        raise ProtocolError("a function asks for what nobody can ask for")
+        raise ProtocolError("a function's spec has options that @remote would refuse")
     return FunctionSpec(
         id=new_func_id(),
         function=function,
@@ -75,7 +76,7 @@ def load_spec(data: bytes, function: Function, program: str = "") -> FunctionSpe
 
 
 def _has_possible_terms(spec: TaskSpec, actor: ActorTerms | None) -> bool:
-    """Return whether the terms of an actor are such as `@method` lets through."""
+    """Return whether `@method` would accept the options of an actor."""
     if actor is None:
         return True
     return not spec.is_lease and all(
@@ -84,7 +85,7 @@ def _has_possible_terms(spec: TaskSpec, actor: ActorTerms | None) -> bool:
 
 
 def _restored(spec: TaskSpec, function: Function, program: str) -> TaskSpec:
-    """The spec with its named tuples, which travel as plain ones, and its program."""
+    """Return the spec with its named tuples, sent as plain tuples, and its program."""
     shape = spec.shape
     request, environment = shape.request, shape.environment
     group: Any = request.placement_group
@@ -102,7 +103,7 @@ def _restored(spec: TaskSpec, function: Function, program: str) -> TaskSpec:
 
 
 def _is_possible(spec: TaskSpec) -> bool:
-    """Return whether the amounts and times are such as `@remote` lets through."""
+    """Return whether `@remote` would accept the amounts and times."""
     request = spec.shape.request
     tables = [request.scalars, request.devices]
     if isinstance(request.placement_group, PlacementGroupSpec):

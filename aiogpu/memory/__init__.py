@@ -1,1 +1,1 @@
-"""Shares: memory that the driver and its workers both map."""
+"""Memory that the driver and its workers share."""

@@ -1,6 +1,6 @@
-"""Finds the address of a buffer, and whether its mapped pages were changed.
+"""Finds the address of a buffer, and checks its mapped pages for changes.
 
-Apart from `mapping`, since it needs ctypes, which most programs never do.
+Separate from `mapping`, since it imports ctypes, which most programs do not need.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import mmap
 from typing import Any, Final
 
 _ENTRY: Final = 8
-"""Bytes that `/proc/self/pagemap` has for each page; see proc_pid_pagemap(5)."""
+"""Bytes of an entry in `/proc/self/pagemap`, one per page; see proc_pid_pagemap(5)."""
 
 _HERE: Final = 0xC0
-"""Of the last of them: the page is in memory, or swapped out."""
+"""Bits of the entry's last byte: the page is in memory, or swapped out."""
 
 _OF_A_FILE: Final = 0x20
-"""Of the same: it is a file's or shared, and no copy of this process's own."""
+"""Bit of the same byte: a page of a file or shared memory, not a private copy."""
 
 
 class _Buffer(ctypes.Structure):
@@ -48,10 +48,10 @@ def address_of(buffer: Any) -> int:
     """Return the address of a buffer.
 
     Args:
-        buffer: anything with the buffer protocol, contiguous.
+        buffer: a contiguous object with the buffer protocol.
 
     Raises:
-        BufferError: it is not contiguous.
+        BufferError: the buffer is not contiguous.
     """
     view = _Buffer()
     _get(buffer, ctypes.byref(view), 0)
@@ -62,13 +62,13 @@ def address_of(buffer: Any) -> int:
 
 
 def is_as_mapped(address: int, size: int) -> bool:
-    """Return whether this process has written to no page of a private mapping.
+    """Return whether this process has left all pages of a private mapping unchanged.
 
-    False as well if the kernel does not tell.
+    False as well if the kernel does not show it.
 
     Args:
-        address: where to look.
-        size: bytes from there on.
+        address: start of the range.
+        size: bytes of the range.
     """
     first = address // mmap.PAGESIZE
     pages = (address + size - 1) // mmap.PAGESIZE - first + 1

@@ -1,7 +1,7 @@
-"""The control page: words that driver and workers share, a few for each slot.
+"""The control page: shared words by which the driver reaches busy workers.
 
-It says what no message can say to a worker that is busy. The memory has no name; the
-kernel frees it with its last holder (memfd_create(2)).
+A busy worker reads no messages, but can read these words. The memory has no name; the
+kernel frees it after its last user has ended (memfd_create(2)).
 """
 
 from __future__ import annotations
@@ -21,18 +21,19 @@ _OF_SLOTS: Final = SLOTS * _WORDS * 8
 PAGE_SIZE: Final = _OF_SLOTS + 2 * 8
 
 PLENTY: Final = 1 << 62
-"""Bytes that are left for values where nobody has counted yet."""
+"""Free bytes for values before the driver has counted."""
 
 ALL: Final = 1 << 62
-"""In place of how many calls were dropped: all, whatever is still to come."""
+"""Instead of a number of dropped calls: all calls, future ones included."""
 
 
 class ControlPage:
     """Six words for each slot, and two for the node.
 
-    Who is to stop, who heard it, who began, who may not begin, how many calls of an
-    actor were dropped, and whose program stops. Words are eight bytes, aligned, and
-    written in one store each. The worker writes the second and the third, the driver
+    Words of a slot: the task to stop, the task that acknowledged its cancel, the last
+    request that began, the first request that may begin, the number of dropped calls of
+    an actor, and the task whose program stops. Words are eight bytes, aligned, and
+    written by one store each. The worker writes the second and the third, the driver
     the others.
     """
 
@@ -49,32 +50,32 @@ class ControlPage:
 
     @staticmethod
     def create() -> int:
-        """Make the memory; gives its descriptor."""
+        """Create the memory; return its descriptor."""
         descriptor = os.memfd_create("aiogpu-page", os.MFD_CLOEXEC)
         os.ftruncate(descriptor, PAGE_SIZE)
         return descriptor
 
     def note_left(self, left: int) -> None:
-        """Driver: so many bytes are left for values of all workers."""
+        """Driver: set the free bytes for values of all workers."""
         self._of_node[0] = left + 1
 
     def left(self) -> int:
-        """Worker: bytes that are left for values."""
+        """Worker: return the free bytes for values."""
         return (self._of_node[0] or PLENTY) - 1
 
     def announce_stop(self) -> None:
-        """Driver: the node stops, and all its tasks with it."""
+        """Driver: announce that the node stops, with all its tasks."""
         self._of_node[1] = 1
 
     def announce(self, slot: int, task: int) -> None:
-        """Driver: the program of this task stops."""
+        """Driver: announce that the program of this task stops."""
         self._words[slot * _WORDS + 5] = task
 
     def is_stopping(self, slot: int, task: int) -> bool:
-        """Worker: whether this task, its program or the node is to stop."""
+        """Worker: return whether this task, its program or the node is to stop."""
         words, place = self._words, slot * _WORDS
-        is_told = task in (words[place], words[place + 5])
-        return is_told or self._of_node[1] != 0
+        is_named = task in (words[place], words[place + 5])
+        return is_named or self._of_node[1] != 0
 
     def close(self) -> None:
         """Unmap the page."""
@@ -87,24 +88,24 @@ class ControlPage:
         self._words[slot * _WORDS] = task
 
     def asked(self, slot: int) -> int:
-        """Worker: the task that is to stop, 0 for none."""
+        """Worker: return the task that is to stop, 0 for none."""
         return self._words[slot * _WORDS]
 
     def hear(self, slot: int, task: int) -> None:
-        """Worker: note that the cancel has reached this task."""
+        """Worker: acknowledge the cancel of this task."""
         self._words[slot * _WORDS + 1] = task
 
     def heard(self, slot: int) -> int:
-        """Driver: return the last task that a cancel has reached."""
+        """Driver: return the last task that acknowledged a cancel."""
         return self._words[slot * _WORDS + 1]
 
     def begin(self, slot: int, number: int) -> str:
-        """Worker: say that it is about to run what was sent under that number.
+        """Worker: note that the request with this number is about to run.
 
         Returns:
-            `BEGUN`; `VOID` if it was revoked before; or `TOO_LATE` if both sides
-            came in the same moment: then it shall not run, and the driver, who may
-            have read that it was begun, waits to hear so.
+            `BEGUN`; `VOID` if the request was revoked before; or `TOO_LATE` if it was
+            revoked at the same moment: it must not run, and the driver, which may have
+            read that it began, waits for a message.
         """
         words, place = self._words, slot * _WORDS
         if words[place + 3] > number:
@@ -113,25 +114,25 @@ class ControlPage:
         return TOO_LATE if words[place + 3] > number else BEGUN
 
     def note_begun(self, slot: int, number: int) -> None:
-        """Worker: say what it runs, where nothing is ever taken back."""
+        """Worker: note the running request, if requests are never revoked."""
         self._words[slot * _WORDS + 2] = number
 
     def begun(self, slot: int) -> int:
-        """Driver: the number that was begun last."""
+        """Driver: return the number of the last request that began."""
         return self._words[slot * _WORDS + 2]
 
     def revoke(self, slot: int, below: int) -> None:
-        """Driver: whatever has a lower number and is not begun shall not begin."""
+        """Driver: revoke all requests with a lower number that have not begun."""
         self._words[slot * _WORDS + 3] = below
 
     def drop(self, slot: int, count: int) -> None:
-        """Driver: so many calls of the slot's actor were dropped so far, or `ALL`."""
+        """Driver: set the number of dropped calls of the slot's actor, or `ALL`."""
         self._words[slot * _WORDS + 4] = count
 
     def dropped(self, slot: int) -> int:
-        """Worker: return how many `Drop` messages it has got, or will get."""
+        """Worker: return the number of `Drop` messages sent so far."""
         return self._words[slot * _WORDS + 4]
 
     def revoked(self, slot: int) -> int:
-        """The number from which on the worker may begin."""
+        """Return the lowest number that the worker may begin."""
         return self._words[slot * _WORDS + 3]

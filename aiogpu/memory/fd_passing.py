@@ -1,9 +1,9 @@
 """Passes descriptors to another process over a Unix socket, each with a number.
 
 A message is n numbers, eight bytes each, little-endian, with n descriptors
-(`SCM_RIGHTS`, unix(7)). The bytes of a message may arrive cut; its descriptors come
-with its first byte, and both keep their order. So the n-th number belongs to the n-th
-descriptor.
+(`SCM_RIGHTS`, unix(7)). The bytes of a message may arrive in pieces; its descriptors
+arrive with its first byte, and both keep their order. So the n-th number belongs to the
+n-th descriptor.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ MOST: Final = 253
 """Descriptors that a message can carry: SCM_MAX_FD of Linux."""
 
 _READS: Final = 32
-"""Messages that one `DescriptorReceiver.read` takes, so that others get their turn."""
+"""Messages that one `DescriptorReceiver.read` takes, so that other sockets get a
+turn."""
 
 _number: Final = Struct("<Q")
 _int: Final = Struct("i")
@@ -32,23 +33,23 @@ class DescriptorSender:
     """Sends descriptors, never waiting for the peer. Used by one thread at a time.
 
     Attributes:
-        is_refused: the last `flush` ended since too many descriptors are under way, of
-            all this user's processes (ETOOMANYREFS, `RLIMIT_NOFILE`). The socket may
-            be writable all the same: try again when receivers have read some.
+        is_refused: the last `flush` ended because this user's processes have too many
+            descriptors in flight (ETOOMANYREFS, `RLIMIT_NOFILE`). The socket may still
+            be writable: try again when receivers have read some.
     """
 
     def __init__(self, sock: socket.socket) -> None:
         """Begin to send.
 
         Args:
-            sock: connected, AF_UNIX and SOCK_STREAM, blocking or not. It stays the
-                caller's, who closes it.
+            sock: connected, AF_UNIX and SOCK_STREAM, blocking or not. The caller closes
+                it.
         """
         self.is_refused = False
         self._sock = sock
-        # Copies of what could not be sent at once, each after its number's bytes.
+        # Numbers and copies of descriptors that could not be sent at once.
         self._queue: deque[tuple[bytes, int]] = deque()
-        # What is left of a message whose descriptors have been sent.
+        # The rest of a message whose descriptors have been sent.
         self._rest = b""
 
     @property
@@ -60,11 +61,11 @@ class DescriptorSender:
         """Send a descriptor now, or queue a copy of it; the caller may close its own.
 
         Args:
-            number: what the peer knows it by, 0 to 2**64 - 1.
+            number: the descriptor's number for the peer, 0 to 2**64 - 1.
             fd: the descriptor.
 
         Returns:
-            Whether nothing is left to `flush`.
+            True if nothing is left to `flush`.
 
         Raises:
             OSError: the peer is gone (EPIPE, ECONNRESET), or this process has too many
@@ -80,11 +81,11 @@ class DescriptorSender:
         """Send as much of the queue as the socket takes now.
 
         Returns:
-            Whether nothing is left. If not, try again when the socket is writable; but
-            see `is_refused`.
+            True if nothing is left. If False, try again when the socket is writable;
+            but see `is_refused`.
 
         Raises:
-            OSError: the peer is gone; what is queued can only be closed.
+            OSError: the peer is gone; the queue can only be closed.
         """
         self.is_refused = False
         while self._send_rest() and self._queue:
@@ -98,12 +99,12 @@ class DescriptorSender:
         return not self._rest
 
     def close(self) -> None:
-        """Close what is queued; the peer will not get it."""
+        """Close the queued descriptors without sending them."""
         while self._queue:
             os.close(self._queue.popleft()[1])
 
     def _send(self, batch: list[tuple[bytes, int]]) -> bool:
-        """Send one message, at least its first byte; else False."""
+        """Send one message, at least its first byte; False if the socket is full."""
         numbers = b"".join([packed for packed, _ in batch])
         fds = array("i", [fd for _, fd in batch])
         control = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)]
@@ -121,7 +122,7 @@ class DescriptorSender:
         return True
 
     def _try(self, data: bytes, control: list[tuple[int, int, array[int]]]) -> int:
-        """Give how many bytes the socket took."""
+        """Send without waiting; return the number of bytes that the socket took."""
         try:
             return self._sock.sendmsg(
                 [data], control, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
@@ -136,13 +137,13 @@ class DescriptorSender:
 
 
 class DescriptorReceiver:
-    """Receives what a `DescriptorSender` sends. Used by one thread at a time."""
+    """Receives from a `DescriptorSender`. Used by one thread at a time."""
 
     def __init__(self, sock: socket.socket) -> None:
         """Begin to receive.
 
         Args:
-            sock: as the sender's. It stays the caller's, who closes it.
+            sock: like the sender's. The caller closes it.
         """
         self._sock = sock
         self._bytes = bytearray()
@@ -150,24 +151,25 @@ class DescriptorReceiver:
         self._is_out_of_step = False
 
     def read(self, flags: int = 0, most: int = _READS) -> list[tuple[int, int]]:
-        """Give the numbers and descriptors that have come, in order.
+        """Return the numbers and descriptors that have arrived, in order.
 
-        Waits for the first message if the socket blocks, and for no other. It may give
-        nothing: nothing has come, or not yet a whole number; and not all that has come
-        if that is much (the socket stays readable). Each descriptor is then the
-        caller's to close; none is inherited by a program that the caller starts.
+        Waits for the first message if the socket blocks, and for no other. The list is
+        empty if no whole number has arrived. It is incomplete if very many have arrived
+        (the socket stays readable). The caller closes each descriptor; programs that
+        the caller starts inherit none.
 
         Args:
-            flags: of recv(2), for the first message, as `socket.MSG_DONTWAIT`.
-            most: messages that are taken at most.
+            flags: flags of recv(2) for the first message, such as
+                `socket.MSG_DONTWAIT`.
+            most: number of messages to take at most.
 
         Raises:
-            EOFError: the peer is gone, and all that it sent whole has been given.
+            EOFError: the peer is gone, and all complete messages were returned.
             OSError: this process has too many descriptors (EMFILE), so some are lost,
-                and with them which number is whose. What came is closed; the socket is
-                of no use any more.
+                and numbers cannot be matched any more. All received descriptors are
+                closed; the socket is unusable.
             ProtocolError: the peer sent numbers without descriptors, or descriptors
-                without numbers. Likewise.
+                without numbers. The socket is unusable.
         """
         pairs: list[tuple[int, int]] = []
         for _ in range(most):
@@ -191,15 +193,17 @@ class DescriptorReceiver:
         return pairs
 
     def close(self) -> None:
-        """Close the descriptors whose numbers have not come whole."""
+        """Close the descriptors whose numbers have not completely arrived."""
         self._bytes.clear()
         while self._fds:
             os.close(self._fds.popleft())
 
     def _receive(self, flags: int) -> bool:
-        """Take in one message, or what there is of it; False if the peer is gone."""
+        """Receive one message or a part of it; False if the peer is gone."""
         if self._is_out_of_step:
-            raise ProtocolError("descriptors were lost: which is which is unknown")
+            raise ProtocolError(
+                "descriptors were lost; numbers cannot be matched any more"
+            )
         try:
             data, control, status, _ = self._sock.recvmsg(
                 MOST * _number.size,
@@ -217,9 +221,9 @@ class DescriptorReceiver:
             most = os.sysconf("SC_OPEN_MAX")
             raise OSError(
                 errno.EMFILE,
-                f"descriptors of shared memory were lost on their way: process "
-                f"{os.getpid()} may have {most} open files (RLIMIT_NOFILE); raise the "
-                f"limit (ulimit -n), or keep fewer large values at a time",
+                f"descriptors of shared memory were lost: process {os.getpid()} may "
+                f"have {most} open files (RLIMIT_NOFILE); raise the limit "
+                f"(ulimit -n), or keep fewer large values at a time",
             )
         return bool(data)
 
@@ -230,7 +234,7 @@ class DescriptorReceiver:
                 f"{count} numbers came with only {len(self._fds)} descriptors"
             )
         if len(self._fds) - count > MOST:
-            # Of one message at most the numbers have not come whole.
+            # At most one message has incomplete numbers.
             raise ProtocolError(
                 f"{len(self._fds)} descriptors came with only {count} numbers"
             )

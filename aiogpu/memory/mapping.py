@@ -1,4 +1,4 @@
-"""The segments that one process has mapped, its own included."""
+"""The segments that a process has mapped, its own segments included."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from aiogpu.memory.segment import map_readonly
 
 
 class _Sight(ref[mmap.mmap]):
-    """A weak reference that knows which segment its mapping shows."""
+    """A weak reference to a mapping, with the number of its segment."""
 
     __slots__ = ("segment",)
     segment: int
@@ -23,8 +23,8 @@ class SegmentSpans(NamedTuple):
     """The positions of buffers in a segment.
 
     Attributes:
-        segment: its number.
-        size: its bytes.
+        segment: number of the segment.
+        size: bytes of the segment.
         spans: offset and length of each buffer.
     """
 
@@ -36,30 +36,30 @@ class SegmentSpans(NamedTuple):
 class Mappings:
     """The segments that this process reads.
 
-    There is one mapping for each, which all its views share and which they alone keep:
-    it goes with the last of them. May be used by any thread.
+    Each has one mapping, which is shared and kept by its views: it ends with the last
+    view. May be used by any thread.
 
-    That it is gone is told once for each time that it came: after munmap(2), but for
-    one case. Where the views are part of a reference cycle, the collector tells it
-    just before, and a finalizer may even save a view then. So before a writer writes
-    again he asks the kernel (`Segment.is_read`). So too for what a fork inherits, of
-    which nothing is told here.
+    The end of each mapping is reported once, after munmap(2), with one exception. If
+    the views are part of a reference cycle, the collector reports it just before, and a
+    finalizer may even revive a view. So a writer asks the kernel before it writes again
+    (`Segment.is_read`). This also covers mappings inherited by forks, which are not
+    reported here.
     """
 
     def __init__(self, on_unmapped: Callable[[int], None]) -> None:
-        """Begin without any.
+        """Begin without mappings.
 
         Args:
-            on_unmapped: called with a segment when its mapping is gone: by the
-                collector, in any thread and amid anything else; or right in `views`.
-                It must be short, take no lock, and call nothing here but `is_mapped`.
+            on_unmapped: called with a segment when its mapping has ended: by the
+                collector, in any thread at any time, or inside `views`. It must be
+                short, take no lock, and call only `is_mapped` of this object.
         """
         self._on_unmapped = on_unmapped
         self._latest: dict[int, _Sight] = {}
-        # Kept until they have been called.
+        # Kept until their callback has run.
         self._sights: dict[int, _Sight] = {}
-        # No lock may be waited for where the collector runs. So what has changed is
-        # queued, and whoever gets the lock without waiting counts it for all.
+        # Code that the collector runs must not wait for a lock. So changes are queued,
+        # and the thread that gets the lock without waiting counts all of them.
         self._changes: deque[tuple[int, int]] = deque()
         self._counting = _thread.allocate_lock()
         self._counts: dict[int, int] = {}
@@ -67,12 +67,12 @@ class Mappings:
     def views(
         self, segment: int, fd: int, size: int, spans: Sequence[tuple[int, int]]
     ) -> list[memoryview]:
-        """Give read-only views of some spans of a segment.
+        """Return read-only views of spans of a segment.
 
         Args:
-            segment: its number.
-            fd: a descriptor of it; may be closed afterwards. Unused if it is mapped.
-                Up to Python 3.12 a mapping keeps a copy of the descriptor open.
+            segment: number of the segment.
+            fd: descriptor of the segment, unused if it is mapped already. May be closed
+                afterwards. Up to Python 3.12 a mapping keeps a copy of it open.
             size: bytes of the whole segment.
             spans: offset and length of each view, in bytes.
 
@@ -90,23 +90,23 @@ class Mappings:
         return [memory[offset : offset + length] for offset, length in spans]
 
     def is_mapped(self, segment: int) -> bool:
-        """Return whether a view of it is there."""
+        """Return whether a view of the segment exists."""
         sight = self._latest.get(segment)
         return segment in self._counts or (sight is not None and sight() is not None)
 
     def shown(self, buffers: Sequence[memoryview]) -> SegmentSpans | None:
-        """Find buffers that are unchanged views of a segment.
+        """Return the spans of buffers that are unchanged views of a segment.
 
         Args:
-            buffers: contiguous.
+            buffers: contiguous buffers.
 
         Returns:
-            None if one is not of it, or may have been changed in this process, or if
-            they are less than half of it.
+            None if a buffer is not in the segment or may have been changed in this
+            process, or if the buffers are less than half of the segment.
         """
         if not self._latest:
             return None
-        # Late: it costs more than all the rest, and is seldom needed.
+        # Imported late: slow to import, and rarely needed.
 
         from aiogpu.memory.addresses import address_of
 
@@ -143,7 +143,7 @@ class Mappings:
         mapping = None if sight is None else sight()
         if mapping is not None and len(mapping) >= size:
             return mapping
-        # Counted before it is there, lest the end of another one be told meanwhile.
+        # Counted before it exists, so that the end of an older mapping is not reported.
         self._change(segment, 1)
         try:
             mapping = map_readonly(fd, size)
@@ -162,7 +162,7 @@ class Mappings:
 
     def _change(self, segment: int, by: int) -> None:
         self._changes.append((segment, by))
-        # The holder of the lock looks again after letting go of it.
+        # The holder of the lock checks the queue again after releasing it.
         while self._changes and self._counting.acquire(blocking=False):
             try:
                 while self._changes:

@@ -1,10 +1,10 @@
 """Segments: shared memory that one process writes and others only read.
 
-A segment has no name anywhere: the kernel frees it with the last descriptor and the
-last mapping of it, however their holders end. Whether somebody still reads it is asked
-of the kernel too. A descriptor that `Segment.share` gives has an open file description
-of its own with a read lock on it (fcntl(2), "Open file description locks"), which its
-copies, messages under way, mappings and forked children all keep.
+A segment has no name: the kernel frees it with its last descriptor and mapping, however
+their processes end. The kernel also knows whether a process still reads it. A
+descriptor from `Segment.share` has its own open file description with a read lock
+(fcntl(2), "Open file description locks"), which its copies, messages in flight,
+mappings and forked children all keep.
 """
 
 from __future__ import annotations
@@ -37,15 +37,14 @@ _WRITE_LOCK: Final = _flock.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
 class Segment:
     """Memory that this process writes and others only read.
 
-    It lies in a memfd, or in a file on disk that has no name. Once written it is
-    sealed: its size stays, and nobody can write it but through the mapping that was
-    made before. Used by one thread at a time.
+    It is a memfd, or an unnamed file on disk. Once written it is sealed: its size is
+    fixed, and only the mapping made before can write it. Used by one thread at a time.
 
     Attributes:
-        id: its number in the node.
+        id: number of the segment in the node.
         size: bytes, whole pages.
-        fd: the writer's own descriptor. Readers get those that `share` gives.
-        is_on_disk: it is a file on disk, and written once.
+        fd: the writer's own descriptor. Readers get descriptors from `share`.
+        is_on_disk: the segment is a file on disk, and is written once.
     """
 
     def __init__(
@@ -64,12 +63,12 @@ class Segment:
     def create(
         cls, segment_id: int, size: int, directory: str | None = None
     ) -> Segment:
-        """Make a segment of at least `size` bytes; in `directory`, if one is given.
+        """Create a segment of at least `size` bytes, on disk if `directory` is given.
 
         Raises:
             OSError: there are too many descriptors (EMFILE, ENFILE), too little memory
-                (ENOMEM) or no room on the disk (ENOSPC, EDQUOT); or the directory
-                cannot be written.
+                (ENOMEM) or disk space (ENOSPC, EDQUOT), or the directory is not
+                writable.
         """
         size = whole_pages(size)
         memory = None
@@ -87,7 +86,8 @@ class Segment:
                 )
                 memory = _map(fd, size, mmap.MAP_SHARED)
             else:
-                # A hole in a file kills by SIGBUS who writes it when the disk is full.
+                # A write to a hole in the file, through a mapping, raises SIGBUS if the
+                # disk is full.
                 os.posix_fallocate(fd, 0, size)
         except BaseException:
             os.close(fd)
@@ -96,29 +96,28 @@ class Segment:
 
     @staticmethod
     def room_for(lengths: Iterable[int]) -> int:
-        """Return how many bytes a segment needs for buffers of so many bytes each."""
+        """Return the bytes that a segment needs for buffers of these lengths."""
         end = 0
         for length in lengths:
             end = _aligned(end) + length
         return end
 
     def write(self, buffers: Sequence[memoryview]) -> tuple[tuple[int, int], ...]:
-        """Copy buffers to the segment, one after another from its beginning.
+        """Copy buffers to the segment, one after another from its start.
 
         Args:
-            buffers: of any format and any number of dimensions, each contiguous.
+            buffers: contiguous buffers of any format and number of dimensions.
 
         Returns:
-            Where each one lies: its offset, a multiple of `ALIGNMENT`, and its length,
-            both in bytes.
+            Offset of each buffer, a multiple of `ALIGNMENT`, and its length, in bytes.
 
         Raises:
-            ValueError: they need more room than there is.
-            BufferError: one is not contiguous.
+            ValueError: the buffers do not fit.
+            BufferError: a buffer is not contiguous.
             OSError: there is too little memory (ENOMEM, ENOSPC). The segment may be
-                written in part.
+                partly written.
         """
-        # memoryview.cast refuses most formats, as "<f4" and "T{...}".
+        # memoryview.cast refuses most formats, such as "<f4" and "T{...}".
         sources = [PickleBuffer(buffer).raw() for buffer in buffers]
         spans = []
         end = 0
@@ -139,10 +138,10 @@ class Segment:
         return tuple(spans)
 
     def share(self) -> int:
-        """Give a descriptor for readers: read-only, to pass on and then close.
+        """Return a read-only descriptor for readers, to pass on and then close.
 
-        While it, a copy of it or a mapping made from it is there, in whatever process,
-        `is_read` says so.
+        `is_read` is True as long as the descriptor, a copy of it or a mapping made from
+        it exists in any process.
 
         Raises:
             OSError: there are too many descriptors, or /proc is not mounted.
@@ -152,24 +151,24 @@ class Segment:
         try:
             fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _READ_LOCK)
         except OSError:
-            # As on file systems and in sandboxes that know no such locks.
+            # Some file systems and sandboxes do not support these locks.
             self._tells_readers = False
         return fd
 
     @property
     def is_read(self) -> bool:
-        """True if it can still be seen through a descriptor that `share` gave.
+        """True if a descriptor from `share`, or a mapping of it, still exists.
 
-        True as well where this cannot be known.
+        True as well if this is unknown.
         """
         if not self._tells_readers:
             return True
-        found = fcntl.fcntl(self.fd, fcntl.F_OFD_GETLK, _WRITE_LOCK)
-        kind: int = _flock.unpack(found)[0]
+        lock = fcntl.fcntl(self.fd, fcntl.F_OFD_GETLK, _WRITE_LOCK)
+        kind: int = _flock.unpack(lock)[0]
         return kind != fcntl.F_UNLCK
 
     def close(self) -> None:
-        """Give up this process's hold on it; readers keep what they have mapped."""
+        """Close this process's descriptor and mapping; readers keep theirs."""
         if self._memory is not None:
             self._memory.close()
             self._memory = None
@@ -178,9 +177,9 @@ class Segment:
             self.fd = -1
 
     def _store(self, sources: list[memoryview]) -> None:
-        """The first time: pages that come by write(2) are neither faulted nor zeroed.
+        """Write for the first time, by write(2): pages are neither faulted nor zeroed.
 
-        And where memory or the disk is full it is an error here, not a SIGBUS.
+        If memory or the disk is full, this raises, where a mapping would get SIGBUS.
         """
         pieces: list[memoryview | bytes] = []
         end = 0
@@ -199,9 +198,11 @@ class Segment:
                 pieces[first] = memoryview(pieces[first])[wrote:]
 
     def _copy(self, sources: list[memoryview], spans: list[tuple[int, int]]) -> None:
-        """Again: the pages are there, and only the mapping may write."""
+        """Write again, through the mapping: the pages exist, and write(2) is sealed."""
         if self._memory is None:
-            raise ValueError(f"segment {self.id} is on disk, or closed: written once")
+            raise ValueError(
+                f"segment {self.id} is on disk or closed, and cannot be written again"
+            )
         if not self._is_populated:
             _populate(self._memory)
             self._is_populated = True
@@ -218,27 +219,28 @@ class Segment:
         try:
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _F_SEAL_FUTURE_WRITE)
         except OSError:
-            # Before Linux 5.1; that readers map it read-only must do there.
+            # Linux before 5.1 lacks this seal; readers' read-only descriptors must
+            # suffice.
             return
 
 
 def whole_pages(size: int) -> int:
-    """Bytes of a segment that has room for `size`: whole pages, at least one."""
+    """Round a size up to whole pages, at least one."""
     return max(1, -(-size // mmap.PAGESIZE)) * mmap.PAGESIZE
 
 
 def map_readonly(fd: int, size: int) -> mmap.mmap:
-    """Map a segment for reading; its pages come as they are touched.
+    """Map a segment for reading; its pages are loaded on access.
 
-    Who writes there all the same, as torch does in place, gets copies of the pages
-    that nobody else sees (MAP_PRIVATE, mmap(2)); read-only ones would kill the process.
+    A write, as by torch's in-place operations, changes private copies of the pages
+    (MAP_PRIVATE, mmap(2)); with a read-only mapping it would kill the process.
 
-    Python keeps a copy of the descriptor as long as the mapping lives (from 3.13 on it
-    does not); the one given may be closed.
+    Before 3.13, Python keeps a copy of the descriptor as long as the mapping lives;
+    `fd` itself may be closed.
 
     Raises:
-        ValueError: the file is shorter.
-        OSError: there are too many descriptors or mappings.
+        ValueError: the file is shorter. OSError: there are too many descriptors or
+            mappings.
     """
     return _map(fd, size, mmap.MAP_PRIVATE | _MAP_NORESERVE)
 
@@ -251,15 +253,14 @@ def _map(fd: int, size: int, flags: int) -> mmap.mmap:
 
 
 def _populate(memory: mmap.mmap) -> None:
-    """Enter the pages in this process's table at once, not by a fault for each.
+    """Map all pages at once, without a page fault for each.
 
-    Those that were never written are made; where there is no memory for them, it is an
-    error here and not a SIGBUS.
+    New pages are allocated; if there is no memory, this raises instead of SIGBUS later.
     """
     try:
         memory.madvise(_MADV_POPULATE_WRITE)
     except OSError as error:
-        # Before Linux 5.14 they come by faults.
+        # Linux before 5.14 maps them by page faults.
         if error.errno != errno.EINVAL:
             raise
 
@@ -268,10 +269,10 @@ def _unnamed_file(directory: str) -> int:
     try:
         return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        # What open(2) says where the file system, or the kernel, knows no O_TMPFILE.
+        # Errors of open(2) if the file system or the kernel lacks O_TMPFILE.
         if error.errno not in {errno.EOPNOTSUPP, errno.EISDIR}:
             raise
-    import tempfile  # heavy, and hardly ever needed
+    import tempfile  # slow to import, and rarely needed
 
     fd, path = tempfile.mkstemp(prefix="aiogpu-", dir=directory)
     os.unlink(path)
@@ -283,16 +284,16 @@ def _aligned(offset: int) -> int:
 
 
 NAMED_BY: Final = ("TMPDIR", "TEMP", "TMP")
-"""Variables that name the temporary directory, as for `tempfile.gettempdir`."""
+"""Variables that name the temporary directory, in the order of `tempfile`."""
 
 USUAL: Final = ("/tmp", "/var/tmp", "/usr/tmp")
 
 
 def spill_directory() -> str:
-    """The temporary directory.
+    """Return the temporary directory.
 
-    `tempfile` tries each place with a file, which stays behind where the process is
-    killed in that moment.
+    Unlike `tempfile.gettempdir`, this writes no test file, which would stay if the
+    process were killed at this moment.
     """
     named = [os.environ.get(name) for name in NAMED_BY]
     for place in (*named, *USUAL):

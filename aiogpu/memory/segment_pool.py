@@ -1,7 +1,7 @@
-"""The segments that this process has written, and those that can be written again.
+"""The segments of this process, in use or kept warm for reuse.
 
-A new page costs several times what it costs to write one that is there. So segments
-that nobody reads any more are kept, up to a limit, and written again.
+A new page costs several times as much as a write to an existing page. So segments
+without readers are kept, up to a limit, and written again.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from aiogpu.errors import ObjectMemoryError
 from aiogpu.memory.segment import Segment, whole_pages
 
 _LARGEST_FIT: Final = 2
-"""How many times what is asked a warm segment may have."""
+"""A warm segment may have up to this many times the requested size."""
 
 MOST_WARM: Final = 256
-"""Warm segments that are kept at most: each takes up two descriptors, or one from
-Python 3.13 on, and many processes may have 1024."""
+"""Number of warm segments at most: each uses two descriptors, or one from Python 3.13
+on, and the limit of many processes is 1024."""
 
 _SHORT_OF_OTHERS: Final = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 _DISK_IS_FULL: Final = {errno.ENOSPC, errno.EDQUOT}
@@ -31,22 +31,22 @@ class SegmentPool:
     Used by one thread at a time.
 
     Attributes:
-        limit: bytes of warm segments that are kept at most.
-        bytes_warm: bytes of those that stand ready.
-        bytes_in_use: bytes of those in memory that were taken and not given back.
-        bytes_on_disk: the same of those on disk.
+        limit: bytes of warm segments at most.
+        bytes_warm: bytes of warm segments.
+        bytes_in_use: bytes of segments in memory that were taken and not given back.
+        bytes_on_disk: bytes of segments on disk that were taken and not given back.
     """
 
     def __init__(
         self, first_id: int, limit: int, disk: Callable[[], str | None]
     ) -> None:
-        """Begin without any.
+        """Begin without segments.
 
         Args:
-            first_id: the first segment's number; they count up from it.
+            first_id: number of the first segment; later segments count up from it.
             limit: bytes of warm segments to keep.
-            disk: gives the directory for segments past the memory limit, None for
-                none; asked whenever one is needed.
+            disk: returns the directory for segments past the memory limit, None for
+                none; called when one is needed.
         """
         self.limit = limit
         self.bytes_warm = 0
@@ -55,22 +55,23 @@ class SegmentPool:
         self._next_id = first_id
         self._disk = disk
         self._in_use: dict[int, Segment] = {}
-        # The longest unused first; and the same by size.
+        # The longest unused first; `_by_size` has the same segments by size.
         self._warm: dict[int, Segment] = {}
         self._by_size: list[tuple[int, int]] = []
 
     def take(self, size: int, is_scarce: bool = False) -> Segment:
-        """Give a segment of at least `size` bytes to write to.
+        """Return a segment of at least `size` bytes to write to.
 
-        The smallest warm one that has so much, and at most twice of it; else a new one.
+        This is the smallest warm segment of `size` to twice `size` bytes, else a new
+        one.
 
         Args:
             size: bytes.
-            is_scarce: no more memory may be used than now. Where the warm ones that do
-                not fit are not enough to make room, the new one is on disk.
+            is_scarce: no more memory may be used than now. If closing warm segments
+                does not free enough, the new segment is on disk.
 
         Raises:
-            ObjectMemoryError: `is_scarce`, and there is no directory, or no room in it.
+            ObjectMemoryError: `is_scarce`, and there is no directory, or it is full.
             OSError: this process has too many descriptors (EMFILE, ENFILE), or too
                 little memory (ENOMEM), for a new one.
         """
@@ -82,16 +83,16 @@ class SegmentPool:
     def give_back(self, segment_id: int) -> bool:
         """Take back a segment without readers: keep it warm, or close it.
 
-        It is closed if it is on disk, larger than the limit, or still read by the
-        kernel's account (`Segment.is_read`); readers keep what they see. The segments
+        It is closed if it is on disk, larger than the limit, or still read according to
+        the kernel (`Segment.is_read`); its readers keep their mappings. The segments
         unused for longest are closed to make room. Before the call, close every
-        descriptor that `share` gave: otherwise the segment still counts as read.
+        descriptor from `share`, since an open one counts as a reader.
 
         Returns:
-            Whether it is kept.
+            True if the segment is kept.
 
         Raises:
-            KeyError: no segment of that number is in use.
+            KeyError: no segment of this number is in use.
         """
         segment = self._in_use.pop(segment_id)
         self._count(segment, -segment.size)
@@ -105,11 +106,11 @@ class SegmentPool:
         return True
 
     def find(self, segment_id: int) -> Segment | None:
-        """The segment of that number that is in use, None if there is none."""
+        """Return the segment of a number that is in use, None if there is none."""
         return self._in_use.get(segment_id)
 
     def discard(self, segment_id: int) -> None:
-        """Close a segment, in use or warm; nothing is done if there is none."""
+        """Close a segment, in use or warm, if it exists."""
         if segment_id in self._warm:
             self._pop_warm(segment_id).close()
         segment = self._in_use.pop(segment_id, None)
@@ -118,7 +119,7 @@ class SegmentPool:
             segment.close()
 
     def close(self) -> None:
-        """Close all of them; readers keep what they have mapped."""
+        """Close all segments; readers keep their mappings."""
         for segment_id in [*self._warm, *self._in_use]:
             self.discard(segment_id)
 
@@ -127,8 +128,8 @@ class SegmentPool:
         place = bisect_left(self._by_size, (least, -1))
         if place == len(self._by_size):
             return None
-        found, segment_id = self._by_size[place]
-        return self._pop_warm(segment_id) if found <= least * _LARGEST_FIT else None
+        fitting, segment_id = self._by_size[place]
+        return self._pop_warm(segment_id) if fitting <= least * _LARGEST_FIT else None
 
     def _pop_warm(self, segment_id: int) -> Segment:
         segment = self._warm.pop(segment_id)
@@ -137,7 +138,7 @@ class SegmentPool:
         return segment
 
     def _shrink(self, most_bytes: int, most: int = MOST_WARM) -> None:
-        """Close warm ones until at most so many are left."""
+        """Close warm segments until at most these bytes and this number are left."""
         while self.bytes_warm > most_bytes or len(self._warm) > most:
             self._pop_warm(next(iter(self._warm))).close()
 
@@ -156,23 +157,25 @@ class SegmentPool:
     def _spilled(self, size: int) -> Segment:
         directory = self._disk()
         if directory is None:
-            raise ObjectMemoryError(self._told(size, "nothing may be spilled to disk"))
+            raise ObjectMemoryError(
+                self._no_room(size, "nothing may be spilled to disk")
+            )
         try:
             return Segment.create(self._next_id, size, directory)
         except OSError as error:
             if error.errno in _SHORT_OF_OTHERS:
                 raise
             why = "is full" if error.errno in _DISK_IS_FULL else "cannot be written"
-            text = self._told(size, f"{directory} {why} ({error.strerror})")
-            raise ObjectMemoryError(text) from error
+            message = self._no_room(size, f"{directory} {why} ({error.strerror})")
+            raise ObjectMemoryError(message) from error
 
-    def _told(self, size: int, why: str) -> str:
+    def _no_room(self, size: int, why: str) -> str:
         return (
-            f"a value of {size} bytes ({size / 2**20:.1f} MiB) has no room: the object "
-            f"memory is used up, {self.bytes_in_use} bytes by this process, which may "
-            f"keep {self.limit} more for values to come, and {why}. Raise "
-            f"object_memory= of init(), drop handles that are not needed any more, or "
-            f"give init() a spill_directory= with room."
+            f"there is no room for a value of {size} bytes ({size / 2**20:.1f} MiB): "
+            f"the object memory is used up, {self.bytes_in_use} bytes by this process, "
+            f"which may keep {self.limit} more for reuse, and {why}. Raise "
+            f"object_memory= of init(), drop handles that are no longer needed, or "
+            f"give init() a spill_directory= with free space."
         )
 
     def _count(self, segment: Segment, change: int) -> None:

@@ -1,1 +1,1 @@
-"""Objects of the user to bytes and back."""
+"""Pickling of user objects: arguments, results, functions, exceptions."""

@@ -1,9 +1,8 @@
-"""Finds what in an object cannot be pickled; warns at the user's own line.
+"""Finds the part of an object that cannot be pickled; warns at the user's own line.
 
-The parts of an object are those that pickling itself would visit: what `__getstate__`
-leaves out is none of them. The search starts only after pickling has failed. It goes
-inwards: from an object that fails into the first part that fails too, until no part
-does.
+The parts of an object are those that pickle visits, without attributes that
+`__getstate__` omits. The search starts only after pickling has failed. It goes from a
+failing object into its first failing part, until no part fails.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ _OURS: Final = frozenset({"aiogpu", "cloudpickle"})
 MAX_DEPTH: Final = 32
 
 MAX_PARTS: Final = 1000
-"""Parts of one object that are tried."""
+"""Parts of one object that are tried at most."""
 
 
 def advise(text: str) -> None:
-    """Warn by `AiogpuWarning` at the innermost line that is not aiogpu's own.
+    """Warn by `AiogpuWarning` at the innermost line outside aiogpu.
 
     Args:
-        text: what is slow or wasteful, and what to do.
+        text: the problem and the advice.
 
     Raises:
         AiogpuWarning: the filters make errors of warnings.
@@ -51,16 +50,16 @@ _HOLDERS: Final[tuple[tuple[type | tuple[type, ...], tuple[str, ...]], ...]] = (
     (_lru_cache_wrapper, ("__wrapped__",)),
     (partial, ("func", "args", "keywords", "__dict__")),
 )
-"""Types whose parts `__reduce_ex__` hides, or does not name as well."""
+"""Types whose parts `__reduce_ex__` hides or names less clearly."""
 
 _MADE_ANEW: Final = frozenset(
     {"__dict__", "__weakref__", "_abc_impl", "__annotate_func__"}
 )
-"""Attributes of a class that are not pickled, like its slots: unpickling makes them."""
+"""Attributes of a class that are not pickled but made again, like its slots."""
 
 
 def parts(value: object) -> Iterator[tuple[str, object]]:
-    """Return what pickling an object would go on to pickle, each with its step.
+    """Return the parts that pickling an object would pickle, each with its step.
 
     Returns:
         Pairs such as `(".__closure__.db", db)`.
@@ -102,7 +101,7 @@ def _parts_of_function(function: FunctionType) -> Iterator[tuple[str, object]]:
 
 
 def _global_names(code: CodeType) -> Iterator[str]:
-    """Yield the globals that code uses, also within its lambdas and comprehensions."""
+    """Yield the globals that code uses, including its lambdas and comprehensions."""
     from dis import get_instructions
 
     for instruction in get_instructions(code):
@@ -125,9 +124,9 @@ def _parts_of_instance(value: object) -> Iterator[tuple[str, object]]:
     reducer = copyreg.dispatch_table.get(type(value))
     reduced = reducer(value) if reducer else value.__reduce_ex__(5)
     if isinstance(reduced, str):
-        return  # it is pickled by that name
+        return  # pickled by this name
     make, args, state, items, pairs = (*reduced, None, None, None)[:5]
-    # By default `__getstate__` gives the attributes and, if there are any, the slots.
+    # By default `__getstate__` returns the attributes and, if there are any, the slots.
     both = state if isinstance(state, tuple) and len(state) == 2 else (state,)
     for names in both:
         if isinstance(names, dict):
@@ -146,12 +145,12 @@ def _parts_of_instance(value: object) -> Iterator[tuple[str, object]]:
 def walk(
     path: str, value: object, is_wanted: Callable[[str, object], bool]
 ) -> tuple[str, object]:
-    """Go from an object into its first wanted part, and on from there.
+    """Descend from an object into its first wanted part, repeatedly.
 
     Args:
         path: the object's name.
         value: the object.
-        is_wanted: is given a part's step and the part.
+        is_wanted: called with a part's step and the part.
 
     Returns:
         The path to the innermost wanted part, and that part.
@@ -167,7 +166,7 @@ def walk(
 
 
 def _new_parts(trail: list[object]) -> Iterator[tuple[str, object]]:
-    """Yield the parts of the last object that are not on the trail themselves."""
+    """Yield the parts of the last object that are not on the trail."""
     try:
         for step, part in islice(parts(trail[-1]), MAX_PARTS):
             if all(part is not passed for passed in trail):
@@ -182,11 +181,11 @@ def find_unpicklable(
     """Return the path to the innermost part that cannot be pickled.
 
     Args:
-        roots: objects by the name that the path begins with.
-        dumps: raises on what cannot be pickled.
+        roots: objects by the first name of their path.
+        dumps: raises for an object that cannot be pickled.
 
     Returns:
-        Such as `f.__closure__.db.socket (a socket)`.
+        A path such as `f.__closure__.db.socket (a socket)`.
     """
 
     def fails(_step: str, value: object) -> bool:

@@ -1,9 +1,9 @@
-"""Exceptions on their way from a worker to the program.
+"""Transfer of exceptions from a worker to the program.
 
-An exception is sent as a pickle where possible, and as text always. On arrival it is
-the user's own exception, with the worker's traceback as its cause. It is a `TaskError`
-where its class may not be raised in the program: `StopIteration`, and all that is not
-an `Exception`, would upset the program's loop.
+An exception is sent as text, and as a pickle if possible. The program gets the user's
+own exception, with the worker's traceback as its cause. It gets a `TaskError` if the
+class must not be raised in the program: `StopIteration` and classes outside `Exception`
+would break the program's loop.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ def dump_exception(error: BaseException) -> tuple[bytes | None, str]:
     """Pickle an exception.
 
     Returns:
-        The payload and "". If it cannot be pickled, None and why not, with the path to
-        the part of it that cannot: at least its text is sent.
+        The payload and "". If it cannot be pickled, None and the reason, with the path
+        to the part that cannot be pickled.
     """
-    # cloudpickle comes with it, which plain values do not need.
+    # Imported late: it imports cloudpickle, which plain values do not need.
     from aiogpu.serialization import pickler
 
     try:
@@ -46,22 +46,22 @@ def dump_exception(error: BaseException) -> tuple[bytes | None, str]:
 
 
 def safe_text(error: BaseException) -> str:
-    """Return an exception's text, also when asking for it raises."""
+    """Return an exception's text, even if its `__str__` raises."""
     try:
         return str(error)
     except BaseException as second:  # noqa: BLE001 - foreign code may raise anything
-        return f"<its text cannot be had: {type(second).__name__}>"
+        return f"<its text is not available: {type(second).__name__}>"
 
 
 def describe(error: BaseException) -> str:
-    """Return an exception's type and text, on one line if the text is."""
+    """Return an exception's type and text."""
     text = safe_text(error)
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def unpicklable_path(roots: Mapping[str, object]) -> str:
-    """Return the path to what cannot be pickled; see `find_unpicklable`."""
-    # Only a failure pays for the imports.
+    """Return the path to the part that cannot be pickled; see `find_unpicklable`."""
+    # Imported after a failure only.
     from aiogpu.serialization.diagnostics import find_unpicklable
     from aiogpu.serialization.pickler import measure
 
@@ -73,8 +73,8 @@ class ChunkOutcome(NamedTuple):
 
     Attributes:
         values: the results so far.
-        seconds: that they took.
-        failure: the fields of a `Failed`, if the item after them has failed.
+        seconds: time that they took.
+        failure: the fields of a `Failed`, if the next item has failed.
     """
 
     values: list[Any]
@@ -82,15 +82,15 @@ class ChunkOutcome(NamedTuple):
     failure: tuple[Any, ...] | None
 
     def before_unpicklable(self, dump: Callable[[object], object]) -> ChunkOutcome:
-        """Return what is before the first unpicklable value, which counts as failed.
+        """Return the outcome up to the first unpicklable value, which counts as failed.
 
         Args:
-            dump: raises for such a value.
+            dump: raises for an unpicklable value.
         """
         for number, value in enumerate(self.values):
             try:
                 dump(value)
-            except Exception as error:  # noqa: BLE001 - it is sent
+            except Exception as error:  # noqa: BLE001 - it is reported
                 failed = pack_failure(0, UNSENDABLE, error, "")
                 return ChunkOutcome(self.values[:number], self.seconds, tuple(failed))
         return self
@@ -100,7 +100,7 @@ RAISED: Final = "raised"
 """The task's code raised."""
 
 STOPPED: Final = "stopped"
-"""The task's code ended because it was asked to stop."""
+"""The task's code ended because of a cancel."""
 
 LEFT: Final = "left"
 """The method has ended its actor, by `exit_actor()`."""
@@ -112,17 +112,17 @@ UNSENDABLE: Final = "unsendable"
 """The result could not be pickled."""
 
 DIED: Final = "died"
-"""The constructor of an actor has failed: the kind of that failure and the actor's name
-follow, each after a colon. Its exception becomes the cause."""
+"""The constructor of an actor has failed. The kind of the failure and the actor's name
+follow, each after a colon. The constructor's exception becomes the cause."""
 
 CAUSED: Final = "caused"
-"""An error of the node's own, with its cause: bytes of the first pickle follow after a
-colon."""
+"""An error of the node itself, with its cause. The length of the first pickle follows,
+after a colon."""
 
 _NO_ROOM: Final = f"{ObjectMemoryError.__module__}.{ObjectMemoryError.__qualname__}"
 
 _OURS: Final = "aiogpu."
-"""Begins the names of errors whose text needs no explanation."""
+"""Prefix of error classes whose text needs no explanation."""
 
 _HARMLESS: Final = frozenset({BaseException, BaseExceptionGroup})
 _CAUSE: Final = vars(BaseException)["__cause__"]
@@ -135,15 +135,15 @@ def pack_failure(
     skip: str,
     pack: Callable[[PickledValue], bytes] | None = None,
 ) -> Failed:
-    """Describe an exception.
+    """Make the message that describes an exception.
 
     Args:
         task: the task that failed.
         kind: one of the kinds above.
         error: the exception.
-        skip: frames whose file name contains this are left out.
-        pack: makes the payload of an exception that holds handles to actors, which
-            keeps these alive; None where nothing does.
+        skip: leading frames whose file name contains this text are omitted.
+        pack: makes the payload of an exception that holds handles to actors, to keep
+            the actors alive; None if not needed.
     """
     name = f"{type(error).__module__}.{type(error).__qualname__}"
     message, payload = safe_text(error), None
@@ -159,7 +159,7 @@ def pack_failure(
 
 
 def pack_own_error(error: Exception) -> Failed:
-    """Describe an error that aiogpu raises itself, with its cause."""
+    """Make the message that describes an error of aiogpu, with its cause."""
     failed = pack_failure(0, RAISED, error, "")
     if failed.payload is None or error.__cause__ is None:
         return failed
@@ -172,10 +172,10 @@ def pack_own_error(error: Exception) -> Failed:
 
 
 def unpack_failure(failed: Failed, task_name: str) -> Exception:
-    """Make the exception that the task's owner gets.
+    """Make the exception for the owner of a task.
 
     Args:
-        failed: what the worker sent.
+        failed: the message from the worker.
         task_name: the task's name, for messages.
     """
     kind, _, rest = failed.kind.partition(":")
@@ -206,9 +206,11 @@ def unpack_failure(failed: Failed, task_name: str) -> Exception:
     elif kind == UNSENDABLE:
         has_no_room = failed.type_name == _NO_ROOM
         is_ours = failed.type_name.startswith(_OURS)
-        told = failed.message if is_ours else f"its result cannot be pickled: {what}."
+        problem = (
+            failed.message if is_ours else f"its result cannot be pickled: {what}."
+        )
         raised = (ObjectMemoryError if has_no_room else SerializationError)(
-            f"{task_name} ran, but {told}"
+            f"{task_name} ran, but {problem}"
         )
     else:
         raised = TaskError(
@@ -221,7 +223,7 @@ def unpack_failure(failed: Failed, task_name: str) -> Exception:
 
 
 def error_of(outcome: Failed | Exception, task_name: str) -> Exception:
-    """Return the exception for the waiters of a task without a result."""
+    """Return the exception of an outcome that is no result."""
     if isinstance(outcome, Exception):
         return outcome
     return unpack_failure(outcome, task_name)
@@ -240,9 +242,9 @@ def _constructor_failure(failed: Failed, kind_and_name: str) -> Exception:
 
 
 def _may_be_raised(kind: type) -> bool:
-    """Return True for an `Exception` that is nothing else that a loop reacts to.
+    """Return True for an `Exception` class that has no special meaning for a loop.
 
-    A class may derive from `Exception` and, say, from `CancelledError` as well.
+    A class may derive from both `Exception` and, for example, `CancelledError`.
     """
     if issubclass(kind, StopIteration | StopAsyncIteration):
         return False
@@ -252,13 +254,13 @@ def _may_be_raised(kind: type) -> bool:
 
 
 def _with_trace(error: Exception, failed: Failed) -> Exception:
-    # As `raise ... from` does it: a class's own `__setattr__` may refuse.
+    # Like `raise ... from`: the class may have a `__setattr__` that refuses.
     _CAUSE.__set__(error, RemoteTraceback(failed.traceback))
     return error
 
 
 def _traceback_text(error: BaseException, skip: str) -> str:
-    """Format the traceback from the first frame that is the user's own."""
+    """Format the traceback from the first frame of user code."""
     from traceback import TracebackException
 
     try:
@@ -268,4 +270,4 @@ def _traceback_text(error: BaseException, skip: str) -> str:
         described = TracebackException(type(error), error, trace)
         return "".join(described.format())
     except BaseException as second:  # noqa: BLE001 - foreign code may raise anything
-        return f"<its traceback cannot be had: {type(second).__name__}>"
+        return f"<its traceback is not available: {type(second).__name__}>"

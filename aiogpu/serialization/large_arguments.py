@@ -1,4 +1,4 @@
-"""Advice about large arguments: what makes one large, and which is sent repeatedly."""
+"""Warnings about large functions and about repeatedly sent large arguments."""
 
 from __future__ import annotations
 
@@ -13,38 +13,39 @@ from aiogpu.serialization.pickler import measure
 from aiogpu.serialization.serializer import WARNED_FROM, label_arguments
 
 DOMINANT: Final = 0.6
-"""Share of the whole; a little above a half, since a part alone is pickled worse."""
+"""Fraction of the whole; above a half, since a part alone pickles to more bytes."""
 
 MIN_SIZE: Final = 4096
-"""Bytes below which no part is sought: what is pickled by name only has heavy parts."""
+"""Bytes below which no part is sought. An object that is pickled by its name is small,
+although its parts may be large."""
 
 
 def find_heaviest(name: str, value: object) -> tuple[str, int]:
-    """Return the path to the innermost part that is most of what holds it.
+    """Return the path to the innermost part that makes up most of its parent.
 
-    Goes inwards as long as one part stands out. Each step pickles what lies within
-    once, without keeping it; so it takes a few times as long as pickling did.
+    Each step pickles the parts of one object, without keeping the pickles, so this
+    takes a few times as long as pickling.
 
     Args:
         name: the object's name, with which the path begins.
         value: the object.
 
     Returns:
-        A path such as `f.__closure__.table`, and the bytes that this part takes when
-        pickled.
+        A path such as `f.__closure__.table`, and the pickled size of this part in
+        bytes.
     """
     size = pickled_size(value)
 
     def is_dominant(step: str, part: object) -> bool:
         nonlocal size
-        # What only its reducer knows has no name that a reader could look up.
+        # Parts that only the reducer knows have no name that the user could look up.
         hidden = (".__reduce__", ".__getstate__", ".__class__")
         if size <= MIN_SIZE or step.startswith(hidden):
             return False
-        found = pickled_size(part)
-        if found <= DOMINANT * size:
+        part_size = pickled_size(part)
+        if part_size <= DOMINANT * size:
             return False
-        size = found
+        size = part_size
         return True
 
     path, _ = walk(name, value, is_dominant)
@@ -52,7 +53,7 @@ def find_heaviest(name: str, value: object) -> tuple[str, int]:
 
 
 def pickled_size(value: object) -> int:
-    """Return the bytes that an object takes when pickled; 0 if it cannot be."""
+    """Return an object's size when pickled, in bytes; 0 if it cannot be pickled."""
     try:
         return measure(value)
     except Exception:  # noqa: BLE001 - a reducer of the user's may raise anything
@@ -60,17 +61,17 @@ def pickled_size(value: object) -> int:
 
 
 def format_size(size: int) -> str:
-    """Return a size for people: `12.5 MiB`."""
+    """Format a size, as in `12.5 MiB`."""
     return f"{size / (1 << 20):.1f} MiB"
 
 
 def advise_on_function(name: str, function: object, size: int) -> None:
-    """Warn of a function or class that is large when pickled, and say why it is.
+    """Warn about a function or class that is large when pickled, and name the cause.
 
     Args:
         name: its name.
         function: the function or class.
-        size: bytes that it takes when pickled, more than `WARNED_FROM`.
+        size: its pickled size in bytes, more than `WARNED_FROM`.
 
     Raises:
         AiogpuWarning: the filters make errors of warnings.
@@ -79,19 +80,20 @@ def advise_on_function(name: str, function: object, size: int) -> None:
     much = f", of which {format_size(part)} are {path}" if path != name else ""
     advise(
         f"{name} is {format_size(size)} when pickled{much}; every worker that runs it "
-        f"gets a copy. Put what is large once, `handle = await aiogpu.put(x)`, and "
+        f"gets a copy. Put the large object once, `handle = await aiogpu.put(x)`, and "
         f"pass the handle as an argument."
     )
 
 
 REPEATS: Final = 8
-"""Calls with the same object after which a warning is due."""
+"""Calls with the same object until a warning."""
 
 REMEMBERED: Final = 256
-"""Objects, and warnings given, that are remembered; the oldest are forgotten."""
+"""Number of remembered objects, and of remembered warnings; the oldest are
+forgotten."""
 
 MAX_ITEMS: Final = 64
-"""Arguments of one call that are looked at."""
+"""Arguments of one call that are examined."""
 
 _SMALL: Final = frozenset({int, float, complex, bool, type(None)})
 _SAMPLE: Final = 64
@@ -101,19 +103,20 @@ _MAX_DEPTH: Final = 3
 class RepeatedArguments:
     """The latest large arguments, and how often each was passed.
 
-    No object is kept alive. One is recognised by a weak reference. A list, a
-    dictionary, bytes and the like, which allow none, are recognised by identity and
-    samples of their contents: a new object often has the address of a deleted one.
+    No object is kept alive. Objects are recognised by weak references. Lists,
+    dictionaries, bytes and others do not allow these; they are recognised by identity
+    and samples of their contents, since a new object often has the address of a deleted
+    one.
     """
 
     def __init__(self) -> None:
         self._seen: dict[tuple[str, str, int], tuple[object, int]] = {}
-        self._told: dict[tuple[str, str], None] = {}
+        self._warned: dict[tuple[str, str], None] = {}
 
     def note(
         self, function: str, args: tuple[object, ...], kwargs: Mapping[str, object]
     ) -> None:
-        """Note a call with large arguments; warns once, at the eighth with the same.
+        """Count a call with large arguments; warn at the eighth with the same object.
 
         Args:
             function: the function's name.
@@ -124,27 +127,27 @@ class RepeatedArguments:
             AiogpuWarning: the filters make errors of warnings.
         """
         for label, value in islice(label_arguments(args, kwargs), MAX_ITEMS):
-            if type(value) in _SMALL or (function, label) in self._told:
+            if type(value) in _SMALL or (function, label) in self._warned:
                 continue
             if self._count(function, label, value) == REPEATS:
-                self._tell(function, label, value)
+                self._warn(function, label, value)
 
     def _count(self, function: str, label: str, value: object) -> int:
         key = function, label, id(value)
         fingerprint = _fingerprint(value)
-        # The latest goes to the end, so that the first is the oldest.
+        # Reinserted at the end, so the first entry is the oldest.
         before, count = self._seen.pop(key, (None, 0))
         count = count + 1 if before == fingerprint else 1
         self._seen[key] = fingerprint, count
         _forget_oldest(self._seen)
         return count
 
-    def _tell(self, function: str, label: str, value: object) -> None:
+    def _warn(self, function: str, label: str, value: object) -> None:
         size = pickled_size(value)
         if size < WARNED_FROM:
             return
-        self._told[function, label] = None
-        _forget_oldest(self._told)
+        self._warned[function, label] = None
+        _forget_oldest(self._warned)
         advise(
             f"{label} of {function} was the same {type(value).__name__} in {REPEATS} "
             f"calls, and its {format_size(size)} were copied for each. Put it once, "
@@ -153,9 +156,9 @@ class RepeatedArguments:
 
 
 class _IdentityRef:
-    """A weak reference that is equal to another of the same living object only.
+    """A weak reference that equals only references to the same living object.
 
-    Plain ones compare what they refer to: arrays would compare their elements.
+    Plain weak references compare their objects: arrays would compare their elements.
     """
 
     __slots__ = ("_ref",)
@@ -165,15 +168,15 @@ class _IdentityRef:
         self._ref = ref(value)
 
     def __eq__(self, other: object) -> bool:
-        # An object has one plain reference for as long as it lives.
+        # An object has one plain weak reference as long as it lives.
         return isinstance(other, _IdentityRef) and self._ref is other._ref
 
 
 def _fingerprint(value: object, depth: int = 0) -> object:
-    """Tell an object from another at the same address, without holding it.
+    """Return a value that identifies an object, without keeping it alive.
 
-    Nor does one match whose memory has changed: a buffer that is filled anew for each
-    call cannot be put once.
+    It differs for another object at the same address, and after the object's memory has
+    changed: a buffer that is refilled for each call cannot be put once.
     """
     kind = type(value)
     if kind in _SMALL:
@@ -190,7 +193,7 @@ def _fingerprint(value: object, depth: int = 0) -> object:
 
 
 def _sample_content(value: Any) -> object:
-    """The size of a buffer or text, and copies of its ends and its middle."""
+    """Return the size of a buffer or text, and copies of its ends and its middle."""
     copied: type[str | bytes] = str
     try:
         if not isinstance(value, str):
@@ -221,4 +224,4 @@ def _forget_oldest(kept: dict[Any, Any]) -> None:
 
 
 repeated: Final = RepeatedArguments()
-"""Those of this process's calls."""
+"""The large arguments of this process's calls."""

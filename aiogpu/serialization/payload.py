@@ -1,9 +1,9 @@
-"""Payloads: a pickle, or a compound payload of a pickle and what it refers to.
+"""Payloads: a pickle, or a compound payload of a pickle and its references.
 
-A plain payload is the pickle itself. A compound one also has the places of its large
-buffers, the values that are its arguments, and the ids of the values and actors to
-which it holds handles. In a process that may open it, it is an object that keeps these
-alive.
+A plain payload is the pickle itself. A compound payload also has the places of its
+large buffers, the values that are arguments, and the ids of the values and actors to
+which it holds handles. In a process that may open it, it is an object that keeps all of
+these alive.
 """
 
 import pickle
@@ -24,15 +24,15 @@ class Contents(NamedTuple):
 
     Attributes:
         stream: the pickle; empty if it is the first span of the segment.
-        segment: id of the shared memory that has its buffers, 0 for none.
-        size: bytes of that segment.
-        spans: where in the segment they are: offset, length, offset, length, ...
-        buffers: the buffers that are in the payload itself.
+        segment: id of the shared memory with its buffers, 0 for none.
+        size: bytes of this segment.
+        spans: places of buffers in the segment: offset, length, offset, length, ...
+        buffers: buffers inside the payload itself.
         needs: ids of the values that are arguments.
-        places: their places among the arguments: index, or name.
-        parts: the payloads of these values; or of several results.
+        places: their places among the arguments: index or name.
+        parts: the payloads of these values, or of several results.
         values: ids of the values to which the pickle holds handles.
-        returns: how many results the call shall have, 0 for the usual one.
+        returns: number of results that the call shall have, 0 for the default.
         actors: ids of the actors to which the pickle holds handles.
     """
 
@@ -54,8 +54,8 @@ class Contents(NamedTuple):
         """Return the same contents with the buffers in a segment.
 
         Args:
-            segment: its id.
-            size: its bytes.
+            segment: id of the segment.
+            size: bytes of the segment.
             spans: offset and length of each buffer.
         """
         flat = tuple(number for span in spans for number in span)
@@ -63,23 +63,23 @@ class Contents(NamedTuple):
 
 
 class Source(Protocol):
-    """Has the shared memory that a compound payload refers to."""
+    """Access to the shared memory of compound payloads."""
 
     def views(self, contents: Contents) -> list[memoryview]:
-        """Return its spans, mapped and read-only."""
+        """Return the spans of a payload, mapped and read-only."""
         ...
 
 
 class _Opened(_local):
-    """The payload that this thread unpickles."""
+    """The payload that this thread is unpickling."""
 
     payload: "Payload | None" = None
 
     def find(self, identity: int) -> Any:
-        """Return what the payload holds under an id, for a handle in its pickle.
+        """Return the object that the payload holds for a handle in its pickle.
 
         Raises:
-            ProtocolError: it holds no such thing.
+            ProtocolError: the payload holds no object of this id.
         """
         for thing in self.payload.holds if self.payload is not None else ():
             if getattr(thing, "id", None) == identity:
@@ -94,12 +94,12 @@ class Payload(bytes):
     """A compound payload in a process that may open it.
 
     Attributes:
-        contents: what it says.
+        contents: its fields.
         parts: the payloads in it, compound or plain.
-        holds: what it keeps alive.
-        source: has its segment.
+        holds: objects that it keeps alive.
+        source: maps its segment.
         needs: the values that are arguments, in a process that has them.
-        is_shown: its buffers were in shared memory before, and were not copied.
+        is_shown: its buffers were already in shared memory, and were not copied.
     """
 
     is_shown = False
@@ -118,7 +118,7 @@ class Payload(bytes):
         needs: tuple[Any, ...] = (),
         encoded: bytes | None = None,
     ) -> Self:
-        """Make the payload with these contents, which `encoded` has packed if given."""
+        """Make a payload from contents, and from their packed form if it is known."""
         payload = cls(pack(contents) if encoded is None else encoded)
         payload.contents, payload.holds = contents, holds
         payload.parts, payload.source, payload.needs = contents.parts, source, needs
@@ -128,17 +128,17 @@ class Payload(bytes):
         return f"<Payload of {len(self)} bytes, segment {self.contents.segment}>"
 
     def release(self) -> None:
-        """Release the buffers: the payload was opened or sent."""
+        """Release the buffers after the payload was opened or sent."""
         self.parts = self.holds = self.needs = ()
         self.source = None
 
     def let_go_of_actors(self) -> None:
-        """Keep the actors no longer alive to which it has handles."""
+        """Release the actors to which it has handles."""
         holds = self.holds
-        self.holds = tuple(it for it in holds if type(it) is not ActorReference)
+        self.holds = tuple(hold for hold in holds if type(hold) is not ActorReference)
 
     def load(self) -> Any:
-        """Unpickle it."""
+        """Unpickle the payload."""
         stream, buffers = self.open()
         before, opened.payload = opened.payload, self
         try:
@@ -147,7 +147,7 @@ class Payload(bytes):
             opened.payload = before
 
     def open(self) -> tuple[bytes | memoryview, Sequence[bytes | memoryview]]:
-        """Return its pickle, and the buffers that were left out of that."""
+        """Return the pickle and its out-of-band buffers."""
         contents = self.contents
         buffers: Sequence[bytes | memoryview] = contents.buffers
         if contents.segment:
@@ -166,7 +166,7 @@ def result_part(payload: bytes, part: int) -> bytes:
 
 
 def has_handles(payload: bytes) -> bool:
-    """Return True if unpickling it makes handles."""
+    """Return True if unpickling the payload makes handles."""
     return type(payload) is Payload and (
         bool(payload.contents.values) or any(map(has_handles, payload.parts))
     )
@@ -181,10 +181,10 @@ def pack(contents: Contents) -> bytes:
     """Return the bytes of a compound payload.
 
     Raises:
-        SerializationError: it is too large for a frame.
+        SerializationError: the payload is too large for a frame.
     """
-    # msgpack comes with it: the zygote's start need not wait for it, and a process
-    # that only looks at payloads does not need it.
+    # Imported late, since it imports msgpack: this would delay the zygote's start, and
+    # a process that only inspects payloads does not need it.
     from aiogpu.wire import codec
 
     return MARK + codec.pack(contents)
@@ -194,7 +194,7 @@ def unpack(payload: bytes) -> Contents:
     """Undo `pack`.
 
     Raises:
-        ProtocolError: it is no compound payload.
+        ProtocolError: the bytes are no compound payload.
     """
     from aiogpu.wire import codec
 
@@ -202,5 +202,5 @@ def unpack(payload: bytes) -> Contents:
         raise ProtocolError("a payload is a pickle, not a compound one")
     contents = codec.unpack_as(Contents, memoryview(payload)[1:])
     if len(contents.spans) % 2 or len(contents.needs) != len(contents.places):
-        raise ProtocolError("a payload lists what does not come in pairs")
+        raise ProtocolError("a payload's spans or argument places do not come in pairs")
     return contents

@@ -1,10 +1,10 @@
-"""Any object to a pickle, with its large buffers beside it.
+"""Pickles any object, with its large buffers out of band.
 
 The only module that imports cloudpickle; it is imported late, since plain values do not
 need it. `dump_exception` keeps the `args` and attributes of exceptions and calls no
-constructor of their class: `BaseException.__reduce__` would call it with what the class
-has passed to `super().__init__()`. Where the constructor takes other arguments, that
-fails or makes another text.
+constructor of their class. `BaseException.__reduce__` would call the constructor with
+the arguments of `super().__init__()`, which fails or changes the text if the
+constructor takes other arguments.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PROGRAM: Final = "__main__"
 
 
 def _reduce_cache(cached: _lru_cache_wrapper[Any]) -> str | tuple[object, ...]:
-    """Reduce what `lru_cache` made; `functools` itself only does so by its name."""
+    """Reduce a function wrapped by `lru_cache`; `functools` uses only its name."""
     module = cached.__module__ or _PROGRAM
     name = getattr(cached, "__qualname__", "")  # a partial object has none
     if module != _PROGRAM and not is_sent_by_value(module):
@@ -53,7 +53,7 @@ _FILENAME: Final = 10
 def _reduce_code(code: CodeType) -> tuple[object, ...]:
     """Reduce a code object with the name of its file.
 
-    From 3.1.3 on cloudpickle replaces the name by `<dynamic-code>`: tracebacks would
+    cloudpickle 3.1.3 and later replace the name by `<dynamic-code>`: tracebacks would
     lack source lines, and breakpoints and coverage would not find the code.
     """
     make, args, *rest = cloudpickle.Pickler.dispatch_table[CodeType](code)
@@ -71,11 +71,11 @@ def _reduce_exception(error: BaseException) -> tuple[Any, ...] | None:
     """Reduce an exception, in the form of `__reduce__`.
 
     Returns:
-        None where pickle's own way is right: the class is built in, has no constructor
-        of its own, or says itself how it is pickled.
+        None if pickle's default is right: the class is built in, has no constructor of
+        its own, or defines how it is pickled.
 
     Raises:
-        Exception: whatever a slot or an attribute of it raises.
+        Exception: an error of a slot or attribute of the exception.
     """
     kind = type(error)
     base = _builtin_base(kind)
@@ -95,7 +95,7 @@ def _reduce_exception(error: BaseException) -> tuple[Any, ...] | None:
 
 
 def _builtin_base(kind: type[BaseException]) -> Any:
-    """The innermost base that is built in: it has the state, in C."""
+    """Return the innermost built-in base, which holds the state in C."""
     while kind.__flags__ & _HEAP_TYPE:
         assert kind.__base__ is not None, kind
         kind = kind.__base__
@@ -111,11 +111,13 @@ def _make_exception(kind: type[BaseException], *args: object) -> BaseException:
 
 def _set_attributes(error: BaseException, attributes: dict[str, object]) -> None:
     for name, value in attributes.items():
-        object.__setattr__(error, name, value)  # the class's own may refuse
+        object.__setattr__(
+            error, name, value
+        )  # the class's own `__setattr__` may refuse
 
 
 _SPAWNED: Final = "__mp_main__"
-"""The name of the program in a process that multiprocessing has spawned."""
+"""The name of the program's module in a process spawned by multiprocessing."""
 
 _CASTABLE: Final = frozenset("cbB?hHiIlLqQnNfd")
 
@@ -123,45 +125,45 @@ _CASTABLE: Final = frozenset("cbB?hHiIlLqQnNfd")
 def dump(value: object) -> tuple[bytes, list[memoryview]]:
     """Pickle an object without its large buffers; see `keep_small_buffers`.
 
-    What was one object is one again when it is loaded; two arrays that share memory
-    become two.
+    Shared objects stay shared when loaded; two arrays over the same memory become
+    separate.
 
     Returns:
-        The stream; and flat views of bytes of the buffers left out of it, in the
-        order in which `pickle.loads` takes them. They keep what they show alive.
+        The stream, and flat views of the out-of-band buffers, in the order of
+        `pickle.loads`. The views keep their objects alive.
 
     Raises:
-        Exception: whatever the reducers of the object's parts raise.
+        Exception: an error of a reducer.
     """
     large: list[memoryview] = []
     return _pickle(value, keep_small_buffers(large)), large
 
 
 def dump_whole(value: object) -> bytes:
-    """Pickle an object with all its buffers within the stream.
+    """Pickle an object with all its buffers inside the stream.
 
     Raises:
-        Exception: whatever the reducers of the object's parts raise.
+        Exception: an error of a reducer.
     """
     return _pickle(value)
 
 
 def dump_exception(error: BaseException) -> bytes:
-    """Pickle an exception, also if its class redefines the constructor.
+    """Pickle an exception, even if its class redefines the constructor.
 
     Raises:
-        Exception: whatever the reducers of the object's parts raise.
+        Exception: an error of a reducer.
     """
     return _pickle(error, kind=_ExceptionPickler)
 
 
 def measure(value: object) -> int:
-    """Return the bytes that an object takes when pickled, its buffers included.
+    """Return the pickled size of an object in bytes, its buffers included.
 
-    Keeps nothing of what it counts, so that it needs no memory of that size.
+    The pickle is not kept, so no memory of this size is needed.
 
     Raises:
-        Exception: whatever the reducers of the object's parts raise.
+        Exception: an error of a reducer.
     """
     counter = _ByteCounter()
     _pickler(counter, counter.add_buffer).dump(value)
@@ -169,13 +171,13 @@ def measure(value: object) -> int:
 
 
 def is_sent_by_value(module: str) -> bool:
-    """Return True if the user asked cloudpickle to send what that module defines."""
+    """Return True if the user registered the module to be pickled by value."""
     names = cloudpickle.list_registry_pickle_by_value()
     return any(f"{module}.".startswith(f"{name}.") for name in names)
 
 
 def view(buffer: memoryview | bytes, kind: str, shape: tuple[int, ...]) -> memoryview:
-    """Return a memoryview as it was pickled: read-only, of the same format and shape.
+    """Rebuild a pickled memoryview: read-only, with the same format and shape.
 
     Args:
         buffer: its bytes.
@@ -189,12 +191,12 @@ def view(buffer: memoryview | bytes, kind: str, shape: tuple[int, ...]) -> memor
 
 
 def _reduce_view(seen: memoryview) -> tuple[object, ...]:
-    """Reduce a memoryview; cloudpickle copies it into `bytes`, which it then stays."""
+    """Reduce a memoryview without a copy; cloudpickle would convert it to `bytes`."""
     kind = seen.format.removeprefix("@")
     shape = seen.shape or ()
     if kind not in _CASTABLE or 0 in shape:
         kind, shape = "B", (seen.nbytes,)
-    # pickle takes no buffer with gaps, and a Fortran-ordered one would arrive turned.
+    # pickle refuses buffers with gaps, and would transpose a Fortran-ordered buffer.
     source = seen if seen.c_contiguous else seen.tobytes()
     return view, (pickle.PickleBuffer(source), kind, shape)
 
@@ -202,8 +204,8 @@ def _reduce_view(seen: memoryview) -> tuple[object, ...]:
 class _Reducers(dict[type, Callable[[Any], Any]]):
     """aiogpu's reducers of some types; cloudpickle's and the user's for the rest.
 
-    One table would do if the others did not change at run time. cloudpickle chains
-    the tables; that costs two exceptions for every object.
+    The other tables are not copied into this one, since they change at run time.
+    cloudpickle's chain of tables costs two exceptions per object.
     """
 
     torch: object = None
@@ -273,11 +275,11 @@ def _pickler(
 ) -> _Pickler:
     torch = modules.get("torch")
     if torch is not _Pickler.dispatch_table.torch and "torch.storage" in modules:
-        # Before that it may be a lazy module, which a look at it would load.
+        # Before that, torch may be a lazy module, which an attribute access would load.
         _Pickler.dispatch_table.add_torch(torch)
     program = modules.get(_SPAWNED)
-    # Elsewhere multiprocessing has given that name to `__main__`, too.
+    # In other processes multiprocessing gives this name to `__main__` too.
     if program is not None and program.__name__ == _SPAWNED:
-        # cloudpickle takes it for a module that others could import.
+        # cloudpickle would treat it as a module that other processes can import.
         cloudpickle.register_pickle_by_value(program)
     return kind(file, PROTOCOL, is_kept)

@@ -1,8 +1,8 @@
-"""Pickled values that are no payloads yet: a pickle, its buffers, and references.
+"""Pickled values before they become payloads: a pickle, its buffers, and references.
 
 References stand for values and actors, which are not part of the pickle. The sender
-knows whether there is shared memory, and by which ids the receiver knows the values; so
-the sender makes the payload.
+makes the payload, since it knows whether there is shared memory and by which ids the
+receiver knows the values.
 """
 
 from __future__ import annotations
@@ -18,36 +18,36 @@ if TYPE_CHECKING:
     from pickle import PickleBuffer
 
 PROTOCOL: Final = 5
-"""The version of pickle's format; it is the first with buffers beside the stream."""
+"""Version of pickle's format; the first version with out-of-band buffers."""
 
 HANDLE_MARK: Final = "__aiogpu_handle__"
-"""Attribute of the classes of handles, so that nothing here needs to import them: True,
-or what gives the handle for which the object stands."""
+"""Attribute that marks classes of handles, which are not imported here: True, or a
+property that returns the handle for which the object stands."""
 
 SHARED_FROM: Final = 1 << 18
-"""Bytes of buffers, or of a pickle, from which on they go into shared memory: below
-it, copying them through a socket costs less than passing and mapping a descriptor."""
+"""Bytes of buffers, or of a pickle, from which they are sent in shared memory. Below
+this, a copy through a socket is faster than passing and mapping a descriptor."""
 
 STREAM_SHARED_FROM: Final = 1 << 16
-"""The same for the pickle of a value whose buffers go there anyway."""
+"""The same for the pickle of a value whose buffers are sent in shared memory."""
 
 
 class Reference(Protocol):
-    """The value or actor that a handle in a pickle stands for.
+    """The value or actor for which a handle in a pickle stands.
 
     Attributes:
-        id: by which the receiver asks for it.
+        id: the receiver requests it by this id.
     """
 
     id: int
 
 
 class ActorReference(NamedTuple):
-    """The actor that a handle in a pickle stands for.
+    """The actor for which a handle in a pickle stands.
 
     Attributes:
-        id: by which the receiver asks for it.
-        hold: keeps it alive, as this process's handles do.
+        id: the receiver requests it by this id.
+        hold: keeps the actor alive.
     """
 
     id: int
@@ -55,16 +55,16 @@ class ActorReference(NamedTuple):
 
 
 class PickledValue(NamedTuple):
-    """A pickle and what belongs to it.
+    """A pickle with its buffers and references.
 
     Attributes:
         stream: the pickle.
-        buffers: flat views of what was left out of it.
-        handles: the handles that are arguments by themselves.
-        places: their places among the arguments: index, or name.
-        references: what the handles in the pickle stand for, values and actors.
-        parts: the results, each pickled, of a task that has several.
-        returns: how many results the call shall have, 0 for the usual one.
+        buffers: flat views of its out-of-band buffers.
+        handles: handles that are themselves arguments.
+        places: their places among the arguments: index or name.
+        references: values and actors for which handles in the pickle stand.
+        parts: the pickled results of a task that has several.
+        returns: number of results that the call shall have, 0 for the default.
     """
 
     stream: bytes = b""
@@ -78,12 +78,20 @@ class PickledValue(NamedTuple):
     @property
     def actors(self) -> tuple[int, ...]:
         """Ids of the actors among the references."""
-        return tuple(it.id for it in self.references if type(it) is ActorReference)
+        return tuple(
+            reference.id
+            for reference in self.references
+            if type(reference) is ActorReference
+        )
 
     @property
     def values(self) -> tuple[int, ...]:
         """Ids of the values among the references."""
-        return tuple(it.id for it in self.references if type(it) is not ActorReference)
+        return tuple(
+            reference.id
+            for reference in self.references
+            if type(reference) is not ActorReference
+        )
 
     @property
     def is_plain(self) -> bool:
@@ -92,13 +100,13 @@ class PickledValue(NamedTuple):
 
     @property
     def is_large(self) -> bool:
-        """True if it goes into shared memory: it has buffers, or a long pickle."""
+        """True if it is sent in shared memory: it has buffers or a long pickle."""
         return bool(self.buffers) or len(self.stream) >= SHARED_FROM
 
     def split(self) -> tuple[list[memoryview], bytes]:
-        """Return the buffers for shared memory, and the rest of the pickle.
+        """Return the buffers for shared memory, and the pickle for the message.
 
-        A long pickle goes there as a whole, before the other buffers.
+        A long pickle becomes the first buffer, and the second value is empty.
         """
         shared_from = STREAM_SHARED_FROM if self.buffers else SHARED_FROM
         if len(self.stream) >= shared_from:
@@ -107,13 +115,13 @@ class PickledValue(NamedTuple):
 
 
 def keep_small_buffers(large: list[memoryview]) -> Callable[[PickleBuffer], bool]:
-    """Make a `buffer_callback`, for one pickle, that leaves small buffers in it.
+    """Make a `buffer_callback` for one pickle, which keeps small buffers in it.
 
-    They stay while there is room: to copy them costs less than memory that is to be
-    shared, mapped and given back.
+    They stay in the pickle up to `SHARED_FROM` bytes in all: a copy is faster than
+    shared memory, which must be mapped and given back.
 
     Args:
-        large: is given the other buffers, flat, in their order.
+        large: receives the other buffers, flat and in order.
     """
     room = SHARED_FROM
 
@@ -130,7 +138,7 @@ def keep_small_buffers(large: list[memoryview]) -> Callable[[PickleBuffer], bool
 
 
 class _Collector(_local):
-    """The thread's list of pickled references; None while nothing is sent."""
+    """The thread's list of pickled references; None outside `collect_references`."""
 
     found: list[Any] | None = None
     actors: list[Any] | None = None
@@ -141,11 +149,10 @@ _collector: Final = _Collector()
 
 @contextmanager
 def collect_references(are_actors: bool = False) -> Iterator[list[Any]]:
-    """List the references of handles that this thread pickles in the block.
+    """Context manager: collect references of handles that this thread pickles.
 
     Args:
-        are_actors: whether handles to actors alone may be there, as in a function or an
-            exception.
+        are_actors: only handles to actors are allowed, as in functions and exceptions.
     """
     before = _collector.found, _collector.actors
     found: list[Any] = []
@@ -157,22 +164,22 @@ def collect_references(are_actors: bool = False) -> Iterator[list[Any]]:
 
 
 def end_collecting() -> None:
-    """End a block of this thread's that an interrupt has left where it began.
+    """End a `collect_references` block whose start was interrupted.
 
-    There it lands before the `try` whose `finally` would end it.
+    Such an interrupt lands before the `try`, so the `finally` does not run.
     """
     _collector.found = _collector.actors = None
 
 
 def add_handle(name: str, share: Callable[[], Reference]) -> int:
-    """Add the reference of a handle to what is pickled; returns its id.
+    """Add the reference of a handle to the value being pickled; return its id.
 
     Args:
-        name: of the handle's task, for the message.
-        share: gives the reference.
+        name: name of the handle's task, for the message.
+        share: returns the reference.
 
     Raises:
-        MisuseError: nothing of aiogpu's is being sent.
+        MisuseError: the pickle is not for aiogpu.
     """
     if _collector.found is None:
         raise MisuseError(
@@ -185,9 +192,9 @@ def add_handle(name: str, share: Callable[[], Reference]) -> int:
 
 
 def add_reference(reference: Reference) -> bool:
-    """Add a reference to what this thread pickles.
+    """Add a reference to the value that this thread pickles.
 
-    False if what is pickled is sent as a part of something else, as a function is.
+    False if no references to values are collected, as in the pickle of a function.
     """
     if _collector.found is None:
         return False
@@ -196,16 +203,16 @@ def add_reference(reference: Reference) -> bool:
 
 
 def add_actor(actor: int, hold: object) -> None:
-    """Add the reference of an actor to what this thread pickles.
+    """Add the reference of an actor to the value that this thread pickles.
 
-    Where nothing is being sent, whoever unpickles it has to see that the actor lives.
+    Outside `collect_references`, the code that unpickles must keep the actor alive.
     """
     if _collector.actors is not None:
         _collector.actors.append(ActorReference(actor, hold))
 
 
 def closed_node_error(name: str) -> MisuseError:
-    """Make the error for a handle to a value that ended with its node."""
+    """Make the error for a handle whose node was closed."""
     return MisuseError(
         f"the handle of {name} belongs to a node that was closed, and its value went "
         f"with it. Await handles before their node is closed, and pass the values."

@@ -1,10 +1,10 @@
-"""Arguments, results and functions to bytes and back.
+"""Pickles and unpickles arguments, results and functions.
 
 Scalars and arrays of numbers go to the C pickler directly, at a third of the cost:
-cloudpickle looks at each object in Python, in case it is a function or a class of the
-program. Everything else goes to `pickler`, which sends lambdas, closures and what is
-defined in `__main__` by value. The worker decides which exceptions are retried, since
-it has the user's modules.
+cloudpickle inspects each object in Python, in case it is a function or class of the
+program. Other objects go to `pickler`, which pickles lambdas, closures and definitions
+of `__main__` by value. The worker decides which exceptions are retried, since it has
+the user's modules.
 """
 
 from __future__ import annotations
@@ -45,10 +45,11 @@ _KINDS: Final = frozenset("biufc")
 
 
 def are_numbers(values: Iterable[object]) -> bool:
-    """Return True if all are scalars or arrays of numbers, and none of a subclass."""
+    """Return True if all values are scalars or arrays of numbers, no subclasses."""
     for value in values:
         kind = type(value)
-        # By its name first: numpy may be a lazy module, which a look at it would load.
+        # The name first: numpy may be a lazy module, which an attribute access would
+        # load.
         if kind not in SCALARS and (
             kind.__name__ != "ndarray" or not _is_array_of_numbers(kind, value)
         ):
@@ -62,16 +63,16 @@ def _is_array_of_numbers(kind: type, value: Any) -> bool:
     dtype = value.dtype
     return (
         dtype.kind in _KINDS
-        # The metadata of the type, or of a field of it, may hold any object.
+        # The metadata of the dtype or of its fields may hold any object.
         and dtype.metadata is None
         and dtype.names is None
-        # The program may have its own way to pickle arrays.
+        # The program may have registered its own reducer of arrays.
         and kind not in dispatch_table
     )
 
 
 def dump_numbers(value: object) -> bytes | PickledValue:
-    """Pickle something that contains nothing else; see `are_numbers`."""
+    """Pickle a value that contains only numbers; see `are_numbers`."""
     large: list[memoryview] = []
     stream = pickle.dumps(value, PROTOCOL, buffer_callback=keep_small_buffers(large))
     is_plain = not large and len(stream) < SHARED_FROM
@@ -81,17 +82,17 @@ def dump_numbers(value: object) -> bytes | PickledValue:
 _NO_NAMES: Final[dict[str, object]] = {}
 
 NONE_PAYLOAD: Final = pickle.dumps(None, PROTOCOL)
-"""The payload of `None`, the commonest result."""
+"""The payload of `None`, the most common result."""
 
 NO_ARGUMENTS: Final = pickle.dumps(((), {}), PROTOCOL)
-"""The payload of a call without any."""
+"""The payload of a call without arguments."""
 
 RESULT: Final = ("the result", "result", "Return what it is made from.")
 _ADVICE: Final = "Create it inside the task, or pass what it is made from."
 PUT: Final = ("the value given to put()", "value", "Put what it is made from.")
 
 WARNED_FROM: Final = 1 << 20
-"""Bytes from which on a warning is due for what is sent more than once."""
+"""Bytes from which repeated sends of an object are warned about."""
 
 
 def label_arguments(
@@ -116,10 +117,10 @@ def dump_arguments(
         function: the function's name, for the message.
         args: positional arguments.
         kwargs: arguments by name.
-        returns: how many results the call shall have, 0 for the usual one.
+        returns: number of results that the call shall have, 0 for the default.
 
     Raises:
-        SerializationError: with the path to what cannot be pickled.
+        SerializationError: an argument cannot be pickled; the text has its path.
     """
     if not kwargs and not returns and SCALARS.issuperset(map(type, args)):
         payload = pickle.dumps((args, _NO_NAMES), PROTOCOL)
@@ -143,7 +144,7 @@ def dump_arguments(
 
 
 def load_arguments(payload: bytes) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Undo `dump_arguments`; raises whatever unpickling raises."""
+    """Undo `dump_arguments`; errors of unpickling pass through."""
     if type(payload) is not Payload:
         return pickle.loads(payload)  # type: ignore[no-any-return]
     arguments: tuple[tuple[Any, ...], dict[str, Any]] = load(payload)
@@ -157,7 +158,7 @@ def load_arguments(payload: bytes) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def load(payload: bytes) -> Any:
-    """Return the object that was pickled; raises whatever unpickling raises."""
+    """Unpickle an object; errors of unpickling pass through."""
     return payload.load() if type(payload) is Payload else pickle.loads(payload)
 
 
@@ -168,10 +169,10 @@ def dump_result(
 
     Args:
         value: the result.
-        wording: words for errors: the value, its name in paths, what to do.
+        wording: texts for errors: the value, its name in paths, the advice.
 
     Raises:
-        SerializationError: with the path to what cannot be pickled.
+        SerializationError: the value cannot be pickled; the text has the path.
     """
     if value is None:
         return NONE_PAYLOAD
@@ -195,8 +196,8 @@ def dump_result(
 
 
 def dump_whole(value: object) -> bytes:
-    """Pickle something with its buffers; raises whatever pickling raises."""
-    # cloudpickle comes with it, which plain values do not need.
+    """Pickle an object with its buffers; errors of pickling pass through."""
+    # Imported late: it imports cloudpickle, which plain values do not need.
     from aiogpu.serialization import pickler
 
     return pickler.dump_whole(value)
@@ -209,15 +210,15 @@ class SplitResults(tuple[object, ...]):
 
 
 def split_results(value: object, payload: bytes) -> object:
-    """Return a call's result, split if it was asked for several results.
+    """Return a call's result, split if the caller requested several results.
 
     Args:
-        value: what the call has returned.
-        payload: its arguments.
+        value: the return value of the call.
+        payload: the arguments of the call.
 
     Raises:
-        TypeError: it is no iterable.
-        ValueError: it has more, or fewer.
+        TypeError: the value is no iterable.
+        ValueError: the value has another number of items.
     """
     count = payload.contents.returns if type(payload) is Payload else 0
     if not count:
@@ -239,16 +240,16 @@ def load_result(payload: bytes) -> Any:
     """Undo `dump_result`.
 
     Raises:
-        DeserializationError: its cause is what unpickling raised; its text alone
-            names what may not be raised here.
+        DeserializationError: its cause is the exception of unpickling, or its text if
+            the exception must not be raised here.
     """
     try:
-        # By far the commonest: a call costs as much as unpickling a small value.
+        # Inlined: a call would take as long as unpickling a small value.
         return pickle.loads(payload) if type(payload) is bytes else load(payload)
     except Exception as error:
         raise DeserializationError(_unreadable(error)) from error
     except BaseException as error:  # noqa: BLE001
-        # SystemExit and its like would end the driver's loop, also as a cause.
+        # SystemExit and similar would end the driver's loop, even as a cause.
         raise DeserializationError(_unreadable(error)) from None
 
 
@@ -256,7 +257,7 @@ def dump_function(name: str, function: object) -> bytes:
     """Pickle a function by value, with cloudpickle.
 
     Raises:
-        SerializationError: with the path to what cannot be pickled.
+        SerializationError: the function cannot be pickled; the text has the path.
     """
     advice = _ADVICE
     if "<locals>" not in getattr(function, "__qualname__", "<locals>"):
@@ -275,26 +276,26 @@ def dump_reference(module: str, qualname: str) -> bytes:
 def load_function(payload: bytes) -> Any:
     """Undo `dump_function` or `dump_reference`.
 
-    The name may be that of a remote function; this returns what it runs.
-    Raises whatever the import or unpickling raises.
+    The name may refer to a remote function; then this returns the wrapped function.
+    Errors of the import or of unpickling pass through.
     """
-    found = pickle.loads(payload)
-    if type(found) is not tuple:
-        return found
-    found = load_reference(*found)
-    return getattr(found, "__aiogpu_function__", found)
+    function = pickle.loads(payload)
+    if type(function) is not tuple:
+        return function
+    function = load_reference(*function)
+    return getattr(function, "__aiogpu_function__", function)
 
 
 def load_reference(module: str, qualname: str) -> Any:
-    """Return what a module has under a name; raises whatever the import raises."""
-    found: Any = import_module(module)
+    """Return a module's attribute by its name; errors of the import pass through."""
+    target: Any = import_module(module)
     for name in qualname.split("."):
-        found = getattr(found, name)
-    return found
+        target = getattr(target, name)
+    return target
 
 
 def _dump(value: object) -> PickledValue:
-    # cloudpickle comes with it, which plain values do not need.
+    # Imported late: it imports cloudpickle, which plain values do not need.
     from aiogpu.serialization.pickler import dump
 
     with collect_references() as references:
@@ -315,40 +316,40 @@ def _unpicklable(
     error: BaseException,
     advice: str = _ADVICE,
 ) -> SerializationError:
-    told = describe(error).rstrip(".")
+    problem = describe(error).rstrip(".")
     if isinstance(error, MisuseError):
-        # An error of ours is about a handle, and says itself what to do instead.
+        # aiogpu's own error about a handle, which contains the advice.
         path = unpicklable_path(roots)
-        return SerializationError(f"{what} cannot be pickled: {path}: {told}.")
-    with collect_references():  # so that no handle is taken for the cause
+        return SerializationError(f"{what} cannot be pickled: {path}: {problem}.")
+    with collect_references():  # so that handles do not count as the cause
         path = unpicklable_path(roots)
-    return SerializationError(f"{what} cannot be pickled: {path}: {told}. {advice}")
+    return SerializationError(f"{what} cannot be pickled: {path}: {problem}. {advice}")
 
 
 def _unreadable(error: BaseException) -> str:
     if isinstance(error, AiogpuError):
-        return f"the result cannot be had in this process: {safe_text(error)}"
-    told = describe(error).rstrip(".")
+        return f"the result is not available in this process: {safe_text(error)}"
+    problem = describe(error).rstrip(".")
     return (
-        f"the result cannot be unpickled in this process: {told}. Is its class "
+        f"the result cannot be unpickled in this process: {problem}. Is its class "
         f"importable here, and of the same version as in the worker?"
     )
 
 
 Retried = bool | tuple[type[BaseException], ...]
-"""Exception classes; True for all, False for none."""
+"""The option `retry_exceptions`: exception classes, True for all, False for none."""
 
 RETRY_NONE: Final = b""
 
 RETRY_ALL: Final = b"*"
-"""No pickle begins so."""
+"""No pickle begins with this byte."""
 
 
 def dump_retried(retried: Retried) -> bytes:
     """Return the option `retry_exceptions` as bytes.
 
     Raises:
-        SerializationError: with the path to what cannot be pickled.
+        SerializationError: a class cannot be pickled; the text has the path.
     """
     if isinstance(retried, bool):
         return RETRY_ALL if retried else RETRY_NONE
@@ -356,7 +357,7 @@ def dump_retried(retried: Retried) -> bytes:
 
 
 def load_retried(data: bytes) -> Retried:
-    """Undo `dump_retried`; raises whatever unpickling raises."""
+    """Undo `dump_retried`; errors of unpickling pass through."""
     if data in (RETRY_NONE, RETRY_ALL):
         return data == RETRY_ALL
     classes: Any = load(data)
@@ -364,8 +365,8 @@ def load_retried(data: bytes) -> Retried:
 
 
 def is_retried(retried: Retried, error: BaseException) -> bool:
-    """Return True if a task that raised this is retried.
+    """Return True if a task that raised this error is retried.
 
-    Raises what a metaclass of the user's may raise.
+    Errors of a user's metaclass pass through.
     """
     return retried if isinstance(retried, bool) else isinstance(error, retried)

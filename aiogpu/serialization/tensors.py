@@ -1,12 +1,13 @@
-"""Tensors of torch: their memory is a buffer beside the stream, as that of arrays is.
+"""Pickling of torch tensors, whose memory becomes an out-of-band buffer.
 
-torch itself copies each tensor into an archive within the stream, and what was on a
-device can be read only where that device is. Nothing here imports torch before the
-process has a tensor, or receives one.
+torch's own reducer copies each tensor into an archive inside the stream, and a device
+tensor can be loaded only where this device exists. torch is not imported here before
+the process has or receives a tensor.
 
-Tensors that share memory arrive apart; an object pickled twice in one value is one
-again. A tensor over a loaded buffer *is* that buffer: torch has no read-only memory,
-so code that changes it in place must own the buffer, or take a `clone()` first.
+Tensors that share memory arrive with separate memory; the same tensor object, twice in
+a value, arrives as one object. A loaded tensor uses the loaded buffer as its memory.
+torch has no read-only tensors, so code that changes a tensor in place must own the
+buffer, or `clone()` the tensor first.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from aiogpu.serialization.references import PROTOCOL
 _NOT_WRITABLE: Final = "The given buffer is not writable"
 
 _done: Final[set[str]] = set()
-"""Names of what this process has done, and does only once."""
+"""One-time actions that this process has done."""
 
 
 def reducers(torch: object) -> dict[type, Callable[[Any], Any]]:
-    """Return how to reduce torch's own types; nothing while torch is half imported."""
+    """Return the reducers of torch's types; empty while torch is half imported."""
     storage = getattr(torch, "storage", None)
     kinds = {
         getattr(torch, "Tensor", None): _reduce_tensor,
@@ -43,19 +44,19 @@ def tensor_over(
     shape: tuple[int, ...],
     strides: tuple[int, ...],
 ) -> Any:
-    """Make the tensor whose memory is a buffer, without a copy.
+    """Make a tensor over a buffer, without a copy.
 
     Args:
-        buffer: the elements, from the first on.
-        dtype: their type, one of torch's.
+        buffer: memory from the first element on.
+        dtype: torch's type of the elements.
         shape: elements along each dimension.
-        strides: elements from one to the next along each dimension.
+        strides: distance between neighbours along each dimension, in elements.
     """
     torch: Any = import_module("torch")
     if "silenced" in _done and not torch.is_warn_always_enabled():
         flat = torch.frombuffer(buffer, dtype=dtype)
     else:
-        # torch warns once in a process, so the filters are changed only once.
+        # torch warns once per process, so the filters are changed only once.
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=_NOT_WRITABLE)
             flat = torch.frombuffer(buffer, dtype=dtype)
@@ -65,7 +66,7 @@ def tensor_over(
 
 
 def on_device(host: Any, index: int) -> Any:
-    """Copy to the CUDA device of that index, if there is one; else leave on the CPU."""
+    """Copy a tensor to the CUDA device of an index, if the device exists."""
     cuda: Any = import_module("torch").cuda
     if cuda.is_available() and index < cuda.device_count():
         return host.cuda(index)
@@ -73,7 +74,7 @@ def on_device(host: Any, index: int) -> Any:
 
 
 def typed(storage: Any, dtype: Any) -> Any:
-    """Make a storage that knows its type, for torch's older rebuilding functions."""
+    """Make a typed storage, for torch's older rebuild functions."""
     kind: Any = import_module("torch.storage").TypedStorage
     return kind(wrap_storage=storage, dtype=dtype, _internal=True)
 
@@ -89,8 +90,8 @@ def _reduce_tensor(tensor: Any) -> Any:
     from ctypes import c_char
 
     if _extent(tensor) > tensor.numel():
-        tensor = tensor.contiguous()  # it skips elements that need not travel
-    # A buffer that keeps the tensor alive, also without numpy.
+        tensor = tensor.contiguous()  # skip elements in gaps, which need not be sent
+    # A buffer that keeps the tensor alive, without numpy.
     size = _extent(tensor) * tensor.element_size()
     memory: Any = (c_char * size).from_address(tensor.data_ptr())
     memory.tensor = tensor
@@ -99,7 +100,7 @@ def _reduce_tensor(tensor: Any) -> Any:
 
 
 def _is_plain(tensor: Any) -> bool:
-    """Return True if elements, type, shape and strides describe the tensor fully."""
+    """Return True if elements, type, shape and strides fully describe a tensor."""
     torch: Any = import_module("torch")
     return not (
         tensor.layout is not torch.strided
@@ -114,14 +115,14 @@ def _is_plain(tensor: Any) -> bool:
 
 
 def _extent(tensor: Any) -> int:
-    """Count the elements of memory from a tensor's first element to its last."""
+    """Return the number of elements in memory from a tensor's first to its last."""
     pairs = zip(tensor.shape, tensor.stride(), strict=True)
     extent: int = 1 + sum((size - 1) * stride for size, stride in pairs)
     return extent
 
 
 def _reduce_typed_storage(storage: Any) -> Any:
-    # Its public attributes warn that the class is to go.
+    # Its public attributes warn that the class is deprecated.
     untyped = storage._untyped_storage
     if untyped.device.type != "cuda":
         return storage.__reduce_ex__(PROTOCOL)
@@ -139,8 +140,8 @@ def _warn_of_copies() -> None:
     if "told" not in _done:
         _done.add("told")
         advise(
-            "a CUDA tensor was pickled. It is copied through the host's memory, and "
-            "arrives on the CUDA device of the same index in the other process, or on "
-            "the CPU if that has none. Keep tensors in an actor that owns the device, "
-            "or send `tensor.cpu()`."
+            "a CUDA tensor was pickled. It is copied through host memory, and arrives "
+            "on the CUDA device of the same index in the other process, or on the CPU "
+            "if there is no such device. Keep tensors in an actor that owns the "
+            "device, or send `tensor.cpu()`."
         )

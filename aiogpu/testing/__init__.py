@@ -1,8 +1,8 @@
-"""Public tools for tests of aiogpu and of what is built on it.
+"""Public tools for tests of aiogpu and of programs that use it.
 
-`World` is a scheduler with paper workers and paper GPUs, `HandClock` a clock moved by
-hand. Nothing here starts a process, opens a socket or reads a clock. Fixtures for
-pytest stand apart, in `aiogpu.testing.fixtures`, which alone needs pytest.
+`World` is a scheduler with simulated workers and GPUs, `HandClock` a clock moved by
+hand. They start no process, open no socket and read no clock. Fixtures for pytest are
+in `aiogpu.testing.fixtures`, the only module that needs pytest.
 """
 
 from aiogpu.testing.clock import HandClock

@@ -1,4 +1,4 @@
-"""A clock that stands still until it is moved."""
+"""A clock that the test moves."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from math import isfinite
 
 
 class HandClock:
-    """A clock for code that takes one, moved by the test alone.
+    """A clock for code that takes a clock as argument, moved by the test alone.
 
-    Calling it returns the time, like `time.monotonic`. It wakes nobody: event loops do
-    not know of it.
+    Calling it returns the time, like `time.monotonic`. Event loops do not use it, so
+    moving it wakes nothing.
     """
 
     __slots__ = ("_now",)
 
     def __init__(self, now: float = 0.0) -> None:
-        """Begin at a time.
+        """Set the initial time.
 
         Args:
             now: seconds.
@@ -26,7 +26,7 @@ class HandClock:
         return f"<HandClock at {self._now:g}s>"
 
     def __call__(self) -> float:
-        """The time in seconds."""
+        """Return the time in seconds."""
         return self._now
 
     @property
@@ -35,22 +35,22 @@ class HandClock:
         return self._now
 
     def advance(self, seconds: float) -> None:
-        """Let time pass.
+        """Move the clock forward.
 
         Args:
-            seconds: how much; 0 or more.
+            seconds: the duration, 0 or more.
 
         Raises:
-            ValueError: that is not possible.
+            ValueError: `seconds` is negative or not finite.
         """
         if not (isfinite(seconds) and seconds >= 0):
             raise ValueError(
-                f"a clock cannot be advanced by {seconds!r} s; name 0 or more seconds."
+                f"a clock cannot be advanced by {seconds!r} s; give 0 or more seconds."
             )
         self._now += seconds
 
     def advance_to(self, moment: float) -> None:
-        """Let time pass until a moment, exactly; one that has passed changes nothing.
+        """Move the clock forward to a moment; a past moment changes nothing.
 
         Args:
             moment: the time in seconds.

@@ -1,7 +1,7 @@
 """Fixtures for pytest and pytest-asyncio: nodes, and tests that leave nothing behind.
 
 A project enables them by `pytest_plugins = ["aiogpu.testing.fixtures"]` in its top
-`conftest.py`. They stand on the public interface alone, as its own tests do.
+`conftest.py`. They use only the public interface.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ if TYPE_CHECKING:
 
 _DEFAULTS: Final = {"num_cpus": 2, "num_gpus": 1}
 _MARKER: Final = (
-    "aiogpu(num_cpus=2, num_gpus=1, **options): what `aiogpu_node`, `inline_node` and "
-    "`local_node` are to have; options are those of `aiogpu.init`."
+    "aiogpu(num_cpus=2, num_gpus=1, **options): resources of `aiogpu_node`, "
+    "`inline_node` and `local_node`; options are those of `aiogpu.init`."
 )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Make the marker known."""
+    """Register the marker."""
     config.addinivalue_line("markers", _MARKER)
 
 
 @pytest.fixture
 def runtime_directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A short path for the directories of nodes, empty before and after the test."""
+    """A directory with a short path for nodes, empty before and after the test."""
     with tempfile.TemporaryDirectory(prefix="agt-", dir="/tmp") as place:
         monkeypatch.setenv("XDG_RUNTIME_DIR", place)
         yield Path(place)
-        left = os.listdir(place)
-        if left:
+        leftovers = os.listdir(place)
+        if leftovers:
             pytest.fail(
-                f"a node has left its directory behind: {', '.join(left)}. Close it "
-                f"in the test: `async with aiogpu.init(...)`.",
+                f"a node has left its directory behind: {', '.join(leftovers)}. Close "
+                f"the node in the test: `async with aiogpu.init(...)`.",
                 pytrace=False,
             )
 
@@ -53,20 +53,20 @@ def runtime_directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def no_leaks(runtime_directory: Path) -> Iterator[None]:
     """Fail if a process, descriptor or mapping of aiogpu outlives the test.
 
-    It must be set up before the node of the test: put it into `pytestmark`, or make it
-    the first argument of the fixture that opens the node.
+    It must be set up before the test's node: put it into `pytestmark`, or make it the
+    first argument of the fixture that opens the node.
     """
     before = Resources.take()
     yield
-    left = Resources.take().since(before)
-    if left:
+    leftovers = Resources.take().since(before)
+    if leftovers:
         for directory in runtime_directory.iterdir():
-            # Reported here; `runtime_directory` need not report it again.
-            left.append(f"directory {directory.name}")
+            # Reported here, so `runtime_directory` need not report it again.
+            leftovers.append(f"directory {directory.name}")
             shutil.rmtree(directory, ignore_errors=True)
         pytest.fail(
             "the test has left behind:\n  "
-            + "\n  ".join(left)
+            + "\n  ".join(leftovers)
             + "\nClose its node: `async with aiogpu.init(...)`, or aiogpu.shutdown().",
             pytrace=False,
         )
@@ -76,7 +76,7 @@ def no_leaks(runtime_directory: Path) -> Iterator[None]:
 async def aiogpu_node(
     request: pytest.FixtureRequest, no_leaks: None
 ) -> AsyncIterator[Node]:
-    """Run the test twice: on a node in this process, and on one with workers.
+    """Run the test on an inline node and on a node with workers.
 
     The test's ids end in `[inline]` and `[local]`. Both nodes have 2 CPUs and 1 logical
     GPU; `@pytest.mark.aiogpu(num_gpus=4)` changes that.
@@ -89,8 +89,8 @@ async def aiogpu_node(
 async def inline_node(request: pytest.FixtureRequest) -> AsyncIterator[Node]:
     """A node that runs tasks in this process, with 2 CPUs and 1 logical GPU.
 
-    `@pytest.mark.aiogpu(num_gpus=4)` changes what it has. The test calls `.remote()`,
-    and not `aiogpu.init()`, which would be a second node.
+    `@pytest.mark.aiogpu(num_gpus=4)` changes this. The test calls `.remote()` and not
+    `aiogpu.init()`, which would open a second node.
     """
     async with aiogpu.init(address="inline", **_options(request)) as node:
         yield node
@@ -100,19 +100,19 @@ async def inline_node(request: pytest.FixtureRequest) -> AsyncIterator[Node]:
 async def local_node(
     request: pytest.FixtureRequest, no_leaks: None
 ) -> AsyncIterator[Node]:
-    """A node with worker processes, 2 CPUs and 1 logical GPU; it leaves nothing.
+    """A node with worker processes, 2 CPUs and 1 logical GPU; checks for leaks.
 
-    `@pytest.mark.aiogpu(num_gpus=4)` changes what it has.
+    `@pytest.mark.aiogpu(num_gpus=4)` changes this.
     """
     async with aiogpu.init(address="local", **_options(request)) as node:
         yield node
 
 
 def _options(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """The marker's options; those of a function before those of its module.
+    """Return the marker's options; a function's options override its module's.
 
     Raises:
-        pytest.UsageError: the marker is ill-used, or the test has another event loop.
+        pytest.UsageError: the marker is misused, or the test has another event loop.
     """
     _check_loop(request)
     options: dict[str, Any] = dict(_DEFAULTS)
@@ -120,34 +120,34 @@ def _options(request: pytest.FixtureRequest) -> dict[str, Any]:
         if mark.args or "address" in mark.kwargs:
             raise pytest.UsageError(
                 f"{request.node.nodeid}: @pytest.mark.aiogpu takes options of "
-                f"aiogpu.init by name, and no address: the fixture stands for that."
+                f"aiogpu.init by name, and no address: the fixture sets the address."
             )
         options.update(mark.kwargs)
     return options
 
 
 def _check_loop(request: pytest.FixtureRequest) -> None:
-    """Refuse a test whose event loop is not its fixtures': it would find no node."""
+    """Check that a test uses the event loop of its fixtures, to find the node."""
     config, node = request.config, request.node
     if not config.pluginmanager.hasplugin("asyncio"):
-        return  # anyio's plugin alone has one loop for both
+        return  # anyio's plugin uses one loop for both
     mode = config.getoption("asyncio_mode") or config.getini("asyncio_mode")
-    told = f"{node.nodeid} and {request.fixturename} run on different event loops: "
+    problem = f"{node.nodeid} and {request.fixturename} run on different event loops: "
     if "anyio_backend" in request.fixturenames and str(mode) in ("auto", "Mode.AUTO"):
         raise pytest.UsageError(
-            f"{told}one on anyio's, one on that of pytest-asyncio in its auto mode. "
-            f"Set asyncio_mode=strict."
+            f"{problem}anyio's, and pytest-asyncio's in its auto mode. Set "
+            f"asyncio_mode=strict."
         )
     option = "asyncio_default_fixture_loop_scope"
     mark = node.get_closest_marker("asyncio")
-    of_test = config.getini(option.replace("fixture", "test"))
+    test_scope = config.getini(option.replace("fixture", "test"))
     if mark is not None:
-        of_test = mark.kwargs.get("loop_scope") or of_test
-    of_fixture = config.getini(option) or "function"
-    if of_fixture == "fixture-scope":
-        of_fixture = "function"
-    if node.get_closest_marker("anyio") is None and of_test != of_fixture:
+        test_scope = mark.kwargs.get("loop_scope") or test_scope
+    fixture_scope = config.getini(option) or "function"
+    if fixture_scope == "fixture-scope":
+        fixture_scope = "function"
+    if node.get_closest_marker("anyio") is None and test_scope != fixture_scope:
         raise pytest.UsageError(
-            f"{told}the test's loop_scope is {of_test!r}, {option} is {of_fixture!r}. "
-            f"Make them the same."
+            f"{problem}the test's loop_scope is {test_scope!r}, {option} is "
+            f"{fixture_scope!r}. Make them the same."
         )

@@ -1,7 +1,7 @@
-"""Finds what nodes leave behind: processes, descriptors, shared memory and cgroups.
+"""Finds leftovers of nodes: processes, descriptors, shared memory and cgroups.
 
-Reads `/proc` and `/sys`. Only resources of aiogpu are seen: its processes have that
-name, and their descendants were started by tasks.
+Reads `/proc` and `/sys`. Only resources of aiogpu count: processes with its name, and
+their descendants, which tasks have started.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class Resources(NamedTuple):
 
     Attributes:
         processes: descriptions of aiogpu's processes below this one, by (pid, start).
-        descriptors: how many of this process's descriptors lead to each target.
-        mappings: how many pieces of aiogpu's shared memory are mapped here.
+        descriptors: number of this process's descriptors, by target.
+        mappings: number of mappings of aiogpu's shared memory in this process.
         groups: the cgroups of this process's nodes.
     """
 
@@ -40,10 +40,10 @@ class Resources(NamedTuple):
         return cls(_processes(), _descriptors(), _mappings(), _groups())
 
     def since(self, before: Resources) -> list[str]:
-        """Describe each resource that was not there at an earlier moment."""
+        """Describe each resource that did not exist at an earlier moment."""
         new = [
-            f"process {told}"
-            for key, told in self.processes.items()
+            f"process {description}"
+            for key, description in self.processes.items()
             if key not in before.processes
         ]
         for target, count in (self.descriptors - before.descriptors).items():
@@ -55,19 +55,19 @@ class Resources(NamedTuple):
 
 
 def _processes() -> dict[tuple[int, int], str]:
-    found: dict[tuple[int, int], str] = {}
-    ours: set[int] = set()
+    processes: dict[tuple[int, int], str] = {}
+    own_pids: set[int] = set()
     for process in descendants(os.getpid()):
         command = _read_command(process.pid)
         if command is None:
             continue
-        # A zombie has no command any more, but keeps its name.
+        # A zombie has no command line, but keeps its name.
         is_named = _MARK in process.name or _MARK in command
-        if is_named or process.parent in ours:
-            ours.add(process.pid)
-            told = f"{process.pid} ({process.name}) {command}".rstrip()
-            found[process.pid, process.start] = told
-    return found
+        if is_named or process.parent in own_pids:
+            own_pids.add(process.pid)
+            description = f"{process.pid} ({process.name}) {command}".rstrip()
+            processes[process.pid, process.start] = description
+    return processes
 
 
 def _read_command(pid: int) -> str | None:

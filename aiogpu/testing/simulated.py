@@ -1,4 +1,4 @@
-"""Workers and tasks of paper: what an onlooker would see of the real ones."""
+"""Simulated workers and tasks: the state that an observer of real ones would see."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class SimulatedTask:
     """A task as its owner sees it.
 
     Attributes:
-        news: "settled", or the `Failure` that the owner was told; None so far.
-        is_cancelled: whether the owner has cancelled it, before any news.
-        is_forgotten: whether what is kept for it may be dropped.
-        interrupts: how often a worker was asked to stop it.
+        news: "settled", or the `Failure` reported to the owner; None before.
+        is_cancelled: the owner has cancelled it, before any news.
+        is_forgotten: its data may be dropped.
+        interrupts: number of requests to a worker to stop it.
         gpus: the devices that it got when it was last sent.
-        runs: how often a worker has begun it.
-        reason: what the owner was told beside the news.
+        runs: number of times that a worker has begun it.
+        reason: the text reported to the owner with the news.
     """
 
     id: TaskId
@@ -53,19 +53,19 @@ class SimulatedTask:
 
 @dataclass(slots=True, eq=False)
 class SimulatedWorker:
-    """A worker process as an onlooker sees it.
+    """A worker process as an observer sees it.
 
     Attributes:
-        environment: of the tasks that it was forked for.
-        has_started: whether it has connected.
-        is_ending: whether it gets no more work.
-        is_stopped: whether it begins nothing, as under SIGSTOP.
-        revoking: numbers of the `Revoke`s that are not answered.
-        last_revoke: number of the latest one.
-        sent: what it was sent and has neither answered nor been told to drop.
-        void: what it was told to drop and has not been told of yet.
-        task: what it has begun and not answered.
-        began: what it has come to last, None if that is answered.
+        environment: environment of the tasks for which it was forked.
+        has_started: it has connected.
+        is_ending: it gets no more work.
+        is_stopped: it begins no task, as under SIGSTOP.
+        revoking: numbers of unanswered `Revoke`s.
+        last_revoke: number of the latest `Revoke`.
+        sent: tasks that it was sent and has not answered, without revoked tasks.
+        void: revoked tasks whose revocation it has not answered.
+        task: the task that it has begun and not answered.
+        began: the task that it reached last; None if it has answered.
         binding: environment and devices of the first task that it was sent.
     """
 
@@ -89,14 +89,14 @@ class SimulatedWorker:
             self.task.runs += 1
 
     def answer(self) -> SimulatedTask:
-        """End the task that runs."""
+        """End the running task."""
         task = self.sent.popleft()
         assert task is self.task, (task, self.task)
         self.task = self.began = None
         return task
 
     def revoke(self, number: int) -> None:
-        """Drop what is not begun."""
+        """Revoke the tasks that have not begun."""
         self.revoking.append(number)
         self.last_revoke = number
         self.void.extend(self.sent)
@@ -106,23 +106,23 @@ class SimulatedWorker:
             self.sent.append(self.task)
 
     def drop(self, task: SimulatedTask) -> None:
-        """Note that this task was skipped."""
+        """Record that a revoked task was skipped."""
         if task in self.void:
             self.void.remove(task)
 
     def drop_queue(self) -> None:
-        """Keep what runs alone."""
+        """Keep only the running task."""
         self.void.clear()
         while len(self.sent) > 1:
             self.sent.pop()
 
     def forget_void(self, number: int) -> None:
-        """Forget the dropped tasks; the skipped one is still to be reported."""
+        """Forget the revoked tasks, except a skipped task that is not yet reported."""
         if number == self.last_revoke:
             self.void = deque(task for task in self.void if task is self.began)
 
     def skip(self) -> SimulatedTask:
-        """Come to a task's turn and find it revoked."""
+        """Reach a revoked task, and skip it."""
         self.began = self.void[0]
         return self.began
 
@@ -133,7 +133,7 @@ class SimulatedWorker:
         return event(Scheduler.revoked, self.id, self.revoking.popleft(), began)
 
     def gone(self, settles: bool) -> Event:
-        """Return the event of its end; `settles`: its devices must be seen free."""
+        """Return the event of its end; `settles`: its devices must be observed free."""
         began = self.began.id if self.began else None
         settles = settles and self.binding is not None
         return event(Scheduler.worker_gone, self.id, began, settles)

@@ -1,9 +1,9 @@
-"""A scheduler with paper workers, paper GPUs and a clock that is moved by hand.
+"""A scheduler with simulated workers, simulated GPUs and a clock moved by hand.
 
-A test tells `World` what happens, in the words of a story, and reads what came of
-it. `World` does what the scheduler asks for, with no process and no wait, and after
-every step holds the scheduler to its promises: its own `check()`, and what only an
-onlooker can see (a worker never changes its devices, an owner is told once).
+A test calls methods of `World` for events and reads the resulting state. `World`
+carries out the scheduler's effects without processes and waits, and after every step
+checks the scheduler: its own `check()`, and properties that only an observer sees (a
+worker never changes its devices, an owner gets one outcome).
 """
 
 from __future__ import annotations
@@ -50,25 +50,25 @@ P = ParamSpec("P")
 class World:
     """A simulated node: `w.submit("a"); w.finish("a"); assert w.told["a"]`.
 
-    A forked worker starts, one that is to end goes, and what is to be taken back is
-    back, at once. A test that wants to be there in between says `starts=False`,
-    `exits=False` or `revokes=False`, and calls `start()`, `die()` or `revoked()`.
+    Forked workers start, ending workers exit, and revocations are answered at once. To
+    test the moments in between, pass `starts=False`, `exits=False` or `revokes=False`,
+    and call `start()`, `die()` or `revoked()`.
 
     Attributes:
         scheduler: the scheduler under test.
         clock: the time. Move it by `advance`, which wakes the scheduler on the way.
-        starts: whether a forked worker connects at once.
-        exits: whether a worker that is killed, retired or done is gone at once.
-        revokes: whether what is taken back is known at once.
-        settles: whether the devices of a worker that has gone must be seen free.
-        took: seconds that each task says it took.
+        starts: forked workers connect at once.
+        exits: workers that are killed, retired or done exit at once.
+        revokes: revocations are answered at once.
+        settles: devices of exited workers must be observed free.
+        took: seconds that each task reports.
         tasks: all tasks ever submitted, by name.
-        workers: the workers that are not gone, by id.
-        leases: the holders of leases that were granted and not given back, by name.
-        placement_groups: the same of placement groups.
-        effects: what the scheduler answered to the last call, in order.
-        retired, killed: ids of workers that were told to exit, or killed, in order.
-        warnings: the tasks whose programs were warned, each with the text, in order.
+        workers: the workers that have not exited, by id.
+        leases: holders of granted leases that were not given back, by name.
+        placement_groups: holders of granted placement groups, by name.
+        effects: effects of the last call, in order.
+        retired, killed: ids of workers that were retired or killed, in order.
+        warnings: names of tasks with the warning sent to their programs, in order.
     """
 
     def __init__(
@@ -144,9 +144,11 @@ class World:
         needs: Sequence[str] | None = None,
         client: int = OWN,
     ) -> None:
-        """Submit a task by a new name; `InfeasibleError` if it could never run.
+        """Submit a task by a new name.
 
-        `LimitError` if its program, that of its parent, has as many as it may.
+        Raises:
+            InfeasibleError: the task could never run.
+            LimitError: its program, or its parent's, has reached its limit.
         """
         assert name not in self.tasks, f"{name!r} was submitted before"
         scalars = _amounts({CPU: num_cpus, **(resources or {})})
@@ -200,39 +202,39 @@ class World:
     def join(
         self, client: int, weight: float = 1.0, limits: Limits | None = None
     ) -> None:
-        """A program joins the node, or has other terms from now on."""
+        """Let a program join the node, or change its weight and limits."""
         self._happen(
             event(Scheduler.join, ClientId(client), weight, limits or Limits())
         )
 
     def fall_behind(self, client: int, is_behind: bool = True) -> None:
-        """A program does not read what it is sent, or has caught up."""
+        """Let a program fall behind in reading its messages, or catch up."""
         self._happen(event(Scheduler.set_behind, ClientId(client), is_behind))
 
     def leave(self, client: int) -> None:
-        """A program leaves: it submits nothing more."""
+        """Let a program leave: it submits no more tasks."""
         self._happen(event(Scheduler.leave, ClientId(client)))
 
     def supply(self, name: str) -> None:
-        """All arguments of a task are there that were not."""
+        """Supply all missing arguments of a task."""
         self._happen(event(Scheduler.supply, self.tasks[name].id))
 
     def start(self, whom: str | int) -> None:
-        """A forked worker connects; named by its id or by the task it is for."""
+        """Connect a forked worker; named by its id or by its task."""
         self._happen(event(Scheduler.worker_started, self.worker_of(whom)))
 
     def begin(self, name: str, *, ago: float = 0.0) -> None:
-        """The worker says that the code of a task has begun, so many seconds `ago`."""
+        """Report that the code of a task has begun, `ago` seconds ago."""
         worker, when = self.worker_of(name), self.now - ago
         self._happen(event(Scheduler.began, self.tasks[name].id, worker, when))
 
     def finish(self, name: str, *, retry: bool = False, ran_out: bool = False) -> None:
-        """The worker answers.
+        """Answer a running task.
 
         Args:
-            name: the task that has run.
-            retry: by a failure that is to be retried.
-            ran_out: by one for want of device memory.
+            name: the task.
+            retry: it has failed and is to be retried.
+            ran_out: it has failed for lack of device memory.
         """
         self._answer(name, retry, ran_out)
         self._happen()
@@ -255,19 +257,21 @@ class World:
         return worker
 
     def wait_for(self, name: str, *children: str) -> None:
-        """A task's code waits for other tasks, or for none."""
+        """Let a task's code wait for other tasks, or for none."""
         ids = tuple(self.tasks[child].id for child in children)
         self._happen(event(Scheduler.wait_for, self.tasks[name].id, ids))
 
     def revoked(self, whom: str | int) -> None:
-        """A worker reports which of its revoked tasks it had not begun."""
+        """Let a worker report which of its revoked tasks had not begun."""
         worker = self.workers[self.worker_of(whom)]
         self._happen(worker.know_revoked())
 
     def skip(self, name: str, *, is_late: bool = False) -> None:
-        """The worker answers and, in the same moment, finds its next task revoked.
+        """Answer a task; at the same moment, the worker finds its next task revoked.
 
-        `is_late`: it is known what was taken back before the worker says so.
+        Args:
+            name: the task.
+            is_late: the scheduler knows the revoked tasks before the worker's report.
         """
         worker = self._answer(name)
         assert worker.void, f"nothing behind {name!r} was taken back"
@@ -278,33 +282,33 @@ class World:
         self._happen(skipped)
 
     def stop(self, whom: str | int) -> None:
-        """A worker begins no further task, as under SIGSTOP."""
+        """Stop a worker, as by SIGSTOP: it begins no further task."""
         self.workers[self.worker_of(whom)].is_stopped = True
 
     def cancel(self, name: str) -> None:
-        """The owner of a task cancels it."""
+        """Cancel a task by its owner."""
         task = self.tasks[name]
         task.is_cancelled = task.news is None
         self._happen(event(Scheduler.cancel, task.id))
 
     def die(self, whom: str | int) -> None:
-        """A worker's process ends; named as in `start`."""
+        """End a worker's process; named as in `start`."""
         self._happen(self.workers[self.worker_of(whom)].gone(self.settles))
 
     def spoil(self, whom: str | int) -> None:
-        """A worker will exit after its current task."""
+        """Make a worker exit after its current task."""
         worker = self.workers[self.worker_of(whom)]
         worker.is_ending = True
         worker.drop_queue()
         self._happen(event(Scheduler.worker_spoilt, worker.id))
 
-    def lease(self, name: str, *, num_cpus: float = 0, **asked: Any) -> None:
-        """Ask for a lease by a new name, as `submit` does for a task."""
-        asked |= {"max_calls": 1, "max_retries": 0, "is_endless": True}
-        self.submit(name, num_cpus=num_cpus, is_lease=True, **asked)
+    def lease(self, name: str, *, num_cpus: float = 0, **options: Any) -> None:
+        """Request a lease by a new name, as `submit` does for a task."""
+        options |= {"max_calls": 1, "max_retries": 0, "is_endless": True}
+        self.submit(name, num_cpus=num_cpus, is_lease=True, **options)
 
     def give_back(self, name: str, *, settles: bool = False) -> None:
-        """All that a lease was granted for has ended."""
+        """Give a lease back: its processes have ended."""
         self._happen(event(Scheduler.lease_returned, self.leases[name], settles))
 
     def tell(
@@ -314,20 +318,20 @@ class World:
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> None:
-        """Any other event: `w.tell(Scheduler.worker_spoilt, worker)`."""
+        """Send any other event: `w.tell(Scheduler.worker_spoilt, worker)`."""
         self._happen(event(step, *args, **kwargs))
 
     def announce_stop(self, client: int | None = None) -> None:
-        """A program says that it stops, or the node does."""
-        whose = None if client is None else ClientId(client)
-        self._happen(event(Scheduler.announce_stop, whose))
+        """Announce that a program stops, or the node."""
+        program = None if client is None else ClientId(client)
+        self._happen(event(Scheduler.announce_stop, program))
 
     def close(self, at_once: bool = False) -> None:
-        """The node shuts down, in order or by force."""
+        """Close the node, in order or by force."""
         self._happen(event(Scheduler.close, at_once))
 
     def advance(self, seconds: float) -> None:
-        """Time passes; the scheduler is woken at each of its deadlines."""
+        """Move the clock; wake the scheduler at each of its deadlines."""
         self.effects = []
         until = self.now + seconds
         while (moment := self.scheduler.deadline()) is not None and moment <= until:
@@ -350,7 +354,7 @@ class World:
             elif worker.is_ending and worker.task is None:
                 self._leave(worker)
         expecting = self.scheduler.expecting
-        self._coming.extend(event(Scheduler.supply, one) for one in expecting)
+        self._coming.extend(event(Scheduler.supply, task) for task in expecting)
         self._go_on()
         while True:
             while running := [w.task for w in self.workers.values() if w.task]:
@@ -361,7 +365,7 @@ class World:
             if moment is None:
                 return
             if self.scheduler.stalls_at and len(timers) == 1 and self.waiting:
-                return  # what waits now waits for a device that is set aside
+                return  # the rest waits for a device that is set aside
             self._wake(moment)
 
     def _end_one_holder(self) -> bool:
@@ -373,7 +377,7 @@ class World:
             return True
         return False
 
-    # What there is to see.
+    # State for tests to read.
 
     @property
     def running(self) -> set[str]:
@@ -385,7 +389,7 @@ class World:
 
     @property
     def queued(self) -> set[str]:
-        """Tasks that a worker was sent ahead."""
+        """Tasks that were sent ahead to a busy worker."""
         return self._in_state(TaskState.QUEUED)
 
     @property
@@ -405,13 +409,15 @@ class World:
 
     @property
     def unsettled(self) -> list[WorkerId]:
-        """Workers that have gone and whose devices were not seen free yet."""
+        """Exited workers whose devices were not yet observed free."""
         settling = WorkerState.SETTLING
-        return [one.id for one in self.scheduler.holders if one.state is settling]
+        return [
+            holder.id for holder in self.scheduler.holders if holder.state is settling
+        ]
 
     @property
     def told(self) -> dict[str, str]:
-        """The outcomes that owners were told, by task."""
+        """The outcomes reported to owners, by task."""
         return {name: task.news for name, task in self.tasks.items() if task.news}
 
     @property
@@ -430,11 +436,11 @@ class World:
         return self.scheduler.ledger.available()
 
     def gpus_of(self, name: str) -> list[int]:
-        """The GPUs that the task got when it was last sent to a worker."""
+        """Return the GPUs that a task got when it was last sent to a worker."""
         return list(self.tasks[name].gpus)
 
     def worker_of(self, whom: str | int) -> WorkerId:
-        """The worker that a task holds; an id stands for itself."""
+        """Return the worker of a task; a worker's id is returned unchanged."""
         if isinstance(whom, int):
             assert whom in self.workers, f"there is no worker {whom}"
             return WorkerId(whom)
@@ -444,7 +450,7 @@ class World:
         return worker.id
 
     def check(self) -> None:
-        """Assert that the scheduler's picture is sound, and agrees with this one."""
+        """Assert that the scheduler's state is consistent and agrees with `World`."""
         self.scheduler.check()
         held = {*self.leases.values(), *self.placement_groups.values()}
         known_workers = {holder.id for holder in self.scheduler.holders}
@@ -463,7 +469,7 @@ class World:
             is_over = task.is_forgotten or task.news == "settled"
             assert is_over == (task.id not in self.scheduler.tasks), task
 
-    # How effects are carried out.
+    # Carrying out effects.
 
     @property
     def now(self) -> float:
@@ -490,7 +496,7 @@ class World:
             elif step is Scheduler.task_skipped:
                 self.workers[args[1]].drop(self._by_id[args[0]])
             elif step is Scheduler.worker_gone:
-                # One that is killed while it leaves has two reasons to go.
+                # A worker that is killed while it exits has two such events.
                 self.workers.pop(args[0], None)
             for effect in step(self.scheduler, self.now, *args, **kwargs):
                 self.effects.append(effect)
@@ -533,7 +539,7 @@ class World:
             case effects.Warn(task):
                 assert self._by_id[task].news is None, effect
                 node = self.scheduler
-                if record := node.tasks.get(task):  # else its time was up just then
+                if record := node.tasks.get(task):  # else its timeout has just ended it
                     warning = stall_warning(node, record, self.now)
                     self.warnings.append((record.spec.name, warning))
             case effects.Settle(task):

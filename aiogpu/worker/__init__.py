@@ -1,5 +1,5 @@
-"""Runs: the child processes. Zygote, keepers and workers live here.
+"""The child processes of a node: zygote, keepers and workers.
 
-They know messages and nothing of schedulers. No asyncio is imported until a
-coroutine comes, which keeps the round trip and the fork short.
+They exchange messages with the driver and know nothing of schedulers. asyncio is
+imported only for a task's first coroutine, which keeps round trips and forks short.
 """

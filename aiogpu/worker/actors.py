@@ -1,7 +1,7 @@
 """Actors with plain methods: one call after the other, or in threads.
 
-An actor with coroutine methods is in `async_actor`, since asyncio is loaded only for
-those.
+Actors with coroutine methods are in `async_actor`, so that the others do not import
+asyncio.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ _ENDS: Final = (Leave, Exit)
 
 
 def dropped(call: int) -> Failed:
-    """The answer to a call that was dropped before it began."""
+    """Return the answer to a call that was dropped before it began."""
     return Failed(call, STOPPED, "", "", "", None)
 
 
 def is_end(message: Message | None) -> bool:
-    """Return whether the actor is to end now, or the driver has gone."""
+    """Return whether a message ends the actor; None means that the driver has gone."""
     return message is None or type(message) in _ENDS
 
 
@@ -94,7 +94,7 @@ class SerialActor:
         self._drops = 0
 
     def serve(self) -> None:
-        """Obey the driver until the actor is to end."""
+        """Run calls until the actor is to end."""
         executor, interrupts = self._executor, self._interrupts
         while True:
             message = self._channel.next()
@@ -108,7 +108,7 @@ class SerialActor:
                     self._channel.send(dropped(call))
                     continue
                 executor.answer(self._call(message))
-                # It holds what the driver is told of next.
+                # The message holds references whose release `tell_dropped` reports.
                 del message
                 executor.client.tell_dropped()
                 if executor.has_left:
@@ -133,10 +133,10 @@ class SerialActor:
         """Read until all dropped calls are known.
 
         Args:
-            call: the one whose turn it is; those before it were answered.
+            call: the call to run next; all earlier calls were answered.
 
         Returns:
-            Whether there is anything left to do.
+            False if the actor is to end.
         """
         while True:
             for drop in self._channel.take(Drop):
@@ -154,11 +154,11 @@ class SerialActor:
 
 
 class ThreadWindow:
-    """Holds a generator that runs in a thread beside the one that reads.
+    """Holds back a generator that runs in another thread than the reader's.
 
     Attributes:
-        flow: its way out.
-        is_stopped: it was told to end before its time.
+        flow: sends its items.
+        is_stopped: the generator is to end early.
     """
 
     def __init__(self, flow: StreamSender) -> None:
@@ -168,16 +168,16 @@ class ThreadWindow:
         flow.on_open = self._wake
 
     def stop(self) -> None:
-        """End the generator at its next `yield`; called by the thread that reads."""
+        """End the generator at its next `yield`; called by the reading thread."""
         self.is_stopped = True
         self._wake()
 
     def _wake(self) -> None:
-        with suppress(RuntimeError):  # it is not waiting
+        with suppress(RuntimeError):  # the generator's thread is not waiting
             self._turn.release()
 
     def hold(self) -> None:
-        """Wait until the consumer wants more.
+        """Wait until the consumer wants more items.
 
         Raises:
             GeneratorExit: the call is to stop.
@@ -191,12 +191,11 @@ class ThreadWindow:
 class ThreadedActor(Invoker):
     """The main thread reads; calls run in the threads of their groups.
 
-    A plain method that returns a coroutine is
-    not awaited: there is no loop.
+    A coroutine that a plain method returns is not awaited: there is no loop.
     """
 
     def __init__(self, executor: Executor, actor: object, creation: Create) -> None:
-        # Not before: serial actors do without.
+        # Imported late: serial actors do not need it.
         from concurrent.futures import ThreadPoolExecutor
 
         self._executor = executor
@@ -211,8 +210,8 @@ class ThreadedActor(Invoker):
         self._streams: dict[int, ThreadWindow] = {}
 
     def serve(self) -> None:
-        """Obey the driver until the actor is to end and all calls have ended."""
-        # A method that waits for its task reads what may be for this thread.
+        """Run calls until the actor is to end and all calls have ended."""
+        # A method that waits for its child task may read messages for this thread.
         self._executor.client.wake = self._channel.waker()
         is_over = False
         while not is_over:
@@ -226,7 +225,7 @@ class ThreadedActor(Invoker):
             pool.shutdown(wait=not has_left, cancel_futures=True)
 
     def _obey_all(self) -> bool:
-        # In a frame that goes, for it holds on to the last one's arguments.
+        # In a frame of its own, which releases the last message's arguments on return.
         is_over = False
         for message in self._channel.take_all():
             is_over |= self._obey(message)
@@ -243,7 +242,7 @@ class ThreadedActor(Invoker):
             begun.add_done_callback(partial(self._forget, call))
         elif type(message) is Drop:
             future = self._waiting.get(message.call)
-            # One that runs goes on: a thread cannot be interrupted safely.
+            # A running call goes on: a thread cannot be interrupted safely.
             if future is not None and future.cancel():
                 self._channel.send(dropped(message.call))
             elif message.call in self._streams:
@@ -254,11 +253,11 @@ class ThreadedActor(Invoker):
                 window.flow.rise(message.limit)
         return is_end(message)
 
-    def _call(self, held: list[Invoke]) -> None:
+    def _call(self, messages: list[Invoke]) -> None:
         if self._executor.has_left:
-            return  # the driver is told of all calls at once
-        self._executor.answer(self._run(held.pop()))
-        # Not before the frame that held the arguments has gone.
+            return  # the driver fails all calls at once
+        self._executor.answer(self._run(messages.pop()))
+        # After `_run`, whose frame held the arguments.
         self._executor.client.tell_dropped()
 
     def _run(self, message: Invoke) -> Done | Failed:
@@ -270,7 +269,7 @@ class ThreadedActor(Invoker):
         if type(outcome) is not Raised:
             return outcome
         if window is not None and window.is_stopped:
-            outcome.kind = STOPPED  # by the end of its actor, if somebody still waits
+            outcome.kind = STOPPED  # by the end of its actor
         return self._executor.describe(call, outcome)
 
     async def wait(self, coroutine: CoroutineType[Any, Any, Any], _call: int) -> Any:
@@ -278,7 +277,7 @@ class ThreadedActor(Invoker):
         return coroutine
 
     async def send_items(self, items: Any, window: ThreadWindow) -> None:
-        """Run a generator to its end in this thread; suspends nowhere itself."""
+        """Run a generator to its end in this thread; never suspends."""
         send_all(items, window.flow, window.hold)
 
     def _forget(self, call: int, _future: Future[None]) -> None:

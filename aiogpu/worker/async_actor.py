@@ -20,18 +20,19 @@ from aiogpu.worker.execute import Executor
 from aiogpu.worker.invoke import Invoker, Raised, StreamSender, invoke, send_all_async
 
 GLANCES: Final = 10
-"""Looks at the socket after which the loop has a turn."""
+"""Polls of the socket between two turns of the loop."""
 
 PATIENCE: Final = 0.001
-"""Seconds for which answers, and what the driver sends, wait for the loop's next turn.
-All calls that came together are begun in one turn, which plain methods make long. So
-answers are sent before a method that has taken longer than this, or is called first."""
+"""Seconds that answers and received messages wait for the loop's next turn. One turn
+starts all calls that arrived together, so plain methods can make a turn long. Answers
+are therefore sent before a method that has taken longer than this, and before a
+method's first call."""
 
 
 class AsyncActor(Invoker):
-    """Begins each call when it comes; the driver sends no more than may run at once.
+    """Starts each call on arrival; the driver limits how many calls run at once.
 
-    Handles among the arguments belong to its loop, since that runs.
+    Handles among the arguments belong to the actor's loop, since that loop runs.
     """
 
     def __init__(self, executor: Executor, actor: object) -> None:
@@ -49,11 +50,11 @@ class AsyncActor(Invoker):
         self._is_telling = False
         self._awake_until = 0.0
         self._flushed_at = 0.0
-        self._took: dict[str, float] = {}  # seconds, the most of late, by method
+        self._took: dict[str, float] = {}  # seconds, a decaying maximum by method
         self._loop = asyncio.new_event_loop()
 
     def serve(self) -> None:
-        """Obey the driver until the actor is to end, and give it time to close."""
+        """Run calls until the actor is to end, then run its `close`."""
         loop, client, loans = self._loop, self._executor.client, self._channel.loans
         asyncio.set_event_loop(loop)
         client.loop, client.wake = loop, self._obey_soon
@@ -63,7 +64,7 @@ class AsyncActor(Invoker):
         loop.call_soon(self._obey)
         try:
             loop.run_forever()
-            # Calls that answer from here on must not stop what follows.
+            # Calls that end from here on must not stop the loop again.
             self._is_over = True
             loop.remove_reader(self._channel.fileno())
             loop.run_until_complete(self._close())
@@ -71,7 +72,7 @@ class AsyncActor(Invoker):
         finally:
             self._flush()
             loop.close()
-            # They hold the actor, which is to go now.
+            # Both hold the actor, which is to be freed now.
             client.loop = client.wake = None
             if loans is not None:
                 loans.on_over = None
@@ -82,12 +83,12 @@ class AsyncActor(Invoker):
             close = close_method(self._actor)
             if close is not None:
                 await close()
-        except BaseException:  # noqa: BLE001 - whatever it is, the actor ends
+        except BaseException:  # noqa: BLE001 - the actor ends in any case
             sys.excepthook(*sys.exc_info())
         await cancel_all(asyncio.all_tasks() - {asyncio.current_task()})
 
     def _obey_soon(self) -> None:
-        """A thread of a method's has read what may be for this loop."""
+        """Handle messages for this loop that another thread has read."""
         self._loop.call_soon_threadsafe(self._obey)
 
     def _read(self) -> None:
@@ -98,14 +99,14 @@ class AsyncActor(Invoker):
         self._obey()
 
     def _wait(self) -> None:
-        """Nothing runs; the next call may be on its way. See `Channel.next`."""
+        """Wait for the next call while no call runs; see `Channel.next`."""
         self._waits_since = perf_counter()
         if self._is_awake:
             self._awake_until = self._waits_since + SHORT
             self._loop.call_soon(self._glance)
 
     def _glance(self) -> None:
-        """Look whether it has come, before the loop sleeps: waking up takes longer."""
+        """Poll for the next call before the loop sleeps: waking up is slow."""
         if self._running or self._is_over:
             return
         for _ in range(GLANCES):
@@ -121,7 +122,7 @@ class AsyncActor(Invoker):
     def _obey(self) -> None:
         for message in self._channel.take_all():
             if type(message) is Invoke:
-                # As `loop.create_task` would, which takes half as long again.
+                # `loop.create_task` does the same, but takes half as long again.
                 task = asyncio.Task(self._call(message), loop=self._loop)
                 self._running[message.call] = task
             elif type(message) is Drop:
@@ -145,7 +146,7 @@ class AsyncActor(Invoker):
         has_begun = getcoroutinestate(task.get_coro()) != CORO_CREATED  # type: ignore[arg-type]
         task.cancel()
         if not has_begun:
-            # It will not come to answer by itself.
+            # The coroutine never starts, so it cannot answer.
             del self._running[call]
             self._dropped.discard(call)
             self._answer(dropped(call))
@@ -157,7 +158,7 @@ class AsyncActor(Invoker):
         method_called.set((message.method, call))
         lately = self._took.get(message.method, inf)
         if self._answers and lately > PATIENCE:
-            self._flush()  # for it may hold the loop up
+            self._flush()  # the call may block the loop
         outcome = await invoke(
             self, call, self._methods, message.method, message.payload, stream
         )
@@ -191,11 +192,11 @@ class AsyncActor(Invoker):
                 self._read()
 
     async def send_items(self, items: Any, stream: StreamSender) -> None:
-        """Send what a generator yields; a plain one has the loop until it is held."""
+        """Send a generator's items; a plain one blocks the loop until it is held."""
         await send_all_async(items, stream, self._loop.create_future)
 
     def _answer(self, answer: Done | Failed) -> None:
-        """Answer at once if nothing else runs, else together with those that follow."""
+        """Answer at once if no other call runs, else with later answers."""
         if self._channel.is_closed or not (self._running or self._answers):
             self._executor.answer(answer)
             self._executor.client.tell_dropped()
@@ -225,7 +226,7 @@ class AsyncActor(Invoker):
 
 
 def close_method(actor: object) -> Callable[[], Coroutine[Any, Any, object]] | None:
-    """Return an actor's `async def close(self)`, which is called when it ends."""
+    """Return an actor's `async def close(self)`; None if it has none."""
     close = getattr(actor, "close", None)
     if not iscoroutinefunction(close) or signature(close).parameters:
         return None
@@ -233,7 +234,7 @@ def close_method(actor: object) -> Callable[[], Coroutine[Any, Any, object]] | N
 
 
 async def cancel_all(tasks: Iterable[asyncio.Task[Any] | None]) -> None:
-    """Cancel tasks and wait until they have ended, whatever they do about it."""
+    """Cancel tasks and wait until all have ended."""
     rest = [task for task in tasks if task is not None]
     for task in rest:
         task.cancel()

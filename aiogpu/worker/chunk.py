@@ -1,7 +1,7 @@
-"""A function called with one item after the other in one task: a chunk of a `map`.
+"""A chunk of a `map`: one task calls a function with one item after the other.
 
-What an item raises ends the chunk but not the task, so that the results before it are
-not lost. The function's own frames alone are in the tracebacks of its errors.
+An error of an item ends the chunk but not the task, so the results before the error are
+kept. Tracebacks show only the function's own frames.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from aiogpu.worker.gpu import poisoned_by
 from aiogpu.worker.invoke import CO_COROUTINE, OWN_FRAMES, explain_quit, let_go
 
 METHOD_MARK: Final = "__aiogpu_method__"
-"""Attribute of a function under `@aiogpu.method` with its options."""
+"""Attribute that holds the options of `@aiogpu.method`."""
 
 
 class Chunk:
-    """A function, to be called with seconds and items.
+    """A function that is called with a time limit and items.
 
-    It ends early, with fewer values than items, once it has taken longer than these
-    seconds; 0 are no limit.
+    A chunk that runs longer than the limit (in seconds, 0 for none) ends early, with
+    fewer values than items.
     """
 
     __slots__ = ("_function", "_is_coroutine")
@@ -38,56 +38,58 @@ class Chunk:
         self._is_coroutine = bool(getattr(code, "co_flags", 0) & CO_COROUTINE)
 
     def __call__(self, seconds: float, *items: Any) -> Any:
-        """Call it with each item; gives a `ChunkOutcome` or a coroutine of one."""
-        function, family = self._function, current.client
+        """Call the function with each item; return a `ChunkOutcome` or a coroutine."""
+        function, client = self._function, current.client
         values: list[Any] = []
-        begun = perf_counter()
-        until = begun + seconds if seconds else inf
+        started = perf_counter()
+        deadline = started + seconds if seconds else inf
         if self._is_coroutine:
-            return self._await_each(None, items, values, begun, until)
+            return self._await_each(None, items, values, started, deadline)
         failure = None
         try:
             for item in items:
                 value = function(item)
                 if type(value) is CoroutineType:
                     rest = items[len(values) + 1 :]
-                    return self._await_each(value, rest, values, begun, until)
+                    return self._await_each(value, rest, values, started, deadline)
                 values.append(value)
-                # In a fork that the function has made, the rest is not its to run.
-                if perf_counter() > until or current.client is not family:
+                # The function has forked: the child must not run the remaining items.
+                if perf_counter() > deadline or current.client is not client:
                     break
         except (Exception, SystemExit) as error:  # noqa: BLE001 - it is the item's
-            failure = _packed(error, family)
-        return ChunkOutcome(values, perf_counter() - begun, failure)
+            failure = _packed(error, client)
+        return ChunkOutcome(values, perf_counter() - started, failure)
 
     async def _await_each(
         self,
         first: CoroutineType[Any, Any, Any] | None,
         items: tuple[Any, ...],
         values: list[Any],
-        begun: float,
-        until: float,
+        started: float,
+        deadline: float,
     ) -> ChunkOutcome:
-        function, family = self._function, current.client
+        function, client = self._function, current.client
         failure = None
         try:
             if first is not None:
                 values.append(await first)
             for item in items:
-                if values and (perf_counter() > until or current.client is not family):
+                if values and (
+                    perf_counter() > deadline or current.client is not client
+                ):
                     break
                 value = function(item)
                 if type(value) is CoroutineType:
                     value = await value
                 values.append(value)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - it is the item's
-            failure = _packed(error, family)
-        return ChunkOutcome(values, perf_counter() - begun, failure)
+            failure = _packed(error, client)
+        return ChunkOutcome(values, perf_counter() - started, failure)
 
 
-def _packed(error: BaseException, family: object) -> tuple[Any, ...]:
-    """The error as it travels; raised where it is the whole task's."""
-    if current.client is not family:
+def _packed(error: BaseException, client: object) -> tuple[Any, ...]:
+    """Pack an item's error; raise an error that concerns the whole task."""
+    if current.client is not client:
         raise error
     if any(current.accelerators.values()):
         from aiogpu.worker.gpu import has_run_out
@@ -95,18 +97,18 @@ def _packed(error: BaseException, family: object) -> tuple[Any, ...]:
         if poisoned_by(error) or has_run_out(error):
             raise error
     explain_quit(error)
-    failed = tuple(pack_failure(0, RAISED, error, OWN_FRAMES))
+    packed = tuple(pack_failure(0, RAISED, error, OWN_FRAMES))
     let_go(error)
-    return failed
+    return packed
 
 
 def load_chunk(payload: bytes) -> Chunk:
-    """A function that was sent to be called with chunks."""
+    """Unpickle a function that was sent to be called with chunks."""
     return Chunk(load_function(payload))
 
 
 class Sent:
-    """A function's payload, on its way to be called with chunks."""
+    """A pickled function that unpickles as a `Chunk`."""
 
     def __init__(self, payload: bytes) -> None:
         self._payload = payload
@@ -116,12 +118,12 @@ class Sent:
 
 
 def method_of(actor: object, name: str) -> Callable[..., Any]:
-    """Return what an actor is called by; raises what looking it up raises."""
+    """Return an actor's method by its name on the wire; lookup errors pass through."""
     method: Callable[..., Any] = getattr(actor, plain_name(name))
     return Chunk(method) if name.endswith(CHUNKED) else method
 
 
 def is_timed(actor: object, name: str) -> bool:
-    """Return whether a method that an actor is called by has a `run_timeout`."""
+    """Return whether an actor's method has a `run_timeout`."""
     options = getattr(getattr(actor, plain_name(name)), METHOD_MARK, None)
     return getattr(options, "run_timeout", None) is not None

@@ -1,7 +1,7 @@
 """A worker's blocking connection to the driver.
 
-Reads happen in the main thread only. Sends may come from any thread of the user's
-that prints, and one frame is never torn by another or by an interrupt.
+The main thread reads; threads of the running task may read too while it lets them. Any
+thread may send. Neither another thread nor an interrupt can split a frame.
 """
 
 from __future__ import annotations
@@ -37,26 +37,28 @@ DAY: Final = 86_400.0
 
 
 SHORT: Final = 300e-6
-"""Seconds; after a wait that was no longer, the next one begins awake, for as long.
-From an answer to its next call a driver that sleeps takes 60 to 150 us."""
+"""Seconds of busy waiting, if the wait before was no longer than this. A sleeping
+driver needs 60 to 150 us from an answer to its next call."""
 
 
 MOMENT: Final = 0.01
-"""Seconds for which a report waits for room, or for other threads."""
+"""Seconds that a report waits for room in the socket's buffer, or for another
+thread."""
 
 
 class Channel:
     """Messages in, messages out, over one blocking socket.
 
-    Made before the fork, since what is made after it is paid by each worker;
-    connected in the worker.
+    The zygote makes the channel before the fork, which saves each worker the time; the
+    worker connects it.
 
     Attributes:
-        on_child: takes what is said of the task's children; False for all else.
-        on_idle: called before `next` waits; None for nothing to be done.
-        loans: takes in the payloads that name what this worker was lent.
-        is_closed: this process is a fork of the worker, and shares its loop's poll.
-        may_stay_awake: whether there is a core beside the driver's.
+        on_child: takes messages about the task's children; False for other messages.
+        on_idle: called before `next` waits; None for no call.
+        loans: receives payloads that refer to values lent to this worker.
+        is_closed: this process is a fork of the worker, and shares the poll of its
+            loop.
+        may_stay_awake: the driver has another core to run on.
     """
 
     def __init__(self, interrupts: Interrupts) -> None:
@@ -73,20 +75,20 @@ class Channel:
         self._waking = -1
         self._main = get_ident()
         self._socket: socket.socket
-        # One object is for one thread at a time: this one for the main one.
+        # A poll object serves one thread at a time: this one serves the main thread.
         self._poll = select.poll()
-        # With one CPU, staying awake would only keep the driver from running.
+        # With one CPU, a busy wait would only keep the driver from running.
         self.may_stay_awake = len(os.sched_getaffinity(0)) > 1
         self._is_awake = False
         self._has_room = True
         self._unsent: dict[int, Report] = {}
 
     def connect(self, path: str, worker: int) -> None:
-        """Connect to the driver and say which worker this is.
+        """Connect to the driver and send this worker's number.
 
         Raises:
             OSError: the driver has gone.
-            NodeError: another user listens in its place.
+            NodeError: a process of another user listens at the path.
         """
         connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         connected.connect(path)
@@ -95,23 +97,23 @@ class Channel:
         self.use(connected)
 
     def use(self, connected: socket.socket) -> None:
-        """Take a socket that is connected and has been greeted on."""
+        """Use a connected socket on which the greeting was sent."""
         self._socket = connected
         self._poll.register(connected, select.POLLIN)
 
     def is_silent(self, seconds: float) -> bool:
-        """Return whether nothing comes for so long."""
+        """Return whether no message arrives within `seconds`."""
         return not self._received and not self._poll.poll(seconds * 1000)
 
     def fileno(self) -> int:
-        """Descriptor of the socket, for an event loop to watch."""
+        """Return the descriptor of the socket, for an event loop to watch."""
         return self._socket.fileno()
 
     def next(self) -> Message | None:
-        """The next message, waiting for it; None when the driver has gone.
+        """Wait for the next message; None when the driver has gone.
 
         Raises:
-            ProtocolError: the driver sent what is no message.
+            ProtocolError: the driver sent an invalid message.
         """
         while not self._received:
             if self.on_idle is not None:
@@ -122,10 +124,10 @@ class Channel:
         return self._received.popleft()
 
     def _wait(self) -> None:
-        """Wait for bytes: awake for a moment if that has paid, then asleep.
+        """Wait for bytes: busy for a moment if the last wait was short, then asleep.
 
-        Waking a sleeping core costs as much as all else in a short call. Where
-        calls come seldom or are long, nothing is spent on staying awake.
+        Waking a sleeping core costs as much as the rest of a short call. After a long
+        wait, no time is spent on busy waiting.
         """
         poll, now = self._poll.poll, time.monotonic
         if self._is_awake:
@@ -141,9 +143,9 @@ class Channel:
             self._is_awake = now() - started < SHORT
 
     def read(self, flags: int = 0) -> bool:
-        """Read once, waiting for bytes; False when the driver has gone.
+        """Wait for bytes and read once; False when the driver has gone.
 
-        With `MSG_DONTWAIT` among the flags it does not wait; see recv(2).
+        With `MSG_DONTWAIT` among the flags, do not wait; see recv(2).
         """
         size = min(max(CHUNK, self._connection.missing), LARGEST_CHUNK)
         try:
@@ -161,10 +163,10 @@ class Channel:
         return bool(data)
 
     def read_ready(self, is_guest: bool = False) -> bool:
-        """Read once if there is something to read; False when the driver has gone.
+        """Read once if there are bytes to read; False when the driver has gone.
 
-        Other threads may do the same; who comes second finds nothing. A guest is
-        a thread or an event loop of the task's own, which may outlive it.
+        Threads may call this at the same time; the second one finds nothing. A guest is
+        a thread or an event loop that the task started and that may outlive the task.
         """
         with self._reading:
             if is_guest and not self._has_guests:
@@ -175,34 +177,35 @@ class Channel:
             return self.read(socket.MSG_DONTWAIT)
 
     def admit_guests(self, are_admitted: bool) -> None:
-        """Let threads of the running task read, or only the worker's main thread."""
+        """Allow or forbid reads by threads and loops of the running task."""
         with self._reading:
             self._has_guests = are_admitted
 
     def wait(self, seconds: float | None) -> None:
-        """Wait until there may be something to read, or for so long; a day at most.
+        """Wait until there may be bytes to read, for `seconds` or a day at most.
 
-        In the main thread also until `waker` is called.
+        In the main thread, a call of the function that `waker` returns ends the wait
+        too.
         """
         poll = self._poll
         if get_ident() != self._main:
             poll = select.poll()
             poll.register(self._socket, select.POLLIN)
         if seconds is not None:
-            # poll(2) takes milliseconds as an int of C: 24 days at most.
+            # poll(2) takes milliseconds as a C int: 24 days at most.
             seconds = min(max(seconds, 0), DAY)
         for descriptor, _ in poll.poll(None if seconds is None else seconds * 1000):
             if descriptor == self._waking:
                 os.eventfd_read(descriptor)
 
     def waker(self) -> Callable[[], object]:
-        """Return what ends a `wait` of the main thread, whichever thread calls it.
+        """Return a function that ends a `wait` of the main thread, from any thread.
 
-        For threads that read: what another has read before it wakes keeps the main
-        thread asleep, though it may be for it.
+        Threads that read call it: after such a read the socket is empty and the main
+        thread would sleep on, although the message may be for the main thread.
         """
         if self._waking < 0:
-            # Closed with the process: a thread may call at any time.
+            # Never closed before the process ends: a thread may call at any time.
             self._waking = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
             self._poll.register(self._waking, select.POLLIN)
         return partial(os.eventfd_write, self._waking, 1)
@@ -214,27 +217,27 @@ class Channel:
 
     @property
     def is_busy(self) -> bool:
-        """True if a message is being sent or read, maybe by the thread that asks."""
+        """True while a message is sent or read, possibly by the calling thread."""
         is_held = self._lock.locked() or self._reading.locked()
         return is_held or self._interrupts.is_shielded
 
     def close(self) -> None:
-        """Close this process's end; a fork of the worker must not speak for it."""
+        """Close this end, in a fork of the worker: it must not send for the worker."""
         self.is_closed = True
         self._socket.close()
 
     def take(self, kind: type[Message]) -> list[Message]:
-        """Remove the messages of one kind that were read but not taken yet."""
+        """Remove and return the messages of one kind that were read but not taken."""
         with self._reading:
             received = self._received
-            found = [message for message in received if type(message) is kind]
-            if found:
+            taken = [message for message in received if type(message) is kind]
+            if taken:
                 rest = [message for message in received if type(message) is not kind]
                 self._received = deque(rest)
-        return found
+        return taken
 
     def take_all(self) -> list[Message]:
-        """Remove all messages that were read but not taken yet."""
+        """Remove and return all messages that were read but not taken."""
         with self._reading:
             messages = list(self._received)
             self._received.clear()
@@ -269,18 +272,18 @@ class Channel:
                 self._socket.sendall(frame)
 
     def report(self, number: int, payload: bytes) -> None:
-        """Send a report of a call, or keep the newest one until there is room.
+        """Send a report of a call, or keep the newest report until there is room.
 
-        It waits for `MOMENT` at most, and not at all if that was in vain before. What
-        is kept goes ahead of the next message, which may wait. The kernel reports room
-        when a quarter of the socket's buffer is taken at most.
+        Wait for `MOMENT` at most, and not at all if the last wait was in vain. A kept
+        report is sent before the next message, which may wait. The kernel reports room
+        when at most a quarter of the socket's buffer is in use.
         """
         older = self._unsent.pop(number, None)
         message = Report(number, older.lost + 1 if older is not None else 0, payload)
         poll = select.poll()
         poll.register(self._socket, select.POLLOUT)
         with self.uncut():
-            # Another thread may be waiting for room.
+            # Another thread may hold the lock while it waits for room.
             if self._lock.acquire(timeout=MOMENT * self._has_room):
                 try:
                     self._has_room = bool(poll.poll(MOMENT * 1000 * self._has_room))

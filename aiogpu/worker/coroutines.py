@@ -1,11 +1,10 @@
 """Runs the coroutines of tasks, one at a time.
 
 While a coroutine runs, its loop watches the driver's connection, so a cancel arrives as
-a message and becomes a `CancelledError` at the coroutine's `await`. The signals that
-follow are for code that does not await. A worker that has no CPU meets both at once,
-and then a coroutine that awaits must be cancelled all the same: raised inside the loop,
-an interrupt would take the loop away and the coroutine's `finally` with it
-(`CoroutineCancel`).
+a message and becomes a `CancelledError` at the coroutine's `await`. Signals follow, for
+code that does not await. A worker that was starved of CPU receives both at once. A
+coroutine that awaits must be cancelled in this case too: an interrupt raised inside the
+loop would break the loop and skip the coroutine's `finally` (`CoroutineCancel`).
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from aiogpu.worker.nested import task_client
 from aiogpu.worker.private_hooks import leave_pending, set_running_loop
 
 _LOOP_CODE: Final = (dirname(asyncio.__file__), selectors.__file__, dirname(__file__))
-"""Where the code is that runs a coroutine and is no part of it."""
+"""Directories and files of the code that runs coroutines."""
 
 
 class Coroutines:
@@ -41,7 +40,7 @@ class Coroutines:
         self._flow: StreamSender | None = None
 
     def load(self, payload: bytes) -> Arguments:
-        """Unpickle the arguments of a coroutine function; handles are its loop's."""
+        """Unpickle a coroutine function's arguments; handles belong to its loop."""
         set_running_loop(self._loop)
         try:
             return open_arguments(payload)
@@ -57,13 +56,13 @@ class Coroutines:
         finally:
             self._flow = None
             if not sending.cr_suspended:
-                sending.close()  # one that never began would warn of that
+                sending.close()  # avoids the warning about a coroutine that never began
 
     def _new_future(self) -> asyncio.Future[None]:
         return self._loop.create_future()
 
     def run(self, coroutine: Coroutine[Any, Any, Any], task_id: int) -> Any:
-        """Run one task's coroutine, and end what it has left running."""
+        """Run one task's coroutine, and cancel the asyncio tasks that it leaves."""
         loop = self._loop
         asyncio.set_event_loop(loop)
         self._interrupts.soften = _put_off
@@ -83,11 +82,12 @@ class Coroutines:
             # The signal may have landed inside the loop's own code.
             self._replace_loop()
             if task.done() and not task.cancelled():
-                # It travels as the task's failure; asyncio need not tell of it.
+                # Reported as the task's failure; asyncio must not log it as well.
                 task.exception()
             raise
         finally:
-            # Cut short, the loop's own code would leave a loop unfit for the next task.
+            # An interrupt in the loop's own code would make the loop unfit for the next
+            # task.
             self._interrupts.soften = _is_loop_code
             if client is not None:
                 client.loop = client.wake = None
@@ -105,8 +105,8 @@ class Coroutines:
         self._obey(task, task_id)
 
     def _obey_soon(self, task: asyncio.Task[Any], task_id: int) -> None:
-        """A thread of the task's has read what may be a cancel."""
-        with suppress(RuntimeError):  # the loop was closed meanwhile
+        """Handle messages that another thread has read; one may be a cancel."""
+        with suppress(RuntimeError):  # the loop is closed
             task.get_loop().call_soon_threadsafe(self._obey, task, task_id)
 
     def _obey(self, task: asyncio.Task[Any], task_id: int) -> None:
@@ -120,13 +120,13 @@ class Coroutines:
                     flow.rise(message.limit)
 
     def _cancel(self, task: asyncio.Task[Any], task_id: int) -> None:
-        """Once: a second time would cut its clearing up short."""
+        """Cancel the task once: a second cancel would interrupt its cleanup."""
         if not (task.done() or self._interrupts.has_heard(task_id)):
             self._interrupts.hear(task_id)
             task.cancel()
 
     def _end_rest(self) -> None:
-        """Cancel tasks that outlived their own; nothing of a task goes on."""
+        """Cancel all asyncio tasks that the coroutine left running."""
         loop = self._loop
         rest = asyncio.all_tasks(loop)
         for task in rest:
@@ -136,24 +136,24 @@ class Coroutines:
                 loop.run_until_complete(asyncio.gather(*rest, return_exceptions=True))
             loop.run_until_complete(loop.shutdown_asyncgens())
         except KeyboardInterrupt:
-            # What does not let itself be cancelled is left behind with its loop.
+            # Asyncio tasks that resist the cancel are abandoned with their loop.
             self._replace_loop()
             raise
 
     def _replace_loop(self) -> None:
         for task in asyncio.all_tasks(self._loop):
-            # They never run again, and their task's failure has been told.
+            # They never run again, and the task's failure was reported.
             leave_pending(task)
         self._loop.close()
         self._loop = asyncio.new_event_loop()
 
 
 class CoroutineCancel:
-    """Cancels a coroutine where an interrupt would not be raised in its own code.
+    """Cancels a coroutine when an interrupt would not hit the coroutine's own code.
 
     Args:
-        task: the coroutine's.
-        cancel: cancels it, from the loop.
+        task: runs the coroutine.
+        cancel: cancels the task; called on the loop.
     """
 
     def __init__(self, task: asyncio.Task[Any], cancel: Callable[[], None]) -> None:
@@ -162,10 +162,10 @@ class CoroutineCancel:
         self._is_asked = False
 
     def __call__(self, frame: FrameType) -> bool:
-        """Return whether the coroutine is, or is about to be, cancelled by its loop.
+        """Return True if the loop cancels the coroutine: no interrupt is raised.
 
-        It is not if its own code runs, which does not await; and not if other code
-        has held the loop since this was asked before.
+        False if the coroutine's own code runs and does not await, and if other code has
+        blocked the loop since the last signal.
         """
         loop = self._task.get_loop()
         if asyncio.current_task(loop) is self._task:
@@ -178,15 +178,15 @@ class CoroutineCancel:
 
 
 def _put_off(_frame: FrameType) -> bool:
-    """Raise nothing while the task is made: it would stay on the loop, to run later.
+    """Raise nothing while the asyncio task is made: it would stay and run later.
 
-    The driver will ask again.
+    The driver sends the signal again.
     """
     return True
 
 
 def _is_loop_code(frame: FrameType | None) -> bool:
-    """Return whether only the loop's own code runs below `Coroutines.run`."""
+    """Return whether all frames up to `Coroutines.run` are the loop's own code."""
     while frame is not None and frame.f_code.co_filename.startswith(_LOOP_CODE):
         if frame.f_code is Coroutines.run.__code__:
             return True

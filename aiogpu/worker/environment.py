@@ -1,12 +1,10 @@
 """The environment of a worker's code: variables, threads, directory, handlers.
 
-The environment is set before anything of the user's is unpickled. A zygote loads
-numeric libraries while they are told to use one thread, and they do not look at their
-variables again: so a worker uses their own setters (threadpoolctl's one door).
-`TaskStateReset` puts back the directory, the file mode mask and the handler that
-interrupts a task, each in well under a microsecond. What a process cannot be given back
-so cheaply (limits, locale, masked signals, threads) stays with the worker:
-`max_calls=1` avoids that.
+Variables are set before the user's code is unpickled. A zygote loads numeric libraries
+while variables limit them to one thread, and they do not read the variables again; so a
+worker sets thread counts by threadpoolctl. `TaskStateReset` restores the directory, the
+umask and the signal handler, each in well under a microsecond. Other state (limits,
+locale, masked signals, threads) is not restored between tasks: use `max_calls=1`.
 """
 
 from __future__ import annotations
@@ -24,11 +22,11 @@ _given: Final[set[str]] = set()
 
 
 _found: Final[dict[bytes, bytes]] = {}
-"""The variables that each task finds; see `restore`."""
+"""The variables at the start of each task; see `restore`."""
 
 
 def bind(message: Bind) -> None:
-    """Take on the environment and the devices that this worker has for life."""
+    """Set the environment and the devices of this worker, for its whole life."""
     for name, value in message.environ.items():
         keep(name, value)
     _given.update(message.environ)
@@ -36,7 +34,7 @@ def bind(message: Bind) -> None:
     if message.cpus:
         _pin(message.cpus)
     if message.gpu_memory:
-        # Of no use to most workers.
+        # Imported late: most workers have no limit.
         from aiogpu.worker.gpu import limit_torch
 
         limit_torch(message.gpu_memory)
@@ -46,15 +44,15 @@ def _pin(cpus: tuple[int, ...]) -> None:
     try:
         os.sched_setaffinity(0, cpus)
     except OSError as error:
-        # They may have been taken away meanwhile, by a cpuset say.
+        # The CPUs may be gone, for example by a change of the cpuset.
         sys.stderr.write(
-            f"aiogpu: this worker could not be pinned to CPUs {cpus}, which are near "
+            f"aiogpu: this worker could not be pinned to CPUs {cpus}, the CPUs near "
             f"its GPUs: {error}\n"
         )
 
 
 def is_given(names: Iterable[str]) -> bool:
-    """Return whether the assignment has set one of these variables."""
+    """Return whether `bind` has set one of these variables."""
     return not _given.isdisjoint(names)
 
 
@@ -65,21 +63,21 @@ def keep(name: str, value: str) -> None:
 
 
 def drop(name: str) -> None:
-    """Forget a variable that was kept, and unset it."""
+    """Unset a variable, and stop restoring it."""
     _found.pop(os.fsencode(name), None)
     os.environ.pop(name, None)
 
 
 def find() -> None:
-    """Note the variables that tasks find, before the worker's first task begins."""
+    """Record the variables before the worker's first task."""
     _found.update(variables())
 
 
 def restore() -> None:
-    """Give the next task the variables that this one found.
+    """Restore the variables for the next task.
 
-    What a task has changed or removed is put back. What it has added stays: libraries
-    set variables as they are imported, once in a process, and read them later.
+    Variables that a task has changed or removed are restored. Added variables stay:
+    libraries set variables at their import, once in a process, and read them later.
     """
     now = variables()
     if now == _found:
@@ -92,19 +90,21 @@ def restore() -> None:
 def seeds() -> list[Callable[[], object]]:
     """Return functions that reseed the generators of imported libraries.
 
-    A fork repeats its parent's numbers. The standard library's `random` sees to
-    itself after a fork; numpy's and torch's global generators do not. What torch has
-    for devices is seeded when CUDA begins, which is after the fork.
+    A fork repeats its parent's random numbers. The standard library's `random` reseeds
+    itself after a fork; the global generators of numpy and torch do not. torch seeds
+    its device generators when CUDA is initialised, which is after the fork.
     """
-    found: list[Callable[[], object]] = []
+    functions: list[Callable[[], object]] = []
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:
-        # Without an argument it would take four times as long.
-        found.append(lambda: numpy_random.seed(memoryview(os.urandom(16)).cast("I")))
+        # Four times as fast as without an argument.
+        functions.append(
+            lambda: numpy_random.seed(memoryview(os.urandom(16)).cast("I"))
+        )
     torch = sys.modules.get("torch")
     if torch is not None:
-        found.append(torch.default_generator.seed)
-    return found
+        functions.append(torch.default_generator.seed)
+    return functions
 
 
 VARIABLE: Final = "OMP_NUM_THREADS"
@@ -115,18 +115,18 @@ OF_LIBRARY: Final = {
     "mkl": "MKL_NUM_THREADS",
     "blis": "BLIS_NUM_THREADS",
 }
-"""Variables that go before `VARIABLE`, by threadpoolctl's names of libraries."""
+"""Variables that take precedence over `VARIABLE`, by threadpoolctl's library names."""
 
 
 COUNTS: Final = frozenset({VARIABLE, *OF_LIBRARY.values()})
 
 
 NUMERIC: Final = ("numpy", "scipy", "sklearn", "torch", "numexpr", "jax", "cv2")
-"""Where one of these is loaded, threads may have to be counted."""
+"""Modules that load libraries with thread pools."""
 
 
 class Threads:
-    """The thread counts of this process's libraries, and what they ought to be."""
+    """Sets the thread counts of this process's numeric libraries."""
 
     def __init__(self) -> None:
         self._scanned: tuple[str, ...] = ()
@@ -137,11 +137,11 @@ class Threads:
         self._cpus = 0
 
     def scan(self) -> None:
-        """Look which libraries are loaded, where that is not known already."""
+        """Find loaded libraries, if numeric modules were loaded since the last scan."""
         loaded = tuple(name for name in NUMERIC if name in sys.modules)
         if loaded == self._scanned:
             return
-        # Not before: most workers do without.
+        # Imported late: most workers do not need it.
         from threadpoolctl import ThreadpoolController
 
         self._scanned = loaded
@@ -151,9 +151,9 @@ class Threads:
         }
 
     def begin_with_one(self) -> None:
-        """In the zygote: set up for tasks with one CPU, which most tasks have.
+        """Prepare the zygote for tasks with one CPU, which most tasks have.
 
-        What was loaded here uses one thread already.
+        Libraries loaded in the zygote use one thread already.
         """
         if COUNTS.isdisjoint(os.environ):
             keep(VARIABLE, "1")
@@ -162,15 +162,15 @@ class Threads:
                 self._cpus = 1
 
     def adapt(self, cpus: float) -> None:
-        """See to it that a task uses as many threads as it has whole CPUs.
+        """Give a task as many threads as it has whole CPUs.
 
-        What the program or the task has set by a variable goes first.
+        Variables set by the program or the task take precedence.
         """
         whole = max(int(cpus), 1)
         if self._is_first:
             self._is_first = False
             if is_given(COUNTS):
-                # What `begin_with_one` has assumed does not hold.
+                # The assumption of `begin_with_one` does not hold.
                 self._cpus = 0
                 if is_given((VARIABLE,)):
                     self._is_users = True
@@ -205,7 +205,7 @@ def _count(variable: str, default: int) -> int:
 
 
 class TaskStateReset:
-    """Restores the state in which each task of a worker begins."""
+    """Restores process state between the tasks of a worker."""
 
     def __init__(self, restore_handler: Callable[[], None]) -> None:
         self._restore_handler = restore_handler
@@ -213,8 +213,8 @@ class TaskStateReset:
         self._mask = -1
 
     def find(self) -> None:
-        """Note where this process stands: in the zygote, for all its workers."""
-        # The directory may be unreadable, or removed under the program's feet.
+        """Record the directory and the umask, in the zygote for all workers."""
+        # The directory may be unreadable or removed.
         try:
             self._directory = os.open(".", os.O_PATH | os.O_CLOEXEC)
         except OSError:
@@ -223,12 +223,12 @@ class TaskStateReset:
         os.umask(self._mask)
 
     def restore(self) -> None:
-        """Undo what a task did to it."""
+        """Restore the directory, the umask and the signal handler."""
         if self._directory >= 0:
             try:
                 os.fchdir(self._directory)
             except OSError:
-                # It was removed or closed, and is no better for the next task.
+                # The directory was removed, or its descriptor closed: do not try again.
                 self._directory = -1
         if self._mask >= 0:
             os.umask(self._mask)

@@ -1,7 +1,7 @@
-"""Runs tasks and calls in a worker's main thread, and answers for them.
+"""Runs tasks and calls in a worker's main thread, and sends their answers.
 
 One task runs at a time. `Executor` finds its function, calls it by `invoke` so that it
-can be interrupted, says what a failure is, and sends the answer.
+can be interrupted, classifies failures, and sends the answer.
 """
 
 from __future__ import annotations
@@ -73,11 +73,11 @@ class Executor(Invoker):
 
     Attributes:
         channel: to the driver.
-        client: asks the node for the running code.
-        has_left: a method has ended the actor that this process is.
-        interrupts: cancels what runs in the main thread.
+        client: sends requests of the running code to the node.
+        has_left: a method has ended the actor of this process.
+        interrupts: interrupts the code in the main thread.
         is_spoilt: this process is unfit for another task.
-        raised: what the last task has raised, for a fork that ends as it did.
+        raised: exception of the last task; sets the exit code of a fork.
         stdio: the streams of this process.
     """
 
@@ -104,12 +104,12 @@ class Executor(Invoker):
         self._functions = Functions(self._begin)
         self._coroutines: Coroutines | None = None
         self._retry_rules = RetryRules()
-        # An exception in these frames would leave the call, and nothing would answer.
+        # An interrupt in these frames would skip the answer.
         interrupts.spare(self.call.__code__, invoke.__code__, Raised.__init__.__code__)
         interrupts.spare(send_all.__code__)
 
     def define(self, message: Define) -> None:
-        """Learn a function and its options; it is unpickled when a task needs it."""
+        """Store a function and its options; the first task unpickles it."""
         if message.payload:
             self._functions.payloads[message.function] = message.payload
         function = -message.function if message.is_timed else message.function
@@ -122,15 +122,15 @@ class Executor(Invoker):
         self._retry_rules.forget()
 
     def _begin(self) -> None:
-        """Tell the driver that the code of the task begins."""
+        """Report that the code of the task begins."""
         self.channel.send(Began(current.task, monotonic_ns() // 1000))
 
     def begin_call(self) -> None:
-        """Tell the driver that the code of the actor's call that runs here begins."""
+        """Report that the code of the actor's current call begins."""
         self.channel.send(Began(method_called.get()[1], monotonic_ns() // 1000))
 
     def run(self, message: Run) -> Done | Failed:
-        """Run a task to its end, and return the answer, whatever the task does."""
+        """Run a task to its end, and return the answer."""
         task, func = message.task, self._funcs[message.func]
         if func is not self._func:
             self._func = func
@@ -148,12 +148,12 @@ class Executor(Invoker):
         failed = self.describe(task, outcome)
         if func.retried and failed.kind == RAISED:
             failed = self._retry_rules.mark(failed, func.name, func.retried, error)
-        # It refers to this frame, and so to itself and to the arguments.
+        # The error refers to this frame, a cycle that would keep the arguments.
         del error
         return failed
 
     def make(self, message: Create) -> object | Failed:
-        """Make an actor, whose class is known as a function; or return the failure."""
+        """Make an actor from its class, which is stored as a function."""
         func = self._funcs[message.func]
         self._threads.adapt(func.resources.get("CPU", 0.0))
         current.task, current.name = message.task, func.name
@@ -174,7 +174,7 @@ class Executor(Invoker):
         stream: StreamSender | None = None,
     ) -> Done | Raised:
         """Run a call by `invoke` in this thread, where it can be interrupted."""
-        # No interrupt lands in this very frame, so leaving is safe at any step.
+        # No interrupt lands in this frame (`Interrupts.spare`).
         interrupts = self.interrupts
         interrupts.entered = number
         outcome: Done | Raised
@@ -189,21 +189,21 @@ class Executor(Invoker):
         return outcome
 
     def new_stream(self, number: int, message: Run | Invoke) -> StreamSender:
-        """Make the sender for what a generator yields."""
+        """Make the sender of a generator's items."""
         return StreamSender(self.channel.send, number, message.limit, message.skip)
 
     def load(self, function: Callable[..., Any], payload: bytes) -> Arguments:
-        """Unpickle arguments; handles for a coroutine belong to its loop."""
+        """Unpickle arguments; a coroutine's handles belong to its loop."""
         if has_handles(payload) and is_coroutine(function):
             return self._own_loop().load(payload)
         return open_arguments(payload)
 
     async def wait(self, coroutine: CoroutineType[Any, Any, Any], call: int) -> Any:
-        """Run a coroutine on this worker's loop to its end; suspends nowhere itself."""
+        """Run a coroutine on this worker's loop to its end; never suspends."""
         return self._own_loop().run(coroutine, call)
 
     async def send_items(self, items: Any, stream: StreamSender) -> None:
-        """Run a generator to its end; suspends nowhere itself."""
+        """Run a generator to its end; never suspends."""
         if hasattr(items, "__anext__"):
             self._own_loop().send_items(items, stream)
         else:
@@ -212,11 +212,11 @@ class Executor(Invoker):
 
     def _own_loop(self) -> Coroutines:
         if self._coroutines is None:
-            # asyncio costs 40 ms to import; only the first coroutine pays.
+            # Imported by the first coroutine only: asyncio takes 40 ms.
             with self.interrupts.shielded():
                 from aiogpu.worker.coroutines import Coroutines
 
-                # Half of a loop would complain when it is collected.
+                # A half-made loop would warn when it is collected.
                 self._coroutines = Coroutines(self.channel, self.interrupts)
         return self._coroutines
 
@@ -225,14 +225,14 @@ class Executor(Invoker):
     def describe(self, number: int, raised: Raised) -> Failed:
         """Return the message about a failure, and release its frames.
 
-        `raised` is empty afterwards: the error refers to the frames that hold it, and
-        so to itself and to the arguments.
+        `raised.error` is deleted: the error refers to the frames that hold it, a cycle
+        that would keep the arguments.
         """
         kind, error = raised.kind, raised.error
         del raised.error
         has_devices = any(current.accelerators.values())
         if self.channel.is_closed:
-            self.raised = error  # this fork ends as a program would
+            self.raised = error  # sets the exit code of this fork
             has_devices = False
         peak, is_spoilt = -1, False
         if has_devices and (name := poisoned_by(error)) is not None:
@@ -256,7 +256,7 @@ class Executor(Invoker):
         return failed
 
     def answer(self, answer: Done | Failed | Created) -> None:
-        """Send an answer after what was printed before it, and what was imported."""
+        """Send an answer, after the output printed before it; then report imports."""
         if self.channel.is_closed:
             self._end_fork()
         self.stdio.end_lines()
@@ -268,7 +268,7 @@ class Executor(Invoker):
             self.report_imports()
 
     def answer_all(self, answers: list[Done | Failed]) -> None:
-        """Send answers together after what was printed before them."""
+        """Send answers together, after the output printed before them."""
         self.stdio.end_lines()
         try:
             self.channel.send_all(answers)
@@ -278,19 +278,19 @@ class Executor(Invoker):
         self.report_imports()
 
     def report_imports(self) -> None:
-        """Tell the driver what was imported since the last report."""
+        """Report the modules imported since the last report."""
         if self._imports.found:
             self.channel.send(self._imports.take())
 
     def _end_fork(self) -> NoReturn:
-        """The child has come back from the user's code: end it as `python` would."""
+        """End a fork that has returned from the user's code, as `python` would."""
         code = self._exit_code()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
 
     def _exit_code(self) -> int:
-        """Return what a program that ended as the last task did would exit with.
+        """Return the exit code of a program that ended like the last task.
 
         Prints the traceback of an exception that is no `SystemExit`.
         """
@@ -307,7 +307,7 @@ class Executor(Invoker):
 
 
 class MainThreadWindow:
-    """Holds a generator that runs in the worker's main thread, as a task or a call."""
+    """Holds back a generator that runs in the worker's main thread."""
 
     def __init__(
         self, channel: Channel, interrupts: Interrupts, flow: StreamSender
@@ -317,7 +317,7 @@ class MainThreadWindow:
         self._flow = flow
 
     def hold(self) -> None:
-        """Read what comes until the consumer wants more.
+        """Read messages until the consumer wants more items.
 
         Raises:
             KeyboardInterrupt: the task is to stop.
@@ -344,23 +344,23 @@ class MainThreadWindow:
         return not flow.is_held
 
     def _wait(self) -> None:
-        # Another thread of the task's may read what this one waits for.
+        # Another thread of the task may read the message that this thread waits for.
         self._channel.wait(SLICE if _thread._count() else None)
         if not self._channel.read_ready():
             raise NodeClosedError("the node has gone.")
 
     def _stop(self) -> NoReturn:
-        """End the generator where it is, at its `yield`."""
+        """Raise the interrupt at the generator's `yield`."""
         self._interrupts.hear(self._flow.task)
-        # What it does last may take its time, but not another interrupt.
+        # Its cleanup may take any time, and is not interrupted again.
         self._interrupts.entered = 0
         raise KeyboardInterrupt(f"task {self._flow.task} was cancelled")
 
 
 def _unsendable(answer: Done | Failed | Created, error: BaseException) -> Failed:
-    """Return the answer in place of one that is too large to send.
+    """Return the failure that replaces an answer too large to send.
 
-    What a failure says of memory and of its process holds for this one as well.
+    It keeps the memory peak and the state of the process from the original failure.
     """
     failed = pack_failure(answer.task, UNSENDABLE, error, OWN_FRAMES)
     if type(answer) is Failed:

@@ -1,17 +1,16 @@
 """GPUs in a worker: the limit of memory, running out of it, broken contexts.
 
-- PyTorch reads no variable for the limit that all its releases know, and asking it to
-  set the limit would begin CUDA, which costs memory and half a second, also where the
-  task never needs it. So the limit is set when CUDA begins: at once where the zygote
-  has loaded PyTorch, else when it has been imported. Other frameworks read variables,
-  of which the driver knows.
-- That memory has run out reaches Python as texts of many exception classes;
-  `MemoryError` by itself is none of them, for it is the main memory's. No framework is
-  imported here: what is not loaded has used nothing.
-- Some CUDA errors stick: every later call in the process fails likewise, until it ends.
-  NVIDIA says which in the descriptions of `cudaError_t` ("the process must be
-  terminated and relaunched", CUDA Runtime API). Running out of memory is not among
-  them.
+- No environment variable limits memory in all releases of PyTorch, and its function for
+  the limit initialises CUDA, which costs memory and half a second, even in tasks that
+  never use CUDA. So a callback sets the limit when CUDA is initialised. It is
+  registered at once if the zygote has loaded PyTorch, else after PyTorch's import.
+  Other frameworks read variables, which the driver sets.
+- Frameworks report that GPU memory ran out by many exception classes and texts.
+  `MemoryError` alone is not among them: it means main memory. No framework is imported
+  here: a framework that is not loaded has used no memory.
+- After some CUDA errors every later call in the process fails until it ends. NVIDIA
+  says which in the descriptions of `cudaError_t` ("the process must be terminated and
+  relaunched", CUDA Runtime API). Running out of memory is not among them.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ from aiogpu.errors import AiogpuError, RemoteTraceback
 from aiogpu.worker.private_hooks import on_cuda
 
 MODULE: Final = "torch.cuda"
-"""Where PyTorch keeps what is to be done when CUDA begins."""
+"""The module of PyTorch that keeps the callbacks for the initialisation of CUDA."""
 
 
 def limit_torch(limits: Sequence[int]) -> None:
-    """Have PyTorch keep to so many bytes of each visible GPU, 0 for no limit.
+    """Limit PyTorch's memory on each visible GPU, in bytes; 0 for no limit.
 
-    Never raises: what goes wrong is one line of the task's output.
+    Never raises: a failure becomes one line of the task's output.
     """
     cuda = sys.modules.get(MODULE)
     if cuda is not None:
@@ -44,13 +43,13 @@ def limit_torch(limits: Sequence[int]) -> None:
 
 
 class Watching:
-    """Finds nothing itself; calls back with PyTorch's module once it was imported.
+    """A finder that waits for the import of PyTorch's module, then calls back.
 
-    It stays where it is: whoever goes through `sys.meta_path` in another thread would
-    miss a finder if one before it was removed.
+    It finds no module itself. It stays in `sys.meta_path`: a thread that iterates over
+    the list would skip a finder if an earlier one was removed.
 
     Attributes:
-        is_waiting: whether it has not called back yet.
+        is_waiting: it has not called back yet.
     """
 
     def __init__(self, call: Callable[[ModuleType], object]) -> None:
@@ -60,7 +59,7 @@ class Watching:
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Leave the module to the other finders, and have it call back."""
+        """Find the module by the other finders, and wrap its loader."""
         if name != MODULE or not self.is_waiting:
             return None
         for finder in sys.meta_path:
@@ -76,7 +75,7 @@ class Watching:
             execute = loader.exec_module
             if isinstance(loader, type):
                 raise AttributeError(f"{loader} is a class, which loads others too")
-            # A loader may serve many modules, and be found again for this one.
+            # A loader may serve many modules, and may already be wrapped.
             if getattr(execute, "func", None) != self._execute:
                 loader.exec_module = partial(self._execute, loader, execute)
         except AttributeError as error:
@@ -89,13 +88,13 @@ class Watching:
             execute(module)
             return
         del loader.exec_module
-        execute(module)  # one that fails is perhaps imported again
+        execute(module)  # if it fails, it may be imported again
         self.is_waiting = False
         self._call(module)
 
 
 def leave_with(cuda: Any, limits: Sequence[int]) -> None:
-    """Have PyTorch's module set the limits when CUDA begins, or now if it has."""
+    """Set the limits when PyTorch initialises CUDA, or now if it already has."""
     try:
         set_all = partial(_set_all, cuda, tuple(limits))
         if cuda.is_initialized():
@@ -117,10 +116,10 @@ def _set_all(cuda: Any, limits: tuple[int, ...]) -> None:
 
 
 def _by_index(limits: tuple[int, ...], count: int) -> list[tuple[int, int]]:
-    """The limits by the index of the GPU as PyTorch counts."""
+    """Pair PyTorch's indices of GPUs with their limits."""
     if count == len(limits):
         return list(enumerate(limits))
-    # The user keeps the assigning variable to himself, so all of the node's are seen.
+    # The user controls the visibility variable, so PyTorch sees all GPUs of the node.
     ids = current.accelerators.get("GPU", ())
     found = zip(ids, limits, strict=False)
     return [(index, limit) for index, limit in found if isinstance(index, int)]
@@ -128,13 +127,13 @@ def _by_index(limits: tuple[int, ...], count: int) -> list[tuple[int, int]]:
 
 def _complain(error: Exception) -> None:
     sys.stderr.write(
-        f"aiogpu: PyTorch could not be told how much GPU memory it may use, and is not "
-        f"limited: {type(error).__name__}: {error}\n"
+        f"aiogpu: PyTorch's GPU memory could not be limited: "
+        f"{type(error).__name__}: {error}\n"
     )
 
 
 MOST_CAUSES: Final = 16
-"""Exceptions of one chain, or of one group, that are looked at."""
+"""Exceptions of one chain, or of one group, that are examined at most."""
 
 
 SIGNS: Final = (
@@ -144,49 +143,50 @@ SIGNS: Final = (
     ("cuda out of memory",),
     ("hip out of memory",),
     ("xpu out of memory",),
-    # The runtime's and the driver's own words, as PyTorch, CuPy, RMM, Numba, PyCUDA
-    # and ONNX Runtime show them.
+    # Texts of the CUDA runtime and driver, as shown by PyTorch, CuPy, RMM, Numba,
+    # PyCUDA and ONNX Runtime.
     ("cuda error: out of memory",),
     ("cudaerrormemoryallocation",),
     ("cuda_error_out_of_memory",),
     ("cuda failure 2",),
     ("cumemalloc failed: out of memory",),
     ("hiperroroutofmemory",),
-    # Mostly for want of memory, says NVIDIA's manual of cuBLAS.
+    # Usually caused by lack of memory, according to NVIDIA's cuBLAS manual.
     ("cublas_status_alloc_failed",),
     ("cudnn_status_alloc_failed",),
     ("cupy.cuda.memory.outofmemoryerror",),
-    # XLA; gRPC has an error of the same name.
+    # XLA; two texts, since gRPC has an error of the same name.
     ("resource_exhausted", "out of memory"),
     ("resource_exhausted", "ran out of memory"),
     ("resource_exhausted", "failed to allocate"),
-    # TensorFlow, which says where: "/device:GPU:0 by allocator GPU_0_bfc".
+    # TensorFlow, which names the device: "/device:GPU:0 by allocator GPU_0_bfc".
     ("oom when allocating", "gpu"),
     ("resourceexhaustederror", "failed to allocate memory"),
 )
-"""What texts hold, in small letters, the class's name first: all words of one line."""
+"""Lower-case texts. An exception matches an entry if its class name and message contain
+every text of the entry."""
 
 
 def has_run_out(error: BaseException) -> bool:
     """Return whether an exception or its causes say that device memory ran out here.
 
-    Not what it was raised during: a task that has caught one has dealt with it. A
-    group tells of it where each of its members does.
+    `__context__` does not count: a task that caught such an error has handled it. A
+    group counts if each of its members does.
     """
-    following: BaseException | None = error
+    examined: BaseException | None = error
     for _ in range(MOST_CAUSES):
-        if following is None or isinstance(following, AiogpuError):
+        if examined is None or isinstance(examined, AiogpuError):
             return False
-        cause = following.__cause__
+        cause = examined.__cause__
         if isinstance(cause, RemoteTraceback):
-            return False  # it was raised elsewhere
-        if isinstance(following, BaseExceptionGroup):
-            members = following.exceptions[:MOST_CAUSES]
+            return False  # raised in another process
+        if isinstance(examined, BaseExceptionGroup):
+            members = examined.exceptions[:MOST_CAUSES]
             if all(_is_sign(member) for member in members):
                 return True
-        elif _is_sign(following):
+        elif _is_sign(examined):
             return True
-        following = cause
+        examined = cause
     return False
 
 
@@ -200,11 +200,11 @@ def _is_sign(error: BaseException) -> bool:
 
 
 def peak_memory() -> int:
-    """The most bytes of one device that this process is known to have used.
+    """Return the most bytes of one device that this process is known to have used.
 
-    PyTorch tells its peak, CuPy what its pool has now; 0 where neither can be asked.
+    PyTorch reports its peak, CuPy the current size of its pool; 0 if neither answers.
     """
-    return max(_peak_of_torch(), _held_by_cupy())
+    return max(_peak_of_torch(), _used_by_cupy())
 
 
 def _peak_of_torch() -> int:
@@ -214,15 +214,15 @@ def _peak_of_torch() -> int:
             return 0
         peaks = map(cuda.max_memory_reserved, range(cuda.device_count()))
         return int(max(peaks, default=0))
-    except Exception:  # noqa: BLE001 - the error that is told of may have broken it
+    except Exception:  # noqa: BLE001 - the reported error may have broken PyTorch
         return 0
 
 
-def _held_by_cupy() -> int:
+def _used_by_cupy() -> int:
     cupy: Any = sys.modules.get("cupy")
     try:
         return 0 if cupy is None else int(cupy.get_default_memory_pool().total_bytes())
-    except Exception:  # noqa: BLE001 - the error that is told of may have broken it
+    except Exception:  # noqa: BLE001 - the reported error may have broken CuPy
         return 0
 
 
@@ -256,25 +256,24 @@ STICKY: Final = {
         *("uncorrectable nvlink error", "nvlinkuncorrectable", "nvlink_uncorrectable"),
     ),
 }
-"""What texts say, in small letters, by the name of the error that is meant. The first
-words are those of `cudaGetErrorString`, as PyTorch shows them; the others are those of
-CuPy, Numba and XLA."""
+"""Lower-case texts by the name of the CUDA error. The first text of each comes from
+`cudaGetErrorString`, which PyTorch shows; the others from CuPy, Numba and XLA."""
 
 
 def poisoned_by(error: BaseException) -> str | None:
     """Return the name of the sticky CUDA error in an exception; None for none.
 
-    Its causes are looked at too, and what it was raised during.
+    Its `__cause__` or else its `__context__` is examined too, and so on.
     """
     seen: list[BaseException] = []
-    following: BaseException | None = error
-    while following is not None and following not in seen and len(seen) < MOST_CAUSES:
-        seen.append(following)
-        following = following.__cause__ or following.__context__
-    for one in seen:
-        found = _name_in(_text_of(one))
-        if found is not None:
-            return found
+    linked: BaseException | None = error
+    while linked is not None and linked not in seen and len(seen) < MOST_CAUSES:
+        seen.append(linked)
+        linked = linked.__cause__ or linked.__context__
+    for examined in seen:
+        name = _name_in(_text_of(examined))
+        if name is not None:
+            return name
     return None
 
 
@@ -295,7 +294,7 @@ def _text_of(error: BaseException) -> str:
 
 
 def explain_poisoned(error: BaseException, name: str, pid: int) -> None:
-    """Add to an exception what was done about it."""
+    """Add a note to an exception: the worker process was ended."""
     try:
         error.add_note(
             f"aiogpu ended the worker process (pid {pid}): after {name} it could not "

@@ -1,9 +1,9 @@
 """Stopping user code that runs in a worker's main thread.
 
-A signal carries no task id, and it may arrive when its task is over. So the cancel
-names its task in a word of a page that driver and worker share; the signal only
-says "look". The handler raises once, inside the named task's user code and nowhere
-else: never in a frame of the worker's own, never while a frame is being sent.
+A signal carries no task id, and it may arrive after the end of its task. So the driver
+writes the task's id to a memory page that it shares with the worker; the signal only
+makes the worker read the page. The handler raises once, inside the named task's user
+code: never in a frame of the worker's own code, never while a message is being sent.
 """
 
 from __future__ import annotations
@@ -24,20 +24,19 @@ from aiogpu.worker.private_hooks import IMPORT
 
 _SIGINT: Final = int(signal.SIGINT)
 _PACKAGE: Final = dirname(dirname(__file__))
-"""Where all code of this library is."""
+"""The directory of this library's code."""
 _FINALIZES: Final = weakref.finalize.__call__.__code__
 _WEAK: Final = {weakref.__file__, weakref.WeakSet.__init__.__code__.co_filename}
 
 
 class Interrupts:
-    """One worker's side: where it is, and whether it may be interrupted now.
+    """Interrupts of one worker: which task runs, and whether it can be interrupted now.
 
     Attributes:
-        entered: the task whose user code runs, 0 outside of it. Whoever sets it
-            lists his code object in `own`, so that no interrupt lands between
-            two steps of his.
-        soften: called before an interrupt is raised in a frame; True if it ends the
-            task in another way, so that nothing is raised. None for no such call.
+        entered: the task whose user code runs, 0 for none. A function that sets it is
+            passed to `spare`, so that no interrupt lands between two of its steps.
+        soften: called before an interrupt is raised in a frame; returns True if it ends
+            the task in another way, so that nothing is raised. None for no call.
     """
 
     def __init__(self, page: ControlPage, slot: int = 0) -> None:
@@ -46,7 +45,7 @@ class Interrupts:
         self._slot = slot
         self.soften: Callable[[FrameType], bool] | None = None
         self._shield = Shield(self.catch_up)
-        # Whoever has set `entered` may ask at once, in these frames.
+        # Called right after `entered` is set, so these frames are spared too.
         self._own = {self.is_asked.__code__, page.asked.__code__}
         self._handler = self._on_signal
         self._is_installed = False
@@ -54,7 +53,7 @@ class Interrupts:
 
     @property
     def is_shielded(self) -> bool:
-        """True if an interrupt would be put off."""
+        """True if an interrupt would be deferred."""
         return self._shield.depth > 0
 
     def spare(self, *own: CodeType) -> None:
@@ -62,21 +61,22 @@ class Interrupts:
         self._own.update(own)
 
     def attend(self, slot: int) -> None:
-        """Look at the words of this slot."""
+        """Read the shared page at this slot from now on."""
         self._slot = slot
 
     def install(self) -> None:
-        """Handle the signal from now on; it means nothing where no task runs."""
+        """Handle the signal from now on; it has no effect while no task runs."""
         self._is_installed = True
         signal.signal(signal.SIGINT, self._handler)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
 
     def restore(self) -> None:
-        """Handle the signal again, if a task's code has seen to it otherwise.
+        """Install the handler again if a task's code has replaced it.
 
-        Where it was not installed, in a rehearsal, another's handler stays.
+        A handler that was never installed, as in a warm-up, is not installed here.
         """
-        # `signal.getsignal` would make an enumeration of it, a hundred times dearer.
+        # `signal.getsignal` converts the result to an enum, which takes 100 times as
+        # long.
         if _signal.getsignal(_SIGINT) is not self._handler and self._is_installed:
             signal.signal(signal.SIGINT, self._handler)
 
@@ -89,16 +89,16 @@ class Interrupts:
         return self._page.is_stopping(self._slot, task)
 
     def begin(self, number: int) -> str:
-        """Say that what was sent under that number begins; see `ControlPage.begin`."""
+        """Note that the request with this number begins; see `ControlPage.begin`."""
         return self._page.begin(self._slot, number)
 
     def note_begun(self, call: int) -> None:
-        """Say that a call of an actor begins."""
+        """Note that a call of an actor begins."""
         self._page.note_begun(self._slot, call)
 
     @property
     def drops(self) -> int:
-        """Return how many calls sent to this process were dropped."""
+        """The number of calls sent to this process that were dropped."""
         return self._page.dropped(self._slot)
 
     def has_heard(self, task: int) -> bool:
@@ -106,7 +106,7 @@ class Interrupts:
         return self._page.heard(self._slot) == task
 
     def hear(self, task: int) -> None:
-        """Tell the driver that the task knows; it sends no further signal."""
+        """Acknowledge the task's cancel: the driver sends no further signal."""
         self._page.hear(self._slot, task)
 
     def _on_signal(self, _number: int, frame: FrameType | None) -> None:
@@ -117,8 +117,8 @@ class Interrupts:
 
     def _interrupt(self, frame: FrameType | None) -> None:
         task = self.entered
-        # The driver may have sent it again just before it saw that the first was heard:
-        # whatever ends a task's code is not to be cut short.
+        # The driver may repeat the signal just before it sees the acknowledgement: a
+        # second interrupt must not cut the task's cleanup short.
         if task == 0 or not self.is_asked(task) or self.has_heard(task):
             return
         if frame is None or self._is_open_to_it(frame):
@@ -134,20 +134,20 @@ class Interrupts:
         raise KeyboardInterrupt(f"task {task} was cancelled")
 
     def shielded(self) -> AbstractContextManager[None]:
-        """Put off an interrupt until the end of the outermost such block.
+        """Context manager: defer interrupts to the end of the outermost block.
 
         Main thread only.
         """
         return self._shield
 
     def if_open(self) -> AbstractContextManager[None]:
-        """`shielded`, where this thread runs what may be interrupted."""
+        """Return `shielded()` if this thread runs interruptible code."""
         if self.entered and get_ident() == self._main:
             return self._shield
         return nullcontext()
 
     def catch_up(self, frame: FrameType | None = None) -> None:
-        """Raise what a shield has put off; under it too, where that goes on for long.
+        """Raise a deferred interrupt; long blocks call it to be interruptible.
 
         Args:
             frame: where it would be raised; None for the caller's.
@@ -158,11 +158,11 @@ class Interrupts:
 
 
 class Shield:
-    """Puts off interrupts while a block of it runs; they may be nested.
+    """Context manager that defers interrupts; may be nested.
 
     Attributes:
-        depth: how many blocks are entered.
-        is_pending: whether an interrupt was put off.
+        depth: number of entered blocks.
+        is_pending: an interrupt was deferred.
     """
 
     def __init__(self, catch_up: Callable[[FrameType], None]) -> None:
@@ -180,10 +180,10 @@ class Shield:
 
 
 def imports(frame: FrameType | None) -> bool:
-    """Return whether an import is under way. The driver will ask again.
+    """Return whether an import runs, which must not be interrupted.
 
-    One that is broken off leaves parts behind, and the module cannot be imported in
-    this process any more; but the worker goes on.
+    An interrupted import leaves parts behind, and the module cannot be imported in this
+    process again, although the worker goes on. The driver sends the signal again.
     """
     while frame is not None:
         if frame.f_code.co_filename == IMPORT:
@@ -193,10 +193,11 @@ def imports(frame: FrameType | None) -> bool:
 
 
 def _lets_go(frame: FrameType) -> bool:
-    """Return whether this library releases an object. The driver will ask again.
+    """Return whether this library's code runs in a finalizer.
 
-    An exception in a finalizer is printed and dropped. Then the cancel is lost, and so
-    is the report of the release, for which the driver would wait.
+    An exception in a finalizer is printed and dropped. The cancel would be lost, and so
+    would the report of the release, for which the driver waits. The driver sends the
+    signal again.
     """
     if frame.f_code.co_filename in _WEAK:
         return frame.f_code is not _FINALIZES

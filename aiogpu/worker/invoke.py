@@ -1,22 +1,21 @@
 """One call of the user's code: load the arguments, call, await, send, classify.
 
-`invoke` is the only way in which a task or a method is called: in a worker's main
-thread, in the threads of an actor, on an event loop, in the program by the inline
-engine, and in Ray's workers by the bridge to Ray. It is a coroutine, since code on a
-loop must be able to suspend in it. An `Invoker` says what differs. Where no loop
-runs, nothing suspends, and one `send` takes `invoke` to its end (`run_now`); asyncio is
-not needed for that.
+Every task and method is called by `invoke`: in a worker's main thread, in the threads
+of an actor, on an event loop, in the program by the inline engine, and in Ray's
+workers. It is a coroutine, so that code on a loop can suspend in it. An `Invoker`
+supplies what differs between these places. Where no loop runs, nothing suspends, and
+one `send` runs `invoke` to its end (`run_now`) without asyncio.
 
 The rest is about failures:
 
 - `RetryRules` decides whether a failure is retried. The worker decides, because it has
   the user's classes, and only once something has failed.
-- `let_go` clears the frames of an error after it was reported. A traceback keeps the
-  frames that an error has passed, with all that their variables refer to. If one of
-  these refers to the error, as a failed handle does, nothing of it is freed before the
-  garbage collector runs, which in an idle process is never: a failed task would keep
-  actors and values from ending.
-- `explain_quit` says why a debugger found no terminal.
+- `let_go` clears the frames of an error after the report. A traceback keeps the frames
+  that an error has passed, with all objects in their variables. If one of these objects
+  refers to the error, as a failed handle does, only the garbage collector frees them.
+  In an idle process it never runs, and a failed task would keep actors and values
+  alive.
+- `explain_quit` explains that a debugger finds no terminal in a worker.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional arguments, and arguments by name."""
 
 OWN_FRAMES: Final = "/aiogpu/worker/"
-"""Marks this package's own frames, which are left out of a user's traceback."""
+"""Path of this package's own frames, which are removed from users' tracebacks."""
 
 CO_COROUTINE: Final = 0x80
 """Flag of the code of an `async def`; see `inspect`, which is slow to import."""
@@ -72,10 +71,10 @@ class UnsendableError(Exception):
 
 @final
 class Raised:
-    """The exception of a call, and the step that raised it.
+    """The exception of a call, and the step that failed.
 
     Attributes:
-        kind: what the failure is, one of the kinds of `serialization.exceptions`.
+        kind: a kind of failure of `serialization.exceptions`.
         error: the exception.
     """
 
@@ -87,7 +86,7 @@ class Raised:
 
 
 class Callables(dict[Any, Callable[..., Any]]):
-    """Functions or methods that are looked up when they are first called.
+    """Functions or methods by name, looked up at their first call.
 
     Attributes:
         failure: the kind of failure if the lookup raises.
@@ -99,7 +98,7 @@ class Callables(dict[Any, Callable[..., Any]]):
 def timed(
     function: Callable[..., Any], begin: Callable[[], object]
 ) -> Callable[..., Any]:
-    """Return a function that reports that it begins, then calls `function`."""
+    """Return a function that calls `begin`, then `function`."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         begin()
@@ -110,9 +109,9 @@ def timed(
 
 
 class Functions(Callables):
-    """Functions by id, unpickled when they are first needed.
+    """Functions by id, unpickled at their first call.
 
-    The negated id of a function stands for the same one, `timed`.
+    The negated id of a function maps to the same function, wrapped by `timed`.
 
     Args:
         begin: called when the code of a timed function begins.
@@ -131,8 +130,8 @@ class Functions(Callables):
     def __missing__(self, function: int) -> Callable[..., Any]:
         if function < 0:
             assert self._begin is not None, self
-            found = self[function] = timed(self[-function], self._begin)
-            return found
+            wrapped = self[function] = timed(self[-function], self._begin)
+            return wrapped
         current.loader = get_ident()
         try:
             loaded: Callable[..., Any] = load_function(self.payloads[function])
@@ -143,11 +142,11 @@ class Functions(Callables):
 
 
 class Constructor(Callables):
-    """Classes by function id, called to make an actor's object.
+    """Constructors of actors, by the function id of the class.
 
     Args:
-        functions: has the classes.
-        keep: is given the object; a constructor has no result.
+        functions: holds the classes.
+        keep: receives the object, since a constructor sends no result.
     """
 
     failure = UNREADABLE
@@ -167,19 +166,19 @@ class Constructor(Callables):
 
 
 class Invoker:
-    """The parts of `invoke` that differ between places where code runs.
+    """The parts of `invoke` that differ between the places where code runs.
 
-    What is here is right in a worker, on an event loop that runs.
+    The defaults are for a worker in which an event loop runs.
     """
 
     def load(self, function: Callable[..., Any], payload: bytes) -> Arguments:
-        """Unpickle the arguments of a call that are more than a plain pickle."""
+        """Unpickle the compound arguments of a call."""
         return open_arguments(payload)
 
     def wait(
         self, coroutine: CoroutineType[Any, Any, Any], call: int
     ) -> Awaitable[Any]:
-        """Return what gives the result of a coroutine that the call has returned."""
+        """Return an awaitable for the result of the coroutine that a call returned."""
         return coroutine
 
     async def send_items(self, items: Any, stream: Any) -> None:
@@ -187,7 +186,7 @@ class Invoker:
         raise NotImplementedError
 
     def pack(self, outgoing: PickledValue) -> bytes:
-        """Make a payload of what is more than a plain pickle."""
+        """Make the payload of a compound value."""
         return pack_value(outgoing)
 
 
@@ -199,19 +198,18 @@ async def invoke(
     payload: bytes,
     stream: object = None,
 ) -> Done | Raised:
-    """Run one call to its end. Whatever the user's code raises is returned.
+    """Run one call to its end; return its answer or the exception.
 
-    No interrupt lands in this frame (`Interrupts.spare`), so all of it can be left at
-    any step.
+    No interrupt lands in this frame (`Interrupts.spare`).
 
     Args:
-        invoker: what differs where the call runs.
+        invoker: supplies what depends on the place where the call runs.
         call: number of the task or call.
-        functions: has what is called.
+        functions: holds the function or method.
         name: its name there.
         payload: the arguments.
-        stream: for a generator whose items are sent one by one: says how, to
-            `Invoker.send_items`.
+        stream: sends the items of a generator one by one, by `Invoker.send_items`; None
+            for a single result.
     """
     kind, arguments, value = functions.failure, None, None
     started = perf_counter()
@@ -242,20 +240,20 @@ async def invoke(
             result = invoker.pack(result)
         took = int((perf_counter() - started) * 1e6) + 1
         return Done(call, result, took)  # type: ignore[arg-type]
-    except BaseException as error:  # noqa: BLE001 - whatever it is, it is the call's
+    except BaseException as error:  # noqa: BLE001 - reported for the call
         current.loader = 0
         if type(value) is CoroutineType and not value.cr_suspended:
-            value.close()  # a coroutine that never began would warn of that
+            value.close()  # avoids the warning about a coroutine that never began
         return Raised(UNSENDABLE if type(error) is UnsendableError else kind, error)
 
 
 def _call(function: Callable[..., Any], arguments: Arguments) -> Any:
-    # A frame of its own: an interrupt may land in a builtin called from here.
+    # A frame of its own, since interrupts are allowed in a builtin called from here.
     return function(*arguments[0], **arguments[1])
 
 
 def run_now(call: Coroutine[Any, Any, Done | Raised]) -> Done | Raised:
-    """Run `invoke` to its end where nothing suspends."""
+    """Run `invoke` to its end, where nothing suspends."""
     try:
         call.send(None)
     except StopIteration as ended:
@@ -265,16 +263,16 @@ def run_now(call: Coroutine[Any, Any, Done | Raised]) -> Done | Raised:
 
 
 class StreamSender:
-    """The producer's end of a stream: sends what a generator yields, while it may.
+    """The producer's end of a stream: sends a generator's items, within a limit.
 
-    Each item is sent at once, by itself. Nobody knows how long the generator will
-    compute before it yields the next one, and meanwhile nothing here runs that could
-    send what was kept back; the driver takes what has come together all at once.
+    Each item is sent at once, in a message of its own. The generator may compute for
+    any time before the next item, and no other code would send a buffered item
+    meanwhile. The driver handles items that arrive together in one step.
 
     Attributes:
         task: number of the task or call.
-        limit: how many items it may yield in all, as far as this end knows.
-        on_open: called when the limit has risen.
+        limit: number of items that it may yield in all, as last reported.
+        on_open: called when the limit rises.
     """
 
     __slots__ = ("_count", "_pack", "_send", "_skip", "limit", "on_open", "task")
@@ -287,13 +285,13 @@ class StreamSender:
         skip: int,
         pack: Callable[[PickledValue], bytes] | None = None,
     ) -> None:
-        """Prepare.
+        """Make the sender of one stream.
 
         Args:
             send: sends an item.
             task: number of the task or call.
-            limit: how many items it may yield in all.
-            skip: how many an attempt before has sent.
+            limit: number of items that it may yield in all.
+            skip: number of items that earlier attempts have sent.
             pack: makes the payload of a large item; `pack_value` if None.
         """
         self.task = task
@@ -309,21 +307,21 @@ class StreamSender:
 
     @property
     def is_held(self) -> bool:
-        """True if the consumer has to take items before the next one is yielded."""
+        """True if the consumer must take items before the next item is produced."""
         return self._count >= self.limit
 
     def rise(self, limit: int) -> None:
-        """The consumer has taken items."""
+        """Raise the limit, since the consumer has taken items."""
         if limit > self.limit:
             self.limit = limit
             if self.on_open is not None:
                 self.on_open()
 
     def send(self, item: object) -> None:
-        """Send the next item, unless an attempt before has done so.
+        """Send the next item, unless an earlier attempt has sent it.
 
         Raises:
-            UnsendableError: it cannot be pickled, or is too large.
+            UnsendableError: the item cannot be pickled, or is too large.
         """
         self._count += 1
         if self._count <= self._skip:
@@ -342,20 +340,20 @@ class StreamSender:
 def send_all(
     items: Iterator[Any], flow: StreamSender, hold: Callable[[], object]
 ) -> None:
-    """Run a plain generator to its end, and send what it yields.
+    """Run a plain generator to its end, and send its items.
 
-    Whatever ends it before, its `finally` blocks have run when this raises.
+    If this raises, the generator's `finally` blocks have run.
 
     Args:
         items: the generator.
-        flow: its way out.
-        hold: waits, while the flow is held; raises if the generator is to end.
+        flow: sends the items.
+        hold: waits while the flow is held; raises if the generator is to end.
     """
     try:
         send = flow.send
         for item in items:
             send(item)
-            del item  # it may be large, and the next is as well
+            del item  # free it before the next item, since both may be large
             hold()
     finally:
         close = getattr(items, "close", None)
@@ -366,13 +364,13 @@ def send_all(
 async def send_all_async(
     items: Any, flow: StreamSender, new_future: Callable[[], Future[None]]
 ) -> None:
-    """Send the items of a generator of either kind, on an event loop.
+    """Send the items of a plain or async generator, on an event loop.
 
-    A plain one has the loop to itself until it is held.
+    A plain generator blocks the loop until it is held.
 
     Args:
         items: the generator.
-        flow: its way out.
+        flow: sends the items.
         new_future: makes a future of the loop.
     """
     try:
@@ -408,7 +406,7 @@ def _set(waiter: Future[None]) -> None:
 
 
 def open_arguments(payload: Any) -> Arguments:
-    """Unpickle compound arguments; what the code keeps of them keeps what it needs."""
+    """Unpickle compound arguments, and release the payload's own references."""
     try:
         return load_arguments(payload)
     finally:
@@ -416,14 +414,14 @@ def open_arguments(payload: Any) -> Arguments:
 
 
 def pack_value(outgoing: PickledValue) -> bytes:
-    """Make the payload of what this worker sends; see `Loans.pack`."""
+    """Make the payload of a value that this worker sends; see `Loans.pack`."""
     if current.client is None:
         raise NodeClosedError("this process is a fork of a worker, and sends nothing.")
     return current.client.pack(outgoing)
 
 
 def is_coroutine(function: object) -> bool:
-    """Return whether a function, or the one that it wraps, is an `async def`."""
+    """Return whether a function, or the function that it wraps, is an `async def`."""
     while (inner := getattr(function, "__wrapped__", None)) is not None:
         function = inner
     code = getattr(function, "__code__", None)
@@ -443,9 +441,10 @@ class RetryRules:
     def mark(
         self, failed: Failed, name: str, retried: bytes, error: BaseException
     ) -> Failed:
-        """Say in a failure of user code whether the options ask for another attempt.
+        """Set `is_retried` in a failure of user code by the function's options.
 
-        They may name the exception by the class as which the program gets it.
+        The options may name the class that the program receives instead of the
+        original.
         """
         reported_as: list[type[BaseException]] = []
         if failed.payload is None:
@@ -462,13 +461,13 @@ class RetryRules:
         error: BaseException,
         *reported_as: type[BaseException],
     ) -> bool:
-        """Return whether a failure is one of those that the function names.
+        """Return whether a function's options ask for a retry of a failure.
 
         Args:
             name: name of the function that has failed.
             retried: its option, pickled; see `dump_retried`.
-            error: what it has raised.
-            reported_as: further classes as which the failure is reported.
+            error: the exception that it has raised.
+            *reported_as: further classes by which the failure may be reported.
         """
         try:
             rule = self._rules.get(retried)
@@ -480,33 +479,32 @@ class RetryRules:
         except BaseException as odd:  # noqa: BLE001 - foreign code may raise anything
             self._rules[retried] = False
             sys.stderr.write(
-                f"aiogpu: {name} is not tried again, whatever it raises: its "
-                f"retry_exceptions cannot be asked: {type(odd).__name__}: "
-                f"{safe_text(odd)}\n"
+                f"aiogpu: {name} is never retried, because its retry_exceptions "
+                f"cannot be used: {type(odd).__name__}: {safe_text(odd)}\n"
             )
             return False
 
 
 def let_go(error: BaseException) -> None:
-    """Clear the frames that an error, and what has led to it, have passed.
+    """Clear the frames that an error, its causes and its contexts have passed.
 
-    Frames of generators and coroutines stay: one may have caught the error and go on,
-    and clearing its frame would end it. `invoke` itself has ended.
+    Frames of generators and coroutines stay: a generator may have caught the error and
+    go on, and clearing its frame would end it. `invoke` itself has ended.
     """
     seen: set[int] = set()
-    left: list[BaseException | None] = [error]
-    while left:
-        one = left.pop()
-        if one is None or id(one) in seen:
+    pending: list[BaseException | None] = [error]
+    while pending:
+        exception = pending.pop()
+        if exception is None or id(exception) in seen:
             continue
-        seen.add(id(one))
-        trace = one.__traceback__
+        seen.add(id(exception))
+        trace = exception.__traceback__
         while trace is not None:
             if not _may_resume(trace.tb_frame.f_code):
                 with suppress(RuntimeError):  # the frame runs
                     trace.tb_frame.clear()
             trace = trace.tb_next
-        left += one.__cause__, one.__context__
+        pending += exception.__cause__, exception.__context__
 
 
 def _may_resume(code: CodeType) -> bool:
@@ -521,8 +519,8 @@ _NO_TERMINAL: Final = (
 
 
 def explain_quit(error: BaseException) -> None:
-    """Let the exception by which `pdb` leaves say why; leave any other one alone."""
+    """Explain the exception by which `pdb` ends; leave other exceptions unchanged."""
     kind = type(error)
-    # As `bdb.BdbQuit` without importing it.
+    # Like `isinstance(error, bdb.BdbQuit)`, without importing bdb.
     if kind.__name__ == "BdbQuit" and kind.__module__ == "bdb" and not error.args:
         error.args = (_NO_TERMINAL,)

@@ -1,4 +1,4 @@
-"""A worker's life: bind, run tasks as they come, end in an orderly way."""
+"""A worker's main loop: bind, run tasks as they arrive, exit in an orderly way."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ from aiogpu.worker.zygote.preload import Imports
 
 
 class Worker:
-    """One worker process; made in the zygote, begun in a fresh fork.
+    """One worker process; made in the zygote, started in a fresh fork.
 
     Attributes:
-        task_state: what is restored after each task.
+        task_state: process state that is restored after each task.
     """
 
     def __init__(
@@ -56,14 +56,14 @@ class Worker:
         self.task_state = TaskStateReset(interrupts.restore)
 
     def begin(self) -> None:
-        """Take over this process: what user code sees and does is this worker's."""
+        """Set this worker's client and output streams up for user code."""
         current.client = self._client
         current.is_stopping = self._interrupts.is_stopping
         self._stdio.begin()
         os.register_at_fork(after_in_child=self._leave)
 
     def _leave(self) -> None:
-        """User code has forked: the child is no worker, whatever it returns to."""
+        """Detach a fork made by user code, which is no worker."""
         current.client = None
         if self._channel.loans is not None:
             self._channel.loans.leave()
@@ -71,12 +71,13 @@ class Worker:
         self._stdio.leave()
 
     def serve(self) -> None:
-        """Obey the driver until it says `Exit`, or goes."""
+        """Handle the driver's messages until `Exit`, or until the driver has gone."""
         while True:
             message = self._channel.next()
             if type(message) is Run:
                 has_run, is_last = self._run(message), message.is_last
-                # It holds the arguments, whose end is reported to the driver.
+                # The message holds the arguments, whose release is reported to the
+                # driver.
                 del message
                 self._client.tell_dropped()
                 if has_run and (is_last or self._executor.is_spoilt):
@@ -95,14 +96,14 @@ class Worker:
                 return
 
     def _claim(self, message: Run | Create) -> bool:
-        """Claim what is to be run; False if the driver has revoked it."""
+        """Claim a request to run; False if the driver has revoked it."""
         begun = self._interrupts.begin(message.number)
         if begun == TOO_LATE:
             self._channel.send(Skipped(message.task, message.number))
         return begun is BEGUN
 
     def _run(self, message: Run) -> bool:
-        """Run a task and answer; False if it was revoked."""
+        """Run a task and answer; False if the task was revoked."""
         if not self._claim(message):
             return False
         executor, client = self._executor, self._client
@@ -118,7 +119,7 @@ class Worker:
         return True
 
     def _be_actor(self, message: Create) -> bool:
-        """Be an actor until it ends; False if its creation was revoked."""
+        """Serve an actor until it ends; False if its creation was revoked."""
         if not self._claim(message):
             return False
         executor, client = self._executor, self._client
@@ -131,7 +132,7 @@ class Worker:
             executor.answer(Created(message.task))
             client.tell_dropped()
             _serve(executor, actor, message)
-            # Now, so that what it does is still bounded and still heard.
+            # Now, so that finalizers are still interruptible and their output is sent.
             del actor
             gc.collect()
             if client.shares.due:
@@ -140,10 +141,10 @@ class Worker:
         return True
 
     def end(self) -> None:
-        """Leave the process: exit functions of the user's, a flush, no more.
+        """Exit the process after the user's exit functions and a flush.
 
-        The interpreter's own finalisation is left out; it takes 14 ms bare and
-        330 ms with torch, and the kernel takes everything back anyway.
+        The interpreter's own finalisation is skipped. It takes 14 ms, and 330 ms with
+        torch, and the kernel frees all resources anyway.
         """
         try:
             run_exit_functions()
@@ -154,11 +155,11 @@ class Worker:
 
 
 def _serve(executor: Executor, actor: object, creation: Create) -> None:
-    """Serve an actor's calls in its mode; few workers need these modules."""
+    """Serve an actor's calls in its mode; imports the module of this mode only."""
     if creation.mode == ASYNC:
         from aiogpu.worker.async_actor import AsyncActor
 
-        # The zygote learns asyncio by it, also where nobody ever calls.
+        # So the zygote learns asyncio even if the actor is never called.
         executor.report_imports()
         AsyncActor(executor, actor).serve()
     elif creation.mode == SERIAL:

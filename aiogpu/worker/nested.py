@@ -1,9 +1,9 @@
 """The client of the task that runs in this worker, over the worker's own socket.
 
-Whoever waits for an answer reads the socket himself: the worker has no other thread.
-What comes for the worker meanwhile stays on the channel until the task has ended. A
-module that a worker imports must not start the module's program: each worker would
-start another one, without end (`refuse_to_begin_anew`).
+Code that waits for an answer reads the socket itself: the worker has no other thread.
+Messages for the worker stay on the channel until the task has ended. A module that a
+worker imports must not start the program again: each worker would start another
+program, without end (`refuse_to_begin_anew`).
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ if TYPE_CHECKING:
 
 
 SLICE: Final = 0.05
-"""Seconds after which a waiting thread sees what another one has read for it."""
+"""Seconds after which a waiting thread sees messages that another thread has read."""
 
 
 class TaskClient(NodeClient):
-    """The client of the running task; one for the life of the worker.
+    """The client of the running task; lives as long as the worker.
 
     Attributes:
         loop: the event loop that reads the socket for the task; None without one.
-        wake: has that loop look at what another thread has read.
+        wake: makes this loop handle messages that another thread has read.
     """
 
     def __init__(self, channel: Channel) -> None:
@@ -65,12 +65,12 @@ class TaskClient(NodeClient):
 
     @property
     def waits(self) -> LoopWaits:
-        """The observer of waits on the event loop of this thread."""
+        """The waits on the event loop of this thread."""
         loop = sys.modules["asyncio"].get_running_loop()
         waits = self._loops.get(loop)
         if waits is None or not waits.is_current:
             for other in [
-                one for one, its in self._loops.items() if not its.is_current
+                loop for loop, waits in self._loops.items() if not waits.is_current
             ]:
                 del self._loops[other]
             waits = self._loops[loop] = LoopWaits(self, loop)
@@ -88,10 +88,10 @@ class TaskClient(NodeClient):
         super()._check(func, payload)
 
     def declare(self, func: FunctionSpec) -> None:
-        """Tell the node what a function is and asks for.
+        """Send a function and its options to the node.
 
         Raises:
-            MisuseError: a module that a task imports would start that task anew.
+            MisuseError: a module that a task imports would start the same task again.
         """
         if func.spec.name == current.name:
             refuse_to_begin_anew()
@@ -114,25 +114,25 @@ class TaskClient(NodeClient):
         self._channel.admit_guests(True)
 
     def tell_dropped(self) -> None:
-        """Report loans that are no longer needed."""
+        """Report ended loans between tasks."""
         loans = self._channel.loans
         if loans is not None and loans.over:
             loans.tell_to(self._channel.send)
 
     def tell_amid(self) -> None:
-        """Report them while a task runs, which may take days."""
+        """Report ended loans while a task runs, which may take days."""
         loans = self._channel.loans
         if loans is not None and loans.over:
             with self._channel.uncut():
                 loans.tell_to(self._channel.send)
 
     def demand(self, number: int, limit: int) -> None:
-        """Let a request that is a stream yield so many items in all."""
+        """Set the number of items that a stream may yield in all."""
         self.tell_amid()
         super().demand(number, limit)
 
     def cancel(self, question: int) -> None:
-        """Withdraw a question for a value; see `interface.ValueStore`."""
+        """Withdraw a query for a value; see `interface.ValueStore`."""
         self.withdraw(question)
 
     def withdraw_soon(self, child: int) -> None:
@@ -149,10 +149,10 @@ class TaskClient(NodeClient):
     def note_wait(
         self, waiter: object, children: tuple[int, ...], is_bound: bool = False
     ) -> None:
-        """Note that a thread or loop of the task waits for these, or for none.
+        """Note the children for which a thread or loop of the task waits, or none.
 
-        The task as a whole waits for what any of them waits for; see `Wait` for what
-        its main thread is bound to.
+        The task as a whole waits for the children of all its threads and loops. `Wait`
+        explains which children its main thread is bound to.
         """
         self._tell_unwanted()
         self.tell_amid()
@@ -172,18 +172,18 @@ class TaskClient(NodeClient):
         self.send(Wait(current.task, children, len(bound)))
 
     def end_wait(self, waiter: object) -> None:
-        """Note the end of a wait that the driver knows by itself."""
+        """Note the end of a wait of which the driver already knows."""
         self._waits.pop(waiter, None)
 
     def read(self) -> None:
-        """Take what has come, without waiting.
+        """Handle received messages, without waiting.
 
         Raises:
             NodeClosedError: the driver has gone.
         """
         is_open = self._channel.read_ready(is_guest=True)
         if self.wake is not None:
-            # What was read may be for the task's own loop, which saw nothing come.
+            # A message may be for the task's own loop, which saw no bytes arrive.
             self.wake()
         if not is_open:
             raise NodeClosedError("the node has gone.")
@@ -191,34 +191,34 @@ class TaskClient(NodeClient):
     def wait_until(
         self, is_done: Callable[[], bool], deadline: float | None = None
     ) -> bool:
-        """Read until something is done; False if time is up before.
+        """Read until `is_done()`; False if the deadline passes first.
 
         Args:
-            is_done: asked after each read.
+            is_done: called before each read.
             deadline: by `time.monotonic()`, None for no limit.
 
         Raises:
             NodeClosedError: the driver has gone.
         """
         while not is_done():
-            left = None if deadline is None else deadline - time.monotonic()
-            if left is not None and left <= 0:
+            remaining = None if deadline is None else deadline - time.monotonic()
+            if remaining is not None and remaining <= 0:
                 return False
             if _thread._count():
-                left = SLICE if left is None else min(left, SLICE)
-            self._channel.wait(left)
+                remaining = SLICE if remaining is None else min(remaining, SLICE)
+            self._channel.wait(remaining)
             self.read()
         return True
 
     def hand_over(self) -> None:
-        """Wait until the driver has each shared result, or will get it by itself.
+        """Wait until the driver has each shared result, or will get it from elsewhere.
 
-        A child that ended just before its result was shared has sent its answer here
-        and nowhere else. The answer is lost if this process ends without reading it.
+        A child that ended just before its result was shared has sent its answer only to
+        this process. The answer is lost if this process ends without reading it.
         """
         due = self.shares.due_now()
         self._is_synced = False
-        # Where the driver has gone, the next send says so.
+        # If the driver has gone, the next send raises.
         with suppress(NodeClosedError):
             self.send(Sync())
             self.wait_until(lambda: self._is_synced)
@@ -228,7 +228,7 @@ class TaskClient(NodeClient):
         """Send a report of the running task or call; see `aiogpu.report`.
 
         Raises:
-            MisuseError: there is none to which this code belongs.
+            MisuseError: this code belongs to no running task or call.
         """
         number = method_called.get()[1] or self._channel.entered
         if not number or number == current.actor:
@@ -236,7 +236,7 @@ class TaskClient(NodeClient):
         self._channel.report(number, payload)
 
     def end_task(self) -> None:
-        """The task has ended, and what it had started ends with it."""
+        """End the task's children and waits after the task has ended."""
         with self._requesting:
             current.task = 0
             self._waits.clear()
@@ -247,7 +247,7 @@ class TaskClient(NodeClient):
         self._settle_all(abandoned)
 
     def take(self, message: Message) -> bool:
-        """Tell the receiver of an answer; False if the message is none of a task's."""
+        """Deliver an answer; False if the message is not for a task."""
         if type(message) is Synced:
             self._is_synced = True
             return True
@@ -257,8 +257,8 @@ class TaskClient(NodeClient):
 class LoopWaits:
     """The children for which code on one event loop waits; see `interface.Waits`.
 
-    The task waits as long as any of its code does. The driver is told once in a turn of
-    the loop.
+    The task waits as long as any of its code waits. The driver gets one message per
+    turn of the loop.
     """
 
     def __init__(self, client: TaskClient, loop: AbstractEventLoop) -> None:
@@ -269,12 +269,12 @@ class LoopWaits:
         self._has_told = False
         self._task = current.task
         if client.loop is not loop:
-            # A loop of the user's own, in a plain function or a thread.
+            # A loop that user code runs, in a plain function or a thread.
             loop.add_reader(client.fileno(), self._read)
 
     @property
     def is_current(self) -> bool:
-        """True if the task that it was made for still runs."""
+        """True while the task that created this object runs."""
         return self._task == current.task != 0
 
     def _read(self) -> None:
@@ -282,17 +282,17 @@ class LoopWaits:
             with suppress(NodeClosedError):
                 self._client.read()
                 return
-        # It would be called again and again, for what is not this loop's to read.
+        # Else it would be called forever, for bytes that this loop must not read.
         self._loop.remove_reader(self._client.fileno())
 
     def begin_wait(self, child: int) -> None:
-        """Some code waits for a child now."""
+        """Note that code on the loop waits for a child."""
         self._waits[child] = self._waits.get(child, 0) + 1
         if self._waits[child] == 1:
             self._tell_soon()
 
     def end_wait(self, child: int) -> None:
-        """Stop waiting although the child has not ended."""
+        """Note that code stops waiting although the child has not ended."""
         if child in self._waits:
             self._waits[child] -= 1
             if not self._waits[child]:
@@ -310,21 +310,21 @@ class LoopWaits:
 
     def _tell(self) -> None:
         self._is_told = True
-        # What has ended within the turn was not waited for, as the driver sees it.
+        # For the driver, a wait that ended within the same turn never existed.
         if self.is_current and (self._waits or self._has_told):
             self._client.note_wait(self, tuple(self._waits))
             self._has_told = bool(self._waits)
 
 
 def abandoned(name: str) -> TaskCancelledError:
-    """Return the error of a child that ends because its parent task has ended."""
+    """Return the error of a child task that was stopped by the end of its parent."""
     return TaskCancelledError(
-        f"{name} was stopped, since the task that had started it has ended."
+        f"{name} was stopped because the task that started it has ended."
     )
 
 
 def task_client() -> TaskClient:
-    """The client of the task that this worker runs.
+    """Return the client of the task that this worker runs.
 
     Raises:
         NodeError: this process is no worker.
@@ -333,22 +333,23 @@ def task_client() -> TaskClient:
 
 
 def refuse_to_begin_anew() -> None:
-    """Refuse to start anything for a module that is being imported in this thread.
+    """Refuse to start the program from a module that this thread is importing.
 
     Raises:
-        MisuseError: one is. Each worker would start another one, without end.
+        MisuseError: this thread imports a module. Each worker would start another
+            program, without end.
     """
     module = _imported()
     if module:
         raise MisuseError(
-            f"a worker imports {module} for {current.name}, and the module begins the "
-            f"program once more: write `if __name__ == '__main__':` above the lines at "
-            f"its end that start it, such as `aiogpu.run(main())`."
+            f"a worker imports {module} for {current.name}, and the module starts the "
+            f"program again: put the lines that start it, such as "
+            f"`aiogpu.run(main())`, under `if __name__ == '__main__':`."
         )
 
 
 def _imported() -> str:
-    """The module that is being imported here, the innermost; "" for none."""
+    """Return the innermost module that this thread is importing; "" for none."""
     inner = frame = sys._getframe()
     while frame.f_back is not None:
         inner, frame = frame, frame.f_back

@@ -1,11 +1,11 @@
 """Sends the output of tasks as lines with the task's number.
 
-`sys.stdout` and `sys.stderr` become text streams that send whole lines on the
-worker's own connection, so they reach the driver before the task's answer does.
-Bytes written straight to descriptors 1 and 2 go another way: through the slot's
-pipes. A line that begins anew by a carriage return, as progress bars do, is sent before
-its end, and now and then only; so is one that is flushed. Bars below each other, as
-tqdm draws nested ones, are kept back as lines while the cursor may go up to them.
+`sys.stdout` and `sys.stderr` become text streams that send whole lines on the worker's
+connection, so lines reach the driver before the task's answer. Bytes written directly
+to descriptors 1 and 2 go through the slot's pipes. A line that a carriage return
+restarts, as in progress bars, is sent before its end, at a limited rate; so is a
+flushed line. Nested progress bars, as tqdm draws them, are buffered while the cursor
+may go up to them.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
 LONGEST: Final = 1 << 16
-"""Bytes after which a line is sent although it has not ended."""
+"""Bytes after which an unfinished line is sent."""
 OFTEN: Final = 0.2
-"""Seconds between two states of a progress bar that are sent, on average."""
+"""Seconds between two states of a progress bar, on average."""
 BURST: Final = 5
-"""States that are sent at once after a pause, so that the last of a few is seen. With
-those of the second that follows these are ten."""
+"""States that are sent at once after a pause, so that the last of a few is shown.
+Together with the following second this makes ten."""
 DEEPEST: Final = 64
-"""Lines above the cursor that are kept back, about."""
+"""Lines above the cursor that are buffered, approximately."""
 UP: Final = b"\x1b[A"
-"""Moves the cursor up; tqdm writes it by itself, as often as it has gone down."""
+"""Moves the cursor up; tqdm writes it alone, once per line that it went down."""
 
 
 class LineSender(io.BufferedIOBase):
-    """Takes bytes, sends lines. May be written to from any thread.
+    """Takes bytes, sends lines. Any thread may write.
 
     Attributes:
-        partial: what was written since the last end of line.
+        partial: bytes written since the last end of line.
         above: lines to which the cursor may go up again.
     """
 
@@ -58,15 +58,15 @@ class LineSender(io.BufferedIOBase):
         self._allowed: float = BURST
 
     def writable(self) -> bool:
-        """Always."""
+        """Return True."""
         return True
 
     def fileno(self) -> int:
-        """The descriptor that subprocesses would inherit: 1 or 2."""
+        """Return the descriptor that subprocesses would inherit: 1 or 2."""
         return self._stream
 
     def write(self, data: ReadableBuffer, /) -> int:
-        """Send what is complete, keep the rest."""
+        """Send complete lines, keep the rest."""
         fresh = bytes(data)
         with self._lock:
             if (self._goes_up or fresh[:1] == UP[:1]) and self._moves(fresh):
@@ -75,7 +75,8 @@ class LineSender(io.BufferedIOBase):
             begins_anew = b"\r" in rest
             if begins_anew:
                 state = visible(rest)
-                # Some write a carriage return before each state, and some behind it.
+                # Some programs write a carriage return before each state, some after
+                # it.
                 rest = state + b"\r" if rest.endswith(b"\r") else b"\r" + state
             end = len(rest) - len(rest) % LONGEST
             self.partial = rest[end:]
@@ -88,9 +89,9 @@ class LineSender(io.BufferedIOBase):
         return len(fresh)
 
     def flush(self) -> None:
-        """Send an unfinished line that the task has flushed, as progress is sent.
+        """Send an unfinished line that the task has flushed, like a progress bar.
 
-        Should the process die, it is the last that is known of it.
+        If the process dies, this is the last known output.
         """
         super().flush()
         with self._lock:
@@ -98,9 +99,9 @@ class LineSender(io.BufferedIOBase):
                 self._show(visible(self.partial))
 
     def _moves(self, fresh: bytes) -> bool:
-        """Return whether this only moves the cursor between bars, or redraws one.
+        """Return whether `fresh` only moves the cursor between progress bars.
 
-        Only where the cursor has gone up before: otherwise a bar ends with its line.
+        Called once the cursor has gone up; before that, a bar ends with its line.
         """
         above = self.above
         ups, downs = len(fresh) // len(UP), len(fresh)
@@ -108,7 +109,7 @@ class LineSender(io.BufferedIOBase):
             return True
         if fresh == UP * ups:
             self._goes_up, self._is_redrawn = True, False
-            # A row that was sent as a line is blank here, and is not sent again.
+            # A row that was already sent is blank here, and is not sent again.
             self.partial = above[-ups] if ups <= len(above) else b"\r"
             del above[-ups:]
             return True
@@ -131,7 +132,7 @@ class LineSender(io.BufferedIOBase):
             self._end(line)
 
     def end_line(self) -> None:
-        """Send what was written since the last end of line, if anything."""
+        """Send an unfinished line, if there is one."""
         if self.partial or self.above:
             with self._lock:
                 self._end_above()
@@ -140,18 +141,18 @@ class LineSender(io.BufferedIOBase):
                     self._end(line)
 
     def _end(self, line: bytes) -> None:
-        """Send a line that has ended, in place of its progress."""
+        """Send a finished line, which replaces its progress."""
         shown, self._shown = self._shown, b""
-        found = visible(line)
-        if found or b"\r" not in line:
-            self._send(found)
+        text = visible(line)
+        if text or b"\r" not in line:
+            self._send(text)
         elif shown:
             self._send(b"\r")
 
     def _show(self, state: bytes) -> None:
-        """Send the state of a line that has not ended, if it is time.
+        """Send the state of an unfinished line, within the rate limit.
 
-        One that takes away what is shown is sent at once: it may be the last one.
+        An empty state, which clears the line, is sent at once: it may be the last.
         """
         before, self._asked_at = self._asked_at, time.monotonic()
         self._allowed = min(BURST, self._allowed + (self._asked_at - before) / OFTEN)
@@ -166,10 +167,10 @@ class LineSender(io.BufferedIOBase):
 
 
 class Stdio:
-    """The two streams of a worker, and its records.
+    """The two output streams of a worker, and its log records.
 
     Attributes:
-        senders: of stdout and of stderr.
+        senders: the senders of stdout and stderr.
     """
 
     def __init__(self, channel: Channel) -> None:
@@ -181,7 +182,7 @@ class Stdio:
         self._texts = [_text(sender) for sender in self.senders]
 
     def begin(self) -> None:
-        """Put the streams in their places."""
+        """Install the streams as `sys.stdout` and `sys.stderr`."""
         sys.stdout, sys.stderr = self._texts
         self._send_records(self._channel)
 
@@ -191,7 +192,7 @@ class Stdio:
                 handler.aiogpu_channel = channel
 
     def restore(self) -> None:
-        """Undo what a task did to the streams: replaced or closed them."""
+        """Reinstall the streams if a task has replaced or closed them."""
         out, err = self._texts
         if out.closed or err.closed:
             self._make()
@@ -200,7 +201,7 @@ class Stdio:
             sys.stdout, sys.stderr = out, err
 
     def leave(self) -> None:
-        """In a fork of the worker: write to descriptors 1 and 2 directly."""
+        """Write to descriptors 1 and 2 directly, in a fork of the worker."""
         self._send_records(None)
         sys.stdout, sys.stderr = (
             open(  # noqa: SIM115 - they live as long as the process
@@ -210,21 +211,21 @@ class Stdio:
         )
 
     def flush(self) -> None:
-        """Have whatever stands in for the streams write what it holds back."""
+        """Flush streams that the user's code has installed instead."""
         for stream, own in zip((sys.stdout, sys.stderr), self._texts, strict=True):
-            # Ours hold nothing back.
+            # This library's streams buffer nothing.
             if stream is not own:
                 stream.flush()
 
     def end_lines(self) -> None:
-        """Send unfinished lines; the task that wrote them is over."""
+        """Send unfinished lines at the end of a task."""
         for sender in self.senders:
             if sender.partial or sender.above:
                 sender.end_line()
 
 
 def _text(sender: LineSender) -> io.TextIOWrapper[io.BufferedWriter]:
-    # The writer's place is taken by an object that has all of it that is used.
+    # `TextIOWrapper` uses only methods of the writer that `LineSender` has.
     buffer = cast("io.BufferedWriter", sender)
     return io.TextIOWrapper(
         buffer, "utf-8", "backslashreplace", line_buffering=True, write_through=True

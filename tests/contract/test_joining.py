@@ -136,10 +136,10 @@ async def test_who_breaks_the_rules_is_told_which(node: Service) -> None:
 
 
 TERMS: Final[list[tuple[dict[str, Any], str]]] = [
-    ({"scalars": (("CPU", -10_000),)}, "nobody can ask"),
-    ({"scalars": (("CPU", 1), ("CPU", 1))}, "nobody can ask"),
-    ({"timeout": float("nan")}, "nobody can ask"),
-    ({"is_lease": True}, "nobody can ask"),
+    ({"scalars": (("CPU", -10_000),)}, "@remote would refuse"),
+    ({"scalars": (("CPU", 1), ("CPU", 1))}, "@remote would refuse"),
+    ({"timeout": float("nan")}, "@remote would refuse"),
+    ({"is_lease": True}, "@remote would refuse"),
     ({"is_lease": True, "is_endless": True}, "was not declared as a task"),
     ({"scalars": (("CPU", 10**9),)}, "can never give"),
 ]

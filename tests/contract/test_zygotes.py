@@ -682,8 +682,8 @@ def test_it_is_told_of_main_and_begins_no_further_worker(
     """Each worker would start another one, which imports the module, without end."""
     said = imported(BEGINNING + ENDINGS[ending], tmp_path, runtime_directory)
     assert "a worker imports unguarded for " in said
-    assert "the module begins the program once more" in said
-    assert "write `if __name__ == '__main__':` above" in said
+    assert "the module starts the program again" in said
+    assert "under `if __name__ == '__main__':`" in said
 
 
 def test_a_guarded_one_may_call_others_as_it_likes(

@@ -61,7 +61,7 @@ MODES = {
     "auto": ("aiogpu", AUTO, "2 passed"),
     "anyio": ("anyio", ("-pno:asyncio",), "2 passed"),
     "anyio beside strict": ("anyio", STRICT, "2 passed"),
-    "anyio beside auto": ("anyio", AUTO, "one on anyio's, one on that of pytest-a"),
+    "anyio beside auto": ("anyio", AUTO, "anyio's, and pytest-asyncio's in its auto"),
     "module": ("asyncio(loop_scope='module')", AUTO, "loop_scope is 'module'"),
 }
 """The mark of a test, what pytest is told, and what pytest tells."""

@@ -218,9 +218,7 @@ def lines_of(root: Path, mutant: Mutant) -> Iterator[list[Line]]:
         ]
 
 
-def _body(
-    file: str, function: ast.FunctionDef | ast.AsyncFunctionDef
-) -> list[Line]:
+def _body(file: str, function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[Line]:
     last = function.end_lineno or 0
     return [(file, line) for line in range(function.body[0].lineno, last + 1)]
 

@@ -1,1 +1,1 @@
-"""NVIDIA's management library: what GPUs there are, what is on them, are they well."""
+"""NVIDIA's management library (NVML): lists GPUs, samples their load and health."""

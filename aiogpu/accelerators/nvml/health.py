@@ -17,8 +17,8 @@ from typing import Any, Final, NamedTuple
 from ..base import Health
 
 APPLICATION: Final = frozenset({13, 31, 43, 45, 68, 109})
-"""XIDs that a program causes while the GPU is well: those that NVIDIA's device plugin
-for Kubernetes leaves out (internal/rm/health.go)."""
+"""XIDs that programs cause on healthy GPUs: the list that NVIDIA's device plugin for
+Kubernetes ignores (internal/rm/health.go)."""
 
 RECOVERY_CHANGED: Final = 154
 """The XID which reports that the recovery action has changed, also to none."""
@@ -39,7 +39,7 @@ _XIDS: Final = {
     120: "an error of the GPU's system processor",
     140: "an unrecovered memory error",
 }
-"""The best known, after NVIDIA's catalogue of XIDs."""
+"""The best-known XIDs, from NVIDIA's catalogue."""
 
 ACTION_FIELD: Final = 230
 """NVML_FI_DEV_GET_GPU_RECOVERY_ACTION; older bindings have no name for it."""
@@ -59,9 +59,9 @@ _ACTIONS: Final = (
 """Words by nvmlDeviceGpuRecoveryAction_t."""
 
 AT_ONCE: Final = 256
-"""Most events taken at once, so that a GPU which reports without end cannot block."""
+"""Events taken at once at most, so that a GPU that reports endlessly cannot block."""
 WHOLE: Final = 0xFFFFFFFF
-"""NVML's id of an instance where an event concerns all of them."""
+"""NVML's id of an instance for events that concern all instances."""
 
 _log = getLogger(__name__)
 
@@ -70,8 +70,8 @@ def is_fault(xid: int, action: str | None) -> bool:
     """Return whether an XID means that the GPU, not a program, has failed.
 
     Args:
-        xid: its number.
-        action: the recovery action, None where NVML cannot tell. Where it can, the
+        xid: the number of the XID.
+        action: the recovery action, None if NVML does not report it. If NVML does, the
             XID that reports its change adds nothing.
     """
     if xid == RECOVERY_CHANGED:
@@ -121,12 +121,12 @@ class Xid:
 class XidEvents:
     """NVML's queue of XIDs of the registered GPUs. Never waits for an event.
 
-    If NVML delivers no events, one warning says so and there are none.
+    If NVML delivers no events, this logs one warning and returns none.
     """
 
     def __init__(self) -> None:
         self._set: Any = None
-        # UUIDs by the address of the handle, which a lost GPU still has.
+        # UUIDs by the address of the handle, since a lost GPU keeps its handle.
         self._gpus: dict[int | None, str] = {}
         self._is_quiet = False
 
@@ -171,7 +171,7 @@ class XidEvents:
             except nvml.NVMLError_Uninitialized:
                 raise
             except (nvml.NVMLError_Timeout, nvml.NVMLError_GpuIsLost):
-                break  # The queue is empty; which GPU is lost is seen by asking it.
+                break  # The queue is empty; a query of each GPU finds a lost one.
             except nvml.NVMLError as error:
                 self._note(error)
                 break
@@ -207,8 +207,8 @@ class XidEvents:
         if not self._is_quiet:
             self._is_quiet = True
             _log.warning(
-                "! NVML does not tell of XIDs (%s); a GPU that fails is noticed only "
-                "where its driver says so otherwise.",
+                "! NVML reports no XIDs (%s); a failed GPU is noticed only if its "
+                "driver reports it otherwise.",
                 error,
             )
 
@@ -233,19 +233,19 @@ class Part(NamedTuple):
 
 
 class NvmlHealth:
-    """The health of the devices that are asked about."""
+    """The health of queried devices."""
 
     def __init__(self) -> None:
         self._events = XidEvents()
         self._parts: dict[str, Part] = {}
-        # Each XID once, in order: a device may not be asked about for a long time.
+        # Each XID once, in order: a device may not be queried for a long time.
         self._xids: dict[str, dict[int, None]] = {}
 
     def __repr__(self) -> str:
         return f"<NvmlHealth of {len(self._parts)} devices>"
 
     def check(self, nvml: ModuleType, uuid: str, handle: object) -> Health:
-        """Return what NVML reported about a device since the last call for it.
+        """Return NVML's reports about a device since the last call for this device.
 
         Args:
             nvml: the library, started.
@@ -253,8 +253,8 @@ class NvmlHealth:
             handle: NVML's handle of the device.
 
         Raises:
-            NVMLError: NVML was shut down, or the device is lost or not there and
-                nothing else is known of it.
+            NVMLError: NVML was shut down, or the device is lost or missing and nothing
+                else is known about it.
         """
         part = self._part(nvml, uuid, handle)
         with suppress(
@@ -273,7 +273,7 @@ class NvmlHealth:
         return Health(errors, action, is_lost)
 
     def _part(self, nvml: ModuleType, uuid: str, handle: object) -> Part:
-        # Not cached: an instance that is made anew may belong to another GPU.
+        # Not cached: an instance that is created again may belong to another GPU.
         try:
             self._parts[uuid] = _part(nvml, uuid, handle)
         except nvml.NVMLError_GpuIsLost:
@@ -305,7 +305,7 @@ def _part(nvml: ModuleType, uuid: str, handle: object) -> Part:
 
 
 def _action(nvml: ModuleType, handle: object) -> tuple[str | None, bool]:
-    """Return what must be done to recover, and whether the GPU is lost."""
+    """Return the recovery action, and whether the GPU is lost."""
     action = None
     try:
         action = _recovery_action(nvml, handle)

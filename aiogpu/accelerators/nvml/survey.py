@@ -1,11 +1,12 @@
 """Lists the GPUs of the machine with their properties, by NVML.
 
-A call that is missing, refused or failing means that less is known: the first reason
-is kept and nothing is raised. A survey starts NVML and shuts it down again, because
-the caller may fork later.
+If a call is missing, refused or fails, less is known: the first reason is kept and
+nothing is raised. A survey starts NVML and shuts it down again, because the caller may
+fork later.
 
 Indices are CUDA's under `CUDA_DEVICE_ORDER=PCI_BUS_ID`, which is how NVML and
-nvidia-smi count. A GPU in MIG mode is not a device: its instances are, and go by UUID.
+nvidia-smi count. A GPU in MIG mode is not a device: its instances are, identified by
+UUID.
 """
 
 from __future__ import annotations
@@ -50,9 +51,9 @@ class _Gpu:
     """One GPU that has answered.
 
     Attributes:
-        device: what is known about it; its id is its index.
+        device: its facts; its id is its index.
         handle: NVML's handle.
-        bus: None if NVML does not say.
+        bus: its PCI bus; None if NVML does not report it.
         instances: its MIG instances by "GI/CI"; None if it is not in MIG mode.
     """
 
@@ -67,10 +68,10 @@ class Survey:
     """One survey and its findings.
 
     Attributes:
-        count: how many GPUs there are, including those that did not answer; None if
-            NVML does not say.
-        problem: the first reason why something is unknown; None if nothing is.
-        sees_mig: whether the MIG instances of every GPU are surely known.
+        count: number of GPUs, including GPUs that did not answer; None if NVML does not
+            report it.
+        problem: the first reason why something is unknown; None if all is known.
+        sees_mig: the MIG instances of every GPU are certainly known.
     """
 
     count: int | None = None
@@ -108,7 +109,8 @@ class Survey:
             try:
                 self._gpus.append(self._describe(nvml, index, self.count))
             except nvml.NVMLError_NoPermission:
-                # Hidden from this process, as by a cgroup. NVML counts it, CUDA not.
+                # Hidden from this process, as by a cgroup. NVML counts it, CUDA does
+                # not.
                 continue
             except nvml.NVMLError as error:
                 self._note(f"GPU {index} does not answer", error)
@@ -189,7 +191,7 @@ class Survey:
     def _describe_instance(
         self, nvml: ModuleType, handle: object, gpu: Device
     ) -> tuple[str | None, Device | None]:
-        """Return the place of an instance on its GPU, and its device, if known."""
+        """Return an instance's place on its GPU and its device; None if unknown."""
         uuid = self._ask(nvml, nvml.nvmlDeviceGetUUID, handle)
         if uuid is None:
             self.sees_mig = False  # An instance has no other name than its UUID.
@@ -211,8 +213,8 @@ class Survey:
         )
 
     def _sort(self) -> None:
-        # NVML's manual promises no order. CUDA is told to count by bus, so do the
-        # same, unless a GPU that did not answer leaves the indices open.
+        # NVML's manual promises no order. aiogpu makes CUDA count by bus, so count by
+        # bus here, unless a GPU that did not answer makes the indices uncertain.
         buses = [gpu.bus for gpu in self._gpus if gpu.bus is not None]
         if len(buses) == self.count:
             self._gpus.sort(key=lambda gpu: gpu.bus or (0, 0, 0))
@@ -220,15 +222,15 @@ class Survey:
                 gpu.device = replace(gpu.device, id=position)
 
     def _link(self, nvml: ModuleType) -> None:
-        """Ask which pairs NVLink joins.
+        """Find the pairs of GPUs that NVLink joins.
 
-        Ask about pairs, not links: behind an NVSwitch every link ends at a switch.
+        Query pairs, not links: behind an NVSwitch every link ends at a switch.
         """
         whole = [gpu for gpu in self._gpus if gpu.instances is None and gpu.device.uuid]
-        for one, other in combinations(whole, 2):
+        for first, second in combinations(whole, 2):
             try:
                 status = nvml.nvmlDeviceGetP2PStatus(
-                    one.handle, other.handle, nvml.NVML_P2P_CAPS_INDEX_NVLINK
+                    first.handle, second.handle, nvml.NVML_P2P_CAPS_INDEX_NVLINK
                 )
             except (nvml.NVMLError_FunctionNotFound, nvml.NVMLError_NotSupported):
                 return
@@ -236,8 +238,8 @@ class Survey:
                 self._note("nvmlDeviceGetP2PStatus fails", error)
                 continue
             if status == nvml.NVML_P2P_STATUS_OK:
-                _join(one, other)
-                _join(other, one)
+                _join(first, second)
+                _join(second, first)
 
     def _inventory(self) -> Inventory:
         devices: list[Device] = []

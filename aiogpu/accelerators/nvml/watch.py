@@ -1,8 +1,8 @@
 """Samples a GPU by NVML: processes, memory in use, utilisation, temperature and power.
 
 NVML blocks, so one thread alone uses this module. NVML stays open until `close`,
-because starting it may take seconds. Drivers back to 440 are supported: a call that is
-missing, refused or failing means that less is known, and `Sample` says so.
+because starting it may take seconds. Drivers back to 440 are supported: if a call is
+missing, refused or fails, less is known, as `Sample` shows.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ METERS: Final[dict[str, Callable[[Any, object], float]]] = {
     ),
     "power": lambda nvml, handle: nvml.nvmlDeviceGetPowerUsage(handle) / 1000,
 }
-"""How percent, degrees Celsius and watts are read, in the order of `Sample`."""
+"""Readers of percent, degrees Celsius and watts, in the order of `Sample`."""
 VERSIONS: Final = ("_v3", "_v2")
 """Versions of each list, newest first; drivers before 510 and 450 lack them."""
 ATTEMPTS: Final = 3
 """Attempts to read a list that grows while it is read."""
 SELDOM: Final = 64
-"""NVML is restarted at the latest after so many answers that a device is lost."""
+"""NVML is restarted at the latest after this many reports of a lost device."""
 HOST_NAMESPACE: Final = 0xEFFFFFFC
 """Inode of the initial pid namespace (the kernel's include/linux/proc_ns.h)."""
 
@@ -61,7 +61,7 @@ class NvmlWatch:
         self._versions: dict[tuple[str, str], str | None] = {}
         self._not_metered: set[tuple[str, str]] = set()
         self._looked_at: set[str] = set()
-        self._losses: dict[str, int] = {}  # how often in a row each was lost
+        self._losses: dict[str, int] = {}  # consecutive reports that a device is lost
         self._is_foreign = False
         self._health = NvmlHealth()
         self._reads_pids = is_host_namespace()
@@ -77,7 +77,7 @@ class NvmlWatch:
         return _uuid(device) is not None
 
     def open(self) -> None:
-        """Start NVML; if that fails, every sample says why."""
+        """Start NVML; if this fails, every sample holds the reason."""
         try:
             import pynvml as nvml
 
@@ -91,7 +91,7 @@ class NvmlWatch:
 
     @property
     def driver_version(self) -> str | None:
-        """The driver's version, such as "570.86.15"; None if NVML does not say."""
+        """The driver's version, such as "570.86.15"; None if unknown."""
         nvml = self._nvml
         if nvml is None:
             return None
@@ -111,8 +111,8 @@ class NvmlWatch:
     def look(self, device: Device) -> Sample:
         """Return the processes and the memory of a device; see `DeviceWatch`.
 
-        A MIG instance is asked by itself. A call that a device does not support is not
-        repeated.
+        A MIG instance is queried by itself. A call that a device does not support is
+        not repeated.
         """
         nvml, uuid = self._nvml, _uuid(device)
         if nvml is None or uuid is None:
@@ -163,8 +163,8 @@ class NvmlWatch:
     def _count_losses(self, nvml: ModuleType, uuid: str, is_lost: bool) -> None:
         """Restart NVML for a lost device, at growing intervals.
 
-        NVML never finds a device again that it lost, even if a reset has brought the
-        device back; only a new start does, and that may take seconds.
+        NVML never finds a lost device again, even after a reset; only a restart of NVML
+        does, and it may take seconds.
         """
         if not is_lost:
             self._losses.pop(uuid, None)
@@ -177,7 +177,9 @@ class NvmlWatch:
     def _shut_down(self, nvml: ModuleType) -> None:
         self._handles.clear()
         self._health.close(nvml)
-        if self._is_started:  # NVML counts starts; the user's own is not ours.
+        if (
+            self._is_started
+        ):  # NVML counts starts; do not undo a start by the user's program.
             self._is_started = False
             with suppress(nvml.NVMLError):
                 nvml.nvmlShutdown()
@@ -186,7 +188,7 @@ class NvmlWatch:
         handle = self._handles.get(uuid)
         if handle is None:
             handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
-            # The handle of an instance may become another's when instances change.
+            # The handle of an instance may refer to another instance after changes.
             if not uuid.startswith("MIG-"):
                 self._handles[uuid] = handle
         return handle
@@ -216,16 +218,17 @@ class NvmlWatch:
     ) -> None:
         """Warn once if the driver's process ids seem to be those of the host.
 
-        Called at the first look, before a process of ours can have ended on the GPU.
+        Called at the first look, before a process of this node can have ended on the
+        GPU.
         """
         if self._is_foreign or self._reads_pids or living or not processes:
             return
         self._is_foreign = True
         _log.warning(
-            "! NVML lists processes on %s whose ids nobody has here, as it does in a "
-            "container. Until it lists a task of ours by the id that we know, shares "
-            "come back when their processes have ended, and nobody verifies it. "
-            "`--pid=host` for the container makes it sure.",
+            "! NVML lists processes on %s by ids that do not exist here, as in a "
+            "container. Until NVML lists a task by a known id, shares are free when "
+            "their processes have ended, without a check by NVML. Start the container "
+            "with `--pid=host` to enable the check.",
             uuid,
         )
 
@@ -263,7 +266,7 @@ class NvmlWatch:
         return used
 
     def _metered(self, nvml: ModuleType, uuid: str, name: str, handle: object) -> Any:
-        """Return a reading on which nothing depends; None where there is none."""
+        """Return an optional reading; None if there is none."""
         if (uuid, name) in self._not_metered:
             return None
         try:
@@ -308,7 +311,7 @@ def _uuid(device: Device) -> str | None:
 
 
 def is_alive(pid: int) -> bool:
-    """Return whether a process of that id exists here, of any user."""
+    """Return whether a process of this id exists here, of any user."""
     if pid <= 0:
         return False
     try:
@@ -321,10 +324,10 @@ def is_alive(pid: int) -> bool:
 
 
 def is_host_namespace() -> bool:
-    """Return whether this process surely sees the ids that the driver writes.
+    """Return whether this process certainly sees the driver's process ids.
 
-    In a container's pid namespace, older drivers write the host's ids and newer ones
-    the container's. Which one holds can only be told by looking for a GPU process.
+    In a container's pid namespace, older drivers report the host's ids and newer
+    drivers the container's. Only a search for a known GPU process shows which.
     """
     try:
         return os.stat("/proc/self/ns/pid").st_ino == HOST_NAMESPACE

@@ -1,1 +1,1 @@
-"""From a fresh interpreter to a worker: what is imported once and forked for each."""
+"""The zygote: a process that imports modules once and is forked for each worker."""

@@ -1,12 +1,11 @@
-"""From a bare fork to a worker that can be assigned.
+"""The start of a worker, prepared in the zygote.
 
-What a worker is made of is made once, in the zygote, and has run there: then the fork
-shares it, and little is left that each fresh worker pays. A fork shares its parent's
-memory until it writes, and Python writes wherever it reads: it counts references. So a
-fresh process is slow in whatever it does first; most of a first task's time is the
-kernel copying pages. `Warmup` runs a task that does nothing before the fork, so that
-less is written after it; a spare that has rehearsed after the fork has its pages
-already.
+The zygote makes all objects of a worker and runs empty tasks with them, so that each
+fork shares them and has little left to do. A fork shares its parent's memory until a
+write, and Python writes when it reads, since it counts references. So most of a first
+task's time is spent by the kernel on copying pages. `Warmup` runs empty tasks before
+the fork, so that less is written after it, and again in a spare worker, which then has
+its own pages.
 """
 
 from __future__ import annotations
@@ -44,35 +43,35 @@ from aiogpu.worker.loop import Worker
 from aiogpu.worker.zygote.preload import Imports
 
 TASKS: Final = 3
-"""In each rehearsal: the first of a function by name, of one by value, a known one."""
+"""Tasks in a warm-up: the first of a function by name, the first by value, a repeat."""
 
 
 VARIABLES: Final = ("AIOGPU_REHEARSAL_1", "AIOGPU_REHEARSAL_2")
-"""As many as a task with a GPU is given; they are gone afterwards."""
+"""As many variables as a task with a GPU gets; unset afterwards."""
 
 
-class Unmoved(Threads):
-    """Leaves the libraries alone: in the zygote they must not start threads."""
+class UnchangedThreads(Threads):
+    """Changes no thread counts: libraries must not start threads in the zygote."""
 
     def adapt(self, cpus: float) -> None:
         """Nothing."""
 
 
-class Deaf(Interrupts):
-    """Leaves the signal to the real one."""
+class UnchangedInterrupts(Interrupts):
+    """Leaves the signal handler to the worker's real `Interrupts`."""
 
     def restore(self) -> None:
         """Nothing."""
 
 
 def nothing(*_args: object, **_kwargs: object) -> None:
-    """The function of warm-up tasks, sent by its name."""
+    """Do nothing; the function of warm-up tasks that is sent by name."""
 
 
 class Warmup:
     """A warm-up: bind, define and run, with a separate socket, page and worker.
 
-    Made in the zygote; all its forks can play it.
+    Made in the zygote; every fork can play it.
     """
 
     def __init__(self) -> None:
@@ -94,7 +93,7 @@ class Warmup:
         )
 
     def play(self, rounds: int) -> None:
-        """Go through all of it so often, and leave the process as it was."""
+        """Run the warm-up `rounds` times, and restore the state of the process."""
         before = {name: getattr(current, name) for name in Context.__slots__}
         streams = sys.stdout, sys.stderr
         try:
@@ -110,23 +109,23 @@ class Warmup:
     def _play(self) -> None:
         ours, theirs = socket.socketpair()
         with ours, theirs:
-            interrupts = Deaf(self._page)
+            interrupts = UnchangedInterrupts(self._page)
             channel = Channel(interrupts)
             channel.use(theirs)
             ours.sendall(self._script)
-            Worker(channel, interrupts, Imports(), Unmoved()).serve()
+            Worker(channel, interrupts, Imports(), UnchangedThreads()).serve()
 
 
 ROUNDS: Final = 20
-"""Rehearsals in the zygote: CPython adapts code to its use in the first few."""
+"""Warm-ups in the zygote: CPython specialises code in the first few."""
 
 
 SILENCE: Final = 2e-3
-"""Seconds after which a worker to which nothing came is a spare, and has time."""
+"""Seconds without a message after which a worker counts as a spare."""
 
 
-class Birth:
-    """The state from which every worker of a node is forked; made in the zygote."""
+class WorkerTemplate:
+    """The state of every worker of a node at its fork; made in the zygote."""
 
     def __init__(
         self, setup: Setup, page: ControlPage, imports: Imports, threads: Threads
@@ -143,17 +142,17 @@ class Birth:
         self._worker.task_state.find()
         self._seeds = seeds()
         current.node = current.home = setup.node
-        self._rehearsal = Warmup()
-        self._rehearsal.play(ROUNDS)
+        self._warmup = Warmup()
+        self._warmup.play(ROUNDS)
 
     def begin(self, worker: int, slot: int, keeper: int) -> None:
         """Become worker `worker` in this fork, and never return."""
         kernel.die_with_parent(keeper)
         kernel.set_process_name(f"aiogpu-work-{worker}")
-        # A session of its own: signals that user code sends to its group stay here.
+        # A session of its own: signals that user code sends to its group stay in it.
         os.setsid()
-        for renew in self._seeds:
-            renew()
+        for reseed in self._seeds:
+            reseed()
         current.worker = worker
         self._interrupts.attend(slot)
         self._channel.loans = self._loans
@@ -162,9 +161,9 @@ class Birth:
         try:
             self._channel.connect(self._path, worker)
             if self._channel.is_silent(SILENCE):
-                self._rehearsal.play(1)
+                self._warmup.play(1)
             process.serve()
-        except BaseException:  # noqa: BLE001 - the last word of a broken worker
+        except BaseException:  # noqa: BLE001 - reported before the exit
             sys.excepthook(*sys.exc_info())
             os._exit(1)
         process.end()

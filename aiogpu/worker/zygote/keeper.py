@@ -1,16 +1,15 @@
-"""Keeps one slot: forks its one worker, and ends what the worker leaves behind.
+"""The keeper of a slot: forks its worker, and kills the processes that it leaves.
 
-A keeper adopts every process that its worker orphans, so it alone can say when a
-worker and all that it started have ended: when `waitpid` knows no child any more.
-Where there is a cgroup it lives in one of its own, which holds what forks faster
-than it can be killed and what may not be signalled. It imports nothing of the
-user's and runs none of his code.
+A keeper adopts every process that its worker orphans, so only the keeper knows when a
+worker and all its descendants have ended: when `waitpid` finds no child. If cgroups are
+available, each keeper has its own cgroup, to kill processes that fork too fast or may
+not be signalled. A keeper imports and runs no user code.
 
-`Watch`, which zygotes have as well, waits for a message, a child's end or the driver's
-death, whichever is first. The driver's death shows on a pidfd that was opened before
-anything else, not on the socket, whose other end a fork of the driver may hold open.
-`watched_over` covers imports: one may never return, and the zygote hears nothing
-meanwhile, so a fork of it waits for the driver's death in its place, and clears up.
+`Watch`, which zygotes use as well, waits for a message, a child's end or the driver's
+death, whichever comes first. A pidfd, opened at the start, shows the driver's death;
+the socket does not, because a fork of the driver may hold its other end open.
+`watched_over` covers imports: an import may never return, and the zygote cannot react
+meanwhile, so a fork of the zygote waits for the driver's death and cleans up.
 """
 
 from __future__ import annotations
@@ -48,12 +47,12 @@ CHUNK: Final = 65536
 
 
 class Watch:
-    """One process's connection to the driver, with its children's ends.
+    """A process's connection to the driver, and the ends of its children.
 
     Attributes:
         driver: pidfd of the driver; forks inherit it.
-        is_over: the driver has died, or broke the protocol, or closed.
-        is_asked: it is over because the driver said `Close`.
+        is_over: the driver has died, closed, or broken the protocol.
+        is_asked: the driver sent `Close`.
     """
 
     def __init__(self, role: str, identity: int, path: str, driver: int) -> None:
@@ -65,31 +64,31 @@ class Watch:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.connect(path)
         check_server(self._socket, path)
-        self._wake, self._wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._wake_reader, self._wake_writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.signal(signal.SIGCHLD, _note)
-        signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
+        signal.set_wakeup_fd(self._wake_writer, warn_on_full_buffer=False)
         self._poll = select.poll()
-        for descriptor in (driver, self._wake, self._socket.fileno()):
+        for descriptor in (driver, self._wake_reader, self._socket.fileno()):
             self._poll.register(descriptor, select.POLLIN)
         self._socket.sendall(greeting(role, identity, os.getpid()))
 
     def send(self, message: Message) -> None:
-        """Send to the driver; one that has gone is noticed by `wait`."""
+        """Send to the driver; if the driver has gone, set `is_over`."""
         try:
             self._socket.sendall(encode(message))
         except OSError:
             self.is_over = True
 
     def wait(self) -> list[Message]:
-        """Block until something happens; give the messages that came.
+        """Block until an event; return the received messages.
 
-        A child may have ended whenever this returns. `Close` sets `is_over`, as
-        does all that ends the connection.
+        A child may have ended whenever this returns. `Close` and any end of the
+        connection set `is_over`.
         """
         ready = [descriptor for descriptor, _ in self._poll.poll()]
         messages: list[Message] = []
-        if self._wake in ready:
-            os.read(self._wake, CHUNK)
+        if self._wake_reader in ready:
+            os.read(self._wake_reader, CHUNK)
         if self._socket.fileno() in ready:
             messages = self._receive()
         if self.driver in ready:
@@ -99,17 +98,17 @@ class Watch:
         return messages
 
     def wait_for_child(self, timeout: float) -> None:
-        """Block until a child may have ended, for so many seconds at most."""
+        """Block until a child may have ended, for `timeout` seconds at most."""
         children = select.poll()
-        children.register(self._wake, select.POLLIN)
+        children.register(self._wake_reader, select.POLLIN)
         if children.poll(max(0.0, timeout) * 1000):
-            os.read(self._wake, CHUNK)
+            os.read(self._wake_reader, CHUNK)
 
     def driver_has_left(self, within: float) -> bool:
-        """Return whether the driver has ended or called exec, or does so in `within` s.
+        """Return whether the driver ends or calls exec within `within` seconds.
 
-        A process that dies or calls exec closes its sockets first. Its death then shows
-        on its pidfd; an exec shows nowhere else.
+        A process that dies or calls exec closes its sockets first. A death then shows
+        on the pidfd; an exec shows only by the closed socket.
         """
         if not is_served(self._path):
             return True
@@ -133,16 +132,16 @@ class Watch:
         self._socket.close()
 
     def leave(self) -> None:
-        """Close all but the driver's pidfd: this process is a fork and goes on."""
+        """Close all but the driver's pidfd, in a fork that goes on."""
         signal.set_wakeup_fd(-1)
         kernel.set_default_handler(signal.SIGCHLD)
-        os.close(self._wake)
-        os.close(self._wakeup)
+        os.close(self._wake_reader)
+        os.close(self._wake_writer)
         self._socket.close()
 
 
 def is_served(path: str) -> bool:
-    """Return whether a process listens at a Unix socket, even if too busy to answer."""
+    """Return whether a process listens at a Unix socket, even if it is busy."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as visitor:
         visitor.setblocking(False)
         try:
@@ -150,12 +149,12 @@ def is_served(path: str) -> bool:
         except (FileNotFoundError, ConnectionRefusedError):
             return False
         except OSError:
-            return True  # its queue is full
+            return True  # its backlog is full
     return True
 
 
 def _note(_number: int, _frame: object) -> None:
-    """Let SIGCHLD reach the wake-up descriptor; a default handler would not."""
+    """Handle SIGCHLD, so that it reaches the wake-up descriptor."""
 
 
 @contextmanager
@@ -165,9 +164,9 @@ def watched_over(
     """Context manager: the driver's death ends this process in the block.
 
     Args:
-        setup: says what is to be removed then.
+        setup: names the directory and the cgroup to remove.
         driver: pidfd of the driver.
-        leave: called in the fork, to give up what is this process's alone.
+        leave: called in the fork, to close the parent's descriptors.
     """
     watched = os.getpid()
     pid = os.fork()
@@ -177,7 +176,7 @@ def watched_over(
             _wait(setup, driver, watched)
         finally:
             os._exit(0)
-    # What is imported may collect children that are not its own.
+    # An imported module may reap children that it did not start.
     sentinel = os.pidfd_open(pid)
     try:
         yield
@@ -196,7 +195,7 @@ def _wait(setup: Setup, driver: int, watched: int) -> None:
     with suppress(ProcessLookupError):
         zygote = os.pidfd_open(watched)
         ends.register(zygote, select.POLLIN)
-    # If its number is another's by now, it has ended, as it has without one.
+    # If another process has the number now, or none, the zygote has ended.
     is_alive = os.getppid() == watched
     ended = [process for process, _ in ends.poll(None if is_alive else 0)]
     if driver not in ended:
@@ -211,10 +210,10 @@ def _wait(setup: Setup, driver: int, watched: int) -> None:
 def remove_directory(path: str) -> None:
     """Remove the directory of a node whose driver is dead.
 
-    Several processes may do so at once: whoever comes last finds it empty, or gone.
+    Several processes may do this at once; the last finds it empty or gone.
     """
     if os.path.isdir(path):
-        # Costs 4 ms to import, and is needed once in a node's life at most.
+        # Imported late: takes 4 ms, and is needed once in a node's life at most.
         import shutil
 
         shutil.rmtree(path, ignore_errors=True)
@@ -225,7 +224,7 @@ WorkerMain = Callable[[int, int, int], None]
 
 
 PATIENCE: Final = 64
-"""Children that are ended one by one before all are ended in one step."""
+"""Children that are killed one by one before `end_others` is called."""
 
 
 class Keeper:
@@ -246,7 +245,7 @@ class Keeper:
         self._cgroup = SlotCgroup(setup.cgroup, slot)
         self._score = kernel.OomScore()
         for stream in (1, 2):
-            # Without O_NONBLOCK a driver that died meanwhile would hang us here.
+            # Without O_NONBLOCK, `open` would hang if the driver has died.
             output = os.open(
                 output_path(setup.directory, slot, stream), os.O_WRONLY | os.O_NONBLOCK
             )
@@ -268,10 +267,10 @@ class Keeper:
         self._watch.close()
 
     def _clear_up(self, has_zygote: bool) -> None:
-        """Remove what the node has left if its driver has died, and has not done so.
+        """Remove the node's directory and cgroup if its driver died without doing so.
 
-        The zygote does so as well, after this process. But one that seems to be there
-        may have been killed, and wait for a CPU to end on.
+        The zygote does the same after this process. But a zygote that seems alive may
+        have been killed and wait for a CPU to end on.
         """
         within = 0.1 if has_zygote else 2.0
         is_left = not self._watch.is_asked and self._watch.driver_has_left(within)
@@ -291,7 +290,7 @@ class Keeper:
 
     def _fork(self, worker: int) -> None:
         me = os.getpid()
-        # The kernel is to take a worker, never the driver.
+        # Out of memory, the kernel is to kill a worker, never the driver.
         self._score.expose()
         try:
             pid = os.fork()
@@ -333,14 +332,14 @@ class Keeper:
 
 
 def _nothing() -> None:
-    """There is no other way to end them."""
+    """Do nothing: there is no cgroup."""
 
 
 def end_children(end_others: Callable[[], None] = _nothing) -> None:
-    """Kill all children, and those that come by their deaths, until none is left.
+    """Kill all children and the orphans that are adopted by their deaths.
 
     Args:
-        end_others: ends also those that may not be signalled, or fork too fast.
+        end_others: also kills processes that may not be signalled or fork too fast.
     """
     for attempt in count(1):
         killed = [kernel.kill(pid) for pid in kernel.children()]

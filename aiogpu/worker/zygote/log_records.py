@@ -1,7 +1,7 @@
-"""Sends what tasks log as records, for the program's own logging to handle.
+"""Sends tasks' log records to the program, whose logging handles them.
 
-Imported once a zygote begins to import: `logging` takes a few milliseconds, and
-cloudpickle, which all workers have, imports it in any case.
+Imported when a zygote starts its imports: `logging` takes a few milliseconds, and
+cloudpickle, which all workers load, imports it anyway.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ if TYPE_CHECKING:
 _PLAIN: Final = frozenset({NoneType, bool, int, float, str})
 
 _DEEPEST: Final = 4
-"""Lists and dicts within each other that an attribute of a record keeps as such."""
+"""Depth of nested lists and dicts that a record's attribute keeps."""
 
 
 class RecordSender(logging.Handler):
     """The handler of the root logger: sends records to the driver.
 
-    It is there before anything of the user's is imported. `logging.basicConfig` does
-    nothing where there is a handler, and the records are shown once, by the program.
+    It is installed before user code is imported. `logging.basicConfig` does nothing if
+    there is a handler, so records are shown once, by the program.
 
     Attributes:
-        aiogpu_channel: to the driver. None where this process speaks for no worker:
-            then records are printed.
+        aiogpu_channel: connection to the driver. None in a process that is no worker,
+            where records are printed.
     """
 
     def __init__(self, level: int) -> None:
@@ -51,19 +51,19 @@ class RecordSender(logging.Handler):
             self.aiogpu_channel.send(
                 Record(current.task, text, pack((_fields(record),)))
             )
-        except Exception:  # noqa: BLE001 - as all handlers do
+        except Exception:  # noqa: BLE001 - like all handlers
             self.handleError(record)
 
 
 _as_text: Final = logging.Formatter().format
-"""The message, with the traceback and the stack if there are any."""
+"""Formats the message, with the traceback and the stack if there are any."""
 
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:
-    """The attributes of a record as plain values.
+    """Return the attributes of a record as plain values.
 
-    What is sent refers to no class: the program would have to import it, and a tensor
-    would make it begin CUDA.
+    Objects are not pickled: the program would have to import their classes, and a
+    tensor would initialise CUDA there.
     """
     fields = {
         name: _plain(value, 0)
@@ -77,7 +77,7 @@ def _fields(record: logging.LogRecord) -> dict[str, Any]:
     fields["args"] = args if is_plain else None
     name = current.name
     if method := method_called.get()[0]:
-        from aiogpu.wire.messages import plain_name  # workers have it
+        from aiogpu.wire.messages import plain_name  # loaded in workers already
 
         name += f".{plain_name(method)}"
     fields["aiogpu_task"] = current.task
@@ -91,7 +91,7 @@ def _is_plain(value: object) -> bool:
 
 
 def _plain(value: Any, depth: int) -> Any:
-    """Return an attribute as it is sent, as its `repr` if need be."""
+    """Return an attribute as plain values, or its `repr`."""
     if _is_plain(value):
         return value
     if depth < _DEEPEST:
@@ -103,7 +103,7 @@ def _plain(value: Any, depth: int) -> Any:
 
 
 def handle_records() -> None:
-    """Log what the program logs, by a handler of the root logger."""
+    """Install the handler of the root logger, with the program's level."""
     level = sys._xoptions.get(LOG_LEVEL)
     number = int(level) if isinstance(level, str) else logging.WARNING
     root = logging.getLogger()

@@ -1,7 +1,7 @@
 """The zygote: imports once, stays fit to be forked, and forks keepers on request.
 
-It proves its fitness after each import (see `worker.fitness`). Its death ends no
-running worker; the driver's death ends it, and it takes the node's directory along.
+After each import it checks that it may fork (see `preload`). Its death ends no running
+worker. The driver's death ends the zygote, which then removes the node's directory.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from aiogpu.wire.messages import (
 )
 from aiogpu.worker.environment import Threads
 from aiogpu.worker.private_hooks import forget_exit_functions, run_exit_functions
-from aiogpu.worker.zygote.bootstrap import Birth
+from aiogpu.worker.zygote.bootstrap import WorkerTemplate
 from aiogpu.worker.zygote.keeper import (
     Keeper,
     Watch,
@@ -41,17 +41,17 @@ from aiogpu.worker.zygote.keeper import (
 from aiogpu.worker.zygote.preload import Files, Imports, Preload
 
 KEEPER_LIMIT: Final = 1.5
-"""Seconds that keepers get, after the driver's end, before they are killed."""
+"""Seconds after the driver's end until keepers are killed."""
 
 
 SCARCE: Final = (errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
-"""Errors of the kernel where something is used up that others may give back."""
+"""Errors for exhausted resources, which other processes may free."""
 
 GIVEN_UP: Final = frozenset(
     (errno.ENOENT, errno.ENXIO, errno.ECONNREFUSED, errno.ECONNRESET, errno.EPIPE)
 )
-"""What a keeper meets whose slot was given up meanwhile: pipes without a name or a
-reader, a socket where nobody listens any more."""
+"""Errors of a keeper after the driver has dropped its slot: the pipes have no name or
+no reader, and no process listens at the socket."""
 
 
 class Zygote:
@@ -65,14 +65,14 @@ class Zygote:
         self._imports = Imports()
         driver = self._watch_driver()
         kernel.set_process_name("aiogpu-zygote")
-        # The driver's blocked signals would come along; SIGCHLD must not be one.
+        # The driver's signal mask is inherited; SIGCHLD must not be blocked.
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         nothing = os.open(os.devnull, os.O_RDONLY)
         os.dup2(nothing, 0)
         os.close(nothing)
         kernel.adopt_orphans()
-        self._birth: Birth
+        self._template: WorkerTemplate
         self._page = ControlPage.open(setup.page)
         os.close(setup.page)
         path = socket_path(setup.directory)
@@ -81,36 +81,36 @@ class Zygote:
         except OSError:
             self._leave_early()
             if is_served(path):
-                raise  # it lives, and has refused us
-            # It has closed the node before it knew us; or it dies, and its sockets are
-            # closed before we get another parent.
+                raise  # the driver lives, and has refused this process
+            # The driver has closed the node before it knew this process; or it is
+            # dying, and its sockets close before this process gets another parent.
             self._clear_up()
             sys.exit(0)
 
     def _watch_driver(self) -> int:
-        """A pidfd of the driver; ends this process if the driver has died."""
+        """Return a pidfd of the driver; end this process if the driver has died."""
         kernel.resume_with_parents_end()
         try:
             driver = os.pidfd_open(self._setup.driver)
         except ProcessLookupError:
             driver = -1
-        self._leave_early()  # what has the number now may be another
+        self._leave_early()  # another process may have the number now
         return driver
 
     def _leave_early(self) -> None:
-        """Clean up if the driver died before it knew this process."""
+        """Clean up and exit if the driver died before it knew this process."""
         if os.getppid() != self._setup.driver:
             self._clear_up()
             sys.exit(0)
 
     def _clear_up(self) -> None:
-        """End all that the node has left, and remove its directory and its cgroup."""
+        """Kill the node's processes, and remove its directory and its cgroup."""
         end_node(self._setup.cgroup)
         remove_directory(self._setup.directory)
 
     def run(self) -> None:
         """Preload, then fork keepers until the driver closes or dies."""
-        # Late: `logging`, which cloudpickle needs as well, takes milliseconds.
+        # Late: it imports `logging`, which takes milliseconds.
         from aiogpu.worker.zygote.log_records import handle_records
 
         began = time.time_ns()
@@ -123,7 +123,7 @@ class Zygote:
         if watch.is_asked:
             remove_closed_node(self._setup.directory, self._setup.cgroup)
             return
-        # One that is unfit has a driver that waits for its end.
+        # The driver of an unfit zygote waits for the zygote's end.
         if watch.driver_has_left(0.0 if ready is None else 2.0):
             self._clear_up()
 
@@ -133,9 +133,11 @@ class Zygote:
         self._threads.begin_with_one()
         if self._setup.learns:
             self._imports.watch()
-        self._birth = Birth(self._setup, self._page, self._imports, self._threads)
+        self._template = WorkerTemplate(
+            self._setup, self._page, self._imports, self._threads
+        )
         if self._setup.preload or self._setup.learnt:
-            gc.collect()  # what aiogpu leaves itself is 0.3 MB, which all forks share
+            gc.collect()  # aiogpu alone leaves 0.3 MB of garbage, which all forks share
         gc.freeze()
         self._watch.send(ready)
         while not self._watch.is_over:
@@ -161,11 +163,11 @@ class Zygote:
         if pid == 0:
             try:
                 self._watch.leave()
-                # What follows is the workers' too, who shall not pay for it.
+                # Here and not in the worker, where it would take each worker's time.
                 forget_exit_functions()
                 for number in (signal.SIGTERM, signal.SIGQUIT, signal.SIGHUP):
                     signal.signal(number, signal.SIG_DFL)
-                begin = self._birth.begin
+                begin = self._template.begin
                 Keeper(slot, self._setup, self._watch.driver, begin).run()
             except BaseException as error:  # noqa: BLE001 - the fork must not return
                 if getattr(error, "errno", None) not in GIVEN_UP:
@@ -175,7 +177,7 @@ class Zygote:
         self._keepers[pid] = slot
 
     def _reap(self) -> None:
-        """Note keepers that ended unasked, and end what they have left to us."""
+        """Handle keepers that have died, and kill the processes that they left."""
         while True:
             try:
                 pid, _ = os.waitpid(-1, os.WNOHANG)
@@ -196,7 +198,7 @@ class Zygote:
             self._lost.clear()
 
     def _wait_for_keepers(self) -> None:
-        """Give keepers a moment to end what they keep; then end them and all else."""
+        """Give keepers a moment to end their workers; then kill all children."""
         deadline = time.monotonic() + KEEPER_LIMIT
         while self._keepers and time.monotonic() < deadline:
             self._reap()
@@ -206,7 +208,7 @@ class Zygote:
 
 
 def main(fields: dict[str, object]) -> None:
-    """Be the zygote until the node closes or the driver dies.
+    """Run the zygote until the node closes or the driver dies.
 
     Args:
         fields: the values of `Setup`, by name.
@@ -217,17 +219,17 @@ def main(fields: dict[str, object]) -> None:
     except (OSError, MemoryError) as error:
         if isinstance(error, OSError) and error.errno not in SCARCE:
             raise
-        # The driver tries again later: another try may have what this one lacked.
+        # The driver tries again later, when the resource may be free.
         sys.excepthook(*sys.exc_info())
         status = os.EX_TEMPFAIL
     _leave(status)
 
 
 def _leave(status: int) -> NoReturn:
-    """End this process: exit functions of what was imported, a flush, no more.
+    """Exit after the exit functions of imported modules and a flush.
 
-    The interpreter's own finalisation frees nothing that is frozen, and some libraries
-    print at its end what was not freed: nanobind thirty lines, where torch was learnt.
+    The interpreter's own finalisation does not free frozen objects, and some libraries
+    print objects that were not freed: nanobind thirty lines if torch was loaded.
     """
     try:
         run_exit_functions()

@@ -1,10 +1,10 @@
 """Imports modules in a zygote before it forks, and checks that it may fork.
 
-The user names modules, and others were learnt. Learnt modules are imported in a
-throw-away fork first: one child imports all of them in order; after one that is unfit,
-another child imports the rest. A process is fit to be forked with one thread, no device
-file open and no CUDA begun. Noted besides: which environment variables are read while
-modules are imported, and whether their files were edited since.
+The user names some modules; others were learnt from workers. Learnt modules are
+imported in a throw-away child first: one child imports all of them in order; after an
+unfit module, another child imports the rest. A process may fork while it has one
+thread, no open device file and no CUDA. Also recorded: the environment variables that
+imports read, and later edits of modules' files.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ NEEDED: Final = (
     "aiogpu.memory.fd_passing",
     "aiogpu.memory.segment_pool",
 )
-"""What nearly every worker would import for its first function and its result; the
-latter ones also where it has no descriptor left."""
+"""Modules that nearly every worker needs for its first function and result. Modules of
+`memory` must also work in a worker that has no free descriptor to import them."""
 
 
 class Preload:
@@ -50,8 +50,8 @@ class Preload:
 
     Args:
         setup: names the modules.
-        send: tells the driver.
-        leave: called in forks, to give up what is this process's alone.
+        send: sends a message to the driver.
+        leave: called in forks, to close the parent's descriptors.
         driver: pidfd of the driver, whose death ends all imports.
     """
 
@@ -68,15 +68,16 @@ class Preload:
         self._driver = driver
 
     def run(self) -> Ready | None:
-        """Import all; gives what is to be said of it.
+        """Import all modules; return the report for the driver.
 
         Returns:
-            None if that made us unfit, and `Unfit` was sent; or the driver has died.
+            None if this process may not fork now, and `Unfit` was sent; or if the
+            driver has died.
         """
         with _guarded():
             if not all(map(self._import, NEEDED)):
                 return None
-            gc.enable()  # until here there was nothing but modules, which stay
+            gc.enable()  # until here only modules were made, which are never freed
             before = _top_level()
             with recorded_reads() as names, _loading():
                 if not self._import_asked():
@@ -104,10 +105,10 @@ class Preload:
             return all(self._import(module, are_learnt) for module in modules)
 
     def _import(self, module: str, is_learnt: bool = False) -> bool:
-        """Import a module; report and return False if this process may not fork then.
+        """Import a module; report and return False if this process may not fork now.
 
-        What a module raises that is no `Exception` ends the zygote, unless the user
-        has not asked for the module.
+        A `BaseException` that is no `Exception` ends the zygote if the user asked for
+        the module, but not if the module was learnt.
         """
         raised: tuple[type[BaseException], ...]
         raised = (BaseException,) if is_learnt else (Exception,)
@@ -125,11 +126,11 @@ class Preload:
         return reason is None
 
     def _choose(self, modules: Sequence[str]) -> list[str]:
-        """Return the modules that a process may import before it forks."""
+        """Return the learnt modules that a process may import before it forks."""
         if not modules:
             return []
         fit, unfit = probe(modules, self._leave, self._driver)
-        # What they have started, and left when they were ended.
+        # Processes that the imports started and that outlived the children.
         end_children()
         for module, reason in unfit.items():
             self._send(LeftOut(module, reason))
@@ -142,7 +143,7 @@ def _top_level() -> set[str]:
 
 @contextmanager
 def _loading() -> Iterator[None]:
-    """Have a module refused that would begin its program, and so another zygote."""
+    """Refuse modules that start their program, and so another zygote."""
     current.loader, current.name = get_ident(), "init(preload=...)"
     try:
         yield
@@ -152,7 +153,7 @@ def _loading() -> Iterator[None]:
 
 @contextmanager
 def _guarded() -> Iterator[None]:
-    """Have libraries start no threads and see no devices in the block."""
+    """Keep libraries from starting threads and seeing devices in the block."""
     before = {name: os.environ.get(name) for name in GUARDS}
     os.environ.update(GUARDS)
     try:
@@ -166,17 +167,17 @@ def _guarded() -> Iterator[None]:
 
 
 LIMIT: Final = 60.0
-"""Seconds that the import of one module may take."""
+"""Seconds that the trial import of a module may take."""
 
 
 VISIBILITY: Final = (
     *("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"),
     "ROCR_VISIBLE_DEVICES",
 )
-"""Variables that nobody reads who does not want to know which devices there are."""
+"""Variables that only code that looks for devices reads."""
 
 
-class DriverHasDied(Exception):  # noqa: N818 - it is no error
+class DriverHasDied(Exception):  # noqa: N818 - not an error
     """The driver has died."""
 
 
@@ -186,21 +187,21 @@ def probe(
     """Try to import each module.
 
     Args:
-        modules: their names, in the order in which to import them.
-        leave: called in each fork first, to give up what is the parent's alone.
+        modules: their names, in order of import.
+        leave: called first in each fork, to close the parent's descriptors.
         driver: pidfd of the driver.
 
     Returns:
-        Those that leave a process fit to be forked, and why the others do not.
+        The modules after which a process may fork, and the reasons against the others.
 
     Raises:
-        DriverHasDied: while a module was imported.
+        DriverHasDied: the driver died during an import.
     """
     fit: list[str] = []
     unfit: dict[str, str] = {}
     rest = list(modules)
     while rest:
-        # Those that are fit go first, since others may build on them.
+        # Fit modules are imported again first, since others may depend on them.
         answers = _attempt([*fit, *rest], len(fit), leave, driver)
         for answer in answers:
             if answer == "":
@@ -213,7 +214,7 @@ def probe(
 def _attempt(
     modules: Sequence[str], known: int, leave: Callable[[], None], driver: int
 ) -> list[str]:
-    """Report on the modules after the first `known`, up to the first unfit one."""
+    """Try the modules after the first `known`, up to the first unfit module."""
     reading, writing = os.pipe()
     parent = os.getpid()
     pid = os.fork()
@@ -238,10 +239,10 @@ def _attempt(
 
 
 def _import_all(modules: Sequence[str], known: int, answers: int) -> None:
-    """Import one after the other, and say of each what comes of it; in the child."""
+    """Import modules in the child, and write a line about each: "" if it is fit."""
     nothing = os.open(os.devnull, os.O_RDWR)
     for stream in (1, 2):
-        # What they print is shown when the zygote imports them.
+        # Their output is shown when the zygote imports them.
         os.dup2(nothing, stream)
     for count, module in enumerate(modules):
         reason = _import_one(module)
@@ -252,7 +253,7 @@ def _import_all(modules: Sequence[str], known: int, answers: int) -> None:
 
 
 def _import_one(module: str) -> str:
-    """Import it; gives why it is unfit, nothing if it is fit."""
+    """Import a module; return the reason if it is unfit, else ""."""
     try:
         with recorded_reads() as names:
             importlib.import_module(module)
@@ -266,10 +267,10 @@ def _import_one(module: str) -> str:
 
 
 def _listen(reading: int, count: int, driver: int) -> tuple[list[str], bool]:
-    """Read so many answers, up to the first that names a reason.
+    """Read up to `count` answers, up to the first with a reason.
 
     Returns:
-        The answers, and whether the next one did not come in time.
+        The answers, and True if the next answer did not arrive in time.
     """
     poll = select.poll()
     for descriptor in (reading, driver):
@@ -294,7 +295,7 @@ def _listen(reading: int, count: int, driver: int) -> tuple[list[str], bool]:
 
 
 def _describe(status: int, is_hanging: bool) -> str:
-    """Return why the child has not answered."""
+    """Return the reason why the child has not answered."""
     if is_hanging:
         return f"its import did not end within {LIMIT:g} s"
     if os.WIFSIGNALED(status):
@@ -304,13 +305,13 @@ def _describe(status: int, is_hanging: bool) -> str:
 
 
 class _Recording(os._Environ[str]):
-    """`os.environ` while it is recorded; reading all of it is not recorded."""
+    """`os.environ` that records reads of single names, but not copies of all."""
 
     names: set[str]
     expected: list[str]
 
     def __getitem__(self, name: str) -> str:
-        # Whoever copies it lists all names, and reads them in that order.
+        # A copy lists all names, and reads them in that order.
         if self.expected and self.expected[-1] == name:
             self.expected.pop()
         elif isinstance(name, str):
@@ -325,22 +326,22 @@ class _Recording(os._Environ[str]):
 
 @contextmanager
 def recorded_reads() -> Iterator[set[str]]:
-    """Record the names that are read in the block, in the set that is given."""
+    """Record the variables that are read in the block; gives the set of names."""
     names: set[str] = set()
     with another_environ(_Recording, names=names, expected=[]):
         yield names
 
 
 OWN: Final = "aiogpu"
-"""This package's own modules are as old as the driver's, and stay so."""
+"""This package, whose files are not watched: the driver runs them too."""
 
 
 class Files:
-    """The source files of all modules that are loaded now, and how old they were.
+    """The source files of all loaded modules, with their modification times.
 
     Args:
-        since: when the imports began, in nanoseconds since the epoch. A file that
-            was written later may have been read before or after.
+        since: start of the imports, in nanoseconds since the epoch. A file that was
+            written later may have been read before or after the write.
     """
 
     def __init__(self, since: int) -> None:
@@ -356,21 +357,21 @@ class Files:
                 self._written[path] = (name, 0 if is_doubtful else written)
 
     def edited(self) -> list[str]:
-        """Modules whose files have changed since this was asked last.
+        """Return the modules whose files have changed since the last call.
 
-        One whose file has gone has not changed.
+        A removed file does not count as changed.
         """
-        found = []
+        edited = []
         for path, (name, before) in self._written.items():
             written = _written(path)
             if written not in (0, before):
                 self._written[path] = (name, written)
-                found.append(name)
-        return found
+                edited.append(name)
+        return edited
 
 
 def _written(path: str) -> int:
-    """Return when a file was written, in nanoseconds; 0 if there is none."""
+    """Return a file's modification time in nanoseconds; 0 if there is no file."""
     try:
         return os.stat(path).st_mtime_ns
     except OSError:
@@ -390,15 +391,15 @@ GUARDS: Final = {
     "MKL_NUM_THREADS": "1",
     "BLIS_NUM_THREADS": "1",
 }
-"""Set while modules are imported: libraries that read them start no threads and
-touch no GPU. The program's own values are back before the first fork."""
+"""Variables that are set during imports: libraries that read them start no threads and
+use no GPU. The program's own values are restored before the first fork."""
 
 
 BAD: Final = 1
 
 
 def unfit_to_fork() -> str | None:
-    """Say what makes this process unfit to be forked, None if nothing does."""
+    """Return the reason why this process may not fork, None if it may."""
     threads = len(os.listdir("/proc/self/task"))
     if threads > 1:
         return f"it left {threads - 1} threads running"
@@ -433,7 +434,7 @@ def has_begun_cuda(torch: ModuleType) -> bool:
 
 
 NOISE: Final = 1000
-"""Microseconds below which an import is not worth a word."""
+"""Microseconds; shorter imports are not reported."""
 
 
 _STANDARD: Final = f"{os.path.dirname(os.__file__)}{os.sep}"
@@ -443,35 +444,35 @@ _SITES: Final = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.se
 
 
 class _Nesting(_local):
-    """One thread's imports under way, and what came of them."""
+    """The running imports of one thread, and their results."""
 
     depth = 0
     found: list[tuple[str, int]]
 
 
 class Imports:
-    """The installed modules that this process has imported since it was last asked.
+    """The installed modules that this process has imported since the last `take`.
 
-    Of a user's own module that imports others those others count: what his own does
-    when it is imported may depend on the worker. Of an installed one, itself alone.
+    An installed module counts alone, without the modules that it imports. A user's own
+    module does not count, but its imports do: what the user's module does at its import
+    may depend on the worker.
 
     Attributes:
-        found: names and microseconds, the time of all that each has imported
-            included.
+        found: names and microseconds, nested imports included.
     """
 
     def __init__(self) -> None:
         self.found: list[tuple[str, int]] = []
 
     def take(self) -> Imported:
-        """Return what was found; forgotten with this."""
+        """Return and forget the recorded imports."""
         found, self.found = self.found, []
         return Imported(
             tuple(name for name, _ in found), tuple(cost for _, cost in found)
         )
 
     def watch(self) -> bool:
-        """Note all imports from now on; False if this Python has another way."""
+        """Record all imports from now on; False if this Python does not support it."""
         return wrap_imports(self._noting)
 
     def _noting(self, find_and_load: Find) -> Find:
@@ -507,4 +508,4 @@ def is_installed(module: ModuleType) -> bool:
         return False
     if origin in ("built-in", "frozen") or origin.startswith(_STANDARD):
         return True
-    return any(func in origin for func in _SITES)
+    return any(site in origin for site in _SITES)

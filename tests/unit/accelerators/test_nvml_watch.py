@@ -199,7 +199,7 @@ result = [lines({DEAD}), lines(), lines(mine, {DEAD}), lines({DEAD}, sure=True)]
     assert nobody == known == sure == []
     assert len(once) == 1
     assert once[0].startswith(
-        f"WARNING ! NVML lists processes on {ZERO} whose ids nobody has"
+        f"WARNING ! NVML lists processes on {ZERO} by ids that do not exist"
     )
 
 
@@ -314,7 +314,7 @@ result += [check(ONE), check()]
 EVENTS = ["nvmlEventSetCreate", "nvmlDeviceRegisterEvents", "nvmlEventSetWait_v2"]
 
 
-QUIET = "a GPU that fails is noticed only where its driver says so otherwise.\n"
+QUIET = "a failed GPU is noticed only if its driver reports it otherwise.\n"
 
 
 @pytest.mark.parametrize("function", EVENTS)
@@ -332,7 +332,7 @@ result += [check(), check(ONE), log.getvalue()]
 """
     assert nvml.run(snippet) == [
         *(WELL, WELL, WELL, [[], None, True], [[], "GPU reset", False]),
-        f"WARNING ! NVML does not tell of XIDs (Not Supported); {QUIET}",
+        f"WARNING ! NVML reports no XIDs (Not Supported); {QUIET}",
     ]
 
 

@@ -180,8 +180,8 @@ def test_devices_are_found_by_index_and_by_the_beginning_of_their_uuid():
 
 def test_an_ambiguous_beginning_is_refused():
     assert refused("2,GPU-8932") == (
-        "CUDA_VISIBLE_DEVICES='2,GPU-8932': 'GPU-8932' is how the UUIDs of 2 devices "
-        f"begin. This machine has 0 ({A}, NVIDIA A100-SXM4-40GB), "
+        "CUDA_VISIBLE_DEVICES='2,GPU-8932': 'GPU-8932' is a prefix of the UUIDs of 2 "
+        f"devices. This machine has 0 ({A}, NVIDIA A100-SXM4-40GB), "
         f"1 ({B}, NVIDIA A100-SXM4-40GB), 2 ({C}, Tesla T4). "
         "Give more digits of the UUID."
     )
@@ -211,7 +211,7 @@ def test_a_gpu_in_mig_mode_without_an_instance_is_refused(entry):
         f"instance, which CUDA cannot use. This machine has {MIG} (NVIDIA A100 MIG "
         f"1g.5gb), {OTHER_MIG} (NVIDIA A100 MIG 2g.10gb), 2 ({C}, Tesla T4), 1 ({B}, "
         f"NVIDIA A100-SXM4-40GB) in MIG mode without an instance. Make instances "
-        f"(`nvidia-smi mig -cgi`), or take the entry out."
+        f"(`nvidia-smi mig -cgi`), or remove the entry."
     )
 
 

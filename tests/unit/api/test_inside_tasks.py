@@ -139,7 +139,7 @@ async def test_awaited_children_of_a_task_that_has_ended(
     one, two = start_children(2)
     waiting = await started(one)
     client().end_task()
-    with pytest.raises(TaskCancelledError, match="since the task that had started it"):
+    with pytest.raises(TaskCancelledError, match="because the task that started it"):
         await waiting
     assert two.done()
     with pytest.raises(MisuseError, match="after the task had ended"):

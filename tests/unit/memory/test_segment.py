@@ -133,7 +133,7 @@ def test_only_its_writer_can_write_it_again() -> None:
 def test_a_segment_on_disk_is_written_once(tmp_path: Path) -> None:
     segment = Segment.create(1, PAGE, str(tmp_path))
     segment.write([memoryview(b"first")])
-    with pytest.raises(ValueError, match=r"segment 1 is on disk.*once"):
+    with pytest.raises(ValueError, match=r"segment 1 is on disk.*again"):
         segment.write([memoryview(b"again")])
     assert seen(segment, ((0, 5),)) == [b"first"]
     segment.close()

@@ -335,7 +335,7 @@ class Spiteful(Exception):
 @pytest.mark.parametrize("kind", [Mute, Spiteful])
 def test_an_exception_without_a_text_still_arrives(kind):
     failed = pack_failure(7, RAISED, raised(kind("x")), NO_FRAME)
-    assert failed.message.startswith("<its text cannot be had: ")
+    assert failed.message.startswith("<its text is not available: ")
     assert "the user's own line" in failed.traceback
     assert type(unpack_failure(failed, "work")) is kind
 
@@ -347,7 +347,7 @@ def test_a_traceback_that_cannot_be_had_is_said_so():
             raise SystemExit(3)
 
     failed = pack_failure(7, RAISED, Untraceable("no"), NO_FRAME)
-    assert failed.traceback == "<its traceback cannot be had: SystemExit>"
+    assert failed.traceback == "<its traceback is not available: SystemExit>"
     assert type(unpack_failure(failed, "work")).__name__ == "Untraceable"
 
 

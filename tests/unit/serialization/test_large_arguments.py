@@ -256,7 +256,7 @@ def test_what_is_remembered_is_bounded(told):
     for index in range(REMEMBERED + 5):
         pass_often(repeats, many, REPEATS, f"f{index}")
     assert len(told) == REMEMBERED + 5
-    assert len(repeats._told) == REMEMBERED
+    assert len(repeats._warned) == REMEMBERED
 
 
 def test_what_is_used_is_remembered_longest(told):

@@ -311,8 +311,11 @@ class Raising:
     [
         (ValueError("no."), "unpickled in this process: ValueError: no. Is its class"),
         (ImportError("gone"), "unpickled in this process: ImportError: gone. Is its"),
-        (Mute(), "unpickled in this process: Mute: <its text cannot be had: SystemEx"),
-        (MisuseError("not so."), "had in this process: not so.$"),
+        (
+            Mute(),
+            "unpickled in this process: Mute: <its text is not available: SystemEx",
+        ),
+        (MisuseError("not so."), "not available in this process: not so.$"),
         (SystemExit(3), "unpickled in this process: SystemExit: 3. Is its"),
         (KeyboardInterrupt(), "unpickled in this process: KeyboardInterrupt. Is its"),
         (GeneratorExit(), "unpickled in this process: GeneratorExit. Is its"),

@@ -333,11 +333,11 @@ def test_a_class_that_cannot_be_asked_is_reported_once(
     for _ in range(3):
         assert not retrying.wants("train", retried, KeyError())
     reported = capsys.readouterr().err
-    assert reported.count("train is not tried again") == 1
+    assert reported.count("train is never retried") == 1
     assert why in reported
     retrying.forget()
     assert not retrying.wants("train", retried, KeyError())
-    assert "train is not tried again" in capsys.readouterr().err
+    assert "train is never retried" in capsys.readouterr().err
 
 
 def double(number: int) -> int:

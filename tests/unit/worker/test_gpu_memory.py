@@ -148,7 +148,7 @@ def test_a_torch_that_takes_no_such_call_is_not_limited(
     limit_torch((40 * GIB,))
     load()
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("aiogpu: PyTorch could not be told")
+    assert line.startswith("aiogpu: PyTorch's GPU memory could not be limited: ")
     assert "_lazy_call" in line
 
 
@@ -156,7 +156,7 @@ def test_a_loader_that_cannot_be_listened_to(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     Watching(print)._listen(object())
-    assert "is not limited: AttributeError" in capsys.readouterr().err
+    assert "could not be limited: AttributeError" in capsys.readouterr().err
     before = dict(vars(BuiltinImporter))
     Watching(print)._listen(BuiltinImporter)
     assert "which loads others too" in capsys.readouterr().err
