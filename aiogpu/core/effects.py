@@ -1,7 +1,7 @@
 """Effects: what the scheduler asks the driver to do, one small class for each.
 
-Classes with the same fields share a base, because Python compiles the methods of each
-dataclass anew when a program starts.
+Classes with the same fields share a base, because Python compiles the methods of every
+dataclass when a program starts.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class AboutTask:
 class AboutEnd:
     """A task that has ended.
 
-    `since` says when it was submitted, `has_begun` whether its worker may have begun
-    it, in its last attempt.
+    `since`: when the task was submitted. `has_begun`: its code may have begun in the
+    last attempt.
     """
 
     task: TaskId
@@ -45,7 +45,7 @@ class AboutWorker:
 
 @dataclass(slots=True)
 class Spawn:
-    """Fork a worker for tasks with these variables."""
+    """Fork a worker for tasks of an environment."""
 
     worker: WorkerId
     environment: Environment = ()
@@ -55,8 +55,8 @@ class Spawn:
 class Assign:
     """Send the task to the worker.
 
-    `lease` says which devices it gets. `is_first`: nothing was assigned to this
-    worker before, so its environment is to be set. `is_last`: it ends after this.
+    `lease`: the task's devices. `is_first`: this is the worker's first task, so its
+    environment must be set. `is_last`: the worker exits after the task.
     """
 
     task: TaskId
@@ -68,9 +68,9 @@ class Assign:
 
 @dataclass(slots=True)
 class Granted:
-    """Tell who has asked for a lease or a placement group that it is held.
+    """Tell the owner of a lease or a placement group that it is granted.
 
-    `holder` is the id under which it is held.
+    `holder`: the id that stands for the holder of the lease.
     """
 
     task: TaskId
@@ -80,9 +80,9 @@ class Granted:
 
 @dataclass(slots=True)
 class Reclaim:
-    """End this lease at its holder; the answer is `lease_returned`.
+    """Take a lease back from its holder.
 
-    That is when the processes have ended that it was for.
+    Answered by `lease_returned`, when the processes that use the lease have ended.
     """
 
     task: TaskId
@@ -91,9 +91,9 @@ class Reclaim:
 
 @dataclass(slots=True)
 class Ahead:
-    """Send these tasks to a worker, to be run in order, after what it has.
+    """Send tasks ahead to a worker, which runs them in order after its current ones.
 
-    They are of its last task's shape and take over its lease.
+    They have the shape of its current task and take over its lease.
     """
 
     worker: WorkerId
@@ -102,9 +102,9 @@ class Ahead:
 
 @dataclass(slots=True)
 class Revoke:
-    """Take back what the worker has not begun; answer with `revoked`.
+    """Take back the tasks that a worker has not begun; answered by `revoked`.
 
-    `number` tells one revocation of a worker from the next.
+    `number` counts the revocations of a worker.
     """
 
     worker: WorkerId
@@ -122,7 +122,7 @@ class Interrupt:
 
 @dataclass(slots=True)
 class Announce:
-    """Let the task know that its program stops; it goes on for now."""
+    """Tell a running task that its program stops; the task continues for now."""
 
     task: TaskId
     worker: WorkerId
@@ -135,13 +135,13 @@ class Retire(AboutWorker):
 
 
 class Kill(AboutWorker):
-    """End the worker's process and all that it started, at once."""
+    """Kill the worker's process and all its descendants at once."""
 
     __slots__ = ()
 
 
 class Settle(AboutEnd):
-    """The task has ended; give its owner the answer that its worker sent."""
+    """The task has ended: give its owner the result that the worker sent."""
 
     __slots__ = ()
 
@@ -154,15 +154,15 @@ class Failure(Enum):
     OVERRUN = "overrun"
     """Its code has run for its run_timeout."""
     LOST = "lost"
-    """Its worker died, and it is not tried again."""
+    """Its worker died, and it is not retried."""
     DEADLOCKED = "deadlocked"
-    """It can never run, because those that wait for it hold what it needs."""
+    """It can never run, because tasks that wait for it hold what it needs."""
     DISOWNED = "disowned"
-    """It ends with the task that has started it."""
+    """Its parent has ended."""
     ABANDONED = "abandoned"
     """The node closes before it could end."""
     EVICTED = "evicted"
-    """Its placement group is none any more; the reason says what became of that."""
+    """Its placement group does not exist any more; `Fail.reason` says why."""
     MISFIT = "misfit"
     """It can never run in the bundles of its placement group."""
 
@@ -171,7 +171,7 @@ class Failure(Enum):
 class Fail:
     """Tell a task's owner that there will be no result; `Forget` follows.
 
-    `reason` says more, for people. `worker` is the one that died with a lost task.
+    `reason`: details in words. `worker`: the worker that died, for a lost task.
     """
 
     task: TaskId
@@ -187,7 +187,7 @@ class Warn(AboutTask):
 
 
 class Forget(AboutEnd):
-    """The task has ended and has no waiters: drop what is kept for it."""
+    """The task has ended and its owner does not wait: drop everything about it."""
 
     __slots__ = ()
 
@@ -210,4 +210,4 @@ Effect = (
 )
 
 NOTHING: Final[Sequence[Effect]] = ()
-"""The commonest answer."""
+"""No effects: the most frequent answer."""

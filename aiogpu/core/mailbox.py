@@ -1,9 +1,9 @@
 """The order in which the calls of one actor reach its process, and stream windows.
 
-Calls are known by their ids alone. Each concurrency group of an actor has a mailbox of
-its own, so that a slow group holds up no other. At most `window` calls are with the
-process at a time. The process runs them at once, or one after the other if the group
-runs one at a time. A `Window` counts how far a stream may run ahead of its consumer.
+A call is an id here. Each concurrency group of an actor has a mailbox of its own, so a
+slow group does not delay the others. At most `window` calls of a group are sent and
+unanswered at a time; the process runs them concurrently or, in a serial group, one
+after the other. A `Window` limits how far a stream may run ahead of its consumer.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from collections.abc import Iterable
 
 
 class Window:
-    """The consumer's end: the items it has taken, and the limit the producer knows.
+    """Flow control of a stream, as its consumer keeps it.
 
-    The producer may yield `limit` items in all. It is told a higher limit whenever
-    the consumer has taken half a window since, so that it need not be held while the
-    consumer keeps up, and few messages pass.
+    The producer may yield `limit` items in total. It is sent a higher limit whenever
+    the consumer has taken another half window: a consumer that keeps up never blocks
+    the producer, and few messages are sent.
 
     Attributes:
         size: items that the producer may be ahead, 1 or more.
         taken: items that the consumer has taken.
-        limit: what the producer was told last.
+        limit: the limit that was last sent to the producer.
     """
 
     __slots__ = ("_step", "limit", "size", "taken")
@@ -37,7 +37,7 @@ class Window:
         return f"<Window {self.taken} taken, {self.limit} allowed>"
 
     def take(self) -> int:
-        """Note that an item was taken; return the limit to send now, 0 for none."""
+        """Note that an item was taken; return the new limit to send, 0 for none."""
         self.taken += 1
         limit = self.taken + self.size
         if limit - self.limit < self._step:
@@ -46,27 +46,27 @@ class Window:
         return limit
 
     def holds(self, buffered: int) -> bool:
-        """Return whether the producer has to wait, with so many items not taken yet."""
+        """Return True if the producer must wait, given the number of buffered items."""
         return self.taken + buffered >= self.limit
 
 
 CallId = int
-"""Counts up, over all actors and tasks of a node."""
+"""Increases over all actors and tasks of a node."""
 
 
 class Mailbox:
-    """One group's calls.
+    """The calls of one concurrency group.
 
     Attributes:
-        window: most calls that are with the process.
-        is_serial: whether it runs them one at a time, so that what follows the one
-            that it has begun has not begun.
-        low: with no more than that left, the process is to be sent others; one that
-            runs one at a time has enough to do until half are left.
-        is_open: whether there is a process to send to.
-        waiting: calls that were not sent, first to be sent first.
-        sent: calls that were sent and not answered, in that order; the value says
-            whether somebody still wants the answer.
+        window: the most calls that are sent and unanswered.
+        is_serial: the process runs the calls one at a time, so the calls after the
+            one that it runs have not begun.
+        low: send more calls when no more than this number are unanswered; a serial
+            process has enough to do until half are left.
+        is_open: there is a process to send to.
+        waiting: calls that were not sent, in order.
+        sent: calls that were sent and not answered, in order; the value is False if
+            the answer is no longer wanted.
     """
 
     __slots__ = ("is_open", "is_serial", "low", "sent", "waiting", "window")
@@ -86,7 +86,7 @@ class Mailbox:
         return len(self.waiting) + len(self.sent)
 
     def post(self, call: CallId) -> bool:
-        """Take in a new call; True if it is to be sent now."""
+        """Take in a new call; True if the caller must send it now."""
         if self.is_open and len(self.sent) < self.window and not self.waiting:
             self.sent[call] = True
             return True
@@ -94,11 +94,11 @@ class Mailbox:
         return False
 
     def finish(self, call: CallId) -> bool:
-        """Note that a call was answered; False if it was not sent or was given up."""
+        """Note that a call was answered; False if it was not sent or was cancelled."""
         return self.sent.pop(call, False)
 
     def take(self) -> list[CallId]:
-        """The calls that are to be sent now, first one first."""
+        """Return the calls to send now, in order."""
         calls: list[CallId] = []
         if not self.is_open:
             return calls
@@ -109,7 +109,7 @@ class Mailbox:
         return calls
 
     def open(self) -> list[CallId]:
-        """The process is there; gives the calls that are to be sent now."""
+        """Note that the process is ready; return the calls to send now."""
         self.is_open = True
         return self.take()
 
@@ -122,29 +122,29 @@ class Mailbox:
         self.waiting.pop(call, None)
         return False
 
-    def lose(self, begun: CallId, is_retried: Iterable[CallId]) -> list[CallId]:
-        """The process has gone; another may come.
+    def lose(self, last_begun: CallId, retried: Iterable[CallId]) -> list[CallId]:
+        """Note that the process is gone; a new one may follow.
 
-        Calls that it cannot have begun wait again, before all others; so do those
-        that are to be tried again. What was cancelled is forgotten.
+        Calls that cannot have begun, and calls that are retried, wait again before all
+        others. Cancelled calls are forgotten.
 
         Args:
-            begun: the call that it had begun last, where it runs one at a time.
-            is_retried: of those that it may have begun, the ones to be tried again.
+            last_begun: the last call that a serial process had begun.
+            retried: calls that may have begun and are retried.
 
         Returns:
-            Those that it may have begun and that are lost.
+            The calls that may have begun and are lost.
         """
         self.is_open = False
-        again = set(is_retried)
+        again = set(retried)
         lost: list[CallId] = []
         kept: list[CallId] = []
         sent, self.sent = self.sent, {}
-        # Ids count up, and so does what a serial process begins.
+        # A serial process begins calls in the order of their ids.
         for call, is_wanted in sent.items():
             if not is_wanted:
                 continue
-            has_begun = not self.is_serial or call <= begun
+            has_begun = not self.is_serial or call <= last_begun
             (lost if has_begun and call not in again else kept).append(call)
         for call in reversed(kept):
             self.waiting[call] = None
@@ -152,10 +152,10 @@ class Mailbox:
         return lost
 
     def close(self) -> list[CallId]:
-        """Close for good; return the calls whose answers are awaited."""
+        """Close for good; return the calls whose answers are still wanted."""
         self.is_open = False
-        left = [call for call, is_wanted in self.sent.items() if is_wanted]
-        left += self.waiting
+        unanswered = [call for call, is_wanted in self.sent.items() if is_wanted]
+        unanswered += self.waiting
         self.sent.clear()
         self.waiting.clear()
-        return left
+        return unanswered

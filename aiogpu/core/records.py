@@ -1,10 +1,9 @@
 """The scheduler's records of tasks and workers, and their states.
 
-`move` changes a state, and only along the tables here; a move that is not in the table
-is a defect of aiogpu and raises. The bursts that are sent to a worker and come back
-from it set `QUEUED`, `RUNNING` and `ENDED` directly, because a call for each task would
-be too slow. A state says where something is, never how it got there. The diagrams in
-`docs/architecture.md` are drawn from these tables.
+`move` changes a state along the tables here; any other move is a defect of aiogpu and
+raises. Code that handles bursts of tasks sets `QUEUED`, `RUNNING` and `ENDED` directly,
+because a call for each task would be too slow. The diagrams in `docs/architecture.md`
+are drawn from these tables.
 """
 
 from __future__ import annotations
@@ -28,19 +27,19 @@ class TaskState(Enum):
     WAITING = "waiting"
     """In the queue; holds nothing."""
     EXPECTING = "expecting"
-    """Results of others are its arguments, and not there yet; holds nothing."""
+    """Waits for results that are its arguments; holds nothing."""
     STARTING = "starting"
-    """Holds a lease; its worker is being forked. No code of it has run."""
+    """Holds a lease; its worker is being forked. None of its code has run."""
     QUEUED = "queued"
-    """Sent ahead to a worker that runs another; no code of it has run."""
+    """Sent ahead to a worker that runs another task; none of its code has run."""
     RUNNING = "running"
     """Sent to a worker; its code may be running."""
     BLOCKED = "blocked"
-    """Its code waits for tasks that it has started; it holds no CPU meanwhile."""
+    """Its code waits for tasks that it has started; holds no CPU."""
     DELAYED = "delayed"
-    """It has failed and will wait again, some time later; holds nothing."""
+    """Has failed and is queued again later; holds nothing."""
     STOPPING = "stopping"
-    """Nobody wants its result any more; its code may still be running."""
+    """Cancelled; its code may still be running."""
     ENDED = "ended"
     """Its code has stopped, or never ran."""
 
@@ -51,17 +50,17 @@ class WorkerState(Enum):
     """The states of a worker."""
 
     STARTING = "starting"
-    """Asked for; not connected yet."""
+    """Being forked; not connected yet."""
     IDLE = "idle"
     """Connected; runs nothing."""
     BUSY = "busy"
-    """Runs one task; others of its shape may be queued behind it."""
+    """Runs one task; others of the same shape may be in its queue."""
     ENDING = "ending"
-    """Gets no more work; its process has not ended yet."""
+    """Gets no more tasks; its process has not ended yet."""
     SETTLING = "settling"
-    """All its processes have ended; its devices were not seen free of them yet."""
+    """Its process and all descendants have ended; its devices may not be free yet."""
     GONE = "gone"
-    """Its process and all that it started have ended."""
+    """Its process and all descendants have ended."""
 
     __hash__ = object.__hash__
 
@@ -70,7 +69,7 @@ class Memory(Enum):
     """The kinds of memory for which a task's worker can be killed."""
 
     HOST = "host"
-    """Memory of the machine runs out."""
+    """The machine's memory runs out."""
     DEVICE = "device"
     """The task used more device memory than it had reserved."""
 
@@ -99,24 +98,24 @@ WORKER_LEADS_TO: Final = {
 }
 
 Binding = tuple[Environment, tuple[tuple[str, tuple[int, ...]], ...], int]
-"""What a worker is tied to for life.
+"""The properties that a worker keeps for life.
 
-That is its environment, its devices by kind, and what limits its use of their memory
-(`limit_of`): frameworks are told of it once.
+These are its environment, its devices by kind, and its limit of device memory
+(`limit_of`), which frameworks read only once.
 """
 
 
 @dataclass(slots=True, eq=False)
 class Kin:
-    """The ties of a task to its parent, and to the tasks that it has started.
+    """The links of a task to its parent and its children.
 
     Attributes:
-        lane: its place among all; a child goes before what is no child, since
-            its parent may hold resources while it waits for the child.
-        parent: who has started it, None once it is on its own.
-        children: unfinished tasks that end with it.
-        waits_for: unfinished tasks for which its code waits.
-        awaited_by: who waits for it, if anybody.
+        lane: the task's place in the queue; a child goes before tasks without a
+            parent, since its parent may hold resources while it waits for the child.
+        parent: the parent; None if the task does not end with it.
+        children: unfinished tasks that end with this task.
+        waits_for: unfinished tasks for which the task's code waits.
+        awaited_by: the task that waits for this one, or None.
     """
 
     lane: Lane
@@ -131,8 +130,8 @@ class Stop:
     """The progress of stopping a task.
 
     Attributes:
-        kill_at: when its worker is killed.
-        interrupts: how often its worker was asked to stop it.
+        kill_at: when the task's worker is killed.
+        interrupts: how often the worker was asked to stop the task.
     """
 
     kill_at: float
@@ -144,18 +143,18 @@ class TaskRecord:
     """One task, from submission until its code has stopped.
 
     Attributes:
-        id: also its place in the order of submission.
-        since: when it was submitted.
-        retries: how often it was tried again.
+        id: the id, which increases in the order of submission.
+        since: when the task was submitted.
+        retries: how often the task was retried.
         starts_failed: workers in a row that ended before they took the task.
-        killed_for: the memory for want of which its worker was ended, if it was.
-        is_alone: it has had that, and its next try is to be alone.
-        client: the program whose it is.
+        killed_for: the kind of memory for which the task's worker was killed, or None.
+        is_alone: host memory ran out; the next attempt must run alone.
+        client: the program that owns the task.
         kin: None for a task without parent and children.
-        stop: None unless it is being stopped.
-        began: of a task with a timeout, when its worker took it or, once the worker has
-            said so, when its code began; None before.
-        run_until: when its `run_timeout` ends.
+        stop: None unless the task is being stopped.
+        began: for a task with a timeout: when its worker took it or, once reported,
+            when its code began; None before.
+        run_until: when the `run_timeout` ends.
     """
 
     id: TaskId
@@ -175,7 +174,7 @@ class TaskRecord:
 
     @property
     def retries_left(self) -> int:
-        """Retries that are left; -1 for no limit."""
+        """The number of retries left; -1: no limit."""
         most = self.spec.max_retries
         return most if most == UNLIMITED else most - self.retries
 
@@ -188,27 +187,27 @@ class TaskRecord:
 
 @dataclass(slots=True, eq=False)
 class WorkerRecord:
-    """One worker process, from the wish for it until all of it has ended.
+    """One worker process, from the decision to fork it until it has ended.
 
     Attributes:
-        environment: of the tasks that it may serve.
-        binding: None while nothing has been assigned to it.
-        task: what it runs, or will run once it has started.
-        queue: tasks of the same shape that it was sent ahead; they take over the
-            lease, one after the other.
-        refill_at: length of the queue from which on more is sent.
-        is_killed: SIGKILL was sent; what it has answered may still be under way.
-        lease: what it holds. A lease stays with a worker that ends until its
-            process is gone, also when the task's result is long known.
+        environment: the environment of the tasks that the worker may run.
+        binding: None until a first task was assigned.
+        task: the current task, or the task to run once the worker has started.
+        queue: tasks of the same shape that were sent ahead; each takes over the lease
+            from the one before.
+        refill_at: length of the queue at which more tasks are sent.
+        is_killed: SIGKILL was sent; replies may still arrive.
+        lease: the worker's lease. An ending worker keeps its lease until its process
+            is gone, even if the task's result has arrived long before.
         calls: finished calls by function, for functions with `max_calls`.
-        is_last: whether it ends after the task that it runs.
-        is_stale: it is told to end when it has no task: a device that it has open was
-            sick since, or it was forked from what is old by now.
-        revocations: how often its queue was taken back.
-        is_revoking: whether it is being taken back.
-        look_at: when it is looked at next, None if it is not watched.
-        watched: what it ran when that was decided.
-        watched_since: when that was decided.
+        is_last: the worker exits after its current task.
+        is_stale: retire the worker when it has no task: one of its devices was sick,
+            or its zygote was replaced.
+        revocations: how often the queue was taken back.
+        is_revoking: the queue is being taken back.
+        look_at: when the worker's progress is checked next; None if it is not watched.
+        watched: the task that ran when this check was set.
+        watched_since: when this check was set.
     """
 
     id: WorkerId
@@ -237,12 +236,12 @@ class WorkerRecord:
 
 
 def sort_key(record: TaskRecord) -> Lane:
-    """The task's place among all: priority, then depth."""
+    """Return the task's place in the queue: priority, then depth."""
     return record.spec.lane if record.kin is None else record.kin.lane
 
 
 def binding_of(spec: TaskSpec, lease: Lease) -> Binding:
-    """The binding that a worker needs to run this spec on this lease."""
+    """Return the binding that a worker needs to run this spec on this lease."""
     environment, request = spec.shape.environment, lease.request
     if not lease.shares:
         return environment, (), 0
@@ -258,7 +257,7 @@ def binding_of(spec: TaskSpec, lease: Lease) -> Binding:
 
 
 def limit_of(request: Request) -> int:
-    """Tells apart what limits the use of GPU memory: bytes, or minus the parts."""
+    """Return the limit of GPU memory: bytes, or minus the share in parts."""
     if request.gpu_memory != BY_SHARE:
         return request.gpu_memory
     return -sum(amount for kind, amount in request.devices if kind == GPU)

@@ -125,7 +125,7 @@ async def test_waits_that_can_never_end(node: aiogpu.types.Node) -> None:
     failures = await nested_tasks.plain_greedy.remote()
     assert [name for name, _ in failures] == ["DeadlockError"] * 3
     assert failures[0][1] == (
-        "add asks for {CPU: 1, GPU: 1}, and those that wait hold it: plain_greedy "
+        "add asks for {CPU: 1, GPU: 1}, which waiting tasks hold: plain_greedy "
         "holds {CPU: 1, GPU: 1} and waits for add. The wait could never end. Let the "
         "waiting task ask for less, or end before it starts the other task."
     )

@@ -140,7 +140,7 @@ def test_a_tree_that_is_deeper_than_there_is_room_for() -> None:
         assert await parent.remote(5) == 6
     """
     told, ok = program(body, "128 128").splitlines()
-    assert "needs a worker process, of which this node can have" in told
+    assert "needs a worker process, but this node can have only" in told
     assert ok == "ok"
 
 

@@ -323,7 +323,7 @@ LONG = 1 / 64
 
 
 PATIENCE = SchedulerConfig(
-    long=LONG, unheard=1.0, cancel_grace=2.0, interrupt_every=0.5
+    long_task=LONG, unresponsive_after=1.0, cancel_grace=2.0, interrupt_every=0.5
 )
 
 

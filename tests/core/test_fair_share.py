@@ -411,7 +411,7 @@ def test_a_child_that_its_parent_keeps_from_running_fails():
         submit fine parent=parent; wait_for parent child fine; told = child:deadlocked
     """)
     assert w.tasks["child"].reason == (
-        "child asks for {CPU: 1, GPU: 1}, and those that wait hold it: parent holds "
+        "child asks for {CPU: 1, GPU: 1}, which waiting tasks hold: parent holds "
         "{CPU: 1, GPU: 1} and waits for child; this program holds 1 of at most 1 GPU "
         "that its node lets it have"
     )

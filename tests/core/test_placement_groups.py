@@ -5,7 +5,7 @@ import pytest
 from aiogpu.core.model.text import SHOWN
 from aiogpu.core.scheduler.placement_groups import REMOVED, UNKNOWN
 from aiogpu.core.scheduler.scheduler import Scheduler
-from aiogpu.core.scheduler.state import REMEMBERED
+from aiogpu.core.scheduler.state import MIN_ENDED_KEPT
 from aiogpu.observe.snapshot import snapshot
 from tests.core.builders import World, request_of, status_of, why_of
 
@@ -171,10 +171,10 @@ def test_a_group_closes_with_its_node():
 
 def test_ended_members_are_forgotten():
     w = World(cpus=1).play("placement_group gang CPU:1")
-    for number in range(4 * REMEMBERED):
+    for number in range(4 * MIN_ENDED_KEPT):
         w.submit_in("gang", f"t{number}", num_cpus=1)
         w.finish(f"t{number}")
-    assert len(w.scheduler.placement_groups["gang"].members) <= 2 * REMEMBERED
+    assert len(w.scheduler.placement_groups["gang"].members) <= 2 * MIN_ENDED_KEPT
 
 
 def test_a_group_counts_for_its_program_and_its_members_do_not():

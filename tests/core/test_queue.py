@@ -111,13 +111,13 @@ def test_buckets_with_equal_turns_have_an_order():
 def test_a_shape_that_nobody_waits_for_is_forgotten():
     one, two = task(1), task(2, shape=TWO)
     ready = queue(one, two)
-    assert ready.some() is one
+    assert ready.any_task() is one
     leave(ready, two)
     assert repr(ready) == "<ReadyQueue 1 tasks of 1 shapes>"
     assert repr(bucket_of(ready, ONE)) == "<Bucket of 1 asking for {CPU: 1}>"
     leave(ready, one)
     assert not ready.by_shape
-    assert ready.some() is None
+    assert ready.any_task() is None
 
 
 SHAPES = [

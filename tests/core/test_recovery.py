@@ -43,7 +43,7 @@ def test_three_workers_in_a_row_that_cannot_start_lose_the_task_but_no_retries()
 # What is held without end begins anew.
 
 
-PATIENCE = SchedulerConfig(retry_after=1.0, retry_at_last=8.0, restarts_in_a_row=5)
+PATIENCE = SchedulerConfig(retry_after=1.0, max_retry_delay=8.0, restarts_in_a_row=5)
 
 
 def endless(max_retries: int = -1) -> World:
@@ -82,7 +82,7 @@ def test_pauses_grow_and_then_it_is_given_up() -> None:
 def test_one_that_has_lived_for_a_while_is_sound() -> None:
     world = endless()
     assert die_and_wait(world, 4) == [0, 1, 2, 4]
-    assert die_and_wait(world, 8, lived=PATIENCE.sound_after) == [0] * 8
+    assert die_and_wait(world, 8, lived=PATIENCE.stable_after) == [0] * 8
     assert die_and_wait(world, 3) == [1, 2, 4]
 
 
@@ -173,7 +173,7 @@ def test_it_waits_for_the_others_and_they_for_it():
 
 def test_it_has_one_more_try_if_it_may_run_twice():
     w = World()
-    assert repr(w.scheduler.exclusive) == "<Solitude for None, then 0>"
+    assert repr(w.scheduler.exclusive) == "<ExclusiveRetries None, then 0>"
     w.play("""
         submit once max_retries=0; starve once; told = once:lost
         submit a max_retries=-1; starve a; running = a (nobody else was there)

@@ -237,7 +237,7 @@ def test_a_task_whose_time_is_up_just_as_it_is_warned_of():
 
 def test_a_worker_that_does_not_begin_is_ended_at_the_very_moment():
     """By rounding it had a little time left, and was given the next task."""
-    w = World(cpus=1, config=SchedulerConfig(unheard=0.1), starts=False)
+    w = World(cpus=1, config=SchedulerConfig(unresponsive_after=0.1), starts=False)
     w.play("advance 0.5; submit task")
     worker = w.worker_of("task")
     w.stop(worker)

@@ -10,7 +10,7 @@ from aiogpu.core.model.request import Device, Request, Shape, TaskSpec
 from aiogpu.core.model.units import UNIT
 from aiogpu.core.resources.devices import DeviceSet
 from aiogpu.core.resources.ledger import Ledger
-from aiogpu.core.scheduler.reservation import STANDS, reserve
+from aiogpu.core.scheduler.reservation import REPLAN_AFTER, reserve
 from aiogpu.core.scheduler.scheduler import Scheduler
 from tests.core.builders import (
     World,
@@ -104,7 +104,7 @@ def test_who_gives_back_in_time_goes_past(timeout, passes):
 
 def test_what_was_promised_stands_though_an_urgent_task_came_between():
     w = ready_for_two(timeout=10.0).play("pass_over; submit urgent gpus=0.5 priority=1")
-    w.play(f"advance {STANDS}; pass_over")
+    w.play(f"advance {REPLAN_AFTER}; pass_over")
     assert w.scheduler.reservation.until == 12.0
     w.play("submit small gpus=0.5 timeout=4.0; running = long small urgent")
 
@@ -113,9 +113,9 @@ def test_a_plan_stands_for_a_while():
     """It looks at all workers, so it is not made anew at every event."""
     w = ready_for_two().play("pass_over")
     plan = w.scheduler.reservation
-    w.play(f"advance {STANDS / 2}; pass_over")
+    w.play(f"advance {REPLAN_AFTER / 2}; pass_over")
     assert w.scheduler.reservation is plan
-    w.play(f"advance {STANDS}; pass_over")
+    w.play(f"advance {REPLAN_AFTER}; pass_over")
     assert w.scheduler.reservation is not plan
     assert w.kept == "big"
 
@@ -214,7 +214,7 @@ def test_what_is_only_tried_does_not_change_a_plan():
     w.tell(Scheduler.wake)
     plan = w.scheduler.reservation
     assert plan is not None
-    w.advance(2 * STANDS)
+    w.advance(2 * REPLAN_AFTER)
     w.tell(Scheduler.wake)
     assert w.scheduler.reservation is plan
 

@@ -20,7 +20,7 @@ from aiogpu.core.model.ids import TaskId, WorkerId
 from aiogpu.core.model.request import Request, Shape, TaskSpec
 from aiogpu.core.model.units import UNIT
 from aiogpu.core.records import TaskState
-from aiogpu.core.scheduler.scheduler import ABANDON_EVERY, ABANDONED, Scheduler
+from aiogpu.core.scheduler.scheduler import ABANDON_BATCH, ABANDON_EVERY, Scheduler
 from tests.core.builders import World, kinds, record_of, submit
 
 PATIENCE = SchedulerConfig(cancel_grace=2.0, interrupt_every=0.5, exit_grace=5.0)
@@ -169,7 +169,7 @@ def test_closing_tries_nothing_again_and_abandons_what_comes_later():
 def test_closing_reports_to_those_who_wait_in_slices():
     """The loop has time for other things in between."""
     w = World(cpus=1, config=PATIENCE)
-    for number in range(2 * ABANDONED + 10):
+    for number in range(2 * ABANDON_BATCH + 10):
         w.scheduler.submit(w.now, TaskId(number), SPEC)
     [worker] = w.scheduler.workers
     slices = [w.scheduler.close(w.now)]
@@ -182,8 +182,10 @@ def test_closing_reports_to_those_who_wait_in_slices():
         [effect.task for effect in effects if fails(effect, Failure.ABANDONED)]
         for effects in slices
     ]
-    assert [len(tasks) for tasks in told] == [1 + ABANDONED, ABANDONED, 9]
-    assert [task for tasks in told for task in tasks] == list(range(2 * ABANDONED + 10))
+    assert [len(tasks) for tasks in told] == [1 + ABANDON_BATCH, ABANDON_BATCH, 9]
+    assert [task for tasks in told for task in tasks] == list(
+        range(2 * ABANDON_BATCH + 10)
+    )
     assert w.left == 0
     w.scheduler.worker_gone(w.now, worker.id)
     assert w.is_closed

@@ -35,7 +35,7 @@ from aiogpu.core.resources.ledger import Lease, Ledger
 from aiogpu.core.resources.placement_group import take_grouped
 from aiogpu.core.scheduler.placement import SLICE
 from aiogpu.core.scheduler.scheduler import Scheduler
-from aiogpu.core.scheduler.workers import BOUNDLESS
+from aiogpu.core.scheduler.workers import UNLIMITED_WORKERS
 from aiogpu.errors import InfeasibleError, LimitError
 from tests.core.builders import GIB, World
 from tests.support.sampling import examples
@@ -100,15 +100,15 @@ PATIENCE = st.builds(
     refill_after=st.sampled_from([0.0, 0.1]),
     spares_for=st.sampled_from([0.5, 20.0]),
     retry_after=st.sampled_from([0.0, 0.1, 1.0]),
-    alone_within=st.sampled_from([0.0, 5.0, 30.0]),
-    crowded_for=st.sampled_from([0.05, 1.0]),
-    crowded_at_last=st.sampled_from([0.05, 5.0]),
+    exclusive_wait=st.sampled_from([0.0, 5.0, 30.0]),
+    start_retry_after=st.sampled_from([0.05, 1.0]),
+    max_start_retry_delay=st.sampled_from([0.05, 5.0]),
     warn_after=st.sampled_from([0.5, 5.0]),
     # Any float would be drawn otherwise; of a pause of 1e-130 seconds there is no end.
-    long=st.sampled_from([0.01, 0.1]),
-    unheard=st.sampled_from([0.1, 1.0]),
-    retry_at_last=st.just(10.0),
-    sound_after=st.sampled_from([0.0, 60.0]),
+    long_task=st.sampled_from([0.01, 0.1]),
+    unresponsive_after=st.sampled_from([0.1, 1.0]),
+    max_retry_delay=st.just(10.0),
+    stable_after=st.sampled_from([0.0, 60.0]),
     restarts_in_a_row=st.sampled_from([0, 2, 12]),
 )
 
@@ -304,7 +304,7 @@ def could_serve(options) -> int:
 BEGINNING = {
     **dict.fromkeys(("starts", "exits", "revokes"), st.booleans()),
     "config": PATIENCE,
-    "most": st.one_of(st.just(BOUNDLESS), st.integers(1, 4)),
+    "most": st.one_of(st.just(UNLIMITED_WORKERS), st.integers(1, 4)),
 }
 
 

@@ -233,7 +233,7 @@ def test_a_child_that_needs_what_its_parent_holds():
     wait(w, "train", "evaluate", num_gpus=0.5)
     assert w.told == {"evaluate": "deadlocked"}
     assert w.tasks["evaluate"].reason == (
-        "evaluate asks for {CPU: 1, GPU: 0.5}, and those that wait hold it: "
+        "evaluate asks for {CPU: 1, GPU: 0.5}, which waiting tasks hold: "
         "train holds {CPU: 1, GPU: 1} and waits for evaluate"
     )
     w.play("blocked =; finish train; free has GPU:1.0")
@@ -245,7 +245,7 @@ def test_a_grandchild_that_needs_what_its_ancestors_hold_together():
     wait(w, "b", "c", num_gpus=0.5)
     assert w.told == {"c": "deadlocked"}
     assert w.tasks["c"].reason == (
-        "c asks for {CPU: 1, GPU: 0.5}, and those that wait hold it: "
+        "c asks for {CPU: 1, GPU: 0.5}, which waiting tasks hold: "
         "a holds {CPU: 1, GPU: 0.5} and waits for b; "
         "b holds {CPU: 1, GPU: 0.25} and waits for c"
     )

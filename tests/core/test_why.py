@@ -6,8 +6,8 @@ from aiogpu.core.model.config import SchedulerConfig
 from aiogpu.core.model.ids import TaskId
 from aiogpu.core.queue.fair_share import Limits
 from aiogpu.core.queue.ready import SEARCHED
-from aiogpu.core.scheduler.scheduler import ABANDONED
-from aiogpu.core.scheduler.shortage import LOOKED_AT
+from aiogpu.core.scheduler.scheduler import ABANDON_BATCH
+from aiogpu.core.scheduler.shortage import GROUPS_PER_CHECK
 from aiogpu.observe.snapshot import why
 from aiogpu.observe.status import Holder, Program
 from aiogpu.observe.why import Why
@@ -196,9 +196,9 @@ def test_a_task_that_is_being_stopped_says_so():
 
 def test_on_a_node_that_closes_a_task_waits_for_its_turn():
     w = World(cpus=1, exits=False).play("submit a")
-    submit(w, [f"t{n}" for n in range(ABANDONED + 1)])
+    submit(w, [f"t{n}" for n in range(ABANDON_BATCH + 1)])
     w.play("close; finish a")
-    last = f"t{ABANDONED}"
+    last = f"t{ABANDON_BATCH}"
     told = why_of(w, last)
     assert (told.reasons, told.is_held_endlessly) == ((), False)
     assert str(told) == f"{last} (task 501) has waited 0.0 s for its turn: 0 before it"
@@ -301,13 +301,13 @@ def test_a_programs_own_limit_is_no_stall():
 def test_one_alarm_serves_all_that_wait():
     w = held()
     before = len(w.scheduler.timers)
-    for number in range(LOOKED_AT + 20):
+    for number in range(GROUPS_PER_CHECK + 20):
         w.submit(f"train {number}", num_gpus=1, num_cpus=number / 64)
     assert len(w.scheduler.timers) == before + 1
     w.advance(AFTER)
-    assert len(w.warnings) == LOOKED_AT
+    assert len(w.warnings) == GROUPS_PER_CHECK
     w.advance(AFTER)
-    assert len(w.warnings) == LOOKED_AT + 20
+    assert len(w.warnings) == GROUPS_PER_CHECK + 20
 
 
 def test_time_goes_on_where_a_figure_is_rounded():

@@ -7,7 +7,7 @@ from aiogpu.core.model.config import STARTS_ALLOWED, SchedulerConfig
 from aiogpu.core.model.ids import PROGRAM
 from aiogpu.core.scheduler.dispatch import refill_spares
 from aiogpu.core.scheduler.scheduler import Scheduler
-from aiogpu.core.scheduler.workers import MOST, WorkerLimit, Workers
+from aiogpu.core.scheduler.workers import MAX_ENVIRONMENTS, WorkerLimit, Workers
 from tests.core.builders import World, kinds, status_of, why_of
 
 
@@ -141,10 +141,10 @@ def spares_of(w: World, environment=X) -> int:
 
 def test_spares_are_wanted_once_a_task_has_a_process_of_its_own():
     w = world()
-    assert repr(w.scheduler.spares) == "<Spares 2 for nobody>"
+    assert repr(w.scheduler.spares) == "<Spares 2 for each of 0 environments>"
     w.play("submit reused gpus=0.5; finish reused")
     w.play("worker_count = 1; submit a max_calls=1")
-    assert repr(w.scheduler.spares) == "<Spares 2 for 1 environments>"
+    assert repr(w.scheduler.spares) == "<Spares 2 for each of 1 environments>"
     spares = w.workers.keys() - {w.worker_of("a")}
     w.submit("b", max_calls=1)
     assert kinds(w)[:2] == [Assign, Spawn], "it is replaced behind the task"
@@ -229,13 +229,13 @@ def test_an_alarm_for_spares_is_not_set_again_for_the_moment_at_which_it_rings()
 
 def test_so_many_environments_have_spares_and_no_more():
     w = World(cpus=100, config=SchedulerConfig(spare_workers=1, spares_for=10.0))
-    for n in range(MOST + 2):
+    for n in range(MAX_ENVIRONMENTS + 2):
         w.submit(f"t{n}", max_calls=1, environment={"N": str(n)})
-    having = [n for n in range(MOST + 2) if spares_of(w, (("N", str(n)),))]
-    assert having == list(range(MOST))
+    having = [n for n in range(MAX_ENVIRONMENTS + 2) if spares_of(w, (("N", str(n)),))]
+    assert having == list(range(MAX_ENVIRONMENTS))
     w.advance(10)
-    w.submit("later", max_calls=1, environment={"N": str(MOST)})
-    assert spares_of(w, (("N", str(MOST)),)) == 1
+    w.submit("later", max_calls=1, environment={"N": str(MAX_ENVIRONMENTS)})
+    assert spares_of(w, (("N", str(MAX_ENVIRONMENTS)),)) == 1
 
 
 def test_spares_of_an_environment_whose_zygote_has_made_way_are_not_replaced():
@@ -261,7 +261,7 @@ def test_a_spare_that_fails_concerns_its_own_environment():
 
 # Workers that cannot be had: so many and no more, or none for an environment [B46].
 
-CROWDED_FOR = SchedulerConfig().crowded_for
+START_RETRY_AFTER = SchedulerConfig().start_retry_after
 
 
 def crowded(most: int = 2, cpus: float = 100, **options) -> World:
@@ -306,7 +306,7 @@ def test_a_worker_that_cannot_be_had_is_no_failure_where_there_are_others():
         assert w.worker_count == 1, "there is no room now"
         w.cancel(f"c{len(w.tasks) - 1}")
         while not w.starting:
-            w.advance(CROWDED_FOR)
+            w.advance(START_RETRY_AFTER)
         assert w.starting == {"b"}, "there may be by now"
     w.play("start b; finish a b; told has b:settled")
 
@@ -331,7 +331,7 @@ def test_why_nothing_starts_where_there_is_no_worker():
     assert told in seen.shapes[0].reason
     assert told in str(seen)
     assert repr(seen).startswith("<NodeStatus no worker can be started; CPU 100/100")
-    w.play(f"advance {CROWDED_FOR}; start a; submit b; advance 6.0")
+    w.play(f"advance {START_RETRY_AFTER}; start a; submit b; advance 6.0")
     w.tell(
         Scheduler.worker_gone, w.worker_of("b"), is_crowded=True, outage="no process"
     )
@@ -359,7 +359,7 @@ def test_the_bound_comes_back_step_by_step():
     room.bound(20)
     assert room.shrink(10, "", 0.0)
     assert not room.shrink(12, "", 0.0), "it is lowered already"
-    assert repr(room) == "<Room for 10 of 20>"
+    assert repr(room) == "<WorkerLimit 10 of 20>"
     seen = []
     while room.grow():
         seen.append(room.now)
@@ -378,9 +378,9 @@ def test_a_tree_that_needs_more_workers_than_there_can_be(most: int):
         w.wait_for(f"t{depth}", f"t{depth + 1}")
     assert w.told == {f"t{most}": "deadlocked"}
     assert w.tasks[f"t{most}"].reason == (
-        f"t{most} needs a worker process, of which this node can have {most} at a "
-        f"time, and each of these has a task that waits, as t{most - 1} does for "
-        f"t{most}; `aiogpu doctor` says what bounds them"
+        f"t{most} needs a worker process, but this node can have only {most} at a "
+        f"time, and each runs a task that waits (t{most - 1} waits for t{most}); "
+        f"`aiogpu doctor` says what limits their number"
     )
     assert w.blocked == {f"t{depth}" for depth in range(most - 1)}
     for depth in reversed(range(most)):
@@ -416,7 +416,7 @@ def fail(w: World, whom: str | int) -> None:
 @pytest.mark.parametrize("is_crowded", [False, True])
 def test_it_is_tried_again_for_ever_with_pauses_up_to_a_bound(is_crowded: bool):
     """Alone as well, where no worker could make room: once, 40 tries were all."""
-    config = SchedulerConfig(crowded_for=0.5, crowded_at_last=3.0)
+    config = SchedulerConfig(start_retry_after=0.5, max_start_retry_delay=3.0)
     w = World(cpus=4, starts=False, config=config).play("submit a b environment=X:1")
     pauses = []
     for _ in range(60):
@@ -498,7 +498,7 @@ def test_status_and_why_say_what_failed_and_when_it_is_tried_again():
 
 
 def test_environments_are_tried_again_each_at_its_own_time():
-    config = SchedulerConfig(crowded_for=1.0, crowded_at_last=1.0)
+    config = SchedulerConfig(start_retry_after=1.0, max_start_retry_delay=1.0)
     w = World(cpus=4, starts=False, config=config).play("submit a environment=X:1")
     fail(w, "a")
     w.play("advance 0.5; submit b environment=Y:1")

@@ -99,7 +99,7 @@ FACTS = {
     "waiting.md": [
         f"been first of its line for {CONFIG.reserve_after:g} s and still does not fit",
         f"as take about {HORIZON * 1e3:g} ms together, at most {DEEPEST}",
-        f"is not done after {CONFIG.long * 1e3:g} ms",
+        f"is not done after {CONFIG.long_task * 1e3:g} ms",
         f"of those that wait the first {LISTED};",
         f"after {CONFIG.warn_after:g} s a warning",
     ],

@@ -410,7 +410,7 @@ class ReadyQueue:
                 )
                 heapreplace(heap, (*key, following, client, line))
 
-    def some(self) -> TaskRecord | None:
+    def any_task(self) -> TaskRecord | None:
         """Any task that waits, the first of its shape; None without one."""
         for bucket in self.buckets():
             return bucket.head()

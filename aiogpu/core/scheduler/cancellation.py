@@ -1,4 +1,4 @@
-"""Stops tasks in whichever state they are, and retires workers that idle."""
+"""Stops tasks in any state, and retires idle workers."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from aiogpu.core.records import Stop, TaskRecord, TaskState, WorkerRecord, Worke
 from aiogpu.core.scheduler.revocation import revoke
 from aiogpu.core.scheduler.state import SchedulerState
 
-MOMENT: Final = 1e-3
-"""Seconds that pass between two interrupts at least."""
+MIN_INTERRUPT_INTERVAL: Final = 1e-3
+"""Least seconds between two interrupts of a task."""
 
 HAS_NOT_BEGUN: Final = (
     TaskState.WAITING,
@@ -21,11 +21,11 @@ HAS_NOT_BEGUN: Final = (
     TaskState.EXPECTING,
     TaskState.STARTING,
 )
-"""No code of a task in these has run, or of its last try: it ends at once."""
+"""In these states no code of the current attempt has run: the task ends at once."""
 
 
 def withdraw(node: SchedulerState, record: TaskRecord) -> None:
-    """Stop a task in whichever state it is; its owner waits for nothing."""
+    """Stop a task in any state; its owner no longer waits for it."""
     state = record.state
     if state is TaskState.STOPPING:
         return
@@ -51,28 +51,28 @@ def withdraw(node: SchedulerState, record: TaskRecord) -> None:
         if worker.queue:
             revoke(node, worker)
     elif not record.spec.is_grouped:
-        # It is `lease_returned` when nobody holds it any more.
+        # `lease_returned` follows when its processes have ended.
         node.effects.append(Reclaim(record.id, worker.id))
 
 
-def lapse(record: TaskRecord, now: float) -> str:
-    """Say how long a task has waited so far, for what, and how long it has run."""
+def describe_times(record: TaskRecord, now: float) -> str:
+    """Describe how long a task has waited, for what, and how long it has run."""
     request = record.spec.shape.request
     has_amounts = request.scalars or request.devices
-    told = f" for {request}" if has_amounts else ""
+    purpose = f" for {request}" if has_amounts else ""
     if record.state is TaskState.EXPECTING:
-        told = " for its arguments"
+        purpose = " for its arguments"
     ran, before = "did not begin", ""
     waited = now - record.since
     if record.began is not None:
         waited, ran = record.began - record.since, f"ran {span(now - record.began)}"
     if record.retries:
         before = f" (with {record.retries} earlier tries)"
-    return f"it waited {span(waited)}{told}{before} and {ran}"
+    return f"it waited {span(waited)}{purpose}{before} and {ran}"
 
 
 def unclaim(node: SchedulerState, record: TaskRecord) -> None:
-    """Take a task from the worker that is being forked for it, with its lease."""
+    """Take a task and its lease from the worker that is being forked for the task."""
     worker = record.worker
     assert worker is not None, record
     assert worker.lease is not None, worker
@@ -82,51 +82,52 @@ def unclaim(node: SchedulerState, record: TaskRecord) -> None:
 
 
 def interrupt(node: SchedulerState, record: TaskRecord) -> None:
-    """Ask a task's worker to stop it, once more if need be."""
+    """Ask a task's worker to stop the task, and set a timer to ask again."""
     assert record.worker is not None, record
     if record.stop is None:
-        left = node.stop_grace_of(record) if record.spec.stop_grace else 0.0
-        record.stop = Stop(node.now + left + node.grace_of(record))
-        if left:
-            node.timers.set(node.now + left, AlarmKind.STOP, record.id)
+        delay = node.stop_grace_of(record) if record.spec.stop_grace else 0.0
+        record.stop = Stop(node.now + delay + node.grace_of(record))
+        if delay:
+            node.timers.set(node.now + delay, AlarmKind.STOP, record.id)
             return
     stop = record.stop
     node.effects.append(Interrupt(record.id, record.worker.id, stop.interrupts))
     stop.interrupts += 1
-    again = min(node.now + max(node.config.interrupt_every, MOMENT), stop.kill_at)
+    interval = max(node.config.interrupt_every, MIN_INTERRUPT_INTERVAL)
+    again = min(node.now + interval, stop.kill_at)
     node.timers.set(again, AlarmKind.STOP, record.id)
 
 
-def go_on_stopping(node: SchedulerState, record: TaskRecord) -> None:
-    """Interrupt a task that has not stopped yet again, or kill its worker."""
+def interrupt_again_or_kill(node: SchedulerState, record: TaskRecord) -> None:
+    """Interrupt a task that has not stopped yet; kill its worker if time is up."""
     worker = record.worker
     assert record.stop is not None, record
     assert worker is not None, record
     if node.now < record.stop.kill_at:
         interrupt(node, record)
     elif worker.queue:
-        # Being taken back; what is queued shall not die with it.
-        again = node.now + node.config.long
+        # Wait until the queue has been taken back: its tasks must not die as well.
+        again = node.now + node.config.long_task
         node.timers.set(again, AlarmKind.STOP, record.id)
     else:
         kill_worker(node, worker)
 
 
 def kill_worker(node: SchedulerState, worker: WorkerRecord) -> None:
-    """Kill a worker. Its answer may still arrive, but it gets no further task."""
+    """Kill a worker. Its replies may still arrive, but it gets no further task."""
     worker.is_last, worker.is_killed = not worker.queue, True
     node.effects.append(Kill(worker.id))
 
 
 def retire_idle(node: SchedulerState) -> None:
-    """Retire the workers that have been idle longest, if there are too many."""
+    """Retire the least useful idle workers while there are too many."""
     while node.workers.idle > node.most_idle:
         worker = node.workers.pop_idle(node.spares)
         retire(node, worker)
 
 
 def evict_idle_worker(node: SchedulerState) -> None:
-    """Retire an idle worker for each task that lacks nothing but a worker."""
+    """Retire an idle worker for each waiting task that lacks only a worker."""
     limit = node.worker_limit
     while len(limit.leaving) < limit.refused and node.workers.idle:
         worker = node.workers.pop_idle()
@@ -135,14 +136,14 @@ def evict_idle_worker(node: SchedulerState) -> None:
 
 
 def retire_spares(node: SchedulerState) -> None:
-    """Retire the spares of environments that were not used for long."""
-    for environment in node.spares.unwanted(node.now):
+    """Retire the spares that were not used for long."""
+    for environment in node.spares.pop_unused(node.now):
         retire_clean(node, environment)
     node.note_spares()
 
 
 def retire_clean(node: SchedulerState, environment: Environment) -> None:
-    """Retire the workers that wait for their first task, those that start included."""
+    """Retire an environment's workers without a first task, starting ones included."""
     for worker in node.workers.drop_unclaimed(environment):
         worker.is_stale = True
     for worker in node.workers.clean(environment):
@@ -151,7 +152,7 @@ def retire_clean(node: SchedulerState, environment: Environment) -> None:
 
 
 def retire_bound(node: SchedulerState, kind: str, index: int) -> None:
-    """Retire the workers that have a device open; busy ones after their task."""
+    """Retire the workers bound to a device; busy ones after their task."""
     for worker in node.workers.bound_to(kind, index):
         if worker.state is WorkerState.BUSY:
             worker.is_stale = True
@@ -161,7 +162,7 @@ def retire_bound(node: SchedulerState, kind: str, index: int) -> None:
 
 
 def retire(node: SchedulerState, worker: WorkerRecord) -> None:
-    """Tell a worker without a task to end."""
+    """Tell a worker without a task to exit."""
     let_end(node, worker)
     node.effects.append(Retire(worker.id))
 

@@ -1,9 +1,9 @@
 """Finds waits that can never end, and explains them.
 
-Tasks that wait for children keep what they hold, all but CPUs. Suppose that everything
-else ends and gives back what it holds. A task that then still waits for a child that
-does not fit waits for ever. Workers count as well where their number is bounded. This
-is the banker's algorithm (Dijkstra, EWD 108) turned round.
+A task that waits for children keeps its devices and resources, but not its CPUs.
+Suppose that all other tasks end and free their leases. If a child still does not fit,
+its parent waits for ever. Workers count as a resource if their number is limited. This
+is the banker's algorithm (Dijkstra, EWD 108) in reverse.
 """
 
 from __future__ import annotations
@@ -17,60 +17,62 @@ from aiogpu.core.model.units import CPU
 from aiogpu.core.records import TaskRecord, TaskState
 from aiogpu.core.resources.ledger import Lease, Ledger
 from aiogpu.core.resources.placement_group import try_on
-from aiogpu.core.scheduler.state import SchedulerState, with_expected
+from aiogpu.core.scheduler.state import SchedulerState, with_dependencies
 
 
 def find_deadlocks(node: SchedulerState) -> list[tuple[TaskRecord, str]]:
-    """The tasks whose wait has to fail so that all others can end, each with why."""
+    """Return the tasks that must fail so that all others can end, with reasons."""
     state = TaskState.BLOCKED
-    blocked = {id_: one for id_, one in node.blocked.items() if one.state is state}
+    blocked = {id_: task for id_, task in node.blocked.items() if task.state is state}
     node.blocked = dict(blocked)
     most = node.worker_limit.most
     if len(blocked) < most and not any(map(_keeps_something, blocked.values())):
         return []
-    found: dict[TaskId, tuple[TaskRecord, str]] = {}
-    while stuck := _reduce(node, blocked, found):
-        # The one that was started last has the least to lose. Who waits for it may
-        # wait for others as well.
+    failed: dict[TaskId, tuple[TaskRecord, str]] = {}
+    while stuck := _reduce(node, blocked, failed):
+        # The child that was submitted last has done the least work. Its parent may
+        # wait for other children as well, so the search goes on.
         child = max(stuck, key=lambda record: record.id)
         if len(blocked) < most:
             limit = node.clients.why_limited(child) if node.clients else ""
-            found[child.id] = child, _explain(child, blocked.values()) + limit
+            failed[child.id] = child, _explain(child, blocked.values()) + limit
         else:
-            found[child.id] = child, _explain_full(child, most)
-    return list(found.values())
+            failed[child.id] = child, _explain_full(child, most)
+    return list(failed.values())
 
 
 def _reduce(
     node: SchedulerState, blocked: dict[TaskId, TaskRecord], failed: Container[TaskId]
 ) -> list[TaskRecord]:
-    """Let all end that can; give the tasks that are waited for and do not fit."""
+    """Let all tasks end that can; return the awaited tasks that do not fit."""
 
     def awaited(record: TaskRecord) -> Iterator[TaskRecord]:
         waits_for = record.kin.waits_for if record.kin else {}
-        children = with_expected(node, iter(waits_for.values()))
+        children = with_dependencies(node, iter(waits_for.values()))
         return (child for child in children if child.id not in failed)
 
-    rest = _Rest(node, blocked.values())
-    moved = True
-    while moved and blocked:
-        moved = False
+    free = _FreeResources(node, blocked.values())
+    has_changed = True
+    while has_changed and blocked:
+        has_changed = False
         for record in list(blocked.values()):
-            if all(_can_end(child, blocked, rest) for child in awaited(record)):
+            if all(_can_end(child, blocked, free) for child in awaited(record)):
                 del blocked[record.id]
-                rest.give_back(record)
-                moved = True
+                free.give_back(record)
+                has_changed = True
     return [
         child
         for record in blocked.values()
         for child in awaited(record)
-        if child.state is TaskState.WAITING and not rest.fits(child)
+        if child.state is TaskState.WAITING and not free.fits(child)
     ]
 
 
-def _can_end(child: TaskRecord, blocked: dict[TaskId, TaskRecord], rest: _Rest) -> bool:
+def _can_end(
+    child: TaskRecord, blocked: dict[TaskId, TaskRecord], free: _FreeResources
+) -> bool:
     if child.state is TaskState.WAITING:
-        return rest.fits(child)
+        return free.fits(child)
     return child.id not in blocked
 
 
@@ -85,25 +87,25 @@ def _keeps_something(record: TaskRecord) -> bool:
     return bool(request.devices) or any(name != CPU for name, _ in request.scalars)
 
 
-class _Rest:
-    """The resources that are free once all but some waiting tasks have ended."""
+class _FreeResources:
+    """The resources that are free while only the given blocked tasks hold leases."""
 
     def __init__(self, node: SchedulerState, holders: Iterable[TaskRecord]) -> None:
         self._ledger = node.ledger
         self._workers = node.worker_limit.most
         self._copies: dict[int, Ledger] = {}
-        self._known: dict[Request, bool] = {}
+        self._fits: dict[Request, bool] = {}
         self._clients = node.clients
         self._held: dict[ClientId, Counter[str]] = defaultdict(Counter)
         for record in holders:
             self._move(record, -1)
 
     def give_back(self, record: TaskRecord) -> None:
-        self._known.clear()
+        self._fits.clear()
         self._move(record, 1)
 
     def _copy_of(self, ledger: Ledger) -> Ledger:
-        """A ledger of which only those that wait hold something."""
+        """Return a copy of a ledger in which only blocked tasks hold leases."""
         copy = self._copies.get(id(ledger))
         if copy is None:
             copy = self._copies[id(ledger)] = ledger.emptied()
@@ -123,13 +125,13 @@ class _Rest:
         request = record.spec.shape.request
         if self._workers <= 0 or not self._is_allowed(record.client, request):
             return False
-        known = self._known.get(request)
-        if known is None:
-            known = self._known[request] = self._try(request)
-        return known
+        fits = self._fits.get(request)
+        if fits is None:
+            fits = self._fits[request] = self._try(request)
+        return fits
 
     def _is_allowed(self, id_: ClientId, request: Request) -> bool:
-        """Return whether a program may have that beside what those that wait hold."""
+        """Return True if the limits of a program allow a request."""
         if self._clients is None:
             return True
         client = self._clients.of(id_)
@@ -145,35 +147,36 @@ def _waiter(record: TaskRecord) -> TaskRecord | None:
 
 
 def _explain(child: TaskRecord, blocked: Iterable[TaskRecord]) -> str:
-    """The chain from the first that waits to the one that cannot run."""
+    """Describe the chain of waiting tasks that ends with a child that cannot run."""
     chain: list[TaskRecord] = []
     record = _waiter(child)
     while record is not None and record not in chain:
         chain.insert(0, record)
         record = _waiter(record)
-    # Nobody waits for one by itself whose result another expects.
+    # The chain is empty if the child is awaited only as an argument of another task.
     following = [*chain[1:], child] if chain else []
-    told = [
-        f"{one.spec.name} holds {_lease(one).request} and waits for {other.spec.name}"
-        for one, other in zip(chain, following, strict=True)
+    links = [
+        f"{record.spec.name} holds {_lease(record).request} and waits for "
+        f"{awaited.spec.name}"
+        for record, awaited in zip(chain, following, strict=True)
     ]
     others = [
-        f"{one.spec.name} holds {_lease(one).request} and waits as well"
-        for one in blocked
-        if one not in chain
+        f"{record.spec.name} holds {_lease(record).request} and waits as well"
+        for record in blocked
+        if record not in chain
     ]
     return (
-        f"{child.spec.name} asks for {child.spec.shape.request}, and those that wait "
-        f"hold it: {'; '.join(told + others)}"
+        f"{child.spec.name} asks for {child.spec.shape.request}, which waiting tasks "
+        f"hold: {'; '.join(links + others)}"
     )
 
 
 def _explain_full(child: TaskRecord, most: int) -> str:
-    """All workers that there can be have tasks that wait."""
+    """Explain that each possible worker has a task that waits."""
     waiter = _waiter(child)
-    waits = f", as {waiter.spec.name} does for {child.spec.name}" if waiter else ""
+    example = f" ({waiter.spec.name} waits for {child.spec.name})" if waiter else ""
     return (
-        f"{child.spec.name} needs a worker process, of which this node can have {most} "
-        f"at a time, and each of these has a task that waits{waits}; `aiogpu doctor` "
-        f"says what bounds them"
+        f"{child.spec.name} needs a worker process, but this node can have only {most} "
+        f"at a time, and each runs a task that waits{example}; `aiogpu doctor` says "
+        f"what limits their number"
     )

@@ -1,13 +1,13 @@
-"""From a lease to a worker, and from one task of a worker to its next.
+"""Finds a worker for a lease, and a worker's next task.
 
-A worker that has ended a task takes the next one of the same shape over with its lease,
-without the ledger, as long as no other shape's turn has come. While tasks are short, it
-is sent some ahead, so that it never waits for an answer.
+A worker that has finished a task passes its lease on to the next task of the same
+shape, without the ledger, unless another shape's turn has come. While tasks are short,
+some are sent ahead to the worker's queue, so that the worker never waits for the
+driver.
 
-A lease for code that no worker runs (`aiogpu.lease`) is queued like a task. Instead of
-a worker, a record stands for the processes that others start and end. The scheduler
-cannot stop these: what nobody may hold any more is reclaimed, and is free when it is
-reported that they have gone.
+A lease for code outside the workers (`aiogpu.lease`) is queued like a task. A record
+stands for the processes that hold the lease. The scheduler cannot stop these processes:
+it reclaims the lease, which is free when the driver reports that they have ended.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from aiogpu.core.records import (
 from aiogpu.core.resources.ledger import Lease
 from aiogpu.core.resources.placement_group import would_help
 from aiogpu.core.scheduler.cancellation import interrupt, let_end, retire
-from aiogpu.core.scheduler.placement import may_go_on
+from aiogpu.core.scheduler.placement import may_keep_lease
 from aiogpu.core.scheduler.revocation import watch
 from aiogpu.core.scheduler.state import Restarts, SchedulerState
 
@@ -79,7 +79,7 @@ _RUNNING: Final = TaskState.RUNNING
 
 
 def start(node: SchedulerState, record: TaskRecord, lease: Lease) -> None:
-    """Find a worker for a task, an idle one that fits or a new one; grant a lease."""
+    """Start a task on an idle or a new worker; grant a lease to its holder."""
     if node.clients is not None:
         node.clients.begin(record, lease)
     if record.spec.is_lease:
@@ -112,12 +112,12 @@ def _find_worker(node: SchedulerState, record: TaskRecord, lease: Lease) -> None
         record.worker, worker.task, worker.lease = worker, record, lease
         lease.holder = worker.id
     if node.spares.missing(environment, workers.spares(environment)):
-        later = node.config.refill_after
-        if not later:
+        delay = node.config.refill_after
+        if not delay:
             refill_spares(node)
         elif node.spares.await_refill():
-            # Not beside the task that has just begun: forking would slow it down.
-            node.timers.set(node.now + later, AlarmKind.REFILL, 0)
+            # Later, because forking would slow down the task that has just started.
+            node.timers.set(node.now + delay, AlarmKind.REFILL, 0)
 
 
 def refill_spares(node: SchedulerState) -> None:
@@ -128,15 +128,15 @@ def refill_spares(node: SchedulerState) -> None:
     for environment in node.spares.wanted:
         if environment in node.outages:
             continue
-        there = node.workers.spares(environment)
-        missing = node.spares.missing(environment, there)
+        present = node.workers.spares(environment)
+        missing = node.spares.missing(environment, present)
         for _ in range(min(missing, node.worker_limit.now - len(node.workers))):
             spare = node.workers.create(environment)
             node.workers.put_unclaimed(spare)
             node.effects.append(effects.Spawn(spare.id, environment))
 
 
-def welcome(node: SchedulerState, worker: WorkerRecord) -> None:
+def on_worker_started(node: SchedulerState, worker: WorkerRecord) -> None:
     """Give a worker that has just connected its task, or make it idle."""
     node.spares.note_start(worker.environment, True)
     if node.worker_limit.failures:
@@ -173,7 +173,7 @@ def assign(
         record.began = node.now
     lease.holder = worker.id
     if worker.look_at is None:
-        watch(node, worker, node.config.unheard)
+        watch(node, worker, node.config.unresponsive_after)
     return effects.Assign(record.id, worker.id, lease, is_first, worker.is_last)
 
 
@@ -193,10 +193,10 @@ def release(node: SchedulerState, worker: WorkerRecord) -> bool:
 
 
 def take_turn(node: SchedulerState, worker: WorkerRecord) -> None:
-    """Make the next task that a worker was sent ahead its present one.
+    """Make the next task in a worker's queue its current task.
 
-    One that was cancelled there is decided about when its queue is `Revoked`; if it
-    was before, and the task is still here, it has begun.
+    If that task was cancelled in the queue, `revoked` decides what happens to it. If
+    `revoked` has come and the task is still in the queue, the task has begun.
     """
     record = worker.task = worker.queue.popleft()
     if record.state is _QUEUED:
@@ -204,10 +204,10 @@ def take_turn(node: SchedulerState, worker: WorkerRecord) -> None:
         if record.spec.is_timed and record.began is None:
             record.began = node.now
     elif not worker.is_revoking:
-        # It was known to have begun before the answer of the one before it came.
+        # `revoked` came before the result of the previous task.
         interrupt(node, record)
-    is_taken_from = worker.is_revoking or worker.is_killed
-    if len(worker.queue) <= worker.refill_at and not is_taken_from:
+    accepts_tasks = not (worker.is_revoking or worker.is_killed)
+    if len(worker.queue) <= worker.refill_at and accepts_tasks:
         lanes = node.ready.by_shape.get((record.client, record.spec.shape))
         if lanes is not None and may_follow(node, worker, lanes[min(lanes)]):
             ahead: list[TaskId] = []
@@ -219,9 +219,9 @@ def take_turn(node: SchedulerState, worker: WorkerRecord) -> None:
 def hand_over(
     node: SchedulerState, worker: WorkerRecord, lanes: dict[Lane, Bucket]
 ) -> bool:
-    """Give a worker and its lease to the next task of that shape; False if none may.
+    """Give a worker and its lease to the next task of the shape; False if not allowed.
 
-    Whatever its last task held is held on, so the ledger need not know.
+    The lease stays as it is, so the ledger is not involved.
     """
     bucket = lanes[min(lanes)]
     record = bucket.head()
@@ -240,30 +240,30 @@ def hand_over(
     if lanes:
         refill(node, worker, lanes, ahead)
     if worker.look_at is None:
-        watch(node, worker, node.config.unheard)
+        watch(node, worker, node.config.unresponsive_after)
     return True
 
 
 def may_follow(node: SchedulerState, worker: WorkerRecord, bucket: Bucket) -> bool:
-    """Return whether a lease may pass to the next task of its shape directly."""
-    ledger, kept, lease = node.ledger, node.reservation, worker.lease
+    """Return True if a lease may pass to the next task of its shape directly."""
+    ledger, plan, lease = node.ledger, node.reservation, worker.lease
     assert lease is not None, worker
-    # What is kept for this very shape's first task is what the lease would give it.
-    if kept is not None and kept.record is not bucket.head() and kept.wants(lease):
+    # A reservation for this very task is no obstacle: the lease fulfils it.
+    if plan is not None and plan.record is not bucket.head() and plan.wants(lease):
         return False
     if node.exclusive.is_wanted:
         return False
     if worker.is_stale or (lease.shares and ledger.drains(lease)):
         return False
-    # A task that has waited took its CPUs again although others had them: those that
-    # end make up for it.
+    # A task that stopped waiting took its CPUs back although others held them: tasks
+    # that end must return CPUs first.
     if lease.home.is_overdrawn:
         return False
     clients = node.clients
-    if clients is not None and not may_go_on(node, lease, bucket):
+    if clients is not None and not may_keep_lease(node, lease, bucket):
         return False
     if node.worker_limit.refused:
-        # Whoever comes first may need this worker's place, whatever it holds.
+        # The first waiting task may need this worker's slot rather than its lease.
         return node.ready.is_first(bucket)
     return node.ready.is_first(bucket, lambda other: would_help(ledger, lease, other))
 
@@ -280,11 +280,11 @@ def refill(
     lanes: dict[Lane, Bucket],
     ahead: list[TaskId],
 ) -> None:
-    """Send short tasks ahead to a worker, at most its fair part of those of a shape."""
+    """Send short tasks ahead to a worker, at most its part of the shape's tasks."""
     queue = worker.queue
     count = sum([bucket.size for bucket in lanes.values()])
     fair = count // max(len(node.ledger.leases), 2)
-    while True:  # as at most half of them are taken, some are always left
+    while True:  # at most half of the tasks are taken, so `lanes` never gets empty
         bucket = lanes[min(lanes)]
         record = bucket.head()
         if record is None or record.spec.max_calls:
@@ -292,19 +292,19 @@ def refill(
         room = min(record.spec.pace.depth, fair) - len(queue)
         if room <= 0:
             break
-        kept = node.reservation
-        if kept is not None:
+        reservation = node.reservation
+        if reservation is not None:
             room = 1
-            if kept.record is record:
+            if reservation.record is record:
                 node.reservation = None
         taken = bucket.take(room)
-        for each in taken:
-            each.state = _QUEUED
-            each.worker = worker
-            ahead.append(each.id)
+        for queued in taken:
+            queued.state = _QUEUED
+            queued.worker = worker
+            ahead.append(queued.id)
         queue.extend(taken)
     worker.refill_at = len(queue) // 2
     if queue:
-        soon = node.now + node.config.long
+        soon = node.now + node.config.long_task
         if worker.look_at is None or worker.look_at > soon:
-            watch(node, worker, node.config.long)
+            watch(node, worker, node.config.long_task)

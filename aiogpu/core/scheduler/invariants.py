@@ -1,11 +1,11 @@
-"""Invariants that hold between any two events. A check costs O(everything)."""
+"""Checks the scheduler's invariants, which hold between any two events."""
 
 from __future__ import annotations
 
 from collections import Counter
 from typing import Final
 
-from aiogpu.core.model.ids import ClientId, TaskId
+from aiogpu.core.model.ids import ClientId
 from aiogpu.core.model.units import CPU
 from aiogpu.core.queue.fair_share import usage_of
 from aiogpu.core.records import TaskRecord, TaskState, WorkerRecord, WorkerState
@@ -13,23 +13,17 @@ from aiogpu.core.resources.ledger import Lease
 from aiogpu.core.scheduler.state import SchedulerState
 
 WITHOUT_WORKER: Final = (TaskState.WAITING, TaskState.EXPECTING, TaskState.DELAYED)
-ON_A_BUSY_ONE: Final = (
-    TaskState.QUEUED,
-    TaskState.RUNNING,
-    TaskState.BLOCKED,
-    TaskState.STOPPING,
-)
 
 
 def check(node: SchedulerState) -> None:
-    """Assert that the books of the node agree with each other."""
+    """Assert that all records of the node agree. Costs O(everything)."""
     node.ledger.check()
     node.workers.check()
     _check_clients(node)
     leases = [holder.lease for holder in node.holders if holder.lease is not None]
     held = [lease.id for lease in leases if lease.home is node.ledger]
     assert sorted(held) == sorted(node.ledger.leases), (held, node.ledger)
-    _check_gangs(node, leases)
+    _check_placement_groups(node, leases)
     records = list(node.tasks.values())
     waiting = [record for record in records if record.state is TaskState.WAITING]
     assert sorted(r.id for r in node.ready) == sorted(r.id for r in waiting)
@@ -48,46 +42,42 @@ def check(node: SchedulerState) -> None:
         _check_worker(worker)
     for holder in node.granted.values():
         assert node.workers.get(holder.id) is None, holder.id
-        leased, is_settling = holder.task, holder.state is WorkerState.SETTLING
-        assert (leased is None) == is_settling, holder.id
-        if leased is not None:
-            assert leased.worker is holder, holder.id
-            assert leased.spec.is_lease, holder.id
+        task, is_settling = holder.task, holder.state is WorkerState.SETTLING
+        assert (task is None) == is_settling, holder.id
+        if task is not None:
+            assert task.worker is holder, holder.id
+            assert task.spec.is_lease, holder.id
 
 
-def _check_gangs(node: SchedulerState, leases: list[Lease]) -> None:
+def _check_placement_groups(node: SchedulerState, leases: list[Lease]) -> None:
     """Check members against their bundles, and that granted groups have bundles."""
-    parts = [
-        part
+    bundles = [
+        bundle
         for placement_group in node.ledger.placement_groups.values()
-        for part in placement_group
+        for bundle in placement_group
     ]
-    for part in parts:
-        held = [lease.id for lease in leases if lease.home is part]
-        assert sorted(held) == sorted(part.leases), (part, held)
+    for bundle in bundles:
+        held = [lease.id for lease in leases if lease.home is bundle]
+        assert sorted(held) == sorted(bundle.leases), (bundle, held)
     if node.is_closing:
         return
     homes = {id(lease.home) for lease in leases if lease.home is not node.ledger}
-    assert homes <= {id(part) for part in parts}, homes
+    assert homes <= {id(bundle) for bundle in bundles}, homes
     assert node.ledger.placement_groups.keys() <= node.placement_groups.keys(), (
         node.placement_groups
     )
-    for key, known in node.placement_groups.items():
-        state = known.record.state
-        assert node.tasks.get(known.record.id) is known.record, key
+    for key, group in node.placement_groups.items():
+        state = group.record.state
+        assert node.tasks.get(group.record.id) is group.record, key
         assert (key in node.ledger.placement_groups) is (
             state is not TaskState.WAITING
         ), key
-        assert known.is_open or state is not TaskState.RUNNING, key
-        assert all(task in node.tasks for task in map(_id_of, known.living)), key
-
-
-def _id_of(record: TaskRecord) -> TaskId:
-    return record.id
+        assert group.is_open or state is not TaskState.RUNNING, key
+        assert all(member.id in node.tasks for member in group.living), key
 
 
 def _check_clients(node: SchedulerState) -> None:
-    """Check the holdings of programs against their leases, and their queues."""
+    """Check what each program holds against its leases, and its unfinished tasks."""
     clients = node.clients
     if clients is None:
         return
@@ -101,10 +91,12 @@ def _check_clients(node: SchedulerState) -> None:
             if name != CPU or not lease.is_lent:
                 held[usage.client.id, name] += parts
         assert worker.task is None or worker.task.client == usage.client.id
-    said = {(one.id, name): n for one in clients for name, n in one.held.items()}
-    assert said == {each: n for each, n in held.items() if n}, (said, held)
+    recorded = {
+        (c.id, name): amount for c in clients for name, amount in c.held.items()
+    }
+    assert recorded == {key: n for key, n in held.items() if n}, (recorded, held)
     unfinished = Counter(record.client for record in node.tasks.values())
-    assert unfinished == {one.id: one.unfinished for one in clients if one.unfinished}
+    assert unfinished == {c.id: c.unfinished for c in clients if c.unfinished}
     assert node.ready.clients is clients, node
 
 

@@ -1,17 +1,16 @@
-"""Matches what waits with what is free.
+"""Matches waiting tasks with free resources.
 
-One function looks at everything that is ready and takes leases for what fits, in order
-of priority and submission. Each task is started before the next is looked at. A task
-that does not fit holds up those of its own shape only, as in Ray. Other shapes go past
-it, until it has waited so long that what it needs is kept for it (`reservation`).
+One function goes through the ready tasks by priority and submission, and takes a lease
+for each task that fits. Each task is started before the next is considered. A task that
+does not fit blocks only tasks of its own shape, as in Ray. Other shapes overtake it,
+until it has waited so long that resources are reserved for it (`reservation`).
 
 Between clients that share a node, the highest priority goes first. Then a client gives
-way if another one, given one task more, would still hold no more than it holds now.
-Both are shares of the requested resources, divided by the clients' weights. A client
-that has started no task for `LONGEST` need not give way. Of the clients that are left,
-the one with the least virtual time (`fair_share`) is next. So what clients hold differs
-by one task at most. A worker that ends a task goes on with the same client for a
-`SLICE`.
+way if another client with one more task would still hold no more than the first one
+holds now. Both are shares of the requested resources, divided by the clients' weights.
+A client that has started no task for `LONGEST` need not give way. Among the remaining
+clients the least virtual time (`fair_share`) is next. So the shares of clients differ
+by one task at most. A worker that ends a task keeps its client for a `SLICE`.
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ if TYPE_CHECKING:
 
 
 def place(node: SchedulerState) -> Iterator[tuple[TaskRecord, Lease]]:
-    """Take tasks from the queue, each with its lease, until nothing more fits.
+    """Yield tasks from the queue, each with its lease, until nothing more fits.
 
-    If tasks lack only a worker process, as many idle workers are retired.
+    One idle worker is retired for each task that lacks only a worker process.
     """
     clients = node.clients
     node.worker_limit.refused = 0
@@ -46,23 +45,23 @@ def place(node: SchedulerState) -> Iterator[tuple[TaskRecord, Lease]]:
     if node.reservation is not None and not _is_first(node, node.reservation.record):
         node.reservation = None
     while round_.left:
-        one = round_.only or round_.next()
-        group = one.turns[0][2]
+        candidate = round_.only or round_.next()
+        group = candidate.turns[0][2]
         first = group.first()
         assert first is not None, group
         _, record, bucket = first
         if clients is not None and clients.bars(record):
-            round_.leave_out(one)
+            round_.drop_group(candidate)
             continue
         refused = node.worker_limit.refused
         lease = node.take(record)
         if lease is None and node.outages and node.has_outage(record):
-            round_.pass_over(one, bucket)
+            round_.pass_over(candidate, bucket)
             continue
         if lease is None:
-            round_.leave_out(one)
+            round_.drop_group(candidate)
             if clients is not None and refused == node.worker_limit.refused:
-                round_.refuse(record)
+                round_.drop_same_requests(record)
             evict_idle_worker(node)
             _reserve(node, group, record)
             continue
@@ -70,12 +69,12 @@ def place(node: SchedulerState) -> Iterator[tuple[TaskRecord, Lease]]:
             node.reservation = None
         bucket.pop()
         yield record, lease
-        round_.go_on(one)
+        round_.advance(candidate)
     round_.end()
 
 
 def _is_first(node: SchedulerState, record: TaskRecord) -> bool:
-    """Return whether a task waits, and is the first of its group."""
+    """Return True if a task waits and is the first of its group."""
     if record.state is not TaskState.WAITING:
         return False
     first = node.ready.group_of(record).first()
@@ -83,7 +82,7 @@ def _is_first(node: SchedulerState, record: TaskRecord) -> bool:
 
 
 def note_stuck(node: SchedulerState, record: TaskRecord) -> None:
-    """Note since when the first task of a group has not fitted."""
+    """Note that the first task of a group does not fit, if that is new."""
     group = node.ready.group_of(record)
     if group.stuck is not record and _is_first(node, record):
         group.stuck = record
@@ -96,8 +95,8 @@ Turns = list[tuple[Precedence, int, Group]]
 """The groups of one program as a heap, in the order of their heads."""
 
 SLICE: Final = 0.02
-"""Seconds for which a program may go on with a lease, whoever waits: another program's
-task would need another process, and its start takes about as long."""
+"""Seconds for which a program may keep a lease while other programs wait. A task of
+another program needs another process, whose start takes about as long."""
 
 
 @dataclass(slots=True, eq=False)
@@ -105,12 +104,13 @@ class Candidate:
     """A program in a placement round.
 
     Attributes:
-        turns: its groups.
-        client: what is known of it; None where it has the node alone.
-        priority: of the first of them, negated.
-        task: the number of its first task.
-        now, then: its share of what its first task requests, without that task and
-            with it; see `Clients.share_of`.
+        turns: the program's groups.
+        client: the program's account; None if the node is not shared.
+        priority: negated priority of the first task.
+        task: id of the first task.
+        now: the program's share of the resources that its first task requests; see
+            `Clients.share_of`.
+        then: the same once the first task has started.
     """
 
     id: ClientId
@@ -123,12 +123,11 @@ class Candidate:
 
 
 class PlacementRound:
-    """One pass over all that waits: the programs that may still start something.
+    """One pass over all waiting tasks.
 
     Attributes:
-        left: the programs, by id.
-        only: the one program that waits, if no other does; then its turn is always
-            next.
+        left: the programs that may still start a task, by id.
+        only: the only program with waiting tasks; None if there are several.
     """
 
     def __init__(self, node: SchedulerState) -> None:
@@ -146,102 +145,103 @@ class PlacementRound:
                 turns.append((first[0], number, group))
             heapify(turns)
             client = None if clients is None else clients.of(id_)
-            self.left[id_] = one = Candidate(id_, turns, client)
+            self.left[id_] = candidate = Candidate(id_, turns, client)
         if len(self.left) == 1:
-            self.only = one
+            self.only = candidate
         else:
-            for one in list(self.left.values()):
-                self._note(one)
+            for candidate in list(self.left.values()):
+                self._update(candidate)
 
-    def _note(self, one: Candidate) -> None:
-        """Update a program after its first group or what it holds has changed."""
-        turns = one.turns
+    def _update(self, candidate: Candidate) -> None:
+        """Update a program after its first group or its leases have changed."""
+        turns = candidate.turns
         while turns and turns[0][2].request in self._refused:
             heappop(turns)
         if not turns:
-            del self.left[one.id]
-        elif one is not self.only:
-            assert self._clients is not None, one
-            assert one.client is not None, one
-            ((priority, _), one.task), _, group = turns[0]
-            one.priority = priority
-            one.now, one.then = self._clients.share_of(one.client, group.request)
+            del self.left[candidate.id]
+        elif candidate is not self.only:
+            client = candidate.client
+            assert self._clients is not None, candidate
+            assert client is not None, candidate
+            ((priority, _), candidate.task), _, group = turns[0]
+            candidate.priority = priority
+            shares = self._clients.share_of(client, group.request)
+            candidate.now, candidate.then = shares
 
-    def go_on(self, one: Candidate) -> None:
-        """The first task of a program has begun, or is passed over."""
-        _, number, group = one.turns[0]
+    def advance(self, candidate: Candidate) -> None:
+        """Go on after the first task of a program has started or was passed over."""
+        _, number, group = candidate.turns[0]
         after = group.first()
         if after is None:
-            heappop(one.turns)
+            heappop(candidate.turns)
         else:
-            heapreplace(one.turns, (after[0], number, group))
-        self._note(one)
+            heapreplace(candidate.turns, (after[0], number, group))
+        self._update(candidate)
 
-    def pass_over(self, one: Candidate, bucket: Bucket) -> None:
-        """Set a bucket aside for this round: no worker can be started for its tasks."""
-        kept, head = self._node.reservation, bucket.head()
-        if kept is not None and kept.record is head:
+    def pass_over(self, candidate: Candidate, bucket: Bucket) -> None:
+        """Skip a bucket in this round: no worker can be started for its tasks."""
+        reservation, head = self._node.reservation, bucket.head()
+        if reservation is not None and reservation.record is head:
             self._node.reservation = None
         bucket.turn = None
         self._passed_over.append(bucket)
-        self.go_on(one)
+        self.advance(candidate)
 
     def end(self) -> None:
-        """Take back into their groups what was passed over."""
+        """Return the buckets that were passed over to their groups."""
         for bucket in self._passed_over:
             head = bucket.head()
             assert head is not None, bucket
             bucket.group.enter(bucket, precedence(head))
 
-    def leave_out(self, one: Candidate) -> None:
-        """Drop the first group of a program: nothing more of it can begin."""
-        heappop(one.turns)
-        self._note(one)
+    def drop_group(self, candidate: Candidate) -> None:
+        """Drop the first group of a program: its first task cannot start now."""
+        heappop(candidate.turns)
+        self._update(candidate)
 
-    def refuse(self, record: TaskRecord) -> None:
-        """Drop all groups that ask for the same as a task that does not fit."""
+    def drop_same_requests(self, record: TaskRecord) -> None:
+        """Drop all groups with the request of a task that does not fit."""
         node, request = self._node, record.spec.shape.request
-        kept = node.reservation
-        is_kept_away = kept is not None and not kept.lets_pass(node, record)
-        if not is_kept_away and not node.exclusive.is_wanted:
+        plan = node.reservation
+        is_reserved = plan is not None and not plan.lets_pass(node, record)
+        if not is_reserved and not node.exclusive.is_wanted:
             self._refused.add(request)
-            for one in list(self.left.values()):
-                if one.turns[0][2].request == request:
-                    self._note(one)
+            for candidate in list(self.left.values()):
+                if candidate.turns[0][2].request == request:
+                    self._update(candidate)
 
     def next(self) -> Candidate:
         """Return the program whose turn it is.
 
-        A program whose first task does not fit, but which has other groups, is returned
-        first. That drops the group, so that its share is computed for a task that it
+        A program with several groups whose first task does not fit is returned first:
+        the caller drops the group, and the program's share is computed for a task that
         can start.
         """
-        priority = min(one.priority for one in self.left.values())
-        candidates = [one for one in self.left.values() if one.priority == priority]
+        priority = min(c.priority for c in self.left.values())
+        candidates = [c for c in self.left.values() if c.priority == priority]
         if len(candidates) > 1:
-            for one in candidates:
-                if len(one.turns) > 1 and not self._fits(one):
-                    return one
+            for candidate in candidates:
+                if len(candidate.turns) > 1 and not self._fits(candidate):
+                    return candidate
         return self._fairest(candidates)
 
-    def _fits(self, one: Candidate) -> bool:
-        first = one.turns[0][2].first()
+    def _fits(self, candidate: Candidate) -> bool:
+        first = candidate.turns[0][2].first()
         return first is not None and self._node.fits(first[1])
 
     def _fairest(self, candidates: list[Candidate]) -> Candidate:
-        kept = self._node.reservation
-        if kept is not None:
-            for one in candidates:
-                if one.task == kept.record.id:
-                    return one
+        reservation = self._node.reservation
+        if reservation is not None:
+            for candidate in candidates:
+                if candidate.task == reservation.record.id:
+                    return candidate
         assert self._clients is not None, self
-        floor = min(one.then for one in candidates)
+        floor = min(c.then for c in candidates)
         overdue = self._node.now - LONGEST
         fair = (
-            (one.client.virtual_time, one.now, one.task, one)
-            for one in candidates
-            if one.client is not None
-            and (one.now < floor or one.client.since <= overdue)
+            (c.client.virtual_time, c.now, c.task, c)
+            for c in candidates
+            if c.client is not None and (c.now < floor or c.client.since <= overdue)
         )
         return min(fair)[3]
 
@@ -249,17 +249,18 @@ class PlacementRound:
 def _reserve(node: SchedulerState, group: Group, record: TaskRecord) -> None:
     """Make a reservation for the first task of a group, if its time has come.
 
-    What is kept already stays so, unless it is for one that goes after this one: of
-    another program, one of a lower priority.
+    A reservation for another task is replaced only if this task goes before the other:
+    between programs, if it has a higher priority.
     """
-    kept, clients = node.reservation, node.clients
+    present, clients = node.reservation, node.clients
     note_stuck(node, record)
-    is_others = kept is not None and kept.record is not record
-    if kept is not None and is_others and not goes_before(record, kept.record):
+    is_others = present is not None and present.record is not record
+    if present is not None and is_others and not goes_before(record, present.record):
         return
     if node.now < group.reserve_at:
         return
-    if clients is not None and kept is None and node.now < group.reserve_at + LONGEST:
+    is_early = node.now < group.reserve_at + LONGEST
+    if clients is not None and present is None and is_early:
         for worker in node.workers:
             usage = None if worker.lease is None else usage_of(worker.lease)
             if usage is not None:
@@ -267,37 +268,37 @@ def _reserve(node: SchedulerState, group: Group, record: TaskRecord) -> None:
         mine = clients.of(record.client).virtual_time
         if any(clients.of(id_).virtual_time < mine for id_ in node.ready.of_client):
             return
-    found = _keep_for(node, group, record, None if is_others else kept)
-    if found is not None or not is_others:
-        node.reservation = found
+    renewed = _make_reservation(node, group, record, None if is_others else present)
+    if renewed is not None or not is_others:
+        node.reservation = renewed
 
 
-def _keep_for(
+def _make_reservation(
     node: SchedulerState, group: Group, record: TaskRecord, before: Reservation | None
 ) -> Reservation | None:
-    """Renew the reservation `before` of the first task of a group, or make one.
+    """Renew the reservation `before` of a group's first task, or make a new one.
 
     The time in the queue does not count while a task waits behind others of its shape:
     of a million equal tasks, each starts soon after it has become the first.
     """
-    # Loaded late: most programs never wait long enough.
-    from aiogpu.core.scheduler.reservation import STANDS, reserve, stands
+    # Imported late: most programs never wait long enough.
+    from aiogpu.core.scheduler.reservation import REPLAN_AFTER, is_current, reserve
 
-    if before is not None and stands(node, before):
+    if before is not None and is_current(node, before):
         return before
     reservation = reserve(node, record, before)
     if reservation is None:
-        group.reserve_at = node.now + STANDS
+        group.reserve_at = node.now + REPLAN_AFTER
     elif before is not None:
-        # Whoever was let past must not put off the moment that was promised.
+        # Tasks that were let past must not delay the promised start.
         reservation.until = min(reservation.until, before.until)
     return reservation
 
 
-def may_go_on(node: SchedulerState, lease: Lease, bucket: Bucket) -> bool:
-    """Return whether a program may go on with a lease, or has to give way to another.
+def may_keep_lease(node: SchedulerState, lease: Lease, bucket: Bucket) -> bool:
+    """Return True if a program may keep a lease for its next task; else it gives way.
 
-    The lease counts as given back, and only programs count that this would help.
+    Only programs that the lease's end would help are considered.
     """
     clients, queue, head = node.clients, node.ready, bucket.head()
     assert clients is not None, node
@@ -331,20 +332,20 @@ def may_go_on(node: SchedulerState, lease: Lease, bucket: Bucket) -> bool:
 def _is_fairest(
     clients: Clients, lease: Lease, head: TaskRecord, rivals: list[TaskRecord]
 ) -> bool:
-    """Return whether the holder of a lease goes before all rivals."""
+    """Return True if the holder of a lease goes before all rivals."""
     client, request = clients.of(head.client), lease.request
     now, floor = clients.share_of(client, request, has_it=True)
     shares = []
     for record in rivals:
         other = clients.of(record.client)
-        has, would = clients.share_of(other, record.spec.shape.request)
-        floor = min(floor, would)
-        shares.append((other.virtual_time, has, record.id, other.since))
+        share, then = clients.share_of(other, record.spec.shape.request)
+        floor = min(floor, then)
+        shares.append((other.virtual_time, share, record.id, other.since))
     overdue = clients.clock.now - LONGEST
     if now >= floor:
         return False
     return not any(
-        (virtual_time, has, id_) < (client.virtual_time, now, head.id)
-        for virtual_time, has, id_, since in shares
-        if has < floor or since <= overdue
+        (virtual_time, share, id_) < (client.virtual_time, now, head.id)
+        for virtual_time, share, id_, since in shares
+        if share < floor or since <= overdue
     )

@@ -1,8 +1,9 @@
-"""Placement groups from their submission to their last lease, and their tasks.
+"""Placement groups, from their submission to their last lease, and their members.
 
-To the queue a placement group is a task like any other, held without end as a lease is.
-Its tasks are set aside until it is granted. Once it is removed they end with it, and
-what it held is free when the last of them has stopped; `advance_groups` sees to that.
+In the queue a placement group is a task without end, like a lease. Its members wait
+outside the queue until the group is granted. When the group is removed, its members
+are stopped. Its resources are free when the last member has stopped; `advance_groups`
+does these steps.
 """
 
 from __future__ import annotations
@@ -23,32 +24,32 @@ from aiogpu.core.scheduler.state import (
 from aiogpu.core.scheduler.task_tree import stop
 
 REMOVED: Final = "was removed"
-UNKNOWN: Final = "was removed before, or never asked for on this node"
-TWICE: Final = "it was asked for before"
+UNKNOWN: Final = "was removed before, or never requested on this node"
+TWICE: Final = "it was requested before"
 GONE: Final = (TaskState.STOPPING, TaskState.ENDED)
 
 
 def enter(
     node: SchedulerState, record: TaskRecord, needs: tuple[TaskId, ...] | None
 ) -> None:
-    """Take in a new group, or a member of one that may have to wait for its grant."""
+    """Take in a new group, or a member that may have to wait for its group's grant."""
     placement_group = record.spec.shape.request.placement_group
     assert placement_group is not None, record
-    known = node.placement_groups.get(placement_group.key)
+    group = node.placement_groups.get(placement_group.key)
     if isinstance(placement_group, PlacementGroupSpec):
-        if known is not None:
+        if group is not None:
             return _refuse(node, record, Failure.MISFIT, TWICE)
-        known = PlacementGroup(record, placement_group)
-        node.placement_groups[placement_group.key] = known
-    elif known is None or known.record.state in GONE:
+        group = PlacementGroup(record, placement_group)
+        node.placement_groups[placement_group.key] = group
+    elif group is None or group.record.state in GONE:
         return _refuse(node, record, Failure.EVICTED, UNKNOWN)
-    elif reason := _why_misfit(node, known, record):
+    elif reason := _why_misfit(node, group, record):
         return _refuse(node, record, Failure.MISFIT, reason)
     else:
-        known.add(record)
-        if not known.is_open:
-            known.pending[record.id] = needs
-            needs = (*(needs or ()), known.record.id)
+        group.add(record)
+        if not group.is_open:
+            group.pending[record.id] = needs
+            needs = (*(needs or ()), group.record.id)
     if needs is not None:
         return await_results(node, record, needs)
     return node.ready.push(record)
@@ -65,43 +66,43 @@ def _refuse(
 
 
 def _why_misfit(
-    node: SchedulerState, known: PlacementGroup, record: TaskRecord
+    node: SchedulerState, group: PlacementGroup, record: TaskRecord
 ) -> str | None:
-    """Return why a task can never run in its group; None if it may."""
-    if not known.is_open:
+    """Return why a task can never run in its group; None if it can or if unknown."""
+    if not group.is_open:
         return None
     request = record.spec.shape.request
-    if request not in known.misfits:
-        known.misfits[request] = why_infeasible(node.ledger, request)
-    return known.misfits[request]
+    if request not in group.misfits:
+        group.misfits[request] = why_infeasible(node.ledger, request)
+    return group.misfits[request]
 
 
 def advance_groups(node: SchedulerState) -> bool:
-    """Release members of granted groups, end those of removed ones.
+    """Queue members of granted groups, end members of removed groups.
 
     Returns:
-        Whether any task may be placed now that could not before.
+        True if this may allow other tasks to be placed.
     """
     has_changed = False
-    for key, known in list(node.placement_groups.items()):
-        state = known.record.state
-        if state is TaskState.RUNNING and not known.is_open:
-            has_changed |= _open(node, known)
+    for key, group in list(node.placement_groups.items()):
+        state = group.record.state
+        if state is TaskState.RUNNING and not group.is_open:
+            has_changed |= _open(node, group)
         elif state in GONE:
-            _evict(node, known)
-            has_changed |= _end(node, key, known)
+            _evict(node, group)
+            has_changed |= _end(node, key, group)
     return has_changed
 
 
-def _open(node: SchedulerState, known: PlacementGroup) -> bool:
-    """Queue the members of a group that has just been granted."""
-    known.is_open = True
-    pending, known.pending = known.pending, {}
+def _open(node: SchedulerState, group: PlacementGroup) -> bool:
+    """Queue the members of a group that has just been granted; False if none waited."""
+    group.is_open = True
+    pending, group.pending = group.pending, {}
     for task, needs in pending.items():
         record = node.tasks.get(task)
         if record is None:
             continue
-        if reason := _why_misfit(node, known, record):
+        if reason := _why_misfit(node, group, record):
             node.effects.append(Fail(task, Failure.MISFIT, reason))
             stop(node, record)
         elif needs is None:
@@ -111,20 +112,20 @@ def _open(node: SchedulerState, known: PlacementGroup) -> bool:
     return bool(pending)
 
 
-def _evict(node: SchedulerState, known: PlacementGroup) -> None:
-    """End the members of a removed group, with their children."""
-    known.pending.clear()
-    for record in known.living:
+def _evict(node: SchedulerState, group: PlacementGroup) -> None:
+    """Stop the members of a removed group, with their children."""
+    group.pending.clear()
+    for record in group.living:
         if record.state not in GONE:
             node.effects.append(Fail(record.id, Failure.EVICTED, REMOVED))
             stop(node, record)
 
 
-def _end(node: SchedulerState, key: str, known: PlacementGroup) -> bool:
-    """Free what a removed group holds, once no member is left; whether it has been."""
-    record = known.record
+def _end(node: SchedulerState, key: str, group: PlacementGroup) -> bool:
+    """Free the lease of a removed group; False while members still hold leases."""
+    record = group.record
     if record.state is TaskState.STOPPING:
-        if any(part.leases for part in node.ledger.placement_groups[key]):
+        if any(bundle.leases for bundle in node.ledger.placement_groups[key]):
             return False
         holder, record.worker = record.worker, None
         assert holder is not None, record

@@ -1,19 +1,18 @@
 """Handles failed tasks and workers that are gone: retries, restarts, ends.
 
-- A worker that has gone: its tasks are decided about at once. Its lease is given back
-  when its devices are seen free; until then the worker is `SETTLING`, without a
-  process.
-- A retry: the first is at once, because most failures are of the moment. Later ones
-  wait longer and longer, so that what fails for good does not keep the node busy.
-- An actor that has died: one that had lived for a while restarts at once. One that dies
-  again and again waits longer each time, and is given up when that does not help,
-  whatever its `max_restarts`: it would only hold its devices.
-- Out of GPU memory: where its options say so, a task gets one more try with a whole
-  device, once, beside its `max_retries`.
-- A worker that could not be started (an outage): tasks of that environment wait in the
-  queue and hold nothing; workers of it that are alive still serve them. After a pause
-  one worker is tried. If it starts, the others may follow. If not, the next pause is
-  twice as long, up to a bound, for as long as tasks wait.
+- A worker is gone: its tasks are retried or failed at once. Its lease ends when its
+  devices are known to be free; until then the worker is `SETTLING`, without a process.
+- A retry: the first is immediate, because most failures are temporary. The delay grows
+  with each further retry, so that a permanent failure does not keep the node busy.
+- An actor has died: if it had lived for a while, it restarts at once. If it dies
+  repeatedly, the delay grows with each death; after several deaths in a row the actor
+  is given up in spite of its `max_restarts`, because it would only hold its devices.
+- Out of GPU memory: if its options allow, a task gets one more attempt with a whole
+  device, once, in addition to `max_retries`.
+- A worker could not be started (an outage): tasks of its environment wait in the queue
+  and hold nothing; live workers of the environment still serve them. After a pause one
+  worker is started. If it fails too, the next pause is twice as long, up to a limit,
+  for as long as tasks wait.
 """
 
 from __future__ import annotations
@@ -46,17 +45,17 @@ def note_outage(node: SchedulerState, environment: Environment, reason: str) -> 
         outage = node.outages[environment] = Outage(reason, node.now)
     outage.reason = reason
     if outage.is_paused:
-        return  # It was tried together with the one that has failed already.
+        return  # this worker belongs to an attempt that was counted already
     outage.failures += 1
     outage.is_paused = True
-    outage.retry_at = node.now + node.config.crowded_delay(outage.failures)
+    outage.retry_at = node.now + node.config.start_retry_delay(outage.failures)
     node.timers.set(outage.retry_at, AlarmKind.OUTAGE, 0)
 
 
 def retry_outages(node: SchedulerState) -> None:
     """Allow one worker for each environment whose pause is over.
 
-    One that no task waits for is forgotten: the next task tries at once.
+    An outage for which no task waits is forgotten: the next task tries at once.
     """
     for environment, outage in list(node.outages.items()):
         if outage.is_paused and outage.retry_at <= node.now:
@@ -69,7 +68,7 @@ def retry_outages(node: SchedulerState) -> None:
 def note_death(node: SchedulerState, record: TaskRecord) -> bool:
     """Count the death of an actor's worker; False if too many came in a row."""
     restarts = node.restarts.setdefault(record.id, Restarts())
-    if node.now - restarts.began >= node.config.sound_after:
+    if node.now - restarts.began >= node.config.stable_after:
         restarts.in_a_row = 0
     restarts.in_a_row += 1
     return restarts.in_a_row <= node.config.restarts_in_a_row
@@ -89,7 +88,7 @@ def retry_later(node: SchedulerState, record: TaskRecord) -> None:
     if record.spec.is_endless:
         failures = node.restarts.setdefault(record.id, Restarts()).in_a_row
     delay = node.config.retry_delay(failures)
-    # It may have answered before the kill that was to make room.
+    # The task may have sent its result before the kill for memory took effect.
     record.killed_for = None
     if delay == 0:
         node.wait_again(record)
@@ -99,8 +98,8 @@ def retry_later(node: SchedulerState, record: TaskRecord) -> None:
     node.delay(record, node.now + delay, AlarmKind.RETRY)
 
 
-def widened(spec: TaskSpec) -> TaskSpec | None:
-    """Return a spec that asks for a whole GPU; None if it does so, or for no GPU."""
+def with_whole_gpu(spec: TaskSpec) -> TaskSpec | None:
+    """Return a spec that asks for a whole GPU; None if inapplicable or not allowed."""
     request = spec.shape.request
     amounts = dict(request.devices)
     if not spec.retries_oom or spec.is_endless or amounts.get(GPU, UNIT) >= UNIT:
@@ -115,7 +114,7 @@ def _whole(request: Request) -> Request:
     )
     where = request.where
     if request.gpu_memory > 0:
-        # It is not to come to a smaller device than before.
+        # The new device must not be smaller than the reserved memory.
         least = max(request.gpu_memory, where.least_memory if where else 0)
         where = replace(where or DeviceSelector(), least_memory=least)
     return replace(request, devices=devices, where=where, gpu_memory=0)
@@ -125,9 +124,10 @@ def try_exclusively(node: SchedulerState, record: TaskRecord) -> bool:
     """Queue a task without a lease for a device of its own.
 
     Returns:
-        False if it may not, or would wait for ever: then nothing has changed.
+        False if this is not allowed or the task would wait for ever; then nothing has
+        changed.
     """
-    spec = widened(record.spec)
+    spec = with_whole_gpu(record.spec)
     if spec is None:
         return False
     before = record.spec
@@ -141,8 +141,8 @@ def try_exclusively(node: SchedulerState, record: TaskRecord) -> bool:
 
 
 def _is_beyond_limits(node: SchedulerState, record: TaskRecord) -> bool:
-    """Return whether a task could never get what it asks for now."""
-    # Loaded late: most programs never run out of device memory.
+    """Return True if the request of a task could not be granted within finite time."""
+    # Imported late: most programs never run out of device memory.
     from aiogpu.core.scheduler.reservation import is_held_for_good
 
     request, clients = record.spec.shape.request, node.clients
@@ -152,18 +152,18 @@ def _is_beyond_limits(node: SchedulerState, record: TaskRecord) -> bool:
 
 
 def _would_deadlock(node: SchedulerState, record: TaskRecord) -> bool:
-    """Return whether the task would wait for what its own waiters hold."""
+    """Return True if a task, queued again, would cause a deadlock."""
     if not node.blocked:
         return False
     state, record.state = record.state, TaskState.WAITING
-    found = find_deadlocks(node)
+    deadlocks = find_deadlocks(node)
     record.state = state
-    return bool(found)
+    return bool(deadlocks)
 
 
 GIVEN_UP: Final = (
-    "It has died again and again, soon after it had begun anew, and is not begun anew "
-    "any more."
+    "It died several times in a row, each time soon after a start, and is not "
+    "restarted again."
 )
 
 
@@ -182,7 +182,7 @@ def on_worker_gone(
     if is_new and not inflight:
         node.spares.note_start(worker.environment, False)
     if is_new and (is_crowded or outage):
-        _stand_back(node, worker, is_crowded, outage)
+        _requeue_unstarted(node, worker, is_crowded, outage)
         return
     worker.task = None
     worker.queue.clear()
@@ -204,7 +204,7 @@ def on_worker_gone(
 
 
 def _try_again(node: SchedulerState, record: TaskRecord, has_run: bool) -> str | None:
-    """Retry a task whose worker is gone; else return the reason to report."""
+    """Retry a task after the end of its worker; else return the reason to report."""
     is_wanted, is_endless = (
         record.state is not TaskState.STOPPING,
         record.spec.is_endless,
@@ -218,13 +218,13 @@ def _try_again(node: SchedulerState, record: TaskRecord, has_run: bool) -> str |
         return None
     may_go_on = is_wanted and not node.is_closing
     if record.killed_for is Memory.DEVICE and not is_endless:
-        # It would use more than it reserved again, so it gets a device of its own.
+        # The task would exceed its reservation again, so it gets a device of its own.
         return None if may_go_on and try_exclusively(node, record) else ""
     may_restart = is_endless and is_wanted and record.retries_left != 0
     if may_restart and not note_death(node, record):
         return GIVEN_UP
     if record.killed_for is Memory.HOST and record.is_alone:
-        return ""  # it does not even fit alone
+        return ""  # the task does not even fit alone
     if not (may_go_on and may_retry(record)):
         return ""
     if record.killed_for is Memory.HOST and not is_endless:
@@ -235,7 +235,7 @@ def _try_again(node: SchedulerState, record: TaskRecord, has_run: bool) -> str |
     return None
 
 
-def _stand_back(
+def _requeue_unstarted(
     node: SchedulerState, worker: WorkerRecord, is_crowded: bool, outage: str
 ) -> None:
     """Requeue the task of a worker that could not be started; no retry is used."""
@@ -295,7 +295,7 @@ def settle_all(node: SchedulerState) -> None:
             _remove(node, worker)
 
 
-def end_specially(
+def end_or_retry(
     node: SchedulerState, record: TaskRecord, retry: bool, ran_out: bool
 ) -> None:
     """End or retry a task that failed, was cancelled, or has children."""

@@ -1,14 +1,14 @@
 """Reserves resources for a task that others would otherwise overtake for ever.
 
-The first of the tasks that do not fit, once it has been first of its kind for
-`reserve_after`, has what it needs kept for it. Tasks that come after it may take only
-the rest, or what they give back, by their own `timeout`, before it could begin. There
-is one reservation at a time, so each ends with the tasks that run now. What is held
-without end is never waited for: then nothing is kept. The idea is EASY backfilling
+When the first task that does not fit has been first of its shape for `reserve_after`,
+the resources that it needs are reserved. Later tasks may take only the rest, or
+resources that they return, by their own `timeout`, before the first task could begin.
+There is one reservation at a time, so each ends with the tasks that run now. A task
+that needs resources held without end gets no reservation. The idea is EASY backfilling
 (Lifka, 1995).
 
-What to keep is tried on a copy of the ledger: leases end there, in the order in which
-they are likely to, until what the task asks for can be taken.
+The plan is made on a copy of the ledger: leases end there, in their expected order,
+until the request fits.
 """
 
 from __future__ import annotations
@@ -23,107 +23,111 @@ from aiogpu.core.resources.ledger import Lease, Ledger
 from aiogpu.core.resources.placement_group import candidates, try_on
 from aiogpu.core.scheduler.state import Reservation, SchedulerState
 
-STANDS: Final = 0.05
-"""Seconds for which a plan holds, made or given up."""
+REPLAN_AFTER: Final = 0.05
+"""Seconds after which a plan, or a failed attempt to plan, is renewed."""
 
-STANDS_LONGEST: Final = 1.0
-"""The same where nothing has come back meanwhile."""
+REPLAN_UNCHANGED_AFTER: Final = 1.0
+"""The same for a plan if no lease has ended since."""
 
 
 def reserve(
     node: SchedulerState, record: TaskRecord, before: Reservation | None = None
 ) -> Reservation | None:
-    """Plan a reservation for a task; None if what it needs is held without end.
+    """Plan a reservation for a task.
 
     Args:
-        node: what there is, and who holds it.
+        node: the scheduler's state.
         record: the task.
-        before: what was kept for the task until now.
+        before: the task's reservation until now.
+
+    Returns:
+        The reservation; None if the task needs resources that are held without end.
     """
     homes = [*candidates(node.ledger, record.spec.shape.request)]
     if before is not None and before.home in homes:
-        # What has been kept there so far is not given up for another bundle.
+        # The bundle with the old reservation goes first, to keep its resources.
         homes.insert(0, before.home)
     plans = (_plan(node, record, home) for home in homes)
     return next((plan for plan in plans if plan is not None), None)
 
 
 def is_held_for_good(node: SchedulerState, record: TaskRecord) -> bool:
-    """Return whether a task would not fit even once all finite tasks had ended.
+    """Return True if a task would not fit even after all finite tasks had ended.
 
-    Devices that are set aside count: they come back some time.
+    Devices that are set aside count as present: they may come back.
     """
     request = record.spec.shape.request
     for home in candidates(node.ledger, request):
-        rest = home.emptied()
+        trial = home.emptied()
         for lease, task in _leases(node, home):
             if task is not None and task.spec.is_endless:
-                rest.suppose(lease, is_held=True)
-        if try_on(rest, request):
+                trial.suppose(lease, is_held=True)
+        if try_on(trial, request):
             return False
     return True
 
 
 def _plan(node: SchedulerState, record: TaskRecord, home: Ledger) -> Reservation | None:
-    """Plan what to keep of the node, or of a bundle."""
+    """Plan the reservation of a task on the node's ledger or on a bundle's."""
     request = record.spec.shape.request
-    found = _find_soonest(node, request, home)
-    if found is None:
+    earliest = _find_earliest(node, request, home)
+    if earliest is None:
         return None
-    leases, until = found
+    leases, until = earliest
     barred: dict[str, int] = {}
     for lease in leases:
         for kind, mask in lease.masks():
             barred[kind] = barred.get(kind, 0) | mask
-    # While its devices are awaited, others may compute: they are bound to end as well.
-    # A placement group needs all at once, so all of it is kept.
-    is_kept = isinstance(request.placement_group, PlacementGroupSpec) or all(
+    # While devices are awaited, other tasks may use the CPUs: they end as well. A
+    # placement group needs all resources at once, so all are reserved.
+    keeps_scalars = isinstance(request.placement_group, PlacementGroupSpec) or all(
         home.device_sets[kind].could_serve(amount, request, barred[kind])
         for kind, amount in request.devices
     )
-    kept = dict(request.scalars) if is_kept else {}
-    return Reservation(home, barred, kept, record, until, node.now, seen_of(node))
+    kept = dict(request.scalars) if keeps_scalars else {}
+    version = plan_version(node)
+    return Reservation(home, barred, kept, record, until, node.now, version)
 
 
-def _find_soonest(
+def _find_earliest(
     node: SchedulerState, request: Request, home: Ledger
 ) -> tuple[list[Lease], float] | None:
-    """Find the earliest lease for a request by the expected ends of others.
+    """Find the earliest leases for a request, by the expected ends of others.
 
-    Costs O(leases): how many have to end is found by halves.
+    Costs O(leases): bisects for the number of leases that have to end.
     """
-    rest = home.copy()
+    trial = home.copy()
     sets = home.device_sets.items()
     aside = {kind: devices.availability.aside_mask for kind, devices in sets}
-    held = sorted(_holds(node, home), key=_order)
-    found: list[Lease] = []
+    held = sorted(_finite_leases(node, home), key=_expected_order)
+    planned: list[Lease] = []
     ended, least, enough = 0, 0, len(held) + 1
     while least < enough:
         count = (least + enough) // 2
         for _, lease in held[ended:count]:
-            rest.suppose(lease, is_held=False)
+            trial.suppose(lease, is_held=False)
         for _, lease in held[count:ended]:
-            rest.suppose(lease, is_held=True)
+            trial.suppose(lease, is_held=True)
         ended = count
-        if leases := try_on(rest, request, aside):
-            found, enough = leases, count
+        if leases := try_on(trial, request, aside):
+            planned, enough = leases, count
         else:
             least = count + 1
-    until = held[enough - 1][0] if found and enough else 0.0
-    return (found, until) if found else None
+    until = held[enough - 1][0] if planned and enough else 0.0
+    return (planned, until) if planned else None
 
 
 def _leases(
     node: SchedulerState, home: Ledger
 ) -> Iterator[tuple[Lease, TaskRecord | None]]:
-    """The leases from a ledger, each with its task; None: its process is ending."""
+    """Yield the leases of a ledger, each with its task; None: the worker is ending."""
     for holder in node.holders:
         if holder.lease is not None and holder.lease.home is home:
             yield holder.lease, holder.task
 
 
-def _holds(node: SchedulerState, home: Ledger) -> Iterator[tuple[float, Lease]]:
-    """The leases of finite tasks, each with when it ends at the latest."""
+def _finite_leases(node: SchedulerState, home: Ledger) -> Iterator[tuple[float, Lease]]:
+    """Yield the leases of finite tasks, each after its latest possible end."""
     for lease, task in _leases(node, home):
         if task is None:
             yield 0.0, lease
@@ -134,24 +138,26 @@ def _holds(node: SchedulerState, home: Ledger) -> Iterator[tuple[float, Lease]]:
             yield ends, lease
 
 
-def _order(hold: tuple[float, Lease]) -> tuple[float, int, int]:
-    """Sort key: what ends soonest, then what is on the emptiest device."""
-    ends, lease = hold
-    on = (
+def _expected_order(timed_lease: tuple[float, Lease]) -> tuple[float, int, int]:
+    """Sort key: the latest end, then the emptiest device."""
+    ends, lease = timed_lease
+    devices = (
         (-lease.home.device_sets[kind].free[index], index)
         for kind, (index, _), _ in lease.held()
     )
-    return ends, *min(on, default=(0, 0))
+    return ends, *min(devices, default=(0, 0))
 
 
-def stands(node: SchedulerState, plan: Reservation) -> bool:
-    """Return whether to keep a plan: it is new, or no better one is possible."""
-    if node.now < plan.planned_at + STANDS:
+def is_current(node: SchedulerState, plan: Reservation) -> bool:
+    """Return True while a plan is new or no better plan is possible."""
+    if node.now < plan.planned_at + REPLAN_AFTER:
         return True
-    return node.now < plan.planned_at + STANDS_LONGEST and plan.seen == seen_of(node)
+    if node.now >= plan.planned_at + REPLAN_UNCHANGED_AFTER:
+        return False
+    return plan.version == plan_version(node)
 
 
-def seen_of(node: SchedulerState) -> tuple[int, ...]:
-    """A value that changes when a better plan may be possible."""
+def plan_version(node: SchedulerState) -> tuple[int, ...]:
+    """Return a value that changes when a better plan may be possible."""
     sets = node.ledger.device_sets.values()
-    return node.ledger.ended, *(each.availability.aside_mask for each in sets)
+    return node.ledger.ended, *(devices.availability.aside_mask for devices in sets)

@@ -1,8 +1,8 @@
 """Watches busy workers, and takes back tasks that were sent ahead to slow ones.
 
-A busy worker answers nothing, so the queue behind a long task is taken back without its
-help. Whoever carries out `Revoke` makes sure that the worker begins nothing more of it,
-and `Scheduler.revoked` says how far it had come.
+A busy worker reads no messages, so the queue behind a long task is taken back without
+its help. On `Revoke` the driver makes sure that the worker begins no more tasks of its
+queue; `Scheduler.revoked` reports the last task that has begun.
 """
 
 from __future__ import annotations
@@ -15,22 +15,26 @@ from aiogpu.core.scheduler.state import SchedulerState
 
 
 def watch(node: SchedulerState, worker: WorkerRecord, seconds: float) -> None:
-    """Set an alarm to look at a busy worker after so many seconds."""
+    """Set an alarm to check a busy worker after so many seconds."""
     worker.look_at = node.now + seconds
     worker.watched, worker.watched_since = worker.task, node.now
     node.timers.set(worker.look_at, AlarmKind.LOOK, worker.id)
 
 
-def look(node: SchedulerState, worker: WorkerRecord, when: float) -> None:
-    """Handle an alarm of `watch`: see whether the worker has come further."""
+def check_progress(node: SchedulerState, worker: WorkerRecord, when: float) -> None:
+    """Handle an alarm of `watch`: if the same task still runs, revoke the queue."""
     if worker.look_at != when:
-        return  # it is looked at some other time
+        return  # another alarm is set
     worker.look_at = None
     record, config = worker.task, node.config
     if record is None or worker.state is not WorkerState.BUSY:
         return
     if record is not worker.watched:
-        watch(node, worker, config.long if worker.queue else config.unheard)
+        watch(
+            node,
+            worker,
+            config.long_task if worker.queue else config.unresponsive_after,
+        )
         return
     if worker.queue:
         record.spec.pace.note_long()
@@ -38,7 +42,7 @@ def look(node: SchedulerState, worker: WorkerRecord, when: float) -> None:
 
 
 def revoke(node: SchedulerState, worker: WorkerRecord) -> None:
-    """Take back the tasks that a worker has not begun; `on_revoked` gets them."""
+    """Take back the tasks that a worker has not begun; `on_revoked` requeues them."""
     if not worker.is_revoking:
         worker.is_revoking = True
         worker.revocations += 1
@@ -48,9 +52,9 @@ def revoke(node: SchedulerState, worker: WorkerRecord) -> None:
 def on_revoked(
     node: SchedulerState, worker: WorkerRecord, number: int, began: TaskId | None
 ) -> None:
-    """Put the tasks that were not begun back to their old places in the queue."""
+    """Requeue, at their old places, the tasks that the worker has not begun."""
     if not worker.is_revoking or worker.revocations != number:
-        return  # it has ended all that was meant
+        return  # the worker has finished its queue in the meantime
     worker.is_revoking = False
     assert worker.task is not None, worker
     inflight = [worker.task, *worker.queue]
@@ -64,7 +68,7 @@ def on_revoked(
 
 
 def spoil(node: SchedulerState, worker: WorkerRecord) -> None:
-    """Requeue what a worker was sent ahead: it exits after its present task."""
+    """Requeue the queue of a worker that will exit after its current task."""
     worker.is_last = True
     while worker.queue:
         return_task(node, worker.queue.pop())
@@ -94,29 +98,31 @@ def _return_head(node: SchedulerState, worker: WorkerRecord) -> None:
     worker.task = None
     return_task(node, record)
     is_new = record is not worker.watched
-    # Compared as the alarm was set: the difference may be a little less.
-    is_heard = is_new or node.now < worker.watched_since + node.config.unheard
-    if is_heard and not worker.is_killed:
-        leave_task(node, worker)
+    # The sum with which the alarm was set: a difference may be rounded below.
+    is_responsive = (
+        is_new or node.now < worker.watched_since + node.config.unresponsive_after
+    )
+    if is_responsive and not worker.is_killed:
+        make_idle(node, worker)
         return
-    # It is stopped or hangs where no task is: others shall not wait for it too.
+    # The worker hangs although it runs no task: no other task must wait for it.
     worker.is_last = True
     worker.move(WorkerState.ENDING)
     node.effects.append(Kill(worker.id))
 
 
-def leave_task(node: SchedulerState, worker: WorkerRecord) -> None:
-    """End the lease of a worker whose only task was taken back; it idles."""
+def make_idle(node: SchedulerState, worker: WorkerRecord) -> None:
+    """End the lease of a worker after its only task was taken back."""
     assert worker.lease is not None, worker
     node.ledger.give_back(worker.lease)
     worker.lease, worker.is_last = None, False
-    # What may still be under way was about what the worker has not got any more.
+    # A `revoked` that is still to come concerns tasks that the worker no longer has.
     worker.is_revoking = False
     node.workers.put_idle(worker)
 
 
 def on_skipped(node: SchedulerState, worker: WorkerRecord, record: TaskRecord) -> None:
-    """Requeue a task that a worker skipped; its next one becomes the present one."""
+    """Requeue a task that a worker skipped; the next in its queue becomes current."""
     if worker.task is not record:
         if record in worker.queue:
             worker.queue.remove(record)
@@ -129,8 +135,8 @@ def on_skipped(node: SchedulerState, worker: WorkerRecord, record: TaskRecord) -
         if worker.task.state is TaskState.QUEUED:
             worker.task.state = TaskState.RUNNING
     elif not worker.is_killed:
-        leave_task(node, worker)
+        make_idle(node, worker)
     else:
-        # It was killed for the task before this one, and has not gone yet.
+        # The worker was killed because of an earlier task and is not gone yet.
         worker.is_last, worker.is_revoking = True, False
         worker.move(WorkerState.ENDING)

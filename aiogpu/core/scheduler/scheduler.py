@@ -1,10 +1,9 @@
 """The scheduler: one method for each event, which returns the effects.
 
-One method for each event, all with the time first; `deadline()` says when to call
-`wake`. Each method brings every record up to date, then matches what waits with what is
-free. Two things always hold. A lease ends only when the code that it was taken for has
-stopped. And every task ends in exactly one of `Settle` and `Fail` or, when its owner
-has cancelled it, in `Forget` alone.
+The first argument of each method is the time; `deadline()` says when to call `wake`.
+Each method updates the records, then places waiting tasks on free resources. Two things
+always hold. A lease ends only after its code has stopped. Every task ends in exactly
+one of `Settle` and `Fail` or, if its owner has cancelled it, in `Forget` alone.
 """
 
 from __future__ import annotations
@@ -45,11 +44,11 @@ from aiogpu.core.scheduler.state import (
     resolve,
 )
 
-ABANDONED: Final = 500
-"""Waiting tasks that are told of the node's end in one go."""
+ABANDON_BATCH: Final = 500
+"""Waiting tasks that a closing node fails in one batch."""
 
 ABANDON_EVERY: Final = 1e-3
-"""Seconds between two such goes, in which the loop may do other things."""
+"""Seconds between two batches, so that the event loop can do other things."""
 
 _ENDED: Final = TaskState.ENDED
 _QUEUED: Final = TaskState.QUEUED
@@ -61,7 +60,7 @@ P = ParamSpec("P")
 def event(
     step: Callable[Concatenate[Scheduler, P], None],
 ) -> Callable[Concatenate[Scheduler, float, P], Sequence[Effect]]:
-    """Decorator for event methods: collects effects, then places what waits."""
+    """Decorator for event methods: collects effects, then places waiting tasks."""
 
     def method(
         self: Scheduler, now: float, /, *args: P.args, **kwargs: P.kwargs
@@ -88,11 +87,11 @@ class Feed(Protocol):
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> None:
-        """Call an event method, at once or after the one that is running now."""
+        """Call an event method at once, or after the event that is being handled."""
 
 
 class Scheduler(SchedulerState):
-    """The scheduler of one node; see the module."""
+    """The scheduler of one node; see the module's docstring."""
 
     def __repr__(self) -> str:
         return f"<Scheduler {len(self.tasks)} tasks, {self.workers!r}, {self.ledger!r}>"
@@ -103,7 +102,7 @@ class Scheduler(SchedulerState):
         return self.is_closing and not len(self.workers) and not self.tasks
 
     def deadline(self) -> float | None:
-        """Return when to call `wake`, None for never."""
+        """Return the time at which to call `wake`; None: never."""
         return self.timers.earliest
 
     # Tasks
@@ -117,16 +116,17 @@ class Scheduler(SchedulerState):
         needs: tuple[TaskId, ...] | None = None,
         client: ClientId = OWN,
     ) -> Sequence[Effect]:
-        """Take in a new task. Ids must count up.
+        """Take in a new task. Ids must increase.
 
         Args:
             now: the time.
-            task: its id.
-            spec: what it asks for.
-            parent: the task that has started it.
-            needs: the tasks whose results are its arguments, if some of these are not
-                there yet; it waits for `supply` then. None if all are.
-            client: the program whose it is; a child is its parent's.
+            task: the task's id.
+            spec: the task's request and options.
+            parent: the task that submits this one.
+            needs: the tasks whose results are arguments of this one, if some results
+                are missing: the task then waits for `supply`. None if none is missing.
+            client: the program that owns the task; ignored for a child, which belongs
+                to the program of its parent.
         """
         if self.is_closing:
             return [Fail(task, Failure.ABANDONED), Forget(task, now, False)]
@@ -152,8 +152,8 @@ class Scheduler(SchedulerState):
             await_results(self, record, needs)
             return NOTHING
         lanes = self.ready.by_shape.get((record.client, spec.shape))
-        # Where others of its shape wait, it must wait as well; where they do not,
-        # nobody who waits could use what it takes.
+        # Queue behind tasks of the same shape. If there are none, start now: no
+        # waiting task fits the free resources.
         if lanes is None and (lease := self.take(record)):
             dispatch.start(self, record, lease)
             return self.effects
@@ -161,7 +161,7 @@ class Scheduler(SchedulerState):
         if lanes is None:
             placement.note_stuck(self, record)
             return self._place() if self.holds_back else NOTHING
-        # A lease needs no worker, for want of which the others may wait.
+        # A lease needs no worker; the tasks before it may wait for lack of one.
         if not (self.reservation or spec.is_lease):
             return NOTHING
         return self._place() if lanes[min(lanes)].head() is record else NOTHING
@@ -174,17 +174,17 @@ class Scheduler(SchedulerState):
         spec: TaskSpec,
         client: ClientId = OWN,
     ) -> bool:
-        """Queue many new tasks without a parent behind waiting ones of their shape.
+        """Queue many new tasks without a parent behind waiting tasks of their shape.
 
         Args:
             now: the time.
-            first: id of the first; the others' follow.
-            count: how many they are.
-            spec: of all of them.
-            client: whose they are.
+            first: the lowest id; the ids are consecutive.
+            count: the number of tasks.
+            spec: the spec of all tasks.
+            client: the program that owns the tasks.
 
         Returns:
-            False if each has to be submitted by `submit`; then nothing has changed.
+            False if nothing was queued and each task needs a call of `submit`.
         """
         if self.is_closing or self.reservation is not None:
             return False
@@ -209,7 +209,7 @@ class Scheduler(SchedulerState):
 
     @event
     def supply(self, task: TaskId) -> None:
-        """The missing arguments of a task have arrived: it may run now."""
+        """The missing arguments of a task have arrived: queue the task."""
         if resolve(self, task):
             task_tree.end_deadlocks(self)
 
@@ -221,7 +221,7 @@ class Scheduler(SchedulerState):
         self.now, self.effects = now, []
         is_alone = record.state is TaskState.WAITING and record.kin is None
         if is_alone and not self.holds_back and not record.spec.is_grouped:
-            # It held nothing, and nobody waited for it.
+            # The task holds nothing and no task waits for it: nothing can be placed.
             cancellation.withdraw(self, record)
             return self.effects
         task_tree.stop(self, record)
@@ -236,42 +236,42 @@ class Scheduler(SchedulerState):
         took: float = 0.0,
         ran_out: bool = False,
     ) -> Sequence[Effect]:
-        """A worker has sent the result of a task, whose code has stopped.
+        """A worker has sent the result of a task; the task's code has stopped.
 
         Args:
             now: the time.
             task: the task.
             worker: the worker.
-            retry: it failed with an exception for which it is to be tried again,
-                should it have retries left.
-            took: seconds that its code ran; 0 where that is not known.
-            ran_out: it failed for want of device memory.
+            retry: the task failed with an exception that is retried, if the task has
+                retries left.
+            took: seconds that the code ran; 0 if unknown.
+            ran_out: the task failed because device memory ran out.
         """
-        known = self.workers.get(worker)
-        record = None if known is None else known.task
-        if known is None or record is None or record.id != task:
+        runner = self.workers.get(worker)
+        record = None if runner is None else runner.task
+        if runner is None or record is None or record.id != task:
             return NOTHING
         self.now, self.effects = now, []
         spec, state = record.spec, record.state
-        record.worker = known.task = None
+        record.worker = runner.task = None
         if took:
             spec.pace.note(took)
         is_special = record.kin is not None or retry or state is not _RUNNING
         if ran_out or self.exclusive.is_wanted:
             is_special = True
         if is_special:
-            assert known.lease is not None, known
-            if known.lease.is_lent:
-                self.ledger.resume(known.lease)
-            recovery.end_specially(self, record, retry, ran_out)
+            assert runner.lease is not None, runner
+            if runner.lease.is_lent:
+                self.ledger.resume(runner.lease)
+            recovery.end_or_retry(self, record, retry, ran_out)
         else:
             self.end(record)
             self.effects.append(Settle(task, record.since))
         if spec.max_calls:
-            known.calls[spec.function] = known.calls.get(spec.function, 0) + 1
-        self._go_on(known, (record.client, spec.shape))
+            runner.calls[spec.function] = runner.calls.get(spec.function, 0) + 1
+        self._continue_worker(runner, (record.client, spec.shape))
         if is_special:
-            # It may wait again, and what it had started may have held something.
+            # The task may be queued again, and children that ended have freed leases.
             self._place()
         return self.effects
 
@@ -279,35 +279,35 @@ class Scheduler(SchedulerState):
         self,
         now: float,
         worker_id: WorkerId,
-        ended: Iterable[tuple[TaskId, float]],
+        finished: Iterable[tuple[TaskId, float]],
     ) -> list[TaskRecord]:
-        """A worker has finished several tasks that it was sent ahead, without failures.
+        """A worker has finished several tasks of its queue, without failures.
 
         Args:
             now: the time.
             worker_id: the worker.
-            ended: the tasks, and the seconds that each took.
+            finished: the tasks, each with the seconds that its code ran.
 
         Returns:
-            The first of them, which have ended: as if `Settle` were answered for each.
-            The rest is for `finish`. What is to be done besides is in `effects`.
+            The tasks, from the first on, that have ended here, as if by `Settle`. The
+            caller passes the rest to `finish`. All other effects are in `effects`.
         """
         self.now, self.effects = now, []
         settled: list[TaskRecord] = []
-        kept = self.reservation
+        reservation = self.reservation
         worker = self.workers.get(worker_id)
         if worker is None or worker.is_killed or self.exclusive.is_wanted:
             return settled
         queue = worker.queue
-        for task, took in ended:
+        for task, took in finished:
             record = worker.task
             if record is None or record.id != task or not queue:
                 break
             following = queue[0]
-            if following.state is not _QUEUED or not _simply_ends(record):
+            if following.state is not _QUEUED or not _ends_without_decision(record):
                 break
             if following.spec.is_timed:
-                break  # it is noted when it begins
+                break  # its start time must be recorded
             if took:
                 record.spec.pace.note(took)
             record.worker, record.state = None, _ENDED
@@ -323,31 +323,31 @@ class Scheduler(SchedulerState):
                 client = self.clients.of(settled[0].client)
                 client.unfinished -= len(settled)
                 self.clients.forget(client)
-            self._place_if_let_go(kept)
+            self._place_if_released(reservation)
         return settled
 
-    def _go_on(self, worker: WorkerRecord, key: ShapeKey) -> None:
-        """Give a worker its next task of the same kind, or release it."""
-        kept = self.reservation
+    def _continue_worker(self, worker: WorkerRecord, key: ShapeKey) -> None:
+        """Give a worker its next task of the same shape, or end its lease."""
+        reservation = self.reservation
         if worker.queue:
             dispatch.take_turn(self, worker)
-            self._place_if_let_go(kept)
+            self._place_if_released(reservation)
             return
         worker.is_revoking = False
         by_shape = self.ready.by_shape
         if by_shape and not self.is_closing:
             lanes = by_shape.get(key)
             if lanes is not None and dispatch.hand_over(self, worker, lanes):
-                self._place_if_let_go(kept)
+                self._place_if_released(reservation)
                 return
         if dispatch.release(self, worker):
             idle, exclusive = self.workers.idle, self.exclusive
             if by_shape or idle > self.most_idle or exclusive.is_wanted:
                 self._place()
 
-    def _place_if_let_go(self, kept: Reservation | None) -> None:
-        """Place waiting tasks if the reservation has ended with a hand-over."""
-        if kept is not None and self.reservation is not kept:
+    def _place_if_released(self, before: Reservation | None) -> None:
+        """Place waiting tasks if the reservation of before the event has ended."""
+        if before is not None and self.reservation is not before:
             self._place()
 
     def began(
@@ -358,8 +358,8 @@ class Scheduler(SchedulerState):
         Args:
             now: the time.
             task: the task.
-            worker: the worker that says so.
-            when: the time at which it began.
+            worker: the worker that runs the task.
+            when: the time at which the code began.
         """
         record = self.tasks.get(task)
         if record is None or record.worker is None or record.worker.id != worker:
@@ -375,10 +375,10 @@ class Scheduler(SchedulerState):
     def wait_for(
         self, task: TaskId, children: tuple[TaskId, ...], elsewhere: bool = False
     ) -> None:
-        """A task's code blocks until all of these tasks have ended.
+        """A task's code blocks until all `children` have ended.
 
-        None of them: it does not wait any more, unless it waits for something
-        `elsewhere`, of which nothing is known here.
+        Without children the task has stopped waiting, unless it waits `elsewhere`: for
+        something that the scheduler does not know.
         """
         record = self.tasks.get(task)
         if record is not None:
@@ -391,7 +391,7 @@ class Scheduler(SchedulerState):
 
     @event
     def release_cpus(self, task: TaskId) -> None:
-        """A running task (an actor) needs its CPUs no longer, once it has started."""
+        """Free the CPUs of a running actor, whose constructor has returned."""
         record = self.tasks.get(task)
         if record is None or record.state is not _RUNNING:
             return
@@ -404,31 +404,31 @@ class Scheduler(SchedulerState):
 
     def worker_started(self, now: float, worker: WorkerId) -> Sequence[Effect]:
         """A worker that was forked by `Spawn` has connected."""
-        known = self.workers.get(worker)
-        if known is None or known.state is not WorkerState.STARTING:
+        started = self.workers.get(worker)
+        if started is None or started.state is not WorkerState.STARTING:
             return NOTHING
         self.now, self.effects = now, []
-        had_outage = self.outages.pop(known.environment, None) is not None
-        dispatch.welcome(self, known)
+        had_outage = self.outages.pop(started.environment, None) is not None
+        dispatch.on_worker_started(self, started)
         if self.effects and not had_outage:
             return self.effects
         return self._place()
 
     @event
     def worker_spoilt(self, worker: WorkerId) -> None:
-        """A worker will exit after its present task, and takes no other.
+        """A worker will exit after its current task and accepts no other.
 
-        To be called before that task is finished.
+        Must be called before `finish` for that task.
         """
-        if known := self._busy(worker):
-            revocation.spoil(self, known)
+        if busy := self._busy(worker):
+            revocation.spoil(self, busy)
 
     @event
     def task_skipped(self, task: TaskId, worker: WorkerId) -> None:
-        """A worker skipped a task, because a `Revoke` had taken it back."""
-        known, record = self.workers.get(worker), self.tasks.get(task)
-        if known is not None and record is not None:
-            revocation.on_skipped(self, known, record)
+        """A worker skipped a task that a `Revoke` had taken back."""
+        skipper, record = self.workers.get(worker), self.tasks.get(task)
+        if skipper is not None and record is not None:
+            revocation.on_skipped(self, skipper, record)
 
     @event
     def revoked(self, worker: WorkerId, number: int, began: TaskId | None) -> None:
@@ -436,18 +436,18 @@ class Scheduler(SchedulerState):
 
         Args:
             worker: the worker.
-            number: of the `Revoke` that is answered.
+            number: the number of the `Revoke`.
             began: the last task that the worker has begun or is about to begin; None
-                if it has begun none of those that it still has.
+                if it has begun none of its unfinished tasks.
         """
-        known = self.workers.get(worker)
-        if known is None:
+        revoked = self.workers.get(worker)
+        if revoked is None:
             return
-        revocation.on_revoked(self, known, number, began)
+        revocation.on_revoked(self, revoked, number, began)
         task_tree.end_deadlocks(self)
-        record = known.task
+        record = revoked.task
         if record and record.state is TaskState.STOPPING and record.stop is None:
-            # It was cancelled in the queue, and has begun all the same.
+            # The task was cancelled in the worker's queue but has begun nevertheless.
             cancellation.interrupt(self, record)
 
     @event
@@ -459,33 +459,33 @@ class Scheduler(SchedulerState):
         is_crowded: bool = False,
         outage: str = "",
     ) -> None:
-        """A worker's process and all that it started have ended.
+        """A worker's process and all its descendants have ended.
 
         Args:
             worker: the worker.
-            began: the last of its tasks that it had begun, None if none of those whose
-                answer has not come.
-            settles: whether its devices are free is still to be seen; one of
-                `devices_free` and `devices_stuck` follows.
-            is_crowded: it was never started, for want of descriptors or processes.
-            outage: why it could not be started; the same is likely for others of its
-                environment or, if `is_crowded`, for all.
+            began: the last task that the worker had begun; None if it had begun none
+                of its unanswered tasks.
+            settles: the worker's devices have yet to be checked; one of `devices_free`
+                and `devices_stuck` follows.
+            is_crowded: the worker never started: descriptors or processes ran out.
+            outage: why the worker could not be started. The reason probably holds for
+                all workers of its environment or, if `is_crowded`, of the node.
         """
-        known = self.workers.get(worker)
-        if known is not None and known.state is not WorkerState.SETTLING:
-            recovery.on_worker_gone(self, known, began, settles, is_crowded, outage)
+        gone = self.workers.get(worker)
+        if gone is not None and gone.state is not WorkerState.SETTLING:
+            recovery.on_worker_gone(self, gone, began, settles, is_crowded, outage)
 
     @event
     def kill_for_memory(self, worker: WorkerId, memory: Memory) -> None:
         """Kill a worker: host memory runs out, or its task outgrew its device memory.
 
         Args:
-            worker: for host memory, the one that the monitor has chosen to go first.
-            memory: what it is killed for; decides how its task is tried again.
+            worker: the worker; for host memory, the one that the monitor chose.
+            memory: the reason; it decides how the task is retried.
         """
-        if (known := self._busy(worker)) and known.task:
-            known.task.killed_for = memory
-            cancellation.kill_worker(self, known)
+        if (busy := self._busy(worker)) and busy.task:
+            busy.task.killed_for = memory
+            cancellation.kill_worker(self, busy)
 
     def _busy(self, worker_id: WorkerId) -> WorkerRecord | None:
         worker = self.workers.get(worker_id)
@@ -500,7 +500,8 @@ class Scheduler(SchedulerState):
         if self.is_closing:
             return self.effects
         if environment:
-            # Its zygote may have made way for another's, to which it would do the same.
+            # This zygote may have been replaced to make room for the zygote of another
+            # environment; spares would bring it back and evict that zygote in turn.
             self.spares.forget(environment)
             self.note_spares()
         dispatch.refill_spares(self)
@@ -520,29 +521,30 @@ class Scheduler(SchedulerState):
         """Set a device aside for a cause, or end that cause.
 
         Args:
-            kind: the kind of devices, such as "GPU".
-            index: of the device in its set.
-            cause: the same device may be unfit for several at a time.
-            reason: in words; None if the cause is gone.
-            is_avoided: the device is only chosen after all others.
+            kind: the kind of device, such as "GPU".
+            index: the device's index in its set.
+            cause: the cause; a device can be set aside for several causes at a time.
+            reason: the cause in words; None if the cause has ended.
+            is_avoided: do not set the device aside, but choose it after all others.
         """
         availability = self.ledger.device_sets[kind].availability
         if cause is Cause.FOREIGN:
             availability.avoid(index, is_avoided=is_avoided and reason is not None)
         availability.note(index, cause, None if is_avoided else reason)
-        kept, bit = self.reservation, 1 << index
-        if cause is not Cause.UNSETTLED and kept and kept.barred.get(kind, 0) & bit:
-            self.reservation = None  # made anew, and elsewhere
-        self._clear_unfit()
+        plan, bit = self.reservation, 1 << index
+        if cause is not Cause.UNSETTLED and plan and plan.barred.get(kind, 0) & bit:
+            self.reservation = None  # the next placement reserves other devices
+        self._requeue_from_unfit_devices()
         if cause is Cause.SICK:
-            # When it is well again: what they have opened may be from before a reset.
+            # Also when the device has recovered: a reset may have invalidated the
+            # contexts that the workers have open.
             cancellation.retire_bound(self, kind, index)
 
     @event
     def devices_free(self, worker: WorkerId, is_verified: bool = True) -> None:
         """The devices of a worker that is gone, or of a returned lease, are free.
 
-        `is_verified`: that was seen; otherwise nobody here can see it.
+        `is_verified`: the driver has checked; otherwise it has no means to check.
         """
         for devices, index in recovery.returned_devices(self, worker):
             if is_verified:
@@ -552,22 +554,22 @@ class Scheduler(SchedulerState):
 
     @event
     def devices_stuck(self, worker: WorkerId, reason: str) -> None:
-        """The devices of a worker that is gone stay in use: set them aside."""
+        """The devices of a worker that is gone are still in use: set them aside."""
         for devices, index in recovery.returned_devices(self, worker):
             devices.availability.note(index, Cause.UNSETTLED, reason)
-        self._clear_unfit()
+        self._requeue_from_unfit_devices()
 
     @event
     def lease_returned(self, holder: WorkerId, settles: bool = False) -> None:
-        """The processes that used a granted lease have ended; free what it held.
+        """The processes that used a granted lease have ended; end the lease.
 
-        `settles`: whether its devices are free is still to be seen; one of
-        `devices_free` and `devices_stuck` follows, of that holder.
+        `settles`: the lease's devices have yet to be checked; one of `devices_free`
+        and `devices_stuck` follows for this holder.
         """
         dispatch.return_lease(self, holder, settles)
 
-    def _clear_unfit(self) -> None:
-        """Take back what has not begun on devices that are not to be used."""
+    def _requeue_from_unfit_devices(self) -> None:
+        """Requeue tasks that have not begun and whose devices were set aside."""
         for worker in self.workers:
             if worker.lease is None or not self.ledger.drains(worker.lease):
                 continue
@@ -586,8 +588,8 @@ class Scheduler(SchedulerState):
     ) -> None:
         """Add a program that shares the node, or change its weight and limits.
 
-        `weight`: how much it gets where one of weight 1 gets 1. From the first of these
-        on the node is fair between programs; without any it knows of none.
+        `weight`: the program's share relative to a program of weight 1. Until the
+        first call the node does no accounting for programs.
         """
         clients = self.clients or Clients(self, self.ledger)
         clients.join(client, weight, limits or Limits())
@@ -609,28 +611,28 @@ class Scheduler(SchedulerState):
 
     @event
     def leave(self, client: ClientId) -> None:
-        """A program submits no more tasks; those it has submitted go on."""
+        """A program submits no more tasks; its submitted tasks continue."""
         if self.clients is not None:
             self.clients.leave(client)
 
     @event
     def set_behind(self, client: ClientId, is_behind: bool) -> None:
-        """A program does not read what it is sent, or has caught up.
+        """A program does not read its messages, or has caught up.
 
-        While it does not, nothing more of it is started: its results would pile up.
+        While it is behind, none of its tasks start: their results would pile up.
         """
         if self.clients is not None:
             self.clients.set_behind(client, is_behind)
 
     @event
     def announce_stop(self, client: ClientId | None) -> None:
-        """A program is about to stop its tasks, or the node all of them.
+        """A program is about to stop its tasks, or the node all tasks.
 
-        Tasks with a `stop_grace` have it from now on: who is stopped is interrupted
-        when it has passed. What is detached outlives its program.
+        The `stop_grace` of each task begins now; a stopped task is interrupted when its
+        grace has passed. A detached task outlives its program.
 
         Args:
-            client: the program; None for the node, whose workers see that themselves.
+            client: the program; None for the node, whose workers notice by themselves.
         """
         if client is None:
             if self.stops_since is None:
@@ -638,7 +640,7 @@ class Scheduler(SchedulerState):
             return
         program = None if self.clients is None else self.clients.find(client)
         if program is None:
-            return  # it has had no tasks, or none any more
+            return  # the program has no tasks
         if program.stops_since is None:
             program.stops_since = self.now
         for worker in self.workers:
@@ -652,12 +654,12 @@ class Scheduler(SchedulerState):
 
     @event
     def wake(self) -> None:
-        """The moment named by `deadline()` has come."""
+        """The time returned by `deadline()` has come: handle all due alarms."""
         for alarm in self.timers.due(self.now):
-            self._ring(alarm)
+            self._handle_alarm(alarm)
 
-    def _ring(self, alarm: Alarm) -> None:
-        """Handle one alarm, unless it no longer matters."""
+    def _handle_alarm(self, alarm: Alarm) -> None:
+        """Handle one alarm, unless it is stale."""
         match alarm.kind:
             case AlarmKind.CLOSE:
                 self._abandon_some()
@@ -670,29 +672,29 @@ class Scheduler(SchedulerState):
             case AlarmKind.OUTAGE:
                 recovery.retry_outages(self)
             case AlarmKind.STALL:
-                from aiogpu.core.scheduler.shortage import look_for_stalls
+                from aiogpu.core.scheduler.shortage import warn_of_stalls
 
-                look_for_stalls(self)
+                warn_of_stalls(self)
             case AlarmKind.END | AlarmKind.LOOK:
-                self._ring_for_worker(alarm)
+                self._handle_worker_alarm(alarm)
             case _:
-                self._ring_for_task(alarm)
+                self._handle_task_alarm(alarm)
 
-    def _ring_for_worker(self, alarm: Alarm) -> None:
+    def _handle_worker_alarm(self, alarm: Alarm) -> None:
         worker = self.workers.get(WorkerId(alarm.subject))
         if worker is None:
             return
         if alarm.kind is AlarmKind.LOOK:
-            revocation.look(self, worker, alarm.when)
+            revocation.check_progress(self, worker, alarm.when)
         elif worker.state is not WorkerState.SETTLING:
             self.effects.append(Kill(worker.id))
 
-    def _ring_for_task(self, alarm: Alarm) -> None:
+    def _handle_task_alarm(self, alarm: Alarm) -> None:
         record = self.tasks.get(TaskId(alarm.subject))
         if record is None:
             return
         if alarm.kind is AlarmKind.STOP:
-            cancellation.go_on_stopping(self, record)
+            cancellation.interrupt_again_or_kill(self, record)
         elif alarm.kind is AlarmKind.ALONE:
             self.exclusive.give_up(self, record)
         elif alarm.kind is AlarmKind.RETRY:
@@ -702,18 +704,18 @@ class Scheduler(SchedulerState):
             return
         elif alarm.kind is AlarmKind.EXPIRE:
             self._expire(record, Failure.EXPIRED)
-        elif alarm.when == record.run_until:  # else it was set for an earlier try
+        elif alarm.when == record.run_until:  # else set for an earlier attempt
             self._expire(record, Failure.OVERRUN)
 
     def _expire(self, record: TaskRecord, failure: Failure) -> None:
-        told = cancellation.lapse(record, self.now)
-        self.effects.append(Fail(record.id, failure, told))
+        times = cancellation.describe_times(record, self.now)
+        self.effects.append(Fail(record.id, failure, times))
         task_tree.stop(self, record)
 
-    # The end
+    # Shutdown
 
     def close(self, now: float, at_once: bool = False) -> Sequence[Effect]:
-        """Shut down: start nothing new, stop all that runs.
+        """Shut down: start nothing new, stop all tasks.
 
         `at_once`: kill workers without giving their tasks time to stop.
         """
@@ -731,7 +733,7 @@ class Scheduler(SchedulerState):
                     self.effects.append(Fail(record.id, Failure.ABANDONED))
                     task_tree.stop(self, record)
             if worker.state is WorkerState.STARTING:
-                # It may never come: its zygote may be importing what does not end.
+                # It may never connect: an import in its zygote may hang.
                 self.effects.append(Kill(worker.id))
         for worker in self.workers if at_once else ():
             if worker.state is not WorkerState.STARTING:
@@ -741,17 +743,17 @@ class Scheduler(SchedulerState):
         return self.effects
 
     def _abandon_some(self) -> None:
-        """Fail some of the waiting tasks now, and more of them a moment later."""
-        for _ in range(ABANDONED):
-            record = self.ready.some() or self._not_queued()
+        """Fail one batch of waiting tasks, and set a timer for the next batch."""
+        for _ in range(ABANDON_BATCH):
+            record = self.ready.any_task() or self._any_unqueued_task()
             if record is None:
                 return
             self.effects.append(Fail(record.id, Failure.ABANDONED))
             task_tree.stop(self, record)
         self.timers.set(self.now + ABANDON_EVERY, AlarmKind.CLOSE, 0)
 
-    def _not_queued(self) -> TaskRecord | None:
-        """A task that waits for arguments or for its next try; None without one."""
+    def _any_unqueued_task(self) -> TaskRecord | None:
+        """Return a task that waits for arguments or for its next attempt, or None."""
         for id_ in self.expecting:
             return self.tasks[id_]
         return next(iter(self.delayed.values()), None)
@@ -769,7 +771,7 @@ class Scheduler(SchedulerState):
         else:
             self.reservation = None
         if self.workers.idle > self.most_idle:
-            # After placing, so that work comes first.
+            # After the placement, which may give the idle workers tasks.
             cancellation.retire_idle(self)
         if self.placement_groups and not self.is_closing:
             from aiogpu.core.scheduler.placement_groups import advance_groups
@@ -779,14 +781,14 @@ class Scheduler(SchedulerState):
         return self.effects
 
     def check(self) -> None:
-        """Assert what must hold between any two events. Costs O(everything)."""
+        """Assert the scheduler's invariants. Costs O(everything)."""
         from aiogpu.core.scheduler.invariants import check
 
         check(self)
 
 
-def _simply_ends(record: TaskRecord) -> bool:
-    """Return whether the end of a task needs no decision: the usual case."""
+def _ends_without_decision(record: TaskRecord) -> bool:
+    """Return True in the usual case: nothing to retry, recycle, time or clean up."""
     spec = record.spec
     return (
         record.state is _RUNNING

@@ -1,9 +1,9 @@
-"""Which resources a waiting task lacks, and who is warned that they are held for good.
+"""Finds the resources that a waiting task lacks, and warns if they are held for good.
 
-What is lacking is found the way `SchedulerState.take` refuses; nothing is changed by
-asking. While something is held without end and tasks wait that were not warned of, an
-alarm rings every few seconds, and the first tasks of some groups that ask for the same
-resources are looked at. A group is warned of once, until it is empty.
+The search follows the rules by which `SchedulerState.take` refuses a lease, and changes
+nothing. While resources are held without end and tasks wait, an alarm checks, every few
+seconds, the first tasks of some groups that ask for these resources. Each group causes
+one warning, until it becomes empty.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from aiogpu.core.scheduler.state import Reservation, SchedulerState
 
 
 class Lack(NamedTuple):
-    """A resource that is short, in parts.
+    """A resource that a task lacks; amounts in parts (`UNIT`).
 
     Attributes:
-        name: of the resource.
-        asked: by the task.
-        free: what nobody holds of it.
-        kept: how much of that is kept for another task.
-        mask: the devices that the task may use; 0 if it is not made of devices.
-        is_claimed: whether it is kept for another task, once it is free.
+        name: name of the resource.
+        asked: amount that the task asks for.
+        free: amount that is free.
+        kept: part of the free amount that is reserved for another task.
+        mask: the devices that the task may use; 0 if the resource has no devices.
+        is_claimed: the resource is reserved for another task, once it is free.
         kind: the kind of these devices.
     """
 
@@ -53,57 +53,57 @@ class Lack(NamedTuple):
 
 
 def find_lacks(node: SchedulerState, record: TaskRecord) -> Iterator[Lack]:
-    """The resources for which a waiting task waits; in its bundle, if it has one."""
+    """Yield the resources that a waiting task lacks, in its bundle if it has one."""
     request, ledger = record.spec.shape.request, ledger_for(node, record)
     if isinstance(request.placement_group, BundleRef) and not isinstance(
         ledger, BundleLedger
     ):
-        return  # nobody knows yet what its placement group will have
+        return  # the placement group has no resources yet
     rival = rival_of(node, record)
-    is_found = False
+    has_lack = False
     for name, asked in request.scalars:
         free = max(ledger.free[name], 0)
         claim = rival.kept.get(name, 0) if rival else 0
         kept = min(claim, free)
         if free - kept < asked:
-            is_found = True
+            has_lack = True
             yield Lack(name, asked, free, kept, 0, claim > 0)
     for kind, asked in request.devices:
         devices = ledger.device_sets[kind]
         barred = rival.barred.get(kind, 0) if rival else 0
         if isinstance(request.placement_group, PlacementGroupSpec):
-            lack = _of_all(devices, asked, barred)
-            if not is_found or lack.free - lack.kept < asked:
+            lack = _group_lack(devices, asked, barred)
+            if not has_lack or lack.free - lack.kept < asked:
                 yield lack
         elif devices.choose(asked, request, barred) is None:
             mask = ledger.masks[kind] if isinstance(ledger, BundleLedger) else -1
-            yield _of_devices(devices, asked, request, barred, mask)
+            yield _device_lack(devices, asked, request, barred, mask)
 
 
 def ledger_for(node: SchedulerState, record: TaskRecord) -> Ledger:
-    """The ledger from which a task takes: the node's, or its bundle's."""
+    """Return the ledger from which a task takes: the node's, or its bundle's."""
     return next(iter(candidates(node.ledger, record.spec.shape.request)), node.ledger)
 
 
-def _of_all(devices: DeviceSet, asked: int, barred: int) -> Lack:
-    """Return what a group is short of: whichever of its bundles has no place."""
+def _group_lack(devices: DeviceSet, asked: int, barred: int) -> Lack:
+    """Return the lack of devices for a whole placement group."""
     mask = devices.mask_of_type(None)
     free, kept = (
-        sum(devices.free[at] for at in indices(those))
-        for those in (mask & ~devices.availability.aside_mask, mask & barred)
+        sum(devices.free[index] for index in indices(part))
+        for part in (mask & ~devices.availability.aside_mask, mask & barred)
     )
     return Lack(devices.kind, asked, free, kept, mask, bool(barred), devices.kind)
 
 
-def _of_devices(
+def _device_lack(
     devices: DeviceSet, asked: int, request: Request, barred: int, mask: int
 ) -> Lack:
-    """Return the shortage of devices: of shares, or else of their memory."""
+    """Return the lack of device shares or, if these suffice, of device memory."""
     mask &= devices.usable(asked, request)
-    given = mask & ~devices.availability.aside_mask
+    available = mask & ~devices.availability.aside_mask
     part, memory = min(asked, UNIT), devices.demand(request)
     with_shares = [
-        index for index in indices(given & ~barred) if devices.free[index] >= part
+        index for index in indices(available & ~barred) if devices.free[index] >= part
     ]
     is_short_of_memory = not asked or len(with_shares) >= max(asked // UNIT, 1)
     kind = devices.kind
@@ -113,13 +113,13 @@ def _of_devices(
         wanted = UNIT * (named_bytes(asked, memory) or max(sizes, default=0))
         free = [UNIT * devices.free_memory(i) for i in range(len(devices.free))]
         name = GPU_MEMORY
-    all_free = sum(free[index] for index in indices(given))
-    kept = sum(free[index] for index in indices(given & barred))
+    all_free = sum(free[index] for index in indices(available))
+    kept = sum(free[index] for index in indices(available & barred))
     return Lack(name, wanted, all_free, kept, mask, bool(barred & mask), kind)
 
 
 def rival_of(node: SchedulerState, record: TaskRecord) -> Reservation | None:
-    """The reservation that this task must leave alone, None without one."""
+    """Return the reservation that a task must leave alone, or None."""
     reservation = node.reservation
     if reservation is None or reservation.lets_pass(node, record):
         return None
@@ -127,15 +127,15 @@ def rival_of(node: SchedulerState, record: TaskRecord) -> Reservation | None:
 
 
 def find_bound(node: SchedulerState) -> int:
-    """Return how many workers there are, if there may be no more; 0 if there may."""
-    there = len(node.workers)
-    return there if there >= node.worker_limit.now else 0
+    """Return the number of workers if their limit is reached, else 0."""
+    present = len(node.workers)
+    return present if present >= node.worker_limit.now else 0
 
 
 def is_held_endlessly(
     node: SchedulerState, record: TaskRecord, lacks: list[Lack]
 ) -> bool:
-    """Return whether a waiting task lacks something that others hold without end."""
+    """Return True if a waiting task lacks resources that others hold without end."""
     if not lacks:
         return find_bound(node) > 0 and all(map(runs_endlessly, node.workers))
     sets = ledger_for(node, record).device_sets
@@ -143,26 +143,25 @@ def is_held_endlessly(
         lack.mask and sets[lack.kind].availability.aside_mask & lack.mask
         for lack in lacks
     ):
-        # A device that is set aside comes back some time, though nobody knows when.
-        return False
+        return False  # a device that is set aside may come back
     return is_held_for_good(node, record)
 
 
 def runs_endlessly(worker: WorkerRecord) -> bool:
-    """Return whether a worker runs an actor or lease, which only its owner ends."""
+    """Return True if a worker runs an actor or a lease, which only its owner ends."""
     return worker.task is not None and worker.task.spec.is_endless
 
 
-LOOKED_AT: Final = 32
-"""Groups that are looked at together."""
+GROUPS_PER_CHECK: Final = 32
+"""Groups that one alarm checks."""
 
 
-def look_for_stalls(node: SchedulerState) -> None:
-    """Warn the groups that wait for what is held without end."""
+def warn_of_stalls(node: SchedulerState) -> None:
+    """Warn of groups that wait for resources held without end."""
     node.stalls_at = None
     names = _held_endlessly(node)
     if node.is_closing or not names:
-        return  # the next that begins without end sets the alarm again
+        return  # the start of the next endless task sets the alarm again
     is_bound = find_bound(node) > 0
     groups = [
         group
@@ -172,20 +171,20 @@ def look_for_stalls(node: SchedulerState) -> None:
     if not groups:
         node.expect_stalls()
         return
-    # Not always the same: each look costs as much as there are holders.
+    # Groups take turns, because the check of one group costs O(holders).
     turn = node.stall_turn % len(groups)
-    chosen = (groups[turn:] + groups[:turn])[:LOOKED_AT]
+    chosen = (groups[turn:] + groups[:turn])[:GROUPS_PER_CHECK]
     node.stall_turn = turn + len(chosen)
-    found = [_look_at(node, group) for group in chosen]
+    next_checks = [_check_group(node, group) for group in chosen]
     if len(chosen) < len(groups):
-        found.append(node.now + node.config.warn_after)
-    if moments := [moment for moment in found if moment]:
-        node.stalls_at = min(moments)
+        next_checks.append(node.now + node.config.warn_after)
+    if times := [time for time in next_checks if time]:
+        node.stalls_at = min(times)
         node.timers.set(node.stalls_at, AlarmKind.STALL, 0)
 
 
 def _held_endlessly(node: SchedulerState) -> set[str]:
-    """The resources of which something is held without end."""
+    """Return the names of resources of which some are held without end."""
     return {
         name
         for worker in node.holders
@@ -198,8 +197,8 @@ def _asked(request: Request) -> set[str]:
     return {name for name, _ in (*request.scalars, *request.devices)}
 
 
-def _look_at(node: SchedulerState, group: Group) -> float:
-    """Warn a group if it is time; return when to look again, 0.0 for never."""
+def _check_group(node: SchedulerState, group: Group) -> float:
+    """Warn of a group if it is time; return when to check again, 0.0 for never."""
     first = group.first()
     assert first is not None, group
     record, after = first[1], node.config.warn_after
@@ -210,7 +209,7 @@ def _look_at(node: SchedulerState, group: Group) -> float:
     lacks = list(find_lacks(node, record))
     if not is_held_endlessly(node, record, lacks):
         return node.now + after
-    # Who has something for a moment only may give it back as soon.
+    # A holder that has just begun may soon give the resource back.
     youngest = min(
         (
             node.now - worker.watched_since
@@ -220,16 +219,16 @@ def _look_at(node: SchedulerState, group: Group) -> float:
         ),
         default=after,
     )
-    # Compared as moments: what is left may be too little to make a later one.
-    if (moment := node.now + after - youngest) > node.now:
-        return moment
+    # Times are compared: added to `now`, a tiny difference may be lost by rounding.
+    if (time := node.now + after - youngest) > node.now:
+        return time
     group.is_warned = True
     node.effects.append(Warn(record.id))
     return 0.0
 
 
 def _has(lease: Lease, lack: Lack) -> bool:
-    """Return whether a lease has something of what a task lacks."""
+    """Return True if a lease holds some of a lacking resource."""
     if not lack.mask:
         is_lent = lease.is_lent and lack.name == CPU
         return not is_lent and lack.name in dict(lease.request.scalars)

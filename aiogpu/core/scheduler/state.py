@@ -1,10 +1,10 @@
-"""All that the scheduler knows of its node, and the small moves that its parts share.
+"""The scheduler's state, and the small state changes that its modules share.
 
-There are no decisions here; `dispatch`, `placement`, `reservation`, `revocation`,
-`cancellation`, `task_tree` and `recovery` make them. Tasks whose arguments are results
-that are not there yet wait here in no queue and hold nothing. `ExclusiveRetries` are
-tasks that ran out of memory beside others: each gets one more try, alone. Meanwhile
-nothing else starts but what running tasks wait for, for a limited time.
+The decisions are made in `dispatch`, `placement`, `reservation`, `revocation`,
+`cancellation`, `task_tree` and `recovery`. A task that waits for arguments is in no
+queue and holds nothing. A task that was killed because host memory ran out gets one
+more attempt alone (`ExclusiveRetries`). Until it has run, for a limited time, only
+tasks that running tasks wait for can start.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ if TYPE_CHECKING:
 class ExclusiveRetries:
     """The tasks that must run alone.
 
-    A reservation of all CPUs would not do: it is never made while an actor holds one
-    without end, and tasks that ask for no CPU start beside the reserved one.
+    A reservation of all CPUs would not do: none is made while an actor holds a CPU, and
+    tasks that ask for no CPU would start beside the reserved task.
 
     Attributes:
-        is_wanted: whether anybody is; then others are held up.
+        is_wanted: some task waits to run alone or does so; other tasks must wait.
     """
 
     def __init__(self) -> None:
@@ -60,26 +60,26 @@ class ExclusiveRetries:
         self._current: TaskRecord | None = None
 
     def __repr__(self) -> str:
-        return f"<Solitude for {self._current}, then {len(self._waiting)}>"
+        return f"<ExclusiveRetries {self._current}, then {len(self._waiting)}>"
 
     def await_turn(self, node: SchedulerState, record: TaskRecord) -> None:
         """Queue a task without a lease to run alone."""
         record.is_alone = True
-        node.delay(record, node.now + node.config.alone_within, AlarmKind.ALONE)
+        node.delay(record, node.now + node.config.exclusive_wait, AlarmKind.ALONE)
         self._waiting.append(record)
         self.is_wanted = True
 
     def bars(self, record: TaskRecord) -> bool:
-        """Return whether a task must not start now, so that another can run alone."""
+        """Return True if a task must not start now, so that another can run alone."""
         if not self.is_wanted or record is self._current:
             return False
-        # Whoever waits for it runs already, and could not end without it.
+        # A parent or waiter of the task runs already and cannot end without it.
         return record.kin is None or (
             record.kin.parent is None and record.kin.awaited_by is None
         )
 
     def begin(self, node: SchedulerState) -> tuple[TaskRecord, Lease] | None:
-        """If nothing else runs, take what the first of those that wait needs."""
+        """Take a lease for the first waiting task, if nothing else runs."""
         if self._current is not None or not self._waiting or not _is_quiet(node):
             return None
         record = self._waiting[0]
@@ -98,7 +98,7 @@ class ExclusiveRetries:
         return record, lease
 
     def give_up(self, node: SchedulerState, record: TaskRecord) -> None:
-        """A task has waited for its turn for too long: it is tried like any other."""
+        """Queue a task normally: it has waited too long to run alone."""
         if record in self._waiting:
             node.wait_again(record)
 
@@ -114,21 +114,21 @@ class ExclusiveRetries:
         self.is_wanted = self._current is not None or bool(self._waiting)
 
 
-REMEMBERED: Final = 64
-"""Members beyond twice those that live that are remembered."""
+MIN_ENDED_KEPT: Final = 64
+"""Ended members of a placement group that are kept before any are dropped."""
 
 
 @dataclass(slots=True, eq=False)
 class Outage:
-    """The failed starts of workers for one environment, since one last succeeded.
+    """The failed starts of workers for one environment, since the last success.
 
     Attributes:
-        reason: of the last failure.
+        reason: why the last start failed.
         since: when the first start failed.
-        failures: failed tries in a row; workers that fail together count as one.
-        retry_at: when the next worker is tried.
-        is_paused: that moment has not come yet.
-        worker: the one that is being tried.
+        failures: failed attempts in a row; workers that fail together count as one.
+        retry_at: when the next worker is started.
+        is_paused: `retry_at` has not come yet.
+        worker: the worker that is being started as an attempt.
     """
 
     reason: str
@@ -149,12 +149,13 @@ class PlacementGroup:
     """One placement group.
 
     Attributes:
-        record: it, as the queue has it.
-        members: those that were given it; also some that have ended.
-        pending: those that wait for its grant, and whose results each expects as well.
-        is_open: whether they were let go on, since it is granted.
-        most: members that are remembered until some are forgotten.
-        misfits: why those with a request can never run in it, None if they can.
+        record: the group as a task in the queue.
+        members: the tasks that run in the group, including some that have ended.
+        pending: tasks that wait for the grant, each with the tasks whose results it
+            expects as well.
+        is_open: the group is granted and its pending tasks were queued.
+        purge_above: number of members at which those that have ended are dropped.
+        misfits: by request, why a task can never run in the group; None if it can.
     """
 
     record: TaskRecord
@@ -162,21 +163,21 @@ class PlacementGroup:
     members: dict[TaskId, TaskRecord] = field(default_factory=dict)
     pending: dict[TaskId, tuple[TaskId, ...] | None] = field(default_factory=dict)
     is_open: bool = False
-    most: int = REMEMBERED
+    purge_above: int = MIN_ENDED_KEPT
     misfits: dict[Request, str | None] = field(default_factory=dict)
 
     @property
     def living(self) -> list[TaskRecord]:
         """The members that have not ended."""
         ended = TaskState.ENDED
-        return [one for one in self.members.values() if one.state is not ended]
+        return [member for member in self.members.values() if member.state is not ended]
 
     def add(self, record: TaskRecord) -> None:
-        """Remember one more member."""
+        """Add a member."""
         self.members[record.id] = record
-        if len(self.members) > self.most:
-            self.members = {one.id: one for one in self.living}
-            self.most = 2 * len(self.members) + REMEMBERED
+        if len(self.members) > self.purge_above:
+            self.members = {member.id: member for member in self.living}
+            self.purge_above = 2 * len(self.members) + MIN_ENDED_KEPT
 
 
 @dataclass(slots=True)
@@ -184,8 +185,8 @@ class Restarts:
     """The restarts of one task.
 
     Attributes:
-        began: when it was begun last.
-        in_a_row: how often it was begun anew after it had lived for a short time.
+        began: when the last attempt was assigned to a worker.
+        in_a_row: restarts in a row, each after a short life.
     """
 
     began: float = 0.0
@@ -193,9 +194,9 @@ class Restarts:
 
 
 def goes_before(record: TaskRecord, other: TaskRecord) -> bool:
-    """Return whether a task goes before one for which something is kept.
+    """Return True if a task takes precedence over a task with a reservation.
 
-    Between programs only the priority counts: whose turn it is among them changes.
+    Between programs only the priority counts, because their order changes.
     """
     if record.client != other.client:
         return sort_key(record)[0] < sort_key(other)[0]
@@ -204,22 +205,22 @@ def goes_before(record: TaskRecord, other: TaskRecord) -> bool:
 
 @dataclass(slots=True, eq=False)
 class Reservation(Withheld):
-    """Resources that are kept for a task which has waited for long.
+    """Resources that are kept for a task that has waited long.
 
     Attributes:
         record: the task; tasks that go before it may take anything.
-        until: when the task can begin at the latest, infinite where that is unknown.
-        planned_at: when this was planned.
-        seen: how many leases had ended, and which devices were set aside.
+        until: the latest time at which the task can begin; infinite if unknown.
+        planned_at: when the reservation was planned.
+        version: `reservation.plan_version` at that time.
     """
 
     record: TaskRecord
     until: float
     planned_at: float
-    seen: tuple[int, ...]
+    version: tuple[int, ...]
 
     def wants(self, lease: Lease) -> bool:
-        """Return whether a lease holds something of what is kept."""
+        """Return True if a lease holds some of the reserved resources."""
         if lease.home is not self.home:
             return False
         if any(name in self.kept for name, _ in lease.request.scalars):
@@ -227,14 +228,14 @@ class Reservation(Withheld):
         return any(self.barred.get(kind, 0) & mask for kind, mask in lease.masks())
 
     def lets_pass(self, node: SchedulerState, record: TaskRecord) -> bool:
-        """Return whether a task may take what is kept, or takes none of that."""
+        """Return True if the reservation does not concern a task."""
         if self.home not in node.ledger.homes(record.spec.shape.request):
             return True
         if record is self.record or goes_before(record, self.record):
             return True
         kin = record.kin
         if kin is not None and (kin.parent is not None or kin.awaited_by is not None):
-            # Its parent may be one of those that are waited for.
+            # The reservation may wait for the end of this task's parent.
             return True
         timeout = record.spec.timeout
         if timeout is None or self.until == inf:
@@ -249,26 +250,26 @@ class SchedulerState:
     """The ledger, the queue and the records of one node.
 
     Attributes:
-        now: when the latest event was, in seconds.
-        effects: what is to be done because of it.
-        delayed: tasks that have failed and will wait again some time later.
-        expecting: tasks whose arguments are not all there yet, and whose results
-            those are, as far as they are tasks of this node.
-        placement_groups: those that are asked for or held, by key.
-        granted: who stands for the holders of leases, by id; also of such as were
-            given back, while their devices were not seen free.
-        restarts: of what is endless.
-        blocked: tasks that wait for others, and some that did so a moment ago.
-        reservation: what is kept for a task that has waited long, None for none.
-        exclusive: who is to run alone.
+        now: the time of the latest event, in seconds.
+        effects: the effects of that event.
+        delayed: tasks that have failed and are retried later.
+        expecting: tasks with missing arguments, each with the tasks of this node whose
+            results these arguments are.
+        placement_groups: the requested and granted groups, by key.
+        granted: by holder id, the records that stand for the holders of granted leases;
+            also of returned leases until their devices are known to be free.
+        restarts: the restarts of endless tasks.
+        blocked: tasks that wait for others, and some that have just stopped waiting.
+        reservation: the reservation for a task that has waited long, or None.
+        exclusive: the tasks that must run alone.
         spares: how many clean workers are kept ready.
         outages: environments for which no worker can be started now.
-        most_idle: workers that may wait for work.
+        most_idle: idle workers that are kept.
         worker_limit: how many workers there may be.
-        stalls_at: when those that wait are looked at next, None where none need be.
-        stall_turn: the group that is looked at first then.
-        clients: the programs that share the node, None while it is one's alone.
-        stops_since: when it was said that the node stops; None before.
+        stalls_at: when to check next for tasks to warn; None if no check is due.
+        stall_turn: the group with which that check begins.
+        clients: the programs that share the node; None while one program has it.
+        stops_since: when the node's stop was announced, or None.
     """
 
     def __init__(self, ledger: Ledger, config: SchedulerConfig | None = None) -> None:
@@ -295,39 +296,38 @@ class SchedulerState:
         self.exclusive = ExclusiveRetries()
         self.worker_limit = WorkerLimit()
         self.outages: dict[Environment, Outage] = {}
-        patient = self.config
-        self.spares = Spares(patient.spare_workers, patient.spares_for, self.timers)
-        self.most_idle = patient.idle_workers + self.spares.target
+        limits = self.config
+        self.spares = Spares(limits.spare_workers, limits.spares_for, self.timers)
+        self.most_idle = limits.idle_workers + self.spares.target
 
     @property
     def holders(self) -> Iterable[WorkerRecord]:
-        """All who may hold something: the workers, and who stands for others."""
+        """All records that may hold a lease: workers and holders of granted leases."""
         return chain(self.workers, self.granted.values())
 
     @property
     def holds_back(self) -> bool:
-        """True if something free may be kept from some of those that wait."""
+        """True if free resources may be kept from some waiting tasks."""
         is_for_another = self.reservation is not None or self.exclusive.is_wanted
         return is_for_another or self.worker_limit.refused > 0
 
     def admit(
         self, request: Request, client: ClientId, parent: TaskId | None = None
     ) -> None:
-        """Let a program submit a task, or say why it may not; a child is its parent's.
+        """Check that a program, or a parent's program, may submit a task.
 
         Raises:
-            LimitError: the program has as many unfinished ones as it may.
-            InfeasibleError: the task alone is more than the program may hold.
+            LimitError: the program has reached its limit of unfinished tasks.
+            InfeasibleError: the task asks for more than the program may hold.
         """
         if self.clients is not None:
             starter = None if parent is None else self.tasks.get(parent)
-            whose = client if starter is None else starter.client
-            self.clients.admit(whose, request)
+            self.clients.admit(client if starter is None else starter.client, request)
 
     def take(self, record: TaskRecord) -> Lease | None:
-        """Take what a task asks for, unless it is kept for another.
+        """Take a lease for a task; None if it does not fit or no worker is available.
 
-        What no worker could be had for is not taken either.
+        Resources that are reserved for another task do not count as free.
         """
         lease = self._take(record)
         if lease is None or self.has_worker(record, lease):
@@ -338,22 +338,22 @@ class SchedulerState:
         return None
 
     def expect_stalls(self) -> None:
-        """Look in a while whether tasks wait for what is held without end."""
+        """Set a timer to check for tasks that wait for resources held without end."""
         if self.stalls_at is None:
             self.stalls_at = self.now + self.config.warn_after
             self.timers.set(self.stalls_at, AlarmKind.STALL, 0)
 
     def note_spares(self) -> None:
-        """Spares are wanted for more environments than before, or for fewer."""
+        """Update `most_idle` after the environments that have spares have changed."""
         self.most_idle = self.config.idle_workers + self.spares.total
 
     def has_outage(self, record: TaskRecord) -> bool:
-        """Return whether no worker may be started for a task's environment now."""
+        """Return True if no worker may be started for a task's environment now."""
         outage = self.outages.get(record.spec.shape.environment)
         return outage is not None and outage.bars and not record.spec.is_lease
 
     def fits(self, record: TaskRecord) -> bool:
-        """Return whether a task could take what it asks for now, had it a worker."""
+        """Return True if a task could take its lease now; needs no worker."""
         lease = self._take(record)
         if lease is None:
             return False
@@ -382,7 +382,7 @@ class SchedulerState:
         return self.ledger.take(request, reservation.barred, reservation.kept, warm)
 
     def has_worker(self, record: TaskRecord, lease: Lease) -> bool:
-        """Return whether a task with this lease has a worker, or room for one."""
+        """Return True if a worker for this lease is idle or may be started."""
         is_barred = bool(self.outages) and self.has_outage(record)
         if len(self.workers.by_id) < self.worker_limit.now and not is_barred:
             return True
@@ -394,12 +394,12 @@ class SchedulerState:
         return spec.max_calls != 1 and self.workers.has_bound(binding_of(spec, lease))
 
     def note_crowded(self, reason: str) -> None:
-        """There was no room for a worker: do with those that are there, for a while."""
+        """A worker did not start for lack of room: allow no more for a while."""
         if self.worker_limit.shrink(len(self.workers), reason, self.now):
             self._grow_later()
 
     def grow(self) -> None:
-        """Try whether there is room for a few more than lately."""
+        """Raise the limit of workers by a step, to try for more."""
         starting = WorkerState.STARTING
         is_quiet = not any(worker.state is starting for worker in self.workers)
         if self.worker_limit.grow(is_quiet):
@@ -407,13 +407,13 @@ class SchedulerState:
 
     def _grow_later(self) -> None:
         limit = self.worker_limit
-        limit.retry_at = self.now + self.config.crowded_delay(limit.failures)
+        limit.retry_at = self.now + self.config.start_retry_delay(limit.failures)
         self.timers.set(limit.retry_at, AlarmKind.WORKER_LIMIT, 0)
 
     def grace_of(self, record: TaskRecord) -> float:
-        """Seconds from the first interrupt of a task to the kill of its worker.
+        """Return the seconds between a task's first interrupt and its worker's kill.
 
-        Who lives without end and is ended with the node has the node's own.
+        Endless tasks that end with the node have the node's `cancel_grace`.
         """
         grace = record.spec.cancel_grace
         if self.is_closing and record.spec.is_endless:
@@ -421,9 +421,10 @@ class SchedulerState:
         return self.config.cancel_grace if grace is None else grace
 
     def stop_grace_of(self, record: TaskRecord) -> float:
-        """Seconds until a task is interrupted that is to stop now.
+        """Return the seconds until a task that must stop is interrupted.
 
-        Only one whose program or node stops has any, from where that was announced.
+        0 unless the stop of its program or node was announced: the task's `stop_grace`
+        counts from the announcement.
         """
         since, grace = self.stops_since, record.spec.stop_grace
         if since is None and self.clients is not None:
@@ -431,8 +432,8 @@ class SchedulerState:
         return 0.0 if since is None else max(0.0, since + grace - self.now)
 
     def end(self, record: TaskRecord) -> None:
-        """A task's code has stopped, or will never run: forget it."""
-        record.state = _ENDED  # as it may from any state
+        """Forget a task whose code has stopped or will never run."""
+        record.state = _ENDED  # allowed from every state
         if self.tasks.young.pop(record.id, None) is None:
             self.tasks.pop(record.id)
         if self.clients is not None:
@@ -461,10 +462,10 @@ class SchedulerState:
             assert waiter.kin is not None, waiter
             del waiter.kin.waits_for[record.id]
             if not waiter.kin.waits_for:
-                self.go_on(waiter)
+                self.unblock(waiter)
 
-    def go_on(self, record: TaskRecord) -> None:
-        """Note that a task no longer waits; it gets its CPUs back at once."""
+    def unblock(self, record: TaskRecord) -> None:
+        """Let a task run that no longer waits; it takes its CPUs back at once."""
         if record.state is not TaskState.BLOCKED:
             return
         record.move(TaskState.RUNNING)
@@ -495,7 +496,7 @@ def _is_quiet(node: SchedulerState) -> bool:
 
 
 def _uses_memory(worker: WorkerRecord) -> bool:
-    """Return whether a worker runs something that will end, or has not ended itself."""
+    """Return True if a worker runs a finite task or has not exited yet."""
     if worker.state is WorkerState.SETTLING or worker.lease is None:
         return False
     record = worker.task
@@ -507,7 +508,7 @@ def _uses_memory(worker: WorkerRecord) -> bool:
 def await_results(
     node: SchedulerState, record: TaskRecord, needs: tuple[TaskId, ...]
 ) -> None:
-    """Set a new task aside until its arguments are there."""
+    """Let a new task wait outside the queue until its arguments arrive."""
     record.move(TaskState.EXPECTING)
     node.expecting[record.id] = needs
 
@@ -523,20 +524,20 @@ def resolve(node: SchedulerState, task: TaskId) -> bool:
 
 
 def awaited_results(node: SchedulerState, record: TaskRecord) -> list[TaskRecord]:
-    """The unfinished tasks whose results a task expects."""
-    found = map(node.tasks.get, node.expecting.get(record.id, ()))
-    return [need for need in found if need is not None]
+    """Return the unfinished tasks whose results are arguments of a task."""
+    needs = map(node.tasks.get, node.expecting.get(record.id, ()))
+    return [need for need in needs if need is not None]
 
 
-def with_expected(
+def with_dependencies(
     node: SchedulerState, records: Iterator[TaskRecord]
 ) -> Iterator[TaskRecord]:
-    """Tasks, and those whose results they expect, and so on; each once."""
+    """Yield tasks and, recursively, the tasks whose results they expect, each once."""
     seen: set[TaskId] = set()
-    line = list(records)
-    while line:
-        record = line.pop()
+    stack = list(records)
+    while stack:
+        record = stack.pop()
         if record.id not in seen:
             seen.add(record.id)
             yield record
-            line += awaited_results(node, record)
+            stack += awaited_results(node, record)

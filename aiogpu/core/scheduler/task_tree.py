@@ -1,8 +1,8 @@
-"""Tasks that start tasks: which end together, and which wait for which.
+"""Parents and children of tasks: which end together, and which wait for which.
 
-A task that waits for its children gives its CPUs back, and takes them again at once
-when it goes on. So one CPU serves a tree of any depth. Its devices and all else it
-keeps.
+A task that waits for its children returns its CPUs, and takes them back at once when it
+continues. So one CPU serves a tree of any depth. A waiting task keeps its devices and
+other resources.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from aiogpu.core.scheduler.state import SchedulerState
 
 
 def adopt(parent: TaskRecord, child: TaskRecord) -> None:
-    """Tie a new task to the one that has started it."""
+    """Link a new task to its parent."""
     if parent.kin is None:
         parent.kin = Kin(sort_key(parent))
     child.client = parent.client
@@ -37,13 +37,13 @@ def detach(child: TaskRecord | None) -> None:
 
 
 def on_task_ended(node: SchedulerState, record: TaskRecord) -> None:
-    """End the children of a task that has ended or is tried again."""
+    """End the children of a task that has ended or is retried."""
     _wait_for(record, {})
     disown_children(node, record)
 
 
 def disown_children(node: SchedulerState, record: TaskRecord) -> None:
-    """End the children of a task, and theirs."""
+    """End all descendants of a task."""
     kin = record.kin
     assert kin is not None, record
     children, kin.children = kin.children, {}
@@ -72,10 +72,10 @@ def on_waits(
     children: tuple[TaskId, ...],
     elsewhere: bool,
 ) -> None:
-    """Note which tasks a task's code waits for; none: it goes on.
+    """Note which tasks a task's code waits for; without `children` it has stopped.
 
-    One that has started nobody keeps its CPUs, and so does one that waits for what
-    another waits for: who waits shall be known for each.
+    A task without children of its own keeps its CPUs while it waits. So does a task
+    that waits only for tasks with another waiter: each task has at most one waiter.
     """
     if record.kin is None:
         if not elsewhere:
@@ -87,16 +87,16 @@ def on_waits(
     assert worker is not None, record
     assert worker.lease is not None, worker
     if record.state is TaskState.RUNNING and worker.lease.is_lent:
-        return  # it has its place, and no CPU that it could lend
-    found = [node.tasks.get(child) for child in children]
+        return  # an actor's CPUs were returned when its constructor ended
+    records = [node.tasks.get(child) for child in children]
     awaited = {
         child.id: child
-        for child in found
+        for child in records
         if child and child.kin and child.kin.awaited_by in (None, record)
     }
     _wait_for(record, awaited)
     if not awaited and not elsewhere:
-        node.go_on(record)
+        node.unblock(record)
         return
     if record.state is TaskState.RUNNING:
         record.move(TaskState.BLOCKED)
@@ -108,7 +108,7 @@ def on_waits(
 
 
 def end_deadlocks(node: SchedulerState) -> None:
-    """Fail the tasks that others wait for and that can never run."""
+    """Fail the awaited tasks that can never run."""
     if not node.blocked:
         return
     from aiogpu.core.scheduler.deadlock import find_deadlocks

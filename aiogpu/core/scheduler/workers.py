@@ -1,19 +1,19 @@
-"""The node's workers: which can take a task at once, spares, and how many there may be.
+"""The node's workers: an index of the idle ones, spares, and the limit of workers.
 
-A worker that was assigned devices keeps them for life (CUDA reads its variable once),
-and its environment as well. So idle workers are found by their binding; where several
-devices are equally good, one for which a worker waits spares a process (`affinity`).
-A worker that was assigned nothing yet is clean: any task of its environment can have
-it.
+A worker keeps its devices for life, because CUDA reads its variable once, and its
+environment as well: its binding. Idle workers are found by their binding. Among equally
+good devices, a device with an idle worker is chosen, which saves a process
+(`affinity`). A worker without a binding is clean: it can run any task of its
+environment.
 
-Spares are clean workers that are kept ready, so that a fresh process costs a task
-nothing. They are kept for an environment once a task of it has taken a process of its
-own, so a program that reuses its workers never pays for them. Those of the node's own
-program stay; those of other environments go when no such task has come for a while.
+Spares are clean workers that are kept ready, so that a task need not wait for a new
+process. An environment gets spares after one of its tasks has asked for a process of
+its own; a program that reuses its workers never pays for them. The spares of the node's
+own program stay; those of other environments end after a while without such a task.
 
-Each worker takes descriptors of the driver and two processes. How many workers there
-may be is found out when the node is opened. Where fewer can be had, `WorkerLimit` is
-lowered to what is there, and rises again step by step.
+Each worker takes descriptors of the driver and two processes. The node computes the
+limit of workers when it opens. If a worker cannot be started, `WorkerLimit` is lowered
+to the present number and rises again step by step.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 
 
 _Key = tuple[Environment, str, int]
-"""Environment, kind of devices, and what limits the use of their memory."""
+"""Environment, kind of devices, and limit of device memory (`limit_of`)."""
 
 
-def _place(binding: Binding) -> tuple[_Key, int]:
+def _key_and_mask(binding: Binding) -> tuple[_Key, int]:
     """Return the index key of a binding and its devices as a mask, or 0."""
     environment, devices, limit = binding
     if len(devices) != 1:
@@ -47,17 +47,17 @@ def _place(binding: Binding) -> tuple[_Key, int]:
     return (environment, kind, limit), mask
 
 
-MOST: Final = 8
-"""Environments that have spares at a time. A further one has none until one of them has
-not been used for a while: to replace them by turns would cost more than it saves."""
+MAX_ENVIRONMENTS: Final = 8
+"""Environments that have spares at a time. Another one gets spares only after one of
+these was not used for a while: replacing spares in turn costs more than it saves."""
 
 
 class Spares:
     """The number of spares to keep for each environment.
 
     Attributes:
-        target: how many there are to be for each, those that start included.
-        wanted: the environments for which they are wanted, and when they last were.
+        target: spares for each environment, including workers that start.
+        wanted: the environments that have spares, with the time of their last use.
     """
 
     def __init__(self, target: int, kept_for: float, timers: Timers) -> None:
@@ -69,33 +69,32 @@ class Spares:
         self._is_awaited = False
 
     def __repr__(self) -> str:
-        wanted = f"{len(self.wanted)} environments" if self.wanted else "nobody"
-        return f"<Spares {self.target} for {wanted}>"
+        return f"<Spares {self.target} for each of {len(self.wanted)} environments>"
 
     @property
     def total(self) -> int:
-        """The limit for all environments together."""
+        """The number of spares for all environments together."""
         return self.target * max(len(self.wanted), 1)
 
     def want(self, environment: Environment, now: float) -> bool:
-        """Note that a task took a fresh process; return whether this is new."""
+        """Note that a task took a fresh process; True if its environment is new."""
         if environment in self.wanted:
             self.wanted[environment] = now
             return False
-        if not self.target or len(self.wanted) >= MOST:
+        if not self.target or len(self.wanted) >= MAX_ENVIRONMENTS:
             return False
         self.wanted[environment] = now
         if environment:
             self._timers.set(now + self._kept_for, AlarmKind.SPARES, 0)
         return True
 
-    def unwanted(self, now: float) -> Iterator[Environment]:
+    def pop_unused(self, now: float) -> Iterator[Environment]:
         """Forget and yield the environments whose spares were not used for long."""
         earliest = None
         for environment, used_at in list(self.wanted.items()):
             if not environment:
                 continue
-            # Compared as the alarm was set: the difference may be a little less.
+            # The sum with which the alarm was set: a difference may be rounded below.
             if used_at + self._kept_for <= now:
                 self.forget(environment)
                 yield environment
@@ -110,10 +109,10 @@ class Spares:
         self._in_vain.discard(environment)
 
     def note_start(self, environment: Environment, has_started: bool) -> None:
-        """A worker has started, or a spare ended before it had.
+        """Note that a worker has started, or that a spare ended before it had started.
 
-        After the latter no spare is asked for until one starts: where none can be
-        forked, asking would never end.
+        After a failure no spare is forked until some worker has started; otherwise a
+        node that cannot fork would try for ever.
         """
         if has_started:
             self._in_vain.discard(environment)
@@ -121,47 +120,47 @@ class Spares:
             self._in_vain.add(environment)
 
     def await_refill(self) -> bool:
-        """Note that a refill is due; return whether it was not due before."""
+        """Note that a refill is due; False if one was due already."""
         was_awaited, self._is_awaited = self._is_awaited, True
         return not was_awaited
 
     def note_refill(self) -> None:
-        """They are refilled now."""
+        """Note that the refill happens now."""
         self._is_awaited = False
 
     def kept(self, environment: Environment) -> int:
-        """Return how many clean workers of an environment are to be left alone."""
+        """Return how many clean workers of an environment to keep."""
         return self.target if environment in self.wanted else 0
 
-    def missing(self, environment: Environment, there: int) -> int:
-        """Return how many are to be forked where there are so many."""
+    def missing(self, environment: Environment, present: int) -> int:
+        """Return how many spares to fork for an environment that has `present`."""
         if environment in self._in_vain or environment not in self.wanted:
             return 0
-        return max(self.target - there, 0)
+        return max(self.target - present, 0)
 
 
-BOUNDLESS: Final = 1 << 30
-"""A node without a bound; one on paper is that."""
+UNLIMITED_WORKERS: Final = 1 << 30
+"""The limit of a node that was given none, such as a simulated one."""
 
 
 class WorkerLimit:
-    """The bound on a node's workers.
+    """The limit of a node's workers.
 
     Attributes:
         most: workers that there may be at a time.
-        now: the same for now; less than `most` after one could not be had.
-        refused: tasks that lacked nothing but a worker, when all that waits was
-            last looked at; of each request the first alone is counted.
-        failures: tries in a row that have failed, since a worker last came or went;
-            workers that fail together count as one try.
-        reason: why the last of them failed.
-        since: when the first of them failed.
-        retry_at: when more are allowed next.
-        leaving: idle workers that were retired so that others can be forked.
+        now: the limit that applies now; below `most` after a failed start.
+        refused: tasks that lacked only a worker in the last placement; at most one is
+            counted for each request.
+        failures: failed attempts in a row, since a worker last started or ended;
+            workers that fail together count as one attempt.
+        reason: why the last attempt failed.
+        since: when the first attempt failed.
+        retry_at: when the limit is raised next.
+        leaving: idle workers that were retired to make room for others.
     """
 
     def __init__(self) -> None:
-        self.most = self.now = BOUNDLESS
+        self.most = self.now = UNLIMITED_WORKERS
         self.refused = 0
         self.failures = 0
         self.reason = ""
@@ -173,18 +172,14 @@ class WorkerLimit:
         self.leaving: set[WorkerId] = set()
 
     def __repr__(self) -> str:
-        return f"<Room for {self.now} of {self.most}>"
+        return f"<WorkerLimit {self.now} of {self.most}>"
 
     def bound(self, most: int) -> None:
-        """Say how many there may be.
-
-        Args:
-            most: at least 1.
-        """
+        """Set the limit, 1 or more."""
         self.most = self.now = most
 
-    def shrink(self, there: int, reason: str, now: float) -> bool:
-        """Limit workers to the present number; return whether to set a timer."""
+    def shrink(self, present: int, reason: str, now: float) -> bool:
+        """Lower the limit to the present number; True: the caller must set a timer."""
         if not self.failures:
             self.since = now
         if not self._is_counted:
@@ -192,17 +187,17 @@ class WorkerLimit:
             self.failures += 1
         self.reason = reason
         self._step = 1
-        self.now = min(self.now, there)
+        self.now = min(self.now, present)
         was_awaited, self._is_awaited = self._is_awaited, True
         return not was_awaited
 
     def grow(self, is_quiet: bool = True) -> bool:
-        """Allow one more, then twice as many; whether to look again later.
+        """Raise the limit by 1, then 2, 4, ...; True if the caller must set a timer.
 
-        What is in vain costs something: so it is one at a time where nothing helps.
+        The first step is 1 because a failed start costs time.
 
         Args:
-            is_quiet: no worker is being started, so that none may still fail.
+            is_quiet: no worker is starting, so none can still fail.
         """
         has_failed, self._is_counted = self._is_counted, False
         if is_quiet and not has_failed:
@@ -213,18 +208,18 @@ class WorkerLimit:
         return self._is_awaited
 
     def note_change(self) -> None:
-        """A worker has come or gone, so that the next try is not in vain."""
+        """A worker has started or ended: the next attempt may succeed."""
         self.failures = 0
         self._is_counted = False
 
 
 class Workers:
-    """All workers that are wanted, alive or still ending.
+    """All workers, from the decision to fork them until they have ended.
 
     Attributes:
-        by_id: each by its id, to be read only.
-        get: gives the worker of an id, None once it is gone.
-        idle: how many wait for work.
+        by_id: the workers by id; callers must not change it.
+        get: returns the worker with an id, None if it is gone.
+        idle: the number of idle workers.
     """
 
     def __init__(self) -> None:
@@ -248,19 +243,19 @@ class Workers:
         return f"<Workers {len(self)}: {self.idle} idle>"
 
     def create(self, environment: Environment) -> WorkerRecord:
-        """Record a worker that is to be forked."""
+        """Add a worker that will be forked."""
         self._last_id += 1
         record = WorkerRecord(WorkerId(self._last_id), environment)
         self.by_id[record.id] = record
         return record
 
     def stand_in(self) -> WorkerRecord:
-        """Make a record with an id that does not count as a worker of the node."""
+        """Make a record for a lease's holder, which is no worker of the node."""
         self._last_id += 1
         return WorkerRecord(WorkerId(self._last_id), state=WorkerState.BUSY)
 
     def take_bound(self, binding: Binding) -> WorkerRecord | None:
-        """Remove an idle worker with that binding, the most recently used one."""
+        """Remove the most recently used idle worker with a binding, and return it."""
         stack = self._by_binding.get(binding)
         if not stack:
             return None
@@ -269,16 +264,16 @@ class Workers:
         return record
 
     def has_bound(self, binding: Binding) -> bool:
-        """Return whether an idle worker has that binding."""
+        """Return True if an idle worker has that binding."""
         return binding in self._by_binding
 
     def affinity(self, environment: Environment, kind: str, limit: int) -> Affinity:
-        """The devices, and the sets of several, for which a worker waits."""
+        """Return the devices, and the sets of several, that have an idle worker."""
         return self._warm.get((environment, kind, limit), COLD)
 
     def _note_warm(self, binding: Binding, *, is_there: bool) -> None:
-        """The first idle worker of a binding has come, or the last one has gone."""
-        key, mask = _place(binding)
+        """Add or remove a binding in the index of bindings with an idle worker."""
+        key, mask = _key_and_mask(binding)
         single, several = self._warm.get(key, COLD)
         if not mask & (mask - 1):
             single ^= mask
@@ -292,7 +287,7 @@ class Workers:
             self._warm.pop(key, None)
 
     def take_clean(self, environment: Environment) -> WorkerRecord | None:
-        """Remove an idle worker to which nothing was assigned yet."""
+        """Remove a clean idle worker and return it, or None."""
         clean = self._clean.get(environment)
         if not clean:
             return None
@@ -301,31 +296,31 @@ class Workers:
         return record
 
     def take_unclaimed(self, environment: Environment) -> WorkerRecord | None:
-        """Remove a starting worker whose task has gone, None without one."""
+        """Remove a starting worker without a task and return it, or None."""
         unclaimed = self._unclaimed.get(environment)
         if not unclaimed:
             return None
-        record = next(iter(unclaimed.values()))  # it has started first
+        record = next(iter(unclaimed.values()))  # the one that was forked first
         del unclaimed[record.id]
         if not unclaimed:
             del self._unclaimed[environment]
         return record
 
     def drop_unclaimed(self, environment: Environment) -> list[WorkerRecord]:
-        """Remove all starting workers without a task."""
+        """Remove all starting workers without a task and return them."""
         return list(self._unclaimed.pop(environment, {}).values())
 
     def spares(self, environment: Environment) -> int:
-        """Return how many are clean and without a task, those that start included."""
+        """Return the number of clean workers without a task, starting ones included."""
         clean = self._clean.get(environment, ())
         return len(clean) + len(self._unclaimed.get(environment, ()))
 
     def clean(self, environment: Environment) -> list[WorkerRecord]:
-        """Idle workers to which nothing was assigned yet."""
+        """Return the clean idle workers."""
         return list(self._clean.get(environment, {}).values())
 
     def bound_to(self, kind: str, index: int) -> list[WorkerRecord]:
-        """Workers that idle or run a task and were assigned a device."""
+        """Return the idle and busy workers that are bound to a device."""
         return [
             record
             for record in self.by_id.values()
@@ -334,7 +329,7 @@ class Workers:
         ]
 
     def put_idle(self, record: WorkerRecord) -> None:
-        """Move a worker to IDLE and remember that it can take work."""
+        """Move a worker to IDLE and index it."""
         if record.state is WorkerState.STARTING:
             self._leave_unclaimed(record)
         record.move(WorkerState.IDLE)
@@ -353,20 +348,21 @@ class Workers:
             stack.append(record)
 
     def put_unclaimed(self, record: WorkerRecord) -> None:
-        """Remember that a starting worker has no task."""
+        """Index a starting worker that has no task."""
         self._unclaimed.setdefault(record.environment, {})[record.id] = record
 
     def pop_idle(self, spares: Spares | None = None) -> WorkerRecord:
-        """Remove the idle worker that will be missed least.
+        """Remove the least useful idle worker and return it.
 
-        That is a clean one where there are more of its environment than are kept, else
-        the one that has been idle longest.
+        A clean one if its environment has more than `spares` keeps, else the bound one
+        that has been idle longest.
 
         Args:
-            spares: says how many clean workers of an environment are kept; None: none.
+            spares: how many clean workers to keep for each environment; None: keep
+                none.
 
         Raises:
-            KeyError: none is idle.
+            KeyError: no worker is idle.
         """
         for environment, clean in self._clean.items():
             kept = 0 if spares is None else spares.kept(environment)
@@ -381,7 +377,7 @@ class Workers:
         return record
 
     def leave_idle(self, record: WorkerRecord) -> None:
-        """Remove this very worker from those that can take work."""
+        """Remove a worker from the index of idle workers."""
         self.idle -= 1
         binding = record.binding
         if binding is None:
@@ -415,7 +411,7 @@ class Workers:
         del self.by_id[record.id]
 
     def check(self) -> None:
-        """Assert that the indices agree with the records. Costs O(workers)."""
+        """Assert that the indexes agree with the records. Costs O(workers)."""
         idle = 0
         for record in self.by_id.values():
             if record.state is WorkerState.IDLE:
@@ -442,8 +438,8 @@ class Workers:
         fresh = Workers()
         for binding in self._by_binding:
             fresh._note_warm(binding, is_there=True)
-        said, held = (
-            {key: (single, set(several)) for key, (single, several) in one.items()}
-            for one in (self._warm, fresh._warm)
+        recorded, expected = (
+            {key: (single, set(several)) for key, (single, several) in warm.items()}
+            for warm in (self._warm, fresh._warm)
         )
-        assert said == held, (said, held)
+        assert recorded == expected, (recorded, expected)

@@ -506,14 +506,14 @@ class InlineNode(JobDriver):
     def why_unstartable(self, job: Job) -> str:
         """The chain from the first that waits to the one that cannot run."""
         chain = [*self.stack.running, job]
-        told = "; ".join(
+        links = "; ".join(
             f"{one.name} holds {one.func.spec.shape.request} and waits for {two.name}"
             for one, two in pairwise(chain)
         )
         wanted = job.func.spec.shape.request
-        others = ", and actors the rest" if self.actors.are_there else ""
+        others = " and actors" if self.actors.are_there else ""
         return (
-            f"{job.name} asks for {wanted}, and those that wait hold it{others}: {told}"
+            f"{job.name} asks for {wanted}, which waiting tasks{others} hold: {links}"
         )
 
     # What the program, or a task, wants.
