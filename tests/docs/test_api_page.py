@@ -13,7 +13,7 @@ import pytest
 import aiogpu
 from aiogpu import accelerators, errors, fastapi, joblib, sync, testing, types
 from aiogpu.api import keywords
-from tests.repo.rooms import ROOT
+from tests.repo.source_folders import ROOT
 
 API = ROOT / "docs/api.md"
 OPTIONS_PAGE = ROOT / "docs/options.md"

@@ -50,11 +50,11 @@ def code_lines(source: str) -> int:
 
 
 def imports(package: str = "aiogpu") -> dict[str, set[str]]:
-    """Return which modules each module imports, wherever the import stands."""
+    """Return the modules that each module imports, anywhere in its code."""
     graph = grimp.build_graph(
         package, exclude_type_checking_imports=False, cache_dir=None
     )
-    # A package's public names are loaded late by its `__init__`; that is no cycle.
+    # `aiogpu/__init__.py` loads public names late, which is no cycle.
     modules = graph.modules - {package}
     return {
         module: graph.find_modules_directly_imported_by(module) & modules
@@ -93,7 +93,7 @@ def cycles(edges: dict[str, set[str]]) -> list[list[str]]:
 
 @dataclass
 class PackageSize:
-    """What one package below `aiogpu/` holds."""
+    """The size of one package below `aiogpu/`."""
 
     modules: int = 0
     code_lines: int = 0
@@ -120,7 +120,7 @@ def sizes(found: list[list[str]]) -> dict[str, PackageSize]:
 
 
 def largest_folder() -> tuple[str, int]:
-    """Return the folder with most modules, `__init__.py` not counted."""
+    """Return the folder with the most modules, not counting `__init__.py`."""
     folders = Counter(
         str(path.parent.relative_to(ROOT))
         for path in (ROOT / "aiogpu").rglob("*.py")

@@ -1,4 +1,4 @@
-"""The public face: every name is there once, loads, and is described."""
+"""The public names: each is exported once, loads, and has a docstring."""
 
 import ast
 import subprocess
@@ -9,16 +9,16 @@ import pytest
 
 import aiogpu
 import aiogpu.errors
-from tests.repo.rooms import ROOT, found_in, rooms, shown
+from tests.repo.source_folders import ROOT, relative, search, source_folders
 
 PACKAGE = ROOT / "aiogpu"
 Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
-def seen_by_type_checkers() -> dict[str, str]:
-    """Each name that `__init__` imports under TYPE_CHECKING, with its module."""
-    face = ast.parse((PACKAGE / "__init__.py").read_text())
-    block = next(node for node in face.body if isinstance(node, ast.If))
+def typed_names() -> dict[str, str]:
+    """The names that `__init__` imports under TYPE_CHECKING, with their modules."""
+    module = ast.parse((PACKAGE / "__init__.py").read_text())
+    block = next(node for node in module.body if isinstance(node, ast.If))
     assert ast.unparse(block.test) == "TYPE_CHECKING"
     return {
         alias.asname: node.module
@@ -36,7 +36,7 @@ def is_overload(node: ast.AST) -> bool:
 
 
 def undocumented(node: Documented, name: str) -> Iterator[str]:
-    """The public definitions at and below this one that have no docstring."""
+    """Public definitions without a docstring, from this one down."""
     if not ast.get_docstring(node):
         yield name
     if isinstance(node, ast.Module | ast.ClassDef):
@@ -49,34 +49,29 @@ def undocumented(node: Documented, name: str) -> Iterator[str]:
                 yield from undocumented(child, f"{name}.{child.name}")
 
 
-def undescribed(source: str) -> Iterator[str]:
-    """Those of a whole file."""
-    return undocumented(ast.parse(source), "file")
-
-
 def test_type_checkers_see_exactly_the_public_names():
-    assert sorted(seen_by_type_checkers()) == aiogpu.__all__
+    assert sorted(typed_names()) == aiogpu.__all__
 
 
-@pytest.mark.parametrize(("name", "module"), seen_by_type_checkers().items())
-def test_a_public_name_is_the_one_that_type_checkers_see(name, module):
-    found = getattr(aiogpu, name)
-    assert found is getattr(sys.modules[module], name)
-    assert found.__module__ == module
-    assert found.__doc__
+@pytest.mark.parametrize(("name", "module"), typed_names().items())
+def test_a_public_name_is_the_object_that_type_checkers_see(name, module):
+    value = getattr(aiogpu, name)
+    assert value is getattr(sys.modules[module], name)
+    assert value.__module__ == module
+    assert value.__doc__
 
 
-def test_all_names_come_by_star():
+def test_import_star_gives_all_public_names():
     names = {}
     exec("from aiogpu import *", names)
     assert set(aiogpu.__all__) <= set(names)
 
 
 CAUGHT = 12
-"""Errors that programs catch; the others are in `aiogpu.errors` alone."""
+"""Number of errors that programs catch; the others are only in `aiogpu.errors`."""
 
 
-def test_errors_that_programs_catch_stand_at_the_top_too():
+def test_errors_that_programs_catch_are_exported_by_aiogpu():
     errors = {
         name
         for name, value in vars(aiogpu.errors).items()
@@ -87,7 +82,7 @@ def test_errors_that_programs_catch_stand_at_the_top_too():
     assert all(getattr(aiogpu, name) is getattr(aiogpu.errors, name) for name in at_top)
 
 
-def test_types_are_described_and_stand_in_one_place():
+def test_types_have_docstrings_and_one_place():
     for name in aiogpu.types.__all__:
         assert getattr(aiogpu.types, name).__doc__
     assert not set(aiogpu.types.__all__) & set(aiogpu.__all__)
@@ -96,12 +91,12 @@ def test_types_are_described_and_stand_in_one_place():
 @pytest.mark.parametrize(
     ("name", "place"), [("NodeError", "errors"), ("Lease", "types")]
 )
-def test_a_name_that_stands_below_is_told_with_its_place(name, place):
+def test_the_error_for_a_missing_name_says_where_it_is(name, place):
     with pytest.raises(AttributeError, match=f"it is `aiogpu.{place}.{name}`"):
         getattr(aiogpu, name)
 
 
-def test_dir_shows_what_is_public_before_it_is_loaded():
+def test_dir_lists_public_names_before_they_are_loaded():
     listed = subprocess.run(
         [sys.executable, "-c", "import aiogpu; print(*dir(aiogpu))"],
         text=True,
@@ -113,7 +108,7 @@ def test_dir_shows_what_is_public_before_it_is_loaded():
     assert public == {*aiogpu.__all__, "accelerators", "errors", "sync", "types"}
 
 
-def test_a_misspelt_name_is_an_attribute_error():
+def test_a_misspelt_name_raises_attribute_error():
     with pytest.raises(AttributeError, match="'aiogpu' has no attribute 'remotee'"):
         _ = aiogpu.remotee
     with pytest.raises(ImportError, match="cannot import name 'Handel'"):
@@ -121,10 +116,10 @@ def test_a_misspelt_name_is_an_attribute_error():
     assert not hasattr(aiogpu, "remotee")
 
 
-def test_the_types_are_delivered():
+def test_the_package_ships_its_types():
     assert (PACKAGE / "py.typed").exists()
 
 
-@pytest.mark.parametrize("room", rooms("aiogpu"), ids=shown)
-def test_all_that_is_public_is_described(room):
-    assert found_in(room, undescribed) == {}
+@pytest.mark.parametrize("folder", source_folders("aiogpu"), ids=relative)
+def test_all_public_definitions_have_docstrings(folder):
+    assert search(folder, lambda source: undocumented(ast.parse(source), "file")) == {}

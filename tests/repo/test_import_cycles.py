@@ -1,4 +1,4 @@
-"""No modules import each other, not by way of others either.
+"""No modules import each other, directly or through other modules.
 
 Imports inside functions and under `TYPE_CHECKING` count: a reader follows them too.
 """
@@ -6,11 +6,11 @@ Imports inside functions and under `TYPE_CHECKING` count: a reader follows them 
 from tests.repo.code_metrics import code_lines, cycles, imports
 
 
-def test_there_are_no_import_cycles() -> None:
+def test_the_package_has_no_import_cycles() -> None:
     assert cycles(imports()) == []
 
 
-def test_cycles_are_found() -> None:
+def test_import_cycles_are_found() -> None:
     edges = {
         "a": {"b"},
         "b": {"c", "d"},
@@ -24,17 +24,8 @@ def test_cycles_are_found() -> None:
 
 
 def test_code_lines_leave_out_comments_and_docstrings() -> None:
-    source = "\n".join(
-        (
-            '"""Of',
-            'the module."""',
-            "",
-            "# why",
-            "def f():",
-            '    """Do."""',
-            "    return (",
-            "        1",
-            "    )",
-        )
+    source = (
+        '"""Of\nthe module."""\n\n# why\n'
+        'def f():\n    """Do."""\n    return (\n        1\n    )'
     )
     assert code_lines(source) == 4

@@ -1,4 +1,4 @@
-"""The walls between the rooms stand, and each is seen to fall when it is breached."""
+"""The import contracts hold, and each one reports every import that it forbids."""
 
 import os
 import shutil
@@ -31,20 +31,16 @@ def lint(root: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def rooms(layer: str) -> list[str]:
-    return layer.split(" | ")
-
-
-def breaches(contract: dict) -> Iterator[tuple[str, str]]:
-    """Every import, from room to room or out of the house, that is forbidden."""
+def forbidden_imports(contract: dict) -> Iterator[tuple[str, str]]:
+    """Every import that a contract forbids."""
     if contract["type"] == "forbidden":
         yield from product(contract["source_modules"], contract["forbidden_modules"])
         return
-    layers = [rooms(layer) for layer in contract["layers"]]
-    for floor, layer in enumerate(layers):
+    layers = [layer.split(" | ") for layer in contract["layers"]]
+    for level, layer in enumerate(layers):
         for importer in layer:
-            above = [room for upper in layers[:floor] for room in upper]
-            beside = [room for room in layer if room != importer]
+            above = [package for upper in layers[:level] for package in upper]
+            beside = [package for package in layer if package != importer]
             yield from product([importer], above + beside)
 
 
@@ -67,7 +63,7 @@ def test_each_contract_reports_every_import_that_it_forbids(name, tmp_path):
         ignore=shutil.ignore_patterns("__pycache__"),
     )
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    forbidden = list(breaches(CONTRACTS[name]))
+    forbidden = list(forbidden_imports(CONTRACTS[name]))
     assert forbidden
     for importer, imported in forbidden:
         with source_of(importer, tmp_path).open("a") as source:
@@ -78,20 +74,22 @@ def test_each_contract_reports_every_import_that_it_forbids(name, tmp_path):
     assert linted.returncode == 1, linted.stdout + linted.stderr
     assert f"{name} BROKEN" in linted.stdout
     report = linted.stdout.partition("Broken contracts")[2]
-    unseen = [
+    unreported = [
         f"{importer} -> {imported}"
         for importer, imported in forbidden
         if f"{importer} -> {imported} (" not in report
     ]
-    assert not unseen, report
+    assert not unreported, report
 
 
-def test_every_room_stands_on_a_floor():
-    floors = next(each for each in CONTRACTS.values() if each["type"] == "layers")
-    standing = {room for layer in floors["layers"] for room in rooms(layer)}
-    built = {
+def test_every_package_belongs_to_a_layer():
+    contract = next(each for each in CONTRACTS.values() if each["type"] == "layers")
+    layered = {
+        package for layer in contract["layers"] for package in layer.split(" | ")
+    }
+    packages = {
         f"aiogpu.{path.stem}"
         for path in (ROOT / "aiogpu").iterdir()
         if path.suffix == ".py" or (path / "__init__.py").exists()
     }
-    assert built - {"aiogpu.__init__", "aiogpu.__main__"} == standing
+    assert packages - {"aiogpu.__init__", "aiogpu.__main__"} == layered

@@ -1,4 +1,4 @@
-"""A node has none of its programs' modules, so it unpickles nothing of theirs."""
+"""A node unpickles nothing: it does not have the programs' modules."""
 
 from __future__ import annotations
 
@@ -18,22 +18,24 @@ OPENERS = {
     "aiogpu.serialization.exceptions": {"unpack_failure"},
     "aiogpu.serialization.pickler": {"load", "loads"},
 }
-"""What unpickles."""
+"""Functions that unpickle, by module."""
 ALLOWED = {
-    ("config.py", "marshal"),  # writes code of its own
-    ("requests.py", "unpack_failure"),  # of a refusal that the node itself has packed
+    ("config.py", "marshal"),  # writes its own code
+    ("requests.py", "unpack_failure"),  # for a refusal that the node itself has packed
 }
 
 
-def test_only_these_files_could() -> None:
-    found = set()
+def test_only_these_files_import_an_unpickler() -> None:
+    importers = set()
     for path in Path(aiogpu.runtime.__path__[0]).rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
                 names = {alias.name for alias in node.names}
-                found |= {(path.name, name) for name in names & {"pickle", "marshal"}}
+                importers |= {
+                    (path.name, name) for name in names & {"pickle", "marshal"}
+                }
             elif isinstance(node, ast.ImportFrom):
                 openers = OPENERS.get(node.module or "", set())
                 names = {alias.name for alias in node.names} & openers
-                found |= {(path.name, name) for name in names}
-    assert found == ALLOWED
+                importers |= {(path.name, name) for name in names}
+    assert importers == ALLOWED

@@ -1,4 +1,4 @@
-"""mypy and pyright both infer what `good.py` says and refuse what `bad.py` marks."""
+"""mypy and pyright accept `good.py` and report exactly the marked lines of `bad.py`."""
 
 import json
 import os
@@ -13,8 +13,8 @@ ROOT = Path(__file__).parents[2]
 CASES = Path(__file__).with_name("typing")
 GOOD, BAD = CASES / "good.py", CASES / "bad.py"
 OFFLINE = {
-    # pyright's wheel holds pyright, that of nodejs holds node: nothing is downloaded,
-    # no newer version is asked for, and the machine's own node is left alone.
+    # pyright's wheel holds pyright, and the nodejs wheel holds node: nothing is
+    # downloaded, no newer version is looked up, and the machine's node is not used.
     "PYRIGHT_PYTHON_USE_BUNDLED_PYRIGHT": "1",
     "PYRIGHT_PYTHON_GLOBAL_NODE": "0",
     "PYRIGHT_PYTHON_IGNORE_WARNINGS": "1",
@@ -23,7 +23,7 @@ OFFLINE = {
 }
 
 
-class Refusal(NamedTuple):
+class Report(NamedTuple):
     """An error that a type checker reports."""
 
     file: str
@@ -44,21 +44,21 @@ def checked_by(*command: str) -> str:
     return ran.stdout
 
 
-def mypy() -> list[Refusal]:
-    reports = map(json.loads, checked_by("mypy", "--strict", "-O", "json").splitlines())
+def mypy() -> list[Report]:
+    lines = checked_by("mypy", "--strict", "-O", "json").splitlines()
     return [
-        Refusal(Path(each["file"]).name, each["line"], each["message"])
-        for each in reports
+        Report(Path(each["file"]).name, each["line"], each["message"])
+        for each in map(json.loads, lines)
         if each["severity"] == "error"
     ]
 
 
-def pyright() -> list[Refusal]:
+def pyright() -> list[Report]:
     report = json.loads(
         checked_by("pyright", "--outputjson", "--pythonpath", sys.executable)
     )
     return [
-        Refusal(
+        Report(
             Path(each["file"]).name,
             each["range"]["start"]["line"] + 1,
             each["message"],
@@ -69,7 +69,7 @@ def pyright() -> list[Refusal]:
 
 
 def marked(checker: str) -> set[int]:
-    """The lines of `bad.py` that this type checker must refuse."""
+    """The lines of `bad.py` that this type checker must report."""
     marks = ("# refused", f"# refused by {checker}")
     return {
         number
@@ -79,9 +79,9 @@ def marked(checker: str) -> set[int]:
 
 
 @pytest.mark.parametrize("checker", [mypy, pyright], ids=["mypy", "pyright"])
-def test_good_use_is_accepted_and_bad_use_refused(checker):
-    refusals = checker()
+def test_a_type_checker_accepts_good_use_and_reports_bad_use(checker):
+    reports = checker()
 
-    assert not [each for each in refusals if each.file == GOOD.name]
-    refused = {each.line for each in refusals}
-    assert refused == marked(checker.__name__), "\n".join(map(str, refusals))
+    assert not [each for each in reports if each.file == GOOD.name]
+    refused = {each.line for each in reports}
+    assert refused == marked(checker.__name__), "\n".join(map(str, reports))

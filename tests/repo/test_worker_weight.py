@@ -1,4 +1,4 @@
-"""What an import brings along: a worker stays light, and so does its fork."""
+"""Imports load few modules: a light worker forks fast."""
 
 import subprocess
 import sys
@@ -6,8 +6,8 @@ import sys
 import pytest
 
 
-def brought_by(statement: str) -> set[str]:
-    """The modules that a fresh interpreter has only after this statement."""
+def modules_loaded_by(statement: str) -> set[str]:
+    """The modules that a statement loads in a new interpreter."""
     program = (
         "import sys\n"
         "before = set(sys.modules)\n"
@@ -20,12 +20,12 @@ def brought_by(statement: str) -> set[str]:
     return set(ran.stdout.split())
 
 
-def among(modules: set[str], unwanted: list[str]) -> set[str]:
-    """Those that are one of the unwanted packages or lie within."""
+def within(packages: list[str], modules: set[str]) -> set[str]:
+    """The modules that are one of the packages or lie in one."""
     return {
         module
         for module in modules
-        if any(module == name or module.startswith(name + ".") for name in unwanted)
+        if any(module == name or module.startswith(name + ".") for name in packages)
     }
 
 
@@ -39,7 +39,7 @@ def among(modules: set[str], unwanted: list[str]) -> set[str]:
                 *("pynvml", "click", "rich", "socket", "subprocess", "logging"),
                 *("aiogpu.core", "aiogpu.runtime", "aiogpu.api", "aiogpu.errors"),
             ],
-            id="the face",
+            id="the package",
         ),
         pytest.param(
             "import aiogpu.worker.zygote.main",
@@ -49,7 +49,7 @@ def among(modules: set[str], unwanted: list[str]) -> set[str]:
                 *("aiogpu.core", "aiogpu.runtime", "aiogpu.api", "aiogpu.engines"),
                 *("aiogpu.accelerators", "aiogpu.testing", "aiogpu.cli"),
             ],
-            id="the worker",
+            id="a worker",
         ),
         pytest.param(
             "from aiogpu import remote",
@@ -65,7 +65,7 @@ def among(modules: set[str], unwanted: list[str]) -> set[str]:
                 *("asyncio", "uvloop", "pynvml", "cloudpickle", "msgpack"),
                 *("aiogpu.api.session", "aiogpu.engines", "aiogpu.runtime"),
             ],
-            id="a task that asks where it runs",
+            id="runtime context and GPU ids",
         ),
         pytest.param(
             "import aiogpu\n"
@@ -106,14 +106,14 @@ def among(modules: set[str], unwanted: list[str]) -> set[str]:
             "import aiogpu.core.scheduler.scheduler, aiogpu.wire.connection\n"
             "import aiogpu.errors",
             ["asyncio", "socket", "threading", "subprocess", "aiogpu.runtime"],
-            id="the pure rooms",
+            id="packages without I/O",
         ),
     ],
 )
-def test_an_import_brings_nothing_heavy(statement, unwanted):
-    assert among(brought_by(statement), unwanted) == set()
+def test_a_statement_loads_no_heavy_module(statement, unwanted):
+    assert within(unwanted, modules_loaded_by(statement)) == set()
 
 
-def test_the_measure_sees_what_is_brought():
-    brought = brought_by("import aiogpu.api.results.handle")
-    assert "asyncio.events" in among(brought, ["asyncio"])
+def test_loaded_modules_are_found():
+    loaded = modules_loaded_by("import aiogpu.api.results.handle")
+    assert "asyncio.events" in within(["asyncio"], loaded)

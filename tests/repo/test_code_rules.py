@@ -1,4 +1,4 @@
-"""Nothing is swallowed, left for later, or waited for by the clock."""
+"""Rules for all code: no swallowed errors, no postponed work, no sleeps, no mocks."""
 
 import ast
 import re
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.repo.rooms import ROOT, found_in, rooms, shown
+from tests.repo.source_folders import ROOT, relative, search, source_folders
 
 POSTPONED = re.compile(r"\b(?:TO[D]O|FIX[M]E|XX[X])\b")
 EVERYTHING = {"Exception", "BaseException"}
@@ -25,7 +25,7 @@ def names_in(node: ast.AST | None) -> set[str]:
 
 
 def swallows(node: ast.AST) -> bool:
-    """Whether any exception whatever vanishes here without a trace."""
+    """True if a node drops every exception without a trace."""
     match node:
         case ast.ExceptHandler(type=None):
             return True
@@ -37,7 +37,7 @@ def swallows(node: ast.AST) -> bool:
 
 
 def task_names(module: ast.Module) -> set[str]:
-    """Functions that a call `remote(f)` makes tasks."""
+    """Functions that a call `remote(f)` turns into tasks."""
     return {
         argument.id
         for node in ast.walk(module)
@@ -48,10 +48,10 @@ def task_names(module: ast.Module) -> set[str]:
 
 
 def sleeps(module: ast.Module) -> Iterator[int]:
-    """Lines that let time pass, but for those of tasks, whose work is to last."""
+    """Lines that sleep, except in tasks, which may take time."""
     tasks = task_names(module)
 
-    def search(node: ast.AST) -> Iterator[int]:
+    def visit(node: ast.AST) -> Iterator[int]:
         if isinstance(node, Function) and (
             node.name in tasks
             or any("remote" in names_in(each) for each in node.decorator_list)
@@ -60,9 +60,9 @@ def sleeps(module: ast.Module) -> Iterator[int]:
         if isinstance(node, ast.Call) and is_sleep(node):
             yield node.lineno
         for child in ast.iter_child_nodes(node):
-            yield from search(child)
+            yield from visit(child)
 
-    yield from search(module)
+    yield from visit(module)
 
 
 def is_sleep(call: ast.Call) -> bool:
@@ -73,12 +73,12 @@ def is_sleep(call: ast.Call) -> bool:
 
 
 def swallowing(source: str) -> Iterator[int]:
-    """Lines in which an exception vanishes."""
+    """Lines that drop every exception."""
     return (node.lineno for node in ast.walk(ast.parse(source)) if swallows(node))
 
 
 def mocks(module: ast.Module) -> Iterator[str]:
-    """What a test imports in order to mock."""
+    """Imports of mocks."""
     return (
         alias.name
         for node in ast.walk(module)
@@ -88,33 +88,33 @@ def mocks(module: ast.Module) -> Iterator[str]:
     )
 
 
-def not_of_a_test(source: str) -> Iterator[int | str]:
-    """Lines that sleep, and what mocks."""
+def sleeps_and_mocks(source: str) -> Iterator[int | str]:
+    """Lines that sleep, and imports of mocks."""
     module = ast.parse(source)
     yield from sleeps(module)
     yield from mocks(module)
 
 
-@pytest.mark.parametrize("room", rooms("aiogpu"), ids=shown)
-def test_no_exception_is_swallowed(room):
-    assert found_in(room, swallowing) == {}
+@pytest.mark.parametrize("folder", source_folders("aiogpu"), ids=relative)
+def test_no_exception_is_swallowed(folder):
+    assert search(folder, swallowing) == {}
 
 
-@pytest.mark.parametrize("room", rooms("aiogpu", "tests"), ids=shown)
-def test_nothing_is_left_for_later(room):
-    assert found_in(room, POSTPONED.findall) == {}
+@pytest.mark.parametrize("folder", source_folders("aiogpu", "tests"), ids=relative)
+def test_no_work_is_postponed_by_a_comment(folder):
+    assert search(folder, POSTPONED.findall) == {}
 
 
-@pytest.mark.parametrize("room", rooms("tests"), ids=shown)
-def test_no_test_sleeps_or_mocks(room):
-    assert found_in(room, not_of_a_test) == {}
+@pytest.mark.parametrize("folder", source_folders("tests"), ids=relative)
+def test_no_test_sleeps_or_mocks(folder):
+    assert search(folder, sleeps_and_mocks) == {}
 
 
-@pytest.mark.parametrize("room", ["core", "wire"])
-def test_the_pure_rooms_never_await(room):
+@pytest.mark.parametrize("package", ["core", "wire"])
+def test_packages_without_io_never_await(package):
     coroutines = [
-        f"{shown(path)}:{node.lineno}"
-        for path in sorted((ROOT / "aiogpu" / room).rglob("*.py"))
+        f"{relative(path)}:{node.lineno}"
+        for path in sorted((ROOT / "aiogpu" / package).rglob("*.py"))
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.AsyncFunctionDef | ast.Await)
     ]
@@ -122,7 +122,7 @@ def test_the_pure_rooms_never_await(room):
 
 
 @pytest.mark.parametrize(
-    ("source", "is_seen"),
+    ("source", "is_swallowed"),
     [
         ("try: f()\nexcept Exception: pass", True),
         ("try: f()\nexcept: log()", True),
@@ -132,8 +132,8 @@ def test_the_pure_rooms_never_await(room):
         ("try: f()\nexcept Exception as error: tell(error)", False),
     ],
 )
-def test_the_search_for_swallowed_exceptions(source, is_seen):
-    assert any(swallowing(source)) == is_seen
+def test_swallowed_exceptions_are_found(source, is_swallowed):
+    assert any(swallowing(source)) == is_swallowed
 
 
 @pytest.mark.parametrize(
@@ -146,12 +146,12 @@ def test_the_search_for_swallowed_exceptions(source, is_seen):
         ("def f(): time.sleep(1)\ng = remote(f)", []),
     ],
 )
-def test_the_search_for_sleeps(source, lines):
+def test_sleeps_are_found(source, lines):
     assert list(sleeps(ast.parse(source))) == lines
 
 
 @pytest.mark.parametrize(
-    ("source", "found"),
+    ("source", "matches"),
     [
         ("from unittest import mock", ["mock"]),
         ("import unittest.mock", ["unittest.mock"]),
@@ -159,15 +159,15 @@ def test_the_search_for_sleeps(source, lines):
         ("import mocking", []),
     ],
 )
-def test_the_search_in_tests(source, found):
-    assert list(not_of_a_test(source)) == found
+def test_mocks_are_found(source, matches):
+    assert list(sleeps_and_mocks(source)) == matches
 
 
-def test_what_is_found_is_told_by_file(tmp_path, monkeypatch):
-    monkeypatch.setattr("tests.repo.rooms.ROOT", tmp_path)
-    room = tmp_path / "room"
-    room.mkdir()
-    (room / "good.py").write_text("pass\n")
-    (room / "bad.py").write_text("try: f()\nexcept: log()\n")
-    assert rooms("room") == [room]
-    assert found_in(room, swallowing) == {"room/bad.py": [2]}
+def test_a_search_names_the_files_with_matches(tmp_path, monkeypatch):
+    monkeypatch.setattr("tests.repo.source_folders.ROOT", tmp_path)
+    folder = tmp_path / "package"
+    folder.mkdir()
+    (folder / "good.py").write_text("pass\n")
+    (folder / "bad.py").write_text("try: f()\nexcept: log()\n")
+    assert source_folders("package") == [folder]
+    assert search(folder, swallowing) == {"package/bad.py": [2]}
