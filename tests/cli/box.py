@@ -7,13 +7,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from aiogpu.daemon.place import Place, Record, living_node
 from aiogpu.daemon.stop import stop
-from tests.faults.remains import living, wait_for_an_end
+from tests.faults.leftovers import wait_until_gone
 from tests.support.program import environment
 
 LIMIT = 60
@@ -73,11 +72,8 @@ class Box:
         return sorted(found)
 
     def wait_for_the_end(self, within: float) -> None:
-        """Until no process is left; raises `AssertionError` after so many seconds."""
-        ends = time.monotonic() + within
-        while left := living(self.directory):
-            assert time.monotonic() < ends, left
-            wait_for_an_end(int(left[0].split()[0]))
+        """Wait until no process is left; `AssertionError` after this many seconds."""
+        wait_until_gone(within, self.directory, but_files=True)
 
     def clear(self) -> None:
         """End whoever is left."""

@@ -22,7 +22,7 @@ import pytest
 import aiogpu
 from tests.cli.box import Box
 from tests.contract import tasks
-from tests.faults.remains import gone_within, living
+from tests.faults.leftovers import processes_of, wait_until_gone
 from tests.support.gate import Gate
 from tests.support.program import environment
 
@@ -130,7 +130,7 @@ def shell(place: Path, source: str, *arguments: str) -> Iterator[Shell]:
             yield opened
         finally:
             opened.end()
-        gone_within(2.0, str(opened.run))
+        wait_until_gone(2.0, str(opened.run))
     finally:
         short.unlink()
 
@@ -144,7 +144,7 @@ def test_once_is_orderly(loop: str, tmp_path: Path) -> None:
         assert "KeyboardInterrupt" in written
         assert "never retrieved" not in written
         # The processes of the shell itself are there as well.
-        rest = [p for p in living(str(opened.run)) if "bash" not in p]
+        rest = [p for p in processes_of(str(opened.run)) if "bash" not in p]
         assert (rest, os.listdir(opened.run)) == ([], [])
         words = opened.noted.read_text().split()
         assert sorted(words) == ["begun"] * 2 + ["stopped"] * 2, "`finally` has run"

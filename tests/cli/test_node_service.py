@@ -19,7 +19,7 @@ import aiogpu
 from aiogpu.daemon.place import Record
 from tests.cli.box import LIMIT, Box
 from tests.contract import tasks
-from tests.faults.remains import living
+from tests.faults.leftovers import processes_of
 from tests.support.gate import Gate
 from tests.support.until import until
 
@@ -50,7 +50,7 @@ def test_from_start_to_stop(here: Box) -> None:
     said = f"the node at {here.place.socket} (pid {node.pid})"
     assert err == f"Stopping {said}; what runs has 5.0 s to end.\n"
     assert re.fullmatch(rf"Stopped {re.escape(said)} in [\d.]+ s\.\n", out)
-    assert living(here.directory) == []
+    assert processes_of(here.directory) == []
     assert here.files == []
     log = Path(f"{here.place.logs}/node.log").read_text()
     assert f"ready at {here.place.socket}" in log
@@ -71,7 +71,7 @@ def test_a_start_that_fails_says_why(here: Box) -> None:
     _, err = here.run("start", "--head", code=1)
     assert "has mode 0755" in err
     os.chmod(f"{here.directory}/aiogpu", 0o700)
-    assert living(here.directory) == []
+    assert processes_of(here.directory) == []
     assert here.files == []
 
 

@@ -23,7 +23,7 @@ from tests.contract import shared_tasks, tasks
 from tests.contract import value_tasks as v
 from tests.contract.served import ServedEngine
 from tests.contract.shared_tasks import Parent, Points, make_slow_value
-from tests.faults.remains import gone_within
+from tests.faults.leftovers import wait_until_gone
 from tests.support.gate import Gate
 from tests.support.program import start
 from tests.support.until import until
@@ -502,7 +502,7 @@ def test_of_a_driver_that_is_killed_nothing_is_left(tmp_path: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="agd-", dir="/tmp") as place:
         program = start(KILLED, str(tmp_path), XDG_RUNTIME_DIR=place)
         program.wait(timeout=60)
-        gone_within(5, place)
+        wait_until_gone(5, place)
         out, err = program.communicate(timeout=5)
     assert program.returncode == -signal.SIGKILL, err
     assert str(tmp_path) in out, "nothing was spilled"

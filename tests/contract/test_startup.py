@@ -22,7 +22,7 @@ from aiogpu.wire.messages import Refused
 from tests.contract import stream_tasks, tasks, value_tasks
 from tests.contract.actor_classes import Async
 from tests.contract.node_here import Here, node_here
-from tests.faults.remains import gone_within
+from tests.faults.leftovers import wait_until_gone
 from tests.support.gate import Gate
 from tests.support.program import run, start
 from tests.support.turns import no_complaints
@@ -265,7 +265,7 @@ def test_a_node_nobody_closes_ends_with_its_loop_or_program(
 ) -> None:
     """[B5] [B6]"""
     assert run(IMPLICIT, way, PYTHONWARNINGS="ignore::ResourceWarning") == "2\n"
-    gone_within(30, str(runtime_directory))
+    wait_until_gone(30, str(runtime_directory))
 
 
 CANCELLING = """

@@ -25,7 +25,7 @@ from aiogpu.wire.messages import Stale
 from tests.contract import tasks
 from tests.contract.node_here import node_here
 from tests.contract.zygote_tasks import flags, load, numbers, threads, value_of
-from tests.faults.remains import gone_within
+from tests.faults.leftovers import wait_until_gone
 from tests.support.gate import Gate
 from tests.support.program import ROOT, environment, start
 
@@ -671,7 +671,7 @@ def imported(module: str, place: Path, run: Path) -> str:
         timeout=60,
         check=False,
     )
-    gone_within(5.0, str(run))
+    wait_until_gone(5.0, str(run))
     return ended.stderr.rstrip().rpartition("\n")[2]
 
 

@@ -1,4 +1,4 @@
-"""The tasks of the storm. Light to import."""
+"""The tasks of `test_storm.py`. Light to import."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ async def nested_softly(number: int) -> int:
 
 @aiogpu.remote
 def forgetful(number: int) -> int:
-    """Leaves children behind, which end with it."""
+    """Leave child tasks behind, which end with this task."""
     for _ in range(3):
         deaf.remote(number)
     return number

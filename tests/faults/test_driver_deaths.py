@@ -1,7 +1,7 @@
-"""[B7] The death of the driver after message 1, 2, 3 … of its program's life.
+"""[B7] The driver dies after message 1, 2, 3 … of a scenario.
 
-The program kills itself, from the node's start to its end; two seconds later there
-is no worker, nothing that a worker started, and no directory.
+The program kills itself, at each message from the node's start to its end. Two seconds
+later there is no worker, no process of a worker, and no directory.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.remains import gone_within, living
+from tests.faults.leftovers import processes_of, wait_until_gone
 from tests.support.program import start
 
 LIMIT = 2.0
-"""Seconds for which something may be left."""
+"""Seconds after which nothing may be left."""
 AT_ONCE = 4
 """Programs that run side by side."""
 
 PROGRAM = """
     import asyncio, sys
     import aiogpu
-    from tests.faults.lives import LIVES
-    from tests.faults.steps import Steps
+    from tests.faults.task_scenarios import SCENARIOS
+    from tests.faults.kill_at_message import MessageKiller
 
-    async def main(life, at):
-        with Steps() as steps:
-            steps.begin("driver", at)
+    async def main(scenario, at):
+        with MessageKiller() as messages:
+            messages.begin("driver", at)
             async with aiogpu.init(num_cpus=1, num_gpus=1):
-                assert await LIVES[life](0) == 2
-            print(steps.passed)
+                assert await SCENARIOS[scenario](0) == 2
+            print(messages.passed)
 
     aiogpu.run(main(sys.argv[1], int(sys.argv[2])))
 """
@@ -44,79 +44,72 @@ PROGRAM = """
 class Program:
     """A driver that dies after message `at`."""
 
-    def __init__(self, life: str, at: int) -> None:
+    def __init__(self, scenario: str, at: int) -> None:
         self.at = at
-        self._life = life
-        self._place = tempfile.TemporaryDirectory(prefix="agd-", dir="/tmp")
-        place = self._place.name
-        self._process = start(PROGRAM, life, str(at), XDG_RUNTIME_DIR=place)
+        self._scenario = scenario
+        self._directory = tempfile.TemporaryDirectory(prefix="agd-", dir="/tmp")
+        variables = {"XDG_RUNTIME_DIR": self._directory.name}
+        self._process = start(PROGRAM, scenario, str(at), **variables)
 
-    def end(self) -> bool:
-        """See that nothing is left; False if it was not reached."""
+    def check_end(self) -> bool:
+        """Check that nothing is left; return False if there was no message `at`."""
         out, err = self._communicate()
-        place = self._place.name
-        where = f"{self._life}, driver after {self.at}: {err}"
-        is_reached = self._process.returncode == -signal.SIGKILL
-        assert is_reached or self._process.returncode == 0, where
+        where = f"{self._scenario}, driver after {self.at}: {err}"
+        has_died = self._process.returncode == -signal.SIGKILL
+        assert has_died or self._process.returncode == 0, where
         try:
-            gone_within(LIMIT, place)
+            wait_until_gone(LIMIT, self._directory.name)
         except AssertionError as error:
             error.add_note(where)
             raise
-        self._place.cleanup()
-        if not is_reached:
+        self._directory.cleanup()
+        if not has_died:
             assert out.count(",") + 1 < self.at, (where, out)
-        return is_reached
+        return has_died
 
     def _communicate(self) -> tuple[str, str]:
-        # Its helpers hold its pipes open, so these are no sign of its end.
+        # Helpers hold the pipes open, so a closed pipe is no sign of the end.
         self._process.wait(timeout=60)
         try:
             return self._process.communicate(timeout=LIMIT)
         except subprocess.TimeoutExpired:
-            raise AssertionError(living(self._place.name)) from None
+            raise AssertionError(processes_of(self._directory.name)) from None
 
 
-def programs(life: str, stride: int) -> Generator[Program, None, None]:
-    """One for each step, a few of them started before they are asked for."""
+def programs(scenario: str, stride: int) -> Generator[Program, None, None]:
+    """Yield a program for each message, with a few of the next ones started."""
     started: list[Program] = []
     at = 0
     try:
         while True:
             while len(started) < AT_ONCE:
                 at += stride
-                started.append(Program(life, at))
+                started.append(Program(scenario, at))
             yield started.pop(0)
     finally:
         with ExitStack() as ends:
             for program in started:
-                # One may have more steps than another: messages that come together
-                # are one.
-                ends.callback(program.end)
+                # The number of messages varies: messages that come together are one.
+                ends.callback(program.check_end)
+
+
+LONG_FORM = ("daemon", "isolated", "reused", "nested", "nested-async", "actor")
 
 
 @pytest.mark.parametrize(
-    ("life", "stride"),
+    ("scenario", "stride"),
     [
         ("daemon", 3),
-        *(
-            pytest.param(life, 1, marks=pytest.mark.slow)
-            for life in (
-                "daemon",
-                "isolated",
-                "reused",
-                "nested",
-                "nested-soft",
-                "actor",
-            )
-        ),
+        *(pytest.param(each, 1, marks=pytest.mark.slow) for each in LONG_FORM),
     ],
 )
-def test_each_step(life: str, stride: int) -> None:
-    """With every change each third step of one life; each of all, if all is run."""
-    with closing(programs(life, stride)) as each:
-        last = next(program.at for program in each if not program.end())
-    assert last > stride, "nobody has died"
+def test_a_driver_killed_at_any_message_leaves_nothing(
+    scenario: str, stride: int
+) -> None:
+    """Every change runs each third message of one scenario; the full check runs all."""
+    with closing(programs(scenario, stride)) as started:
+        last = next(program.at for program in started if not program.check_end())
+    assert last > stride, "no driver has died"
 
 
 STILLBORN = """
@@ -141,12 +134,12 @@ STILLBORN = """
 """
 
 
-def test_before_the_zygote_has_said_anything() -> None:
-    with tempfile.TemporaryDirectory(prefix="agd-", dir="/tmp") as place:
-        program = start(STILLBORN, XDG_RUNTIME_DIR=place)
+def test_a_driver_killed_before_its_zygote_is_ready_leaves_nothing() -> None:
+    with tempfile.TemporaryDirectory(prefix="agd-", dir="/tmp") as directory:
+        program = start(STILLBORN, XDG_RUNTIME_DIR=directory)
         program.communicate(timeout=60)
         assert program.returncode == -signal.SIGKILL
-        gone_within(LIMIT, place)
+        wait_until_gone(LIMIT, directory)
 
 
 HANGING = """
@@ -161,16 +154,16 @@ HANGING = """
 """
 
 
-def test_while_a_module_to_preload_hangs(tmp_path: Path) -> None:
+def test_a_driver_killed_while_a_preload_hangs_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "endless.py").write_text(
         "import pathlib, threading\n"
         f"pathlib.Path({str(tmp_path)!r}, 'in').touch()\nthreading.Event().wait()\n"
     )
-    with tempfile.TemporaryDirectory(prefix="agd-", dir="/tmp") as place:
-        program = start(HANGING, str(tmp_path), XDG_RUNTIME_DIR=place)
+    with tempfile.TemporaryDirectory(prefix="agd-", dir="/tmp") as directory:
+        program = start(HANGING, str(tmp_path), XDG_RUNTIME_DIR=directory)
         while not (tmp_path / "in").exists():
             assert program.poll() is None
             os.sched_yield()
         program.kill()
         program.communicate(timeout=60)
-        gone_within(LIMIT, place)
+        wait_until_gone(LIMIT, directory)

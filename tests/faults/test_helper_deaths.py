@@ -1,7 +1,7 @@
-"""[B38] The death of a worker, a keeper or the zygote after message 1, 2, 3 …
+"""[B38] A worker, a keeper or the zygote dies after message 1, 2, 3 … of a scenario.
 
-The steps are enumerated, not drawn: `steps.py` counts the messages of a task's life
-and kills after each of them in turn, until there is none left.
+Deaths are enumerated, not random: `kill_at_message.py` counts the messages, and each of
+them in turn is followed by a kill.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from itertools import product
 from typing import Any
 
 import pytest
@@ -16,11 +17,12 @@ import uvloop
 
 import aiogpu
 from tests.contract import tasks
-from tests.faults.lives import LIVES
-from tests.faults.steps import Steps
+from tests.faults.kill_at_message import MessageKiller
+from tests.faults.task_scenarios import SCENARIOS
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
+VICTIMS = "worker", "keeper", "zygote"
 DEATHS = aiogpu.WorkerDiedError, aiogpu.ActorDiedError
 QUICK = {
     ("isolated", "worker", 0),
@@ -32,7 +34,7 @@ QUICK = {
     ("actor-lossy", "keeper", 1),
     ("actor-lossy", "zygote", 1),
 }
-"""Of each of these lives two, of each victim two or three; the rest is slow."""
+"""Scenario, victim and retries that every change runs; the others are slow."""
 
 
 @asynccontextmanager
@@ -43,84 +45,91 @@ async def node(spare_workers: int) -> AsyncIterator[Any]:
         yield session._session._engine._open_driver.scheduler  # type: ignore[attr-defined]
 
 
-async def all_free(scheduler: Any) -> None:
-    """Until nothing is held any more."""
+async def wait_until_idle(scheduler: Any) -> None:
+    """Wait until the node has no task and no lease."""
     async with asyncio.timeout(60):
         while scheduler.tasks or scheduler.ledger.leases:
             await asyncio.sleep(0)
 
 
-async def step(
-    scheduler: Any, steps: Steps, life: str, victim: str, at: int, retries: int
+async def run_with_kill(
+    scheduler: Any,
+    messages: MessageKiller,
+    scenario: str,
+    victim: str,
+    at: int,
+    retries: int,
 ) -> bool:
-    """One death; False if the life had not that many messages."""
+    """Run a scenario with one kill; return False if there was no message `at`."""
     for _ in range(2):
-        await tasks.add.remote(1)  # it has a worker that is reused
-    await all_free(scheduler)
-    steps.begin(victim, at)
+        await tasks.add.remote(1)  # the node then has a worker to reuse
+    await wait_until_idle(scheduler)
+    messages.begin(victim, at)
     try:
         async with asyncio.timeout(60):
-            end: object = await LIVES[life](retries)
+            end: object = await SCENARIOS[scenario](retries)
     except DEATHS as error:
-        end = error.with_traceback(None)  # its frames hold the life's handles
-    await all_free(scheduler)
-    was_reached = steps.end()
-    where = f"{victim} after {at}: {', '.join(steps.passed[:at])}; gave {end!r}"
+        end = error.with_traceback(None)  # the frames hold the scenario's handles
+    await wait_until_idle(scheduler)
+    has_message = messages.end()
+    where = f"{victim} after {at}: {', '.join(messages.passed[:at])}; gave {end!r}"
     scheduler.check()
-    if steps.killed and victim != "zygote" and not retries:
+    if messages.killed and victim != "zygote" and not retries:
         assert end == 2 or isinstance(end, DEATHS), where
     else:
         assert end == 2, where
     assert await tasks.add.remote(1) == 2, where
-    return was_reached
+    return has_message
 
 
-async def enumerate_steps(
-    life: str, victim: str, retries: int, spares: int, steps_a_node: int
+async def kill_at_each_message(
+    scenario: str, victim: str, retries: int, spares: int, kills_a_node: int
 ) -> int:
+    """Run the scenario with a kill at each message; return the number of kills."""
     at, has_more = 0, True
-    with Steps() as steps:
+    with MessageKiller() as messages:
         while has_more:
             async with node(spares) as scheduler:
-                for _ in range(steps_a_node):
+                for _ in range(kills_a_node):
                     at += 1
-                    has_more = await step(scheduler, steps, life, victim, at, retries)
+                    row = scenario, victim, at, retries
+                    has_more = await run_with_kill(scheduler, messages, *row)
                     if not has_more:
                         break
     return at - 1
 
 
 def table() -> list[Any]:
-    """Life by victim by retries by spares; the slow ones with a node for each step."""
+    """All combinations; slow ones have a new node for each kill."""
     rows = []
-    for life in LIVES:
-        for victim in ("worker", "keeper", "zygote"):
-            for retries in (0, 1):
-                for spares in (0, 2):
-                    is_quick = not spares and (life, victim, retries) in QUICK
-                    marks = [] if is_quick else [pytest.mark.slow]
-                    name = f"{life}-{victim}-{retries}-{spares}"
-                    # A node starts three zygotes anew in a while, and no more.
-                    steps_a_node = 1 + is_quick * (2 if victim == "zygote" else 99)
-                    row = (life, victim, retries, spares, steps_a_node)
-                    rows.append(pytest.param(*row, marks=marks, id=name))
+    for scenario, victim, retries, spares in product(
+        SCENARIOS, VICTIMS, (0, 1), (0, 2)
+    ):
+        is_quick = not spares and (scenario, victim, retries) in QUICK
+        marks = [] if is_quick else [pytest.mark.slow]
+        name = f"{scenario}-{victim}-{retries}-{spares}"
+        # A node restarts its zygote three times in a while, and no more.
+        kills_a_node = 1 + is_quick * (2 if victim == "zygote" else 99)
+        row = (scenario, victim, retries, spares, kills_a_node)
+        rows.append(pytest.param(*row, marks=marks, id=name))
     return rows
 
 
-ROW = ("life", "victim", "retries", "spares", "steps_a_node")
-
-
-@pytest.mark.parametrize(ROW, table())
-def test_each_step(
-    life: str, victim: str, retries: int, spares: int, steps_a_node: int
+@pytest.mark.parametrize(
+    ("scenario", "victim", "retries", "spares", "kills_a_node"), table()
+)
+def test_a_node_survives_a_kill_at_any_message(
+    scenario: str, victim: str, retries: int, spares: int, kills_a_node: int
 ) -> None:
-    """Every handle ends rightly, the books balance, what follows works."""
-    steps = enumerate_steps(life, victim, retries, spares, steps_a_node)
-    assert asyncio.run(steps), "nobody has died"
+    """Handles end legally, the scheduler's state is sound, the next task works."""
+    kills = kill_at_each_message(scenario, victim, retries, spares, kills_a_node)
+    assert asyncio.run(kills), "no process has died"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("life", LIVES)
-@pytest.mark.parametrize("victim", ["worker", "keeper", "zygote"])
-def test_each_step_on_uvloop(life: str, victim: str) -> None:
-    assert uvloop.run(enumerate_steps(life, victim, 1, 2, 1))
+@pytest.mark.parametrize("scenario", SCENARIOS)
+@pytest.mark.parametrize("victim", VICTIMS)
+def test_a_node_on_uvloop_survives_a_kill_at_any_message(
+    scenario: str, victim: str
+) -> None:
+    assert uvloop.run(kill_at_each_message(scenario, victim, 1, 2, 1))

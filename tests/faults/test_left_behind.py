@@ -1,6 +1,6 @@
-"""[B6, B7] What a program leaves that ends amid its node's end, or by exec: nothing.
+"""[B6, B7] A program that is killed, signalled or replaced by exec leaves nothing.
 
-It ends at a chosen step, so no moment is left to chance.
+Each program ends at a chosen step, so no moment is left to chance.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.faults.remains import gone_within
+from tests.faults.leftovers import wait_until_gone
 from tests.support.cgroups import all_groups, groups_of
 from tests.support.gate import Gate
 from tests.support.program import start
 
 LIMIT = 20.0
-"""Seconds; what nobody removes stays for ever."""
+"""Seconds; a file that no process removes stays for ever."""
 
 
 @pytest.fixture
-def place() -> Iterator[str]:
-    with tempfile.TemporaryDirectory(prefix="agd-", dir="/tmp") as place:
-        yield place
+def directory() -> Iterator[str]:
+    with tempfile.TemporaryDirectory(prefix="agd-", dir="/tmp") as directory:
+        yield directory
 
 
 def new_groups(pid: int, before: set[str]) -> list[str]:
-    """Groups of a program's nodes; another one may have had the same number before."""
+    """New groups of a program's nodes; an earlier process may have had the same id."""
     return [name for name in all_groups() - before if name.endswith(f"-{pid}")]
 
 
@@ -50,19 +50,21 @@ ENDING = """
             await tasks.add.remote(1)
             NodeCgroup.remove = end
 
-    # Not the loop's own handler, which cancels main() and lets its end go on.
+    # Not aiogpu.run, whose handler cancels main() and lets the node close.
     loop = asyncio.new_event_loop()
     loop.run_until_complete(main())
 """
 
 
 @pytest.mark.parametrize("number", ["SIGKILL", "SIGINT"])
-def test_an_end_amid_the_nodes_end(number: str, place: str) -> None:
-    """After its zygote was asked to end: the last step is to remove the cgroup."""
+def test_a_program_killed_while_its_node_closes_leaves_nothing(
+    number: str, directory: str
+) -> None:
+    """The last step is to remove the cgroup, after the zygote was told to end."""
     before = all_groups()
-    program = start(ENDING, number, XDG_RUNTIME_DIR=place)
+    program = start(ENDING, number, XDG_RUNTIME_DIR=directory)
     program.wait(60)
-    gone_within(LIMIT, place)
+    wait_until_gone(LIMIT, directory)
     program.communicate()
     assert program.returncode != 0
     assert new_groups(program.pid, before) == []
@@ -75,7 +77,7 @@ EXEC = """
 
     def become_another_program():
         print("exec", flush=True)
-        # Without variables, by which what is left is looked up.
+        # Without variables: processes are found by theirs.
         os.execve(shutil.which("sleep"), ["sleep", "1000"], {})
 
     async def main():
@@ -93,14 +95,14 @@ EXEC = """
 
 
 @pytest.mark.parametrize("when", ["amid its start", "while its node is open"])
-def test_an_exec(when: str, place: str) -> None:
-    """The process lives on, so nothing but its sockets says that the node has gone."""
+def test_a_program_that_calls_exec_leaves_nothing(when: str, directory: str) -> None:
+    """The process lives on: only closed sockets tell helpers that the node is gone."""
     before = all_groups()
-    program = start(EXEC, when, XDG_RUNTIME_DIR=place)
+    program = start(EXEC, when, XDG_RUNTIME_DIR=directory)
     try:
         assert program.stdout is not None
         assert program.stdout.readline() == "exec\n"
-        gone_within(LIMIT, place)
+        wait_until_gone(LIMIT, directory)
         assert new_groups(program.pid, before) == []
         assert psutil.Process(program.pid).name() == "sleep"
     finally:
@@ -108,7 +110,7 @@ def test_an_exec(when: str, place: str) -> None:
         program.communicate()
 
 
-# What a killed driver leaves where its zygote or a keeper is stopped: nothing
+# A killed driver whose zygote or keeper is stopped or killed.
 
 
 KILLED = """
@@ -142,57 +144,58 @@ KILLED = """
         ("with a keeper", "aiogpu-keep", "aiogpu-zygote"),
     ],
 )
-def test_a_killed_driver(has: str, stopped: str, killed: str, where: str) -> None:
-    with tempfile.TemporaryDirectory(prefix="agd-", dir="/tmp") as place:
-        program = start(KILLED, has, where, XDG_RUNTIME_DIR=place)
-        assert program.stdout is not None
-        assert program.stdout.readline() == "ready\n"
-        helpers = psutil.Process(program.pid).children(recursive=True)
+def test_a_killed_driver_leaves_nothing(
+    has: str, stopped: str, killed: str, where: str, directory: str
+) -> None:
+    program = start(KILLED, has, where, XDG_RUNTIME_DIR=directory)
+    assert program.stdout is not None
+    assert program.stdout.readline() == "ready\n"
+    helpers = psutil.Process(program.pid).children(recursive=True)
+    for helper in helpers:
+        if helper.name().startswith(stopped):
+            helper.suspend()
+    groups = groups_of(program.pid)
+    program.send_signal(signal.SIGSTOP)
+    for helper in helpers:
+        if killed and helper.name().startswith(killed):
+            helper.kill()
+    program.kill()
+    program.wait(60)
+    try:
+        wait_until_gone(LIMIT, directory)
+    finally:
         for helper in helpers:
-            if helper.name().startswith(stopped):
-                helper.suspend()
-        groups = groups_of(program.pid)
-        program.send_signal(signal.SIGSTOP)
-        for helper in helpers:
-            if killed and helper.name().startswith(killed):
+            if helper.is_running():
                 helper.kill()
-        program.kill()
-        program.wait(60)
-        try:
-            gone_within(LIMIT, place)
-        finally:
-            for helper in helpers:
-                if helper.is_running():
-                    helper.kill()
-            program.communicate()
-        assert {*groups} & {*groups_of(program.pid)} == set()
-        assert program.returncode == -signal.SIGKILL
-        assert os.listdir(place) == []
+        program.communicate()
+    assert {*groups} & {*groups_of(program.pid)} == set()
+    assert program.returncode == -signal.SIGKILL
+    assert os.listdir(directory) == []
 
 
-# SIGTERM to a program that runs by aiogpu.run, as Slurm and Kubernetes end one
+# SIGTERM to a program under aiogpu.run, as Slurm and Kubernetes send it.
 
 
 TERMINATED = """
     import sys, aiogpu
     from tests.support.gate import pass_gate, pass_gate_softly
     @aiogpu.remote
-    def plain(path, told):
+    def plain(path, directory):
         try:
             pass_gate(path, "plain")
         finally:
-            open(told + "/plain", "w").close()
+            open(directory + "/plain", "w").close()
     @aiogpu.remote
-    async def softly(path, told):
+    async def softly(path, directory):
         try:
             await pass_gate_softly(path, "softly")
         finally:
-            open(told + "/softly", "w").close()
+            open(directory + "/softly", "w").close()
     async def main():
-        path, told = sys.argv[1:]
+        path, directory = sys.argv[1:]
         try:
             async with aiogpu.init(num_cpus=2, log_to_driver=False):
-                a, b = plain.remote(path, told), softly.remote(path, told)
+                a, b = plain.remote(path, directory), softly.remote(path, directory)
                 await a
                 await b
         finally:
@@ -205,7 +208,7 @@ TERMINATED = """
 
 
 @pytest.mark.usefixtures("no_leaks")
-async def test_it_ends_as_by_ctrl_c(gate: Gate, tmp_path: Path) -> None:
+async def test_sigterm_ends_a_program_like_ctrl_c(gate: Gate, tmp_path: Path) -> None:
     program = start(TERMINATED, gate.path, str(tmp_path))
     await gate.entered("plain", "softly")
     program.send_signal(signal.SIGTERM)
@@ -229,11 +232,11 @@ STUBBORN = """
 """
 
 
-async def test_a_second_one_ends_it_at_once() -> None:
+async def test_a_second_sigterm_ends_a_program_at_once() -> None:
     program = start(STUBBORN)
     assert program.stdout is not None
-    for told in ("runs", "holds on"):
-        assert await asyncio.to_thread(program.stdout.readline) == f"{told}\n"
+    for line in ("runs", "holds on"):
+        assert await asyncio.to_thread(program.stdout.readline) == f"{line}\n"
         program.send_signal(signal.SIGTERM)
     await asyncio.to_thread(program.communicate, timeout=60)
     assert program.returncode == -signal.SIGTERM
@@ -251,7 +254,7 @@ OWN = """
 """
 
 
-async def test_a_program_may_handle_it_itself() -> None:
+async def test_a_program_may_handle_sigterm_itself() -> None:
     program = start(OWN)
     assert program.stdout is not None
     assert await asyncio.to_thread(program.stdout.readline) == "runs\n"

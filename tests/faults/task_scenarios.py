@@ -1,4 +1,4 @@
-"""The lives of tasks whose steps are counted. Light to import."""
+"""Scenarios of tasks and actors, during which processes are killed. Light to import."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any, Final
 
 import aiogpu
 
-Life = Callable[[int], Awaitable[object]]
-"""Runs some tasks, each retried so often; gives what came of them."""
+Scenario = Callable[[int], Awaitable[object]]
+"""Runs some tasks with this number of retries; returns 2 if all is well."""
 
 
 @aiogpu.remote
@@ -34,7 +34,7 @@ def parent(number: int, max_retries: int) -> int:
 
 
 @aiogpu.remote
-async def soft_parent(number: int, max_retries: int) -> int:
+async def async_parent(number: int, max_retries: int) -> int:
     return await child.options(max_retries=max_retries).remote(number)
 
 
@@ -44,24 +44,24 @@ def leaves_a_daemon(number: int) -> int:
     return number + 1
 
 
-async def life_of_an_isolated_task(max_retries: int) -> object:
+async def run_isolated_task(max_retries: int) -> object:
     return await isolated.options(num_gpus=1, max_retries=max_retries).remote(1)
 
 
-async def life_of_reused_tasks(max_retries: int) -> object:
+async def run_reused_tasks(max_retries: int) -> object:
     task = reused.options(max_retries=max_retries)
     return max(await asyncio.gather(*(task.remote(1) for _ in range(3))))
 
 
-async def life_of_a_parent_and_its_child(max_retries: int) -> object:
+async def run_parent_and_child(max_retries: int) -> object:
     return await parent.options(max_retries=max_retries).remote(1, max_retries)
 
 
-async def life_of_a_soft_parent_and_its_child(max_retries: int) -> object:
-    return await soft_parent.options(max_retries=max_retries).remote(1, max_retries)
+async def run_async_parent_and_child(max_retries: int) -> object:
+    return await async_parent.options(max_retries=max_retries).remote(1, max_retries)
 
 
-async def life_of_a_task_with_a_daemon(max_retries: int) -> object:
+async def run_task_with_daemon(max_retries: int) -> object:
     return await leaves_a_daemon.options(num_gpus=1, max_retries=max_retries).remote(1)
 
 
@@ -76,19 +76,19 @@ def passes_on(number: int, max_retries: int) -> Iterator[int]:
     yield from yields.options(max_retries=max_retries).remote(number)  # type: ignore[misc]
 
 
-async def life_of_a_stream_and_its_child(max_retries: int) -> object:
+async def run_stream_and_child(max_retries: int) -> object:
     task = passes_on.options(max_retries=max_retries)
-    found = [each async for each in task.remote(1, max_retries)]
+    items = [each async for each in task.remote(1, max_retries)]
     async for each in task.remote(1, max_retries):
         if each:
             break
-    assert found == [2] * 3, found
+    assert items == [2] * 3, items
     return 2
 
 
 @aiogpu.remote
-class Resident:
-    """An actor that keeps count."""
+class Adder:
+    """An actor that counts its calls."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -99,14 +99,14 @@ class Resident:
 
 
 @aiogpu.remote
-class SoftResident(Resident.__wrapped__):  # type: ignore[name-defined, misc]
+class AsyncAdder(Adder.__wrapped__):  # type: ignore[name-defined, misc]
     async def add(self, number: int) -> int:
         self.count += 1
         await asyncio.sleep(0)
         return number + 1
 
 
-async def _life_of(kind: Any, max_retries: int) -> object:
+async def _run_actor(kind: Any, max_retries: int) -> object:
     actor = kind.options(
         num_gpus=1, max_restarts=max_retries, max_task_retries=max_retries
     ).remote()
@@ -120,16 +120,16 @@ async def _life_of(kind: Any, max_retries: int) -> object:
     return 2
 
 
-async def life_of_an_actor(max_retries: int) -> object:
-    return await _life_of(Resident, max_retries)
+async def run_actor(max_retries: int) -> object:
+    return await _run_actor(Adder, max_retries)
 
 
-async def life_of_a_soft_actor(max_retries: int) -> object:
-    return await _life_of(SoftResident, max_retries)
+async def run_async_actor(max_retries: int) -> object:
+    return await _run_actor(AsyncAdder, max_retries)
 
 
-async def _lost_of(actor: Any, calls: int) -> list[BaseException]:
-    """What became of those calls that have failed."""
+async def _lost_calls(actor: Any, calls: int) -> list[BaseException]:
+    """Make calls at once; return the errors of those that failed."""
     results = await asyncio.gather(
         *(actor.add.remote(1) for _ in range(calls)), return_exceptions=True
     )
@@ -138,11 +138,11 @@ async def _lost_of(actor: Any, calls: int) -> list[BaseException]:
     return lost
 
 
-async def life_of_an_actor_whose_calls_are_lost(max_retries: int) -> object:
-    """Of calls in a row at most the one that had begun is lost, if it may restart."""
-    actor = Resident.options(num_gpus=1, max_restarts=max_retries).remote()
-    # One that comes alone may be the one that is struck as well.
-    lost = await _lost_of(actor, 3) or await _lost_of(actor, 1)
+async def run_actor_without_call_retries(max_retries: int) -> object:
+    """An actor that may restart loses at most the call that had begun."""
+    actor = Adder.options(num_gpus=1, max_restarts=max_retries).remote()
+    # A single call may also be the one during which the process is killed.
+    lost = await _lost_calls(actor, 3) or await _lost_calls(actor, 1)
     if max_retries:
         assert len(lost) <= 1
         assert all(getattr(error, "is_restarting", False) for error in lost), lost
@@ -152,14 +152,14 @@ async def life_of_an_actor_whose_calls_are_lost(max_retries: int) -> object:
     return 2
 
 
-LIVES: Final[dict[str, Life]] = {
-    "isolated": life_of_an_isolated_task,
-    "reused": life_of_reused_tasks,
-    "nested": life_of_a_parent_and_its_child,
-    "nested-soft": life_of_a_soft_parent_and_its_child,
-    "stream": life_of_a_stream_and_its_child,
-    "daemon": life_of_a_task_with_a_daemon,
-    "actor": life_of_an_actor,
-    "actor-soft": life_of_a_soft_actor,
-    "actor-lossy": life_of_an_actor_whose_calls_are_lost,
+SCENARIOS: Final[dict[str, Scenario]] = {
+    "isolated": run_isolated_task,
+    "reused": run_reused_tasks,
+    "nested": run_parent_and_child,
+    "nested-async": run_async_parent_and_child,
+    "stream": run_stream_and_child,
+    "daemon": run_task_with_daemon,
+    "actor": run_actor,
+    "actor-async": run_async_actor,
+    "actor-lossy": run_actor_without_call_retries,
 }

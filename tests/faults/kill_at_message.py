@@ -1,9 +1,8 @@
-"""The messages of a task's life, counted as the driver sees them, and a death after
-the n-th of them.
+"""Count the messages of a scenario as the driver sees them; kill after the n-th.
 
-Both directions count: what zygotes, keepers and workers say and what they are told.
-So "kill the keeper after message 1, 2, 3 …" is a table without gaps: a step that no
-message reaches ends it.
+Both directions count: messages from zygotes, keepers and workers, and messages to them.
+So "kill the keeper after message 1, 2, 3 …" is a table without gaps, which ends with
+the first number that no message has.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Final
 
+from aiogpu.linux.procfs import read_stat
 from aiogpu.runtime.connection import Peer
 from aiogpu.wire.connection import Connection
 from aiogpu.wire.messages import Hello, Message
@@ -22,12 +22,12 @@ DRIVER: Final = "driver"
 NOBODY: Final = "nobody"
 
 
-class Steps:
-    """While it is entered, all messages of this process's nodes pass through it.
+class MessageKiller:
+    """Within its `with` block, sees all messages of this process's nodes.
 
     Attributes:
-        passed: the messages since `begin`, by who sends or gets them and kind.
-        killed: process id of who was killed, 0 if nobody was.
+        passed: the messages since `begin`: the role of the other side, and the type.
+        killed: id of the killed process, 0 if there is none.
     """
 
     def __init__(self) -> None:
@@ -40,18 +40,18 @@ class Steps:
         self._originals: list[tuple[type, str, Any]] = []
 
     def begin(self, victim: str, at: int) -> None:
-        """Count from here; after message `at` the victim is killed."""
+        """Count from here on; kill the victim after message `at`."""
         self.passed.clear()
         self.killed = 0
         self._victim, self._at = victim, at
         self._is_counting = True
 
     def end(self) -> bool:
-        """Count no more; whether there was a message with that number."""
+        """Stop counting; return True if there was a message with that number."""
         self._is_counting = False
         return len(self.passed) >= self._at
 
-    def __enter__(self) -> Steps:
+    def __enter__(self) -> MessageKiller:
         for name in ("send", "send_one", "post"):
             self._wrap(Peer, name, self._on_sent)
         self._wrap(Connection, "receive", self._on_received)
@@ -85,30 +85,30 @@ class Steps:
     ) -> None:
         for message in messages:
             if isinstance(message, Hello):
-                # Young ones last, as dicts keep their order.
+                # The youngest process last: dicts keep their order.
                 self._hellos.pop(id(connection), None)
                 self._hellos[id(connection)] = message
         self._pass(id(connection), "<", messages)
 
-    def _pass(self, whose: int, way: str, messages: Sequence[Message]) -> None:
+    def _pass(self, connection_id: int, way: str, messages: Sequence[Message]) -> None:
         if not self._is_counting:
             return
         for message in messages:
-            hello = self._hellos.get(whose)
+            hello = self._hellos.get(connection_id)
             role = hello.role if hello is not None else "?"
             self.passed.append(f"{role} {way} {type(message).__name__}")
             if len(self.passed) == self._at:
-                self._kill(whose)
+                self._kill(connection_id)
 
-    def _kill(self, whose: int) -> None:
-        """Whom the message concerns, or the youngest of its kind."""
+    def _kill(self, connection_id: int) -> None:
+        """Kill the process at this connection, or the youngest one of the role."""
         if self._victim == DRIVER:
             os.kill(os.getpid(), signal.SIGKILL)
-        found = [hello for hello in self._hellos.values() if hello.role == self._victim]
-        speaker = self._hellos.get(whose)
-        if speaker in found:
-            found.append(speaker)
-        for hello in reversed(found):
+        hellos = [each for each in self._hellos.values() if each.role == self._victim]
+        sender = self._hellos.get(connection_id)
+        if sender in hellos:
+            hellos.append(sender)
+        for hello in reversed(hellos):
             if _is_alive(hello.pid):
                 self.killed = hello.pid
                 os.kill(hello.pid, signal.SIGKILL)
@@ -116,10 +116,6 @@ class Steps:
 
 
 def _is_alive(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat", encoding="latin-1") as file:
-            name, _, rest = file.read().rpartition(")")
-    except OSError:
-        return False
-    # Of the same number there may be another by now.
-    return "(aiogpu" in name and rest.split()[0] not in "ZX"
+    # Another process may have the same number by now.
+    stat = read_stat(pid)
+    return stat is not None and "aiogpu" in stat.name and stat.state not in "ZX"
