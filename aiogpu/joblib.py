@@ -26,9 +26,9 @@ class Backend(parallel.AutoBatchingMixin, parallel.ParallelBackendBase):  # type
     """Runs the calls of `joblib.Parallel` as tasks, on the node of `aiogpu.sync`.
 
     Args:
-        nesting_level: as joblib gives it.
-        inner_max_num_threads: not taken: `num_cpus` says how many threads a task has.
-        **options: those of a task, such as `num_cpus=2`.
+        nesting_level: set by joblib.
+        inner_max_num_threads: refused; `num_cpus` sets the threads of a task.
+        **options: options of a task, such as `num_cpus=2`.
 
     Raises:
         OptionError: an option is unknown or invalid.
@@ -47,20 +47,20 @@ class Backend(parallel.AutoBatchingMixin, parallel.ParallelBackendBase):  # type
     ) -> None:
         if inner_max_num_threads is not None:
             raise OptionError(
-                f"the joblib backend of aiogpu got inner_max_num_threads="
-                f"{inner_max_num_threads}; say num_cpus={inner_max_num_threads}, which "
-                f"is how many threads the libraries of a task use."
+                f"the joblib backend of aiogpu has no option inner_max_num_threads; "
+                f"write num_cpus={inner_max_num_threads}, which also sets the number "
+                f"of threads that libraries in a task use."
             )
         super().__init__(nesting_level=nesting_level)
         self._executor = sync.Executor(**options)
-        # joblib's callback makes the next calls; on the node's loop it would block.
+        # joblib's callback submits the next calls, and would block the node's loop.
         self._callbacks = ThreadPoolExecutor(1, "aiogpu-joblib")
         self._pending: set[Future[Any]] = set()
 
     def effective_n_jobs(self, n_jobs: int | None) -> int:
-        """Return how many calls run at once; -1 stands for all CPUs of the node."""
+        """Return how many calls run at once; -1 means all CPUs of the node."""
         if n_jobs == 0:
-            raise OptionError("n_jobs=0 has no meaning; say n_jobs=-1 for all CPUs.")
+            raise OptionError("n_jobs=0 is not allowed; write n_jobs=-1 for all CPUs.")
         if n_jobs is None or n_jobs > 0:
             return n_jobs or 1
         return max(1, int(sync.cluster_resources()["CPU"]) + 1 + n_jobs)
@@ -83,7 +83,7 @@ class Backend(parallel.AutoBatchingMixin, parallel.ParallelBackendBase):  # type
         return out.result()
 
     def abort_everything(self, ensure_ready: bool = True) -> None:
-        """Stop what runs, after an error."""
+        """Cancel all calls, after an error."""
         for future in list(self._pending):
             future.cancel()
 

@@ -9,13 +9,13 @@
         handles = [embed.remote(text) for text in texts]
         vectors = aiogpu.get(handles)
 
-Nothing here is a second runtime: each function forwards to its namesake in `aiogpu`,
-on an event loop in a thread of its own, or, in a program whose event loop has a node,
-on that loop. What `.remote()` gives is a `concurrent.futures.Future`; a generator and
-`map` give plain iterators. In a task these functions are those of `aiogpu` itself.
+Each function calls its namesake in `aiogpu`, on an event loop in a background thread,
+or on the program's own event loop if that has a node. `.remote()` returns a
+`concurrent.futures.Future`; generators and `map` return plain iterators. In a task,
+these functions are the functions of `aiogpu` itself.
 
-The module that defines functions by `aiogpu.sync.remote` is imported by workers, so
-this one is light: what needs an event loop is loaded by the first call.
+Light to import: workers import each module that uses `aiogpu.sync.remote`, so modules
+that need an event loop are imported by the first call.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ A = TypeVar("A")
 
 
 def _portal(what: str) -> Any:
-    """The way to the program's node; None in a task's code, which needs none."""
+    """Return the portal to the program's node; None inside a task, which needs none."""
     if is_in_task():
         return None
     from aiogpu.api.portal import portal_for
@@ -81,55 +81,58 @@ def _portal(what: str) -> Any:
 class _Decorated:
     """Base of remote functions and classes for code without an event loop."""
 
-    def __init__(self, made: Any) -> None:
-        self._made = made
-        self.__aiogpu_function__ = made.__wrapped__
-        update_wrapper(self, made.__wrapped__, updated=())
+    def __init__(self, wrapped: Any) -> None:
+        self._wrapped = wrapped
+        self.__aiogpu_function__ = wrapped.__wrapped__
+        update_wrapper(self, wrapped.__wrapped__, updated=())
 
     def __repr__(self) -> str:
-        return repr(self._made)
+        return repr(self._wrapped)
 
     def __reduce__(self) -> Any:
-        return _decorated, (self._made,)
+        return _wrap, (self._wrapped,)
 
     def __call__(self, /, *args: object, **kwargs: object) -> Any:
         """Refuse a direct call; see `remote`.
 
         Raises:
-            MisuseError: always; it says what to write.
+            MisuseError: always, with the call to write instead.
         """
-        name = self._made.__name__
+        name = self._wrapped.__name__
         raise MisuseError(
-            f"{name} runs in a worker: write `{name}.remote(...)`. To call it here, in "
-            f"this process, write `{name}.__wrapped__(...)`."
+            f"{name} runs in a worker: write `{name}.remote(...)`. To call it in this "
+            f"process, write `{name}.__wrapped__(...)`."
         )
 
 
 class RemoteFunction(_Decorated, Generic[P, R]):
-    """A function that runs in a worker; call it by `.remote(...)`."""
+    """A function that runs in workers; call it by `.remote(...)`."""
 
     def remote(self, /, *args: P.args, **kwargs: P.kwargs) -> Handle[R]:
-        """Start the task; gives its handle at once, whose `result()` waits.
+        """Start a task that calls the function; return its handle at once.
+
+        `handle.result()` waits for the result.
 
         Raises:
-            MisuseError: the function takes other arguments, or an event loop runs here.
-            InfeasibleError: the node can never give what the task asks for.
+            MisuseError: the arguments do not match the function's parameters, or an
+                event loop is running in this thread.
+            InfeasibleError: the task asks for more than the node has.
             SerializationError: the function or an argument cannot be pickled.
         """
-        portal = _portal(f"{self._made.__name__}.remote()")
+        portal = _portal(f"{self._wrapped.__name__}.remote()")
         if portal is None:
-            return self._made.remote(*args, **kwargs)  # type: ignore[no-any-return]
+            return self._wrapped.remote(*args, **kwargs)  # type: ignore[no-any-return]
         from aiogpu.api.portal import call_function
 
-        return call_function(portal, self._made, args, kwargs)  # type: ignore[no-any-return]
+        return call_function(portal, self._wrapped, args, kwargs)  # type: ignore[no-any-return]
 
     def options(self, **options: Unpack[Options]) -> Self:
         """Return the same function with other options; this one does not change.
 
         Raises:
-            OptionError: names the option, the value and what is allowed.
+            OptionError: an option is unknown or invalid.
         """
-        return type(self)(self._made.options(**options))
+        return type(self)(self._wrapped.options(**options))
 
     @overload
     def map(
@@ -165,16 +168,16 @@ class RemoteFunction(_Decorated, Generic[P, R]):
         chunk: int | Literal["auto"] | None = None,
         return_exceptions: bool = False,
     ) -> ResultIterator[Any]:
-        """Call it with each item; gives an iterator over the results.
+        """Call the function with each item; return an iterator over the results.
 
-        The options are those of `aiogpu.RemoteFunction.map`. An iterable that is no
-        collection is read in a thread of its own, as far as `limit` items ahead.
+        The options are those of `aiogpu.RemoteFunction.map`. An iterable that is not a
+        collection is read in a separate thread, at most `limit` items ahead.
 
         Raises:
-            OptionError: an option is ill-valued.
-            MisuseError: it is no iterable, or this is a task: `map` needs a program.
+            OptionError: an option is invalid.
+            MisuseError: `iterable` cannot be iterated, or the call was made in a task.
         """
-        portal = _portal(f"{self._made.__name__}.map()")
+        portal = _portal(f"{self._wrapped.__name__}.map()")
         options: dict[str, Any] = {
             "limit": limit,
             "ordered": ordered,
@@ -182,64 +185,64 @@ class RemoteFunction(_Decorated, Generic[P, R]):
             "return_exceptions": return_exceptions,
         }
         if portal is None:
-            return self._made.map(iterable, **options)  # type: ignore[no-any-return]
+            return self._wrapped.map(iterable, **options)  # type: ignore[no-any-return]
         from aiogpu.api.portal import map_on
 
-        return map_on(portal, self._made, iterable, options)
+        return map_on(portal, self._wrapped, iterable, options)
 
 
 class RemoteGenerator(RemoteFunction[P, R]):
-    """A generator that runs in a worker; iterate what `.remote(...)` gives."""
+    """A generator that runs in workers; `.remote(...)` returns a plain iterator."""
 
     if TYPE_CHECKING:
 
         def remote(  # type: ignore[override]
             self, /, *args: P.args, **kwargs: P.kwargs
         ) -> ResultIterator[R]:
-            """Start the task; gives a plain iterator over its items at once."""
+            """Start a task that runs the generator; return an iterator at once."""
 
 
 class RemoteClass(_Decorated, Generic[P, A]):
-    """A class whose objects live in processes of their own."""
+    """A class whose objects are actors: each lives in a process of its own."""
 
     def remote(self, /, *args: P.args, **kwargs: P.kwargs) -> SyncActorHandle[A]:
-        """Make an actor; gives its handle at once; see `aiogpu.types.RemoteClass`.
+        """Start an actor; return its handle at once; see `aiogpu.types.RemoteClass`.
 
         Raises:
-            MisuseError: the constructor takes other arguments.
-            InfeasibleError: the node can never give what the actor asks for.
+            MisuseError: the arguments do not match the constructor's parameters.
+            InfeasibleError: the actor asks for more than the node has.
             SerializationError: the class or an argument cannot be pickled.
         """
-        portal = _portal(f"{self._made.__name__}.remote()")
+        portal = _portal(f"{self._wrapped.__name__}.remote()")
         if portal is None:
-            return self._made.remote(*args, **kwargs)  # type: ignore[no-any-return]
+            return self._wrapped.remote(*args, **kwargs)  # type: ignore[no-any-return]
         from aiogpu.api.portal import call_on
 
-        return call_on(portal, self._made.remote, args, kwargs)  # type: ignore[no-any-return]
+        return call_on(portal, self._wrapped.remote, args, kwargs)  # type: ignore[no-any-return]
 
     def options(self, **options: Unpack[ActorKeywords]) -> Self:
         """Return the same class with other options; this one does not change.
 
         Raises:
-            OptionError: names the option, the value and what is allowed.
+            OptionError: an option is unknown or invalid.
         """
-        return type(self)(self._made.options(**options))
+        return type(self)(self._wrapped.options(**options))
 
     def __mro_entries__(self, bases: tuple[object, ...]) -> tuple[type]:
-        """Have a class that names this one as a base inherit from the plain class."""
+        """Let subclasses inherit from the plain class."""
         return (cast("type", self.__aiogpu_function__),)
 
 
-def _decorated(made: Any) -> Any:
-    """What stands here for a function or class that `aiogpu.remote` has made."""
-    from aiogpu.api.actors.actor import RemoteClass as MadeClass
-    from aiogpu.api.remote_function import RemoteGenerator as MadeGenerator
+def _wrap(remote: Any) -> Any:
+    """Wrap a remote function or class of `aiogpu.remote` for code without a loop."""
+    from aiogpu.api.actors.actor import RemoteClass as LoopClass
+    from aiogpu.api.remote_function import RemoteGenerator as LoopGenerator
 
-    if isinstance(made, MadeClass):
-        return RemoteClass(made)
-    return (RemoteGenerator if isinstance(made, MadeGenerator) else RemoteFunction)(
-        made
-    )
+    if isinstance(remote, LoopClass):
+        return RemoteClass(remote)
+    if isinstance(remote, LoopGenerator):
+        return RemoteGenerator(remote)
+    return RemoteFunction(remote)
 
 
 class RemoteDecorator(Protocol):
@@ -291,60 +294,62 @@ def remote(**options: Unpack[AnyKeywords]) -> RemoteDecorator: ...
 
 
 def remote(function: Any = None, /, **options: Any) -> Any:
-    """Make a function or a class remote, for code without an event loop.
+    """Decorator: run a function in workers, or make actors of a class.
 
-    `@remote`, or `@remote(num_gpus=0.25)`, with the options of `aiogpu.remote`. What
-    that one has made is taken too: `embed = aiogpu.sync.remote(library.embed)`.
+    For code without an event loop. The options are those of `aiogpu.remote`. A function
+    that `aiogpu.remote` already decorates is accepted too:
+    `embed = aiogpu.sync.remote(library.embed)`.
 
     Raises:
         OptionError: an option is unknown or invalid.
-        MisuseError: the argument is neither, or a function that cannot be a task.
+        MisuseError: the argument is not callable, or remote already.
     """
     from aiogpu.api.remote_function import Decorated
 
     if isinstance(function, Decorated) and not options:
-        return _decorated(function)
+        return _wrap(function)
     if function is None:
         decorate = _remote(**options)
-        return lambda function: _decorated(decorate(function))
-    return _decorated(_remote(function, **options))
+        return lambda function: _wrap(decorate(function))
+    return _wrap(_remote(function, **options))
 
 
 # The node.
 
 
 def init(**options: Any) -> SyncNode:
-    """Open a node for this program: at once; `with` closes it at the end of its block.
+    """Open a node for this program; `with` closes it at the end of its block.
 
-    Without `with`, `shutdown()` closes it, or the end of the program. A `.remote()`
-    before it opens a node with the defaults.
+    Without `with`, the node is closed by `shutdown()` or at the end of the program. A
+    `.remote()` before `init` opens a node with default options.
 
     Args:
-        **options: those of `aiogpu.init`.
+        **options: options of `aiogpu.init`.
 
     Raises:
         OptionError: an option is unknown or invalid.
-        NodeError: there is a node already, or it cannot start; or called in a task.
-        MisuseError: an event loop runs in this thread: `await aiogpu.init()` there.
+        NodeError: the program already has a node, the node cannot start, or the call
+            was made in a task.
+        MisuseError: an event loop is running in this thread; use `aiogpu.init()`.
     """
     from aiogpu.api import node, portal
 
     what = "aiogpu.sync.init()"
-    way = portal.portal_for(what, opens=True)
-    if way is None:
+    loop_portal = portal.portal_for(what, opens=True)
+    if loop_portal is None:
         from aiogpu.client.current import error_inside_task
 
         raise error_inside_task(what)
     try:
-        opened = way.run(what, lambda: node.init(**options))
+        opened = loop_portal.run(what, lambda: node.init(**options))
     except NodeRunningError as error:
-        told = str(error).replace("`await aiogpu.", "`aiogpu.sync.")
-        raise NodeRunningError(told) from None
+        message = str(error).replace("`await aiogpu.", "`aiogpu.sync.")
+        raise NodeRunningError(message) from None
     except BaseException:
         if portal.portal_to_program(what) is None:
             portal.close_own_loop()
         raise
-    return portal.SyncNode(way, opened)
+    return portal.SyncNode(loop_portal, opened)
 
 
 def is_initialized() -> bool:
@@ -357,31 +362,31 @@ def is_initialized() -> bool:
 
 
 def _node(what: str) -> SyncNode:
-    """The program's node; one is opened if there is none."""
+    """Return the program's node; open one if there is none."""
     from aiogpu.api import node, portal, session
 
-    way = portal.portal_for(what)
-    if way is None:
+    loop_portal = portal.portal_for(what)
+    if loop_portal is None:
         from aiogpu.client.current import error_inside_task
 
         raise error_inside_task(what)
-    mine = way.call(session.session_of_program, what)
-    way.run(what, mine.opened)
-    return portal.SyncNode(way, node.node_of(mine))
+    program = loop_portal.call(session.session_of_program, what)
+    loop_portal.run(what, program.opened)
+    return portal.SyncNode(loop_portal, node.node_of(program))
 
 
 def shutdown() -> None:
-    """Close this program's node, if it has one: stop its tasks, leave nothing behind.
+    """Close this program's node, if any: stop its tasks; leave no process or file.
 
     Raises:
-        NodeError: called in a task.
+        NodeError: the call was made in a task.
     """
     if is_initialized():
         _node("aiogpu.sync.shutdown()").shutdown()
 
 
 def status() -> NodeStatus:
-    """Return who holds which share of which device, what waits and why."""
+    """Return which tasks hold which devices, and which tasks wait for what."""
     return _node("aiogpu.sync.status()").status()
 
 
@@ -412,21 +417,23 @@ def get(handle: Sequence[Handle[R]], /, *, timeout: float | None = None) -> list
 
 
 def get(handle: Any, /, *, timeout: float | None = None) -> Any:
-    """Wait for the result of a handle, or for those of a list of handles.
+    """Wait for the result of a handle, or for the results of a list of handles.
 
-    Given an actor's handle, it waits until the actor was made, and returns the handle.
+    With the handle of an actor, wait until the actor is ready, and return the handle.
 
     Args:
-        handle: what `.remote()` gave, or a list of such.
-        timeout: seconds for all of them, 0 to look only; None waits for ever.
+        handle: a handle that `.remote()` returned, or a list of handles.
+        timeout: seconds for all handles together, 0 to return at once; None waits
+            without limit.
 
     Returns:
         The result, or a list of results in the order of the handles.
 
     Raises:
-        MisuseError: it is no handle, or an event loop runs in this thread.
-        Exception: what one of them has raised, as soon as it has; the others go on.
-        TaskTimeoutError: time was up; what was waited for goes on.
+        MisuseError: the argument is not a handle, or an event loop is running in this
+            thread.
+        Exception: the error of the first task that fails; the other tasks go on.
+        TaskTimeoutError: the time is up; the tasks go on.
     """
     if is_in_task():
         from aiogpu.api.results import wait as waiting
@@ -438,9 +445,9 @@ def get(handle: Any, /, *, timeout: float | None = None) -> Any:
 
 
 def put(value: R) -> Handle[R]:
-    """Keep a value, to hand it to many tasks without copying it for each.
+    """Store a value, to pass it to many tasks without a copy for each.
 
-    See `aiogpu.put`; this one gives the handle at once.
+    See `aiogpu.put`; this function returns the handle at once.
     """
     from aiogpu.api.calls import put as keep
 
@@ -459,7 +466,7 @@ def wait(
     num_returns: int = 1,
     timeout: float | None = None,
 ) -> tuple[list[Handle[R]], list[Handle[R]]]:
-    """Wait until so many of some handles have ended; gives these and the others.
+    """Wait until `num_returns` of the handles are done; return these and the others.
 
     See `aiogpu.wait` for the arguments and the errors.
     """
@@ -472,18 +479,20 @@ def wait(
         )
     from aiogpu.api.portal import checked_handles, unwrap
 
-    found = checked_handles("wait", handles)
+    proxies = checked_handles("wait", handles)
 
-    async def look() -> Any:
-        given = {unwrap(one): one for one in found}
-        parted = await waiting.wait([*given], num_returns=num_returns, timeout=timeout)
-        return tuple([given[one] for one in part] for part in parted)
+    async def wait_on_loop() -> Any:
+        proxy_of = {unwrap(proxy): proxy for proxy in proxies}
+        ready, pending = await waiting.wait(
+            [*proxy_of], num_returns=num_returns, timeout=timeout
+        )
+        return [proxy_of[h] for h in ready], [proxy_of[h] for h in pending]
 
-    return portal.run("aiogpu.sync.wait()", look)  # type: ignore[no-any-return]
+    return portal.run("aiogpu.sync.wait()", wait_on_loop)  # type: ignore[no-any-return]
 
 
 def as_completed(handles: Collection[Handle[R]], /) -> Iterator[Handle[R]]:
-    """Hand back handles one by one, each when it has ended; see `aiogpu.as_completed`.
+    """Yield handles one by one, as they end; see `aiogpu.as_completed`.
 
     Leaving the loop cancels no work.
     """
@@ -500,10 +509,10 @@ def as_completed(handles: Collection[Handle[R]], /) -> Iterator[Handle[R]]:
 
 
 def get_actor(name: str, namespace: str | None = None) -> SyncActorHandle[Any]:
-    """Return a handle to the living actor of that name; see `aiogpu.get_actor`.
+    """Return a handle to the living actor with this name; see `aiogpu.get_actor`.
 
     Raises:
-        ActorNameError: no actor has that name.
+        ActorNameError: no living actor has the name.
     """
     from aiogpu.api.actors import actor
 
@@ -513,8 +522,8 @@ def get_actor(name: str, namespace: str | None = None) -> SyncActorHandle[Any]:
         return cast("SyncActorHandle[Any]", actor.get_actor(name, namespace))
     from aiogpu.api.portal import SyncActorHandle
 
-    found = portal.run(what, lambda: actor.get_actor(name, namespace))
-    return SyncActorHandle(portal, found)
+    handle = portal.run(what, lambda: actor.get_actor(name, namespace))
+    return SyncActorHandle(portal, handle)
 
 
 def kill(actor: SyncActorHandle[Any], *, no_restart: bool = True) -> None:
@@ -538,20 +547,20 @@ def lease(**options: Any) -> Iterator[Lease]:
     """Hold resources for code of this process, for the time of a `with` block.
 
     `with aiogpu.sync.lease(num_gpus=1) as lease:`; the options are those of
-    `aiogpu.lease`, and `lease.environ`, `lease.ids` tell what is held.
+    `aiogpu.lease`. `lease.ids` and `lease.environ` identify the devices.
     """
     from aiogpu.api.reservation import lease as reserve
 
     what = "aiogpu.sync.lease()"
-    with _entered(what, lambda: reserve(**options)) as held:
-        yield held
+    with _entered(what, lambda: reserve(**options)) as reserved:
+        yield reserved
 
 
 @contextmanager
 def placement(
     bundles: Sequence[Mapping[str, Any]], **options: Any
 ) -> Iterator[Placement]:
-    """Hold bundles of resources that tasks use, for the time of a `with` block.
+    """Hold bundles of resources for tasks, for the time of a `with` block.
 
     `with aiogpu.sync.placement([{"num_gpus": 1}] * 2) as group:`, then
     `f.options(placement=group, bundle=0).remote()`; see `aiogpu.placement`.
@@ -565,33 +574,34 @@ def placement(
 
 @contextmanager
 def _entered(what: str, reserve: Callable[[], Any]) -> Iterator[Any]:
-    """Enter what is entered on a loop, and leave it at the end of the block."""
+    """Enter and leave an async context manager on the program's loop."""
     portal = _portal(what)
     if portal is None:
         raise MisuseError(
-            f"{what} is for programs; a task holds what it has asked for."
+            f"{what} is for programs. A task holds resources by its options, such as "
+            f"num_gpus=."
         )
-    made = portal.call(reserve)
-    yield portal.run(what, made.__aenter__)
-    portal.run(what, lambda: made.__aexit__(None, None, None))
+    manager = portal.call(reserve)
+    yield portal.run(what, manager.__aenter__)
+    portal.run(what, lambda: manager.__aexit__(None, None, None))
 
 
 _LATE: Final = ("ActorPool", "Executor", "Handle", "Queue", "ResultIterator")
-"""Names of a module that imports asyncio."""
+"""Public names of `api.portal`, which imports asyncio."""
 
 
 if not TYPE_CHECKING:
 
     def __getattr__(name):
-        """Load a late name; tell what to use in place of a name of Ray's."""
+        """Import a name of `_LATE`; for an unknown name suggest another."""
         from importlib import import_module
 
         if name in _LATE:
             return getattr(import_module("aiogpu.api.portal"), name)
-        if name.endswith("Error"):  # as `ray.exceptions` has them
-            found = getattr(import_module("aiogpu"), name, None)
-            if isinstance(found, type):
-                return found
+        if name.endswith("Error"):  # for programs that used `ray.exceptions`
+            error = getattr(import_module("aiogpu"), name, None)
+            if isinstance(error, type):
+                return error
         usage_errors = import_module("aiogpu.api.usage_errors")
         raise usage_errors.no_such_name(name, __all__, module=__name__)
 

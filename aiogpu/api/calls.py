@@ -2,9 +2,8 @@
 
 This module makes the kind of handle or stream that fits the running code, and builds
 the payload. On an inline node, plain code of a task has no event loop or runs one of
-its own; either way its node is the program's. Light to import, because workers load
-this file for nested calls: asyncio and the session are imported only where a program
-calls.
+its own; either way it uses the program's node. Light to import, because workers load
+this file for nested calls: only calls of a program import asyncio and the session.
 """
 
 from __future__ import annotations
@@ -43,18 +42,18 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Who serves the caller.
+# The caller's session.
 
 
 def session_of_caller(what: str = ".remote()") -> Session:
-    """The session of the program that the running code belongs to.
+    """Return the session of the program that the running code belongs to.
 
     Args:
         what: the call, for the error message.
 
     Raises:
         NoLoopError: no event loop is running in this thread.
-        NodeError: this is a task that has no node.
+        NodeError: the call was made in a task without a node.
     """
     import asyncio
 
@@ -82,7 +81,7 @@ def may_use(session: Session) -> bool:
 
 
 def submitter(returns: int, window: int) -> Callable[[FunctionSpec, bytes], Any]:
-    """Return what submits tasks in this process, and returns as `results_for` does."""
+    """Return the function that submits tasks in this process; see `results_for`."""
     if current.client is not None:
         return partial(_submit, returns, lambda: TaskCaller(client_of_task()))
     if returns or window:
@@ -115,10 +114,10 @@ def _submit(
 
 
 def _caller(what: str = ".remote()") -> TaskCaller | Session:
-    """The session or task client that makes handles for the running code.
+    """Return the session or task client that makes handles for the running code.
 
     Raises:
-        MisuseError: no task runs any more, only threads that it left behind.
+        MisuseError: the calling thread was left behind by a task that has ended.
     """
     client = client_of_caller()
     return session_of_caller(what) if client is None else TaskCaller(client)
@@ -127,18 +126,18 @@ def _caller(what: str = ".remote()") -> TaskCaller | Session:
 def request(
     client: Client,
     name: str,
-    ask: Callable[[Any], int],
+    send: Callable[[Any], int],
     returns: int = 0,
     window: int = 0,
 ) -> Any:
     """Make a request of the running task; see `results_for`.
 
-    `ask` sends the request for a receiver and returns its number.
+    `send` sends the request for a receiver and returns the request's number.
     """
     caller = TaskCaller(client)
 
     def start(receiver: Awaited) -> None:
-        receiver.task_id = ask(receiver)
+        receiver.task_id = send(receiver)
 
     return results_for(caller, name, caller, returns, window, start)
 
@@ -151,7 +150,7 @@ def results_for(
     window: int,
     start: Callable[[Awaited], object],
 ) -> Any:
-    """Make a call; returns its handle, a tuple of handles, or its stream.
+    """Make a call; return its handle, a tuple of handles, or its stream.
 
     Args:
         caller: makes the kind of handle that fits the calling code.
@@ -163,7 +162,7 @@ def results_for(
     """
     if window:
         stream = caller.new_stream(name, owner, window)
-        start(stream.inflow)
+        start(stream.items)
         return stream
     if returns:
         group = ResultGroup(caller, name, owner, returns)
@@ -185,11 +184,11 @@ class TaskCaller(NamedTuple):
 
     @property
     def remote_values(self) -> ValueStore | None:
-        """The store of values that another process keeps; None if there is none."""
+        """The store of values if another process keeps them, else None."""
         return self.client.remote_values
 
     def new_handle(self, name: str, owner: Any) -> Any:
-        """A handle that fits the running code; `owner` cancels the work."""
+        """Return a handle that fits the running code; `owner` cancels the work."""
         if not is_loop_running():
             return BlockingHandle(name, self.client, owner)
         import asyncio
@@ -200,7 +199,7 @@ class TaskCaller(NamedTuple):
         return ChildHandle(name, owner, loop, client.waits)
 
     def new_stream(self, name: str, _owner: Any, size: int) -> Any:
-        """A stream that fits the running code and may be `size` items ahead."""
+        """Return a stream that fits the running code, for up to `size` items ahead."""
         client = self.client
         if not is_loop_running():
             return BlockingStream(ItemBuffer(name, self, size), client)
@@ -215,7 +214,7 @@ class TaskCaller(NamedTuple):
         receiver.task_id = self.client.submit(func, payload, receiver)
 
     def demand(self, task: int, limit: int) -> None:
-        """Let a child yield so many items in all; see `StreamOwner`."""
+        """Let a child yield up to `limit` items in all; see `StreamOwner`."""
         self.client.demand(task, limit)
 
     def cancel(self, task: int) -> None:
@@ -223,7 +222,7 @@ class TaskCaller(NamedTuple):
         self.client.withdraw(task)
 
     async def why(self, name: str, task: int) -> NoReturn:
-        """Refuse: only the program asks why a task waits.
+        """Refuse the call: only the program can ask why a task waits.
 
         Raises:
             NodeError: always.
@@ -234,7 +233,7 @@ class TaskCaller(NamedTuple):
 class ResultGroup:
     """The receiver of a call with several results, and the owner of its handles.
 
-    Each result is a value of its own. The call is cancelled when all of its handles are
+    Each result is a separate value. The call is cancelled when all of its handles are
     cancelled.
 
     Attributes:
@@ -260,22 +259,22 @@ class ResultGroup:
 
     @property
     def task_id(self) -> int:
-        """The call's number, 0 before it is made."""
+        """The call's number; 0 before the call is made."""
         return self._number
 
     @task_id.setter
     def task_id(self, number: int) -> None:
-        """The call was made under this number."""
+        """Note the number of the call, also in each handle."""
         self._number = number
         for handle in self.handles:
-            handle.task_id = number  # some may have been shared before
+            handle.task_id = number  # a handle that was shared before needs it too
 
     def done(self) -> bool:
         """Return whether all handles have ended."""
         return all(handle.done() for handle in self.handles)
 
     def cancel(self, _task: int) -> None:
-        """One of the handles was cancelled; see `Owner`."""
+        """Note that one handle was cancelled; see `Owner`."""
         self._wanted -= 1
         if not self._wanted:
             self._owner.cancel(self._number)
@@ -285,39 +284,39 @@ class ResultGroup:
         return await self._owner.why(name, self._number)  # type: ignore[no-any-return]
 
     def receive_report(self, lost: int, payload: bytes) -> None:
-        """Let each handle read the report."""
+        """Give the report to each handle."""
         for handle in self.handles:
             handle.receive_report(lost, payload)
 
     def settle(self, outcome: Outcome) -> None:
-        """The call has ended: settle each handle with its part; see `Receiver`."""
+        """Settle each handle with its part of the outcome; see `Receiver`."""
         if isinstance(outcome, bytes):
             parts = outcome.parts if type(outcome) is Payload else ()
             if len(parts) == len(self.handles):
                 for handle, part in zip(self.handles, parts, strict=True):
                     handle.settle(part)
                 return
-            outcome = InternalError(f"{self!r} came as {len(parts)}")
+            outcome = InternalError(f"{self!r} got {len(parts)} results")
         for handle in self.handles:
             handle.settle(outcome)
-        # Of several handles, asyncio warns of one whose error nobody retrieves.
+        # If no error is retrieved, asyncio should warn of one handle only.
         for handle in self.handles[1:]:
             if handle.done() and not handle.cancelled():
                 handle.exception()
 
 
-# Values of `put`, and handles that came in a pickle.
+# Values of `put`, and handles inside pickles.
 
 
-NOT_ASKED: Final = -1
-"""In place of a question's number, for a value that is here already."""
+NOT_REQUESTED: Final = -1
+"""`task_id` of a value that is in this process and need not be requested."""
 
 
 def restore_handle(identity: int, name: str, value: Any = None) -> Any:
-    """Unpickle a handle, in any process; or make another one for the running loop.
+    """Unpickle a handle, in any process; or make another handle for the running loop.
 
     Args:
-        identity: id of the value that the handle stands for.
+        identity: id of the value behind the handle.
         name: name of its task.
         value: the value, if this process has it; None to take it from the payload.
     """
@@ -334,7 +333,7 @@ HandleBase.restore = restore_handle
 
 
 def _handle_of(caller: TaskCaller | Session, name: str, reference: Any) -> Any:
-    """The kind of handle that fits here, for a value that is known by a reference."""
+    """Return the kind of handle that fits the running code, for a reference."""
     remote_values = caller.remote_values
     owner = RestoredOwner(reference, caller)
     if remote_values is None or not is_loop_running():
@@ -353,8 +352,8 @@ def _handle_of(caller: TaskCaller | Session, name: str, reference: Any) -> Any:
     return handle
 
 
-class Putting(Generic[T]):
-    """The result of `put`; `await` it, or pass it to `get`, for the value's handle."""
+class PendingPut(Generic[T]):
+    """The result of `put`; `await` it, or pass it to `get`, to get the handle."""
 
     __slots__ = ("handle",)
 
@@ -362,12 +361,13 @@ class Putting(Generic[T]):
         self.handle = handle
 
     def __repr__(self) -> str:
-        return f"<Putting {self.handle!r}>"
+        return f"<PendingPut {self.handle!r}>"
 
     def __reduce__(self) -> NoReturn:
         raise MisuseError(
-            "put() gives no handle before it is awaited; write `handle = await "
-            "aiogpu.put(value)`, in a plain task `aiogpu.get(aiogpu.put(value))`."
+            "the result of put() must be awaited before it is passed on; write `handle "
+            "= await aiogpu.put(value)`, in a plain task `handle = "
+            "aiogpu.get(aiogpu.put(value))`."
         )
 
     def __await__(self) -> Generator[Any, None, Handle[T]]:
@@ -375,28 +375,28 @@ class Putting(Generic[T]):
         return self.handle  # type: ignore[no-any-return]
 
 
-def put(value: T) -> Putting[T]:
-    """Keep a value, to hand it to many tasks without copying it for each.
+def put(value: T) -> PendingPut[T]:
+    """Store a value, to pass it to many tasks without a copy for each.
 
-    `handle = await aiogpu.put(value)`; in a plain function of a task
-    `handle = aiogpu.get(aiogpu.put(value))`. The value is what it was at the call,
-    whatever becomes of the object. Large buffers (arrays) lie in shared memory, where
-    tasks on this machine see them read-only and without a copy. It is freed with the
-    last handle to it.
+    `handle = await aiogpu.put(value)`; in a plain function that runs as a task
+    `handle = aiogpu.get(aiogpu.put(value))`. Later changes of the object do not change
+    the stored value. Large buffers (arrays) are stored in shared memory, and tasks on
+    this machine use them without a copy, read-only. The value is freed when the last
+    handle to it is dropped.
 
     Args:
         value: any object that can be pickled.
 
     Raises:
-        MisuseError: it is a handle already.
-        SerializationError: with the path to what cannot be pickled.
-        ObjectMemoryError: there is no room for it.
-        NoLoopError: no event loop is running here, and this is no task.
+        MisuseError: the value is a handle.
+        SerializationError: the value cannot be pickled; names the path to the cause.
+        ObjectMemoryError: there is no room for the value.
+        NoLoopError: called neither on an event loop nor in a task.
     """
     if hasattr(type(value), HANDLE_MARK):
         raise MisuseError(
-            f"aiogpu.put() was given {value!r}, which is a handle already: pass it to "
-            f"tasks as it is, or put what it gives: `aiogpu.put(await handle)`."
+            f"aiogpu.put() was given {value!r}, which is already a handle: pass it to "
+            f"tasks as it is, or put its value: `aiogpu.put(await handle)`."
         )
     payload = dump_result(value, PUT)
     if isinstance(payload, PickledValue):
@@ -412,9 +412,9 @@ def put(value: T) -> Putting[T]:
         reference.settle(payload)
     handle = _handle_of(caller, PUT_NAME, reference)
     if caller.remote_values is not None:
-        handle.task_id = NOT_ASKED
+        handle.task_id = NOT_REQUESTED
     handle.settle(payload)
-    return Putting(handle)
+    return PendingPut(handle)
 
 
 # Payloads.
@@ -426,9 +426,9 @@ def packed_call(
     kwargs: Mapping[str, object],
     outgoing: PickledValue,
 ) -> bytes:
-    """The payload of arguments that contain handles, actors or large buffers.
+    """Return the payload of arguments that contain handles, actors or large buffers.
 
-    Warns and names `put` if the same large object is passed again and again.
+    Warn, and suggest `put`, if the same large object is passed again and again.
 
     Args:
         name: name of the function.
@@ -440,9 +440,9 @@ def packed_call(
         Exception: see `packed`.
     """
     payload = packed(outgoing)
-    size = len(outgoing.stream) + sum(one.nbytes for one in outgoing.buffers)
+    size = len(outgoing.stream) + sum(buffer.nbytes for buffer in outgoing.buffers)
     if size >= WARNED_FROM and not (type(payload) is Payload and payload.is_shown):
-        # Late: most programs never need it.
+        # Imported late: most programs never need it.
         from aiogpu.serialization.large_arguments import repeated
 
         repeated.note(name, args, kwargs)
@@ -450,13 +450,13 @@ def packed_call(
 
 
 def packed(outgoing: PickledValue) -> bytes:
-    """The payload of a pickle with handles, actors or large buffers.
+    """Return the payload of a pickle with handles, actors or large buffers.
 
     Raises:
-        MisuseError: a handle among them belongs to another event loop.
-        ObjectMemoryError: there is no room for them.
-        SerializationError: they are too large.
-        NoLoopError: no event loop is running here.
+        MisuseError: a handle belongs to another event loop.
+        ObjectMemoryError: there is no room for the buffers.
+        SerializationError: the pickle is too large.
+        NoLoopError: no event loop is running in this thread.
     """
     if current.client is not None:
         return current.client.pack(outgoing)

@@ -1,6 +1,6 @@
-"""`@remote` and `@method`: what they make of a function, a class or a method.
+"""The decorators `@remote` and `@method`.
 
-Light on purpose, as `api.remote_function` is: user modules bring this file into every
+Light to import, as `api.remote_function` is: user modules load this file in every
 worker.
 """
 
@@ -36,7 +36,7 @@ from aiogpu.api.remote_function import (
     RemoteFunction,
     RemoteGenerator,
     kind_of,
-    made,
+    new_remote_function,
 )
 from aiogpu.errors import MisuseError, OptionError
 
@@ -103,17 +103,17 @@ def remote(**options: Unpack[AnyKeywords]) -> RemoteDecorator: ...
 
 
 def remote(function: Any = None, /, **options: Any) -> Any:
-    """Make a function or a class remote: `@remote`, or `@remote(num_gpus=0.25)`.
+    """Decorator: run a function in workers, or make actors of a class.
 
     Args:
-        function: a plain function, an `async def`, a generator of either kind, or
-            the class of an actor.
-        **options: those of a task or of an actor; docs/options.md lists them with their
-            defaults.
+        function: a plain function, an `async def`, a generator of either kind, or a
+            class.
+        **options: options of a task or an actor, such as `num_gpus=0.25`;
+            docs/options.md lists them with their defaults.
 
     Raises:
         OptionError: an option is unknown or invalid.
-        MisuseError: the argument is neither, or a function that cannot be a task.
+        MisuseError: the argument is not callable, or remote already.
     """
     _check_any(dict(options))
     if function is None:
@@ -127,7 +127,7 @@ def remote(function: Any = None, /, **options: Any) -> Any:
 
 
 def _check_any(options: dict[str, Any]) -> None:
-    """Refuse options of neither tasks nor actors, before the function is known."""
+    """Refuse options that neither tasks nor actors have, before `function` is known."""
     try:
         check_options(options)
     except OptionError:
@@ -155,7 +155,7 @@ def _decorate(function: object, options: dict[str, Any]) -> object:
         raise MisuseError(
             f"remote() was given {function!r}; give it a function, or options by name."
         )
-    return made(Definition(function), checked)
+    return new_remote_function(Definition(function), checked)
 
 
 # Methods.

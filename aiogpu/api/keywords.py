@@ -43,38 +43,40 @@ class Options(_Common, total=False):
     Attributes:
         num_cpus: CPUs, may be a fraction; default 1.
         num_gpus: below 1 a share of one GPU, otherwise whole GPUs; default 0.
-        memory: main memory, in bytes or "6GiB". Where memory runs short, a task that
-            uses more is ended first (`OutOfMemoryError`) and retried alone.
-        resources: other amounts by name: `{"license": 1}`, `{"neuron_cores": 2}`.
+        memory: main memory, in bytes or as a text such as "6GiB". When the machine
+            runs short of memory, a task that uses more than this is ended first
+            (`OutOfMemoryError`) and retried alone.
+        resources: amounts of other resources by name: `{"license": 1}`,
+            `{"neuron_cores": 2}`.
         accelerator_type: only devices of this type, such as "A100".
         gpu_where: only GPUs that meet all conditions: `{"memory": "40GiB",
             "compute_capability": "8.0", "name": "*H100*"}`; the first two are minimums.
         gpu_memory: memory on each GPU, with or instead of `num_gpus`: bytes, "6GiB", or
-            "share" for the part that `num_gpus` is. Frameworks are limited to it.
-        retry_oom: "exclusive": retry once on a GPU of its own after GPU memory ran out.
-        strategy: GPU for a share: "pack" (default), the fullest with room; or "spread",
-            the emptiest.
-        max_calls: calls of the function after which its worker ends, 0 for no limit;
-            default 1 with GPUs, else 0.
-        max_retries: retries after the death of the worker; default 3, -1 for no limit.
-        retry_exceptions: exceptions that cause a retry too: True for all, or classes.
-        num_returns: results of a call, each with a handle of its own; default 1.
+            "share" for the same fraction as `num_gpus`. Frameworks are limited to it.
+        retry_oom: "exclusive": when GPU memory runs out, retry once on a whole GPU.
+        strategy: which GPU a share is taken from: "pack" (default), the fullest GPU
+            with room; "spread", the emptiest.
+        max_calls: calls of the function before its worker process is replaced, 0 for no
+            limit; default 1 with GPUs, else 0.
+        max_retries: retries after the worker has died; default 3, -1 for no limit.
+        retry_exceptions: exceptions that also cause a retry: True for all, or classes.
+        num_returns: number of results, each with its own handle; default 1.
         max_buffered: items that a generator may be ahead of its consumer; default 64.
-        name: name in logs, errors and `status()`; default the function's.
-        priority: higher goes first; default 0.
-        timeout: seconds from `.remote()`, waits included, until the task is stopped;
-            default no limit.
-        run_timeout: seconds from the first line of its code until it is stopped; each
-            retry has all of it; default no limit.
-        cancel_grace: seconds from a cancel or a timeout to the kill of the process;
-            default that of `init`.
-        stop_grace: seconds to go on when program or node stop, while
-            `get_runtime_context().is_stopping` is True; default 0.
-        runtime_env: `{"env_vars": {"A": "1"}}`, variables of the worker.
-        lifetime: "detached": it may outlive the task that has started it.
-        placement: the `aiogpu.placement(...)` to run in. Without `num_cpus` it asks for
-            a CPU only if the bundle has one.
-        bundle: number of the bundle, from 0; default any that fits.
+        name: name in logs, errors and `status()`; default the function's name.
+        priority: tasks with a higher number start first; default 0.
+        timeout: seconds from `.remote()` until the task is stopped, time in the queue
+            included; default no limit.
+        run_timeout: seconds of running until the task is stopped; starts again with
+            each retry; default no limit.
+        cancel_grace: seconds between a cancel or timeout and the kill of the process;
+            default the `cancel_grace` of `init`.
+        stop_grace: seconds that the task may go on when the program or node stops;
+            `get_runtime_context().is_stopping` is True meanwhile; default 0.
+        runtime_env: `{"env_vars": {"A": "1"}}`, environment variables of the worker.
+        lifetime: "detached": the task may outlive the task that started it.
+        placement: the `aiogpu.placement(...)` to run in. Without `num_cpus` the task
+            asks for a CPU only if the bundle has one.
+        bundle: index of the bundle, from 0; default any bundle that fits.
     """
 
     retry_oom: RetryOom | None
@@ -95,23 +97,23 @@ class ActorKeywords(_Common, total=False):
     Counts are at most 2_147_483_647 (2**31 - 1).
 
     Attributes:
-        num_cpus: CPUs held for life; without it, one must be free to start the actor,
-            and none is held.
-        num_gpus, memory, resources, gpu_memory: as for a task, held for life.
+        num_cpus: CPUs held while the actor lives. By default one CPU must be free to
+            start the actor, and none is held.
+        num_gpus, memory, resources, gpu_memory: as for a task, held while the actor
+            lives.
         accelerator_type, gpu_where, strategy, priority: as for a task.
         runtime_env, placement, bundle: as for a task.
         name: name for `get_actor`; free again when the actor is dead.
         namespace: namespace of the name; default the program's own.
-        get_if_exists: return the living actor of that name, if there is one.
-        lifetime: "detached": it outlives its handles and its program, until it is
-            killed or its node ends.
-        max_restarts: restarts after the death of the process; default 0, -1 for no
-            limit.
-        max_task_retries: retries of a call that the death interrupted; default 0, -1
-            for no limit.
-        max_concurrency: calls at once: plain methods in threads (default 1), coroutine
-            methods interleaved (default 1000).
-        concurrency_groups: calls at once by name of a group, for
+        get_if_exists: return the living actor with this name, if there is one.
+        lifetime: "detached": the actor outlives its handles and its program, until it
+            is killed or its node ends.
+        max_restarts: restarts after the process has died; default 0, -1 for no limit.
+        max_task_retries: retries of a call that was running when the process died;
+            default 0, -1 for no limit.
+        max_concurrency: calls that run at once: plain methods in threads (default 1),
+            coroutine methods interleaved (default 1000).
+        concurrency_groups: calls that run at once in each named group, for
             `@aiogpu.method(concurrency_group=...)`.
     """
 
@@ -131,7 +133,7 @@ class MethodCallKeywords(TypedDict, total=False):
     """The options of a method's calls, as `actor.method.options(...)` takes them.
 
     Attributes:
-        num_returns: how many results a call has, each with a handle of its own.
+        num_returns: number of results, each with its own handle.
         concurrency_group: the group that runs the calls, one of the class's
             `concurrency_groups`.
     """
@@ -145,9 +147,8 @@ class MethodKeywords(MethodCallKeywords, total=False):
 
     Attributes:
         num_returns, max_buffered: as for a task.
-        run_timeout: seconds from the first line of its code until the caller gets
-            `TaskTimeoutError`; for a chunk of `map`, all its items together; default no
-            limit.
+        run_timeout: seconds of running until the caller gets `TaskTimeoutError`; a
+            chunk of `map` has this time for all its items together; default no limit.
         concurrency_group: one of the class's `concurrency_groups`.
     """
 

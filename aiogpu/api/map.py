@@ -1,15 +1,17 @@
 """`f.map(...)`: results one by one, with a bounded number of calls in flight.
 
-A call is *ahead* from its submission until the loop takes its result, so a slow loop
-holds back both the input and the work. The window keeps the calls that are ahead. It
-holds no reference to the user's `Results`, so that dropping those stops the work.
+A call is *ahead* from its submission until the consumer takes its result, so a slow
+consumer holds back both the input and the work. `MapWindow` keeps the calls that are
+ahead. It does not refer to the user's `Results`, so dropping the `Results` stops the
+work.
 
 With `chunk="auto"` a call should take about `TARGET` seconds, so that the cost of the
-call itself is negligible. The first call has one item; later ones have more, by the
-measured time of an item. That time includes pickling the item and unpickling its
+call itself is negligible. The first call has one item; the measured time of an item
+decides the size of later calls. That time includes pickling the item and unpickling its
 result on this loop, so large items make small chunks. A chunk that takes much longer
-than expected ends early, and its remaining items are submitted again. This module
-imports asyncio, so it is itself imported late.
+than expected ends early, and its remaining items are submitted again.
+
+Imported late, because it imports asyncio.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ from aiogpu.serialization.exceptions import RAISED, ChunkOutcome, unpack_failure
 from aiogpu.wire.messages import Failed
 
 TARGET: Final = 0.004
-"""Seconds that a call should take: a call costs up to 0.1 ms by itself."""
+"""Seconds that a call should take; the cost of a call is up to 0.1 ms."""
 
 
 LONGEST: Final = 0.05
@@ -46,15 +48,15 @@ LONGEST: Final = 0.05
 
 
 MOST: Final = 10_000
-"""Items in a call with an automatic size, at most."""
+"""Most items in a call with an automatic size."""
 
 
 CALLS: Final = 256
-"""Calls ahead if the user gives no limit; see `DEFAULT_LIMIT`."""
+"""Most chunks ahead if the user gives no limit; see `DEFAULT_LIMIT`."""
 
 
 SHARE: Final = 16
-"""Calls with an automatic size that fit in the user's limit, at least."""
+"""Fewest calls with an automatic size that the user's limit has room for."""
 
 
 FIRST: Final = 1
@@ -62,14 +64,14 @@ FIRST: Final = 1
 
 
 GROWTH: Final = 4
-"""How many times as many items as the measured call the next call may have."""
+"""Most items of the next call, as a multiple of the items of the measured call."""
 
 
 class Sizes:
     """Chooses the number of items of the next chunk.
 
     Attributes:
-        size: that number.
+        size: the number of items.
     """
 
     def __init__(self, most: int) -> None:
@@ -81,7 +83,7 @@ class Sizes:
         """Note that `count` items took `seconds`."""
         each = seconds / count
         if self._each is None or each > self._each:
-            # A slower item counts in full at once: a chunk must not take too long.
+            # Slower items count in full at once, so that no chunk takes too long.
             self._each = each
         else:
             self._each += (each - self._each) / 4
@@ -118,23 +120,23 @@ class Chunker:
         return self._fixed or self._sizes.size
 
     def send(self, items: tuple[Any, ...]) -> Handle[Any]:
-        """Submit a chunk; raises what `.remote()` raises."""
-        begun = perf_counter()
+        """Submit a chunk; raise the errors of `.remote()`."""
+        start = perf_counter()
         handle: Handle[Any] = self._remote._remote_chunk((self._seconds, *items))
-        self._sent[handle] = items, perf_counter() - begun
+        self._sent[handle] = items, perf_counter() - start
         return handle
 
     def open(
         self, handle: Handle[Any]
     ) -> tuple[list[Any], Exception | None, list[Handle[Any]]]:
-        """Unpack a chunk that has ended; raises its error if no item has a result.
+        """Unpack a chunk that has ended; raise its error if no item has a result.
 
         Returns:
-            The results, with errors among them if they are wanted; the error that
-            comes after them; and the calls submitted for the items that remain.
+            The results, which include errors with `return_exceptions`; the error that
+            comes after them, or None; and the calls submitted for remaining items.
         """
         items, seconds = self._sent.pop(handle, ((), 0.0))
-        begun = perf_counter()
+        start = perf_counter()
         try:
             result = handle.result()
         except Exception as failure:
@@ -144,7 +146,7 @@ class Chunker:
         if not items:
             return [result], None, []  # the retry of a single item
         outcome = ChunkOutcome(*result)
-        seconds += outcome.seconds + perf_counter() - begun
+        seconds += outcome.seconds + perf_counter() - start
         done = len(outcome.values)
         self._sizes.note(done or 1, seconds)
         calls: list[Handle[Any]] = []
@@ -152,9 +154,9 @@ class Chunker:
         if outcome.failure is not None:
             failed = Failed(*outcome.failure)
             error = unpack_failure(failed, self._remote.__name__)
-            again = self._remote._again_after(error) if failed.kind == RAISED else None
-            if again is not None:
-                calls.append(again.remote(rest[0]))
+            retried = self._remote._for_retry(error) if failed.kind == RAISED else None
+            if retried is not None:
+                calls.append(retried.remote(rest[0]))
             elif self._returns_exceptions:
                 values.append(error)
             else:
@@ -182,8 +184,8 @@ def check_chunk(chunk: object, limit: int | None) -> int | Literal["auto"] | Non
     chunk = whole_number("chunk", chunk, 1, allowed)
     if limit is not None and limit < chunk:
         raise OptionError(
-            f"limit={limit} has no room for a chunk of {chunk}: it counts items, not "
-            f"calls. For 16 calls ahead say limit={16 * chunk}."
+            f"limit={limit} has no room for a chunk of {chunk} items: it counts items, "
+            f"not calls. For 16 calls at once write limit={16 * chunk}."
         )
     return chunk if chunk > 1 else None
 
@@ -195,37 +197,37 @@ X_contra = TypeVar("X_contra", contravariant=True)
 
 
 class TakesOne(Protocol[X_contra, R]):
-    """A remote function or method that can be called with one argument."""
+    """A remote function or method that takes one argument."""
 
     @property
     def __name__(self) -> str:
-        """The name in errors."""
+        """The name for error messages."""
 
     def remote(self, argument: X_contra, /) -> Handle[R]:
         """Start the call."""
 
     def _remote_chunk(self, arguments: tuple[Any, ...]) -> Handle[Any]:
-        """Start a call of its `worker.chunk.Chunk` with these arguments."""
+        """Start a call of the function's `worker.chunk.Chunk`."""
 
 
 SLICE: Final = 4096
-"""Items that are read in one iteration of the event loop, if sent in chunks."""
+"""Most items that are read for chunks in one iteration of the event loop."""
 
 
 FILL_TIME: Final = 0.005
-"""Seconds that the first item of a chunk waits for more of an async iterable."""
+"""Seconds that the first item of a chunk waits for more from an async iterable."""
 
 
 _NOTHING: Final = object()
 
 
 class MapWindow(LoopSource, Generic[R]):
-    """The calls that are ahead of the loop, and the input for more calls.
+    """The calls that are ahead of the consumer, and the input for more calls.
 
     Attributes:
-        ahead: calls whose result was not taken.
-        waiter: settled when the asyncio task that waits should call `take` again.
-        reader: the task that reads an async iterable; `take` reads a plain one.
+        ahead: number of items whose result was not taken.
+        waiter: settled when the waiting asyncio task should call `take` again.
+        reader: the task that reads an async iterable; `take` reads a plain iterable.
     """
 
     def __init__(
@@ -260,13 +262,13 @@ class MapWindow(LoopSource, Generic[R]):
             self._plain = _iterator(iterable)
         self._error: BaseException | None = None
         self._room: asyncio.Future[None] | None = None
-        # The next results: all calls in order of the input, or those that have ended.
+        # If ordered, all calls in the order of the input; else the calls that ended.
         self._queue: deque[Handle[R]] = deque()
         self._unended: dict[Handle[R], None] = {}
 
     @property
     def is_through(self) -> bool:
-        """True if there are no further results."""
+        """True if there are no more results."""
         return not self.ahead and self._plain is None and self._async is None
 
     def take(self) -> Handle[R] | None:
@@ -295,7 +297,7 @@ class MapWindow(LoopSource, Generic[R]):
             self._room.set_result(None)
 
     def open(self, handle: Handle[Any]) -> tuple[list[Any], Exception | None]:
-        """Return the results of a chunk, and the error that comes after them.
+        """Return the results of a chunk, and the error that comes after them or None.
 
         The results count as ahead until they are released.
 
@@ -312,7 +314,7 @@ class MapWindow(LoopSource, Generic[R]):
         return values, error
 
     async def wait_for_change(self) -> None:
-        """Wait until `take` may return something else."""
+        """Wait until `take` may return a handle, or there are no more results."""
         self.waiter = self.loop.create_future()
         if self._has_more:
             self.loop.call_soon(self.notify)
@@ -329,7 +331,7 @@ class MapWindow(LoopSource, Generic[R]):
         if chunker is None:
             return self.ahead < self.limit  # type: ignore[operator]
         if chunker.partial:
-            return True  # room was checked when its first item was read
+            return True  # checked when the first item of the chunk was read
         if self.limit is None:
             return len(self._queue) + len(self._unended) < CALLS
         return self.ahead + chunker.size <= self.limit
@@ -385,7 +387,7 @@ class MapWindow(LoopSource, Generic[R]):
             self._filling = self.loop.call_later(FILL_TIME, self._flush_late)
 
     def _flush(self) -> None:
-        """Submit the items that wait for a full chunk."""
+        """Submit the items that wait for their chunk to fill."""
         if self._filling is not None:
             self._filling.cancel()
             self._filling = None
@@ -418,7 +420,7 @@ class MapWindow(LoopSource, Generic[R]):
             self.notify()
 
     def cancel(self) -> None:
-        """Cancel the calls ahead, newest first, so that none starts meanwhile."""
+        """Cancel the calls ahead, newest first, so that no queued call starts."""
         if self.is_over:
             return
         self.is_over = True
@@ -434,39 +436,38 @@ class MapWindow(LoopSource, Generic[R]):
         if self.reader is not None:
             self.reader.cancel()
         for handle in reversed(handles):
-            # For a call that has ended this marks its error as retrieved.
+            # If the call has ended, this marks its error as retrieved.
             handle.cancel()
         self.notify()
 
 
 def _iterator(iterable: Iterable[Any]) -> Iterator[Any]:
     if hasattr(iterable, "__await__"):
-        # A handle has an `__iter__` too, which is not meant for `for` loops.
+        # A handle has an `__iter__` too, but not for `for` loops.
         raise MisuseError(
-            f"map() was given {iterable!r}, whose value is still to come; write "
-            f"`await` before it."
+            f"map() was given {iterable!r}, which must be awaited first; write "
+            f"`f.map(await ...)`."
         )
     try:
         return iter(iterable)
     except TypeError as error:
         raise MisuseError(
-            f"map() was given {iterable!r}, which is neither an iterable nor an async "
-            f"iterable ({error})."
+            f"map() takes an iterable or an async iterable, not {iterable!r} ({error})."
         ) from error
 
 
 DEFAULT_LIMIT: Final = 256
-"""Calls ahead if the user gives no limit. Enough for a task on each slot of a node with
-a hundred cores and as many in the queue, few enough to hold in memory. On two cores,
-four times as many make empty calls no faster."""
+"""Calls ahead if the user gives no limit: enough to keep a node with a hundred cores
+busy with as many tasks queued, and few enough to hold in memory. On two cores, a limit
+four times as high does not make empty calls faster."""
 
 
 class Results(IteratedOnLoop, EnteredOnLoop, IteratedOnce[R]):
     """The results of `f.map(...)`, by `async for`; made by `RemoteFunction.map`.
 
-    `async with f.map(...) as results:` stops calls that still run at the end of its
-    block. Otherwise they are stopped when the last reference to the results goes, for
-    `async for r in f.map(...)` at the end of the loop.
+    `async with f.map(...) as results:` cancels the remaining calls at the end of its
+    block. Otherwise they are cancelled when the last reference to the results is
+    dropped: in `async for r in f.map(...)` at the end of the loop.
     """
 
     THROUGH = "have been iterated to their end"
@@ -532,8 +533,8 @@ class Results(IteratedOnLoop, EnteredOnLoop, IteratedOnce[R]):
         """
         if self._total is None:
             raise TypeError(
-                f"what {self._name} is mapped over has no len(), so nobody knows how "
-                f"many results will come."
+                f"the iterable of {self._name}.map() has no len(), so the number of "
+                f"results is unknown."
             )
         return self._total
 
@@ -580,8 +581,8 @@ class Results(IteratedOnLoop, EnteredOnLoop, IteratedOnce[R]):
         super()._end_by(error)
         if isinstance(error, StopAsyncIteration):
             raise TaskError(
-                f"{self._name} or what it is mapped over raised StopAsyncIteration; as "
-                f"such it would end the loop as if all results had come.",
+                f"{self._name} or its iterable raised StopAsyncIteration, which would "
+                f"end the loop as if all results had come.",
                 "StopAsyncIteration",
             ) from error
 
@@ -594,7 +595,7 @@ class Results(IteratedOnLoop, EnteredOnLoop, IteratedOnce[R]):
         self._check_alone(f"result of {self._name}")
 
     async def aclose(self) -> None:
-        """Cancel the calls that still run; idempotent.
+        """Cancel the remaining calls; idempotent.
 
         Returns when the reader of an async iterable has ended. A loop over these
         results in another asyncio task ends.
@@ -612,8 +613,8 @@ class Results(IteratedOnLoop, EnteredOnLoop, IteratedOnce[R]):
 
     def _refuse(self) -> NoReturn:
         raise MisuseError(
-            f"these results of {self._name} {self._ended}, and are iterated once; "
-            f"call {self._name}.map(...) again for others."
+            f"these results of {self._name} {self._ended}, and can be iterated only "
+            f"once; call {self._name}.map(...) again."
         )
 
 
@@ -622,6 +623,6 @@ def _check_returns(remote: Any) -> None:
     returns = getattr(remote, "_returns", 0) or getattr(method, "returns", 0)
     if returns:
         raise MisuseError(
-            f"{remote.__name__} has num_returns={returns}, and a map gives one result "
-            f"for each item; say num_returns=1, and each is a tuple."
+            f"{remote.__name__} has num_returns={returns}, but map() has one result "
+            f"for each item; write num_returns=1 to get tuples."
         )

@@ -47,12 +47,12 @@ FOREIGN: Final = ("ignore", "avoid", "wait")
 
 
 AUTO = "auto"
-"""In `preload`: modules that turn out to be slow to import in workers."""
+"""Stands in `preload` for modules that turn out to be slow to import in workers."""
 
 
-def check_node_options(**given: object) -> NodeOptions:
+def check_node_options(**options: object) -> NodeOptions:
     """Check the options of a node; raises `OptionError`."""
-    checked = {name: check(name, given[name]) for name, check in CHECKS.items()}
+    checked = {name: check(name, options[name]) for name, check in CHECKS.items()}
     modules = checked.pop("preload")
     return NodeOptions(
         preload=tuple(name for name in modules if name != AUTO),
@@ -75,9 +75,9 @@ def _check_preload(option: str, value: object) -> tuple[str, ...]:
         or not all(isinstance(name, str) and name for name in value)
     ):
         raise OptionError(
-            f"{option}={value!r} must be a sequence of module names, such as "
-            f"preload=('numpy',), or 'auto', or a sequence that holds 'auto' too; "
-            f"preload=() is for no module at all."
+            f"{option}={value!r} must be 'auto' or a sequence of module names, such as "
+            f"preload=('numpy',), which may contain 'auto'; preload=() imports no "
+            f"modules."
         )
     return tuple(value)
 
@@ -88,11 +88,14 @@ def _check_directory(option: str, value: object) -> str:
         raise OptionError(f"{option}={value!r} must be the path of a directory.")
     if not os.path.isdir(path):
         raise OptionError(
-            f"{option}={value!r}: there is no such directory; make it, or leave the "
-            f"option out for the system's temporary one."
+            f"{option}={value!r}: there is no such directory. Create it, or leave the "
+            f"option out to use the system's temporary directory."
         )
     if not os.access(path, os.W_OK | os.X_OK):
-        raise OptionError(f"{option}={value!r}: this user may not write there.")
+        raise OptionError(
+            f"{option}={value!r}: this user cannot write to the directory. Give "
+            f"another, or change its permissions."
+        )
     return os.path.abspath(path)
 
 
@@ -100,8 +103,8 @@ def _check_gpu_memory(option: str, value: object) -> int:
     size = memory_size(option, value)
     if size == 0:
         raise OptionError(
-            f"init({option}={value!r}): a GPU without memory serves nobody; give "
-            f'that of each GPU, such as gpu_memory="80GiB", or leave it out.'
+            f"init({option}={value!r}): a GPU must have memory; give the memory of "
+            f'each GPU, such as gpu_memory="80GiB", or leave the option out.'
         )
     return size
 
@@ -117,21 +120,18 @@ CHECKS: Final[dict[str, Check]] = {
     "gpu_memory": optional(_check_gpu_memory, None),
     "gpu_memory_enforce": check_flag,
     "foreign": choice(
-        "'ignore', 'avoid' or 'wait'. Where processes outside of aiogpu are on a "
-        "device, 'avoid' has others chosen first, and 'wait' waits until they have "
-        "gone",
+        "'ignore', 'avoid' or 'wait'. When processes outside aiogpu use a device, "
+        "'avoid' prefers other devices, and 'wait' waits until they are gone",
         *FOREIGN,
     ),
-    "mps": choice(
-        "'auto', to use an MPS server where one runs, or 'off'", "auto", "off"
-    ),
+    "mps": choice("'auto' (use an MPS server if one runs) or 'off'", "auto", "off"),
     "cpu_affinity": choice(
-        "'auto', to keep workers on CPUs near their GPUs, or 'off'", "auto", "off"
+        "'auto' (keep workers on CPUs near their GPUs) or 'off'", "auto", "off"
     ),
     "preload": _check_preload,
     "log_to_driver": check_flag,
     "cancel_grace": check_seconds,
-    "spare_workers": whole(0, "a whole number from 0, for none", MOST_SPARES),
+    "spare_workers": whole(0, "a whole number, 0 for none", MOST_SPARES),
     "memory": optional(memory_size, None),
     "memory_guard": check_flag,
     "object_memory": optional(memory_size, None),
@@ -170,7 +170,7 @@ class Node(EnteredOnLoop):
         return self._session.is_open
 
     async def status(self) -> NodeStatus:
-        """Return who holds what, what waits and why; see `aiogpu.status`."""
+        """Return which tasks hold or wait for what; see `aiogpu.status`."""
         return await self._session.engine.status()
 
     async def why(self, task_id: int) -> Why:
@@ -186,10 +186,10 @@ class Node(EnteredOnLoop):
         return await self._session.engine.available()
 
     async def shutdown(self, at_once: bool = False) -> None:
-        """Close the node: stop its tasks, leave nothing behind.
+        """Close the node: stop its tasks; leave no process or file.
 
         Args:
-            at_once: give running tasks no time to stop by themselves.
+            at_once: True to give running tasks no time to stop by themselves.
         """
         await self._session.shutdown(at_once)
 
@@ -206,7 +206,7 @@ def node_of(session: Session) -> Node:
 
 
 async def why(task_id: int) -> Why:
-    """Return why a task waits, or its state if it does not; `print` shows it in words.
+    """Return why a task waits, or its state if it does not; `print` explains it.
 
     `handle.why()` returns the same. Actors have task numbers too.
 
@@ -215,8 +215,8 @@ async def why(task_id: int) -> Why:
 
     Raises:
         OptionError: `task_id` is not a number.
-        NoSuchTaskError: the node has no such task, or knows it no more: it keeps the
-            last 10 000 that have ended, and a Ray cluster keeps none.
+        NoSuchTaskError: the node has no record of such a task. A node keeps records of
+            the last 10 000 tasks that ended, a Ray cluster of none.
         NodeError: called inside a task.
     """
     return await _why(None, task_id)
@@ -226,23 +226,24 @@ async def _why(session: Session | None, task_id: int) -> Why:
     """Return why a task of a session's node waits."""
     if not isinstance(task_id, int) or isinstance(task_id, bool) or task_id < 0:
         raise OptionError(
-            f"aiogpu.why({task_id!r}) asks for a task's number, such as 12; "
-            f"aiogpu.status() shows the numbers of those that run and wait. Of a "
-            f"handle ask `await handle.why()`."
+            f"aiogpu.why({task_id!r}): the argument must be a task's number, such as "
+            f"12; aiogpu.status() lists them. For a handle write `await handle.why()`."
         )
-    engine = await asked("aiogpu.why()") if session is None else session.engine
-    told = await engine.why_task(task_id)
-    if told is None:
+    engine = (
+        await engine_of_program("aiogpu.why()") if session is None else session.engine
+    )
+    answer = await engine.why_task(task_id)
+    if answer is None:
         raise no_such_task(task_id, "aiogpu.status()")
-    return told
+    return answer
 
 
 def no_such_task(task_id: int, shows: str) -> NoSuchTaskError:
-    """Make the error for a number that no task has; `shows` is what lists them."""
+    """Return the error for an unknown task number; `shows` is what lists tasks."""
     return NoSuchTaskError(
-        f"this node knows no task {task_id}. Either it never had one, or the task has "
-        f"ended and its record is gone: a node keeps the last 10 000. {shows} shows "
-        f"the tasks that wait or run."
+        f"this node has no task {task_id}. Either there never was one, or it ended and "
+        f"its record is gone: a node keeps records of the last 10 000 ended tasks. "
+        f"{shows} shows the tasks that wait or run."
     )
 
 
@@ -256,7 +257,7 @@ class Opening(EnteredOnLoop):
         self._options = options
         self._ignore_reinit_error = ignore_reinit_error
         self._is_used = False
-        self._mine: Session | None = None
+        self._opened: Session | None = None
 
     def _as_called(self) -> str:
         return "aiogpu.init(...)"
@@ -264,7 +265,7 @@ class Opening(EnteredOnLoop):
     if not TYPE_CHECKING:
 
         def __enter__(self) -> NoReturn:
-            self._is_used = True  # the error needs no warning beside it
+            self._is_used = True  # no warning in addition to the error
             super().__enter__()
 
     def __await__(self) -> Generator[Any, None, Node]:
@@ -274,8 +275,8 @@ class Opening(EnteredOnLoop):
         return await self._open()
 
     async def __aexit__(self, kind: object, error: Any, trace: object) -> None:
-        if self._mine is not None:
-            await self._mine.leave(error)
+        if self._opened is not None:
+            await self._opened.leave(error)
 
     async def _open(self) -> Node:
         self._is_used = True
@@ -289,20 +290,21 @@ class Opening(EnteredOnLoop):
             if self._ignore_reinit_error:
                 await session.opened()
                 return node_of(session)
-            opened_by, told = session.opened_by, "."
+            opened_by, origin = session.opened_by, "."
             if opened_by:
-                told = (
-                    f", which an earlier {opened_by} has opened with the defaults. "
-                    f"Call init() before that."
+                origin = (
+                    f", which an earlier {opened_by} opened with default options. Call "
+                    f"init() before {opened_by}."
                 )
             raise NodeRunningError(
-                f"this event loop has a node already{told} Write `await "
+                f"this event loop already has a node{origin} Write `await "
                 f"aiogpu.shutdown()` before another init(), or "
-                f"init(ignore_reinit_error=True) to share it."
+                f"init(ignore_reinit_error=True) to share the node."
             )
-        session = self._mine = start_session(self._address, self._options, loop)
+        session = self._opened = start_session(self._address, self._options, loop)
         try:
-            await asyncio.sleep(0)  # a process is on its way, which takes longer
+            # The node starts a process, which takes longer than this import.
+            await asyncio.sleep(0)
             from aiogpu.api import calls  # noqa: F401
 
             await session.opened()
@@ -344,46 +346,50 @@ def init(
     spill_directory: str | os.PathLike[str] | None = None,
     ignore_reinit_error: bool = False,
 ) -> Opening:
-    """Open a node for this event loop: `await` it, or `async with` it.
+    """Open a node for this event loop: `await` the call, or use `async with`.
 
     Args:
-        address: "local", "auto" or a socket's path to join a running node, "inline"
-            for tests, "ray"; None: AIOGPU_ADDRESS, else "local".
-        num_cpus: CPUs to share out; None: those that this process may use.
-        num_gpus: GPUs to share out, may exceed the real ones; None: those detected.
-        resources: by name: custom ones, `{"license": 2}`, or `{"neuron_cores": 4}`.
-        accelerator_type: type of GPUs that were not detected, such as "A100".
-        gpu_memory: memory of each GPU that was not detected, such as "80GiB".
+        address: "local"; "auto" or the path of a socket to join a running node;
+            "inline" for tests; "ray". Default AIOGPU_ADDRESS if set, else "local".
+        num_cpus: CPUs of the node; default those that this process may use.
+        num_gpus: GPUs of the node, may exceed the real ones; default those detected.
+        resources: amounts of other resources by name: `{"license": 2}`,
+            `{"neuron_cores": 4}`.
+        accelerator_type: type of GPUs that are not detected, such as "A100".
+        gpu_memory: memory of each GPU that is not detected, such as "80GiB".
         gpu_memory_enforce: end a task that uses more `gpu_memory` than it asked for;
             default False.
-        foreign: processes of others on a device: "ignore" them (default), "avoid" the
-            device, or "wait" until they are gone.
-        mps: "off" (default), or "auto": limit shares by an MPS server where one runs.
+        foreign: what to do about processes outside aiogpu on a device: "ignore" them
+            (default), "avoid" the device, or "wait" until they are gone.
+        mps: "off" (default), or "auto" to limit shares by an MPS server if one runs.
         cpu_affinity: "auto" (default) keeps workers on CPUs near their GPUs, or "off".
-        preload: modules imported before workers fork; default "auto", those that are
-            slow to import.
+        preload: modules to import before workers fork; default "auto", modules that
+            turn out to be slow to import.
         log_to_driver: show what tasks print, line by line; default True.
-        cancel_grace: seconds, above 0, from a task's cancel to the kill of its process;
-            default 2.
+        cancel_grace: seconds, above 0, between the cancel of a task and the kill of its
+            process; default 2.
         spare_workers: processes kept ready for tasks that need a fresh one; default 2.
-        memory: bytes or "64GiB" for tasks that ask; None: 95 % of what there is.
-        memory_guard: end the largest task before memory runs out and retry it alone;
+        memory: main memory for tasks that ask for some, in bytes or as "64GiB"; default
+            95 % of the machine's.
+        memory_guard: before memory runs out, end the largest task and retry it alone;
             default True.
-        object_memory: bytes or "8GiB" for large values; None: 30 % of what there is.
-        spill_directory: for values beyond that; None: the temporary directory.
+        object_memory: memory for large values, in bytes or as "8GiB"; default 30 % of
+            the machine's.
+        spill_directory: directory for values beyond `object_memory`; default the
+            system's temporary directory.
         ignore_reinit_error: return this loop's node if it already has one; default
             False.
 
     Raises:
-        OptionError: an option is invalid; or, at the await, asks for more than the
-            node has that this program joins.
-        NodeError: at the await; this loop has a node already, or it cannot start.
-        DeviceError: at the await; CUDA_VISIBLE_DEVICES names devices that do not exist.
+        OptionError: an option is invalid; or, at the await, it asks for more than the
+            joined node has.
+        NodeError: at the await: this loop already has a node, or the node cannot start.
+        DeviceError: at the await: CUDA_VISIBLE_DEVICES names devices that do not exist.
     """
-    given = dict(locals())
-    where = check_text("address", given.pop("address")) or default_address()
-    shared = check_flag("ignore_reinit_error", given.pop("ignore_reinit_error"))
-    return Opening(where, check_node_options(**given), shared)
+    options = dict(locals())
+    where = check_text("address", options.pop("address")) or default_address()
+    shared = check_flag("ignore_reinit_error", options.pop("ignore_reinit_error"))
+    return Opening(where, check_node_options(**options), shared)
 
 
 def is_initialized() -> bool:
@@ -401,7 +407,7 @@ def is_initialized() -> bool:
 
 
 async def shutdown() -> None:
-    """Close this loop's node, if it has one: stop its tasks, leave nothing behind."""
+    """Close this loop's node, if any: stop its tasks; leave no process or file."""
     session = session_of(asyncio.get_running_loop())
     if session is not None:
         await session.shutdown()
@@ -413,7 +419,7 @@ async def cluster_resources() -> dict[str, float]:
     Raises:
         NodeError: called inside a task.
     """
-    return await (await asked("aiogpu.cluster_resources()")).total()
+    return await (await engine_of_program("aiogpu.cluster_resources()")).total()
 
 
 async def available_resources() -> dict[str, float]:
@@ -422,23 +428,23 @@ async def available_resources() -> dict[str, float]:
     Raises:
         NodeError: called inside a task.
     """
-    return await (await asked("aiogpu.available_resources()")).available()
+    return await (await engine_of_program("aiogpu.available_resources()")).available()
 
 
 async def status() -> NodeStatus:
-    """Return who holds which share of which device, what waits and why.
+    """Return which tasks hold which devices, and which tasks wait for what.
 
-    `print` shows it in words. All tasks that have a worker are listed, and the first
-    100 that wait; `waiting_count` and `shapes` count all of them.
+    `print` shows the status as text. It lists all tasks that have a worker, and the
+    first 100 that wait; `waiting_count` and `shapes` count all of them.
 
     Raises:
         NodeError: called inside a task.
     """
-    return await (await asked("aiogpu.status()")).status()
+    return await (await engine_of_program("aiogpu.status()")).status()
 
 
-async def asked(what: str) -> Engine:
-    """Return the engine of this loop's node, once it is open."""
+async def engine_of_program(what: str) -> Engine:
+    """Return the engine of this loop's node once the node is open."""
     session = session_of_program(what)
     await session.opened()
     return session.engine

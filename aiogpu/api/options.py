@@ -101,15 +101,15 @@ def check_kinds(num_gpus: int, gpu_memory: int, resources: Mapping[str, int]) ->
         return
     from aiogpu.accelerators.registry import KNOWN
 
-    asked = ["num_gpus"] if num_gpus else ["gpu_memory"] if gpu_memory else []
-    asked += (
+    options = ["num_gpus"] if num_gpus else ["gpu_memory"] if gpu_memory else []
+    options += (
         f"resources[{entry.kind!r}]" for entry in KNOWN if resources.get(entry.kind)
     )
-    if len(asked) > 1:
+    if len(options) > 1:
         raise OptionError(
-            f"{' and '.join(asked)} are asked for in one request: a process has the "
-            f"devices of one vendor, whose runtime takes hold of it. Ask for one of "
-            f"them here, and for the other in a task or actor of its own."
+            f"{' and '.join(options)} ask for devices of different vendors, and a "
+            f"process can use the devices of only one. Use a separate task or actor "
+            f"for each vendor."
         )
 
 
@@ -132,10 +132,14 @@ def _named(option: str, value: object) -> Iterator[tuple[str, object]]:
         )
     for name, amount in value.items():
         if not isinstance(name, str) or not name:
-            raise OptionError(f"{option} has the key {name!r}; names are strings.")
+            raise OptionError(
+                f"{option} has the key {name!r}; a name must be a text that is not "
+                f"empty."
+            )
         if name in _OWN_OPTIONS:
             raise OptionError(
-                f"{option} names {name!r}; say {_OWN_OPTIONS[name]}={amount!r} instead."
+                f"{option} names {name!r}; write {_OWN_OPTIONS[name]}={amount!r} "
+                f"instead."
             )
         yield name, amount
 
@@ -150,7 +154,7 @@ def _check_placement(option: str, value: object) -> PlacementGroupSpec:
     )(value)
     if placement_group is None:
         raise OptionError(
-            f"{option}={value!r} must be what aiogpu.placement(...) has given, or None."
+            f"{option}={value!r} must be the result of aiogpu.placement(...), or None."
         )
     return placement_group
 
@@ -158,28 +162,27 @@ def _check_placement(option: str, value: object) -> PlacementGroupSpec:
 def _check_bundle(option: str, value: object) -> int:
     from aiogpu.core.model.request import MOST_BUNDLES
 
-    allowed = "the number of a bundle, or -1 for any in which it fits"
+    allowed = "the index of a bundle, or -1 for any bundle with room"
     return whole_number(option, value, -1, allowed, MOST_BUNDLES - 1)
 
 
 def within(
     placement_group: PlacementGroupSpec | None,
     index: int,
-    asking: Callable[[int], Request],
+    with_cpus: Callable[[int], Request],
     cpus: int | None,
 ) -> Request:
     """Return the request of a task or actor within a bundle of a placement group.
 
     Args:
         placement_group: the group.
-        index: the number of the bundle, -1 for any.
-        asking: returns the request for an amount of CPUs.
-        cpus: the amount that was given; None for one CPU if the bundle has one, else
-            none.
+        index: the index of the bundle, -1 for any.
+        with_cpus: returns the request with an amount of CPUs.
+        cpus: the amount of CPUs; None for one CPU if the bundle has one, else none.
 
     Raises:
         OptionError: there is no such bundle.
-        InfeasibleError: the request fits in no such bundle.
+        InfeasibleError: the request does not fit in the bundle, or in any.
     """
     from dataclasses import replace
 
@@ -187,17 +190,16 @@ def within(
 
     if placement_group is None:
         raise OptionError(
-            f"bundle={index} is the number of a placement's bundle; say placement= as "
-            f"well."
+            f"bundle={index} is the index of a bundle of a placement; give placement= "
+            f"as well."
         )
     if index >= len(placement_group.bundles):
         raise OptionError(
-            f"bundle={index} is none of {placement_group.name}, which has the bundles "
-            f"0 to "
+            f"{placement_group.name} has no bundle {index}; its bundles are 0 to "
             f"{len(placement_group.bundles) - 1}: {placement_group}."
         )
-    wanted = [asking(UNIT), asking(0)] if cpus is None else [asking(cpus)]
-    for request in wanted:
+    requests = [with_cpus(UNIT), with_cpus(0)] if cpus is None else [with_cpus(cpus)]
+    for request in requests:
         if placement_group.holding(index, request):
             return replace(
                 request,
@@ -210,7 +212,7 @@ def within(
         bundle = placement_group.bundles[index]
         which = f"bundle {index} of {placement_group.name}, {bundle}"
     raise InfeasibleError(
-        f"{wanted[-1]} does not fit into {which}. Ask for less, or for a placement "
+        f"{requests[-1]} does not fit into {which}. Ask for less, or use a placement "
         f"with larger bundles."
     )
 
@@ -232,13 +234,13 @@ def placement_group_of(
         raise OptionError(
             f"bundles={bundles!r} must be a list of dicts, such as {EXAMPLE}."
         )
-    found = tuple(_bundle(f"bundles[{i}]", one) for i, one in enumerate(bundles))
-    if not 0 < len(found) <= MOST_BUNDLES:
+    requests = tuple(_bundle(f"bundles[{i}]", one) for i, one in enumerate(bundles))
+    if not 0 < len(requests) <= MOST_BUNDLES:
         raise OptionError(
-            f"bundles has {len(found)} bundles; give from 1 to {MOST_BUNDLES}, such as "
+            f"bundles has {len(requests)} entries; give 1 to {MOST_BUNDLES}, such as "
             f"{EXAMPLE}."
         )
-    return PlacementGroupSpec(key, name, strategy, found)
+    return PlacementGroupSpec(key, name, strategy, requests)
 
 
 def _bundle(option: str, value: object) -> Request:
@@ -271,8 +273,8 @@ def _bundle(option: str, value: object) -> Request:
     request = Request.of(scalars, devices, *of_types, gpu_memory=gpu_memory)
     if not request.scalars and not request.devices:
         raise OptionError(
-            f"{option}={value!r} asks for nothing; say what it holds, such as "
-            f'{{"GPU": 1, "CPU": 2}}.'
+            f"{option}={value!r} asks for nothing; give at least one amount above 0, "
+            f'such as {{"GPU": 1, "CPU": 2}}.'
         )
     return request
 
@@ -292,7 +294,7 @@ class GpuWhere(TypedDict, total=False):
     Attributes:
         memory: minimum device memory, in bytes or as a text, "40GiB".
         compute_capability: minimum version, such as "8.0".
-        name: shell pattern of the product's name, such as "*H100*"; case-insensitive.
+        name: shell pattern for the product name, such as "*H100*"; case-insensitive.
     """
 
     memory: int | str
@@ -305,8 +307,8 @@ def check_size(option: str, value: object) -> int:
     count = memory_size(option, value)
     if count == 0:
         raise OptionError(
-            f"{option}={value!r} asks for nothing; leave it out, or give what it is to "
-            f'have of each GPU, such as "6GiB".'
+            f"{option}={value!r} asks for nothing; leave it out, or give an amount of "
+            f'memory on each GPU, such as "6GiB".'
         )
     return count
 
@@ -319,8 +321,8 @@ def _check_gpu_memory(option: str, value: object) -> int:
         return check_size(option, value)
     except OptionError as error:
         raise OptionError(
-            f"{error} Or {option}='share', the part of its memory that num_gpus is of "
-            f"the GPU."
+            f"{error} Or write {option}='share' for the same fraction of the memory as "
+            f"num_gpus is of the GPU."
         ) from None
 
 
@@ -352,7 +354,7 @@ def _capability(option: str, value: object) -> tuple[int, int]:
     if match is None:
         raise OptionError(
             f"{option}['compute_capability']={value!r} must be a version such as "
-            f'"8.0"; that of each GPU is in `aiogpu gpus`.'
+            f'"8.0"; `aiogpu gpus` lists the version of each GPU.'
         )
     return int(match[1]), int(match[2] or 0)
 
@@ -360,7 +362,7 @@ def _capability(option: str, value: object) -> tuple[int, int]:
 def _pattern(option: str, value: object) -> str:
     if not isinstance(value, str) or not value:
         raise OptionError(
-            f"{option}['name']={value!r} must be a pattern of the product's name, such "
+            f"{option}['name']={value!r} must be a pattern for the product name, such "
             f'as "*H100*".'
         )
     return value.lower()
@@ -385,8 +387,8 @@ def check_runtime_env(option: str, value: object) -> dict[str, str]:
     """Check a `runtime_env`; return its variables.
 
     Raises:
-        OptionError: the value is no such dict, or sets a variable by which aiogpu
-            assigns devices.
+        OptionError: the value is invalid, or sets a variable by which aiogpu assigns
+            devices.
     """
     if not isinstance(value, Mapping) or set(value) - {"env_vars"}:
         raise OptionError(
@@ -408,7 +410,7 @@ def check_runtime_env(option: str, value: object) -> dict[str, str]:
 
 
 def _check_managed(option: str, variables: Mapping[str, str]) -> None:
-    """Refuse variables that would fight the assignment of devices."""
+    """Refuse variables that conflict with the assignment of devices."""
     from aiogpu.accelerators.listed_devices import NOSET, is_left_alone
     from aiogpu.accelerators.registry import variables as managed
 
@@ -416,22 +418,22 @@ def _check_managed(option: str, variables: Mapping[str, str]) -> None:
         if name in variables and not is_left_alone(name, variables):
             raise OptionError(
                 f"{option}['env_vars'] sets {name}, which aiogpu sets to the devices "
-                f"that the task is given. Leave it out, or add {NOSET}{name}='1' to "
-                f"see to it yourself."
+                f"of the task. Leave it out, or add {NOSET}{name}='1' to manage it "
+                f"yourself."
             )
     if ROCR in variables and not is_left_alone(HIP, variables):
         raise OptionError(
-            f"{option}['env_vars'] sets {ROCR}, and {HIP} counts what that leaves: the "
-            f"task would see other GPUs than it is given. Leave it out, or add "
-            f"{NOSET}{HIP}='1' to see to both yourself."
+            f"{option}['env_vars'] sets {ROCR}, and {HIP} numbers only the GPUs that "
+            f"{ROCR} leaves visible: the task would see GPUs that are not its own. "
+            f"Leave it out, or add {NOSET}{HIP}='1' to manage both yourself."
         )
     order = variables.get(ORDER)
     if order not in (None, BY_BUS) and not is_left_alone(CUDA, variables):
         raise OptionError(
-            f"{option}['env_vars'] sets {ORDER}={order!r}, but {CUDA} is set by the "
-            f"order of the bus: the task would see other GPUs than it is given. Leave "
-            f"it out; set it for the whole program, before it starts, and GPUs go by "
-            f"their UUIDs; or add {NOSET}{CUDA}='1' to see to both yourself."
+            f"{option}['env_vars'] sets {ORDER}={order!r}, but aiogpu sets {CUDA} in "
+            f"bus order: the task would see GPUs that are not its own. Leave it out; "
+            f"or set it in the environment of the whole program, so that aiogpu uses "
+            f"UUIDs; or add {NOSET}{CUDA}='1' to manage both yourself."
         )
 
 
@@ -473,7 +475,7 @@ NO_ENTRIES: Final[Mapping[str, Any]] = {}
 
 
 class TaskOptions(NamedTuple):
-    """All options of a task or an actor, checked, with their defaults.
+    """The options of a task or an actor, checked, with their defaults.
 
     Quantities are in units of 1/10 000; `num_cpus` is None unless it was given.
     """
@@ -518,25 +520,26 @@ class TaskOptions(NamedTuple):
         """
         if self.gpu_where is not None and not (self.num_gpus or self.gpu_memory):
             raise OptionError(
-                f"gpu_where asks for GPUs with {self.gpu_where}, but no GPU is asked "
-                f"for; say num_gpus= or gpu_memory= as well."
+                f"gpu_where selects GPUs with {self.gpu_where}, but the task asks for "
+                f"no GPU; give num_gpus= or gpu_memory= as well."
             )
         if self.retry_oom and not (self.num_gpus or self.gpu_memory):
             raise OptionError(
-                "retry_oom='exclusive' tries a task once more that has run out of GPU "
-                "memory, but no GPU is asked for; say num_gpus= or gpu_memory= as well."
+                "retry_oom='exclusive' retries a task that ran out of GPU memory, but "
+                "the task asks for no GPU; give num_gpus= or gpu_memory= as well."
             )
         if self.gpu_memory == BY_SHARE and not self.num_gpus:
             raise OptionError(
-                "gpu_memory='share' is the part of a GPU's memory that num_gpus is of "
-                'the GPU, but num_gpus is 0; say num_gpus=, or gpu_memory="6GiB".'
+                "gpu_memory='share' is the same fraction of a GPU's memory as num_gpus "
+                "is of the GPU, but num_gpus is 0; give num_gpus= as well, or an "
+                'amount such as gpu_memory="6GiB".'
             )
         scalars, devices = self.resources, {GPU: self.num_gpus}
         if scalars:
             devices |= devices_among(scalars)
             scalars = {k: v for k, v in scalars.items() if k not in devices}
 
-        def asking(cpus: int) -> Request:
+        def with_cpus(cpus: int) -> Request:
             return Request.of(
                 {CPU: cpus, MEMORY: self.memory, **scalars},
                 devices,
@@ -547,16 +550,15 @@ class TaskOptions(NamedTuple):
             )
 
         if self.placement is not None or self.bundle >= 0:
-            return within(self.placement, self.bundle, asking, self.num_cpus)
-        return asking(UNIT if self.num_cpus is None else self.num_cpus)
+            return within(self.placement, self.bundle, with_cpus, self.num_cpus)
+        return with_cpus(UNIT if self.num_cpus is None else self.num_cpus)
 
     def spec(self, name: str, function: int) -> TaskSpec:
         """Return the specification for the scheduler.
 
         A task with GPUs or other devices runs in a process of its own unless
-        `max_calls` is given: a vendor's runtime keeps what it took of a device for the
-        life of the process. The effective options count, so `.options(num_gpus=1)` on
-        a CPU function does the same.
+        `max_calls` is given: a vendor's runtime frees device memory only when the
+        process ends. `.options(num_gpus=1)` on a CPU function has the same effect.
 
         Args:
             name: the function's name.
@@ -624,36 +626,36 @@ def merged(
     base: TaskOptions, options: Mapping[str, Any], taker: str = "task"
 ) -> TaskOptions:
     """Return `base` with checked options replaced; raises `OptionError`."""
-    found = base._replace(**check_options(options, taker))
-    check_kinds(found.num_gpus, found.gpu_memory, found.resources)
-    if found.get_if_exists and found.name is None:
+    result = base._replace(**check_options(options, taker))
+    check_kinds(result.num_gpus, result.gpu_memory, result.resources)
+    if result.get_if_exists and result.name is None:
         raise OptionError(
-            "get_if_exists=True asks for an actor by its name; say name='...' as well."
+            "get_if_exists=True looks an actor up by name; give name='...' as well."
         )
-    return found
+    return result
 
 
 def not_buffered(name: str) -> OptionError:
     """Return the error for `max_buffered` on a function that is no generator."""
     return OptionError(
-        f"max_buffered is an option of generators, and {name} gives one result; leave "
-        f"it out, or have {name} yield items."
+        f"max_buffered is an option of generators, and {name} is not a generator; "
+        f"leave it out, or let {name} yield items."
     )
 
 
 def not_counted(name: str, value: int) -> OptionError:
     """Return the error for `num_returns` on a generator."""
     return OptionError(
-        f"num_returns={value!r} is not an option of a generator, whose items come one "
-        f"by one; leave it out of {name}."
+        f"num_returns={value!r} does not apply to {name}, a generator, whose items "
+        f"come one by one; leave it out."
     )
 
 
 def unknown_option(name: str, known: Mapping[str, object], of_what: str) -> OptionError:
     """Return the error for an unknown option, with the most similar known one."""
     return OptionError(
-        f"{name} is not an option of {of_what}.{did_you_mean(name, known)} There are: "
-        f"{', '.join(known)}."
+        f"{name} is not an option of {of_what}.{did_you_mean(name, known)} The options "
+        f"are: {', '.join(known)}."
     )
 
 
@@ -683,7 +685,7 @@ def check_duration(
         or not (value or is_zero_allowed)
     ):
         raise OptionError(
-            f"{option}={value!r} must be {allowed}. The most is {LONGEST_TIME:_}."
+            f"{option}={value!r} must be {allowed}. The maximum is {LONGEST_TIME:_}."
         )
     return float(value)
 
@@ -695,7 +697,7 @@ def check_seconds(option: str, value: object) -> float:
 
 
 def check_wait(option: str, value: object) -> float:
-    """Check for how long to wait, which may be 0; raises `OptionError`."""
+    """Check how long to wait, which may be 0; raises `OptionError`."""
     return check_duration(option, value, "a number of seconds, 0 or more, such as 2.5")
 
 
@@ -714,8 +716,8 @@ def whole_number(
         or not least <= value <= most
     ):
         raise OptionError(
-            f"{option}={value!r} must be {allowed}. The least is {least:_}, the most "
-            f"{most:_}."
+            f"{option}={value!r} must be {allowed}. The minimum is {least:_}, the "
+            f"maximum {most:_}."
         )
     return value
 
@@ -785,8 +787,8 @@ def _check_groups(option: str, value: object) -> dict[str, int]:
             for name, limit in value.items()
         }
     raise OptionError(
-        f"{option}={value!r} must be a dict of names to how many calls run at once, "
-        f"such as {option}={{'io': 2}}."
+        f"{option}={value!r} must be a dict of group names to numbers of calls that "
+        f"run at once, such as {option}={{'io': 2}}."
     )
 
 
@@ -809,8 +811,8 @@ _COMMON: Final[dict[str, Check]] = {
     "gpu_where": _check_gpu_where,
     "gpu_memory": _check_gpu_memory,
     "strategy": choice(
-        "'pack', a share goes to the fullest GPU with room for it, or 'spread', to the "
-        "emptiest",
+        "'pack' (a share goes to the fullest GPU with room) or 'spread' (to the "
+        "emptiest)",
         *("pack", "spread"),
     ),
     "name": check_text,
@@ -822,8 +824,8 @@ _COMMON: Final[dict[str, Check]] = {
 _OF_PROCESSES: Final[dict[str, Check]] = {
     "runtime_env": check_runtime_env,
     "lifetime": choice(
-        "None, a task ends with the one that has started it, or 'detached', it goes on "
-        "without it, until the node ends",
+        "None (a task ends with the task that started it) or 'detached' (it goes on "
+        "until the node ends)",
         "detached",
     ),
     "placement": _check_placement,
@@ -835,8 +837,7 @@ _OF_PROCESSES: Final[dict[str, Check]] = {
 _OF_RESULTS: Final[dict[str, Check]] = {
     "num_returns": whole(
         1,
-        "a whole number: how many objects the function returns, each of which then has "
-        "a handle of its own",
+        "the number of objects that the function returns; each has its own handle",
         MOST_RETURNS,
     ),
     "max_buffered": whole(1, "a whole number of items, 1 or more, or None for 64"),
@@ -848,8 +849,8 @@ CHECKS: Final[dict[str, dict[str, Check]]] = {
     "task": {
         **_COMMON,
         "retry_oom": choice(
-            "None, or 'exclusive': a task that has run out of GPU memory is tried once "
-            "more, with a GPU of its own",
+            "None, or 'exclusive' (a task that ran out of GPU memory is retried once "
+            "on a whole GPU)",
             "exclusive",
         ),
         "max_calls": whole(0, "None, 0 for no limit, or a whole number of calls"),
@@ -859,7 +860,7 @@ CHECKS: Final[dict[str, dict[str, Check]]] = {
         "timeout": check_seconds,
         "run_timeout": check_seconds,
         "cancel_grace": duration(
-            "a number of seconds, 0 to kill at once, or None for that of init()"
+            "a number of seconds, 0 to kill at once, or None for the value of init()"
         ),
         "stop_grace": duration("a number of seconds, 0 or None for none"),
         **_OF_PROCESSES,
@@ -883,9 +884,9 @@ CHECKS: Final[dict[str, dict[str, Check]]] = {
     },
     "lease": {**_COMMON, "timeout": check_seconds},
 }
-"""The options of each taker with their checks, which return values of `TaskOptions`.
+"""The checks of all options; each returns the value for `TaskOptions`.
 
-As a value, None stands for the default of any option."""
+None means the default of any option."""
 
 
 _DEFAULTS: Final = TaskOptions._field_defaults | MethodOptions._field_defaults

@@ -1,11 +1,10 @@
 """Calls from threads without an event loop to the loop that has the node.
 
-A `Portal` runs functions and coroutines on a loop of another thread and waits for what
-they return, so that the objects of a node are touched on its loop alone. `portal_for`
-finds the portal of the running code, or starts a loop in a thread of its own. The
-classes below it stand for what the loop has made: handles, iterators over results,
-actors, the node. The last is an executor. `aiogpu.sync` consists of them. This module
-imports asyncio and `concurrent.futures`, so it is itself imported late.
+A `Portal` runs functions and coroutines on the loop of another thread and waits for
+their results, so only the loop's thread touches the objects of a node. `portal_for`
+finds the portal for the calling code, or starts a loop in a background thread. Then
+come proxies of the loop's handles, iterators, actors and node, and an executor;
+`aiogpu.sync` exports them. Imported late, because it imports asyncio.
 """
 
 from __future__ import annotations
@@ -88,16 +87,16 @@ T = TypeVar("T")
 A = TypeVar("A")
 
 
-LOOK_AGAIN: Final = 1.0
-"""Seconds after which a thread that waits for a loop looks whether it was closed."""
+CHECK_EVERY: Final = 1.0
+"""Seconds between a waiting thread's checks that the loop is still open."""
 
 
 class Portal:
-    """Runs calls on an event loop of another thread, in the order in which they come.
+    """Runs calls on the event loop of another thread, in the order of arrival.
 
     Attributes:
         loop: the event loop.
-        thread: the number of the thread that runs it.
+        thread: the id of the thread that runs the loop.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, thread: int) -> None:
@@ -110,26 +109,26 @@ class Portal:
 
     @property
     def is_here(self) -> bool:
-        """True if the loop's own thread asks, as in a callback of a handle."""
+        """True in the loop's own thread, as in a callback of a handle."""
         return get_ident() == self.thread
 
     @property
     def is_usable(self) -> bool:
-        """True if the loop is there, and a thread of this process runs it."""
+        """True if the loop is open and belongs to this process."""
         return self._pid == os.getpid() and not self.loop.is_closed()
 
     def check(self) -> None:
         """Raise `NodeError` if the loop is closed, or this process is a fork."""
         if self._pid != os.getpid():
             raise NodeError(
-                f"this node belongs to process {self._pid}, of which process "
-                f"{os.getpid()} is a fork. Open one here by aiogpu.sync.init()."
+                f"this node belongs to process {self._pid}, and process {os.getpid()} "
+                f"is a fork of it. Open a node in this process by aiogpu.sync.init()."
             )
         if self.loop.is_closed():
             raise NodeError("this node is shut down; open one by aiogpu.sync.init().")
 
     def post(self, function: Callable[[], object]) -> None:
-        """Call a function on the loop soon; it must raise nothing.
+        """Call a function on the loop soon; the function must not raise.
 
         Raises:
             NodeError: the loop is closed, or this process is a fork.
@@ -137,12 +136,12 @@ class Portal:
         self.check()
         try:
             self.loop.call_soon_threadsafe(function)
-        except RuntimeError:  # it was closed in this very moment
+        except RuntimeError:  # the loop was closed meanwhile
             self.check()
             raise
 
     def call(self, function: Callable[..., T], /, *args: Any, **named: Any) -> T:
-        """Call a function on the loop; return what it returns, or raise its error.
+        """Call a function on the loop; return its result or raise its error.
 
         Raises:
             NodeError: the loop is closed, or this process is a fork.
@@ -157,13 +156,13 @@ class Portal:
         def run() -> None:
             try:
                 results.append(function(*args, **named))
-            except BaseException as error:  # noqa: BLE001 - it is the caller's
+            except BaseException as error:  # noqa: BLE001 - raised in the caller
                 errors.append(error)
             finally:
                 ended.release()
 
         self.post(run)
-        while not ended.acquire(timeout=LOOK_AGAIN):
+        while not ended.acquire(timeout=CHECK_EVERY):
             self.check()
         if not errors:
             return results[0]
@@ -173,16 +172,16 @@ class Portal:
             errors.clear()  # its traceback refers to this frame
 
     def run(self, what: str, begin: Callable[[], Awaitable[T]]) -> T:
-        """Await something on the loop; return its result, or raise its error.
+        """Await something on the loop; return its result or raise its error.
 
-        Ctrl-C here cancels what is awaited there.
+        Ctrl-C in the calling thread cancels the wait on the loop.
 
         Args:
             what: the call, for the message.
-            begin: called on the loop; returns what is awaited.
+            begin: called on the loop; returns an awaitable.
 
         Raises:
-            MisuseError: the loop's own thread would wait.
+            MisuseError: called in the loop's own thread, which would block itself.
             NodeError: the loop is closed, or this process is a fork.
         """
         if self.is_here:
@@ -194,39 +193,40 @@ class Portal:
 
         ended = asyncio.run_coroutine_threadsafe(wait(), self.loop)
         try:
-            while not concurrent.futures.wait([ended], LOOK_AGAIN).done:
+            while not concurrent.futures.wait([ended], CHECK_EVERY).done:
                 self.check()
             return ended.result()
         except BaseException:
             ended.cancel()
             raise
         finally:
-            del ended  # its error's traceback refers to this frame
+            del ended  # the error's traceback refers to this frame
 
 
 class LoopThread(Portal):
-    """An event loop in a thread of its own, for a program without one.
+    """An event loop in a background thread, for a program without an event loop.
 
-    The thread is a daemon, so that it keeps no program from ending; the end of the
-    interpreter closes the node all the same.
+    The thread is a daemon, so that a program can end without closing the node; an exit
+    handler closes it.
     """
 
     def __init__(self) -> None:
-        begun: concurrent.futures.Future[asyncio.AbstractEventLoop]
-        begun = concurrent.futures.Future()
+        started: concurrent.futures.Future[asyncio.AbstractEventLoop]
+        started = concurrent.futures.Future()
         self._thread = threading.Thread(
-            target=self._serve, args=(begun,), name="aiogpu-loop", daemon=True
+            target=self._serve, args=(started,), name="aiogpu-loop", daemon=True
         )
         self._thread.start()
-        super().__init__(begun.result(), self._thread.ident or 0)
+        super().__init__(started.result(), self._thread.ident or 0)
         atexit.register(self._end_at_exit)
 
     def _end_at_exit(self) -> None:
-        """Close the loop, and let Ctrl-C end the program as it would without one.
+        """Close the loop, and let Ctrl-C end the program as it does without a loop.
 
-        After a KeyboardInterrupt Python ends by the signal, so that a shell leaves its
-        loop too. What is evaluated until then, as imports do, takes the note of that
-        away (CPython's `run_eval_code_obj`), and one that fails so sets it again.
+        After an unhandled KeyboardInterrupt Python ends by SIGINT, so that a shell
+        script stops too. Python clears its flag for that whenever it evaluates code at
+        exit, as imports do (CPython's `run_eval_code_obj`), and sets the flag if that
+        code raises KeyboardInterrupt. So raise it once more.
         """
         self.end()
         if getattr(sys, "last_type", None) is KeyboardInterrupt:
@@ -234,46 +234,46 @@ class LoopThread(Portal):
                 exec("raise KeyboardInterrupt")
 
     def _serve(
-        self, begun: concurrent.futures.Future[asyncio.AbstractEventLoop]
+        self, started: concurrent.futures.Future[asyncio.AbstractEventLoop]
     ) -> None:
-        async def stay() -> None:
-            self._over = asyncio.Event()
-            begun.set_result(asyncio.get_running_loop())
-            await self._over.wait()
+        async def run_until_closed() -> None:
+            self._is_ending = asyncio.Event()
+            started.set_result(asyncio.get_running_loop())
+            await self._is_ending.wait()
 
         try:
             with new_runner() as runner:
-                runner.run(stay())
+                runner.run(run_until_closed())
         except BaseException as error:
-            if begun.done():
+            if started.done():
                 raise
-            begun.set_exception(error)
+            started.set_exception(error)
 
     def end(self) -> None:
-        """Close the loop, and the node with it if there is one; idempotent."""
+        """Close the loop and its node, if any; idempotent."""
         atexit.unregister(self._end_at_exit)
         if self._pid == os.getpid():
             if not self.loop.is_closed():
-                self.loop.call_soon_threadsafe(self._over.set)
+                self.loop.call_soon_threadsafe(self._is_ending.set)
             self._thread.join()
 
 
 _own: Final[list[LoopThread]] = []
-"""The loop that was started for code without one, if there is one."""
+"""The loop in a background thread, if one was started."""
 
 
 _starting: Final = threading.Lock()
 
 
 def portal_for(what: str, *, opens: bool = False) -> Portal | None:
-    """The portal of the running code; None for a task's code, which needs none.
+    """Return the portal to the program's node; None inside a task, which needs none.
 
-    It leads to the loop that has the program's node, whichever thread that runs in. For
-    a program without a node a loop is started in a thread of its own.
+    The loop that has the node may run in any thread. For a program without a node,
+    start a loop in a background thread.
 
     Args:
         what: the call, for the message.
-        opens: whether a fork of a program with a node shall have one of its own.
+        opens: True if a fork of a program with a node may open a node of its own.
 
     Raises:
         MisuseError: an event loop runs in this thread, and would be blocked.
@@ -288,9 +288,9 @@ def portal_for(what: str, *, opens: bool = False) -> Portal | None:
         return own
     if is_loop_running():
         raise _blocks_loop(what)
-    there = own or portal_to_program(what)
-    if there is not None:
-        return there
+    portal = own or portal_to_program(what)
+    if portal is not None:
+        return portal
     for inherited in handles.sessions.values():
         if inherited.is_forked and not opens:
             raise inherited.unusable()
@@ -303,12 +303,12 @@ def portal_for(what: str, *, opens: bool = False) -> Portal | None:
 
 
 def _own_loop() -> LoopThread | None:
-    """The loop that was started for code without one, if it is still there."""
-    return next((one for one in _own if one.is_usable), None)
+    """Return the loop in a background thread, if one was started and is still open."""
+    return next((own for own in _own if own.is_usable), None)
 
 
 def close_own_loop() -> None:
-    """Close the loop that was started for code without one, and its node."""
+    """Close the loop in a background thread, and its node."""
     with _starting:
         own = _own_loop()
         _own.clear()
@@ -317,27 +317,27 @@ def close_own_loop() -> None:
 
 
 def portal_to_program(what: str) -> Portal | None:
-    """The portal to the loop that has this program's node; None if none has.
+    """Return the portal to the loop that has the program's node; None without one.
 
     Raises:
-        NoLoopError: several have one.
+        NoLoopError: several loops have a node.
     """
-    there = [one for one in handles.sessions.values() if not one.is_forked]
-    if len(there) > 1:
+    sessions = [one for one in handles.sessions.values() if not one.is_forked]
+    if len(sessions) > 1:
         raise NoLoopError(
-            f"{what} cannot tell which node is meant: {len(there)} event loops of this "
-            f"program have one. Write `asyncio.run_coroutine_threadsafe(call(), loop)"
-            f".result()`, where `async def call()` awaits what you want of that loop."
+            f"{what} cannot choose a node: {len(sessions)} event loops of this program "
+            f"have one. Write `asyncio.run_coroutine_threadsafe(call(), loop)"
+            f".result()`, where `async def call()` makes the call on the loop you want."
         )
-    if not there:
+    if not sessions:
         return None
-    return Portal(there[0].loop, there[0].thread)
+    return Portal(sessions[0].loop, sessions[0].thread)
 
 
 def _blocks_loop(what: str) -> MisuseError:
     return MisuseError(
-        f"{what} is for threads without an event loop, and would block the one that "
-        f"runs in this thread: use the functions of `aiogpu` itself, and `await` them."
+        f"{what} would block the event loop that is running in this thread: use the "
+        f"functions of `aiogpu` instead of `aiogpu.sync`, and `await` them."
     )
 
 
@@ -366,24 +366,24 @@ def from_thread(call: Callable[P, T], /, *args: P.args, **named: P.kwargs) -> T:
 def from_thread(call: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
     """Make a call of aiogpu on the program's event loop, from another thread.
 
-    For code that runs beside the loop and may block: a plain `def` endpoint of FastAPI,
-    what `asyncio.to_thread` runs, a thread pool.
+    For code in threads that may block: a plain `def` endpoint of FastAPI, a function
+    under `asyncio.to_thread`, a thread pool.
 
     Args:
-        call: what is called on the loop: `f.remote`, `actor.method.remote`, `f.map`,
-            `aiogpu.status`.
-        *args: its arguments.
-        **named: those by name.
+        call: the function to call on the loop: `f.remote`, `actor.method.remote`,
+            `f.map`, `aiogpu.status`.
+        *args: its positional arguments.
+        **named: its keyword arguments.
 
     Returns:
-        In place of a `Handle` an `aiogpu.sync.Handle`, whose `result(timeout)` waits;
-        of a stream or of `map` a plain iterator; of another awaitable its result,
-        which is waited for. All else as it is.
+        An `aiogpu.sync.Handle`, whose `result(timeout)` waits, instead of a `Handle`; a
+        plain iterator instead of a stream or the results of `map`; the result of any
+        other awaitable, which is awaited; any other object unchanged.
 
     Raises:
-        MisuseError: an event loop runs in this thread.
-        NoLoopError: no event loop of the program has a node, or several have.
-        Exception: what the call raises.
+        MisuseError: an event loop is running in this thread.
+        NoLoopError: no event loop of the program has a node, or several have one.
+        Exception: an error of the call.
 
     Example:
         `score = aiogpu.from_thread(predict.remote, image).result(timeout=5)`
@@ -396,35 +396,35 @@ def from_thread(call: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
     portal = portal_to_program(what)
     if portal is None:
         raise NoLoopError(
-            f"{what} needs a node that an event loop of this program has opened, by "
-            f"aiogpu.init(). A program without an event loop uses `aiogpu.sync`."
+            f"{what} needs a node that an event loop of this program has opened by "
+            f"aiogpu.init(). In a program without an event loop use `aiogpu.sync`."
         )
-    made = call_on(portal, call, args, named)
-    if isinstance(made, _Proxy) or not isawaitable(made):
-        return made
-    result = portal.run(what, lambda: made)
+    returned = call_on(portal, call, args, named)
+    if isinstance(returned, _Proxy) or not isawaitable(returned):
+        return returned
+    result = portal.run(what, lambda: returned)
     return portal.call(wrap, portal, result)
 
 
 # Proxies of the loop's objects.
 
 
-def wrap(portal: Portal, made: Any) -> Any:
-    """Return the proxy of an object of the loop; of others, the object."""
-    if isinstance(made, handles.Handle):
-        return Handle[Any](portal, made.task_name).follow(made)
-    if isinstance(made, Stream | Results):
-        return ResultIterator(portal, made)
-    if isinstance(made, ActorHandle):
-        return SyncActorHandle(portal, made)
-    if isinstance(made, tuple) and made and isinstance(made[0], handles.Handle):
-        return tuple(wrap(portal, one) for one in made)
-    return made
+def wrap(portal: Portal, target: Any) -> Any:
+    """Return a proxy of a handle, iterator or actor, and other objects unchanged."""
+    if isinstance(target, handles.Handle):
+        return Handle[Any](portal, target.task_name).follow(target)
+    if isinstance(target, Stream | Results):
+        return ResultIterator(portal, target)
+    if isinstance(target, ActorHandle):
+        return SyncActorHandle(portal, target)
+    if isinstance(target, tuple) and target and isinstance(target[0], handles.Handle):
+        return tuple(wrap(portal, handle) for handle in target)
+    return target
 
 
-def unwrap(given: Any) -> Any:
-    """Undo `wrap`. Call it on the loop: a handle is posted there before it has one."""
-    return given._target if isinstance(given, _Proxy) else given
+def unwrap(value: Any) -> Any:
+    """Undo `wrap`. Call it on the loop: only there a posted handle has its target."""
+    return value._target if isinstance(value, _Proxy) else value
 
 
 def call_on(
@@ -433,17 +433,17 @@ def call_on(
     args: tuple[Any, ...],
     named: dict[str, Any],
 ) -> Any:
-    """Call a function on the loop; return its result, or a proxy of that."""
+    """Call a function on the loop; return its result or a proxy of the result."""
 
     def make() -> Any:
-        given = {name: unwrap(one) for name, one in named.items()}
-        return wrap(portal, function(*(unwrap(one) for one in args), **given))
+        unwrapped = {name: unwrap(value) for name, value in named.items()}
+        return wrap(portal, function(*(unwrap(arg) for arg in args), **unwrapped))
 
     return portal.call(make)
 
 
 class _OnlyOnLoopError(MisuseError):
-    """A proxy was to be pickled in another thread than the loop's."""
+    """A proxy was pickled in a thread other than the loop's."""
 
 
 def call_function(
@@ -451,28 +451,28 @@ def call_function(
 ) -> Any:
     """Start a task; return its handle, its iterator, or a tuple of handles.
 
-    As a rule nobody waits for the loop; see `_post`.
+    Most calls do not wait for the loop; see `_post`.
     """
     func = remote._func or portal.call(remote._prepare)
     if func.window or remote._returns:
         return call_on(portal, remote.remote, args, kwargs)
     remote._definition.parameters.check(args, kwargs)
-    made = _post(portal, func.spec.name, partial(remote._submit, func), args, kwargs)
-    if made is None:
+    handle = _post(portal, func.spec.name, partial(remote._submit, func), args, kwargs)
+    if handle is None:
         return call_on(portal, remote.remote, args, kwargs)
-    return made
+    return handle
 
 
 def call_method(portal: Portal, remote: RemoteMethod, args: Any, kwargs: Any) -> Any:
     """Call an actor's method; see `call_function`."""
-    method, made = remote._method, None
+    method, handle = remote._method, None
     if remote._link.interface is not None and not (method.window or method.returns):
         method.parameters.check(args, kwargs)
         send = partial(remote._link.call, method.label, method.name)
-        made = _post(portal, method.label, send, args, kwargs)
-    if made is None:
+        handle = _post(portal, method.label, send, args, kwargs)
+    if handle is None:
         return call_on(portal, remote.remote, args, kwargs)
-    return made
+    return handle
 
 
 def _post(
@@ -482,16 +482,16 @@ def _post(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Handle[Any] | None:
-    """Pickle the arguments here, have the loop make the call, and wait for neither.
+    """Pickle the arguments in this thread and post the call to the loop.
 
-    A round trip to the loop takes ten times as long as the call, as the interpreter
-    lets one thread run at a time.
+    Waiting for the loop would take ten times as long as the call, because the
+    interpreter runs one thread at a time.
 
     Returns:
-        The handle; None if there is a handle among the arguments, since the loop alone
-        can pickle these.
+        The handle; None if the arguments contain a handle, which only the loop's thread
+        can pickle.
     """
-    if any(isinstance(one, _Proxy) for one in (*args, *kwargs.values())):
+    if any(isinstance(argument, _Proxy) for argument in (*args, *kwargs.values())):
         return None
     try:
         payload = dump_arguments(name, args, kwargs)
@@ -513,11 +513,11 @@ def _post(
 
 
 class _Proxy:
-    """Base of what stands for an object of the loop; pickled, it is that object.
+    """Base of proxies of the loop's objects. A proxy is pickled as its object.
 
     Attributes:
-        _portal: the way to its loop.
-        _target: the object, for the loop; a handle has one when its call was made.
+        _portal: the portal to the loop.
+        _target: the object; a handle has one once the loop has made its call.
     """
 
     _portal: Portal
@@ -527,15 +527,15 @@ class _Proxy:
         return self._on_loop().__reduce__()
 
     def _on_loop(self) -> Any:
-        """Return the object that this one stands for.
+        """Return the object behind this proxy.
 
         Raises:
-            MisuseError: this is another thread than the loop's.
+            MisuseError: called in a thread other than the loop's.
         """
         if not self._portal.is_here:
             raise _OnlyOnLoopError(
-                f"{self!r} can only be pickled as a part of what a task or an actor is "
-                f"given; pass on its value."
+                f"{self!r} can only be pickled as an argument of a task or an actor; "
+                f"wait for its value and pickle that."
             )
         return self._target
 
@@ -543,8 +543,8 @@ class _Proxy:
 class Handle(_Proxy, NotItsResult, concurrent.futures.Future[T]):
     """The future result of a task, in a thread without an event loop.
 
-    `result(timeout)` waits. `concurrent.futures.wait` and `as_completed` take it, and
-    `asyncio.wrap_future` makes it awaitable. Cancelling it stops the work.
+    `result(timeout)` waits. `concurrent.futures.wait` and `as_completed` accept the
+    handle, and `asyncio.wrap_future` makes it awaitable. `cancel()` stops the work.
 
     Attributes:
         task_name: name of the task.
@@ -557,23 +557,25 @@ class Handle(_Proxy, NotItsResult, concurrent.futures.Future[T]):
 
     @property
     def __aiogpu_handle__(self) -> handles.Handle[T]:
-        """The handle of the loop; see `serialization.references.HANDLE_MARK`."""
+        """The loop's handle; see `serialization.references.HANDLE_MARK`."""
         return self._on_loop()  # type: ignore[no-any-return]
 
-    def follow(self, made: handles.Handle[T]) -> Self:
-        """Note the handle of the loop, on the loop."""
-        self._target = made
-        made.add_done_callback(self._settle)
+    def follow(self, target: handles.Handle[T]) -> Self:
+        """Follow the loop's handle to its end; call this on the loop."""
+        self._target = target
+        target.add_done_callback(self._settle)
         return self
 
     def start(self, begin: Callable[[], handles.Handle[T]]) -> None:
-        """Make the call, on the loop; its error is that of the task."""
+        """Make the call, on the loop; an error of the call becomes the task's error."""
         try:
-            made = begin()
-        except Exception as error:  # noqa: BLE001 - it is told by `result`
-            made = handles.Handle(self.task_name, cast("Any", None), self._portal.loop)
-            made.settle(error)
-        self.follow(made)
+            target = begin()
+        except Exception as error:  # noqa: BLE001 - `result` raises it
+            target = handles.Handle(
+                self.task_name, cast("Any", None), self._portal.loop
+            )
+            target.settle(error)
+        self.follow(target)
 
     def __repr__(self) -> str:
         state = (
@@ -588,24 +590,24 @@ class Handle(_Proxy, NotItsResult, concurrent.futures.Future[T]):
 
     @property
     def task_id(self) -> int:
-        """Number of the task, 0 before it has one."""
-        made: handles.Handle[T] | None = getattr(self, "_target", None)
-        return 0 if made is None else made.task_id
+        """Number of the task; 0 before the task is submitted."""
+        target: handles.Handle[T] | None = getattr(self, "_target", None)
+        return 0 if target is None else target.task_id
 
-    def _settle(self, made: handles.Handle[T]) -> None:
-        """Take the outcome, on the loop."""
+    def _settle(self, target: handles.Handle[T]) -> None:
+        """Take the outcome of the loop's handle, on the loop."""
         if self.done():
-            return  # `cancel` has told of it
-        if made.cancelled():
+            return  # `cancel` has settled it
+        if target.cancelled():
             super().cancel()
             self.set_running_or_notify_cancel()
-        elif error := made.exception():
+        elif error := target.exception():
             self.set_exception(error)
         else:
-            self.set_result(made.result())
+            self.set_result(target.result())
 
     def cancel(self) -> bool:
-        """Cancel the handle and stop the work; False if it had ended before."""
+        """Cancel the handle and stop the work; return False if it was done already."""
         return self._portal.call(self._cancel)
 
     def _cancel(self) -> bool:
@@ -618,13 +620,13 @@ class Handle(_Proxy, NotItsResult, concurrent.futures.Future[T]):
         """Wait for the task's result.
 
         Args:
-            timeout: seconds, 0 to look only; None waits as long as it takes.
+            timeout: seconds, 0 to return at once; None waits without limit.
 
         Raises:
-            Exception: what the task has raised, or what kept it from starting.
-            TaskTimeoutError: time was up; the task goes on.
-            TaskCancelledError: it was cancelled.
-            MisuseError: the wait would block the loop that is to settle it.
+            Exception: the error of the task, or the reason why it could not start.
+            TaskTimeoutError: the time is up; the task goes on.
+            TaskCancelledError: the task was cancelled.
+            MisuseError: called in the loop's own thread, which would block itself.
         """
         try:
             self._wait(timeout)
@@ -633,39 +635,40 @@ class Handle(_Proxy, NotItsResult, concurrent.futures.Future[T]):
             del self  # the error's traceback refers to this frame
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait for the task's end; return its error, or None. Raises as `result`."""
+        """Wait until the task ends; return its error or None. Raises like `result`."""
         self._wait(timeout)
         return super().exception()
 
     def _wait(self, timeout: float | None) -> None:
         if not self.done() and next(completed([self], timeout), None) is None:
             raise TaskTimeoutError(
-                f"{self.task_name} did not end within {timeout:g} s; it goes on, and "
-                f"handle.cancel() stops it."
+                f"{self.task_name} did not end within {timeout:g} s; it goes on. Call "
+                f"handle.cancel() to stop it."
             )
         if self.cancelled():
             raise TaskCancelledError(f"{self.task_name} was cancelled.")
 
     def __await__(self) -> NoReturn:
         raise MisuseError(
-            f"the handle of {self.task_name} was made without an event loop: wait by "
-            f"handle.result(), or write `await asyncio.wrap_future(handle)`."
+            f"the handle of {self.task_name} comes from `aiogpu.sync` and cannot be "
+            f"awaited: call handle.result(), or write `await "
+            f"asyncio.wrap_future(handle)`."
         )
 
     def reports(self) -> ResultIterator[Report]:
-        """Return the reports of the task as they come, by `for`; ends with the task.
+        """Return an iterator over the task's reports, until the task ends.
 
         See `aiogpu.report` and `aiogpu.Handle.reports`.
         """
 
         def read() -> Any:
-            # A call that was posted has its handle once the loop comes here.
+            # The loop has made the posted call, and set `_target`, before it runs this.
             return self._target.reports()
 
         return ResultIterator(self._portal, self._portal.call(read))
 
     def why(self) -> Why:
-        """Say why the task waits, or what it does; see `aiogpu.Handle.why`."""
+        """Return why the task waits, or its state; see `aiogpu.Handle.why`."""
 
         async def ask() -> Why:
             return await self._target.why()  # type: ignore[no-any-return]
@@ -673,108 +676,106 @@ class Handle(_Proxy, NotItsResult, concurrent.futures.Future[T]):
         return self._portal.run("handle.why()", ask)
 
 
-def checked_handles(name: str, given: Any) -> list[Handle[Any]]:
-    """The handles that a function of `aiogpu.sync` was given, as a list.
+def checked_handles(name: str, argument: Any) -> list[Handle[Any]]:
+    """Return the handles that were passed to a function of `aiogpu.sync`, as a list.
 
     Raises:
-        MisuseError: there is something else among them.
+        MisuseError: the argument is not a collection of handles.
     """
     what = f"aiogpu.sync.{name}()"
-    if isinstance(given, _Proxy | str | bytes) or not hasattr(given, "__iter__"):
-        or_one = "a handle, or " if name == "get" else ""
-        raise MisuseError(
-            f"{what} was given {given!r}; give it {or_one}a list of handles."
-        )
-    found = list(given)
-    for one in found:
-        if not isinstance(one, Handle):
+    if isinstance(argument, _Proxy | str | bytes) or not hasattr(argument, "__iter__"):
+        or_one = "a handle or " if name == "get" else ""
+        raise MisuseError(f"{what} takes {or_one}a list of handles, not {argument!r}.")
+    checked = list(argument)
+    for handle in checked:
+        if not isinstance(handle, Handle):
             raise MisuseError(
-                f"{what} was given {one!r}; give it what .remote() of "
-                f"`aiogpu.sync.remote` has returned."
+                f"{what} was given {handle!r}, which is not a handle; pass handles "
+                f"that .remote() of an `aiogpu.sync.remote` function returned."
             )
-    return found
+    return checked
 
 
 def completed(
-    found: list[Handle[Any]], timeout: float | None = None
+    waited: list[Handle[Any]], timeout: float | None = None
 ) -> Iterator[Handle[Any]]:
-    """Yield handles as they end, until all have or the time is up.
+    """Yield handles as they end, until all have ended or the time is up.
 
     Raises:
-        OptionError: the timeout is ill-valued.
-        MisuseError: the loop's own thread would wait.
-        NodeError: the loop was closed, and will settle none of them.
+        OptionError: the timeout is invalid.
+        MisuseError: called in the loop's own thread, which would block itself.
+        NodeError: the loop was closed, so no handle will end.
     """
     if timeout is not None:
         check_wait("timeout", timeout)
     deadline = inf if timeout is None else time.monotonic() + timeout
     ended: SimpleQueue[Handle[Any]] = SimpleQueue()
-    for one in found:
-        one.add_done_callback(ended.put)  # type: ignore[arg-type]
-    pending = set(map(id, found))
+    for handle in waited:
+        handle.add_done_callback(ended.put)  # type: ignore[arg-type]
+    pending = set(map(id, waited))
     while pending:
-        left = min(LOOK_AGAIN, max(0.0, deadline - time.monotonic()))
+        remaining = min(CHECK_EVERY, max(0.0, deadline - time.monotonic()))
         if ended.empty():
-            portal = found[0]._portal
+            portal = waited[0]._portal
             if portal.is_here:
-                raise _blocks_loop(f"waiting for {found[0].task_name}")
+                raise _blocks_loop(f"waiting for {waited[0].task_name}")
             portal.check()
         try:
-            one = ended.get(timeout=left)
+            handle = ended.get(timeout=remaining)
         except Empty:
             if time.monotonic() >= deadline:
                 return
         else:
-            pending.discard(id(one))
-            yield one
+            pending.discard(id(handle))
+            yield handle
 
 
 def results_of(given: Any, timeout: float | None) -> Any:
-    """Wait for results, or for an actor; see `aiogpu.sync.get`."""
+    """Wait for one or more results, or for an actor; see `aiogpu.sync.get`."""
     if isinstance(given, SyncActorHandle):
         given._portal.run("aiogpu.sync.get()", lambda: given._target)
         return given
     if isinstance(given, Handle):
         return given.result(timeout)
-    found = checked_handles("get", given)
-    for one in completed(found, timeout):
-        if one.cancelled() or super(Handle, one).exception() is not None:
-            return one.result()
-    late = sum(not one.done() for one in found)
+    waited = checked_handles("get", given)
+    for handle in completed(waited, timeout):
+        if handle.cancelled() or super(Handle, handle).exception() is not None:
+            return handle.result()
+    late = sum(not handle.done() for handle in waited)
     if late:
         raise TaskTimeoutError(
-            f"{late} of {len(found)} tasks did not end within {timeout:g} s; they go "
+            f"{late} of {len(waited)} tasks did not end within {timeout:g} s; they go "
             f"on."
         )
-    return [one.result() for one in found]
+    return [handle.result() for handle in waited]
 
 
 class ResultIterator(_Proxy, Iterator[T]):
-    """Results one by one, in a thread without an event loop: of a generator or a map.
+    """Iterator over the results of a generator or of `map`, without an event loop.
 
-    `with` stops the work at the end of its block. Without it that happens when the last
-    reference goes, which in `for item in f.remote()` is when the loop is left.
+    `with` stops the work at the end of its block. Otherwise the work stops when the
+    last reference is dropped: in `for item in f.remote()` at the end of the loop.
     """
 
     def __init__(
-        self, portal: Portal, made: IteratedOnce[T] | AsyncGenerator[T]
+        self, portal: Portal, target: IteratedOnce[T] | AsyncGenerator[T]
     ) -> None:
         self._portal = portal
-        self._target: IteratedOnce[T] | AsyncGenerator[T] = made
+        self._target: IteratedOnce[T] | AsyncGenerator[T] = target
 
     def __repr__(self) -> str:
         return repr(self._target)
 
     def __next__(self) -> T:
-        made = self._target
+        target = self._target
         try:
-            return self._portal.run("the next item", made.__anext__)
+            return self._portal.run("the next item", target.__anext__)
         except StopAsyncIteration:
             raise StopIteration from None
         except concurrent.futures.CancelledError:
-            raise TaskCancelledError(f"{made!r} gives no more.") from None
+            raise TaskCancelledError(f"{target!r} was cancelled.") from None
         finally:
-            del made
+            del target
 
     def __enter__(self) -> Self:
         return self
@@ -783,28 +784,28 @@ class ResultIterator(_Proxy, Iterator[T]):
         self.close()
 
     def close(self) -> None:
-        """Stop the work, and drop what was not taken; idempotent."""
+        """Stop the work and drop the remaining results; idempotent."""
         self._portal.run("close()", self._target.aclose)
 
 
 class SyncActorHandle(_Proxy, Generic[A]):
     """A handle to an actor, in a thread without an event loop.
 
-    Methods are called by `handle.method.remote(...)`. `aiogpu.sync.get(handle)` waits
-    until the actor was made. It ends when the last handle is gone; `with` ends it at
-    the end of the block, after what it was sent.
+    Call methods by `handle.method.remote(...)`. `aiogpu.sync.get(handle)` waits until
+    the actor is ready. The actor ends when the last handle is dropped; `with` ends it
+    at the end of the block, after the calls made so far.
     """
 
-    def __init__(self, portal: Portal, made: ActorHandle[A]) -> None:
+    def __init__(self, portal: Portal, target: ActorHandle[A]) -> None:
         self._portal = portal
-        self._target = made
+        self._target = target
 
     def __repr__(self) -> str:
         return repr(self._target)
 
     def __getattr__(self, name: str) -> SyncMethod:
-        found = self._portal.call(getattr, self._target, name)
-        return SyncMethod(self._portal, found)
+        method = self._portal.call(getattr, self._target, name)
+        return SyncMethod(self._portal, method)
 
     def __enter__(self) -> Self:
         self._portal.run("`with` of an actor", self._target.__aenter__)
@@ -831,20 +832,20 @@ class SyncMethod:
         return SyncMethod(self._portal, self._method.options(**options))
 
     def remote(self, /, *args: Any, **kwargs: Any) -> Any:
-        """Call it; gives the call's handle at once, a generator's iterator."""
+        """Call the method; return a handle at once, or an iterator for a generator."""
         if isinstance(self._method, RemoteMethod):
             return call_method(self._portal, self._method, args, kwargs)
         return call_on(self._portal, self._method.remote, args, kwargs)
 
     def map(self, iterable: Iterable[Any], /, **options: Any) -> ResultIterator[Any]:
-        """Call it with each item; see `aiogpu.sync.RemoteFunction.map`."""
+        """Call the method with each item; see `aiogpu.sync.RemoteFunction.map`."""
         return map_on(self._portal, self._method, iterable, options)
 
     def __call__(self, /, *_args: object, **_kwargs: object) -> Any:
         """Refuse a direct call.
 
         Raises:
-            MisuseError: always; it says what to write.
+            MisuseError: always, with the call to write instead.
         """
         name = self._method.__name__.rpartition(".")[2]
         raise MisuseError(
@@ -854,22 +855,22 @@ class SyncMethod:
 
 
 class ActorPool(Generic[A]):
-    """Several actors called as one, in a thread without an event loop.
+    """Several actors that are called as one, in a thread without an event loop.
 
-    The arguments and methods are those of `aiogpu.ActorPool`; what is awaited there
-    blocks here. `with` waits until the actors are ready, and ends at the end of its
-    block those that the pool has made. Handles, and the actors of functions for
-    `submit` and `map`, are those of the event loop.
+    The arguments and methods are those of `aiogpu.ActorPool`; methods that are awaited
+    there block here. `with` waits until the actors are ready, and at the end of its
+    block ends the actors that the pool started. The functions passed to `submit` and
+    `map` run on the event loop, and get handles of `aiogpu`, not of `aiogpu.sync`.
 
     Args:
-        actor: the class under `@aiogpu.sync.remote`, a function that makes an actor, or
+        actor: a class under `@aiogpu.sync.remote`, a function that starts an actor, or
             a list of actors.
-        size: actors at first.
+        size: number of actors at first.
         **options: `min_size`, `max_size`, `target`, `idle_after`.
 
     Raises:
         OptionError: an option is invalid.
-        MisuseError: `actor` is something else, or this is a task.
+        MisuseError: `actor` has another type, or the call was made in a task.
 
     Example:
         `ActorPool([a, b]).map(lambda actor, x: actor.double.remote(x), range(9))`
@@ -880,23 +881,23 @@ class ActorPool(Generic[A]):
         portal = portal_for(what)
         if portal is None:
             raise MisuseError(
-                f"{what} is for programs; in a task write `async def` and use "
-                f"aiogpu.ActorPool, or call the actors one by one."
+                f"{what} is for programs. In a task, write the task as `async def` and "
+                f"use aiogpu.ActorPool, or call the actors one by one."
             )
-        given = getattr(actor, "_made", actor)
-        if isinstance(given, list | tuple):
-            given = [unwrap(one) for one in given]
-        elif isinstance(given, FunctionType):
-            given = partial(_made, actor)
+        source = getattr(actor, "_wrapped", actor)
+        if isinstance(source, list | tuple):
+            source = [unwrap(handle) for handle in source]
+        elif isinstance(source, FunctionType):
+            source = partial(_unwrapped, actor)
         self._portal = portal
         self._target: pools.ActorPool[A]
-        self._target = portal.call(pools.ActorPool, given, size, **options)
+        self._target = portal.call(pools.ActorPool, source, size, **options)
 
     def __repr__(self) -> str:
         return repr(self._target)
 
     def __len__(self) -> int:
-        """Return how many actors there are, ready or not."""
+        """Return the number of actors, ready or not."""
         return self._portal.call(len, self._target)
 
     def __bool__(self) -> bool:
@@ -915,9 +916,9 @@ class ActorPool(Generic[A]):
         )
 
     def submit(self, fn: Callable[[ActorHandle[A], T], Any], value: T, /) -> None:
-        """Call `fn(actor, value)` with an actor that has no calls, when there is one.
+        """Call `fn(actor, value)` as soon as an actor is free.
 
-        It is called on the event loop: it starts a call, and waits for nothing.
+        `fn` runs on the event loop: it must start a call and not block.
         """
         self._portal.call(lambda: self._target.submit(fn, unwrap(value)))
 
@@ -926,22 +927,22 @@ class ActorPool(Generic[A]):
         return self._portal.run("get_next()", lambda: self._target.get_next(timeout))
 
     def get_next_unordered(self, timeout: float | None = None) -> Any:
-        """Wait for the result of whichever call ends first."""
+        """Wait for the result of the call that ends next."""
         next_of = self._target.get_next_unordered
         return self._portal.run("get_next_unordered()", lambda: next_of(timeout))
 
     def has_next(self) -> bool:
-        """Return whether `get_next` has a result to give or to wait for."""
+        """Return whether `get_next` has a result to return or to wait for."""
         return self._portal.call(self._target.has_next)
 
     def has_free(self) -> bool:
-        """Return whether an actor is ready that has no calls."""
+        """Return whether a ready actor has no calls."""
         return self._portal.call(self._target.has_free)
 
     def map(
         self, fn: Callable[[ActorHandle[A], T], Any], values: Iterable[T], /
     ) -> ResultIterator[Any]:
-        """Call `fn(actor, value)` for each value; gives the results in their order.
+        """Call `fn(actor, value)` for each value; return the results in their order.
 
         All values are read at once.
         """
@@ -950,40 +951,40 @@ class ActorPool(Generic[A]):
     def map_unordered(
         self, fn: Callable[[ActorHandle[A], T], Any], values: Iterable[T], /
     ) -> ResultIterator[Any]:
-        """As `map`, but each result as soon as it is there."""
+        """Like `map`, with the results in the order in which the calls end."""
         return self._mapped(self._target.map_unordered, fn, values)
 
     def _mapped(self, map_on_loop: Any, fn: Any, values: Any) -> ResultIterator[Any]:
-        # Read here: what it reads may block.
-        given = list(values)
-        made = map_on_loop(fn, (unwrap(value) for value in given))
-        return ResultIterator(self._portal, made)
+        read = list(values)  # in this thread, because reading may block
+        results = map_on_loop(fn, (unwrap(value) for value in read))
+        return ResultIterator(self._portal, results)
 
     def push(self, actor: SyncActorHandle[A], /) -> None:
-        """Add an actor to a pool of given actors."""
+        """Add an actor to a pool that was made from a list of actors."""
         self._portal.call(lambda: self._target.push(unwrap(actor)))
 
     def pop_idle(self) -> SyncActorHandle[A] | None:
-        """Take an actor that has no calls out of a pool of given ones; or None."""
+        """Remove a free actor from a pool made from a list and return it; or None."""
         return call_on(self._portal, self._target.pop_idle, (), {})  # type: ignore[no-any-return]
 
     def close(self) -> None:
-        """End the actors that the pool has made, after their calls; idempotent."""
+        """End the actors that the pool started, after their calls; idempotent."""
         self._portal.run("close()", self._target.aclose)
 
 
 class Queue(_Proxy, Generic[T]):
     """A queue in an actor, in a thread without an event loop; see `aiogpu.Queue`.
 
-    What is awaited there blocks here. It may be an argument of `.remote()`.
+    Methods that are awaited there block here. A queue can be an argument of
+    `.remote()`.
 
     Args:
-        maxsize: items at most, above which `put` waits; 0 for any number.
-        **options: those of its actor.
+        maxsize: most items; `put` waits while the queue is full; 0 for no limit.
+        **options: options of the queue's actor.
 
     Raises:
         OptionError: an option is invalid.
-        MisuseError: this is a task, which is given a queue.
+        MisuseError: the call was made in a task.
     """
 
     def __init__(self, maxsize: int = 0, **options: Any) -> None:
@@ -991,8 +992,8 @@ class Queue(_Proxy, Generic[T]):
         portal = portal_for(what)
         if portal is None:
             raise MisuseError(
-                f"{what} is for programs; in a task write aiogpu.Queue(), or give the "
-                f"task the queue."
+                f"{what} is for programs. In a task write aiogpu.Queue(), or pass the "
+                f"queue to the task as an argument."
             )
         self._portal = portal
         self._target: queues.Queue[T] = portal.call(queues.Queue, maxsize, **options)
@@ -1006,15 +1007,15 @@ class Queue(_Proxy, Generic[T]):
         self._run("put()", lambda: self._target.put(unwrap(item), timeout))
 
     def put_nowait(self, item: T) -> None:
-        """Put an item in if there is room; else raise `QueueFullError`."""
+        """Put an item in, or raise `QueueFullError` if there is no room."""
         self.put(item, 0)
 
     def put_batch(self, items: Iterable[T], timeout: float | None = None) -> None:
-        """Put items in, each when there is room for it, by one call."""
-        given = list(items)
+        """Put several items in by one call, each as soon as there is room."""
+        batch = list(items)
         self._run(
             "put_batch()",
-            lambda: self._target.put_batch([unwrap(one) for one in given], timeout),
+            lambda: self._target.put_batch([unwrap(item) for item in batch], timeout),
         )
 
     def get(self, timeout: float | None = None) -> T:
@@ -1022,35 +1023,35 @@ class Queue(_Proxy, Generic[T]):
         return self._run("get()", lambda: self._target.get(timeout))
 
     def get_nowait(self) -> T:
-        """Take the next item if there is one; else raise `QueueEmptyError`."""
+        """Take the next item, or raise `QueueEmptyError` if there is none."""
         return self.get(0)
 
     def get_batch(self, most: int, timeout: float | None = None) -> list[T]:
-        """Take up to `most` items, by one call; wait until there is one."""
+        """Take up to `most` items by one call; wait until there is at least one."""
         return self._run("get_batch()", lambda: self._target.get_batch(most, timeout))
 
     def size(self) -> int:
-        """Return how many items are in the queue."""
+        """Return the number of items in the queue."""
         return self._run("size()", self._target.size)
 
     def empty(self) -> bool:
-        """Return whether there is no item."""
+        """Return whether the queue has no item."""
         return self._run("empty()", self._target.empty)
 
     def full(self) -> bool:
-        """Return whether there is no room."""
+        """Return whether the queue has no room."""
         return self._run("full()", self._target.full)
 
     def shutdown(self, at_once: bool = False) -> None:
-        """Take no more items: `put` raises, and `get` when no item is left."""
+        """Accept no more items: `put` raises, and `get` raises when no item is left."""
         self._run("shutdown()", lambda: self._target.shutdown(at_once))
 
     def _run(self, what: str, begin: Callable[[], Awaitable[A]]) -> A:
         return self._portal.run(f"{what} of a queue", begin)
 
 
-def _made(make: Callable[[], Any]) -> Any:
-    """Call what makes an actor; return the handle of the loop."""
+def _unwrapped(make: Callable[[], Any]) -> Any:
+    """Call a function that starts an actor; return the loop's handle."""
     return unwrap(make())
 
 
@@ -1076,7 +1077,7 @@ class SyncNode:
         return self._node.is_open
 
     def status(self) -> NodeStatus:
-        """Return who holds what, what waits and why; see `aiogpu.status`."""
+        """Return which tasks hold or wait for what; see `aiogpu.status`."""
         return self._portal.run("status()", self._node.status)
 
     def why(self, task_id: int) -> Why:
@@ -1092,12 +1093,12 @@ class SyncNode:
         return self._portal.run("available_resources()", self._node.available_resources)
 
     def shutdown(self, at_once: bool = False) -> None:
-        """Close the node: stop its tasks, leave nothing behind; idempotent.
+        """Close the node: stop its tasks; leave no process or file. Idempotent.
 
-        Ctrl-C while it waits for tasks to stop ends them at once.
+        Ctrl-C during the shutdown ends the tasks at once.
 
         Args:
-            at_once: give running tasks no time to stop by themselves.
+            at_once: True to give running tasks no time to stop by themselves.
         """
         portal = self._portal
         if not portal.is_usable:
@@ -1119,9 +1120,9 @@ _END: Final = object()
 
 
 class ThreadIterable(AsyncIterable[Any]):
-    """An iterable as the loop reads it, whose `next` may block: in a thread of its own.
+    """Async iterable over a plain iterable that may block, read in a separate thread.
 
-    The thread reads an item when one is wanted. It is a daemon and refers to none but
+    The thread reads an item when the loop asks for one. It is a daemon, refers only to
     the iterator, and ends with this object.
     """
 
@@ -1139,9 +1140,9 @@ class ThreadIterable(AsyncIterable[Any]):
         while True:
             item: asyncio.Future[Any] = loop.create_future()
             self._wanted.put(item)
-            if (found := await item) is _END:
+            if (value := await item) is _END:
                 return
-            yield found
+            yield value
 
     def __del__(self) -> None:
         self._wanted.put(None)
@@ -1150,24 +1151,24 @@ class ThreadIterable(AsyncIterable[Any]):
 def _read(
     iterator: Iterator[Any], wanted: SimpleQueue[asyncio.Future[Any] | None]
 ) -> None:
-    """Read items as they are wanted; the thread of a `ThreadIterable`."""
+    """Read an item for each future in `wanted`; the thread of a `ThreadIterable`."""
 
-    def settle(item: asyncio.Future[Any], found: Any, error: Any) -> None:
+    def settle(item: asyncio.Future[Any], value: Any, error: Any) -> None:
         if item.done():
             return
         if error is None:
-            item.set_result(unwrap(found))
+            item.set_result(unwrap(value))
         else:
             item.set_exception(error)
 
     while (item := wanted.get()) is not None:
-        found, error = _END, None
+        value, error = _END, None
         try:
-            found = next(iterator, _END)
-        except Exception as raised:  # noqa: BLE001 - it is that of the loop over map
+            value = next(iterator, _END)
+        except Exception as raised:  # noqa: BLE001 - raised by the loop over map
             error = raised
         try:
-            item.get_loop().call_soon_threadsafe(settle, item, found, error)
+            item.get_loop().call_soon_threadsafe(settle, item, value, error)
         except RuntimeError:
             return  # the loop is closed
 
@@ -1179,12 +1180,12 @@ def map_on(
     is_text = isinstance(iterable, str | bytes)
 
     def start() -> ResultIterator[Any]:
-        given: Any = iterable
+        items: Any = iterable
         if isinstance(iterable, Collection) and not is_text:
-            given = [unwrap(one) for one in iterable]  # reading it blocks nothing
+            items = [unwrap(item) for item in iterable]  # does not block
         elif hasattr(iterable, "__iter__") and not is_text:
-            given = ThreadIterable(iterable)
-        return ResultIterator(portal, remote.map(given, **options))
+            items = ThreadIterable(iterable)
+        return ResultIterator(portal, remote.map(items, **options))
 
     return portal.call(start)
 
@@ -1193,7 +1194,7 @@ def map_on(
 
 
 def apply(function: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
-    """Call what is no plain function; the task of an `Executor`."""
+    """Call any callable; the task of an `Executor` if `fn` is not a plain function."""
     return function(*args, **named)
 
 
@@ -1203,14 +1204,14 @@ def apply_each(function: Callable[..., Any], chunk: list[tuple[Any, ...]]) -> li
 
 
 KEPT: Final = 256
-"""Functions of which the pickle is kept."""
+"""Functions whose pickle an `Executor` keeps."""
 
 
 class Executor(concurrent.futures.Executor):
     """Runs functions as tasks, for libraries that take an executor.
 
     Args:
-        **options: those of a task, such as `num_gpus=0.25`.
+        **options: options of a task, such as `num_gpus=0.25`.
 
     Raises:
         OptionError: an option is unknown or invalid.
@@ -1223,7 +1224,8 @@ class Executor(concurrent.futures.Executor):
         for name in ("max_buffered", "num_returns"):
             if name in options:
                 raise OptionError(
-                    f"aiogpu.sync.Executor() got {name}: its calls have one result."
+                    f"aiogpu.sync.Executor() has no option {name}: each call has one "
+                    f"result."
                 )
         decorate: Any = remote(**options) if options else remote
         self._call: RemoteFunction[..., Any] = decorate(apply)
@@ -1235,7 +1237,7 @@ class Executor(concurrent.futures.Executor):
     def submit(
         self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
     ) -> Handle[T]:
-        """Start a task that calls a function; gives its handle at once.
+        """Start a task that calls a function; return its handle at once.
 
         Raises:
             RuntimeError: the executor is shut down.
@@ -1246,17 +1248,17 @@ class Executor(concurrent.futures.Executor):
         return self._start(self._call, (fn, *args), kwargs)
 
     def _start(
-        self, made: RemoteFunction[..., Any], args: Any, kwargs: Any
+        self, remote: RemoteFunction[..., Any], args: Any, kwargs: Any
     ) -> Handle[Any]:
         if self._is_closed:
             raise RuntimeError("cannot schedule new futures after shutdown")
         portal = portal_for("aiogpu.sync.Executor")
         if portal is None:
             raise MisuseError(
-                "aiogpu.sync.Executor is for programs; a task starts others by "
+                "aiogpu.sync.Executor is for programs. In a task, start other tasks by "
                 ".remote()."
             )
-        handle: Handle[Any] = call_function(portal, made, args, kwargs)
+        handle: Handle[Any] = call_function(portal, remote, args, kwargs)
         self._pending.add(handle)
         return handle
 
@@ -1267,14 +1269,15 @@ class Executor(concurrent.futures.Executor):
         timeout: float | None = None,
         chunksize: int = 1,
     ) -> Iterator[T]:
-        """Call a function with items of some iterables; gives results in their order.
+        """Call a function with items of the iterables; return results in their order.
 
         Args:
             fn: the function.
-            *iterables: one for each of its arguments; read at once, to the shortest.
+            *iterables: one for each argument of the function; read at once, to the end
+                of the shortest.
             timeout: seconds from this call, after which the next result raises
-                `TimeoutError`.
-            chunksize: calls in a task.
+                `TimeoutError`; None for no limit.
+            chunksize: calls in a task; default 1.
         """
         if chunksize <= 1:
             return super().map(fn, *iterables, timeout=timeout)
@@ -1284,16 +1287,16 @@ class Executor(concurrent.futures.Executor):
         return chain.from_iterable(super().map(each, chunks, timeout=timeout))
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Take no more calls; the node stays open.
+        """Accept no more calls; the node stays open.
 
         Args:
-            wait: return when all calls have ended.
-            cancel_futures: stop those that have not.
+            wait: True to return when all calls have ended.
+            cancel_futures: True to cancel the calls that have not ended.
         """
         self._is_closed = True
-        pending = [one for one in self._pending if not one.done()]
+        pending = [handle for handle in self._pending if not handle.done()]
         if cancel_futures:
-            for one in pending:
-                one.cancel()
+            for handle in pending:
+                handle.cancel()
         if wait:
             concurrent.futures.wait(pending)

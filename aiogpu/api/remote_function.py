@@ -1,9 +1,8 @@
-"""`@remote` on functions: what a module says at import, and `.remote()` does.
+"""Remote functions: `@remote` makes them, `.remote()` calls them.
 
-A function is kept as it was defined (`Definition`), with what it takes (`Parameters`,
-known without calling it), and pickled once. Light on purpose: user modules bring this
-file into every worker, so asyncio and the session are imported by the first `.remote()`
-alone.
+A `Definition` is the decorated function, pickled once; `Parameters` checks arguments
+before a call is sent. Light to import: user modules load this file in every worker, so
+only the first `.remote()` imports asyncio and the session.
 """
 
 from __future__ import annotations
@@ -59,12 +58,12 @@ if TYPE_CHECKING:
 class Parameters:
     """The parameters of a function, with a fast check of positional arguments.
 
-    Of what has no signature, as some builtins, nothing is checked.
+    Functions without a signature, such as some builtins, accept any arguments.
 
     Attributes:
-        least: arguments by position that are needed at least.
-        most: so many of them are taken at most. A call by position alone needs no
-            `check` between the two.
+        least: fewest positional arguments.
+        most: most positional arguments. A call with only positional arguments, `least`
+            to `most` of them, needs no `check`.
     """
 
     def __init__(
@@ -81,55 +80,57 @@ class Parameters:
     def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
         signature = self._signature
         if signature is not None:
-            # Defaults and annotations may be anything; that there are some is enough.
+            # Defaults and annotations may be unpicklable; keep only which have one.
             plain = [
                 inspect.Parameter(
-                    one.name,
-                    one.kind,
-                    default=one.default if one.default is one.empty else ...,
+                    parameter.name,
+                    parameter.kind,
+                    default=parameter.default
+                    if parameter.default is parameter.empty
+                    else ...,
                 )
-                for one in signature.parameters.values()
+                for parameter in signature.parameters.values()
             ]
             signature = inspect.Signature(plain)
         return Parameters, (self._name, signature, self._owner)
 
     def check(self, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        """Raise `MisuseError` unless it takes these arguments."""
+        """Raise `MisuseError` unless the function takes these arguments."""
         if not kwargs and self.least <= len(args) <= self.most:
             return
-        # Calls by name are mostly alike, and binding one takes microseconds.
+        # Calls with keywords mostly have the same shape, and `bind` takes microseconds.
         shape = (len(args), *kwargs)
         if self._signature is None or shape == self._accepted:
             return
         try:
             self._signature.bind(*args, **kwargs)
         except TypeError as error:
-            told = ""
-            if given := [name for name in kwargs if name in CHECKS["task"]]:
-                told = (
-                    f" Options go before the call: .options({given[0]}=...).remote()."
+            advice = ""
+            if options := [name for name in kwargs if name in CHECKS["task"]]:
+                advice = (
+                    f" To set an option, write .options({options[0]}=...).remote()."
                 )
             if self._owner and next(iter(self._signature.parameters), "") == "self":
-                told = (
+                advice = (
                     f" {self._name} is a method of {self._owner}: put @aiogpu.remote "
-                    f"above the class, which makes actors of it."
+                    f"above the class instead."
                 )
             raise MisuseError(
                 f"{self._name}{self._signature} was called with wrong arguments: "
-                f"{error}.{told}"
+                f"{error}.{advice}"
             ) from None
         self._accepted = shape
 
 
 def _positions(signature: inspect.Signature) -> tuple[int, float]:
-    """Return how many arguments by position it takes, at least and at most."""
+    """Return the fewest and the most positional arguments of a signature."""
     least, most = 0, 0.0
     for parameter in signature.parameters.values():
         is_needed = parameter.default is parameter.empty
         if parameter.kind is parameter.VAR_POSITIONAL:
             most = float("inf")
         elif parameter.kind is parameter.KEYWORD_ONLY and is_needed:
-            return 1, 0.0  # never by position alone
+            return 1, 0.0  # an empty range: positional arguments are never enough
         elif parameter.kind in (
             parameter.POSITIONAL_ONLY,
             parameter.POSITIONAL_OR_KEYWORD,
@@ -140,7 +141,7 @@ def _positions(signature: inspect.Signature) -> tuple[int, float]:
 
 
 def signature_of(function: Callable[..., Any]) -> inspect.Signature | None:
-    """Return the signature of a function or class, not of what it wraps; or None."""
+    """Return the signature of a function or class, ignoring `__wrapped__`; or None."""
     try:
         return inspect.signature(function, follow_wrapped=False)
     except (TypeError, ValueError):
@@ -148,7 +149,7 @@ def signature_of(function: Callable[..., Any]) -> inspect.Signature | None:
 
 
 def without_self(signature: inspect.Signature) -> inspect.Signature:
-    """The signature of a function as its bound method has it."""
+    """Return the signature without its first parameter, as a bound method has it."""
     parameters = [*signature.parameters.values()]
     if not parameters or parameters[0].kind is inspect.Parameter.VAR_POSITIONAL:
         return signature
@@ -168,14 +169,15 @@ _MAIN: Final = ("__main__", "__mp_main__")
 
 
 class FunctionName(NamedTuple):
-    """A function that others import by name."""
+    """The name by which another process can import a function."""
 
     module: str
     qualname: str
 
 
 _referenced: Final[dict[FunctionName, Definition]] = {}
-"""Who is meant by a name; a later definition of it must be sent by value."""
+"""Definitions that are sent by name. A later definition with the same name, such as a
+redefined function in a notebook, must be sent by value."""
 
 
 class Definition:
@@ -185,7 +187,7 @@ class Definition:
         self.function = function
         self.name = getattr(function, "__name__", type(function).__name__)
         self.is_coroutine, self.is_generator = kind_of(function)
-        self._sent: Function | None = None
+        self._pickled: Function | None = None
 
     @cached_property
     def parameters(self) -> Parameters:
@@ -194,15 +196,13 @@ class Definition:
         owner = "" if place.endswith("<locals>") else place.rpartition(".")[2]
         return Parameters(self.name, signature_of(self.function), owner)
 
-    def sent(self) -> Function:
-        """The function as workers get it; pickled when it is first needed.
-
-        A warning tells of one that takes much with it.
+    def pickled(self) -> Function:
+        """Return the pickled function; a large one causes a warning.
 
         Raises:
             SerializationError: with the path to what cannot be pickled.
         """
-        if self._sent is None:
+        if self._pickled is None:
             from aiogpu.client.function_spec import Function, new_function_id
 
             reference = self.reference()
@@ -212,15 +212,15 @@ class Definition:
                     if reference is None
                     else dump_reference(*reference)
                 )
-            self._sent = Function(new_function_id(), payload, tuple(actors))
+            self._pickled = Function(new_function_id(), payload, tuple(actors))
             if len(payload) > WARNED_FROM:
                 from aiogpu.serialization.large_arguments import advise_on_function
 
                 advise_on_function(self.name, self.function, len(payload))
-        return self._sent
+        return self._pickled
 
-    def in_chunks(self) -> Definition:
-        """The function as it is called with seconds, and any number of items.
+    def chunked(self) -> Definition:
+        """Return a definition that takes a time in seconds and any number of items.
 
         Raises:
             SerializationError: with the path to what cannot be pickled.
@@ -229,15 +229,19 @@ class Definition:
         from aiogpu.worker.chunk import Sent
 
         chunked = Definition(self.function)
-        sent = self.sent()
-        payload = dump_function(self.name, Sent(sent.payload))
-        chunked._sent = Function(new_function_id(), payload, sent.actors)
+        pickled = self.pickled()
+        payload = dump_function(self.name, Sent(pickled.payload))
+        chunked._pickled = Function(new_function_id(), payload, pickled.actors)
         chunked.parameters = Parameters(self.name, None)
         return chunked
 
     def reference(self) -> FunctionName | None:
-        """The name under which workers can import the function, None without one."""
-        # cloudpickle comes with it, which defining a function does not need.
+        """Return the name by which workers can import the function; None without one.
+
+        Workers can import the function only if the name refers to it: not in
+        `__main__`, not in a module that is pickled by value, not if redefined.
+        """
+        # Imported late: it imports cloudpickle, and defining a function needs none.
         from aiogpu.serialization.pickler import is_sent_by_value
 
         reference = FunctionName(
@@ -246,10 +250,10 @@ class Definition:
         )
         if reference.module in _MAIN or is_sent_by_value(reference.module):
             return None
-        found: object = sys.modules.get(reference.module)
+        target: object = sys.modules.get(reference.module)
         for name in reference.qualname.split("."):
-            found = getattr(found, name, None)
-        if getattr(found, "__aiogpu_function__", found) is not self.function:
+            target = getattr(target, name, None)
+        if getattr(target, "__aiogpu_function__", target) is not self.function:
             return None
         if _referenced.setdefault(reference, self) is not self:
             return None
@@ -301,61 +305,60 @@ class Mapper:
         chunk: int | Literal["auto"] | None = None,
         return_exceptions: bool = False,
     ) -> Results[Any]:
-        """Call it with each item; gives an async iterator over the results.
+        """Call the function with each item; return an async iterator over the results.
 
-        At most `limit` calls are ahead: started, and their result not yet taken by
-        the loop. So the iterable, which may be endless, is never read further than
-        `limit` items beyond the results taken, and with `ordered` one slow call
-        holds back those behind it. A plain iterable is read on the event loop.
+        At most `limit` calls are in flight: started, with a result that the consumer
+        has not taken. The iterable may be endless: it is read at most `limit` items
+        ahead of the consumer. With `ordered`, one slow call holds back the results
+        behind it. A plain iterable is read on the event loop.
 
-        What a call raises is raised in its place, and what the iterable or
-        `.remote()` raises at once; either ends the iteration, and so does leaving
-        the loop. All calls that are ahead are then cancelled as by
-        `handle.cancel()`. While a name refers to the results, write
-        `async with f.map(...) as results:` to have that at the end of the block.
+        An error of a call is raised in place of its result. An error of the iterable or
+        of `.remote()` is raised at once. Either ends the iteration, and so does leaving
+        the loop: all calls in flight are then cancelled, as by `handle.cancel()`. If a
+        variable refers to the results, write `async with f.map(...) as results:` to
+        cancel at the end of the block.
 
-        With `chunk`, several items go as one task, which calls the function with one
-        after the other, coroutines too; results come one by one all the same. What an
-        item raises comes after the results before it. The options hold for a task, and
-        so for a chunk: it runs in one process, and `timeout` is for all of it. With
-        `retry_exceptions` an item is retried alone. If the worker dies, the chunk
-        starts again; past `max_retries` the error takes the place of its first item.
+        With `chunk`, several items are sent as one task, which calls the function with
+        one item after the other (coroutine functions as well). Results still come one
+        by one, and an error comes after the results before it. A chunk is one task: it
+        runs in one process, and `timeout` covers all its items. With
+        `retry_exceptions` a failed item is retried alone. If the worker dies, the chunk
+        starts again; after `max_retries` the error takes the place of its first item.
 
-        `chunk="auto"` takes items back from a task that runs longer than 50 ms. Of an
+        `chunk="auto"` takes items back from a task that runs longer than 50 ms. With an
         async iterable it waits at most 5 ms for items to fill a chunk. A given `limit`
-        has room for at least 16 such tasks: `limit=160` bounds chunks to 10 items.
+        leaves room for at least 16 such tasks: `limit=160` bounds chunks to 10 items.
 
         Args:
-            iterable: the arguments, one a call; an iterable or an async iterable.
-            *others: none; what takes two arguments is given them as one.
-            limit: most items ahead, 1 or more; None for 256, or with `chunk` for 256
-                chunks. Take less where arguments or results are large: that many
-                are in memory.
-            ordered: whether results come in the order of the items; if False, as
-                the calls end.
+            iterable: the arguments, one for each call; an iterable or async iterable.
+            *others: none; a function of two arguments takes a pair instead.
+            limit: most items in flight, 1 or more; None for 256, or with `chunk` for
+                256 chunks. Set a lower limit if arguments or results are large: all
+                items in flight are in memory.
+            ordered: True for results in the order of the items, False for results in
+                the order in which the calls end.
             chunk: items in a task, 1 or more; "auto" for as many as take about 4 ms;
                 None for 1.
-            return_exceptions: whether what a call raises is given in its place, as a
-                result, and the iteration goes on. What the iterable and `.remote()`
-                raise is raised all the same. If the process of a chunk dies, the
-                error stands for each of its items.
+            return_exceptions: True to get an error of a call as a result, and go on.
+                Errors of the iterable and of `.remote()` are raised nevertheless. If
+                the process of a chunk dies, each of its items gets the error.
 
         Raises:
-            OptionError: an option is ill-valued, or `limit` has no room for a chunk.
-            MisuseError: it is no iterable.
-            NoLoopError: no event loop is running here.
+            OptionError: an option is invalid, or `limit` has no room for a chunk.
+            MisuseError: `iterable` cannot be iterated.
+            NoLoopError: no event loop is running in this thread.
         """
         if others:
             raise MisuseError(
-                f"{self.__name__}.map() takes one iterable: give it `zip(a, b)`, and "
-                f"let the function take the pair."
+                f"{self.__name__}.map() takes one iterable. To pass two arguments to "
+                f"each call, map over `zip(a, b)` and let the function take the pair."
             )
         from aiogpu.api.map import Results
 
         return Results(self, iterable, limit, ordered, chunk, return_exceptions)
 
-    def _again_after(self, error: Exception) -> Any:
-        """Return what retries an item after this error; None for no retry."""
+    def _for_retry(self, error: Exception) -> Any:
+        """Return the remote function that retries an item; None for no retry."""
         return None
 
 
@@ -385,16 +388,16 @@ class Decorated(CalledFirst):
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.__module__}.{self.__qualname__}>"
 
-    def _made(
+    def _new_spec(
         self, spec: TaskSpec, resources: Mapping[str, float], **more: Any
     ) -> FunctionSpec:
-        """The function with its options, as calls need it; pickled before."""
+        """Make and keep the `FunctionSpec` that all calls refer to."""
         from aiogpu.client.function_spec import FunctionSpec, new_func_id
 
         definition, options = self._definition, self._options
         self._func = FunctionSpec(
             id=new_func_id(),
-            function=definition.sent(),
+            function=definition.pickled(),
             spec=spec,
             resources=resources,
             environ=dict(options.runtime_env),
@@ -404,27 +407,27 @@ class Decorated(CalledFirst):
         )
         return self._func
 
-    def _known_as(self) -> FunctionName | None:
-        """The name by which another process imports it; None if it goes by value.
+    def _import_name(self) -> FunctionName | None:
+        """Return the name by which another process imports it; None if by value.
 
         Raises:
-            SerializationError: it would go by value, and multiprocessing sends it.
+            SerializationError: multiprocessing pickles it, which cannot send by value.
         """
         reference = self._definition.reference()
         pickler = sys._getframe(2).f_globals.get("__name__")
         if reference is None and pickler == "multiprocessing.reduction":
             raise SerializationError(
-                f"{self!r} cannot be sent by multiprocessing, which finds functions "
-                f"and classes by their names, and the name {self.__qualname__} is that "
-                f"of the remote one. aiogpu needs no pool: `{self.__name__}.remote(...)"
-                f"` runs in a worker. For a pool put it into a module of its own, or "
-                f"keep the plain one: `remote_one = aiogpu.remote({self.__name__})`."
+                f"multiprocessing cannot send {self!r}: it looks functions and classes "
+                f"up by name, and {self.__qualname__} is the remote one. You need no "
+                f"pool: `{self.__name__}.remote(...)` runs in a worker. To use a pool "
+                f"nevertheless, move the function to a module, or keep the plain one: "
+                f"`remote_version = aiogpu.remote({self.__name__})`."
             )
         return reference
 
 
 class RemoteFunction(Decorated, Mapper, Generic[P, R]):
-    """A function that runs in a worker; call it by `.remote(...)`."""
+    """A function that runs in workers; call it by `.remote(...)`."""
 
     def __init__(self, definition: Definition, options: TaskOptions) -> None:
         super().__init__(definition, options)
@@ -435,12 +438,12 @@ class RemoteFunction(Decorated, Mapper, Generic[P, R]):
         self._least: int
         self._most: float
         self._in_chunks: RemoteFunction[..., Any] | None = None
-        self._again: RemoteFunction[..., Any] | None = None
+        self._retried: RemoteFunction[..., Any] | None = None
 
     @overload
     def remote(self, /, *args: P.args, **kwargs: P.kwargs) -> Handle[R]: ...
 
-    @overload  # a handle as an argument: its type takes the place of the value's
+    @overload  # an argument may be a handle instead of a value
     def remote(self, a: Handle[Any], /, *args: Any, **named: Any) -> Handle[R]: ...
 
     @overload
@@ -454,12 +457,12 @@ class RemoteFunction(Decorated, Mapper, Generic[P, R]):
     ) -> Handle[R]: ...
 
     def remote(self, /, *args: Any, **kwargs: Any) -> Handle[R]:
-        """Start the task; gives its handle at once.
+        """Start a task that calls the function; return its handle at once.
 
         Raises:
-            MisuseError: the function takes other arguments.
-            NoLoopError: no event loop is running here.
-            InfeasibleError: the node can never give what the task asks for.
+            MisuseError: the arguments do not match the function's parameters.
+            NoLoopError: no event loop is running in this thread.
+            InfeasibleError: the task asks for more than the node has.
             SerializationError: the function or an argument cannot be pickled.
         """
         func = self._func or self._prepare()
@@ -475,42 +478,44 @@ class RemoteFunction(Decorated, Mapper, Generic[P, R]):
     def _remote_chunk(self, arguments: tuple[Any, ...]) -> Handle[Any]:
         if self._in_chunks is None:
             self._definition.parameters.check(arguments[:1], {})  # as for one item
-            definition = self._definition.in_chunks()
+            definition = self._definition.chunked()
             self._in_chunks = RemoteFunction(definition, self._options)
         return self._in_chunks.remote(*arguments)
 
-    def _again_after(self, error: Exception) -> RemoteFunction[..., Any] | None:
+    def _for_retry(self, error: Exception) -> RemoteFunction[..., Any] | None:
         options = self._options
-        wanted = options.retry_exceptions
-        is_wanted = wanted if isinstance(wanted, bool) else isinstance(error, wanted)
-        if not is_wanted or not options.max_retries:
+        retried = options.retry_exceptions
+        is_retried = (
+            retried if isinstance(retried, bool) else isinstance(error, retried)
+        )
+        if not is_retried or not options.max_retries:
             return None
-        if self._again is None:
-            left = max(options.max_retries - 1, -1)  # -1 is without end
-            self._again = RemoteFunction(
-                self._definition, options._replace(max_retries=left)
+        if self._retried is None:
+            retries = max(options.max_retries - 1, -1)  # -1 means no limit
+            self._retried = RemoteFunction(
+                self._definition, options._replace(max_retries=retries)
             )
-        return self._again
+        return self._retried
 
     def _prepare(self) -> FunctionSpec:
-        """All that is done once per function: checks, pickling, the request."""
+        """Do all work that is done once per function: checks, pickling, the request."""
         from aiogpu.api.calls import submitter
 
         options, definition = self._options, self._definition
-        spec = options.spec(definition.name, definition.sent().id)
+        spec = options.spec(definition.name, definition.pickled().id)
         parameters = definition.parameters
         self._least, self._most = parameters.least, parameters.most
         window = 0
         if definition.is_generator:
             window = options.max_buffered or MAX_BUFFERED
         self._submit = submitter(self._returns, window)
-        return self._made(spec, spec.shape.request.as_numbers(), window=window)
+        return self._new_spec(spec, spec.shape.request.as_numbers(), window=window)
 
     def options(self, **options: Unpack[Options]) -> Self:
         """Return the same function with other options; this one does not change.
 
         Raises:
-            OptionError: names the option, the value and what is allowed.
+            OptionError: an option is unknown or invalid.
         """
         return type(self)(self._definition, merged(self._options, options))
 
@@ -522,7 +527,7 @@ class RemoteFunction(Decorated, Mapper, Generic[P, R]):
         )
 
     def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
-        source = self._known_as() or self._definition.function
+        source = self._import_name() or self._definition.function
         return _rebuild, (source, self._options)
 
 
@@ -530,14 +535,16 @@ def _rebuild(
     source: FunctionName | Callable[..., Any], options: TaskOptions
 ) -> RemoteFunction[..., Any]:
     if not isinstance(source, FunctionName):
-        return made(Definition(source), options)
-    found = load_reference(*source)
-    if isinstance(found, RemoteFunction):
-        return made(found._definition, options)
-    return made(Definition(found), options)
+        return new_remote_function(Definition(source), options)
+    function = load_reference(*source)
+    if isinstance(function, RemoteFunction):
+        return new_remote_function(function._definition, options)
+    return new_remote_function(Definition(function), options)
 
 
-def made(definition: Definition, options: TaskOptions) -> RemoteFunction[..., Any]:
+def new_remote_function(
+    definition: Definition, options: TaskOptions
+) -> RemoteFunction[..., Any]:
     """Make the remote object of a function; raises `OptionError` for unfit options."""
     if definition.is_generator:
         return RemoteGenerator(definition, options)
@@ -548,7 +555,7 @@ T = TypeVar("T")
 
 
 class RemoteGenerator(CalledFirstToIterate, RemoteFunction[P, Any], Generic[P, T]):
-    """A generator that runs in a worker; iterate what `.remote(...)` gives."""
+    """A generator that runs in workers; `.remote(...)` returns a stream to iterate."""
 
     def __init__(self, definition: Definition, options: TaskOptions) -> None:
         if options.num_returns != 1:
@@ -558,14 +565,14 @@ class RemoteGenerator(CalledFirstToIterate, RemoteFunction[P, Any], Generic[P, T
     if TYPE_CHECKING:
 
         def remote(self, /, *args: P.args, **kwargs: P.kwargs) -> Stream[T]:  # type: ignore[override]
-            """Start the task; gives the stream of its items at once.
+            """Start a task that runs the generator; return the stream of its items.
 
             In a plain function that runs as a task itself, iterate it by `for`.
 
             Raises:
-                MisuseError: the generator takes other arguments.
-                NoLoopError: no event loop is running here.
-                InfeasibleError: the node can never give what the task asks for.
+                MisuseError: the arguments do not match the generator's parameters.
+                NoLoopError: no event loop is running in this thread.
+                InfeasibleError: the task asks for more than the node has.
                 SerializationError: the function or an argument cannot be pickled.
             """
 

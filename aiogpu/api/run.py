@@ -1,9 +1,9 @@
-"""Running a program: `asyncio.run` on uvloop. The only door to uvloop.
+"""Running a program: `asyncio.run` on uvloop. No other module imports uvloop.
 
-In a terminal's IPython the event loop stands still between cells: IPython runs a cell's
-coroutine by `run_until_complete`. Ctrl-C breaks that call off and leaves the
-coroutine's asyncio task waiting, and with it the aiogpu task and its GPU. So the task
-of an interrupted cell is cancelled here. A Jupyter kernel does that itself.
+In IPython on a terminal the event loop stops between cells: IPython runs a cell's
+coroutine by `run_until_complete`. Ctrl-C interrupts that call and leaves the
+coroutine's asyncio task waiting, and with it the aiogpu task and its GPU. So this
+module cancels the task of an interrupted cell. A Jupyter kernel does that itself.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from typing import Any, Final, TypeVar
 from aiogpu.errors import NoLoopError
 
 CELL: Final = "run_cell_async"
-"""The coroutine function of IPython that runs a cell."""
+"""The name of IPython's coroutine function that runs a cell."""
 
 
-WITHIN: Final = 1.0
-"""Seconds that the interrupted cell has for its `finally`, before the prompt."""
+CLEANUP_TIME: Final = 1.0
+"""Seconds that an interrupted cell has for its `finally`, before the prompt."""
 
 
 _watched: Final[list[object]] = []
-"""The shell that is watched; there is one in a process, if any."""
+"""The IPython shell of this process, once it is watched."""
 
 
 def watch(loops: Iterable[asyncio.AbstractEventLoop]) -> None:
-    """Cancel what an interrupted cell leaves behind, if this is an IPython shell.
+    """Cancel the tasks of interrupted cells, if this is an IPython shell.
 
     Args:
-        loops: those that have a node, looked at after each cell.
+        loops: the loops that have a node, read after each cell.
     """
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     if shell is None or shell in _watched:
@@ -54,7 +54,7 @@ def watch(loops: Iterable[asyncio.AbstractEventLoop]) -> None:
 
 def _cancel_cells(loop: asyncio.AbstractEventLoop) -> None:
     if loop.is_running() or loop.is_closed():
-        return  # a kernel's loop, which has seen the interrupt itself
+        return  # the loop of a Jupyter kernel, which handles the interrupt itself
     cells = {
         task
         for task in asyncio.all_tasks(loop)
@@ -63,47 +63,47 @@ def _cancel_cells(loop: asyncio.AbstractEventLoop) -> None:
     for task in cells:
         task.cancel()
     if cells:
-        loop.run_until_complete(asyncio.wait(cells, timeout=WITHIN))
+        loop.run_until_complete(asyncio.wait(cells, timeout=CLEANUP_TIME))
 
 
 T = TypeVar("T")
 
 
-MOMENT: Final = 0.1
-"""Seconds after which the second Ctrl-C was lost, if the loop still runs."""
+LOST_AFTER: Final = 0.1
+"""Seconds after a second Ctrl-C. If the loop still runs then, uvloop lost it."""
 
 
 def run(main: Coroutine[Any, Any, T], *, debug: bool | None = None) -> T:
-    """`asyncio.run` on uvloop.
+    """Run a program: `asyncio.run` on uvloop.
 
-    Ctrl-C once cancels `main`, and what it holds by `async with` is closed in order;
-    twice ends it at once. SIGTERM does the same, since Slurm and Kubernetes end
-    programs that way: tasks see `get_runtime_context().is_stopping`, get their
-    `stop_grace`, their cancel and `cancel_grace`, and the program exits with status
-    143, which is 128 + SIGTERM. A program that handles SIGTERM itself, or ignores it,
-    is left alone.
+    The first Ctrl-C cancels `main`, and its `async with` blocks close in order; the
+    second ends the program at once. SIGTERM, by which Slurm and Kubernetes end
+    programs, also cancels `main`: tasks see `get_runtime_context().is_stopping`, have
+    their `stop_grace`, are cancelled and have their `cancel_grace`; then the program
+    exits with status 143 (128 + SIGTERM). If the program handles or ignores SIGTERM,
+    `run` does not touch the signal.
 
     Args:
-        main: the program's coroutine.
+        main: the program's coroutine, `main()`.
         debug: asyncio's debug mode; None for the interpreter's setting.
 
     Raises:
-        ValueError: `main` is a function, not the coroutine that calling it gives.
-        NoLoopError: an event loop runs here already, as in a notebook.
-        SystemExit: SIGTERM has cancelled `main`.
+        ValueError: `main` is a function instead of a coroutine.
+        NoLoopError: an event loop is already running in this thread, as in a notebook.
+        SystemExit: SIGTERM cancelled `main`.
     """
     if asyncio._get_running_loop() is not None:
         if asyncio.iscoroutine(main):
             main.close()
         raise NoLoopError(
             "aiogpu.run() cannot be called from a running event loop, as in a notebook "
-            "or under a server: write `await main()`."
+            "or a server: write `await main()`."
         )
-    given: object = main
-    if isinstance(given, FunctionType):
+    argument: object = main
+    if isinstance(argument, FunctionType):
         raise ValueError(
-            f"aiogpu.run() takes a coroutine and was given {given!r}: write "
-            f"`aiogpu.run({given.__name__}())`."
+            f"aiogpu.run() takes a coroutine, not {argument!r}: write "
+            f"`aiogpu.run({argument.__name__}())`."
         )
     try:
         runner = _with_deferred_interrupt(partial(new_runner, debug))
@@ -126,22 +126,22 @@ def run(main: Coroutine[Any, Any, T], *, debug: bool | None = None) -> T:
     finally:
         interrupts.are_over = True
         if program is not main and getcoroutinestate(program) != CORO_SUSPENDED:
-            program.close()  # it may never have begun, nor what it awaits
+            program.close()  # neither coroutine may have started
             main.close()
         runner.close()
 
 
 def new_runner(debug: bool | None = None) -> asyncio.Runner:
-    """A runner of an event loop of uvloop, which it makes when it is first used."""
+    """Return a runner that makes an event loop of uvloop when it is first used."""
     import uvloop
 
     _open_standard_descriptors()
-    # In `with` it would make its loop at once, and fail to close it inside another.
+    # `with` would make the loop at once, and fail to close it inside another loop.
     return asyncio.Runner(debug=debug, loop_factory=uvloop.new_event_loop)
 
 
 def _with_deferred_interrupt(make: Callable[[], T]) -> T:
-    """Call `make` with Ctrl-C deferred until it has returned.
+    """Call `make`, and defer Ctrl-C until it has returned.
 
     During an import, Ctrl-C may be raised as another error or be lost.
     """
@@ -152,12 +152,12 @@ def _with_deferred_interrupt(make: Callable[[], T]) -> T:
     pressed: list[int] = []
     signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
     try:
-        made = make()
+        result = make()
     finally:
         signal.signal(signal.SIGINT, previous)
     if pressed:
         raise KeyboardInterrupt
-    return made
+    return result
 
 
 class _Interrupts:
@@ -179,7 +179,7 @@ class _Interrupts:
         self._count = 0
 
     async def counted(self, main: Coroutine[Any, Any, T]) -> T:
-        """Await the program; this handler calls that of the runner."""
+        """Await the program; count each Ctrl-C, then call the runner's handler."""
         previous = signal.getsignal(signal.SIGINT)
         is_main = threading.current_thread() is threading.main_thread()
         if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
@@ -191,13 +191,13 @@ class _Interrupts:
             or not callable(previous)
             or previous is signal.default_int_handler
         ):
-            return await main  # the runner does not handle it either
+            return await main  # the runner does not handle Ctrl-C either
         loop = asyncio.get_running_loop()
 
         def press(number: int, frame: FrameType | None) -> None:
             self._count += 1
             if self._count > 1:
-                loop.call_soon_threadsafe(loop.call_later, MOMENT, self._stop, loop)
+                loop.call_soon_threadsafe(loop.call_later, LOST_AFTER, self._stop, loop)
             previous(number, frame)
 
         signal.signal(signal.SIGINT, press)
@@ -206,13 +206,13 @@ class _Interrupts:
         finally:
             if signal.getsignal(signal.SIGINT) is press:
                 # The runner leaves a handler that is not its own in place.
-                left = self._before if self.are_over else previous
-                signal.signal(signal.SIGINT, left)
+                handler = self._before if self.are_over else previous
+                signal.signal(signal.SIGINT, handler)
 
     def _terminate(
         self, loop: asyncio.AbstractEventLoop, program: asyncio.Task[Any]
     ) -> None:
-        """Cancel the program; the second time end it at once, as without a handler."""
+        """Cancel the program; at the second SIGTERM end it, as without a handler."""
         if not self.is_terminated:
             self.is_terminated = True
             from aiogpu.api.results.handle import session_of
@@ -232,9 +232,9 @@ class _Interrupts:
 
 
 def _open_standard_descriptors() -> None:
-    """Fill descriptors 0 to 2 where the program was started without them.
+    """Open descriptors 0 to 2 if the program was started without them.
 
-    libuv aborts the process when it is to close one of these as its own.
+    libuv would get them for its own use, and aborts the process when it closes one.
     """
     for descriptor in range(3):
         try:

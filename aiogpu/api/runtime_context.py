@@ -1,4 +1,4 @@
-"""What a task can ask about itself: its ids, resources and devices."""
+"""The runtime context: a task's own ids, resources and devices."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class RuntimeContext:
         worker_id: the worker's number.
         task_id: the task's number.
         task_name: the task's name; `Actor.method` in a method, `Actor` in the actor's
-            constructor and in threads that a method has started.
+            constructor and in threads that a method started.
         actor_id: the actor's number, None in a task.
-        assigned_resources: resources that it holds, `{"CPU": 1.0, "GPU": 0.25}`.
+        assigned_resources: resources that the task holds, `{"CPU": 1.0, "GPU": 0.25}`.
     """
 
     node_id: str
@@ -35,23 +35,22 @@ class RuntimeContext:
     if not TYPE_CHECKING:
 
         def __getattr__(self, name):
-            """Tell what to write in place of a getter of Ray's."""
+            """Raise an error that names the attribute for a getter of Ray's."""
             hint = name.removeprefix("get_")
             if name == "current_actor":
                 hint = "actor_id"
-            is_here = hint != name and hint in type(self).__slots__
-            told = f"; it is the attribute {hint!r}" if is_here else ""
-            raise AttributeError(f"the runtime context has no {name!r}{told}.")
+            is_known = hint != name and hint in type(self).__slots__
+            advice = f"; use the attribute {hint!r}" if is_known else ""
+            raise AttributeError(f"the runtime context has no {name!r}{advice}.")
 
     @property
     def is_stopping(self) -> bool:
-        """True once the task is to end, because its program or its node stops.
+        """True once the task should end, because its program or its node stops.
 
-        So it is when the program gets SIGTERM under `aiogpu.run`, closes its node or
-        leaves it, when a node that runs as a service is stopped, and for a task that
-        is being cancelled. Asked anew each time, by reading a word of shared memory.
-        The option `stop_grace` says how long the task may go on then. False outside of
-        tasks.
+        That is when the program gets SIGTERM under `aiogpu.run`, closes its node or
+        leaves a shared node, when a shared node is stopped, and when the task is
+        cancelled. The task may go on for the time of its option `stop_grace`. Each
+        access reads one word of shared memory. False outside tasks.
 
         Example:
             `for step in range(steps): ...; if context.is_stopping: save(); return`
@@ -66,14 +65,14 @@ class RuntimeContext:
         return dict(self.assigned_resources)
 
     def get_accelerator_ids(self) -> dict[str, list[str]]:
-        """Return the ids of its devices as texts, by kind, for every known kind.
+        """Return the ids of the task's devices as texts, by kind, for every known kind.
 
         Kinds that the program has registered are included if the node has them.
         """
         from aiogpu.accelerators.registry import kinds
 
-        held = dict.fromkeys(kinds(), ()) | dict(self._accelerators)
-        return {kind: [str(id_) for id_ in ids] for kind, ids in held.items()}
+        assigned = dict.fromkeys(kinds(), ()) | dict(self._accelerators)
+        return {kind: [str(id_) for id_ in ids] for kind, ids in assigned.items()}
 
 
 def get_runtime_context() -> RuntimeContext:
@@ -93,9 +92,9 @@ def get_runtime_context() -> RuntimeContext:
 
 
 def get_gpu_ids() -> list[int | str]:
-    """Return the GPUs that the running task may use; empty outside a task.
+    """Return the ids of the GPUs that the running task may use; empty outside a task.
 
-    Indices of the machine are integers; UUIDs and MIG ids are texts. In the task
-    itself the first GPU is `cuda:0`.
+    An id is an index (int), or a UUID or MIG id (str), as the machine numbers its GPUs.
+    Frameworks in the task number the same GPUs from 0: the first is `cuda:0`.
     """
     return list(current.accelerators.get("GPU", ()))

@@ -1,7 +1,7 @@
 """Sessions: a program's connection to a node, one for each event loop.
 
-A `.remote()` without one opens an embedded node with the defaults, which closes with
-its loop. A fork of the program inherits an inert session, which does not touch the
+A `.remote()` without a session opens an embedded node with the defaults, which closes
+with its loop. A fork of the program inherits an inert session, which does not touch the
 parent's node.
 """
 
@@ -42,15 +42,16 @@ if TYPE_CHECKING:
 
 
 def default_address() -> str | None:
-    """The address that the variable AIOGPU_ADDRESS supplies, None without."""
+    """Return the value of the variable AIOGPU_ADDRESS; None if unset or empty."""
     return os.environ.get("AIOGPU_ADDRESS") or None
 
 
 def refuse_in_worker(what: str) -> None:
-    """Raise `NodeError` where this process is a worker.
+    """Refuse a call in a worker process.
 
     Raises:
-        MisuseError: it is one that imports a module for its task, or whose task does.
+        NodeError: this process is a worker.
+        MisuseError: this process is a worker that is importing a module.
     """
     if current.worker or current.is_loading:
         from aiogpu.worker.nested import refuse_to_begin_anew
@@ -58,9 +59,9 @@ def refuse_in_worker(what: str) -> None:
         refuse_to_begin_anew()
     if current.worker:
         raise NodeError(
-            f"{what} cannot be reached inside a task or what it has forked; it is the "
-            f"program's. A task starts others by .remote(); on an inline node it does "
-            f"so in the thread that it runs in."
+            f"{what} is not available inside a task or in a process that a task "
+            f"forked; only the program can use it. A task starts other tasks by "
+            f".remote(); on an inline node, only in its own thread."
         )
 
 
@@ -72,7 +73,7 @@ T = TypeVar("T")
 
 
 class EarlyRequests(Generic[T]):
-    """Requests to something that is not there yet: an opening engine, an actor."""
+    """Requests that wait until their receiver exists: an engine or an actor."""
 
     def __init__(self) -> None:
         self._requests: list[
@@ -80,22 +81,22 @@ class EarlyRequests(Generic[T]):
         ] = []
 
     def add(
-        self, ask: Callable[[T], object], fail: Callable[[Exception], object]
+        self, send: Callable[[T], object], fail: Callable[[Exception], object]
     ) -> None:
-        """Keep a request; `fail` gets the error if it cannot be made or raises."""
-        self._requests.append((ask, fail))
+        """Keep a request; `fail` is called with the error if it cannot be sent."""
+        self._requests.append((send, fail))
 
-    def make(self, there: T) -> None:
-        """The node is open: make the requests, in order."""
+    def make(self, receiver: T) -> None:
+        """Send the requests in order."""
         requests, self._requests = self._requests, []
-        for ask, fail in requests:
+        for send, fail in requests:
             try:
-                ask(there)
-            except Exception as error:  # noqa: BLE001 - it is the handle's
+                send(receiver)
+            except Exception as error:  # noqa: BLE001 - the handle reports it
                 fail(error)
 
     def fail(self, error: Exception) -> bool:
-        """The node failed to open: fail the requests; return False if none exist."""
+        """Fail all requests; return False if there are none."""
         requests, self._requests = self._requests, []
         for _, fail in requests:
             fail(error)
@@ -110,52 +111,52 @@ class SessionState(Enum):
     CLOSING = "closing"
     CLOSED = "closed"
     FORKED = "forked"
-    """This process is a fork of the one that opened it."""
+    """This process is a fork of the process that opened the session."""
 
 
 class Awaited(Receiver, Protocol):
     """A handle, or the buffer of a stream's items.
 
     Attributes:
-        task_id: the task's number, set when it is started.
+        task_id: the task's number, set when the task is submitted.
     """
 
     task_id: int
 
     def done(self) -> bool:
-        """Return whether it has ended or was cancelled."""
+        """Return whether the task has ended or was cancelled."""
         ...
 
 
 def retrieve(opening: asyncio.Task[None]) -> None:
-    """Mark the error as retrieved: it is reported elsewhere, so none must warn."""
+    """Mark the error as retrieved, so that asyncio does not warn of it."""
     if not opening.cancelled():
         opening.exception()
 
 
-_GIVEN_UP: Final = "this node was given up before it was open."
+_SHUT_DOWN_EARLY: Final = "this node was shut down before it was open."
 
 
 FROM_A_THREAD: Final = (
-    "In an `async def`, await it there. In this thread write "
-    "`aiogpu.from_thread(f.remote, x).result()`, which has the loop make the call."
+    "In an `async def`, await the call there. In this thread write "
+    "`aiogpu.from_thread(f.remote, x).result()`, which makes the call on the loop."
 )
-"""What to write in a thread without an event loop, if another thread runs one."""
+"""Advice for a thread without an event loop, if another thread runs one."""
 
 
 shut_down: Final[WeakSet[asyncio.AbstractEventLoop]] = WeakSet()
-"""Loops whose node was shut down and that have opened no other since."""
+"""Loops whose node was shut down, until they open another."""
 
 
 class Session:
-    """One node, as this event loop's program sees it. Made by `init`.
+    """The connection of an event loop to its node; made by `init`.
 
     Attributes:
         loop: the event loop.
-        thread: the number of the thread that runs it.
+        thread: the id of the thread that runs the loop.
         remote_values: the store of values if the node is another process, else None.
         new_handle: makes a handle of this loop.
-        opened_by: the call that has opened it, ".remote()"; "" for `init`.
+        opened_by: the call that opened the session, ".remote()"; "" for `init`.
     """
 
     opened_by = ""
@@ -191,7 +192,8 @@ class Session:
 
     async def leave(self, error: BaseException | None) -> None:
         """Shut down at the end of an `async with` block that ends with this error."""
-        # `asyncio.run` makes a first Ctrl-C a cancellation: this is the second one.
+        # `asyncio.run` turns the first Ctrl-C into a cancellation, and only the second
+        # into a KeyboardInterrupt.
         try:
             await self.shutdown(at_once=isinstance(error, KeyboardInterrupt))
         except KeyboardInterrupt:
@@ -208,7 +210,7 @@ class Session:
         return handle
 
     def start(self, func: FunctionSpec, payload: bytes, handle: Awaited) -> None:
-        """Start a task for a handle or a stream that was made for it."""
+        """Start a task for an existing handle or stream."""
 
         def start(engine: Engine) -> None:
             if not handle.done():
@@ -217,13 +219,13 @@ class Session:
         self.when_open(start, handle.settle)
 
     def new_stream(self, name: str, owner: StreamOwner, size: int) -> Stream[Any]:
-        """A stream of this loop."""
+        """Return a new stream of this loop."""
         from aiogpu.api.results.stream import Stream
 
         return Stream(name, owner, size, self.loop, self._engine.waits)
 
     def pack(self, outgoing: PickledValue) -> bytes:
-        """Make a payload of arguments; their handles must belong to this node."""
+        """Make a payload of arguments; handles in them must belong to this node."""
         if self._state not in (SessionState.OPEN, SessionState.OPENING):
             raise self.unusable()
         for handle in outgoing.handles:
@@ -233,14 +235,14 @@ class Session:
     def when_open(
         self, start: Callable[[Engine], object], fail: Callable[[Exception], None]
     ) -> None:
-        """Ask something of the engine, now or as soon as it is open.
+        """Send a request to the engine, now or as soon as the engine is open.
 
         Args:
-            start: makes the request; if it is made later, its error goes to `fail`.
+            start: sends the request; if it raises later, `fail` gets the error.
             fail: called with the reason if the engine never opens.
 
         Raises:
-            NodeError: it is closed, or belongs to another process.
+            NodeError: the session is closed, or belongs to another process.
         """
         if self._state is SessionState.OPEN:
             start(self._engine)
@@ -250,44 +252,44 @@ class Session:
             raise self.unusable()
 
     def check_thread(self, what: str) -> None:
-        """Refuse a call from another thread than the event loop's [B45].
+        """Refuse a call from a thread other than the event loop's [B45].
 
-        asyncio's futures and the node's state belong to the loop's thread alone.
+        Only the loop's thread may touch asyncio's futures and the node's state.
 
         Args:
             what: the call, for the message: "Model.predict.remote()".
 
         Raises:
-            NoLoopError: another thread runs this.
+            NoLoopError: another thread made the call.
         """
         if get_ident() != self.thread:
             raise NoLoopError(
-                f"{what} was called in another thread than its event loop's. "
+                f"{what} was called in a thread other than its event loop's. "
                 f"{FROM_A_THREAD}"
             )
 
     def call_soon(self, call: Callable[[], object]) -> None:
-        """Call something on the loop, from any thread, unless the loop is closed.
+        """Call a function on the loop, from any thread, unless the loop is closed.
 
         Does nothing in a fork, where the loop and its node are the parent's.
         """
         if self._state is not SessionState.FORKED and not self.loop.is_closed():
-            with suppress(RuntimeError):  # it was closed in this very moment
+            with suppress(RuntimeError):  # the loop was closed meanwhile
                 self.loop.call_soon_threadsafe(call)
 
     def demand(self, task: int, limit: int) -> None:
-        """Let a stream yield so many items in all."""
+        """Let a stream yield up to `limit` items in all."""
         if self._state is not SessionState.FORKED:
             self._engine.demand(task, limit)
 
     def cancel(self, task: int) -> None:
-        """Stop a task; its handle says so. In a fork the task is the parent's."""
+        """Stop a task; do nothing in a fork, where the task is the parent's."""
         if self._state is not SessionState.FORKED:
             self._engine.cancel(task)
 
     async def why(self, name: str, task: int) -> Why:
         """Return why a task waits; see `Handle.why`."""
-        # Late, so that the zygote's start need not wait for it.
+        # Imported late: the start of the zygote does not wait for this module.
         from aiogpu.observe.why import Why
 
         if self._state is SessionState.OPENING:
@@ -296,7 +298,7 @@ class Session:
 
     @property
     def is_closing(self) -> bool:
-        """True if a shutdown has begun that has not ended."""
+        """True while the session is shutting down."""
         return self._closing is not None and self._state is not SessionState.CLOSED
 
     @property
@@ -306,16 +308,16 @@ class Session:
 
     @property
     def is_forked(self) -> bool:
-        """True if this process is a fork of the one that opened the session."""
+        """True if this process is a fork of the process that opened the session."""
         return self._state is SessionState.FORKED
 
     def unusable(self) -> NodeError:
-        """The error for a session that is not open, with the reason."""
+        """Return the error for a session that is not open, with the reason."""
         if self._state is SessionState.FORKED:
             return NodeError(
-                f"this node belongs to process {self._pid}, of which process "
-                f"{os.getpid()} is a fork. Call .remote() there, or run a program "
-                f"of its own here."
+                f"this node belongs to process {self._pid}, and process {os.getpid()} "
+                f"is a fork of it. Call .remote() in process {self._pid}, or start a "
+                f"new program instead of forking."
             )
         return NodeClosedError("this node is shut down; open one by aiogpu.init().")
 
@@ -328,12 +330,13 @@ class Session:
         self._closer = self._close_with_loop()
         first = self._closer.__anext__()
         with suppress(StopIteration):
-            # Its first step registers it with the loop, which closes it at the end.
+            # The first step registers the generator with the loop, which closes it at
+            # the end.
             first.send(None)
         self._opening = self.loop.create_task(self._open())
 
     async def opened(self) -> None:
-        """Wait until the node is open; raises what kept it from opening."""
+        """Wait until the node is open; raise the error if it fails to open."""
         if self._opening is None:
             return
         try:
@@ -341,8 +344,8 @@ class Session:
         except asyncio.CancelledError:
             waiter = asyncio.current_task()
             if self._opening.cancelled() and waiter and not waiter.cancelling():
-                # Another task shut the node down; this one is not cancelled.
-                raise NodeClosedError(_GIVEN_UP) from None
+                # Another task shut the node down; the waiting task is not cancelled.
+                raise NodeClosedError(_SHUT_DOWN_EARLY) from None
             raise
 
     async def _open(self) -> None:
@@ -350,9 +353,13 @@ class Session:
             await self._engine.open()
         except BaseException as error:
             self._forget(SessionState.CLOSED)
-            told = error if isinstance(error, Exception) else NodeClosedError(_GIVEN_UP)
-            if self._early.fail(told) and self._opening is not None:
-                # The handles carry the error; the task need not warn of it as well.
+            reason = (
+                error
+                if isinstance(error, Exception)
+                else NodeClosedError(_SHUT_DOWN_EARLY)
+            )
+            if self._early.fail(reason) and self._opening is not None:
+                # The handles carry the error, so asyncio must not warn of it as well.
                 self._opening.add_done_callback(retrieve)
             raise
         self._state = SessionState.OPEN
@@ -367,14 +374,14 @@ class Session:
                 await self.shutdown()
 
     def announce_stop(self) -> None:
-        """Let tasks know that the program stops."""
+        """Tell running tasks that the program stops."""
         if self._state is SessionState.OPEN:
             self._engine.announce_stop()
 
     async def shutdown(self, at_once: bool = False) -> None:
         """Stop all tasks and wait until nothing of the node is left; idempotent.
 
-        With `at_once`, tasks are given no time to stop by themselves.
+        With `at_once`, tasks get no time to stop by themselves.
         """
         if self._state is SessionState.FORKED or self._pid != os.getpid():
             return
@@ -387,7 +394,7 @@ class Session:
     async def _close(self) -> None:
         try:
             if self._opening is not None and not self._opening.done():
-                # It may hang in an import of the user's.
+                # Opening may hang in an import of user code.
                 self._opening.cancel()
                 await asyncio.wait([self._opening])
             if self._opening is not None:
@@ -396,7 +403,7 @@ class Session:
                 self._state = SessionState.CLOSING
                 await self._engine.close()
         except (asyncio.CancelledError, KeyboardInterrupt):
-            # The loop is ending; its last act, `_close_with_loop`, begins anew.
+            # The loop is ending; it runs `_close_with_loop` last, which closes again.
             self._engine.force_close()
             self._closing = None
             raise
@@ -422,12 +429,12 @@ class Session:
         return self._engine
 
     def after_fork(self) -> None:
-        """This process is a fork: the session is its parent's."""
+        """Make the session inert in a fork, where it belongs to the parent."""
         self._state = SessionState.FORKED
         self._engine.after_fork()
 
     def close_now(self) -> None:
-        """Remove the node's files at the exit of the interpreter."""
+        """Remove the node's files when the interpreter exits."""
         if self._state is not SessionState.FORKED and self._pid == os.getpid():
             self._engine.close_now()
 
@@ -441,17 +448,17 @@ _log: Final = logging.getLogger(__name__)
 def start_session(
     address: str | None, options: NodeOptions, loop: asyncio.AbstractEventLoop
 ) -> Session:
-    """Make a session and begin to open it; calls may be made at once."""
+    """Make a session and start to open it; it accepts calls at once."""
     session = Session(create_engine(address, options, loop), loop)
     session.start_opening()
     return session
 
 
 def current_session(what: str = ".remote()") -> Session:
-    """The running loop's session; one is opened if there is none.
+    """Return the running loop's session; open one if there is none.
 
     Args:
-        what: who needs it, for the message.
+        what: the call that needs the session, for the message.
 
     Raises:
         NoLoopError: no event loop is running in this thread.
@@ -464,9 +471,9 @@ def current_session(what: str = ".remote()") -> Session:
     if loop is not None and loop in shut_down:
         shut_down.discard(loop)
         _log.warning(
-            "! %s opens a node with the defaults, since the program's own was shut "
-            "down. Make the call before the end of `async with aiogpu.init(...)`, or "
-            "open another node by aiogpu.init().",
+            "! %s opens a node with default options, because the program's node was "
+            "shut down. Make the call before the end of `async with "
+            "aiogpu.init(...)`, or open another node by aiogpu.init().",
             what,
         )
     if loop is None:
@@ -480,10 +487,10 @@ def current_session(what: str = ".remote()") -> Session:
 
 
 def session_of_program(what: str) -> Session:
-    """The running loop's session, for what only a program may ask of its node.
+    """Return the running loop's session, for a call that only programs may make.
 
     Raises:
-        NodeError: it is asked in a task.
+        NodeError: the call was made in a task.
     """
     if current.worker and sessions.get(_get_running_loop()) is None:  # type: ignore[arg-type]
         raise error_inside_task(what)
@@ -491,7 +498,7 @@ def session_of_program(what: str) -> Session:
 
 
 def no_loop(what: str) -> NoLoopError:
-    """The error for what is called where it has no event loop."""
+    """Return the error for a call in a thread without an event loop."""
     if any(session.is_open for session in sessions.values()):
         return NoLoopError(
             f"{what} needs the program's event loop, which runs in another thread. "
@@ -499,9 +506,9 @@ def no_loop(what: str) -> NoLoopError:
         )
     return NoLoopError(
         f"{what} needs a running event loop, and there is none in this thread. Call it "
-        f"inside an `async def`: a program runs that by aiogpu.run(main()), a server "
-        f"and a notebook run it on the loop that they have. Or write `import "
-        f"aiogpu.sync`, which needs no loop."
+        f"inside an `async def main()` and run that by aiogpu.run(main()); servers and "
+        f"notebooks run coroutines on their own loop. For code without an event loop, "
+        f"use `aiogpu.sync`."
     )
 
 

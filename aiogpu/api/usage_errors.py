@@ -67,9 +67,8 @@ class IteratedOnLoop(MadeByCall):
         def __iter__(self) -> NoReturn:
             call = self._as_called()
             raise MisuseError(
-                f"{call} gives one item after the other, on the event loop: write "
-                f"`async for item in {call}`, or for a list `[item async for item in "
-                f"{call}]`."
+                f"{call} yields its items on the event loop: write `async for item in "
+                f"{call}`, or `[item async for item in {call}]` for a list."
             )
 
         def __getitem__(self, _: object) -> NoReturn:
@@ -77,7 +76,7 @@ class IteratedOnLoop(MadeByCall):
 
 
 PUT_NAME: Final = "put"
-"""The name of what `put` has stored, in place of a task's."""
+"""`task_name` of the handles that `put` returns."""
 
 
 class NotItsResult:
@@ -106,20 +105,20 @@ class NotItsResult:
             raise self._no("has no items")
 
         def __contains__(self, _: object) -> NoReturn:
-            raise self._no("holds nothing")
+            raise self._no("contains no items")
 
         def __iter__(self) -> Generator[Any, None, Any]:
             if sys._getframe(1).f_code.co_flags & CO_GENERATOR:
                 return self.__await__()  # `yield from handle`, as of any future
             raise self._no(
                 "cannot be iterated",
-                " With num_returns= each of several results has a handle of its own.",
+                " To get one handle for each of several results, set num_returns=.",
             )
 
 
 def _operator(name: str) -> Callable[..., NoReturn]:
     def refuse(self: NotItsResult, *_: object) -> NoReturn:
-        raise self._no(f"does not calculate ({name})")
+        raise self._no(f"does not support arithmetic ({name})")
 
     return refuse
 
@@ -150,7 +149,7 @@ class CalledFirst:
     if not TYPE_CHECKING:
 
         def __call__(self, /, *args: object, **kwargs: object) -> NoReturn:
-            """Always raises `MisuseError`: it is called by `.remote()`."""
+            """Raise `MisuseError`: the call is written `.remote(...)`."""
             raise MisuseError(self._what_to_write())
 
         def __await__(self) -> NoReturn:
@@ -166,9 +165,9 @@ class CalledFirstToIterate(CalledFirst):
         __iter__ = __aiter__ = CalledFirst.__await__
 
         def map(self, *_args: object, **_options: object) -> NoReturn:
-            """Always raises `MisuseError`: a generator gives many results a call."""
+            """Raise `MisuseError`: one call of a generator has many results."""
             raise MisuseError(
-                f"{self.__name__} is a generator, and map() takes one result a call; "
+                f"{self.__name__} is a generator, and map() needs one result per call: "
                 f"write `async for item in {self.__name__}.remote(...)` for each "
                 f"argument."
             )
@@ -203,8 +202,8 @@ def options_of(what: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
                 refuse(options, known, what)
             if args and is_by_name:
                 raise MisuseError(
-                    f"{function.__name__}({args[0]!r}): the options of {what} go by "
-                    f"name. There are: {', '.join(known)}.{advice}"
+                    f"{function.__name__}({args[0]!r}): the options of {what} are "
+                    f"keyword arguments: {', '.join(known)}.{advice}"
                 )
             return function(*args, **options)
 
@@ -223,19 +222,18 @@ def refuse(options: dict[str, Any], known: dict[str, Any], what: str) -> None:
 
 NAMES_OF_RAY: Final = MappingProxyType(
     {
-        "ObjectRef": "`Handle` is what .remote() gives",
-        "ObjectRefGenerator": "`Stream` is what .remote() of a generator gives",
-        "actor": "`aiogpu.exit_actor()`, and `aiogpu.ActorHandle`",
+        "ObjectRef": ".remote() returns an `aiogpu.Handle`",
+        "ObjectRefGenerator": ".remote() of a generator returns an `aiogpu.Stream`",
+        "actor": "use `aiogpu.exit_actor()` and `aiogpu.ActorHandle`",
         "cancel": "write `handle.cancel()`",
-        "exceptions": "errors are in `aiogpu.errors`, and those that programs catch at "
-        "`aiogpu` itself, as `aiogpu.TaskError`",
+        "exceptions": "errors are in `aiogpu.errors`; the ones that programs catch are "
+        "also in `aiogpu`, such as `aiogpu.TaskError`",
         "nodes": "write `await aiogpu.status()`",
         "timeline": "run `aiogpu timeline FILE`",
-        "util": "`aiogpu.placement`, `aiogpu.ActorPool` and `aiogpu.accelerators` are "
-        "what it has here",
+        "util": "use `aiogpu.placement`, `aiogpu.ActorPool` or `aiogpu.accelerators`",
     }
 )
-"""What to use instead of names that Ray's users look for."""
+"""Names of Ray's API, with their replacements."""
 
 
 def no_such_name(
@@ -250,21 +248,19 @@ def no_such_name(
         name: the attribute.
         known: the public names.
         below: public submodules that may define the name.
-        module: the module that was asked.
+        module: the module without the attribute.
     """
     hint = NAMES_OF_RAY.get(name, "")
     if module != "aiogpu":  # code without a loop
         hint = hint.replace("`await aiogpu.", f"`{module}.")
     for public in below:
-        found = getattr(public, name, None)
-        if getattr(found, "__module__", "").startswith("aiogpu."):
+        attribute = getattr(public, name, None)
+        if getattr(attribute, "__module__", "").startswith("aiogpu."):
             hint = f"it is `{public.__name__}.{name}`"
     if not hint and not name.startswith("_"):
         from difflib import get_close_matches
 
         near = get_close_matches(name, known, n=1, cutoff=0.7)
         hint = f"did you mean {near[0]!r}?" if near else ""
-    told = f"module {module!r} has no attribute {name!r}" + (
-        f": {hint}" if hint else ""
-    )
-    return AttributeError(told)
+    message = f"module {module!r} has no attribute {name!r}"
+    return AttributeError(f"{message}: {hint}" if hint else message)

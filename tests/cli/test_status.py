@@ -509,7 +509,7 @@ async def test_a_node_is_seen_from_outside(tmp_path: Path, gate: Gate) -> None:
         assert why[1].startswith(f"gated (task {number}) has waited")
         assert "0.75 of GPU 0: held by gated" in why[1]
         assert unknown[0] == 1
-        assert "this node knows no task 999999" in unknown[2]
+        assert "this node has no task 999999" in unknown[2]
         assert "`aiogpu list tasks` shows" in unknown[2]
         first, *trace, last = called[1].splitlines()
         begin = f"Counter 'tally'.add (call of actor {counter.id}) failed "

@@ -112,10 +112,10 @@ async def test_an_exit_amid_pickling_is_no_exit() -> None:
 async def test_a_handle_is_not_put_again() -> None:
     async with aiogpu.init(num_cpus=1):
         handle = await aiogpu.put([1])
-        with pytest.raises(TypeError, match=r"a handle already.*`aiogpu\.put\(await"):
+        with pytest.raises(TypeError, match=r"already a handle.*`aiogpu\.put\(await"):
             aiogpu.put(handle)
         result = add.remote(1)
-        with pytest.raises(aiogpu.errors.MisuseError, match="a handle already"):
+        with pytest.raises(aiogpu.errors.MisuseError, match="already a handle"):
             aiogpu.put(result)
         assert await result == 2
 
@@ -126,7 +126,7 @@ async def test_a_handle_is_not_put_again() -> None:
                 aiogpu.put(add.remote(own))
             return str(caught.value)
 
-        assert "a handle already" in await inside.remote()
+        assert "already a handle" in await inside.remote()
 
 
 async def test_waiting_for_nothing_gives_two_empty_lists() -> None:

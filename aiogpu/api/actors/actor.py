@@ -274,12 +274,12 @@ class RemoteClass(Decorated, Generic[P, A]):
     def _prepare(self) -> FunctionSpec:
         """All that is done once per class: checks, pickling, the request."""
         options = self._options
-        spec = options.actor_spec(self.__name__, self._definition.sent().id)
+        spec = options.actor_spec(self.__name__, self._definition.pickled().id)
         resources = spec.shape.request.as_numbers()
         if options.num_cpus is None:
             # The CPU by which it is placed is given back; it holds none.
             resources.pop(CPU, None)
-        return self._made(spec, resources, actor=self._interface.terms(options))
+        return self._new_spec(spec, resources, actor=self._interface.terms(options))
 
     def options(self, **options: Unpack[ActorKeywords]) -> RemoteClass[P, A]:
         """Return the same class with other options; this one does not change.
@@ -291,7 +291,7 @@ class RemoteClass(Decorated, Generic[P, A]):
         return RemoteClass(self._definition, found, self._interface)
 
     def __reduce__(self) -> tuple[object, ...]:
-        reference = self._known_as()
+        reference = self._import_name()
         if reference is None:
             return copyreg.__newobj__, (type(self),), self.__dict__  # type: ignore[attr-defined]
         return _found_again, (reference, self._options)

@@ -1,7 +1,7 @@
 """Handles and streams without an event loop, which `.remote()` returns in plain tasks.
 
 A plain function that runs as a task has no loop: it waits by `aiogpu.get` and iterates
-by `for`. This file must not import asyncio, which would cost such a task more than its
+by `for`. This file must not import asyncio, which may cost such a task more than its
 work. The base classes of handles and streams on event loops are here as well.
 """
 
@@ -49,25 +49,25 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-OF_A_LIST: Final = "of a list: inside another argument a handle stays a handle"
-"""Why a task has a handle in place of a result, where it was given one."""
+OF_A_LIST: Final = "for a list: a handle inside another argument is not replaced"
+"""The reason why a task got a handle instead of a result as an argument."""
 
 
 class Owner(Protocol):
-    """Started the task of a handle, and can be asked about it: a session, an actor."""
+    """The starter of a handle's task, such as a session or an actor."""
 
     def cancel(self, task: int) -> None:
         """Stop the task."""
 
     async def why(self, name: str, task: int) -> Why:
-        """Say why it waits, or what it does."""
+        """Return why the task waits, or its state."""
 
 
 class StreamOwner(Owner, Protocol):
     """The owner of a stream's task."""
 
     def demand(self, task: int, limit: int) -> None:
-        """Let its generator yield so many items in all."""
+        """Let the generator yield up to `limit` items in all."""
 
 
 class Reporting:
@@ -80,11 +80,11 @@ class Reporting:
 
     @property
     def report_buffer(self) -> ReportBuffer:
-        """The reports that nobody has read; made when it is first asked for."""
+        """The unread reports; the buffer is made at first use."""
         try:
             return self._reports
         except AttributeError:
-            # Late: most tasks report nothing.
+            # Imported late: most tasks report nothing.
             from aiogpu.api.results.reports import ReportBuffer
 
             self._reports = ReportBuffer()  # type: ignore[misc]
@@ -100,10 +100,11 @@ class HandleBase(Reporting, NotItsResult):
 
     Attributes:
         task_name: name of the task.
-        task_id: its number, 0 before it has one.
-        part: which of several results of the task this is; -1 for all of it.
-        raw: the value pickled, if it is there.
-        shared: the value that other holders of the handle refer to; None without any.
+        task_id: number of the task; 0 before the task is submitted.
+        part: index among several results of the task; -1 for a single result.
+        raw: the pickled value; None before it has arrived.
+        shared: the value that other holders of the handle refer to; None without other
+            holders.
         restore: unpickles a handle. Set by `api.calls`, which makes all handles and so
             imports this module.
     """
@@ -124,7 +125,7 @@ class HandleBase(Reporting, NotItsResult):
             """The error of the task; None if it has a result or has not ended."""
 
         def cancelled(self) -> bool:
-            """Return whether it was cancelled."""
+            """Return whether the handle was cancelled."""
             ...
 
     else:
@@ -135,9 +136,9 @@ class HandleBase(Reporting, NotItsResult):
         return HandleBase.restore, (identity, self.task_name)
 
     def share(self) -> Reference:
-        """The value that other holders of this handle refer to."""
+        """Return the value that other holders of this handle refer to."""
         if self.shared is None:
-            self._want()
+            self._keep_alive()
             store = self._store()
             self.shared = (
                 _local_value(self) if store is None else store.shares.share(self)
@@ -145,26 +146,26 @@ class HandleBase(Reporting, NotItsResult):
         return self.shared
 
     def stand_for(self, reference: Reference) -> None:
-        """Note the reference of a handle that came from another process."""
-        self._want()
+        """Note the reference behind a handle that came from another process."""
+        self._keep_alive()
         self.shared = reference
 
-    def _want(self) -> None:
-        """Keep the work going although all local waiters withdraw."""
+    def _keep_alive(self) -> None:
+        """Keep the work going even if all local waiters withdraw."""
 
     def _store(self) -> ValueStore | None:
-        """The store of values in another process; None if values are kept here."""
+        """Return the store of values in another process; None if this process is it."""
         raise NotImplementedError
 
-    def _tell(self, outcome: Outcome) -> None:
-        """Settle the shared value, for which others in this process may wait."""
+    def _settle_shared(self, outcome: Outcome) -> None:
+        """Settle the shared value; other holders in this process may wait for it."""
         settle = getattr(self.shared, "settle", None)
         if settle is not None:
             settle(outcome)
 
-    def _tell_cancelled(self) -> None:
+    def _settle_shared_as_cancelled(self) -> None:
         if self.shared is not None:
-            self._tell(TaskCancelledError(f"{self.task_name} was cancelled."))
+            self._settle_shared(TaskCancelledError(f"{self.task_name} was cancelled."))
             store = self._store()
             if store is not None and self.part >= 0:
                 # The call may go on for its other results.
@@ -172,7 +173,7 @@ class HandleBase(Reporting, NotItsResult):
 
 
 def _local_value(handle: Any) -> Reference:
-    # Late: only a handle within something that is sent comes here.
+    # Imported late: only handles inside arguments and results need it.
     from aiogpu.runtime.objects.values import Value
 
     value = Value(handle.task_name, handle.task_id)
@@ -188,14 +189,14 @@ def _local_value(handle: Any) -> Reference:
 
 
 class BlockingHandle(HandleBase, Generic[T]):
-    """A child's result to be, in a plain function; see `get`.
+    """The future result of a child task, in a plain function; see `get`.
 
-    To type checkers `.remote()` gives a `Handle` everywhere.
+    For type checkers `.remote()` returns a `Handle` everywhere.
 
     Attributes:
-        client: the client of the task that started it.
+        client: the client of the task that started the child.
         owner: cancels the work.
-        on_end: functions to call with the handle when it has ended.
+        on_end: functions to call with the handle when the child has ended.
     """
 
     __slots__ = (
@@ -232,11 +233,11 @@ class BlockingHandle(HandleBase, Generic[T]):
     def __await__(self) -> Generator[Any, None, T]:
         on_loop = getattr(self.owner, "on_loop", None)
         if on_loop is not None and is_loop_running():
-            # It was unpickled before the loop ran.
+            # The handle was unpickled before the loop ran.
             return on_loop(self.task_name).__await__()  # type: ignore[no-any-return]
         raise MisuseError(
-            f"the handle of {self.task_name} was made in a plain function, where no "
-            f"event loop runs; wait by aiogpu.get(handle)."
+            f"the handle of {self.task_name} was made in a plain function, without an "
+            f"event loop; call aiogpu.get(handle) instead."
         )
 
     def _store(self) -> ValueStore | None:
@@ -247,25 +248,25 @@ class BlockingHandle(HandleBase, Generic[T]):
         return self._state != "pending"
 
     def cancelled(self) -> bool:
-        """Return whether `cancel` has stopped it."""
+        """Return whether the handle was cancelled."""
         return self._state == "cancelled"
 
     def cancel(self) -> bool:
-        """Stop the work; False if it had ended before."""
+        """Stop the work; return False if the task had already ended."""
         if self.done():
             return False
         self.owner.cancel(self.task_id)
         self._end("cancelled")
-        self._tell_cancelled()
+        self._settle_shared_as_cancelled()
         return True
 
     def reports(self) -> Iterator[Report]:
-        """Return the reports of the task as they come, by `for`; ends with the task.
+        """Return an iterator over the task's reports, until the task ends.
 
-        See `aiogpu.report`. Waiting releases the CPUs of the task that reads.
+        See `aiogpu.report`. The CPUs of the reading task are free while it waits.
 
         Raises:
-            MisuseError: another task has started the task.
+            MisuseError: another task started the task.
         """
         if isinstance(self.owner, RestoredOwner):
             from aiogpu.api.results.reports import refuse_others
@@ -274,7 +275,7 @@ class BlockingHandle(HandleBase, Generic[T]):
         return _read_reports(self)
 
     def why(self) -> NoReturn:
-        """Refuse: only the program asks why a task waits.
+        """Refuse the call: only the program can ask why a task waits.
 
         Raises:
             NodeError: always.
@@ -282,15 +283,15 @@ class BlockingHandle(HandleBase, Generic[T]):
         raise error_inside_task(f"why() of the handle of {self.task_name}")
 
     def settle(self, outcome: Outcome) -> None:
-        """Take how the child has ended; called by the engine."""
+        """Take the outcome of the child; called by the engine."""
         if self.shared is not None:
-            self._tell(outcome)
+            self._settle_shared(outcome)
         if isinstance(outcome, bytes):
             self._payload = self.raw = outcome
             self._end("finished")
             return
         if isinstance(outcome, Failed) and outcome.kind == STOPPED:
-            self._end("cancelled")  # another holder of the handle has cancelled it
+            self._end("cancelled")  # another holder of the handle cancelled the task
         else:
             error = error_of(outcome, self.task_name)
             self._error, self._trace = error, error.__traceback__
@@ -299,8 +300,8 @@ class BlockingHandle(HandleBase, Generic[T]):
 
     def _end(self, state: str) -> None:
         self._state = state
-        for tell in self.on_end:
-            tell(self)
+        for call in self.on_end:
+            call(self)
 
     @property
     def error(self) -> Exception | None:
@@ -308,13 +309,13 @@ class BlockingHandle(HandleBase, Generic[T]):
         return self._error
 
     def exception(self, timeout: float | None = None) -> Exception | None:
-        """Wait for the end; return why there is no result, or None; see `result`."""
+        """Wait until the task ends; return its error or None; see `result`."""
         self._wait(timeout)
         return self._error
 
     @property
     def has_failed(self) -> bool:
-        """True if there will be no result."""
+        """True if the task ended without a result."""
         return self._state in ("failed", "cancelled")
 
     def _wait(self, timeout: float | None) -> None:
@@ -327,12 +328,12 @@ class BlockingHandle(HandleBase, Generic[T]):
         """Wait for the result, as `get` does.
 
         Args:
-            timeout: seconds; None waits as long as it takes.
+            timeout: seconds; None waits without limit.
 
         Raises:
-            TaskCancelledError: it was cancelled.
-            TaskTimeoutError: time was up; the child goes on.
-            DeserializationError: its result cannot be unpickled in this process.
+            TaskCancelledError: the child was cancelled.
+            TaskTimeoutError: the time is up; the child goes on.
+            DeserializationError: the result cannot be unpickled in this process.
             Exception: see `get`.
         """
         try:
@@ -351,40 +352,40 @@ class BlockingHandle(HandleBase, Generic[T]):
                     raise
             return self._value  # type: ignore[return-value]
         finally:
-            # The error's traceback refers to this frame. With `self` in it there is a
-            # cycle, which keeps the error and all that the callers' frames hold, such
-            # as actors, until the collector runs.
+            # The error's traceback refers to this frame. With `self` in the frame there
+            # is a cycle, which keeps the error and the objects in the callers' frames,
+            # such as actors, until the garbage collector runs.
             del self
 
 
-def _read_reports(reported: BlockingHandle[Any] | ItemBuffer) -> Iterator[Report]:
-    """Yield the reports of a task in plain code, until it has ended."""
-    buffer, done = reported.report_buffer, reported.done
+def _read_reports(source: BlockingHandle[Any] | ItemBuffer) -> Iterator[Report]:
+    """Yield the reports of a task in plain code, until the task has ended."""
+    buffer, done = source.report_buffer, source.done
     while True:
         while buffer.kept:
             yield buffer.take()
         if done():
             return
         if is_loop_running():
-            raise blocks_loop(f"waiting for a report of {reported.task_name}")
-        client, task = client_of_task(), (reported.task_id,)
+            raise blocks_loop(f"waiting for a report of {source.task_name}")
+        client, task = client_of_task(), (source.task_id,)
         block(client, task, lambda: bool(buffer.kept) or done(), done)
 
 
 class ItemBuffer(Reporting):
-    """The consumer's end of a stream: items not taken yet, and how it ended.
+    """The consumer's end of a stream: the items to take, and its end.
 
     Engines refer to this buffer and not to the user's stream, so that dropping the
     stream stops the producer. Items may arrive in any thread.
 
     Attributes:
         task_name: name of the task.
-        task_id: its number, by which its owner knows it.
+        task_id: number of the task.
         window: how far the producer may be ahead.
         buffer: pickled items that were not taken.
-        error: why no more items will come, if it is an error.
-        is_over: whether no more items will come.
-        is_cancelled: whether the consumer has stopped the stream.
+        error: the error that ended the stream, until it is raised.
+        is_over: True if no more items will come.
+        is_cancelled: True if the consumer stopped the stream.
     """
 
     __slots__ = (
@@ -407,18 +408,18 @@ class ItemBuffer(Reporting):
 
     @property
     def is_held(self) -> bool:
-        """True if the producer waits for its consumer, as far as this end can know."""
+        """True if the producer waits for its consumer, as far as the consumer knows."""
         return not self.is_over and self.window.holds(len(self.buffer))
 
     def done(self) -> bool:
-        """Return whether no further item will come."""
+        """Return whether no more items will come."""
         return self.is_over
 
     def take(self) -> Any:
-        """The oldest item; the producer may go on.
+        """Take the oldest item, and let the producer go on.
 
         Raises:
-            DeserializationError: it cannot be unpickled in this process.
+            DeserializationError: the item cannot be unpickled in this process.
         """
         payload = self.buffer.popleft()
         limit = self.window.take()
@@ -427,22 +428,22 @@ class ItemBuffer(Reporting):
         return load_result(payload)
 
     def raise_error(self) -> None:
-        """Raise, once, why no further item comes, if it is an error."""
+        """Raise the error that ended the stream, if any, once."""
         if self.error is not None:
             error, self.error = self.error, None
             try:
                 raise error
             finally:
-                del error  # its traceback keeps this frame
+                del error  # the error's traceback refers to this frame
 
     def cancel(self) -> None:
-        """Stop the producer, and drop what has come."""
+        """Stop the producer and drop the items that have arrived."""
         owner = self._owner
         if self.close() and owner is not None:
             owner.cancel(self.task_id)
 
     def close(self) -> bool:
-        """Drop what has come, and take no more; False if nothing would come."""
+        """Drop all items and accept no more; return False if the stream was over."""
         was_open = not self.is_over
         if was_open:
             self.is_cancelled = True
@@ -457,7 +458,7 @@ class ItemBuffer(Reporting):
             self.wake()
 
     def settle(self, outcome: Outcome) -> None:
-        """All items have come, or this is why no further one will; see `Receiver`."""
+        """Note that the stream ended, maybe with an error; see `Receiver`."""
         if isinstance(outcome, bytes):
             self._end(None)
         else:
@@ -479,41 +480,41 @@ class ItemBuffer(Reporting):
 class StreamBase:
     """The common base of streams in plain tasks and on event loops."""
 
-    inflow: ItemBuffer
+    items: ItemBuffer
 
     @property
     def task_name(self) -> str:
         """Name of the task."""
-        return self.inflow.task_name
+        return self.items.task_name
 
     @property
     def task_id(self) -> int:
         """Number of the task."""
-        return self.inflow.task_id
+        return self.items.task_id
 
     def __reduce__(self) -> NoReturn:
         raise MisuseError(
-            f"the stream of {self.task_name} cannot be pickled; iterate it here and "
-            f"pass its items on."
+            f"the stream of {self.task_name} cannot be pickled; iterate it in this "
+            f"process and pass its items on."
         )
 
 
 class BlockingStream(StreamBase, Iterator[T]):
-    """The items of a child generator, by `for`; waiting releases the task's CPUs.
+    """The items of a child generator, by `for`; the task's CPUs are free meanwhile.
 
-    To type checkers `.remote()` gives a `Stream` everywhere.
+    For type checkers `.remote()` returns a `Stream` everywhere.
     """
 
-    def __init__(self, inflow: ItemBuffer, client: Client) -> None:
-        self.inflow = inflow
+    def __init__(self, items: ItemBuffer, client: Client) -> None:
+        self.items = items
         self._client = client
         self._is_through = False
 
     def __repr__(self) -> str:
-        inflow = self.inflow
+        items = self.items
         return (
-            f"<BlockingStream of {inflow.task_name}: {len(inflow.buffer)} items to "
-            f"take, {inflow.window.taken} taken>"
+            f"<BlockingStream of {items.task_name}: {len(items.buffer)} items to "
+            f"take, {items.window.taken} taken>"
         )
 
     def __bool__(self) -> NoReturn:
@@ -524,57 +525,57 @@ class BlockingStream(StreamBase, Iterator[T]):
 
     def __aiter__(self) -> NoReturn:
         raise MisuseError(
-            f"the stream of {self.task_name} was made in a plain function, where no "
-            f"event loop runs; write `for item in {self.task_name}.remote(...)`."
+            f"the stream of {self.task_name} was made in a plain function, without an "
+            f"event loop; write `for item in {self.task_name}.remote(...)`."
         )
 
     def __iter__(self) -> BlockingStream[T]:
         return self
 
     def __next__(self) -> T:
-        inflow = self.inflow
+        items = self.items
         if self._is_through:
             raise StopIteration
-        if not inflow.buffer and not inflow.is_over:
+        if not items.buffer and not items.is_over:
             self._wait()
-        if inflow.buffer:
+        if items.buffer:
             try:
-                return inflow.take()  # type: ignore[no-any-return]
+                return items.take()  # type: ignore[no-any-return]
             except BaseException:
                 self.close()
                 raise
         self._is_through = True
-        inflow.raise_error()
-        if inflow.is_cancelled:
+        items.raise_error()
+        if items.is_cancelled:
             raise TaskCancelledError(f"{self.task_name} was cancelled.")
         raise StopIteration
 
     def _wait(self) -> None:
         if is_loop_running():
             raise MisuseError(
-                f"the next item of {self.task_name} would be waited for in an event "
-                f"loop, which would be blocked; call .remote() there, and write `async "
+                f"waiting for the next item of {self.task_name} would block the event "
+                f"loop that is running; call .remote() on the loop and write `async "
                 f"for`."
             )
-        inflow, client = self.inflow, client_of_task()
+        items, client = self.items, client_of_task()
         if client is not self._client:
             raise MisuseError(
                 f"the stream of {self.task_name} belongs to another task; iterate it "
-                f"in the one that has called .remote()."
+                f"in the task that called .remote()."
             )
         block(
             client,
-            (inflow.task_id,),
-            lambda: bool(inflow.buffer) or inflow.is_over,
-            inflow.done,
+            (items.task_id,),
+            lambda: bool(items.buffer) or items.is_over,
+            items.done,
         )
 
     def reports(self) -> Iterator[Report]:
-        """Return the generator's reports as they come, by `for`; see `aiogpu.report`.
+        """Return an iterator over the generator's reports, until it ends.
 
-        They end with the generator, which may wait for its items to be taken.
+        See `aiogpu.report`. The generator may wait for its items to be taken.
         """
-        return _read_reports(self.inflow)
+        return _read_reports(self.items)
 
     def __enter__(self) -> BlockingStream[T]:
         return self
@@ -583,24 +584,24 @@ class BlockingStream(StreamBase, Iterator[T]):
         self.close()
 
     def __del__(self) -> None:
-        inflow = self.inflow
-        if not inflow.is_over and inflow.close():
-            self._client.withdraw_soon(inflow.task_id)
+        items = self.items
+        if not items.is_over and items.close():
+            self._client.withdraw_soon(items.task_id)
 
     def close(self) -> None:
-        """Stop the generator and drop the items that were not taken; idempotent."""
+        """Stop the generator and drop the remaining items; idempotent."""
         self._is_through = True
-        self.inflow.cancel()
+        self.items.cancel()
 
     def cancel(self) -> bool:
-        """Stop the generator; False if it had ended before."""
-        if self.inflow.is_over:
+        """Stop the generator; return False if it had already ended."""
+        if self.items.is_over:
             return False
-        self.inflow.cancel()
+        self.items.cancel()
         return True
 
     def why(self) -> NoReturn:
-        """Refuse: only the program asks why a task waits.
+        """Refuse the call: only the program can ask why a task waits.
 
         Raises:
             NodeError: always.
@@ -616,14 +617,14 @@ def block(
     deadline: float | None = None,
     is_bound: bool = False,
 ) -> bool:
-    """Wait in plain code until a condition holds; False if the time is up before.
+    """Wait in plain code until a condition holds; return False if time is up first.
 
     Args:
-        client: the client of the task that waits.
-        tasks: numbers of the tasks it waits for; the node is told them.
+        client: the client of the waiting task.
+        tasks: numbers of the tasks to wait for, sent to the node.
         is_over: the condition.
-        are_done: whether these tasks have ended, which the node then knows by itself.
-        deadline: in terms of `time.monotonic`; None for no limit.
+        are_done: returns whether these tasks have ended, which the node then knows.
+        deadline: time on the clock `time.monotonic`; None for no limit.
         is_bound: see `Client.note_wait`.
     """
     waiter = get_ident()
@@ -634,21 +635,21 @@ def block(
         if are_done():
             client.end_wait(waiter)
         else:
-            # The driver cannot know by itself that nobody waits any more.
+            # The driver does not know by itself that the wait is over.
             client.note_wait(waiter, ())
 
 
-# Values from elsewhere.
+# Received handles.
 
 
 class RestoredOwner:
-    """Owns a handle that came from elsewhere.
+    """The owner of a handle that was received from another program or task.
 
     Attributes:
-        reference: the value that the handle stands for.
+        reference: the value behind the handle.
         remote_values: fetches the value from another process; None for a value of this
             process.
-        why: says why the task that makes the value waits.
+        why: returns why the task that makes the value waits.
     """
 
     def __init__(self, reference: Any, caller: Any) -> None:
@@ -661,14 +662,14 @@ class RestoredOwner:
         return HandleBase.restore(self.reference.id, name, self.reference)
 
     def fetch(self, handle: BlockingHandle[Any]) -> None:
-        """Ask for the value unless it is here or was asked for already."""
+        """Request the value unless it has arrived or was requested already."""
         if self.remote_values is not None and not handle.task_id and not handle.done():
             handle.task_id = self.remote_values.fetch(self.reference.id, handle)
 
-    def cancel(self, question: int) -> None:
-        """Stop the task that makes the value, and withdraw the question for it."""
+    def cancel(self, request: int) -> None:
+        """Stop the task that makes the value, and withdraw the request for it."""
         if self.remote_values is not None:
-            self.remote_values.cancel(question)
+            self.remote_values.cancel(request)
             self.remote_values.discard(self.reference.id)
         elif self.reference.stop is not None:
             self.reference.stop()
@@ -678,47 +679,47 @@ class RestoredOwner:
 
 
 def blocks_loop(what: str) -> MisuseError:
-    """The error for a wait that would block a running event loop."""
+    """Return the error for a wait that would block a running event loop."""
     return MisuseError(
-        f"{what} would block the event loop that runs here; write `await handle`, or "
-        f"`await asyncio.gather(*handles)`."
+        f"{what} would block the event loop that is running in this thread; write "
+        f"`await handle`, or `await asyncio.gather(*handles)`."
     )
 
 
 def await_end(handles: list[BlockingHandle[Any]], timeout: float | None) -> None:
-    """Wait until all have ended; raise the error of one as soon as it has failed."""
+    """Wait until all handles have ended; raise the first error at once."""
     deadline = None
     if timeout is not None:
         deadline = time.monotonic() + check_wait("timeout", timeout)
     try:
         in_time = _all_have_ended(handles, deadline)
-        for one in handles:
-            if one.has_failed:
-                one.result()
+        for handle in handles:
+            if handle.has_failed:
+                handle.result()
         if not in_time:
-            raise TaskTimeoutError(_late(handles, timeout))
+            raise TaskTimeoutError(_timeout_message(handles, timeout))
     finally:
-        one = None  # type: ignore[assignment]
+        handle = None  # type: ignore[assignment]
         del handles
 
 
 def _all_have_ended(handles: list[BlockingHandle[Any]], deadline: float | None) -> bool:
-    """Wait until all have ended or one has failed; False if time is up before."""
+    """Wait until all have ended or one has failed; return False if time is up first."""
     fetch(handles)
-    pending = [one for one in handles if not one.done()]
-    if not pending or any(one.has_failed for one in handles):
+    pending = [handle for handle in handles if not handle.done()]
+    if not pending or any(handle.has_failed for handle in handles):
         return True
     client = client_of_task()
-    for one in pending:
-        if isinstance(one.owner, RestoredOwner):
-            one.client = client  # it may have come to another task of this process
+    for handle in pending:
+        if isinstance(handle.owner, RestoredOwner):
+            handle.client = client  # another task of this process may have received it
     check_client("aiogpu.get()", pending, client)
-    tasks = tuple(one.task_id for one in pending)
+    tasks = tuple(handle.task_id for handle in pending)
     return block(
         client,
         tasks,
         _countdown(client, pending),
-        lambda: all(one.done() for one in handles),
+        lambda: all(handle.done() for handle in handles),
         deadline,
         is_bound=deadline is None,
     )
@@ -727,7 +728,7 @@ def _all_have_ended(handles: list[BlockingHandle[Any]], deadline: float | None) 
 def _countdown(
     client: Client, pending: list[BlockingHandle[Any]]
 ) -> Callable[[], bool]:
-    """A test whether a wait is over, which looks at each handle about once."""
+    """Return a test whether the wait is over, which looks at each handle about once."""
     upsets_seen = -1
 
     def is_over() -> bool:
@@ -735,41 +736,43 @@ def _countdown(
         upsets = client.upsets
         while pending and pending[-1]._state != "pending":
             if pending.pop().has_failed:
-                # Another thread may have found that it cannot be unpickled.
+                # Another thread may have failed to unpickle the result.
                 return True
         if upsets != upsets_seen:
             upsets_seen = upsets
-            return not pending or any(one.has_failed for one in pending)
+            return not pending or any(handle.has_failed for handle in pending)
         return not pending
 
     return is_over
 
 
-def _late(handles: list[BlockingHandle[Any]], timeout: float | None) -> str:
-    late = [one.task_name for one in handles if not one.done()]
+def _timeout_message(handles: list[BlockingHandle[Any]], timeout: float | None) -> str:
+    late = [handle.task_name for handle in handles if not handle.done()]
     if not late:
         # If tasks run in this thread, one may have ended too late.
-        return f"{handles[-1].task_name} ended after the {timeout:g} s."
+        return (
+            f"{handles[-1].task_name} did not end within {timeout:g} s; it ended later."
+        )
     if len(handles) == 1:
         return f"{late[0]} did not end within {timeout:g} s; it goes on."
     return (
-        f"{len(late)} of {len(handles)} tasks did not end within {timeout:g} s, "
-        f"{late[0]} for one; they go on."
+        f"{len(late)} of {len(handles)} tasks did not end within {timeout:g} s, such "
+        f"as {late[0]}; they go on."
     )
 
 
 def fetch(handles: list[BlockingHandle[Any]]) -> None:
-    """Ask for the values of restored handles, which are fetched only on demand."""
-    for one in handles:
-        if isinstance(one.owner, RestoredOwner):
-            one.owner.fetch(one)
+    """Request the values of received handles, which are fetched only on demand."""
+    for handle in handles:
+        if isinstance(handle.owner, RestoredOwner):
+            handle.owner.fetch(handle)
 
 
 def check_client(what: str, handles: list[BlockingHandle[Any]], client: Client) -> None:
-    """Raise `MisuseError` unless all handles are those of this client's task."""
-    for one in handles:
-        if one.client is not client:
+    """Raise `MisuseError` unless all handles belong to this client's task."""
+    for handle in handles:
+        if handle.client is not client:
             raise MisuseError(
-                f"the handle of {one.task_name} belongs to another task; {what} waits "
-                f"for what the running task has started."
+                f"the handle of {handle.task_name} belongs to another task; {what} "
+                f"waits only for tasks that the running task started."
             )

@@ -1,11 +1,10 @@
 """Handles: `asyncio.Future`s whose cancellation stops the work.
 
-Each `await` waits on a future of its own, not on the handle. So a cancelled waiter
-withdraws only itself. When the last waiter has gone and no callback is registered, the
-work is cancelled. The result is unpickled once, when it is first asked for. A handle
-belongs to one event loop, and to the node that the loop had when the handle was made,
-so the sessions of all loops are registered here. This module is imported late, because
-it imports asyncio.
+Each `await` waits on a future of its own, so a cancelled waiter withdraws only itself.
+When the last waiter has gone and no callback is registered, the work is cancelled. The
+result is unpickled once, at first use. A handle belongs to one event loop and to the
+node that the loop had when the handle was made; `sessions` registers the sessions of
+all loops. Imported late, because it imports asyncio.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ if TYPE_CHECKING:
 
 
 sessions: Final[dict[asyncio.AbstractEventLoop, Any]] = {}
-"""One `api.session.Session` for each event loop that has a node."""
+"""The `api.session.Session` of each event loop that has a node."""
 
 
 def session_of(loop: asyncio.AbstractEventLoop | None) -> Any:
@@ -66,38 +65,38 @@ def check_home(handle: Any, loop: asyncio.AbstractEventLoop, session: Any) -> No
     Args:
         handle: the handle to send.
         loop: the sender's loop, to which the handle must belong.
-        session: the session of this loop, or None. The handle may belong to a node that
-            the loop had before.
+        session: the session of this loop, or None. A handle of a node that the loop had
+            before is refused as well.
     """
     if not isinstance(handle, Handle):
         return
     if handle.get_loop() is not loop:
         raise MisuseError(
-            f"the handle of {handle.task_name} belongs to another event loop, and to "
-            f"its node; await it there and pass the value."
+            f"the handle of {handle.task_name} belongs to another event loop and to "
+            f"the node of that loop; await it there and pass the value."
         )
     if session is not None and handle.remote_values is not session.remote_values:
         raise closed_node_error(handle.task_name)
 
 
 async def why_of(
-    named: Any, owner: Owner | None, loop: asyncio.AbstractEventLoop, outcome: str
+    waiting: Any, owner: Owner | None, loop: asyncio.AbstractEventLoop, outcome: str
 ) -> Why:
-    """Return why a handle or a stream waits, by asking its owner on its loop.
+    """Return why the task of a handle or a stream waits; ask its owner.
 
-    `outcome` says how it ended; "" if it has not.
+    `outcome` says how the task ended; "" if it has not ended.
     """
     from aiogpu.observe.why import Why
 
     if outcome:
-        return Why(named.task_name, named.task_id, "ended", outcome=outcome)
+        return Why(waiting.task_name, waiting.task_id, "ended", outcome=outcome)
     if loop is not asyncio.get_running_loop():
         raise MisuseError(
-            f"the call of {named.task_name} belongs to another event loop; ask for "
-            f"why() on the loop where .remote() was called."
+            f"the task {waiting.task_name} belongs to another event loop; call why() "
+            f"on the loop where .remote() was called."
         )
-    assert owner is not None, named  # dropped only at the end
-    return await owner.why(named.task_name, named.task_id)
+    assert owner is not None, waiting  # dropped only at the end
+    return await owner.why(waiting.task_name, waiting.task_id)
 
 
 T = TypeVar("T")
@@ -117,28 +116,28 @@ _add_done_callback: Final[Callable[..., None]] = asyncio.Future.add_done_callbac
 
 
 DECODING: Final = 5e-3
-"""Seconds for which large results are unpickled in one turn of the loop."""
+"""Seconds that one turn of the loop spends on unpickling large results."""
 
 
 _late: Final[dict[asyncio.AbstractEventLoop, deque[Handle[Any]]]] = {}
-"""Handles whose large results have arrived, by loop; a few are unpickled in each turn.
+"""Handles whose large results have arrived, by loop; each turn unpickles a few.
 
-Otherwise a turn in which thousands arrive, as in a `gather`, would block the loop until
-all are unpickled. Results that arrive later queue behind them, so that handles end in
-the order of their results. Mostly empty; a small result only checks that."""
+If thousands arrive in one turn, as in a `gather`, unpickling all at once would block
+the loop. Results that arrive later queue behind them, so handles end in the order of
+their results. The dict is mostly empty, and a small result only checks that."""
 
 
 def _finish_in_turn(handle: Handle[Any], payload: bytes) -> None:
     """Finish a handle in a later turn of its loop, or now if nothing is queued."""
     handle._payload = handle.raw = payload
     handle._owner = None
-    for left in [loop for loop in list(_late) if loop.is_closed()]:
-        _late.pop(left, None)  # nobody waits there
+    for closed in [loop for loop in list(_late) if loop.is_closed()]:
+        _late.pop(closed, None)
     loop = handle.get_loop()
     late = _late.get(loop)
     if late is None:
         if type(payload) is bytes:
-            handle.finish()  # only other loops have a queue
+            handle.finish()  # the queue that `settle` saw belongs to another loop
             return
         late = _late[loop] = deque()
         loop.call_soon(_finish_some, loop)
@@ -161,7 +160,7 @@ class Handle(HandleBase, asyncio.Future[T]):
     """The future result of a task; awaitable, and cancelling it stops the work.
 
     Attributes:
-        remote_values: the store of its value, if another process keeps the value.
+        remote_values: the store of values if another process keeps them, else None.
     """
 
     remote_values: ValueStore | None = None
@@ -193,9 +192,8 @@ class Handle(HandleBase, asyncio.Future[T]):
         )
         shown = f"<Handle {self.task_name} {self.task_id} {state}>"
         if sys._getframe(1).f_code.co_name == "create_task":
-            # TaskGroup puts the repr into a TypeError that says no more than "a
-            # coroutine was expected".
-            shown += " (give it handle.coro())"
+            # TaskGroup puts the repr into its TypeError "a coroutine was expected".
+            shown += " (pass handle.coro() instead)"
         return shown
 
     @property
@@ -210,11 +208,11 @@ class Handle(HandleBase, asyncio.Future[T]):
             return f"`await handle`, or `await asyncio.gather(*handles)` {OF_A_LIST}"
         return f"`await` before {self.task_name}.remote(...)"
 
-    def _unset(self, asked: str) -> asyncio.InvalidStateError:
-        """Make the error for a handle asked for its end before it."""
+    def _not_ended(self, method: str) -> asyncio.InvalidStateError:
+        """Return the error of `result` and `exception` before the task has ended."""
         return asyncio.InvalidStateError(
-            f"{self.task_name} has not ended, and handle.{asked}() does not wait for "
-            f"it: write `await handle`, as in `await {self.task_name}.remote(...)`."
+            f"{self.task_name} has not ended, and handle.{method}() does not wait: "
+            f"write `await handle`, as in `await {self.task_name}.remote(...)`."
         )
 
     def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
@@ -223,15 +221,15 @@ class Handle(HandleBase, asyncio.Future[T]):
             check_home(self, loop, session_of(loop))
         return super().__reduce__()
 
-    def _want(self) -> None:
+    def _keep_alive(self) -> None:
         self._callbacks_added += 1
 
     def _store(self) -> ValueStore | None:
         return self.remote_values
 
-    def _tell(self, outcome: Outcome) -> None:
+    def _settle_shared(self, outcome: Outcome) -> None:
         if self._store() is None:
-            super()._tell(outcome)
+            super()._settle_shared(outcome)
 
     def __await__(self) -> Generator[Any, None, T]:
         if not self.done():
@@ -257,18 +255,18 @@ class Handle(HandleBase, asyncio.Future[T]):
             self.cancel()
 
     def _is_awaited(self) -> bool:
-        """Return whether anybody waits for the end, not only for reports."""
+        """Return whether a waiter waits for the end, not only for reports."""
         waiters = self._waiters
         return bool(waiters) and waiters != [self.report_buffer.waiter]
 
     def reports(self) -> Reports:
-        """Return the reports of the task as they come, by `async for`.
+        """Return an async iterator over the task's reports, until the task ends.
 
-        See `aiogpu.report`; ends with the task. Those that came before are kept, the
-        newest 1000. Reading them does not count as waiting for the task.
+        See `aiogpu.report`. Reports that came before this call are kept, the newest
+        1000. Reading reports does not count as waiting for the task.
 
         Raises:
-            MisuseError: the handle came from elsewhere, and another program or task has
+            MisuseError: the handle was received from another program or task, which
                 started the task.
 
         Example:
@@ -281,7 +279,7 @@ class Handle(HandleBase, asyncio.Future[T]):
         return Reports(self, self.report_buffer)
 
     async def wait_for_report(self, waiter: asyncio.Future[None]) -> None:
-        """Wait until the waiter is set, which the task's end does as well."""
+        """Wait until `waiter` is set, by a report or by the task's end."""
         if self._waiters is None:
             self._waiters = []
         self._waiters.append(waiter)
@@ -292,22 +290,22 @@ class Handle(HandleBase, asyncio.Future[T]):
                 self._waiters.remove(waiter)
 
     async def coro(self) -> T:
-        """The handle as a coroutine, for `TaskGroup.create_task(handle.coro())`."""
+        """Wait for the result; for `TaskGroup.create_task(handle.coro())`."""
         return await self
 
     def add_done_callback(
         self, fn: Callable[[Any], object], /, *, context: Context | None = None
     ) -> None:
-        """Call `fn(handle)` soon after the end; see `asyncio.Future`."""
+        """Call `fn(handle)` soon after the task has ended; see `asyncio.Future`."""
         self._callbacks_added += 1
         if context is None:
-            # With context=None it would run in the context of who settles the handle.
+            # Passing context=None on would run `fn` in the context of the settler.
             _add_done_callback(self, fn)
         else:
             _add_done_callback(self, fn, context=context)
 
     def remove_done_callback(self, fn: Callable[[Any], object], /) -> int:
-        """Undo `add_done_callback`; gives how many there were."""
+        """Remove all callbacks equal to `fn`; return their number."""
         removed = super().remove_done_callback(fn)
         self._callbacks_added -= removed
         return removed
@@ -315,11 +313,11 @@ class Handle(HandleBase, asyncio.Future[T]):
     def cancel(self, msg: Any | None = None) -> bool:
         """Cancel the handle and stop the work.
 
-        The handle is cancelled at once; the task's resources are free when its
-        code has stopped. False if it had ended before.
+        The handle is cancelled at once; the task's resources are free once its code
+        has stopped. Returns False if the task had already ended.
 
         Raises:
-            NoLoopError: this is another thread than the event loop's.
+            NoLoopError: called in a thread other than the event loop's.
         """
         if asyncio._get_running_loop() is not self.get_loop():
             check_thread(self.get_loop(), f"cancel() of {self!r}")
@@ -329,18 +327,18 @@ class Handle(HandleBase, asyncio.Future[T]):
         if owner is not None:
             owner.cancel(self.task_id)
         self._wake()
-        self._tell_cancelled()
+        self._settle_shared_as_cancelled()
         return True
 
     async def why(self) -> Why:
-        """Say why the task waits, or what it does instead.
+        """Return why the task waits, or its state if it does not wait.
 
-        The answer is a `Why`; printed, it tells the whole story. Asking changes
-        nothing and costs little, however many tasks wait.
+        `print` shows the `Why` as text. The call changes nothing and is cheap, however
+        many tasks wait.
 
         Raises:
-            MisuseError: this is another event loop than the handle's.
-            NodeError: it was asked inside a task, or in a fork of the program.
+            MisuseError: called on an event loop other than the handle's.
+            NodeError: called inside a task, or in a fork of the program.
         """
         outcome = ""
         if self.cancelled():
@@ -352,7 +350,7 @@ class Handle(HandleBase, asyncio.Future[T]):
         return await why_of(self, self._owner, self.get_loop(), outcome)
 
     def settle(self, outcome: Outcome) -> None:
-        """Take how the task has ended; called by the engine."""
+        """Take the outcome of the task; called by the engine."""
         if self.done():
             return
         if type(outcome) is bytes and not _late:
@@ -368,10 +366,10 @@ class Handle(HandleBase, asyncio.Future[T]):
             self._fail(outcome)
             return
         if self.shared is not None:
-            self._tell(outcome)
+            self._settle_shared(outcome)
 
     def finish(self) -> None:
-        """End with the payload that arrived; unpickle it now if someone waits."""
+        """End with the payload that arrived; unpickle it now if there are waiters."""
         if self.done():
             return
         if type(self._payload) is not bytes and (self._waiters or self._callbacks):
@@ -381,18 +379,18 @@ class Handle(HandleBase, asyncio.Future[T]):
 
     def _fail(self, outcome: Failed | Exception) -> None:
         if isinstance(outcome, Failed) and outcome.kind == STOPPED:
-            self.cancel()  # another holder of the handle has cancelled the task
+            self.cancel()  # another holder of the handle cancelled the task
             return
         error = error_of(outcome, self.task_name)
         super().set_exception(error)
         self._owner = None
         if isinstance(error, NodeClosedError | TaskCancelledError):
-            # After a shutdown, or the end of the parent task, nobody is expected to
-            # retrieve the error: asyncio must not warn.
+            # After a shutdown or the end of the parent task, the program need not
+            # retrieve the error, so asyncio must not warn.
             super().exception()
         self._wake()
         if self.shared is not None:
-            self._tell(outcome)
+            self._settle_shared(outcome)
             super().exception()  # holders of the shared value report the error
 
     def _wake(self) -> None:
@@ -402,11 +400,11 @@ class Handle(HandleBase, asyncio.Future[T]):
                 waiter.set_result(None)
 
     def result(self) -> T:
-        """The task's result; raises as `asyncio.Future.result` does.
+        """Return the task's result; raise its error, like `asyncio.Future.result`.
 
         Raises:
-            asyncio.InvalidStateError: it has not ended; `await` waits for the end.
-            DeserializationError: it cannot be unpickled in this process.
+            asyncio.InvalidStateError: the task has not ended; `await` the handle first.
+            DeserializationError: the result cannot be unpickled in this process.
         """
         try:
             _result(self)
@@ -418,24 +416,24 @@ class Handle(HandleBase, asyncio.Future[T]):
             return self._value  # type: ignore[return-value]
         except asyncio.InvalidStateError:
             if self.done():
-                raise  # the task's own
-            raise self._unset("result") from None
+                raise  # an error of the task itself
+            raise self._not_ended("result") from None
         finally:
-            # The error's traceback refers to this frame. With `self` in it there is a
-            # cycle, which keeps the error and all that the callers' frames hold, such
-            # as arrays, until the collector runs.
+            # The error's traceback refers to this frame. With `self` in the frame there
+            # is a cycle, which keeps the error and the objects in the callers' frames,
+            # such as arrays, until the garbage collector runs.
             del self
 
     def exception(self) -> BaseException | None:
         """Return the task's error, or the error of unpickling the result; or None.
 
         Raises:
-            asyncio.InvalidStateError: it has not ended; `await` waits for the end.
+            asyncio.InvalidStateError: the task has not ended; `await` the handle first.
         """
         try:
             error = _exception(self)
         except asyncio.InvalidStateError:
-            raise self._unset("exception") from None
+            raise self._not_ended("exception") from None
         if error is None and self._payload is not None:
             self._decode()
         return self._error if error is None else error
@@ -449,21 +447,25 @@ class Handle(HandleBase, asyncio.Future[T]):
             self._error = error
 
     def set_result(self, result: T, /) -> NoReturn:
-        """Only the task sets its result."""
-        raise MisuseError(f"the result of {self.task_name} is set by its task alone.")
+        """Raise `MisuseError`: only the task sets its result."""
+        raise MisuseError(
+            f"the result of {self.task_name} cannot be set; only its task sets it."
+        )
 
     def set_exception(self, exception: type | BaseException, /) -> NoReturn:
-        """Only the task sets its error."""
-        raise MisuseError(f"the error of {self.task_name} is set by its task alone.")
+        """Raise `MisuseError`: only the task sets its error."""
+        raise MisuseError(
+            f"the error of {self.task_name} cannot be set; only its task sets it."
+        )
 
 
 class RemoteHandle(Handle[T]):
     """A handle of a program whose node is another process.
 
-    Other tasks refer to its result by an id that this program chooses and sends to the
-    node. If the id is needed before the task is submitted, while the program joins the
-    node, the id is promised. The node learns which task it means once the task has a
-    number.
+    Other tasks refer to the result by an id that this program chooses and sends to the
+    node. While the program joins the node, an id may be needed before the task is
+    submitted; the id is then promised, and the node learns the task of the id once the
+    task has a number.
     """
 
     __slots__ = ("_is_promised", "_number", "remote_values")
@@ -481,37 +483,37 @@ class RemoteHandle(Handle[T]):
 
     @property
     def task_id(self) -> int:
-        """Number of its task, 0 before that is started."""
+        """Number of the task; 0 before the task is submitted."""
         return self._number
 
     @task_id.setter
     def task_id(self, number: int) -> None:
-        """Note that the task was submitted, and keep the promise of its id."""
+        """Note the number of the submitted task; send it if an id was promised."""
         self._number = number
         if number and self._is_promised:
             self._is_promised = False
             self.remote_values.shares.keep(self.shared, self)
 
     def share(self) -> Reference:
-        """Return the reference by which others share the result; it counts as held."""
+        """Return the reference by which other holders share the result."""
         if self.shared is None and not self._number and not self.done():
-            self._want()
+            self._keep_alive()
             self._is_promised = True
             self.shared = self.remote_values.shares.promise()
         return super().share()
 
-    def _tell(self, outcome: Outcome) -> None:
+    def _settle_shared(self, outcome: Outcome) -> None:
         if self._is_promised and isinstance(outcome, Exception):
-            # It failed or was cancelled before its task was submitted.
+            # The handle failed or was cancelled before its task was submitted.
             self._is_promised = False
             self.remote_values.shares.fail(self.shared, outcome)
 
 
 class ChildHandle(Handle[T]):
-    """The handle of a task's child; the node knows while the task waits for it.
+    """The handle of a task's child; tells the node while the task waits for the child.
 
-    Its loop may be one that plain code of the task has opened, and closed before the
-    child ended: then nobody is left to notify.
+    Plain code of the task may have opened the handle's loop, and may close the loop
+    before the child ends; then there is no waiter to notify.
     """
 
     __slots__ = ("_waits",)
@@ -545,13 +547,13 @@ class ChildHandle(Handle[T]):
     def add_done_callback(
         self, fn: Callable[[Any], object], /, *, context: Context | None = None
     ) -> None:
-        """Call `fn(handle)` soon after the end; see `asyncio.Future`."""
+        """Call `fn(handle)` soon after the task has ended; see `asyncio.Future`."""
         super().add_done_callback(fn, context=context)
         if self._waits is not None and not self.done():
             self._waits.begin_wait(self.task_id)
 
     def remove_done_callback(self, fn: Callable[[Any], object], /) -> int:
-        """Undo `add_done_callback`; gives how many there were."""
+        """Remove all callbacks equal to `fn`; return their number."""
         removed = super().remove_done_callback(fn)
         if self._waits is not None:
             for _ in range(removed):
@@ -559,7 +561,7 @@ class ChildHandle(Handle[T]):
         return removed
 
     async def wait_for_report(self, waiter: asyncio.Future[None]) -> None:
-        """Wait until the waiter is set, which the task's end does as well."""
+        """Wait until `waiter` is set, by a report or by the task's end."""
         waits = self._waits
         if waits is not None:
             waits.begin_wait(self.task_id)
@@ -573,9 +575,9 @@ class ChildHandle(Handle[T]):
         return None if current.client is None else current.client.remote_values
 
     def settle(self, outcome: Outcome) -> None:
-        """Take how the task has ended, on the thread of its loop, unless that is over.
+        """Take the outcome of the task; called by the engine, in any thread.
 
-        Called by the engine.
+        The handle is settled in the thread of its loop, unless the loop is closed.
         """
         loop = self.get_loop()
         if asyncio._get_running_loop() is loop:
@@ -584,14 +586,14 @@ class ChildHandle(Handle[T]):
             super().settle(outcome)
             return
         if self.shared is not None:
-            # Plain code that blocks the loop may wait for the value.
-            self._tell(outcome)
+            # Plain code may wait for the value, and block the loop meanwhile.
+            self._settle_shared(outcome)
         with suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(self.settle, outcome)
 
 
 class BorrowedHandle(ChildHandle[T]):
-    """A handle that came from elsewhere; asks for its value when that is wanted."""
+    """A handle received from another program or task; fetches the value on demand."""
 
     __slots__ = ("remote_values",)
 
@@ -615,7 +617,7 @@ class BorrowedHandle(ChildHandle[T]):
             self.task_id = self.remote_values.fetch(self.shared.id, self)
 
     def done(self) -> bool:
-        """Return whether the value is in this process; starts to fetch it if not."""
+        """Return whether the value is in this process; start to fetch it if not."""
         self._fetch()
         return super().done()
 
@@ -626,6 +628,6 @@ class BorrowedHandle(ChildHandle[T]):
     def add_done_callback(
         self, fn: Callable[[Any], object], /, *, context: Context | None = None
     ) -> None:
-        """Call `fn(handle)` soon after the end; see `asyncio.Future`."""
+        """Call `fn(handle)` soon after the task has ended; see `asyncio.Future`."""
         self._fetch()
         super().add_done_callback(fn, context=context)

@@ -1,9 +1,9 @@
 """Reports of running tasks: `aiogpu.report`, and the iterators that read them.
 
-Nobody waits for anybody: a report is sent if there is room for it, and of one task the
-newest `KEPT` that nobody has read are kept. A report says how many are missing before
-it; the last one always comes. Light to import: workers load this module, and asyncio
-costs them too much.
+Neither side waits: a report is sent if there is room for it, and the newest `KEPT`
+unread reports of a task are kept. A report says how many reports before it are missing;
+the last report always arrives. Light to import: workers load this module without
+asyncio.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ if TYPE_CHECKING:
     import asyncio
 
 KEPT: Final = 1000
-"""Reports of one task that are kept until they are read."""
+"""Most unread reports of one task that are kept."""
 
 LONGEST: Final = 16 << 10
-"""Bytes that one report may have when pickled."""
+"""Most bytes of a pickled report."""
 
 DEEPEST: Final = 16
-"""Lists and dicts within each other in a report, at most."""
+"""Deepest nesting of lists and dicts in a report."""
 
 _SCALARS: Final = frozenset({NoneType, bool, int, float, str, bytes})
 
 
 class Report(dict[str, Any]):
-    """What a task has said by one `aiogpu.report(...)`: the values by name.
+    """The values of one `aiogpu.report(...)`, by name.
 
     Attributes:
-        dropped: how many reports of the task, right before this one, are missing: they
-            were not read in time.
+        dropped: number of reports immediately before this one that were dropped,
+            because they were not read in time.
     """
 
     __slots__ = ("dropped",)
@@ -50,23 +50,23 @@ class Report(dict[str, Any]):
 
 
 def report(**values: Any) -> None:
-    """Report how far the running task has come; `handle.reports()` gives the report.
+    """Report the progress of the running task, for readers of `handle.reports()`.
 
-    It holds the task up for 10 ms at most. Of one task the newest 1000 reports that
-    were not read are kept, and a report says how many before it are missing. The last
-    one always comes. A task that is retried reports anew. Reports of a task that was
-    started by another task go to that other task.
+    Delays the task by at most 10 ms. The newest 1000 unread reports of a task are kept,
+    and each report says how many before it were dropped. The last report always
+    arrives. A retry of a task reports again. The caller of `.remote()` gets the
+    reports, which may be another task.
 
     Args:
-        **values: scalars, text, and lists, tuples and dicts of these. Arrays of one
-            element, of numpy or PyTorch, count as scalars; tuples become lists. 16 KiB
-            in all.
+        **values: numbers, text, None, and lists, tuples and dicts of these; at most 16
+            KiB in all. Arrays of one element, of numpy or PyTorch, count as numbers.
+            Tuples become lists.
 
     Raises:
-        MisuseError: this is no code of a task or method, or nothing was given. An actor
+        MisuseError: called outside of a task or method, or without values. An actor
             with `max_concurrency` or `async def` methods cannot report from threads
-            that it makes by `threading`; no task can on a Ray cluster.
-        SerializationError: a value is something else, or too much was given.
+            that it makes by `threading`; tasks on a Ray cluster cannot report.
+        SerializationError: a value has another type, or the report is too large.
 
     Example:
         `aiogpu.report(step=step, loss=loss.item())`
@@ -76,59 +76,63 @@ def report(**values: Any) -> None:
         send = client.report
     if send is None:
         raise MisuseError(
-            "aiogpu.report() was called outside of a task: whoever has called "
-            ".remote() reads the reports of that task, by `handle.reports()`."
+            "aiogpu.report() was called outside of a task. Tasks call it; the caller "
+            "of .remote() reads the reports by `handle.reports()`."
         )
     if not values:
-        raise MisuseError("aiogpu.report() was given nothing: name what you report.")
+        raise MisuseError(
+            "aiogpu.report() needs at least one value, such as aiogpu.report(step=1)."
+        )
     plain = {name: _plain(value, name, 0) for name, value in values.items()}
     payload = dump_result(plain)
     assert isinstance(payload, bytes), payload
     if len(payload) > LONGEST:
         raise SerializationError(
-            f"aiogpu.report() was given {len(payload)} bytes, and carries {LONGEST}: "
-            f"report figures, and return or yield what is large."
+            f"aiogpu.report() was given {len(payload)} bytes; the maximum is "
+            f"{LONGEST}. Return or yield large values instead."
         )
     send(payload)
 
 
 def _plain(value: Any, where: str, depth: int) -> Any:
-    """Return a value as one that any process can unpickle."""
+    """Convert a value to plain types that any process can unpickle."""
     if type(value) in _SCALARS:
         return value
     if depth < DEEPEST:
         if isinstance(value, list | tuple):
             return [
-                _plain(one, f"{where}[{place}]", depth + 1)
-                for place, one in enumerate(value)
+                _plain(element, f"{where}[{index}]", depth + 1)
+                for index, element in enumerate(value)
             ]
         if isinstance(value, dict):
             return {
                 _plain(key, f"a key of {where}", DEEPEST): _plain(
-                    one, f"{where}[{key!r}]", depth + 1
+                    element, f"{where}[{key!r}]", depth + 1
                 )
-                for key, one in value.items()
+                for key, element in value.items()
             }
     item = getattr(value, "item", None)
     if item is not None:
         try:
-            found = item()
+            scalar = item()
         except (TypeError, ValueError, RuntimeError):
-            found = value  # an array of several elements
-        if type(found) in _SCALARS:
-            return found
+            scalar = value  # an array of several elements
+        if type(scalar) in _SCALARS:
+            return scalar
     raise SerializationError(
         f"aiogpu.report() was given a {type(value).__qualname__} as {where}: a report "
-        f"carries numbers, text, None, and lists and dicts of these, {DEEPEST} deep."
+        f"may contain numbers, text, None, and lists and dicts of these, nested at "
+        f"most {DEEPEST} deep."
     )
 
 
 class ReportBuffer:
-    """The reports of one task that were not read.
+    """The unread reports of one task.
 
     Attributes:
-        kept: how many are missing before each, and its pickled values; oldest first.
-        waiter: settled to wake the asyncio task that reads; None while none waits.
+        kept: for each report, the number of reports missing before it and its pickled
+            values; oldest first.
+        waiter: settled to wake the reading asyncio task; None if no task waits.
     """
 
     __slots__ = ("_dropped", "kept", "waiter")
@@ -139,20 +143,20 @@ class ReportBuffer:
         self._dropped = 0
 
     def receive(self, lost: int, payload: bytes) -> None:
-        """Take a report, `lost` before which are missing."""
+        """Add a report; `lost` reports before it are missing."""
         if len(self.kept) >= KEPT:
             self._dropped += self.kept.popleft()[0] + 1
         self.kept.append((lost, payload))
         self.wake()
 
     def take(self) -> Report:
-        """Return the oldest one."""
+        """Take the oldest report."""
         lost, payload = self.kept.popleft()
         dropped, self._dropped = self._dropped, 0
         return Report(load_result(payload), dropped + lost)
 
     def wake(self) -> None:
-        """Wake the reader, if it waits; in any thread."""
+        """Wake the reader if it waits; callable from any thread."""
         waiter = self.waiter
         if waiter is None:
             return
@@ -169,7 +173,7 @@ def _set(waiter: asyncio.Future[None]) -> None:
 
 
 class Source(Protocol):
-    """A handle or a stream, of whose task the reports are."""
+    """The handle or stream of a task that reports."""
 
     @property
     def task_name(self) -> str:
@@ -179,17 +183,17 @@ class Source(Protocol):
         """Return whether no more reports will come."""
 
     def get_loop(self) -> asyncio.AbstractEventLoop:
-        """Return the event loop that it belongs to."""
+        """Return the event loop that the handle or stream belongs to."""
 
     async def wait_for_report(self, waiter: asyncio.Future[None]) -> None:
-        """Wait until the waiter is set, which the task's end does as well."""
+        """Wait until `waiter` is set, by a report or by the task's end."""
 
 
 class Reports(IteratedOnLoop, AsyncIterator[Report]):
-    """The reports of a task as they come, by `async for`; ends with the task.
+    """Async iterator over the reports of a task, until the task ends.
 
-    Each report is read once, by one asyncio task at a time. To leave the loop stops
-    nothing, and reading does not keep a task that nobody awaits from being cancelled.
+    Each report is read once, by one asyncio task at a time. Leaving the loop stops
+    nothing. Reading does not count as waiting for the task.
     """
 
     def __init__(self, source: Source, buffer: ReportBuffer) -> None:
@@ -215,12 +219,13 @@ class Reports(IteratedOnLoop, AsyncIterator[Report]):
             if loop is not source.get_loop():
                 raise MisuseError(
                     f"the reports of {source.task_name} belong to another event loop; "
-                    f"read them where .remote() was called."
+                    f"read them on the loop where .remote() was called."
                 )
             if buffer.waiter is not None:
                 raise MisuseError(
-                    f"another asyncio task waits for the next report of "
-                    f"{source.task_name}; let one read and hand on what comes."
+                    f"another asyncio task is waiting for the next report of "
+                    f"{source.task_name}; read in one task, and pass the reports on "
+                    f"through a queue."
                 )
             waiter = buffer.waiter = loop.create_future()
             try:
@@ -230,16 +235,16 @@ class Reports(IteratedOnLoop, AsyncIterator[Report]):
         return buffer.take()
 
     async def aclose(self) -> None:
-        """Do nothing: the task goes on. It is here for `contextlib.aclosing`."""
+        """Do nothing, as the task goes on; exists for `contextlib.aclosing`."""
 
 
 def refuse_others(name: str) -> NoReturn:
-    """Refuse to read the reports of a task that somebody else has started.
+    """Refuse to read the reports of a task that another program or task started.
 
     Raises:
         MisuseError: always.
     """
     raise MisuseError(
-        f"the reports of {name} go to the program or task that has called .remote(), "
-        f"and this handle came from elsewhere; read them there."
+        f"the reports of {name} go to the program or task that called .remote(), and "
+        f"this handle was received from there; read the reports there."
     )

@@ -1,8 +1,8 @@
 """Streams on an event loop, and the base class of iterators over results.
 
-Such an iterator belongs to one asyncio task and is iterated once. Its source does not
-refer to it, so that dropping the iterator stops the work. This file imports asyncio, so
-it is itself imported late.
+An iterator over results belongs to one asyncio task and is iterated once. Its source
+does not refer to it, so dropping the iterator stops the work. Imported late, because it
+imports asyncio.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class LoopSource:
 
     Attributes:
         loop: the event loop.
-        waiter: settled to wake the asyncio task that waits; None while none does.
-        is_over: whether nothing more will come.
+        waiter: settled to wake the waiting asyncio task; None if no task waits.
+        is_over: True if no more items will come.
     """
 
     __slots__ = ()
@@ -49,7 +49,7 @@ class LoopSource:
         raise NotImplementedError
 
     def notify(self, _: object = None) -> None:
-        """Wake the task that waits; call it on the loop only."""
+        """Wake the waiting task; call this only on the loop."""
         if self.waiter is not None and not self.waiter.done():
             self.waiter.set_result(None)
 
@@ -66,7 +66,7 @@ class IteratedOnce(AsyncIterator[T]):
 
     @abstractmethod
     def _refuse(self) -> NoReturn:
-        """Raise `MisuseError`: it has ended, and how."""
+        """Raise `MisuseError` with the reason why the iterator has ended."""
 
     def __aiter__(self) -> Self:
         if self._ended is not None:
@@ -76,8 +76,8 @@ class IteratedOnce(AsyncIterator[T]):
     def _check_alone(self, what: str) -> None:
         if self._source.waiter is not None:
             raise MisuseError(
-                f"another asyncio task is waiting for the next {what}; let one task "
-                f"iterate and hand on what comes by a queue."
+                f"another asyncio task is waiting for the next {what}; iterate in one "
+                f"task, and pass the items on through a queue."
             )
 
     async def __aenter__(self) -> Self:
@@ -91,7 +91,7 @@ class IteratedOnce(AsyncIterator[T]):
         """Stop the work."""
 
     def __del__(self) -> None:
-        # The source is missing where the arguments were refused.
+        # There is no source if the constructor refused the arguments.
         if hasattr(self, "_source"):
             self._stop_soon()
 
@@ -102,7 +102,7 @@ class IteratedOnce(AsyncIterator[T]):
 
     def _end_by(self, error: BaseException) -> None:
         if isinstance(error, GeneratorExit):
-            # The garbage collector may raise it, amid any other code.
+            # The garbage collector may raise GeneratorExit in the middle of any code.
             self._ended = self.CANCELLED
             self._stop_soon()
         elif isinstance(error, asyncio.CancelledError):
@@ -111,11 +111,10 @@ class IteratedOnce(AsyncIterator[T]):
             self._end(f"ended with {type(error).__name__}")
 
     def _stop_soon(self) -> None:
-        """Stop on the loop: any thread may drop the last reference."""
+        """Stop the work on the loop; any thread may drop the last reference."""
         source = self._source
         if not source.is_over:
-            # A closed loop refuses; its node is closed as well.
-            with suppress(RuntimeError):
+            with suppress(RuntimeError):  # the loop is closed, and so is its node
                 source.loop.call_soon_threadsafe(source.cancel)
 
 
@@ -136,13 +135,13 @@ class LoopItemBuffer(ItemBuffer, LoopSource):
         self.waiter: asyncio.Future[None] | None = None
 
     def wake(self) -> None:
-        """Wake the consumer, if it waits."""
+        """Wake the consumer if it waits."""
         if self.waiter is None:
             return
         if asyncio._get_running_loop() is self.loop:
             self.notify()
         else:
-            with suppress(RuntimeError):  # the loop is closed: nobody waits there
+            with suppress(RuntimeError):  # the loop is closed: there is no consumer
                 self.loop.call_soon_threadsafe(self.notify)
 
 
@@ -150,12 +149,12 @@ class Stream(StreamBase, EnteredOnLoop, IteratedOnce[T]):
     """The items of a generator that runs as a task, by `async for`.
 
     `async with f.remote() as stream:` stops the generator at the end of its block.
-    Without it that happens when the last reference goes, which in `async for item in
-    f.remote()` is when the loop is left.
-
-    A plain `for` over it gets Python's own words: with an `__iter__` that raises better
-    ones it would be an `Iterable`, and httpx, for one, would send it as such.
+    Otherwise the generator stops when the last reference to the stream is dropped: in
+    `async for item in f.remote()` at the end of the loop.
     """
+
+    # A plain `for` gets Python's own TypeError. An `__iter__` that raises a better one
+    # would make the stream an `Iterable`, which httpx, for one, would try to send.
 
     THROUGH = "was iterated to its end"
     CLOSED = "was closed"
@@ -170,16 +169,16 @@ class Stream(StreamBase, EnteredOnLoop, IteratedOnce[T]):
         waits: Waits | None = None,
     ) -> None:
         self._owner = owner
-        self.inflow: LoopItemBuffer = LoopItemBuffer(task_name, owner, size, loop)
-        self._source = self.inflow
+        self.items: LoopItemBuffer = LoopItemBuffer(task_name, owner, size, loop)
+        self._source = self.items
         self._waits = waits
 
     def __repr__(self) -> str:
-        inflow = self.inflow
+        items = self.items
         state = self._ended or (
-            f"has {len(inflow.buffer)} items to take, {inflow.window.taken} taken"
+            f"{len(items.buffer)} items to take, {items.window.taken} taken"
         )
-        return f"<Stream of {inflow.task_name} {inflow.task_id}: {state}>"
+        return f"<Stream of {items.task_name} {items.task_id}: {state}>"
 
     def _as_called(self) -> str:
         return f"{self.task_name}.remote(...)"
@@ -187,8 +186,8 @@ class Stream(StreamBase, EnteredOnLoop, IteratedOnce[T]):
     def __await__(self) -> Generator[Any, None, NoReturn]:
         call = self._as_called()
         raise MisuseError(
-            f"{self.task_name} is a generator, and {call} is no result to await but a "
-            f"stream of items: write `async for item in {call}`."
+            f"{self.task_name} is a generator, and {call} is a stream of items, which "
+            f"cannot be awaited: write `async for item in {call}`."
         )
 
     def __bool__(self) -> NoReturn:
@@ -198,23 +197,23 @@ class Stream(StreamBase, EnteredOnLoop, IteratedOnce[T]):
         )
 
     async def __anext__(self) -> T:
-        inflow = self.inflow
+        items = self.items
         if self._ended is not None:
             if self._ended != self.CANCELLED:
                 raise StopAsyncIteration
             self._refuse()
-        if _get_running_loop() is not inflow.loop:
+        if _get_running_loop() is not items.loop:
             self._check_thread("The next item")
-        if inflow.waiter is not None:
+        if items.waiter is not None:
             self._check_alone(f"item of {self.task_name}")
         try:
-            # If two items arrive in one wait, the second wakes the next one in vain.
-            while not inflow.buffer and not inflow.is_over:
-                await self._news()
-            if inflow.buffer:
-                return inflow.take()  # type: ignore[no-any-return]
-            inflow.raise_error()
-            if inflow.is_cancelled and self._ended is None:
+            # If two items arrive during one wait, the second one's wake-up is spurious.
+            while not items.buffer and not items.is_over:
+                await self._wait()
+            if items.buffer:
+                return items.take()  # type: ignore[no-any-return]
+            items.raise_error()
+            if items.is_cancelled and self._ended is None:
                 raise asyncio.CancelledError(
                     f"the stream of {self.task_name} was cancelled"
                 )
@@ -224,40 +223,40 @@ class Stream(StreamBase, EnteredOnLoop, IteratedOnce[T]):
         self._end(self.THROUGH)
         raise StopAsyncIteration
 
-    async def _news(self) -> None:
-        """Wait until an item is there, or none will come."""
-        inflow, waits = self.inflow, self._waits
-        inflow.waiter = inflow.loop.create_future()
+    async def _wait(self) -> None:
+        """Wait until there is an item, or no item will come."""
+        items, waits = self.items, self._waits
+        items.waiter = items.loop.create_future()
         if waits is not None:
-            waits.begin_wait(inflow.task_id)
+            waits.begin_wait(items.task_id)
         try:
-            if not inflow.buffer and not inflow.is_over:
-                await inflow.waiter
+            if not items.buffer and not items.is_over:
+                await items.waiter
         finally:
-            inflow.waiter = None
+            items.waiter = None
             if waits is not None:
-                waits.end_wait(inflow.task_id)
+                waits.end_wait(items.task_id)
 
     def reports(self) -> Reports:
-        """Return the generator's reports as they come, by `async for`.
+        """Return an async iterator over the generator's reports, until it ends.
 
-        See `aiogpu.report`. They end with the generator, which may wait for its items
-        to be taken: read them in another asyncio task than the items.
+        See `aiogpu.report`. The generator may wait for its items to be taken, so read
+        the reports and the items in different asyncio tasks.
         """
         from aiogpu.api.results.reports import Reports
 
-        return Reports(self, self.inflow.report_buffer)
+        return Reports(self, self.items.report_buffer)
 
     def done(self) -> bool:
         """Return whether no further item or report will come."""
-        return self.inflow.is_over
+        return self.items.is_over
 
     def get_loop(self) -> asyncio.AbstractEventLoop:
-        """Return the event loop that it belongs to."""
-        return self.inflow.loop
+        """Return the event loop that the stream belongs to."""
+        return self.items.loop
 
     async def wait_for_report(self, waiter: asyncio.Future[None]) -> None:
-        """Wait until the waiter is set, which the generator's end does as well."""
+        """Wait until `waiter` is set, by a report or by the generator's end."""
         waits, task = self._waits, self.task_id
         if waits is not None:
             waits.begin_wait(task)
@@ -268,58 +267,58 @@ class Stream(StreamBase, EnteredOnLoop, IteratedOnce[T]):
                 waits.end_wait(task)
 
     async def aclose(self) -> None:
-        """Stop the generator and drop the items that were not taken; idempotent.
+        """Stop the generator and drop the remaining items; idempotent.
 
-        It does not wait until the generator's code has stopped; its resources are
-        free when it has. A loop over this stream in another asyncio task ends.
+        Returns before the generator's code has stopped; its resources are free once it
+        has. A loop over this stream in another asyncio task ends.
 
         Raises:
-            NoLoopError: this is another thread than the event loop's.
+            NoLoopError: called in a thread other than the event loop's.
         """
         self._check_thread("aclose()")
         self._end(self.CLOSED)
 
     def cancel(self) -> bool:
-        """Stop the generator as `aclose` does, with `CancelledError` for who waits.
+        """Stop the generator like `aclose`, and raise `CancelledError` in its consumer.
 
-        False if it had ended before.
+        Returns False if the generator had already ended.
 
         Raises:
-            NoLoopError: this is another thread than the event loop's.
+            NoLoopError: called in a thread other than the event loop's.
         """
         self._check_thread("cancel()")
-        inflow = self.inflow
-        if inflow.is_over:
+        items = self.items
+        if items.is_over:
             return False
-        inflow.cancel()
+        items.cancel()
         return True
 
     async def why(self) -> Why:
-        """Say why the task waits, or what it does instead; see `Handle.why`.
+        """Return why the task waits, or its state; see `Handle.why`.
 
         Raises:
-            MisuseError: this is another event loop than the stream's.
-            NodeError: it was asked inside a task, or in a fork of the program.
+            MisuseError: called on an event loop other than the stream's.
+            NodeError: called inside a task, or in a fork of the program.
         """
-        inflow, outcome = self.inflow, ""
-        if inflow.is_cancelled:
+        items, outcome = self.items, ""
+        if items.is_cancelled:
             outcome = "it was cancelled"
-        elif inflow.error is not None:
-            outcome = f"it failed with {type(inflow.error).__name__}"
-        elif inflow.is_over:
+        elif items.error is not None:
+            outcome = f"it failed with {type(items.error).__name__}"
+        elif items.is_over:
             outcome = "it gave its last item"
-        why = await why_of(self, self._owner, inflow.loop, outcome)
-        if inflow.is_held and (why.state == "running" or why.actor):
+        why = await why_of(self, self._owner, items.loop, outcome)
+        if items.is_held and (why.state == "running" or why.actor):
             from dataclasses import replace
 
             return replace(why, state="running", actor="", is_ahead=True)
         return why
 
     def _check_thread(self, what: str) -> None:
-        check_thread(self.inflow.loop, f"{what} of {self!r}")
+        check_thread(self.items.loop, f"{what} of {self!r}")
 
     def _refuse(self) -> NoReturn:
         raise MisuseError(
-            f"this stream of {self.task_name} {self._ended}, and is iterated once; "
-            f"call {self.task_name}.remote(...) again for another."
+            f"this stream of {self.task_name} {self._ended}, and can be iterated only "
+            f"once; call {self.task_name}.remote(...) again."
         )

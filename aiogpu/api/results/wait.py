@@ -1,9 +1,8 @@
-"""`get`, `wait` and `as_completed`: waiting for results, and which have ended.
+"""`get`, `wait` and `as_completed`.
 
-`wait` and `as_completed` return the handles themselves. They unpickle no result, and
-being cancelled they cancel no work. While they wait for a handle its work goes on, even
-if all tasks that awaited the handle were cancelled. Plain tasks use this module too, so
-asyncio is imported late.
+`wait` and `as_completed` return handles and unpickle no result. Cancelling them cancels
+no work: while they wait for a handle its work goes on, even if all tasks that awaited
+the handle were cancelled. Plain tasks use this module too, so asyncio is imported late.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from typing import (
     overload,
 )
 
-from aiogpu.api.calls import Putting
+from aiogpu.api.calls import PendingPut
 from aiogpu.api.options import check_duration, whole_number
 from aiogpu.api.results.blocking import (
     BlockingHandle,
@@ -64,7 +63,7 @@ Lists = tuple[list[Any], list[Any]]
 
 
 GLANCE: Final = 0.001
-"""Seconds that a plain task reads what has arrived if its timeout is 0."""
+"""Seconds that a plain task reads arrived messages if its timeout is 0."""
 
 
 @overload
@@ -76,26 +75,26 @@ def get(handle: Sequence[Handle[T]], /, *, timeout: float | None = None) -> list
 
 
 def get(handle: Any, /, *, timeout: float | None = None, **unknown: Any) -> Any:
-    """Return results in a plain task; waiting for them releases its CPUs.
+    """Wait for results in a plain task; its CPUs are free meanwhile.
 
     Args:
-        handle: what `.remote()` gave in this task, or a list of such.
-        timeout: seconds; None waits as long as it takes.
-        **unknown: none; they are misspelt.
+        handle: a handle that `.remote()` returned in this task, or a list of handles.
+        timeout: seconds for all handles together; None waits without limit.
+        **unknown: none; misspelt options are refused.
 
     Returns:
         The result, or a list of results in the order of the handles.
 
     Raises:
-        OptionError: an option is unknown or ill-valued.
-        MisuseError: an event loop runs here: await the handle instead.
-        Exception: what one of them has raised, as soon as it has; the others go on.
-        TaskTimeoutError: time was up; what was waited for goes on.
+        OptionError: an option is unknown or invalid.
+        MisuseError: an event loop is running in this thread; await the handle instead.
+        Exception: the error of the first task that fails; the other tasks go on.
+        TaskTimeoutError: the time is up; the tasks go on.
         DeadlockError: the wait could never end.
     """
     if unknown:
         refuse(unknown, {"timeout": timeout}, "get()")
-    if isinstance(handle, Putting):
+    if isinstance(handle, PendingPut):
         return handle.handle
     if is_loop_running():
         raise blocks_loop("aiogpu.get()")
@@ -103,13 +102,13 @@ def get(handle: Any, /, *, timeout: float | None = None, **unknown: Any) -> Any:
     handles = list(handle) if are_several else [handle]
     del handle
     try:
-        for one in handles:
-            if not isinstance(one, BlockingHandle):
-                raise MisuseError(_not_for_get(one))
+        for item in handles:
+            if not isinstance(item, BlockingHandle):
+                raise MisuseError(_not_for_get(item))
         await_end(handles, timeout)
-        results = [one.result() for one in handles]
+        results = [item.result() for item in handles]
     finally:
-        one = None
+        item = None
         del handles  # see `BlockingHandle.result`
     return results if are_several else results[0]
 
@@ -117,23 +116,24 @@ def get(handle: Any, /, *, timeout: float | None = None, **unknown: Any) -> Any:
 def _not_for_get(given: object) -> str:
     if isinstance(given, StreamBase):
         return (
-            f"aiogpu.get() was given {given!r}; iterate it, its items come one by one."
+            f"aiogpu.get() takes handles, not {given!r}; iterate the stream, whose "
+            f"items come one by one."
         )
     if isinstance(given, HandleBase):
         return (
-            "aiogpu.get() waits in plain tasks, for what they have started; this "
-            "handle belongs to an event loop: await it there."
+            "aiogpu.get() is for plain tasks; this handle belongs to an event loop: "
+            "write `await handle` there."
         )
     return (
-        f"aiogpu.get() was given {given!r}; give it what .remote() has returned in "
-        f"this task, or a list of such."
+        f"aiogpu.get() takes a handle that .remote() returned in this task, or a list "
+        f"of handles, not {given!r}."
     )
 
 
-class Parted(Protocol[T]):
+class WaitResult(Protocol[T]):
     """The result of `wait`: `ready, pending = await aiogpu.wait(handles)`.
 
-    In a plain task, which has no event loop, it is the two lists themselves.
+    In a plain task, which has no event loop, `wait` returns the two lists themselves.
     """
 
     def __await__(
@@ -142,7 +142,7 @@ class Parted(Protocol[T]):
         """Wait on an event loop."""
 
     def __iter__(self) -> Iterator[list[Handle[T]]]:
-        """The lists of the ready and of the pending ones."""
+        """Iterate over the two lists, ready and pending handles."""
 
 
 @options_of("wait()")
@@ -152,103 +152,107 @@ def wait(
     *,
     num_returns: int = 1,
     timeout: float | None = None,
-) -> Parted[T]:
-    """Wait until so many of some handles have ended, and say which.
+) -> WaitResult[T]:
+    """Wait until `num_returns` of the handles are done; return these and the others.
 
-    `ready, pending = await aiogpu.wait(handles)`; in a plain task without the `await`,
-    and its CPUs are free meanwhile. It only looks: no result is fetched or unpickled,
-    an error stays in its handle, and cancelling the wait cancels no work.
+    `ready, pending = await aiogpu.wait(handles)`; in a plain task without `await`, and
+    its CPUs are free meanwhile. No result is fetched or unpickled, no error is raised,
+    and cancelling the wait cancels no work.
 
     Args:
-        handles: what `.remote()` gave; each once. Of none both lists are empty.
-        num_returns: how many are waited for, 1 or more, and no more than there are
-            handles if there are any.
-        timeout: seconds, 0 or more; None waits as long as it takes.
+        handles: handles that `.remote()` returned, each once. If there are none, both
+            lists are empty.
+        num_returns: number of handles to wait for, from 1 to the number of handles;
+            default 1.
+        timeout: seconds, 0 or more; None waits without limit.
 
     Returns:
-        Two lists, each in the order of `handles`: `num_returns` that have ended, or
-        fewer if time was up, and all others, of which some may have ended too.
+        Two lists, each in the order of `handles`: `num_returns` handles that are done,
+        or fewer if the time is up; and all others, of which some may be done as well.
 
     Raises:
-        MisuseError: it was given something else, or handles of another loop or task.
-        OptionError: `num_returns` or `timeout` is ill-valued.
-        NoLoopError: this is neither code on an event loop nor a plain task.
+        MisuseError: `handles` contains another object, or a handle of another loop or
+            task.
+        OptionError: `num_returns` or `timeout` is invalid.
+        NoLoopError: called neither on an event loop nor in a plain task.
     """
-    found = _checked("wait", handles)
+    checked = _checked("wait", handles)
     whole_number("num_returns", num_returns, 1, "a whole number of handles, 1 or more")
-    if num_returns > len(found) > 0:
+    if num_returns > len(checked) > 0:
         raise OptionError(
-            f"num_returns={num_returns} is more than the {len(found)} handles that "
-            f"aiogpu.wait() was given."
+            f"num_returns={num_returns} is more than the number of handles, "
+            f"{len(checked)}, that aiogpu.wait() was given."
         )
     if timeout is not None:
-        what = "a number of seconds, 0 or more, or None to wait as long as it takes"
+        what = "a number of seconds, 0 or more, or None to wait without limit"
         check_duration("timeout", timeout, what)
     if is_loop_running():
-        return Waiting(_wait_on_loop(found, num_returns, timeout))
-    look, deadline = _Look(found), None
+        return Waiting(_wait_on_loop(checked, num_returns, timeout))
+    watch, deadline = _Watch(checked), None
     if timeout is not None:
         deadline = time.monotonic() + (timeout or GLANCE)
     try:
-        look.until(num_returns, list(look.pending), deadline)
+        watch.until(num_returns, list(watch.pending), deadline)
     finally:
-        look.leave()
-    return _parted(found, num_returns)  # type: ignore[return-value]
+        watch.stop()
+    return _split(checked, num_returns)  # type: ignore[return-value]
 
 
 def as_completed(handles: Collection[Handle[T]], /) -> Completions[T]:
-    """Hand back handles one by one, each when it has ended.
+    """Return an iterator that yields handles as they end.
 
-    `async for handle in aiogpu.as_completed(handles)`; in a plain task without the
-    `async`, and its CPUs are free while it waits. It only looks: no result is fetched
-    or unpickled, an error stays in its handle, and leaving the loop cancels no work.
+    `async for handle in aiogpu.as_completed(handles)`; in a plain task without `async`,
+    and its CPUs are free while it waits. No result is fetched or unpickled, no error is
+    raised, and leaving the loop cancels no work.
 
     Args:
-        handles: what `.remote()` gave; each once.
+        handles: handles that `.remote()` returned, each once.
 
     Raises:
-        MisuseError: it was given something else, or handles of another loop or task.
-        NoLoopError: this is neither code on an event loop nor a plain task.
+        MisuseError: `handles` contains another object, or a handle of another loop or
+            task.
+        NoLoopError: called neither on an event loop nor in a plain task.
     """
     return Completions(_checked("as_completed", handles))
 
 
-def _parted(handles: list[Any], count: int) -> Lists:
-    """At most `count` handles that have ended, and all others."""
+def _split(handles: list[Any], count: int) -> Lists:
+    """Return at most `count` handles that are done, and all others."""
     ready: list[Any] = []
     pending: list[Any] = []
     for handle in handles:
-        takes = len(ready) < count and handle.done()
-        (ready if takes else pending).append(handle)
+        is_ready = len(ready) < count and handle.done()
+        (ready if is_ready else pending).append(handle)
     return ready, pending
 
 
-# Which handles can be waited for here.
+# Checks of handles.
 
 
-def _checked(name: str, given: Any) -> list[Any]:
-    """The handles as a list, all of which can be waited for here.
+def _checked(name: str, argument: Any) -> list[Any]:
+    """Return the handles as a list, after checking that the caller can wait for them.
 
     Raises:
-        MisuseError: one is no handle, belongs elsewhere, or is there twice.
-        NoLoopError: nothing can be waited for here.
+        MisuseError: an item is not a handle, belongs to another loop or task, or occurs
+            twice.
+        NoLoopError: called neither on an event loop nor in a plain task.
     """
     what = f"aiogpu.{name}()"
-    if hasattr(given, "task_name"):
+    if hasattr(argument, "task_name"):
         raise MisuseError(
-            f"{what} was given one handle, of {given.task_name}; give it a list of "
-            f"handles, or write `await handle`."
+            f"{what} takes a list of handles, not the single handle of "
+            f"{argument.task_name}; write `await handle`, or pass a list."
         )
-    if isinstance(given, str | bytes) or not hasattr(given, "__iter__"):
+    if isinstance(argument, str | bytes) or not hasattr(argument, "__iter__"):
         raise MisuseError(
-            f"{what} was given {given!r}; give it a list of what .remote() has given."
+            f"{what} takes a list of handles that .remote() returned, not {argument!r}."
         )
-    handles = list(given)
-    (_check_on_loop if is_loop_running() else _check_here)(what, handles)
+    handles = list(argument)
+    (_check_on_loop if is_loop_running() else _check_in_task)(what, handles)
     if len(set(handles)) < len(handles):
-        twice = next(one for one in handles if handles.count(one) > 1)
+        twice = next(handle for handle in handles if handles.count(handle) > 1)
         raise MisuseError(
-            f"{what} was given {twice!r} more than once; give it each handle once."
+            f"{what} was given {twice!r} more than once; pass each handle once."
         )
     return handles
 
@@ -259,29 +263,29 @@ def _check_on_loop(what: str, handles: list[Any]) -> None:
     from aiogpu.api.results.handle import Handle
 
     loop = asyncio.get_running_loop()
-    for one in handles:
-        if not hasattr(one, "task_name"):
-            raise _no_handle(what, one)
-        if not isinstance(one, Handle):
+    for handle in handles:
+        if not hasattr(handle, "task_name"):
+            raise _no_handle(what, handle)
+        if not isinstance(handle, Handle):
             raise MisuseError(
-                f"the handle of {one.task_name} was made in a plain function, where "
-                f"no event loop runs; {what} must be called there too."
+                f"the handle of {handle.task_name} was made in a plain function, "
+                f"without an event loop; call {what} there as well."
             )
-        if one.get_loop() is not loop:
+        if handle.get_loop() is not loop:
             raise MisuseError(
-                f"the handle of {one.task_name} belongs to another event loop; "
+                f"the handle of {handle.task_name} belongs to another event loop; "
                 f"call {what} where .remote() was called."
             )
 
 
-def _check_here(what: str, handles: list[Any]) -> None:
-    for one in handles:
-        if not hasattr(one, "task_name"):
-            raise _no_handle(what, one)
-        if not isinstance(one, BlockingHandle):
+def _check_in_task(what: str, handles: list[Any]) -> None:
+    for handle in handles:
+        if not hasattr(handle, "task_name"):
+            raise _no_handle(what, handle)
+        if not isinstance(handle, BlockingHandle):
             raise NoLoopError(
-                f"{what} was called where no event loop runs; the handle of "
-                f"{one.task_name} belongs to one: call it there."
+                f"no event loop is running in this thread, and the handle of "
+                f"{handle.task_name} belongs to one; call {what} on that loop."
             )
     fetch(handles)
     try:
@@ -293,20 +297,21 @@ def _check_here(what: str, handles: list[Any]) -> None:
     check_client(what, handles, client)
 
 
-def _no_handle(what: str, one: object) -> MisuseError:
+def _no_handle(what: str, item: object) -> MisuseError:
     return MisuseError(
-        f"{what} was given a list with {one!r} in it, which is no handle; give it "
-        f"what .remote() has returned. For other futures there is asyncio.wait()."
+        f"{what} was given a list that contains {item!r}, which is not a handle; pass "
+        f"handles that .remote() returned. For other futures use asyncio.wait()."
     )
 
 
-class _Look:
-    """Notes which handles have ended. It does not refer to the user's iterator.
+class _Watch:
+    """Watches handles and notes which have ended.
 
-    This class is for plain code, where a handle may end in any thread.
+    Does not refer to the user's iterator. This class is for plain code, where a handle
+    may end in any thread.
 
     Attributes:
-        ended: handles that have ended and were not returned yet.
+        ended: handles that have ended and were not yet returned.
         pending: handles that have not ended.
     """
 
@@ -328,41 +333,41 @@ class _Look:
         handle.on_end += (self._note,)
 
     def _detach(self, handle: Any) -> None:
-        handle.on_end = tuple(one for one in handle.on_end if one != self._note)
+        handle.on_end = tuple(fn for fn in handle.on_end if fn != self._note)
 
     def until(
         self, count: int, awaited: list[Any], deadline: float | None = None
     ) -> None:
-        """Wait until `count` have ended, or `timeout`; the node knows of the wait."""
+        """Wait until `count` handles have ended or the time is up; tell the node."""
         if len(self.ended) < count and awaited:
             block(
                 client_of_task(),
-                tuple(one.task_id for one in awaited),
+                tuple(handle.task_id for handle in awaited),
                 lambda: len(self.ended) >= count,
-                lambda: all(one.done() for one in awaited),
+                lambda: all(handle.done() for handle in awaited),
                 deadline,
             )
 
     def first(self) -> Any:
-        """The first handle that has not ended; None if all have."""
+        """Return the first handle that has not ended; None if all have ended."""
         in_turn = self._in_turn
         while in_turn and in_turn[-1].done():
             in_turn.pop()
         return in_turn[-1] if in_turn else None
 
-    def leave(self) -> None:
+    def stop(self) -> None:
         """Stop watching."""
         for handle in list(self.pending):
             self._detach(handle)
 
-    leave_soon = leave
+    stop_soon = stop
 
 
 # On an event loop.
 
 
 class Waiting(Coroutine[Any, Any, Lists]):
-    """The coroutine of `wait`; unpacking it says that its `await` was forgotten.
+    """The coroutine of `wait`. Unpacking it raises, and says that `await` is missing.
 
     Ray's `wait` is called without `await`.
     """
@@ -373,8 +378,8 @@ class Waiting(Coroutine[Any, Any, Lists]):
     def __iter__(self) -> NoReturn:
         self.close()
         raise MisuseError(
-            "aiogpu.wait() waits on the event loop here: write `ready, pending = await "
-            "aiogpu.wait(handles)`."
+            "aiogpu.wait() must be awaited on an event loop: write `ready, pending = "
+            "await aiogpu.wait(handles)`."
         )
 
     def __await__(self) -> Generator[Any, Any, Lists]:
@@ -396,28 +401,28 @@ class Waiting(Coroutine[Any, Any, Lists]):
 async def _wait_on_loop(
     handles: list[Handle[Any]], count: int, timeout: float | None
 ) -> Lists:
-    look = _LookOnLoop(handles)
+    watch = _LoopWatch(handles)
     try:
         if timeout == 0:
             from asyncio import sleep
 
-            await sleep(0)  # lets the loop read what has arrived
+            await sleep(0)  # lets the loop read messages that have arrived
         else:
-            await look.wait(count, list(look.pending), timeout)
+            await watch.wait(count, list(watch.pending), timeout)
     finally:
-        look.leave()
-    return _parted(handles, count)
+        watch.stop()
+    return _split(handles, count)
 
 
 _wait_on_loop.__qualname__ = "wait"  # for Python's warnings
 
 
-class _LookOnLoop(_Look):
-    """Looks at handles on an event loop.
+class _LoopWatch(_Watch):
+    """Watches handles on an event loop.
 
     Attributes:
-        loop: that loop.
-        waiter: set when the asyncio task that waits shall look again.
+        loop: the event loop.
+        waiter: set to wake the waiting asyncio task; None if no task waits.
     """
 
     def __init__(self, handles: list[Handle[Any]]) -> None:
@@ -432,7 +437,7 @@ class _LookOnLoop(_Look):
         super().__init__(handles)
 
     def _attach(self, handle: Any) -> None:
-        # `ChildHandle.add_done_callback` would tell the node that the task waits, also
+        # `ChildHandle.add_done_callback` would tell the node that the task waits, even
         # while it does not.
         self._kind.add_done_callback(handle, self._note)
 
@@ -448,97 +453,98 @@ class _LookOnLoop(_Look):
         if self.waiter is not None and not self.waiter.done():
             self.waiter.set_result(None)
 
-    def leave_soon(self) -> None:
+    def stop_soon(self) -> None:
         """Stop watching, from any thread."""
-        with suppress(RuntimeError):  # the loop is closed: nobody is told anything
-            self.loop.call_soon_threadsafe(self.leave)
+        with suppress(RuntimeError):  # the loop is closed: no callback will run
+            self.loop.call_soon_threadsafe(self.stop)
 
     async def wait(
         self, count: int, awaited: list[Any], timeout: float | None = None
     ) -> None:
-        """Wait until `count` have ended, or `timeout`; the node knows of the wait."""
+        """Wait until `count` handles have ended or the time is up; tell the node."""
         if len(self.ended) >= count or not awaited:
             return
         waits: Any = getattr(awaited[0], "_waits", None)
-        told = [one.task_id for one in awaited] if waits is not None else []
+        tasks = [handle.task_id for handle in awaited] if waits is not None else []
         timer = None if timeout is None else self.loop.call_later(timeout, self._wake)
         self._count, self.waiter = count, self.loop.create_future()
-        for task in told:
+        for task in tasks:
             waits.begin_wait(task)
         try:
             await self.waiter
         finally:
             self.waiter = None
-            for task in told:
+            for task in tasks:
                 waits.end_wait(task)
             if timer is not None:
                 timer.cancel()
 
 
 class Completions(Generic[T]):
-    """The result of `as_completed`: an async iterator, in plain tasks a plain one.
+    """The result of `as_completed`: an async iterator, in plain tasks an iterator.
 
-    Its length is the number of handles; it is true even if that is 0.
+    Its length is the number of all handles. Its truth value is always True.
     """
 
     def __init__(self, handles: list[Any]) -> None:
         self._total = len(handles)
-        self._look = _LookOnLoop(handles) if is_loop_running() else _Look(handles)
+        self._watch = _LoopWatch(handles) if is_loop_running() else _Watch(handles)
 
     def __repr__(self) -> str:
-        look = self._look
-        return f"<as_completed: {len(look.pending) + len(look.ended)} handles to come>"
+        watch = self._watch
+        return (
+            f"<as_completed: {len(watch.pending) + len(watch.ended)} handles to come>"
+        )
 
     def __len__(self) -> int:
-        """Return how many handles there are in all, those that were given included."""
+        """Return the number of all handles, including those already yielded."""
         return self._total
 
     def __bool__(self) -> bool:
         return True
 
     def __iter__(self) -> Iterator[Handle[T]]:
-        if isinstance(self._look, _LookOnLoop):
+        if isinstance(self._watch, _LoopWatch):
             raise MisuseError(
-                "a plain loop would block the event loop that runs here; write `async "
-                "for handle in aiogpu.as_completed(handles)`."
+                "a plain `for` would block the event loop; write `async for handle in "
+                "aiogpu.as_completed(handles)`."
             )
         return self
 
     def __next__(self) -> Handle[T]:
-        look = self._look
-        if not look.ended and (first := look.first()) is not None:
-            # It stands for all: its task waits for one of them, and that is all that
-            # the node must know.
-            look.until(1, [first])
-        if not look.ended:
+        watch = self._watch
+        if not watch.ended and (first := watch.first()) is not None:
+            # The node must only know that the task waits; one handle is enough.
+            watch.until(1, [first])
+        if not watch.ended:
             raise StopIteration
-        return look.ended.popleft()  # type: ignore[no-any-return]
+        return watch.ended.popleft()  # type: ignore[no-any-return]
 
     def __aiter__(self) -> AsyncIterator[Handle[T]]:
-        if not isinstance(self._look, _LookOnLoop):
+        if not isinstance(self._watch, _LoopWatch):
             raise MisuseError(
-                "these handles were made in a plain function, where no event loop "
-                "runs; write `for handle in aiogpu.as_completed(handles)`."
+                "these handles were made in a plain function, without an event loop; "
+                "write `for handle in aiogpu.as_completed(handles)`."
             )
         return self
 
     async def __anext__(self) -> Handle[T]:
-        look = self._look
-        assert isinstance(look, _LookOnLoop), self
-        if look.waiter is not None:
+        watch = self._watch
+        assert isinstance(watch, _LoopWatch), self
+        if watch.waiter is not None:
             raise MisuseError(
                 "another asyncio task is waiting for the next handle of this "
-                "as_completed(); let one task iterate."
+                "as_completed(); iterate in one task only."
             )
-        while not look.ended:
-            if not look.pending:
+        while not watch.ended:
+            if not watch.pending:
                 raise StopAsyncIteration
-            # The first stands for all: the node must know that it waits for one.
-            await look.wait(1, [look.first()])
-        return look.ended.popleft()  # type: ignore[no-any-return]
+            # The node must only know that the task waits; one handle is enough.
+            await watch.wait(1, [watch.first()])
+        return watch.ended.popleft()  # type: ignore[no-any-return]
 
     def __del__(self) -> None:
-        # The attribute is missing if the arguments were refused.
-        look = getattr(self, "_look", None)
-        if look is not None and look.pending:
-            look.leave_soon()
+        # There is no attribute if the constructor refused the arguments.
+        watch = getattr(self, "_watch", None)
+        if watch is not None and watch.pending:
+            watch.stop_soon()

@@ -571,7 +571,7 @@ def test_options_go_by_name_and_a_size_must_be_named() -> None:
         misused()
     for given, options in ((double, {}), (8, {"max_size": 8})):
         with pytest.raises(
-            MisuseError, match=r"options of batch.. go by name"
+            MisuseError, match=r"options of batch.. are keyword arguments"
         ) as caught:
             misused(given, **options)
         assert str(caught.value).endswith(" Write `@aiogpu.batch(max_size=...)`.")

@@ -49,7 +49,7 @@ def test_get_has_a_timeout(channel: FakeChannel) -> None:
             aiogpu.get(handles, timeout=value)  # type: ignore[arg-type]
     assert channel.waits == []
     channel.put(done(1))
-    with pytest.raises(TaskTimeoutError, match=r"1 of 2 .* 0.01 s, child for one"):
+    with pytest.raises(TaskTimeoutError, match=r"1 of 2 .* 0.01 s, such as child"):
         aiogpu.get(handles, timeout=0.01)
     assert channel.waits == [(1, 2), ()], "the node is told that it is over"
     channel.put(done(2))

@@ -228,8 +228,8 @@ async def test_options_that_are_refused(
 async def test_what_is_refused(engine: FakeEngine) -> None:
     handle = train.remote(1)
     for given, told in (
-        ([5], "given 5, which is neither"),
-        ([handle], "`await` before it"),
+        ([5], "takes an iterable or an async iterable, not 5"),
+        ([handle], "must be awaited first"),
         ([[1], [2]], r"train\.map\(\) takes one .*`zip\(a, b\)`"),
     ):
         with pytest.raises(MisuseError, match=told):
@@ -251,7 +251,9 @@ async def test_its_length_is_that_of_the_items(engine: FakeEngine) -> None:
     assert bool(train.map([])) is True, "a map of nothing is a map"
     unknown = train.map(iter([1]))
     assert unknown
-    with pytest.raises(TypeError, match=r"train is mapped over has no len\(\)"):
+    with pytest.raises(
+        TypeError, match=r"the iterable of train.map\(\) has no len\(\)"
+    ):
         len(unknown)
 
 

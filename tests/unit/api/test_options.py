@@ -138,28 +138,28 @@ BAD: Final[dict[str, list[tuple[tuple[object, ...], str]]]] = {
     "num_gpus": [((1.5, 2.0001, 1.1), "mixes whole devices")],
     "resources": [
         (([("a", 1)], "a", 1, {"a"}), "a dict of names"),
-        (({"": 1}, {1: 1}), "names are strings"),
+        (({"": 1}, {1: 1}), "name must be a text"),
         (({"a": None},), "NoneType"),
-        (({"CPU": 0.5},), "say num_cpus=0.5 instead"),
-        (({"GPU": 0.5},), "say num_gpus=0.5 instead"),
+        (({"CPU": 0.5},), "write num_cpus=0.5 instead"),
+        (({"GPU": 0.5},), "write num_gpus=0.5 instead"),
     ],
     "accelerator_type": [(("", 1, b"A100", ["A100"]), "a text")],
     "strategy": [
         (
             ("SPREAD", "", True, 1, ["pack"], b"spread", np.zeros(2)),
-            "must be 'pack', a share goes to the fullest GPU with room for it, or '",
+            "must be 'pack' (a share goes to the fullest GPU with room) or 'spread'",
         )
     ],
     "lifetime": [
         (
             ("", "Detached", True, 0, ["detached"], np.zeros(2)),
-            "must be None, a task ends with",
+            "must be None (a task ends with",
         )
     ],
     "max_calls": [((-1, 1.0, True, "1"), "0 for no limit")],
     "max_retries": [((-2, 1.0, False, "1"), "-1 for no limit")],
     "priority": [((1.5, True, "high"), "higher goes first")],
-    "num_returns": [((0, -1, True, 2.0, "2", "dynamic", [2]), "a handle of its own")],
+    "num_returns": [((0, -1, True, 2.0, "2", "dynamic", [2]), "its own handle")],
     "name": [(("", 1, b"a"), "a text")],
     "timeout": [((0, -1, True, "1", math.nan, math.inf, 10**400), "seconds above 0")],
     "cancel_grace": [
@@ -212,7 +212,7 @@ def test_what_a_task_may_not_ask_for(option: str) -> None:
             if isinstance(value, dict) and len(value) == 1:
                 ((key, told),) = value.items()  # the part that is wrong is enough
                 assert repr(key) in message
-                told = key if allowed == "names are strings" else told
+                told = key if allowed == "name must be a text" else told
             assert repr(told) in message or "instead" in allowed
 
 
@@ -303,12 +303,14 @@ def test_a_number_beyond_its_bounds_is_refused(
 async def test_so_are_those_of_groups_pools_and_maps() -> None:
     limits = {"size": 1, "min_size": 1, "max_size": 2, "target": 1}
     for option in limits:
-        with pytest.raises(OptionError, match=f"{option}={2**70} .* most {COUNT:_}"):
+        with pytest.raises(OptionError, match=f"{option}={2**70} .* maximum {COUNT:_}"):
             aiogpu.ActorPool(Giver, **limits | {option: 2**70})
-    with pytest.raises(OptionError, match=f"idle_after=1e[+]300 .* most is {TIME:_}"):
+    with pytest.raises(
+        OptionError, match=f"idle_after=1e[+]300 .* maximum is {TIME:_}"
+    ):
         aiogpu.ActorPool(Giver, min_size=1, max_size=2, idle_after=1e300)
     for option in ("limit", "chunk"):
-        with pytest.raises(OptionError, match=f"{option}={2**70} .* most {COUNT:_}"):
+        with pytest.raises(OptionError, match=f"{option}={2**70} .* maximum {COUNT:_}"):
             give.map([1], **{option: 2**70})
     with pytest.raises(OptionError, match=r"concurrency_groups\['io'\]=2147483648"):
         Giver.options(concurrency_groups={"io": COUNT + 1})
@@ -348,17 +350,20 @@ def test_options_that_need_a_gpu() -> None:
     with pytest.raises(OptionError) as caught:
         alone.spec("train", 7)
     assert str(caught.value) == (
-        "gpu_where asks for GPUs with memory of 40GiB or more and a name like "
-        "'*h100*', but no GPU is asked for; say num_gpus= or gpu_memory= as well."
+        "gpu_where selects GPUs with memory of 40GiB or more and a name like "
+        "'*h100*', but the task asks for no GPU; give num_gpus= or gpu_memory= as "
+        "well."
     )
     for more in ({"num_gpus": 5_000}, {"gpu_memory": 1}):
         assert alone._replace(**more).request().where == alone.gpu_where
     alone = checked(retry_oom="exclusive")
-    with pytest.raises(OptionError, match=r"retry_oom='exclusive' .* say num_gpus= or"):
+    with pytest.raises(
+        OptionError, match=r"retry_oom='exclusive' .* give num_gpus= or"
+    ):
         alone.spec("train", 7)
     assert alone._replace(gpu_memory=1).spec("train", 7).retries_oom
     alone = checked(gpu_memory="share")
-    with pytest.raises(OptionError, match="num_gpus is 0; say num_gpus=, or gpu_m"):
+    with pytest.raises(OptionError, match="num_gpus is 0; give num_gpus= as well"):
         alone.request()
     assert alone._replace(num_gpus=5_000).request().gpu_memory == BY_SHARE
 
@@ -381,8 +386,7 @@ def test_the_variables_of_all_vendors_are_set_by_aiogpu(name: str) -> None:
             environment(**{name: "0"}, **more)
         assert str(caught.value) == (
             f"runtime_env['env_vars'] sets {name}, which aiogpu sets to the devices "
-            f"that the task is given. Leave it out, or add {switch}='1' to see to it "
-            f"yourself."
+            f"of the task. Leave it out, or add {switch}='1' to manage it yourself."
         )
     for on in ("1", "true", " Yes ", "ON"):
         given = {name: "0", switch: on}
@@ -437,7 +441,7 @@ def test_a_process_has_the_devices_of_one_vendor(
     for remote in (give, Giver):
         with pytest.raises(OptionError) as caught:
             remote.options(**options)
-        assert "in one request: a process has the devices of one" in str(caught.value)
+        assert "ask for devices of different vendors" in str(caught.value)
         assert str(caught.value).startswith(names)
     made = aiogpu.remote(num_gpus=1)(lambda: None)
     with pytest.raises(OptionError, match=r"^num_gpus and resources\['neuron_cores'\]"):
@@ -519,14 +523,14 @@ NODE_BAD: Final[dict[str, list[tuple[tuple[object, ...], str]]]] = {
     ],
     "resources": [
         (([1], "license", 1), "a dict of names"),
-        (({"CPU": 1},), "say num_cpus=1 instead"),
-        (({"GPU": 1},), "say num_gpus=1 instead"),
-        (({"gpu_memory": 1},), "say gpu_memory=1 instead"),
-        (({"memory": 1},), "say memory=1 instead"),
+        (({"CPU": 1},), "write num_cpus=1 instead"),
+        (({"GPU": 1},), "write num_gpus=1 instead"),
+        (({"gpu_memory": 1},), "write gpu_memory=1 instead"),
+        (({"memory": 1},), "write memory=1 instead"),
         (({"license": -1},), "not a quantity"),
         (({"license": True},), "is a bool"),
     ],
-    "gpu_memory": [(("0GiB",), "a GPU without memory serves nobody")],
+    "gpu_memory": [(("0GiB",), "a GPU must have memory")],
     "accelerator_type": [(("", 1, ["A100"]), "a text")],
     "preload": [
         (
@@ -538,7 +542,7 @@ NODE_BAD: Final[dict[str, list[tuple[tuple[object, ...], str]]]] = {
     "cancel_grace": [
         ((0, -1, None, True, "2", math.nan, math.inf, 10**400), "seconds above 0")
     ],
-    "spare_workers": [((-1, 1.5, True, None, "2", 1025), "a whole number from 0")],
+    "spare_workers": [((-1, 1.5, True, None, "2", 1025), "a whole number, 0 for none")],
     "memory": [
         (
             (-1, 1.5, True, "6", "GiB", "-1GB", "nanGB", "1e99GB", [1]),
@@ -617,7 +621,7 @@ def test_a_lease_asks_for_what_is_named_alone() -> None:
         ({"num_gpus": 1, "timeout": 0}, "timeout=0"),
         ({"num_gpus": 1, "max_calls": 1}, "max_calls is not an option of a lease"),
         ({"accelerator_type": ""}, "accelerator_type=''"),
-        ({"num_gpus": 1, "resources": {"neuron_cores": 1}}, "two vendors|one vendor"),
+        ({"num_gpus": 1, "resources": {"neuron_cores": 1}}, "different vendors"),
     ],
 )
 def test_a_lease_that_is_refused(options: dict[str, Any], told: str) -> None:
@@ -655,8 +659,8 @@ TYPES = {"GPU": 1, "accelerator_type:A": 0.001, "accelerator_type:B": 0.001}
 @pytest.mark.parametrize(
     ("bundles", "options", "told"),
     [
-        ([], {}, "from 1 to 256"),
-        ([{"CPU": 1}] * (MOST_BUNDLES + 1), {}, "from 1 to 256"),
+        ([], {}, "give 1 to 256"),
+        ([{"CPU": 1}] * (MOST_BUNDLES + 1), {}, "give 1 to 256"),
         ("GPU", {}, "must be a list of dicts"),
         ({"GPU": 1}, {}, "must be a list of dicts"),
         (7, {}, "must be a list of dicts"),
@@ -668,7 +672,7 @@ TYPES = {"GPU": 1, "accelerator_type:A": 0.001, "accelerator_type:B": 0.001}
         ([{"CPU": "1"}], {}, "is a str"),
         ([{"memory": "lots"}], {}, "memory"),
         ([{"license": True}], {}, "is a bool"),
-        ([{1: 1}], {}, "names are strings"),
+        ([{1: 1}], {}, "name must be a text"),
         ([TYPES], {}, "more than one accelerator_type"),
         *(
             ([{"CPU": 1}], {"strategy": strategy}, "'STRICT_SPREAD'")
@@ -690,9 +694,9 @@ def test_a_placement_that_is_refused(
     ("options", "told"),
     [
         *(({"bundle": bundle}, "bundle=") for bundle in (-2, 0.5, "0", True)),
-        ({"bundle": 1}, "none of group, which has the bundl"),
-        ({"bundle": 0, "placement": None}, "say placement= as well"),
-        ({"placement": [{"CPU": 1}]}, "must be what aiogpu"),
+        ({"bundle": 1}, "group has no bundle 1; its bundles are"),
+        ({"bundle": 0, "placement": None}, "give placement= as well"),
+        ({"placement": [{"CPU": 1}]}, "must be the result of aiogpu.placement"),
     ],
 )
 def test_a_bundle_that_is_not_there(options: dict[str, Any], told: str) -> None:

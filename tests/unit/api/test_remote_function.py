@@ -91,7 +91,7 @@ def test_whatever_can_be_called_can_be_remote(
 ) -> None:
     definition = Definition(function)
     assert aiogpu.remote(function).__name__ == name
-    assert callable(load_function(definition.sent().payload))
+    assert callable(load_function(definition.pickled().payload))
     assert definition.is_coroutine is is_coroutine
 
 
@@ -123,8 +123,8 @@ def test_what_cannot_be_remote(thing: Any, word: str) -> None:
 def test_a_function_of_a_module_goes_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     definition = documented._definition
     assert definition.reference() == FunctionName(__name__, "documented")
-    assert load_function(definition.sent().payload) is documented.__wrapped__
-    assert definition.sent() is definition.sent()
+    assert load_function(definition.pickled().payload) is documented.__wrapped__
+    assert definition.pickled() is definition.pickled()
     again = Definition(documented.__wrapped__)
     assert again.reference() is None, "the name means the first"
     for name in ("__main__", "__mp_main__"):
@@ -146,11 +146,11 @@ def test_one_that_takes_much_with_it_is_told_once() -> None:
 
     told = r"of which 2\.0 MiB are lookup\.__closure__\.table"
     with pytest.warns(AiogpuWarning, match=told) as caught:
-        lookup._definition.sent()
-    lookup.options(num_cpus=2)._definition.sent()
+        lookup._definition.pickled()
+    lookup.options(num_cpus=2)._definition.pickled()
     assert [warning.filename for warning in caught] == [__file__]
     with pytest.warns(AiogpuWarning, match=r"are Lookup\.at\.__closure__\.table"):
-        Lookup._definition.sent()
+        Lookup._definition.pickled()
 
 
 # How the remote function or class itself is pickled.
@@ -200,9 +200,9 @@ def test_what_has_no_name_goes_by_value_but_not_by_plain_pickle(thing: Any) -> N
     with pytest.raises(SerializationError) as caught:
         ForkingPickler.dumps(thing)
     said = str(caught.value)
-    assert said.startswith(f"{thing!r} cannot be sent by multiprocessing, ")
+    assert said.startswith(f"multiprocessing cannot send {thing!r}: ")
     assert f"`{thing.__name__}.remote(...)` runs in a worker" in said
-    assert f"`remote_one = aiogpu.remote({thing.__name__})`" in said
+    assert f"`remote_version = aiogpu.remote({thing.__name__})`" in said
     sent = pickle.loads(cloudpickle.dumps(thing))
     for found in (sent, copy.copy(thing), copy.deepcopy(thing)):
         assert type(found) is type(thing)

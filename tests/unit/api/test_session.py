@@ -122,7 +122,7 @@ async def test_shutdown_while_it_opens(engine: FakeEngine, is_failing: bool) -> 
         engine.may_open.set()
     await closing
     assert engine.story == ["open"]
-    with pytest.raises(NodeClosedError, match="given up before it was open"):
+    with pytest.raises(NodeClosedError, match="shut down before it was open"):
         await handle
 
 
@@ -189,7 +189,7 @@ def test_it_closes_with_its_loop(
     else:
         # The loop's end cancels the opening, which takes back what it made.
         assert engine.story == ["open"]
-        with pytest.raises(NodeClosedError, match="given up before it was open"):
+        with pytest.raises(NodeClosedError, match="shut down before it was open"):
             handle.result()
     assert told == []
 
@@ -234,9 +234,9 @@ def test_without_a_loop_there_is_none() -> None:
 
 async def test_a_worker_opens_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(current, "worker", 1)
-    with pytest.raises(NodeError, match=r"the node cannot be reached inside"):
+    with pytest.raises(NodeError, match=r"the node is not available inside"):
         current_session()
-    with pytest.raises(NodeError, match=r"aiogpu\.init\(\) cannot be"):
+    with pytest.raises(NodeError, match=r"aiogpu\.init\(\) is not available"):
         await aiogpu.init()
     for ask in (aiogpu.status, aiogpu.cluster_resources, aiogpu.available_resources):
         told = rf"aiogpu\.{ask.__name__}\(\) was called inside a task; only the program"

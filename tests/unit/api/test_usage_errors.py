@@ -161,10 +161,10 @@ async def test_a_handle_is_not_its_result(
         first: "has no items",
         len: "has no length",
         bool: "has no truth value",
-        lambda handle: 1 in handle: "holds nothing",
-        lambda handle: handle + 1: "does not calculate (__add__)",
-        lambda handle: 2 * handle: "does not calculate (__rmul__)",
-        float: "does not calculate (__float__)",
+        lambda handle: 1 in handle: "contains no items",
+        lambda handle: handle + 1: "does not support arithmetic (__add__)",
+        lambda handle: 2 * handle: "does not support arithmetic (__rmul__)",
+        float: "does not support arithmetic (__float__)",
     }
     for use, what in uses.items():
         said = f"a handle is not its result and {what}; write `await` before pair.remo"
@@ -203,8 +203,8 @@ async def add_up_on_a_loop(parts: Any) -> Any:
 @pytest.mark.parametrize(
     ("task", "write"),
     [
-        (add_up, "aiogpu.get(handle), or aiogpu.get(handles) of a list"),
-        (add_up_on_a_loop, "`await handle`, or `await asyncio.gather(*handles)` of a"),
+        (add_up, "aiogpu.get(handle), or aiogpu.get(handles) for a list"),
+        (add_up_on_a_loop, "`await handle`, or `await asyncio.gather(*handles)` for "),
     ],
 )
 async def test_a_handle_in_a_list_stays_one(
@@ -214,7 +214,7 @@ async def test_a_handle_in_a_list_stays_one(
         await task.remote([pair.remote(), pair.remote()])
     assert f"; write {write}" in str(caught.value)
     assert str(caught.value).endswith(
-        ": inside another argument a handle stays a handle."
+        ": a handle inside another argument is not replaced."
     )
 
 
@@ -255,10 +255,10 @@ async def test_a_node_that_a_call_has_opened(
 ) -> None:
     monkeypatch.setenv("AIOGPU_ADDRESS", "inline")
     calls: dict[str, Callable[[], Any]] = {
-        "which an earlier .remote() has opened with the defaults. Call init() ": (
+        "which an earlier .remote() opened with default options. Call init() ": (
             pair.remote
         ),
-        "node already. Write `await aiogpu.shutdown()` before": aiogpu.init,
+        "has a node. Write `await aiogpu.shutdown()` before": aiogpu.init,
     }
     for said, call in calls.items():
         await call()
@@ -341,7 +341,7 @@ async def test_a_task_group_is_given_a_handle(node: aiogpu.types.Node) -> None:
         async with asyncio.TaskGroup() as group:
             group.create_task(handle)
     (error,) = caught.value.exceptions
-    assert "give it handle.coro()" in str(error)
+    assert "pass handle.coro() instead" in str(error)
     assert "coro" not in repr(handle)
     assert await handle == [1, 2]
 
@@ -358,8 +358,8 @@ def test_what_needs_a_loop_says_its_name(use: Callable[[], Any], what: str) -> N
     with pytest.raises(aiogpu.NoLoopError) as raised:
         use()
     assert str(raised.value).startswith(f"{what} needs a running event loop")
-    assert "a server and a notebook run it on" in str(raised.value)
-    assert "Or write `import aiogpu.sync`" in str(raised.value)
+    assert "run that by aiogpu.run(main())" in str(raised.value)
+    assert "use `aiogpu.sync`" in str(raised.value)
 
 
 @pytest.mark.usefixtures("no_leaks")
@@ -372,11 +372,11 @@ async def test_a_call_after_the_block_is_warned_of_once(
         assert caplog.text == ""
         for _ in range(2):
             assert await same.remote(2) == 2
-            assert caplog.text.count("opens a node with the defaults") == 1
+            assert caplog.text.count("opens a node with default options") == 1
         await aiogpu.shutdown()
         async with aiogpu.init(address="inline", num_cpus=1):
             assert await same.remote(2) == 2
-    assert caplog.text.count("opens a node with the defaults") == 1
+    assert caplog.text.count("opens a node with default options") == 1
 
 
 # Misspelt names and options.
@@ -430,7 +430,7 @@ def test_a_misspelt_option_is_named_with_the_nearest_and_all_others(
     misspelt, _, nearest = names.partition(" ")
     with pytest.raises(OptionError) as caught:
         ask(**{misspelt: 1})
-    said, _, known = str(caught.value).partition(" There are: ")
+    said, _, known = str(caught.value).partition(" The options are: ")
     hint = f" Did you mean {nearest}?" if nearest else ""
     assert said == f"{misspelt} is not an option of {of_what}.{hint}"
     assert known.endswith(".")
@@ -440,6 +440,7 @@ def test_a_misspelt_option_is_named_with_the_nearest_and_all_others(
 @pytest.mark.parametrize("function", [aiogpu.init, aiogpu.lease])
 def test_an_option_without_its_name_is_refused(function: Callable[..., object]) -> None:
     with pytest.raises(
-        MisuseError, match=rf"^{function.__name__}\(4\): the options .* go by name\. "
+        MisuseError,
+        match=rf"^{function.__name__}\(4\): the options of .* are keyword arguments: ",
     ):
         function(4)

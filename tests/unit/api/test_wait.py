@@ -149,11 +149,11 @@ async def test_what_is_no_list_of_handles(owner: Owner, name: str) -> None:
     a, b = owner.start(2)
     future = asyncio.get_running_loop().create_future()
     for given, told in (
-        (5, "was given 5; give it a list"),
-        ("text", "was given 'text'; give it a list"),
-        ([1, 2], "was given a list with 1 in it, which is no handle.*asyncio.wait"),
-        ([future], "is no handle"),
-        (a, "one handle, of train; give it a list"),
+        (5, "takes a list of handles that .*, not 5"),
+        ("text", "takes a list of handles that .*, not 'text'"),
+        ([1, 2], "a list that contains 1, which is not a handle.*asyncio.wait"),
+        ([future], "is not a handle"),
+        (a, "not the single handle of train.* pass a list"),
         ([b, a, a], "<Handle train 1 pending> more than once"),
     ):
         with pytest.raises(MisuseError, match=rf"aiogpu\.{name}\(\) .*{told}"):
@@ -164,7 +164,7 @@ async def test_what_is_no_list_of_handles(owner: Owner, name: str) -> None:
     ("options", "told"),
     [
         *(({"num_returns": count}, "must be a whole") for count in (0, True, 1.0, "1")),
-        ({"num_returns": 3}, "is more than the 2 handles"),
+        ({"num_returns": 3}, "is more than the number of handles, 2"),
         *(({"timeout": time}, "must be a number") for time in (-1, True, "1")),
         *(({"timeout": float(time)}, "must be a number") for time in ("nan", "inf")),
     ],
@@ -186,7 +186,9 @@ async def test_handles_of_another_loop(owner: Owner, name: str) -> None:
             look(handles)
 
     def look_without_a_loop() -> None:
-        with pytest.raises(NoLoopError, match=rf"{name}\(\).*train belongs to one"):
+        with pytest.raises(
+            NoLoopError, match=rf"train belongs to one; call aiogpu.{name}\(\)"
+        ):
             look(handles)
         with pytest.raises(NoLoopError, match=rf"^aiogpu.{name}\(\) needs a running"):
             look([])
@@ -223,10 +225,10 @@ def test_as_completed_in_a_plain_task(channel: FakeChannel) -> None:
 def test_what_a_plain_task_is_refused(channel: FakeChannel) -> None:
     a, b = start_children(2)
     for look, given, told in (
-        (aiogpu.wait, a, "one handle, of child"),
+        (aiogpu.wait, a, "not the single handle of child"),
         (aiogpu.wait, [a, a], "more than once"),
-        (aiogpu.as_completed, [a, 5], "which is no handle"),
-        (lambda given: aiter(aiogpu.as_completed(given)), [a], "no event loop runs"),
+        (aiogpu.as_completed, [a, 5], "which is not a handle"),
+        (lambda given: aiter(aiogpu.as_completed(given)), [a], "without an event loop"),
     ):
         with pytest.raises(MisuseError, match=told):
             look(given)  # type: ignore[operator]
