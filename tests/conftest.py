@@ -1,4 +1,4 @@
-"""Fixtures that hold every test to the same: nothing may be left behind."""
+"""Fixtures and rules for all tests: which cases run, and that nothing is left."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ LOOPS: Final = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_lo
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add what the full check asks for."""
-    told = "start the interpreter of each zygote; see tests/support/forked_zygotes.py"
-    parser.addoption("--fresh", action="store_true", help=told)
+    """Add the option of the full check."""
+    text = "start the interpreter of each zygote; see tests/support/forked_zygotes.py"
+    parser.addoption("--fresh", action="store_true", help=text)
 
 
 def pytest_asyncio_loop_factories() -> dict[str, Callable[[], object]]:
-    """Every test that awaits runs on the stock loop and on uvloop."""
+    """Every asynchronous test runs on asyncio's loop and on uvloop."""
     return dict(LOOPS)
 
 
@@ -44,15 +44,15 @@ def pytest_asyncio_loop_factories() -> dict[str, Callable[[], object]]:
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
-    """What is not drawn is for the full check."""
+    """Mark cases that are not drawn as slow: only the full check runs them."""
     if any("[" in argument for argument in config.args):
-        return  # who names a case shall have it
+        return  # a case that is named always runs
     _draw_loops(items)
     _draw_cases(items)
 
 
 def _draw_loops(items: list[pytest.Item]) -> None:
-    """Each case of `either_loop` runs on one loop, and on the other if all is run."""
+    """Cases of `either_loop` run on one loop; the full check runs them on both."""
     for item in items:
         if item.get_closest_marker("either_loop"):
             test, _, rest = item.nodeid.partition("[")
@@ -63,11 +63,11 @@ def _draw_loops(items: list[pytest.Item]) -> None:
 
 
 def _draw_cases(items: list[pytest.Item]) -> None:
-    """Of a test that starts processes so many that each value is in one of them."""
+    """Draw cases of tests that start processes, so that each value is in a case."""
     tests: dict[str, dict[str, frozenset[Value]]] = defaultdict(dict)
     for item in items:
         test, _, case = item.nodeid.rpartition("/")[2].partition("[")
-        if case and _is_dear(item):
+        if case and _is_drawn(item):
             tests[test][item.nodeid] = values(item)
     drawn = {name for cases in tests.values() for name in covering(cases)}
     left = {name for cases in tests.values() for name in cases} - drawn
@@ -76,8 +76,8 @@ def _draw_cases(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
 
 
-def _is_dear(item: pytest.Item) -> bool:
-    """Whether it would run, opens nodes, and need not run whole."""
+def _is_drawn(item: pytest.Item) -> bool:
+    """True if a test would run, opens nodes, and is not marked `whole`."""
     others = "slow", "gpu", "ray", "skip", "whole"
     return "no_leaks" in item.fixturenames and not any(
         item.get_closest_marker(name) for name in others
@@ -85,16 +85,16 @@ def _is_dear(item: pytest.Item) -> bool:
 
 
 def _is_inline(item: pytest.Item) -> bool:
-    """Whether its node is one without processes, which costs nothing."""
+    """True if a case uses the inline engine, which starts no processes."""
     return item.callspec.params.get("address") == "inline"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Compile once what a thousand interpreters import that are started here.
+    """Compile once the modules that a thousand interpreters will import.
 
-    `PYTHONDONTWRITEBYTECODE`, which many containers set, would have each compile it.
+    With `PYTHONDONTWRITEBYTECODE`, which many containers set, each would compile them.
     """
-    sys.dont_write_bytecode = False  # and each run would compile the tests
+    sys.dont_write_bytecode = False  # or each run would compile the tests
     if not hasattr(config, "workerinput"):
         is_test = re.compile(r"/test_[^/]*$")
         for folder in ("aiogpu", "benchmarks", "tests"):
@@ -103,21 +103,21 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection(session: pytest.Session) -> None:
-    """Have pytest compile the tests once, not each of its processes all of them."""
-    gc.disable()  # nothing of what is collected is garbage
+    """Share the compilation of the tests among pytest's processes."""
+    gc.disable()  # collecting tests makes no garbage
     config = session.config
-    whoami = getattr(config, "workerinput", None)
-    if whoami is not None and config.args == config.getini("testpaths"):
-        own = int(whoami["workerid"].removeprefix("gw"))
+    worker = getattr(config, "workerinput", None)
+    if worker is not None and config.args == config.getini("testpaths"):
+        own = int(worker["workerid"].removeprefix("gw"))
         paths = sorted((config.rootpath / "tests").rglob("test_*.py"))
-        for path in paths[own :: whoami["workercount"]]:
+        for path in paths[own :: worker["workercount"]]:
             sys.path.insert(0, str(path.parent))
-            with suppress(Exception, pytest.skip.Exception):  # it is told later
+            with suppress(Exception, pytest.skip.Exception):  # pytest reports it later
                 import_module(path.stem)
 
 
 def pytest_collection_finish() -> None:
-    """Have the collector look past the thousands of tests, whenever it is asked."""
+    """Exclude the thousands of collected tests from garbage collection."""
     gc.enable()
     gc.collect()
     gc.freeze()
@@ -125,7 +125,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session")
 def zygote_forker() -> Iterator[Forker]:
-    """What forks the zygotes of this process's tests."""
+    """The forker of all zygotes of this process's tests."""
     forker = Forker()
     yield forker
     assert forker.close() == ""
@@ -135,7 +135,7 @@ def zygote_forker() -> Iterator[Forker]:
 def forked_zygotes(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nodes of a test have their zygotes forked; see `tests.support.forked_zygotes`."""
+    """Fork the zygotes of a test's nodes; see `tests.support.forked_zygotes`."""
     is_fresh = request.node.get_closest_marker("fresh") is not None
     if not (is_fresh or request.config.getoption("--fresh")):
         forker = request.getfixturevalue("zygote_forker")
@@ -144,11 +144,11 @@ def forked_zygotes(
 
 @pytest.fixture
 def no_leaks(forked_zygotes: None, no_leaks: None) -> None:
-    """As for all users; the forker, which outlives the test, is there before."""
+    """The public fixture; the forker, which outlives the test, starts before it."""
 
 
 @pytest.fixture
 async def gate() -> AsyncIterator[Gate]:
-    """A gate at which tasks say that they run, and wait."""
+    """A gate at which tasks report and wait."""
     async with Gate.open() as gate:
         yield gate

@@ -37,7 +37,7 @@ from aiogpu.runtime.zygote import config as zygote_config
 from aiogpu.runtime.zygote.config import interpreter_flags, start_interpreter
 from aiogpu.worker.zygote.main import main as zygote
 from tests.support import zygote_forker
-from tests.support.forked_zygotes import Forked, handed_down
+from tests.support.forked_zygotes import Forked, inherited_state
 from tests.support.program import environment
 
 LIMIT: Final = 60.0
@@ -213,7 +213,7 @@ def become_zygote(asked: socket.socket) -> None:
 
 def comparable(environ: Mapping[str, str]) -> list[object]:
     """What a zygote begins from, but for the path, of which it is told."""
-    return handed_down({k: v for k, v in environ.items() if k != "PYTHONPATH"})
+    return inherited_state({k: v for k, v in environ.items() if k != "PYTHONPATH"})
 
 
 def main(watched: int) -> None:

@@ -1,4 +1,4 @@
-"""Whether this machine lets a test have cgroups of its own, and which there are."""
+"""Cgroups for tests, where the machine allows them."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from aiogpu.linux.cgroup import Cgroup, find_cgroup
 
 PLACE = find_cgroup()
 needs_cgroup = pytest.mark.skipif(PLACE.directory is None, reason=PLACE.reason)
-"""For tests that make groups; where none can be made, the reason is shown."""
+"""Skips tests that make cgroups where the machine does not allow it."""
 
 
 @contextmanager
 def group(name: str) -> Iterator[Cgroup]:
-    """A group for a test, killed and removed afterwards."""
-    made = Cgroup(f"{PLACE.directory}/test-{name}-{os.getpid()}")
-    made.make()
+    """A cgroup for a test, killed and removed afterwards."""
+    cgroup = Cgroup(f"{PLACE.directory}/test-{name}-{os.getpid()}")
+    cgroup.make()
     try:
-        yield made
+        yield cgroup
     finally:
-        made.kill()
-        assert made.wait_until_empty(10)
-        assert made.remove()
+        cgroup.kill()
+        assert cgroup.wait_until_empty(10)
+        assert cgroup.remove()
 
 
 def all_groups() -> set[str]:
-    """Names of the groups that all drivers' nodes have, and of others."""
+    """Names of all cgroups beside this process's own."""
     return set(os.listdir(PLACE.directory)) if PLACE.directory is not None else set()
 
 
 def groups_of(pid: int) -> list[str]:
-    """Names of the groups that a driver's nodes have."""
+    """Names of the cgroups of a driver's nodes."""
     return [name for name in all_groups() if name.endswith(f"-{pid}")]

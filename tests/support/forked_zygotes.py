@@ -1,11 +1,10 @@
-"""Zygotes that are forked for tests, in place of an interpreter started for each.
+"""Zygotes forked for tests, in place of a new interpreter for each.
 
-Two thirds of what a test's node costs is the start of its zygote's interpreter. That
-is proven by the tests marked `fresh`, by the nodes of all programs that tests start,
-and by the full check, where each is started (`--fresh`). What would begin otherwise
-than the forker has is started as well; `tests/support/test_forked_zygotes.py` holds
-that neither a task nor the kernel can tell one from the other, but by some modules that
-are imported.
+Two thirds of the cost of a test's node is the start of the zygote's interpreter. Tests
+marked `fresh`, programs that tests start, and the full check (`--fresh`) prove that
+start. A zygote that would differ from the forker's process is started as well.
+`tests/support/test_forked_zygotes.py` proves that neither a task nor the kernel can
+tell a forked zygote from a started one, except by some imported modules.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ READ_AT_START: Final = (
     *("PYTHON", "LD_", "LC_", "LANG", "TZ", "MALLOC_", "GLIBC_"),
     *("HOME", "SETUPTOOLS_", "COVERAGE_"),
 )
-"""How variables begin that are read before a zygote knows its own."""
+"""Prefixes of variables that are read before a zygote gets its own environment."""
 INHERITED: Final = ("thread-self/status", "self/cgroup", "self/oom_score_adj")
-"""What tells of whatever else a process hands down to those that it starts."""
+"""Files in /proc that show what else a child process inherits."""
 OF_STATUS: Final = (
     *("Umask", "Uid", "Gid", "Groups", "SigBlk", "SigIgn", "CapInh", "CapPrm"),
     *("CapEff", "CapBnd", "CapAmb", "NoNewPrivs", "Seccomp", "Cpus_allowed"),
@@ -50,7 +49,7 @@ _BOOT: Final = (
 
 
 class Forked(subprocess.Popen[bytes]):
-    """A child of this process that it has not started itself."""
+    """A child of this process that another process has forked."""
 
     def __init__(self, pid: int) -> None:
         self._waitpid_lock = threading.Lock()
@@ -63,17 +62,17 @@ class Forked(subprocess.Popen[bytes]):
 
 
 class Forker:
-    """Has zygotes forked; one for all tests of this process."""
+    """The process that forks zygotes for all tests of this process."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._owner = os.getpid()
         self._executable = sys.executable
         self._flags = interpreter_flags()
-        self._begins = handed_down(os.environ)
+        self._inherited = inherited_state(os.environ)
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.settimeout(LIMIT)
-        self._told, output = os.pipe2(os.O_CLOEXEC)
+        self._output, output = os.pipe2(os.O_CLOEXEC)
         fields: dict[str, object] = {"sys_path": sys.path, "socket": theirs.fileno()}
         import pytest  # late: services import this module
 
@@ -94,36 +93,36 @@ class Forker:
         executable: str | None = None,
         flags: Sequence[str] = (),
     ) -> subprocess.Popen[bytes]:
-        """Fork a zygote, or start one that would begin otherwise than a fork."""
+        """Fork a zygote; start an interpreter if its state would be another."""
         variables = dict(os.environ if environ is None else environ)
-        told = marshal.dumps((fields, variables))
+        request = marshal.dumps((fields, variables))
         if (
             os.getpid() == self._owner
             and executable == self._executable
             and list(flags) == list(self._flags)
-            and len(told) <= LARGEST
-            and handed_down(variables) == self._begins
+            and len(request) <= LARGEST
+            and inherited_state(variables) == self._inherited
         ):
             try:
-                return self._fork(told, page, output, directory or ".")
+                return self._fork(request, page, output, directory or ".")
             except OSError:
-                pass  # then it is told by what is started
+                pass  # the started interpreter reports the error
         return start_interpreter(
             fields, page, output, environ, directory, executable, flags
         )
 
     def _fork(
-        self, told: bytes, page: int, output: int, directory: str
+        self, request: bytes, page: int, output: int, directory: str
     ) -> subprocess.Popen[bytes]:
         place = os.open(directory, os.O_PATH | os.O_CLOEXEC)
         try:
             with self._lock:
-                socket.send_fds(self._socket, [told], [page, output, place])
+                socket.send_fds(self._socket, [request], [page, output, place])
                 answer = int.from_bytes(self._socket.recv(4), "little", signed=True)
         finally:
             os.close(place)
         if not answer:
-            raise RuntimeError(f"the forker has ended: {os.read(self._told, 4096)!r}")
+            raise RuntimeError(f"the forker has ended: {os.read(self._output, 4096)!r}")
         if answer < 0:
             raise OSError(-answer, os.strerror(-answer))
         with suppress(ProcessLookupError):
@@ -131,20 +130,17 @@ class Forker:
         return Forked(answer)
 
     def close(self) -> str:
-        """End it, and give what it has printed.
-
-        Zygotes are ended by whoever had them started.
-        """
+        """End the forker and return its output. Zygotes end with their nodes."""
         self._socket.close()
         self._process.wait(LIMIT)
-        with open(self._told, encoding="utf-8", errors="replace") as told:
-            return told.read()
+        with open(self._output, encoding="utf-8", errors="replace") as file:
+            return file.read()
 
 
-def handed_down(environ: Mapping[str, str]) -> list[object]:
-    """What an interpreter that is started now with these variables begins from.
+def inherited_state(environ: Mapping[str, str]) -> list[object]:
+    """The state that an interpreter started now with these variables would inherit.
 
-    Its descriptors, its place and other variables are told to each fork.
+    Each fork gets its descriptors, its directory and its other variables by request.
     """
     proc = Path("/proc")
     status, *others = [(proc / name).read_text() for name in INHERITED]
@@ -154,9 +150,9 @@ def handed_down(environ: Mapping[str, str]) -> list[object]:
 
 
 def limits() -> list[str]:
-    """This process's limits, but for that of descriptors.
+    """This process's limits, except the limit of descriptors.
 
-    That is set for each fork: a node raises it while it is open.
+    That limit is set for each fork: a node raises it while it is open.
     """
     lines = Path("/proc/self/limits").read_text().splitlines()
     return [line for line in lines if not line.startswith("Max open files")]

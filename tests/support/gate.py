@@ -1,8 +1,8 @@
-"""A gate between tests and tasks: a task says that it runs, and waits to go on.
+"""A gate between tests and tasks: a task reports that it runs, and waits to continue.
 
-It takes the place of sleeps. `Gate` is the test's side, `pass_gate` the task's; the
-latter imports nothing that a worker would not have, and what the former needs is
-imported late: a thousand workers are started here that import this file.
+Gates replace sleeps. `Gate` is the test's side, `pass_gate` the task's side. The task's
+side imports nothing that a worker would not have, and the imports of the test's side
+are late: the tests start a thousand workers that import this file.
 """
 
 from __future__ import annotations
@@ -18,21 +18,19 @@ if TYPE_CHECKING:
 
 
 TURNS: Final = 10
-"""Of the loop, in which who was let in last has come to where he is seen out: he has a
-transport, a task, and its first step."""
+"""Turns of the loop after which the last accepted connection can be closed: it has a
+transport, and its task has taken the first step."""
 
 
 def pass_gate(path: str, name: str) -> str:
-    """In a task: say `name`, then block until the test lets it pass."""
-    with socket.socket(socket.AF_UNIX) as visitor:
-        visitor.connect(path)
-        visitor.sendall(f"{name} {os.getpid()}\n".encode())
-        visitor.recv(1)
+    """In a task: report `name`, then block until the test releases it."""
+    with _report(path, name) as connection:
+        connection.recv(1)
     return name
 
 
 async def pass_gate_softly(path: str, name: str) -> str:
-    """The same in a coroutine; says `name-cancelled` if it is cancelled meanwhile."""
+    """Like `pass_gate` in a coroutine; reports `name-cancelled` if it is cancelled."""
     import asyncio
 
     reader, writer = await asyncio.open_unix_connection(path)
@@ -48,14 +46,24 @@ async def pass_gate_softly(path: str, name: str) -> str:
 
 
 def say(path: str, name: str) -> None:
-    """In a task: say `name` and go on."""
-    with socket.socket(socket.AF_UNIX) as visitor:
-        visitor.connect(path)
-        visitor.sendall(f"{name} {os.getpid()}\n".encode())
+    """In a task: report `name` and continue."""
+    _report(path, name).close()
+
+
+def _report(path: str, name: str) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(path)
+    connection.sendall(f"{name} {os.getpid()}\n".encode())
+    return connection
 
 
 class Gate:
-    """The test's side."""
+    """The test's side.
+
+    Attributes:
+        path: the socket, for the tasks.
+        pids: process id of each task that has reported, by name.
+    """
 
     def __init__(self, path: str) -> None:
         import asyncio
@@ -63,58 +71,58 @@ class Gate:
         self.path = path
         self.pids: dict[str, int] = {}
         self._all: list[asyncio.StreamWriter] = []
-        self._visitors: dict[str, asyncio.StreamWriter] = {}
+        self._waiting: dict[str, asyncio.StreamWriter] = {}
         self._news = asyncio.Condition()
         self._is_closed = False
 
     @classmethod
     @asynccontextmanager
     async def open(cls) -> AsyncIterator[Gate]:
-        """Listen in a directory with a short name."""
+        """Listen on a socket with a short path."""
         import asyncio
         import tempfile
 
-        with tempfile.TemporaryDirectory(prefix="gate-", dir="/tmp") as place:
-            gate = cls(f"{place}/s")
-            server = await asyncio.start_unix_server(gate._visit, gate.path)
+        with tempfile.TemporaryDirectory(prefix="gate-", dir="/tmp") as directory:
+            gate = cls(f"{directory}/s")
+            server = await asyncio.start_unix_server(gate._on_connect, gate.path)
             yield gate
-            # Nobody comes any more: asyncio loses whom a server lets in as it closes.
+            # No more connections: asyncio loses one that comes while a server closes.
             os.unlink(gate.path)
             gate._is_closed = True
             for _ in range(TURNS):
                 await asyncio.sleep(0)
             server.close()
             while gate._all:
-                visitor = gate._all.pop()
-                visitor.close()
+                writer = gate._all.pop()
+                writer.close()
                 with suppress(OSError):
-                    await visitor.wait_closed()
+                    await writer.wait_closed()
 
-    async def _visit(
+    async def _on_connect(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         if self._is_closed:
             writer.close()
-            return  # it was let in while the others were seen out
+            return  # it came while the gate was closing
         self._all.append(writer)
         words = (await reader.readline()).decode().split()
         if not words:
-            return  # it was killed on its way in
+            return  # the task was killed while it connected
         name, pid = words
         async with self._news:
-            self._visitors[name] = writer
+            self._waiting[name] = writer
             self.pids[name] = int(pid)
             self._news.notify_all()
 
     async def entered(self, *names: str) -> None:
-        """Wait until all of these have said that they run."""
+        """Wait until all of these tasks have reported."""
         import asyncio
 
         async with asyncio.timeout(60), self._news:
-            await self._news.wait_for(lambda: set(names) <= set(self._visitors))
+            await self._news.wait_for(lambda: set(names) <= set(self._waiting))
 
     async def holds(self, count: int) -> None:
-        """Wait until so many have come that were not let pass."""
+        """Wait until this number of tasks wait at the gate."""
         import asyncio
 
         async with asyncio.timeout(60), self._news:
@@ -122,16 +130,16 @@ class Gate:
 
     @property
     def inside(self) -> set[str]:
-        """Who has come and was not let pass."""
-        return {name for name, w in self._visitors.items() if not w.is_closing()}
+        """Names of the tasks that wait at the gate."""
+        return {name for name, w in self._waiting.items() if not w.is_closing()}
 
     def forget(self, *names: str) -> None:
-        """Take no notice that these have come and gone; they may come again."""
+        """Forget that these tasks have reported; they may report again."""
         for name in names:
-            del self._visitors[name]
+            del self._waiting[name]
 
     def release(self, *names: str) -> None:
-        """Let these pass."""
+        """Let these tasks continue."""
         for name in names:
-            self._visitors[name].write(b".")
-            self._visitors[name].close()
+            self._waiting[name].write(b".")
+            self._waiting[name].close()

@@ -1,4 +1,4 @@
-"""Programs run in an interpreter of their own, as a user would run them."""
+"""Programs in interpreters of their own, as a user would run them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ ROOT = Path(__file__).parents[2]
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """This environment with the tests importable and these variables."""
+    """This process's environment with these variables; the tests are importable."""
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     return {**os.environ, "PYTHONPATH": path.rstrip(os.pathsep), **variables}
 
 
 def start(source: str, *arguments: str, **variables: str) -> subprocess.Popen[str]:
-    """Start a program given by its text."""
+    """Start a program, given as source text."""
     return subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(source), *arguments],
         env=environment(**variables),
@@ -30,12 +30,12 @@ def start(source: str, *arguments: str, **variables: str) -> subprocess.Popen[st
 
 
 def run(source: str, *arguments: str, **variables: str) -> str:
-    """Run a program to its end; gives its output, raises if it fails."""
+    """Run a program to its end; return its output, which may have no traceback."""
     program = start(source, *arguments, **variables)
     try:
         out, err = program.communicate(timeout=120)
     except BaseException:
-        program.kill()  # or it would go on beside the tests that follow
+        program.kill()  # or the program would run beside the next tests
         raise
     assert program.returncode == 0, f"exit {program.returncode}\n{out}\n{err}"
     assert "Traceback" not in err, err

@@ -1,7 +1,7 @@
-"""What of a test runs with every change: little that covers, and always the same.
+"""The cases of large tables that run with every change: few, but covering all values.
 
-A case is drawn by its name, so what runs neither hangs on the machine nor on what else
-is run; the rest is for the full check.
+A case is drawn by its name, so the choice depends neither on the machine nor on what
+else runs. The full check runs all cases.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ settings.register_profile(CHANGE, max_examples=30)
 
 
 def values(item: pytest.Item) -> frozenset[Value]:
-    """The values of a case's parameters; of what is given together, the row.
+    """The values of a case's parameters; parameters of one table count as a row.
 
-    Values are told apart by identity, as some cannot be hashed or compared.
+    Values are compared by identity, since some cannot be hashed or compared.
     """
     return frozenset(_values(item))
 
@@ -42,14 +42,14 @@ def _values(item: pytest.Item) -> Iterator[Value]:
 
 
 def examples(full: int) -> int:
-    """How many a property is tried with: all with `--hypothesis-profile=full`."""
+    """Number of examples of a property: all with `--hypothesis-profile=full`."""
     return (
         full * settings.default.max_examples // settings.get_profile(FULL).max_examples
     )
 
 
 def covering(cases: Mapping[str, frozenset[Value]]) -> set[str]:
-    """The names of few cases in which each value of each parameter is found."""
+    """Names of a few cases that together have each value of each parameter."""
     missing = set().union(*cases.values())
     left = dict(sorted(cases.items(), key=lambda case: crc32(case[0].encode())))
     drawn = set()

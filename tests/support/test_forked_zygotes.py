@@ -1,4 +1,4 @@
-"""A zygote that was forked for a test is what one is that was started."""
+"""A zygote that is forked for a test equals one that is started."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ import pytest
 import aiogpu
 from aiogpu.runtime.zygote import config
 from aiogpu.runtime.zygote.config import start_interpreter
-from tests.support.forked_zygotes import Forked, Forker, handed_down
+from tests.support.forked_zygotes import Forked, Forker, inherited_state
 from tests.support.zygote_forker import IMPORTED, SYS_CLONE
 
 pytestmark = [
     pytest.mark.usefixtures("no_leaks"),
     pytest.mark.either_loop,
     pytest.mark.skipif(
-        os.uname().machine not in SYS_CLONE, reason="all zygotes are started here"
+        os.uname().machine not in SYS_CLONE, reason="zygotes cannot be forked here"
     ),
 ]
 
 NODE = re.compile("aiogpu-[0-9a-f]+-")
 OF_A_PROCESS = ("Name:", "Tgid:", "Pid:", "PPid:", "Ngid:", "NS", "Vm", "Rss", "Huge")
 OF_A_TERMINAL = ("COLUMNS", "LINES")
-"""Set for C alone where readline is imported, so by pytest without its workers."""
+"""readline sets these in C's environment only; pytest imports it without workers."""
 OF_A_MOMENT = ("State:", "voluntary_", "nonvoluntary_", "SigQ:", "THP_", "FDSize")
 
 
 @aiogpu.remote
-def looked_at() -> tuple[list[int], dict[str, Any]]:
-    """Whom a worker comes from, beginning with itself, and what can be seen in it."""
+def worker_state() -> tuple[list[int], dict[str, Any]]:
+    """Return the worker's process id and three ancestors', and its visible state."""
     import gc
     import importlib
     import os
@@ -47,7 +47,7 @@ def looked_at() -> tuple[list[int], dict[str, Any]]:
     for _ in range(3):
         with open(f"/proc/{line[-1]}/stat") as stat:
             line.append(int(stat.read().rpartition(")")[2].split()[1]))
-    for name in IMPORTED:  # one that is forked has them already
+    for name in IMPORTED:  # a forked zygote has them already
         importlib.import_module(name)
     return line, {
         "modules": sorted(sys.modules),
@@ -71,8 +71,8 @@ def looked_at() -> tuple[list[int], dict[str, Any]]:
     }
 
 
-def of_the_kernel(pid: int) -> dict[str, Any]:
-    """What the kernel tells of a process, but for what is each one's own."""
+def kernel_state(pid: int) -> dict[str, Any]:
+    """The kernel's facts about a process, except those that always differ."""
     proc = Path(f"/proc/{pid}")
     status = (proc / "status").read_text().splitlines()
     fields = (proc / "stat").read_text().rpartition(")")[2].split()
@@ -94,87 +94,89 @@ def of_the_kernel(pid: int) -> dict[str, Any]:
     }
 
 
-async def seen() -> tuple[int, dict[str, Any]]:
-    """The process whose child the zygote is, and all that is seen of a node."""
+async def node_state() -> tuple[int, dict[str, Any]]:
+    """Open a node; return the zygote's parent, and the state of all processes."""
     async with aiogpu.init(num_cpus=1, num_gpus=0):
-        (worker, keeper, zygote, driver), told = await looked_at.remote()
+        (worker, keeper, zygote, driver), state = await worker_state.remote()
         for who, pid in (("worker", worker), ("keeper", keeper), ("zygote", zygote)):
-            told |= {f"{who}'s {k}": v for k, v in of_the_kernel(pid).items()}
-        return driver, told
+            state |= {f"{who}'s {k}": v for k, v in kernel_state(pid).items()}
+        return driver, state
 
 
 @pytest.fixture
 def forked(zygote_forker: Forker, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Of each zygote whether it was forked."""
-    found = []
+    """For each zygote, True if it was forked."""
+    zygotes = []
 
-    def note(*args: Any) -> Any:
+    def start(*args: Any) -> Any:
         child = zygote_forker.start(*args)
-        found.append(isinstance(child, Forked))
+        zygotes.append(isinstance(child, Forked))
         return child
 
-    monkeypatch.setattr(config, "start_interpreter", note)
-    return found
+    monkeypatch.setattr(config, "start_interpreter", start)
+    return zygotes
 
 
-async def test_nobody_can_tell_them_apart(
+async def test_a_forked_zygote_equals_a_started_one(
     forked: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLOUR", "blue")
-    driver, one = await seen()
+    driver, one = await node_state()
     assert forked == [True]
     monkeypatch.setattr(config, "start_interpreter", start_interpreter)
-    other_driver, other = await seen()
+    other_driver, other = await node_state()
     assert driver == other_driver == os.getpid()
     assert one["environ"]["COLOUR"] == "blue"
     assert {k: (v, other[k]) for k, v in one.items() if v != other[k]} == {}
 
 
 @pytest.mark.parametrize("variable", ["PYTHONUTF8", "LD_BIND_NOW", "HOME", "TZ"])
-async def test_what_is_read_at_the_start_has_an_interpreter_started(
+async def test_a_variable_that_is_read_at_the_start_prevents_a_fork(
     variable: str, forked: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(variable, "1")
-    await seen()
+    await node_state()
     assert forked == [False]
 
 
-async def test_what_is_handed_down_has_an_interpreter_started(
+async def test_another_umask_prevents_a_fork(
     forked: list[bool],
 ) -> None:
     before = os.umask(0o123)
     try:
-        _, told = await seen()
+        _, state = await node_state()
     finally:
         os.umask(before)
     assert forked == [False]
-    assert "Umask:\t0123" in told["zygote's status"]
+    assert "Umask:\t0123" in state["zygote's status"]
 
 
-async def test_its_limit_of_descriptors_is_handed_down(forked: list[bool]) -> None:
+async def test_a_forked_zygote_gets_the_limit_of_descriptors(
+    forked: list[bool],
+) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     lower = min(soft, 900)
     resource.setrlimit(resource.RLIMIT_NOFILE, (lower, hard))
     try:
-        _, told = await seen()
+        _, state = await node_state()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert forked == [True]
-    files = next(x for x in told["zygote's limits"].splitlines() if "open files" in x)
+    files = next(x for x in state["zygote's limits"].splitlines() if "open files" in x)
     assert files.split()[3] == str(lower)
 
 
-def test_what_a_process_hands_down_is_seen() -> None:
-    ours = handed_down(os.environ)
-    assert handed_down(os.environ) == ours
+def test_the_inherited_state_contains_the_niceness() -> None:
+    ours = inherited_state(os.environ)
+    assert inherited_state(os.environ) == ours
     command = (
-        "import os; os.nice(1); from tests.support.forked_zygotes import handed_down; "
-        "print(handed_down(os.environ)[-1])"
+        "import os; os.nice(1); from tests.support import forked_zygotes as forked; "
+        "print(forked.inherited_state(os.environ)[-1])"
     )
     nicer = subprocess.check_output([sys.executable, "-c", command], text=True)
     assert int(nicer) == ours[-1] + 1
 
 
-def test_the_forker_ends_with_who_has_it() -> None:
+def test_the_forker_ends_when_its_socket_is_closed() -> None:
     forker = Forker()
     assert forker.close() == ""

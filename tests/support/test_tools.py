@@ -1,4 +1,4 @@
-"""The gate lets nobody wait for ever; what is drawn of cases covers each value."""
+"""A gate releases every task; the drawn cases cover each value."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.sampling import covering
 
 
 @pytest.mark.parametrize("turns", range(6))
-async def test_who_comes_at_the_last_moment_is_not_waited_for(turns: int) -> None:
+async def test_a_closing_gate_does_not_wait_for_a_late_task(turns: int) -> None:
     with socket.socket(socket.AF_UNIX) as early, socket.socket(socket.AF_UNIX) as late:
         async with asyncio.timeout(30), Gate.open() as gate:
             early.connect(gate.path)
@@ -34,17 +34,17 @@ MATRIX = {
 }
 
 
-def test_each_value_is_in_a_case_and_no_more_than_needed() -> None:
+def test_few_cases_cover_each_value() -> None:
     drawn = covering(MATRIX)
-    found = set().union(*(MATRIX[name] for name in drawn))
-    assert found == set().union(*MATRIX.values())
+    covered = set().union(*(MATRIX[name] for name in drawn))
+    assert covered == set().union(*MATRIX.values())
     assert len(drawn) == 5
 
 
-def test_the_order_of_the_cases_does_not_matter() -> None:
+def test_the_order_of_the_cases_does_not_change_the_choice() -> None:
     assert covering(MATRIX) == covering(dict(reversed(MATRIX.items())))
 
 
-def test_a_case_by_itself_is_drawn() -> None:
+def test_a_single_case_is_drawn() -> None:
     assert covering({"only": frozenset({("engine", "local")})}) == {"only"}
     assert covering({}) == set()

@@ -1,4 +1,4 @@
-"""Turns of the event loop, for tests of what asyncio does by and by."""
+"""Turns of the event loop, for tests of work that asyncio defers."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from typing import Any
 
 
 async def turns(count: int = 5) -> None:
-    """Let everything run that can."""
+    """Let all callbacks and tasks run that are ready."""
     for _ in range(count):
         await asyncio.sleep(0)
 
 
 @asynccontextmanager
 async def no_complaints() -> AsyncIterator[None]:
-    """Nothing is left in the end of which asyncio complains."""
-    told: list[dict[str, Any]] = []
-    asyncio.get_running_loop().set_exception_handler(lambda _, what: told.append(what))
+    """Check at the end that asyncio has reported no error."""
+    errors: list[dict[str, Any]] = []
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: errors.append(context))
     yield
     await turns()
     gc.collect()
     await turns()
-    assert told == []
+    assert errors == []

@@ -1,4 +1,4 @@
-"""Waiting for what comes by itself, where no gate can be placed."""
+"""Waits for a condition, where a test cannot place a gate."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from pathlib import Path
 LIMIT = 20.0
 
 
-async def until(is_so: Callable[[], object]) -> None:
-    """Let the loop run until something is so; `TimeoutError` after a long while."""
+async def until(condition: Callable[[], object]) -> None:
+    """Let the loop run until the condition holds; `TimeoutError` after 20 s."""
     async with asyncio.timeout(LIMIT):
-        while not is_so():
+        while not condition():
             await asyncio.sleep(0)
 
 
 def wait_until_asleep(pid: int) -> None:
-    """Wait until each thread of a process waits; `AssertionError` after a long while.
+    """Wait until each thread of a process sleeps; `AssertionError` after 20 s.
 
-    Who was woken counts as awake at once, before it runs.
+    A thread that was woken counts as awake at once, before it runs.
     """
     ends = time.monotonic() + LIMIT
     threads = [*Path(f"/proc/{pid}/task").iterdir()]
     while any(_state(thread) != "S" for thread in threads):
-        assert time.monotonic() < ends, f"process {pid} does not rest"
+        assert time.monotonic() < ends, f"process {pid} does not sleep"
         os.sched_yield()
 
 
 def _state(thread: Path) -> str:
-    """What proc(5) says of a thread: R for one that runs, S for one that sleeps."""
+    """The state of a thread (proc(5)): R if it runs, S if it sleeps."""
     return (thread / "stat").read_text().rpartition(")")[2].split()[0]

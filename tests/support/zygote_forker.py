@@ -1,9 +1,8 @@
-"""Forks interpreters for tests: a zygote each, in a tenth of a fresh one's time.
+"""Forks zygotes for tests, in a tenth of the time of a new interpreter.
 
-What it forks is as far as a fresh interpreter comes before it knows its node: it has
-imported what every zygote does, and what all modules of tests' tasks do. The zygote is
-a child of the process that asks, as one that it had started, and ends as an interpreter
-does.
+A fork has the state of a new interpreter before it knows its node: the imports of every
+zygote and of all modules of test tasks. The zygote is a child of the process that asks,
+as if that process had started it, and ends as an interpreter does.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from aiogpu.worker.zygote.bootstrap import Warmup
 from aiogpu.worker.zygote.preload import NEEDED
 
 LARGEST: Final = 1 << 16
-"""Bytes of what may be told of a zygote."""
+"""The largest request in bytes."""
 IMPORTED: Final = (
     "aiogpu.api.decorator",
     "aiogpu.api.remote_function",
@@ -34,8 +33,8 @@ IMPORTED: Final = (
     "asyncio",
     "difflib",
 )
-"""What every module of tasks of these tests imports, and each worker of each test would
-anew: three quarters of what a worker costs. A zygote has learnt it after the first."""
+"""Imports of every module of test tasks: three quarters of a worker's cost, which each
+worker of each test would pay again. A zygote learns these after its first worker."""
 SYS_CLONE: Final = {"x86_64": 56, "aarch64": 220}
 CLONE_PARENT: Final = 0x8000
 CLONE_CHILD_SETTID: Final = 0x1000000
@@ -45,47 +44,47 @@ _INT: Final = 4
 
 
 def serve(descriptor: int) -> dict[str, object] | None:
-    """Fork for each request; ends as the socket does, and in a fork.
+    """Fork for each request, until the socket is closed.
 
     Returns:
-        What a zygote begins with, in a fork; None in the process that has forked them.
+        In a fork, the fields with which the zygote begins; None in the forker.
     """
     prepare()
-    with socket.socket(fileno=descriptor) as asked:
+    with socket.socket(fileno=descriptor) as requests:
         while True:
-            told, passed = receive(asked)
-            if not told:
+            request, descriptors = receive(requests)
+            if not request:
                 return None
             try:
                 pid = fork_sibling()
             except OSError as error:
-                answer(asked, -(error.errno or 1))
+                answer(requests, -(error.errno or 1))
             else:
                 if pid == 0:
-                    return begin(asked, told, *passed)
-            for each in passed:
+                    return begin(requests, request, *descriptors)
+            for each in descriptors:
                 os.close(each)
 
 
-def receive(asked: socket.socket) -> tuple[bytes, list[int]]:
-    """A request and its descriptors; by `recv_fds` a zygote would have `array`."""
+def receive(requests: socket.socket) -> tuple[bytes, list[int]]:
+    """Receive a request with descriptors; `recv_fds` would import `array`."""
     space = socket.CMSG_SPACE(_NUMBERS * _INT)
-    told, ancillary, _, _ = asked.recvmsg(LARGEST, space, socket.MSG_CMSG_CLOEXEC)
-    passed = [
+    request, ancillary, _, _ = requests.recvmsg(LARGEST, space, socket.MSG_CMSG_CLOEXEC)
+    descriptors = [
         int.from_bytes(data[place : place + _INT], sys.byteorder)
         for _, _, data in ancillary
         for place in range(0, _NUMBERS * _INT, _INT)
     ]
-    return told, passed
+    return request, descriptors
 
 
-def answer(asked: socket.socket, number: int) -> None:
-    """Give the zygote's process id, or an error's number below zero."""
-    asked.send(number.to_bytes(_INT, "little", signed=True))
+def answer(requests: socket.socket, number: int) -> None:
+    """Send the zygote's process id, or an error number below zero."""
+    requests.send(number.to_bytes(_INT, "little", signed=True))
 
 
 def prepare(others: tuple[str, ...] = ()) -> None:
-    """Do what each zygote would do first; it finds that it was done."""
+    """Do the first work of each zygote, which then finds the work done."""
     for name in (*NEEDED, *IMPORTED, *others):
         importlib.import_module(name)
     Warmup().play(birth.ROUNDS)
@@ -95,34 +94,34 @@ def prepare(others: tuple[str, ...] = ()) -> None:
 
 
 def begin(
-    asked: socket.socket, told: bytes, page: int, output: int, place: int
+    requests: socket.socket, request: bytes, page: int, output: int, place: int
 ) -> dict[str, object]:
-    """Be what a fresh interpreter is, and say so."""
+    """Take on the state of a new interpreter, and report the process id."""
     try:
         os.setsid()
         os.fchdir(place)
     except OSError as error:
-        answer(asked, -(error.errno or 1))
+        answer(requests, -(error.errno or 1))
         os._exit(1)
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.close(output)
     os.close(place)
-    fields, environ = marshal.loads(told)
+    fields, environ = marshal.loads(request)
     os.environ.clear()
     os.environ.update(environ)
     sys.path[:] = fields["sys_path"]
     for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
         del sys.modules[name]
-    answer(asked, os.getpid())
-    asked.close()
+    answer(requests, os.getpid())
+    requests.close()
     return {**fields, "page": page}
 
 
 def fork_sibling() -> int:
-    """Fork a child of this process's parent (clone(2)), whose id the C library learns.
+    """Fork a child of this process's parent (clone(2)).
 
-    Where the kernel says where that looks for it, as `fork` would tell it.
+    Like `fork`, stores the child's id for the C library, if the kernel says where.
 
     Raises:
         OSError: this kernel's number of `clone` is not known, or it refuses.
@@ -136,7 +135,7 @@ def fork_sibling() -> int:
         flags |= CLONE_CHILD_SETTID
     none = ctypes.c_ulong()
     ctypes.pythonapi.PyOS_BeforeFork()
-    # Fourth or fifth, by the architecture; the other is not looked at.
+    # The fourth or the fifth, depending on the architecture; the other is ignored.
     pid = int(kernel._syscall(number, ctypes.c_ulong(flags), none, none, place, place))
     if pid == 0:
         ctypes.pythonapi.PyOS_AfterFork_Child()
