@@ -325,7 +325,7 @@ def restore_handle(identity: int, name: str, value: Any = None) -> Any:
         return _handle_of(caller, name, caller.remote_values.loans.loan(identity))
     value = value or opened.find(identity).under_own_id()
     handle = _handle_of(caller, name, value)
-    value.watch(lambda settled: settled.tell(handle))
+    value.watch(lambda settled: settled.pass_to(handle))
     return handle
 
 

@@ -46,10 +46,10 @@ class Recipient(NamedTuple):
     """The receiver of a peer's messages and of changes to its connection.
 
     Attributes:
-        on_messages: is called with messages that have arrived together, in order.
-        on_lost: is called after the end of the connection.
-        on_slow: is called with True when the peer does not read what it is sent, and
-            with False when it has caught up; None for nobody.
+        on_messages: called with messages that have arrived together, in order.
+        on_lost: called after the end of the connection.
+        on_slow: called with True when the peer reads too slowly, and with False when
+            it has caught up; None for no call.
     """
 
     on_messages: Handler
@@ -58,7 +58,7 @@ class Recipient(NamedTuple):
 
 
 Greeted = Callable[["Peer", Hello], Recipient | None]
-"""Takes in a peer that has said what it is; returns None after refusing it."""
+"""Called with a peer's `Hello`; returns its recipient, or None after refusing it."""
 
 
 class Peer(asyncio.Protocol):
@@ -67,14 +67,13 @@ class Peer(asyncio.Protocol):
     def __init__(
         self, greeted: Greeted, on_heard: Callable[[int], object] | None = None
     ) -> None:
-        """Prepare.
+        """Make the protocol of one connection.
 
         Args:
-            greeted: is called with the peer's greeting.
-            on_heard: is called whenever something has come, with the number of
-                messages.
+            greeted: called with the peer's `Hello`.
+            on_heard: called after data has arrived, with the number of messages.
         """
-        # Before the greeting and after `end` nobody is told anything.
+        # Before `Hello` and after `end` everything is ignored.
         self._on_messages: Handler = _ignore
         self._on_lost: Callable[[], None] = _nothing
         self._on_slow: Callable[[bool], None] | None = None
@@ -93,7 +92,7 @@ class Peer(asyncio.Protocol):
         return f"<Peer {self._connection!r}>"
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Accept the peer if it is the same user's."""
+        """Accept the peer if it runs as the same user."""
         # The transports of uvloop do not derive from those of asyncio.
         stream = cast("asyncio.Transport", transport)
         uid = peer_uid(stream)
@@ -122,7 +121,7 @@ class Peer(asyncio.Protocol):
                 self.abort()
             return
         if messages and type(messages[0]) is Hello:
-            # The greeting comes first, and once.
+            # The codec guarantees that `Hello` comes first, and only once.
             recipient = self._greeted(self, messages.pop(0))  # type: ignore[arg-type]
             if recipient is not None:
                 self._on_messages, self._on_lost, self._on_slow = recipient
@@ -136,9 +135,9 @@ class Peer(asyncio.Protocol):
 
     @property
     def readable(self) -> int:
-        """The descriptor to read from now, without the loop; -1 for none.
+        """The descriptor for `read_now`; -1 while the connection may not be read.
 
-        There is none while earlier messages still have to be passed on.
+        It may not be read while earlier messages still have to be passed on.
         """
         transport = self._transport
         if self._is_paused or self._waiting or transport is None:
@@ -146,7 +145,7 @@ class Peer(asyncio.Protocol):
         return -1 if transport.is_closing() else self._descriptor
 
     def read_now(self) -> None:
-        """Pass on what has arrived, without the loop; the loop sees the end."""
+        """Read and pass on messages without the loop; only the loop handles the end."""
         try:
             data = os.read(self._descriptor, AT_A_TIME)
         except OSError:
@@ -186,20 +185,20 @@ class Peer(asyncio.Protocol):
         """
         transport, self._transport = self._transport, None
         if exc is not None and transport is not None:
-            self._hear_out(transport)
+            self._read_rest(transport)
         self._connection.close()
         while self._waiting:
             self._work_off()
         self._on_lost()
 
-    def _hear_out(self, transport: asyncio.Transport) -> None:
+    def _read_rest(self, transport: asyncio.Transport) -> None:
         with suppress(OSError):
             descriptor = transport.get_extra_info("socket").fileno()
             while data := os.read(descriptor, CHUNK):
                 self.data_received(data)
 
     def send(self, *messages: Message) -> None:
-        """Send messages in one write; nothing if the peer has gone."""
+        """Send messages in one write; do nothing if the connection has ended."""
         if self._posted:
             self._flush()
         if self._transport is not None:
@@ -213,10 +212,10 @@ class Peer(asyncio.Protocol):
             self._transport.write(encode(message))
 
     def post(self, message: Message) -> None:
-        """Send a message now, and those posted later in this turn of the loop together.
+        """Send a message now, and further ones together at the end of the loop's turn.
 
-        So the peer starts early, but is not woken for each of many messages. A message
-        that is sent in between goes after them.
+        So the peer starts early, but is not woken for each of many messages. Other
+        `send` methods first send what was posted, so the order is kept.
         """
         if self._transport is None:
             return
@@ -230,7 +229,7 @@ class Peer(asyncio.Protocol):
             self._transport.write(encode(message))
 
     def post_all(self, messages: Sequence[ChildDone]) -> None:
-        """Send answers, none of them large, together with those posted later.
+        """Post small answers, to be sent at the end of the loop's turn.
 
         After several results at once, more are likely to follow.
         """
@@ -242,7 +241,7 @@ class Peer(asyncio.Protocol):
             asyncio.get_running_loop().call_soon(self._end_posting)
 
     def send_posted(self) -> None:
-        """Send what was posted so far; the turn of the loop goes on."""
+        """Send what was posted so far, before the end of the loop's turn."""
         if self._posted:
             self._flush()
 
@@ -257,17 +256,17 @@ class Peer(asyncio.Protocol):
 
     @property
     def unsent(self) -> int:
-        """The number of bytes that wait in this process to be sent."""
+        """The number of bytes in the write buffer."""
         if self._transport is None:
             return 0
         return self._transport.get_write_buffer_size()
 
     def limit_frames(self, limit: int) -> None:
-        """Accept no longer frames of this peer from here on."""
+        """Set the limit on the length of this peer's frames."""
         self._connection.limit_frames(limit)
 
     def pause(self) -> None:
-        """Read no more for now; the peer blocks when its buffer is full."""
+        """Stop reading until `resume`; the peer blocks when its buffer is full."""
         self._is_paused = True
         self._set_reading()
 
@@ -299,18 +298,18 @@ class Peer(asyncio.Protocol):
         self.end()
 
     def drop(self, reason: str) -> None:
-        """Send the reason why the peer is cut off, ignore it, and close at once."""
+        """Send the reason why the peer is cut off, ignore its messages, and close."""
         self._waiting.clear()
         self._on_messages = _ignore
         if self.unsent:
-            self.abort()  # it does not read, and would not get the reason
+            self.abort()  # the peer does not read, so it would not get the reason
             return
         self.send_one(Refused(reason))
         if self._transport is not None:
             self._transport.close()
 
     def end(self) -> None:
-        """Close after sending everything; pass on nothing more, not even the end."""
+        """Close after sending everything; call no more handlers, not even `on_lost`."""
         self._on_messages = _ignore
         self._on_lost = _nothing
         self._connection.close()
@@ -320,14 +319,14 @@ class Peer(asyncio.Protocol):
             self._transport.close()
 
     def cut_off(self) -> None:
-        """Close, and pass on nothing more, not even the end."""
+        """Close at once; call no more handlers, not even `on_lost`."""
         self._waiting.clear()
         self._on_messages = _ignore
         self._on_lost = _nothing
         self.abort()
 
     def abort(self) -> None:
-        """Close without sending what is buffered, now or once it is open."""
+        """Close without sending the buffer, now or once the connection is made."""
         self._is_aborted = True
         if self._transport is not None:
             self._transport.abort()
@@ -343,9 +342,9 @@ class Peer(asyncio.Protocol):
         try:
             process = os.pidfd_open(peer_credentials(sock).pid)
         except OSError:
-            return  # it has ended
+            return  # the process has ended
         try:
-            # If it is still connected, the pidfd refers to it, not to a successor.
+            # If still connected, the pidfd refers to this process, not a successor.
             ended = select.poll()
             ended.register(sock.fileno(), select.POLLRDHUP)
             if not ended.poll(0):

@@ -320,7 +320,7 @@ class Driver:
         call = self.call_of(task)
         if call is not None and call.receiver is not None:
             receiver, call.receiver = call.receiver, None
-            failed.tell(receiver)
+            failed.pass_to(receiver)
             self.feed(Scheduler.cancel, task)
 
     def submit_row(

@@ -1,9 +1,8 @@
-"""The last tasks that have ended: when, where and how, and the tracebacks of failures.
+"""The last tasks that have ended: when, where and how, with tracebacks of failures.
 
-One ring serves lists of ended tasks, `why()` of them, the failures in `status()`, the
-timeline and the metrics. The end of a task costs one tuple, and many that end together
-cost one row; everything else is done when somebody asks. What is kept is bounded by the
-ring's length, and looked at more closely only when much has been added.
+One ring serves the lists of ended tasks, `why()`, the failures in `status()`, the
+timeline and the metrics. Each ended task costs one tuple, and tasks that end together
+share one row; all other work is done on request.
 """
 
 from __future__ import annotations
@@ -24,15 +23,15 @@ if TYPE_CHECKING:
     from aiogpu.observe.trace import Span
 
 MOST: Final = 10_000
-"""Tasks that are kept."""
+"""Most tasks in the history."""
 ROOM: Final = 64 << 20
-"""Bytes of the texts of their failures, after which the oldest tasks are dropped."""
+"""Most bytes of failure texts; beyond that, the oldest entries are dropped."""
 LONGEST: Final = 200
-"""Characters of a message that are kept, which are of its first line."""
+"""Characters kept of the first line of a message."""
 LONGEST_TRACE: Final = 16 << 10
-"""Characters of a traceback that are kept: half from its begin, half from its end."""
+"""Characters kept of a traceback: half from its start, half from its end."""
 LISTED: Final = 100
-"""Failures in a status."""
+"""Most failures in a status."""
 FINISHED: Final = "finished"
 FAILED: Final = "failed"
 CANCELLED: Final = "cancelled"
@@ -45,12 +44,12 @@ Place = tuple[int, int, tuple[tuple[str, int], ...]]
 
 
 class Failure(NamedTuple):
-    """Why a task has no result.
+    """The reason why a task has no result.
 
     Attributes:
-        error: the exception's type.
+        error: the type of the exception.
         message: the first line of its text.
-        traceback: as text; "" without one.
+        traceback: the traceback as text; "" for none.
     """
 
     error: str
@@ -59,35 +58,35 @@ class Failure(NamedTuple):
 
     @classmethod
     def of(cls, error: str, message: str, traceback: str = "") -> Failure:
-        """Cut it to what is kept."""
+        """Make a failure, with texts cut to the lengths that are kept."""
         first = message.strip().partition("\n")[0][:LONGEST].rstrip()
         if len(traceback) > LONGEST_TRACE:
             half = LONGEST_TRACE // 2
-            left_out = len(traceback) - 2 * half
-            told = f"\n... {left_out} characters are left out ...\n"
-            traceback = f"{traceback[:half]}{told}{traceback[-half:]}"
+            omitted = len(traceback) - 2 * half
+            gap = f"\n... {omitted} characters are left out ...\n"
+            traceback = f"{traceback[:half]}{gap}{traceback[-half:]}"
         return cls(error, first, traceback)
 
     @property
     def size(self) -> int:
-        """Bytes that it takes."""
+        """Bytes of memory that the texts take."""
         return sum(map(sys.getsizeof, self))
 
 
 class Entry(NamedTuple):
-    """One attempt at a task, or a call of an actor that has failed.
+    """One attempt at a task, or a failed call of an actor.
 
     Attributes:
         task: the number of the task, or of the actor.
-        spec: of the task; of a call its name.
-        client: the number of its program.
-        place: its worker; None if no code of it ran.
-        since: when it was submitted, by the loop's clock.
-        ended: when it ended.
-        took: microseconds that its code ran.
-        outcome: how it ended.
-        failure: why it has no result; None for a result, and for an attempt that was
-            followed by another.
+        spec: the spec of the task, or the name of the call.
+        client: the number of the program.
+        place: the worker; None if no code ran.
+        since: loop time of the submission.
+        ended: loop time of the end.
+        took: microseconds that the code ran.
+        outcome: how the attempt ended.
+        failure: why there is no result; None for a result, and for an attempt that was
+            followed by another attempt.
     """
 
     task: int
@@ -107,26 +106,26 @@ class Entry(NamedTuple):
 
     @property
     def request(self) -> Request | None:
-        """What the task asked for; None for a call."""
+        """The request of the task; None for a call."""
         return None if isinstance(self.spec, str) else self.spec.shape.request
 
     @property
     def is_attempt(self) -> bool:
-        """Whether another attempt followed."""
+        """True if another attempt followed."""
         is_last = self.failure is not None or self.outcome in (FINISHED, CANCELLED)
         return not is_last
 
     @property
     def seconds(self) -> float:
-        """For how long its code ran."""
+        """Seconds that the code ran."""
         return self.took * 1e-6
 
 
 class _Row(NamedTuple):
-    """Consecutive tasks of one program on one worker that have finished.
+    """Finished tasks of one program that followed each other on one worker.
 
-    Arrays of numbers, not objects: objects that old are in no CPU cache when they are
-    freed, and the garbage collector would scan them. Specifications are shared.
+    Arrays of numbers, not objects: old objects are in no CPU cache when they are freed,
+    and the garbage collector would scan them. Specs are shared with other tasks.
     """
 
     client: int
@@ -138,7 +137,7 @@ class _Row(NamedTuple):
     took: array[int]
 
     def entries(self) -> Iterator[tuple[Any, ...]]:
-        """One for each task, the last one first."""
+        """Yield a tuple for each task, last task first."""
         client, place, now, *columns = self
         for task, spec, since, took in zip(*map(reversed, columns), strict=True):
             yield task, spec, client, place, since, now, took, FINISHED
@@ -148,8 +147,8 @@ class Site:
     """A worker that runs tasks.
 
     Attributes:
-        place: who it is; None where nothing is known.
-        began: when it was given what it runs, or ended what ran before.
+        place: the worker's ids and devices; None if nothing is known.
+        began: loop time at which the worker got its task or ended the task before.
     """
 
     __slots__ = ("began", "place")
@@ -163,19 +162,19 @@ class Site:
 
 
 class _Sites(dict[int, Site]):
-    """The workers by id."""
+    """The workers by id; unknown workers get an empty `Site`."""
 
     def __missing__(self, worker: int) -> Site:
         return Site(None)
 
 
 class History:
-    """The ring. Times are in seconds of the loop's clock.
+    """The ring of ended tasks. Times are in seconds of the loop's clock.
 
     Attributes:
         finished: the number of tasks that have ended with a result.
         sites: the workers that run tasks, by id.
-        ring: what is kept, the latest last: rows, and tuples as `Entry` names them.
+        ring: rows, and tuples with the fields of `Entry`; the latest last.
     """
 
     def __init__(self, most: int = MOST, room: int = ROOM) -> None:
@@ -185,7 +184,7 @@ class History:
         self._most = most
         self._room = room
         self._others: Counter[str] = Counter()
-        # At least what the ring has, as it drops the oldest unseen.
+        # Upper bounds, since the ring drops its oldest entries by itself.
         self._in_rows = 0
         self._size = 0
 
@@ -199,7 +198,7 @@ class History:
         return {**self._others, FINISHED: finished} if finished else {**self._others}
 
     def occupy(self, worker: int, pid: int, lease: Lease) -> None:
-        """A worker is given a task for the first time; its devices are its for life."""
+        """Note a worker that gets its first task, with its devices for life."""
         devices = tuple(
             (kind, index)
             for (kind, _), shares in zip(
@@ -209,7 +208,7 @@ class History:
         )
         self.sites[worker] = Site((worker, pid, devices))
 
-    # What has ended. `Results.settle` adds a task that has finished by itself.
+    # Additions. `Results.settle` adds finished tasks without calling a method.
 
     def add(
         self,
@@ -222,7 +221,7 @@ class History:
         outcome: str,
         failure: Failure | None = None,
     ) -> None:
-        """Add a task that has ended in another way than with a result."""
+        """Add a task that has ended without a result."""
         took = round((now - site.began) * 1e6) if site.place else 0
         site.began = now
         self._keep(task, spec, client, site.place, since, now, took, outcome, failure)
@@ -231,7 +230,7 @@ class History:
     def add_call(
         self, actor: int, name: str, client: int, now: float, failure: Failure
     ) -> None:
-        """Add a call of an actor that has failed."""
+        """Add a failed call of an actor."""
         self._keep(actor, name, client, None, now, now, 0, FAILED, failure)
 
     def add_row(
@@ -246,8 +245,8 @@ class History:
         Args:
             worker: the worker.
             records: the tasks.
-            took: microseconds that each ran.
-            now: the time.
+            took: microseconds that each task ran.
+            now: the loop time.
         """
         from array import array
 
@@ -275,91 +274,90 @@ class History:
                 self._trim()
 
     def _trim(self) -> None:
-        """Drop the oldest, so that few enough are left and there is room for more.
+        """Drop the oldest entries beyond the limits.
 
-        It looks at all entries, and so leaves an eighth of the room free.
+        Since this reads all entries, it also frees an eighth of the room, and so is
+        not needed again soon.
         """
         kept: deque[tuple[Any, ...]] = deque(maxlen=self._most)
         tasks = in_rows = size = 0
-        for one in reversed(self.ring):
-            if type(one) is _Row:
-                in_rows += len(one.tasks)
-                tasks += len(one.tasks)
+        for item in reversed(self.ring):
+            if type(item) is _Row:
+                in_rows += len(item.tasks)
+                tasks += len(item.tasks)
             else:
                 tasks += 1
-                size += one[-1].size if type(one[-1]) is Failure else 0
+                size += item[-1].size if type(item[-1]) is Failure else 0
             if kept and size > self._room * 7 // 8:
                 break
-            kept.appendleft(one)
+            kept.appendleft(item)
             if tasks >= self._most:
                 break
         self.ring, self._in_rows, self._size = kept, in_rows, size
 
-    # What is asked.
+    # Queries
 
     def entries(self) -> Iterator[Entry]:
-        """All that is kept, the latest first."""
+        """Yield all entries, the latest first."""
         rows = (
-            one.entries() if type(one) is _Row else (one,)
-            for one in reversed(self.ring)
+            item.entries() if type(item) is _Row else (item,)
+            for item in reversed(self.ring)
         )
-        for one in islice(chain.from_iterable(rows), self._most):
-            yield Entry(*one)
+        for fields in islice(chain.from_iterable(rows), self._most):
+            yield Entry(*fields)
 
     def find(self, task: int, now: float) -> EndedTask | None:
-        """Return what is known of a task or an actor that has ended."""
-        for one in reversed(self.ring):
-            if type(one) is _Row:
-                if task not in one.tasks:
+        """Return the last attempt of an ended task or actor; None if unknown."""
+        for item in reversed(self.ring):
+            if type(item) is _Row:
+                if task not in item.tasks:
                     continue
-                found = [Entry(*each) for each in one.entries() if each[0] == task]
+                found = [Entry(*row) for row in item.entries() if row[0] == task]
                 return _ended(found[0], now)
-            entry = Entry(*one)
-            if one[0] == task and entry.request is not None and not entry.is_attempt:
+            entry = Entry(*item)
+            is_final = entry.request is not None and not entry.is_attempt
+            if entry.task == task and is_final:
                 return _ended(entry, now, with_traceback=True)
         return None
 
     def failed_calls(self, actor: int, now: float) -> tuple[EndedTask, ...]:
-        """The last call of each method of an actor that has failed, latest first."""
+        """Return the last failed call of each method of an actor, latest first."""
         last: dict[str, Entry] = {}
-        for one in reversed(self.ring):
-            if type(one) is not _Row and one[0] == actor and isinstance(one[1], str):
-                last.setdefault(one[1], Entry(*one))
-        return tuple(_ended(one, now, with_traceback=True) for one in last.values())
+        for item in reversed(self.ring):
+            if type(item) is not _Row and item[0] == actor and isinstance(item[1], str):
+                last.setdefault(item[1], Entry(*item))
+        return tuple(_ended(entry, now, with_traceback=True) for entry in last.values())
 
     def ended(self, now: float) -> tuple[EndedTask, ...]:
-        """The tasks that have ended, and the calls that have failed, latest first."""
-        return tuple(_ended(one, now) for one in self.entries() if not one.is_attempt)
+        """Return the ended tasks and the failed calls, latest first."""
+        entries = self.entries()
+        return tuple(_ended(entry, now) for entry in entries if not entry.is_attempt)
 
     def failures(self, now: float) -> tuple[EndedTask, ...]:
-        """The last that have failed, the latest first."""
-        alone = (one for one in reversed(self.ring) if type(one) is not _Row)
-        failed = (Entry(*one) for one in alone if type(one[-1]) is Failure)
-        return tuple(
-            _ended(one, now)
-            for one in islice(
-                (one for one in failed if one.outcome != CANCELLED), LISTED
-            )
-        )
+        """Return the last failures of tasks and calls, latest first."""
+        single = (item for item in reversed(self.ring) if type(item) is not _Row)
+        failed = (Entry(*item) for item in single if type(item[-1]) is Failure)
+        shown = (entry for entry in failed if entry.outcome != CANCELLED)
+        return tuple(_ended(entry, now) for entry in islice(shown, LISTED))
 
     def spans(
         self, workers: Iterable[WorkerRecord], now: float, epoch: float
     ) -> list[Span]:
-        """The attempts that are kept or running, in the order of their begin.
+        """Return the ended and the running attempts, in the order of their start.
 
         Args:
             workers: the live workers.
-            now: the time.
-            epoch: the difference between time since the epoch and this clock.
+            now: the loop time.
+            epoch: the difference between the time since the epoch and the loop time.
         """
-        told = [one for one in self.entries() if one.place is not None]
+        entries = [entry for entry in self.entries() if entry.place is not None]
         for worker in workers:
             record, site = worker.task, self.sites[worker.id]
             if record is not None and site.place is not None:
-                spec, took = record.spec, round((now - site.began) * 1e6)
-                whose = record.id, spec, record.client
-                told.append(Entry(*whose, site.place, record.since, now, took, RUNNING))
-        spans = [_span(one, *one.place, epoch) for one in told if one.place]
+                took, place = round((now - site.began) * 1e6), site.place
+                ids = record.id, record.spec, record.client
+                entries.append(Entry(*ids, place, record.since, now, took, RUNNING))
+        spans = [_span(entry, *entry.place, epoch) for entry in entries if entry.place]
         return sorted(spans, key=lambda span: span.started)
 
 
@@ -374,8 +372,8 @@ def _span(
 
     queued, ended = entry.since + epoch, entry.ended + epoch
     times = queued, max(queued, ended - entry.seconds), ended
-    whose = entry.task, entry.name, entry.client
-    return Span(*whose, worker, pid, devices, *times, entry.outcome)
+    ids = entry.task, entry.name, entry.client
+    return Span(*ids, worker, pid, devices, *times, entry.outcome)
 
 
 def _ended(entry: Entry, now: float, with_traceback: bool = False) -> EndedTask:

@@ -1,22 +1,19 @@
 """Output of tasks: from pipes and connections of workers to a terminal or a log.
 
-What a worker writes straight to descriptors 1 and 2 arrives in two named pipes
-(`LinePipe`); what its tasks print arrives as messages, on the connection of their
-answers, so that lines come before the answer. Keepers open the pipes by name: the
-zygote that forks them was started before, and asyncio passes no descriptors. `Output`
-gathers both for one slot, adds a prefix, and keeps the last lines for the error if the
-worker dies.
+Bytes that a worker writes to descriptors 1 and 2 arrive in two named pipes
+(`LinePipe`). Output of `print` in tasks arrives as messages, on the same connection as
+the answer, and so before it. Keepers open the pipes by name: the zygote that forks them
+was started earlier, and asyncio cannot pass descriptors. `Output` merges both for one
+slot, adds a prefix, and keeps the last lines for the error if the worker dies.
 
-`Console` writes to the driver's terminal from a thread of its own: a terminal may block
-for as long as it likes, and the loop never waits for it. Every line has a number, so
-that an answer can be held until the lines before it are out. A source that prints
-faster than the terminal takes lines is paused.
+`Console` writes to the driver's terminal from its own thread, since a terminal may
+block for any time. Lines are numbered, so that an answer can be delayed until the lines
+before it are written. A source that prints faster than the terminal is paused.
 
-On a node that other programs have joined, the lines of a task go to the program that
-owns the task (`Routes`), on the connection by which its answer goes, and so ahead of
-the answer. Lines of no task stay with the node. `TaskLog` keeps a copy in files of
-bounded size. If the disk is full, slow or gone, lines are lost and counted, and the
-count is logged once the disk can be written again; the loop never waits for it.
+On a shared node, `Routes` sends the lines of a task to the program that owns the task,
+on the same connection as the answer. Other lines stay with the node. `TaskLog` keeps a
+copy in files of bounded size. If the disk is full, slow or gone, lines are lost and
+counted, and the count is logged later; the loop never waits for the disk.
 """
 
 from __future__ import annotations
@@ -54,26 +51,26 @@ _log: Final = logging.getLogger(__name__)
 
 
 class Source(Protocol):
-    """A source of lines that can be made to wait."""
+    """A source of lines that can be paused."""
 
     def pause(self) -> None:
-        """Send no more lines for now."""
+        """Send no more lines until `resume`."""
 
     def resume(self) -> None:
-        """Go on."""
+        """Send lines again."""
 
 
 T = TypeVar("T")
 
 
 def batches(queue: SimpleQueue[T | None]) -> Iterator[list[T]]:
-    """Yield all entries that are there, wait for more, and so on; None ends it."""
+    """Yield the queued entries in batches, waiting for each batch, until a None."""
     is_open = True
     while is_open:
         taken = [queue.get()]
         while not queue.empty():
             taken.append(queue.get())
-        entries = [one for one in taken if one is not None]
+        entries = [entry for entry in taken if entry is not None]
         is_open = len(entries) == len(taken)
         yield entries
 
@@ -86,22 +83,22 @@ SIZE: Final = 8 << 20
 
 
 LOGS_KEPT: Final = 4
-"""Old files that are kept beside the current one."""
+"""Old files kept in addition to the current file."""
 
 
 WAITING: Final = 8 << 20
-"""Characters that may wait for the disk; further lines are lost."""
+"""Most characters that wait for the disk; further lines are lost."""
 
 
 PATIENCE: Final = 2.0
-"""Seconds to write the last lines when the log is closed."""
+"""Most seconds to write the last lines when the log is closed."""
 
 
 STREAMS: Final = {1: "out", 2: "err"}
 
 
-_OF_A_LINE: Final = 64
-"""Characters that a line counts for beside its text."""
+_OVERHEAD: Final = 64
+"""Characters that each line counts in addition to its text."""
 
 
 class Entry(NamedTuple):
@@ -112,7 +109,7 @@ class Entry(NamedTuple):
         client: the program that owns the task.
         task: the task.
         stream: 1 for stdout, 2 for stderr.
-        label: the name of the printer.
+        label: the name of the task or worker.
         text: the line.
     """
 
@@ -134,7 +131,7 @@ class Entry(NamedTuple):
 
 
 class TaskLog:
-    """The log of what tasks print. Its thread starts with the first line.
+    """The log of tasks' output. Its thread starts with the first line.
 
     Attributes:
         lost: lines lost since the last batch because too many waited.
@@ -158,9 +155,9 @@ class TaskLog:
                 target=self._write_all, name="aiogpu-task-log", daemon=True
             )
             self._thread.start()
-            begin = f"node pid={os.getpid()}", "numbers of tasks begin anew here"
-            self._lines.put(Entry(time.time(), 0, 0, 1, *begin))
-        size = len(text) + _OF_A_LINE
+            header = f"node pid={os.getpid()}", "task numbers restart here"
+            self._lines.put(Entry(time.time(), 0, 0, 1, *header))
+        size = len(text) + _OVERHEAD
         with self._lock:
             if self._waiting + size > WAITING:
                 self.lost += 1
@@ -169,7 +166,7 @@ class TaskLog:
         self._lines.put(Entry(time.time(), client, task, stream, label, text))
 
     def close(self) -> None:
-        """Write what is left, within `PATIENCE` seconds."""
+        """Write the waiting lines, for at most `PATIENCE` seconds."""
         self._lines.put(None)
         if self._thread is not None:
             self._thread.join(PATIENCE)
@@ -177,7 +174,7 @@ class TaskLog:
     def _write_all(self) -> None:
         for entries in batches(self._lines):
             with self._lock:
-                self._waiting -= sum(len(e.text) + _OF_A_LINE for e in entries)
+                self._waiting -= sum(len(e.text) + _OVERHEAD for e in entries)
                 lost, self.lost = self.lost, 0
             self._pages.write(list(map(str, entries)), lost)
         self._pages.close()
@@ -186,8 +183,8 @@ class TaskLog:
 class Pages:
     """The files of the log, mode 0600; used by one thread.
 
-    A `RotatingFileHandler` neither counts lines that it could not write nor gives up
-    what it has buffered of them.
+    A `RotatingFileHandler` neither counts the lines that it could not write nor drops
+    them from its buffer.
 
     Attributes:
         path: the path of the current file.
@@ -203,7 +200,7 @@ class Pages:
         self._has_warned = False
 
     def write(self, lines: list[str], lost: int = 0) -> None:
-        """Write lines, before which `lost` lines are missing."""
+        """Write lines; `lost` is the number of lines missing before them."""
         self._lost += lost
         done = 0
         try:
@@ -225,7 +222,7 @@ class Pages:
         if self._descriptor < 0:
             self._open()
         if self._size and self._size + len(data) > self._limit:
-            self._turn()
+            self._rotate()
         self._size += len(data)
         while data:
             data = data[os.write(self._descriptor, data) :]
@@ -235,7 +232,7 @@ class Pages:
         self._descriptor = os.open(self.path, flags, 0o600)
         self._size = os.fstat(self._descriptor).st_size
 
-    def _turn(self) -> None:
+    def _rotate(self) -> None:
         """Start a new file."""
         self.close()
         for number in range(self._kept, 0, -1):
@@ -256,8 +253,8 @@ class Reader(Protocol):
     """A program that has joined.
 
     Attributes:
-        peer: its connection, None once it has gone.
-        shows: whether it wants to see what its tasks print.
+        peer: its connection, None once it has disconnected.
+        shows: it wants the output of its tasks.
         is_slow: it has not read what it was sent before.
     """
 
@@ -270,7 +267,7 @@ class Routes:
     """Sends the lines of tasks to the programs that own the tasks.
 
     Attributes:
-        log: keeps all lines of all tasks of other programs; None for no log.
+        log: stores all lines of other programs' tasks; None for no log.
     """
 
     def __init__(
@@ -298,17 +295,17 @@ class Routes:
         replaces: int = 0,
         fields: bytes = b"",
     ) -> bool:
-        """Send a line to its owner; return False if that is the node itself.
+        """Send a line to its owner; return False if the owner is the node itself.
 
         Args:
             stream: 1 for stdout, 2 for stderr.
-            label: the name of the printer.
+            label: the name of the task or worker.
             text: the line.
-            source: its source, which must wait while the owner is slow.
-            worker: the worker that printed it.
-            task: the task that printed it; 0 for the one that runs on the worker.
-            replaces: the worker whose progress it replaces; 0 for none.
-            fields: of a record of `logging`, of which `text` is the text.
+            source: the source of the line, paused while the owner is slow.
+            worker: the worker that printed the line.
+            task: the task that printed the line; 0 for the worker's current task.
+            replaces: the worker whose progress the line replaces; 0 for none.
+            fields: the packed attributes of a `logging` record with this text.
         """
         record = self._record(worker, task)
         if record is None or not record.client:
@@ -330,7 +327,7 @@ class Routes:
         return True
 
     def warn(self, client: int, text: str) -> bool:
-        """Have a program log a warning; return False if it is the node or has gone."""
+        """Send a program a warning to log; return False if it is not connected."""
         reader = self._readers.get(client)
         if reader is None or reader.peer is None:
             return False
@@ -344,12 +341,12 @@ class Routes:
         return None if known is None else known.task
 
     def resume(self, client: int) -> None:
-        """Resume the sources for a program that has caught up, or has gone."""
+        """Resume the sources for a program that has caught up or disconnected."""
         for source in self._paused.pop(client, ()):
             source.resume()
 
     async def close(self) -> None:
-        """Write what is left; nothing more will come."""
+        """Resume all sources and close the log."""
         for client in list(self._paused):
             self.resume(client)
         if self.log is not None:
@@ -361,30 +358,31 @@ FULL: Final = 1 << 20
 
 
 WIDE: Final = 200
-"""Characters of progress that are shown if the terminal's width is unknown."""
+"""Characters of progress shown on a terminal of unknown width."""
 
 
 IDLE: Final = 0.5
-"""Seconds without a turn of the loop after which it is checked whether it runs."""
+"""Seconds that the thread waits for a turn of the loop before it checks that the loop
+runs."""
 
 
 MOMENT: Final = 3e-3
-"""Seconds that the loop waits for a terminal to accept the rest of a line."""
+"""Most seconds that the loop waits for a terminal to accept the rest of a line."""
 
 
 class LoggedText(str):
-    """The text of a record of `logging` that a task has made.
+    """The text of a `logging` record of a task.
 
     Attributes:
-        label: names the task where the text is printed.
+        label: the name of the task, for printed lines.
         packed: the record's attributes; see `wire.messages.Record`.
     """
 
     def __new__(cls, label: str, text: str, packed: bytes) -> Self:
-        """Make one."""
-        made = super().__new__(cls, text)
-        made.label, made.packed = label, packed
-        return made
+        """Make a text with the label and the attributes of its record."""
+        logged = super().__new__(cls, text)
+        logged.label, logged.packed = label, packed
+        return logged
 
     label: str
     packed: bytes
@@ -411,7 +409,7 @@ class Console:
     """The driver's terminal. Its thread starts with the first line.
 
     Attributes:
-        written: the number of the last line that is out.
+        written: the number of the last written line.
         routes: sends lines to other programs; None if no program can join.
     """
 
@@ -432,9 +430,9 @@ class Console:
         self._progress_line = ProgressLine()
 
     def write(self, stream: int, line: str, source: Source, worker: int = 0) -> int:
-        """Write a line to stdout (1) or stderr (2) soon; return its number.
+        """Queue a line for stdout (1) or stderr (2); return its number.
 
-        `worker`: the worker whose progress on that stream it replaces; 0 for none.
+        `worker` is the worker whose progress the line replaces; 0 for none.
         """
         if not self._is_shown:
             return self._last
@@ -452,19 +450,19 @@ class Console:
         return self._last
 
     def after(self, number: int, action: Callable[[], None]) -> None:
-        """Call `action` once line `number` is out, maybe at once. Order is kept."""
+        """Call `action` once line `number` is written, maybe now. Order is kept."""
         if number <= self.written or not self._is_holding:
             action()
         else:
             heappush(self._after, (number, next(self._order), action))
 
     def hold_nothing(self) -> None:
-        """Stop holding answers back for lines: the node is closing."""
+        """Stop delaying answers: the node is closing."""
         self._is_holding = False
         self._release()
 
     async def drain(self, timeout: float) -> None:
-        """Wait until all lines are out, for `timeout` seconds at most."""
+        """Wait until all lines are written, for at most `timeout` seconds."""
         self._drained = self._loop.create_future()
         timer = self._loop.call_later(timeout, _finish, self._drained)
         if self.written == self._last:
@@ -473,7 +471,7 @@ class Console:
         timer.cancel()
 
     def close(self) -> None:
-        """End the thread after the lines that it has."""
+        """End the thread after the queued lines."""
         self._lines.put(None)
 
     def _progress(self, number: int, size: int) -> None:
@@ -494,21 +492,21 @@ class Console:
             heappop(self._after)[2]()
 
     def _write_all(self) -> None:
-        """Write each batch and report it; runs on the thread."""
+        """Write and report each batch; runs on the thread."""
         for lines in batches(self._lines):
             for stream in (1, 2):
                 texts = [(by, line) for _, of, by, line in lines if of == stream]
-                for are_logged, some in groupby(texts, _is_logged):
+                for are_logged, group in groupby(texts, _is_logged):
                     if are_logged:
-                        for _, line in some:
+                        for _, line in group:
                             self._log(cast("LoggedText", line))
                     else:
-                        self._write(stream, [*some])
+                        self._write(stream, [*group])
             if lines:
                 self._report(lines[-1][0], sum(len(line) for *_, line in lines))
 
     def _log(self, text: LoggedText) -> None:
-        """Have the program's own logging handle a record, or print its text."""
+        """Pass a record to the program's own logging, or print its text."""
         try:
             record = logging.makeLogRecord(text.fields())
             logger = logging.getLogger(record.name)
@@ -517,7 +515,7 @@ class Console:
             if not logger.hasHandlers():
                 self._write(2, [(0, line) for line in text.lines()])
                 return
-            # A handler may write to the terminal that shows progress.
+            # Hide progress first: a handler may write to the same terminal.
             self._write(2, [], hides=True)
             logger.handle(record)
             self._write(2, [])
@@ -527,9 +525,9 @@ class Console:
     def _write(
         self, stream: int, lines: list[tuple[int, str]], hides: bool = False
     ) -> None:
-        """Write to the present `sys.stdout` or `sys.stderr`; notebooks replace them.
+        """Write to the current `sys.stdout` or `sys.stderr`; notebooks replace them.
 
-        `hides`: show no progress for now.
+        `hides`: erase the progress.
         """
         file = sys.stdout if stream == 1 else sys.stderr
         try:
@@ -541,14 +539,14 @@ class Console:
             if not text:
                 pass
             elif isinstance(raw, io.FileIO):
-                # Unbuffered: `print` writes text and line end separately, and the text
-                # of another thread may come in between.
+                # Unbuffered: `print` writes text and line end separately, and another
+                # thread may write in between.
                 data = text.encode(file.encoding, "backslashreplace")
                 _write_between_turns(self._loop, raw, data)
             else:
                 _print(file, text)
         except Exception as error:  # noqa: BLE001 - a stream may raise anything
-            # Closed, a broken pipe, or no stream at all; tasks must not suffer from it.
+            # A closed stream, a broken pipe, or no stream: tasks go on.
             _log.debug("! %d lines of output are lost: %s", len(lines), error)
 
     def _report(self, number: int, size: int) -> None:
@@ -559,11 +557,11 @@ class Console:
 
 
 class ProgressLine:
-    """The last line of a terminal, where the progress of tasks is shown.
+    """The last line of a terminal, which shows the progress of tasks.
 
-    The cursor stays at its beginning, so that all other output overwrites it. Each
-    worker has one progress state per stream, until it prints something else. The state
-    that changed last is shown, and shown again below each line that overwrites it.
+    The cursor stays at the start of the line, so that all other output overwrites it.
+    Each worker has one progress state per stream, until it prints something else. The
+    state that changed last is shown, and again below each line that overwrites it.
     """
 
     def __init__(self) -> None:
@@ -574,7 +572,7 @@ class ProgressLine:
     def over(self, stream: int, file: TextIO, lines: list[tuple[int, str]]) -> str:
         """Return the text that prints lines of workers, with the progress below.
 
-        A line of worker 0 leaves all states as they are.
+        A line of worker 0 leaves all states unchanged.
         """
         is_screen = _is_screen(file)
         ended: list[str] = []
@@ -585,8 +583,8 @@ class ProgressLine:
             elif is_screen and line != PROGRESS:
                 self._states[worker, stream] = line
         if not is_screen:
-            # Unless it is a file, the text may reach the screen later, through `tee`.
-            # So the progress is blanked, and the next state is shown, not this one.
+            # The text may reach the screen through a pipe (`tee`), but not through a
+            # file. So erase the progress; the next state will be shown.
             blank = self._blank(file) if ended and not _is_on_disk(file) else ""
             return "".join((blank, *ended))
         return "".join((self._blank(file), *ended, self._newest(file)))
@@ -605,12 +603,12 @@ class ProgressLine:
         return f"{state}\r"
 
     def _blank(self, file: TextIO) -> str:
-        """Return the text that erases the shown state; on another screen, erase it."""
+        """Return the text that erases the shown state, or erase it elsewhere."""
         shown_on, self._file = self._file, None
         if shown_on is None:
             return ""
         blank = f"{' ' * self._length}\r"
-        with suppress(OSError, ValueError):  # it may be closed by now
+        with suppress(OSError, ValueError):  # the stream may have been closed
             if _is_same(shown_on, file):
                 return blank
             _print(shown_on, blank)
@@ -618,7 +616,7 @@ class ProgressLine:
 
 
 def _is_screen(file: TextIO) -> bool:
-    """Return whether a carriage return works there: in a terminal or a notebook."""
+    """Return True if carriage returns work: in a terminal or a notebook."""
     isatty = getattr(file, "isatty", None)  # a program's own stream may have none
     if isatty is not None and isatty():
         return True
@@ -626,7 +624,7 @@ def _is_screen(file: TextIO) -> bool:
 
 
 def _is_same(one: TextIO, other: TextIO) -> bool:
-    """Return whether both are the same screen, as stdout and stderr often are."""
+    """Return True if both are the same screen, as stdout and stderr often are."""
     return one is other or (
         one.isatty()
         and other.isatty()
@@ -635,7 +633,7 @@ def _is_same(one: TextIO, other: TextIO) -> bool:
 
 
 def _is_on_disk(file: TextIO) -> bool:
-    """Return whether the stream writes to a regular file."""
+    """Return True if the stream writes to a regular file."""
     try:
         return stat.S_ISREG(os.fstat(file.fileno()).st_mode)
     except (AttributeError, OSError, ValueError):
@@ -665,15 +663,15 @@ def _write_between_turns(
 ) -> None:
     """Write to an unbuffered stream between two steps of the program's event loop.
 
-    A `print` on the loop must not be torn apart. So this thread waits until the stream
-    accepts bytes, and the loop writes as many as it accepts at once. A loop that does
-    not run prints nothing, so then this thread itself writes. It also does if a write
-    may block (a socket).
+    Lines must not be written into the middle of a `print` on the loop. So this thread
+    waits until the stream accepts bytes, and the loop writes as many as it accepts at
+    once. This thread itself writes if the loop does not run, and so prints nothing, or
+    if a write may block (a socket).
 
     Raises:
         OSError: the stream accepts no more.
     """
-    descriptor, written = _that_never_blocks(file.fileno()), 0
+    descriptor, written = _open_nonblocking(file.fileno()), 0
     try:
         while descriptor >= 0 and written < len(data):
             _wait_until_writable(descriptor)
@@ -697,10 +695,10 @@ def _write_between_turns(
 
 
 def _write_some(turn: Future[int], descriptor: int, data: bytes, start: int) -> None:
-    """Write on the loop, as long as that does not block; set how far it has come.
+    """Write without blocking, on the loop; set the result to the position reached.
 
-    Whole lines are written, at most as many bytes as a pipe accepts in one piece. A
-    terminal may accept part of a line; then this waits for `MOMENT` at most.
+    Writes whole lines, at most as many bytes as a pipe accepts atomically. If a
+    terminal accepts only part of a line, waits for the rest for at most `MOMENT`.
     """
     if not turn.set_running_or_notify_cancel():
         return
@@ -712,11 +710,11 @@ def _write_some(turn: Future[int], descriptor: int, data: bytes, start: int) -> 
             try:
                 written += os.write(descriptor, data[written:end])
             except BlockingIOError:
-                left = until - time.monotonic()
+                remaining = until - time.monotonic()
                 is_line_begun = written and not data.endswith(b"\n", 0, written)
-                if left <= 0 or not is_line_begun:
+                if remaining <= 0 or not is_line_begun:
                     break
-                _wait_until_writable(descriptor, left * 1000)
+                _wait_until_writable(descriptor, remaining * 1000)
         turn.set_result(written)
     except Exception as error:  # noqa: BLE001 - raised again on the thread
         turn.set_exception(error)
@@ -728,11 +726,12 @@ def _wait_until_writable(descriptor: int, milliseconds: float | None = None) -> 
     poll.poll(milliseconds)
 
 
-def _that_never_blocks(descriptor: int) -> int:
-    """Return a non-blocking descriptor of the same file; -1 if there can be none.
+def _open_nonblocking(descriptor: int) -> int:
+    """Return a non-blocking descriptor of the same file; -1 if that is impossible.
 
-    `O_NONBLOCK` belongs to the open file, which other processes may share. So a
-    terminal or a pipe is opened anew. A regular file is not, because it has a position.
+    `O_NONBLOCK` belongs to the open file description, which other processes may share.
+    So a terminal or a pipe is opened again. A regular file is not, since it would lose
+    its position.
     """
     try:
         mode = os.fstat(descriptor).st_mode
@@ -742,7 +741,7 @@ def _that_never_blocks(descriptor: int) -> int:
             flags = os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
             return os.open(f"/proc/self/fd/{descriptor}", flags)
     except OSError as error:
-        _log.debug("! no descriptor of its own for %d: %s", descriptor, error)
+        _log.debug("! cannot reopen descriptor %d: %s", descriptor, error)
     return -1
 
 
@@ -756,7 +755,7 @@ CHUNK: Final = 1 << 16
 
 
 class LinePipe:
-    """The reading end of a pipe; `show` gets each line without its line end.
+    """The read end of a pipe; `show` gets each line without its line end.
 
     Attributes:
         partial: the bytes since the last end of line.
@@ -777,11 +776,11 @@ class LinePipe:
         self.resume()
 
     def fileno(self) -> int:
-        """Return its descriptor."""
+        """Return the descriptor."""
         return self._descriptor
 
     def pause(self) -> None:
-        """Read no more for now; writers block when the pipe is full."""
+        """Stop reading until `resume`; writers block when the pipe is full."""
         self._loop.remove_reader(self._descriptor)
 
     def resume(self) -> None:
@@ -805,17 +804,17 @@ class LinePipe:
         return len(data)
 
     def end_line(self) -> None:
-        """Show the bytes since the last end of line, if any, as a line."""
+        """Show the bytes since the last end of line as a line, if there are any."""
         if self.partial:
             line, self.partial = self.partial, b""
             self._show(line)
 
     def drain(self) -> None:
-        """Read what the pipe holds now; its writers may keep it full for ever."""
-        held = fcntl.ioctl(self._descriptor, termios.FIONREAD, bytes(4))
-        (rest,) = struct.unpack("i", held)
-        while rest > 0 and (read := self._read()):
-            rest -= read
+        """Read the current content of the pipe, even if writers keep it full."""
+        available = fcntl.ioctl(self._descriptor, termios.FIONREAD, bytes(4))
+        (rest,) = struct.unpack("i", available)
+        while rest > 0 and (count := self._read()):
+            rest -= count
 
     def close(self) -> None:
         """Close the descriptor; a later `resume` does nothing."""
@@ -833,9 +832,9 @@ class Output:
 
     Attributes:
         label: the name of the worker that writes to the pipes: "worker-3 pid=4711".
-        worker: its id.
-        last: the last lines, oldest first, each with the task that printed it; 0 for
-            lines from the pipes.
+        worker: the id of this worker.
+        last: the last lines, oldest first, each with its task; task 0 for lines from
+            the pipes.
         number: the number of the last line given to the console.
         peer: the worker's connection, which carries the lines of its tasks.
     """
@@ -857,7 +856,7 @@ class Output:
         try:
             for stream, path in enumerate(paths, start=1):
                 os.mkfifo(path, 0o600)
-                # Open for both, so that a pipe without a writer has no end of file.
+                # Open for writing too, so that reads never return an end of file.
                 descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
                 pipe = LinePipe(loop, descriptor, partial(self._show_raw, stream))
                 self._pipes.append(pipe)
@@ -868,7 +867,7 @@ class Output:
 
     @property
     def descriptor(self) -> int:
-        """Return the descriptor that was opened last."""
+        """The descriptor that was opened last."""
         return self._pipes[-1].fileno()
 
     def begin(self) -> None:
@@ -894,11 +893,10 @@ class Output:
                 os.unlink(path)
 
     def show(self, stream: int, label: str, line: bytes, task: int = 0) -> None:
-        """Show a line that came by the connection, with the prefix `(label)`.
+        """Show a line from the connection, with the prefix `(label)`.
 
-        It replaces the worker's progress on that stream.
-
-        `task`: the task that printed it; 0 for the one that the worker runs.
+        The line replaces the worker's progress on the stream. `task` is the task that
+        printed the line; 0 for the worker's current task.
         """
         text = line.decode("utf-8", "backslashreplace")
         entry = task, text.removesuffix(PROGRESS)
@@ -912,7 +910,7 @@ class Output:
         self._pass_on(stream, label, text, task, self.worker)
 
     def log(self, label: str, text: str, fields: bytes, task: int = 0) -> None:
-        """Pass on a record of `logging`; see `show` and `wire.messages.Record`."""
+        """Pass on a `logging` record; see `show` and `wire.messages.Record`."""
         self.last.extend((task, line) for line in text.split("\n"))
         self._pass_on(2, label, text, task, 0, fields)
 
@@ -936,17 +934,17 @@ class Output:
             self.number = self._console.write(stream, shown, self, replaces)
 
     def forget(self, task: int) -> None:
-        """Forget the lines of a task that has ended."""
-        self.last = deque((one for one in self.last if one[0] != task), KEPT)
+        """Forget the lines of an ended task."""
+        self.last = deque((entry for entry in self.last if entry[0] != task), KEPT)
 
     def _show_raw(self, stream: int, line: bytes) -> None:
-        """Show a line from a pipe, which leaves the worker's progress as it is."""
+        """Show a line from a pipe; the worker's progress stays."""
         text = visible(line).decode("utf-8", "backslashreplace")
         self.last.append((0, text))
         self._pass_on(stream, self.label, text, 0, 0)
 
     def catch_up(self) -> None:
-        """Show all that was written to the pipes so far, including unfinished lines."""
+        """Show all bytes written to the pipes so far, including unfinished lines."""
         if self._poll.poll(0):
             for pipe in self._pipes:
                 pipe.drain()
@@ -955,14 +953,14 @@ class Output:
                 pipe.end_line()
 
     def end_progress(self) -> None:
-        """Show the last progress as lines, because nothing will replace it."""
+        """Show the last progress as lines, since no output will replace it."""
         if not self._states:
             return
         for stream, (label, line, (task, _)) in list(self._states.items()):
             self.show(stream, label, line, task)
 
     def pause(self) -> None:
-        """Read no more for now, neither from the pipes nor from the connection."""
+        """Stop reading the pipes and the connection until `resume`."""
         self._is_paused = True
         for pipe in self._pipes:
             pipe.pause()
@@ -970,7 +968,7 @@ class Output:
             self.peer.pause()
 
     def resume(self) -> None:
-        """Read again."""
+        """Read the pipes and the connection again."""
         self._is_paused = False
         for pipe in self._pipes:
             pipe.resume()

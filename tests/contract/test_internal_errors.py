@@ -233,7 +233,7 @@ async def test_a_result_that_cannot_be_passed_on(
     head: Any = tasks.add.remote(1) if how == "gives" else tasks.fail.remote(KeyError)
     if is_shared:
         value = head.share()
-        value.watch(lambda value: value.tell(clumsy))
+        value.watch(lambda value: value.pass_to(clumsy))
     else:
         call = broken.driver.call_of(head.task_id)
         assert call is not None

@@ -403,7 +403,7 @@ async def test_an_edit_that_spoils_a_named_module(
         assert await value_of.remote("edited") == "old"
         path.write_text("value = (\n")
         os.utime(path, (2, 2))
-        while "cannot be imported anew: SyntaxError" not in caplog.text:
+        while "cannot be imported again: SyntaxError" not in caplog.text:
             assert await value_of.remote("edited") == "old"
         path.write_text("value = 'mended'\n")
         os.utime(path, (3, 3))

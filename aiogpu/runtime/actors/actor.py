@@ -181,7 +181,7 @@ class OrderedCallQueue:
                 actor.calls[later] = call
                 actor.post(later, call.mailbox)
             elif call.receiver is not None:
-                waiting.failed.tell(call.receiver)
+                waiting.failed.pass_to(call.receiver)
                 actor.look_if_idle()
         if queue is not None and not queue:
             self.callers.pop(caller, None)

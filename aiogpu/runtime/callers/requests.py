@@ -411,7 +411,7 @@ class Requests:
             return
         if value.is_pending:
             caller.fetched[message.child] = value
-        value.watch(lambda settled: settled.tell(receiver))
+        value.watch(lambda settled: settled.pass_to(receiver))
 
     def _discard(self, _caller: Caller, message: wire.Discard) -> None:
         value = self._store.find(message.value)

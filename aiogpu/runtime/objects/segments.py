@@ -1,10 +1,9 @@
 """Shared-memory segments on the driver's side, and the references that workers hold.
 
 An open segment takes a descriptor of this process. When few descriptors are left, the
-driver keeps a private copy of the content instead. `BorrowerReferences` is the one
-reference count for segments, values and actors: a worker is lent a thing once for each
-payload that names it, and has returned the thing once it has said so as often, or has
-ended.
+driver keeps a private copy of the content instead. `BorrowerReferences` counts the
+references to segments, values and actors: a worker borrows a thing once for each
+payload that names it, and must return it as often, or end.
 """
 
 from __future__ import annotations
@@ -36,16 +35,16 @@ LARGEST_COPY: Final = 1 << 26
 
 
 class SharedSegment:
-    """One segment, kept alive by its readers; without readers it can be written again.
+    """One segment, kept alive by its readers; without readers it can be reused.
 
     Attributes:
-        id: the id by which payloads name it.
+        id: the id of the segment in payloads.
         fd: a descriptor for readers, closed with this object; -1 if there is a copy.
         copy: a private copy of the content, None if there is a descriptor.
-        size: in bytes.
-        counted: its bytes that count as memory in use.
-        on_free: called with the id, `counted` and whether there was a copy when the
-            last reader has gone; None before the segment is in use.
+        size: the size in bytes.
+        counted: the bytes that count as memory in use.
+        on_free: called when the last reader has gone, with the id, `counted` and
+            whether there was a copy; None before the segment is in use.
     """
 
     __slots__ = ("__weakref__", "copy", "counted", "fd", "id", "on_free", "size")
@@ -63,7 +62,7 @@ class SharedSegment:
 
     @property
     def is_memory(self) -> bool:
-        """True if it takes memory; a file on disk does not, and has no seals."""
+        """True if the segment is in memory, and not a file; only memory has seals."""
         if self.copy is None:
             try:
                 fcntl.fcntl(self.fd, fcntl.F_GET_SEALS)
@@ -120,7 +119,7 @@ class SharedSegment:
         return [whole[offset : offset + length] for offset, length in spans]
 
     def __del__(self) -> None:
-        # May run in any thread and amid the loop's own work, as the collector likes.
+        # The garbage collector may call this in any thread, at any point of the loop.
         if self.fd >= 0:
             os.close(self.fd)
         if self.on_free is not None:
@@ -128,7 +127,7 @@ class SharedSegment:
 
 
 def is_short() -> bool:
-    """Return whether few descriptors of this process are left.
+    """Return True if few descriptors of this process are left.
 
     The kernel gives the lowest free number, so all numbers below are in use.
     """
@@ -145,7 +144,7 @@ PART: Final = 0.3
 
 
 WARM_PART: Final = 4
-"""At most the limit divided by this is kept in workers as segments to write again."""
+"""Workers keep at most 1/`WARM_PART` of the limit as segments for reuse."""
 
 
 class ObjectMemory:
@@ -154,7 +153,7 @@ class ObjectMemory:
     Attributes:
         limit: bytes; beyond the limit, values are written to disk.
         used: bytes in memory now.
-        warm: bytes of segments that workers keep to write again.
+        warm: bytes of segments that workers keep for reuse.
     """
 
     def __init__(self, limit: int | None = None, directory: str | None = None) -> None:
@@ -168,7 +167,7 @@ class ObjectMemory:
         return f"<ObjectMemory {self.used} of {self.limit} bytes>"
 
     def show_on(self, page: ControlPage | None) -> None:
-        """Publish how much is left on the control page: workers do not ask first.
+        """Publish the bytes left on the control page, where workers read them.
 
         Args:
             page: the page, None once there are no workers any more.
@@ -185,7 +184,7 @@ class ObjectMemory:
 
     @property
     def total(self) -> int:
-        """The limit in bytes; worked out when it is first needed."""
+        """The limit in bytes; computed on first use."""
         if self.limit is None:
             self.limit = int(MemoryBounds().safe_limit() * PART)
         return self.limit
@@ -196,7 +195,7 @@ class ObjectMemory:
         return self.total - self.used - self.warm
 
     def keep_warm(self, size: int) -> bool:
-        """Count an unread segment as kept by its worker; False if that is too much."""
+        """Count a segment that its worker keeps for reuse; False if over the limit."""
         if not size or size > min(
             self.left, (self.limit or 0) // WARM_PART - self.warm
         ):
@@ -206,7 +205,7 @@ class ObjectMemory:
         return True
 
     def use_warm(self, size: int) -> None:
-        """Count a kept segment no more: it is written again, or its worker has gone."""
+        """Stop counting a kept segment: it is reused, or its worker has ended."""
         self.warm -= size
         self._show()
 
@@ -215,7 +214,7 @@ class ObjectMemory:
             self._page.note_left(max(0, self.left))
 
     def take(self, size: int) -> int:
-        """Count the memory of a segment or of its copy; returns `size`."""
+        """Count the memory of a segment or of its copy; return `size`."""
         if size:
             self.used += size
             self._show()
@@ -248,17 +247,18 @@ class ActorRegister(Protocol):
         """Count one holder less."""
 
     def release_soon(self, actor: int) -> None:
-        """Do the same from any thread, as `__del__` needs."""
+        """Count one holder less, from any thread or `__del__`."""
 
 
 class ActorHold:
-    """One counted holder of an actor: a process, or a payload that is on its way.
+    """One counted holder of an actor: a process, or a payload in transit.
 
-    The count falls when this object goes. The actor ends with its last holder.
+    The count is decremented when this object is freed. The actor ends with its last
+    holder.
 
     Args:
-        actor: the actor's id; the holder is counted already.
-        register: counts the actor's holders.
+        actor: the id of the actor; the holder is counted already.
+        register: counts the holders of the actor.
     """
 
     __slots__ = ("_register", "id")
@@ -271,7 +271,7 @@ class ActorHold:
         return f"<ActorHold of {self.id}>"
 
     def end(self) -> None:
-        """Give up the hold now."""
+        """Decrement the count now."""
         register, self._register = self._register, None
         if register is not None:
             register.release(self.id)
@@ -285,8 +285,8 @@ class BorrowerReferences:
     """The references of one worker or program, and its socket for descriptors.
 
     Attributes:
-        worker: id of the worker or program.
-        warm: sizes in bytes of the segments that it keeps to write again, by id.
+        worker: the id of the worker or program.
+        warm: sizes in bytes of the segments that it keeps for reuse, by id.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, worker: int) -> None:
@@ -312,7 +312,7 @@ class BorrowerReferences:
         return self._socket is not None
 
     def lend(self, thing: SharedSegment | Value | ActorHold) -> None:
-        """Lend a thing, once more if it was lent before."""
+        """Lend a thing; each call counts one more loan."""
         identity = thing.id
         if identity in self._things:
             self._counts[identity] += 1
@@ -326,23 +326,23 @@ class BorrowerReferences:
             self._send()
 
     def take_back(self, things: tuple[int, ...], counts: tuple[int, ...]) -> list[int]:
-        """Take back things as often as counted; returns ids that were never lent."""
-        strange = []
+        """Take back things as often as counted; return the ids that were never lent."""
+        unknown = []
         for identity, count in zip(things, counts, strict=False):
-            left = self._counts.get(identity, 0) - count
-            if left > 0:
-                self._counts[identity] = left
-                # It closed its descriptor before it received the latest loan.
+            loans = self._counts.get(identity, 0) - count
+            if loans > 0:
+                self._counts[identity] = loans
+                # The worker closed its descriptor before it received the latest loan.
                 self._pass(self._things[identity])
             else:
                 self._counts.pop(identity, None)
                 self._unsent.pop(identity, None)
                 if self._things.pop(identity, None) is None:
-                    strange.append(identity)
-        return strange
+                    unknown.append(identity)
+        return unknown
 
     def connect(self, connected: socket.socket) -> None:
-        """Use the socket by which the worker has connected for descriptors."""
+        """Send and receive descriptors over the socket of the worker."""
         self._socket = connected
         self._sender = DescriptorSender(connected)
         self._receiver = DescriptorReceiver(connected)
@@ -367,7 +367,7 @@ class BorrowerReferences:
         except OSError as error:
             if error.errno in _SHORT_OF_DESCRIPTORS:
                 self._loop.call_later(REFUSED, self._send)
-            return  # else the worker has ended, which its main connection tells
+            return  # the worker has ended; its main connection reports that
         if sender.waiting or sender.is_refused:
             self._flush()
 
@@ -375,19 +375,20 @@ class BorrowerReferences:
         if self._sender is None or self._socket is None:
             return  # the worker has ended
         try:
-            is_through = self._sender.flush()
+            is_sent = self._sender.flush()
         except OSError:
-            is_through = True  # it has ended, which its main connection tells
-        if is_through or self._sender.is_refused:
+            is_sent = True  # the worker has ended; its main connection reports that
+        if is_sent or self._sender.is_refused:
             self._loop.remove_writer(self._socket.fileno())
         else:
             self._loop.add_writer(self._socket.fileno(), self._flush)
-        if not is_through and self._sender.is_refused:
-            # Writable all the same: too many are in flight until others read theirs.
+        if not is_sent and self._sender.is_refused:
+            # The socket is writable, but too many descriptors of this user are in
+            # flight until other processes receive theirs.
             self._loop.call_later(REFUSED, self._flush)
 
     def receive(self, segment: int) -> SharedSegment:
-        """Return a segment that the worker has written, and sent before naming it.
+        """Return a segment of the worker, which must have been sent already.
 
         Raises:
             ProtocolError: the worker has not sent it.
@@ -397,36 +398,36 @@ class BorrowerReferences:
             if not self._read():
                 break
         if segment not in self._arrived:
-            raise ProtocolError(f"worker {self.worker} has passed no segment {segment}")
+            raise ProtocolError(f"worker {self.worker} has sent no segment {segment}")
         return self._arrived.pop(segment)
 
-    def take_in(self) -> None:
-        """Read all that has arrived: the worker waits for room to send more."""
+    def read_descriptors(self) -> None:
+        """Read all descriptors that have arrived: the worker waits for room."""
         while self._read():
             pass
 
     def _read(self) -> bool:
         """Read one message; False if there is none.
 
-        Each message carries one descriptor, so reading one at a time always has room.
+        Each message carries one descriptor, so the buffer for one always suffices.
         """
         if self._receiver is None:
             return False
         try:
-            found = self._receiver.read(socket.MSG_DONTWAIT, 1)
+            received = self._receiver.read(socket.MSG_DONTWAIT, 1)
         except EOFError:
             return False
-        for number, descriptor in found:
+        for number, descriptor in received:
             size = os.fstat(descriptor).st_size
             arrived = self._arrived[number] = SharedSegment(number, descriptor, size)
             if descriptor >= values_limit():
-                # Few are left. With a copy, the next one gets the same number again.
+                # Few descriptors are left; a copy frees this one for the next segment.
                 with suppress(OSError):  # there is no memory for a copy
                     arrived.keep_copy()
-        return bool(found)
+        return bool(received)
 
     def own_values(self) -> list[Value]:
-        """Return the values that the worker itself has created."""
+        """Return the values that the worker has created."""
         things, owner = self._things, self.worker
         return [
             thing

@@ -1,10 +1,9 @@
-"""The shared memory of one node's values: written, read and lent to workers.
+"""The values of one node in shared memory: written, read and lent to workers.
 
-`pack` makes the payloads of the program, `admit` takes in those of workers, and
-`dispatch` prepares what is sent to a worker. A payload is an object that keeps alive
-all that it refers to. Descriptors travel over a second socket (`DescriptorServer`),
-since asyncio's transports cannot carry them. Only workers that use shared memory
-connect to it, and each says its id there and nothing else.
+`pack` makes the payloads of the program, `admit` receives the payloads of workers, and
+`dispatch` prepares payloads for a worker. A payload keeps all its references alive.
+Descriptors travel over a second socket (`DescriptorServer`), since asyncio's transports
+cannot carry them. Only workers that use shared memory connect to this socket.
 """
 
 from __future__ import annotations
@@ -48,12 +47,12 @@ if TYPE_CHECKING:
 
 
 DEEPEST: Final = 4
-"""Levels of payloads within payloads: each of several results is one and has
-none. The content is copied at each level."""
+"""Most levels of payloads within payloads; aiogpu itself uses two, for several
+results. The content is copied at each level."""
 
 
 WARM: Final = 1 << 30
-"""Bytes of segments that this process keeps to write again."""
+"""Bytes of segments that this process keeps for reuse."""
 
 
 @dataclass(slots=True, eq=False)
@@ -64,8 +63,8 @@ class Borrower:
         id: unique among workers and programs.
         pid: its process id, 0 if unknown.
         peer: its connection, None before it is made and after it has ended.
-        store: lends it what its payloads refer to.
-        borrowers: its references, None if it has had none so far.
+        store: lends the references in its payloads.
+        borrowers: its references, None before the first.
     """
 
     id: int
@@ -75,7 +74,7 @@ class Borrower:
     borrowers: BorrowerReferences | None = field(default=None, kw_only=True)
 
     def borrow(self, payload: bytes) -> bytes:
-        """Return the payload to send, after lending what the payload refers to."""
+        """Lend the references in a payload; return the payload to send."""
         return payload if self.store is None else self.store.dispatch(self, payload)
 
 
@@ -103,7 +102,7 @@ class Store:
         )
         self._named: weakref.WeakValueDictionary[int, Value] = (
             weakref.WeakValueDictionary()
-        )  # by workers and programs, each with numbers of its own
+        )  # with ids that workers and programs have chosen
         self._unused: deque[Callable[[], object]] = deque()
 
     def __repr__(self) -> str:
@@ -115,7 +114,7 @@ class Store:
         page: ControlPage | None,
         actors: ActorRegister | None,
     ) -> None:
-        """Lend to these workers, by id, and hold these actors.
+        """Lend to these workers, by id, and count handles to these actors.
 
         `page` is None once there are no workers any more.
         """
@@ -127,12 +126,12 @@ class Store:
         return self._workers.get(identity) or self.clients.get(identity)
 
     def pack(self, outgoing: PickledValue) -> bytes:
-        """Make the payload of what this program sends.
+        """Make the payload for an object that this program sends.
 
         Raises:
-            SerializationError: it is too large for a frame, and there is no memory to
-                share.
-            ObjectMemoryError: there is no room for it.
+            SerializationError: the object is too large for a frame, and there is no
+                shared memory.
+            ObjectMemoryError: there is no room for the object.
         """
         values = tuple(handle.share() for handle in outgoing.handles)
         for value in (*values, *outgoing.references):
@@ -153,7 +152,7 @@ class Store:
         segment = shown = None
         if outgoing.is_large:
             if len(outgoing.stream) < SHARED_FROM:
-                # It may lie already in what somebody has written.
+                # The buffers may already lie in a mapped segment.
                 shown = self._mappings.shown(outgoing.buffers)
             if shown is not None:
                 segment = self._mapped[shown.segment]
@@ -165,7 +164,7 @@ class Store:
         return parcel
 
     def _check(self, value: Any) -> None:
-        """Raise `MisuseError` for a value that went with another node."""
+        """Raise `MisuseError` for a value of a node that was closed."""
         payload = value.payload
         if type(payload) is Payload and payload.source not in (None, self):
             from aiogpu.serialization.references import closed_node_error
@@ -177,18 +176,18 @@ class Store:
     ) -> tuple[SharedSegment | None, Contents]:
         buffers, stream = outgoing.split()
         try:
-            shared, spans = self._written(buffers)
+            shared, spans = self._write_buffers(buffers)
         except OSError:
-            # No descriptor, or no memory: then it travels as a whole.
+            # No descriptor, or no memory: send the buffers in the message.
             whole = tuple(map(bytes, outgoing.buffers))
             return None, contents._replace(buffers=whole)
         contents = contents._replace(stream=stream)
         return shared, contents.in_segment(shared.id, shared.size, spans)
 
-    def _written(
+    def _write_buffers(
         self, buffers: list[memoryview]
     ) -> tuple[SharedSegment, tuple[tuple[int, int], ...]]:
-        """Write buffers to a segment; returns the segment and the spans."""
+        """Write buffers to a segment; return the segment and the spans."""
         room = Segment.room_for(buffer.nbytes for buffer in buffers)
         is_scarce = room + self._warm.bytes_warm > self.memory.left
         segment = self._warm.take(room, is_scarce)
@@ -196,7 +195,7 @@ class Store:
             spans = segment.write(buffers)
             descriptor = segment.share()
             if descriptor >= values_limit():
-                # Workers could not connect any more to receive the others.
+                # The remaining descriptors are for connections of workers.
                 os.close(descriptor)
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             shared = SharedSegment(segment.id, descriptor, segment.size)
@@ -218,9 +217,9 @@ class Store:
         return caller.borrowers
 
     def announce(self, caller: Borrower, identity: int) -> None:
-        """Make a value known that a worker names and may just have created.
+        """Register a value that a worker names, if the value is new.
 
-        The message that settles it may be delayed until earlier output is written.
+        The message that settles the value may be delayed by earlier output.
         """
         if self.find(identity) is None:
             value = self._named[identity] = Value("put", identity=identity)
@@ -234,28 +233,28 @@ class Store:
         """Return the value with an id.
 
         Raises:
-            ProtocolError: nobody refers to it any more.
+            ProtocolError: the value is not in use any more.
         """
         value = self.find(identity)
         if value is None:
-            raise ProtocolError(f"nobody has the value {identity} any more")
+            raise ProtocolError(f"the value {identity} is not in use any more")
         return value
 
     def admit(self, caller: Borrower, payload: bytes, depth: int = 0) -> bytes:
-        """Take in a worker's payload; from here on it keeps what it refers to.
+        """Receive a worker's payload; the returned payload holds its references.
 
         Args:
             caller: the sender.
-            payload: as received.
-            depth: the number of payloads that contain this one.
+            payload: the bytes received.
+            depth: the number of payloads around this payload.
 
         Raises:
-            ProtocolError: it refers to something that does not exist.
+            ProtocolError: the payload contains an unknown reference.
         """
         if not is_compound(payload):
             return payload
         if depth > DEEPEST:
-            raise ProtocolError(f"a parcel within {depth} others")
+            raise ProtocolError(f"payloads are nested more than {DEEPEST} levels deep")
         contents = unpack(payload)
         segment = None
         if contents.segment:
@@ -264,7 +263,7 @@ class Store:
                 segment = self._adopt(caller, contents)
         values = tuple(map(self.known, contents.values))
         needs = tuple(map(self.known, contents.needs))
-        actors = (ActorReference(it, self._hold(it)) for it in contents.actors)
+        actors = (ActorReference(id_, self._hold(id_)) for id_ in contents.actors)
         holds = (segment, *values, *actors)
         parcel = Payload.of(contents, holds, self, needs, payload)
         admit = partial(self.admit, caller, depth=depth + 1)
@@ -274,7 +273,9 @@ class Store:
     def _adopt(self, caller: Borrower, contents: Contents) -> SharedSegment:
         shared = self._received(caller, contents.segment)
         if not 0 < contents.size <= shared.size:
-            raise ProtocolError(f"the segment {shared.id} is not of that size")
+            raise ProtocolError(
+                f"the segment {shared.id} has {shared.size} bytes, not {contents.size}"
+            )
         shared.size = contents.size
         if shared.copy is not None:
             self._close_original(shared.id)
@@ -283,7 +284,7 @@ class Store:
     def _received(self, caller: Borrower, segment: int) -> SharedSegment:
         """Return a segment that a worker has written and sent."""
         if (segment - FIRST_SEGMENT) >> OWNER_BITS != caller.id:
-            raise ProtocolError(f"nobody has the segment {segment} any more")
+            raise ProtocolError(f"the segment {segment} is not in use any more")
         borrowers = self.borrowers(caller)
         self.memory.use_warm(borrowers.warm.pop(segment, 0))
         if not borrowers.is_connected and self.descriptors is not None:
@@ -295,17 +296,17 @@ class Store:
     ) -> None:
         """Take back things from a worker, each as often as counted.
 
-        They may include segments that the worker wrote and never named. An empty
+        They may include segments that the worker wrote but never named. An empty
         message asks this process to read descriptors (`READ_DESCRIPTORS`).
         """
         if not things:
-            self.borrowers(caller).take_in()
-        for strange in self.borrowers(caller).take_back(things, counts):
-            with suppress(ProtocolError):  # it was never sent
-                self._received(caller, strange)
+            self.borrowers(caller).read_descriptors()
+        for unknown in self.borrowers(caller).take_back(things, counts):
+            with suppress(ProtocolError):  # the worker has not sent it
+                self._received(caller, unknown)
 
     def dispatch(self, caller: Borrower, payload: bytes) -> bytes:
-        """Return the payload to send to a worker, after lending what it refers to."""
+        """Lend the references in a payload; return the payload for the worker."""
         if type(payload) is not Payload:
             return payload
         parcel = filled(payload)
@@ -328,7 +329,7 @@ class Store:
         return ActorHold(actor, self._actors)
 
     def lend_actor(self, caller: Borrower, actor: int) -> None:
-        """Lend an actor to which a worker got a handle as part of a function."""
+        """Lend an actor to a worker that got a handle as part of a function."""
         hold = self._hold(actor)
         if hold is not None:
             self.borrowers(caller).lend(hold)
@@ -340,8 +341,8 @@ class Store:
 
         Args:
             borrowers: its references.
-            error: fails those of its values that will never be settled now.
-            is_all: whether values that its children were to give fail as well.
+            error: the outcome of values that no other process can settle.
+            is_all: whether the values of its child tasks fail as well.
         """
         for value in borrowers.own_values():
             if is_all or value.stop is None:
@@ -358,16 +359,16 @@ class Store:
         is_mapped = segment.copy is not None or self._mappings.is_mapped(segment.id)
         # A mapping has a descriptor of its own up to Python 3.12.
         if not is_mapped and is_short() and segment.keep_copy():
-            # Count the copy; a segment in memory was counted before, one on disk not.
+            # Count the copy of a file; a segment in memory is counted already.
             segment.counted = segment.counted or self.memory.take(segment.size)
             self._close_original(segment.id)
         if segment.copy is not None:
             return segment.views_of_copy(spans)
         self._mapped[segment.id] = segment
-        found: list[memoryview] = self._mappings.views(
+        views: list[memoryview] = self._mappings.views(
             segment.id, segment.fd, segment.size, spans
         )
-        return found
+        return views
 
     def _close_original(self, identity: int) -> None:
         """Tell the writer to close a segment of which this process has a copy."""
@@ -379,12 +380,12 @@ class Store:
             writer.peer.send(Recycle((-identity,)))
 
     def _do_soon(self, action: Callable[..., object], *arguments: object) -> None:
-        """Call something on the loop; safe from `__del__` in any thread."""
+        """Call a function on the loop; safe from `__del__` in any thread."""
         self._unused.append(partial(action, *arguments))
         with suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(self._look)
+            self._loop.call_soon_threadsafe(self._clean_up)
 
-    def _look(self) -> None:
+    def _clean_up(self) -> None:
         while self._unused:
             self._unused.popleft()()
 
@@ -393,7 +394,7 @@ class Store:
             self._mapped.pop(identity, None)
 
     def _reclaim(self, identity: int, counted: int, was_copy: bool) -> None:
-        """Give an unread segment back to its writer, unless there was only a copy."""
+        """Return a segment without readers to its writer, unless it was a copy."""
         self.memory.give_back(counted)
         if was_copy:
             return
@@ -412,13 +413,13 @@ class Store:
             writer.peer.send(Recycle((identity if is_kept else -identity,)))
 
     def close(self) -> None:
-        """Let go of all segments; what is mapped stays until its readers have gone."""
-        self._look()
+        """Release all segments; mapped segments stay until their readers have gone."""
+        self._clean_up()
         self._warm.close()
 
 
 def filled(parcel: Payload) -> Payload:
-    """Return arguments together with the values that they need."""
+    """Return a copy of the payload with its values filled in."""
     if not parcel.needs:
         return parcel
     parts: tuple[Any, ...] = tuple(value.payload for value in parcel.needs)
@@ -441,7 +442,7 @@ ID: Final = 8
 
 
 WITHIN: Final = 10.0
-"""Seconds within which a worker must send its id; it does so at once unless stopped."""
+"""Seconds in which a worker must send its id; only a stopped worker takes so long."""
 
 
 class DescriptorServer:
@@ -471,7 +472,7 @@ class DescriptorServer:
         except (BlockingIOError, ConnectionAbortedError):
             return False
         except OSError as error:
-            # No descriptor, or no memory: accept those that wait later.
+            # No descriptor, or no memory: accept waiting connections later.
             _log.warning("! a worker cannot connect for shared memory yet: %s", error)
             self._loop.remove_reader(self._listening.fileno())
             if self._later is None:
@@ -487,9 +488,9 @@ class DescriptorServer:
         return True
 
     def catch_up(self) -> None:
-        """Accept and greet now, before the loop reports that it can be done.
+        """Accept and read now, without waiting for the loop.
 
-        A message that names a segment may arrive first, by the other socket.
+        A message that names a segment may arrive first, over the other socket.
         """
         while self._accept():
             pass
@@ -503,24 +504,24 @@ class DescriptorServer:
         connected.close()
 
     def _greet(self, connected: socket.socket) -> None:
-        told = b""
+        data = b""
         try:
-            told = connected.recv(ID)
+            data = connected.recv(ID)
         except BlockingIOError:
             return
         except OSError:
-            pass  # it has gone
+            pass  # the worker has ended
         self._greeting.pop(connected).cancel()
         self._loop.remove_reader(connected.fileno())
-        caller = self._store.caller(int.from_bytes(told, "little"))
-        if caller is None or len(told) != ID:
+        caller = self._store.caller(int.from_bytes(data, "little"))
+        if caller is None or len(data) != ID:
             connected.close()
             return
         borrowers, pid = self._store.borrowers(caller), peer_credentials(connected).pid
         if borrowers.is_connected or (caller.pid and caller.pid != pid):
             _log.warning(
-                "! refused shared memory to process %d, which says that it is number "
-                "%d (process %d): each connects once, and for itself",
+                "! refused shared memory to process %d, which claims to be number %d "
+                "(process %d): a process may connect once, and only for itself",
                 *(pid, caller.id, caller.pid),
             )
             connected.close()

@@ -1,7 +1,7 @@
-"""Values: results and what was `put`, as this process keeps them for others.
+"""Values: results of tasks and arguments of `put`, kept in this process.
 
-Each reference keeps a value alive: a handle, a task that waits for it, a payload that
-contains a handle to it, a worker that was lent it. The last one frees it.
+A value lives as long as it has references: a handle, a task that waits for the value, a
+payload that contains a handle, or a worker that has borrowed the value.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ _ids: Final = count(FIRST_VALUE)
 
 
 _known: Final[WeakValueDictionary[int, Value]] = WeakValueDictionary()
-"""The values to which this process has given their ids, which no two nodes share."""
+"""The values with ids of this process, which are unique across its nodes."""
 
 
 class _Watchers(_local):
-    """The watchers of settled values that have yet to be called, in order.
+    """The queue of watchers of settled values that have yet to be called.
 
     One queue per thread. A watcher often settles the next value: a task fails because
-    its argument has failed, and so on. The queue keeps a chain of any length at the
-    same depth of the stack.
+    its argument has failed, and so on. The queue keeps the stack flat for a chain of
+    any length.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class _Watchers(_local):
         self._is_calling = False
 
     def call(self, value: Value, watchers: list[Callable[[Value], object]]) -> None:
-        """Call watchers with a value, after those that were queued before."""
+        """Call watchers with a value, after the watchers that are queued."""
         queue = self._queue
         queue.extend((watcher, value) for watcher in watchers)
         if self._is_calling:
@@ -57,9 +57,9 @@ class _Watchers(_local):
             watcher, settled = queue.popleft()
             try:
                 watcher(settled)
-            except Exception:  # noqa: BLE001 - the others wait as well
+            except Exception:  # noqa: BLE001 - the other watchers must be called
                 _log.exception("! a watcher of %r failed", settled)
-            except BaseException as error:  # noqa: BLE001 - raised when all are told
+            except BaseException as error:  # noqa: BLE001 - raised after the loop
                 interrupt = error
         self._is_calling = False
         if interrupt is not None:
@@ -70,14 +70,14 @@ _watchers: Final = _Watchers()
 
 
 class Value:
-    """A value that exists or is still to come; also the receiver of its outcome.
+    """A pending or settled value; also the receiver of its outcome.
 
     Attributes:
-        id: the id by which others ask for it; negative if a worker created it.
-        name: name of the task whose result it is, for messages.
-        task: id of that task, 0 for none.
-        outcome: the pickled value, or why there will be none; None while it is pending.
-        stop: stops the task or call that makes it, None if there is none.
+        id: the id by which workers request the value; negative if a worker created it.
+        name: the name of the task that computes the value, for messages.
+        task: the id of that task, 0 for none.
+        outcome: the pickled value or the error; None while pending.
+        stop: stops the task or call that computes the value, None if there is none.
     """
 
     __slots__ = (
@@ -108,12 +108,12 @@ class Value:
 
     @property
     def payload(self) -> bytes | None:
-        """The pickled value, None if there is none."""
+        """The pickled value; None if pending or failed."""
         return self.outcome if isinstance(self.outcome, bytes) else None
 
     @property
     def has_failed(self) -> bool:
-        """True if there will never be a value."""
+        """True if the outcome is an error."""
         return not (self.is_pending or isinstance(self.outcome, bytes))
 
     @property
@@ -122,15 +122,15 @@ class Value:
         return self.outcome is None
 
     def under_own_id(self) -> Value:
-        """Return a value with an id of this process that settles as this one does.
+        """Return a value with an id of this process and the same outcome.
 
         Workers of two nodes in one process may give their values the same id.
         """
         if self.id > 0:
             return self
         value = Value(self.name, self.task)
-        value.stop = self._stop  # it also keeps this value alive until it settles
-        self.watch(lambda settled: settled.tell(value))
+        value.stop = self._stop  # also keeps `self` alive until it settles
+        self.watch(lambda settled: settled.pass_to(value))
         return value
 
     def _stop(self) -> None:
@@ -138,16 +138,16 @@ class Value:
             self.stop()
 
     def watch(self, call: Callable[[Value], object]) -> None:
-        """Call a function with this value once it is settled; now, if it is.
+        """Call a function with this value once it is settled; at once if it is.
 
-        If it settles while another watcher runs, the call follows that watcher.
+        If the value settles while another watcher runs, the call follows that watcher.
         """
         if self.is_pending:
             self._watchers.append(call)
         else:
             call(self)
 
-    def tell(self, receiver: Receiver) -> None:
+    def pass_to(self, receiver: Receiver) -> None:
         """Settle a receiver with the outcome of this value, which is not pending."""
         assert self.outcome is not None, self
         settle(receiver, self.outcome)
@@ -163,7 +163,7 @@ class Value:
 
 
 def find(identity: int) -> Value | None:
-    """Return the value to which this process gave an id; None if it is not in use."""
+    """Return the value with an id of this process; None if it is not in use."""
     return _known.get(identity)
 
 
@@ -179,7 +179,7 @@ def unfinished_in(payload: bytes) -> Iterator[int]:
 
 
 def is_complete(payload: bytes) -> bool:
-    """Return whether all arguments are there and fit into one call."""
+    """Return True if all arguments are available and fit into one call."""
     if type(payload) is not Payload:
         return True
     if any(value.is_pending or value.has_failed for value in payload.needs):
@@ -188,7 +188,7 @@ def is_complete(payload: bytes) -> bool:
 
 
 def size_of(payload: Payload) -> int:
-    """Return the bytes of the arguments that are there and in no segment."""
+    """Return the bytes of the available arguments outside of shared memory."""
     return len(payload) + sum(len(value.payload or b"") for value in payload.needs)
 
 
@@ -199,20 +199,20 @@ def oversized(payload: bytes) -> Value | None:
     value = Value("its arguments")
     value.settle(
         SerializationError(
-            f"the values that are arguments of one call have {size} bytes in all; a "
-            f"call carries {LARGEST_PAYLOAD}, beside what lies in shared memory. Give "
-            f"it fewer, or have another task gather them."
+            f"the values that are arguments of one call have {size} bytes in total; a "
+            f"call can carry {LARGEST_PAYLOAD} outside of shared memory. Pass fewer "
+            f"values, or let another task combine them."
         )
     )
     return value
 
 
 def await_arguments(payload: Payload, then: Callable[[Value | None], object]) -> None:
-    """Call back once, when all values that a call needs are there or one has failed.
+    """Call back once, when all values in a payload are settled or one has failed.
 
     Args:
         payload: the arguments.
-        then: called with the value that has failed, or None if all are there.
+        then: called with the failed value, or None if all are available.
     """
     values = dict.fromkeys(payload.needs)
     missing = len(values)
@@ -221,7 +221,7 @@ def await_arguments(payload: Payload, then: Callable[[Value | None], object]) ->
         nonlocal missing
         missing -= 1
         if missing < 0:
-            return  # another one has failed
+            return  # another value has failed before
         if value.has_failed:
             missing = 0
             then(value)

@@ -1,7 +1,8 @@
 """Commands to workers: by message, and by the control page while they are busy.
 
-Work is taken back from busy workers without their help: the page holds what they have
-begun and what they must not begin; see `memory.control_page`.
+A busy worker does not read messages. So the control page shows the driver which task a
+worker has begun, and the worker which tasks it must not begin; see
+`memory.control_page`.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from aiogpu.runtime.workers.slots import LiveWorker
 from aiogpu.wire import messages as wire
 
 SETTLES: Final = 1e-3
-"""Seconds after which each side surely sees what the other wrote to the page before:
-a store leaves its processor within microseconds."""
+"""Seconds after which each side certainly sees what the other side wrote to the page: a
+store leaves its processor within microseconds."""
 
 
 class WorkerCommands:
@@ -40,7 +41,7 @@ class WorkerCommands:
         func, peer = call.func, worker.peer
         if peer is None:
             return
-        # It is idle, so the lines from its pipes belong to tasks that have ended.
+        # The worker is idle, so the lines from its pipes belong to ended tasks.
         if worker.slot.output.last:
             worker.slot.output.last.clear()
         run = call.run(task, is_last, worker.borrow)
@@ -75,7 +76,7 @@ class WorkerCommands:
             self._page.drop(worker.slot.index, count)
 
     def call_off(self, worker: LiveWorker) -> None:
-        """Have an actor end without beginning more calls that it was sent."""
+        """Tell an actor to end, and to begin none of the calls that it was sent."""
         self._page.drop(worker.slot.index, ALL)
         if worker.peer is not None:
             worker.peer.send(wire.Leave())
@@ -95,13 +96,13 @@ class WorkerCommands:
         calls: Sequence[Call | None],
         number: int,
     ) -> None:
-        """Send tasks to a worker that runs another, in one write.
+        """Send tasks to a busy worker, in one write.
 
         Args:
             worker_id: the worker.
             tasks: the tasks.
-            calls: what is kept of each of them.
-            number: the number before the first of theirs.
+            calls: the call of each task.
+            number: the number before the first task's number.
         """
         worker = self._workers[worker_id]
         messages: list[wire.Message] = []
@@ -120,7 +121,7 @@ class WorkerCommands:
             worker.peer.send(*messages)
 
     def is_reached(self, worker_id: int) -> bool:
-        """Return whether a worker could have read all that it was sent."""
+        """Return True if everything sent to a worker has left this process."""
         worker = self._workers.get(worker_id)
         return worker is None or worker.peer is None or not worker.peer.unsent
 
@@ -136,11 +137,11 @@ class WorkerCommands:
         return 0 if worker is None else self._page.begun(worker.slot.index)
 
     def announce_stop(self) -> None:
-        """Let all tasks know that the node stops."""
+        """Tell all tasks that the node stops."""
         self._page.announce_stop()
 
     def announce(self, worker_id: int, task: int) -> None:
-        """Let a task know that its program stops."""
+        """Tell a task that its program stops."""
         worker = self._workers.get(worker_id)
         if worker is not None:
             self._page.announce(worker.slot.index, task)
@@ -148,7 +149,7 @@ class WorkerCommands:
     def interrupt(
         self, worker_id: int, task: int, attempt: int, is_coroutine: bool
     ) -> None:
-        """Ask a worker to stop a task: a coroutine first by message, then by signal."""
+        """Ask a worker to stop a task, by signal; a coroutine first by message."""
         worker = self._workers.get(worker_id)
         if worker is None or worker.status is not None:
             return

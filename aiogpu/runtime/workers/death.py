@@ -1,7 +1,7 @@
 """Determines why a worker has ended, and builds the error.
 
 `find_cause` is a pure rule. The errors for workers that cannot be started now are here
-as well.
+too.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ _USED_UP: Final = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 SCARCE: Final = (*_USED_UP, errno.ENOSPC, errno.EDQUOT, errno.ENOENT)
-"""Errors of the kernel for a resource that others may free again, or for a removed
-directory of the node. The present workers can run the tasks that wait."""
+"""Errno values for a resource that may become free again, or for a removed directory
+of the node. The present workers can run the waiting tasks."""
 
 
 NO_PROCESS: Final = (*_USED_UP, errno.EAGAIN)
-"""Errors of the kernel if resources for another process are lacking (fork(2))."""
+"""Errno values of fork(2) for lack of resources."""
 
 
 class NoCapacityError(OSError):
-    """There is no room for another slot now, but there may be later."""
+    """There is no room for another slot now. There may be later."""
 
 
 class UnavailableError(NodeStartError):
-    """There is no zygote for an environment now, but there may be one later."""
+    """There is no zygote for an environment now. There may be later."""
 
 
 def is_scarcity(error: BaseException | None) -> bool:
-    """Return whether a process failed to start for lack of a freeable resource."""
+    """Return True if a process failed to start for lack of a freeable resource."""
     return isinstance(error, OSError) and error.errno in NO_PROCESS
 
 
@@ -73,11 +73,11 @@ INTERNAL: Final = "internal"
 
 
 CROWDED: Final = "crowded"
-"""There is no room for it now, so its task waits. Users do not see this cause."""
+"""No room for the worker now, so its task waits. Users do not see this cause."""
 
 
 UNAVAILABLE: Final = "unavailable"
-"""There is no zygote for it now, so its task waits. Users do not see this cause."""
+"""No zygote for the worker now, so its task waits. Users do not see this cause."""
 
 
 _CRASHES: Final[dict[int, str]] = {
@@ -87,11 +87,11 @@ _CRASHES: Final[dict[int, str]] = {
     signal.SIGILL: "illegal instruction",
     signal.SIGABRT: "abort",
 }
-"""Signals by which a process crashes, each with the cause that is reported."""
+"""Signals that end a crashing process, each with the reported cause."""
 
 
-class Told(NamedTuple):
-    """A cause in words: what it probably was, and what to do about it."""
+class Explanation(NamedTuple):
+    """What a cause means, and what to do about it."""
 
     what: str
     advice: str
@@ -103,51 +103,53 @@ _NATIVE: Final = (
 )
 
 
-IN_WORDS: Final[dict[str, Told]] = {
-    "segfault": Told("native code used memory that is not its own", _NATIVE),
-    "bus error": Told(
+IN_WORDS: Final[dict[str, Explanation]] = {
+    "segfault": Explanation("native code accessed invalid memory", _NATIVE),
+    "bus error": Explanation(
         "a mapped file has shrunk, or shared memory (/dev/shm) is full",
         "See `df /dev/shm`. " + _NATIVE,
     ),
-    "arithmetic error": Told("native code divided by zero, most often", _NATIVE),
-    "illegal instruction": Told(
+    "arithmetic error": Explanation("most likely native code divided by zero", _NATIVE),
+    "illegal instruction": Explanation(
         "native code was built for another processor",
-        "Install a build of the library for this one.",
+        "Install a build of the library for this processor.",
     ),
-    "abort": Told("native code gave up: a failed assertion, a C++ exception", _NATIVE),
-    NOT_STARTED: Told(
-        "it never came up",
-        "See whether this machine has processors and memory to spare.",
+    "abort": Explanation(
+        "native code gave up: a failed assertion, a C++ exception", _NATIVE
     ),
-    EXIT: Told(
+    NOT_STARTED: Explanation(
+        "the process never started",
+        "Check that this machine has free processors and memory.",
+    ),
+    EXIT: Explanation(
         "probably os._exit(), or exit() in native code",
-        "Return, or raise an exception, where the task is to end.",
+        "Return or raise an exception to end the task.",
     ),
-    OUT_OF_MEMORY: Told(
+    OUT_OF_MEMORY: Explanation(
         "the kernel ended it because memory ran out",
         "Give the task memory=... so that fewer run at once, or raise the limit.",
     ),
-    KILLED: Told(
-        "somebody else sent that signal, or a batch system's limit was reached",
-        "See the log of what watches over processes on this machine.",
+    KILLED: Explanation(
+        "another process sent the signal, or a batch system's limit was reached",
+        "Check the log of the batch system or service manager of this machine.",
     ),
-    SIGNAL: Told(
-        "the function sent it to its own process, or somebody else did",
-        "See what sends signals on this machine.",
+    SIGNAL: Explanation(
+        "the function sent the signal to its own process, or another process did",
+        "Check which programs send signals on this machine.",
     ),
-    KEEPER_DIED: Told(
+    KEEPER_DIED: Explanation(
         "the keeper process of its slot died",
         "aiogpu-keep-* processes must not be killed.",
     ),
-    DISCONNECTED: Told(
+    DISCONNECTED: Explanation(
         "it had closed its connection to the node, so aiogpu ended it",
         "Close only descriptors that the function has opened (no os.closerange).",
     ),
-    ENDED: Told(
-        "aiogpu ended it, with another task that did not stop when it was to",
-        "Have tasks heed KeyboardInterrupt or CancelledError.",
+    ENDED: Explanation(
+        "aiogpu ended it, together with a task that did not stop when cancelled",
+        "Let tasks end on KeyboardInterrupt or CancelledError.",
     ),
-    INTERNAL: Told(
+    INTERNAL: Explanation(
         "aiogpu ended it after an error of its own",
         "The function is not to blame. Please report it, with the node's log.",
     ),
@@ -155,17 +157,17 @@ IN_WORDS: Final[dict[str, Told]] = {
 
 
 def find_cause(status: int | None, known: str, findings: Findings) -> str:
-    """Return the probable cause, one of those that `WorkerDiedError.cause` lists.
+    """Return the probable cause, as listed for `WorkerDiedError.cause`.
 
     Args:
-        status: wait status of the worker, None if it never started.
+        status: the wait status of the worker, None if it never started.
         known: the cause that the driver itself knows, "" for none.
-        findings: what the kernel reports, if it was asked.
+        findings: the kernel's findings, if the kernel was asked.
     """
     if status is None:
         return NOT_STARTED
     if not os.WIFSIGNALED(status):
-        # It may have exited by itself just before aiogpu ended it.
+        # The worker may have exited by itself just before aiogpu ended it.
         return known if known in (KEEPER_DIED, INTERNAL) else EXIT
     number = os.WTERMSIG(status)
     if number != signal.SIGKILL:
@@ -178,7 +180,7 @@ def find_cause(status: int | None, known: str, findings: Findings) -> str:
 
 
 def may_be_kernels(status: int | None, known: str) -> bool:
-    """Return whether the kernel may have ended a worker, or know why it ended."""
+    """Return True if the kernel may have ended a worker, or may know why it ended."""
     if status is None or not os.WIFSIGNALED(status):
         return False
     number = os.WTERMSIG(status)
@@ -193,13 +195,13 @@ class Death(NamedTuple):
     """The end of a worker.
 
     Attributes:
-        pid: its process id, 0 if it never started.
-        status: its wait status (waitpid(2)), None if it never started.
-        last_output: the last lines that it wrote.
-        reason: why it never started, or what is known beyond the status.
-        begun: number of the task that it began last.
+        pid: the process id, 0 if the worker never started.
+        status: the wait status (waitpid(2)), None if the worker never started.
+        last_output: the last lines of output.
+        reason: why the worker never started, or what is known beyond the status.
+        begun: the number of the task or call that the worker began last.
         known: the cause, if the driver itself knows it, else "".
-        findings: what the kernel reports.
+        findings: the kernel's findings.
     """
 
     pid: int = 0
@@ -212,21 +214,21 @@ class Death(NamedTuple):
 
 
 UNKNOWN: Final = Death()
-"""A death of which nothing is known yet."""
+"""A death about which nothing is known yet."""
 
 
-def stillbirth(error: Exception) -> Death:
-    """Return the death of a worker for which there is no slot, or no zygote."""
+def start_failure(error: Exception) -> Death:
+    """Return the death of a worker that got no slot or no zygote."""
     if isinstance(error, NoCapacityError):
         return Death(reason=str(error), known=CROWDED)
     if isinstance(error, UnavailableError):
         return Death(reason=str(error), known=UNAVAILABLE)
-    told = "no slot can be made: " if isinstance(error, OSError) else ""
-    return Death(reason=f"{told}{error}")
+    prefix = "no slot can be made: " if isinstance(error, OSError) else ""
+    return Death(reason=f"{prefix}{error}")
 
 
 def describe_death(task_name: str, death: Death) -> WorkerDiedError:
-    """Return the error of a task whose worker has died, with all that is known."""
+    """Return the error of a task whose worker has died."""
     cause = find_cause(death.status, death.known, death.findings)
     if death.status is None:
         return WorkerDiedError(
@@ -259,16 +261,16 @@ def describe_out_of_memory(
 
     Args:
         task_name: the name of the task.
-        death: how its worker ended.
+        death: the end of its worker.
         asked: bytes that the task requested by `memory=`, 0 for none.
-        used: bytes that its process and all below it used when it was ended.
+        used: bytes that its process and all descendants used when it was ended.
         limit: bytes that all processes together may use safely.
     """
     wanted = f"it asked for {size(asked)}" if asked else "it asked for none (memory=)"
     return OutOfMemoryError(
         f"{task_name} (pid {death.pid}) was ended while it used {size(used)} of "
-        f"memory; {wanted}, and all together may use {size(limit)} before the "
-        f"kernel ends processes of its own choice. Give the task "
+        f"memory; {wanted}, and all processes together may use {size(limit)} before "
+        f"the kernel starts to kill processes. Give the task "
         f'memory="{size(used)}", so that fewer run at once, or let it use less.'
         f"{_quote(death.last_output)}",
         pid=death.pid,
@@ -282,16 +284,16 @@ def describe_out_of_memory(
 def describe_loss(
     name: str, cause: Exception | None, is_restarting: bool
 ) -> ActorDiedError:
-    """Return the error of a call whose actor died before the call had ended.
+    """Return the error of a call whose actor died during the call.
 
     Args:
         name: the name of the actor.
-        cause: how its process ended, None if the actor was killed.
-        is_restarting: whether the actor is being restarted.
+        cause: the error that ended the process, None if the actor was killed.
+        is_restarting: the actor is being restarted.
     """
     after = (
-        " It is being restarted; give it max_task_retries=1 or more to have such "
-        "calls tried again."
+        " It is being restarted; with max_task_retries=1 or more, such calls are "
+        "retried."
         if is_restarting
         else ""
     )

@@ -1,13 +1,13 @@
 """Routes the messages of workers, in order.
 
-A receiver in this program gets a result after the lines that its task has printed. The
-terminal may block for ever, so the core and other processes get the result at once, and
-what the task held is free.
+A receiver in this program gets a result after the lines that the task has printed. The
+terminal may block forever, so the core and other processes get the result at once, and
+the task's resources are free.
 
-`[f.remote(x) for x in many]` keeps the loop busy until its end. Workers that have done
-what they were sent would be idle meanwhile, for a third of the time of short gathered
-calls. So an `InlinePoller` reads their messages in between, and they are sent more. The
-loop itself resumes whoever awaits, as always.
+`[f.remote(x) for x in many]` keeps the loop busy until its end. Workers would run out
+of tasks meanwhile: they would be idle for a third of the time of short gathered calls.
+So an `InlinePoller` reads their answers in between, and they are sent more tasks.
+Awaiting code is resumed by the loop, as always.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _log: Final = logging.getLogger(__name__)
 
 
 FEW: Final = 4
-"""Submissions in a row, without messages in between, after which the clock is read."""
+"""Submissions without messages in between, after which the clock is read."""
 
 
 EVERY: Final = 300e-6
@@ -49,23 +49,23 @@ EVERY: Final = 300e-6
 
 
 SHARE: Final = 20
-"""Polling takes at most 1/`SHARE` of the time, however many workers there are."""
+"""Polling takes at most 1/`SHARE` of the time, even with many workers."""
 
 
 LONGEST: Final = 1e-3
-"""Seconds that one submission may spend on messages; at least one batch is read."""
+"""Most seconds that one submission spends on messages; at least one batch is read."""
 
 
-HEARING: Final = -(1 << 60)
-"""The count while messages are processed: no poll may start in between."""
+PROCESSING: Final = -(1 << 60)
+"""`InlinePoller.count` while messages are processed: no poll may start then."""
 
 
 class InlinePoller:
-    """Reads workers' messages while the program submits; see above.
+    """Reads workers' messages while the program submits tasks; see above.
 
     Attributes:
-        count: submissions since messages were read or the clock was; `HEARING` while
-            messages are processed.
+        count: submissions since the last messages or the last look at the clock;
+            `PROCESSING` while messages are processed.
     """
 
     __slots__ = ("_before", "_due", "_first", "_workers", "count")
@@ -73,7 +73,7 @@ class InlinePoller:
     def __init__(
         self, workers: Mapping[int, LiveWorker], before: Callable[[], object]
     ) -> None:
-        """Prepare; `before` is called before messages are read."""
+        """Make a poller; `before` is called before messages are read."""
         self.count = 0
         self._before = before
         self._workers = workers
@@ -84,23 +84,23 @@ class InlinePoller:
         return f"<InlinePoller of {self.count}>"
 
     def note(self) -> None:
-        """Count a submission by code of this process that is about to be made."""
+        """Count a submission by code of this process, before it is made."""
         self.count += 1
         if self.count > FEW:
             self.look()
 
     def look(self) -> None:
-        """Read workers' messages, if it is time."""
+        """Read workers' messages, if a poll is due."""
         begun, self.count = perf_counter(), 0
         if begun < self._due:
             return
-        self.count = HEARING
+        self.count = PROCESSING
         try:
             self._before()
             begun = perf_counter()
             ready = self._ready()
             took = perf_counter() - begun
-            self._hear(ready, begun + took + LONGEST)
+            self._read(ready, begun + took + LONGEST)
         finally:
             self.count = 0
         self._due = perf_counter() + max(EVERY, took * SHARE)
@@ -115,31 +115,31 @@ class InlinePoller:
                 peers[descriptor] = peer
         return [peers[descriptor] for descriptor, _ in poll.poll(0)]
 
-    def _hear(self, ready: list[Peer], until: float) -> None:
-        # Begin with a worker that was not reached the last time.
+    def _read(self, ready: list[Peer], until: float) -> None:
+        # Start with a worker that was not reached last time.
         first = self._first if self._first < len(ready) else 0
         for place in (*range(first, len(ready)), *range(first)):
-            if ready[place].readable >= 0:  # the others' messages may have closed it
-                _take_in(ready[place])
+            if ready[place].readable >= 0:  # earlier messages may have closed it
+                _read_now(ready[place])
             if perf_counter() > until:
                 self._first = place + 1
                 return
         self._first = 0
 
 
-def _take_in(peer: Peer) -> None:
+def _read_now(peer: Peer) -> None:
     try:
         peer.read_now()
-    except Exception:  # noqa: BLE001 - one worker harms no other
+    except Exception:  # noqa: BLE001 - other workers go on
         _log.exception("! cut off %r", peer)
         peer.abort()
 
 
 class DelayedReceiver:
-    """Passes on to another receiver once a line of the console is out, in order.
+    """Settles another receiver once a line of the console is written, in order.
 
     Attributes:
-        number: the line's number.
+        number: the number of the line.
     """
 
     __slots__ = ("_console", "_receiver", "number")
@@ -157,16 +157,16 @@ class DelayedReceiver:
         self._console.after(self.number, partial(settle, self._receiver, outcome))
 
     def receive_report(self, lost: int, payload: bytes) -> None:
-        """Pass on a report, which waits for no lines."""
+        """Pass on a report at once, without waiting for the line."""
         pass_on_report(self._receiver, lost, payload)
 
     def receive_items(self, payloads: tuple[bytes, ...]) -> None:
-        """Take pickled items, in order."""
+        """Pass on pickled items, in order."""
         self._console.after(self.number, partial(pass_on, self._receiver, payloads))
 
 
 def delayed(receiver: Receiver, console: Console, number: int) -> Receiver:
-    """Delay a receiver of this program until line `number` is out; not others'."""
+    """Delay a receiver until line `number` is written, if it is of this program."""
     if isinstance(receiver, Child | Actor):
         return receiver
     if isinstance(receiver, DelayedReceiver):
@@ -188,15 +188,15 @@ _CARRIERS: Final = _ANSWERS | {
 """Messages whose payload may refer to values, actors or shared memory."""
 
 
-_TOLD: Final = _ANSWERS | {wire.Created, wire.Items}
-"""Messages that are passed on to a receiver of this program."""
+_RESULTS: Final = _ANSWERS | {wire.Created, wire.Items}
+"""Messages that are passed on to a receiver, and so wait for earlier output."""
 
 
 class NestedRequests(Protocol):
-    """Takes in what tasks ask: about their children, values and actors."""
+    """Handles the requests of tasks about their children, values and actors."""
 
     def on_message(self, caller: LiveWorker, message: wire.Message, /) -> None:
-        """Take in one message."""
+        """Handle one message."""
 
     def withdraw_call(self, caller: LiveWorker, child: int, /) -> None:
         """Cancel a call of an actor."""
@@ -206,9 +206,9 @@ class WorkerEvents(Protocol):
     """The receiver of workers' events and messages: the driver.
 
     Attributes:
-        burst: has workers heard while the program submits.
-        workers: live workers by id; the pool keeps it.
-        requests: takes in what tasks ask.
+        burst: reads workers' messages while the program submits tasks.
+        workers: live workers by id; the pool updates it.
+        requests: handles the requests of tasks.
     """
 
     workers: dict[int, LiveWorker]
@@ -222,51 +222,48 @@ class WorkerEvents(Protocol):
         """See above."""
 
     def on_started(self, worker: int) -> None:
-        """A worker has connected."""
+        """Handle that a worker has connected."""
 
     def on_gone(self, worker: int, death: Death) -> None:
-        """A worker has ended, and all its messages were passed on."""
+        """Handle that a worker has ended; its messages were all passed on before."""
 
     def on_outdated(self, environment: Environment) -> None:
-        """Spare workers of this environment come from a zygote that was replaced."""
+        """Handle that spare workers of an environment come from a replaced zygote."""
 
     def on_done(self, worker: int, answers: list[wire.Done], /) -> None:
-        """Tasks have ended one after the other, with plain results."""
+        """Handle plain results of several tasks, in order."""
 
     def on_answer(self, worker: int, answer: wire.Done | wire.Failed, /) -> None:
-        """A task has ended."""
+        """Handle the answer to a task."""
 
     def on_items(self, worker: LiveWorker, message: wire.Items, /) -> None:
-        """The generator of a task or call has yielded."""
+        """Handle items that the generator of a task or call has yielded."""
 
     def on_skipped(self, worker: int, skipped: wire.Skipped) -> None:
-        """A task was not run."""
+        """Handle that a worker has skipped a task."""
 
     def on_began(self, worker: LiveWorker, began: wire.Began) -> None:
-        """The code of a task or call has begun whose run is timed."""
+        """Handle that the code of a task or call with a `run_timeout` has begun."""
 
     def on_acting(
         self, worker: int, message: wire.Done | wire.Failed | wire.Created, /
     ) -> None:
-        """An actor's process reports a result, or its start."""
+        """Handle an answer of an actor's process, or the end of its constructor."""
 
     def on_fault(
         self, worker: LiveWorker, message: wire.Message, error: Exception
     ) -> None:
-        """A message could not be processed because of a bug in aiogpu."""
+        """Handle an internal error that a worker's message has raised."""
 
     def delay(self, worker: LiveWorker, task: int, delay: Delay) -> None:
-        """Deliver the result of a task or call after the lines printed before it.
-
-        `EACH` stands for all tasks and calls of the worker.
-        """
+        """Wrap the receiver of a task or call, or all of a worker (`EACH`)."""
 
     def name_of(self, task: int) -> str:
-        """Return the name of a task, "" if it has ended."""
+        """Return the name of a task, or "" if it has ended."""
 
 
 class MessageRouter:
-    """Passes on each message of a worker to its recipient."""
+    """Passes each message of a worker to its handler."""
 
     def __init__(
         self,
@@ -275,13 +272,13 @@ class MessageRouter:
         store: Store,
         on_imported: Callable[[LiveWorker, wire.Imported], None],
     ) -> None:
-        """Prepare.
+        """Make a router.
 
         Args:
-            console: shows what workers print.
-            events: is told everything else.
-            store: keeps what payloads refer to.
-            on_imported: is told what a worker has imported.
+            console: shows the output of workers.
+            events: handles all other messages.
+            store: resolves the references in payloads.
+            on_imported: called with the modules that a worker has imported.
         """
         self._events = events
         self._store = store
@@ -289,13 +286,13 @@ class MessageRouter:
         self._poller = events.burst
         self._console = console
 
-    def hear(self, worker: LiveWorker, messages: list[wire.Message]) -> None:
+    def route(self, worker: LiveWorker, messages: list[wire.Message]) -> None:
         """Process messages of one worker that arrived together, in order."""
         output, console = worker.slot.output, self._console
-        # Its raw output was written before the answers were sent: once is enough.
+        # Raw output was written before the answers were sent, so read it first.
         output.catch_up()
         done: list[wire.Done] = []
-        self._poller.count = HEARING
+        self._poller.count = PROCESSING
         try:
             for message in messages:
                 if (
@@ -303,7 +300,7 @@ class MessageRouter:
                     and message.payload[:1] != MARK
                     and output.number <= console.written
                 ):
-                    # By far the most frequent: plain results are passed on together.
+                    # By far the most frequent case: pass on plain results together.
                     if worker.actor is None:
                         done.append(message)
                         if output.last:
@@ -311,13 +308,13 @@ class MessageRouter:
                         continue
                     try:
                         self._events.on_acting(worker.id, message)
-                    except Exception as error:  # noqa: BLE001 - one harms no other
+                    except Exception as error:  # noqa: BLE001 - see `on_fault`
                         self._events.on_fault(worker, message, error)
                     continue
                 if done:
                     self._pass_on_done(worker, done)
                     done = []
-                if not self._take(worker, message):
+                if not self._route_one(worker, message):
                     return
             if done:
                 self._pass_on_done(worker, done)
@@ -327,22 +324,22 @@ class MessageRouter:
     def _pass_on_done(self, worker: LiveWorker, done: list[wire.Done]) -> None:
         try:
             self._events.on_done(worker.id, done)
-        except Exception as error:  # noqa: BLE001 - one harms no other
-            for each in done:
-                self._events.on_fault(worker, each, error)
+        except Exception as error:  # noqa: BLE001 - see `on_fault`
+            for answer in done:
+                self._events.on_fault(worker, answer, error)
 
-    def _take(self, worker: LiveWorker, message: wire.Message) -> bool:
+    def _route_one(self, worker: LiveWorker, message: wire.Message) -> bool:
         """Process one message; return False if the worker was cut off for it."""
         output, kind = worker.slot.output, type(message)
         if output.last and kind in _ANSWERS and worker.actor is None:
-            # Now: the worker's death may be noted before the answer is passed on.
+            # Not later: the worker's death may be noted before the answer is passed on.
             output.forget(message.task)  # type: ignore[union-attr]
         try:
             if kind is wire.Log or kind is wire.Record:
                 self._show(worker, message)  # type: ignore[arg-type]
                 return True
             message = self._admit(worker, message)
-            if output.number > self._console.written and kind in _TOLD:
+            if output.number > self._console.written and kind in _RESULTS:
                 self.delay(worker, message.task)  # type: ignore[union-attr]
             self._pass_on(worker, message)
         except (ProtocolError, OSError) as error:
@@ -350,16 +347,16 @@ class MessageRouter:
             if worker.peer is not None:
                 worker.peer.abort()
             return False
-        except Exception as error:  # noqa: BLE001 - one harms no other
+        except Exception as error:  # noqa: BLE001 - see `on_fault`
             self._events.on_fault(worker, message, error)
         return True
 
     def _admit(self, worker: LiveWorker, message: wire.Message) -> wire.Message:
-        """Take over what a message refers to.
+        """Return a message whose payload holds its references.
 
         Raises:
-            ProtocolError: the worker has made a reference up.
-            OSError: shared memory cannot be taken over.
+            ProtocolError: the payload contains an unknown reference.
+            OSError: shared memory cannot be received.
         """
         if isinstance(message, wire.Items):
             admit = partial(self._store.admit, worker)
@@ -370,7 +367,7 @@ class MessageRouter:
         return message._replace(payload=self._store.admit(worker, payload))  # type: ignore[call-arg]
 
     def delay(self, worker: LiveWorker, task: int) -> None:
-        """Deliver results to this program after the lines that were printed before."""
+        """Deliver results to this program only after the worker's earlier output."""
         number = worker.slot.output.number
         if number > self._console.written:
             delay = partial(delayed, console=self._console, number=number)
@@ -398,7 +395,7 @@ class MessageRouter:
         output = worker.slot.output
         label = output.label
         if log.task:
-            # A name of two lines would be a line of its own in the log.
+            # A line end in the name would break the line in the log.
             label = f"{printable(self._events.name_of(log.task))} pid={worker.pid}"
         if isinstance(log, wire.Record):
             output.log(label, log.text, log.fields, log.task)

@@ -1,8 +1,8 @@
-"""The live processes behind the core's worker ids. Carries out, decides nothing.
+"""The live processes behind the core's worker ids. Makes no decisions.
 
-A worker has started when it has greeted. It is gone when its keeper has reported that
-it and all its descendants have ended *and* its connection was read to the end, so no
-answer is lost to a race between two sockets.
+A worker has started when it has sent `Hello`. It is gone when its keeper has reported
+the end of the worker and all its descendants *and* its connection was read to the end,
+so no answer is lost in a race between two sockets.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from aiogpu.runtime.output import Console
 from aiogpu.runtime.pending_tasks import EACH
 from aiogpu.runtime.workers import death as cause
 from aiogpu.runtime.workers.commands import WorkerCommands
-from aiogpu.runtime.workers.death import Death, stillbirth
+from aiogpu.runtime.workers.death import Death, start_failure
 from aiogpu.runtime.workers.message_router import MessageRouter, WorkerEvents
 from aiogpu.runtime.workers.slots import LiveWorker, Slot, Slots
 from aiogpu.runtime.zygote.generations import ZygoteListener, Zygotes
@@ -41,18 +41,18 @@ LINGER: Final = 0.1
 
 
 START_LIMIT: Final = 60.0
-"""Seconds in which a worker must connect, from the moment when it can be forked."""
+"""Seconds in which a worker must connect, once it can be forked."""
 
 
 END_LIMIT: Final = 2.0
-"""Seconds that a keeper gets to end its worker before the keeper itself is killed, and
-after that the zygote to report it. Either may be stopped: by SIGSTOP, a debugger or the
-freezer."""
+"""Seconds that a keeper has to end its worker before the keeper is killed, and then the
+zygote to report that. Both may have been stopped by SIGSTOP, a debugger or the freezer.
+"""
 
 
 CLOSE_LIMIT: Final = 3.0
-"""While the node closes: seconds without the end of any keeper after which the keepers
-that are left are killed."""
+"""Seconds without the end of a keeper after which a closing node kills the remaining
+keepers."""
 
 
 class Pool:
@@ -60,10 +60,10 @@ class Pool:
 
     Attributes:
         workers: live workers by id.
-        slots: where they run.
-        zygotes: fork their keepers.
-        commands: tells workers what to do.
-        autopsy: finds out what the kernel knows of a death.
+        slots: the slots of the workers.
+        zygotes: fork the keepers.
+        commands: sends commands to workers.
+        autopsy: asks the kernel about deaths.
     """
 
     def __init__(
@@ -109,26 +109,26 @@ class Pool:
         return {worker.id: worker.pid for worker in self.workers.values()}
 
     def greeted(self, peer: Peer, hello: wire.Hello) -> Recipient | None:
-        """Take over a connection that has said what it is; None if it is not wanted."""
+        """Accept a connection that has sent `Hello`; None if refused."""
         if hello.role == ZYGOTE:
             return self.zygotes.greeted(peer, hello)
         if hello.role == KEEPER:
             return self._on_new_keeper(peer, hello)
         return self._on_new_worker(peer, hello)
 
-    # The start of a worker.
+    # Start of workers
 
     def spawn(self, worker_id: int, environment: Environment = ()) -> None:
-        """Have a worker forked, in a free slot or a new one.
+        """Fork a worker, in a free slot or a new slot.
 
         Args:
-            worker_id: its id in the core.
-            environment: variables of `runtime_env` that its tasks will have.
+            worker_id: the id in the core.
+            environment: the variables of `runtime_env` that its tasks will have.
         """
         try:
             slot = self.slots.take(self.zygotes.serving(environment))
         except (NodeError, OSError) as error:
-            self._tell_stillbirth(worker_id, error)
+            self._report_start_failure(worker_id, error)
             return
         timer = self._time_start(worker_id, START_LIMIT)
         worker = LiveWorker(worker_id, slot, timer, environment, store=self._store)
@@ -138,29 +138,30 @@ class Pool:
             slot.keeper.send(wire.Fork(worker_id))
 
     def give_up(self, worker_id: int, error: Exception) -> None:
-        """Treat a worker that could not be asked for as one that never started."""
+        """Treat a worker as not started after aiogpu has failed to request it."""
         worker = self.workers.get(worker_id)
         if worker is None:
-            self._tell_stillbirth(worker_id, error)
+            self._report_start_failure(worker_id, error)
         else:
             worker.end = Death(reason=str(error), known=cause.NOT_STARTED)
             self._loop.call_soon(self._check_gone, worker, True)
 
-    def _tell_stillbirth(self, worker_id: int, error: Exception) -> None:
-        # Not at once: the core is told of events one at a time.
-        self._loop.call_soon(self._events.on_gone, worker_id, stillbirth(error))
+    def _report_start_failure(self, worker_id: int, error: Exception) -> None:
+        # Not at once: the core handles one event at a time.
+        self._loop.call_soon(self._events.on_gone, worker_id, start_failure(error))
 
     def _time_start(self, worker_id: int, seconds: float) -> asyncio.TimerHandle:
         return self._loop.call_later(seconds, self._on_late_start, worker_id)
 
     def _on_late_start(self, worker_id: int) -> None:
         worker = self.workers[worker_id]
-        began, left = worker.slot.zygote.ready_at, START_LIMIT
+        began, remaining = worker.slot.zygote.ready_at, START_LIMIT
         if began is not None:
-            left = began + START_LIMIT - self._loop.time()
-        if left > 0:
-            # Its zygote imports, or did until lately. Imports have their own limit.
-            worker.timer = self._time_start(worker_id, left)
+            remaining = began + START_LIMIT - self._loop.time()
+        if remaining > 0:
+            # The zygote is importing, or was until recently. Imports have their own
+            # limit.
+            worker.timer = self._time_start(worker_id, remaining)
             return
         reason = f"it did not connect within {START_LIMIT:g} s"
         worker.end = worker.end._replace(reason=reason)
@@ -182,10 +183,10 @@ class Pool:
         worker.slot.output.name(worker.id, worker.pid)
         worker.slot.output.listen_to(peer)
         self._events.on_started(worker.id)
-        hear = partial(self._router.hear, worker)
-        return Recipient(hear, partial(self._on_worker_lost, worker))
+        route = partial(self._router.route, worker)
+        return Recipient(route, partial(self._on_worker_lost, worker))
 
-    # The end of a worker.
+    # End of workers
 
     def retire(self, worker_id: int) -> None:
         """Tell a worker to end in an orderly way."""
@@ -194,15 +195,15 @@ class Pool:
             worker.peer.send(wire.Exit())
 
     def kill(self, worker_id: int) -> None:
-        """End a worker and all that it has started, at once."""
+        """End a worker and all its descendants at once."""
         worker = self.workers[worker_id]
         if worker.slot.keeper is None and not worker.pid:
-            # No keeper was asked to fork it yet.
+            # The worker was not forked yet.
             self._loop.call_soon(self._check_gone, worker, True)
         self._end(worker, cause.ENDED)
 
     def end_for_fault(self, worker_id: int, reason: str) -> None:
-        """Kill a worker because aiogpu itself has failed, for this reason."""
+        """Kill a worker because aiogpu itself has failed."""
         self.workers[worker_id].end = Death(reason=reason, known=cause.INTERNAL)
         self.kill(worker_id)
 
@@ -223,14 +224,15 @@ class Pool:
     def _end_keeper(self, worker: LiveWorker, slot: Slot) -> None:
         """Kill a keeper that has not ended its worker in time.
 
-        The kernel kills the worker with it; the zygote ends and reports the rest.
+        The kernel kills the worker with the keeper; the zygote ends and reports the
+        rest.
         """
         if worker.slot is not slot or worker.status is not None:
             return
         if slot.keeper is not None:
             _log.warning(
                 "! keeper process %d has not ended worker %d (process %d) within "
-                "%g s; it is killed, with the worker",
+                "%g s; both are killed",
                 slot.keeper_pid,
                 worker.id,
                 worker.pid,
@@ -240,7 +242,7 @@ class Pool:
         self._time_end(worker, self._end_slot)
 
     def _end_slot(self, worker: LiveWorker, slot: Slot) -> None:
-        """End what is left of a slot if its zygote does not report the keeper's end."""
+        """End a slot whose zygote has not reported the end of the keeper."""
         if worker.slot is slot:
             self._end_orphans(slot, is_reused=False)
 
@@ -248,8 +250,8 @@ class Pool:
         worker.peer = worker.slot.output.peer = None
         self._check_gone(worker)
         if not worker.is_gone:
-            # It may have closed its descriptors and live on. Or it is about to end, and
-            # then it should do so by itself.
+            # The worker may have closed its descriptors and live on. Or it is about to
+            # end, which should not be disturbed.
             self._loop.call_later(LINGER, self._end, worker, cause.DISCONNECTED)
 
     def _check_gone(self, worker: LiveWorker, is_certain: bool = False) -> None:
@@ -269,8 +271,8 @@ class Pool:
         self._router.delay(worker, EACH)
         del self.workers[worker.id]
         if worker.status:
-            # Nobody takes the answers to its calls of actors. Where a process ends in
-            # order, its task may have sent calls without waiting for them.
+            # Nothing receives the answers to its calls of actors. (A process that ends
+            # in order may have sent calls without waiting for them.)
             for number in list(worker.asked):
                 self._events.requests.withdraw_call(worker, number)
         worker.return_loans()
@@ -278,7 +280,7 @@ class Pool:
             self.slots.make_room()
         self._events.on_gone(worker.id, death)
 
-    # Keepers, and the slots that end with them.
+    # Keepers, and slots that end with their keepers
 
     def _on_new_keeper(self, peer: Peer, hello: wire.Hello) -> Recipient | None:
         slot = self.slots.get(hello.id)
@@ -291,10 +293,10 @@ class Pool:
             peer.send(wire.Fork(slot.worker.id))
         else:
             self.slots.put_back(slot)
-        hear = partial(self._on_keeper, slot)
-        return Recipient(hear, partial(self._on_keeper_lost, slot))
+        handle = partial(self._on_keeper_messages, slot)
+        return Recipient(handle, partial(self._on_keeper_lost, slot))
 
-    def _on_keeper(self, slot: Slot, messages: list[wire.Message]) -> None:
+    def _on_keeper_messages(self, slot: Slot, messages: list[wire.Message]) -> None:
         for message in messages:
             worker = slot.worker
             if worker is None:
@@ -324,10 +326,10 @@ class Pool:
             self._time_end(slot.worker, self._end_slot)
 
     def _end_orphans(self, slot: Slot, is_reused: bool = True) -> None:
-        """End what a keeper has left whose zygote has died or is stopped.
+        """End the processes that a keeper has left, after the end of its zygote.
 
-        Nobody else reports it, and nobody adopts it. Without a cgroup, the worker's
-        process group is all that can be reached.
+        No other process adopts or reports them, also if the zygote is only stopped.
+        Without a cgroup, only the worker's process group can be reached.
         """
         if slot.worker is not None and slot.worker.pid:
             with suppress(ProcessLookupError):
@@ -336,9 +338,9 @@ class Pool:
         self.zygotes.cgroup.end_slot(slot.index, lose)
 
     def on_lost_slot(self, index: int, unforked: str = "") -> None:
-        """Forget a slot whose keeper has died, was closed or not forked, and why.
+        """Forget a slot whose keeper has died, was closed or could not be forked.
 
-        All processes below it have ended.
+        All descendants of the keeper have ended. `unforked` says why the fork failed.
         """
         slot = self.slots.get(index)
         if slot is not None:
@@ -347,11 +349,11 @@ class Pool:
             self._lose(slot)
 
     def _lose(self, slot: Slot, is_reused: bool = True) -> None:
-        # Its connection may not have been read to the end yet.
+        # The keeper's connection may not have been read to the end yet.
         slot.keeper = None
         if not self.slots.holds(slot):
             return
-        # First forget it, so that the slot is not taken again on its worker's end.
+        # Before `_check_gone`, which would put the slot back.
         self.slots.forget(slot)
         worker = slot.worker
         if worker is not None:
@@ -363,14 +365,14 @@ class Pool:
                 worker.end = (
                     Death(reason="the keeper process of its slot died")
                     if problem is None
-                    else stillbirth(problem)
+                    else start_failure(problem)
                 )
             if worker.peer is not None:
                 worker.peer.cut_off()
             self._check_gone(worker, is_certain=True)
         slot.output.close()
         if is_reused:
-            # Last, because its successor's pipes will have the same names.
+            # Last, because the pipes of the next slot will have the same names.
             self.slots.reuse_index(slot)
 
     def _remove_slot(self, slot: Slot) -> None:
@@ -379,15 +381,15 @@ class Pool:
             self.slots.forget(slot)
             slot.output.close()
 
-    # Zygotes.
+    # Zygotes
 
     def _on_imported(self, worker: LiveWorker, imported: wire.Imported) -> None:
-        self.zygotes.hear(worker.slot.zygote, imported)
+        self.zygotes.note_imports(worker.slot.zygote, imported)
 
     def on_superseded(self, zygote: Zygote) -> None:
-        """Replace spare workers and idle keepers of a zygote that serves no more.
+        """Replace spare workers and idle keepers of a zygote that forks no more.
 
-        Workers that run go on.
+        Running workers go on.
         """
         self.slots.close_free(zygote)
         workers = [slot.worker for slot in self.slots if slot.zygote is zygote]
@@ -395,7 +397,7 @@ class Pool:
             self._events.on_outdated(environment)
 
     def on_zygote_death(self, zygote: Zygote) -> None:
-        """Have workers whose keepers may never come forked in other slots."""
+        """Move workers whose keepers may never be forked to other slots."""
         self.slots.close_free(zygote)
         for slot in self.slots:
             if slot.zygote is not zygote or slot.keeper is not None:
@@ -409,7 +411,7 @@ class Pool:
         try:
             slot = self.slots.add(self.zygotes.serving(worker.environment))
         except (NodeError, OSError) as error:
-            worker.end = stillbirth(error)
+            worker.end = start_failure(error)
             self._check_gone(worker, is_certain=True)
         else:
             worker.slot.worker = None
@@ -419,7 +421,7 @@ class Pool:
             worker.is_ending = False
 
     async def close(self) -> None:
-        """End all keepers, and with them whatever is left; wait for it."""
+        """End all keepers with all their descendants, and wait."""
         self._is_closing = True
         self._store.serve({}, None, None)
         for worker in self.workers.values():
@@ -431,7 +433,8 @@ class Pool:
                 self._remove_slot(slot)
         await self.slots.gone(CLOSE_LIMIT)
         for slot in self.slots:
-            # It does not answer. Its worker dies with it, and the zygote ends the rest.
+            # The keeper does not react. Its worker dies with it, and the zygote ends
+            # the rest.
             if slot.keeper is not None:
                 slot.keeper.kill()
         await self.slots.gone(CLOSE_LIMIT)

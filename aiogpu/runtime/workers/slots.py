@@ -1,8 +1,8 @@
 """The node's slots: each a keeper, its pipes, and one worker at a time.
 
-Slots are made on demand, reused, and forgotten with their keepers. The index of a slot
-is its place on the control page and part of the names of its pipes, so an index that
-may still have a keeper is not given to another slot.
+Slots are made on demand, reused, and forgotten when their keepers end. The index of a
+slot is its place on the control page and part of the names of its pipes, so an index is
+not reused while a keeper with this index may exist.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 
 
 SITES_KEPT: Final = 1024
-"""Functions that a worker remembers: a bound for programs that define new ones."""
+"""Most functions that a worker remembers, since programs may define new functions
+forever."""
 
 
 @dataclass(slots=True, eq=False)
@@ -45,15 +46,15 @@ class LiveWorker(Caller):
     """A worker process as the driver sees it.
 
     Attributes:
-        timer: calls when it has not connected in time; once it is being ended, when it
-            has not ended in time.
-        environment: variables of `runtime_env` that it was started for.
+        timer: the time limit of its start, or of its end once the keeper was told to
+            end it.
+        environment: the variables of `runtime_env` that it was started for.
         funcs: ids of the `FunctionSpec`s that it knows.
         functions: ids of the pickled functions that it knows.
-        status: its wait status, once its keeper has reported it.
-        end: what the driver itself knows of its end: reason and cause.
-        is_ending: its keeper was told to end it.
-        is_gone: it has ended and all was read; the core may not have been told yet.
+        status: the wait status, once the keeper has reported it.
+        end: the reason and cause of the end, as far as the driver itself knows.
+        is_ending: the keeper was told to end it.
+        is_gone: it has ended and its messages were read; the core may not know yet.
     """
 
     slot: Slot
@@ -70,15 +71,15 @@ class LiveWorker(Caller):
         self.program = program_of(self.environment)
 
     def blame(self, cause: str) -> None:
-        """Note the cause of its end, unless one is known: the first cause stands."""
+        """Note the cause of the end; the first cause stands."""
         if not self.end.known:
             self.end = self.end._replace(known=cause)
 
     def death(self, begun: int, evidence: ExitEvidence) -> Death:
-        """Return how it ended, with the kernel's findings if it may be to blame.
+        """Return the death, with the kernel's findings if the kernel may be involved.
 
         Args:
-            begun: number of the task that it began last.
+            begun: the number of the task or call that the worker began last.
             evidence: asks the kernel.
         """
         death = self.end._replace(
@@ -92,7 +93,7 @@ class LiveWorker(Caller):
         return death
 
     def introduce(self, func: FunctionSpec) -> list[Message]:
-        """Return the messages that a worker needs before a function, and note them."""
+        """Return the messages that teach the worker a function, and note them."""
         messages: list[Message] = []
         if func.id in self.funcs:
             return messages
@@ -113,22 +114,22 @@ class LiveWorker(Caller):
         return messages
 
     def unlearn(self, func: FunctionSpec) -> None:
-        """Note that the worker may not have heard of a function."""
+        """Note that the worker may not know a function."""
         self.funcs.discard(func.id)
         self.functions.discard(func.function.id)
 
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """One keeper and what belongs to it.
+    """One keeper with its pipes and its worker.
 
     Attributes:
-        index: its place on the control page.
-        zygote: the zygote that forks its keeper.
-        output: the pipes of its workers.
-        keeper: the keeper's connection, None before its greeting and after its end.
-        keeper_pid: the keeper's process id, 0 before its greeting.
-        worker: the worker that it has now.
+        index: the place on the control page.
+        zygote: the zygote that forks the keeper.
+        output: the pipes of the workers.
+        keeper: the keeper's connection, None before its `Hello` and after its end.
+        keeper_pid: the keeper's process id, 0 before its `Hello`.
+        worker: the current worker.
     """
 
     index: int
@@ -149,15 +150,15 @@ _log: Final = logging.getLogger(__name__)
 
 
 SPARE_SLOTS: Final = 16
-"""Keepers without a worker that are kept for later workers."""
+"""Most keepers without a worker that are kept for later workers."""
 
 
 MARGIN: Final = RESERVE // 2
-"""Descriptors that must be left for another slot to be made."""
+"""Descriptors that must be free to make another slot."""
 
 
 def most_workers(slots: int) -> int:
-    """Return how many of these slots may have a worker; the others are reserve."""
+    """Return how many of these slots may have a worker; the others are a reserve."""
     return max(1, slots - _spare(slots))
 
 
@@ -166,11 +167,11 @@ def _spare(slots: int) -> int:
 
 
 class Slots:
-    """All slots, and those that have a keeper but no worker.
+    """All slots of a node, and the free slots, which have a keeper but no worker.
 
     Attributes:
-        most: how many slots there may be.
-        most_workers: how many of them may have a worker.
+        most: the most slots.
+        most_workers: the most slots with a worker.
     """
 
     def __init__(
@@ -201,15 +202,15 @@ class Slots:
         return iter(list(self._slots.values()))
 
     def get(self, index: int) -> Slot | None:
-        """Return the slot of that index, None if there is none."""
+        """Return the slot with this index, None if there is none."""
         return self._slots.get(index)
 
     def holds(self, slot: Slot) -> bool:
-        """Return whether this very slot has not been forgotten."""
+        """Return True if this slot object has not been forgotten."""
         return self._slots.get(slot.index) is slot
 
     def is_busy(self, zygote: Zygote) -> bool:
-        """Return whether a worker of this zygote is starting or has had work.
+        """Return True if a worker of this zygote is starting or has had work.
 
         A spare worker does not keep its zygote.
         """
@@ -228,7 +229,7 @@ class Slots:
             OSError: no slot can be made.
         """
         if not os.path.exists(self._directory):
-            # A process that is forked now could not connect.
+            # A new process could not connect.
             removed = _removed(self._directory)
             if not self._is_removal_logged:
                 self._is_removal_logged = True
@@ -266,8 +267,8 @@ class Slots:
                 return self._next_index - 1
         self.make_room()
         raise NoCapacityError(
-            f"{len(self._slots)} slots of {self.most} are taken, by workers and "
-            f"keepers that have ended or will"
+            f"{len(self._slots)} of {self.most} slots are taken, by workers and by "
+            f"keepers that are ending"
         )
 
     def _open(self, index: int) -> Output:
@@ -281,21 +282,21 @@ class Slots:
         if self._is_short(output.descriptor):
             output.close()
             raise NoCapacityError(
-                f"no room for another worker: {soft_limit()} descriptors may be open "
-                f"in this process, and {output.descriptor} are. Raise the hard limit "
+                f"no room for another worker: this process may have {soft_limit()} "
+                f"open descriptors, and has {output.descriptor}. Raise the hard limit "
                 f"(`ulimit -Hn`), or open fewer"
             )
         return output
 
     def _is_short(self, descriptor: int) -> bool:
-        """Return whether too few descriptors are left for the connections to come.
+        """Return True if too few descriptors are free for the missing connections.
 
         The kernel returns the lowest free number, so all numbers below are in use.
         """
-        left = soft_limit() - MARGIN - descriptor - 1
-        if left >= 2 * len(self._slots) + 2:
+        free = soft_limit() - MARGIN - descriptor - 1
+        if free >= 2 * len(self._slots) + 2:
             return False
-        return left < 2 + sum(slot.missing for slot in self._slots.values())
+        return free < 2 + sum(slot.missing for slot in self._slots.values())
 
     def put_back(self, slot: Slot) -> None:
         """Keep a slot without a worker for the next worker, or close its keeper."""
@@ -314,14 +315,14 @@ class Slots:
             self._close(self._free.pop(0))
 
     def withdraw(self, slot: Slot) -> None:
-        """Take a slot out of the free ones."""
+        """Remove a slot from the free slots."""
         if slot in self._free:
             self._free.remove(slot)
 
     def close_free(self, zygote: Zygote) -> None:
-        """Close the keepers of a zygote that serves no more, if they have no worker.
+        """Close the idle keepers of a zygote that forks no more.
 
-        If the zygote has died, nobody would adopt what such keepers leave behind.
+        If the zygote has died, no process would adopt orphans of these keepers.
         """
         idle = [slot for slot in self._free if slot.zygote is zygote]
         self._free = [slot for slot in self._free if slot.zygote is not zygote]
@@ -337,12 +338,12 @@ class Slots:
             self._gone.set_result(None)
 
     async def gone(self, patience: float) -> None:
-        """Wait until all slots are forgotten, or none was for `patience` seconds.
+        """Wait until all slots are forgotten, or until none was for `patience` seconds.
 
-        A thousand keepers need a while to end on a machine of two cores.
+        A thousand keepers need a while to end on a machine with two cores.
         """
-        left = 0
-        while self._slots and left != (left := len(self._slots)):
+        count = 0
+        while self._slots and count != (count := len(self._slots)):
             self._gone = self._loop.create_future()
             await asyncio.wait([self._gone], timeout=patience)
 
@@ -352,7 +353,7 @@ class Slots:
 
 
 def _no_pipe(directory: str, error: OSError) -> str:
-    """Return the reason why the pipes of another worker cannot be made, in words."""
+    """Explain why no pipes for another worker can be made."""
     if error.errno == errno.ENOENT:
         return _removed(directory)
     if error.errno in (errno.ENOSPC, errno.EDQUOT):

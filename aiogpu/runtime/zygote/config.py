@@ -1,15 +1,14 @@
 """The configuration of a zygote (program, environment, modules), and its start.
 
-On a node that several programs share, each program has zygotes of its own. To the core
-a program is one more variable in the environment of its tasks, so workers of other
-programs do not match them. Some variables take effect only when a process is exec'd or
-a module is imported; setting them in a fork of a zygote would do nothing. Tasks that
-set such a variable get a zygote that starts with it (`early_variables`); all others
-share the plain one.
+On a shared node each program has its own zygotes. To the core a program is one more
+variable in the environment of its tasks, so tasks never match workers of other
+programs. Some variables take effect only at exec or at the import of a module, so
+setting them in a fork of a zygote would do nothing. Tasks with such a variable get a
+zygote that starts with it (`early_variables`); other tasks share the plain zygote.
 
 This module imports little: the interpreter starts while the driver imports the rest,
-which takes as long. That made the first result come after 120 ms in place of 190.
-The driver never forks: a fresh interpreter is started through vfork and exec.
+which takes as long. So the first result comes after 120 ms instead of 190 ms. The
+driver never forks: a fresh interpreter is started through vfork and exec.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ _CARRIED: Final = frozenset(
         "warn_default_encoding",
     }
 )
-"""Options after -X that workers inherit; the others print something at exit."""
+"""Options after -X that workers inherit; the other options print something at exit."""
 
 
 def _log_level() -> Sequence[str]:
@@ -94,7 +93,7 @@ SET_LATER: Final = frozenset(
 
 
 OF_DEVICES: Final = ("_VISIBLE_DEVICES", "_DEVICE_ORDER")
-"""Suffixes of variables that select devices: a zygote must see no device."""
+"""Suffixes of variables that select devices; a zygote must not see any device."""
 
 
 ALIASES: Final = {
@@ -105,18 +104,18 @@ ALIASES: Final = {
     "torch": ("TORCH_", "PYTORCH_"),
     "transformers": ("TRANSFORMERS_", "HF_"),
 }
-"""Prefixes that do not follow from a module's name."""
+"""Prefixes of variables that do not follow from a module's name."""
 
 
 def early_variables(
     environment: Environment, modules: Iterable[str], read: Iterable[str]
 ) -> Environment:
-    """Return those variables of a task that its zygote must be started with.
+    """Return the variables of a task that its zygote must be started with.
 
     Args:
         environment: all variables of the task's `runtime_env`.
         modules: top-level modules that the plain zygote has imported.
-        read: names of the variables that were read during these imports.
+        read: names of the variables that these imports have read.
     """
     if not environment:
         return ()
@@ -133,7 +132,7 @@ def early_variables(
     )
 
 
-PASSING: Final = frozenset({"_", "OLDPWD", "PWD", "SHLVL", "COLUMNS", "LINES"})
+VOLATILE: Final = frozenset({"_", "OLDPWD", "PWD", "SHLVL", "COLUMNS", "LINES"})
 """Variables that differ between two starts of the same program from one shell."""
 
 
@@ -141,12 +140,12 @@ class Program(NamedTuple):
     """A program whose tasks this node runs.
 
     Attributes:
-        executable: its interpreter.
-        sys_path: its import path.
-        directory: its working directory.
-        environ: its environment variables.
-        preload: modules that its zygote imports.
-        flags: command-line options of its interpreter.
+        executable: the interpreter.
+        sys_path: the import path.
+        directory: the working directory.
+        environ: the environment variables.
+        preload: modules that the zygote imports.
+        flags: command-line options of the interpreter.
     """
 
     executable: str
@@ -158,34 +157,35 @@ class Program(NamedTuple):
 
     @property
     def key(self) -> str:
-        """A hash that is equal for programs which may use each other's workers."""
+        """A hash that is equal for programs that may share workers."""
         parts: list[str] = [self.executable, self.directory, *self.sys_path, "", ""]
         parts += [*self.preload, "", "", *self.flags, "", ""]
         for name, value in sorted(self.environ.items()):
-            if name not in PASSING:
+            if name not in VOLATILE:
                 parts += [name, value]
         joined = "\0".join(parts).encode("utf-8", "surrogateescape")
-        from hashlib import blake2b  # most programs never join a node
+        from hashlib import blake2b  # late: most programs never join a node
 
         return blake2b(joined, digest_size=8).hexdigest()
 
 
 class ZygoteConfig(NamedTuple):
-    """The configuration that all zygotes of a node share, fixed at its opening.
+    """The configuration that all zygotes of a node share, fixed when the node starts.
 
-    Later generations start with the same environment, path and directory as the first
-    one, even if the program has changed its own since.
+    Later generations start with the same environment, path and directory as the first,
+    even if the program has changed its own since.
 
     Attributes:
-        directory: where the node's socket and pipes are; its name is the node's id.
+        directory: the directory of the node's socket and pipes; its name is the id of
+            the node.
         page: descriptor of the control page.
         place: descriptor of the working directory; None if this process may not enter
             it.
         cgroup: the node's cgroup, chosen before the first start.
-        learns: whether workers report what they import.
+        learns: workers report their imports.
         spill: directory for values beyond the memory limit, "" for the default.
         own: the node's own program; `launch` fills in interpreter and options.
-        programs: the programs that have joined, by key; each has zygotes of its own.
+        programs: the programs that have joined, by key; each has its own zygotes.
     """
 
     directory: str
@@ -201,15 +201,15 @@ class ZygoteConfig(NamedTuple):
     def take(
         cls, directory: str, cgroup: NodeCgroup, learns: bool, spill: str = ""
     ) -> ZygoteConfig:
-        """Record the present state of this process, with a new control page."""
+        """Record the current state of this process, with a new control page."""
         try:
             place = os.open(".", os.O_PATH | os.O_CLOEXEC)
         except OSError:
             place = None
-        # Python ignores all other entries of the path, such as a `Path`.
+        # Python ignores entries that are no strings, such as a `Path`.
         sys_path = [str(path) for path in sys.path if isinstance(path, str)]
-        where = "" if place is None else f"/proc/self/fd/{place}"
-        own = Program("", sys_path, where, dict(os.environ))
+        working = "" if place is None else f"/proc/self/fd/{place}"
+        own = Program("", sys_path, working, dict(os.environ))
         page = ControlPage.create()
         return cls(directory, page, place, cgroup, learns, spill, own, {})
 
@@ -221,7 +221,7 @@ class ZygoteConfig(NamedTuple):
 
 
 def program_of(environment: Iterable[tuple[str, str]]) -> str:
-    """Return the key of the program whose tasks have these variables, "" for none."""
+    """Return the key of the program to which these variables belong, "" for none."""
     return next((value for name, value in environment if name == PROGRAM), "")
 
 
@@ -250,16 +250,16 @@ def start_interpreter(
 ) -> subprocess.Popen[bytes]:
     """Start a fresh interpreter that calls `aiogpu.worker.zygote.main.main(fields)`.
 
-    The fields are sent on its standard input: everybody can read a command line.
+    The fields are sent on standard input, since any user can read a command line.
 
     Args:
         fields: plain values that marshal supports.
         page: descriptor that the child inherits under the same number.
-        output: descriptor that becomes its stdout and stderr.
-        environ: its environment variables; default: those of this process.
-        directory: its working directory; default: that of this process.
-        executable: the interpreter; default: that of this process.
-        flags: its command-line options.
+        output: descriptor that becomes stdout and stderr.
+        environ: the environment variables; default: as in this process.
+        directory: the working directory; default: as in this process.
+        executable: the interpreter; default: as in this process.
+        flags: command-line options of the interpreter.
 
     Raises:
         NodeStartError: there is no interpreter, or it cannot be started.
@@ -294,15 +294,15 @@ def start_interpreter(
 def fitting(
     flags: Sequence[str], before: Mapping[str, str], now: Mapping[str, str]
 ) -> Sequence[str]:
-    """Return the options of an interpreter that gets other environment variables.
+    """Adapt the options of an interpreter to other environment variables.
 
-    Options take precedence over variables, so -W is dropped if `PYTHONWARNINGS` is
-    another.
+    Options take precedence over variables, so -W is dropped if `PYTHONWARNINGS` has
+    changed.
 
     Args:
-        flags: its options.
+        flags: the options.
         before: the variables that the options were made for.
-        now: the variables that it gets.
+        now: the variables of the interpreter.
     """
     own = now.get("PYTHONWARNINGS")
     if own is None or own == before.get("PYTHONWARNINGS"):
@@ -314,7 +314,8 @@ BACKLOG: Final = 64
 
 
 PER_ZYGOTE: Final = 6
-"""Descriptors that a zygote needs beside its pipe: two for its life, four to start."""
+"""Descriptors that a zygote needs in addition to its pipe: two for its life, and four
+to start."""
 
 
 class Modules(NamedTuple):
@@ -322,7 +323,7 @@ class Modules(NamedTuple):
 
     Attributes:
         preload: modules that the user has named.
-        learnt: modules that were learnt.
+        learnt: modules that were learnt from workers.
         proven: learnt modules that an earlier zygote imported without harm.
     """
 
@@ -336,7 +337,7 @@ class Launched(NamedTuple):
 
     Attributes:
         child: the process.
-        output: descriptor from which to read what it prints.
+        output: descriptor of the read end of its output.
     """
 
     child: subprocess.Popen[bytes]
@@ -352,10 +353,10 @@ def launch(
     """Start a zygote.
 
     Args:
-        config: what it shares with the node's other zygotes.
-        generation: its number.
-        environment: variables that it is exec'd with, beside the program's own.
-        modules: what it imports before it forks.
+        config: the configuration that all zygotes of the node share.
+        generation: the number.
+        environment: variables that it starts with, in addition to the program's.
+        modules: the modules that it imports before it forks.
 
     Raises:
         NodeStartError: there is no interpreter, or it cannot be started.
@@ -402,9 +403,9 @@ def launch(
 
 
 def _open_pipe() -> tuple[int, int]:
-    """Open a pipe for a zygote's output, if enough descriptors are left for the rest.
+    """Open a pipe for a zygote's output, if enough descriptors are left to accept it.
 
-    A zygote whose connection cannot be accepted would wait for ever.
+    A zygote whose connection cannot be accepted would wait forever.
     """
     try:
         reading, writing = os.pipe2(os.O_CLOEXEC)
@@ -419,10 +420,10 @@ def _open_pipe() -> tuple[int, int]:
 
 
 class Bootstrap:
-    """The beginning of a node: directory, socket, configuration and first zygote.
+    """The first parts of a node: directory, socket, configuration and first zygote.
 
     Attributes:
-        config: what all zygotes of the node share.
+        config: the configuration that all zygotes of the node share.
         listening: the node's socket; processes that connect early wait.
         preload: modules that each zygote imports before it forks.
         first: the first zygote.
@@ -438,9 +439,9 @@ class Bootstrap:
         """Make the directory and the socket, and start the zygote.
 
         Args:
-            cgroup: the node's cgroup; its place is chosen here.
+            cgroup: the node's cgroup; its path is chosen here.
             preload: modules that the zygote imports before it forks.
-            learns: whether workers report what they import.
+            learns: workers report their imports.
             spill: directory for values beyond the memory limit, "" for the default.
 
         Raises:
@@ -461,9 +462,8 @@ class Bootstrap:
             self._undo = undo.pop_all()
 
     def clear(self) -> None:
-        """Undo all of it, if the node fails to start."""
-        # Before the zygote is killed: should this process be killed in between, the
-        # zygote still cleans up.
+        """Undo the start, if the node fails to start."""
+        # Kill the zygote last: if this process is killed before, the zygote cleans up.
         self._undo.close()
         self.first.child.kill()
         self.first.child.wait()

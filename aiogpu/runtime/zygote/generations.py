@@ -1,18 +1,18 @@
-"""All zygotes of a node: one per environment, replaced when it dies or learns.
+"""All zygotes of a node: one per environment, replaced after a death or new modules.
 
 The plain zygote exists from the start. A zygote for another environment is started when
 a task needs it, and ends when it has not been used for a while.
 
-A generation that dies is replaced at once, but only a few times in a short period.
-After that the next one is started when a worker is wanted. If that fails too, the
-caller is told that there is no zygote now, and the core waits longer and longer between
-two tries. An environment is broken, and its tasks fail with the reason, only if it has
-never served and its interpreter fails by itself.
+A zygote that dies is replaced at once, but only a few times in a short period; after
+that, when a worker is needed. If that fails too, the caller gets `UnavailableError`,
+and the core tries again at growing intervals. An environment is broken, and its tasks
+fail with the reason, only if none of its zygotes ever served and the interpreter fails
+by itself.
 
-Workers report what they have imported and how long it took. The next generation
-preloads a module if its import was slow once, or not fast in two workers, unless the
-module was found unfit. While the new generation imports, the old one serves; it ends
-with its last worker.
+Workers report the modules that they import, with the time each took. The next
+generation preloads a module if its import was slow once, or not fast in two workers,
+unless the module is unfit. While a new generation imports, the old generation serves;
+it ends with its last worker.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ from aiogpu.runtime.zygote.process import IMPORT_LIMIT, Zygote, ZygoteEvents
 from aiogpu.wire.messages import Hello, Imported, LeftOut, Message, Ready, Stale, Unfit
 
 DEAR: Final = 50_000
-"""Microseconds of an import that is learnt when it is seen once."""
+"""A module is learnt at once if its import takes at least this many microseconds."""
 
 
 NOT_CHEAP: Final = 5_000
-"""Microseconds of an import that is learnt when a second worker spends them too."""
+"""A module is learnt if its import takes at least this many microseconds twice."""
 
 
 MOST: Final = 64
-"""Modules that are learnt for one environment."""
+"""Most modules learnt for one environment."""
 
 
 REMEMBERED: Final = 1024
-"""Modules that were seen once and are remembered."""
+"""Most modules remembered after one slow import."""
 
 
 DEVICE_MODULES: Final = frozenset(
@@ -74,16 +74,16 @@ DEVICE_MODULES: Final = frozenset(
         "xformers",
     }
 )
-"""Modules that look for devices at import and remember the result: in a zygote, which
-has no devices, they would find none."""
+"""Modules that look for devices at import and remember the result. In a zygote, which
+sees no devices, they would find none."""
 
 
 class Learning:
-    """The modules that workers of one environment import, as far as known.
+    """The modules that a zygote should import, learnt from workers' imports.
 
     Attributes:
         modules: modules that a zygote should import, in this order.
-        proven: those of `modules` that a zygote has imported without harm.
+        proven: the part of `modules` that a zygote has imported without harm.
         left_out: unfit modules, each with the reason.
     """
 
@@ -94,8 +94,8 @@ class Learning:
         self._explicit = frozenset(explicit)
         self._seen: set[str] = set()
 
-    def hear(self, names: Sequence[str], microseconds: Sequence[int]) -> bool:
-        """Note the imports of one worker; return whether a module is newly learnt.
+    def note(self, names: Sequence[str], microseconds: Sequence[int]) -> bool:
+        """Note the imports of one worker; return True if a module was learnt.
 
         A worker imports a module once, so each report comes from another worker.
         """
@@ -120,7 +120,7 @@ class Learning:
         )
 
     def prove(self, modules: Iterable[str]) -> None:
-        """Note that a zygote which has imported these modules can fork."""
+        """Note modules after whose import a zygote can fork."""
         self.proven.update(set(modules) & set(self.modules))
 
     def leave_out(self, module: str, reason: str) -> None:
@@ -132,7 +132,7 @@ class Learning:
 
 
 def sees_devices(module: str) -> bool:
-    """Return whether importing this module would look for devices."""
+    """Return True if importing the module would look for devices."""
     return any(f"{module}.".startswith(f"{name}.") for name in DEVICE_MODULES)
 
 
@@ -140,7 +140,7 @@ _log: Final = logging.getLogger(__name__)
 
 
 DEBOUNCE: Final = 0.2
-"""Seconds for which learnt modules are collected before a generation is started."""
+"""Seconds for which learnt modules are collected before a zygote is started."""
 
 
 INTENSITY: Final = 3
@@ -151,28 +151,28 @@ PERIOD: Final = 10.0
 
 
 FROM_OUTSIDE: Final = (-signal.SIGKILL, -signal.SIGTERM, os.EX_TEMPFAIL)
-"""Exit statuses of a zygote that do not blame its environment: another process has
-killed it, or it reports that descriptors, processes or memory ran out."""
+"""Exit statuses of a zygote that are not the fault of its environment: a signal from
+another process, or a lack of descriptors, processes or memory."""
 
 
 class ZygoteListener(Protocol):
     """The receiver of zygotes' events and owner of their workers: the pool."""
 
     def on_lost_slot(self, index: int, unforked: str = "") -> None:
-        """A slot's keeper has died with all below it, or was not forked, and why."""
+        """Handle that a slot's keeper has died or could not be forked, and why."""
 
     def on_zygote_death(self, zygote: Zygote) -> None:
-        """A zygote has died unasked, and its replacement exists.
+        """Handle that a zygote has died unexpectedly; its replacement exists.
 
-        Keepers that it has not forked must be asked for again, unless it has a
-        `problem`.
+        The keepers that it has not forked must be requested again, unless the zygote
+        has a `problem`.
         """
 
     def on_superseded(self, zygote: Zygote) -> None:
-        """Another zygote serves in the place of this one."""
+        """Handle that another zygote has replaced this zygote."""
 
     def is_busy(self, zygote: Zygote) -> bool:
-        """Return whether it has workers that have work."""
+        """Return True if the zygote has workers with work."""
 
 
 Make = Callable[[Environment, Modules, ZygoteEvents], Zygote]
@@ -180,15 +180,15 @@ Make = Callable[[Environment, Modules, ZygoteEvents], Zygote]
 
 
 class ZygoteGenerations:
-    """All generations of zygotes of one environment, one after the other.
+    """The successive zygotes of one environment.
 
     Attributes:
-        environment: variables that they are exec'd with.
+        environment: variables that the zygotes start with.
         current: the zygote that serves, or will be the first to serve.
-        problem: why the environment is broken, None unless it is.
-        said: the report of the zygote that became ready last; None before the first.
-        learning: what the next generation will import.
-        used_at: when a worker was last wanted of it, on the loop's clock.
+        problem: why the environment is broken, None if it is not.
+        last_report: the `Ready` of the latest zygote; None before the first.
+        learning: the modules for the next generation.
+        used_at: loop time of the last request for a worker.
     """
 
     def __init__(
@@ -202,7 +202,7 @@ class ZygoteGenerations:
     ) -> None:
         self.environment = environment
         self.problem: NodeStartError | None = None
-        self.said: Ready | None = None
+        self.last_report: Ready | None = None
         self.learning = Learning(preload, learnt)
         self.used_at = loop.time()
         self._loop = loop
@@ -215,7 +215,7 @@ class ZygoteGenerations:
         self._is_ended = False
         self._is_failing = False
         self._restarts: deque[float] = deque()
-        # Ends with None, or with why the first generation has ended too early.
+        # The result is None, or the reason why the first generation has failed.
         self._ready: asyncio.Future[NodeStartError | None] = loop.create_future()
         self.current = self._make_zygote()
 
@@ -223,24 +223,24 @@ class ZygoteGenerations:
         return f"<ZygoteGenerations {self.current!r}, next {self._next!r}>"
 
     def serving(self) -> Zygote:
-        """Return the zygote to fork the next worker from; start it if necessary.
+        """Return the zygote for the next worker; start it if necessary.
 
         Raises:
             PreloadError: a module to preload cannot be imported.
             UnavailableError: there is no zygote now; there may be one later.
-            NodeStartError: there is no zygote, and another try would not help.
+            NodeStartError: there is no zygote, and another attempt would not help.
         """
         if self.problem is not None:
             raise renewed(self.problem)
         if self.current.is_over:
             self.current = self._make_zygote()
         if not self.current.is_started:
-            if self._ready.done() and self.said is None:
+            if self._ready.done() and self.last_report is None:
                 self._ready = self._loop.create_future()
             try:
                 self.current.start()
             except NodeStartError as error:
-                if self.said is None and not is_scarcity(error.__cause__):
+                if self.last_report is None and not is_scarcity(error.__cause__):
                     self.problem = renewed(error)
                     raise
                 self._note_failing(str(error))
@@ -252,19 +252,19 @@ class ZygoteGenerations:
 
         Raises:
             PreloadError: a module to preload cannot be imported.
-            NodeStartError: the process ended before.
+            NodeStartError: the process ended too early.
         """
         problem = await asyncio.shield(self._ready)
         if problem is not None:
             raise renewed(problem)
 
-    def hear(self, imported: Imported) -> None:
-        """Learn from what a worker has imported."""
-        if self.learning.hear(imported.names, imported.microseconds):
+    def note_imports(self, imported: Imported) -> None:
+        """Learn from a worker's imports."""
+        if self.learning.note(imported.names, imported.microseconds):
             self._renew_soon()
 
     def end(self) -> None:
-        """Start nothing more; the zygotes end when their workers have."""
+        """Start no more zygotes; the present zygotes end after their workers."""
         self._is_ended = True
         if self._timer is not None:
             self._timer.cancel()
@@ -278,7 +278,7 @@ class ZygoteGenerations:
         modules = Modules(tuple(self._preload), tuple(learnt), tuple(proven))
         return self._make(self.environment, modules, self)
 
-    # The next generation, which imports more, or anew what was edited.
+    # The next generation, which imports more or edited modules
 
     def _renew_soon(self) -> None:
         if self._timer is None and not self._is_ended:
@@ -290,20 +290,20 @@ class ZygoteGenerations:
             self._is_wanted = True
             return
         self._is_wanted = False
-        follower = self._make_zygote()
+        successor = self._make_zygote()
         try:
-            follower.start()
+            successor.start()
         except NodeStartError as error:
-            _log.warning("! what was learnt is not preloaded: %s", error)
+            _log.warning("! the learnt modules are not preloaded: %s", error)
         else:
-            self._next = follower
+            self._next = successor
 
     def on_ready(self, zygote: Zygote) -> None:
         """See `ZygoteEvents`."""
         self.learning.prove(zygote.learnt)
         if self._is_failing:
             _log.warning("workers can be started again: zygote %d", zygote.generation)
-        self.said, self._is_failing = zygote.ready, False
+        self.last_report, self._is_failing = zygote.ready, False
         if zygote is self._next:
             self._next = None
             self._follow(zygote)
@@ -313,7 +313,7 @@ class ZygoteGenerations:
             self._renew_soon()
 
     def _follow(self, zygote: Zygote) -> None:
-        """Let a new generation serve, if it has imported anything more."""
+        """Let a new generation serve, if it has imported further modules."""
         old = self.current
         gained = set(zygote.learnt) - set(old.learnt) - set(self.learning.left_out)
         is_sound = old.ready is not None and not old.is_stale and not old.is_over
@@ -330,7 +330,7 @@ class ZygoteGenerations:
         if isinstance(message, LeftOut):
             self._leave_out(message.module, message.reason)
         elif isinstance(message, Stale) and zygote is self.current:
-            _log.info("%s was edited; another zygote imports it anew", message.module)
+            _log.info("%s was edited; a new zygote imports it again", message.module)
             zygote.is_stale = True
             self._renew_soon()
 
@@ -347,7 +347,7 @@ class ZygoteGenerations:
         for module in sorted(modules):
             self._leave_out(module, reason)
 
-    # The end of a generation.
+    # The end of a generation
 
     def on_end(self, zygote: Zygote) -> None:
         """See `ZygoteEvents`."""
@@ -363,10 +363,10 @@ class ZygoteGenerations:
     def _on_early_end(self, zygote: Zygote) -> None:
         """Handle a new generation that ended before it served; the old one serves."""
         unfit = zygote.unfit
-        if unfit is None:  # no module can be blamed: leave out all that were added
+        if unfit is None:  # the culprit is unknown: leave out all added modules
             _log.warning(
-                "! a zygote ended with status %d while it imported; the one before "
-                "serves on",
+                "! a zygote ended with status %d while it imported; the previous "
+                "zygote goes on",
                 zygote.status,
             )
             self._leave_out_all(set(zygote.learnt) - set(self.current.learnt), zygote)
@@ -375,8 +375,8 @@ class ZygoteGenerations:
             self._is_wanted = True
         else:
             _log.warning(
-                "! %s cannot be imported anew: %s; workers go on with what was "
-                "imported before",
+                "! %s cannot be imported again: %s; workers go on with the previous "
+                "version",
                 unfit.module,
                 unfit.reason,
             )
@@ -384,7 +384,7 @@ class ZygoteGenerations:
             self._renew_soon()
 
     def _replace(self, zygote: Zygote) -> None:
-        """Start another zygote in place of one that has died, if that may help."""
+        """Start another zygote in place of a dead zygote, if that may help."""
         problem: NodeStartError | None = None
         is_from_outside = False
         if zygote.unfit is not None:
@@ -395,15 +395,19 @@ class ZygoteGenerations:
             named = ", ".join(map(repr, zygote.preload)) or "nothing"
             problem = PreloadError(
                 f"init(preload=...) names {named}, and the imports did not end within "
-                f"{IMPORT_LIMIT:g} s for each. Leave out the one that waits for "
+                f"{IMPORT_LIMIT:g} s for each. Leave out the module that waits for "
                 f"something."
             )
-        elif self.said is not None and not self._is_failing and self._may_restart():
+        elif (
+            self.last_report is not None
+            and not self._is_failing
+            and self._may_restart()
+        ):
             status = zygote.status
             _log.warning("! the zygote ended with status %d; starting another", status)
         else:
-            said = "".join(f"\n  {line}" for line in zygote.last)
-            text = f"the zygote ended with status {zygote.status}:{said}"
+            lines = "".join(f"\n  {line}" for line in zygote.last)
+            text = f"the zygote ended with status {zygote.status}:{lines}"
             problem = NodeStartError(text)
             is_from_outside = zygote.status in FROM_OUTSIDE
         if problem is None:
@@ -411,8 +415,8 @@ class ZygoteGenerations:
                 self.serving()
             except NodeStartError as error:
                 self._fail(zygote, error)
-        elif self.said is not None or is_from_outside:
-            # One line, because it is shown wherever a task waits.
+        elif self.last_report is not None or is_from_outside:
+            # One line, because `why()` shows it for waiting tasks.
             first, *words = str(problem).splitlines()
             last = f" {words[-1].strip()}" if words else ""
             self._fail(zygote, UnavailableError(f"{first}{last}".rstrip(":")))
@@ -420,13 +424,13 @@ class ZygoteGenerations:
             self._fail(zygote, problem)
 
     def _do_without(self, unfit: Unfit) -> NodeStartError | None:
-        """Leave a module out of the next generation; return the error if impossible."""
+        """Leave a module out of the next generation; return an error if impossible."""
         if unfit.module in self.learning.modules:
             self._leave_out(unfit.module, unfit.reason)
         elif unfit.module not in self._preload:
             return NodeStartError(
-                f"a bare interpreter cannot be forked here: {unfit.reason}. Look what "
-                f"it runs when it starts (sitecustomize, a debugger, a profiler)."
+                f"a bare interpreter cannot be forked here: {unfit.reason}. Check what "
+                f"it runs at startup (sitecustomize, a debugger, a profiler)."
             )
         elif unfit.is_missing:
             return PreloadError(
@@ -435,8 +439,8 @@ class ZygoteGenerations:
             )
         else:
             _log.warning(
-                "! %s is not preloaded: %s, and a process that does so cannot be "
-                "forked safely; workers import it themselves",
+                "! %s is not preloaded: %s, so the process could not be forked "
+                "safely; workers import it themselves",
                 unfit.module,
                 unfit.reason,
             )
@@ -451,7 +455,7 @@ class ZygoteGenerations:
         return len(self._restarts) <= INTENSITY
 
     def _fail(self, zygote: Zygote, problem: NodeStartError) -> None:
-        """Note that no zygote follows this one, for now or for good."""
+        """Note that no zygote replaces a dead zygote, for now or forever."""
         zygote.problem = problem
         if isinstance(problem, UnavailableError):
             self._note_failing(str(problem))
@@ -465,34 +469,34 @@ class ZygoteGenerations:
         if not self._is_failing:
             self._is_failing = True
             _log.warning(
-                "! no worker can be started: %s. Tasks wait in the queue, and it is "
-                "tried again for them",
+                "! no worker can be started: %s. Tasks wait in the queue until another "
+                "attempt succeeds",
                 reason,
             )
 
 
 def renewed(problem: NodeStartError) -> NodeStartError:
-    """Return a copy without traceback: an error raised again keeps all its frames."""
+    """Return a copy without traceback, since raising again extends the traceback."""
     kind = NodeStartError if isinstance(problem, UnavailableError) else type(problem)
     return kind(*problem.args)
 
 
 MOST_OTHERS: Final = 4
-"""Other environments that have a zygote, not counting joined programs."""
+"""Most other environments with a zygote, not counting joined programs."""
 
 
 UNUSED: Final = 60.0
-"""Seconds after which the zygote of an environment without workers is given up."""
+"""Seconds after which the zygote of an environment without workers is ended."""
 
 
 class Zygotes:
     """The zygotes of one node, by the environment that they are started with.
 
     Attributes:
-        config: what they all share.
+        config: the configuration that all zygotes share.
         page: the control page.
         cgroup: the node's cgroup.
-        plain: the zygotes of most tasks.
+        plain: the zygotes for tasks without early variables.
     """
 
     def __init__(
@@ -509,15 +513,15 @@ class Zygotes:
 
         Args:
             loop: runs the timers.
-            console: shows what zygotes print.
-            config: what they all share.
-            launched: the first one; its tasks have no variables of their own.
-            preload: modules that each imports before it forks.
-            wants: returns whether anything lives of a program that has left.
-            pool: is told what becomes of zygotes.
+            console: shows the output of zygotes.
+            config: the configuration that all zygotes share.
+            launched: the first plain zygote.
+            preload: modules that each zygote imports before it forks.
+            wants: returns True if an actor of a departed program lives on.
+            pool: receives the events of zygotes.
 
         Raises:
-            NodeStartError: it cannot be watched.
+            NodeStartError: the first zygote cannot be watched.
         """
         self._pool = pool
         self._wants = wants
@@ -544,10 +548,10 @@ class Zygotes:
 
         Raises:
             UnavailableError: there is no zygote now; there may be one later.
-            NodeError: there is no zygote, and will be none.
+            NodeError: there is no zygote, and there will be none.
         """
-        said = self.plain.said or Ready((), ())
-        early = early_variables(environment, said.modules, said.variables)
+        report = self.plain.last_report or Ready((), ())
+        early = early_variables(environment, report.modules, report.variables)
         generations = self._environments.get(early) or self._begin(early)
         zygote = generations.serving()
         generations.used_at = self._loop.time()
@@ -555,17 +559,17 @@ class Zygotes:
         return zygote
 
     def greeted(self, peer: Peer, hello: Hello) -> Recipient | None:
-        """Take over the connection of a zygote that has greeted."""
+        """Accept the connection of a zygote that has sent `Hello`."""
         zygote = self._zygotes.get(hello.id)
         if zygote is None:
             peer.abort()
             return None
         return zygote.greeted(peer)
 
-    def hear(self, zygote: Zygote, imported: Imported) -> None:
-        """Learn from what a worker of this zygote has imported."""
+    def note_imports(self, zygote: Zygote, imported: Imported) -> None:
+        """Learn from the imports of a worker of this zygote."""
         if generations := self._environments.get(zygote.environment):
-            generations.hear(imported)
+            generations.note_imports(imported)
 
     async def close(self) -> None:
         """End all processes and wait; keepers must have been told to end first."""
@@ -603,18 +607,18 @@ class Zygotes:
             events,
             self._pool.on_lost_slot,
         )
-        known = self._zygotes.items()
-        self._zygotes = {at: each for at, each in known if not each.is_over}
+        zygotes = self._zygotes.items()
+        self._zygotes = {key: old for key, old in zygotes if not old.is_over}
         self._zygotes[number] = zygote
         return zygote
 
-    # Environments beside the plain one.
+    # Other environments
 
     def _begin(self, environment: Environment) -> ZygoteGenerations:
-        """Add an environment that needs a zygote.
+        """Add an environment.
 
         Raises:
-            NodeStartError: it belongs to a program that has left and is forgotten.
+            NodeStartError: the environment belongs to a program that has left.
         """
         others = [each for each in self._others() if not self._is_joined(each)]
         if len(others) >= MOST_OTHERS:
@@ -624,7 +628,7 @@ class Zygotes:
         key = program_of(environment)
         program = self.config.programs.get(key)
         if key and program is None:
-            raise NodeStartError("the program for which it was to be has left the node")
+            raise NodeStartError("the program of this worker has left the node")
         own = () if program is None else program.preload
         generations = self._add(environment, tuple(learnt), own)
         if self._timer is None:
@@ -635,7 +639,7 @@ class Zygotes:
         return [each for each in self._environments.values() if each is not self.plain]
 
     def _give_up_unused(self) -> None:
-        """Give up what was not used for long; look again while there is any."""
+        """End environments that are unused for `UNUSED` seconds; check again later."""
         self._timer = None
         now = self._loop.time()
         for each in self._others():
@@ -651,29 +655,29 @@ class Zygotes:
         del self._environments[generations.environment]
         self._forget_programs()
         generations.end()
-        # Not at once: the core may be deciding right now.
+        # Not at once: the core may be handling an event.
         self._loop.call_soon(self._pool.on_superseded, generations.current)
 
-    # Programs that have joined.
+    # Programs that have joined
 
     def join(self, key: str, program: Program) -> None:
-        """Count a client of that program that has come."""
+        """Count one more client with this program."""
         self.config.programs.setdefault(key, program)
         self._joined[key] = self._joined.get(key, 0) + 1
 
     async def joined(self, key: str) -> None:
-        """Wait until the first zygote of a program that has joined can fork.
+        """Wait until the first zygote of a joined program can fork.
 
-        If that zygote has died since, the program may join; its tasks wait for the
-        next.
+        If this zygote has died since, the program may join; its tasks wait for the
+        next zygote.
 
         Raises:
-            PreloadError: a module that it preloads cannot be imported.
-            NodeError: there is no zygote for it.
+            PreloadError: a module to preload cannot be imported.
+            NodeError: there is no zygote for the program.
         """
         environment = ((PROGRAM, key),)
         generations = self._environments.get(environment)
-        if generations is not None and generations.said is not None:
+        if generations is not None and generations.last_report is not None:
             return
         try:
             self.serving(environment)
@@ -682,14 +686,14 @@ class Zygotes:
         await self._environments[environment].ready()
 
     def leave(self, key: str) -> None:
-        """Count a client of that program that has gone."""
+        """Count one client less with this program."""
         self._joined[key] -= 1
         if self._joined[key]:
             return
         del self._joined[key]
         generations = self._environments.get(((PROGRAM, key),))
         if generations is not None and generations.problem is not None:
-            # The user may have mended the problem before the program comes again.
+            # The user may fix the problem before the program joins again.
             self._give_up(generations)
         self._forget_programs()
 
@@ -697,7 +701,7 @@ class Zygotes:
         return program_of(generations.environment) in self._joined
 
     def _forget_programs(self) -> None:
-        """Forget programs for which no worker will be started again."""
+        """Forget programs that need no workers any more."""
         served = {program_of(environment) for environment in self._environments}
         for key in self.config.programs.keys() - served - self._joined.keys():
             if not self._wants(key):

@@ -1,7 +1,7 @@
-"""The driver's side of one zygote process: start it, ask it for keepers, see it end.
+"""The driver's side of one zygote process: its start, its forks of keepers, its end.
 
-The end of the process is seen on a pidfd, without a thread and without SIGCHLD.
-`runtime.zygote.generations` decides what follows.
+A pidfd reports the end of the process, without a thread and without SIGCHLD.
+`runtime.zygote.generations` decides about replacements.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from aiogpu.runtime.zygote.config import Launched, Modules, ZygoteConfig, launch
 from aiogpu.wire.messages import Check, Close, Keep, Lost, Message, Ready, Unfit
 
 CHECKS: Final = 1.0
-"""Seconds between two checks whether imported modules were edited."""
+"""Least seconds between two checks if imported modules were edited."""
 
 
 IMPORT_LIMIT: Final = 60.0
-"""Seconds that a zygote gets for each module that it imports."""
+"""Seconds that a zygote has for each module that it imports."""
 
 
 LAST_WORD: Final = 0.5
@@ -36,42 +36,42 @@ LAST_WORD: Final = 0.5
 
 
 PATIENCE: Final = 5.0
-"""Seconds that a zygote gets to end in an orderly way."""
+"""Seconds that a zygote has to end in an orderly way."""
 
 
 class ZygoteEvents(Protocol):
     """The receiver of a zygote's events."""
 
     def on_ready(self, zygote: Zygote) -> None:
-        """The zygote can fork."""
+        """Handle that the zygote can fork."""
 
     def on_end(self, zygote: Zygote) -> None:
-        """The zygote has ended, and all its messages were read."""
+        """Handle that the zygote has ended and all its messages were read."""
 
     def on_message(self, zygote: Zygote, message: Message) -> None:
-        """The zygote has sent another message."""
+        """Handle any other message of the zygote."""
 
 
 class Zygote:
     """One zygote process, from its start to its end.
 
     Attributes:
-        generation: its number, unique within the node.
-        environment: variables that it is exec'd with, beside the program's own.
+        generation: the number, unique within the node.
+        environment: variables that it starts with, in addition to the program's.
         preload: modules that the user has named.
-        learnt: modules that were learnt.
+        learnt: modules that were learnt from workers.
         proven: learnt modules that an earlier zygote imported without harm.
-        slots: slots whose keepers it was asked for and that are not yet forgotten.
+        slots: the slots whose keepers it has to fork or has forked.
         ready: its report once it can fork, None before.
-        ready_at: when it became ready, on the loop's clock.
-        unfit: why it gave up, None if it did not.
-        is_closing: it was told to end, or was killed by us.
-        status: its wait status, once it has ended.
-        last: its last lines of output.
+        ready_at: loop time at which it became ready.
+        unfit: its report of an unfit module, None for none.
+        is_closing: it was told to end, or killed on purpose.
+        status: the wait status, once it has ended.
+        last: the last lines of output.
         is_over: it has ended, and all its messages were read.
         is_late: it was killed because its imports did not end.
         is_stale: a module that it has imported was edited since.
-        problem: why no zygote has replaced it; None while it lives or one did.
+        problem: why no zygote has replaced it; None if it lives or was replaced.
     """
 
     def __init__(
@@ -89,14 +89,14 @@ class Zygote:
 
         Args:
             loop: runs the timers.
-            console: shows what it prints.
-            config: what all zygotes of the node share.
-            generation: its number.
-            environment: variables that it is exec'd with.
-            modules: what it imports.
-            events: is told what becomes of it.
+            console: shows the zygote's output.
+            config: the configuration that all zygotes of the node share.
+            generation: the number.
+            environment: variables that it starts with.
+            modules: the modules that it imports.
+            events: receives the zygote's events.
             on_lost_slot: called with the index of a slot whose keeper has died with
-                all below it, or was not forked, and in that case with the reason.
+                all descendants, or could not be forked, and why not.
         """
         self.generation = generation
         self.environment = environment
@@ -132,25 +132,25 @@ class Zygote:
 
     @property
     def is_started(self) -> bool:
-        """True from the successful start of the process on."""
+        """True after the process was started successfully."""
         return self._output is not None
 
     @property
     def takes_work(self) -> bool:
-        """True if another worker may be forked from it."""
+        """True if it may fork another worker."""
         return not (self.is_over or self._is_retired or self.is_closing)
 
     def start(self, launched: Launched | None = None) -> None:
-        """Start the process, or take over one that was `launched` before.
+        """Start the process, or take over a process that was `launched` before.
 
         Raises:
             NodeStartError: there is no interpreter, or it cannot be started. Another
-                try may succeed.
+                attempt may succeed.
         """
         child, output = launched or launch(
             self._config, self.generation, self.environment, self._modules
         )
-        # Before it is asked for the first fork: workers inherit the limit.
+        # Before the first fork, since workers inherit the limit.
         descriptor_limit.hand_down(child.pid)
         try:
             pidfd = os.pidfd_open(child.pid)
@@ -161,10 +161,10 @@ class Zygote:
             raise NodeStartError(f"a zygote cannot be watched: {error}") from error
         self._child = child
         self._loop.add_reader(pidfd, self._reap, child, pidfd)
-        # Its own output: prints of preloaded modules, tracebacks.
+        # The zygote's own output: from preloaded modules, and tracebacks.
         label = f"zygote pid={child.pid}"
         self._output = LinePipe(self._loop, output, partial(self._show, label))
-        # A learnt module may be imported twice, first by a probe.
+        # A learnt module may be imported twice, first by a probe process.
         count = 1 + len(self.preload) + 2 * len(self.learnt)
         self._set_timer(count * IMPORT_LIMIT, self._on_late)
 
@@ -175,24 +175,24 @@ class Zygote:
         self._console.write(2, f"({label}) {text}", self._output)
 
     def greeted(self, peer: Peer) -> Recipient:
-        """Take over its connection."""
+        """Accept the zygote's connection."""
         self._peer = peer
         return Recipient(self._on_messages, self._on_silent)
 
     def keep(self, slot: int) -> None:
-        """Ask for a keeper, now or as soon as the zygote can fork."""
+        """Request a keeper, now or as soon as the zygote can fork."""
         self.slots.add(slot)
         if self._peer is not None and self.ready is not None:
             self._peer.send(Keep(slot))
 
     def release(self, slot: int) -> None:
-        """Forget one of its slots; a retired zygote ends with the last one."""
+        """Forget a slot; a retired zygote ends with its last slot."""
         self.slots.discard(slot)
         if self._is_retired and not self.slots:
             self.end()
 
     def check(self) -> None:
-        """Ask whether modules were edited since their import; at most once a second."""
+        """Check for modules edited since their import, at most once a second."""
         if self._peer is None or self.ready is None:
             return
         now = self._loop.time()
@@ -201,13 +201,13 @@ class Zygote:
             self._peer.send(Check())
 
     def retire(self) -> None:
-        """End as soon as it has no slots: another zygote serves in its place."""
+        """End as soon as it has no slots: another zygote has replaced it."""
         self._is_retired = True
         if not self.slots:
             self.end()
 
     def end(self) -> None:
-        """Have the process end: in an orderly way if it listens, else by force."""
+        """End the process: in an orderly way if it reads messages, else by SIGKILL."""
         self.is_closing = True
         if self._child is None:
             return
@@ -215,11 +215,11 @@ class Zygote:
             self._conclude()
         elif self._peer is not None and self.ready is not None:
             self._peer.send(Close())
-            # It may have been stopped (SIGSTOP).
+            # The process may have been stopped by SIGSTOP.
             self._child.send_signal(signal.SIGCONT)
             self._set_timer(PATIENCE, self._child.kill)
         else:
-            # It is still importing and reads nothing until it is done.
+            # The zygote is importing, and reads no messages until it is done.
             self._stop_timer()
             self._child.kill()
 
@@ -246,7 +246,7 @@ class Zygote:
             else:
                 self._events.on_message(self, message)
 
-    # Its end: the process has exited, and its connection was read to the end.
+    # The end: the process has exited, and its connection was read to the end
 
     def _on_late(self) -> None:
         self.is_late = True

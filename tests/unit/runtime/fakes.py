@@ -305,7 +305,7 @@ class FakeZygotes:
     def greeted(self, peer: object, _hello: Hello) -> None:
         self.peers.append(peer)
 
-    def hear(self, zygote: FakeZygote, imported: Imported) -> None:
+    def note_imports(self, zygote: FakeZygote, imported: Imported) -> None:
         self.heard.append((zygote, imported))
 
     def die(self) -> None:

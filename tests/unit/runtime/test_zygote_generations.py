@@ -197,7 +197,7 @@ async def test_bootstrap_that_fails_leaves_no_files_and_descriptors(
 
 
 def hear(learning: Learning, **costs: int) -> bool:
-    return learning.hear(tuple(costs), tuple(costs.values()))
+    return learning.note(tuple(costs), tuple(costs.values()))
 
 
 def test_module_of_medium_cost_is_learnt_from_the_second_worker() -> None:
@@ -233,7 +233,7 @@ def test_module_left_out_is_not_learnt_again() -> None:
 )
 def test_module_that_must_see_devices_is_not_learnt(module: str, is_seen: bool) -> None:
     assert sees_devices(module) is is_seen
-    assert Learning(()).hear([module], [DEAR]) is not is_seen
+    assert Learning(()).note([module], [DEAR]) is not is_seen
 
 
 LEARNT = Imported(("slow",), (DEAR,))
@@ -343,9 +343,9 @@ async def generations() -> AsyncIterator[Generations]:
 async def test_module_learnt_during_a_start_makes_another_generation(
     generations: Generations,
 ) -> None:
-    generations.zygotes.hear(LEARNT)
+    generations.zygotes.note_imports(LEARNT)
     second = await generations.follower()
-    generations.zygotes.hear(Imported(("late",), (DEAR,)))
+    generations.zygotes.note_imports(Imported(("late",), (DEAR,)))
     await generations.settle()
     assert len(generations.made) == 2
     second.become_ready()
@@ -356,7 +356,7 @@ async def test_module_learnt_during_a_start_makes_another_generation(
 async def test_generation_spoilt_by_a_module_is_repeated_without_it(
     generations: Generations, caplog: pytest.LogCaptureFixture
 ) -> None:
-    generations.zygotes.hear(Imported(("bad", "good"), (DEAR, DEAR)))
+    generations.zygotes.note_imports(Imported(("bad", "good"), (DEAR, DEAR)))
     follower = await generations.follower()
     follower.die(0, Unfit("bad", "it left 1 threads running", False))
     assert generations.current == 0
@@ -369,12 +369,12 @@ async def test_generation_spoilt_by_a_module_is_repeated_without_it(
 async def test_new_modules_of_a_generation_that_dies_are_left_out(
     generations: Generations, caplog: pytest.LogCaptureFixture
 ) -> None:
-    generations.zygotes.hear(LEARNT)
+    generations.zygotes.note_imports(LEARNT)
     (await generations.follower()).die(-11)
     assert generations.zygotes.learning.left_out == {
         "slow": "the zygote that imported it ended with status -11"
     }
-    assert "status -11 while it imported; the one before serves on" in caplog.text
+    assert "status -11 while it imported; the previous zygote goes on" in caplog.text
     await generations.settle()
     assert (generations.current, len(generations.made)) == (0, 2)
 
@@ -382,7 +382,7 @@ async def test_new_modules_of_a_generation_that_dies_are_left_out(
 async def test_zygote_that_dies_is_replaced_with_proven_modules_only(
     generations: Generations,
 ) -> None:
-    generations.zygotes.hear(LEARNT)
+    generations.zygotes.note_imports(LEARNT)
     (await generations.follower()).become_ready()
     generations.last.die()
     follower = await generations.follower(3)
@@ -462,7 +462,7 @@ async def test_first_zygote_is_tried_again_if_resources_were_short(number: int) 
 async def test_new_generation_serves_if_the_old_one_is_dead(
     generations: Generations,
 ) -> None:
-    generations.zygotes.hear(LEARNT)
+    generations.zygotes.note_imports(LEARNT)
     follower = await generations.follower()
     for _ in range(INTENSITY + 1):
         generations.zygotes.current.die()
@@ -514,14 +514,14 @@ async def test_first_zygote_that_fails_is_an_error(
 
 
 async def test_no_generation_starts_after_the_end(generations: Generations) -> None:
-    generations.zygotes.hear(LEARNT)
+    generations.zygotes.note_imports(LEARNT)
     follower = await generations.follower()
-    generations.zygotes.hear(Imported(("late",), (DEAR,)))
+    generations.zygotes.note_imports(Imported(("late",), (DEAR,)))
     generations.zygotes.end()
     assert follower.calls == ["start", "end"]
     follower.die()
     generations.made[0].die()
-    generations.zygotes.hear(Imported(("later",), (DEAR,)))
+    generations.zygotes.note_imports(Imported(("later",), (DEAR,)))
     await generations.settle()
     assert len(generations.made) == 2
     assert repr(generations.zygotes).startswith("<ZygoteGenerations <")
