@@ -1,4 +1,4 @@
-"""What a worker has, inside the process of the tests, and the driver's end of it."""
+"""Parts of a worker in the process of the tests, and the driver's connection."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from aiogpu.worker.zygote.preload import Imports
 
 
 class DriverEnd:
-    """Listens where the child's end connects; speaks in messages."""
+    """The driver's end of a connection; listens, and sends and reads messages."""
 
     def __init__(self, directory: str) -> None:
         self.directory = directory
@@ -40,13 +40,13 @@ class DriverEnd:
         return f"{self.directory}/node.sock"
 
     def accept(self) -> Message:
-        """Take the one connection; give its greeting."""
+        """Accept the connection and return its greeting."""
         self.socket, _ = self._listener.accept()
         self.socket.settimeout(60)
         return self.next()
 
     def next(self) -> Message:
-        """The next message; EOFError when none will come."""
+        """Return the next message; EOFError if the connection is closed."""
         assert self.socket is not None
         while not self._messages:
             data = self.socket.recv(1 << 16)
@@ -54,15 +54,6 @@ class DriverEnd:
                 raise EOFError
             self._messages += self._reader.feed(data)
         return self._messages.pop(0)
-
-    def rest(self) -> list[Message]:
-        """All messages until the other end closes."""
-        found = []
-        try:
-            while True:
-                found.append(self.next())
-        except EOFError:
-            return found
 
     def send(self, *messages: Message) -> None:
         assert self.socket is not None
@@ -73,7 +64,7 @@ class DriverEnd:
         self.socket.close()
 
     def close_listener(self) -> None:
-        """Who comes now is refused."""
+        """Refuse connections from now on."""
         self._listener.close()
 
     def close(self) -> None:
@@ -93,7 +84,7 @@ def page() -> Iterator[ControlPage]:
 
 @pytest.fixture
 def interrupts(page: ControlPage) -> Iterator[Interrupts]:
-    """Those of slot 3, handling SIGINT while the test runs."""
+    """The interrupts of slot 3, which handle SIGINT while the test runs."""
     before = signal.getsignal(signal.SIGINT)
     interrupts = Interrupts(page)
     interrupts.attend(3)
@@ -112,7 +103,7 @@ def driver(runtime_directory: Path) -> Iterator[DriverEnd]:
 
 @pytest.fixture
 def channel(driver: DriverEnd, interrupts: Interrupts) -> Iterator[Channel]:
-    """A worker's channel; `driver` has accepted it."""
+    """A worker's channel to `driver`."""
     channel = Channel(interrupts)
     channel.connect(driver.path, 5)
     driver.accept()
@@ -122,7 +113,7 @@ def channel(driver: DriverEnd, interrupts: Interrupts) -> Iterator[Channel]:
 
 @pytest.fixture
 def executor(channel: Channel, interrupts: Interrupts) -> Iterator[Executor]:
-    """A worker's executor, which leaves the threads of libraries alone."""
+    """A worker's executor, which does not change the threads of libraries."""
     executor = Executor(
         channel, interrupts, Unmoved(), Imports(), Stdio(channel), TaskClient(channel)
     )
@@ -132,19 +123,15 @@ def executor(channel: Channel, interrupts: Interrupts) -> Iterator[Executor]:
 
 
 class Unmoved(Threads):
-    """Notes how many CPUs it was to adapt to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.adapted: list[float] = []
+    """The thread settings of libraries, which stay unchanged."""
 
     def adapt(self, cpus: float) -> None:
-        self.adapted.append(cpus)
+        """Change nothing."""
 
 
 @pytest.fixture
 def context() -> Iterator[Context]:
-    """The context of this process, as it was before afterwards."""
+    """The context of this process, which is restored after the test."""
     before = {name: getattr(current, name) for name in Context.__slots__}
     yield current
     for name, value in before.items():

@@ -1,10 +1,9 @@
-"""Actors in a worker: threads that read for each other, and an async actor's waits."""
+"""Actors in a worker: threads that share a connection, streams, and polling."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from itertools import repeat
 from typing import Any
 
 import pytest
@@ -50,10 +49,15 @@ def children(channel: Channel, executor: Executor) -> Iterator[TaskClient]:
     current.client = None
 
 
-def test_a_call_that_a_method_has_read_is_begun(
+def serve(executor: Executor, instance: object, threads: int = 1) -> None:
+    creation = Create(0, 0, b"", 0, THREADED, {DEFAULT_GROUP: threads}, {})
+    ThreadedActor(executor, instance, creation).serve()
+
+
+def test_call_that_another_method_reads_is_started(
     driver: DriverEnd, channel: Channel, executor: Executor, children: TaskClient
 ) -> None:
-    """The kernel lets a thread sleep on whose bytes another reads before it wakes."""
+    """The kernel does not wake a thread whose bytes another thread has read."""
     is_asleep, has_read = threading.Event(), threading.Event()
     wait = channel.wait
 
@@ -66,7 +70,7 @@ def test_a_call_that_a_method_has_read_is_begun(
     channel.wait = wait_for_bytes_that_a_method_reads  # type: ignore[method-assign]
     answers: list[Any] = []
 
-    def read_for_it() -> None:
+    def read_in_a_method() -> None:
         assert is_asleep.wait(60)
         driver.send(Invoke(1, "say", dump_arguments("say", (7,), {})))
         wait(None)
@@ -75,16 +79,15 @@ def test_a_call_that_a_method_has_read_is_begun(
         answers.append(driver.next())
         driver.send(Leave())
 
-    method = threading.Thread(target=read_for_it)
+    method = threading.Thread(target=read_in_a_method)
     method.start()
-    creation = Create(0, 0, b"", 0, THREADED, {DEFAULT_GROUP: 2}, {})
-    ThreadedActor(executor, Echo(), creation).serve()
+    serve(executor, Echo(), threads=2)
     method.join(60)
-    assert [type(one) for one in answers] == [Done]
+    assert [type(answer) for answer in answers] == [Done]
 
 
-class Given:
-    """Stands for a handle to actor 5."""
+class FakeHandle:
+    """A handle to actor 5."""
 
     def __init__(self, client: TaskClient) -> None:
         self._hold = client.actor(5)
@@ -98,27 +101,26 @@ class Giver:
     def __init__(self, client: TaskClient) -> None:
         self._client = client
 
-    def give(self) -> Given:
-        return Given(self._client)
+    def give(self) -> FakeHandle:
+        return FakeHandle(self._client)
 
 
-def test_a_result_holds_the_actors_whose_handles_it_has(
+def test_result_holds_the_actors_in_it_until_it_is_sent(
     driver: DriverEnd,
     channel: Channel,
     executor: Executor,
     children: TaskClient,
     page: ControlPage,
 ) -> None:
-    """Until it is sent: its own loan of them is over before, in whichever thread."""
+    """The result holds them until it is sent; the method's own loan ends earlier."""
     channel.loans = Loans("", "", page, Interrupts(page), press=bool)
     driver.send(Invoke(1, "give", dump_arguments("give", (), {})), Leave())
-    creation = Create(0, 0, b"", 0, THREADED, {DEFAULT_GROUP: 1}, {})
-    ThreadedActor(executor, Giver(children), creation).serve()
+    serve(executor, Giver(children))
     children.tell_dropped()
-    told = [driver.next() for _ in range(3)]
-    assert (told[0], told[2]) == (Hold(5), Returned((5,), (1,)))
-    assert isinstance(told[1], Done)
-    assert unpack(told[1].payload).actors == (5,)
+    hold, done, returned = (driver.next() for _ in range(3))
+    assert (hold, returned) == (Hold(5), Returned((5,), (1,)))
+    assert isinstance(done, Done)
+    assert unpack(done.payload).actors == (5,)
 
 
 class Counter:
@@ -126,36 +128,35 @@ class Counter:
         yield from range(1000)
 
 
-def test_a_stream_that_its_actors_end_stops_is_no_failure_of_its_own(
+def test_stream_is_stopped_when_its_actor_ends(
     driver: DriverEnd, channel: Channel, executor: Executor, children: TaskClient
 ) -> None:
-    told: list[Any] = []
+    messages: list[Any] = []
 
     def read_one_item() -> None:
-        told.append(driver.next())
+        messages.append(driver.next())
         driver.send(Leave())
 
     driver.send(Invoke(1, "count", dump_arguments("count", (), {}), 1))
     consumer = threading.Thread(target=read_one_item)
     consumer.start()
-    creation = Create(0, 0, b"", 0, THREADED, {DEFAULT_GROUP: 1}, {})
-    ThreadedActor(executor, Counter(), creation).serve()
+    serve(executor, Counter())
     consumer.join(60)
-    told.append(driver.next())
-    assert [type(one) for one in told] == [Items, Failed]
-    assert told[1].kind == STOPPED
+    messages.append(driver.next())
+    assert [type(message) for message in messages] == [Items, Failed]
+    assert messages[1].kind == STOPPED
 
 
 CALLS = 5
 
 
 class CountingActor(AsyncActor):
-    """Counts its glances."""
+    """An async actor that counts how often it polls."""
 
-    looks = 0
+    polls = 0
 
     def _glance(self) -> None:
-        self.looks += 1
+        self.polls += 1
         super()._glance()
 
 
@@ -164,14 +165,12 @@ class AsyncEcho:
         return word
 
 
-@pytest.fixture
-def actor(executor: Executor) -> CountingActor:
-    return CountingActor(executor, AsyncEcho())
-
-
-def play(actor: CountingActor, driver: DriverEnd) -> None:
-    """Call it one at a time, then have it leave."""
-
+def test_async_actor_polls_while_calls_come_quickly(
+    executor: Executor,
+    channel: Channel,
+    driver: DriverEnd,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def call() -> None:
         for number in range(1, CALLS + 1):
             payload = dump_arguments("say", (number,), {})
@@ -181,27 +180,12 @@ def play(actor: CountingActor, driver: DriverEnd) -> None:
             answers.append(answer.task)
         driver.send(Leave())
 
-    answers: list[int] = []
+    channel.may_stay_awake = True
+    monkeypatch.setattr("aiogpu.worker.async_actor.perf_counter", lambda: 0.0)
+    actor, answers = CountingActor(executor, AsyncEcho()), list[int]()
     caller = threading.Thread(target=call)
     caller.start()
     actor.serve()
     caller.join(60)
     assert answers == [*range(1, CALLS + 1)]
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
-    def set_clock(ticks: Iterator[float]) -> None:
-        path = "aiogpu.worker.async_actor.perf_counter"
-        monkeypatch.setattr(path, lambda: next(ticks))
-
-    return set_clock
-
-
-def test_calls_in_quick_succession_find_it_polling(
-    actor: CountingActor, channel: Channel, driver: DriverEnd, clock: Any
-) -> None:
-    channel.may_stay_awake = True
-    clock(repeat(0.0))  # no wait lasts any time
-    play(actor, driver)
-    assert actor.looks >= CALLS - 1
+    assert actor.polls >= CALLS - 1

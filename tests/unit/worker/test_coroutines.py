@@ -1,4 +1,4 @@
-"""Coroutines in a worker: cancelled by message or signal, and nothing left running."""
+"""Coroutines in a worker: cancellation by message or signal, and cleanup."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def forever() -> None:
     await asyncio.Event().wait()
 
 
-def test_without_a_driver_it_is_cancelled(
+def test_coroutine_is_cancelled_when_the_driver_is_gone(
     coroutines: Coroutines, driver: DriverEnd
 ) -> None:
     driver.hang_up()
@@ -44,7 +44,7 @@ def test_without_a_driver_it_is_cancelled(
         coroutines.run(forever(), 7)
 
 
-def test_nothing_of_a_task_goes_on(coroutines: Coroutines) -> None:
+def test_subtasks_and_generators_end_with_their_task(coroutines: Coroutines) -> None:
     ended = []
 
     async def rest() -> None:
@@ -77,27 +77,27 @@ def interrupt() -> None:
 
 
 @pytest.fixture
-def asked(interrupts: Interrupts, page: ControlPage) -> Iterator[None]:
-    """Task 7 runs, and is to stop."""
+def cancelled(interrupts: Interrupts, page: ControlPage) -> Iterator[None]:
+    """Task 7 runs, and its cancellation is requested."""
     page.ask(3, 7)
     interrupts.entered = 7
     yield
     interrupts.entered = 0
 
 
-@pytest.mark.usefixtures("asked")
-@pytest.mark.parametrize("is_told", [False, True])
-def test_interrupts_of_a_loop_that_rests_are_one_cancel(
-    is_told: bool, coroutines: Coroutines, driver: DriverEnd, page: ControlPage
+@pytest.mark.usefixtures("cancelled")
+@pytest.mark.parametrize("has_message", [False, True])
+def test_interrupts_of_an_idle_loop_cancel_the_task_once(
+    has_message: bool, coroutines: Coroutines, driver: DriverEnd, page: ControlPage
 ) -> None:
     seen = []
 
     async def careful() -> None:
         loop = asyncio.get_running_loop()
-        if is_told:
+        if has_message:
             driver.send(Cancel(7))
         for _ in range(3):
-            # The handler runs in the frame that calls this, which is asyncio's.
+            # The handler runs in the calling frame, which belongs to asyncio.
             loop.call_soon(signal.raise_signal, signal.SIGINT)
         try:
             await forever()
@@ -111,14 +111,14 @@ def test_interrupts_of_a_loop_that_rests_are_one_cancel(
         coroutines.run(careful(), 7)
     assert seen == ["cleaned up"]
     assert page.heard(3) == 7
-    assert coroutines._loop is loop, "another task may have it"
+    assert coroutines._loop is loop, "the next task can use the loop"
 
 
-@pytest.mark.usefixtures("asked")
-def test_code_that_holds_the_loop_is_interrupted(
+@pytest.mark.usefixtures("cancelled")
+def test_code_that_blocks_the_loop_is_interrupted(
     coroutines: Coroutines, page: ControlPage
 ) -> None:
-    """The first time its loop is asked to cancel; it does not come to that."""
+    """The first interrupt asks the loop to cancel, which the loop cannot do."""
     heard = []
 
     def hold() -> None:
@@ -133,17 +133,16 @@ def test_code_that_holds_the_loop_is_interrupted(
 
     with pytest.raises(KeyboardInterrupt):
         coroutines.run(outer(), 7)
-    assert heard == [0], "so that the driver asks again"
+    assert heard == [0], "so the driver asks again"
 
 
-def test_an_interrupt_costs_the_loop(
-    coroutines: Coroutines, interrupts: Interrupts, page: ControlPage
+@pytest.mark.usefixtures("cancelled")
+def test_interrupt_closes_the_loop(
+    coroutines: Coroutines, interrupts: Interrupts
 ) -> None:
     async def busy() -> None:
         interrupt()
 
-    page.ask(3, 7)
-    interrupts.entered = 7
     loop = coroutines._loop
     with pytest.raises(KeyboardInterrupt):
         coroutines.run(busy(), 7)
@@ -152,14 +151,14 @@ def test_an_interrupt_costs_the_loop(
     assert coroutines.run(answer(2), 8) == 2
 
 
-def test_a_rest_that_does_not_end_is_left_behind_with_the_loop(
-    coroutines: Coroutines, interrupts: Interrupts, page: ControlPage
+@pytest.mark.usefixtures("cancelled")
+def test_subtask_that_does_not_end_is_abandoned_with_the_loop(
+    coroutines: Coroutines, interrupts: Interrupts
 ) -> None:
-    """It hears no cancel; the interrupt that follows must spare the next task."""
-    page.ask(3, 7)
+    """Its interrupt after the cancellation must not hit the next task."""
     seen = []
 
-    async def deaf() -> None:
+    async def ignore_cancellation() -> None:
         while True:
             try:
                 await forever()
@@ -168,22 +167,20 @@ def test_a_rest_that_does_not_end_is_left_behind_with_the_loop(
                 asyncio.get_running_loop().call_soon(interrupt)
 
     async def leave_behind() -> None:
-        kept.append(asyncio.create_task(deaf()))
+        kept.append(asyncio.create_task(ignore_cancellation()))
         await asyncio.sleep(0)
 
     kept: list[asyncio.Task[None]] = []
-    interrupts.entered = 7
     with pytest.raises(KeyboardInterrupt):
         coroutines.run(leave_behind(), 7)
     interrupts.entered = 0
     assert coroutines.run(answer(3), 8) == 3
     assert seen == ["cancelled"]
-    (left,) = kept
-    assert not left.done()
+    assert not kept[0].done()
 
 
 class Interrupted(Coroutines):
-    """Where the signal lands before the first step."""
+    """Coroutines that a signal interrupts before the first step."""
 
     def __init__(self) -> None: ...
 
@@ -191,12 +188,12 @@ class Interrupted(Coroutines):
         raise KeyboardInterrupt
 
 
-def test_a_stream_interrupted_before_its_first_step_leaves_no_coroutine() -> None:
+def test_stream_interrupted_before_its_first_step_leaves_no_coroutine() -> None:
     flow: Any = type("Flow", (), {"task": 1})()
     items: Any = None
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with pytest.raises(KeyboardInterrupt):
             Interrupted().send_items(items, flow)
         gc.collect()
-    assert not told
+    assert not caught

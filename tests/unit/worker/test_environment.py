@@ -1,4 +1,4 @@
-"""A worker's environment, restored after tasks, and what is used of others for it."""
+"""A worker's environment: bound to tasks, restored after them; library threads."""
 
 from __future__ import annotations
 
@@ -26,19 +26,18 @@ def own_environment(monkeypatch: pytest.MonkeyPatch, context: Context) -> None:
 
 
 @pytest.mark.usefixtures("own_environment")
-def test_what_a_task_changes_is_restored_where_it_was_bound() -> None:
+def test_bound_variables_are_restored_after_a_task() -> None:
     environ.bind(Bind({"AIOGPU_TEST_A": "bound"}, {}))
-    for change in ("changed", None):
-        if change is None:
-            del os.environ["AIOGPU_TEST_A"]
-        else:
-            os.environ["AIOGPU_TEST_A"] = os.environ["AIOGPU_TEST_B"] = change
-        environ.restore()
-        assert os.environ["AIOGPU_TEST_A"] == "bound"
-    assert os.environ["AIOGPU_TEST_B"] == "changed", "the user's own"
+    os.environ["AIOGPU_TEST_A"] = os.environ["AIOGPU_TEST_B"] = "changed"
+    environ.restore()
+    assert os.environ["AIOGPU_TEST_A"] == "bound"
+    del os.environ["AIOGPU_TEST_A"]
+    environ.restore()
+    assert os.environ["AIOGPU_TEST_A"] == "bound"
+    assert os.environ["AIOGPU_TEST_B"] == "changed", "a variable of the user"
 
 
-def test_generators_are_seeded_where_they_are_loaded(
+def test_random_generators_of_loaded_libraries_are_seeded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seeded: list[str] = []
@@ -63,7 +62,9 @@ def test_generators_are_seeded_where_they_are_loaded(
 
 
 @pytest.mark.usefixtures("own_environment")
-def test_pinning(capsys: pytest.CaptureFixture[str]) -> None:
+def test_binding_pins_the_worker_to_its_cpus(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     before = os.sched_getaffinity(0)
     first = min(before)
     try:
@@ -74,7 +75,9 @@ def test_pinning(capsys: pytest.CaptureFixture[str]) -> None:
         assert os.sched_getaffinity(0) == {first}
         assert "could not be pinned to CPUs (4095,)" in capsys.readouterr().err
         environ.bind(Bind({}, {}))
-        assert os.sched_getaffinity(0) == {first}, "nothing is said of CPUs"
+        assert os.sched_getaffinity(0) == {first}, (
+            "a binding without CPUs changes nothing"
+        )
     finally:
         os.sched_setaffinity(0, before)
 
@@ -86,26 +89,26 @@ def mask() -> Iterator[int]:
     os.umask(mask)
 
 
-def test_directory_and_mask_are_put_back(
+def test_directory_and_umask_are_restored_after_a_task(
     mask: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    called = []
-    task_state = TaskStateReset(lambda: called.append("handler"))
+    calls = []
+    task_state = TaskStateReset(lambda: calls.append("handler"))
     task_state.find()
     os.chdir("/")
     os.umask(0)
     task_state.restore()
     assert Path.cwd() == tmp_path
     assert os.umask(mask) == mask
-    assert called == ["handler"]
+    assert calls == ["handler"]
 
 
 @pytest.mark.usefixtures("mask")
-def test_one_that_has_found_nothing_moves_nothing(
+def test_reset_without_a_saved_state_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in the zygote, where tasks are rehearsed."""
+    """A zygote, which rehearses tasks, never calls `find`."""
     task_state = TaskStateReset(lambda: None)
     monkeypatch.chdir(tmp_path)
     task_state.restore()
@@ -116,11 +119,11 @@ OWN = "OMP_NUM_THREADS"
 
 
 class Library:
-    """A library as threadpoolctl shows it."""
+    """A library as threadpoolctl describes it."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, num_threads: int = 1) -> None:
         self.internal_api = self.filepath = name
-        self.num_threads = 1
+        self.num_threads = num_threads
         self.sets: list[int] = []
 
     def set_num_threads(self, count: int) -> None:
@@ -129,7 +132,7 @@ class Library:
 
 
 class Machine:
-    """The libraries that are loaded, and how often they were looked for."""
+    """The loaded libraries, and the number of scans for them."""
 
     def __init__(self) -> None:
         self.libraries: list[Library] = []
@@ -142,7 +145,7 @@ class Machine:
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch, context: Context) -> Machine:
-    """No library is loaded, no variable set, and nothing is left behind."""
+    """A process without loaded libraries and without variables for threads."""
     machine = Machine()
     monkeypatch.setattr(environ, "_found", {})
     monkeypatch.setattr(environ, "_given", set())
@@ -157,31 +160,26 @@ def machine(monkeypatch: pytest.MonkeyPatch, context: Context) -> Machine:
     return machine
 
 
-def load(monkeypatch: pytest.MonkeyPatch, name: str, module: object = None) -> None:
-    monkeypatch.setitem(sys.modules, name, module)  # type: ignore[arg-type]
-
-
-def test_a_library_that_a_task_has_imported(
+def test_library_imported_by_a_task_gets_the_number_of_threads(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads = Threads()
     threads.adapt(2.0)
-    load(monkeypatch, "numpy")
-    openblas = Library("openblas")
-    openblas.num_threads = 2
+    monkeypatch.setitem(sys.modules, "numpy", ModuleType("numpy"))
+    openblas = Library("openblas", 2)
     machine.libraries = [openblas]
     threads.adapt(3.0)
     assert (openblas.sets, machine.scans) == ([3], 1)
 
 
-def test_torch_has_a_setter_of_its_own(
+def test_torch_threads_are_set_by_torch(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sets: list[int] = []
     torch = SimpleNamespace(
         get_num_threads=lambda: sets[-1] if sets else 1, set_num_threads=sets.append
     )
-    load(monkeypatch, "torch", torch)
+    monkeypatch.setitem(sys.modules, "torch", torch)  # type: ignore[arg-type]
     threads = Threads()
     for cpus in (1.0, 2.0, 1.0):
         threads.adapt(cpus)
@@ -192,7 +190,7 @@ BLAS = "OPENBLAS_NUM_THREADS"
 
 
 @pytest.mark.parametrize(
-    ("programs", "tasks", "omp", "blas"),
+    ("program", "task", "omp", "blas"),
     [
         ({}, {}, "2", 2),
         ({}, {OWN: "5"}, "5", 5),
@@ -203,33 +201,33 @@ BLAS = "OPENBLAS_NUM_THREADS"
         ({BLAS: "3"}, {OWN: "5"}, "5", 3),
     ],
 )
-def test_variables_of_the_task_go_before_those_of_the_program(
-    programs: dict[str, str],
-    tasks: dict[str, str],
+def test_thread_variables_of_the_task_override_those_of_the_program(
+    program: dict[str, str],
+    task: dict[str, str],
     omp: str,
     blas: int,
     machine: Machine,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """From the zygote's start on, first with one CPU and then with two."""
-    for name, value in programs.items():
+    """A zygote starts with one thread; then the worker gets one CPU, then two."""
+    for name, value in program.items():
         monkeypatch.setenv(name, value)
-    load(monkeypatch, "numpy")
+    monkeypatch.setitem(sys.modules, "numpy", ModuleType("numpy"))
     openblas = Library("openblas")
     machine.libraries = [openblas]
     threads = Threads()
     threads.scan()
     threads.begin_with_one()
-    environ.bind(Bind(tasks, {}))
+    environ.bind(Bind(task, {}))
     threads.adapt(1.0)
-    given = {**programs, **tasks}
+    given = {**program, **task}
     assert os.environ[OWN] == given.get(OWN, "1")
     assert openblas.num_threads == int(given.get(BLAS, given.get(OWN, "1")))
     threads.adapt(2.0)
     assert (os.environ[OWN], openblas.num_threads) == (omp, blas)
 
 
-def test_no_import_is_noted_where_python_has_another_way(
+def test_imports_are_not_wrapped_if_python_lacks_the_hook(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(private_hooks, "_FIND", "another_way")

@@ -1,4 +1,4 @@
-"""One task, chunk or stream at a time: how it may end, and what is answered."""
+"""Execution of a task, a chunk or a stream: how it ends and what the worker answers."""
 
 from __future__ import annotations
 
@@ -51,22 +51,16 @@ class Runner:
         self.executor = executor
         self.interrupts = executor.interrupts
 
-    def define(
-        self, payload: bytes, func: int = 1, function: int = 1, retried: Retried = False
-    ) -> None:
-        resources = {"GPU": 0.5, "CPU": float(func)}
-        known = Define(
-            func, function, "train", resources, payload, dump_retried(retried)
-        )
-        self.executor.define(known)
+    def define(self, payload: bytes, retried: Retried = False) -> None:
+        resources = {"GPU": 0.5, "CPU": 1.0}
+        retried_pickle = dump_retried(retried)
+        self.executor.define(Define(1, 1, "train", resources, payload, retried_pickle))
 
-    def knows(self, function: Callable[..., object]) -> None:
+    def use(self, function: Callable[..., object]) -> None:
         self.define(dump_function("train", function))
 
-    def run(self, *args: object, func: int = 1) -> Done | Failed:
-        answer = self.executor.run(
-            Run(7, func, dump_arguments("train", args, {}), False)
-        )
+    def run(self, *args: object) -> Done | Failed:
+        answer = self.executor.run(Run(7, 1, dump_arguments("train", args, {}), False))
         assert self.interrupts.entered == 0
         return answer
 
@@ -91,8 +85,8 @@ def is_loading() -> bool:
     return current.is_loading
 
 
-class Seen:
-    """An argument that tells whether it is loading while it is unpickled."""
+class LoadingProbe:
+    """An argument that unpickles as the value of `current.is_loading`."""
 
     def __reduce__(self) -> tuple[Callable[..., object], tuple[()]]:
         return is_loading, ()
@@ -106,13 +100,13 @@ class Broken:
 
 
 @pytest.mark.usefixtures("context")
-def test_who_unpickles_arguments_is_loading_until_the_call(runner: Runner) -> None:
-    runner.knows(lambda *given: [*given, current.is_loading])
-    assert value(runner.run(Seen())) == [True, False]
+def test_arguments_are_unpickled_while_is_loading_is_set(runner: Runner) -> None:
+    runner.use(lambda *given: [*given, current.is_loading])
+    assert value(runner.run(LoadingProbe())) == [True, False]
     assert type(runner.run(Broken())) is Failed
     assert value(runner.run()) == [False]
-    parcel = Payload.of(Contents(dump_arguments("train", (Seen(),), {})))  # type: ignore[arg-type]
-    answer = runner.executor.run(Run(7, 1, parcel, False))
+    payload = Payload.of(Contents(dump_arguments("train", (LoadingProbe(),), {})))  # type: ignore[arg-type]
+    answer = runner.executor.run(Run(7, 1, payload, False))
     assert value(answer) == [True, False]
 
 
@@ -129,20 +123,24 @@ async def fresh_later() -> str:
 
 
 def no_value() -> object:
-    """Returns what cannot be pickled."""
+    """Return an object that cannot be pickled."""
     return threading.Lock()
 
 
 @pytest.mark.usefixtures("context")
-def test_a_task_that_was_cancelled_before_it_began(
+def test_task_cancelled_before_its_start_does_not_run(
     runner: Runner, page: ControlPage
 ) -> None:
     page.ask(3, 7)
-    runner.knows(fresh_object)
+    runner.use(fresh_object)
     assert runner.fail().kind == STOPPED
     assert page.heard(3) == 7
     page.ask(3, 8)
     assert value(runner.run()) == "fresh"
+
+
+def kind_of(answer: Done | Failed) -> str:
+    return answer.kind if isinstance(answer, Failed) else "done"
 
 
 @pytest.mark.usefixtures("context")
@@ -158,39 +156,38 @@ def test_a_task_that_was_cancelled_before_it_began(
         pytest.param(fresh_later, 1, marks=pytest.mark.slow),
     ],
 )
-def test_a_cancel_at_any_step_ends_the_task_and_no_more(
+def test_cancel_at_any_opcode_ends_only_the_task(
     task: Callable[[], object],
     stride: int,
     first: bool,
     runner: Runner,
     page: ControlPage,
 ) -> None:
-    """Handle the signal at each bytecode of the worker and of the task in turn."""
-    runner.knows(task)
-    ended = runner.run()  # all is loaded
-    ends = {STOPPED, ended.kind if isinstance(ended, Failed) else "done"}
-    left = 0
+    """Handle the signal at each bytecode of the worker and of the task, in turn."""
+    runner.use(task)
+    ends = {STOPPED, kind_of(runner.run())}  # this run imports all modules
+    steps_left = 0
 
     def trace(frame: FrameType, event: str, _argument: object) -> Any:
-        nonlocal left
+        nonlocal steps_left
         frame.f_trace_opcodes = True
         if event == "opcode":
-            left -= 1
-            if left == 0:
+            steps_left -= 1
+            if steps_left == 0:
                 sys.settrace(None)
                 page.ask(3, 7)
                 handler = signal.getsignal(signal.SIGINT)
                 assert callable(handler)
-                handler(signal.SIGINT, frame)  # what it raises is raised there
+                handler(signal.SIGINT, frame)  # its exception is raised in the frame
         return trace
 
     before = sys.gettrace()
-    sys.settrace(trace)  # Python 3.12 has no events of bytecodes the first time
+    sys.settrace(trace)  # Python 3.12 sends no opcode events the first time
     runner.run()
     sys.settrace(before)
-    step = left = 0
-    while left <= 0:
-        left = step = step + stride
+    step = steps_left = 0
+    while steps_left <= 0:
+        steps_left = step = step + stride
         page.ask(3, 7 if first else 0)
         page.hear(3, 0)
         sys.settrace(trace)
@@ -198,19 +195,17 @@ def test_a_cancel_at_any_step_ends_the_task_and_no_more(
             answer = runner.run()
         finally:
             sys.settrace(before)
-        end = answer.kind if isinstance(answer, Failed) else "done"
-        assert end in ({STOPPED} if first else ends), step
-        nothing = ActorReference(1, None)
-        assert not add_reference(nothing), "what is pickled next is by itself"
-    assert step > 100, "steps were traced"
+        assert kind_of(answer) in ({STOPPED} if first else ends), step
+        assert not add_reference(ActorReference(1, None)), "no pickling is open"
+    assert step > 100, "opcodes were traced"
 
 
 @pytest.mark.usefixtures("context")
-def test_whether_it_is_tried_again_is_said(runner: Runner) -> None:
+def test_failure_says_if_the_task_is_retried(runner: Runner) -> None:
     def fail(kind: type[BaseException]) -> None:
         raise kind
 
-    runner.knows(fail)
+    runner.use(fail)
     assert not runner.fail(OSError).is_retried
     runner.define(b"", retried=(OSError,))
     assert runner.fail(ConnectionError).is_retried
@@ -219,14 +214,14 @@ def test_whether_it_is_tried_again_is_said(runner: Runner) -> None:
     assert runner.fail(SystemExit).is_retried
     unreadable = runner.executor.run(Run(7, 1, b"garbage", False))
     assert isinstance(unreadable, Failed)
-    assert not unreadable.is_retried, "it would be no better the next time"
+    assert not unreadable.is_retried, "a retry would fail as well"
 
 
 TOO_LONG = bytes(9)
 
 
 class FakeChannel:
-    """Carries no payload that is `TOO_LONG`."""
+    """A channel that refuses the payload `TOO_LONG`."""
 
     def __init__(self) -> None:
         self.sent: list[Message] = []
@@ -236,19 +231,19 @@ class FakeChannel:
         self.send_all([message])
 
     def send_all(self, messages: list[Message]) -> None:
-        if any(getattr(one, "payload", None) == TOO_LONG for one in messages):
+        if any(getattr(m, "payload", None) == TOO_LONG for m in messages):
             raise SerializationError("too long")
         self.sent += messages
 
 
 class Silent:
-    """Has printed nothing."""
+    """A stdio and a client without output."""
 
     def end_lines(self) -> None: ...
 
 
 class ForkEnded(Exception):
-    """Stands for the end of the process."""
+    """Raised in place of the end of the process."""
 
 
 @pytest.fixture
@@ -259,26 +254,28 @@ def executor_on(
         raise ForkEnded
 
     def make(channel: FakeChannel) -> Executor:
-        quiet: Any = Silent()
-        paper: Any = channel
-        return Executor(paper, interrupts, Unmoved(), Imports(), quiet, quiet)
+        silent: Any = Silent()
+        fake: Any = channel
+        return Executor(fake, interrupts, Unmoved(), Imports(), silent, silent)
 
     monkeypatch.setattr(os, "_exit", end_fork)
     return make
 
 
 @pytest.mark.usefixtures("context")
-def test_it_spoils_none_of_those_that_go_with_it(
+def test_answer_that_cannot_be_sent_spoils_no_other_answer(
     executor_on: Callable[[FakeChannel], Executor],
 ) -> None:
     channel = FakeChannel()
     executor_on(channel).answer_all([Done(1, b"a"), Done(2, TOO_LONG), Done(3, b"c")])
-    kinds = [(type(one), one.task) for one in channel.sent]  # type: ignore[union-attr]
+    kinds = [(type(m), m.task) for m in channel.sent]  # type: ignore[union-attr]
     assert kinds == [(Done, 1), (Failed, 2), (Done, 3)]
 
 
 @pytest.mark.usefixtures("context")
-def test_a_fork_answers_nothing(executor_on: Callable[[FakeChannel], Executor]) -> None:
+def test_fork_of_a_worker_sends_no_answer(
+    executor_on: Callable[[FakeChannel], Executor],
+) -> None:
     channel = FakeChannel()
     channel.is_closed = True
     with pytest.raises(ForkEnded):
@@ -287,7 +284,7 @@ def test_a_fork_answers_nothing(executor_on: Callable[[FakeChannel], Executor]) 
 
 
 @pytest.mark.usefixtures("context")
-def test_a_failure_too_long_to_send_still_says_what_it_said_of_the_process(
+def test_failure_too_long_to_send_keeps_what_it_says_of_the_process(
     executor_on: Callable[[FakeChannel], Executor],
 ) -> None:
     channel = FakeChannel()
@@ -298,43 +295,34 @@ def test_a_failure_too_long_to_send_still_says_what_it_said_of_the_process(
     assert (sent.kind, sent.peak, sent.is_spoilt) == (UNSENDABLE, 7, True)
 
 
-UNLOADABLE = b"cno_such_module\nNoError\n."
-
-
-def wants(
-    retried: Retried, error: BaseException, *reported: type[BaseException]
-) -> bool:
-    return RetryRules().wants("train", dump_retried(retried), error, *reported)
-
-
-class Deceiver(type):
-    """A class of exceptions that cannot be asked for its instances."""
+class RaisingMeta(type):
+    """A class of classes for which `isinstance` raises."""
 
     def __instancecheck__(cls, _instance: object) -> bool:
         raise SystemExit("do not ask")
 
 
-class Unaskable(Exception, metaclass=Deceiver):
-    """One of them."""
+class UncheckableError(Exception, metaclass=RaisingMeta):
+    """An exception for which `isinstance` raises."""
 
 
 @pytest.mark.usefixtures("context")
 @pytest.mark.parametrize(
-    ("retried", "why"),
+    ("retried", "reason"),
     [
-        (UNLOADABLE, "ModuleNotFoundError: No module named"),
-        (dump_retried((Unaskable,)), "SystemExit: do not ask"),
+        (b"cno_such_module\nNoError\n.", "ModuleNotFoundError: No module named"),
+        (dump_retried((UncheckableError,)), "SystemExit: do not ask"),
     ],
 )
-def test_a_class_that_cannot_be_asked_is_reported_once(
-    retried: bytes, why: str, capsys: pytest.CaptureFixture[str]
+def test_retry_class_that_cannot_be_checked_is_reported_once(
+    retried: bytes, reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     retrying = RetryRules()
     for _ in range(3):
         assert not retrying.wants("train", retried, KeyError())
     reported = capsys.readouterr().err
     assert reported.count("train is never retried") == 1
-    assert why in reported
+    assert reason in reported
     retrying.forget()
     assert not retrying.wants("train", retried, KeyError())
     assert "train is never retried" in capsys.readouterr().err
@@ -368,11 +356,11 @@ KINDS: list[Any] = [
 
 
 def run(function: Any, seconds: float, *items: Any) -> ChunkOutcome:
-    found = Chunk(function)(seconds, *items)
-    if not isinstance(found, ChunkOutcome):
-        found = asyncio.run(found)
-    assert isinstance(found, ChunkOutcome)
-    return found
+    outcome = Chunk(function)(seconds, *items)
+    if not isinstance(outcome, ChunkOutcome):
+        outcome = asyncio.run(outcome)
+    assert isinstance(outcome, ChunkOutcome)
+    return outcome
 
 
 def error_in(outcome: ChunkOutcome) -> Exception:
@@ -381,19 +369,21 @@ def error_in(outcome: ChunkOutcome) -> Exception:
 
 
 @pytest.mark.parametrize("function", KINDS)
-def test_it_ends_early_after_its_seconds(
+def test_chunk_ends_early_when_its_seconds_are_over(
     function: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = iter(range(100))
     monkeypatch.setattr(chunk, "perf_counter", lambda: next(clock))
     outcome = run(function, 1.5, 1, 2, 3, 4)
-    assert outcome.values in ([2, 4], [2]), "one or two looks at the clock"
+    assert outcome.values in ([2, 4], [2]), "the clock is read once or twice"
     assert outcome.failure is None
-    assert run(function, 1e-9, 1, 2, 3).values == [2], "one item at least is run"
+    assert run(function, 1e-9, 1, 2, 3).values == [2], "at least one item runs"
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, GeneratorExit])
-def test_what_stops_the_task_is_not_the_items(kind: type[BaseException]) -> None:
+def test_exception_that_stops_a_task_stops_the_whole_chunk(
+    kind: type[BaseException],
+) -> None:
     def stop(number: int) -> None:
         raise kind
 
@@ -401,7 +391,7 @@ def test_what_stops_the_task_is_not_the_items(kind: type[BaseException]) -> None
         Chunk(stop)(0, 1, 2)
 
 
-def test_a_cancelled_coroutine_stops_the_task() -> None:
+def test_cancelled_coroutine_stops_the_whole_chunk() -> None:
     async def main() -> None:
         task = asyncio.ensure_future(Chunk(hang)(0, 1, 2))
         await asyncio.sleep(0)
@@ -423,20 +413,22 @@ def test_a_cancelled_coroutine_stops_the_task() -> None:
     ],
     ids=["a spoilt device", "no memory left"],
 )
-def test_an_error_of_the_device_fails_the_whole_task(
+def test_device_error_fails_the_whole_chunk(
     text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def use(number: int) -> None:
         raise RuntimeError(text)
 
-    assert str(error_in(run(use, 0, 1))) == text, "no device here"
+    assert str(error_in(run(use, 0, 1))) == text, "the process has no device"
     monkeypatch.setattr(current, "accelerators", {"GPU": (0,)})
     with pytest.raises(RuntimeError, match="CUDA"):
         Chunk(use)(0, 1)
-    assert type(error_in(run(double, 0, -1))) is ValueError, "others are the items'"
+    assert type(error_in(run(double, 0, -1))) is ValueError, (
+        "other errors belong to their items"
+    )
 
 
-def test_a_stream_in_a_thread_waits_for_the_thread_that_reads() -> None:
+def test_stream_in_a_thread_waits_for_its_reader() -> None:
     sent: SimpleQueue[Any] = SimpleQueue()
     window = ThreadWindow(StreamSender(sent.put, 7, limit=1, skip=0))
     yielded: list[int] = []

@@ -1,4 +1,4 @@
-"""GPU memory in a worker: PyTorch's limit, running out of it, spoilt devices."""
+"""GPU memory in a worker: PyTorch's limit, out-of-memory errors, spoilt devices."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def set_per_process_memory_fraction(fraction, index):
 
 @pytest.fixture
 def torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The file of a small `torch.cuda`, ready to be imported."""
+    """The file of a small `torch.cuda` that can be imported."""
     finders = list(sys.meta_path)
     for name in [name for name in sys.modules if name.partition(".")[0] == "torch"]:
         monkeypatch.delitem(sys.modules, name)
@@ -77,7 +77,7 @@ def is_watched() -> bool:
 
 
 @pytest.mark.usefixtures("torch")
-def test_what_imports_are_noted_and_what_threads_import() -> None:
+def test_limit_is_set_once_when_threads_import_torch_together() -> None:
     imports = Imports()
     bootstrap: Any = importlib._bootstrap  # type: ignore[attr-defined]
     before = bootstrap._find_and_load
@@ -95,15 +95,15 @@ def test_what_imports_are_noted_and_what_threads_import() -> None:
 
 
 @pytest.mark.usefixtures("torch")
-def test_one_loader_may_serve_many_modules(
+def test_limit_works_with_a_loader_of_many_modules(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As that of a zip file does."""
+    """The loader of a zip file does."""
     (tmp_path / "beside_torch.py").write_text("value = 7\n")
     monkeypatch.delitem(sys.modules, "beside_torch", raising=False)
 
-    class One:
-        """Finds both, and loads them."""
+    class SharedLoader:
+        """The finder and loader of both modules."""
 
         def find_spec(self, name: str, *_: object) -> ModuleSpec | None:
             if name not in ("torch.cuda", "beside_torch"):
@@ -117,10 +117,10 @@ def test_one_loader_may_serve_many_modules(
             name = {"torch.cuda": "torch/cuda.py"}.get(module.__name__)
             exec((tmp_path / (name or "beside_torch.py")).read_text(), vars(module))
 
-    sys.meta_path.insert(0, One())
+    sys.meta_path.insert(0, SharedLoader())
     limit_torch((40 * GIB, 0))
     watching = sys.meta_path[0]
-    for _ in range(2):  # as those do who only ask whether it is there
+    for _ in range(2):  # libraries check for torch without an import
         assert watching.find_spec("torch.cuda", None) is not None
     assert importlib.import_module("beside_torch").value == 7
     assert is_watched()
@@ -130,7 +130,7 @@ def test_one_loader_may_serve_many_modules(
     assert capsys.readouterr().err == ""
 
 
-def test_an_import_that_fails_is_the_users_and_the_next_one_counts(torch: Path) -> None:
+def test_limit_is_set_by_the_import_after_a_failed_one(torch: Path) -> None:
     torch.write_text("raise OSError('no driver')\n")
     limit_torch((40 * GIB,))
     with pytest.raises(OSError, match="no driver"):
@@ -141,7 +141,7 @@ def test_an_import_that_fails_is_the_users_and_the_next_one_counts(torch: Path) 
     assert not is_watched()
 
 
-def test_a_torch_that_takes_no_such_call_is_not_limited(
+def test_torch_without_lazy_calls_is_reported_as_unlimited(
     capsys: pytest.CaptureFixture[str], torch: Path
 ) -> None:
     torch.write_text("def is_initialized():\n    return False\n")
@@ -152,7 +152,7 @@ def test_a_torch_that_takes_no_such_call_is_not_limited(
     assert "_lazy_call" in line
 
 
-def test_a_loader_that_cannot_be_listened_to(
+def test_loader_that_cannot_be_wrapped_is_reported(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     Watching(print)._listen(object())
@@ -164,7 +164,7 @@ def test_a_loader_that_cannot_be_listened_to(
 
 
 @pytest.mark.usefixtures("torch")
-def test_where_all_gpus_are_seen_its_own_are_limited(context: Context) -> None:
+def test_worker_that_sees_all_gpus_limits_only_its_own(context: Context) -> None:
     context.accelerators = {"GPU": (1,)}
     cuda = load()
     limit_torch((40 * GIB,))
@@ -173,10 +173,10 @@ def test_where_all_gpus_are_seen_its_own_are_limited(context: Context) -> None:
     context.accelerators = {"GPU": ("GPU-abc",)}
     cuda.fractions.clear()
     limit_torch((20 * GIB,))
-    assert cuda.fractions == {}, "nobody knows which it is"
+    assert cuda.fractions == {}, "the index of this GPU is unknown"
 
 
-def named(module: str, name: str, base: type[Exception] = RuntimeError) -> type:
+def error_class(module: str, name: str, base: type[Exception] = RuntimeError) -> type:
     return type(name, (base,), {"__module__": module})
 
 
@@ -184,13 +184,11 @@ NO_MEMORY = (
     "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of "
     "79.15 GiB of which 10.11 GiB is free."
 )
-XLA = named("jaxlib.xla_extension", "XlaRuntimeError")
-TF = named("tensorflow.python.framework.errors_impl", "ResourceExhaustedError")
-CUPY = named("cupy_backends.cuda.api.runtime", "CUDARuntimeError")
+TF = error_class("tensorflow.python.framework.errors_impl", "ResourceExhaustedError")
 
 
 class Mute(Exception):
-    """Says nothing."""
+    """An exception without a text."""
 
     def __str__(self) -> str:
         raise RuntimeError("no text")
@@ -200,33 +198,41 @@ class Mute(Exception):
     "error",
     [
         RuntimeError(NO_MEMORY),
-        named("torch", "OutOfMemoryError")("whatever it says"),
+        error_class("torch", "OutOfMemoryError")("whatever it says"),
         RuntimeError("HIP out of memory. Tried to allocate 2.00 GiB"),
-        named("torch", "AcceleratorError")("CUDA error: out of memory\nCUDA kernel"),
+        error_class("torch", "AcceleratorError")(
+            "CUDA error: out of memory\nCUDA kernel"
+        ),
         RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublas`"),
-        named("cupy.cuda.memory", "OutOfMemoryError", MemoryError)(
+        error_class("cupy.cuda.memory", "OutOfMemoryError", MemoryError)(
             "Out of memory allocating 8,000,000,000 bytes (allocated so far: 512 b)."
         ),
-        CUPY("cudaErrorMemoryAllocation: out of memory"),
+        error_class("cupy_backends.cuda.api.runtime", "CUDARuntimeError")(
+            "cudaErrorMemoryAllocation: out of memory"
+        ),
         MemoryError(
             "std::bad_alloc: out_of_memory: CUDA error at: cuda_memory_resource.hpp:60:"
             " cudaErrorMemoryAllocation out of memory"
         ),
-        XLA("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 8000 bytes."),
+        error_class("jaxlib.xla_extension", "XlaRuntimeError")(
+            "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 8000 bytes."
+        ),
         TF(
             "OOM when allocating tensor with shape[9,9] and type float on /job:local"
             "host/replica:0/task:0/device:GPU:0 by allocator GPU_0_bfc [Op:AddV2]"
         ),
         TF("{{function_node x}} failed to allocate memory [Op:Mul]"),
-        named("numba.cuda.cudadrv.driver", "CudaAPIError")(
+        error_class("numba.cuda.cudadrv.driver", "CudaAPIError")(
             "[2] Call to cuMemAlloc results in CUDA_ERROR_OUT_OF_MEMORY"
         ),
-        named("pycuda._driver", "MemoryError")("cuMemAlloc failed: out of memory"),
+        error_class("pycuda._driver", "MemoryError")(
+            "cuMemAlloc failed: out of memory"
+        ),
         RuntimeError("[ONNXRuntimeError] : CUDA failure 2: out of memory ; GPU=0"),
         ExceptionGroup("both", [RuntimeError(NO_MEMORY), RuntimeError(NO_MEMORY)]),
     ],
 )
-def test_errors_that_mean_that_memory_ran_out(error: Exception) -> None:
+def test_out_of_memory_errors_are_recognized(error: Exception) -> None:
     assert has_run_out(error)
 
 
@@ -237,7 +243,7 @@ def test_errors_that_mean_that_memory_ran_out(error: Exception) -> None:
         MemoryError("Unable to allocate 8. GiB for an array with shape (9,)"),
         RuntimeError("DefaultCPUAllocator: can't allocate memory: Cannot allocate"),
         RuntimeError("CUDA error: an illegal memory access was encountered"),
-        named("grpc", "RpcError")("RESOURCE_EXHAUSTED: message larger than max"),
+        error_class("grpc", "RpcError")("RESOURCE_EXHAUSTED: message larger than max"),
         TF("OOM when allocating tensor on /device:CPU:0 by allocator cpu"),
         GpuOutOfMemoryError(f"child ran out of GPU memory: {NO_MEMORY}"),
         ExceptionGroup("one of two", [RuntimeError(NO_MEMORY), ValueError()]),
@@ -245,7 +251,7 @@ def test_errors_that_mean_that_memory_ran_out(error: Exception) -> None:
         Mute(),
     ],
 )
-def test_errors_that_do_not_mean_that_memory_ran_out(error: Exception) -> None:
+def test_other_errors_are_not_taken_for_out_of_memory(error: Exception) -> None:
     assert not has_run_out(error)
 
 
@@ -254,13 +260,13 @@ def raised_from(error: Exception, cause: Exception) -> Exception:
     return error
 
 
-def test_what_was_raised_in_another_process_is_not_this_ones() -> None:
+def test_out_of_memory_error_of_another_process_does_not_count() -> None:
     remote = raised_from(RuntimeError(NO_MEMORY), RemoteTraceback(NO_MEMORY))
     assert not has_run_out(remote)
     assert not has_run_out(raised_from(ValueError("no"), remote))
 
 
-def test_a_ring_of_causes_ends() -> None:
+def test_search_through_causes_is_limited() -> None:
     first, second = ValueError("a"), ValueError("b")
     first.__cause__, second.__cause__ = second, first
     assert not has_run_out(first)
@@ -280,9 +286,8 @@ def fake_cuda(*peaks: int, is_begun: bool = True) -> SimpleNamespace:
     )
 
 
-def fake_cupy(held: int) -> SimpleNamespace:
-    pool = SimpleNamespace(total_bytes=lambda: held)
-    return SimpleNamespace(get_default_memory_pool=lambda: pool)
+POOL = SimpleNamespace(total_bytes=lambda: 9)
+CUPY = SimpleNamespace(get_default_memory_pool=lambda: POOL)
 
 
 @pytest.mark.parametrize(
@@ -290,12 +295,12 @@ def fake_cupy(held: int) -> SimpleNamespace:
     [
         (None, None, 0),
         (fake_cuda(3, 7), None, 7),
-        (fake_cuda(3, 7), fake_cupy(9), 9),
+        (fake_cuda(3, 7), CUPY, 9),
         (fake_cuda(3, is_begun=False), None, 0),
         (SimpleNamespace(), SimpleNamespace(), 0),
     ],
 )
-def test_the_peak(
+def test_peak_memory_is_read_from_torch_and_cupy(
     monkeypatch: pytest.MonkeyPatch,
     cuda: SimpleNamespace | None,
     cupy: SimpleNamespace | None,
@@ -310,61 +315,52 @@ def test_the_peak(
 
 
 class CUDARuntimeError(RuntimeError):
-    """As CuPy's is called."""
+    """An exception with the name of CuPy's."""
+
+
+ILLEGAL = "an illegal memory access was encountered"
+ASYNC = """
+CUDA kernel errors might be asynchronously reported at some other API call, so the
+stacktrace below might be incorrect."""
 
 
 @pytest.mark.parametrize(
-    ("error", "name"),
+    ("name", "error"),
     [
+        ("cudaErrorIllegalAddress", RuntimeError(f"CUDA error: {ILLEGAL}{ASYNC}")),
+        ("cudaErrorAssert", RuntimeError("CUDA error: device-side assert triggered")),
         (
-            RuntimeError(
-                "CUDA error: an illegal memory access was encountered\n"
-                "CUDA kernel errors might be asynchronously reported at some other "
-                "API call, so the stacktrace below might be incorrect."
-            ),
             "cudaErrorIllegalAddress",
-        ),
-        (RuntimeError("CUDA error: device-side assert triggered"), "cudaErrorAssert"),
-        (
-            CUDARuntimeError(
-                "cudaErrorIllegalAddress: an illegal memory access was encountered"
-            ),
-            "cudaErrorIllegalAddress",
+            CUDARuntimeError(f"cudaErrorIllegalAddress: {ILLEGAL}"),
         ),
         (
+            "cudaErrorIllegalAddress",
             RuntimeError("[700] Call to cuMemcpyDtoH: CUDA_ERROR_ILLEGAL_ADDRESS"),
-            "cudaErrorIllegalAddress",
         ),
         (
-            RuntimeError("INTERNAL: CUDA error: CUDA_ERROR_LAUNCH_FAILED"),
             "cudaErrorLaunchFailure",
+            RuntimeError("INTERNAL: CUDA error: CUDA_ERROR_LAUNCH_FAILED"),
         ),
         (
-            RuntimeError("CUDA error: uncorrectable ECC error encountered"),
             "cudaErrorECCUncorrectable",
+            RuntimeError("CUDA error: uncorrectable ECC error encountered"),
         ),
-        (RuntimeError("CUDA error: out of memory"), None),
-        (RuntimeError("CUDA error: no kernel image is available"), None),
-        (RuntimeError("an illegal memory access was encountered"), None),
-        (ValueError("misaligned address"), None),
-        (Mute(), None),
+        (None, RuntimeError("CUDA error: out of memory")),
+        (None, RuntimeError("CUDA error: no kernel image is available")),
+        (None, RuntimeError(ILLEGAL)),
+        (None, ValueError("misaligned address")),
+        (None, Mute()),
     ],
 )
-def test_errors_after_which_the_device_cannot_be_used(
-    error: Exception, name: str | None
+def test_errors_that_spoil_the_device_are_recognized(
+    name: str | None, error: Exception
 ) -> None:
     assert poisoned_by(error) == name
 
 
-def test_causes_are_looked_at() -> None:
+def test_error_that_spoils_the_device_is_found_among_causes() -> None:
     deep = RuntimeError("CUDA error: device-side assert triggered")
-    try:
-        try:
-            raise deep
-        except RuntimeError as error:
-            raise ValueError("the step failed") from error
-    except ValueError as error:
-        raised = error
+    raised = raised_from(ValueError("the step failed"), deep)
     assert poisoned_by(raised) == "cudaErrorAssert"
     circle = ValueError("a")
     circle.__context__ = raised
@@ -372,7 +368,7 @@ def test_causes_are_looked_at() -> None:
     assert poisoned_by(circle) == "cudaErrorAssert"
 
 
-def test_an_exception_that_takes_no_notes_is_left_as_it_is() -> None:
+def test_exception_that_takes_no_notes_is_unchanged() -> None:
     class Stubborn(Exception):
         def add_note(self, note: str, /) -> None:
             raise TypeError(note)

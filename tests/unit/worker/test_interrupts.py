@@ -1,4 +1,4 @@
-"""The interrupt: only in the named task's user code, at no bad moment, memory kept."""
+"""Interrupts hit only the user code of the right task; memory is never lost."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import ParamSpec, TypeVar
+from typing import Any
 
 import pytest
 
@@ -34,12 +34,12 @@ from tests.unit.worker.conftest import DriverEnd
 
 
 def interrupt() -> None:
-    """Runs the handler at once, in this frame."""
+    """Run the handler immediately, in this frame."""
     signal.raise_signal(signal.SIGINT)
 
 
 def own() -> str:
-    """Stands for a frame of the worker's own."""
+    """Raise the signal in a frame that belongs to the worker."""
     signal.raise_signal(signal.SIGINT)
     return "to its end"
 
@@ -48,11 +48,17 @@ def own_around_user_code() -> None:
     interrupt()
 
 
-def test_the_named_task_is_interrupted(
-    page: ControlPage, interrupts: Interrupts
-) -> None:
+@pytest.fixture
+def cancelled(page: ControlPage, interrupts: Interrupts) -> None:
+    """Task 7 runs, and its cancellation is requested."""
     page.ask(3, 7)
     interrupts.entered = 7
+
+
+@pytest.mark.usefixtures("cancelled")
+def test_interrupt_hits_the_cancelled_task(
+    page: ControlPage, interrupts: Interrupts
+) -> None:
     assert interrupts.is_asked(7)
     with pytest.raises(KeyboardInterrupt, match="task 7 was cancelled"):
         interrupt()
@@ -63,7 +69,7 @@ def test_the_named_task_is_interrupted(
     ("asked", "entered", "slot"),
     [(7, 0, 3), (7, 8, 3), (0, 7, 3), (0, 0, 3), (7, 7, 2)],
 )
-def test_nothing_else_is(
+def test_interrupt_does_not_hit_other_tasks_and_slots(
     asked: int, entered: int, slot: int, page: ControlPage, interrupts: Interrupts
 ) -> None:
     page.ask(slot, asked)
@@ -72,19 +78,19 @@ def test_nothing_else_is(
     assert page.heard(3) == 0
 
 
-def test_own_frames_are_left_alone(page: ControlPage, interrupts: Interrupts) -> None:
+@pytest.mark.usefixtures("cancelled")
+def test_frames_of_the_worker_are_not_interrupted(
+    page: ControlPage, interrupts: Interrupts
+) -> None:
     interrupts.spare(own.__code__, own_around_user_code.__code__)
-    page.ask(3, 7)
-    interrupts.entered = 7
     assert own() == "to its end"
     assert page.heard(3) == 0, "the driver will ask again"
     with pytest.raises(KeyboardInterrupt):
         own_around_user_code()
 
 
-def test_a_shield_puts_it_off(page: ControlPage, interrupts: Interrupts) -> None:
-    page.ask(3, 7)
-    interrupts.entered = 7
+@pytest.mark.usefixtures("cancelled")
+def test_shield_delays_the_interrupt(page: ControlPage, interrupts: Interrupts) -> None:
     steps = []
 
     def shielded() -> None:
@@ -103,11 +109,8 @@ def test_a_shield_puts_it_off(page: ControlPage, interrupts: Interrupts) -> None
     assert len(steps) == 2
 
 
-def test_a_shield_in_another_keeps_it_whole(
-    page: ControlPage, interrupts: Interrupts
-) -> None:
-    page.ask(3, 7)
-    interrupts.entered = 7
+@pytest.mark.usefixtures("cancelled")
+def test_inner_shield_does_not_end_the_outer_one(interrupts: Interrupts) -> None:
     steps = []
 
     def shielded() -> None:
@@ -123,27 +126,31 @@ def test_a_shield_in_another_keeps_it_whole(
     assert not interrupts.is_shielded
 
 
-def test_a_blocked_signal_is_let_through_again(interrupts: Interrupts) -> None:
+def test_install_unblocks_the_signal(interrupts: Interrupts) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     interrupts.attend(3)
     interrupts.install()
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
-def test_a_handler_that_a_task_has_changed_is_put_back(
+def test_handler_changed_by_a_task_is_restored(
     page: ControlPage, interrupts: Interrupts
 ) -> None:
     rehearsed = Interrupts(page)
     interrupts.install()
     handler = signal.getsignal(signal.SIGINT)
     rehearsed.restore()
-    assert signal.getsignal(signal.SIGINT) is handler, "it was never installed"
+    assert signal.getsignal(signal.SIGINT) is handler, (
+        "this handler was never installed"
+    )
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     interrupts.restore()
     assert signal.getsignal(signal.SIGINT) is handler
 
 
-def test_what_was_sent_may_begin(page: ControlPage, interrupts: Interrupts) -> None:
+def test_task_that_is_not_revoked_may_start(
+    page: ControlPage, interrupts: Interrupts
+) -> None:
     page.revoke(3, 7)
     page.revoke(2, 100)
     assert interrupts.begin(7) == BEGUN
@@ -151,42 +158,37 @@ def test_what_was_sent_may_begin(page: ControlPage, interrupts: Interrupts) -> N
     assert page.begun(3) == 8
 
 
-def test_what_is_revoked_does_not_begin(
-    page: ControlPage, interrupts: Interrupts
-) -> None:
+def test_revoked_task_does_not_start(page: ControlPage, interrupts: Interrupts) -> None:
     assert interrupts.begin(5) == BEGUN
     page.revoke(3, 8)
     for number in (6, 7):
         assert interrupts.begin(number) == VOID
-    assert page.begun(3) == 5, "the driver sees that none has begun"
+    assert page.begun(3) == 5, "the driver sees that neither task started"
     assert interrupts.begin(8) == BEGUN
 
 
-@pytest.mark.parametrize("name", ["interrupt", "interrupt_under_a_shield"])
-def test_an_import_is_not_broken_off(
-    name: str,
+@pytest.mark.usefixtures("cancelled")
+@pytest.mark.parametrize("is_shielded", [False, True])
+def test_import_is_not_interrupted(
+    is_shielded: bool,
     page: ControlPage,
     interrupts: Interrupts,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Nor is one that prints, which is done under a shield."""
+    """Output, which an import may write, is sent under a shield."""
 
     def interrupt_under_a_shield() -> None:
         with interrupts.shielded():
             interrupt()
 
-    monkeypatch.setitem(sys.modules, "of_this_test", ModuleType("of_this_test"))
-    is_plain = name == "interrupt"
-    sys.modules["of_this_test"].interrupt = (  # type: ignore[attr-defined]
-        interrupt if is_plain else interrupt_under_a_shield
-    )
+    of_this_test: Any = ModuleType("of_this_test")
+    of_this_test.interrupt = interrupt_under_a_shield if is_shielded else interrupt
+    monkeypatch.setitem(sys.modules, "of_this_test", of_this_test)
     body = "import of_this_test; of_this_test.interrupt(); is_whole = True"
     (tmp_path / "module_under_interrupt.py").write_text(body)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "module_under_interrupt", raising=False)
-    page.ask(3, 7)
-    interrupts.entered = 7
     module = importlib.import_module("module_under_interrupt")
     assert module.is_whole
     assert page.heard(3) == 0, "the driver will ask again"
@@ -194,8 +196,6 @@ def test_an_import_is_not_broken_off(
         interrupt()
 
 
-P = ParamSpec("P")
-T = TypeVar("T")
 WORKER = 5
 TEXT = b"large" * 1000
 
@@ -211,20 +211,20 @@ class Node:
         self._connected: list[socket.socket] = []
 
     def accept(self) -> socket.socket:
-        """The connection that is there; whose it is has been read."""
+        """Accept the worker's connection and read its number."""
         connected, _ = self._listening.accept()
         self._connected.append(connected)
         assert int.from_bytes(connected.recv(8), "little") == WORKER
         return connected
 
     @property
-    def is_called(self) -> bool:
-        """Whether somebody has connected who was not accepted yet."""
+    def has_new_connection(self) -> bool:
+        """A connection waits to be accepted."""
         return bool(select.select([self._listening], [], [], 0)[0])
 
     def close(self) -> None:
-        for one in (*self._connected, self._listening):
-            one.close()
+        for connection in (*self._connected, self._listening):
+            connection.close()
         os.unlink(self.path)
 
 
@@ -237,14 +237,16 @@ def node(runtime_directory: Path) -> Iterator[Node]:
 
 @pytest.fixture
 def loans(
-    node: Node, page: ControlPage, interrupts: Interrupts, context: Context
+    node: Node,
+    page: ControlPage,
+    interrupts: Interrupts,
+    context: Context,
+    cancelled: None,
 ) -> Iterator[Loans]:
-    """Those of a worker whose task 7 is to stop."""
+    """The loans of a worker with task 7, whose cancellation is requested."""
     context.worker = WORKER
     page.note_left(1 << 30)
     loans = Loans(node.path, "", page, interrupts, press=bool)
-    page.ask(3, 7)
-    interrupts.entered = 7
     yield loans
     interrupts.entered = 0
     loans.close()
@@ -262,25 +264,8 @@ def large() -> PickledValue:
     return PickledValue(b"", [memoryview(TEXT)])
 
 
-def interrupting(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the signal come when one of these is about to be made."""
-    kind: Callable[[socket.socket], object] = getattr(passing, name)
-
-    def make(sock: socket.socket) -> object:
-        signal.raise_signal(signal.SIGINT)
-        return kind(sock)
-
-    monkeypatch.setattr(passing, name, make)
-
-
-def lent(loans: Loans, segment: Segment) -> Payload:
-    """What the worker makes of a payload that lies in a segment."""
-    contents = Contents().in_segment(segment.id, segment.size, [(0, len(TEXT))])
-    return loans.borrow(pack(contents))
-
-
 @pytest.mark.parametrize("name", ["DescriptorSender", "DescriptorReceiver"])
-def test_a_worker_connects_once(
+def test_worker_connects_once_if_it_is_interrupted(
     name: str,
     node: Node,
     loans: Loans,
@@ -288,28 +273,41 @@ def test_a_worker_connects_once(
     monkeypatch: pytest.MonkeyPatch,
     interrupts: Interrupts,
 ) -> None:
-    """A second time it would be turned away, and the next task would have no value."""
-    interrupting(name, monkeypatch)
+    """A second connection would be refused, and the next task would get no value."""
+    kind: Callable[[socket.socket], object] = getattr(passing, name)
+
+    def interrupt_and_make(sock: socket.socket) -> object:
+        interrupt()
+        return kind(sock)
+
+    monkeypatch.setattr(passing, name, interrupt_and_make)
     with pytest.raises(KeyboardInterrupt, match="task 7"):
         loans.pack(large())
     connected = node.accept()
     interrupts.entered = 8
-    parcel, descriptor = lent(loans, segment), segment.share()
+    contents = Contents().in_segment(segment.id, segment.size, [(0, len(TEXT))])
+    payload, descriptor = loans.borrow(pack(contents)), segment.share()
     assert DescriptorSender(connected).send(segment.id, descriptor)
     os.close(descriptor)
-    opened, _ = parcel.open()
+    opened, _ = payload.open()
     assert opened == TEXT
-    assert not node.is_called
+    assert not node.has_new_connection
 
 
-def test_what_is_written_in_vain_is_given_up(
+def test_segment_of_an_interrupted_write_is_given_up(
     node: Node, loans: Loans, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before the driver has a descriptor of it: that would keep the memory."""
-    monkeypatch.setattr(Segment, "write", interrupted(Segment.write))
+    """The driver gets no descriptor, which would keep the memory."""
+    write = Segment.write
+
+    def write_and_interrupt(segment: Segment, parts: Any) -> None:
+        write(segment, parts)
+        interrupt()
+
+    monkeypatch.setattr(Segment, "write", write_and_interrupt)
     with pytest.raises(KeyboardInterrupt, match="task 7"):
         loans.pack(large())
-    assert not node.is_called
+    assert not node.has_new_connection
     monkeypatch.undo()
     loans.pack(large())
     ((_, descriptor),) = DescriptorReceiver(node.accept()).read()
@@ -317,7 +315,7 @@ def test_what_is_written_in_vain_is_given_up(
 
 
 @pytest.mark.parametrize("way", ["alone", "among several", "with others"])
-def test_what_is_sent_is_not_taken_back(
+def test_sent_payload_is_not_returned(
     way: str, loans: Loans, channel: Channel, driver: DriverEnd
 ) -> None:
     channel.loans = loans
@@ -334,7 +332,7 @@ def test_what_is_sent_is_not_taken_back(
     assert driver.next()
 
 
-def test_what_cannot_be_sent_is_taken_back(
+def test_payload_that_cannot_be_sent_is_returned(
     loans: Loans, channel: Channel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     channel.loans = loans
@@ -344,49 +342,40 @@ def test_what_cannot_be_sent_is_taken_back(
     monkeypatch.setattr(frames.encode, "__defaults__", (8,))
     with pytest.raises(SerializationError, match="limit of 8"):
         channel.send(Done(7, payload))
-    assert loans.tell() is None, "it may be sent in another way"
+    assert loans.tell() is None, "the payload may be sent in another way"
     del payload
     gc.collect()
     assert loans.tell() == Returned((number,), (1,))
     assert loans.tell() is None
 
 
-def interrupted(work: Callable[P, T]) -> Callable[P, T]:
-    def do(*args: P.args, **kwargs: P.kwargs) -> T:
-        done = work(*args, **kwargs)
-        signal.raise_signal(signal.SIGINT)
-        return done
-
-    return do
-
-
 @pytest.mark.parametrize("kind", ["Loan", "Written", "finalized"])
-def test_what_is_dropped_is_returned_whatever_comes_meanwhile(
+def test_dropped_loan_is_returned_during_an_interrupt(
     kind: str, loans: Loans, page: ControlPage
 ) -> None:
-    """An interrupt would be lost there, and what goes would never be given back."""
-    loans.on_over = interrupting_once = Once()
+    """An interrupt in a finalizer would be lost, and the loan would not be returned."""
+    loans.on_over = interrupter = Interrupter()
     if kind == "Loan":
-        held: object = loans.own(-9)
+        value: object = loans.own(-9)
     elif kind == "Written":
-        held = loans.pack(large())
+        value = loans.pack(large())
     else:
-        held = Once()
-        weakref.finalize(held, loans.end, -9, 1)
-    del held
+        value = Interrupter()
+        weakref.finalize(value, loans.end, -9, 1)
+    del value
     gc.collect()
-    assert interrupting_once.is_done
+    assert interrupter.is_called
     assert page.heard(3) == 0, "the driver will ask again"
     assert loans.tell() is not None
     with pytest.raises(KeyboardInterrupt, match="task 7"):
-        signal.raise_signal(signal.SIGINT)
+        interrupt()
 
 
-class Once:
-    """Has the signal come where it is called."""
+class Interrupter:
+    """A callable that raises the signal."""
 
-    is_done = False
+    is_called = False
 
     def __call__(self) -> None:
-        self.is_done = True
-        signal.raise_signal(signal.SIGINT)
+        self.is_called = True
+        interrupt()

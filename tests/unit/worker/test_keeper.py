@@ -1,4 +1,4 @@
-"""A keeper with a driver of the test: its watch, its worker, and all that it left."""
+"""A keeper with a fake driver: its worker, orphaned processes, and its own end."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ KEEPER = """
 
 
 class Slot:
-    """A keeper's surroundings: its pipes, its driver, the process that it watches."""
+    """A slot with its keeper, its pipes, its driver, and the watched process."""
 
     def __init__(self, driver: DriverEnd) -> None:
         self.driver = driver
@@ -69,7 +69,7 @@ class Slot:
         self.greeting = driver.accept()
 
     def run(self, worker: int) -> int:
-        """Have it forked and wait until it runs; gives its process id."""
+        """Fork a worker and wait until it runs; return its process id."""
         self.driver.send(Fork(worker))
         forked = self.driver.next()
         assert isinstance(forked, Forked)
@@ -80,8 +80,8 @@ class Slot:
         return forked.pid
 
     def family(self) -> set[int]:
-        """All processes that have the keeper's pipes open."""
-        found = set()
+        """Return the processes that have the keeper's pipes open."""
+        family = set()
         for name in filter(str.isdigit, os.listdir("/proc")):
             try:
                 links = {
@@ -91,10 +91,10 @@ class Slot:
             except OSError:
                 continue
             if links & set(self._paths):
-                found.add(int(name))
-        return found - {os.getpid()}
+                family.add(int(name))
+        return family - {os.getpid()}
 
-    def ends_well(self) -> None:
+    def assert_clean_end(self) -> None:
         out, err = self.keeper.communicate(timeout=60)
         assert (self.keeper.returncode, out, err) == (0, "", "")
         assert self.family() == set()
@@ -109,41 +109,43 @@ class Slot:
 
 @pytest.fixture
 def slot(runtime_directory: Path) -> Iterator[Slot]:
-    place = runtime_directory / "node"
-    place.mkdir()
-    end = DriverEnd(str(place))
+    directory = runtime_directory / "node"
+    directory.mkdir()
+    end = DriverEnd(str(directory))
     slot = Slot(end)
     yield slot
     slot.close()
     end.close()
-    shutil.rmtree(place, ignore_errors=True)
+    shutil.rmtree(directory, ignore_errors=True)
 
 
-def test_the_end_of_a_worker_is_reported_when_all_it_left_has_ended(slot: Slot) -> None:
+def test_end_of_a_worker_is_reported_after_its_orphans_ended(slot: Slot) -> None:
     assert slot.greeting == Hello(VERSION, "keeper", 4, slot.keeper.pid)
     for worker, code in ((1, 11), (9, 1), (1, 11)):
         slot.run(worker)
         assert slot.driver.next() == Ended(worker, code << 8)
         assert slot.family() == {slot.keeper.pid}
     slot.driver.send(Close())
-    slot.ends_well()
+    slot.assert_clean_end()
 
 
-def test_ending_and_interrupting_the_worker(slot: Slot) -> None:
+def test_keeper_ends_and_interrupts_only_its_worker(slot: Slot) -> None:
     slot.run(2)
     slot.driver.send(End(3), Signal(3), Fork(5), Signal(2))
-    assert slot.driver.next() == Ended(2, 55 << 8), "words about others mean nothing"
+    assert slot.driver.next() == Ended(2, 55 << 8), (
+        "orders for other workers are ignored"
+    )
     slot.run(6)
     slot.driver.send(End(6))
     assert slot.driver.next() == Ended(6, int(signal.SIGKILL))
     slot.driver.send(End(6), Signal(6))
     slot.run(7)
     slot.driver.send(Close())
-    slot.ends_well()
+    slot.assert_clean_end()
 
 
 @pytest.mark.parametrize("way", ["driver's death", "end of file", "garbage"])
-def test_whatever_ends_it_leaves_nothing(way: str, slot: Slot) -> None:
+def test_keeper_that_ends_leaves_no_processes(way: str, slot: Slot) -> None:
     slot.run(2)
     if way == "driver's death":
         slot.watched.kill()
@@ -152,19 +154,19 @@ def test_whatever_ends_it_leaves_nothing(way: str, slot: Slot) -> None:
     else:
         assert slot.driver.socket is not None
         slot.driver.socket.sendall(b"\xff" * 8)
-    slot.ends_well()
-    # Of a driver that lives it is the driver's.
+    slot.assert_clean_end()
+    # A living driver removes its directory itself.
     assert os.path.isdir(slot.driver.directory) == (way != "driver's death")
 
 
-def test_all_that_a_process_adopted_is_ended() -> None:
-    source = """
+def test_end_children_ends_all_adopted_processes() -> None:
+    run("""
     import os, signal
     from aiogpu.linux import syscalls as kernel
     from aiogpu.worker.zygote.keeper import end_children
     kernel.adopt_orphans()
     reading, writing = os.pipe()
-    # A tree three deep: each death gives the next to us.
+    # Trees of three levels: each death makes the next level our children.
     for _ in range(3):
         if os.fork() == 0:
             for depth in range(3):
@@ -178,7 +180,6 @@ def test_all_that_a_process_adopted_is_ended() -> None:
     end_children()
     assert kernel.children() == []
     os.close(writing)
-    assert os.read(reading, 1) == b"", "somebody lives"
+    assert os.read(reading, 1) == b"", "a process is left"
     end_children()
-    """
-    run(source)
+    """)

@@ -1,4 +1,4 @@
-"""The tasks that a task starts: their numbers, waits, threads and end."""
+"""The client of a task that starts tasks: declarations, waits, threads, actors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from aiogpu.client.current import Context
 from aiogpu.client.function_spec import Function, FunctionSpec
 from aiogpu.client.references import Loans
 from aiogpu.core.model.request import Request, Shape, TaskSpec
-from aiogpu.errors import NodeClosedError, TaskCancelledError
+from aiogpu.errors import NodeClosedError
 from aiogpu.memory.control_page import ControlPage
 from aiogpu.serialization.payload import unpack
 from aiogpu.serialization.references import ActorReference
@@ -33,14 +33,9 @@ from tests.unit.worker.conftest import DriverEnd
 
 
 class FakeReceiver:
-    """Notes what it is told."""
+    """A receiver that ignores its result."""
 
-    def __init__(self) -> None:
-        self.outcomes: list[object] = []
-
-    def settle(self, outcome: object) -> None:
-        is_abandoned = isinstance(outcome, TaskCancelledError)
-        self.outcomes.append("abandoned" if is_abandoned else outcome)
+    def settle(self, outcome: object) -> None: ...
 
 
 def func(number: int = 7) -> FunctionSpec:
@@ -53,28 +48,28 @@ TRAIN = func()
 
 @pytest.fixture
 def children(channel: Channel, context: Context) -> Iterator[TaskClient]:
-    """Those of task 3."""
+    """The client of task 3."""
     context.task = 3
     children = context.client = TaskClient(channel)
     yield children
     children.end_task()
 
 
-def test_sites_are_declared_anew_when_there_are_many(
+def test_functions_are_declared_again_when_there_are_too_many(
     children: TaskClient, driver: DriverEnd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("aiogpu.client.node_client.DECLARED", 2)
     for number in (1, 2, 1, 3, 1):
         children.submit(func(number), b"", FakeReceiver())
-    said = [driver.next() for _ in range(9)]
-    numbers = [one.func for one in said if isinstance(one, Declare)]
-    assert numbers == [1, 2, 3, 1], "all were forgotten with the third"
+    messages = [driver.next() for _ in range(9)]
+    numbers = [message.func for message in messages if isinstance(message, Declare)]
+    assert numbers == [1, 2, 3, 1], "the third one displaced the others"
 
 
-def test_a_wait_of_the_main_thread_may_be_bound(
+def test_wait_message_lists_bound_children_of_the_main_thread_first(
     children: TaskClient, driver: DriverEnd
 ) -> None:
-    """Its children are named first, whichever thread says what all wait for."""
+    """Its children come first, whichever thread reports the waits."""
     main = threading.get_ident()
     children.note_wait("thread", (1,), is_bound=True)
     children.note_wait(main, (2, 3), is_bound=True)
@@ -93,7 +88,7 @@ def test_a_wait_of_the_main_thread_may_be_bound(
     ]
 
 
-def test_the_tasks_loop_is_woken_by_other_readers(
+def test_loop_of_the_task_is_woken_by_another_reader(
     children: TaskClient, driver: DriverEnd
 ) -> None:
     woken: list[bool] = []
@@ -104,13 +99,13 @@ def test_the_tasks_loop_is_woken_by_other_readers(
     driver.hang_up()
     with pytest.raises(NodeClosedError):
         children.wait_until(lambda: False)
-    assert len(woken) >= 2, "also of the driver's end"
+    assert len(woken) >= 2, "the end of the driver wakes the loop too"
 
 
-def test_what_a_function_holds_is_held_by_each_of_its_calls(
+def test_call_holds_the_actors_that_its_function_refers_to(
     children: TaskClient, driver: DriverEnd, channel: Channel, page: ControlPage
 ) -> None:
-    """The parent may have let go of it before the child has begun."""
+    """The parent may drop the actor before the child starts."""
     channel.loans = Loans("", "", page, Interrupts(page), press=bool)
     actor = ActorReference(11, children.actor(11))
     closure = replace(TRAIN, function=Function(2, b"function", (actor,)))
@@ -119,24 +114,24 @@ def test_what_a_function_holds_is_held_by_each_of_its_calls(
     children.submit(closure, NO_ARGUMENTS, FakeReceiver())
     del closure
     children.submit(TRAIN, b"", FakeReceiver())
-    outcomes = [driver.next() for _ in range(4)]
-    assert [type(one) for one in outcomes[:2]] == [Declare, Submit]
-    assert isinstance(outcomes[1], Submit)
-    contents = unpack(outcomes[1].payload)
+    declare, submit, returned, _ = (driver.next() for _ in range(4))
+    assert isinstance(declare, Declare)
+    assert isinstance(submit, Submit)
+    contents = unpack(submit.payload)
     assert (contents.stream, contents.actors) == (NO_ARGUMENTS, (11,))
-    assert outcomes[2] == Returned((11,), (1,))
+    assert returned == Returned((11,), (1,))
 
 
-def test_no_actor_has_the_number_of_another_workers(
+def test_actors_of_two_workers_have_different_numbers(
     channel: Channel, driver: DriverEnd, page: ControlPage, context: Context
 ) -> None:
-    """However much the first has started before: a controller calls all day."""
+    """A worker that started a million tasks before uses other numbers too."""
     channel.loans = Loans("", "", page, Interrupts(page), press=bool)
-    made = set()
+    actor_ids = set()
     for worker, started in ((7, 1 << 20), (8, 0)):
         context.worker = worker
         context.task = 3
         client = TaskClient(channel)
         client.new_number = itertools.count(started + 1).__next__
-        made.add(client.make(TRAIN, b"").id)
-    assert len(made) == 2
+        actor_ids.add(client.make(TRAIN, b"").id)
+    assert len(actor_ids) == 2

@@ -1,4 +1,4 @@
-"""What a zygote imports: costs, edits, variables read, and whether it can fork."""
+"""Imports of a zygote: their costs, edited files, variables read, and unfit modules."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ WATCHING = """
     import sys, threading, traceback
     sys.path[:0] = sys.argv[1:3]
     from aiogpu.worker.zygote import preload as watching
-    # On a busy machine an empty module may take milliseconds.
+    # On a busy machine, an empty module may take milliseconds.
     watching.NOISE = 15_000
     imports = watching.Imports()
     assert imports.watch()
-    def found():
-        said = imports.take()
-        assert len(said.names) == len(said.microseconds)
+    def costs():
+        taken = imports.take()
+        assert len(taken.names) == len(taken.microseconds)
         assert imports.take().names == ()
         return {
-            name: cost for name, cost in zip(*said) if name.startswith(("lib", "own"))
+            name: cost for name, cost in zip(*taken) if name.startswith(("lib", "own"))
         }
     SLOW = 20_000
 """
@@ -39,8 +39,8 @@ LIBRARY += " pass\n"
 
 
 @pytest.fixture
-def places(tmp_path: Path) -> tuple[str, str]:
-    """A directory of installed packages and one of the user's own."""
+def directories(tmp_path: Path) -> tuple[str, str]:
+    """A directory of installed packages and a directory of the user's modules."""
     installed, own = tmp_path / "site-packages", tmp_path / "project"
     installed.mkdir()
     own.mkdir()
@@ -60,39 +60,39 @@ def places(tmp_path: Path) -> tuple[str, str]:
 STORIES = {
     "the topmost installed module counts": """
 import lib_a
-cost, = found().values()
+cost, = costs().values()
 print("lib_a" in sys.modules, cost >= 2 * SLOW)
 import lib_a, lib_b, lib_quick
-print(found())
+print(costs())
 """,
-    "of a user's module, what it imports": """
+    "imports of a user's module count": """
 import own_a
-print(list(found()))
+print(list(costs()))
 """,
     "a part of a package brings the package": """
 import lib_pack.part
-(name, cost), = found().items()
+(name, cost), = costs().items()
 print(name, cost >= SLOW)
 """,
-    "what a failed import has brought stays, and its traceback is as it always was": """
+    "imports of a module that fails count, and its traceback is unchanged": """
 for name in ("lib_bad", "own_bad", "no_such_module"):
     try:
         exec(f"import {name}")
     except Exception as error:
         files = [f.filename for f in traceback.extract_tb(error.__traceback__)]
         print(type(error).__name__, [file.split("/")[-1] for file in files])
-print(list(found()))
+print(list(costs()))
 """,
-    "threads import at once": """
+    "threads import at the same time": """
 def load(name):
     __import__(name)
 names = "lib_pack", "own_b"
 threads = [threading.Thread(target=load, args=(name,)) for name in names]
 for thread in threads: thread.start()
 for thread in threads: thread.join()
-print(sorted(found()))
+print(sorted(costs()))
 """,
-    "which modules are installed": """
+    "is_installed tells installed modules from others": """
 from aiogpu.worker.zygote.preload import is_installed
 import json.decoder, _struct, zipimport, lib_a, own_a, types, importlib
 for module in (json.decoder, _struct, sys, zipimport, lib_a):
@@ -102,10 +102,12 @@ for module in (own_a, odd, object()):
     assert not is_installed(module), module
 """,
 }
-"""Each in a fork of an interpreter that has imported none of it."""
+"""Each story runs in a fork of an interpreter without these modules."""
 
 
-def test_what_counts_of_an_import(places: tuple[str, str]) -> None:
+def test_costs_of_imports_are_attributed_to_installed_modules(
+    directories: tuple[str, str],
+) -> None:
     source = f"""{WATCHING}
     import os
     for name, story in {STORIES!r}.items():
@@ -117,7 +119,7 @@ def test_what_counts_of_an_import(places: tuple[str, str]) -> None:
         assert os.wait()[1] == 0, name
     """
     titles = iter(STORIES)
-    assert run(source, *places).splitlines() == [
+    assert run(source, *directories).splitlines() == [
         next(titles),
         "True True",
         "{}",
@@ -141,7 +143,7 @@ HOUR = 3600 * 10**9
 
 @pytest.fixture
 def edited_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The file of a module that is loaded, written an hour ago."""
+    """The file of a loaded module, written an hour ago."""
     path = tmp_path / "edited_module.py"
     path.touch()
     age(path, 1)
@@ -156,17 +158,17 @@ def age(path: Path, hours: float) -> None:
     os.utime(path, ns=(written, written))
 
 
-def test_an_edit_is_seen_once(edited_file: Path) -> None:
+def test_edit_of_a_file_is_reported_once(edited_file: Path) -> None:
     files = Files(time.time_ns())
     assert files.edited() == []
     age(edited_file, 0.5)
     assert files.edited() == ["edited_module"]
     assert files.edited() == []
     age(edited_file, 2)
-    assert files.edited() == ["edited_module"], "an older file is another one too"
+    assert files.edited() == ["edited_module"], "an older file counts as an edit too"
 
 
-def test_a_file_that_goes_has_not_changed(edited_file: Path) -> None:
+def test_deleted_file_counts_as_an_edit_only_when_it_is_back(edited_file: Path) -> None:
     files = Files(time.time_ns())
     edited_file.unlink()
     assert files.edited() == []
@@ -174,15 +176,13 @@ def test_a_file_that_goes_has_not_changed(edited_file: Path) -> None:
     assert files.edited() == ["edited_module"]
 
 
-def test_what_was_written_during_the_import_is_doubtful(edited_file: Path) -> None:
-    began = time.time_ns() - 2 * HOUR
-    assert "edited_module" in Files(began).edited()
+def test_file_written_during_the_import_counts_as_edited(edited_file: Path) -> None:
+    start_of_import = time.time_ns() - 2 * HOUR
+    assert "edited_module" in Files(start_of_import).edited()
 
 
-def test_our_own_modules_do_not_count(edited_file: Path) -> None:
-    module = sys.modules["edited_module"]
-    sys.modules["aiogpu.edited_module"] = module
-    del sys.modules["edited_module"]
+def test_edits_of_modules_of_aiogpu_do_not_count(edited_file: Path) -> None:
+    sys.modules["aiogpu.edited_module"] = sys.modules.pop("edited_module")
     try:
         files = Files(time.time_ns())
     finally:
@@ -207,7 +207,7 @@ def variable(monkeypatch: pytest.MonkeyPatch) -> None:
         lambda: os.environ.pop("AIOGPU_TEST_A", None),
     ],
 )
-def test_one_variable_is_read(read: Callable[[], object]) -> None:
+def test_read_of_one_variable_is_recorded(read: Callable[[], object]) -> None:
     with recorded_reads() as names:
         read()
     assert names == {"AIOGPU_TEST_A"}
@@ -227,7 +227,7 @@ def test_one_variable_is_read(read: Callable[[], object]) -> None:
         lambda: subprocess.run(["true"], env={**os.environ}, check=True),
     ],
 )
-def test_all_variables_are_copied(
+def test_copy_of_all_variables_is_not_recorded(
     read: Callable[[], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AIOGPU_TEST_B", "2")
@@ -236,7 +236,7 @@ def test_all_variables_are_copied(
     assert names == set()
 
 
-def test_one_is_read_after_all_were_listed() -> None:
+def test_read_after_a_listing_is_recorded() -> None:
     with recorded_reads() as names:
         list(os.environ)
         os.environ.get("AIOGPU_TEST_NONE")
@@ -254,7 +254,7 @@ PROBING = """
     print(fit)
     for name, reason in unfit.items():
         print(name, "|", reason)
-    assert not left, "it is the fork that leaves"
+    assert not left, "only the fork calls the function"
     assert not set(sys.argv[2:]) & set(sys.modules)
     keeper.end_children()
     try:
@@ -281,7 +281,7 @@ MODULES = {
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> str:
+def module_directory(tmp_path: Path) -> str:
     for name, source in MODULES.items():
         (tmp_path / f"{name}.py").write_text(source)
     (tmp_path / "fake_nvidia0").touch()
@@ -293,7 +293,7 @@ REASONS = {
     "exits": "its import raises SystemExit: 3",
     "no_such": "its import raises ModuleNotFoundError: No module named 'no_such'",
     "threads": "it left 1 threads running",
-    "device": "it opened {place}/fake_nvidia0",
+    "device": "it opened {directory}/fake_nvidia0",
     "hangs": "its import did not end within 0.5 s",
     "crashes": "its import was ended by SIGSEGV",
     "leaves": "its import ended the process with code 7",
@@ -301,17 +301,20 @@ REASONS = {
 }
 
 
-def test_culprits_are_named_and_the_others_are_fit(place: str) -> None:
-    out = run(PROBING, place, "good", *REASONS, "better", "spawns")
+def test_probe_names_unfit_modules_and_accepts_the_others(
+    module_directory: str,
+) -> None:
+    reasons = {n: r.format(directory=module_directory) for n, r in REASONS.items()}
+    out = run(PROBING, module_directory, "good", *REASONS, "better", "spawns")
     assert out.splitlines() == [
         "['good', 'better', 'spawns']",
-        *(f"{name} | {why.format(place=place)}" for name, why in REASONS.items()),
+        *(f"{name} | {reason}" for name, reason in reasons.items()),
         "no child is left",
     ]
 
 
-def test_the_probe_of_a_process_that_dies_dies_too(place: str) -> None:
-    """The zygote may be killed while it waits for an import that never ends."""
+def test_probe_dies_with_its_zygote(module_directory: str) -> None:
+    """A zygote may be killed while its probe imports a module that hangs."""
     source = """
     import os, sys
     sys.path.insert(0, sys.argv[1])
@@ -326,7 +329,7 @@ def test_the_probe_of_a_process_that_dies_dies_too(place: str) -> None:
     print(os.waitpid(middle, 0)[1])
     print(os.waitpid(-1, 0)[1])
     """
-    assert run(source, place) == "9\n9\n"
+    assert run(source, module_directory) == "9\n9\n"
 
 
 PRELOAD = """
@@ -341,13 +344,14 @@ PRELOAD = """
 """
 
 
-def test_imports_are_guarded_and_the_guards_are_taken_back(tmp_path: Path) -> None:
+def test_import_sees_one_thread_and_no_devices_only_while_it_lasts(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "curious.py").write_text(
         "import os\n"
         "print(os.environ['OMP_NUM_THREADS'], repr(os.environ['CUDA_VISIBLE_DEVICES']))"
     )
-    directory_path = str(tmp_path)
-    out = run(PRELOAD, directory_path, "curious", OMP_NUM_THREADS="7")
+    out = run(PRELOAD, str(tmp_path), "curious", OMP_NUM_THREADS="7")
     assert out.splitlines() == [
         "1 ''",
         "Ready(modules=('curious',), "
@@ -365,16 +369,16 @@ ZYGOTE = """
 """
 
 
-@pytest.mark.parametrize("is_there", [False, True], ids=["removed", "closed"])
-def test_a_node_that_closed_before_is_no_trouble(
-    is_there: bool, runtime_directory: Path
+@pytest.mark.parametrize("exists", [False, True], ids=["removed", "closed"])
+def test_zygote_of_a_closed_node_ends_silently(
+    exists: bool, runtime_directory: Path
 ) -> None:
-    """Its driver may live: it has told the user why already, or called exec."""
+    """Its driver may live: the user knows the error, or the driver called exec."""
     directory = runtime_directory / "node"
-    if is_there:
+    if exists:
         directory.mkdir()
         DriverEnd(str(directory)).close_listener()
     zygote = start(ZYGOTE, str(directory))
     out, err = zygote.communicate(timeout=60)
     assert (zygote.returncode, out, err) == (0, "", "")
-    assert not directory.exists(), "nobody else may remove it"
+    assert not directory.exists(), "no other process removes it"

@@ -1,4 +1,4 @@
-"""A worker's connection, and what a task prints as lines that go by it."""
+"""A worker's connection to its driver, and the lines that a task prints."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from aiogpu.worker.stdio import BURST, LONGEST, LineSender
 from tests.unit.worker.conftest import DriverEnd
 
 
-def test_the_end_of_the_driver_ends_the_connection(
+def test_end_of_the_driver_ends_the_connection(
     driver: DriverEnd, channel: Channel
 ) -> None:
     driver.send(Forget())
@@ -35,27 +35,29 @@ def test_the_end_of_the_driver_ends_the_connection(
         channel.send(Done(1, b""))
 
 
-def test_what_is_no_message_is_refused(driver: DriverEnd, channel: Channel) -> None:
+def test_message_that_a_worker_cannot_get_is_refused(
+    driver: DriverEnd, channel: Channel
+) -> None:
     driver.send(Fork(1))
     with pytest.raises(ProtocolError, match="Fork out of turn"):
         channel.next()
 
 
-def test_an_interrupt_waits_until_the_frame_is_out(
+def test_interrupt_waits_until_the_message_is_sent(
     driver: DriverEnd, channel: Channel, interrupts: Interrupts, page: ControlPage
 ) -> None:
     message = Log(7, 1, b"x" * (1 << 22))
-    heard: list[bytes] = []
+    received: list[bytes] = []
     main = threading.get_ident()
 
     def interrupt_midway() -> None:
         assert driver.socket is not None
         size = len(encode(message))
-        heard.append(driver.socket.recv(1000))
+        received.append(driver.socket.recv(1000))
         page.ask(3, 7)
         signal.pthread_kill(main, signal.SIGINT)
-        while sum(map(len, heard)) < size:
-            heard.append(driver.socket.recv(1 << 20))
+        while sum(map(len, received)) < size:
+            received.append(driver.socket.recv(1 << 20))
 
     listener = threading.Thread(target=interrupt_midway)
     listener.start()
@@ -64,11 +66,11 @@ def test_an_interrupt_waits_until_the_frame_is_out(
         channel.send(message)
     interrupts.entered = 0
     listener.join(20)
-    assert b"".join(heard) == encode(message)
+    assert b"".join(received) == encode(message)
 
 
 class FakeChannel(Channel):
-    """Keeps what is sent."""
+    """A channel that records messages."""
 
     def __init__(self) -> None:
         self.sent: list[Message] = []
@@ -81,7 +83,7 @@ class FakeChannel(Channel):
         return [message.line for message in self.sent if isinstance(message, Log)]
 
 
-def test_lines_are_sent_when_they_are_whole(context: Context) -> None:
+def test_line_is_sent_when_it_is_complete(context: Context) -> None:
     channel = FakeChannel()
     sender = LineSender(channel, 2)
     context.task = 7
@@ -94,7 +96,7 @@ def test_lines_are_sent_when_they_are_whole(context: Context) -> None:
     assert sender.partial == b""
 
 
-def test_the_end_of_a_task_ends_its_line() -> None:
+def test_end_of_a_task_ends_its_line() -> None:
     channel = FakeChannel()
     sender = LineSender(channel, 1)
     sender.end_line()
@@ -105,7 +107,7 @@ def test_the_end_of_a_task_ends_its_line() -> None:
     assert channel.lines == [b"unfinished"]
 
 
-def test_a_line_without_end_is_sent_in_pieces() -> None:
+def test_long_line_without_an_end_is_sent_in_pieces() -> None:
     channel = FakeChannel()
     sender = LineSender(channel, 1)
     sender.write(b"x" * (2 * LONGEST + 5))
@@ -113,7 +115,9 @@ def test_a_line_without_end_is_sent_in_pieces() -> None:
     sender.write(b"\n")
     assert channel.lines[2:] == [b"x" * 5]
     sender.write(b"y" * (LONGEST + 1) + b"\n")
-    assert channel.lines[3:] == [b"y" * (LONGEST + 1)], "one that has ended is whole"
+    assert channel.lines[3:] == [b"y" * (LONGEST + 1)], (
+        "a line that has ended is sent whole"
+    )
 
 
 @pytest.mark.parametrize(
@@ -127,7 +131,7 @@ def test_a_line_without_end_is_sent_in_pieces() -> None:
         ([b"a line\r\n", b"\r\n"], [b"a line"]),
     ],
 )
-def test_states_are_sent_before_their_line_has_ended(
+def test_progress_is_sent_before_its_line_has_ended(
     written: list[bytes], sent: list[bytes]
 ) -> None:
     channel = FakeChannel()
@@ -137,8 +141,8 @@ def test_states_are_sent_before_their_line_has_ended(
     assert channel.lines == sent
 
 
-def test_progress_that_goes_away_does_so_at_once() -> None:
-    """It would be shown until the next line otherwise, however many states came."""
+def test_erased_progress_is_sent_at_once() -> None:
+    """Otherwise it would stay visible until the next line."""
     channel = FakeChannel()
     sender = LineSender(channel, 2)
     for number in range(10 * BURST):
@@ -161,7 +165,7 @@ def bars_in_a_row(file: Any) -> None:
     print("done", file=file)
 
 
-def bars_below_each_other(file: Any) -> None:
+def parallel_bars(file: Any) -> None:
     bars = [tqdm(total=3, desc=f"file {n}", position=n, file=file) for n in range(3)]
     for _ in range(3):
         for bar in bars:
@@ -173,16 +177,13 @@ def bars_below_each_other(file: Any) -> None:
 @pytest.mark.parametrize(
     ("draw", "ended"),
     [
-        # The first bar is taken for one by itself until the cursor goes up.
+        # Until the cursor moves up, the first bar counts as a single bar.
         (nested_bars, ["all 0/3", "epoch 1 4/4", "all 3/3", "done"]),
         (bars_in_a_row, ["bar 0 4/4", "bar 1 4/4", "done"]),
-        (
-            bars_below_each_other,
-            ["file 0 0/3", "file 0 3/3", "file 1 3/3", "file 2 3/3"],
-        ),
+        (parallel_bars, ["file 0 0/3", *[f"file {n} 3/3" for n in range(3)]]),
     ],
 )
-def test_bars_below_each_other_are_lines_when_they_have_ended(
+def test_finished_progress_bars_become_lines(
     draw: Callable[[Any], None], ended: list[str]
 ) -> None:
     channel = FakeChannel()
@@ -191,6 +192,6 @@ def test_bars_below_each_other_are_lines_when_they_have_ended(
     draw(file)
     sender.end_line()
     lines = [line.decode() for line in channel.lines if not line.endswith(b"\r")]
-    found = [re.sub(r":.*\| (\d/\d) .*", r" \1", line) for line in lines]
-    assert found == ended
+    states = [re.sub(r":.*\| (\d/\d) .*", r" \1", line) for line in lines]
+    assert states == ended
     assert not any(b"\x1b" in line for line in channel.lines)
