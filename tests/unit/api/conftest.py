@@ -1,4 +1,4 @@
-"""Fixtures of the tests of the API: a session, actors, a worker, all of them fakes."""
+"""Fixtures for the tests of the API: a fake engine, fake actors, a fake worker."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.unit.api.fakes import (
 
 @pytest.fixture
 async def engine() -> AsyncIterator[FakeEngine]:
-    """The engine of the running loop's session, which is open."""
+    """The engine of the running loop's open session."""
     engine = FakeEngine()
     async with no_complaints():
         session = await opened(engine)
@@ -32,21 +32,21 @@ async def engine() -> AsyncIterator[FakeEngine]:
 
 @pytest.fixture
 async def actors() -> AsyncIterator[FakeActors]:
-    """Makes the actors of pools."""
+    """A factory of actors for pools."""
     async with no_complaints():
         yield FakeActors()
 
 
 @pytest.fixture
 async def complaints() -> list[str]:
-    """What asyncio tells the loop's exception handler."""
-    told: list[str] = []
+    """The errors that asyncio reports to the loop's exception handler."""
+    reports: list[str] = []
 
-    def note(_: object, what: dict[str, Any]) -> None:
-        told.append(f"{what['message']}: {what.get('exception')}")
+    def note(_: object, context: dict[str, Any]) -> None:
+        reports.append(f"{context['message']}: {context.get('exception')}")
 
     asyncio.get_running_loop().set_exception_handler(note)
-    return told
+    return reports
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Fakes that the tests of the API share: an engine, actors, a worker's channel."""
+"""Fakes for the tests of the API: an engine, actors, a worker's channel."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ UNREADABLE = b"no pickle"
 
 async def outcome(awaitable: asyncio.Future[Any]) -> Any:
     """Return the result or the error of an awaitable."""
-    (found,) = await asyncio.gather(awaitable, return_exceptions=True)
-    return found
+    (result,) = await asyncio.gather(awaitable, return_exceptions=True)
+    return result
 
 
 async def started(awaitable: Any, count: int = 10) -> asyncio.Task[Any]:
-    """Return a task that awaits, after it has gone as far as it can."""
+    """Start a task that awaits, let it run as far as it can, and return it."""
 
     async def wait() -> Any:
         return await awaitable
@@ -60,7 +60,7 @@ async def listed(results: Results[Any]) -> list[Any]:
 
 
 def function_spec(name: str = "train") -> FunctionSpec:
-    """Return a function that nobody runs."""
+    """Return a function that never runs."""
     request = Request.of({"CPU": UNIT}, {})
     return FunctionSpec(
         id=new_func_id(),
@@ -74,19 +74,18 @@ def function_spec(name: str = "train") -> FunctionSpec:
 
 @dataclass(eq=False)
 class FakeEngine:
-    """Runs nothing: the test lets it open, ends its tasks, and lets it close.
+    """An engine that runs nothing: the test opens it, ends its tasks and closes it.
 
     Attributes:
-        story: what it was asked, in order.
+        story: the requests, in order.
         calls: the arguments of each task; tasks are numbered from 1.
         max_retries: the option of each task.
-        receivers: what each task's end is reported to.
+        receivers: the receiver of each task.
         may_open: set when `open` may end.
         may_close: set when `close` may end.
-        open_error: raised by `open` in the end.
-        close_error: raised by `close` in the end.
+        open_error: raised at the end of `open`.
+        close_error: raised at the end of `close`.
         infeasible: names of tasks that are refused.
-        ended: numbers of tasks that are known no more.
     """
 
     story: list[str] = field(default_factory=list)
@@ -98,7 +97,6 @@ class FakeEngine:
     open_error: BaseException | None = None
     close_error: BaseException | None = None
     infeasible: set[str] = field(default_factory=set)
-    ended: set[int] = field(default_factory=set)
 
     waits = None
     home = "fake"
@@ -132,19 +130,6 @@ class FakeEngine:
     def cancel(self, task: int) -> None:
         self.story.append(f"cancel {task}")
 
-    async def total(self) -> dict[str, float]:
-        return {"CPU": 4.0}
-
-    async def available(self) -> dict[str, float]:
-        return {"CPU": 3.0}
-
-    async def status(self) -> str:
-        return "status"
-
-    async def why(self, task: int) -> Why | None:
-        self.story.append(f"why {task}")
-        return None if task in self.ended else Why("train", task, "running")
-
     async def close(self) -> None:
         self.story.append("close")
         await self.may_close.wait()
@@ -159,12 +144,12 @@ class FakeEngine:
         self.story.append("close_now")
 
     def after_fork(self) -> None:
-        """Report nothing of a fork."""
+        """A fork changes nothing."""
 
-    # What tests do and ask.
+    # Methods for tests.
 
     def answer(self, *tasks: int) -> None:
-        """Have tasks return their numbers."""
+        """Let tasks return their numbers."""
         for task in tasks:
             self.receivers[task].settle(dump_result(task))
 
@@ -173,11 +158,11 @@ class FakeEngine:
 
     @property
     def cancelled(self) -> list[int]:
-        return [int(each[7:]) for each in self.story if each.startswith("cancel ")]
+        return [int(step[7:]) for step in self.story if step.startswith("cancel ")]
 
 
 def opening(engine: FakeEngine) -> Session:
-    """Return the running loop's session with the engine, which begins to open."""
+    """Make a session of the running loop and start to open it."""
     session = Session(engine, asyncio.get_running_loop())  # type: ignore[arg-type]
     session.start_opening()
     return session
@@ -193,7 +178,7 @@ async def opened(engine: FakeEngine) -> Session:
 
 
 class Owner:
-    """Starts tasks that never run; notes which are cancelled."""
+    """An owner of tasks that never run; records cancellations."""
 
     state = "starting"
 
@@ -228,14 +213,14 @@ class Model:
 
 
 class FakeActor:
-    """The link to one actor, which lives, answers and dies as the test has it.
+    """The link to an actor that becomes ready, answers and dies when the test says so.
 
     Attributes:
         calls: the handles of its calls, in order.
         arguments: the method and arguments of each call.
-        story: how it was told to end.
-        cancelled: how many of its calls were cancelled.
-        most: how many such actors there is room for at once; None if unknown.
+        story: the requests to end.
+        cancelled: the number of cancelled calls.
+        most: the number of such actors that have room at once; None if unknown.
     """
 
     name = "Model"
@@ -256,9 +241,6 @@ class FakeActor:
 
     def cancel(self, _task: int) -> None:
         self.cancelled += 1
-
-    def reference(self) -> tuple[int, str, str]:
-        return self.number, self.name, ""
 
     def _handle(self, label: str) -> Handle[Any]:
         return Handle(label, self, asyncio.get_running_loop())  # type: ignore[arg-type]
@@ -304,10 +286,10 @@ class FakeActor:
             elif self._is_ready:
                 handle.settle(NONE_PAYLOAD)
 
-    # What happens to it.
+    # Events in the life of the actor.
 
     def live(self) -> None:
-        """Its constructor has returned."""
+        """Let the constructor return."""
         self._is_ready = True
         self._settle_readies()
 
@@ -315,14 +297,14 @@ class FakeActor:
         self.calls[call].settle(dump_result(value))
 
     def restart(self) -> None:
-        """Its process dies, and another takes its place."""
+        """Let the process die and another one take its place."""
         self._is_ready = False
         error = ActorDiedError("it restarts", "Model", is_restarting=True)
         for handle in self.calls:
             handle.settle(error)
 
     def die(self, why: Exception | str = "it died", is_gone: bool = False) -> None:
-        """It is dead; its process is not gone yet, unless said so."""
+        """Let the actor die; its process is gone only with `is_gone`."""
         self._death = ActorDiedError(why, "Model") if isinstance(why, str) else why
         for handle in self.calls:
             handle.settle(self._death)
@@ -331,17 +313,17 @@ class FakeActor:
             self.end()
 
     def end(self) -> None:
-        """Its process has gone."""
+        """Let the process end."""
         for handle in self._ends:
             handle.settle(NONE_PAYLOAD)
 
 
 class FakeActors:
-    """Makes actors.
+    """A factory of actors.
 
     Attributes:
-        links: to all that were made.
-        refuses: raised in place of making one.
+        links: the links to all actors.
+        refuses: raised in place of making an actor.
     """
 
     def __init__(self) -> None:
@@ -365,7 +347,7 @@ class FakeActors:
 
     @property
     def loads(self) -> list[int]:
-        """How many calls each has got."""
+        """The number of calls of each actor."""
         return [len(link.calls) for link in self.links]
 
     @property
@@ -377,9 +359,9 @@ class FakeActors:
 
 
 class FakeChannel:
-    """A worker's channel: notes what is sent, gives one message for each read.
+    """A worker's channel that records sent messages and returns one per read.
 
-    It has a pipe, which is readable as long as there is a message.
+    Its pipe is readable as long as there is a message.
     """
 
     is_main_thread = True
@@ -421,13 +403,13 @@ class FakeChannel:
 
     @property
     def waits(self) -> list[tuple[int, ...]]:
-        """What the node was told of waits."""
-        return [one.children for one in self.sent if isinstance(one, Wait)]
+        """The waits that were reported to the node."""
+        return [message.children for message in self.sent if isinstance(message, Wait)]
 
     @property
     def submitted(self) -> list[int]:
-        """The numbers of the children that were started."""
-        return [one.child for one in self.sent if isinstance(one, Submit)]
+        """The numbers of the started children."""
+        return [message.child for message in self.sent if isinstance(message, Submit)]
 
 
 def task_client_on(channel: FakeChannel) -> TaskClient:
@@ -435,7 +417,7 @@ def task_client_on(channel: FakeChannel) -> TaskClient:
 
 
 def start_children(count: int) -> list[Any]:
-    """Start tasks as a task does, which are numbered from 1."""
+    """Start tasks inside a task; they are numbered from 1."""
 
     @aiogpu.remote
     def child() -> object: ...

@@ -1,4 +1,4 @@
-"""`ActorPool`: which actor takes a call, when actors are made and end, its limits."""
+"""`ActorPool`: choice of the actor for a call, growth, deaths, and limits."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def call(pool: Any, count: int = 1) -> list[Any]:
 
 
 async def ends_of(handles: list[Any]) -> list[Any]:
-    """Return how calls have ended, each an error or a result."""
+    """Return the result or the error of each call."""
     return list(await asyncio.gather(*handles, return_exceptions=True))
 
 
 # Which actor takes a call.
 
 
-async def test_the_actor_with_the_fewest_unanswered_calls_is_next(
+async def test_call_goes_to_the_actor_with_the_fewest_unanswered_calls(
     actors: FakeActors,
 ) -> None:
     pool = await ready_pool(actors, 3)
@@ -49,12 +49,12 @@ async def test_the_actor_with_the_fewest_unanswered_calls_is_next(
     actors.links[1].answer(1, "b")
     await turns()
     call(pool, 2)
-    assert actors.loads == [2, 4, 1]  # the first of equals, once it has fewer
+    assert actors.loads == [2, 4, 1]  # among equals, the first
     assert [await handles[1], await handles[4]] == ["a", "b"]
     assert actors.links[1].arguments[0] == ("embed", "1")
 
 
-async def test_a_call_that_has_ended_in_any_way_counts_no_more(
+async def test_ended_calls_do_not_count_as_load(
     actors: FakeActors,
 ) -> None:
     pool = await ready_pool(actors, 2)
@@ -73,18 +73,18 @@ async def test_a_call_that_has_ended_in_any_way_counts_no_more(
         actors.links[0].answer()
         await turns()
         call(pool)
-    assert actors.loads == [5, 2], "of equals the first is next"
+    assert actors.loads == [5, 2], "among equals, the first is next"
 
 
 # Growing and shrinking.
 
 
-async def test_it_grows_when_all_have_enough_to_do(actors: FakeActors) -> None:
+async def test_pool_grows_when_all_actors_are_loaded(actors: FakeActors) -> None:
     pool = await ready_pool(actors, min_size=1, max_size=3, target=2)
     call(pool, 2)
     assert len(pool) == 1
     call(pool)
-    assert (len(pool), actors.loads) == (2, [3, 0])  # it is not ready yet
+    assert (len(pool), actors.loads) == (2, [3, 0])  # the new actor is not ready
     actors.live()
     await turns()
     call(pool, 3)
@@ -95,8 +95,8 @@ async def test_it_grows_when_all_have_enough_to_do(actors: FakeActors) -> None:
     assert (len(pool), actors.loads) == (3, [5, 5, 5])
 
 
-async def test_it_does_not_grow_without_need(actors: FakeActors) -> None:
-    """An actor that is being made counts, and so does one with little to do."""
+async def test_pool_does_not_grow_without_need(actors: FakeActors) -> None:
+    """Actors that start count, and so do actors with few calls."""
     pool = await ready_pool(actors, min_size=1, max_size=9, target=4)
     call(pool, 8)
     assert len(pool) == 2
@@ -111,7 +111,7 @@ async def test_it_does_not_grow_without_need(actors: FakeActors) -> None:
     assert (len(pool), others.loads) == (2, [1, 2])
 
 
-async def test_a_pool_without_actors_makes_one_for_a_call(actors: FakeActors) -> None:
+async def test_empty_pool_makes_an_actor_for_a_call(actors: FakeActors) -> None:
     pool = await ready_pool(actors, min_size=0, max_size=2)
     assert (len(pool), actors.links) == (0, [])
     (handle,) = call(pool)
@@ -121,7 +121,7 @@ async def test_a_pool_without_actors_makes_one_for_a_call(actors: FakeActors) ->
     assert await handle == "a"
 
 
-async def test_it_shrinks_when_there_is_nothing_to_do(actors: FakeActors) -> None:
+async def test_pool_shrinks_when_actors_are_idle(actors: FakeActors) -> None:
     loop, idle_after = asyncio.get_running_loop(), 0.05
 
     async def shrunk(pool: Any, size: int) -> float:
@@ -148,10 +148,10 @@ async def test_it_shrinks_when_there_is_nothing_to_do(actors: FakeActors) -> Non
 # Deaths.
 
 
-async def test_an_actor_that_dies_in_a_call_is_replaced(
+async def test_actor_that_dies_in_a_call_is_replaced(
     actors: FakeActors, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Under its number: of equals the lowest is next, also if it is the youngest."""
+    """The new actor gets its number, so it comes first among equals."""
     pool = await ready_pool(actors, 2)
     handles = call(pool, 2)
     actors.links[0].answer()
@@ -164,7 +164,7 @@ async def test_an_actor_that_dies_in_a_call_is_replaced(
     assert caplog.messages == ["a pool has lost its actor 0: it was killed"]
     assert isinstance((await ends_of(handles[2:]))[0], ActorDiedError)
     call(pool)
-    assert actors.loads == [2, 2, 0]  # it is not ready yet
+    assert actors.loads == [2, 2, 0]  # the new actor is not ready
     actors.live()
     await turns()
     assert repr(pool) == "<ActorPool of Model: 2 actors, 2 ready, 2 calls, 1 died>"
@@ -175,7 +175,7 @@ async def test_an_actor_that_dies_in_a_call_is_replaced(
     assert actors.loads == [2, 2, 1]
 
 
-async def test_an_actor_that_cannot_be_made_is_tried_again(
+async def test_replacement_that_cannot_be_made_is_tried_again(
     actors: FakeActors, caplog: pytest.LogCaptureFixture
 ) -> None:
     pool = await ready_pool(actors, 1)
@@ -196,11 +196,11 @@ async def test_an_actor_that_cannot_be_made_is_tried_again(
     assert actors.loads == [1, 1]
 
 
-# Whatever happens.
+# Random events.
 
 
 @pytest.mark.parametrize("seed", range(8))
-async def test_its_counts_are_right_whatever_happens(
+async def test_counts_are_right_after_random_events(
     actors: FakeActors, seed: int
 ) -> None:
     chance = Random(seed)
@@ -208,28 +208,27 @@ async def test_its_counts_are_right_whatever_happens(
     scheduler = pool._finalizer.scheduler
     handles: list[Any] = []
     for _ in range(300):
-        what = chance.random()
+        event = chance.random()
         link: FakeActor = chance.choice(actors.links)
-        if what < 0.5:
+        if event < 0.5:
             scheduler._not_before = 0.0
             handles += call(pool, chance.randint(1, 4))
-        elif what < 0.8 and link.calls:
+        elif event < 0.8 and link.calls:
             link.answer(chance.randrange(len(link.calls)))
-        elif what < 0.85 and handles:
+        elif event < 0.85 and handles:
             chance.choice(handles).cancel()
-        elif what < 0.9:
+        elif event < 0.9:
             link.live()
-        elif what < 0.93:
+        elif event < 0.93:
             link.die(is_gone=True)
-        elif what < 0.95:
+        elif event < 0.95:
             link.restart()
         else:
             actors.live()
         await turns(chance.randint(0, 3))
         members = scheduler._actors
-        assert [each.number for each in members] == sorted(
-            {each.number for each in members}
-        )
+        numbers = [member.number for member in members]
+        assert numbers == sorted(set(numbers))
         assert len(members) <= 5
         assert set(scheduler._takers) <= set(members)
         assert bool(scheduler._takers) == bool(members)
@@ -250,7 +249,7 @@ async def test_its_counts_are_right_whatever_happens(
 
 
 class Block:
-    """`async with ActorPool(...)` in a task, which may raise in the block."""
+    """A task with the block `async with ActorPool(...)`, which may raise."""
 
     def __init__(self, actors: FakeActors, error: Exception | None = None) -> None:
         self.pool: Any = aiogpu.ActorPool(actors.make, 2)
@@ -268,9 +267,7 @@ class Block:
 
 
 @pytest.mark.parametrize("how", ["error", "cancel", "death", "early death"])
-async def test_a_block_that_fails_kills_its_actors(
-    actors: FakeActors, how: str
-) -> None:
+async def test_block_that_fails_kills_its_actors(actors: FakeActors, how: str) -> None:
     block = Block(actors, LookupError() if how == "error" else None)
     await turns(1 if how == "early death" else 5)
     if how == "error":
@@ -291,10 +288,10 @@ async def test_a_block_that_fails_kills_its_actors(
 
 
 @pytest.mark.parametrize("rooms", [(2, 2, 2), (2, 3, 2), (None, None, None)])
-async def test_a_pool_for_which_there_is_never_room_is_closed(
+async def test_pool_without_room_for_its_actors_is_closed(
     actors: FakeActors, rooms: tuple[int | None, ...]
 ) -> None:
-    """Where its actors ask for different things, nobody can say."""
+    """If the actors need different resources, the pool cannot know its room."""
     pool = aiogpu.ActorPool(actors.make, 3)
     for link, most in zip(actors.links, rooms, strict=True):
         link.most = most
@@ -304,25 +301,25 @@ async def test_a_pool_for_which_there_is_never_room_is_closed(
         assert await ready is pool
         return
     actors.end()
-    told = "pool of 3 Model, each with half a GPU, .* room for 2 at once"
-    with pytest.raises(InfeasibleError, match=told):
+    message = "pool of 3 Model, each with half a GPU, .* room for 2 at once"
+    with pytest.raises(InfeasibleError, match=message):
         await ready
     assert actors.stories == [["kill"]] * 3
     with pytest.raises(MisuseError, match="closed"):
         call(pool)
 
 
-@pytest.mark.parametrize("is_elsewhere", [False, True])
-async def test_a_dropped_pool_ends_its_actors_after_their_calls(
-    actors: FakeActors, is_elsewhere: bool
+@pytest.mark.parametrize("in_thread", [False, True])
+async def test_dropped_pool_ends_its_actors_after_their_calls(
+    actors: FakeActors, in_thread: bool
 ) -> None:
-    """Wherever it is dropped, and not while one of its methods is kept."""
+    """In any thread, but not while a method of the pool is referenced."""
     kept: list[Any] = [await ready_pool(actors, 2)]
     embed = kept[0].embed
     gc.collect()
     gc.disable()
     try:
-        if is_elsewhere:
+        if in_thread:
             thread = threading.Thread(target=kept.clear)
             thread.start()
             thread.join()
@@ -340,11 +337,11 @@ async def test_a_dropped_pool_ends_its_actors_after_their_calls(
     assert await handle == "a"
 
 
-# What it is given, and what it looks like.
+# Arguments, repr and attributes.
 
 
 @pytest.mark.parametrize(
-    ("thing", "words"),
+    ("argument", "message"),
     [
         (Model, "was given <class .*Model'>; give it a class under @aiogpu.remote"),
         (8, "was given 8; give it a class under @aiogpu.remote"),
@@ -354,15 +351,17 @@ async def test_a_dropped_pool_ends_its_actors_after_their_calls(
         (lambda: Remote, "gave <RemoteClass .*>; it must give an actor's handle"),
     ],
 )
-async def test_what_makes_no_actors_is_refused(thing: Any, words: str) -> None:
-    with pytest.raises(MisuseError, match=words):
-        aiogpu.ActorPool(thing, 2)
-    if isinstance(thing, list):
+async def test_pool_refuses_arguments_that_make_no_actors(
+    argument: Any, message: str
+) -> None:
+    with pytest.raises(MisuseError, match=message):
+        aiogpu.ActorPool(argument, 2)
+    if isinstance(argument, list):
         with pytest.raises(MisuseError, match="give it a class under"):
-            aiogpu.ActorPool(thing)  # as Ray's pool takes them
+            aiogpu.ActorPool(argument)  # as Ray's pool takes them
 
 
-async def test_if_one_cannot_be_made_none_is_left(actors: FakeActors) -> None:
+async def test_pool_kills_its_actors_if_one_cannot_be_made(actors: FakeActors) -> None:
     with pytest.raises(OptionError, match="was not told how many"):
         aiogpu.ActorPool(actors.make)
     assert actors.links == []
@@ -377,7 +376,7 @@ async def test_if_one_cannot_be_made_none_is_left(actors: FakeActors) -> None:
     assert actors.stories == [["kill"], ["kill"]]
 
 
-async def test_it_looks_like_what_it_is(actors: FakeActors) -> None:
+async def test_pool_has_a_repr_and_helpful_attribute_errors(actors: FakeActors) -> None:
     pool: Any = aiogpu.ActorPool(actors.make, 2)
     assert repr(pool) == "<ActorPool of Model: 2 actors, 0 ready, 0 calls, 0 died>"
     assert repr(pool.embed) == "<PoolMethod Model.embed>"
@@ -388,15 +387,15 @@ async def test_it_looks_like_what_it_is(actors: FakeActors) -> None:
     assert empty
     assert aiogpu.typed(empty) is empty
     of_class: Any = aiogpu.ActorPool(Remote, min_size=0, max_size=1)
-    for look, words in (
+    for access, message in (
         (lambda: pool.embd, r"no method embd\. Did you mean embed\?"),
         (lambda: pool._secret, "_secret of Model is private"),
         (lambda: pool.__len_, "no attribute __len_"),
         (lambda: of_class.embd, "no method embd"),
-        (empty.embd.remote, "no method embd"),  # where no actor was made yet
+        (empty.embd.remote, "no method embd"),  # before the first actor
     ):
-        with pytest.raises(AttributeError, match=words):
-            look()
+        with pytest.raises(AttributeError, match=message):
+            access()
     with pytest.raises(MisuseError, match=r"await pool\.embed\.remote\(\.\.\.\)"):
         pool.embed("a")
 
@@ -410,7 +409,7 @@ def limits(**given: Any) -> PoolLimits:
 
 
 @pytest.mark.parametrize(
-    ("given", "found"),
+    ("given", "expected"),
     [
         ({"size": 4}, (4, 4, 4, 1, 60)),
         ({"min_size": 2}, (2, 2, 2, 1, 60)),
@@ -421,17 +420,15 @@ def limits(**given: Any) -> PoolLimits:
         ({"size": 0, "max_size": 3, "idle_after": 2.5}, (0, 0, 3, 1, 2.5)),
     ],
 )
-def test_limits_that_are_not_given_follow_from_the_others(
-    given: Any, found: Any
-) -> None:
-    assert limits(**given) == found
+def test_missing_limits_follow_from_the_given_ones(given: Any, expected: Any) -> None:
+    assert limits(**given) == expected
 
 
 ORDER = "must have min_size <= size <= max_size"
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("given", "message"),
     [
         ({}, r"was not told how many .* size=4, or min_size=1 and max_size=4"),
         ({"max_size": 3}, "was not told how many"),
@@ -444,15 +441,17 @@ ORDER = "must have min_size <= size <= max_size"
         ({"size": 1, "min_size": 2}, ORDER),
         ({"min_size": 3, "max_size": 2}, ORDER),
         ({"size": 1, "max_size": 2, "target": 0}, "target=0 must be a whole number"),
-        (
-            {"size": 1, "max_size": 2, "idle_after": -1},
-            "idle_after=-1 must be a number",
+        *(
+            (
+                {"size": 1, "max_size": 2, "idle_after": time},
+                f"idle_after={time} must be",
+            )
+            for time in (-1, True)
         ),
-        ({"size": 1, "max_size": 2, "idle_after": True}, "idle_after=True must be"),
         ({"size": 4, "target": 2}, "target= says when a pool grows .* always has 4"),
         ({"size": 4, "idle_after": 2}, "idle_after= says when a pool grows or shrinks"),
     ],
 )
-def test_limits_that_cannot_be_are_refused_in_words(given: Any, words: str) -> None:
-    with pytest.raises(OptionError, match=words):
+def test_impossible_limits_are_refused(given: Any, message: str) -> None:
+    with pytest.raises(OptionError, match=message):
         limits(**given)

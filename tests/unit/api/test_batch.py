@@ -1,4 +1,4 @@
-"""`@batch`: which calls come together, when they start, how they end, what is kept."""
+"""`@batch`: which calls form a batch, when batches start, and how calls end."""
 
 from __future__ import annotations
 
@@ -27,35 +27,35 @@ from tests.support.turns import no_complaints, turns
 from tests.unit.api.fakes import outcome
 
 FOREVER = 3600.0
-"""Seconds; a batch that is not full does not start in a test."""
+"""Seconds; batches that are not full never start in a test."""
 
 
 class Model:
-    """Its batches wait until the test answers them.
+    """A class with batched methods, whose batches wait for the test's answer.
 
     Attributes:
-        begun: the batches that were called, in order.
-        gates: for each of these, what its results are waited for on.
-        ended: how each has ended.
+        started: the items of each batch, in order.
+        gates: the future that each batch waits for.
+        ends: how each batch ended.
     """
 
     def __init__(self) -> None:
-        self.begun: list[list[Any]] = []
+        self.started: list[list[Any]] = []
         self.gates: list[asyncio.Future[Any]] = []
-        self.ended: list[str] = []
+        self.ends: list[str] = []
 
     async def run(self, items: list[Any]) -> Any:
         gate = asyncio.get_running_loop().create_future()
-        self.begun.append(items)
+        self.started.append(items)
         self.gates.append(gate)
-        number = len(self.ended)
-        self.ended.append("not")
+        number = len(self.ends)
+        self.ends.append("not")
         try:
             results = await gate
-            self.ended[number] = "returned"
+            self.ends[number] = "returned"
             return results
         except BaseException as error:
-            self.ended[number] = type(error).__name__
+            self.ends[number] = type(error).__name__
             raise
 
     @aiogpu.batch(max_size=3)
@@ -70,46 +70,30 @@ class Model:
     async def later(self, items: list[Any]) -> Any:
         return await self.run(items)
 
-    @aiogpu.batch(max_size=2, max_concurrency=2)
-    async def two(self, items: list[Any]) -> Any:
-        return await self.run(items)
-
     def answer(self, number: int = -1) -> None:
-        """Have a batch return its own items, each with the batch's size."""
-        items = self.begun[number]
+        """Let a batch return its items, each with the size of the batch."""
+        items = self.started[number]
         self.gates[number].set_result([(item, len(items)) for item in items])
 
     def settle(self, results: Any) -> None:
-        """Have the last batch return or raise something."""
+        """Let the last batch return or raise something."""
         gate = self.gates[-1]
         if isinstance(results, BaseException):
             gate.set_exception(results)
         else:
             gate.set_result(results)
 
-    async def began(self, count: int) -> None:
-        """Wait until so many batches have begun."""
-        while len(self.begun) < count:
+    async def until_started(self, count: int) -> None:
+        """Wait until `count` batches have started."""
+        while len(self.started) < count:
             await asyncio.sleep(0)
 
-    async def lives_on(self) -> bool:
-        """Tell whether the next batch is as if nothing had been."""
+    async def still_works(self) -> bool:
+        """Run another batch."""
         (caller,) = start(self.soon, "next")
-        await self.began(len(self.begun) + 1)
+        await self.until_started(len(self.started) + 1)
         self.answer()
         return await caller == ("next", 1)
-
-
-class Immediate:
-    """Answers without leaving the loop to others."""
-
-    def __init__(self) -> None:
-        self.batches: list[list[Any]] = []
-
-    @aiogpu.batch(max_size=3)
-    async def call(self, items: list[Any]) -> list[Any]:
-        self.batches.append(items)
-        return items
 
 
 @pytest.fixture
@@ -119,76 +103,76 @@ async def model() -> AsyncIterator[Model]:
 
 
 def start(function: Any, *items: Any) -> list[asyncio.Task[Any]]:
-    """One caller for each item."""
+    """Start one caller for each item."""
     return [asyncio.ensure_future(function(item)) for item in items]
 
 
-# Which calls come together, and when they start.
+# Which calls form a batch, and when batches start.
 
 
-async def test_a_full_batch_starts_at_once(model: Model) -> None:
-    """Its end does not make the next one due."""
+async def test_full_batch_starts_at_once(model: Model) -> None:
+    """The end of a batch does not start a batch that is not full."""
     callers = start(model.full, 1, 2)
     await turns()
-    assert model.begun == []
+    assert model.started == []
     callers += start(model.full, 3, 4)
-    await model.began(1)
+    await model.until_started(1)
     model.answer()
     assert await asyncio.gather(*callers[:3]) == [(1, 3), (2, 3), (3, 3)]
     await turns()
-    assert model.begun == [[1, 2, 3]]
+    assert model.started == [[1, 2, 3]]
     callers += start(model.full, 5, 6)
-    await model.began(2)
+    await model.until_started(2)
     model.answer()
-    assert model.begun[1] == [4, 5, 6]
+    assert model.started[1] == [4, 5, 6]
     await asyncio.gather(*callers)
 
 
-async def test_the_first_waits_for_others_and_no_longer(model: Model) -> None:
+async def test_first_call_waits_at_most_max_wait_for_others(model: Model) -> None:
     loop = asyncio.get_running_loop()
     first, *_ = start(model.later, 1)
     await turns()
     began = loop.time()
     callers = start(model.later, 2)
     await turns()
-    first.cancel()  # it is the second's arrival that counts
+    first.cancel()  # the arrival of the second call counts
     await turns()
     callers += start(model.later, 3)
-    while not model.begun:
+    while not model.started:
         await asyncio.wait(callers, timeout=0.001)
-    # A millisecond is what uvloop's clock tells.
+    # The clock of uvloop has a resolution of one millisecond.
     assert loop.time() - began >= 0.099
     model.answer()
     assert await asyncio.gather(*callers) == [(2, 2), (3, 2)]
 
 
 @pytest.mark.parametrize("is_due", [True, False])
-async def test_a_call_that_came_while_a_batch_ran_waits_its_own_time(
+async def test_call_during_a_batch_waits_its_own_max_wait(
     model: Model, is_due: bool
 ) -> None:
     loop = asyncio.get_running_loop()
     callers = start(model.later, 1, 2, 3)
-    await model.began(1)
-    came = loop.time()
+    await model.until_started(1)
+    arrived = loop.time()
     callers += start(model.later, 4)
     await asyncio.wait(callers, timeout=0.11 if is_due else 0)
-    assert model.begun == [[1, 2, 3]]
+    assert model.started == [[1, 2, 3]]
     model.answer()
     await turns()
     if is_due:
-        assert len(model.begun) == 2
-    while len(model.begun) < 2:
+        assert len(model.started) == 2
+    while len(model.started) < 2:
         await asyncio.wait(callers[3:], timeout=0.001)
-    assert loop.time() - came >= 0.099
+    assert loop.time() - arrived >= 0.099
     model.answer()
     assert await asyncio.gather(*callers) == [(1, 3), (2, 3), (3, 3), (4, 1)]
 
 
-async def test_a_full_batch_begins_before_the_last_ones_callers() -> None:
-    """What works elsewhere has the interpreter before callers are woken."""
+async def test_full_batch_starts_before_earlier_callers_wake() -> None:
+    """The next batch starts its work before the callers of the last one wake up."""
     story: list[object] = []
 
-    class Elsewhere:
+    class Service:
         @aiogpu.batch(max_size=2)
         async def call(self, items: list[int]) -> list[int]:
             story.append(items)
@@ -196,20 +180,20 @@ async def test_a_full_batch_begins_before_the_last_ones_callers() -> None:
             await turns()
             return items
 
-    elsewhere = Elsewhere()
+    service = Service()
 
     async def client(number: int) -> None:
-        await elsewhere.call(number)
+        await service.call(number)
         story.append(number)
 
     await asyncio.gather(*map(client, range(4)))
     assert story == [[0, 1], "polled", [2, 3], "polled", 0, 1, 2, 3]
 
 
-# What shares batches: one method of one instance on one loop.
+# Batches belong to one method of one instance on one loop.
 
 
-async def test_equal_instances_without_a_hash_are_told_apart() -> None:
+async def test_equal_unhashable_instances_have_separate_batches() -> None:
     class Equal:
         __slots__ = ("name",)
         __hash__ = None  # type: ignore[assignment]
@@ -225,21 +209,21 @@ async def test_equal_instances_without_a_hash_are_told_apart() -> None:
             return [f"{self.name}{items}"] * len(items)
 
     a, b = Equal("a"), Equal("b")
-    said = await asyncio.gather(a.say(1), b.say(2), a.say(3))
-    assert said == ["a[1, 3]", "b[2]", "a[1, 3]"]
+    results = await asyncio.gather(a.say(1), b.say(2), a.say(3))
+    assert results == ["a[1, 3]", "b[2]", "a[1, 3]"]
 
 
-def test_without_a_loop_it_says_so() -> None:
-    coroutine = Immediate().call(1)
-    with pytest.raises(NoLoopError, match=r"Immediate\.call .* none is running"):
+def test_call_without_a_loop_is_an_error() -> None:
+    coroutine = Model().soon(1)
+    with pytest.raises(NoLoopError, match=r"Model\.soon .* none is running"):
         coroutine.send(None)
 
 
-# How calls end: what the batch raises, and what it returns.
+# How calls end.
 
 
 @pytest.mark.parametrize(
-    ("results", "words"),
+    ("results", "message"),
     [
         (None, "returned an object of type NoneType"),
         ({1: 2}, "returned an object of type dict"),
@@ -251,23 +235,23 @@ def test_without_a_loop_it_says_so() -> None:
         ((1, 2, 3), "returned a tuple of 3"),
     ],
 )
-async def test_what_is_no_list_of_as_many_is_told_to_every_caller(
-    model: Model, results: Any, words: str
+async def test_batch_with_a_wrong_result_fails_every_caller(
+    model: Model, results: Any, message: str
 ) -> None:
     callers = start(model.soon, 1, 2)
-    await model.began(1)
+    await model.until_started(1)
     model.settle(results)
     for caller in callers:
-        with pytest.raises(MisuseError, match=words) as caught:
+        with pytest.raises(MisuseError, match=message) as caught:
             await caller
         assert str(caught.value).startswith("Model.soon was given a list of 2 and must")
-    assert await model.lives_on()
+    assert await model.still_works()
 
 
-async def test_an_exception_among_the_results_is_one_callers(model: Model) -> None:
-    """As `asyncio.gather(..., return_exceptions=True)` gives them."""
+async def test_exception_among_the_results_fails_one_caller(model: Model) -> None:
+    """`asyncio.gather(..., return_exceptions=True)` returns such results."""
     callers = start(model.soon, 1, 2, 3)
-    await model.began(1)
+    await model.until_started(1)
     error = ValueError("not this one")
     model.settle([ValueError, error, StopIteration(7)])
     assert await callers[0] is ValueError
@@ -276,23 +260,23 @@ async def test_an_exception_among_the_results_is_one_callers(model: Model) -> No
         await callers[2]
     assert isinstance(caught.value.__cause__, StopIteration)
     callers = start(model.soon, 1, 2)
-    await model.began(2)
+    await model.until_started(2)
     model.settle([asyncio.CancelledError(), 2])
     await asyncio.wait(callers)
     assert callers[0].cancelled()
     assert callers[1].result() == 2
-    assert await model.lives_on()
+    assert await model.still_works()
 
 
-# Callers that go.
+# Callers that are cancelled.
 
 
-async def test_no_batch_starts_for_callers_that_have_gone(model: Model) -> None:
+async def test_no_batch_starts_for_cancelled_callers(model: Model) -> None:
     for method, items in (
         (model.soon, [1, 2]),
         (model.later, [1, 2]),
         (model.full, [1, 2]),
-        (model.full, [1, 2, 3]),  # which is formed and has not begun
+        (model.full, [1, 2, 3]),  # a full batch that has not started
     ):
         callers = start(method, *items)
         await asyncio.sleep(0)
@@ -300,27 +284,27 @@ async def test_no_batch_starts_for_callers_that_have_gone(model: Model) -> None:
             caller.cancel()
         await asyncio.wait(callers)
         await turns()
-    assert model.begun == []
-    assert await model.lives_on()
+    assert model.started == []
+    assert await model.still_works()
 
 
-async def test_a_running_batch_goes_with_its_last_caller(model: Model) -> None:
+async def test_running_batch_is_cancelled_with_its_last_caller(model: Model) -> None:
     callers = start(model.soon, 1, 2)
-    await model.began(1)
+    await model.until_started(1)
     callers += start(model.soon, 3)
     await turns()
     callers[0].cancel()
     await turns()
-    assert model.ended == ["not"]
+    assert model.ends == ["not"]
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(callers[1], 0.001)
-    await model.began(2)
-    assert model.ended == ["CancelledError", "not"]
+    await model.until_started(2)
+    assert model.ends == ["CancelledError", "not"]
     model.answer()
     assert await callers[2] == (3, 1)
 
 
-async def test_a_batch_that_ignores_its_cancellation_holds_back_the_next() -> None:
+async def test_batch_that_ignores_its_cancellation_delays_the_next() -> None:
     class Stubborn:
         def __init__(self) -> None:
             self.story: list[object] = []
@@ -352,23 +336,23 @@ async def test_a_batch_that_ignores_its_cancellation_holds_back_the_next() -> No
     assert first.cancelled()
 
 
-async def test_a_caller_that_is_closed_has_gone(model: Model) -> None:
-    """A coroutine driven by hand, which nobody cancels."""
-    for begun in (0, 1):
+async def test_closed_caller_counts_as_cancelled(model: Model) -> None:
+    """A coroutine that is driven by hand gets `GeneratorExit`."""
+    for started in (0, 1):
         coroutine: Any = model.soon(1)
         coroutine.send(None)
-        await model.began(begun)
+        await model.until_started(started)
         coroutine.close()
         await turns()
-        assert model.ended == ["CancelledError"] * begun
+        assert model.ends == ["CancelledError"] * started
 
 
-# What is kept.
+# Memory.
 
 
 @pytest.fixture
-def no_collector() -> Iterator[None]:
-    """Objects go by their reference counts alone."""
+def no_garbage_collection() -> Iterator[None]:
+    """Free objects by their reference counts alone."""
     gc.collect()
     gc.disable()
     yield
@@ -376,24 +360,22 @@ def no_collector() -> Iterator[None]:
 
 
 class Item:
-    """Something large."""
+    """An item that can have weak references."""
 
 
-def queues() -> list[BatchQueue]:
-    return [each for each in gc.get_objects() if isinstance(each, BatchQueue)]
-
-
-@pytest.mark.usefixtures("no_collector")
-@pytest.mark.parametrize("end", ["result", "error", "item error", "cancel", "unbegun"])
-async def test_nothing_is_kept_of_what_has_ended(end: str) -> None:
+@pytest.mark.usefixtures("no_garbage_collection")
+@pytest.mark.parametrize(
+    "end", ["result", "error", "item error", "cancel", "cancel early"]
+)
+async def test_ended_calls_leave_no_references(end: str) -> None:
     model = Model()
     items = [Item(), Item()]
-    gone = [weakref.ref(each) for each in (model, *items)]
+    references = [weakref.ref(thing) for thing in (model, *items)]
     callers = start(model.soon, *items)
-    if end == "unbegun":
+    if end == "cancel early":
         await asyncio.sleep(0)
     else:
-        await model.began(1)
+        await model.until_started(1)
     if end == "result":
         model.settle(items)
     elif end == "error":
@@ -407,35 +389,35 @@ async def test_nothing_is_kept_of_what_has_ended(end: str) -> None:
     await asyncio.wait(callers)
     await turns()
     for caller in callers:
-        # An exception's traceback holds the frames that it came through.
+        # The traceback of an exception references its frames.
         if not caller.cancelled() and (error := caller.exception()) is not None:
             error.__traceback__ = None
             del error
     del caller, callers
     await turns()
-    assert queues() == []
+    assert not any(isinstance(thing, BatchQueue) for thing in gc.get_objects())
     del model
-    assert [ref() for ref in gone] == [None, None, None]
+    assert [reference() for reference in references] == [None, None, None]
 
 
-# Whatever happens.
+# Random events.
 
 
 @pytest.mark.parametrize("seed", range(12))
-async def test_every_call_gets_its_own_result_whatever_happens(seed: int) -> None:
+async def test_every_call_gets_its_own_result_after_random_events(seed: int) -> None:
     chance = random.Random(seed)
     size, most = chance.randint(1, 5), chance.randint(1, 3)
     wait = chance.choice([0.0, 0.001])
     running: set[int] = set()
     sizes: list[int] = []
-    begun: list[int] = []
+    started: list[int] = []
 
-    class Chancy:
+    class Random:
         @aiogpu.batch(max_size=size, max_wait=wait, max_concurrency=most)
         async def call(self, items: list[int]) -> list[Any]:
             running.add(items[0])
             sizes.append(len(items))
-            begun.extend(items)
+            started.extend(items)
             assert len(running) <= most
             try:
                 await turns(chance.choice([0, 0, 1, 2, 7]))
@@ -448,10 +430,10 @@ async def test_every_call_gets_its_own_result_whatever_happens(seed: int) -> Non
             finally:
                 running.remove(items[0])
 
-    chancy = Chancy()
+    instance = Random()
     callers: list[asyncio.Task[Any]] = []
     for number in range(200):
-        callers += start(chancy.call, number)
+        callers += start(instance.call, number)
         if chance.random() < 0.3:
             await turns(chance.randint(0, 3))
         if chance.random() < 0.2:
@@ -470,8 +452,7 @@ async def test_every_call_gets_its_own_result_whatever_happens(seed: int) -> Non
         else:
             assert isinstance(error, LookupError)
             assert error.args == (number,)
-    assert begun == sorted(begun)
-    assert len(begun) == len(set(begun))
+    assert started == sorted(set(started))
     assert max(sizes) <= size
 
 
@@ -480,12 +461,12 @@ async def test_every_call_gets_its_own_result_whatever_happens(seed: int) -> Non
 
 @aiogpu.batch(max_size=4)
 async def double(numbers: list[int]) -> list[int]:
-    """Twice each number."""
+    """Return twice each number."""
     return [number * 2 for number in numbers]
 
 
 class Scaler:
-    """Remembers what came together."""
+    """A class that records its batches."""
 
     def __init__(self, factor: int) -> None:
         self.factor = factor
@@ -508,7 +489,7 @@ class Scaler:
         return [f"{cls.__name__} {number} of {len(numbers)}" for number in numbers]
 
 
-async def test_functions_and_methods_of_all_kinds_are_batched() -> None:
+async def test_all_kinds_of_functions_and_methods_can_be_batched() -> None:
     scaler = Scaler(3)
     assert await asyncio.gather(double(1), double(2)) == [2, 4]
     assert await asyncio.gather(scaler.negate(1), Scaler.negate(2)) == [-1, -2]
@@ -526,7 +507,7 @@ async def test_functions_and_methods_of_all_kinds_are_batched() -> None:
     assert shifter.batches == [[0, 1], [2]]
 
 
-async def test_it_looks_like_its_function_and_takes_one_item() -> None:
+async def test_batched_method_has_the_name_of_its_function_and_takes_one_item() -> None:
     scaler: Any = Scaler(2)
     assert Scaler.scale.__name__ == "scale"
     assert Scaler.scale.__qualname__ == "Scaler.scale"
@@ -547,7 +528,7 @@ async def test_it_looks_like_its_function_and_takes_one_item() -> None:
 
 
 @pytest.mark.parametrize(
-    ("option", "value", "words"),
+    ("option", "value", "message"),
     [
         ("max_size", 0, "max_size=0 must be a whole number of items, 1 or more."),
         *(("max_size", value, "must") for value in (-1, 2.0, True, "8", None)),
@@ -558,23 +539,22 @@ async def test_it_looks_like_its_function_and_takes_one_item() -> None:
         *(("max_concurrency", value, "must") for value in (False, 1.5)),
     ],
 )
-def test_an_ill_valued_option_is_named(option: str, value: Any, words: str) -> None:
+def test_error_names_an_invalid_option(option: str, value: Any, message: str) -> None:
     options: dict[str, Any] = {"max_size": 8, option: value}
     with pytest.raises(OptionError, match=rf"{option}={value!r} must") as caught:
         aiogpu.batch(**options)
-    assert words in str(caught.value)
+    assert message in str(caught.value)
 
 
-def test_options_go_by_name_and_a_size_must_be_named() -> None:
+def test_options_are_given_by_name_and_max_size_is_required() -> None:
     misused: Any = aiogpu.batch
     with pytest.raises(TypeError, match="max_size"):
         misused()
     for given, options in ((double, {}), (8, {"max_size": 8})):
-        with pytest.raises(
-            MisuseError, match=r"options of batch.. are keyword arguments"
-        ) as caught:
+        rule = r"options of batch.. are keyword arguments"
+        advice = r"Write `@aiogpu.batch\(max_size=...\)`\.$"
+        with pytest.raises(MisuseError, match=f"{rule}.* {advice}"):
             misused(given, **options)
-        assert str(caught.value).endswith(" Write `@aiogpu.batch(max_size=...)`.")
 
 
 class Wrong:
@@ -589,7 +569,7 @@ class Wrong:
 
 
 def refused() -> Iterator[tuple[Any, str]]:
-    """Yield what cannot be batched, and what is said of it."""
+    """Yield objects that cannot be batched, and parts of the error messages."""
 
     async def stream(numbers: list[int]) -> Any:
         yield numbers
@@ -619,17 +599,17 @@ def refused() -> Iterator[tuple[Any, str]]:
     yield remote, "RemoteFunction .*two> was given .* Batch an async method of an actor"
 
 
-@pytest.mark.parametrize(("thing", "words"), [*refused()])
-def test_what_cannot_be_batched_is_refused_in_words(thing: Any, words: str) -> None:
-    with pytest.raises(MisuseError, match=words):
+@pytest.mark.parametrize(("thing", "message"), [*refused()])
+def test_objects_that_cannot_be_batched_are_refused(thing: Any, message: str) -> None:
+    with pytest.raises(MisuseError, match=message):
         aiogpu.batch(max_size=8)(thing)
 
 
-# How it is pickled.
+# Pickling.
 
 
-async def test_it_goes_by_value_where_it_must() -> None:
-    """As the class of a script does, also after it was used, when it knows of loops."""
+async def test_batched_functions_are_pickled_by_value() -> None:
+    """Classes of scripts are pickled by value, also after their use on a loop."""
     source = types.ModuleType("batched_by_value")
     sys.modules[source.__name__] = source
     cloudpickle.register_pickle_by_value(source)
@@ -652,22 +632,19 @@ async def test_it_goes_by_value_where_it_must() -> None:
     count: Callable[[Any], Any] = vars(source)["count"]
     try:
         assert await asyncio.gather(count(1), count(2)) == [2, 2]
-        kept = (count, vars(source)["Counter"], vars(source)["Counter"](5))
-        payload = cloudpickle.dumps(kept)
+        things = (count, vars(source)["Counter"], vars(source)["Counter"](5))
+        payload = cloudpickle.dumps(things)
     finally:
         cloudpickle.unregister_pickle_by_value(source)
         del sys.modules[source.__name__]
-    found, counter, instance = pickle.loads(payload)
-    assert found is not count
-    assert await asyncio.gather(*map(found, "abcd")) == [2, 2, 2, 2]
-    batching = pickle.loads(cloudpickle.dumps(module.Batching(found, 1, 2.5, 3)))
-    assert (batching.max_size, batching.max_wait, batching.max_concurrency) == (
-        *(1, 2.5, 3),
-    )
-    assert await asyncio.gather(*map(counter(1).count, "abcd")) == [
-        *[("Counter", 4)] * 3,
-        ("Counter", 2),
-    ]
+    copied, counter, instance = pickle.loads(payload)
+    assert copied is not count
+    assert await asyncio.gather(*map(copied, "abcd")) == [2, 2, 2, 2]
+    batching = pickle.loads(cloudpickle.dumps(module.Batching(copied, 1, 2.5, 3)))
+    options = batching.max_size, batching.max_wait, batching.max_concurrency
+    assert options == (1, 2.5, 3)
+    counts = await asyncio.gather(*map(counter(1).count, "abcd"))
+    assert counts == [*[("Counter", 4)] * 3, ("Counter", 2)]
     assert await instance.count(1) == ("Counter", 6)
     again = pickle.loads(cloudpickle.dumps(cloudpickle.loads(payload)[1]))
     assert await again(1).count(1) == ("Counter", 2)

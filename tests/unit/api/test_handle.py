@@ -1,4 +1,4 @@
-"""[B14] [B15] [B17] A handle and a stream by themselves: results, waiters, ends."""
+"""[B14] [B15] [B17] Handles and streams: results, waiters, cancellation, errors."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import copy
 import gc
 import pickle
 import threading
-import traceback
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,13 +22,13 @@ from aiogpu.errors import DeserializationError, MisuseError, NodeClosedError
 from aiogpu.observe.why import Why
 from aiogpu.serialization.serializer import dump_result
 from tests.support.turns import turns
-from tests.unit.api.fakes import UNREADABLE, Owner, outcome
+from tests.unit.api.fakes import UNREADABLE, Owner, outcome, started
 
 loads = 0
 
 
 class Counted:
-    """Counts how often it is unpickled."""
+    """A result that counts how often it is unpickled."""
 
     def __reduce__(self) -> tuple[Callable[[], str], tuple[()]]:
         return count_load, ()
@@ -41,23 +41,13 @@ def count_load() -> str:
 
 
 class Work:
-    """A task's handle, and what it cancels."""
+    """The handle of a task, and the numbers of cancelled tasks."""
 
     def __init__(self) -> None:
         owner = Owner()
         self.cancelled = owner.cancelled
         self.handle: Handle[Any]
         (self.handle,) = owner.start(1)
-
-    async def waiter(self) -> asyncio.Task[Any]:
-        """Return a task that waits for the result, and has got as far as that."""
-
-        async def wait() -> Any:
-            return await self.handle
-
-        task = asyncio.ensure_future(wait())
-        await asyncio.sleep(0)
-        return task
 
 
 @pytest.fixture
@@ -68,28 +58,26 @@ async def work() -> Work:
 # The result and the error.
 
 
-def frames(error: BaseException) -> int:
-    return len(traceback.extract_tb(error.__traceback__))
-
-
 @pytest.mark.parametrize("kind", ["failed", "unreadable"])
-async def test_an_error_raised_again_keeps_one_traceback(work: Work, kind: str) -> None:
+async def test_error_raised_again_does_not_grow_its_traceback(
+    work: Work, kind: str
+) -> None:
     work.handle.settle(KeyError("a") if kind == "failed" else UNREADABLE)
     lengths = set()
     for _ in range(3):
         with pytest.raises((KeyError, DeserializationError)) as caught:
             await work.handle
-        lengths.add(frames(caught.value))
+        lengths.add(len(caught.traceback))
         assert caught.value.__context__ is caught.value.__cause__
     assert len(lengths) == 1
 
 
-async def test_an_error_keeps_no_waiters_frames_alive(work: Work) -> None:
+async def test_error_does_not_keep_the_frames_of_waiters(work: Work) -> None:
     seen: list[weakref.ref[Work]] = []
 
     async def use() -> None:
-        held = Work()
-        seen.append(weakref.ref(held))
+        local = Work()
+        seen.append(weakref.ref(local))
         await work.handle
 
     work.handle.settle(ValueError("no"))
@@ -97,7 +85,7 @@ async def test_an_error_keeps_no_waiters_frames_alive(work: Work) -> None:
     try:
         with suppress(ValueError):
             await use()
-        # Only while the handle has the error, whose traceback has the frames.
+        # The handle has the error, and its traceback has the frames.
         del work.handle
         assert seen[0]() is None
     finally:
@@ -105,40 +93,40 @@ async def test_an_error_keeps_no_waiters_frames_alive(work: Work) -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "look", "told"),
+    ("error", "access", "reports"),
     [
         (KeyError, None, ["Handle exception was never retrieved: "]),
         (KeyError, "result", []),
         (KeyError, "exception", []),
         (KeyError, "await", []),
-        (NodeClosedError, None, []),  # each handle of the node would report it
+        (NodeClosedError, None, []),  # every handle of the node has this error
         (None, None, []),
     ],
 )
-async def test_an_error_that_nobody_retrieves_is_reported(
+async def test_error_that_is_never_retrieved_is_reported(
     complaints: list[str],
     error: type[Exception] | None,
-    look: str | None,
-    told: list[str],
+    access: str | None,
+    reports: list[str],
 ) -> None:
     work = Work()
     if error is not None:
         work.handle.settle(error())
-    if look is not None:
+    if access is not None:
         with suppress(KeyError):
-            await work.handle if look == "await" else getattr(work.handle, look)()
+            await work.handle if access == "await" else getattr(work.handle, access)()
     seen = weakref.ref(work.handle)
     del work
     gc.collect()
     assert seen() is None
-    assert complaints == told
+    assert complaints == reports
 
 
-# Waiters: the last one's cancellation cancels the task.
+# Waiters: the cancellation of the last one cancels the task.
 
 
-async def test_a_waiter_that_is_closed_withdraws(work: Work) -> None:
-    """A coroutine that is dropped half-way gets `GeneratorExit`."""
+async def test_closed_waiter_cancels_the_task(work: Work) -> None:
+    """A coroutine that is dropped before its end gets `GeneratorExit`."""
     coroutine = work.handle.coro()
     coroutine.send(None)
     coroutine.close()
@@ -147,11 +135,11 @@ async def test_a_waiter_that_is_closed_withdraws(work: Work) -> None:
 
 
 @pytest.mark.parametrize("is_first", ["result", "cancel"])
-async def test_a_waiter_cancelled_as_the_result_comes(
+async def test_waiter_cancelled_when_the_result_arrives_keeps_the_result(
     work: Work, is_first: str
 ) -> None:
-    """Its task is cancelled, the handle keeps the result."""
-    other, task = await work.waiter(), await work.waiter()
+    """The waiter is cancelled, and the handle keeps the result."""
+    other, task = await started(work.handle, 1), await started(work.handle, 1)
     steps = [lambda: work.handle.settle(dump_result(1)), task.cancel]
     for step in steps if is_first == "result" else reversed(steps):
         step()
@@ -160,8 +148,8 @@ async def test_a_waiter_cancelled_as_the_result_comes(
     assert work.cancelled == []
 
 
-async def test_after_the_end_nothing_counts(work: Work) -> None:
-    task = await work.waiter()
+async def test_handle_ignores_events_after_its_end(work: Work) -> None:
+    task = await started(work.handle, 1)
     assert work.handle.cancel("enough")
     assert not work.handle.cancel()
     assert work.cancelled == [1]
@@ -187,7 +175,7 @@ async def test_after_the_end_nothing_counts(work: Work) -> None:
 # Callbacks.
 
 
-async def test_a_callback_gets_the_handle_in_its_context(work: Work) -> None:
+async def test_callback_gets_the_handle_in_its_context(work: Work) -> None:
     variable = contextvars.ContextVar("variable", default="none")
     seen: list[tuple[object, str, bool]] = []
 
@@ -210,18 +198,19 @@ async def test_a_callback_gets_the_handle_in_its_context(work: Work) -> None:
     assert await work.handle == 1
 
 
-# The object.
+# Refusals.
 
 
 @pytest.mark.parametrize(
-    ("use", "told"),
+    ("use", "message"),
     [
         (bool, r"write `await` before train\.remote"),
         (copy.copy, "handle of train can only be pickled as"),
         (copy.deepcopy, "handle of train can only be pickled as"),
-        (lambda handle: pickle.dumps(handle, 0), "can only be pickled as"),
-        (lambda handle: pickle.dumps(handle, 2), "can only be pickled as"),
-        (lambda handle: pickle.dumps(handle, 5), "can only be pickled as"),
+        *(
+            (partial(pickle.dumps, protocol=n), "can only be pickled as")
+            for n in (0, 2, 5)
+        ),
         (lambda handle: handle.set_result(1), "result of train cannot be set; only"),
         (
             lambda handle: handle.set_exception(OSError()),
@@ -229,26 +218,26 @@ async def test_a_callback_gets_the_handle_in_its_context(work: Work) -> None:
         ),
     ],
 )
-async def test_what_a_handle_refuses(
-    work: Work, use: Callable[[Handle[Any]], object], told: str
+async def test_handle_refuses_copies_pickling_and_set_result(
+    work: Work, use: Callable[[Handle[Any]], object], message: str
 ) -> None:
-    """[B16] Among others: it is a part of what tasks are given, not to be stored."""
-    with pytest.raises(MisuseError, match=told):
+    """[B16] A handle is an argument of tasks and cannot be stored."""
+    with pytest.raises(MisuseError, match=message):
         use(work.handle)
     assert isinstance(MisuseError("x"), TypeError)
     assert not work.handle.done()
 
 
 @pytest.mark.parametrize(
-    ("end", "told"),
+    ("end", "outcome"),
     [
         (lambda handle: handle.settle(dump_result(Counted())), "it gave its result"),
         (lambda handle: handle.settle(ValueError("no")), "it failed with ValueError"),
         (lambda handle: handle.cancel(), "it was cancelled"),
     ],
 )
-async def test_why_asks_the_owner_until_it_is_done(
-    work: Work, end: Callable[[Handle[Any]], object], told: str
+async def test_why_asks_the_owner_until_the_task_ends(
+    work: Work, end: Callable[[Handle[Any]], object], outcome: str
 ) -> None:
     """[B23]"""
     assert await work.handle.why() == Why("train", 1, "starting")
@@ -257,25 +246,25 @@ async def test_why_asks_the_owner_until_it_is_done(
     before = loads
     end(work.handle)
     why = await work.handle.why()
-    assert (why.state, why.outcome) == ("ended", told)
-    assert str(why) == f"train (task 1) has ended: {told}."
-    assert loads == before, "asking unpickles nothing"
+    assert (why.state, why.outcome) == ("ended", outcome)
+    assert str(why) == f"train (task 1) has ended: {outcome}."
+    assert loads == before, "why() unpickles nothing"
 
 
 class Producer(Owner):
-    """Notes what it is asked for."""
+    """An owner of a stream that records requests."""
 
     state = "running"
 
     def __init__(self) -> None:
         super().__init__()
-        self.asked: list[tuple[str, int, int]] = []
+        self.requests: list[tuple[str, int, int]] = []
 
     def demand(self, task: int, limit: int) -> None:
-        self.asked.append(("demand", task, limit))
+        self.requests.append(("demand", task, limit))
 
     def cancel(self, task: int) -> None:
-        self.asked.append(("cancel", task, 0))
+        self.requests.append(("cancel", task, 0))
 
 
 def items(*values: object) -> tuple[bytes, ...]:
@@ -297,8 +286,8 @@ def new_stream(producer: Producer) -> Stream[int]:
     return Stream("train", producer, 2, asyncio.get_running_loop())
 
 
-async def test_a_wake_that_comes_late_ends_nothing(producer: Producer) -> None:
-    """Each item that another thread brings wakes the loop a moment later."""
+async def test_late_wake_does_not_end_the_stream(producer: Producer) -> None:
+    """Each item from another thread wakes the loop a moment later."""
     stream = new_stream(producer)
     waiting = asyncio.ensure_future(anext(stream))
     await asyncio.sleep(0)
@@ -307,7 +296,7 @@ async def test_a_wake_that_comes_late_ends_nothing(producer: Producer) -> None:
         stream.items.receive_items(items(0))
         stream.items.receive_items(items(1))
 
-    in_thread(feed)  # both wakes are posted before the loop sees the first
+    in_thread(feed)  # posts two wake-ups before the loop sees the first
     assert await waiting == 0
     assert await anext(stream) == 1
     waiting = asyncio.ensure_future(anext(stream))
@@ -319,7 +308,9 @@ async def test_a_wake_that_comes_late_ends_nothing(producer: Producer) -> None:
     assert await waiting == 2
 
 
-async def test_an_error_is_raised_once_and_named_afterwards(producer: Producer) -> None:
+async def test_stream_raises_its_error_once_and_names_it_later(
+    producer: Producer,
+) -> None:
     stream = new_stream(producer)
     stream.items.settle(KeyError("k"))
     assert (await stream.why()).outcome == "it failed with KeyError"
@@ -331,15 +322,15 @@ async def test_an_error_is_raised_once_and_named_afterwards(producer: Producer) 
         aiter(stream)
 
 
-async def test_a_dropped_stream_is_cancelled_on_its_loop(producer: Producer) -> None:
+async def test_dropped_stream_is_cancelled_on_its_loop(producer: Producer) -> None:
     stream = new_stream(producer)
     in_thread(stream.__del__)
-    assert producer.asked == [], "not in whichever thread it was"
+    assert producer.requests == [], "not in the other thread"
     await asyncio.sleep(0)
-    assert producer.asked == [("cancel", 0, 0)]
+    assert producer.requests == [("cancel", 0, 0)]
 
 
-async def test_why_belongs_to_its_loop(producer: Producer) -> None:
+async def test_why_of_a_stream_belongs_to_its_loop(producer: Producer) -> None:
     stream = new_stream(producer)
     assert not (await stream.why()).is_ahead
     stream.items.receive_items(items(1, 2))

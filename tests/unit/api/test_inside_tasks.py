@@ -1,4 +1,4 @@
-"""[B12] What a task has: handles of its children, `get`, its runtime context."""
+"""[B12] Tasks that start tasks: handles of children, `get`, and reported waits."""
 
 from __future__ import annotations
 
@@ -21,17 +21,11 @@ from aiogpu.worker.nested import TaskClient
 from tests.support.turns import turns
 from tests.unit.api.fakes import UNREADABLE, FakeChannel, done, start_children, started
 
-
-def client() -> TaskClient:
-    assert current.client is not None
-    return current.client
+# Plain tasks.
 
 
-# Plain tasks: what is sent, and what the node is told of waits.
-
-
-def test_get_tells_the_node_of_what_has_not_ended(channel: FakeChannel) -> None:
-    """The node sees for itself when all have ended."""
+def test_get_reports_a_wait_for_unfinished_tasks(channel: FakeChannel) -> None:
+    """The node itself notices when all of them have ended."""
     handles = start_children(3)
     channel.put(done(2, "b"))
     assert aiogpu.get(handles[1]) == "b"
@@ -39,7 +33,7 @@ def test_get_tells_the_node_of_what_has_not_ended(channel: FakeChannel) -> None:
     assert aiogpu.get([*handles, handles[0]]) == ["a", "b", "c", "a"]
     assert channel.waits == [(2,), (1, 3, 1)]
     assert aiogpu.get(tuple(handles)) == ["a", "b", "c"]
-    assert len(channel.waits) == 2, "what has ended is not waited for"
+    assert len(channel.waits) == 2, "ended tasks need no wait"
 
 
 def test_get_has_a_timeout(channel: FakeChannel) -> None:
@@ -51,20 +45,20 @@ def test_get_has_a_timeout(channel: FakeChannel) -> None:
     channel.put(done(1))
     with pytest.raises(TaskTimeoutError, match=r"1 of 2 .* 0.01 s, such as child"):
         aiogpu.get(handles, timeout=0.01)
-    assert channel.waits == [(1, 2), ()], "the node is told that it is over"
+    assert channel.waits == [(1, 2), ()], "the end of the wait is reported"
     channel.put(done(2))
     assert aiogpu.get(handles, timeout=60) == [None, None]
 
 
-def test_a_result_that_cannot_be_read_stays_an_error(
+def test_unreadable_result_raises_each_time(
     channel: FakeChannel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also if another thread finds it, while this one waits for it and for more."""
-    one, two = start_children(2)
+    """Also if another thread reads it while this one waits for it and for others."""
+    unreadable, other = start_children(2)
 
     def wait(_seconds: float | None) -> None:
-        if one.done():
-            failure = (DeserializationError, one.result)
+        if unreadable.done():
+            failure = (DeserializationError, unreadable.result)
             thread = threading.Thread(target=pytest.raises, args=failure)
             thread.start()
             thread.join(20)
@@ -72,14 +66,14 @@ def test_a_result_that_cannot_be_read_stays_an_error(
 
     monkeypatch.setattr(channel, "wait", wait)
     channel.put(ChildDone(1, UNREADABLE))
-    for handles in ([one, two], [one], [one]):
+    for handles in ([unreadable, other], [unreadable], [unreadable]):
         with pytest.raises(DeserializationError):
             aiogpu.get(handles)
-    assert two.done()
-    assert repr(one) == "<BlockingHandle child failed>"
+    assert other.done()
+    assert repr(unreadable) == "<BlockingHandle child failed>"
 
 
-def test_arguments_that_are_too_large(
+def test_arguments_that_are_too_large_are_refused(
     channel: FakeChannel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("aiogpu.client.node_client.LARGEST_PAYLOAD", 2000)
@@ -93,10 +87,10 @@ def test_arguments_that_are_too_large(
     assert channel.submitted == [1]
 
 
-# Coroutines: children are awaited, and the node is told of waits once a turn.
+# Coroutines: waits are reported to the node once per turn of the loop.
 
 
-async def test_a_child_is_waited_for_while_it_has_a_waiter(
+async def test_wait_for_a_child_lasts_while_it_has_a_waiter(
     loop_channel: FakeChannel,
 ) -> None:
     one, two = start_children(2)
@@ -114,31 +108,32 @@ async def test_a_child_is_waited_for_while_it_has_a_waiter(
     await other
 
 
-async def test_callbacks_are_waits_too(loop_channel: FakeChannel) -> None:
+async def test_callbacks_count_as_waits(loop_channel: FakeChannel) -> None:
     one, two = start_children(2)
-    told: list[object] = []
-    one.add_done_callback(told.append)
-    two.add_done_callback(told.append)
+    done_handles: list[object] = []
+    one.add_done_callback(done_handles.append)
+    two.add_done_callback(done_handles.append)
     await turns(3)
-    assert two.remove_done_callback(told.append) == 1
+    assert two.remove_done_callback(done_handles.append) == 1
     await turns(3)
     assert loop_channel.waits == [(1, 2), (1,)]
     loop_channel.put(done(1))
     await one
-    one.add_done_callback(told.append)
+    one.add_done_callback(done_handles.append)
     await turns(3)
-    assert told == [one, one]
+    assert done_handles == [one, one]
     assert loop_channel.waits == [(1, 2), (1,)]
     two.cancel()
 
 
-async def test_awaited_children_of_a_task_that_has_ended(
+async def test_awaited_children_are_cancelled_when_their_task_ends(
     loop_channel: FakeChannel,
 ) -> None:
-    """The next task on the loop is told of its own children."""
+    """The next task on the loop gets the results of its own children."""
     one, two = start_children(2)
     waiting = await started(one)
-    client().end_task()
+    assert isinstance(current.client, TaskClient)
+    current.client.end_task()
     with pytest.raises(TaskCancelledError, match="because the task that started it"):
         await waiting
     assert two.done()
@@ -151,6 +146,3 @@ async def test_awaited_children_of_a_task_that_has_ended(
     loop_channel.put(done(3, "b"))
     assert await waiting == "b"
     assert (loop_channel.waits, loop_channel.submitted) == ([(3,)], [3])
-
-
-# The runtime context.

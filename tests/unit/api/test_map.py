@@ -1,4 +1,4 @@
-"""[B18] `f.map(...)`: what is read ahead, packed into chunks, called and stopped."""
+"""[B18] `f.map(...)`: read-ahead, chunks, errors, retries, and the end."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def train(number: Any) -> Any:
 
 
 class Numbers:
-    """An endless iterable, which counts what is read of it."""
+    """An endless iterable that counts the items that were read."""
 
     def __init__(self) -> None:
         self.read = 0
@@ -44,7 +44,7 @@ class Numbers:
 
 
 class AsyncNumbers:
-    """The same by `async for`."""
+    """The same for `async for`."""
 
     def __init__(self) -> None:
         self.read = 0
@@ -60,19 +60,19 @@ async def later(*numbers: int) -> AsyncIterator[int]:
         yield number
 
 
-class Held:
+class PausedIterable:
     """An async iterable that yields 1 and then waits.
 
     Attributes:
-        may_end: set to have it raise `error`.
-        error: what it raises in the end; None to end.
-        left: how it was left.
+        may_end: set to let it end.
+        error: raised at the end; None to raise nothing.
+        exit: the name of the exception that ended the iteration.
     """
 
     def __init__(self, error: BaseException | None = None) -> None:
         self.may_end = asyncio.Event()
         self.error = error
-        self.left = ""
+        self.exit = ""
 
     async def __aiter__(self) -> AsyncIterator[int]:
         try:
@@ -80,7 +80,7 @@ class Held:
             await self.may_end.wait()
         except BaseException as error:
             await asyncio.sleep(0)
-            self.left = type(error).__name__
+            self.exit = type(error).__name__
             raise
         finally:
             if self.error is not None:
@@ -92,20 +92,20 @@ Kind = Callable[[], Any]
 ordered_or_not = pytest.mark.parametrize("ordered", [True, False])
 
 
-# What is ahead.
+# Read-ahead.
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @ordered_or_not
 @pytest.mark.parametrize("limit", [1, 3])
-async def test_no_more_than_the_limit_is_ahead(
+async def test_read_ahead_is_limited(
     engine: FakeEngine, kind: Kind, limit: int, ordered: bool
 ) -> None:
-    """Read and called are never more than `limit` beyond what was taken."""
+    """At most `limit` items are read and called beyond the items taken."""
     numbers = kind()
     async with train.map(numbers, limit=limit, ordered=ordered) as results:
         await turns(10)
-        assert (numbers.read, len(engine.calls)) == (0, 0), "nobody has asked yet"
+        assert (numbers.read, len(engine.calls)) == (0, 0), "no item was requested yet"
         for taken in range(6):
             task = await started(anext(results))
             assert numbers.read == len(engine.calls) == taken + limit
@@ -120,7 +120,7 @@ async def test_no_more_than_the_limit_is_ahead(
 @ordered_or_not
 @pytest.mark.parametrize("limit", [1, 5, 6])
 @pytest.mark.parametrize("kind", [later, lambda *numbers: numbers])
-async def test_a_finite_iterable_ends(
+async def test_map_of_a_finite_iterable_ends(
     engine: FakeEngine, limit: int, ordered: bool, kind: Callable[..., Any]
 ) -> None:
     assert await listed(train.map(kind(), ordered=ordered)) == []
@@ -140,8 +140,8 @@ async def test_a_finite_iterable_ends(
 # Errors.
 
 
-async def test_a_stop_raised_by_a_task_is_no_end(engine: FakeEngine) -> None:
-    """[B37] Its own type would end the loop, with no sign of what is missing."""
+async def test_stop_iteration_raised_by_a_task_is_an_error(engine: FakeEngine) -> None:
+    """[B37] The original type would end the loop silently."""
     task = await started(listed(train.map(Numbers(), limit=2)))
     engine.fail(1, StopAsyncIteration("from an iterator of its own"))
     error = await outcome(task)
@@ -153,7 +153,7 @@ async def test_a_stop_raised_by_a_task_is_no_end(engine: FakeEngine) -> None:
 
 @ordered_or_not
 @pytest.mark.parametrize("is_async", [True, False])
-async def test_an_error_of_the_iterable_stops_the_rest(
+async def test_error_of_the_iterable_cancels_the_calls(
     engine: FakeEngine, is_async: bool, ordered: bool
 ) -> None:
     def numbers() -> Iterator[int]:
@@ -176,11 +176,11 @@ async def test_an_error_of_the_iterable_stops_the_rest(
     "error", [OSError, asyncio.CancelledError, asyncio.TimeoutError]
 )
 @ordered_or_not
-async def test_an_async_iterable_that_fails_late_wakes_the_consumer(
+async def test_async_iterable_that_fails_late_wakes_the_consumer(
     engine: FakeEngine, error: type[BaseException], ordered: bool
 ) -> None:
-    """Also one that was itself cancelled: nobody waits for a reader that has gone."""
-    numbers = Held(error())
+    """Also if the iterable was cancelled: no consumer waits for a dead reader."""
+    numbers = PausedIterable(error())
     task = await started(anext(train.map(numbers, ordered=ordered)))
     numbers.may_end.set()
     assert isinstance(await outcome(task), error)
@@ -190,8 +190,10 @@ async def test_an_async_iterable_that_fails_late_wakes_the_consumer(
 # The reader of an async iterable.
 
 
-async def test_dropped_the_reader_of_an_async_iterable_ends(engine: FakeEngine) -> None:
-    numbers, before = Held(), asyncio.all_tasks()
+async def test_dropped_map_ends_the_reader_of_its_async_iterable(
+    engine: FakeEngine,
+) -> None:
+    numbers, before = PausedIterable(), asyncio.all_tasks()
     results = train.map(numbers)
     task = await started(anext(results))
     engine.answer(1)
@@ -200,39 +202,41 @@ async def test_dropped_the_reader_of_an_async_iterable_ends(engine: FakeEngine) 
     del results, task
     gc.collect()
     await turns(10)
-    assert numbers.left == "CancelledError"
+    assert numbers.exit == "CancelledError"
     assert asyncio.all_tasks() == before
 
 
-# What is refused, and its length.
+# Refusals, and the length.
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
-        ({"limit": 0}, "limit=0 must be a whole number"),
-        ({"limit": -1}, "limit=-1 must be a whole number"),
-        ({"limit": 2.0}, "limit=2.0 must be a whole number"),
-        ({"limit": True}, "limit=True must be a whole number"),
+        *(
+            ({"limit": limit}, f"limit={limit} must be a whole number")
+            for limit in (0, -1, 2.0, True)
+        ),
         ({"ordered": "no"}, "ordered='no'"),
         ({"return_exceptions": 1}, "return_exceptions=1 must be True or False"),
     ],
 )
-async def test_options_that_are_refused(
-    engine: FakeEngine, options: dict[str, Any], told: str
+async def test_invalid_options_are_refused(
+    engine: FakeEngine, options: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(OptionError, match=told):
+    with pytest.raises(OptionError, match=message):
         train.map([1], **options)
 
 
-async def test_what_is_refused(engine: FakeEngine) -> None:
+async def test_invalid_arguments_and_a_second_consumer_are_refused(
+    engine: FakeEngine,
+) -> None:
     handle = train.remote(1)
-    for given, told in (
+    for given, message in (
         ([5], "takes an iterable or an async iterable, not 5"),
         ([handle], "must be awaited first"),
         ([[1], [2]], r"train\.map\(\) takes one .*`zip\(a, b\)`"),
     ):
-        with pytest.raises(MisuseError, match=told):
+        with pytest.raises(MisuseError, match=message):
             train.map(*given)  # type: ignore[arg-type]
     handle.cancel()
     with pytest.raises(MisuseError, match=r"write `async for item in train\.map"):
@@ -242,13 +246,13 @@ async def test_what_is_refused(engine: FakeEngine) -> None:
         with pytest.raises(MisuseError, match="another asyncio task"):
             await anext(results)
         engine.answer(2)
-        assert await task == 2, "the one that was first goes on"
+        assert await task == 2, "the first consumer goes on"
 
 
-async def test_its_length_is_that_of_the_items(engine: FakeEngine) -> None:
+async def test_map_has_the_length_of_its_items(engine: FakeEngine) -> None:
     assert len(train.map([1, 2, 3])) == 3
     assert len(train.map({}, chunk=2)) == 0
-    assert bool(train.map([])) is True, "a map of nothing is a map"
+    assert bool(train.map([])) is True, "an empty map is true"
     unknown = train.map(iter([1]))
     assert unknown
     with pytest.raises(
@@ -275,39 +279,29 @@ def end(
     seconds: float = 1.0,
     kind: str = RAISED,
 ) -> None:
-    """Answer a call, for all its items or for some and what the next raises."""
+    """Answer a call for all its items, or for some of them and an error of the next."""
     values = chunks(engine)[call - 1][:after]
     failure = tuple(pack_failure(0, kind, error, "")) if error else None
     outcome = ChunkOutcome(values, seconds, failure)
     engine.receivers[call].settle(dump_result(outcome))
 
 
-async def endless() -> AsyncIterator[int]:
-    for number in count(1):
-        yield number
+# Chunks.
 
 
-async def taken_from(queue: asyncio.Queue[int]) -> AsyncIterator[int]:
-    while True:
-        yield await queue.get()
-
-
-# What is packed, and when.
-
-
-@pytest.mark.parametrize("kind", [lambda: count(1), endless])
+@pytest.mark.parametrize("kind", [lambda: count(1), AsyncNumbers])
 @ordered_or_not
-async def test_a_chunk_is_one_call(
+async def test_chunk_is_sent_as_one_call(
     engine: FakeEngine, kind: Any, ordered: bool
 ) -> None:
     async with train.map(kind(), chunk=3, limit=7, ordered=ordered) as results:
         task = await started(anext(results))
-        assert chunks(engine) == [[1, 2, 3], [4, 5, 6]], "no room for a third"
-        assert {call[0] for call in engine.calls} == {0.0}, "none ends early"
+        assert chunks(engine) == [[1, 2, 3], [4, 5, 6]], "no room for a third chunk"
+        assert {call[0] for call in engine.calls} == {0.0}, "no chunk ends early"
         end(engine, 1)
         assert [await task, await anext(results)] == [1, 2]
         await turns(10)
-        assert len(engine.calls) == 2, "its last result is ahead still"
+        assert len(engine.calls) == 2, "its last result is not taken yet"
         assert await anext(results) == 3
         task = await started(anext(results))
         assert chunks(engine)[2:] == [[7, 8, 9]]
@@ -332,17 +326,22 @@ async def test_many_items_are_read_in_several_turns_of_the_loop(
 
 
 @pytest.mark.parametrize("fill_time", [1e6, 0])
-async def test_a_slow_async_iterable_does_not_hold_a_chunk_back(
+async def test_chunk_of_a_slow_async_iterable_is_sent_after_a_time(
     engine: FakeEngine, fill_time: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(window, "FILL_TIME", fill_time)
     queue: asyncio.Queue[int] = asyncio.Queue()
-    async with train.map(taken_from(queue), chunk=10) as results:
+
+    async def taken_from_queue() -> AsyncIterator[int]:
+        while True:
+            yield await queue.get()
+
+    async with train.map(taken_from_queue(), chunk=10) as results:
         for number in (1, 2):
             queue.put_nowait(number)
         task = await started(anext(results))
         if fill_time:
-            assert engine.calls == [], "others may come"
+            assert engine.calls == [], "more items may come"
             for number in range(3, 11):
                 queue.put_nowait(number)
             await turns(20)
@@ -358,7 +357,7 @@ class Unpicklable:
         raise TypeError("never")
 
 
-async def test_a_chunk_that_cannot_be_sent_late_wakes_the_consumer(
+async def test_chunk_that_cannot_be_pickled_wakes_the_consumer(
     engine: FakeEngine,
 ) -> None:
     async def unsendable() -> AsyncIterator[Any]:
@@ -369,14 +368,12 @@ async def test_a_chunk_that_cannot_be_sent_late_wakes_the_consumer(
         await anext(train.map(unsendable(), chunk=10))
 
 
-# What is called again.
+# Retries.
 
 
 @ordered_or_not
-async def test_an_item_that_is_tried_again_goes_alone(
-    engine: FakeEngine, ordered: bool
-) -> None:
-    """One try of it is gone; the driver sees to the others."""
+async def test_retried_item_is_sent_alone(engine: FakeEngine, ordered: bool) -> None:
+    """The retry uses one attempt; the driver counts the others."""
     task = await started(listed(retried.map(range(6), chunk=3, ordered=ordered)))
     end(engine, 1, OSError("try again"), after=1)
     await turns(10)
@@ -394,25 +391,24 @@ async def test_an_item_that_is_tried_again_goes_alone(
         (retried, KeyError(1), RAISED),
         (retried.options(max_retries=0), OSError(1), RAISED),
         (train, OSError(1), RAISED),
-        # Its result could not be sent, which the item did not raise.
+        # The result could not be sent; the item itself did not fail.
         (retried.options(retry_exceptions=True), TypeError("no"), UNSENDABLE),
     ],
 )
-async def test_other_items_are_not_tried_again(
+async def test_items_with_other_errors_are_not_retried(
     engine: FakeEngine, task: Any, error: Exception, kind: str
 ) -> None:
-    asked = await started(anext(task.map([1, 2], chunk=2)))
+    result = await started(anext(task.map([1, 2], chunk=2)))
     end(engine, 1, error, after=0, kind=kind)
-    raised = SerializationError if kind == UNSENDABLE else type(error)
-    with pytest.raises(raised):
-        await asked
+    with pytest.raises(SerializationError if kind == UNSENDABLE else type(error)):
+        await result
 
 
 # Automatic sizes.
 
 
 def grown(seconds: float, most: int = MOST) -> Sizes:
-    """Return sizes that have seen many items which take so long."""
+    """Return sizes after many items of `seconds` each."""
     sizes = Sizes(most)
     for _ in range(100):
         sizes.note(sizes.size, sizes.size * seconds)
@@ -423,16 +419,18 @@ def grown(seconds: float, most: int = MOST) -> Sizes:
     ("seconds", "size"),
     [
         *((seconds, TARGET / seconds) for seconds in (1e-6, 1e-5, 1e-4, 1e-3)),
-        *((seconds, 1) for seconds in (TARGET, 0.1, 1000.0)),  # slow items go alone
+        *(
+            (seconds, 1) for seconds in (TARGET, 0.1, 1000.0)
+        ),  # slow items are sent alone
         *((seconds, MOST) for seconds in (0.0, 1e-12)),
     ],
 )
-def test_calls_take_about_as_long_as_they_shall(seconds: float, size: float) -> None:
+def test_chunk_sizes_reach_the_target_duration(seconds: float, size: float) -> None:
     assert grown(seconds).size == pytest.approx(size, rel=0.3)
     assert grown(seconds, 7).size == min(7, grown(seconds).size)
 
 
-def test_slower_items_count_at_once_and_faster_ones_gradually() -> None:
+def test_chunk_size_shrinks_at_once_and_grows_gradually() -> None:
     sizes = grown(1e-5)
     sizes.note(sizes.size, 1.0)
     assert sizes.size <= TARGET / (1.0 / 400) + 1
@@ -444,31 +442,32 @@ def test_slower_items_count_at_once_and_faster_ones_gradually() -> None:
     assert sizes.size > 300
 
 
-# What is refused.
+# Refusals.
 
 
 @pytest.mark.parametrize("chunk", [0, 2.0, "4", "AUTO", True])
-async def test_a_chunk_that_is_none(engine: FakeEngine, chunk: Any) -> None:
-    told = f'chunk={chunk!r} must be a whole number of items, 1 or more, "auto"'
-    with pytest.raises(OptionError, match=told):
+async def test_invalid_chunk_sizes_are_refused(engine: FakeEngine, chunk: Any) -> None:
+    message = f'chunk={chunk!r} must be a whole number of items, 1 or more, "auto"'
+    with pytest.raises(OptionError, match=message):
         train.map([1], chunk=chunk)
 
 
-async def test_a_limit_below_the_chunk(engine: FakeEngine) -> None:
-    told = r"limit=9 has no room for a chunk of 10.*160"
-    with pytest.raises(OptionError, match=told):
+async def test_limit_below_the_chunk_size_is_refused(engine: FakeEngine) -> None:
+    with pytest.raises(
+        OptionError, match=r"limit=9 has no room for a chunk of 10.*160"
+    ):
         train.map([1], chunk=10, limit=9)
     await train.map([1], chunk=10, limit=10).aclose()
 
 
-# Whatever happens.
+# Random events.
 
 
 @pytest.mark.parametrize("seed", range(24))
-async def test_whatever_ends_first_each_item_gives_one_result(
+async def test_each_item_gives_one_result_after_random_events(
     engine: FakeEngine, seed: int
 ) -> None:
-    """Calls end in any order, some of them early, some with an error to try again."""
+    """Calls end in any order, some of them early, some with an error to retry."""
     chance = random.Random(seed)
     count, ordered = chance.randrange(60), chance.random() < 0.5
     chunk: Any = chance.choice([2, 3, 7, "auto"])
@@ -503,7 +502,7 @@ async def test_whatever_ends_first_each_item_gives_one_result(
 def end_by_chance(engine: FakeEngine, call: int, chance: random.Random) -> None:
     arguments = engine.calls[call - 1]
     if not isinstance(arguments[0], float):
-        (item,) = arguments  # it is tried again, alone
+        (item,) = arguments  # a retried item
         engine.receivers[call].settle(dump_result(item))
     elif chance.random() < 0.2:
         after = chance.randrange(len(arguments) - 1)

@@ -1,4 +1,4 @@
-"""[B10] [B21] Options of tasks, nodes, leases and placements: what is allowed."""
+"""[B10] [B21] Allowed and refused options of tasks, nodes, leases and placements."""
 
 from __future__ import annotations
 
@@ -41,52 +41,41 @@ def spec(**options: Any) -> TaskSpec:
 
 
 class Flag(str):
-    """A text of a class of its own."""
+    """A subclass of str."""
 
 
 # Values of the options of tasks.
 
 QUANTITIES = [
-    (0, 0),
-    (0.25, 2_500),
-    (1, 10_000),
-    (2.0, 20_000),
-    (1 / 3, 3_333),
-    (0.57, 5_700),
-    (0.0001, 1),
-    (0.99999, 9_999),
-    (np.float64(0.1), 1_000),
+    *[(0, 0), (0.25, 2_500), (1, 10_000), (2.0, 20_000), (1 / 3, 3_333)],
+    *[(0.57, 5_700), (0.0001, 1), (0.99999, 9_999), (np.float64(0.1), 1_000)],
 ]
 
 NO_QUANTITIES = [
     *((value, "not a quantity") for value in (-1, -0.5, math.nan, math.inf, 10**400)),
-    (1e-5, "finer than 1/10000"),
-    ("1", "is a str"),
-    (b"1", "is a bytes"),
-    (True, "is a bool"),
-    ([1], "is a list"),
-    (1j, "is a complex"),
+    *[(1e-5, "finer than 1/10000"), ("1", "is a str"), (b"1", "is a bytes")],
+    *[(True, "is a bool"), ([1], "is a list"), (1j, "is a complex")],
     (np.int64(1), "is an int64"),
 ]
 
 
 @pytest.mark.parametrize(("value", "parts"), QUANTITIES)
-def test_quantities(value: object, parts: int) -> None:
+def test_quantities_become_ten_thousandths(value: object, parts: int) -> None:
     for option in ("num_cpus", "num_gpus"):
         assert check_options({option: value}) == {option: parts}
 
 
-@pytest.mark.parametrize(("value", "why"), NO_QUANTITIES)
-def test_what_is_no_quantity(value: object, why: str) -> None:
-    for options, named in (
+@pytest.mark.parametrize(("value", "reason"), NO_QUANTITIES)
+def test_other_values_are_no_quantities(value: object, reason: str) -> None:
+    for options, name in (
         ({"num_cpus": value}, "num_cpus"),
         ({"num_gpus": value}, "num_gpus"),
         ({"resources": {"license": value}}, "resources['license']"),
     ):
         with pytest.raises(OptionError) as caught:
             check_options(options)
-        assert f"{named}={value!r}" in str(caught.value)
-        assert why in str(caught.value)
+        assert f"{name}={value!r}" in str(caught.value)
+        assert reason in str(caught.value)
 
 
 GOOD: Final[dict[str, list[tuple[object, object]]]] = {
@@ -125,99 +114,84 @@ GOOD: Final[dict[str, list[tuple[object, object]]]] = {
 
 
 @pytest.mark.parametrize("option", GOOD)
-def test_what_a_task_may_ask_for(option: str) -> None:
-    for value, held in GOOD[option]:
-        assert check_options({option: value}) == {option: held}
+def test_valid_options_of_tasks_are_accepted(option: str) -> None:
+    for value, expected in GOOD[option]:
+        assert check_options({option: value}) == {option: expected}
 
 
 class NoException:
-    """No exception, though it is a class."""
+    """A class that is no exception."""
 
 
-BAD: Final[dict[str, list[tuple[tuple[object, ...], str]]]] = {
-    "num_gpus": [((1.5, 2.0001, 1.1), "mixes whole devices")],
-    "resources": [
-        (([("a", 1)], "a", 1, {"a"}), "a dict of names"),
-        (({"": 1}, {1: 1}), "name must be a text"),
-        (({"a": None},), "NoneType"),
-        (({"CPU": 0.5},), "write num_cpus=0.5 instead"),
-        (({"GPU": 0.5},), "write num_gpus=0.5 instead"),
-    ],
-    "accelerator_type": [(("", 1, b"A100", ["A100"]), "a text")],
-    "strategy": [
-        (
-            ("SPREAD", "", True, 1, ["pack"], b"spread", np.zeros(2)),
-            "must be 'pack' (a share goes to the fullest GPU with room) or 'spread'",
-        )
-    ],
-    "lifetime": [
-        (
-            ("", "Detached", True, 0, ["detached"], np.zeros(2)),
-            "must be None (a task ends with",
-        )
-    ],
-    "max_calls": [((-1, 1.0, True, "1"), "0 for no limit")],
-    "max_retries": [((-2, 1.0, False, "1"), "-1 for no limit")],
-    "priority": [((1.5, True, "high"), "higher goes first")],
-    "num_returns": [((0, -1, True, 2.0, "2", "dynamic", [2]), "its own handle")],
-    "name": [(("", 1, b"a"), "a text")],
-    "timeout": [((0, -1, True, "1", math.nan, math.inf, 10**400), "seconds above 0")],
-    "cancel_grace": [
-        (
-            (-1, -0.1, False, True, "1", math.nan, math.inf, np.zeros(2)),
-            "seconds, 0 to kill at once, or None",
-        )
-    ],
-    "retry_exceptions": [
-        (
-            (
-                *([], (), 1, "OSError", {OSError}, OSError(), NoException, list[int]),
-                *(BaseException, KeyboardInterrupt, SystemExit, asyncio.CancelledError),
-                *(
-                    [OSError, GeneratorExit],
-                    [OSError, None],
-                    [True],
-                    BaseExceptionGroup,
-                ),
-            ),
-            "True, False, or exception classes",
-        )
-    ],
-    "runtime_env": [
-        (([], "env", {"pip": []}, {"env_vars": {}, "pip": []}, {1: 2}), "'env_vars'"),
-        (
-            (
-                *({"env_vars": value} for value in (None, [], "A=1", {"A": 1})),
-                *({"env_vars": value} for value in ({1: "A"}, {"A": None}, {"": "1"})),
-                *({"env_vars": value} for value in ({"A=B": "1"}, {"A\0": "1"})),
-                *({"env_vars": value} for value in ({"A": "\0"}, {"A": "\ud800"})),
-            ),
-            "a dict of texts to texts",
-        ),
-    ],
-}
+NO_TIMES: Final = (-1, True, "1", math.nan, math.inf)
+NO_EXCEPTIONS: Final = (
+    *([], (), 1, "OSError", {OSError}, OSError(), NoException, list[int], [True]),
+    *(BaseException, KeyboardInterrupt, SystemExit, asyncio.CancelledError),
+    *([OSError, GeneratorExit], [OSError, None], BaseExceptionGroup),
+)
+NO_ENVIRONMENTS: Final = (
+    *(None, [], "A=1", {"A": 1}, {1: "A"}, {"A": None}, {"": "1"}, {"A=B": "1"}),
+    *({"A\0": "1"}, {"A": "\0"}, {"A": "\ud800"}),
+)
+NO_STRATEGIES: Final = ("SPREAD", "", True, 1, ["pack"], b"spread", np.zeros(2))
+NO_LIFETIMES: Final = ("", "Detached", True, 0, ["detached"], np.zeros(2))
+BAD: Final[list[tuple[str, str, tuple[object, ...]]]] = [
+    ("num_gpus", "mixes whole devices", (1.5, 2.0001, 1.1)),
+    ("resources", "a dict of names", ([("a", 1)], "a", 1, {"a"})),
+    ("resources", "name must be a text", ({"": 1}, {1: 1})),
+    ("resources", "NoneType", ({"a": None},)),
+    ("resources", "write num_cpus=0.5 instead", ({"CPU": 0.5},)),
+    ("resources", "write num_gpus=0.5 instead", ({"GPU": 0.5},)),
+    ("accelerator_type", "a text", ("", 1, b"A100", ["A100"])),
+    (
+        "strategy",
+        "must be 'pack' (a share goes to the fullest GPU with room) or 'spread'",
+        NO_STRATEGIES,
+    ),
+    ("lifetime", "must be None (a task ends with", NO_LIFETIMES),
+    ("max_calls", "0 for no limit", (-1, 1.0, True, "1")),
+    ("max_retries", "-1 for no limit", (-2, 1.0, False, "1")),
+    ("priority", "higher goes first", (1.5, True, "high")),
+    ("num_returns", "its own handle", (0, -1, True, 2.0, "2", "dynamic", [2])),
+    ("name", "a text", ("", 1, b"a")),
+    ("timeout", "seconds above 0", (0, 10**400, *NO_TIMES)),
+    (
+        "cancel_grace",
+        "seconds, 0 to kill at once, or None",
+        (-0.1, False, np.zeros(2), *NO_TIMES),
+    ),
+    ("retry_exceptions", "True, False, or exception classes", NO_EXCEPTIONS),
+    ("runtime_env", "'env_vars'", ([], "env", {"pip": []}, {1: 2})),
+    ("runtime_env", "'env_vars'", ({"env_vars": {}, "pip": []},)),
+    (
+        "runtime_env",
+        "a dict of texts to texts",
+        tuple({"env_vars": value} for value in NO_ENVIRONMENTS),
+    ),
+]
 
 
-@pytest.mark.parametrize("option", BAD)
-def test_what_a_task_may_not_ask_for(option: str) -> None:
+@pytest.mark.parametrize(("option", "allowed", "values"), BAD)
+def test_invalid_options_of_tasks_are_refused(
+    option: str, allowed: str, values: tuple[object, ...]
+) -> None:
     """[B9] The message names the option, the value and what is allowed."""
-    for values, allowed in BAD[option]:
-        for value in values:
-            with pytest.raises(OptionError) as caught:
-                check_options({option: value})
-            message = str(caught.value)
-            assert message.startswith(option)
-            assert allowed in message
-            told = value
-            if isinstance(value, dict) and len(value) == 1:
-                ((key, told),) = value.items()  # the part that is wrong is enough
-                assert repr(key) in message
-                told = key if allowed == "name must be a text" else told
-            assert repr(told) in message or "instead" in allowed
+    for value in values:
+        with pytest.raises(OptionError) as caught:
+            check_options({option: value})
+        message = str(caught.value)
+        assert message.startswith(option)
+        assert allowed in message
+        wrong = value
+        if isinstance(value, dict) and len(value) == 1:
+            ((key, wrong),) = value.items()  # the wrong part is enough
+            assert repr(key) in message
+            wrong = key if allowed == "name must be a text" else wrong
+        assert repr(wrong) in message or "instead" in allowed
 
 
 @pytest.mark.parametrize(
-    "ask",
+    "call",
     [
         lambda: aiogpu.remote(gpu_memory=2),
         lambda: aiogpu.remote(memory=2),
@@ -230,13 +204,13 @@ def test_what_a_task_may_not_ask_for(option: str) -> None:
         lambda: aiogpu.init(object_memory=2),
     ],
 )
-def test_a_forgotten_unit(ask: Callable[[], object]) -> None:
-    """Two bytes are nobody's wish; whoever writes 2 means gigabytes."""
+def test_amount_of_memory_without_a_unit_is_refused(call: Callable[[], object]) -> None:
+    """A user who writes 2 means gigabytes, not two bytes."""
     with pytest.raises(OptionError, match=r'=2 is read as 2 bytes, .*="2GiB"\.'):
-        ask()
+        call()
 
 
-# Bounds of numbers, wherever an option takes one.
+# Bounds of numeric options.
 
 
 @aiogpu.remote
@@ -260,7 +234,7 @@ def batch(**options: Any) -> object:
 
 COUNT: Final = 2**31 - 1
 TIME: Final = 10**9
-TAKERS: Final[list[tuple[Callable[..., object], str, int, int]]] = [
+NUMERIC: Final[list[tuple[Callable[..., object], str, int, int]]] = [
     (give.options, "max_calls", 0, COUNT),
     (give.options, "max_retries", -1, COUNT),
     (give.options, "num_returns", 1, 100_000),
@@ -282,25 +256,24 @@ TAKERS: Final[list[tuple[Callable[..., object], str, int, int]]] = [
     (batch, "max_size", 1, COUNT),
     (batch, "max_wait", 0, TIME),
 ]
-"""What takes a numeric option, the option, and its bounds."""
+"""A call that takes a numeric option, the option, and its bounds."""
 
 
-@pytest.mark.parametrize(("take", "option", "least", "most"), TAKERS)
-def test_a_number_beyond_its_bounds_is_refused(
-    take: Callable[..., object], option: str, least: int, most: int
+@pytest.mark.parametrize(("call", "option", "least", "most"), NUMERIC)
+def test_numeric_option_beyond_its_bounds_is_refused(
+    call: Callable[..., object], option: str, least: int, most: int
 ) -> None:
-    """By an error that names the option, the value and what is allowed."""
+    """The error names the option, the value and the bound."""
     for value in (most + 1, 2**70, least - 1, -(2**70), math.inf, -math.inf, math.nan):
         with pytest.raises(OptionError) as caught:
-            take(**{option: value})
-        told = str(caught.value)
-        assert told.startswith(f"{option}={value!r}")
-        is_size = "memory" in option
+            call(**{option: value})
+        message = str(caught.value)
+        assert message.startswith(f"{option}={value!r}")
         bound = f"{most:.0e}" if most == 10**14 else f"{most:_}"
-        assert is_size or bound in told, told
+        assert "memory" in option or bound in message, message
 
 
-async def test_so_are_those_of_groups_pools_and_maps() -> None:
+async def test_numeric_options_of_groups_pools_and_maps_have_bounds() -> None:
     limits = {"size": 1, "min_size": 1, "max_size": 2, "target": 1}
     for option in limits:
         with pytest.raises(OptionError, match=f"{option}={2**70} .* maximum {COUNT:_}"):
@@ -317,7 +290,7 @@ async def test_so_are_those_of_groups_pools_and_maps() -> None:
     Giver.options(concurrency_groups={"io": COUNT})
 
 
-# What a task's options come to.
+# Effective options of tasks.
 
 
 @pytest.mark.parametrize(
@@ -337,49 +310,49 @@ async def test_so_are_those_of_groups_pools_and_maps() -> None:
         ({"resources": {"TPU": 0, "license": 1}}, 0),
     ],
 )
-def test_a_task_with_a_device_has_a_process_of_its_own_unless_said(
+def test_task_with_a_device_gets_a_fresh_process_by_default(
     options: dict[str, Any], max_calls: int
 ) -> None:
     """[B26]"""
     assert spec(**options).max_calls == max_calls
 
 
-def test_options_that_need_a_gpu() -> None:
-    """Perhaps by `.options`, so they are not refused before the first call."""
-    alone = checked(gpu_where={"memory": "40GiB", "name": "*H100*"})
+def test_options_that_need_a_gpu_are_refused_without_one() -> None:
+    """`.options` may add the GPU, so the first call checks, not the decorator."""
+    options = checked(gpu_where={"memory": "40GiB", "name": "*H100*"})
     with pytest.raises(OptionError) as caught:
-        alone.spec("train", 7)
+        options.spec("train", 7)
     assert str(caught.value) == (
         "gpu_where selects GPUs with memory of 40GiB or more and a name like "
         "'*h100*', but the task asks for no GPU; give num_gpus= or gpu_memory= as "
         "well."
     )
     for more in ({"num_gpus": 5_000}, {"gpu_memory": 1}):
-        assert alone._replace(**more).request().where == alone.gpu_where
-    alone = checked(retry_oom="exclusive")
+        assert options._replace(**more).request().where == options.gpu_where
+    options = checked(retry_oom="exclusive")
     with pytest.raises(
         OptionError, match=r"retry_oom='exclusive' .* give num_gpus= or"
     ):
-        alone.spec("train", 7)
-    assert alone._replace(gpu_memory=1).spec("train", 7).retries_oom
-    alone = checked(gpu_memory="share")
+        options.spec("train", 7)
+    assert options._replace(gpu_memory=1).spec("train", 7).retries_oom
+    options = checked(gpu_memory="share")
     with pytest.raises(OptionError, match="num_gpus is 0; give num_gpus= as well"):
-        alone.request()
-    assert alone._replace(num_gpus=5_000).request().gpu_memory == BY_SHARE
+        options.request()
+    assert options._replace(num_gpus=5_000).request().gpu_memory == BY_SHARE
 
 
-# Variables of a task that would fight what it is assigned.
+# Variables of a task that would change its assigned devices.
 
 
 def environment(**given: str) -> dict[str, str]:
-    found = checked(runtime_env={"env_vars": given}).runtime_env
-    assert found is not None
-    return found
+    environ = checked(runtime_env={"env_vars": given}).runtime_env
+    assert environ is not None
+    return environ
 
 
 @pytest.mark.parametrize("name", variables())
-def test_the_variables_of_all_vendors_are_set_by_aiogpu(name: str) -> None:
-    """[B25] Unless the task says by the vendor's own switch that it sets them."""
+def test_task_cannot_set_the_device_variables_of_vendors(name: str) -> None:
+    """[B25] The vendor's own switch leaves the variable to the task."""
     switch = f"AIOGPU_NOSET_{name}"
     for more in ({}, {switch: "0"}):
         with pytest.raises(OptionError) as caught:
@@ -391,13 +364,13 @@ def test_the_variables_of_all_vendors_are_set_by_aiogpu(name: str) -> None:
     for on in ("1", "true", " Yes ", "ON"):
         given = {name: "0", switch: on}
         assert environment(**given) == given
-    other = next(each for each in variables() if each != name)
+    other = next(variable for variable in variables() if variable != name)
     with pytest.raises(OptionError, match=f"sets {other}, which"):
         environment(**given, **{other: "0"})
 
 
 @pytest.mark.parametrize(
-    ("name", "bad", "told", "switch"),
+    ("name", "bad", "message", "switch"),
     [
         (
             *("CUDA_DEVICE_ORDER", "FASTEST_FIRST"),
@@ -409,48 +382,47 @@ def test_the_variables_of_all_vendors_are_set_by_aiogpu(name: str) -> None:
         ),
     ],
 )
-def test_variables_that_change_what_an_index_means_are_refused(
-    name: str, bad: str, told: str, switch: str
+def test_task_cannot_set_variables_that_reorder_devices(
+    name: str, bad: str, message: str, switch: str
 ) -> None:
-    with pytest.raises(OptionError, match=told):
+    with pytest.raises(OptionError, match=message):
         environment(**{name: bad})
     given = {name: bad, f"AIOGPU_NOSET_{switch}": "1"}
     assert environment(**given) == given
     assert environment(CUDA_DEVICE_ORDER="PCI_BUS_ID")
 
 
-# [B35] Resources by name: which are devices, and how many may be asked for.
+# [B35] Named resources: devices, and their numbers.
 
 
 @pytest.mark.parametrize(
     ("options", "names"),
     [
-        (
-            {"num_gpus": 1, "resources": {"neuron_cores": 1}},
-            "num_gpus and resources['n",
-        ),
+        ({"num_gpus": 1, "resources": {"neuron_cores": 1}}, "num_gpus and resources["),
         ({"num_gpus": 0.5, "resources": {"TPU": 1}}, "num_gpus and resources['TPU'] "),
         ({"gpu_memory": "1GiB", "resources": {"TPU": 1}}, "gpu_memory and resources["),
         ({"resources": {"neuron_cores": 1, "TPU": 1}}, "resources['neuron_cores'] and"),
     ],
 )
-def test_a_process_has_the_devices_of_one_vendor(
+def test_request_for_devices_of_two_vendors_is_refused(
     options: dict[str, Any], names: str
 ) -> None:
-    """The effective options are what counts."""
+    """The effective options count."""
     for remote in (give, Giver):
         with pytest.raises(OptionError) as caught:
             remote.options(**options)
         assert "ask for devices of different vendors" in str(caught.value)
         assert str(caught.value).startswith(names)
-    made = aiogpu.remote(num_gpus=1)(lambda: None)
+    task = aiogpu.remote(num_gpus=1)(lambda: None)
     with pytest.raises(OptionError, match=r"^num_gpus and resources\['neuron_cores'\]"):
-        made.options(resources={"neuron_cores": 1})
-    made.options(num_gpus=0, resources={"neuron_cores": 1})
-    made.options(resources={"neuron_cores": 0, "license": 1})
+        task.options(resources={"neuron_cores": 1})
+    task.options(num_gpus=0, resources={"neuron_cores": 1})
+    task.options(resources={"neuron_cores": 0, "license": 1})
 
 
-def test_in_a_worker_the_nodes_kinds_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_knows_the_device_kinds_of_its_node(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert spec(resources={"FPGA": 0.5}).shape.request.devices == ()
     monkeypatch.setattr(current, "accelerators", {"GPU": (), "FPGA": ()})
     assert spec(resources={"FPGA": 0.5}).shape.request.devices == (("FPGA", 5_000),)
@@ -458,25 +430,25 @@ def test_in_a_worker_the_nodes_kinds_are_known(monkeypatch: pytest.MonkeyPatch) 
         spec(resources={"FPGA": 1.5})
 
 
-def test_a_node_has_any_whole_number_of_devices() -> None:
+def test_node_has_a_whole_number_of_devices() -> None:
     for resources in ({"neuron_cores": 2, "TPU": 5, "license": 0.5}, {"NPU": 2.0}, {}):
         assert check_declared("resources", resources) == resources
     for name in ("neuron_cores", "NPU"):
         for value in (1.5, 10**6 + 1):
             with pytest.raises(OptionError) as caught:
                 check_declared("resources", {name: value})
-            told = f"init(resources={{{name!r}: {value!r}}}): a n"
-            assert str(caught.value).startswith(told)
+            start = f"init(resources={{{name!r}: {value!r}}}): a n"
+            assert str(caught.value).startswith(start)
 
 
 # [B1] [B3] The options of `init`.
 
 
 def node_options(**options: Any) -> NodeOptions:
-    """Check options as `init` does, with its own defaults for the others."""
+    """Check options as `init` does, with the defaults of `init` for the others."""
     parameters = inspect.signature(aiogpu.init).parameters.items()
     return check_node_options(
-        **{name: each.default for name, each in parameters} | options
+        **{name: parameter.default for name, parameter in parameters} | options
     )
 
 
@@ -504,74 +476,57 @@ NODE_GOOD: Final[dict[str, list[tuple[object, object]]]] = {
 
 
 @pytest.mark.parametrize("option", NODE_GOOD)
-def test_what_a_node_may_be_given(option: str) -> None:
+def test_valid_options_of_a_node_are_accepted(option: str) -> None:
     assert node_options() == NodeOptions()
-    for value, held in NODE_GOOD[option]:
-        found = getattr(node_options(**{option: value}), option)
-        assert found == held
-        assert type(found) is type(held)
+    for value, expected in NODE_GOOD[option]:
+        checked = getattr(node_options(**{option: value}), option)
+        assert checked == expected
+        assert type(checked) is type(expected)
 
 
-NODE_BAD: Final[dict[str, list[tuple[tuple[object, ...], str]]]] = {
-    "num_cpus": [
-        (("1", True, [1]), "give an int or a float"),
-        ((-1, math.nan, math.inf), "not a quantity"),
-        ((1e-5,), "at least 0.0001"),
-    ],
-    "num_gpus": [
-        ((1.5, 1.0, -1, "1", True, math.nan, math.inf, 10**7), "a whole number of GPUs")
-    ],
-    "resources": [
-        (([1], "license", 1), "a dict of names"),
-        (({"CPU": 1},), "write num_cpus=1 instead"),
-        (({"GPU": 1},), "write num_gpus=1 instead"),
-        (({"gpu_memory": 1},), "write gpu_memory=1 instead"),
-        (({"memory": 1},), "write memory=1 instead"),
-        (({"license": -1},), "not a quantity"),
-        (({"license": True},), "is a bool"),
-    ],
-    "gpu_memory": [(("0GiB",), "a GPU must have memory")],
-    "accelerator_type": [(("", 1, ["A100"]), "a text")],
-    "preload": [
-        (
-            ("numpy", None, {"numpy"}, [""], [1], ["numpy", b"json"]),
-            "a sequence of module names",
-        )
-    ],
-    "log_to_driver": [((0, 1, None, "no"), "True or False")],
-    "cancel_grace": [
-        ((0, -1, None, True, "2", math.nan, math.inf, 10**400), "seconds above 0")
-    ],
-    "spare_workers": [((-1, 1.5, True, None, "2", 1025), "a whole number, 0 for none")],
-    "memory": [
-        (
-            (-1, 1.5, True, "6", "GiB", "-1GB", "nanGB", "1e99GB", [1]),
-            "not an amount of memory",
-        )
-    ],
-    "object_memory": [(("lots",), "not an amount of memory")],
-    "spill_directory": [
-        ((5, b"/tmp"), "must be the path of a directory"),
-        (("/no/such",), "there is no such directory"),
-    ],
-    "memory_guard": [((0, None), "True or False")],
-    "ignore_reinit_error": [((0, 1, None), "True or False")],
-    "address": [(("", 1, b"local"), "a text")],
-}
+NODE_BAD: Final[list[tuple[str, str, tuple[object, ...]]]] = [
+    ("num_cpus", "give an int or a float", ("1", True, [1])),
+    ("num_cpus", "not a quantity", (-1, math.nan, math.inf)),
+    ("num_cpus", "at least 0.0001", (1e-5,)),
+    ("num_gpus", "a whole number of GPUs", (1.5, 1.0, 10**7, *NO_TIMES)),
+    ("resources", "a dict of names", ([1], "license", 1)),
+    ("resources", "write num_cpus=1 instead", ({"CPU": 1},)),
+    ("resources", "write num_gpus=1 instead", ({"GPU": 1},)),
+    ("resources", "write gpu_memory=1 instead", ({"gpu_memory": 1},)),
+    ("resources", "write memory=1 instead", ({"memory": 1},)),
+    ("resources", "not a quantity", ({"license": -1},)),
+    ("resources", "is a bool", ({"license": True},)),
+    ("gpu_memory", "a GPU must have memory", ("0GiB",)),
+    ("accelerator_type", "a text", ("", 1, ["A100"])),
+    ("preload", "a sequence of module names", ("numpy", None, {"numpy"})),
+    ("preload", "a sequence of module names", ([""], [1], ["numpy", b"json"])),
+    ("log_to_driver", "True or False", (0, 1, None, "no")),
+    ("cancel_grace", "seconds above 0", (0, None, "2", 10**400, *NO_TIMES)),
+    ("spare_workers", "a whole number, 0 for none", (-1, 1.5, True, None, "2", 1025)),
+    ("memory", "not an amount of memory", (-1, 1.5, True, "6", "GiB", "-1GB", [1])),
+    ("memory", "not an amount of memory", ("nanGB", "1e99GB")),
+    ("object_memory", "not an amount of memory", ("lots",)),
+    ("spill_directory", "must be the path of a directory", (5, b"/tmp")),
+    ("spill_directory", "there is no such directory", ("/no/such",)),
+    ("memory_guard", "True or False", (0, None)),
+    ("ignore_reinit_error", "True or False", (0, 1, None)),
+    ("address", "a text", ("", 1, b"local")),
+]
 
 
-@pytest.mark.parametrize("option", NODE_BAD)
-def test_what_a_node_may_not_be_given(option: str) -> None:
-    """It is told where `init` is called, not at the await."""
-    for values, allowed in NODE_BAD[option]:
-        for value in values:
-            with pytest.raises(OptionError) as caught:
-                aiogpu.init(**{option: value})  # type: ignore[arg-type]
-            message = str(caught.value)
-            assert option in message
-            assert allowed in message
-            told = next(iter(value.values())) if isinstance(value, dict) else value
-            assert repr(told) in message
+@pytest.mark.parametrize(("option", "allowed", "values"), NODE_BAD)
+def test_invalid_options_of_a_node_are_refused(
+    option: str, allowed: str, values: tuple[object, ...]
+) -> None:
+    """`init` itself raises, not its await."""
+    for value in values:
+        with pytest.raises(OptionError) as caught:
+            aiogpu.init(**{option: value})  # type: ignore[arg-type]
+        message = str(caught.value)
+        assert option in message
+        assert allowed in message
+        wrong = next(iter(value.values())) if isinstance(value, dict) else value
+        assert repr(wrong) in message
     with pytest.raises(TypeError):
         aiogpu.init("local")  # type: ignore[call-arg]
 
@@ -586,7 +541,7 @@ def test_what_a_node_may_not_be_given(option: str) -> None:
         (["json"], ("json",), False),
     ],
 )
-def test_what_is_preloaded(
+def test_preload_lists_modules_and_auto(
     preload: object, modules: tuple[str, ...], learns: bool
 ) -> None:
     options = node_options(preload=preload)
@@ -597,12 +552,12 @@ def group(*bundles: dict[str, Any]) -> Placement:
     return Placement(placement_group_of(bundles, "PACK", "group", "key"))
 
 
-def asked(**options: Any) -> Request:
-    return TaskOptions(**check_options(options)).request()
+def request(**options: Any) -> Request:
+    return checked(**options).request()
 
 
-def test_a_lease_asks_for_what_is_named_alone() -> None:
-    """It has no CPU, and its timeout is not its end."""
+def test_lease_requests_only_the_named_resources() -> None:
+    """A lease has no CPU by default, and its timeout does not end it."""
     func, timeout = lease_func({"num_gpus": 0.5, "timeout": 3, "priority": 2})
     spec = func.spec
     assert func.resources == {"GPU": 0.5}
@@ -614,7 +569,7 @@ def test_a_lease_asks_for_what_is_named_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({}, "a lease of nothing"),
         ({"num_gpus": 1.5}, "num_gpus=1.5"),
@@ -624,12 +579,12 @@ def test_a_lease_asks_for_what_is_named_alone() -> None:
         ({"num_gpus": 1, "resources": {"neuron_cores": 1}}, "different vendors"),
     ],
 )
-def test_a_lease_that_is_refused(options: dict[str, Any], told: str) -> None:
-    with pytest.raises(OptionError, match=told):
+def test_invalid_leases_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
         lease_func(options)
 
 
-async def test_a_lease_that_is_not_granted_has_no_ids() -> None:
+async def test_lease_that_is_not_granted_has_no_ids() -> None:
     lease = aiogpu.lease(num_gpus=1)
     assert repr(lease) == "<Lease lease not asked for>"
     assert not lease.is_held
@@ -640,13 +595,13 @@ async def test_a_lease_that_is_not_granted_has_no_ids() -> None:
     await lease.release()
 
 
-def test_what_a_bundle_may_hold() -> None:
-    held = group(
+def test_bundles_hold_resources_and_devices() -> None:
+    placement = group(
         {"GPU": 1, "CPU": 2, "memory": "1GiB", "license": 0.5},
         {"neuron_cores": 2},
         {"GPU": 0.5, "accelerator_type:A100": 0.001},
     )
-    assert held.bundles == (
+    assert placement.bundles == (
         {"CPU": 2.0, "license": 0.5, "memory": float(1 << 30), "GPU": 1.0},
         {"neuron_cores": 2.0},
         {"accelerator_type:A100": 0.001, "GPU": 0.5},
@@ -657,13 +612,14 @@ TYPES = {"GPU": 1, "accelerator_type:A": 0.001, "accelerator_type:B": 0.001}
 
 
 @pytest.mark.parametrize(
-    ("bundles", "options", "told"),
+    ("bundles", "options", "message"),
     [
         ([], {}, "give 1 to 256"),
         ([{"CPU": 1}] * (MOST_BUNDLES + 1), {}, "give 1 to 256"),
-        ("GPU", {}, "must be a list of dicts"),
-        ({"GPU": 1}, {}, "must be a list of dicts"),
-        (7, {}, "must be a list of dicts"),
+        *(
+            (bundles, {}, "must be a list of dicts")
+            for bundles in ("GPU", {"GPU": 1}, 7)
+        ),
         ([7], {}, r"bundles\[0\]=7 must be a dict"),
         ([{"GPU": 1}, {}], {}, r"bundles\[1\]={} asks for nothing"),
         ([{"GPU": 0, "CPU": 0}], {}, "asks for nothing"),
@@ -683,15 +639,15 @@ TYPES = {"GPU": 1, "accelerator_type:A": 0.001, "accelerator_type:B": 0.001}
         ([{"CPU": 1}], {"priority": "high"}, "priority"),
     ],
 )
-def test_a_placement_that_is_refused(
-    bundles: Any, options: dict[str, Any], told: str
+def test_invalid_placements_are_refused(
+    bundles: Any, options: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(OptionError, match=told):
+    with pytest.raises(OptionError, match=message):
         aiogpu.placement(bundles, **options)
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         *(({"bundle": bundle}, "bundle=") for bundle in (-2, 0.5, "0", True)),
         ({"bundle": 1}, "group has no bundle 1; its bundles are"),
@@ -699,29 +655,33 @@ def test_a_placement_that_is_refused(
         ({"placement": [{"CPU": 1}]}, "must be the result of aiogpu.placement"),
     ],
 )
-def test_a_bundle_that_is_not_there(options: dict[str, Any], told: str) -> None:
-    with pytest.raises(OptionError, match=told):
-        asked(**{"placement": group({"CPU": 1}), **options})
-    assert asked(placement=None, bundle=None) == asked()
-    assert asked(placement=None, bundle=-1).placement_group is None
+def test_request_for_a_missing_bundle_is_refused(
+    options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(OptionError, match=message):
+        request(**{"placement": group({"CPU": 1}), **options})
+    assert request(placement=None, bundle=None) == request()
+    assert request(placement=None, bundle=-1).placement_group is None
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "parts"),
     [
         (
             {"num_gpus": 2},
-            "{GPU: 2} does not fit into any bundle of group: "
-            "[{CPU: 1, GPU: 1}, {GPU: 0.5}]",
+            [
+                "{GPU: 2} does not fit into any bundle of group",
+                "[{CPU: 1, GPU: 1}, {GPU: 0.5}]",
+            ],
         ),
-        ({"num_gpus": 1, "bundle": 1}, "bundle 1 of group, {GPU: 0.5}"),
-        ({"num_cpus": 2}, "CPU: 2"),
+        ({"num_gpus": 1, "bundle": 1}, ["bundle 1 of group, {GPU: 0.5}"]),
+        ({"num_cpus": 2}, ["CPU: 2"]),
     ],
 )
-def test_what_fits_no_bundle_is_told_with_both(
-    options: dict[str, Any], told: str
+def test_request_that_fits_no_bundle_names_the_request_and_the_bundles(
+    options: dict[str, Any], parts: list[str]
 ) -> None:
     with pytest.raises(aiogpu.InfeasibleError) as caught:
-        asked(placement=group({"GPU": 1, "CPU": 1}, {"GPU": 0.5}), **options)
-    for part in told.split(": ["):
+        request(placement=group({"GPU": 1, "CPU": 1}, {"GPU": 0.5}), **options)
+    for part in parts:
         assert part in str(caught.value)

@@ -1,4 +1,4 @@
-"""`@remote` as an object: what it takes and refuses, its calls, how it is pickled."""
+"""`@remote`: decorated objects, refusals, pickling, and checks of arguments."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 @aiogpu.remote
 def documented(x: int) -> int:
-    """What it does."""
+    """A docstring."""
     return x + 1
 
 
@@ -64,9 +64,9 @@ class Box(Generic[T]):
 # What is decorated.
 
 
-def test_it_looks_like_its_function() -> None:
+def test_remote_function_has_the_name_of_its_function() -> None:
     assert documented.__name__ == "documented"
-    assert documented.__doc__ == "What it does."
+    assert documented.__doc__ == "A docstring."
     assert documented.__module__ == __name__
     assert repr(documented) == f"<RemoteFunction {__name__}.documented>"
     assert documented.__wrapped__(1) == 2
@@ -86,7 +86,7 @@ def test_it_looks_like_its_function() -> None:
         (Plain().method, "method", False),
     ],
 )
-def test_whatever_can_be_called_can_be_remote(
+def test_all_callables_can_be_remote(
     function: Any, name: str, is_coroutine: bool
 ) -> None:
     definition = Definition(function)
@@ -95,10 +95,10 @@ def test_whatever_can_be_called_can_be_remote(
     assert definition.is_coroutine is is_coroutine
 
 
-async def test_a_class_with_its_parameter_is_that_class(
+async def test_generic_alias_makes_a_remote_class(
     inline_node: aiogpu.types.Node,
 ) -> None:
-    """`list[int]` and the like are called as classes are, and are none."""
+    """Generic aliases like `list[int]` are callable, but they are no classes."""
     boxes = aiogpu.remote(Box[int])
     assert isinstance(boxes, RemoteClass)
     assert aiogpu.remote(max_restarts=1)(Box[int])._options.max_restarts == 1
@@ -106,33 +106,33 @@ async def test_a_class_with_its_parameter_is_that_class(
 
 
 @pytest.mark.parametrize(
-    ("thing", "word"), [(documented, "already"), (5, "5"), ("f", "'f'")]
+    ("thing", "message"), [(documented, "already"), (5, "5"), ("f", "'f'")]
 )
-def test_what_cannot_be_remote(thing: Any, word: str) -> None:
+def test_other_objects_cannot_be_remote(thing: Any, message: str) -> None:
     for decorate in (aiogpu.remote, aiogpu.remote(num_cpus=1)):
-        with pytest.raises(MisuseError, match=word):
+        with pytest.raises(MisuseError, match=message):
             decorate(thing)
     with pytest.raises(MisuseError, match="not both"):
         aiogpu.remote(len, num_gpus=1)  # type: ignore[call-overload]
     assert isinstance(aiogpu.remote()(len), RemoteFunction)
 
 
-# How the function is sent: by name if it can be imported, by value otherwise.
+# Functions are pickled by name if they can be imported, else by value.
 
 
-def test_a_function_of_a_module_goes_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_function_of_a_module_is_sent_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     definition = documented._definition
     assert definition.reference() == FunctionName(__name__, "documented")
     assert load_function(definition.pickled().payload) is documented.__wrapped__
     assert definition.pickled() is definition.pickled()
     again = Definition(documented.__wrapped__)
-    assert again.reference() is None, "the name means the first"
+    assert again.reference() is None, "the name belongs to the first definition"
     for name in ("__main__", "__mp_main__"):
         monkeypatch.setattr(documented.__wrapped__, "__module__", name)
         assert Definition(documented.__wrapped__).reference() is None
 
 
-def test_one_that_takes_much_with_it_is_told_once() -> None:
+def test_function_with_a_large_closure_is_warned_of_once() -> None:
     table = bytes(2 << 20)
 
     @aiogpu.remote
@@ -144,8 +144,8 @@ def test_one_that_takes_much_with_it_is_told_once() -> None:
         def at(self, index: int) -> int:
             return table[index]
 
-    told = r"of which 2\.0 MiB are lookup\.__closure__\.table"
-    with pytest.warns(AiogpuWarning, match=told) as caught:
+    message = r"of which 2\.0 MiB are lookup\.__closure__\.table"
+    with pytest.warns(AiogpuWarning, match=message) as caught:
         lookup._definition.pickled()
     lookup.options(num_cpus=2)._definition.pickled()
     assert [warning.filename for warning in caught] == [__file__]
@@ -153,37 +153,39 @@ def test_one_that_takes_much_with_it_is_told_once() -> None:
         Lookup._definition.pickled()
 
 
-# How the remote function or class itself is pickled.
+# Pickling of remote functions and classes.
 
 
 @pytest.mark.parametrize("thing", [documented, Counter], ids=["function", "class"])
-def test_what_is_in_a_module_goes_by_its_name_with_its_options(thing: Any) -> None:
+def test_remote_object_of_a_module_is_pickled_by_name_with_its_options(
+    thing: Any,
+) -> None:
     stream = pickle.dumps(thing)
-    assert len(stream) < 700, "what it is made of is not sent"
-    for found in (pickle.loads(stream), pickle.loads(ForkingPickler.dumps(thing))):
-        assert type(found) is type(thing)
-        assert found.__wrapped__ is thing.__wrapped__
+    assert len(stream) < 700, "only the name is pickled"
+    for copied in (pickle.loads(stream), pickle.loads(ForkingPickler.dumps(thing))):
+        assert type(copied) is type(thing)
+        assert copied.__wrapped__ is thing.__wrapped__
     with_options = thing.options(num_gpus=0.25, name="one")
-    found = pickle.loads(pickle.dumps(with_options))
-    assert found._options == with_options._options
-    assert found._definition is thing._definition
-    assert vars(found).get("_interface") is vars(thing).get("_interface")
+    copied = pickle.loads(pickle.dumps(with_options))
+    assert copied._options == with_options._options
+    assert copied._definition is thing._definition
+    assert vars(copied).get("_interface") is vars(thing).get("_interface")
 
 
-def test_a_class_that_is_plain_where_it_comes_to(
+def test_class_that_is_plain_on_the_other_side_becomes_remote(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Who decorates by a call may keep the remote one under another name."""
+    """A program may keep the plain class under its own name."""
     remote = aiogpu.remote(Plain)
     monkeypatch.setattr(sys.modules[__name__], "Plain", remote)
     stream = pickle.dumps(remote)
     monkeypatch.undo()
-    found = pickle.loads(stream)
-    assert type(found) is type(remote)
-    assert found.__wrapped__ is Plain
+    copied = pickle.loads(stream)
+    assert type(copied) is type(remote)
+    assert copied.__wrapped__ is Plain
 
 
-def nameless() -> list[Any]:
+def local_things() -> list[Any]:
     @aiogpu.remote(priority=3)
     def inner() -> int:
         return 4
@@ -194,47 +196,49 @@ def nameless() -> list[Any]:
     return [inner, Inner, inner.options(num_cpus=2), Inner.options(num_cpus=2)]
 
 
-@pytest.mark.parametrize("thing", nameless(), ids=repr)
-def test_what_has_no_name_goes_by_value_but_not_by_plain_pickle(thing: Any) -> None:
-    """Multiprocessing is told what to do."""
+@pytest.mark.parametrize("thing", local_things(), ids=repr)
+def test_local_remote_object_is_pickled_by_value_but_not_by_plain_pickle(
+    thing: Any,
+) -> None:
+    """The error for multiprocessing says what to do."""
     with pytest.raises(SerializationError) as caught:
         ForkingPickler.dumps(thing)
-    said = str(caught.value)
-    assert said.startswith(f"multiprocessing cannot send {thing!r}: ")
-    assert f"`{thing.__name__}.remote(...)` runs in a worker" in said
-    assert f"`remote_version = aiogpu.remote({thing.__name__})`" in said
-    sent = pickle.loads(cloudpickle.dumps(thing))
-    for found in (sent, copy.copy(thing), copy.deepcopy(thing)):
-        assert type(found) is type(thing)
-        assert found.__name__ == thing.__name__
-        assert found._options == thing._options
-    assert isinstance(thing, RemoteClass) or sent.__wrapped__() == 4
+    message = str(caught.value)
+    assert message.startswith(f"multiprocessing cannot send {thing!r}: ")
+    assert f"`{thing.__name__}.remote(...)` runs in a worker" in message
+    assert f"`remote_version = aiogpu.remote({thing.__name__})`" in message
+    pickled = pickle.loads(cloudpickle.dumps(thing))
+    for copied in (pickled, copy.copy(thing), copy.deepcopy(thing)):
+        assert type(copied) is type(thing)
+        assert copied.__name__ == thing.__name__
+        assert copied._options == thing._options
+    assert isinstance(thing, RemoteClass) or pickled.__wrapped__() == 4
 
 
-# Its calls.
+# Calls.
 
 
-async def test_one_that_cannot_be_pickled_yet_may_be_called_later(
+async def test_function_that_could_not_be_pickled_can_be_called_later(
     engine: FakeEngine,
 ) -> None:
     """[B39]"""
-    held: dict[str, object] = {"lock": threading.Lock()}
+    state: dict[str, object] = {"lock": threading.Lock()}
 
     @aiogpu.remote
     def nested(*_: object) -> object:
-        return held
+        return state
 
     for _ in range(2):
         with pytest.raises(SerializationError, match=r"the function nested.*lock"):
             nested.remote()
-    held.clear()
+    state.clear()
     nested.remote().cancel()
     with pytest.raises(SerializationError, match=r"arguments of nested\.remote"):
         nested.remote(threading.Lock())
     nested.remote().cancel()
 
 
-# Its parameters: what is refused before it is sent is what Python would refuse.
+# Arguments: aiogpu refuses the same calls as Python.
 
 NAMES = "abcde"
 KINDS = inspect.Parameter
@@ -242,7 +246,7 @@ KINDS = inspect.Parameter
 
 @st.composite
 def signatures(draw: st.DrawFn) -> inspect.Signature:
-    """Any signature of a few parameters, defaults in any place where they may be."""
+    """Draw a signature of a few parameters, with defaults where they are allowed."""
     kinds = sorted(
         draw(st.lists(st.sampled_from([*inspect._ParameterKind]), max_size=len(NAMES)))
     )
@@ -250,7 +254,7 @@ def signatures(draw: st.DrawFn) -> inspect.Signature:
     has_default = False
     for name, kind in zip(NAMES, kinds, strict=False):
         is_star = kind in (KINDS.VAR_POSITIONAL, KINDS.VAR_KEYWORD)
-        if is_star and any(one.kind == kind for one in parameters):
+        if is_star and any(parameter.kind == kind for parameter in parameters):
             continue
         default: Any = KINDS.empty
         if not is_star and (draw(st.booleans()) or has_default):
@@ -266,16 +270,16 @@ def signatures(draw: st.DrawFn) -> inspect.Signature:
     signature=signatures(),
     args=st.lists(st.none(), max_size=6).map(tuple),
     kwargs=st.dictionaries(st.sampled_from([*NAMES, "z"]), st.none(), max_size=3),
-    has_travelled=st.booleans(),
+    is_pickled=st.booleans(),
 )
-def test_its_verdict_is_pythons(
+def test_arguments_are_checked_like_python_does(
     signature: inspect.Signature,
     args: tuple[None, ...],
     kwargs: dict[str, None],
-    has_travelled: bool,
+    is_pickled: bool,
 ) -> None:
     parameters = Parameters("f", signature)
-    if has_travelled:
+    if is_pickled:
         parameters = pickle.loads(pickle.dumps(parameters))
     try:
         signature.bind(*args, **kwargs)
@@ -286,7 +290,7 @@ def test_its_verdict_is_pythons(
         parameters.check(args, dict(kwargs))
 
 
-def test_signatures_of_methods_and_of_what_has_none() -> None:
+def test_signatures_of_methods_lack_self_and_missing_ones_allow_all() -> None:
     def method(self: object, a: int) -> None: ...
 
     def all_by_position(*args: int) -> None: ...
@@ -294,9 +298,8 @@ def test_signatures_of_methods_and_of_what_has_none() -> None:
     def none() -> None: ...
 
     functions: list[Callable[..., None]] = [method, all_by_position, none]
-    found = [signature_of(one) for one in functions]
-    texts = [str(without_self(one)) for one in found if one is not None]
+    texts = [str(without_self(s)) for s in map(signature_of, functions) if s]
     assert texts == ["(a: 'int') -> 'None'", "(*args: 'int') -> 'None'", "() -> 'None'"]
     parameters = Parameters("update", signature_of(dict.update))
-    for each in (parameters, pickle.loads(pickle.dumps(parameters))):
-        each.check((1, 2, 3), {"a": 1})
+    for checker in (parameters, pickle.loads(pickle.dumps(parameters))):
+        checker.check((1, 2, 3), {"a": 1})

@@ -7,6 +7,7 @@ import inspect
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -34,13 +35,19 @@ aiogpu.run(main())
 
 
 @pytest.mark.parametrize("closed", ["<&- >&- 2>&-", "<&-", ">&-", "2>&-"])
-def test_a_program_without_standard_descriptors(closed: str, tmp_path: object) -> None:
+def test_run_works_without_standard_descriptors(closed: str, tmp_path: object) -> None:
     """libuv aborts a process that lets it have descriptor 0, 1 or 2."""
     result = f"{tmp_path}/result"
     ended = subprocess.run(
         [
-            *("sh", "-c", f'exec "$@" {closed}', "sh"),
-            *(sys.executable, "-c", PROGRAM, result),
+            "sh",
+            "-c",
+            f'exec "$@" {closed}',
+            "sh",
+            sys.executable,
+            "-c",
+            PROGRAM,
+            result,
         ],
         stdin=subprocess.DEVNULL,
         env=environment(),
@@ -48,11 +55,10 @@ def test_a_program_without_standard_descriptors(closed: str, tmp_path: object) -
         check=False,
     )
     assert ended.returncode == 0
-    with open(result) as file:
-        assert file.read() == "2"
+    assert Path(result).read_text() == "2"
 
 
-async def test_it_begins_no_loop_within_another() -> None:
+async def test_run_inside_a_loop_is_refused() -> None:
     coroutine = fail()
     with pytest.raises(aiogpu.NoLoopError, match=r"write `await main\(\)`") as raised:
         aiogpu.run(coroutine)
@@ -61,16 +67,16 @@ async def test_it_begins_no_loop_within_another() -> None:
     assert inspect.getcoroutinestate(coroutine) == inspect.CORO_CLOSED
 
 
-def test_a_function_is_to_be_called_first() -> None:
+def test_run_refuses_a_function_that_was_not_called() -> None:
     with pytest.raises(ValueError, match=r"write `aiogpu\.run\(fail\(\)\)`\.$"):
         aiogpu.run(fail)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("outcome", ["swallowed", "another error"])
-def test_a_ctrl_c_while_uvloop_is_imported(
+def test_ctrl_c_during_the_import_of_uvloop_ends_the_program(
     outcome: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """CPython now and then drops what comes in an import, or makes another error."""
+    """During an import, CPython may drop the interrupt or raise another error."""
 
     class Uvloop(ModuleType):
         def __getattr__(self, name: str) -> object:
@@ -103,7 +109,7 @@ async def clean_up(done: list[str]) -> None:
             done.append("cleaned up")
 
 
-def test_what_a_second_ctrl_c_interrupts_may_await_in_its_finally(
+def test_cleanup_can_await_after_a_second_ctrl_c(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     done: list[str] = []
@@ -114,7 +120,7 @@ def test_what_a_second_ctrl_c_interrupts_may_await_in_its_finally(
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_a_ctrl_c_before_the_first_step_complains_of_no_coroutine(
+def test_ctrl_c_before_the_first_step_warns_of_no_coroutine(
     recwarn: pytest.WarningsRecorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     presses = [signal.SIGINT]

@@ -1,4 +1,4 @@
-"""[B1] [B5] [B6] The node of a loop: `init`, `shutdown`, and calls in between."""
+"""[B1] [B5] [B6] The session of a loop: `init`, calls, and `shutdown`."""
 
 from __future__ import annotations
 
@@ -35,12 +35,6 @@ from tests.unit.api.fakes import (
     started,
 )
 
-LOOPS = [
-    pytest.param(asyncio.new_event_loop, id="asyncio"),
-    pytest.param(uvloop.new_event_loop, id="uvloop"),
-]
-
-
 ORDERLY = ["open", "opened", "close", "closed"]
 
 
@@ -48,9 +42,9 @@ ORDERLY = ["open", "opened", "close", "closed"]
 def no_sessions_left() -> Iterator[None]:
     assert module.sessions == {}
     yield
-    left = dict(module.sessions)
+    remaining = dict(module.sessions)
     module.sessions.clear()
-    assert left == {}, "a session was not forgotten"
+    assert remaining == {}
 
 
 @pytest.fixture
@@ -63,10 +57,10 @@ def call(session: Session, name: str = "train") -> Any:
     return session.submit(function_spec(name), b"")
 
 
-# The session: opening, calls, closing.
+# Opening, calls, closing.
 
 
-async def test_early_calls_are_made_in_order_once_it_is_open(
+async def test_early_calls_are_submitted_in_order_after_the_opening(
     engine: FakeEngine,
 ) -> None:
     engine.infeasible.add("huge")
@@ -89,7 +83,7 @@ async def test_early_calls_are_made_in_order_once_it_is_open(
 
 
 @pytest.mark.parametrize("is_awaited", [True, False])
-async def test_an_error_of_opening_is_told_to_all(
+async def test_error_of_the_opening_fails_all_calls(
     is_awaited: bool, engine: FakeEngine, complaints: list[str]
 ) -> None:
     engine.open_error = error = OSError("no socket")
@@ -111,10 +105,12 @@ async def test_an_error_of_opening_is_told_to_all(
 
 
 @pytest.mark.parametrize("is_failing", [True, False])
-async def test_shutdown_while_it_opens(engine: FakeEngine, is_failing: bool) -> None:
-    """It may hang in an import of the user's, so it is not waited for."""
+async def test_shutdown_abandons_an_opening(
+    engine: FakeEngine, is_failing: bool
+) -> None:
+    """`shutdown` does not wait, because the opening may hang in an import."""
     engine.may_open.clear()
-    engine.open_error = OSError("nobody cares") if is_failing else None
+    engine.open_error = OSError("ignored") if is_failing else None
     session = opening(engine)
     closing = await started(session.shutdown(), 1)
     handle = call(session)
@@ -126,7 +122,7 @@ async def test_shutdown_while_it_opens(engine: FakeEngine, is_failing: bool) -> 
         await handle
 
 
-async def test_shutdown_is_done_once(engine: FakeEngine) -> None:
+async def test_shutdown_closes_the_engine_once(engine: FakeEngine) -> None:
     session = await opened(engine)
     engine.may_close.clear()
     closings = [await started(session.shutdown(), 2) for _ in range(3)]
@@ -142,7 +138,7 @@ async def test_shutdown_is_done_once(engine: FakeEngine) -> None:
     assert engine.story == ORDERLY
 
 
-async def test_a_shutdown_under_way_is_hastened(engine: FakeEngine) -> None:
+async def test_second_shutdown_can_force_the_first(engine: FakeEngine) -> None:
     session = await opened(engine)
     engine.may_close.clear()
     orderly = await started(session.shutdown(), 2)
@@ -153,7 +149,7 @@ async def test_a_shutdown_under_way_is_hastened(engine: FakeEngine) -> None:
     assert engine.story == ["open", "opened", "close", "force_close", "closed"]
 
 
-async def test_an_error_of_closing_is_raised_and_the_loop_is_free(
+async def test_error_of_the_close_is_raised_and_frees_the_loop(
     engine: FakeEngine,
 ) -> None:
     session = await opened(engine)
@@ -163,21 +159,24 @@ async def test_an_error_of_closing_is_raised_and_the_loop_is_free(
     assert session_of(asyncio.get_running_loop()) is None
 
 
-@pytest.mark.parametrize("new_loop", LOOPS)
+@pytest.mark.parametrize(
+    "new_loop",
+    [asyncio.new_event_loop, uvloop.new_event_loop],
+    ids=["asyncio", "uvloop"],
+)
 @pytest.mark.parametrize("when", ["opening", "open"])
-def test_it_closes_with_its_loop(
+def test_session_closes_with_its_loop(
     new_loop: Callable[[], asyncio.AbstractEventLoop], when: str, engine: FakeEngine
 ) -> None:
-    """Nobody shuts it down; `shutdown_asyncgens` does."""
-    told: list[dict[str, Any]] = []
+    """`shutdown_asyncgens` of the loop closes the session."""
+    complaints: list[dict[str, Any]] = []
 
     async def main() -> aiogpu.Handle[Any]:
-        asyncio.get_running_loop().set_exception_handler(lambda _, w: told.append(w))
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, context: complaints.append(context))
         if when == "opening":
             engine.may_open.clear()
-            session = opening(engine)
-        else:
-            session = await opened(engine)
+        session = opening(engine) if when == "opening" else await opened(engine)
         handle = call(session)
         await asyncio.sleep(0)
         return handle  # type: ignore[no-any-return]
@@ -187,17 +186,17 @@ def test_it_closes_with_its_loop(
     if when == "open":
         assert engine.story[-2:] == ["close", "closed"]
     else:
-        # The loop's end cancels the opening, which takes back what it made.
+        # The end of the loop cancels the opening, which cleans up.
         assert engine.story == ["open"]
         with pytest.raises(NodeClosedError, match="shut down before it was open"):
             handle.result()
-    assert told == []
+    assert complaints == []
 
 
 # The ends of loops and processes.
 
 
-async def test_the_interpreters_end_closes_what_is_left(engine: FakeEngine) -> None:
+async def test_exit_of_the_interpreter_closes_open_sessions(engine: FakeEngine) -> None:
     session = await opened(engine)
     module._close_all_now()
     assert engine.story[-1] == "close_now"
@@ -206,7 +205,7 @@ async def test_the_interpreters_end_closes_what_is_left(engine: FakeEngine) -> N
     assert engine.story.count("close_now") == 1
 
 
-async def test_each_loop_has_its_own(engine: FakeEngine) -> None:
+async def test_each_loop_has_its_own_session(engine: FakeEngine) -> None:
     other = FakeEngine()
 
     async def main() -> None:
@@ -222,25 +221,27 @@ async def test_each_loop_has_its_own(engine: FakeEngine) -> None:
     assert other.story == engine.story == ORDERLY
 
 
-def test_without_a_loop_there_is_none() -> None:
+def test_calls_without_a_loop_are_refused() -> None:
     assert not aiogpu.is_initialized()
-    for use, told in (
+    for use, message in (
         (current_session, r"^\.remote.*aiogpu\.run\(main\(\)\)"),
         (lambda: aiogpu.get_actor("model"), r"^aiogpu\.get_actor\(\) needs a running"),
     ):
-        with pytest.raises(NoLoopError, match=told):
+        with pytest.raises(NoLoopError, match=message):
             use()
 
 
-async def test_a_worker_opens_none(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_worker_opens_no_session(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(current, "worker", 1)
     with pytest.raises(NodeError, match=r"the node is not available inside"):
         current_session()
     with pytest.raises(NodeError, match=r"aiogpu\.init\(\) is not available"):
         await aiogpu.init()
     for ask in (aiogpu.status, aiogpu.cluster_resources, aiogpu.available_resources):
-        told = rf"aiogpu\.{ask.__name__}\(\) was called inside a task; only the program"
-        with pytest.raises(NodeError, match=told):
+        name = rf"aiogpu\.{ask.__name__}\(\)"
+        with pytest.raises(
+            NodeError, match=f"{name} was called inside a task; only the program"
+        ):
             await ask()
 
 
@@ -248,23 +249,23 @@ async def test_a_worker_opens_none(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Engines:
-    """Makes an engine for each session.
+    """A factory that makes an engine for each session.
 
     Attributes:
-        made: all of them; the first is there before it is asked for.
-        asked: the address and the options of each that was asked for.
+        made: all engines; the first one exists before the first request.
+        requests: the address and the options of each request.
     """
 
     def __init__(self) -> None:
         self.made = [FakeEngine()]
-        self.asked: list[tuple[str | None, NodeOptions]] = []
+        self.requests: list[tuple[str | None, NodeOptions]] = []
 
     def create(
         self, address: str | None, options: NodeOptions, loop: asyncio.AbstractEventLoop
     ) -> FakeEngine:
-        if self.asked:
+        if self.requests:
             self.made.append(FakeEngine())
-        self.asked.append((address, options))
+        self.requests.append((address, options))
         return self.made[-1]
 
 
@@ -276,13 +277,13 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> Engines:
     return engines
 
 
-async def test_init_is_awaited(engines: Engines) -> None:
+async def test_init_opens_and_shutdown_closes_a_node(engines: Engines) -> None:
     node = await aiogpu.init(num_cpus=2, num_gpus=1)
     assert node.is_open
     assert node is node_of(session_of(asyncio.get_running_loop()))
     assert aiogpu.is_initialized()
     assert not await asyncio.to_thread(aiogpu.is_initialized)
-    assert engines.asked == [(None, NodeOptions(num_cpus=2.0, num_gpus=1))]
+    assert engines.requests == [(None, NodeOptions(num_cpus=2.0, num_gpus=1))]
     await aiogpu.shutdown()
     assert not aiogpu.is_initialized()
     await aiogpu.shutdown()
@@ -290,10 +291,10 @@ async def test_init_is_awaited(engines: Engines) -> None:
 
 
 @pytest.mark.parametrize("wait", [aiogpu.init, aiogpu.cluster_resources, aiogpu.status])
-async def test_a_shutdown_by_another_task_is_an_error_of_what_waits(
+async def test_shutdown_by_another_task_fails_waiting_calls(
     wait: Any, engines: Engines
 ) -> None:
-    """It is no cancellation, for nobody cancelled that task."""
+    """The waiting task gets an error, because it was not cancelled itself."""
     engines.made[0].may_open.clear()
     task = await started(wait())
     await aiogpu.shutdown()
@@ -302,7 +303,7 @@ async def test_a_shutdown_by_another_task_is_an_error_of_what_waits(
     assert not task.cancelled()
 
 
-async def test_an_init_that_is_not_awaited_is_warned_of(engines: Engines) -> None:
+async def test_init_without_await_is_warned_of(engines: Engines) -> None:
     with pytest.warns(RuntimeWarning, match=r"never awaited.*async with") as caught:
         aiogpu.init()
     assert [warning.filename for warning in caught] == [__file__]

@@ -1,4 +1,4 @@
-"""[B40] Mistakes in the use of the API, and what is said of each."""
+"""[B40] Mistakes in the use of the API, and the error message for each."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import inspect
 import logging
 import re
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -73,16 +74,12 @@ def first(thing: Any) -> Any:
     return thing[0]
 
 
-def in_two(thing: Any) -> None:
-    _ready, _pending = thing
-
-
-async def told(use: Use, thing: Any) -> str:
-    """Return what is said of a use."""
+async def message_of(use: Use, thing: Any) -> str:
+    """Return the message of the error that a use raises."""
     try:
-        found = use(thing)
-        if inspect.iscoroutine(found):
-            await found
+        result = use(thing)
+        if inspect.iscoroutine(result):
+            await result
     except MisuseError as error:
         return str(error)
     raise AssertionError(f"{thing!r} was used")
@@ -93,20 +90,24 @@ async def node(inline_node: aiogpu.types.Node) -> aiogpu.types.Node:
     return inline_node
 
 
-# The wrong loop, the wrong `with`, a result that is still to come.
+# The wrong loop, the wrong `with`, a result that does not exist yet.
 
 
 @pytest.mark.parametrize("use", [loop_over, list, tuple, first, sorted])
-async def test_a_map_is_iterated_by_async_for(
+async def test_map_without_async_for_is_refused(
     node: aiogpu.types.Node, use: Use
 ) -> None:
-    assert "write `async for item in pair.map(...)`" in await told(use, pair.map([]))
-    said = await told(wait_for, pair.map([]))
-    assert "`[item async for item in pair.map(...)]`" in said
+    assert "write `async for item in pair.map(...)`" in await message_of(
+        use, pair.map([])
+    )
+    message = await message_of(wait_for, pair.map([]))
+    assert "`[item async for item in pair.map(...)]`" in message
 
 
-async def test_a_stream_is_no_iterable_to_others(node: aiogpu.types.Node) -> None:
-    """Libraries that take both kinds may ask for the plain one first."""
+async def test_stream_does_not_count_as_a_plain_iterable(
+    node: aiogpu.types.Node,
+) -> None:
+    """Libraries that accept both kinds may check for the plain one first."""
     httpx = pytest.importorskip("httpx", reason="httpx is not installed")
     assert not isinstance(count.remote(), Iterable)
 
@@ -134,22 +135,20 @@ BLOCKS: dict[str, Callable[[], object]] = {
 
 
 @pytest.mark.parametrize("call", BLOCKS)
-async def test_what_ends_on_the_loop_is_entered_by_async_with(
-    node: aiogpu.types.Node, call: str
-) -> None:
-    said = await told(enter, BLOCKS[call]())
-    assert said.endswith(f"write `async with {call}`, inside an `async def`.")
+async def test_plain_with_is_refused(node: aiogpu.types.Node, call: str) -> None:
+    message = await message_of(enter, BLOCKS[call]())
+    assert message.endswith(f"write `async with {call}`, inside an `async def`.")
 
 
-async def test_a_node_is_entered_by_async_with(node: aiogpu.types.Node) -> None:
+async def test_plain_with_on_a_node_is_refused(node: aiogpu.types.Node) -> None:
     opening = aiogpu.init(ignore_reinit_error=True)
     for thing in (opening, node):
-        assert "write `async with aiogpu.init(...)`" in await told(enter, thing)
+        assert "write `async with aiogpu.init(...)`" in await message_of(enter, thing)
     assert await opening is node
 
 
 @pytest.mark.parametrize("is_done", [False, True])
-async def test_a_handle_is_not_its_result(
+async def test_use_of_a_handle_as_its_result_is_refused(
     node: aiogpu.types.Node, is_done: bool
 ) -> None:
     handle: Any = pair.remote()
@@ -166,28 +165,32 @@ async def test_a_handle_is_not_its_result(
         lambda handle: 2 * handle: "does not support arithmetic (__rmul__)",
         float: "does not support arithmetic (__float__)",
     }
-    for use, what in uses.items():
-        said = f"a handle is not its result and {what}; write `await` before pair.remo"
-        assert (await told(use, handle)).startswith(said)
-    said = await told(list, handle.reports())
-    assert "write `async for item in handle.reports()`" in said
+    for use, reason in uses.items():
+        start = (
+            f"a handle is not its result and {reason}; write `await` before pair.rem"
+        )
+        assert (await message_of(use, handle)).startswith(start)
+    message = await message_of(list, handle.reports())
+    assert "write `async for item in handle.reports()`" in message
     assert await handle == [1, 2]
-    said = await told(len, await aiogpu.put([1, 2]))
-    assert said == "a handle is not its result and has no length; write `await handle`."
+    message = await message_of(len, await aiogpu.put([1, 2]))
+    assert (
+        message == "a handle is not its result and has no length; write `await handle`."
+    )
 
     @aiogpu.remote
     def plain() -> list[str]:
         handle: Any = pair.remote()
-        said = []
+        messages = []
         for use in (loop_over, first, len, bool):
             with pytest.raises(MisuseError) as caught:
                 use(handle)
-            said.append(str(caught.value))
+            messages.append(str(caught.value))
         aiogpu.get(handle)
-        return said
+        return messages
 
-    for said in await plain.remote():
-        assert "write aiogpu.get(pair.remote(...))." in said
+    for message in await plain.remote():
+        assert "write aiogpu.get(pair.remote(...))." in message
 
 
 @aiogpu.remote
@@ -201,35 +204,32 @@ async def add_up_on_a_loop(parts: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("task", "write"),
+    ("task", "advice"),
     [
         (add_up, "aiogpu.get(handle), or aiogpu.get(handles) for a list"),
         (add_up_on_a_loop, "`await handle`, or `await asyncio.gather(*handles)` for "),
     ],
 )
-async def test_a_handle_in_a_list_stays_one(
-    node: aiogpu.types.Node, task: Any, write: str
+async def test_use_of_a_handle_inside_an_argument_is_refused(
+    node: aiogpu.types.Node, task: Any, advice: str
 ) -> None:
     with pytest.raises(MisuseError) as caught:
         await task.remote([pair.remote(), pair.remote()])
-    assert f"; write {write}" in str(caught.value)
+    assert f"; write {advice}" in str(caught.value)
     assert str(caught.value).endswith(
         ": a handle inside another argument is not replaced."
     )
 
 
-async def test_a_result_before_its_end(node: aiogpu.types.Node) -> None:
-    """As `concurrent.futures` and Ray would wait for it."""
+async def test_result_before_the_end_is_refused(node: aiogpu.types.Node) -> None:
+    """`concurrent.futures` and Ray would wait for the result."""
     handle = pair.remote()
     for use in handle.result, handle.exception:
         with pytest.raises(asyncio.InvalidStateError) as caught:
             use()
-        assert str(caught.value).startswith(
-            f"pair has not ended, and handle.{use.__name__}"
-        )
-        assert "write `await handle`, as in `await pair.remote(...)`." in str(
-            caught.value
-        )
+        message = str(caught.value)
+        assert message.startswith(f"pair has not ended, and handle.{use.__name__}")
+        assert "write `await handle`, as in `await pair.remote(...)`." in message
     assert await handle == handle.result() == [1, 2]
     invalid = raising.remote(asyncio.InvalidStateError("its own"))
     for _ in range(2):
@@ -243,33 +243,33 @@ class Plain:
         return number
 
 
-async def test_a_method_that_is_no_task(node: aiogpu.types.Node) -> None:
+async def test_method_as_a_task_is_refused(node: aiogpu.types.Node) -> None:
     plain: Any = Plain()
-    said = await told(lambda one: one.method.remote(1), plain)
-    assert said.startswith("method(self, number: 'int') -> 'int' was called with wr")
-    assert " method is a method of Plain: put @aiogpu.remote above the class" in said
+    message = await message_of(lambda instance: instance.method.remote(1), plain)
+    assert message.startswith("method(self, number: 'int') -> 'int' was called with wr")
+    assert " method is a method of Plain: put @aiogpu.remote above the class" in message
 
 
-async def test_a_node_that_a_call_has_opened(
+async def test_init_of_an_open_node_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("AIOGPU_ADDRESS", "inline")
-    calls: dict[str, Callable[[], Any]] = {
-        "which an earlier .remote() opened with default options. Call init() ": (
-            pair.remote
+    calls: list[tuple[Callable[[], Any], str]] = [
+        (
+            pair.remote,
+            "which an earlier .remote() opened with default options. Call init() ",
         ),
-        "has a node. Write `await aiogpu.shutdown()` before": aiogpu.init,
-    }
-    for said, call in calls.items():
+        (aiogpu.init, "has a node. Write `await aiogpu.shutdown()` before"),
+    ]
+    for call, message in calls:
         await call()
-        with pytest.raises(aiogpu.errors.NodeRunningError) as caught:
+        with pytest.raises(aiogpu.errors.NodeRunningError, match=re.escape(message)):
             await aiogpu.init()
-        assert said in str(caught.value)
         await aiogpu.shutdown()
 
 
 @pytest.mark.parametrize(
-    ("use", "thing", "write"),
+    ("use", "thing", "advice"),
     [
         (wait_for, pair, "`await pair.remote(...)`"),
         (wait_for, count, "`async for item in count.remote(...)`"),
@@ -278,27 +278,35 @@ async def test_a_node_that_a_call_has_opened(
         (wait_for, Counter, "`Counter.remote(...)`"),
     ],
 )
-async def test_what_was_not_called_yet(use: Use, thing: object, write: str) -> None:
-    assert f"write {write}" in await told(use, thing)
+async def test_use_of_a_remote_object_without_a_call_is_refused(
+    use: Use, thing: object, advice: str
+) -> None:
+    assert f"write {advice}" in await message_of(use, thing)
 
 
-async def test_methods_of_actors_and_pools(node: aiogpu.types.Node) -> None:
+async def test_wrong_use_of_methods_of_actors_and_pools_is_refused(
+    node: aiogpu.types.Node,
+) -> None:
     counter: Any = Counter.remote()
-    assert "write `await actor.add.remote(...)`" in await told(wait_for, counter.add)
+    assert "write `await actor.add.remote(...)`" in await message_of(
+        wait_for, counter.add
+    )
     for use in (loop_on, loop_over, wait_for, lambda method: method()):
-        said = await told(use, counter.each)
-        assert "write `async for item in actor.each.remote(...)`" in said
+        message = await message_of(use, counter.each)
+        assert "write `async for item in actor.each.remote(...)`" in message
     with pytest.raises(SerializationError) as raised:
         same.remote(counter.add)
-    said = "args[0] (a RemoteMethod): MisuseError: Counter.add is a method of one actor"
-    assert said in str(raised.value)
+    cause = (
+        "args[0] (a RemoteMethod): MisuseError: Counter.add is a method of one actor"
+    )
+    assert cause in str(raised.value)
     assert "`actor.add.remote(...)` there." in str(raised.value)
     async with aiogpu.ActorPool(Counter, 1) as pool:
-        said = await told(wait_for, pool.add)
-        assert "write `await pool.add.remote(...)`" in said
-        said = await told(lambda one: one.options(num_returns=2), pool.add)
-        assert said.startswith(pool.add.__name__)
-        assert "`@aiogpu.method(num_returns=2)` above it" in said
+        message = await message_of(wait_for, pool.add)
+        assert "write `await pool.add.remote(...)`" in message
+        message = await message_of(lambda add: add.options(num_returns=2), pool.add)
+        assert message.startswith(pool.add.__name__)
+        assert "`@aiogpu.method(num_returns=2)` above it" in message
         with pytest.raises(OptionError, match="name is not an option"):
             pool.add.options(name="a call")
     with pytest.raises(AttributeError) as caught:
@@ -308,11 +316,15 @@ async def test_methods_of_actors_and_pools(node: aiogpu.types.Node) -> None:
     assert Counter.__wrapped__.STEP == 2
 
 
-async def test_a_wait_that_is_not_awaited(node: aiogpu.types.Node) -> None:
+async def test_wait_without_await_is_refused(node: aiogpu.types.Node) -> None:
     handle = pair.remote()
-    for use in in_two, loop_over:
-        said = await told(use, aiogpu.wait([handle]))
-        assert said.endswith("write `ready, pending = await aiogpu.wait(handles)`.")
+
+    def unpack(thing: Any) -> None:
+        _ready, _pending = thing
+
+    for use in unpack, loop_over:
+        message = await message_of(use, aiogpu.wait([handle]))
+        assert message.endswith("write `ready, pending = await aiogpu.wait(handles)`.")
     for waits in (
         asyncio.create_task(aiogpu.wait([handle])),  # type: ignore[arg-type]
         asyncio.wait_for(aiogpu.wait([handle]), 60),
@@ -321,8 +333,8 @@ async def test_a_wait_that_is_not_awaited(node: aiogpu.types.Node) -> None:
         assert await waits in (([handle], []), [([handle], [])])
 
 
-async def test_a_put_that_is_not_awaited(node: aiogpu.types.Node) -> None:
-    # What to do is said once, and ends with one full stop.
+async def test_put_without_await_is_refused(node: aiogpu.types.Node) -> None:
+    # The message gives its advice once, with one full stop.
     advice = r"await aiogpu\.put\(value\)`.*[^.]\.$"
     for wrapped in (aiogpu.put(1), [aiogpu.put(1)]):
         with pytest.raises(SerializationError, match=advice) as caught:
@@ -335,7 +347,7 @@ async def test_a_put_that_is_not_awaited(node: aiogpu.types.Node) -> None:
     assert await handle == await same.remote(handle) == [1]
 
 
-async def test_a_task_group_is_given_a_handle(node: aiogpu.types.Node) -> None:
+async def test_task_group_refuses_a_handle(node: aiogpu.types.Node) -> None:
     handle: Any = pair.remote()
     with pytest.raises(BaseExceptionGroup) as caught:
         async with asyncio.TaskGroup() as group:
@@ -347,23 +359,25 @@ async def test_a_task_group_is_given_a_handle(node: aiogpu.types.Node) -> None:
 
 
 @pytest.mark.parametrize(
-    ("use", "what"),
+    ("use", "name"),
     [
         (lambda: aiogpu.put(1), "aiogpu.put()"),
         (lambda: aiogpu.placement([{"CPU": 1}]), "aiogpu.placement()"),
         (lambda: pair.remote(), ".remote()"),
     ],
 )
-def test_what_needs_a_loop_says_its_name(use: Callable[[], Any], what: str) -> None:
+def test_call_without_a_loop_is_refused_by_name(
+    use: Callable[[], Any], name: str
+) -> None:
     with pytest.raises(aiogpu.NoLoopError) as raised:
         use()
-    assert str(raised.value).startswith(f"{what} needs a running event loop")
+    assert str(raised.value).startswith(f"{name} needs a running event loop")
     assert "run that by aiogpu.run(main())" in str(raised.value)
     assert "use `aiogpu.sync`" in str(raised.value)
 
 
 @pytest.mark.usefixtures("no_leaks")
-async def test_a_call_after_the_block_is_warned_of_once(
+async def test_call_after_the_block_is_warned_of_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.WARNING, "aiogpu"):
@@ -383,7 +397,7 @@ async def test_a_call_after_the_block_is_warned_of_once(
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         ("wiat", ": did you mean 'wait'\\?$"),
         ("cancel", ": write `handle.cancel\\(\\)`$"),
@@ -392,53 +406,46 @@ async def test_a_call_after_the_block_is_warned_of_once(
         ("_wait", "'_wait'$"),
     ],
 )
-def test_a_name_that_the_package_has_not(name: str, said: str) -> None:
-    """The nearest is told, or what there is in place of Ray's."""
+def test_unknown_name_of_the_package_gets_a_suggestion(name: str, message: str) -> None:
+    """The message suggests the nearest name, or the replacement of Ray's name."""
     with pytest.raises(AttributeError, match=f"no attribute '{name}'") as raised:
         getattr(aiogpu, name)
-    assert re.search(said, str(raised.value))
+    assert re.search(message, str(raised.value))
     assert not NAMES_OF_RAY.keys() & set(dir(aiogpu))
 
 
-Ask = Callable[..., object]
-ASKS: dict[str, tuple[Ask, str]] = {
+MISSPELT: dict[str, tuple[Callable[..., object], str]] = {
     "a node": (aiogpu.init, "num_gpu num_gpus"),
     "a lease": (aiogpu.lease, "gpu"),
-    "a placement": (
-        lambda **options: aiogpu.placement([{"GPU": 1}], **options),
-        "stratgy strategy",
-    ),
+    "a placement": (partial(aiogpu.placement, [{"GPU": 1}]), "stratgy strategy"),
     "batch()": (aiogpu.batch, "max_sise max_size"),
-    "a pool of actors": (
-        lambda **options: aiogpu.ActorPool(Counter, **options),
-        "maxsize max_size",
-    ),
-    "wait()": (lambda **options: aiogpu.wait([], **options), "time_out timeout"),
-    "get()": (lambda **options: aiogpu.get([], **options), "timeot timeout"),
-    "map()": (lambda **options: same.map([], **options), "limits limit"),
-    "kill()": (lambda **options: aiogpu.kill(None, **options), "norestart no_restart"),
+    "a pool of actors": (partial(aiogpu.ActorPool, Counter), "maxsize max_size"),
+    "wait()": (partial(aiogpu.wait, []), "time_out timeout"),
+    "get()": (partial(aiogpu.get, []), "timeot timeout"),
+    "map()": (partial(same.map, []), "limits limit"),
+    "kill()": (partial(aiogpu.kill, None), "norestart no_restart"),  # type: ignore[arg-type]
     "a task": (aiogpu.remote, "num_gpu num_gpus"),
     "a method": (aiogpu.method, "num_return num_returns"),
 }
 
 
-@pytest.mark.parametrize("of_what", ASKS)
-def test_a_misspelt_option_is_named_with_the_nearest_and_all_others(
+@pytest.mark.parametrize("of_what", MISSPELT)
+def test_misspelt_option_gets_a_suggestion_and_a_list(
     of_what: str,
 ) -> None:
-    ask, names = ASKS[of_what]
+    call, names = MISSPELT[of_what]
     misspelt, _, nearest = names.partition(" ")
     with pytest.raises(OptionError) as caught:
-        ask(**{misspelt: 1})
-    said, _, known = str(caught.value).partition(" The options are: ")
+        call(**{misspelt: 1})
+    start, _, known = str(caught.value).partition(" The options are: ")
     hint = f" Did you mean {nearest}?" if nearest else ""
-    assert said == f"{misspelt} is not an option of {of_what}.{hint}"
+    assert start == f"{misspelt} is not an option of {of_what}.{hint}"
     assert known.endswith(".")
     assert not nearest or nearest in known.rstrip(".").split(", ")
 
 
 @pytest.mark.parametrize("function", [aiogpu.init, aiogpu.lease])
-def test_an_option_without_its_name_is_refused(function: Callable[..., object]) -> None:
+def test_option_without_its_name_is_refused(function: Callable[..., object]) -> None:
     with pytest.raises(
         MisuseError,
         match=rf"^{function.__name__}\(4\): the options of .* are keyword arguments: ",

@@ -1,4 +1,4 @@
-"""[B14] [B15] `wait` and `as_completed`: in programs, and in tasks of either kind."""
+"""[B14] [B15] `wait` and `as_completed` in programs and in tasks."""
 
 from __future__ import annotations
 
@@ -36,17 +36,12 @@ def owner() -> Owner:
 
 
 def callbacks(*handles: Any) -> int:
-    """How many callbacks handles have: nobody looks at one without any."""
+    """Count the callbacks of handles; a handle without callbacks has no waiter."""
     return sum(handle._callbacks_added for handle in handles)
 
 
-async def cancelled(task: asyncio.Task[Any]) -> None:
-    task.cancel()
-    await asyncio.wait([task])
-
-
 @pytest.mark.parametrize("timeout", [0, 0.001])
-async def test_wait_gives_what_there_is_when_its_time_is_up(
+async def test_wait_returns_ended_handles_after_its_timeout(
     owner: Owner, timeout: float
 ) -> None:
     a, b, c = owner.start(3)
@@ -55,13 +50,15 @@ async def test_wait_gives_what_there_is_when_its_time_is_up(
     assert await aiogpu.wait([a], timeout=timeout) == ([], [a])
     assert (callbacks(a), owner.cancelled) == (0, [])
     asyncio.get_running_loop().call_soon(c.settle, UNREADABLE)
-    assert await aiogpu.wait([c], timeout=timeout) == ([c], []), "what came is read"
+    assert await aiogpu.wait([c], timeout=timeout) == ([c], []), (
+        "a result that arrived is read"
+    )
 
 
-# On a loop: `as_completed`.
+# `as_completed` on a loop.
 
 
-async def test_as_completed_gives_handles_as_they_end(owner: Owner) -> None:
+async def test_as_completed_yields_handles_as_they_end(owner: Owner) -> None:
     a, b, c, d = handles = owner.start(4)
     b.settle(UNREADABLE)
     completed: Any = aiogpu.as_completed(handles)
@@ -78,12 +75,14 @@ async def test_as_completed_gives_handles_as_they_end(owner: Owner) -> None:
     with pytest.raises(StopAsyncIteration):
         await anext(completed)
     assert b._payload == UNREADABLE
-    none = aiogpu.as_completed([])
-    assert none, "which is not its length"
-    assert [handle async for handle in none] == []
+    empty = aiogpu.as_completed([])
+    assert empty, "an empty one is true as well"
+    assert [handle async for handle in empty] == []
 
 
-async def test_leaving_the_loop_cancels_nothing_and_looks_no_more(owner: Owner) -> None:
+async def test_leaving_as_completed_cancels_no_task_and_removes_its_callbacks(
+    owner: Owner,
+) -> None:
     a, b, c = handles = owner.start(3)
 
     async def first() -> Any:
@@ -104,7 +103,7 @@ async def test_leaving_the_loop_cancels_nothing_and_looks_no_more(owner: Owner) 
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
-    """Count calls of Python functions, and comparisons of handles by searches."""
+    """Count calls of functions, including comparisons of handles."""
     count: Counter[str] = Counter()
 
     def same(one: object, other: object) -> bool:
@@ -119,7 +118,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
 
 
 @pytest.mark.parametrize("order", [1, -1])
-async def test_each_step_costs_the_same_however_many_handles_there_are(
+async def test_cost_per_handle_does_not_depend_on_their_number(
     owner: Owner, order: int, calls: Counter[str]
 ) -> None:
     costs = []
@@ -140,15 +139,17 @@ async def test_each_step_costs_the_same_however_many_handles_there_are(
     assert costs[1] < costs[0] * 1.1
 
 
-# What is refused.
+# Refusals.
 
 
 @pytest.mark.parametrize("name", ["wait", "as_completed"])
-async def test_what_is_no_list_of_handles(owner: Owner, name: str) -> None:
+async def test_other_arguments_than_lists_of_handles_are_refused(
+    owner: Owner, name: str
+) -> None:
     look = getattr(aiogpu, name)
     a, b = owner.start(2)
     future = asyncio.get_running_loop().create_future()
-    for given, told in (
+    for given, message in (
         (5, "takes a list of handles that .*, not 5"),
         ("text", "takes a list of handles that .*, not 'text'"),
         ([1, 2], "a list that contains 1, which is not a handle.*asyncio.wait"),
@@ -156,12 +157,12 @@ async def test_what_is_no_list_of_handles(owner: Owner, name: str) -> None:
         (a, "not the single handle of train.* pass a list"),
         ([b, a, a], "<Handle train 1 pending> more than once"),
     ):
-        with pytest.raises(MisuseError, match=rf"aiogpu\.{name}\(\) .*{told}"):
+        with pytest.raises(MisuseError, match=rf"aiogpu\.{name}\(\) .*{message}"):
             look(given)
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         *(({"num_returns": count}, "must be a whole") for count in (0, True, 1.0, "1")),
         ({"num_returns": 3}, "is more than the number of handles, 2"),
@@ -169,16 +170,16 @@ async def test_what_is_no_list_of_handles(owner: Owner, name: str) -> None:
         *(({"timeout": float(time)}, "must be a number") for time in ("nan", "inf")),
     ],
 )
-async def test_options_that_are_refused(
-    owner: Owner, options: dict[str, Any], told: str
+async def test_invalid_options_are_refused(
+    owner: Owner, options: dict[str, Any], message: str
 ) -> None:
     ((name, value),) = options.items()
-    with pytest.raises(OptionError, match=f"{name}={value!r} {told}"):
+    with pytest.raises(OptionError, match=f"{name}={value!r} {message}"):
         aiogpu.wait(owner.start(2), **options)
 
 
 @pytest.mark.parametrize("name", ["wait", "as_completed"])
-async def test_handles_of_another_loop(owner: Owner, name: str) -> None:
+async def test_handles_of_another_loop_are_refused(owner: Owner, name: str) -> None:
     look, handles = getattr(aiogpu, name), owner.start(1)
 
     async def look_elsewhere() -> None:
@@ -197,7 +198,7 @@ async def test_handles_of_another_loop(owner: Owner, name: str) -> None:
     await asyncio.to_thread(look_without_a_loop)
 
 
-def test_as_completed_in_a_plain_task(channel: FakeChannel) -> None:
+def test_as_completed_works_in_a_plain_task(channel: FakeChannel) -> None:
     a, b, c, d = handles = start_children(4)
     completed = iter(aiogpu.as_completed(handles))
     channel.put(done(3), done(1), done(4), failed(2, KeyError("boom")))
@@ -207,8 +208,8 @@ def test_as_completed_in_a_plain_task(channel: FakeChannel) -> None:
         assert handle is a
         break
     assert next(completed) is a
-    assert (b.on_end, b.done()) != ((), True), "leaving a loop cancels nothing"
-    second = iter(aiogpu.as_completed(handles))  # perhaps in another thread
+    assert (b.on_end, b.done()) != ((), True), "leaving the loop cancels nothing"
+    second = iter(aiogpu.as_completed(handles))
     d.cancel()
     assert list(completed) == [d, b]
     with pytest.raises(StopIteration):
@@ -216,40 +217,36 @@ def test_as_completed_in_a_plain_task(channel: FakeChannel) -> None:
     assert set(second) == set(handles)
     assert len(aiogpu.as_completed(handles)) == 4
     assert list(aiogpu.as_completed([])) == []
-    assert aiogpu.as_completed([]), "which is not its length"
+    assert aiogpu.as_completed([]), "an empty one is true as well"
 
 
-# In plain tasks, between the task and its worker's socket.
-
-
-def test_what_a_plain_task_is_refused(channel: FakeChannel) -> None:
+def test_wait_and_as_completed_refuse_invalid_arguments_in_a_plain_task(
+    channel: FakeChannel,
+) -> None:
     a, b = start_children(2)
-    for look, given, told in (
+    for look, given, message in (
         (aiogpu.wait, a, "not the single handle of child"),
         (aiogpu.wait, [a, a], "more than once"),
         (aiogpu.as_completed, [a, 5], "which is not a handle"),
         (lambda given: aiter(aiogpu.as_completed(given)), [a], "without an event loop"),
     ):
-        with pytest.raises(MisuseError, match=told):
+        with pytest.raises(MisuseError, match=message):
             look(given)  # type: ignore[operator]
     current.client = task_client_on(channel)
     with pytest.raises(MisuseError, match="child belongs to another task"):
         aiogpu.wait([b])
 
 
-# In coroutines of tasks: what their node is told of waits.
-
-
-async def test_as_completed_waits_only_while_it_is_asked(
+async def test_as_completed_reports_a_wait_only_while_its_loop_waits(
     loop_channel: FakeChannel,
 ) -> None:
     handles = start_children(3)
     assert all(isinstance(handle, ChildHandle) for handle in handles)
     completed: Any = aiogpu.as_completed(handles)
     await turns()
-    assert loop_channel.waits == [], "nobody has asked yet"
+    assert loop_channel.waits == [], "no handle was requested yet"
     task = await started(anext(completed))
-    assert loop_channel.waits == [(1,)], "the first stands for all"
+    assert loop_channel.waits == [(1,)], "the first child stands for all"
     loop_channel.put(done(2))
     assert await task is handles[1]
     await turns()
