@@ -6,20 +6,37 @@ import asyncio
 import os
 import time
 from collections.abc import Callable
+from inspect import isawaitable
 from pathlib import Path
 
-LIMIT = 20.0
+import aiogpu
+
+LIMIT = 60.0
 
 
 async def until(condition: Callable[[], object]) -> None:
-    """Let the loop run until the condition holds; `TimeoutError` after 20 s."""
+    """Let the loop run until the condition holds; `TimeoutError` after 60 s.
+
+    Args:
+        condition: a function or a coroutine function.
+    """
     async with asyncio.timeout(LIMIT):
-        while not condition():
+        while not (await answer if isawaitable(answer := condition()) else answer):
             await asyncio.sleep(0)
 
 
+async def until_free(**amounts: float) -> None:
+    """Wait until so much of each of these resources is free."""
+
+    async def is_free() -> bool:
+        free = await aiogpu.available_resources()
+        return all(free[name] == amount for name, amount in amounts.items())
+
+    await until(is_free)
+
+
 def wait_until_asleep(pid: int) -> None:
-    """Wait until each thread of a process sleeps; `AssertionError` after 20 s.
+    """Wait until each thread of a process sleeps; `AssertionError` after 60 s.
 
     A thread that was woken counts as awake at once, before it runs.
     """
