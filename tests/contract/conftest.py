@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
 from typing import Final
 from zlib import crc32
 
@@ -15,6 +16,7 @@ from aiogpu.api import session as sessions
 from aiogpu.engines.base import Engine, NodeOptions
 from aiogpu.engines.registry import create_engine
 from tests.contract import served as serving
+from tests.contract.node_here import Here, node_here
 from tests.contract.served import ServedEngine
 
 ENGINES: Final = ("local", "inline", "node", "ray")
@@ -176,6 +178,13 @@ async def node(
     mark = request.node.get_closest_marker("aiogpu")
     async with asyncio.timeout(60), aiogpu.init(address=address, **mark.kwargs) as node:
         yield node
+
+
+@pytest.fixture
+async def here(no_leaks: None, runtime_directory: Path) -> AsyncIterator[Here]:
+    """Open a node in this process that programs can join."""
+    async with node_here(runtime_directory) as opened:
+        yield opened
 
 
 @pytest.fixture

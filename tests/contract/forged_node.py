@@ -1,7 +1,7 @@
-"""`python -m tests.contract.forged_node JSON`: listens where a node would, as anybody.
+"""`python -m tests.contract.forged_node JSON`: listens where a node would, as any user.
 
-It answers a greeting with a `Welcome`, and a question with what a test wants; until its
-stdin is closed. Then it prints how many bytes it was sent, in all.
+It answers a greeting with a `Welcome`, and a question as a test wants, until its stdin
+is closed. Then it prints how many bytes it was sent in all.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LIMIT: Final = 60.0
 
 
 class Trap:
-    """Makes a directory where it is unpickled."""
+    """Makes a directory when it is unpickled."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -49,7 +49,7 @@ class Forger:
         self.pid = process.pid
 
     def sent(self) -> int:
-        """End it; gives how many bytes it was sent."""
+        """End the process; return how many bytes it was sent."""
         out, _ = self._process.communicate(timeout=LIMIT)
         assert self._process.returncode == 0
         return int(out)
@@ -57,10 +57,10 @@ class Forger:
 
 @contextmanager
 def forged(socket_path: str, **options: Any) -> Iterator[Forger]:
-    """Something that listens at a path, with the options of `_Node`."""
-    told = json.dumps({"path": socket_path, **options})
+    """Run a forged node at a path, with the options of `_Node`."""
+    arguments = json.dumps({"path": socket_path, **options})
     with subprocess.Popen(
-        [sys.executable, "-m", "tests.contract.forged_node", told],
+        [sys.executable, "-m", "tests.contract.forged_node", arguments],
         env=environment(),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -88,12 +88,12 @@ class _Node:
 
         Args:
             path: of the socket.
-            uid: the user to be; 0 to stay the one that it is.
-            makes: the mode of the directory of the socket, which that user makes; 0 if
-                it is there, and the user is taken on after binding.
-            pidfile: what it says, if there is one.
-            trap: the directory that is made where what it tells is unpickled.
-            trapped: which of what it tells: "ledger" or "answer".
+            uid: the user to become; 0 to stay this user.
+            makes: the mode of the socket's directory, which that user makes; 0 if the
+                directory exists, and the process becomes that user after binding.
+            pidfile: the content of a pidfile to write, if any.
+            trap: the directory that is made when a program unpickles an answer.
+            trapped: which answer carries the trap: "ledger" or "answer".
         """
         self._path, self._trap, self._trapped = path, trap, trapped
         self._received: list[int] = []
@@ -120,7 +120,7 @@ class _Node:
             os.setuid(uid)
 
     def accept(self) -> None:
-        """Serve who comes."""
+        """Serve each connection in a thread."""
         while True:
             connected, _ = self._listening.accept()
             thread = threading.Thread(target=self._serve, args=[connected], daemon=True)
@@ -129,7 +129,7 @@ class _Node:
                 thread.start()
 
     def count(self) -> int:
-        """The bytes that have come, when all who have come have gone."""
+        """Return how many bytes came, once all connections have ended."""
         with self._changing:
             threads = list(self._threads)
         for thread in threads:
@@ -141,7 +141,7 @@ class _Node:
         while data := connected.recv(1 << 16):
             self._received.append(len(data))
             if len(data) == 8:
-                continue  # the id of a program that wants shared memory
+                continue  # a program that wants shared memory sends its id
             for message in talk.receive(data):
                 if isinstance(message, Join):
                     connected.sendall(encode(self._welcome()))

@@ -1,4 +1,4 @@
-"""A node of this process that programs can join, for tests that look into it."""
+"""A node in this process that programs can join, for tests of its state."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from aiogpu.engines.local import LocalEngine
 
 
 class Here:
-    """A node of this process, which it joins by its socket as others would.
+    """A node in this process, which joins it by its socket as another program would.
 
     Attributes:
         engine: the node.
@@ -27,17 +27,17 @@ class Here:
         self.path = path
 
     def join(self) -> Opening:
-        """This program works there."""
+        """Join the node as a program that works there."""
         return aiogpu.init(address=self.path, log_to_driver=False)
 
     def looks(self) -> Opening:
-        """This program only looks."""
+        """Join the node as a program that only looks."""
         return Opening(self.path, NodeOptions(only_looks=True), False)
 
 
 @asynccontextmanager
 async def node_here(directory: Path, learns: bool = True) -> AsyncIterator[Here]:
-    """A node of this process; its socket is in that directory."""
+    """Open a node in this process; its socket is in a directory."""
     engine = LocalEngine(
         NodeOptions(num_cpus=2, num_gpus=1, log_to_driver=False, learns=learns),
         asyncio.get_running_loop(),

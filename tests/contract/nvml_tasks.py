@@ -1,4 +1,4 @@
-"""Tasks on GPUs that the NVML stub shows, and what they have it show."""
+"""Tasks on the GPUs of the NVML stub, which change what the stub shows."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from tests.unit.accelerators.stub_nvml import GIB, StubNvml, gpus
 
 
 def show(
-    processes: Mapping[int, int] | None = None, *, count: int = 1, **told: object
+    processes: Mapping[int, int] | None = None, *, count: int = 1, **options: object
 ) -> None:
-    """Have NVML show so many GPUs, the first with these processes and their GiB."""
+    """Show so many GPUs, the first with these processes and their GiB."""
     listed = tuple((pid, size * GIB) for pid, size in (processes or {}).items())
     used = sum(size for _, size in listed)
     first, *others = gpus(count)
     first = replace(first, used=used, utilisation=87, processes=listed)
-    StubNvml.here().write([first, *others], **told)  # type: ignore[arg-type]
+    StubNvml.here().write([first, *others], **options)  # type: ignore[arg-type]
 
 
 @aiogpu.remote
 def leave_behind(*, count: int = 1, lost: bool = False) -> int:
-    """End, but for NVML, which still lists this process."""
+    """End, while NVML still lists this process."""
     show({os.getpid(): 1}, count=count, lost=[0] if lost else ())
     return os.getpid()
 
 
 @aiogpu.remote
 def grow(pid: int) -> None:
-    """Have another process use twice as much."""
+    """Show another process with twice the memory."""
     show({pid: 2})
 
 
@@ -42,6 +42,6 @@ def visible() -> str:
 
 @aiogpu.remote
 def stay(path: str, name: str) -> str:
-    """Hold a share until let on."""
+    """Hold a share until the gate opens."""
     pass_gate(path, name)
     return os.environ["CUDA_VISIBLE_DEVICES"]

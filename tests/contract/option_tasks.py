@@ -1,4 +1,4 @@
-"""The tasks and actors of `test_every_option`: light to import, as workers do."""
+"""Tasks and actors for tests of options. Light to import, since workers import them."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def yield_and_swallow(path: str, name: str) -> Iterator[int]:
 
 
 class Subject(Plain):
-    """What actors are made of here."""
+    """The class behind `Actor`."""
 
     def variable(self, name: str) -> str | None:
         return os.environ.get(name)
@@ -134,7 +134,7 @@ class Interleaved:
 
 @aiogpu.remote
 def give_below(number: int) -> list[int]:
-    """Wait for a task of its own as long as may be, in plain code."""
+    """Wait for a child with the longest timeout, in plain code."""
     ready, _ = aiogpu.wait([give.remote(number)], timeout=TIME)
     return [aiogpu.get(ready[0], timeout=TIME), *count.remote(3)]
 
@@ -194,7 +194,7 @@ def is_stopping() -> bool:
 
 @aiogpu.remote
 async def save(path: str, name: str) -> None:
-    """Work until it is told that all stops, then take the time to save."""
+    """Work until the task is asked to stop, then save."""
     import asyncio
 
     say(path, f"{name}-{is_stopping()}")
@@ -206,7 +206,7 @@ async def save(path: str, name: str) -> None:
 
 @aiogpu.remote
 def save_plainly(path: str, name: str) -> None:
-    """The same in plain code."""
+    """Do the same in plain code."""
     say(path, f"{name}-{is_stopping()}")
     while not is_stopping():
         pass
@@ -215,7 +215,7 @@ def save_plainly(path: str, name: str) -> None:
 
 
 async def wait_and_look(path: str, name: str) -> None:
-    """Say, when it is stopped, whether it knows."""
+    """Wait at the gate; say at the end if the task was asked to stop."""
     try:
         await pass_gate_softly(path, name)
     finally:

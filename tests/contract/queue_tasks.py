@@ -30,12 +30,12 @@ async def drain(queue: aiogpu.Queue[int]) -> list[int]:
 @aiogpu.remote
 def drain_plainly(queue: Any, path: str) -> list[int]:
     say(path, "drains")
-    found: list[int] = []
+    items: list[int] = []
     try:
         while True:
-            found += queue.get_batch(2)
+            items += queue.get_batch(2)
     except aiogpu.QueueClosedError:
-        return found
+        return items
 
 
 @aiogpu.remote
@@ -52,10 +52,11 @@ def wait_for_item_plainly(queue: Any, path: str, name: str) -> Any:
 
 @aiogpu.remote
 async def try_all(queue: aiogpu.Queue[int]) -> list[str]:
-    told = []
+    """Return the errors of gets from an empty queue."""
+    errors = []
     for call in (queue.get_nowait, lambda: queue.get(timeout=0.01)):
         try:
             await call()
         except aiogpu.QueueEmptyError as error:
-            told.append(str(error))
-    return told
+            errors.append(str(error))
+    return errors

@@ -1,4 +1,4 @@
-"""A client that says whatever a test wants, and a service for it to say it to."""
+"""A client that sends any message that a test wants, and a service to send it to."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _numbers = count(FIRST_CLIENT + 1)
 
 
 class Service:
-    """A node that is another process.
+    """A node in another process.
 
     Attributes:
         path: of its socket.
@@ -45,25 +45,25 @@ class Service:
 
     @property
     def descriptors(self) -> list[str]:
-        """What its descriptors lead to, without what differs for each."""
+        """Names of what the descriptors lead to, without inode numbers."""
         links = served.descriptors(self.pid)
         return sorted(link.partition(":[")[0] for link in links)
 
     @property
     def children(self) -> int:
-        """How many processes it has started itself."""
+        """The number of the process's own children."""
         listed = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text()
         return len(listed.split())
 
     @property
     def memory(self) -> int:
-        """Bytes that it has in memory."""
+        """The resident memory in bytes."""
         pages = Path(f"/proc/{self.pid}/statm").read_text().split()[1]
         return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
     @property
     def lives(self) -> bool:
-        """Whether it has not ended."""
+        """True until the process has ended."""
         try:
             stat = Path(f"/proc/{self.pid}/stat").read_text()
         except OSError:
@@ -71,18 +71,18 @@ class Service:
         return stat.rpartition(")")[2].split()[0] not in "ZX"
 
     def end(self, number: int = signal.SIGTERM) -> None:
-        """Have it end, and wait until it has."""
+        """Send a signal that ends the process, and wait until it has ended."""
         if not self.lives:
             return
         ended = os.pidfd_open(self.pid)
         os.kill(self.pid, signal.SIGCONT)
         os.kill(self.pid, number)
-        served._wait(ended)
+        served.wait_for_end(ended)
 
 
 @contextmanager
 def service(**options: Any) -> Iterator[Service]:
-    """A service with these options; it has ended at the end."""
+    """Run a service with these options, and end it."""
     given = {"num_cpus": 2, "num_gpus": 1, "log_to_driver": False, **options}
     with tempfile.TemporaryDirectory(prefix="ags-", dir="/tmp") as place:
         assert served.forker is not None
@@ -94,10 +94,10 @@ def service(**options: Any) -> Iterator[Service]:
 
 
 class RawClient:
-    """See above; plain and blocking.
+    """A blocking client of a node's socket.
 
     Attributes:
-        number: by which it is known.
+        number: the client's id.
     """
 
     def __init__(self, service: Service, number: int = 0, greets: bool = True) -> None:
@@ -117,20 +117,19 @@ class RawClient:
         self.socket.close()
 
     def join(self, **changes: Any) -> None:
-        """Say `Join` as this program would, but for these fields."""
+        """Send this program's `Join`, with other values for these fields."""
         self.say(joining()._replace(**changes))
 
     def joined(self, **changes: Any) -> Welcome:
-        """The same, and wait until it may begin."""
+        """Join, and wait for the node's welcome."""
         self.join(**changes)
         return self.hear(Welcome)
 
     def say(self, *messages: Message) -> None:
-        """Send these."""
         self.socket.sendall(b"".join(map(encode, messages)))
 
     def hear(self, kind: type[M]) -> M:
-        """The next message of a kind; what comes before is passed over."""
+        """Return the next message of a kind; drop messages before it."""
         while True:
             while self._heard:
                 message = self._heard.pop(0)
@@ -141,7 +140,7 @@ class RawClient:
             self._heard += self._connection.receive(data)
 
     def hear_all(self) -> list[Message]:
-        """All that comes before the node hangs up."""
+        """Return all messages until the node hangs up."""
         try:
             while data := self.socket.recv(1 << 16):
                 self._heard += self._connection.receive(data)
@@ -151,24 +150,24 @@ class RawClient:
 
 
 def joining() -> Join:
-    """What this program says when it joins."""
+    """Make the message with which this program joins."""
     return join_of(NodeOptions(log_to_driver=False))
 
 
 def func_of(remote: Any) -> FunctionSpec:
-    """What is declared of a remote function or class."""
+    """Return the spec of a remote function or class."""
     func: FunctionSpec = remote._func or remote._prepare()
     return func
 
 
 def declared(number: int, func: FunctionSpec, **changes: Any) -> Declare:
-    """How a client declares it, with other terms if a test says so."""
+    """Make the message that declares a function, with changes to its spec."""
     spec = dump_spec(replace(func, spec=changed(func.spec, changes)))
     return Declare(number, func.spec.name, spec, func.function.payload)
 
 
 def changed(spec: TaskSpec, changes: dict[str, Any]) -> TaskSpec:
-    """A spec with other fields, or with other amounts in its request."""
+    """Return a spec with other fields, or with other amounts in its request."""
     of_request = {name: changes[name] for name in changes if name in AMOUNTS}
     others = {name: changes[name] for name in changes if name not in AMOUNTS}
     request = replace(spec.shape.request, **of_request)
@@ -176,7 +175,7 @@ def changed(spec: TaskSpec, changes: dict[str, Any]) -> TaskSpec:
 
 
 def program(path: str, source: str) -> str:
-    """A program that joins the service there, and does this in `main()`."""
+    """Return a program that joins the service at a path and runs this in `main()`."""
     lines = "\n".join(f"    {line}" for line in source.strip().splitlines())
     return (
         "import asyncio, os, sys, aiogpu\n"
@@ -190,7 +189,7 @@ def program(path: str, source: str) -> str:
 
 
 async def all_is_free() -> None:
-    """Wait until nobody has anything of the node that this program has joined."""
+    """Wait until no task or actor is left on the node that this program has joined."""
     total = await aiogpu.cluster_resources()
     async with asyncio.timeout(LIMIT):
         while await aiogpu.available_resources() != total:
@@ -201,7 +200,7 @@ async def all_is_free() -> None:
 
 @asynccontextmanager
 async def watching(node: Service) -> AsyncIterator[None]:
-    """This program has joined; at the end all that others had is free again."""
+    """Join a node; check at the end that other programs' resources are free again."""
     async with aiogpu.init(address=node.path, log_to_driver=False):
         assert await tasks.add.remote(1, 2) == 3
         yield

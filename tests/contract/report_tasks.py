@@ -1,4 +1,4 @@
-"""Tasks that report on themselves; see `tests.support.gate` for why it is light."""
+"""Tasks that report, print and log. Light to import, since workers import them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ async def coroutine(count: int) -> int:
     import asyncio
 
     for step in range(count):
-        # What a task starts reports for it.
+        # An asyncio task of a task reports for it.
         await asyncio.create_task(later(step))
     return count
 
@@ -115,7 +115,7 @@ def retried(place: str) -> None:
 
 
 class Figure:
-    """As numpy's scalars and arrays of one element."""
+    """Has `item`, like numpy's scalars and arrays."""
 
     def __init__(self, *numbers: float) -> None:
         self.numbers = numbers
@@ -126,8 +126,8 @@ class Figure:
 
 
 @aiogpu.remote
-def told(case: str) -> str:
-    """What is said of a report that is refused."""
+def refusal(case: str) -> str:
+    """Make a report that is refused; return the error."""
     cases: dict[str, dict[str, Any]] = {
         "object": {"loss": object()},
         "array": {"loss": Figure(1.0, 2.0)},
@@ -144,9 +144,9 @@ def told(case: str) -> str:
 
 
 def deep() -> list[Any]:
-    found: list[Any] = []
-    found.append(found)
-    return found
+    nested: list[Any] = []
+    nested.append(nested)
+    return nested
 
 
 @aiogpu.remote
@@ -165,12 +165,12 @@ class ReportsAsItIsMade:
         aiogpu.report(step=0)
 
     def run(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 @aiogpu.remote
 def reports_of(handles: list[Any]) -> None:
-    """Somebody else's."""
+    """Read the reports of another task's child."""
     handles[0].reports()
 
 
@@ -197,7 +197,7 @@ def fail() -> None:
 
 
 class Strange:
-    """Cannot be pickled, and is no plain value."""
+    """Cannot be pickled, and is not a plain value."""
 
     def __reduce__(self) -> Any:
         raise TypeError

@@ -1,7 +1,7 @@
-"""Preloaded into a zygote: forks fail, as where a user may have no more processes.
+"""Preloaded into a zygote: forks fail, as if the user may have no more processes.
 
-`SCARCE` in the environment says how many processes there may be below the zygote, until
-the file exists that `MORE_ROOM` names.
+The variable `SCARCE` limits the number of processes below the zygote, until the file
+exists that `MORE_ROOM` names.
 """
 
 import errno
@@ -16,7 +16,7 @@ ZYGOTE = os.getpid()
 
 
 def below(pid: int) -> int:
-    """How many processes there are below one."""
+    """Count the processes below a process."""
     try:
         with open(f"/proc/{pid}/task/{pid}/children", encoding="ascii") as file:
             pids = [int(word) for word in file.read().split()]
@@ -26,7 +26,7 @@ def below(pid: int) -> int:
 
 
 def bounded(fork: Callable[..., int]) -> Callable[..., int]:
-    """The same fork, until there are as many as there may be."""
+    """Let a fork fail once the limit is reached."""
 
     def fork_if_allowed(*group: int) -> int:
         if below(ZYGOTE) >= MOST and not os.path.exists(MORE_ROOM):

@@ -1,10 +1,10 @@
-"""An engine for tests: a node of another process, started for one program alone.
+"""An engine for tests: a node in another process, for one program alone.
 
-Services are forked, each in a tenth of the time of a fresh start. The forker reads a
-line for each, the options and the path of a socket, and answers with the service's
-process id as soon as that listens, or with what has kept it from doing so. It ends with
-the process that it is told to watch, however that ends, and what it has forked with it.
-A service's first zygote is forked from what it is itself, unless a test is `fresh`.
+Services are forked from a *forker*, in a tenth of the time of a fresh start. For each
+service the forker reads a line with options and the path of a socket. It answers with
+the service's process id once that listens, or with the error. The forker and all its
+services end with the process that the forker watches. A service's first zygote is
+forked from the service itself, unless a test is `fresh`.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ IMPORTED: Final = (
     *("aiogpu.engines.devices", "aiogpu.engines.server_info"),
     "aiogpu.runtime.callers.programs",
 )
-"""What each service would import as it opens, in 40 ms."""
+"""Modules that each service would otherwise import as it opens, in 40 ms."""
 
 
 class Forker:
-    """Has services forked; one for all tests of this process."""
+    """Forks services, for all tests of this process."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -64,7 +64,7 @@ class Forker:
         )
 
     def fork(self, path: str, options: dict[str, object]) -> int:
-        """A service that listens there; raises what has kept it from doing so."""
+        """Fork a service that listens at a path; raise the error if it cannot."""
         is_fresh = zygote_config.start_interpreter is start_interpreter
         request = path, {**options, "is_fresh": is_fresh}, dict(os.environ)
         assert self._process.stdin is not None
@@ -72,22 +72,22 @@ class Forker:
         with self._lock:
             self._process.stdin.write(pickle.dumps(request).hex() + "\n")
             self._process.stdin.flush()
-            pid, told = self._process.stdout.readline().split()
-        if told != "-":
-            raise pickle.loads(bytes.fromhex(told))
+            pid, error = self._process.stdout.readline().split()
+        if error != "-":
+            raise pickle.loads(bytes.fromhex(error))
         return int(pid)
 
     def close(self) -> None:
-        """End it; services are ended by whoever had them started."""
+        """End the forker; each test ends its own services."""
         self._process.communicate(timeout=LIMIT)
 
 
 forker: Forker | None = None
-"""There is one as soon as a test of this process needs it."""
+"""Set when a test of this process first needs a service."""
 
 
 class ServedEngine(RemoteEngine):
-    """Starts a service with a program's options, joins it, and ends it at the close."""
+    """Starts a service with a program's options, joins it, and ends it on close."""
 
     def __init__(self, options: NodeOptions, loop: asyncio.AbstractEventLoop) -> None:
         self._place = tempfile.TemporaryDirectory(prefix="ags-", dir="/tmp")
@@ -110,7 +110,7 @@ class ServedEngine(RemoteEngine):
 
     @property
     def segments(self) -> int:
-        """How many pieces of shared memory the service holds for somebody."""
+        """The number of shared memory segments that the service holds."""
         links = descriptors(self.service)
         return sum("memfd:aiogpu-segment" in link for link in links)
 
@@ -123,7 +123,7 @@ class ServedEngine(RemoteEngine):
         if pid:
             ended = os.pidfd_open(pid)
             os.kill(pid, signal.SIGTERM)
-            await asyncio.to_thread(_wait, ended)
+            await asyncio.to_thread(wait_for_end, ended)
         self._place.cleanup()
 
     def close_now(self) -> None:
@@ -133,23 +133,22 @@ class ServedEngine(RemoteEngine):
 
 
 def descriptors(pid: int) -> Iterator[str]:
-    """What those of a process lead to."""
+    """Yield what the descriptors of a process lead to."""
     for link in Path(f"/proc/{pid}/fd").iterdir():
-        with suppress(OSError):  # it was closed meanwhile
+        with suppress(OSError):  # the descriptor was closed meanwhile
             yield os.readlink(link)
 
 
-def _wait(pidfd: int) -> None:
-    import select
-
+def wait_for_end(pidfd: int) -> None:
+    """Wait until a process has ended, and close its pidfd."""
     poll = select.poll()
     poll.register(pidfd, select.POLLIN)
-    assert poll.poll(LIMIT * 1000), "a service does not end"
+    assert poll.poll(LIMIT * 1000), "the process does not end"
     os.close(pidfd)
 
 
 class Spare:
-    """A fork that waits to become a service's first zygote; made before its loop."""
+    """A fork, made before the service's loop, that becomes its first zygote."""
 
     def __init__(self, *passed_on: int) -> None:
         self._begins = comparable(os.environ)
@@ -173,14 +172,14 @@ class Spare:
         executable: str | None = None,
         flags: Sequence[str] = (),
     ) -> subprocess.Popen[bytes]:
-        """Have it become the zygote, or start one that would begin otherwise."""
+        """Turn the fork into the zygote, or start one with another environment."""
         variables = dict(os.environ if environ is None else environ)
-        told = marshal.dumps((fields, variables))
+        request = marshal.dumps((fields, variables))
         if (
             self._socket.fileno() < 0
             or executable != sys.executable
             or list(flags) != interpreter_flags()
-            or len(told) > zygote_forker.LARGEST
+            or len(request) > zygote_forker.LARGEST
             or comparable(variables) != self._begins
         ):
             return start_interpreter(
@@ -188,19 +187,19 @@ class Spare:
             )
         place = os.open(directory or ".", os.O_PATH | os.O_CLOEXEC)
         with self._socket:
-            socket.send_fds(self._socket, [told], [page, output, place])
+            socket.send_fds(self._socket, [request], [page, output, place])
             self._socket.recv(4)
         os.close(place)
         return Forked(self._pid)
 
 
-def become_zygote(asked: socket.socket) -> None:
-    """In a fork: wait for what the zygote is told, and be it; never returns."""
+def become_zygote(requests: socket.socket) -> None:
+    """In a fork: wait for the zygote's request, and run the zygote; never returns."""
     code = 0
     try:
-        told, passed = zygote_forker.receive(asked)
-        if told:
-            zygote(zygote_forker.begin(asked, told, *passed))
+        request, passed = zygote_forker.receive(requests)
+        if request:
+            zygote(zygote_forker.begin(requests, request, *passed))
     except SystemExit as ending:
         code = int(ending.code or 0)
     except BaseException:
@@ -212,7 +211,7 @@ def become_zygote(asked: socket.socket) -> None:
 
 
 def comparable(environ: Mapping[str, str]) -> list[object]:
-    """What a zygote begins from, but for the path, of which it is told."""
+    """Return the variables that a zygote starts with, except the path."""
     return inherited_state({k: v for k, v in environ.items() if k != "PYTHONPATH"})
 
 
@@ -228,16 +227,19 @@ def main(watched: int) -> None:
             os.close(reading)
             run_service(path, options, environ, writing, ours)
         os.close(writing)
-        with open(reading, "rb") as said:
-            told = said.read()
-        print(f"{pid} {told.hex() or '-'}", flush=True)
+        with open(reading, "rb") as pipe:
+            error = pipe.read()
+        print(f"{pid} {error.hex() or '-'}", flush=True)
 
 
 def requests(watched: int) -> Iterator[str]:
-    """What is asked for; the end of stdin alone is not seen while a fork has it."""
+    """Yield requests until stdin or the watched process ends.
+
+    A fork of that process may keep stdin open, so its end alone does not suffice.
+    """
     theirs = os.pidfd_open(watched)
     if os.getppid() != watched:
-        return  # it has ended, and the number may be another's by now
+        return  # it has ended, and another process may have its id by now
     poll = select.poll()
     poll.register(theirs, select.POLLIN)
     poll.register(0, select.POLLIN)
@@ -255,7 +257,7 @@ def run_service(
     ready: int,
     parent: int,
 ) -> None:
-    """A service, in a fork; never returns."""
+    """Run a service in a fork; never returns."""
     code = 1
     try:
         os.setsid()
@@ -280,7 +282,7 @@ def run_service(
 async def serve(
     path: str, options: NodeOptions, limits: Limits | None, ready: int, parent: int
 ) -> None:
-    """A node on a socket, until SIGTERM or the end of the process of a pidfd."""
+    """Serve a node on a socket until SIGTERM, or until the parent (a pidfd) ends."""
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
     loop.add_signal_handler(signal.SIGTERM, stop.set)

@@ -1,4 +1,4 @@
-"""Tasks whose values lie in shared memory: light, since workers import them."""
+"""Tasks with values in shared memory: light to import, since workers import them."""
 
 from __future__ import annotations
 
@@ -25,58 +25,57 @@ _kept: Final[list[memoryview]] = []
 
 @aiogpu.remote
 def count(view: memoryview, byte: int) -> int:
-    """How often a byte is there."""
+    """Count the places where a byte stands."""
     return bytes(view).count(byte)
 
 
 @aiogpu.remote
 def keep(view: memoryview) -> None:
-    """Keep it for the rest of the worker's life."""
+    """Keep a value for the rest of the worker's life."""
     _kept.append(view)
 
 
 @aiogpu.remote
 def bytes_kept() -> list[set[int]]:
-    """Which bytes each of the kept ones shows."""
+    """Return which bytes each kept value shows."""
     return [set(view) for view in _kept]
 
 
 @aiogpu.remote
 def write_in_vain(size: int, times: int) -> None:
-    """Write what would be sent, and do not send it, as where that is interrupted."""
+    """Write a value to shared memory and do not send it, as if interrupted."""
     for _ in range(times):
         task_client().loans.pack(PickledValue(b"", [memoryview(bytes(size))]))
 
 
 @aiogpu.remote(max_retries=0)
 def hold(path: str, view: memoryview) -> int:
-    """Have it until the gate opens."""
+    """Hold a value until the gate opens."""
     pass_gate(path, "holds")
     return view[0]
 
 
 @aiogpu.remote
 def give_back(view: memoryview) -> memoryview:
-    """The same."""
     return view
 
 
 @aiogpu.remote
 def change_by_force(view: memoryview) -> memoryview:
-    """Give it back with another first byte, as torch does in place."""
+    """Change the first byte in place, as torch does."""
     ctypes.memset(address_of(view), B, 1)
     return view
 
 
 @aiogpu.remote
 def make(byte: int, size: int) -> memoryview:
-    """So many of that byte."""
+    """Return a byte so many times."""
     return memoryview(bytes([byte]) * size)
 
 
 @aiogpu.remote(max_retries=0)
 def die_while_writing(size: int) -> memoryview:
-    """Give memory whose second half ends the process that reads it (SIGBUS)."""
+    """Return memory that ends the process with SIGBUS when its second half is read."""
     with tempfile.TemporaryFile() as file:
         os.ftruncate(file.fileno(), size)
         mapped = mmap.mmap(file.fileno(), size, mmap.MAP_SHARED)
@@ -86,24 +85,24 @@ def die_while_writing(size: int) -> memoryview:
 
 @aiogpu.remote
 def make_many(count: int, size: int) -> list[memoryview]:
-    """So many of that size, each with its number in its first bytes."""
+    """Return so many values of a size, each with its number in its first bytes."""
     return [memoryview(i.to_bytes(4, "little") + bytes(size - 4)) for i in range(count)]
 
 
 @aiogpu.remote
 def number_in(_text: str, view: memoryview) -> int:
-    """The number in its first bytes."""
+    """Return the number in the first bytes."""
     return int.from_bytes(view[:4], "little")
 
 
 turns = 0
-"""How often the loop has turned, as a test counts it."""
+"""The loop's turns, counted by a test."""
 unpickled_in: list[int] = []
-"""In which of them each value was unpickled."""
+"""The turn in which each value was unpickled."""
 
 
 class SlowValue:
-    """Large, so that it comes through shared memory."""
+    """Takes long to unpickle; large enough for shared memory."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -116,7 +115,7 @@ class SlowValue:
 
 
 def make_again(number: int, _: object) -> int:
-    """Take its time."""
+    """Unpickle a `SlowValue`, slowly."""
     from aiogpu.api.results.handle import DECODING
 
     until = time.perf_counter() + 2 * DECODING
@@ -128,12 +127,11 @@ def make_again(number: int, _: object) -> int:
 
 @aiogpu.remote
 def make_slow_value(number: int) -> SlowValue:
-    """Give one."""
     return SlowValue(number)
 
 
 class Points:
-    """Places where a task and the test wait for each other, in one directory."""
+    """Named pipes in a directory at which a task and the test wait for each other."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -143,17 +141,17 @@ class Points:
             os.mkfifo(self.directory / name)
 
     def arrive(self, name: str) -> None:
-        """The task's side."""
+        """Wait for the test, in a task."""
         with (self.directory / name).open("w") as pipe:
             pipe.write(name)
 
     def meet(self, name: str) -> None:
-        """The test's side."""
+        """Wait for the task, in the test."""
         assert (self.directory / name).read_text() == name
 
 
 class PickledLast:
-    """Arrives at a point when it is pickled, that is after what stands before it."""
+    """Arrives at "shared" when it is pickled, after the values that stand before it."""
 
     def __init__(self, points: Points) -> None:
         self.points = points
@@ -167,7 +165,7 @@ class PickledLast:
 def child(points: Points) -> str:
     points.arrive("child runs")
     points.arrive("child goes on")
-    # A process ends after it has sent its last answer.
+    # The process ends after it has sent its last answer.
     atexit.register(points.arrive, "child has answered")
     return "a result"
 

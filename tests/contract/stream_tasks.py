@@ -28,7 +28,7 @@ KINDS = [numbers, numbers_softly]
 
 @aiogpu.remote
 def endless(path: str) -> Iterator[int]:
-    """Says each number that it begins, and "closed" at its end."""
+    """Say "begun-N" before each number, and "closed" at the end."""
     number = 0
     try:
         while True:
@@ -44,7 +44,7 @@ def endless(path: str) -> Iterator[int]:
 
 @aiogpu.remote
 async def endless_softly(path: str) -> AsyncIterator[int]:
-    """The same as a coroutine."""
+    """Do the same as a coroutine."""
     number = 0
     try:
         while True:
@@ -63,7 +63,7 @@ ENDLESS = [endless, endless_softly]
 
 @aiogpu.remote
 def gated(path: str) -> Iterator[int]:
-    """Yields, waits at the gate, yields again; says how it was stopped there."""
+    """Yield, wait at the gate, yield again; say "interrupted" if interrupted there."""
     yield 1
     try:
         pass_gate(path, "inside")
@@ -75,7 +75,7 @@ def gated(path: str) -> Iterator[int]:
 
 @aiogpu.remote
 async def gated_softly(path: str) -> AsyncIterator[int]:
-    """The same as a coroutine; says "inside-cancelled"."""
+    """Do the same as a coroutine; say "inside-cancelled" if cancelled there."""
     yield 1
     await pass_gate_softly(path, "inside")
     yield 2
@@ -147,7 +147,7 @@ def flaky(path: str) -> Iterator[int]:
 
 @aiogpu.remote
 def dies_after(good: int, path: str) -> Iterator[int]:
-    """Its process dies in each of its lives but the last, at another place."""
+    """Kill the process in two lives, at different items; yield all in the third."""
     from pathlib import Path
 
     lives = Path(path)
@@ -161,25 +161,19 @@ def dies_after(good: int, path: str) -> Iterator[int]:
 
 @aiogpu.remote
 def total(end: int) -> int:
-    """Consumes a child's stream in plain code."""
-    found = 0
-    for number in numbers.remote(end):
-        found += number
-    return found
+    """Consume a child's stream in plain code."""
+    return sum(numbers.remote(end))  # type: ignore[arg-type]
 
 
 @aiogpu.remote
 async def total_softly(end: int) -> int:
-    """The same in a coroutine."""
-    found = 0
-    async for number in numbers_softly.remote(end):
-        found += number
-    return found
+    """Do the same in a coroutine."""
+    return sum([number async for number in numbers_softly.remote(end)])
 
 
 @aiogpu.remote
 def first_of_endless(path: str) -> int:
-    """Leaves a child's stream early, then waits at the gate itself."""
+    """Leave a child's stream early, then wait at the gate."""
     for number in endless.remote(path):
         if number == 3:
             break
@@ -189,7 +183,7 @@ def first_of_endless(path: str) -> int:
 
 @aiogpu.remote
 async def first_of_endless_softly(path: str) -> int:
-    """The same in a coroutine."""
+    """Do the same in a coroutine."""
     async for number in endless_softly.remote(path):
         if number == 3:
             break
@@ -206,31 +200,31 @@ def doubled(end: int) -> Iterator[int]:
 
 @aiogpu.remote
 async def doubled_softly(end: int) -> AsyncIterator[int]:
-    """The same as a coroutine."""
+    """Do the same as a coroutine."""
     async for number in numbers_softly.remote(end):
         yield 2 * number
 
 
 @aiogpu.remote
 def misuses() -> list[str]:
-    """What plain code is told that takes its stream for another thing."""
+    """Use a stream as a handle in plain code; return the errors, and what is left."""
     from aiogpu import get
     from aiogpu.errors import MisuseError
 
-    told = []
+    messages = []
     with closing(numbers.remote(3)) as stream:  # type: ignore[type-var]
-        for use in (bool, get, lambda it: it.__aiter__(), lambda it: it.__reduce__()):
+        for use in (bool, get, lambda s: s.__aiter__(), lambda s: s.__reduce__()):
             try:
                 use(stream)
             except MisuseError as error:
-                told.append(str(error))
-    told.append(repr(list(stream)))  # type: ignore[call-overload]
-    return told
+                messages.append(str(error))
+    messages.append(repr(list(stream)))  # type: ignore[call-overload]
+    return messages
 
 
 @aiogpu.remote(cancel_grace=0.1)
 def deaf(path: str) -> Iterator[int]:
-    """Stands at the gate after its first item, whatever it is told."""
+    """Wait at the gate after the first item, and ignore every interrupt."""
     yield 1
     while True:
         with suppress(KeyboardInterrupt):
@@ -238,7 +232,7 @@ def deaf(path: str) -> Iterator[int]:
 
 
 class Counting:
-    """Counts, and remembers what has ended."""
+    """Stream numbers, and remember which streams have ended."""
 
     def __init__(self, path: str = "") -> None:
         self.path = path
@@ -259,11 +253,6 @@ class Counting:
             say(self.path, f"begun-{number}")
             yield number
             number += 1
-
-    def stand(self) -> Iterator[int]:
-        yield 1
-        pass_gate(self.path, "stand")
-        yield 2
 
     def fail(self, good: int) -> Iterator[int]:
         yield from range(good)
@@ -302,13 +291,13 @@ class Async(Counting):
 
 @aiogpu.remote
 def sum_of(actor: Any) -> int:
-    """Consumes an actor's stream in plain code."""
+    """Consume an actor's stream in plain code."""
     return sum(actor.count.remote(500))
 
 
 @aiogpu.remote
 async def sum_softly(actor: Any) -> int:
-    """The same in a coroutine; leaves another early."""
+    """Do the same in a coroutine, after leaving another stream early."""
     async for number in actor.count.remote(10**9):
         if number == 5:
             break
@@ -317,14 +306,14 @@ async def sum_softly(actor: Any) -> int:
 
 @aiogpu.remote(num_cpus=0)
 async def asks(actor: Any, times: int) -> AsyncIterator[list[str]]:
-    """A generator that has a handle as an argument, and nobody else has it."""
+    """Call an actor whose only handle is this generator's argument."""
     for _ in range(times):
         yield await actor.has_ended.remote()
 
 
 @aiogpu.remote
 async def makes(number: int) -> AsyncIterator[Any]:
-    """Yields handles of actors that it has made."""
+    """Yield handles of actors that this task has made."""
     for _ in range(number):
         yield Async.remote()
 

@@ -48,14 +48,14 @@ def count(n: int) -> Iterator[int]:
 
 @sync.remote
 def double_by_child(x: int) -> tuple[int, str]:
-    """Waits for a child in both ways, and once in vain."""
+    """Wait for children in two ways, and once too short a time; return the error."""
     child = wait_long.remote()
     try:
         child.result(timeout=0.01)
     except aiogpu.TaskTimeoutError as error:
-        told = str(error)
+        message = str(error)
     child.cancel()
-    return sync.get(double.remote(x)) + double.remote(x).result(timeout=60), told
+    return sync.get(double.remote(x)) + double.remote(x).result(timeout=60), message
 
 
 @sync.remote(num_returns=2)

@@ -1,7 +1,6 @@
-"""The tasks of the engines' tests: light to import, since workers import them.
+"""Tasks that many tests share: light to import, since workers import them.
 
-So what needs asyncio, which takes longer than all the rest, or subprocess imports it
-when it runs.
+A task imports asyncio or subprocess when it runs: both are slow to import.
 """
 
 from __future__ import annotations
@@ -90,7 +89,7 @@ def block_in_c(path: str, name: str) -> None:
     except KeyboardInterrupt:
         pass
     finally:
-        # Consumes for ever without a single bytecode, so no signal handler runs.
+        # This loop runs no bytecode, so no signal handler runs.
         deque(repeat(None), maxlen=0)
 
 
@@ -143,7 +142,7 @@ def fork_and_return() -> int:
 
 @aiogpu.remote
 def fork_and_exit(code: int) -> tuple[int, int]:
-    """Fork; the child leaves by SystemExit."""
+    """Fork; the child raises SystemExit."""
     child = os.fork()
     if child == 0:
         sys.exit(code)
@@ -185,7 +184,7 @@ def fail(kind: type[BaseException], *args: Any) -> None:
 
 @aiogpu.remote
 def fail_until(path: str, times: int, kind: type[BaseException]) -> int:
-    """Fail `times` times, counting in a file; then give the count."""
+    """Fail `times` times, counted in a file; then return the count."""
     with open(path, "a+") as file:
         file.write("x")
         file.seek(0)
@@ -197,7 +196,7 @@ def fail_until(path: str, times: int, kind: type[BaseException]) -> int:
 
 @aiogpu.remote
 def die_until(path: str, times: int) -> int:
-    """End the process `times` times, counting in a file; then give the count."""
+    """End the process `times` times, counted in a file; then return the count."""
     with open(path, "a+") as file:
         file.write("x")
         file.flush()
@@ -259,7 +258,7 @@ def fail_awkwardly() -> None:
 
 
 class StatusError(Exception):
-    """Takes other arguments than it hands on, as `httpx.HTTPStatusError` does."""
+    """Takes other arguments than it gives its base, as `httpx.HTTPStatusError` does."""
 
     def __init__(self, message: str, *, code: int, holds: object = None) -> None:
         super().__init__(f"{message}: {code}")
@@ -269,14 +268,13 @@ class StatusError(Exception):
 
 @aiogpu.remote
 def fail_with_status(*, holds_lock: bool = False) -> None:
-    raise StatusError(
-        "not found", code=404, holds=threading.Lock() if holds_lock else None
-    )
+    lock = threading.Lock() if holds_lock else None
+    raise StatusError("not found", code=404, holds=lock)
 
 
 @aiogpu.remote
 def leave_process(path: str, name: str) -> int:
-    """Start a daemon that outlives the task and detaches itself as it can."""
+    """Start a process that outlives the task, in a session of its own."""
     import subprocess
 
     command = (
@@ -294,7 +292,7 @@ def daemonise(path: str, name: str) -> bool:
     """Leave a daemon as Unix daemons are made: two forks, a session, no descriptors.
 
     Returns:
-        Whether this is the daemon.
+        True in the daemon, False in the process that called.
     """
     reading, writing = os.pipe()
     child = os.fork()
@@ -384,7 +382,7 @@ async def leave_asyncio_task(path: str) -> None:
 
 @aiogpu.remote(max_retries=0)
 def say_as_a_worker(data: bytes) -> None:
-    """Say it on the connection of this worker to its node, and no more."""
+    """Send bytes on this worker's connection to its node, then end the process."""
     import socket
     from contextlib import suppress
 
@@ -405,7 +403,7 @@ def node_id() -> str:
 
 @aiogpu.remote
 def run_a_loop(path: str, name: str) -> None:
-    """Waits in frames of asyncio, which are not ours."""
+    """Wait in frames of asyncio, which are not aiogpu's."""
     import asyncio
 
     async def forever() -> None:

@@ -1,4 +1,4 @@
-"""On a real card: frameworks see what was assigned, share it, and give it back."""
+"""Tests on a real GPU: frameworks see what was assigned, share it, and release it."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ SLACK = 256 << 20
 
 @pytest.fixture(params=["torch", "cupy"])
 def framework(request: pytest.FixtureRequest) -> str:
-    """One that is installed."""
+    """The name of an installed framework."""
     name: str = request.param
     pytest.importorskip(name, reason=f"{name} uses the card")
     return name
 
 
 @pytest.fixture
-def torch_alone() -> None:
-    """Only torch can do what is tested."""
+def needs_torch() -> None:
+    """Skip the test without torch."""
     pytest.importorskip("torch", reason="torch uses the card")
 
 
 @pytest.fixture
-async def whole_box() -> AsyncIterator[float]:
-    """A node with all cards; gives their number."""
+async def gpus() -> AsyncIterator[float]:
+    """Open a node with all GPUs; return their number."""
     async with aiogpu.init(num_cpus=8, cancel_grace=0.5):
         yield (await aiogpu.cluster_resources())["GPU"]
 
 
 async def all_back(total: float) -> None:
-    """Wait until nobody holds a share; NVML agrees that nothing is left there."""
+    """Wait until no share is held; check that NVML lists no process of ours."""
     async with asyncio.timeout(60):
         while (status := await aiogpu.status()).available["GPU"] != total:
             await asyncio.sleep(0)
@@ -53,19 +53,19 @@ async def all_back(total: float) -> None:
 
 
 def used() -> int:
-    """Bytes in use on the first card, as NVML says."""
+    """Return the bytes in use on the first GPU, as NVML tells."""
     watch = NvmlWatch()
     watch.open()
     try:
-        found = watch.look(Nvidia().devices({}, None)[0]).used
+        in_use = watch.look(Nvidia().devices({}, None)[0]).used
     finally:
         watch.close()
-    assert found is not None
-    return found
+    assert in_use is not None
+    return in_use
 
 
-async def test_each_sees_its_own_device_alone(framework: str, whole_box: float) -> None:
-    """[B19] By UUID, also where every card is given to a task of its own."""
+async def test_each_task_sees_its_own_device_alone(framework: str, gpus: float) -> None:
+    """[B19] Checked by UUID, with a task on each GPU."""
     cards = {card.id: card.uuid for card in Nvidia().devices({}, None)}
     see = aiogpu.remote(num_gpus=1)(gpu_tasks.see)
     for seen in await asyncio.gather(*(see.remote(framework) for _ in cards)):
@@ -73,39 +73,39 @@ async def test_each_sees_its_own_device_alone(framework: str, whole_box: float) 
         assert seen["uuids"] == [cards[device]]
 
 
-async def test_torch_sees_no_device_without_asking(
-    torch_alone: None, whole_box: float
+async def test_torch_sees_no_device_without_num_gpus(
+    needs_torch: None, gpus: float
 ) -> None:
     """[B25]"""
     blind = aiogpu.remote(gpu_tasks.see)
     assert (await blind.remote("torch"))["uuids"] == []
 
 
-async def test_memory_is_back_after_each_task(framework: str, whole_box: float) -> None:
+async def test_memory_comes_back_after_each_task(framework: str, gpus: float) -> None:
     """[B26]"""
     leak = aiogpu.remote(num_gpus=0.5)(gpu_tasks.leak)
     await leak.remote(framework, GIB)
-    await all_back(whole_box)
+    await all_back(gpus)
     before = used()
     for _ in range(5):
         await leak.remote(framework, GIB)
-        await all_back(whole_box)
+        await all_back(gpus)
         assert used() < before + SLACK
 
 
-async def test_a_leak_does_not_harm_the_next(framework: str, whole_box: float) -> None:
+async def test_a_leak_does_not_harm_the_next_task(framework: str, gpus: float) -> None:
     leak = aiogpu.remote(num_gpus=1)(gpu_tasks.leak)
     free = aiogpu.remote(num_gpus=1)(gpu_tasks.free_bytes)
     before = await free.remote(framework)
     await leak.remote(framework, before // 2)
-    await all_back(whole_box)
+    await all_back(gpus)
     assert await free.remote(framework) > before - SLACK
 
 
 async def test_four_quarters_run_at_once(
-    framework: str, whole_box: float, gate: Gate
+    framework: str, gpus: float, gate: Gate
 ) -> None:
-    """[B22] All four on one card, each with memory of its own there."""
+    """[B22] All four run on one GPU, each with its own memory."""
     hold = aiogpu.remote(num_gpus=0.25)(gpu_tasks.compute_at_gate)
     names = [f"quarter-{number}" for number in range(4)]
     waiting = [hold.remote(framework, gate.path, name) for name in names]
@@ -116,8 +116,8 @@ async def test_four_quarters_run_at_once(
     assert await asyncio.gather(*waiting) == [1] * 4
 
 
-async def test_a_fork_of_what_has_loaded_torch_uses_cuda(torch_alone: None) -> None:
-    """[B28] The zygote has imported it, and forks can begin CUDA all the same."""
+async def test_a_fork_of_a_zygote_with_torch_uses_cuda(needs_torch: None) -> None:
+    """[B28] The zygote has imported torch, and its forks can still start CUDA."""
     async with aiogpu.init(preload=("torch",)):
         ask = aiogpu.remote(num_gpus=0.5)(gpu_tasks.was_loaded_before)
         assert await asyncio.gather(*(ask.remote("torch") for _ in range(4))) == (
@@ -125,10 +125,10 @@ async def test_a_fork_of_what_has_loaded_torch_uses_cuda(torch_alone: None) -> N
         )
 
 
-async def test_cancelling_amid_a_long_kernel(
-    torch_alone: None, whole_box: float, gate: Gate
+async def test_cancel_ends_a_task_amid_a_long_kernel(
+    needs_torch: None, gpus: float, gate: Gate
 ) -> None:
-    """[B15] Who waits in C for the device hears nothing: his process is killed."""
+    """[B15] A task that waits in C for the GPU ignores interrupts: it is killed."""
     running = aiogpu.remote(num_gpus=1)(gpu_tasks.spin).remote(gate.path)
     await gate.entered("spins")
     gate.release("spins")
@@ -136,19 +136,19 @@ async def test_cancelling_amid_a_long_kernel(
     with pytest.raises(asyncio.CancelledError):
         await running
     async with asyncio.timeout(60):
-        compute = aiogpu.remote(num_gpus=whole_box)(gpu_tasks.compute)
+        compute = aiogpu.remote(num_gpus=gpus)(gpu_tasks.compute)
         assert await compute.remote("torch") == 1
 
 
-async def test_a_limit_holds(framework: str, whole_box: float, gate: Gate) -> None:
-    """[B44] Who takes more than he asked for fails; his neighbour computes on."""
+async def test_a_memory_limit_holds(framework: str, gpus: float, gate: Gate) -> None:
+    """[B44] A task that takes more than it asked for fails; its neighbour goes on."""
     hold = aiogpu.remote(gpu_memory="2GiB")(gpu_tasks.compute_at_gate)
     neighbour = hold.remote(framework, gate.path, "neighbour")
     await gate.entered("neighbour")
     take = aiogpu.remote(gpu_memory="2GiB")(gpu_tasks.leak)
-    with pytest.raises(aiogpu.GpuOutOfMemoryError) as told:
+    with pytest.raises(aiogpu.GpuOutOfMemoryError) as caught:
         await take.remote(framework, 4 * GIB)
-    error = told.value
+    error = caught.value
     assert error.asked == error.limit == 2 * GIB
     assert error.neighbours == ("compute_at_gate",)
     assert await take.remote(framework, GIB) == 1
@@ -156,10 +156,10 @@ async def test_a_limit_holds(framework: str, whole_box: float, gate: Gate) -> No
     assert await neighbour == 1
 
 
-async def test_one_that_ran_out_is_tried_alone(
-    framework: str, whole_box: float
+async def test_a_task_that_ran_out_is_retried_alone(
+    framework: str, gpus: float
 ) -> None:
-    """[B44] A quarter is too little; a card of its own is not."""
+    """[B44] A quarter of a GPU is too little; a whole GPU is enough."""
     total = Nvidia().devices({}, None)[0].memory
     take = aiogpu.remote(num_gpus=0.25, gpu_memory="share", retry_oom="exclusive")(
         gpu_tasks.leak
@@ -170,23 +170,23 @@ async def test_one_that_ran_out_is_tried_alone(
         await take.options(retry_oom=None).remote(framework, total // 2)
 
 
-async def test_one_that_outgrows_its_share_is_ended(
-    torch_alone: None, gate: Gate
+async def test_a_task_that_outgrows_its_share_is_ended(
+    needs_torch: None, gate: Gate
 ) -> None:
-    """[B44] Where no framework limits it, the driver's figures do."""
+    """[B44] If no framework limits the task, the driver's figures do."""
     async with aiogpu.init(gpu_memory_enforce=True):
         run = aiogpu.remote(
             gpu_memory="2GiB",
             max_retries=0,
             runtime_env={"env_vars": {"CUPY_GPU_MEMORY_LIMIT": "0"}},
         )(_outgrow)
-        with pytest.raises(aiogpu.GpuOutOfMemoryError) as told:
+        with pytest.raises(aiogpu.GpuOutOfMemoryError) as caught:
             await run.remote(gate.path)
-        assert told.value.peak > 2 * GIB
+        assert caught.value.peak > 2 * GIB
 
 
 def _outgrow(path: str) -> None:
-    """Lift the limit, take too much, and wait for what comes."""
+    """Lift the framework's limit, take too much memory, and wait."""
     import torch
 
     torch.cuda.set_per_process_memory_fraction(1.0)

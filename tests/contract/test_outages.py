@@ -21,9 +21,11 @@ from aiogpu.observe.status import OutageStatus
 from tests.contract import tasks
 from tests.support.gate import Gate
 from tests.support.program import run
+from tests.support.until import until
 
 pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.either_loop]
 
+TROUBLE = "tests.contract.preloaded_trouble"
 PROGRAM = """
     import asyncio, os, resource, sys, tempfile
     import aiogpu
@@ -65,13 +67,13 @@ PROGRAM = """
 
 
 def program(body: str, limits: str, loop: str = "asyncio.run", **variables: str) -> str:
-    """Run `body` on a node of a program with these limits, soft and hard."""
+    """Run `body` on a node of a program with these soft and hard limits."""
     source = textwrap.dedent(PROGRAM) + "async def body():\n"
     source += textwrap.indent(textwrap.dedent(body), "    ") + f"\n{loop}(main())\n"
     return run(source, limits, **variables)
 
 
-def test_many_more_than_there_is_room_for() -> None:
+def test_few_workers_run_hundreds_of_tasks() -> None:
     body = """
         handles = [pid.remote() for _ in range(300)]
         handles += [pid.options(max_calls=1).remote() for _ in range(30)]
@@ -83,17 +85,17 @@ def test_many_more_than_there_is_room_for() -> None:
         assert len({pid for pid, _ in results[300:330]}) == 30
         assert len(os.listdir("/proc/self/fd")) < 128
     """
-    said = program(body, "128 128", "sys.stderr = sys.stdout; aiogpu.run")
-    assert said == "ok\n", "there is room enough not to be told of"
+    output = program(body, "128 128", "sys.stderr = sys.stdout; aiogpu.run")
+    assert output == "ok\n", "the node has room enough to say nothing"
 
 
-def test_a_soft_limit_is_raised_and_tasks_have_what_the_program_had() -> None:
+def test_the_soft_limit_is_raised_for_the_node_and_not_for_tasks() -> None:
     body = """
         assert resource.getrlimit(NOFILE) == (1024, 1024)
         assert await limit.remote() == ((128, 1024), 128)
         env = {"env_vars": {"PYTHONHASHSEED": "1"}}
         later = limit.options(runtime_env=env)
-        assert await later.remote() == ((128, 1024), 128), "of a later zygote"
+        assert await later.remote() == ((128, 1024), 128), "a later zygote's limits"
         with tempfile.TemporaryDirectory() as directory:
             together = [meet.remote(directory, 40) for _ in range(40)]
             assert len(set(await asyncio.gather(*together))) == 40
@@ -101,36 +103,38 @@ def test_a_soft_limit_is_raised_and_tasks_have_what_the_program_had() -> None:
     assert program(body, "128 1024") == "ok\n"
 
 
-def test_room_for_very_few_is_told_at_once() -> None:
-    """An actor has one for its life, and the next task would wait for ever."""
+def test_init_warns_if_there_is_room_for_very_few_workers() -> None:
+    """An actor needs a worker for its life: the next task might wait for ever."""
     body = "assert (await pid.remote())[0]"
-    said = program(body, "64 64", "sys.stderr = sys.stdout; asyncio.run")
-    told = r"at a time: \d at most.* may have 64 .*limit \(64\): `ulimit -Hn`"
-    assert re.search(told, said)
-    assert said.endswith("ok\n")
+    output = program(body, "64 64", "sys.stderr = sys.stdout; asyncio.run")
+    warning = r"at a time: \d at most.* may have 64 .*limit \(64\): `ulimit -Hn`"
+    assert re.search(warning, output)
+    assert output.endswith("ok\n")
 
 
-def test_why_the_next_one_waits() -> None:
+def test_why_names_the_lack_of_room_for_workers() -> None:
     body = """
         with tempfile.TemporaryDirectory() as directory:
-            held = [meet.remote(directory, 1000) for _ in range(100)]
+            waiting = [meet.remote(directory, 1000) for _ in range(100)]
             while len(os.listdir(directory)) < 10:
                 await asyncio.sleep(0.01)
-            print(str(await held[-1].why()).splitlines()[1])
+            print(str(await waiting[-1].why()).splitlines()[1])
             print((await aiogpu.status()).shapes[0].reason)
-            for handle in held:
+            for handle in waiting:
                 handle.cancel()
             assert (await pid.remote())[0]
     """
     first, second, ok = program(body, "128 128").splitlines()
-    told = r"  workers: (\d+), and no room for more at a time; `aiogpu doctor` says "
-    found = re.match(told, first)
-    assert found, first
-    assert second == f"waits for a worker: there are {found[1]}, and no room for more"
-    assert ok == "ok"
+    workers = re.match(
+        r"  workers: (\d+), and no room for more at a time; `aiogpu", first
+    )
+    assert workers, first
+    assert "`aiogpu doctor` says " in first
+    reason = f"waits for a worker: there are {workers[1]}, and no room for more"
+    assert (second, ok) == (reason, "ok")
 
 
-def test_a_tree_that_is_deeper_than_there_is_room_for() -> None:
+def test_a_tree_of_tasks_deeper_than_the_room_raises_a_deadlock_error() -> None:
     body = """
         assert await parent.remote(5) == 6
         try:
@@ -139,19 +143,19 @@ def test_a_tree_that_is_deeper_than_there_is_room_for() -> None:
             print(error)
         assert await parent.remote(5) == 6
     """
-    told, ok = program(body, "128 128").splitlines()
-    assert "needs a worker process, but this node can have only" in told
+    error, ok = program(body, "128 128").splitlines()
+    assert "needs a worker process, but this node can have only" in error
     assert ok == "ok"
 
 
 @pytest.mark.slow
-def test_two_hundred_levels_with_the_usual_limit() -> None:
+def test_two_hundred_levels_run_with_the_usual_limit() -> None:
     """[B12] Each level costs four or five descriptors."""
     body = "assert await parent.remote(200) == 201"
     assert program(body, "1024 4096", "aiogpu.run") == "ok\n"
 
 
-def test_descriptors_that_the_program_takes_itself() -> None:
+def test_a_program_may_take_descriptors_itself() -> None:
     body = """
         await asyncio.gather(*(pid.remote() for _ in range(3)))
         files = [open(os.devnull) for _ in range(50)]
@@ -165,7 +169,7 @@ def test_descriptors_that_the_program_takes_itself() -> None:
     assert program(body, "128 128") == "ok\n"
 
 
-def test_no_more_processes_than_there_may_be() -> None:
+def test_tasks_share_workers_if_forks_fail() -> None:
     body = """
         handles = [pid.remote() for _ in range(100)]
         handles += [pid.options(max_calls=1).remote() for _ in range(20)]
@@ -175,7 +179,7 @@ def test_no_more_processes_than_there_may_be() -> None:
 
 
 @pytest.mark.parametrize("most", ["0", "1"])
-def test_no_process_at_all_keeps_tasks_queued(most: str) -> None:
+def test_tasks_stay_queued_while_every_fork_fails(most: str) -> None:
     body = """
         handles = [pid.remote(), pid.remote()]
         while not (found := (await aiogpu.status()).outages) or found[0].failures < 5:
@@ -188,10 +192,9 @@ def test_no_process_at_all_keeps_tasks_queued(most: str) -> None:
         assert (await aiogpu.status()).outages == ()
     """
     with tempfile.TemporaryDirectory() as directory:
-        said = program(
-            body, "1024 4096", SCARCE=most, MORE_ROOM=f"{directory}/more"
-        ).splitlines()
-    assert said == [
+        variables = {"SCARCE": most, "MORE_ROOM": f"{directory}/more"}
+        output = program(body, "1024 4096", **variables)
+    assert output.splitlines() == [
         "no process can be forked: Resource temporarily unavailable; what bounds them "
         "is `ulimit -u`, a cgroup's pids.max, or memory",
         "  no worker can be started: no process can be ",
@@ -199,11 +202,11 @@ def test_no_process_at_all_keeps_tasks_queued(most: str) -> None:
     ]
 
 
-def test_no_descriptor_for_the_next_zygote() -> None:
-    """It once was never started; each task then waited a minute and failed."""
+def test_tasks_stay_queued_without_a_descriptor_for_a_zygote() -> None:
+    """The zygote once was never started: each task waited for a minute and failed."""
     body = """
         handle = pid.remote()
-        await handle.why(), await aiogpu.status(), await handle  # import what they need
+        await handle.why(), await aiogpu.status(), await handle  # import modules now
         await aiogpu.shutdown()
         await aiogpu.init(num_cpus=4, num_gpus=0)
         with open(f"/proc/self/task/{os.getpid()}/children") as file:
@@ -231,8 +234,8 @@ def test_no_descriptor_for_the_next_zygote() -> None:
     assert ok == "ok"
 
 
-def test_more_large_results_than_there_may_be_descriptors() -> None:
-    """What has no descriptor left is copied; no worker ends, and no result is lost."""
+def test_large_results_are_copied_without_descriptors() -> None:
+    """No worker ends, and no result is lost."""
     body = """
         import numpy as np
         @aiogpu.remote
@@ -253,7 +256,7 @@ def test_more_large_results_than_there_may_be_descriptors() -> None:
         for number in (0, 201, 279):
             assert await total.remote(handles[number]) == number % 256 << 19
         assert [int(array[0]) for array in await many.remote(60)] == list(range(60))
-        assert (await pid.options(max_calls=1).remote())[0], "there is room for others"
+        assert (await pid.options(max_calls=1).remote())[0], "other workers have room"
     """
     assert program(body, "256 256") == "ok\n"
 
@@ -271,7 +274,7 @@ REMOVED = """
 """
 
 
-def test_tasks_take_turns_where_the_directory_of_the_node_was_removed() -> None:
+def test_tasks_take_turns_if_the_nodes_directory_was_removed() -> None:
     body = f"""
         import shutil
         first, _ = await pid.remote()
@@ -284,22 +287,20 @@ def test_tasks_take_turns_where_the_directory_of_the_node_was_removed() -> None:
                 await asyncio.sleep(0)
         print(str(why).splitlines()[-1])
     """
-    told, ok = program(body, "1024 4096").splitlines()
-    assert re.search(r"directory /\S+ was removed .*; close the node and open", told)
+    line, ok = program(body, "1024 4096").splitlines()
+    assert re.search(r"directory /\S+ was removed .*; close the node and open", line)
     assert ok == "ok"
 
 
-def test_no_room_for_a_node() -> None:
+def test_init_refuses_a_node_without_descriptors() -> None:
     source = """
-        import asyncio, resource
+        import resource
         import aiogpu
         resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
-        async def main():
-            try:
-                await aiogpu.init(num_cpus=1, num_gpus=0)
-            except aiogpu.errors.NodeStartError as error:
-                print(error)
-        asyncio.run(main())
+        try:
+            aiogpu.run(aiogpu.init(num_cpus=1, num_gpus=0).__aenter__())
+        except aiogpu.errors.NodeStartError as error:
+            print(error)
     """
     assert "this process may have 40 descriptors open" in run(source)
 
@@ -309,38 +310,34 @@ def test_no_room_for_a_node() -> None:
 
 @pytest.fixture
 def doom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """While it exists, each zygote dies as it imports `preloaded_trouble`."""
+    """A path; while a file exists there, zygotes die importing `preloaded_trouble`."""
     path = tmp_path / "doom"
     monkeypatch.setenv("DOOM", str(path))
     return path
 
 
 async def end_zygotes() -> None:
-    """Kill the zygotes that live; returns when each of them has been seen to end."""
+    """Kill all zygotes, and wait until the node has noticed."""
     children = psutil.Process().children()
-    zygotes = [each for each in children if each.name() == "aiogpu-zygote"]
+    zygotes = [child for child in children if child.name() == "aiogpu-zygote"]
     for zygote in zygotes:
         zygote.kill()
-    async with asyncio.timeout(60):
-        while any(psutil.pid_exists(zygote.pid) for zygote in zygotes):
-            await asyncio.sleep(0)
+    await until(lambda: not any(psutil.pid_exists(zygote.pid) for zygote in zygotes))
 
 
 async def outage(failures: int) -> OutageStatus:
-    """Wait until so many tries in a row have failed."""
+    """Wait until so many starts in a row have failed."""
     async with asyncio.timeout(60):
         while True:
-            for found in (await aiogpu.status()).outages:
-                if found.failures >= failures:
-                    return found
+            for outage in (await aiogpu.status()).outages:
+                if outage.failures >= failures:
+                    return outage
             await asyncio.sleep(0)
 
 
 async def test_tasks_wait_while_zygotes_die(doom: Path) -> None:
-    """The plain environment's: four deaths in a row once broke the node for good."""
-    async with aiogpu.init(
-        num_cpus=4, num_gpus=1, preload=["tests.contract.preloaded_trouble"]
-    ):
+    """Four deaths of the plain environment's zygote once broke the node for good."""
+    async with aiogpu.init(num_cpus=4, num_gpus=1, preload=[TROUBLE]):
         assert await tasks.add.remote(1) == 2
         doom.touch()
         await end_zygotes()
@@ -348,17 +345,17 @@ async def test_tasks_wait_while_zygotes_die(doom: Path) -> None:
             tasks.add.options(max_calls=1, max_retries=0, num_gpus=0.5).remote(n)
             for n in range(10)
         ]
-        found = await outage(4)
-        assert "the zygote ended with status -9" in found.reason
-        assert found.seconds > 0
+        failing = await outage(4)
+        assert "the zygote ended with status -9" in failing.reason
+        assert failing.seconds > 0
         assert not any(handle.done() for handle in handles)
-        seen = await aiogpu.status()
-        assert seen.waiting_count == len(handles)
-        assert seen.available["GPU"] == 1, "what waits holds nothing"
-        assert str(found).startswith("no worker can be started: the zygote ended with")
-        assert "no worker can be started" in str(seen)
-        assert "no worker can be started" in repr(seen)
-        assert "no worker can be started" in seen.shapes[0].reason
+        status = await aiogpu.status()
+        assert status.waiting_count == len(handles)
+        assert status.available["GPU"] == 1, "waiting tasks hold no GPU"
+        message = "no worker can be started"
+        assert str(failing).startswith(f"{message}: the zygote ended with")
+        for text in (str(status), repr(status), status.shapes[0].reason):
+            assert message in text
         why = await handles[-1].why()
         assert why.outage is not None
         assert "add (task" in str(why)
@@ -368,20 +365,17 @@ async def test_tasks_wait_while_zygotes_die(doom: Path) -> None:
         assert (await aiogpu.status()).outages == ()
 
 
-async def test_what_can_be_started_goes_past(doom: Path) -> None:
-    """One environment's zygotes die; others' tasks, and its own workers, go on."""
+async def test_tasks_pass_those_of_a_broken_environment(doom: Path) -> None:
+    """Zygotes of one environment die; other tasks, and its own workers, go on."""
     broken = {"env_vars": {"DOOM": str(doom), "PYTHONHASHSEED": "1"}}
     sound = {"env_vars": {"DOOM": "", "PYTHONHASHSEED": "2"}}
-    preload = ["tests.contract.preloaded_trouble"]
-    async with aiogpu.init(num_cpus=1, num_gpus=0, preload=preload):
+    async with aiogpu.init(num_cpus=1, num_gpus=0, preload=[TROUBLE]):
         doom.touch()
-        waiting = [
-            tasks.add.options(runtime_env=broken, priority=1).remote(n)
-            for n in range(2)
-        ]
-        found = await outage(1)
-        assert found.variables == ("DOOM", "PYTHONHASHSEED")
-        assert "for tasks with DOOM, PYTHONHASHSEED: " in str(found)
+        first = tasks.add.options(runtime_env=broken, priority=1)
+        waiting = [first.remote(n) for n in range(2)]
+        failing = await outage(1)
+        assert failing.variables == ("DOOM", "PYTHONHASHSEED")
+        assert "for tasks with DOOM, PYTHONHASHSEED: " in str(failing)
         passing = tasks.add.options(runtime_env=sound)
         assert await passing.remote(1) == 2
         assert await asyncio.gather(*(passing.remote(n) for n in range(3))) == [1, 2, 3]
@@ -392,9 +386,7 @@ async def test_what_can_be_started_goes_past(doom: Path) -> None:
 
 
 async def test_a_cancelled_task_leaves_the_queue_of_an_outage(doom: Path) -> None:
-    async with aiogpu.init(
-        num_cpus=1, num_gpus=0, preload=["tests.contract.preloaded_trouble"]
-    ):
+    async with aiogpu.init(num_cpus=1, num_gpus=0, preload=[TROUBLE]):
         doom.touch()
         await end_zygotes()
         handle = tasks.add.remote(1)
@@ -409,13 +401,13 @@ async def test_a_cancelled_task_leaves_the_queue_of_an_outage(doom: Path) -> Non
 
 
 def tracebacks() -> int:
-    """How many traceback objects there are, each of which keeps a frame."""
+    """Count the traceback objects, each of which keeps a frame."""
     gc.collect()
-    return sum(isinstance(each, TracebackType) for each in gc.get_objects())
+    return sum(isinstance(item, TracebackType) for item in gc.get_objects())
 
 
-async def test_an_interpreter_that_fails_by_itself_is_an_error_each_time() -> None:
-    """Each error is a new one: one that is raised again and again keeps all frames."""
+async def test_an_interpreter_that_never_starts_raises_each_time() -> None:
+    """Each error is a new object: an error that is raised again keeps all frames."""
     nowhere = {"env_vars": {"PYTHONHOME": "/nonexistent"}}
     broken = tasks.add.options(runtime_env=nowhere, max_retries=0)
 
@@ -430,16 +422,15 @@ async def test_an_interpreter_that_fails_by_itself_is_an_error_each_time() -> No
         assert await tasks.add.remote(1) == 2
 
 
-async def test_a_worker_waits_for_as_long_as_its_zygote_imports(
+async def test_a_worker_waits_while_its_zygote_imports(
     gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The import has a limit of its own, which is longer than that of a start."""
+    """An import has its own limit, which is longer than that of a start."""
     limit = 0.2
     monkeypatch.setattr("aiogpu.runtime.workers.pool.START_LIMIT", limit)
-    held = tasks.add.options(runtime_env={"env_vars": {"HOLD": gate.path}})
-    preload = ["tests.contract.preloaded_trouble"]
-    async with aiogpu.init(num_cpus=1, num_gpus=0, preload=preload):
-        waiting = held.remote(1)
+    slow = tasks.add.options(runtime_env={"env_vars": {"HOLD": gate.path}})
+    async with aiogpu.init(num_cpus=1, num_gpus=0, preload=[TROUBLE]):
+        waiting = slow.remote(1)
         await gate.entered("import")
         done, _ = await asyncio.wait({waiting}, timeout=5 * limit)
         assert not done

@@ -1,4 +1,4 @@
-"""[B15] [B26] Nothing outlives its lease or its node, whatever is done to whom.
+"""[B15] [B26] No process outlives its lease or its node.
 
 Tasks leave processes behind, keepers and zygotes are killed or stopped, and the driver
 dies; with cgroups beside the keepers, and without them.
@@ -10,7 +10,7 @@ import asyncio
 import os
 import signal
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import psutil
 import pytest
 
 import aiogpu
+from aiogpu.errors import NodeClosedError
 from aiogpu.linux.cgroup import Place
 from aiogpu.runtime import node_cgroup
 from aiogpu.runtime.workers import pool
@@ -26,76 +27,77 @@ from tests.contract import phase_tasks, tasks, wild_tasks
 from tests.support.cgroups import PLACE, all_groups, groups_of, needs_cgroup
 from tests.support.gate import Gate
 from tests.support.program import start
+from tests.support.until import until
 
 pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.either_loop]
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """Whether it has not ended; one that init has yet to wait for has."""
+    """Tell if a process has not ended; a zombie has ended."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
 
 
-# What a task leaves
+def parent_of(process: psutil.Process) -> psutil.Process:
+    parent = process.parent()
+    assert parent is not None
+    return parent
+
+
+# Processes that a task leaves behind
 
 
 @pytest.mark.parametrize("way", wild_tasks.WAYS)
-async def test_nothing_outlives_the_share(way: str, gate: Gate) -> None:
+async def test_no_process_outlives_its_tasks_share(way: str, gate: Gate) -> None:
     async with aiogpu.init(num_cpus=2, num_gpus=1) as session:
         scheduler = session._session._engine._open_driver.scheduler  # type: ignore[attr-defined]
-        # Some of them keep their worker from ending until it is made to.
+        # Some of them keep their worker from ending until it is killed.
         scheduler.config = scheduler.config._replace(exit_grace=0.3)
         handle = wild_tasks.leave.remote(way, gate.path)
         await gate.entered("left")
         worker = psutil.Process(gate.pids["left"])
-        keeper = worker.parent()
-        assert keeper is not None
-        family = keeper.children(recursive=True)
+        family = parent_of(worker).children(recursive=True)
         gate.release("left")
-        left = await handle
-        assert {worker.pid, *left} <= {process.pid for process in family}
-        # There is one GPU: this task has it when the first one's share is free.
+        assert {worker.pid, *await handle} <= {process.pid for process in family}
+        # There is one GPU: this task has it when the first task's share is free.
         successor = await tasks.pid.options(num_gpus=1).remote()
-        assert [process for process in family if is_alive(process)] == []
+        assert not any(map(is_alive, family))
         assert successor != worker.pid
         assert await tasks.add.remote(1) == 2
 
 
-async def test_one_that_ignores_signals_is_ended_after_its_grace(gate: Gate) -> None:
+async def test_a_task_that_ignores_signals_is_killed_after_its_grace(
+    gate: Gate,
+) -> None:
     async with aiogpu.init(num_cpus=2, num_gpus=1, cancel_grace=0.05):
         handle = wild_tasks.never_return_deaf.remote(gate.path)
         await gate.entered("daemon", "deaf")
         family = [psutil.Process(pid) for pid in gate.pids.values()]
         handle.cancel()
         assert await tasks.add.options(num_gpus=1).remote(1) == 2
-        assert [process for process in family if is_alive(process)] == []
+        assert not any(map(is_alive, family))
 
 
-async def test_a_group_is_ended_with_an_orphaned_keepers_worker(gate: Gate) -> None:
+async def test_an_orphaned_keepers_group_ends_with_it(gate: Gate) -> None:
     async with aiogpu.init(num_cpus=2):
         handle = tasks.start_sleeper.options(max_retries=0).remote(gate.path, "a")
         await gate.entered("a")
         worker = psutil.Process(gate.pids["a"])
-        keeper = worker.parent()
-        assert keeper is not None
-        zygote = keeper.parent()
-        assert zygote is not None
+        keeper = parent_of(worker)
+        zygote = parent_of(keeper)
         (sleeper,) = worker.children()
         zygote.kill()
-        async with asyncio.timeout(60):
-            while psutil.pid_exists(zygote.pid) and zygote.is_running():
-                await asyncio.sleep(0)
-            keeper.kill()
-            with pytest.raises(aiogpu.WorkerDiedError, match="keeper"):
-                await handle
-            while sleeper.is_running():
-                await asyncio.sleep(0)
+        await until(lambda: not zygote.is_running())
+        keeper.kill()
+        with pytest.raises(aiogpu.WorkerDiedError, match="keeper"):
+            await handle
+        await until(lambda: not sleeper.is_running())
         assert await tasks.add.remote(1) == 2
 
 
-# What is killed: keepers, zygotes and drivers of a task that has left a daemon
+# Keepers, zygotes and drivers are killed while a task runs that has left a daemon
 
 
 @pytest.fixture(params=["with cgroup2", "without"])
@@ -108,115 +110,113 @@ def has_cgroup(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     return True
 
 
-class House:
-    """A node whose one task has left a daemon and runs on."""
+class Family:
+    """The processes of a task that has left a daemon and runs on."""
 
-    def __init__(self, gate: Gate, handle: Awaitable[str]) -> None:
+    def __init__(self, gate: Gate, handle: Any = None) -> None:
         self.handle = handle
         self.daemon = psutil.Process(gate.pids["daemon"])
         self.worker = psutil.Process(gate.pids["task"])
-        keeper = self.worker.parent()
-        assert keeper is not None
-        self.keeper = keeper
-        zygote = keeper.parent()
-        assert zygote is not None
-        self.zygote = zygote
+        self.keeper = parent_of(self.worker)
+        self.zygote = parent_of(self.keeper)
 
-    async def see_end(self, process: psutil.Process) -> None:
-        async with asyncio.timeout(60):
-            while is_alive(process):
-                await asyncio.sleep(0)
+
+async def until_ended(process: psutil.Process) -> None:
+    await until(lambda: not is_alive(process))
 
 
 @asynccontextmanager
-async def house(gate: Gate) -> AsyncIterator[House]:
-    async with aiogpu.init(num_cpus=2, num_gpus=1):
+async def leaving_a_daemon(gate: Gate, **options: Any) -> AsyncIterator[Family]:
+    """Open a node with a task that leaves a daemon and waits at the gate."""
+    async with aiogpu.init(num_cpus=2, num_gpus=1, **options):
         task = tasks.leave_daemon_and_wait.options(num_gpus=1, max_retries=0)
         handle = task.remote(gate.path)
         await gate.entered("daemon", "task")
-        yield House(gate, handle)
+        yield Family(gate, handle)
 
 
-async def test_a_worker_is_born_in_its_slots_group(
+async def test_a_worker_starts_in_the_cgroup_of_its_slot(
     has_cgroup: bool, gate: Gate
 ) -> None:
-    async with house(gate) as it:
-        found = [group_of(process.pid) for process in (it.daemon, it.worker, it.keeper)]
-        assert len(set(found)) == 1
-        groups = groups_of(os.getpid())
+    async with leaving_a_daemon(gate) as family:
+        (group,) = {
+            group_of(process.pid)
+            for process in (family.daemon, family.worker, family.keeper)
+        }
+        names = groups_of(os.getpid())
         if has_cgroup:
-            assert [name in found[0] for name in groups] == [True]
-            assert found[0].endswith("/0")
-            assert group_of(it.zygote.pid) == group_of(os.getpid())
+            assert [name in group for name in names] == [True]
+            assert group.endswith("/0")
+            assert group_of(family.zygote.pid) == group_of(os.getpid())
         else:
-            assert (groups, found[0]) == ([], group_of(os.getpid()))
+            assert (names, group) == ([], group_of(os.getpid()))
         gate.release("task")
-        await it.handle
+        await family.handle
 
 
 def group_of(pid: int) -> str:
-    with open(f"/proc/{pid}/cgroup") as file:
-        for line in file:
-            if line.startswith("0::"):
-                return line.strip()
-    return ""
+    """Return the line of a process's cgroup of version 2, or nothing."""
+    lines = Path(f"/proc/{pid}/cgroup").read_text().splitlines()
+    return next((line for line in lines if line.startswith("0::")), "")
 
 
 @pytest.mark.usefixtures("has_cgroup")
 async def test_a_daemon_ends_before_its_share_is_free(gate: Gate) -> None:
-    async with house(gate) as it:
+    async with leaving_a_daemon(gate) as family:
         gate.release("task")
-        await it.handle
+        await family.handle
         assert await tasks.add.options(num_gpus=1).remote(1) == 2
-        assert not is_alive(it.daemon)
+        assert not is_alive(family.daemon)
 
 
 @pytest.mark.usefixtures("has_cgroup")
-async def test_a_killed_keeper_takes_all_along(gate: Gate) -> None:
-    async with house(gate) as it:
-        it.keeper.kill()
+async def test_a_killed_keeper_takes_its_processes_along(gate: Gate) -> None:
+    async with leaving_a_daemon(gate) as family:
+        family.keeper.kill()
         with pytest.raises(aiogpu.WorkerDiedError, match="keeper"):
-            await it.handle
-        assert not is_alive(it.daemon)
+            await family.handle
+        assert not is_alive(family.daemon)
         assert await tasks.add.options(num_gpus=1).remote(1) == 2
 
 
 @pytest.mark.parametrize("first", ["zygote", "keeper"])
-async def test_zygote_and_keeper_are_killed(
+async def test_killing_zygote_and_keeper_leaves_only_what_left_the_cgroup(
     first: str, has_cgroup: bool, gate: Gate
 ) -> None:
-    """Then nobody adopts the daemon; its group is what it cannot leave."""
-    async with house(gate) as it:
+    """No keeper adopts the daemon then, but the daemon cannot leave its cgroup."""
+    async with leaving_a_daemon(gate) as family:
         if first == "zygote":
-            it.zygote.kill()
-            await it.see_end(it.zygote)
-            it.keeper.kill()
+            family.zygote.kill()
+            await until_ended(family.zygote)
+            family.keeper.kill()
         else:
-            it.zygote.suspend()
-            it.keeper.kill()
-            await it.see_end(it.keeper)
-            it.zygote.kill()
+            family.zygote.suspend()
+            family.keeper.kill()
+            await until_ended(family.keeper)
+            family.zygote.kill()
         with pytest.raises(aiogpu.WorkerDiedError, match="keeper"):
-            await it.handle
+            await family.handle
         if has_cgroup:
-            assert not is_alive(it.daemon)
+            assert not is_alive(family.daemon)
         else:
-            # Nobody adopts it then: see docs/decisions/0015-cgroups-back-up-keepers.md.
-            assert is_alive(it.daemon)
-            it.daemon.kill()
+            # See docs/decisions/0015-cgroups-back-up-keepers.md.
+            assert is_alive(family.daemon)
+            family.daemon.kill()
         assert await tasks.add.options(num_gpus=1).remote(1) == 2
 
 
-async def test_an_end_while_a_slot_is_being_ended(has_cgroup: bool, gate: Gate) -> None:
-    async with house(gate) as it:
-        it.zygote.kill()
-        await it.see_end(it.zygote)
-        it.keeper.kill()
+async def test_a_node_closes_while_a_slot_is_being_ended(
+    has_cgroup: bool, gate: Gate
+) -> None:
+    async with leaving_a_daemon(gate) as family:
+        family.zygote.kill()
+        await until_ended(family.zygote)
+        family.keeper.kill()
     with pytest.raises(aiogpu.AiogpuError):
-        await it.handle
+        await family.handle
     if not has_cgroup:
-        it.daemon.kill()
-    await it.see_end(it.daemon)
+        family.daemon.kill()
+    await until_ended(family.daemon)
 
 
 DRIVER = """
@@ -235,73 +235,64 @@ DRIVER = """
 """
 
 LATE = "driver, and later the zygote"
-FIRST: dict[str, Callable[[House], object]] = {
+FIRST: dict[str, Callable[[Family], object]] = {
     "driver": bool,
-    "driver and keeper": lambda it: it.keeper.kill(),
-    "driver and zygote": lambda it: it.zygote.kill(),
-    # So it is where it was killed in time but has no CPU to end on.
-    LATE: lambda it: it.zygote.suspend(),
+    "driver and keeper": lambda family: family.keeper.kill(),
+    "driver and zygote": lambda family: family.zygote.kill(),
+    # As if the zygote was killed in time but has no CPU to end on.
+    LATE: lambda family: family.zygote.suspend(),
 }
 
 
-@pytest.mark.parametrize("who", FIRST)
-async def test_a_killed_driver_leaves_nothing(
-    who: str, has_cgroup: bool, gate: Gate
+@pytest.mark.parametrize("killed", FIRST)
+async def test_a_killed_driver_leaves_no_process(
+    killed: str, has_cgroup: bool, gate: Gate
 ) -> None:
-    # Others may have left some long ago, whose driver had the same process id.
+    # An old driver with the same process id may have left groups.
     others = all_groups()
     driver = start(DRIVER, gate.path, "with" if has_cgroup else "without")
     try:
         await gate.entered("daemon", "task", "second")
-        it = House(gate, asyncio.sleep(0, ""))
-        everyone = psutil.Process(driver.pid).children(recursive=True)
-        assert {it.daemon, it.worker, it.keeper, it.zygote} <= set(everyone)
+        family = Family(gate)
+        children = psutil.Process(driver.pid).children(recursive=True)
+        processes = {family.daemon, family.worker, family.keeper, family.zygote}
+        assert processes <= set(children)
         assert len({*groups_of(driver.pid)} - others) == has_cgroup
-        keepers = it.zygote.children()
-        FIRST[who](it)
+        keepers = family.zygote.children()
+        FIRST[killed](family)
     finally:
         driver.send_signal(signal.SIGKILL)
         driver.communicate()
-    async with asyncio.timeout(60):
-        if who == LATE:
-            while any(map(is_alive, keepers)):
-                await asyncio.sleep(0)
-            it.zygote.kill()
-        while any(map(is_alive, everyone)):
-            await asyncio.sleep(0)
-        # The last of them has them removed just before it ends.
+    if killed == LATE:
+        await until(lambda: not any(map(is_alive, keepers)))
+        family.zygote.kill()
+    await until(lambda: not any(map(is_alive, children)))
+    # The last process removes the groups just before it ends.
     assert {*groups_of(driver.pid)} <= others
-    await it.handle
 
 
-# What is stopped: by SIGSTOP, a debugger, or the freezer of its cgroup
+# Processes are stopped by SIGSTOP, a debugger, or the freezer of their cgroup
 
 
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who is stopped is given up after a tenth of the seconds that it has elsewhere."""
+    """Let a node give up stopped processes after a tenth of the usual time."""
     monkeypatch.setattr(pool, "END_LIMIT", pool.END_LIMIT / 10)
     monkeypatch.setattr(pool, "CLOSE_LIMIT", pool.CLOSE_LIMIT / 10)
     monkeypatch.setattr(node_cgroup, "LIMIT", node_cgroup.LIMIT / 10)
 
 
 def stop_keeper(worker: psutil.Process) -> None:
-    keeper = worker.parent()
-    assert keeper is not None
-    keeper.suspend()
+    parent_of(worker).suspend()
 
 
 def stop_keeper_and_zygote(worker: psutil.Process) -> None:
-    keeper = worker.parent()
-    assert keeper is not None
-    zygote = keeper.parent()
-    assert zygote is not None
-    keeper.suspend()
-    zygote.suspend()
+    for process in worker.parents()[:2]:
+        process.suspend()
 
 
 def freeze_slot(worker: psutil.Process) -> None:
-    """Its keeper, itself and all that it has started."""
+    """Freeze the worker, its keeper, and all that it has started."""
     assert PLACE.directory is not None
     (node,) = groups_of(psutil.Process().pid)
     (group,) = (
@@ -318,36 +309,34 @@ Stop = Callable[[psutil.Process], None]
 
 @pytest.mark.usefixtures("soon")
 @pytest.mark.parametrize("stop", WAYS)
-async def test_the_gpu_of_a_task_that_is_cancelled(stop: Stop, gate: Gate) -> None:
-    """It is free when all that the task has started is gone, and not for ever taken."""
-    async with aiogpu.init(num_cpus=2, num_gpus=1, cancel_grace=0.1):
-        task = tasks.leave_daemon_and_wait.options(num_gpus=1, max_retries=0)
-        handle = task.remote(gate.path)
-        await gate.entered("daemon", "task")
-        daemon = psutil.Process(gate.pids["daemon"])
-        stop(psutil.Process(gate.pids["task"]))
-        handle.cancel()
-        async with asyncio.timeout(60):
-            assert await tasks.add.options(num_gpus=1).remote(1) == 2
-        assert not is_alive(daemon)
+async def test_a_stopped_keeper_does_not_hold_the_gpu_of_a_cancelled_task(
+    stop: Stop, gate: Gate
+) -> None:
+    """The GPU is free when all that the task has started is gone."""
+    async with asyncio.timeout(60), leaving_a_daemon(gate, cancel_grace=0.1) as family:
+        stop(family.worker)
+        family.handle.cancel()
+        assert await tasks.add.options(num_gpus=1).remote(1) == 2
+        assert not is_alive(family.daemon)
 
 
 @pytest.mark.usefixtures("soon")
-async def test_the_gpu_of_a_task_that_has_ended(gate: Gate) -> None:
-    """The worker leaves by itself then, and its keeper is the one to say so."""
-    async with aiogpu.init(num_cpus=2, num_gpus=1):
+async def test_a_stopped_keeper_does_not_hold_the_gpu_of_an_ended_task(
+    gate: Gate,
+) -> None:
+    """The worker ends by itself, and only its keeper could say so."""
+    async with asyncio.timeout(60), aiogpu.init(num_cpus=2, num_gpus=1):
         handle = tasks.gated.options(num_gpus=1).remote(gate.path, "in")
         await gate.entered("in")
         stop_keeper(psutil.Process(gate.pids["in"]))
         gate.release("in")
         assert await handle == "in"
-        async with asyncio.timeout(60):
-            assert await tasks.add.options(num_gpus=1).remote(1) == 2
+        assert await tasks.add.options(num_gpus=1).remote(1) == 2
 
 
 @pytest.mark.usefixtures("soon")
-async def test_its_zygote_is_stopped_as_well(gate: Gate) -> None:
-    """Nobody is left to say that the worker has ended; its group is empty."""
+async def test_stopped_keeper_and_zygote_do_not_hold_the_gpu(gate: Gate) -> None:
+    """No process can say that the worker has ended, but its cgroup is empty."""
     async with aiogpu.init(num_cpus=2, num_gpus=1, cancel_grace=0.1):
         # The CPU worker serves afterwards: a stopped zygote starts no other.
         assert await tasks.add.remote(1) == 2
@@ -362,10 +351,10 @@ async def test_its_zygote_is_stopped_as_well(gate: Gate) -> None:
 
 @pytest.mark.parametrize("limits", ["soon", pytest.param("", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("stop", [*WAYS, stop_keeper_and_zygote])
-async def test_closing(
+async def test_a_node_closes_with_stopped_processes(
     stop: Stop, limits: str, request: pytest.FixtureRequest, gate: Gate
 ) -> None:
-    """It once took 13 seconds; with a zygote that was stopped as well, 18."""
+    """A close once took 13 seconds, or 18 with a stopped zygote."""
     if limits:
         request.getfixturevalue(limits)
     node = await aiogpu.init(num_cpus=2, num_gpus=1, cancel_grace=0.1)
@@ -387,16 +376,16 @@ async def test_a_daemon_of_a_cpu_task_ends_with_its_node(gate: Gate) -> None:
     assert not os.path.exists(f"/proc/{gate.pids['daemon']}")
 
 
-# [B38] Functions that do as they please with their process: each on its own handle
+# [B38] Tasks that change their process
 
 
 @asynccontextmanager
-async def and_neighbour() -> AsyncIterator[aiogpu.types.Node]:
-    """A node with a neighbour, who must not notice anything."""
+async def node_with_neighbour() -> AsyncIterator[None]:
+    """Open a node with a worker on a GPU, and check that this worker is unharmed."""
     async with aiogpu.init(num_cpus=1, num_gpus=2, cancel_grace=20) as session:
         neighbour = tasks.clock.options(num_cpus=0, num_gpus=1, max_calls=0)
         before = await neighbour.remote()
-        yield session
+        yield
         assert await neighbour.remote() > before
         status = await aiogpu.status()
         assert status.waiting == status.tasks == ()
@@ -414,65 +403,55 @@ SPOILING: list[tuple[Any, tuple[Any, ...]]] = [
 ]
 
 
-async def test_the_next_task_of_a_worker_finds_its_footing(
+async def test_the_next_task_finds_the_process_state_restored(
     gate: Gate, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    async with and_neighbour():
+    """The next tasks also have their output shown, and can be interrupted."""
+    async with node_with_neighbour():
         before = await wild_tasks.task_state.remote()
         gone = wild_tasks.change_to_a_removed_directory
         for task, args in [*SPOILING, (gone, (str(tmp_path / "gone"),))]:
-            await check_footing(task, args, before, gate, capsys)
+            await task.remote(*args)
+            assert await wild_tasks.task_state.remote() == before
+            await tasks.output.remote(["a line"])
+            assert "a line" in capsys.readouterr().out
+            # The cancel works within the grace, or this test ends too late.
+            handle = tasks.spin.remote(gate.path, "in")
+            await gate.entered("in")
+            handle.cancel()
+            assert await tasks.pid.remote() == before["pid"]
+            gate.forget("in")
 
 
-async def check_footing(
-    task: Any,
-    args: tuple[Any, ...],
-    before: dict[str, Any],
-    gate: Gate,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """The next tasks find the state of before, are heard, and can be interrupted."""
-    await task.remote(*args)
-    assert await wild_tasks.task_state.remote() == before
-    await tasks.output.remote(["heard"])
-    assert "heard" in capsys.readouterr().out
-    # Within the grace, or this test ends too late.
-    handle = tasks.spin.remote(gate.path, "in")
-    await gate.entered("in")
-    handle.cancel()
-    assert await tasks.pid.remote() == before["pid"]
-    gate.forget("in")
-
-
-async def test_the_next_task_of_a_worker_finds_its_variables(
+async def test_the_next_task_finds_its_variables_restored(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Those that were there are put back; what is new stays, as libraries rely on."""
+    """New variables stay, since libraries rely on them."""
     monkeypatch.setenv("LOGNAME_OF_TEST", "a")
     monkeypatch.setenv("OTHER_OF_TEST", "b")
     names = "PATH", "HOME", "LOGNAME_OF_TEST", "OTHER_OF_TEST"
-    async with and_neighbour():
+    async with node_with_neighbour():
         before = await tasks.environment.remote(*names)
         assert before["OTHER_OF_TEST"] == "b"
         await wild_tasks.change_variables.remote()
         assert await tasks.environment.remote(*names) == before
 
 
-async def test_a_program_whose_directory_was_removed(
+async def test_a_program_whose_directory_was_removed_runs_tasks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place = tmp_path / "gone"
     place.mkdir()
     monkeypatch.chdir(place)
     place.rmdir()
-    async with and_neighbour():
+    async with node_with_neighbour():
         for _ in range(3):
             assert await tasks.add.remote(1) == 2
 
 
-async def test_a_lowered_limit_is_the_workers_own() -> None:
-    """The worker keeps it; a task that wants none of that has one of its own."""
-    async with and_neighbour():
+async def test_a_lowered_limit_affects_only_its_worker() -> None:
+    """A worker keeps its lowered limits; an isolated task has a worker of its own."""
+    async with node_with_neighbour():
         isolated = wild_tasks.lower_limit.options(num_gpus=1)
         await isolated.remote("RLIMIT_NOFILE", 3)
         with pytest.raises(aiogpu.WorkerDiedError, match="SIGXCPU"):
@@ -483,8 +462,8 @@ async def test_a_lowered_limit_is_the_workers_own() -> None:
         assert await tasks.add.remote(1) == 2
 
 
-async def test_a_child_that_comes_back_from_a_coroutine_or_a_thread() -> None:
-    async with and_neighbour():
+async def test_a_fork_of_a_coroutine_or_thread_gives_no_result() -> None:
+    async with node_with_neighbour():
         for _ in range(3):
             pid = await tasks.pid.remote()
             assert await wild_tasks.fork_in_coroutine.remote(9) == (pid, 9)
@@ -515,9 +494,7 @@ FLOOD = """
 
 @pytest.mark.parametrize("how", ["text", "raw"])
 @pytest.mark.parametrize("megabytes", [40, pytest.param(1000, marks=pytest.mark.slow)])
-def test_what_prints_without_end_costs_the_driver_no_memory(
-    megabytes: int, how: str
-) -> None:
+def test_endless_output_costs_the_driver_no_memory(megabytes: int, how: str) -> None:
     program = start(FLOOD, str(megabytes), how)
     assert program.stdout is not None
     assert program.stderr is not None
@@ -531,14 +508,14 @@ def test_what_prints_without_end_costs_the_driver_no_memory(
 
     reader = threading.Thread(target=read)
     reader.start()
-    told = program.stderr.read()
+    growth = program.stderr.read()
     reader.join()
-    assert program.wait(timeout=60) == 0, told
+    assert program.wait(timeout=60) == 0, growth
     program.stdout.close()
     program.stderr.close()
     # Each line carries its worker's name as well.
     assert received > (megabytes + 2) * 1_000_000
-    assert int(told) < 24 * 1024, "kilobytes"
+    assert int(growth) < 24 * 1024, "kilobytes"
 
 
 DEAF = """
@@ -563,8 +540,8 @@ DEAF = """
 
 
 @pytest.mark.parametrize("how", ["ignored", "blocked"])
-def test_a_driver_to_which_an_interrupt_is_nothing(how: str) -> None:
-    """As a shell starts what is to run in the background."""
+def test_cancel_works_if_the_driver_ignores_sigint(how: str) -> None:
+    """Shells start background processes in this way."""
     before = signal.getsignal(signal.SIGINT)
     try:
         if how == "ignored":
@@ -581,7 +558,7 @@ def test_a_driver_to_which_an_interrupt_is_nothing(how: str) -> None:
     assert (program.returncode, out) == (0, "interrupted\n"), err
 
 
-async def test_two_that_never_return_hold_up_no_other(gate: Gate) -> None:
+async def test_tasks_that_never_return_hold_up_no_other(gate: Gate) -> None:
     async with aiogpu.init(num_cpus=3, cancel_grace=0.2):
         endless = [
             phase_tasks.swallowing.remote(gate.path, name, "/dev/null") for name in "ab"
@@ -591,5 +568,5 @@ async def test_two_that_never_return_hold_up_no_other(gate: Gate) -> None:
             *range(1, 51)
         ]
     ends = await asyncio.gather(*endless, return_exceptions=True)
-    assert {type(end) for end in ends} == {aiogpu.errors.NodeClosedError}
+    assert {type(end) for end in ends} == {NodeClosedError}
     assert not any(psutil.pid_exists(pid) for pid in gate.pids.values())

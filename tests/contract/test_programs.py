@@ -1,6 +1,6 @@
-"""Programs on one node: what they share, how they end, and what is left of them.
+"""Programs on one node: what they share, how they end, and what they leave.
 
-They end, stop or are cut off at any step; or the node does. Others do not notice.
+A program or the node ends, stops or is cut off at any step; others do not notice.
 """
 
 from __future__ import annotations
@@ -8,12 +8,11 @@ from __future__ import annotations
 import asyncio
 import os
 import pickle
-import select
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from operator import le
 from pathlib import Path
 from typing import Any, Final
@@ -21,6 +20,7 @@ from typing import Any, Final
 import pytest
 
 import aiogpu
+from aiogpu.errors import ActorNameError
 from aiogpu.serialization.serializer import NO_ARGUMENTS
 from aiogpu.wire.messages import (
     NUMBER_BITS,
@@ -34,9 +34,9 @@ from aiogpu.wire.messages import (
     Submit,
     TakeLease,
 )
-from tests.contract import stream_tasks, tasks, value_tasks
+from tests.contract import served, stream_tasks, tasks, value_tasks
 from tests.contract.actor_classes import Counter
-from tests.contract.node_here import Here, node_here
+from tests.contract.node_here import Here
 from tests.contract.raw_client import (
     LIMIT,
     RawClient,
@@ -63,7 +63,7 @@ STEPS: Final = (
     *("connected", "greeted", "joining", "joined", "flooding", "waiting", "acting"),
     *("leasing", "having", "streaming", "receiving", "asking", "departing"),
 )
-"""How far a client comes before it ends."""
+"""The steps at which a client ends."""
 ROUNDS: Final = 4
 
 
@@ -73,59 +73,51 @@ def node(no_leaks: None) -> Iterator[Service]:
         yield running
 
 
-@pytest.fixture
-async def here(no_leaks: None, runtime_directory: Path) -> AsyncIterator[Here]:
-    async with node_here(runtime_directory) as opened:
-        yield opened
-
-
-def begin(source: str, *flags: str, **variables: str) -> subprocess.Popen[str]:
-    """A program that may be told to go on, by its stdin."""
+def begin(
+    *arguments: str, cwd: Path | None = None, **variables: str
+) -> subprocess.Popen[str]:
+    """Start a Python program that reads stdin."""
     return subprocess.Popen(
-        [sys.executable, *flags, "-c", source],
+        [sys.executable, *arguments],
         env=environment(**variables),
+        cwd=cwd,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
     )
 
 
-async def said(running: subprocess.Popen[str]) -> str:
+async def read_line(running: subprocess.Popen[str]) -> str:
     assert running.stdout is not None
     return (await asyncio.to_thread(running.stdout.readline)).rstrip()
 
 
 async def end(*running: subprocess.Popen[str]) -> None:
-    for one in running:
-        await asyncio.to_thread(one.communicate, "\n")
-        assert one.returncode == 0
+    for process in running:
+        await asyncio.to_thread(process.communicate, "\n")
+        assert process.returncode == 0
 
 
 def doing(step: str, client: int) -> list[Message]:
-    """What a client has said when it comes to a step, after it has joined."""
+    """Return what a client that has joined sends up to a step."""
     plain = declared(1, func_of(tasks.echo))
     deaf = declared(1, func_of(tasks.swallow))
     counters = declared(1, func_of(Counter.options(num_gpus=0.5)))
     whole = func_of(tasks.echo.options(num_gpus=1))
     lease = declared(1, whole, is_lease=True, is_endless=True)
     numbers = declared(1, func_of(stream_tasks.numbers))
+    no: Any = ("", "", False)
+    many = pickle.dumps(((10**9,), {}))
     nowhere = pickle.dumps((("/nowhere", "x"), {}))
     much = pickle.dumps(((b"x" * 50_000_000,), {}))
     names = [-((client << NUMBER_BITS) + number) for number in range(1, 5)]
     steps: dict[str, list[Message]] = {
         "flooding": [plain, *(Submit(0, n, 1, NO_ARGUMENTS) for n in range(1, 3000))],
         "waiting": [deaf, *(Submit(0, n, 1, nowhere) for n in range(1, 20))],
-        "acting": [
-            counters,
-            *(Make(name, 1, NO_ARGUMENTS, "", "", False) for name in names),
-        ],
+        "acting": [counters, *(Make(name, 1, NO_ARGUMENTS, *no) for name in names)],
         "leasing": [lease, TakeLease(1, 1), TakeLease(2, 1)],
         "having": [Put(name, much[:1_000_000]) for name in names],
-        "streaming": [
-            numbers,
-            Submit(0, 1, 1, pickle.dumps(((10**9,), {}))),
-            ChildDemand(1, 10**6),
-        ],
+        "streaming": [numbers, Submit(0, 1, 1, many), ChildDemand(1, 10**6)],
         "receiving": [plain, Submit(0, 1, 1, much)],
         "asking": [Inquire(number, "status", 0) for number in range(1, 50)],
         "departing": [plain, Submit(0, 1, 1, NO_ARGUMENTS), Depart()],
@@ -133,20 +125,14 @@ def doing(step: str, client: int) -> list[Message]:
     return steps.get(step, [])
 
 
-def go_until(step: str, client: RawClient) -> None:
-    """Do what comes up to a step, and leave the rest undone."""
-    if step in ("connected", "greeted"):
-        return
-    client.join()
-    client.say(*doing(step, client.number))
-
-
-async def go_through_all(node: Service) -> None:
-    """Hang up after each of the steps, while another program has its tasks run."""
+async def hang_up_at_each_step(node: Service) -> None:
+    """Hang up after each step, while this program's tasks run."""
 
     def hang_up(step: str) -> None:
         with RawClient(node, greets=step != "connected") as client:
-            go_until(step, client)
+            if step not in ("connected", "greeted"):
+                client.join()
+                client.say(*doing(step, client.number))
 
     for step in STEPS:
         served = tasks.add.remote(1, 2)
@@ -159,13 +145,11 @@ async def go_through_all(node: Service) -> None:
 async def test_programs_that_hang_up_at_any_step_leave_nothing(node: Service) -> None:
     async with watching(node):
         for _ in range(ROUNDS // 2):
-            await go_through_all(node)
-        before, children = node.descriptors, node.children
+            await hang_up_at_each_step(node)
+        before, children = len(node.descriptors), node.children
         for _ in range(ROUNDS // 2):
-            await go_through_all(node)
-        async with asyncio.timeout(LIMIT):
-            while len(node.descriptors) > len(before) + 8:
-                await asyncio.sleep(0)
+            await hang_up_at_each_step(node)
+        await until(lambda: len(node.descriptors) <= before + 8)
         assert node.children <= children + 1
 
 
@@ -185,14 +169,13 @@ async def test_a_program_that_is_killed_leaves_nothing(
     source += "await asyncio.Event().wait()"
     async with watching(node):
         running = start(program(node.path, source))
-        assert running.stdout is not None
-        assert await asyncio.to_thread(running.stdout.readline) == "here\n"
+        assert await read_line(running) == "here"
         running.kill()
         await asyncio.to_thread(running.communicate)
 
 
 @pytest.mark.slow
-async def test_a_fork_that_outlives_a_program_keeps_nothing(node: Service) -> None:
+async def test_a_fork_that_outlives_its_program_holds_nothing(node: Service) -> None:
     source = (
         "a = Counter.options(num_gpus=1).remote()\n"
         "await a.add.remote()\n"
@@ -203,21 +186,14 @@ async def test_a_fork_that_outlives_a_program_keeps_nothing(node: Service) -> No
         "os.kill(os.getpid(), 9)"
     )
     async with watching(node):
-        running = subprocess.Popen(
-            [sys.executable, "-c", program(node.path, source)],
-            env=environment(),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert running.stdout is not None
-        assert await asyncio.to_thread(running.stdout.readline) == "here\n"
+        running = begin("-c", program(node.path, source))
+        assert await read_line(running) == "here"
         await all_is_free()
         await asyncio.to_thread(running.communicate, "x")
 
 
-async def test_one_that_does_not_read_slows_only_itself(node: Service) -> None:
-    """As one that is stopped by Ctrl-Z: its tasks wait until it reads on."""
+async def test_a_program_that_does_not_read_slows_only_itself(node: Service) -> None:
+    """Its tasks wait until it reads on: it may be stopped by Ctrl-Z."""
     calls, size = 1000, 100_000
 
     @aiogpu.remote
@@ -234,21 +210,22 @@ async def test_one_that_does_not_read_slows_only_itself(node: Service) -> None:
             async with asyncio.timeout(LIMIT):
                 while True:
                     status = await aiogpu.status()
-                    seen = {one.id: one for one in status.clients}[client.number]
+                    clients = {client.id: client for client in status.clients}
+                    seen = clients[client.number]
                     if seen.waiting and not seen.running:
                         break
             assert "to read the results" in status.waiting[0].reason
             for number in range(50):
                 assert await tasks.add.remote(number, 1) == number + 1
             assert node.memory < before + calls * size
-            # It may read on.
-            told = [
+            # The client reads on.
+            answers = [
                 await asyncio.to_thread(client.hear, ChildDone) for _ in range(calls)
             ]
-            assert {one.child for one in told} == {*range(1, calls + 1)}
+            assert {answer.child for answer in answers} == {*range(1, calls + 1)}
 
 
-async def test_one_that_is_flooded_and_never_reads_can_hang_up(node: Service) -> None:
+async def test_a_flooded_program_can_hang_up(node: Service) -> None:
     async with watching(node):
         with RawClient(node) as client:
             client.joined()
@@ -261,9 +238,7 @@ async def test_one_that_is_flooded_and_never_reads_can_hang_up(node: Service) ->
             assert node.memory < before + 20 * MIB
 
 
-async def test_all_that_waits_hears_of_the_death_of_a_node(
-    node: Service, gate: Gate
-) -> None:
+async def test_every_call_raises_when_the_node_dies(node: Service, gate: Gate) -> None:
     session = await aiogpu.init(address=node.path, log_to_driver=False)
     actor = Counter.remote()
     await actor.add.remote()
@@ -277,20 +252,20 @@ async def test_all_that_waits_hears_of_the_death_of_a_node(
     await called
     node.end(signal.SIGKILL)
     async with asyncio.timeout(5):
-        for one in (running, waiting):
+        for handle in (running, waiting):
             with pytest.raises(aiogpu.NodeDiedError, match="aiogpu start --head"):
-                await one
+                await handle
         with pytest.raises(aiogpu.NodeDiedError):
             async for _ in stream:
                 pass
         for ask in (actor.add.remote, lambda: tasks.add.remote(1), aiogpu.status):
             with pytest.raises(aiogpu.NodeDiedError):
-                await ask(1) if ask is tasks.add.remote else await ask()
+                await ask()
     await until(lambda: not lease.is_held)
     await session.shutdown()
     with pytest.raises(aiogpu.NodeDiedError, match="aiogpu start --head"):
         await aiogpu.init(address=node.path)
-    # [B7] Its zygote has seen its end, and clears up after it.
+    # [B7] The zygote sees the node's end, and removes the node's directory.
     await until(lambda: not os.listdir(os.environ["XDG_RUNTIME_DIR"]))
 
 
@@ -298,17 +273,13 @@ TWINS: Final = """
 import asyncio, os, sys, aiogpu, twin
 
 @aiogpu.remote
-def told():
+def surroundings():
     import twin
     return twin.NAME, os.getcwd(), os.environ["OF_TWIN"]
 
-@aiogpu.remote
-def pid():
-    return os.getpid()
-
 async def main():
     async with aiogpu.init(address=sys.argv[1]):
-        print(*await told.remote(), flush=True)
+        print(*await surroundings.remote(), flush=True)
         await asyncio.to_thread(sys.stdin.read)
 
 asyncio.run(main())
@@ -316,7 +287,7 @@ asyncio.run(main())
 
 
 @pytest.mark.slow
-async def test_each_program_has_its_own_modules_and_place(
+async def test_each_program_has_its_own_modules_and_directory(
     node: Service, tmp_path: Path
 ) -> None:
     running = []
@@ -325,23 +296,17 @@ async def test_each_program_has_its_own_modules_and_place(
         place.mkdir()
         (place / "twin.py").write_text(f"NAME = {name!r}\n")
         (place / "script.py").write_text(TWINS)
-        running.append(
-            subprocess.Popen(
-                [sys.executable, str(place / "script.py"), node.path],
-                env=environment(OF_TWIN=name),
-                cwd=place,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-        )
-    for name, one in zip(("one", "two"), running, strict=True):
-        out, _ = await asyncio.to_thread(one.communicate, "")
+        script = str(place / "script.py")
+        running.append(begin(script, node.path, cwd=place, OF_TWIN=name))
+    for name, process in zip(("one", "two"), running, strict=True):
+        out, _ = await asyncio.to_thread(process.communicate, "")
         assert out == f"{name} {tmp_path / name} {name}\n"
 
 
-async def test_a_value_is_dropped_when_the_node_has_just_gone(node: Service) -> None:
-    """Of its two connections that for descriptors may be the first to end."""
+async def test_a_value_can_be_dropped_when_the_node_has_just_ended(
+    node: Service,
+) -> None:
+    """The connection for descriptors may end before the other one."""
 
     @aiogpu.remote
     def make() -> memoryview:
@@ -352,41 +317,41 @@ async def test_a_value_is_dropped_when_the_node_has_just_gone(node: Service) -> 
         view = await make.remote()
         connection = session._session._engine.loans.descriptors._socket  # type: ignore[attr-defined]
         assert connection is not None
-        connection.shutdown(socket.SHUT_RD)  # as the node's end of it does
+        connection.shutdown(socket.SHUT_RD)  # as when the node ends
         del view
         await turns()
         await aiogpu.shutdown()
 
 
-TELLS = """
+SHOWS_OPTIONS = """
 @aiogpu.remote
-def told():
+def options():
     import sys
     return os.getpid(), sys.flags.dev_mode, "error::BytesWarning" in sys.warnoptions
-print(*await told.remote(), flush=True)
+print(*await options.remote(), flush=True)
 await asyncio.to_thread(sys.stdin.readline)
 """
 
 
-async def test_processes_of_one_program_share_workers_that_have_its_options(
+async def test_processes_of_one_program_share_workers(
     here: Here, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of another program, by a variable, it has others; none is known for long."""
+    """Workers have the interpreter options of their program, and are ended with it."""
     monkeypatch.setattr("aiogpu.runtime.zygote.generations.UNUSED", 0.05)
-    source = program(here.path, TELLS)
-    first = begin(source)
-    worker, *options = (await said(first)).split()
+    source = program(here.path, SHOWS_OPTIONS)
+    first = begin("-c", source)
+    worker, *options = (await read_line(first)).split()
     assert options == ["False", "False"]
-    second = begin(source)
-    assert await said(second) == f"{worker} False False"
+    second = begin("-c", source)
+    assert await read_line(second) == f"{worker} False False"
     flags = ("-X", "dev", "-W", "error::BytesWarning")
-    other = begin(source, *flags, OTHER_PROGRAM="1")
-    different, *options = (await said(other)).split()
+    other = begin(*flags, "-c", source, OTHER_PROGRAM="1")
+    different, *options = (await read_line(other)).split()
     assert (different != worker, *options) == (True, "True", "True")
     known = here.engine._supervisor.clients._zygotes.config.programs
     assert len(known) == 2
     await end(first, second, other)
-    # Workers that stand idle keep it; see `WARM`.
+    # Idle workers keep their program known; see `WARM`.
     for idle in list(here.engine._driver.workers.values()):
         os.kill(idle.pid, signal.SIGKILL)
     await until(lambda: not known)
@@ -400,29 +365,26 @@ os.kill(os.getpid(), 9)
 
 
 async def test_a_detached_actor_outlives_its_program(here: Here) -> None:
-    """And what is known of its program, for it may have to be started again."""
-    leaving = begin(program(here.path, LEAVES), OTHER_PROGRAM="1")
-    assert await said(leaving) == "5"
+    """The node keeps the program's environment: the actor may have to be restarted."""
+    leaving = begin("-c", program(here.path, LEAVES), OTHER_PROGRAM="1")
+    assert await read_line(leaving) == "5"
     await asyncio.to_thread(leaving.communicate)
     clients = here.engine._supervisor.clients
-    (left,) = clients._zygotes.config.programs
+    (environ,) = clients._zygotes.config.programs
     await until(lambda: clients.by_id == {})
-    assert clients.wants(left)
+    assert clients.wants(environ)
     (seen,) = (await here.engine.status()).clients
-    assert (seen.has_left, seen.name, seen.pid) == (
-        True,
-        Path(sys.executable).name,
-        leaving.pid,
-    )
+    name = Path(sys.executable).name
+    assert (seen.has_left, seen.name, seen.pid) == (True, name, leaving.pid)
     async with here.join():
-        found = aiogpu.get_actor("kept")
-        assert await found.add.remote(1) == 6
+        actor = aiogpu.get_actor("kept")
+        assert await actor.add.remote(1) == 6
         assert (await aiogpu.available_resources())["GPU"] == 0
-        aiogpu.kill(found)
+        aiogpu.kill(actor)
         await all_is_free()
-        with pytest.raises(aiogpu.errors.ActorNameError):
+        with pytest.raises(ActorNameError):
             await aiogpu.get_actor("kept")
-    await until(lambda: not clients.wants(left))
+    await until(lambda: not clients.wants(environ))
 
 
 MAKES = """
@@ -433,31 +395,32 @@ await asyncio.to_thread(sys.stdin.readline)
 
 
 @pytest.mark.parametrize("is_killed", [False, True])
-async def test_an_actor_ends_with_its_program_though_another_holds_it(
+async def test_an_actor_ends_with_the_program_that_made_it(
     is_killed: bool, here: Here
 ) -> None:
-    maker = begin(program(here.path, MAKES))
-    actor = await said(maker)
+    """It ends although another program holds a handle."""
+    maker = begin("-c", program(here.path, MAKES))
+    pid = await read_line(maker)
     async with here.join():
-        found = await aiogpu.get_actor("shared")
-        assert await found.add.remote() == 1
+        actor = await aiogpu.get_actor("shared")
+        assert await actor.add.remote() == 1
         if is_killed:
             maker.kill()
         await asyncio.to_thread(maker.communicate, "\n")
-        await until(lambda: not os.path.exists(f"/proc/{actor}"))
+        await until(lambda: not os.path.exists(f"/proc/{pid}"))
         await all_is_free()
         python = Path(sys.executable).name
         why = f"the program that had started it ({python}, pid {maker.pid}) ended. "
         advice = "An actor with lifetime='detached' outlives its program."
         with pytest.raises(aiogpu.ActorDiedError) as died:
-            await found.add.remote()
+            await actor.add.remote()
         assert str(died.value) == f"Counter 'shared' is dead: {why}{advice}"
-        with pytest.raises(aiogpu.errors.ActorNameError, match="no actor named 'sha"):
+        with pytest.raises(ActorNameError, match="no actor named 'sha"):
             await aiogpu.get_actor("shared")
 
 
 def footprint(node: Service) -> tuple[int, int, int]:
-    """Descriptors, mappings of shared memory, and children of a node."""
+    """Count a node's descriptors, mappings of shared memory, and children."""
     maps = Path(f"/proc/{node.pid}/maps").read_text().splitlines()
     mapped = sum("memfd:" in line for line in maps)
     return len(node.descriptors), mapped, node.children
@@ -484,26 +447,26 @@ async def test_joining_and_leaving_leaves_nothing(rounds: int, no_leaks: None) -
                 while await aiogpu.available_resources() != total:
                     await asyncio.sleep(0)
             first = max(first, footprint(node)) if turn < 2 else first
-        # Once what has ended is cleared away; a worker more may stand idle.
+        # The node clears up first; one more worker may be idle.
         most = first[0] + 4, first[1], first[2] + 1
         await until(lambda: all(map(le, footprint(node), most)))
 
 
-async def test_a_cancelled_handle_fails_who_was_given_it(
+async def test_a_cancelled_handle_fails_the_tasks_that_need_it(
     no_leaks: None, gate: Gate
 ) -> None:
-    """The node learns of the cancel by the program alone."""
+    """Only the program tells the node of the cancel."""
     with service(num_cpus=3) as node:
         async with watching(node), asyncio.timeout(LIMIT):
             unwanted = tasks.gated.remote(gate.path, "unwanted")
-            needs_it = [
+            dependents = [
                 tasks.add.remote(unwanted),
                 value_tasks.get_nested.remote({"handle": unwanted}),
                 value_tasks.await_nested.remote({"handle": unwanted}),
             ]
             await gate.entered("unwanted")
             unwanted.cancel()
-            for handle in needs_it:
+            for handle in dependents:
                 with pytest.raises(aiogpu.TaskCancelledError, match="was cancelled"):
                     await handle
 
@@ -516,13 +479,14 @@ given = {"num_cpus": 1, "num_gpus": 0, "log_to_driver": False}
 pid = served.forker.fork(sys.argv[1], given)
 fork = os.fork()
 if not fork:
-    signal.pause()  # it has the forker's stdin as well, which so does not end
+    signal.pause()  # this fork keeps the forker's stdin open
 print(pid, fork, flush=True)
 signal.pause()
 """
 
 
-def test_services_do_not_outlive_tests_that_are_killed(runtime_directory: Path) -> None:
+def test_a_forked_service_ends_with_its_test(runtime_directory: Path) -> None:
+    """The test's process is killed, and a fork of it lives on."""
     place = runtime_directory / "s"
     killed = start(FORKED, str(place))
     assert killed.stdout is not None
@@ -530,11 +494,8 @@ def test_services_do_not_outlive_tests_that_are_killed(runtime_directory: Path) 
     ended = os.pidfd_open(service)
     killed.kill()
     try:
-        poll = select.poll()
-        poll.register(ended, select.POLLIN)
-        assert poll.poll(LIMIT * 1000), "the service lives on"
+        served.wait_for_end(ended)
     finally:
-        os.close(ended)
         os.kill(fork, signal.SIGKILL)
         killed.communicate()
         place.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""[B45] What `.remote()`, `put` and `wait` refuse at once, and in any other thread."""
+"""[B45] Calls that `.remote()`, `put` and `wait` refuse, and calls in other threads."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 
 import aiogpu
+from aiogpu.errors import MisuseError, SerializationError
 from tests.contract.map_tasks import Counter, count
 from tests.contract.tasks import add
 
 pytestmark = [
-    pytest.mark.usefixtures("no_leaks", "each_engine"),
+    pytest.mark.usefixtures("no_leaks", "node"),
     pytest.mark.either_loop,
+    pytest.mark.aiogpu(num_cpus=2, num_gpus=1),
 ]
 
 
@@ -52,117 +54,100 @@ WRONG: list[tuple[Callable[..., Any], tuple[int, ...], dict[str, int], str]] = [
 ]
 
 
-async def test_a_task_refuses_arguments_that_its_function_does_not_take() -> None:
-    async with aiogpu.init(num_cpus=1):
-        for function, args, named, told in WRONG:
-            task = aiogpu.remote(function)
-            for call in (task, task, task.options(max_retries=1)):
-                with pytest.raises(TypeError, match=told) as caught:
-                    call.remote(*args, **named)
-                assert isinstance(caught.value, aiogpu.errors.MisuseError)
-                assert str(caught.value).startswith(f"{function.__name__}(")
-        task = aiogpu.remote(scaled)
-        assert await task.remote(1) == 2
-        assert await task.remote(1, offset=5) == 7
-        with pytest.raises(TypeError, match="too many positional"):
-            task.remote(1, 2, 3, offset=6)
-        assert await task.remote(1, 4, offset=5) == 9
-        assert await aiogpu.remote(named_only).remote(size=3) == 3
-        assert await aiogpu.remote(anything).remote(1, a=2) == ((1,), {"a": 2})
-        assert await aiogpu.remote(wrapping).remote(1, offset=1) == 4
-        assert await aiogpu.remote(max).remote(1, 2, 3) == 3  # has no signature
+async def test_a_task_refuses_arguments_that_its_function_lacks() -> None:
+    for function, args, named, message in WRONG:
+        task = aiogpu.remote(function)
+        for call in (task, task, task.options(max_retries=1)):
+            with pytest.raises(TypeError, match=message) as caught:
+                call.remote(*args, **named)
+            assert isinstance(caught.value, MisuseError)
+            assert str(caught.value).startswith(f"{function.__name__}(")
+    task = aiogpu.remote(scaled)
+    assert await task.remote(1) == 2
+    assert await task.remote(1, offset=5) == 7
+    with pytest.raises(TypeError, match="too many positional"):
+        task.remote(1, 2, 3, offset=6)
+    assert await task.remote(1, 4, offset=5) == 9
+    assert await aiogpu.remote(named_only).remote(size=3) == 3
+    assert await aiogpu.remote(anything).remote(1, a=2) == ((1,), {"a": 2})
+    assert await aiogpu.remote(wrapping).remote(1, offset=1) == 4
+    assert await aiogpu.remote(max).remote(1, 2, 3) == 3  # has no signature
 
 
-async def test_a_chunked_map_refuses_a_function_that_takes_no_item() -> None:
-    async with aiogpu.init(num_cpus=1):
-        with pytest.raises(TypeError, match="too many positional"):
-            async for _ in aiogpu.remote(named_only).map([1, 2], chunk=2):  # type: ignore[arg-type]
-                pass
+async def test_a_chunked_map_refuses_a_function_without_arguments() -> None:
+    with pytest.raises(TypeError, match="too many positional"):
+        async for _ in aiogpu.remote(named_only).map([1, 2], chunk=2):  # type: ignore[arg-type]
+            pass
 
 
 class Exiting:
-    """Ends the program where it is pickled, or would."""
+    """Raises SystemExit when it is pickled."""
 
     def __reduce__(self) -> Any:
         raise SystemExit(3)
 
 
-async def test_an_exit_amid_pickling_is_no_exit() -> None:
+async def test_an_exit_amid_pickling_is_an_error() -> None:
     """[B39]"""
-    async with aiogpu.init(num_cpus=1):
-        told = r"\['exiting'\] \(a Exiting\): SystemExit: 3"
-        with pytest.raises(aiogpu.errors.SerializationError, match=rf"args\[0\]{told}"):
-            add.remote({"exiting": Exiting()})  # type: ignore[arg-type]
-        with pytest.raises(aiogpu.errors.SerializationError, match=rf"value{told}"):
-            await aiogpu.put({"exiting": Exiting()})
+    message = r"\['exiting'\] \(a Exiting\): SystemExit: 3"
+    with pytest.raises(SerializationError, match=rf"args\[0\]{message}"):
+        add.remote({"exiting": Exiting()})  # type: ignore[arg-type]
+    with pytest.raises(SerializationError, match=rf"value{message}"):
+        await aiogpu.put({"exiting": Exiting()})
 
-        captured = Exiting()
+    captured = Exiting()
 
-        @aiogpu.remote
-        def closing() -> object:
-            return captured
+    @aiogpu.remote
+    def closing() -> object:
+        return captured
 
-        with pytest.raises(
-            aiogpu.errors.SerializationError, match=r"captured \(a Exiting\)"
-        ):
-            closing.remote()
-        assert await add.remote(1) == 2
+    with pytest.raises(SerializationError, match=r"captured \(a Exiting\)"):
+        closing.remote()
+    assert await add.remote(1) == 2
 
 
-async def test_a_handle_is_not_put_again() -> None:
-    async with aiogpu.init(num_cpus=1):
-        handle = await aiogpu.put([1])
-        with pytest.raises(TypeError, match=r"already a handle.*`aiogpu\.put\(await"):
-            aiogpu.put(handle)
-        result = add.remote(1)
-        with pytest.raises(aiogpu.errors.MisuseError, match="already a handle"):
-            aiogpu.put(result)
-        assert await result == 2
+async def test_put_refuses_a_handle() -> None:
+    handle = await aiogpu.put([1])
+    with pytest.raises(TypeError, match=r"already a handle.*`aiogpu\.put\(await"):
+        aiogpu.put(handle)
+    result = add.remote(1)
+    with pytest.raises(MisuseError, match="already a handle"):
+        aiogpu.put(result)
+    assert await result == 2
 
-        @aiogpu.remote
-        def inside() -> str:
-            own: Any = aiogpu.get(aiogpu.put(1))
-            with pytest.raises(aiogpu.errors.MisuseError) as caught:
-                aiogpu.put(add.remote(own))
-            return str(caught.value)
+    @aiogpu.remote
+    def inside() -> str:
+        own: Any = aiogpu.get(aiogpu.put(1))
+        with pytest.raises(MisuseError) as caught:
+            aiogpu.put(add.remote(own))
+        return str(caught.value)
 
-        assert "already a handle" in await inside.remote()
-
-
-async def test_waiting_for_nothing_gives_two_empty_lists() -> None:
-    async with aiogpu.init(num_cpus=1):
-        async with asyncio.timeout(10):
-            assert await aiogpu.wait([]) == ([], [])
-            assert await aiogpu.wait([], num_returns=3, timeout=0) == ([], [])
-            assert [one async for one in aiogpu.as_completed([])] == []
-
-        @aiogpu.remote
-        def inside() -> Any:
-            found: Any = aiogpu.wait([])
-            return found
-
-        assert await inside.remote() == ([], [])
+    assert "already a handle" in await inside.remote()
 
 
-# Every entry point refuses another thread than its loop's, and sends nothing
+async def test_wait_for_nothing_gives_two_empty_lists() -> None:
+    async with asyncio.timeout(10):
+        assert await aiogpu.wait([]) == ([], [])
+        assert await aiogpu.wait([], num_returns=3, timeout=0) == ([], [])
+        assert [handle async for handle in aiogpu.as_completed([])] == []
+
+    @aiogpu.remote
+    def inside() -> Any:
+        return aiogpu.wait([])
+
+    assert await inside.remote() == ([], [])
+
+
+# Every entry point refuses threads other than its loop's, and sends nothing
 
 
 class Things:
-    """What a program holds as its thread calls.
-
-    Attributes:
-        actor: has been called once.
-        pool: of one actor.
-        handle: of a call that has ended.
-        stream: of which one item was taken.
-        results: of a map, of which one was taken.
-    """
+    """The objects of a program whose thread makes calls."""
 
     actor: Any
     pool: Any
     handle: Any
     stream: Any
-    results: Any
 
 
 def steps(coroutine: Any) -> None:
@@ -174,89 +159,85 @@ def steps(coroutine: Any) -> None:
 
 
 ENTRIES: dict[str, Callable[[Things], object]] = {
-    "a task": lambda it: add.remote(1),
-    "a generator": lambda it: count.remote(3),
-    "a map": lambda it: steps(anext(add.map([1]))),
-    "an actor": lambda it: Counter.remote(),
-    "a method": lambda it: it.actor.add.remote(),
-    "a coroutine method": lambda it: it.actor.add_softly.remote(),
-    "a method with two results": lambda it: it.actor.pair.remote(),
-    "a generator method": lambda it: it.actor.each.remote(3),
-    "kill": lambda it: aiogpu.kill(it.actor),
-    "a wait for an actor": lambda it: steps(it.actor.__await__()),
-    "a pool's method": lambda it: it.pool.add.remote(),
-    "a pool": lambda it: aiogpu.ActorPool(Counter, 1),
-    "put": lambda it: aiogpu.put(1),
-    "get_actor": lambda it: aiogpu.get_actor("any"),
-    "cancel of a handle": lambda it: it.handle.cancel(),
-    "an item": lambda it: steps(anext(it.stream)),
-    "aclose of a stream": lambda it: steps(it.stream.aclose()),
-    "cancel of a stream": lambda it: it.stream.cancel(),
+    "a task": lambda things: add.remote(1),
+    "a generator": lambda things: count.remote(3),
+    "a map": lambda things: steps(anext(add.map([1]))),
+    "an actor": lambda things: Counter.remote(),
+    "a method": lambda things: things.actor.add.remote(),
+    "a coroutine method": lambda things: things.actor.add_softly.remote(),
+    "a method with two results": lambda things: things.actor.pair.remote(),
+    "a generator method": lambda things: things.actor.each.remote(3),
+    "kill": lambda things: aiogpu.kill(things.actor),
+    "a wait for an actor": lambda things: steps(things.actor.__await__()),
+    "a pool's method": lambda things: things.pool.add.remote(),
+    "a pool": lambda things: aiogpu.ActorPool(Counter, 1),
+    "put": lambda things: aiogpu.put(1),
+    "get_actor": lambda things: aiogpu.get_actor("any"),
+    "cancel of a handle": lambda things: things.handle.cancel(),
+    "an item": lambda things: steps(anext(things.stream)),
+    "aclose of a stream": lambda things: steps(things.stream.aclose()),
+    "cancel of a stream": lambda things: things.stream.cancel(),
 }
 OF_HANDLES: dict[str, Callable[[Things], object]] = {
-    "get": lambda it: aiogpu.get(it.handle),
-    "wait": lambda it: aiogpu.wait([it.handle]),
+    "get": lambda things: aiogpu.get(things.handle),
+    "wait": lambda things: aiogpu.wait([things.handle]),
 }
-"""They say that the handle is to be awaited on its loop."""
+"""Their errors say that the handle must be awaited on its loop."""
 
 
-async def refused(entry: Callable[[Things], object], it: Things) -> str:
-    """What a thread is told that calls it."""
+async def refused(entry: Callable[[Things], object], things: Things) -> str:
+    """Call an entry point in a thread; return the error."""
     with pytest.raises(aiogpu.NoLoopError) as caught:
-        await asyncio.to_thread(entry, it)
+        await asyncio.to_thread(entry, things)
     return str(caught.value)
 
 
 @pytest.mark.whole
-async def test_another_thread_is_refused_by_each_of_them() -> None:
-    async with aiogpu.init(num_cpus=2, num_gpus=1):
-        it = Things()
-        it.actor = await Counter.remote()
-        it.stream = count.remote(3)
-        assert await anext(it.stream) == 0
-        async with aiogpu.ActorPool(Counter, 1) as it.pool:
-            for name, entry in ENTRIES.items():
-                it.handle = add.remote(1)
-                told = await refused(entry, it)
-                assert "event loop" in told, name
-                assert "`aiogpu.from_thread(f.remote, x).result()`" in told, name
-                assert await it.handle == 2, name
-            for entry in OF_HANDLES.values():
-                with pytest.raises(aiogpu.AiogpuError, match="event loop"):
-                    await asyncio.to_thread(entry, it)
-            assert await it.pool.add.remote() == 1
-        assert await it.actor.add.remote() == 1, "no call was sent"
-        assert [item async for item in it.stream] == [1, 2]
-        async with Counter.remote() as other:
-            await refused(lambda _: other.add.remote(), it)
-            assert await other.add.remote() == 1
+async def test_each_entry_point_refuses_another_thread() -> None:
+    things = Things()
+    things.actor = await Counter.remote()
+    things.stream = count.remote(3)
+    assert await anext(things.stream) == 0
+    async with aiogpu.ActorPool(Counter, 1) as things.pool:
+        for name, entry in ENTRIES.items():
+            things.handle = add.remote(1)
+            message = await refused(entry, things)
+            assert "event loop" in message, name
+            assert "`aiogpu.from_thread(f.remote, x).result()`" in message, name
+            assert await things.handle == 2, name
+        for entry in OF_HANDLES.values():
+            with pytest.raises(aiogpu.AiogpuError, match="event loop"):
+                await asyncio.to_thread(entry, things)
+        assert await things.pool.add.remote() == 1
+    assert await things.actor.add.remote() == 1, "no call was sent"
+    assert [item async for item in things.stream] == [1, 2]
+    async with Counter.remote() as other:
+        await refused(lambda _: other.add.remote(), things)
+        assert await other.add.remote() == 1
 
 
 @pytest.mark.needs("leases")
-async def test_another_thread_gives_no_lease_back() -> None:
-    async with aiogpu.init(num_cpus=1, num_gpus=1):
-        it = Things()
-        async with aiogpu.lease(num_gpus=1) as gpu:
-            told = await refused(lambda _: steps(gpu.release()), it)
-            assert "release() of a lease" in told
-            assert gpu.is_held
+async def test_another_thread_may_not_release_a_lease() -> None:
+    async with aiogpu.lease(num_gpus=1) as gpu:
+        message = await refused(lambda _: steps(gpu.release()), Things())
+        assert "release() of a lease" in message
+        assert gpu.is_held
 
 
-async def test_what_is_written_in_its_place() -> None:
-    """As a FastAPI endpoint that is a plain `def` would."""
-    async with aiogpu.init(num_cpus=1):
-        actor = await Counter.remote()
-        loop = asyncio.get_running_loop()
+async def test_another_thread_may_call_through_the_loop() -> None:
+    """A FastAPI endpoint that is a plain `def` runs in such a thread."""
+    actor = await Counter.remote()
+    loop = asyncio.get_running_loop()
 
-        async def call() -> int:
-            return int(await actor.add.remote())
+    async def call() -> int:
+        return int(await actor.add.remote())
 
-        def endpoint() -> int:
-            return asyncio.run_coroutine_threadsafe(call(), loop).result()
+    def endpoint() -> int:
+        return asyncio.run_coroutine_threadsafe(call(), loop).result()
 
-        assert await asyncio.to_thread(endpoint) == 1
+    assert await asyncio.to_thread(endpoint) == 1
 
-        def in_brief() -> int:
-            return aiogpu.from_thread(add.remote, 2).result()
+    def in_brief() -> int:
+        return aiogpu.from_thread(add.remote, 2).result()
 
-        assert await asyncio.to_thread(in_brief) == 3
+    assert await asyncio.to_thread(in_brief) == 3

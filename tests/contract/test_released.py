@@ -1,6 +1,6 @@
-"""[B32] What nobody holds any more is given up: actors, values, memory, descriptors.
+"""[B32] Actors, values, memory and descriptors are released when no code holds them.
 
-An actor ends soon after its last handle, wherever that has been, and no sooner.
+An actor ends soon after its last handle, wherever that was, and no sooner.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ import pytest
 
 import aiogpu
 from aiogpu.engines.local import LocalEngine
+from aiogpu.errors import MisuseError, SerializationError
 from aiogpu.linux.procfs import read_numbers
 from aiogpu.serialization.references import SHARED_FROM
 from tests.contract import let_go_tasks, tasks
 from tests.contract.let_go_tasks import Model, Serial, Soft
 from tests.support.gate import Gate
 from tests.support.program import run
-from tests.support.until import LIMIT, until
+from tests.support.until import LIMIT, until, until_free
 
 pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.either_loop]
 CLASSES: list[Any] = [Serial, Soft]
@@ -31,15 +32,13 @@ MAKING = ("make_and_drop", "make_and_call")
 
 
 async def gpu_is_free() -> None:
-    """Return when no model lives any more."""
+    """Wait until no model lives."""
     gc.collect()
-    async with asyncio.timeout(LIMIT):
-        while (await aiogpu.available_resources())["GPU"] != 1:
-            await asyncio.sleep(0)
+    await until_free(GPU=1)
 
 
 async def gpu_can_be_had() -> None:
-    """Return when another model has had it, after all that had asked before."""
+    """Wait until another model has had the GPU, after all that asked for it before."""
     gc.collect()
     async with asyncio.timeout(LIMIT):
         await Model.remote()
@@ -47,7 +46,7 @@ async def gpu_can_be_had() -> None:
 
 
 @pytest.mark.usefixtures("each_engine")
-async def test_what_an_idle_actor_was_given_or_has_made_or_found() -> None:
+async def test_an_idle_actor_releases_its_arguments_and_results() -> None:
     async with aiogpu.init(num_cpus=4, num_gpus=1):
         for holder in CLASSES:
             idle, model = await holder.remote(), await Model.remote()
@@ -66,7 +65,7 @@ async def test_what_an_idle_actor_was_given_or_has_made_or_found() -> None:
 
 
 @pytest.mark.usefixtures("each_engine")
-async def test_what_an_actor_or_a_task_was_given_as_a_result() -> None:
+async def test_a_caller_releases_the_results_it_was_given() -> None:
     async with aiogpu.init(num_cpus=4, num_gpus=1):
         maker = await Serial.remote()
         for asker in CLASSES:
@@ -83,12 +82,12 @@ async def test_what_an_actor_or_a_task_was_given_as_a_result() -> None:
 @pytest.mark.parametrize(
     ("pickle_it", "refusal"),
     [
-        (let_go_tasks.send_with_a_lock, aiogpu.errors.SerializationError),
-        (let_go_tasks.pickle_by_hand, aiogpu.errors.MisuseError),
+        (let_go_tasks.send_with_a_lock, SerializationError),
+        (let_go_tasks.pickle_by_hand, MisuseError),
     ],
     ids=["unpicklable", "by hand"],
 )
-async def test_what_was_pickled_and_not_sent(
+async def test_a_pickle_that_was_not_sent_holds_nothing(
     address: str, pickle_it: Callable[[Any], None], refusal: type[Exception]
 ) -> None:
     async with aiogpu.init(num_cpus=4, num_gpus=1):
@@ -97,7 +96,7 @@ async def test_what_was_pickled_and_not_sent(
             pickle_it(model)
         except refusal:
             is_refused = True
-        # By hand only Ray refuses it, which has to count who holds it.
+        # Pickling by hand is refused by Ray alone, which counts the holders.
         by_hand = pickle_it is let_go_tasks.pickle_by_hand
         assert is_refused is (not by_hand or address == "ray")
         del model
@@ -105,8 +104,8 @@ async def test_what_was_pickled_and_not_sent(
 
 
 @pytest.mark.usefixtures("each_engine")
-async def test_what_was_put() -> None:
-    """The value holds the actor until nobody has the value."""
+async def test_a_put_value_holds_the_actor_inside_it() -> None:
+    """The actor is released with the value."""
     async with aiogpu.init(num_cpus=4, num_gpus=1):
         model = await Model.remote()
         value: Any = await aiogpu.put([model])
@@ -120,7 +119,7 @@ async def test_what_was_put() -> None:
 
 @pytest.mark.usefixtures("each_engine")
 @pytest.mark.needs("holders")
-async def test_what_an_error_has_that_a_task_has_made() -> None:
+async def test_an_error_holds_the_actor_inside_it() -> None:
     async with aiogpu.init(num_cpus=4, num_gpus=1):
         with pytest.raises(let_go_tasks.HoldingError) as caught:
             await let_go_tasks.fail_with_a_new_one.remote()
@@ -132,7 +131,7 @@ async def test_what_an_error_has_that_a_task_has_made() -> None:
 
 @pytest.mark.usefixtures("each_engine")
 @pytest.mark.needs("processes", "holders")
-async def test_what_a_constructor_was_given_that_is_called_again() -> None:
+async def test_a_restarted_actor_releases_its_arguments() -> None:
     async with aiogpu.init(num_cpus=4, num_gpus=1):
         model = await Model.remote()
         asking = await let_go_tasks.Asking.remote(model)
@@ -145,27 +144,27 @@ async def test_what_a_constructor_was_given_that_is_called_again() -> None:
 
 @pytest.mark.usefixtures("each_engine")
 @pytest.mark.parametrize("holder", ["actor", "task"])
-async def test_what_plain_code_did_not_wait_for(holder: str) -> None:
+async def test_plain_code_releases_calls_it_did_not_await(holder: str) -> None:
     async with aiogpu.init(num_cpus=4, num_gpus=1):
-        # It is idle afterwards, and so is the worker of the task.
+        # The actor is idle afterwards, and so is the worker of the task.
         idle = await Serial.remote() if holder == "actor" else None
         for method in let_go_tasks.UNAWAITED:
             models = [] if method in MAKING else [await Model.remote()]
             if idle is None:
-                told = let_go_tasks.do.remote(method, models)
+                call = let_go_tasks.do.remote(method, models)
             else:
-                told = getattr(idle, method).remote(models)
+                call = getattr(idle, method).remote(models)
             del models
-            assert await asyncio.wait([told])
-            assert isinstance(told.exception(), ValueError | None)
-            del told
+            assert await asyncio.wait([call])
+            assert isinstance(call.exception(), ValueError | None)
+            del call
             await gpu_can_be_had()
 
 
 @pytest.mark.usefixtures("each_engine")
 @pytest.mark.needs("processes")
-async def test_what_the_frames_of_a_workers_last_error_hold(gate: Gate) -> None:
-    """The worker is idle afterwards: no task follows, and no collector runs."""
+async def test_an_idle_worker_releases_the_frames_of_its_last_error(gate: Gate) -> None:
+    """No task follows, and no garbage collector runs."""
     async with aiogpu.init(num_cpus=1):
         for task in (let_go_tasks.fail_with, let_go_tasks.fail_softly_with):
             name = task.__name__
@@ -180,7 +179,7 @@ async def test_what_the_frames_of_a_workers_last_error_hold(gate: Gate) -> None:
 
 @pytest.mark.usefixtures("each_engine")
 @pytest.mark.parametrize("holder", ["actor", "task"])
-async def test_what_an_answer_has_that_nobody_waits_for(holder: str) -> None:
+async def test_an_unawaited_result_releases_the_actor_inside_it(holder: str) -> None:
     async with aiogpu.init(num_cpus=4, num_gpus=1):
         making = await Serial.remote()
         idle = await Serial.remote() if holder == "actor" else None
@@ -189,7 +188,7 @@ async def test_what_an_answer_has_that_nobody_waits_for(holder: str) -> None:
                 await let_go_tasks.leave.remote(making)
             else:
                 await idle.make_another_leave_one.remote([making])
-            # Until then it may not be made yet.
+            # The other model may not have been made before.
             (model,) = await making.make.remote()
             await asyncio.wait([model.answer.remote()])
             del model
@@ -197,7 +196,7 @@ async def test_what_an_answer_has_that_nobody_waits_for(holder: str) -> None:
 
 
 @pytest.mark.usefixtures("each_engine")
-async def test_a_result_keeps_it_whatever_another_call_sends_meanwhile() -> None:
+async def test_a_result_holds_the_actor_inside_it() -> None:
     async with aiogpu.init(num_cpus=4, num_gpus=1):
         maker = await Soft.remote()
         made = maker.make_at_the_gate.remote()
@@ -208,14 +207,14 @@ async def test_a_result_keeps_it_whatever_another_call_sends_meanwhile() -> None
             await asyncio.sleep(0)
         await maker.open.remote()
         await called
-        # The task that was sent in the same turn has ended; what it held has gone.
+        # The call sent in the same turn has ended, and has released its arguments.
         for _ in range(20):
             await maker.count.remote()
         (model,) = await made
         assert await model.answer.remote() == 42
 
 
-# A task that goes on for long: what it has let go of is free meanwhile
+# A long task: what it has dropped is free before it ends
 
 
 COUNT = 8
@@ -223,7 +222,9 @@ COUNT = 8
 
 @pytest.mark.parametrize("way", ["items", "results", "values"])
 @pytest.mark.parametrize("task", [let_go_tasks.take, let_go_tasks.take_softly])
-async def test_values_that_it_has_had(task: object, way: str, gate: Gate) -> None:
+async def test_a_long_task_releases_values_it_dropped(
+    task: object, way: str, gate: Gate
+) -> None:
     assert isinstance(task, aiogpu.types.RemoteFunction)
     async with aiogpu.init(num_cpus=1) as session:
         taking = task.remote(gate.path, way, COUNT, SHARED_FROM)
@@ -231,13 +232,13 @@ async def test_values_that_it_has_had(task: object, way: str, gate: Gate) -> Non
         engine = session._session._engine
         assert isinstance(engine, LocalEngine)
         memory = engine.store.memory
-        # The last one may be told with what is said next.
+        # The next message may release the last value.
         await until(lambda: memory.used <= 2 * SHARED_FROM)
         gate.release("taken")
         await taking
 
 
-async def test_an_actor_that_it_has_dropped(gate: Gate) -> None:
+async def test_a_long_task_releases_an_actor_it_dropped(gate: Gate) -> None:
     async with aiogpu.init(num_cpus=1):
         taking = let_go_tasks.drop_an_actor.remote(gate.path)
         await gate.entered("taken")
@@ -248,14 +249,14 @@ async def test_an_actor_that_it_has_dropped(gate: Gate) -> None:
         await taking
 
 
-# Many workers, started and ended: nobody who stays grows by it
+# Many workers start and end: driver, zygote and keepers do not grow
 
 SLACK = 2 << 10
-"""KiB by which a process may grow for reasons of its own: its allocator's pools."""
+"""KiB by which a process may grow, by pools of its allocator."""
 
 
 class Size(NamedTuple):
-    """How large a process is."""
+    """The size of a process."""
 
     memory: int
     descriptors: int
@@ -269,56 +270,49 @@ class Size(NamedTuple):
 
 
 def sizes() -> dict[int, tuple[str, Size]]:
-    """Driver, zygotes and keepers."""
-    found = {os.getpid(): ("driver", Size.of(os.getpid()))}
+    """Return names and sizes of driver, zygotes and keepers by pid."""
+    result = {os.getpid(): ("driver", Size.of(os.getpid()))}
     for process in psutil.Process().children(recursive=True):
         try:
             name = process.name()
             if name.startswith(("aiogpu-zygote", "aiogpu-keep")):
-                found[process.pid] = (name, Size.of(process.pid))
+                result[process.pid] = (name, Size.of(process.pid))
         except (psutil.NoSuchProcess, KeyError, OSError):
             continue  # a worker, which comes and goes
-    return found
+    return result
 
 
 async def run_many(count: int) -> None:
+    """Run tasks; wait until all shares are free and no worker is about to end."""
     task = tasks.add.options(num_gpus=0.25)
     results = await asyncio.gather(*(task.remote(number) for number in range(count)))
     assert results == list(range(1, count + 1))
-
-
-async def settle() -> None:
-    """Wait until all shares are free and no worker is about to end."""
-    task = tasks.add.options(num_gpus=1)
-    assert await task.remote(1) == 2
+    assert await tasks.add.options(num_gpus=1).remote(1) == 2
 
 
 @pytest.mark.parametrize(
     "count", [100, pytest.param(1000, marks=pytest.mark.slow)], ids=str
 )
-async def test_who_stays_does_not_grow(count: int) -> None:
-    # Without a zygote that learns: its next generation would take its place.
+async def test_driver_zygote_and_keepers_do_not_grow(count: int) -> None:
+    # With `preload=()` the zygote learns nothing, and is not replaced.
     async with aiogpu.init(num_cpus=4, num_gpus=1, preload=()):
         await run_many(50)
-        await settle()
         before = sizes()
         assert {"driver", "aiogpu-zygote"} <= {name for name, _ in before.values()}
         await run_many(count)
-        await settle()
         after = sizes()
     assert len(after) < len(before) + 10, "keepers and zygotes end as well"
-    stayed = before.keys() & after.keys()
-    assert len(stayed) >= 3, "driver, zygote and at least one keeper"
-    for pid in stayed:
-        name, was = before[pid]
-        _, now = after[pid]
-        told = f"{name}: {was} became {now}"
-        assert now.threads == was.threads, told
-        assert now.descriptors <= was.descriptors + 2, told
-        assert now.memory <= was.memory + SLACK, told
+    lasting = before.keys() & after.keys()
+    assert len(lasting) >= 3, "driver, zygote and at least one keeper"
+    for pid in lasting:
+        (name, old), (_, new) = before[pid], after[pid]
+        change = f"{name}: {old} became {new}"
+        assert new.threads == old.threads, change
+        assert new.descriptors <= old.descriptors + 2, change
+        assert new.memory <= old.memory + SLACK, change
 
 
-# [B2] A program's garbage collector is the program's: aiogpu never changes it
+# [B2] aiogpu never changes the program's garbage collector
 
 PROGRAM = """
     import asyncio, gc
@@ -340,19 +334,19 @@ PROGRAM = """
             assert await task.options(num_gpus=1).remote(-1) == 1
         return [
             generation for generation in range(3)
-            if any(one is young for one in gc.get_objects(generation))
+            if any(item is young for item in gc.get_objects(generation))
         ]
 
     if MODE == "ages":
-        gc.set_threshold(1 << 30)  # collects nothing by itself, and is switched on
+        gc.set_threshold(1 << 30)  # is enabled, and collects nothing by itself
     print(asyncio.run(main()), called)
 """
 
 
-def test_no_setting_of_the_collector_is_touched() -> None:
-    told = run(PROGRAM.replace("MODE", "'calls'"))
-    assert told.strip().endswith("[]"), told
+def test_the_garbage_collectors_settings_are_not_touched() -> None:
+    output = run(PROGRAM.replace("MODE", "'calls'"))
+    assert output.strip().endswith("[]"), output
 
 
-def test_a_young_object_is_as_young_after_a_start_and_two_tasks() -> None:
+def test_aiogpu_does_not_age_objects() -> None:
     assert run(PROGRAM.replace("MODE", "'ages'")).strip() == "[0] []"

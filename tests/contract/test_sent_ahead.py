@@ -1,10 +1,8 @@
-"""Work that is submitted in bursts and sent ahead runs exactly once.
+"""Tasks that are submitted in bursts and sent ahead run exactly once.
 
-The program has answers heard while it submits; what is behind a task that does not end
-is taken back and runs elsewhere.
-
-Each task of `backlog_tasks` appends its number to a file. All are calls of one
-function, so that those that go wrong are sent ahead like those that do not.
+Results arrive while the program submits; tasks behind one that does not end are taken
+back and run elsewhere. Each task of `backlog_tasks` appends its number to a file. All
+are calls of one function, so that failing calls are sent ahead like others.
 """
 
 from __future__ import annotations
@@ -22,9 +20,11 @@ from typing import Any
 import pytest
 
 import aiogpu
+from aiogpu.errors import NodeClosedError
 from tests.contract import tasks
 from tests.contract.backlog_tasks import act, number_here, parent
 from tests.support.gate import Gate
+from tests.support.until import until_free
 
 pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.either_loop]
 
@@ -32,14 +32,13 @@ COUNT = 300
 
 
 class Ledger:
-    """The file in which tasks note that they run."""
+    """A file in which tasks note that they run."""
 
     def __init__(self, place: Path) -> None:
         self.place = str(place / "ran")
 
     def counts(self) -> Counter[int]:
-        text = Path(self.place).read_text()
-        return Counter(map(int, text.split()))
+        return Counter(map(int, Path(self.place).read_text().split()))
 
     def start(
         self,
@@ -48,11 +47,10 @@ class Ledger:
         path: str = "",
         first: int = 0,
     ) -> list[aiogpu.Handle[int]]:
-        """Calls by number, from `first` on, some of which do something else."""
-        troubles = troubles or {}
+        """Start calls, numbered from `first` on, some of which go wrong."""
         return [
             act.remote(self.place, n, path, troubles[n])
-            if n in troubles
+            if troubles and n in troubles
             else act.remote(self.place, n)
             for n in range(first, first + count)
         ]
@@ -65,17 +63,16 @@ def ledger(tmp_path: Path) -> Ledger:
 
 @asynccontextmanager
 async def node(num_cpus: int) -> AsyncIterator[None]:
-    """A node whose workers have learnt that calls are short."""
+    """Open a node whose workers have learnt that calls are short."""
     async with aiogpu.init(num_cpus=num_cpus, cancel_grace=0.3):
         await asyncio.gather(*(act.remote("/dev/null", n) for n in range(100)))
         yield
 
 
 async def all_free() -> None:
-    """Until nothing of any task runs any more."""
-    async with asyncio.timeout(60):
-        while await aiogpu.available_resources() != await aiogpu.cluster_resources():
-            await asyncio.sleep(0)
+    """Wait until no task runs."""
+    total = await aiogpu.cluster_resources()
+    await until_free(**total)
 
 
 async def some_worker() -> int:
@@ -97,7 +94,7 @@ def each_once(numbers: Sequence[int] = range(COUNT)) -> Counter[int]:
 
 
 @pytest.mark.parametrize("how", ["spin", "C", "stop"])
-async def test_what_is_behind_an_endless_task_moves_on(
+async def test_tasks_behind_an_endless_task_move_to_another_worker(
     how: str, ledger: Ledger, gate: Gate
 ) -> None:
     async with node(2):
@@ -114,7 +111,7 @@ async def test_what_is_behind_an_endless_task_moves_on(
 
 
 @pytest.mark.parametrize("how", ["spin", "stop"])
-async def test_on_one_cpu_it_moves_on_after_a_cancel(
+async def test_tasks_behind_an_endless_task_run_once_it_is_cancelled(
     how: str, ledger: Ledger, gate: Gate
 ) -> None:
     async with node(1):
@@ -124,30 +121,25 @@ async def test_on_one_cpu_it_moves_on_after_a_cancel(
             assert not any(handle.done() for handle in handles[number:])
             assert all(handle.done() for handle in handles[:number])
             handles[number].cancel()
-        told = await results(handles)
-        assert [n for n in range(COUNT) if told[n] != n] == [0, 150, 151]
+        outcomes = await results(handles)
+        assert [n for n in range(COUNT) if outcomes[n] != n] == [0, 150, 151]
     assert ledger.counts() == each_once()
 
 
-async def test_cancels_in_between(ledger: Ledger, gate: Gate) -> None:
-    """What is cancelled runs once or never, all else once."""
+async def test_cancelled_tasks_run_at_most_once(ledger: Ledger, gate: Gate) -> None:
+    """All other tasks run once."""
     async with node(2):
         handles = ledger.start(COUNT, {200: "spin"}, gate.path)
-        cancelled = set()
-        # Before the loop turns few of them can have ended.
-        for number in range(199, 0, -11):
-            if handles[number].cancel():
-                cancelled.add(number)
+        # Before the loop turns, few tasks can have ended.
+        cancelled = {n for n in range(199, 0, -11) if handles[n].cancel()}
         for number in (*range(0, 200, 7), 201, 205):
             if handles[number].cancel():
                 cancelled.add(number)
             await asyncio.sleep(0)
         await gate.entered("spin200")
-        for number in (200, 202, 250):
-            if handles[number].cancel():
-                cancelled.add(number)
-        told = await results(handles)
-        assert {n for n in range(COUNT) if told[n] != n} == cancelled
+        cancelled |= {n for n in (200, 202, 250) if handles[n].cancel()}
+        outcomes = await results(handles)
+        assert {n for n in range(COUNT) if outcomes[n] != n} == cancelled
         assert 200 in cancelled
         await all_free()
     counts = ledger.counts()
@@ -165,21 +157,20 @@ async def test_cancels_in_between(ledger: Ledger, gate: Gate) -> None:
 async def test_a_crash_is_blamed_on_its_own_task(
     how: str, exitcode: int | None, number: int | None, num_cpus: int, ledger: Ledger
 ) -> None:
-    """None of them is retried, yet those queued behind a crash lose nothing by it."""
+    """No task is retried, yet tasks queued behind a crash run."""
     crashing = dict.fromkeys((0, 50, 51, 52, 200, COUNT - 1), how)
     async with node(num_cpus):
-        told = await results(ledger.start(COUNT, crashing))
-        assert [n for n in range(COUNT) if told[n] != n] == sorted(crashing)
-        for one in crashing:
-            error = told[one]
+        outcomes = await results(ledger.start(COUNT, crashing))
+        assert [n for n in range(COUNT) if outcomes[n] != n] == sorted(crashing)
+        for crash in crashing:
+            error = outcomes[crash]
             assert isinstance(error, aiogpu.WorkerDiedError), error
             assert (error.exitcode, error.signal) == (exitcode, number)
             assert "that ran act " in str(error)
     assert ledger.counts() == each_once()
 
 
-async def test_workers_killed_from_outside(ledger: Ledger) -> None:
-    """At any moment: each kill costs at most the one task that ran."""
+async def test_a_kill_costs_at_most_the_running_task(ledger: Ledger) -> None:
     async with node(2):
         kills = 0
         handles: list[aiogpu.Handle[int]] = []
@@ -188,26 +179,25 @@ async def test_workers_killed_from_outside(ledger: Ledger) -> None:
             while not all(handle.done() for handle in handles) and kills < 20:
                 done = sum(handle.done() for handle in handles)
                 pid = await some_worker()
-                with suppress(ProcessLookupError):  # killed before, but not heard of
+                with suppress(ProcessLookupError):  # killed before; not yet noticed
                     os.kill(pid, signal.SIGKILL)
                     kills += 1
+                enough = min(done + 20, len(handles))
                 async with asyncio.timeout(60):
-                    while sum(handle.done() for handle in handles) < min(
-                        done + 20, len(handles)
-                    ):
+                    while sum(handle.done() for handle in handles) < enough:
                         await asyncio.sleep(0)
-        told = await results(handles)
-        lost = [n for n in range(len(handles)) if told[n] != n]
+        outcomes = await results(handles)
+        lost = [n for n in range(len(handles)) if outcomes[n] != n]
         assert len(lost) <= kills
-        assert all(isinstance(told[n], aiogpu.WorkerDiedError) for n in lost)
+        assert all(isinstance(outcomes[n], aiogpu.WorkerDiedError) for n in lost)
     counts = ledger.counts()
     assert all(counts[n] <= 1 for n in lost)
     kept = [n for n in range(len(handles)) if n not in lost]
     assert {n: counts[n] for n in kept} == each_once(kept)
 
 
-async def test_children_sent_ahead_behind_a_parent_that_waits(ledger: Ledger) -> None:
-    """A worker that waits cannot run what is queued behind it."""
+async def test_children_behind_a_waiting_parent_run_elsewhere(ledger: Ledger) -> None:
+    """A worker that waits cannot run the tasks queued behind it."""
     place = ledger.place
 
     def work(first: int) -> int:
@@ -224,24 +214,24 @@ async def test_children_sent_ahead_behind_a_parent_that_waits(ledger: Ledger) ->
     assert ledger.counts() == each_once([*range(COUNT), *children])
 
 
-# A program that submits for long, in one turn of its loop
+# A program that submits many tasks in one turn of its loop
 
 
 def submitted_until(
     is_enough: Callable[[list[aiogpu.Handle[Any]]], bool],
     submit: Callable[[int], aiogpu.Handle[Any]],
 ) -> list[aiogpu.Handle[Any]]:
-    """Handles of what was submitted in one turn of the loop."""
+    """Submit tasks in one turn of the loop until a condition holds."""
     handles: list[aiogpu.Handle[Any]] = []
     deadline = time.monotonic() + 60
     while not is_enough(handles):
-        assert time.monotonic() < deadline, "no answer was heard"
+        assert time.monotonic() < deadline, "no result arrived"
         handles.append(submit(len(handles)))
     return handles
 
 
 def hundred_done(handles: list[aiogpu.Handle[Any]]) -> bool:
-    # Not each of them each time: there may be many thousands.
+    # Counting is slow: there may be many thousands.
     return len(handles) % 50 == 0 and sum(handle.done() for handle in handles) > 100
 
 
@@ -252,17 +242,15 @@ async def test_tasks_end_while_others_are_submitted() -> None:
         assert await asyncio.gather(*handles) == [*range(1, len(handles) + 1)]
 
 
-async def test_tasks_say_what_they_start_while_others_are_submitted() -> None:
-    """Those that they wait for may need new workers, for which the loop must turn."""
+async def test_children_start_while_others_are_submitted() -> None:
+    """Children may need new workers, for which the loop must turn."""
     async with aiogpu.init(num_cpus=2):
         await asyncio.gather(*map(parent.remote, range(10)))
-        handles = [parent.remote(number) for number in range(200)]
-        assert await asyncio.gather(*handles) == [
-            3 * n + 3 for n in range(len(handles))
-        ]
+        results = await asyncio.gather(*map(parent.remote, range(200)))
+        assert results == [3 * n + 3 for n in range(200)]
 
 
-async def test_cancelling_and_death_amid_a_burst() -> None:
+async def test_cancels_and_deaths_amid_a_burst_end_only_their_tasks() -> None:
     async with aiogpu.init(num_cpus=2):
         await asyncio.gather(*map(tasks.add.remote, range(200)))
 
@@ -290,19 +278,19 @@ async def test_cancelling_and_death_amid_a_burst() -> None:
 
 
 async def filled() -> list[aiogpu.Handle[Any]]:
-    """What a node of one CPU is busy with; more of it waits."""
+    """Submit so many tasks to a node of one CPU that most of them wait."""
     await tasks.add.remote(0)
     return [tasks.add.remote(number) for number in range(100)]
 
 
-async def test_those_that_wait_are_known_and_cancelled_at_once() -> None:
+async def test_waiting_tasks_are_listed_and_cancelled_at_once() -> None:
     async with aiogpu.init(num_cpus=1) as node:
-        await node.status()  # what it needs is imported before time counts
+        await node.status()  # import its modules before time counts
         handles = await filled()
         seen = await node.status()
         known = [*range(handles[0].task_id, handles[-1].task_id + 1)]
         assert [handle.task_id for handle in handles] == known
-        # The rest was sent ahead, or has ended by now.
+        # The other tasks were sent ahead, or have ended by now.
         assert seen.waiting_count >= 25
         last = tasks.add.remote(1)
         assert (await last.why()).state == "waiting"
@@ -318,8 +306,8 @@ async def test_those_that_wait_are_known_and_cancelled_at_once() -> None:
         assert await last == 2
 
 
-async def test_all_kinds_of_tasks_keep_their_turn() -> None:
-    """One process runs them all, and counts."""
+async def test_tasks_with_different_options_run_in_order() -> None:
+    """One process runs all of them, and counts."""
     kinds = [
         number_here,
         number_here.options(name="another"),
@@ -328,19 +316,16 @@ async def test_all_kinds_of_tasks_keep_their_turn() -> None:
     ]
     async with aiogpu.init(num_cpus=1):
         start = await number_here.remote()
-        handles = []
-        for number in range(200):
-            kind = kinds[0] if number % 40 < 25 else kinds[number % 4]
-            handles.append(kind.remote())
-        numbers = await asyncio.gather(*handles)
+        turns = [0 if number % 40 < 25 else number % 4 for number in range(200)]
+        numbers = await asyncio.gather(*(kinds[turn].remote() for turn in turns))
         assert numbers == [*range(start + 1, start + 201)]
 
 
-async def test_a_node_that_closes_amid_a_row() -> None:
+async def test_a_closing_node_fails_the_tasks_that_wait() -> None:
     async with aiogpu.init(num_cpus=1) as node:
         handles = await filled()
         await node.shutdown()
         outcomes = await asyncio.gather(*handles, return_exceptions=True)
-    failed = [one for one in outcomes if not isinstance(one, int)]
-    assert len(failed) >= 25  # the rest has ended by now
-    assert {type(one) for one in failed} == {aiogpu.errors.NodeClosedError}
+    errors = [outcome for outcome in outcomes if not isinstance(outcome, int)]
+    assert len(errors) >= 25  # the other tasks have ended
+    assert {type(error) for error in errors} == {NodeClosedError}

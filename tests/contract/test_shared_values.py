@@ -9,7 +9,6 @@ import pickle
 import resource
 import signal
 import tempfile
-import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +17,8 @@ from typing import Any
 import pytest
 
 import aiogpu
+from aiogpu import errors
+from aiogpu.types import Node
 from benchmarks.processes import shared_memory
 from tests.contract import shared_tasks, tasks
 from tests.contract import value_tasks as v
@@ -39,8 +40,8 @@ pytestmark = [
 LARGE = 1 << 20
 
 
-def held(node: aiogpu.types.Node) -> int:
-    """Segments that somebody may still read."""
+def segments_in_use(node: Node) -> int:
+    """Return the number of segments that a process may still read."""
     engine: Any = node._session._engine
     if isinstance(engine, ServedEngine):
         return engine.segments
@@ -49,14 +50,14 @@ def held(node: aiogpu.types.Node) -> int:
 
 
 @pytest.mark.usefixtures("each_engine")
-async def test_it_is_put_before_the_node_is_open() -> None:
+async def test_put_works_before_the_node_is_open() -> None:
     handle = await aiogpu.put(b"x" * LARGE)
     assert await v.give.remote(handle) == b"x" * LARGE
     del handle
     await aiogpu.shutdown()
 
 
-async def test_arrays_of_all_kinds(node: aiogpu.types.Node) -> None:
+async def test_arrays_of_all_kinds_survive_the_way(node: Node) -> None:
     big = 1 << 18
     arrays = [
         *(np.empty(0), np.empty((3, 0, 2)), np.array(7)),
@@ -72,8 +73,8 @@ async def test_arrays_of_all_kinds(node: aiogpu.types.Node) -> None:
         assert np.array_equal(back, array)
 
 
-async def test_it_is_decoded_once_and_only_if_it_is_awaited(
-    node: aiogpu.types.Node, tmp_path: Path
+async def test_a_value_is_unpickled_once_and_only_if_awaited(
+    node: Node, tmp_path: Path
 ) -> None:
     log = tmp_path / "seen"
     log.touch()
@@ -91,60 +92,52 @@ async def test_it_is_decoded_once_and_only_if_it_is_awaited(
 
 @pytest.mark.parametrize("end", [v.Explosive, v.Ending])
 @pytest.mark.needs("processes")
-async def test_what_cannot_be_unpickled_in_a_worker(
-    end: Any, node: aiogpu.types.Node
+async def test_a_value_that_cannot_be_unpickled_leaves_nothing(
+    end: Any, node: Node
 ) -> None:
-    box = [end(), np.ones(LARGE)]
-    errors = aiogpu.errors.DeserializationError, aiogpu.WorkerDiedError
-    with pytest.raises(errors):
-        await v.give.options(max_retries=0).remote(box)
+    box: Any = [end(), np.ones(LARGE)]
+    give = v.give.options(max_retries=0)
+    with pytest.raises((errors.DeserializationError, aiogpu.WorkerDiedError)):
+        await give.remote(box)
     handle = await aiogpu.put(box)
-    with pytest.raises(errors):
-        await v.give.options(max_retries=0).remote(handle)
+    with pytest.raises((errors.DeserializationError, aiogpu.WorkerDiedError)):
+        await give.remote(handle)
     del handle, box
     gc.collect()
-    await until(lambda: held(node) == 0)
+    await until(lambda: segments_in_use(node) == 0)
 
 
 @pytest.mark.needs("processes")
-async def test_unpickling_that_hangs_can_be_cancelled(
-    node: aiogpu.types.Node, gate: Gate
-) -> None:
+async def test_cancel_stops_an_unpickling_that_hangs(node: Node, gate: Gate) -> None:
     stuck = v.give.remote([v.Gated(gate.path, "stuck"), np.ones(LARGE)])
     await gate.entered("stuck")
     stuck.cancel()
     await v.give.remote(1)
     gc.collect()
-    await until(lambda: held(node) == 0)
+    await until(lambda: segments_in_use(node) == 0)
 
 
-async def test_what_cannot_be_pickled_leaves_nothing(node: aiogpu.types.Node) -> None:
+async def test_a_value_that_cannot_be_pickled_leaves_nothing(node: Node) -> None:
     large = np.ones(LARGE)
-    for ask in (
-        lambda: aiogpu.put([large, v.Unwilling()]),
-        lambda: v.give.remote([large, v.Unwilling()]),
-    ):
-        with pytest.raises(aiogpu.errors.SerializationError, match="will not travel"):
-            ask()
-    assert held(node) == 0
+    for send in (aiogpu.put, v.give.remote):
+        with pytest.raises(errors.SerializationError, match="will not travel"):
+            send([large, v.Unwilling()])
+    assert segments_in_use(node) == 0
 
 
-async def test_two_programs_with_a_node_each(node: aiogpu.types.Node) -> None:
+async def test_two_threads_have_a_node_each(node: Node) -> None:
     async def other() -> int:
         async with aiogpu.init(address="local", num_cpus=1):
             handle = await aiogpu.put(np.ones(LARGE))
             return int((await v.give.remote(handle)).sum())
 
-    found: list[int] = []
     # Not at the same time: an inline node's task makes this process its worker.
     mine = await v.give.remote(np.full(LARGE, 2.0))
-    thread = threading.Thread(target=lambda: found.append(asyncio.run(other())))
-    thread.start()
-    await asyncio.to_thread(thread.join)
-    assert [mine.sum(), *found] == [2 * LARGE, LARGE]
+    assert await asyncio.to_thread(lambda: asyncio.run(other())) == LARGE
+    assert mine.sum() == 2 * LARGE
 
 
-async def test_a_node_closes_with_values_about(address: str) -> None:
+async def test_values_outlive_their_node(address: str) -> None:
     async with aiogpu.init(address=address, num_cpus=1):
         kept = [await aiogpu.put(np.ones(LARGE)), v.give.remote(np.ones(LARGE))]
         read = await v.give.remote(kept[0])
@@ -154,8 +147,8 @@ async def test_a_node_closes_with_values_about(address: str) -> None:
 
 
 @pytest.mark.parametrize("size", [10, LARGE])
-async def test_what_was_put_does_not_change(size: int, node: aiogpu.types.Node) -> None:
-    """Nor can those who get it change it."""
+async def test_a_put_value_does_not_change(size: int, node: Node) -> None:
+    """Readers cannot change it either."""
     array = np.zeros(size, np.uint8)
     handle = await aiogpu.put(array)
     array[:] = 1
@@ -170,25 +163,24 @@ async def test_what_was_put_does_not_change(size: int, node: aiogpu.types.Node) 
             await v.change.remote(argument)
 
 
-async def test_handles_within_values_and_pickles(node: aiogpu.types.Node) -> None:
+async def test_put_refuses_a_handle_and_keeps_nested_ones(node: Node) -> None:
     inner = v.give.remote([1])
-    with pytest.raises(aiogpu.errors.MisuseError, match="already a handle"):
+    with pytest.raises(errors.MisuseError, match="already a handle"):
         aiogpu.put(inner)
     outer = await aiogpu.put([inner])
     assert await v.kinds.remote(outer) == ["list"]
-    (found,) = await outer
-    assert await found == [1]
-    with pytest.raises(aiogpu.errors.MisuseError, match="only be pickled"):
+    (nested,) = await outer
+    assert await nested == [1]
+    with pytest.raises(errors.MisuseError, match="only be pickled"):
         pickle.dumps([outer])
 
 
 @pytest.mark.parametrize("way", ["plain", "coroutine"])
-async def test_tasks_put(way: str, node: aiogpu.types.Node) -> None:
-    """What they have put outlives them."""
-    soft = way == "coroutine"
-    put_and_pass = v.put_and_pass_softly if soft else v.put_and_pass
-    put_and_give = v.put_and_give_softly if soft else v.put_and_give
-    for value in (1, [None], b"x" * LARGE):
+async def test_what_tasks_put_outlives_them(way: str, node: Node) -> None:
+    soft = "_softly" if way == "coroutine" else ""
+    put_and_pass: Any = getattr(v, f"put_and_pass{soft}")
+    put_and_give: Any = getattr(v, f"put_and_give{soft}")
+    for value in (1, [None], os.urandom(LARGE)):
         assert await put_and_pass.remote(value) == value
         assert await v.put_and_get.remote(value) == value
     box = await put_and_give.remote(np.arange(LARGE))
@@ -198,7 +190,7 @@ async def test_tasks_put(way: str, node: aiogpu.types.Node) -> None:
 
 @pytest.mark.needs("processes")
 async def test_views_in_globals_never_change(address: str) -> None:
-    """Though their values were freed, and others were written in their place."""
+    """Their values were freed, and others were written in the same memory."""
     async with aiogpu.init(address=address, num_cpus=1) as node:
         for i in range(5):
             await v.keep.remote(np.full(LARGE, i, np.uint8))
@@ -208,14 +200,14 @@ async def test_views_in_globals_never_change(address: str) -> None:
                 await v.give.remote(np.full(LARGE, 100 + j, np.uint8))
                 await v.put_and_get.remote(np.full(LARGE, 100 + j, np.uint8))
         assert await v.bytes_kept.remote() == [i // 3 for i in range(15)]
-        assert held(node) >= 15
+        assert segments_in_use(node) >= 15
         await v.forget.remote()
         await v.give.remote(1)
         gc.collect()
-        await until(lambda: held(node) == 0)
+        await until(lambda: segments_in_use(node) == 0)
 
 
-async def test_it_is_freed_with_its_last_holder(node: aiogpu.types.Node) -> None:
+async def test_a_value_is_freed_with_its_last_holder(node: Node) -> None:
     for how in ("put", "result", "nested", "failed"):
         handle: Any = v.give.remote(np.ones(LARGE))
         if how == "put":
@@ -230,18 +222,18 @@ async def test_it_is_freed_with_its_last_holder(node: aiogpu.types.Node) -> None
         await asyncio.wait([v.give.remote(1)])
         del handle
         gc.collect()
-        await until(lambda: held(node) == 0)
+        await until(lambda: segments_in_use(node) == 0)
 
 
 @pytest.mark.needs("processes")
-async def test_workers_that_are_killed(node: aiogpu.types.Node) -> None:
-    """Whoever holds a value lets go of it; what is made stays, if it was given."""
+async def test_a_killed_worker_releases_what_it_read(node: Node) -> None:
+    """A result that was given outlives its worker."""
     handle = await aiogpu.put(np.ones(LARGE))
     pid = await v.keep.remote(handle)
     os.kill(pid, signal.SIGKILL)
     assert await v.give_sum.remote(handle) == LARGE
     del handle
-    await until(lambda: held(node) == 0)
+    await until(lambda: segments_in_use(node) == 0)
     maker = v.Serial.remote()
     pid = await maker.own_pid.remote()
     large = maker.add.remote(np.ones(LARGE), 1)
@@ -260,28 +252,28 @@ async def test_workers_that_are_killed(node: aiogpu.types.Node) -> None:
 @pytest.mark.parametrize(
     "count", [2_000, pytest.param(100_000, marks=pytest.mark.slow)]
 )
-async def test_many_live_values(count: int, node: aiogpu.types.Node) -> None:
+async def test_many_values_are_held_at_once(count: int, node: Node) -> None:
     handles = [await aiogpu.put(i) for i in range(count)]
     assert await v.give.remote(handles[-1]) == count - 1
     assert await v.total.remote(*handles[:10_000]) == sum(range(min(count, 10_000)))
 
 
-async def test_many_buffers_and_readers(node: aiogpu.types.Node) -> None:
-    """Of one value too, which workers return while it is lent to them again."""
+async def test_many_buffers_and_readers_share_values(node: Node) -> None:
+    """Workers also return one value while the node lends it to them again."""
     arrays = [np.full(70_000, i, np.uint8) for i in range(200)]
     back = await v.give.remote(v.give.remote(arrays))
     assert all(a[0] == a[-1] == i for i, a in enumerate(back))
     handle = await aiogpu.put(np.ones(LARGE, np.uint8))
     for _ in range(20):
-        found = await asyncio.gather(*(v.give_sum.remote(handle) for _ in range(3)))
-        assert found == [LARGE] * 3
+        sums = await asyncio.gather(*(v.give_sum.remote(handle) for _ in range(3)))
+        assert sums == [LARGE] * 3
 
 
 @pytest.mark.needs("processes")
-async def test_what_is_put_between_much_output(node: aiogpu.types.Node) -> None:
-    """The driver hears of it before what was printed is out."""
-    for found in await asyncio.gather(*(v.talk_and_pass.remote() for _ in range(2))):
-        assert found == LARGE
+async def test_a_value_put_amid_much_output_arrives(node: Node) -> None:
+    """The driver reads the value's message before it has written the output."""
+    talking = (v.talk_and_pass.remote() for _ in range(2))
+    assert await asyncio.gather(*talking) == [LARGE] * 2
 
 
 @pytest.mark.needs("processes")
@@ -289,34 +281,25 @@ async def test_what_is_put_between_much_output(node: aiogpu.types.Node) -> None:
 async def test_arguments_that_are_too_large_together_are_refused(
     monkeypatch: pytest.MonkeyPatch, kind: str, state: str
 ) -> None:
-    """Each is small; together they are more than one frame carries."""
+    """Each is small; together they exceed one frame."""
     monkeypatch.setattr("aiogpu.runtime.objects.values.LARGEST_PAYLOAD", 1 << 20)
     async with asyncio.timeout(60), aiogpu.init(num_cpus=2):
         parts = [v.give.remote(b"x" * 200_000) for _ in range(6)]
         if state == "done":
             await asyncio.gather(*parts)
-        if kind == "task":
-            refused = v.how_many.remote(*parts)
-        else:
-            actor = await v.Numbering.remote()
-            refused = actor.how_many.remote(*parts)
-        with pytest.raises(
-            aiogpu.errors.SerializationError, match=r"have 12\d+ bytes in all"
-        ):
-            await refused
+        counter: Any = v if kind == "task" else await v.Numbering.remote()
+        with pytest.raises(errors.SerializationError, match=r"have 12\d+ bytes in all"):
+            await counter.how_many.remote(*parts)
         assert await v.how_many.remote(*parts[:4]) == 4
-        unended = [task.name for task in (await aiogpu.status()).tasks]
-        assert unended == ["Numbering"] * (kind == "actor")
-
-
-np = pytest.importorskip("numpy")
+        running = [task.name for task in (await aiogpu.status()).tasks]
+        assert running == ["Numbering"] * (kind == "actor")
 
 
 @contextmanager
-def few_descriptors(left: int) -> Iterator[None]:
-    """This process may open only so many more."""
+def few_descriptors(free: int) -> Iterator[None]:
+    """Let this process open only so many more descriptors."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = max(map(int, os.listdir("/proc/self/fd"))) + 1 + left
+    most = max(map(int, os.listdir("/proc/self/fd"))) + 1 + free
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     try:
         yield
@@ -325,7 +308,7 @@ def few_descriptors(left: int) -> Iterator[None]:
 
 
 async def test_without_descriptors_a_value_travels_in_the_frame(
-    node: aiogpu.types.Node,
+    node: Node,
 ) -> None:
     await asyncio.gather(*(v.give.remote(i) for i in range(4)))
     with few_descriptors(8):
@@ -351,23 +334,20 @@ async def turns() -> AsyncIterator[None]:
     await asyncio.wait([counting])
 
 
-async def test_large_results_are_unpickled_in_turns_of_their_own(turns: None) -> None:
-    """They do not hold the loop until all are; handles end in order."""
+async def test_each_large_result_is_unpickled_in_its_own_turn(turns: None) -> None:
+    """The loop runs in between; handles end in order."""
     many = 12
     for wait in (lambda handle: handle, lambda handle: handle.coro()):
         shared_tasks.unpickled_in.clear()
-        # A node each: a worker that is warm answers before all of them wait.
+        # Open a node for each case: a warm worker answers before all handles wait.
         async with aiogpu.init(num_cpus=1):
             handles = [make_slow_value.remote(number) for number in range(many)]
             assert await asyncio.gather(*map(wait, handles)) == [*range(many)]
         assert len(set(shared_tasks.unpickled_in)) == many
     async with aiogpu.init(num_cpus=1):
         ended: list[int] = []
-        handles = [
-            make_slow_value.remote(0),
-            v.kinds.remote(),
-            make_slow_value.remote(2),
-        ]
+        slow = make_slow_value.remote
+        handles = [slow(0), v.kinds.remote(), slow(2)]
         for number, handle in enumerate(handles):
             handle.add_done_callback(lambda _, number=number: ended.append(number))
         await asyncio.gather(*handles)
@@ -379,7 +359,7 @@ async def test_large_results_are_unpickled_in_turns_of_their_own(turns: None) ->
         assert isinstance(results[2], asyncio.CancelledError)
 
 
-async def test_what_nobody_waits_for_is_not_unpickled(turns: None) -> None:
+async def test_a_result_is_not_unpickled_before_it_is_awaited(turns: None) -> None:
     async with aiogpu.init(num_cpus=1):
         handle = make_slow_value.remote(1)
         while not handle.done():
@@ -389,7 +369,7 @@ async def test_what_nobody_waits_for_is_not_unpickled(turns: None) -> None:
         assert len(shared_tasks.unpickled_in) == 1
 
 
-# What holds of the local engine's segments
+# Segments of the local engine
 
 A, B = b"ab"
 
@@ -398,7 +378,7 @@ def full_of(byte: int) -> memoryview:
     return memoryview(bytes([byte]) * LARGE)
 
 
-async def test_what_lies_there_already_is_not_copied() -> None:
+async def test_a_value_in_shared_memory_is_not_copied() -> None:
     async with aiogpu.init(num_cpus=1):
         handle = await aiogpu.put(full_of(A))
         before = shared_memory()
@@ -413,7 +393,7 @@ async def test_what_lies_there_already_is_not_copied() -> None:
         assert await shared_tasks.count.remote(again, A) == LARGE
 
 
-async def test_what_was_changed_by_force_is_copied_and_seen_by_nobody_else() -> None:
+async def test_a_value_changed_by_force_is_seen_by_no_other() -> None:
     async with aiogpu.init(num_cpus=1):
         handle = await aiogpu.put(full_of(A))
         changed = await shared_tasks.change_by_force.remote(handle)
@@ -422,11 +402,11 @@ async def test_what_was_changed_by_force_is_copied_and_seen_by_nobody_else() -> 
         assert await shared_tasks.count.remote(handle, A) == LARGE
 
 
-async def test_a_worker_that_is_killed_while_it_writes_one() -> None:
+async def test_a_worker_killed_while_it_writes_leaves_no_memory() -> None:
     async with aiogpu.init(num_cpus=1):
         await shared_tasks.make.remote(A, LARGE)
         assert await tasks.add.remote(1) == 2
-        # Now it has one that it may write again, which it does by copying.
+        # The worker now has a segment to write again, which it does by copying.
         before = shared_memory()
         with pytest.raises(aiogpu.WorkerDiedError, match="SIGBUS"):
             await shared_tasks.die_while_writing.remote(LARGE)
@@ -448,26 +428,23 @@ async def test_past_the_limit_values_go_to_disk_and_come_back(tmp_path: Path) ->
         assert os.listdir(tmp_path) == []
 
 
-async def test_without_room_on_disk_either_it_is_an_error() -> None:
-    # Nobody can make a file there.
+async def test_a_full_disk_raises_an_object_memory_error() -> None:
+    # No user can make a file in /proc.
     async with aiogpu.init(num_cpus=1, object_memory=LARGE, spill_directory="/proc"):
         handle = await aiogpu.put(full_of(A))
-        with pytest.raises(aiogpu.errors.ObjectMemoryError, match="object_memory="):
-            aiogpu.put(full_of(A))
-        with pytest.raises(aiogpu.errors.ObjectMemoryError, match="object_memory="):
-            shared_tasks.count.remote(full_of(A), A)
-        with pytest.raises(
-            aiogpu.errors.ObjectMemoryError, match=r"make ran, but .*/proc"
-        ):
+        for send in (aiogpu.put, lambda value: shared_tasks.count.remote(value, A)):
+            with pytest.raises(errors.ObjectMemoryError, match="object_memory="):
+                send(full_of(A))
+        with pytest.raises(errors.ObjectMemoryError, match=r"make ran, but .*/proc"):
             await shared_tasks.make.remote(A, LARGE)
         assert await shared_tasks.count.remote(handle, A) == LARGE
         del handle
         while True:
-            # The worker says that it needs it no more with its next message.
+            # The worker's next message says that it needs the value no more.
             await tasks.add.remote(1)
             try:
                 await aiogpu.put(full_of(B))
-            except aiogpu.errors.ObjectMemoryError:
+            except errors.ObjectMemoryError:
                 continue
             break
 
@@ -477,16 +454,11 @@ KILLED = """
     import aiogpu
 
     async def main(place):
-        async with aiogpu.init(
-            num_cpus=1, object_memory=1 << 20, spill_directory=place
-        ):
+        async with aiogpu.init(num_cpus=1, object_memory=1<<20, spill_directory=place):
             handles = [await aiogpu.put(memoryview(bytes(1 << 20))) for _ in range(3)]
-            links = [link for link in map(readlink, fds()) if "deleted" in link]
-            print(links, flush=True)
+            links = map(readlink, os.listdir("/proc/self/fd"))
+            print([link for link in links if "deleted" in link], flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
-
-    def fds():
-        return os.listdir("/proc/self/fd")
 
     def readlink(fd):
         try:
@@ -498,34 +470,33 @@ KILLED = """
 """
 
 
-def test_of_a_driver_that_is_killed_nothing_is_left(tmp_path: Path) -> None:
+def test_a_killed_driver_leaves_no_spilled_file(tmp_path: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="agd-", dir="/tmp") as place:
         program = start(KILLED, str(tmp_path), XDG_RUNTIME_DIR=place)
         program.wait(timeout=60)
         wait_until_gone(5, place)
         out, err = program.communicate(timeout=5)
     assert program.returncode == -signal.SIGKILL, err
-    assert str(tmp_path) in out, "nothing was spilled"
+    assert str(tmp_path) in out, "no value was spilled"
     assert os.listdir(tmp_path) == []
 
 
-async def test_what_is_written_in_vain_is_given_up() -> None:
+async def test_memory_written_and_not_sent_is_freed() -> None:
     """Its descriptor is with the driver, or on the way there."""
     gc.collect()  # tests of segments alone may have left some
     before = shared_memory()
     async with aiogpu.init(num_cpus=1):
         await shared_tasks.write_in_vain.remote(LARGE, 1)  # a new segment
-        made = await shared_tasks.make.remote(A, LARGE)
-        del made
-        for _ in range(2):  # a warm one, then new ones
+        await shared_tasks.make.remote(A, LARGE)
+        for _ in range(2):  # a warm segment, then new ones
             await shared_tasks.write_in_vain.remote(LARGE, 3)
         await until(lambda: shared_memory() - before < LARGE)
         assert len(await shared_tasks.make.remote(A, LARGE)) == LARGE
 
 
-# Handles of children in results, where the child ends as its handle is handed on: the
-# test blocks the loop of its node while the child answers and its parent shares the
-# handle. The node reads the answer first and the handle after it, as in the race.
+# A race: a child ends while its parent returns the child's handle. The test blocks the
+# loop of its node while the child answers and the parent shares the handle, so that the
+# node reads the answer first, and the handle after it.
 
 
 @pytest.fixture
@@ -538,18 +509,15 @@ async def points(tmp_path: Path) -> AsyncIterator[Points]:
 
 
 async def race(points: Points) -> None:
-    """Have the child answer before the node hears that its handle is shared."""
-    await asyncio.to_thread(points.meet, "parent runs")
-    await asyncio.to_thread(points.meet, "child runs")
-    for name in (
-        *("child goes on", "child has answered"),
-        *("parent goes on", "shared"),
-    ):
+    """Have the child answer before the node reads that its handle is shared."""
+    for name in ("parent runs", "child runs"):
+        await asyncio.to_thread(points.meet, name)
+    for name in ("child goes on", "child has answered", "parent goes on", "shared"):
         points.meet(name)
 
 
-async def test_of_a_task_that_dies(points: Points) -> None:
-    """The answer went to a process that nobody can ask any more."""
+async def test_a_childs_result_is_lost_with_a_parent_that_dies(points: Points) -> None:
+    """The result went to a process that has ended."""
     stream = shared_tasks.hand_on_and_die.remote(points)
     await race(points)
     handle, _ = await anext(stream)
@@ -561,15 +529,18 @@ async def test_of_a_task_that_dies(points: Points) -> None:
 
 
 @pytest.mark.parametrize("giver", ["task", "coroutine", "actor"])
-async def test_a_childs_handle_of_one_that_ends(giver: str, points: Points) -> None:
+async def test_a_childs_handle_outlives_a_parent_that_ends(
+    giver: str, points: Points
+) -> None:
     if giver == "actor":
         actor = await Parent.remote()
         stream = actor.hand_on_and_leave.remote(points)
         await race(points)
         handle, _ = await anext(stream)
     else:
-        softly = giver == "coroutine"
-        hand_on = shared_tasks.hand_on_softly if softly else shared_tasks.hand_on
+        hand_on: Any = shared_tasks.hand_on
+        if giver == "coroutine":
+            hand_on = shared_tasks.hand_on_softly
         parent = hand_on.remote(points)
         await race(points)
         handle, _ = await parent

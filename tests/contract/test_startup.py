@@ -1,4 +1,4 @@
-"""Starting and ending a node, and where its workers find themselves."""
+"""Starting and ending a node, and the surroundings of its workers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import logging
 import os
 import signal
 import time
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,14 @@ import psutil
 import pytest
 
 import aiogpu
+from aiogpu import errors
 from aiogpu.linux.cgroup import usable_cpus
 from aiogpu.testing.leaks import Resources
 from aiogpu.wire.connection import CLIENT, Connection
 from aiogpu.wire.messages import Refused
 from tests.contract import stream_tasks, tasks, value_tasks
 from tests.contract.actor_classes import Async
-from tests.contract.node_here import Here, node_here
+from tests.contract.node_here import Here
 from tests.faults.leftovers import wait_until_gone
 from tests.support.gate import Gate
 from tests.support.program import run, start
@@ -35,31 +35,31 @@ pytestmark = [
 ]
 
 
-async def test_cpus_are_those_this_process_may_use() -> None:
+async def test_num_cpus_defaults_to_those_the_process_may_use() -> None:
     """[B3]"""
     async with aiogpu.init(num_gpus=0):
         assert (await aiogpu.cluster_resources())["CPU"] == usable_cpus()
 
 
-async def test_the_programs_surroundings_are_carried_over(
+async def test_tasks_have_the_programs_directory_path_and_variables(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("AIOGPU_TEST_A", "set before init")
-    monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    monkeypatch.setenv("CUDA_DEVICE_ORDER", "FASTEST_FIRST")
+    variables = {
+        "AIOGPU_TEST_A": "set before init",
+        "OMP_NUM_THREADS": "7",
+        "CUDA_DEVICE_ORDER": "FASTEST_FIRST",
+    }
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.chdir(tmp_path)
     async with aiogpu.init(num_cpus=1, num_gpus=1, preload=["json"]):
         directory, path = await tasks.surroundings.remote()
         assert directory == str(tmp_path)
         assert str(tmp_path) in path
-        names = ("AIOGPU_TEST_A", "OMP_NUM_THREADS", "CUDA_DEVICE_ORDER")
-        found = await tasks.environment.options(num_gpus=1).remote(*names)
-        assert found == {
-            "AIOGPU_TEST_A": "set before init",
-            "OMP_NUM_THREADS": "7",
-            "CUDA_DEVICE_ORDER": "FASTEST_FIRST",
-        }
+        assert variables == await tasks.environment.options(num_gpus=1).remote(
+            *variables
+        )
 
 
 async def test_visible_devices_restrict_the_node(
@@ -76,15 +76,15 @@ async def test_visible_devices_restrict_the_node(
         facts = await tasks.where.options(num_gpus=0.5).remote()
         assert (facts["ids"], facts["visible"]) == (["GPU-aaaa"], "GPU-aaaa")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    with pytest.raises(aiogpu.errors.DeviceError, match="num_gpus=2"):
+    with pytest.raises(errors.DeviceError, match="num_gpus=2"):
         await aiogpu.init(num_gpus=2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     async with aiogpu.init(num_cpus=1):
         assert (await aiogpu.cluster_resources())["GPU"] == 0.0
 
 
-async def test_a_declared_type_restricts_the_choice() -> None:
-    """[B10] `accelerator_type` in its simple form."""
+async def test_accelerator_type_restricts_tasks() -> None:
+    """[B10]"""
     async with aiogpu.init(num_cpus=2, num_gpus=1, accelerator_type="A100"):
         total = await aiogpu.cluster_resources()
         assert total["accelerator_type:A100"] == 1.0
@@ -96,29 +96,29 @@ async def test_a_declared_type_restricts_the_choice() -> None:
             typed.options(accelerator_type="H100").remote()
 
 
-async def test_preloaded_modules_are_there_and_others_are_not() -> None:
+async def test_preload_imports_the_named_modules_alone() -> None:
     async with aiogpu.init(num_cpus=1, preload=["numpy", "json"]):
-        found = await tasks.modules.remote("numpy", "json", "asyncio", "decimal")
-        assert found["numpy"] is True
-        assert found["json"] is True
+        loaded = await tasks.modules.remote("numpy", "json")
+        assert loaded == {"numpy": True, "json": True}
     async with aiogpu.init(num_cpus=1):
-        found = await aiogpu.remote(_modules).remote("numpy", "asyncio")
-        assert found == {"numpy": False, "asyncio": False}
+        assert await aiogpu.remote(_loaded).remote("numpy", "asyncio") == []
 
 
-def _modules(*names: str) -> dict[str, bool]:
+def _loaded(*names: str) -> list[str]:
     import sys
 
-    return {name: name in sys.modules for name in names}
+    return [name for name in names if name in sys.modules]
 
 
-_modules.__module__ = "__main__"  # sent by value, so that nothing else is imported
+_loaded.__module__ = "__main__"  # sent by value, so that no module is imported for it
 
 
-def write_modules(place: Path, monkeypatch: pytest.MonkeyPatch, **sources: str) -> None:
-    for name, source in sources.items():
-        (place / f"{name}.py").write_text(source)
-    monkeypatch.syspath_prepend(str(place))
+@pytest.fixture
+def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory from which modules are imported."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "endless.py").write_text("import threading\nthreading.Event().wait()\n")
+    return tmp_path
 
 
 WITH_THREAD = """
@@ -127,23 +127,20 @@ threading.Thread(target=threading.Event().wait, daemon=True).start()
 """
 
 
-async def test_a_module_that_cannot_be_preloaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_modules(tmp_path, monkeypatch, raising="1 / 0\n")
-    with pytest.raises(aiogpu.errors.PreloadError, match="no_such_module"):
+async def test_init_refuses_a_module_that_cannot_be_imported(modules: Path) -> None:
+    (modules / "raising.py").write_text("1 / 0\n")
+    with pytest.raises(errors.PreloadError, match="no_such_module"):
         await aiogpu.init(preload=["no_such_module"])
-    told = r"'raising'.*ZeroDivisionError"
-    with pytest.raises(aiogpu.errors.PreloadError, match=told):
+    with pytest.raises(errors.PreloadError, match=r"'raising'.*ZeroDivisionError"):
         await aiogpu.init(preload=["raising", "auto"])
     async with aiogpu.init(num_cpus=1):
         assert await tasks.add.remote(1) == 2
 
 
-async def test_a_module_that_starts_threads_or_opens_a_device_is_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+async def test_preload_leaves_out_modules_with_threads_or_devices(
+    modules: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    device = tmp_path / "nvidia0"
+    device = modules / "nvidia0"
     device.touch()
     with_device = (
         "from aiogpu.worker.zygote import preload as fitness\n"
@@ -151,33 +148,35 @@ async def test_a_module_that_starts_threads_or_opens_a_device_is_left_out(
         f"file = open({str(device)!r})\n"
     )
     sources = {"with_thread": WITH_THREAD, "with_device": with_device, "good": ""}
-    write_modules(tmp_path, monkeypatch, **sources)
+    for name, source in sources.items():
+        (modules / f"{name}.py").write_text(source)
     async with aiogpu.init(num_cpus=1, preload=[*sources]):
-        found = await tasks.modules.remote(*sources)
-        assert found == {"with_thread": False, "with_device": False, "good": True}
-    for word in ("with_thread", "it left 1 threads"), ("with_device", str(device)):
-        assert f"{word[0]} is not preloaded: " in caplog.text
-        assert word[1] in caplog.text
+        loaded = await tasks.modules.remote(*sources)
+        assert loaded == {"with_thread": False, "with_device": False, "good": True}
+    for name, reason in {
+        "with_thread": "it left 1 threads",
+        "with_device": device,
+    }.items():
+        assert f"{name} is not preloaded: " in caplog.text
+        assert str(reason) in caplog.text
 
 
-async def test_what_a_zygote_says_last_is_heard_on_a_busy_loop(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_modules(tmp_path, monkeypatch, with_thread=WITH_THREAD)
+async def test_a_zygotes_last_message_is_read_on_a_busy_loop(modules: Path) -> None:
+    (modules / "with_thread.py").write_text(WITH_THREAD)
     me = psutil.Process()
     for preload in ("no_such_module", "with_thread"):
         others = set(me.children())
         opening = asyncio.ensure_future(_open(preload))
         await until(lambda others=others: set(me.children()) - others)
         (zygote,) = set(me.children()) - others
-        # The loop is held until the zygote has said all and is gone.
+        # Block the loop until the zygote has sent all its messages and has ended.
         deadline = time.monotonic() + 60
         while zygote.status() != psutil.STATUS_ZOMBIE:
             assert time.monotonic() < deadline
         if preload == "with_thread":
             assert await opening == 2
         else:
-            with pytest.raises(aiogpu.errors.PreloadError, match="no_such_module"):
+            with pytest.raises(errors.PreloadError, match="no_such_module"):
                 await opening
 
 
@@ -186,41 +185,38 @@ async def _open(preload: str) -> int:
         return await tasks.add.remote(1)
 
 
-async def test_a_module_whose_import_never_ends(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.usefixtures("modules")
+async def test_init_gives_up_an_import_that_never_ends(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     before = Resources.take()
     monkeypatch.setattr("aiogpu.runtime.zygote.process.IMPORT_LIMIT", 0.2)
-    (tmp_path / "endless.py").write_text("import threading\nthreading.Event().wait()\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(
-        aiogpu.errors.PreloadError, match=r"names 'endless', .* did not end"
-    ):
+    with pytest.raises(errors.PreloadError, match=r"names 'endless', .* did not end"):
         await aiogpu.init(preload=["endless"])
     assert Resources.take().since(before) == []
 
 
 async def test_what_a_preloaded_module_prints_is_shown(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    modules: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "talkative.py").write_text("print('hello', flush=True)\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
+    (modules / "talkative.py").write_text("print('hello', flush=True)\n")
     async with aiogpu.init(num_cpus=1, preload=["talkative"]):
         assert await tasks.add.remote(1) == 2
     assert "(zygote pid=" in (err := capsys.readouterr().err)
     assert err.endswith(") hello\n")
 
 
-async def test_a_program_that_is_no_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.executable", "/bin/false")
-    with pytest.raises(aiogpu.errors.NodeStartError, match="status 1"):
-        await aiogpu.init(num_cpus=1)
-    monkeypatch.setattr("sys.executable", "")
-    with pytest.raises(aiogpu.errors.NodeStartError, match=r"sys\.executable"):
-        await aiogpu.init(num_cpus=1)
-    monkeypatch.setattr("sys.executable", "/no/such/python")
-    with pytest.raises(aiogpu.errors.NodeStartError, match="/no/such/python"):
-        await aiogpu.init(num_cpus=1)
+async def test_init_refuses_an_executable_that_is_no_python(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for executable, message in (
+        ("/bin/false", "status 1"),
+        ("", r"sys\.executable"),
+        ("/no/such/python", "/no/such/python"),
+    ):
+        monkeypatch.setattr("sys.executable", executable)
+        with pytest.raises(errors.NodeStartError, match=message):
+            await aiogpu.init(num_cpus=1)
 
 
 async def test_the_first_remote_opens_a_node() -> None:
@@ -230,8 +226,8 @@ async def test_the_first_remote_opens_a_node() -> None:
     cancelled.cancel()
     assert await asyncio.gather(*handles) == [1, 2, 3]
     assert (await aiogpu.status()).tasks == ()
-    assert [each async for each in tasks.double.map([1, 2])] == [2, 4]
-    with pytest.raises(aiogpu.errors.NodeRunningError):
+    assert [number async for number in tasks.double.map([1, 2])] == [2, 4]
+    with pytest.raises(errors.NodeRunningError):
         await aiogpu.init()
     impossible = tasks.add.options(num_cpus=10_000)
     with pytest.raises(aiogpu.InfeasibleError):
@@ -260,7 +256,7 @@ IMPLICIT = """
 
 
 @pytest.mark.parametrize("way", ["asyncio.run", "aiogpu.run", "bare loop"])
-def test_a_node_nobody_closes_ends_with_its_loop_or_program(
+def test_an_unclosed_node_ends_with_its_loop_or_program(
     way: str, runtime_directory: Path
 ) -> None:
     """[B5] [B6]"""
@@ -310,20 +306,20 @@ CANCELLING = """
 async def test_a_fork_of_the_driver_is_inert(
     way: str, loop: str, gate: Gate, runtime_directory: Path
 ) -> None:
-    """[B5] It starts nothing, and cancels nothing by `cancel()` or as its tasks end.
+    """[B5] A fork starts and cancels nothing: not by `cancel()`, nor as its tasks end.
 
     Closing the loop in a fork breaks the parent's, with or without aiogpu: both share
-    one epoll descriptor. So the fork ends its tasks as `asyncio.run` does, and goes.
+    one epoll descriptor. So the fork ends its tasks as `asyncio.run` does, and exits.
     """
     program = start(CANCELLING, gate.path, way, loop)
     assert program.stdout is not None
     await gate.entered("task", "call")
     assert await asyncio.to_thread(program.stdout.readline) == "forked\n"
     gate.release("task", "call")
-    out, errors = await asyncio.to_thread(program.communicate, timeout=60)
-    assert "task call 1 1 2\n" in out, (out, errors)
+    out, err = await asyncio.to_thread(program.communicate, timeout=60)
+    assert "task call 1 1 2\n" in out, (out, err)
     assert program.returncode == 0
-    assert "Traceback" not in errors, errors
+    assert "Traceback" not in err, err
 
 
 KILLED = """
@@ -356,21 +352,20 @@ async def test_a_killed_driver_leaves_nothing(gate: Gate) -> None:
         raise
     finally:
         driver.communicate()
-    loop = asyncio.get_running_loop()
-    _, alive = await loop.run_in_executor(None, lambda: psutil.wait_procs(family, 10))
+    _, alive = await asyncio.to_thread(psutil.wait_procs, family, 10)
     assert alive == []
 
 
 async def test_remote_after_shutdown_opens_another_node() -> None:
     async with aiogpu.init(num_cpus=1) as session:
         pass
-    with pytest.raises(aiogpu.errors.NodeClosedError, match="init"):
+    with pytest.raises(errors.NodeClosedError, match="init"):
         await session.status()
     assert await tasks.add.remote(1) == 2
     await aiogpu.shutdown()
 
 
-async def test_the_address_may_come_from_the_environment(
+async def test_the_environment_may_name_the_address(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """[B1]"""
@@ -388,39 +383,30 @@ async def test_the_socket_directory_is_private(runtime_directory: Path) -> None:
         assert await tasks.add.remote(1) == 2
         (directory,) = runtime_directory.iterdir()
         assert directory.stat().st_mode & 0o777 == 0o700
-        assert sorted(os.listdir(directory)) == [
-            "memory.sock",
-            "node.sock",
-        ], "pipes lose their names"
+        # Pipes lose their names.
+        assert sorted(os.listdir(directory)) == ["memory.sock", "node.sock"]
 
 
-async def test_garbage_on_the_socket_closes_that_connection_alone(
+async def test_garbage_closes_its_own_connection_alone(
     runtime_directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """[B41]"""
     async with aiogpu.init(num_cpus=1):
         (directory,) = runtime_directory.iterdir()
-        for garbage in (
-            b"\xff" * 100,
-            b"\x02\x00\x00\x00ab",
-            b"GET / HTTP/1.1\r\n\r\n",
-        ):
-            reader, writer = await asyncio.open_unix_connection(
-                str(directory / "node.sock")
-            )
+        path = str(directory / "node.sock")
+        http = b"GET / HTTP/1.1\r\n\r\n"
+        for garbage in (b"\xff" * 100, b"\x02\x00\x00\x00ab", http):
+            reader, writer = await asyncio.open_unix_connection(path)
             writer.write(garbage)
-            (told,) = Connection(CLIENT).receive(await reader.read())
-            assert isinstance(told, Refused)
+            (answer,) = Connection(CLIENT).receive(await reader.read())
+            assert isinstance(answer, Refused)
             writer.close()
         assert await tasks.add.remote(1) == 2
     assert len(caplog.records) == 3
 
 
-async def test_cancelling_an_init_that_hangs_in_an_import(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "endless.py").write_text("import threading\nthreading.Event().wait()\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
+@pytest.mark.usefixtures("modules")
+async def test_cancel_ends_an_init_that_hangs_in_an_import() -> None:
     before = Resources.take()
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.5):
@@ -428,7 +414,7 @@ async def test_cancelling_an_init_that_hangs_in_an_import(
     assert Resources.take().since(before) == []
 
 
-async def test_sigint_to_the_helpers_is_nothing_to_them(gate: Gate) -> None:
+async def test_keepers_and_zygotes_ignore_sigint(gate: Gate) -> None:
     async with aiogpu.init(num_cpus=1):
         running = tasks.gated.remote(gate.path, "a")
         await gate.entered("a")
@@ -440,10 +426,10 @@ async def test_sigint_to_the_helpers_is_nothing_to_them(gate: Gate) -> None:
         assert await tasks.add.remote(1) == 2
 
 
-async def test_who_connects_and_says_nothing_is_let_go_with_the_node(
+async def test_a_silent_connection_ends_with_the_node(
     runtime_directory: Path,
 ) -> None:
-    """So might a keeper whose zygote died while it was forked."""
+    """A keeper may be silent, too, if its zygote died during the fork."""
     async with aiogpu.init(num_cpus=1):
         assert await tasks.add.remote(1) == 2
         (directory,) = runtime_directory.iterdir()
@@ -458,17 +444,17 @@ async def test_who_connects_and_says_nothing_is_let_go_with_the_node(
 # The end
 
 
-async def test_nothing_is_said_of_errors_that_were_never_retrieved(
+async def test_a_closing_node_logs_no_unretrieved_errors(
     address: str, gate: Gate
 ) -> None:
-    """[B6] Of a task that runs, of others that wait, of results, calls and items."""
+    """[B6] Neither of running or waiting tasks, nor of results, calls and items."""
     async with no_complaints():
         async with aiogpu.init(address=address, num_cpus=1):
             running = tasks.gated_coroutine.remote(gate.path, "running")
             await gate.entered("running")
             actor = Async.remote()
             split = value_tasks.split.options(num_returns=2)
-            left: list[Any] = [
+            dropped: list[Any] = [
                 running,
                 *(tasks.add.remote(number) for number in range(3)),
                 *split.remote([1, 2]),
@@ -476,18 +462,12 @@ async def test_nothing_is_said_of_errors_that_were_never_retrieved(
                 stream_tasks.numbers.remote(3),
             ]
             awaited = tasks.add.remote(running)
-        with pytest.raises(aiogpu.errors.NodeClosedError):
+        with pytest.raises(errors.NodeClosedError):
             await awaited
-        del actor, running, left
+        del actor, running, dropped
 
 
-@pytest.fixture
-async def here(no_leaks: None, runtime_directory: Path) -> AsyncIterator[Here]:
-    async with node_here(runtime_directory) as opened:
-        yield opened
-
-
-async def test_it_says_so_to_who_looks_and_lets_in_nobody_else(
+async def test_a_draining_node_says_so_and_admits_no_program(
     here: Here, gate: Gate
 ) -> None:
     async with here.join():
@@ -496,21 +476,21 @@ async def test_it_says_so_to_who_looks_and_lets_in_nobody_else(
         await gate.entered("a")
         draining = asyncio.create_task(here.engine.drain(LIMIT))
         await until(lambda: here.engine._supervisor.clients.is_draining)
-        told = await aiogpu.status()
-        assert told.draining is not None
-        assert 0 < told.draining <= LIMIT
+        remaining = (await aiogpu.status()).draining
+        assert remaining is not None
+        assert 0 < remaining <= LIMIT
         gate.release("a")
         assert await running == "a"
         assert await draining == ""
     async with here.looks() as looker:
         assert "is being stopped: no new work" in str(await looker.status())
     with pytest.raises(
-        aiogpu.errors.NodeError, match="is being stopped, and no program can join"
+        errors.NodeError, match="is being stopped, and no program can join"
     ):
         await here.join()
 
 
-async def test_it_waits_for_leases_as_for_tasks(
+async def test_a_drain_waits_for_leases(
     here: Here, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "aiogpu")
@@ -518,7 +498,7 @@ async def test_it_waits_for_leases_as_for_tasks(
         lease = await aiogpu.lease(num_gpus=1)
         assert await here.engine.drain(0.01) == "1 lease"
         draining = asyncio.create_task(here.engine.drain(LIMIT))
-        with pytest.raises(aiogpu.errors.NodeClosedError, match="grants no new leases"):
+        with pytest.raises(errors.NodeClosedError, match="grants no new leases"):
             await aiogpu.lease(num_cpus=1)
         assert not draining.done()
         await lease.release()

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 import aiogpu
-from aiogpu import sync
+from aiogpu import errors, sync
 from tests.contract.sync_tasks import (
     Counter,
     add_one,
@@ -37,16 +37,16 @@ from tests.support import program
 @pytest.fixture(params=["local", "inline"])
 def node(request: pytest.FixtureRequest, forked_zygotes: None) -> Iterator[Any]:
     """A node of this thread, which runs no loop."""
-    before = {one.pid for one in psutil.Process().children(recursive=True)}
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
     with sync.init(address=request.param, num_cpus=2, num_gpus=1) as node:
         yield node
     assert not sync.is_initialized()
-    assert all(one.name != "aiogpu-loop" for one in threading.enumerate())
-    after = {one.pid for one in psutil.Process().children(recursive=True)}
+    assert all(thread.name != "aiogpu-loop" for thread in threading.enumerate())
+    after = {child.pid for child in psutil.Process().children(recursive=True)}
     assert after <= before
 
 
-def test_results_values_and_handles_as_arguments(node: Any) -> None:
+def test_handles_and_values_are_arguments(node: Any) -> None:
     handle = double.remote(4)
     assert handle.result(timeout=60) == 8
     assert handle.done()
@@ -61,13 +61,13 @@ def test_results_values_and_handles_as_arguments(node: Any) -> None:
 
 
 @pytest.mark.parametrize("node", ["local"], indirect=True)
-def test_children_are_waited_for_in_tasks(node: Any) -> None:
-    doubled, told = double_by_child.remote(3).result()
+def test_tasks_wait_for_children(node: Any) -> None:
+    doubled, message = double_by_child.remote(3).result()
     assert doubled == 12
-    assert told == "wait_long did not end within 0.01 s; it goes on."
+    assert message == "wait_long did not end within 0.01 s; it goes on."
 
 
-def test_errors_are_those_of_the_task(node: Any) -> None:
+def test_errors_keep_their_type(node: Any) -> None:
     with pytest.raises(LookupError, match="here"):
         sync.get([double.remote(1), fail.remote("here")])
     assert isinstance(fail.remote("there").exception(), LookupError)
@@ -75,9 +75,9 @@ def test_errors_are_those_of_the_task(node: Any) -> None:
         double.options(num_cpus=99).remote(1).result()
     ended, _ = sync.wait([double.options(num_cpus=99).remote(1)])
     assert isinstance(ended[0].exception(), aiogpu.InfeasibleError)
-    with pytest.raises(aiogpu.errors.MisuseError, match="missing a required argument"):
+    with pytest.raises(errors.MisuseError, match="missing a required argument"):
         double.remote()  # type: ignore[call-arg]
-    with pytest.raises(aiogpu.errors.SerializationError, match=r"args\[0\] \(a lock\)"):
+    with pytest.raises(errors.SerializationError, match=r"args\[0\] \(a lock\)"):
         double.remote(threading.Lock())  # type: ignore[arg-type]
 
 
@@ -102,7 +102,7 @@ def test_streams_and_maps_are_plain_iterators(node: Any) -> None:
 
     with double.map(endless(), limit=3) as doubled:
         assert [next(doubled) for _ in range(4)] == [0, 2, 4, 6]
-    # Else its call might come after the node's end, and open another one.
+    # Otherwise its call might come after the node's end, and open another node.
     assert is_idle.wait(60)
     assert len(read) <= 9
 
@@ -113,12 +113,12 @@ def test_streams_and_maps_are_plain_iterators(node: Any) -> None:
     with pytest.raises(KeyError, match="input"):
         list(double.map(broken()))
     with pytest.raises(
-        aiogpu.errors.MisuseError, match="takes an iterable or an async iterable"
+        errors.MisuseError, match="takes an iterable or an async iterable"
     ):
         double.map(3)  # type: ignore[arg-type]
 
 
-def test_actors(node: Any) -> None:
+def test_actors_answer_calls(node: Any) -> None:
     counter = sync.get(Counter.options(name="c").remote(10))
     assert sync.get([counter.add.remote() for _ in range(3)]) == [11, 12, 13]
     assert list(counter.upto.remote(3)) == [0, 1, 2]
@@ -126,7 +126,7 @@ def test_actors(node: Any) -> None:
     assert sync.get(counter.add.remote(double.remote(1))) == 20
     with pytest.raises(AttributeError, match="Counter has no method ad"):
         counter.ad.remote()
-    with pytest.raises(aiogpu.errors.MisuseError, match=r"write `actor\.add\.remote"):
+    with pytest.raises(errors.MisuseError, match=r"write `actor\.add\.remote"):
         counter.add()
     sync.kill(counter)
     with pytest.raises(aiogpu.ActorDiedError):
@@ -134,11 +134,11 @@ def test_actors(node: Any) -> None:
     with Counter.remote() as other:
         last = other.add.remote()
     assert last.result() == 1
-    with pytest.raises(aiogpu.errors.ActorNameError):
+    with pytest.raises(errors.ActorNameError):
         sync.get_actor("nobody")
 
 
-def test_a_pool(node: Any) -> None:
+def test_a_pool_shares_out_calls(node: Any) -> None:
     counters = [Counter.remote(), Counter.remote()]
     pool: Any = sync.ActorPool(counters)
     for start in (10, double.remote(10)):
@@ -147,7 +147,7 @@ def test_a_pool(node: Any) -> None:
     assert pool.get_next(timeout=60) == 10
     assert pool.get_next_unordered() in (20, 30)
     pool.submit(lambda _, k: counters[0].add.remote(k), 0)
-    with pytest.raises(aiogpu.errors.MisuseError, match="must give a call's handle"):
+    with pytest.raises(errors.MisuseError, match="must give a call's handle"):
         pool.get_next()
     added = pool.map(lambda actor, k: actor.add.remote(k), (i * 0 for i in range(9)))
     assert set(added) <= {0, 10, 20, 30}
@@ -155,43 +155,42 @@ def test_a_pool(node: Any) -> None:
     assert sync.get(taken.add.remote(0)) in (0, 10, 20, 30)
     assert len(pool) == 1
     pool.push(taken)
-    with pytest.raises(aiogpu.errors.MisuseError, match=r"write `actor\.add\.remote"):
+    with pytest.raises(errors.MisuseError, match=r"write `actor\.add\.remote"):
         pool.add()
     with sync.ActorPool(lambda: Counter.remote(5), 1) as made:
         assert made.add.remote().result() == 6
         assert list(made.add.map([1, 1])) == [7, 8]
     assert pool.add.remote(0).result() in (0, 10, 20, 30)
     # In the function as elsewhere, a handle arrives as its value.
-    one, two = sync.put(1), double.remote(1)
+    handles = [double.remote(1), sync.put(1)]
     with sync.ActorPool(lambda: Counter.remote(0), 1) as made:
-        sums = made.map(lambda actor, k: actor.add.remote(one if k else two), [0, 1])
+        sums = made.map(lambda actor, k: actor.add.remote(handles[k]), [0, 1])
         assert list(sums) == [2, 3]
 
 
 @pytest.mark.parametrize("node", ["local"], indirect=True)
-def test_names_and_mistakes_of_rays_programs(node: Any) -> None:
+def test_names_of_ray_work_or_say_what_to_write(node: Any) -> None:
     handle = wait_long.remote()
     with pytest.raises(sync.TaskTimeoutError, match="did not end within 0 s"):
         sync.get(handle, timeout=0)
-    with pytest.raises(aiogpu.errors.MisuseError, match=r"kill\(\)"):
+    with pytest.raises(errors.MisuseError, match=r"kill\(\)"):
         sync.kill(handle)
     handle.cancel()
     assert sync.get(double.remote(1), timeout=60) == 2
     assert sync.ActorDiedError is aiogpu.ActorDiedError
-    with pytest.raises(
-        AttributeError, match=r"'nodes': write `aiogpu.sync.status\(\)`"
+    for owner, name, message in (
+        (sync, "nodes", r"'nodes': write `aiogpu.sync.status\(\)`"),
+        (sync, "NoSuchError", "has no attribute 'NoSuchError'"),
+        (sync.get_runtime_context(), "get_task_id", "use the attribute 'task_id'"),
     ):
-        _ = aiogpu.sync.nodes  # type: ignore[attr-defined]
-    with pytest.raises(AttributeError, match="has no attribute 'NoSuchError'"):
-        _ = sync.NoSuchError
-    with pytest.raises(AttributeError, match="use the attribute 'task_id'"):
-        sync.get_runtime_context().get_task_id()
+        with pytest.raises(AttributeError, match=message):
+            getattr(owner, name)()
     with pytest.raises(TypeError, match=r"\.options\(num_gpus=\.\.\.\)\.remote"):
         double.remote(1, num_gpus=1)
 
 
 @pytest.mark.parametrize("node", ["local"], indirect=True)
-def test_a_queue(node: Any) -> None:
+def test_a_queue_passes_items(node: Any) -> None:
     queue: sync.Queue[Any] = sync.Queue(maxsize=3)
     filled = fill.remote(queue, 5)
     assert [queue.get(timeout=60) for _ in range(5)] == [0, 1, 2, 3, 4]
@@ -205,7 +204,7 @@ def test_a_queue(node: Any) -> None:
         queue.put_nowait(1)
 
 
-def test_the_node_is_asked_and_reserved(node: Any) -> None:
+def test_the_node_tells_its_resources_and_reserves_them(node: Any) -> None:
     assert node.cluster_resources()["CPU"] == sync.cluster_resources()["CPU"] == 2
     assert sync.available_resources()["GPU"] == 1
     assert sync.is_initialized()
@@ -214,15 +213,15 @@ def test_the_node_is_asked_and_reserved(node: Any) -> None:
     with sync.placement([{"CPU": 1}]) as group:
         placed = double.options(placement=group, num_cpus=1)
         assert placed.remote(2).result() == 4
-    told = r"a node\. Write `aiogpu\.sync\.shutdown\(\)` before another init\(\)"
-    with pytest.raises(aiogpu.errors.NodeRunningError, match=told):
+    message = r"a node\. Write `aiogpu\.sync\.shutdown\(\)` before another init\(\)"
+    with pytest.raises(errors.NodeRunningError, match=message):
         sync.init()
     with pytest.raises(AttributeError, match=r"write `handle\.cancel\(\)`"):
         sync.cancel  # type: ignore[attr-defined]  # noqa: B018
 
 
 @pytest.mark.parametrize("node", ["local"], indirect=True)
-def test_waits_and_cancels(node: Any) -> None:
+def test_wait_as_completed_and_cancel_work(node: Any) -> None:
     slow, quick = wait_long.remote(), double.remote(1)
     assert sync.wait([slow, quick]) == ([quick], [slow])
     assert sync.wait([slow], timeout=0) == ([], [slow])
@@ -243,13 +242,13 @@ def test_waits_and_cancels(node: Any) -> None:
 
 
 @pytest.mark.parametrize("node", ["local"], indirect=True)
-def test_a_lease(node: Any) -> None:
+def test_a_lease_holds_a_gpu(node: Any) -> None:
     with sync.lease(num_gpus=1) as lease:
         assert lease.environ["CUDA_VISIBLE_DEVICES"] == "0"
         assert sync.available_resources()["GPU"] == 0
 
 
-def test_an_executor(node: Any) -> None:
+def test_an_executor_runs_calls(node: Any) -> None:
     with sync.Executor(num_cpus=0.5) as pool:
         assert pool.submit(lambda: 5).result() == 5
         assert pool.submit(pow, 2, exp=3).result() == 8
@@ -262,23 +261,23 @@ def test_an_executor(node: Any) -> None:
 
 
 @pytest.mark.parametrize("node", ["local"], indirect=True)
-def test_an_executor_stops_what_is_left(node: Any) -> None:
+def test_an_executor_cancels_what_is_left(node: Any) -> None:
     pool = sync.Executor()
-    left = pool.submit(block)
+    future = pool.submit(block)
     pool.shutdown(cancel_futures=True)
-    assert left.cancelled()
+    assert future.cancelled()
 
 
-def test_what_was_given_that_is_no_handle(node: Any) -> None:
+def test_arguments_that_are_no_handles_are_refused(node: Any) -> None:
     for call in (sync.get, sync.wait, sync.as_completed):
         for wrong in (3, "abc", [3]):
-            with pytest.raises(aiogpu.errors.MisuseError, match=r"takes a|was given"):
+            with pytest.raises(errors.MisuseError, match=r"takes a|was given"):
                 list(call(wrong))  # type: ignore[call-overload, arg-type]
-    with pytest.raises(aiogpu.errors.MisuseError, match="no truth value"):
+    with pytest.raises(errors.MisuseError, match="no truth value"):
         bool(double.remote(1))
-    with pytest.raises(aiogpu.errors.MisuseError, match=r"asyncio\.wrap_future"):
+    with pytest.raises(errors.MisuseError, match=r"asyncio\.wrap_future"):
         double.remote(1).__await__()
-    with pytest.raises(aiogpu.errors.MisuseError, match=r"write `double\.remote"):
+    with pytest.raises(errors.MisuseError, match=r"write `double\.remote"):
         double(1)
 
 
@@ -288,12 +287,12 @@ def test_an_actor_ends_with_its_last_handle(node: Any) -> None:
     assert counter.add.remote().result() == 1
     assert sync.available_resources()["GPU"] == 0
     del counter
-    # It gets the GPU when the actor has given it back.
+    # The task gets the GPU when the actor has released it.
     assert double.options(num_gpus=1).remote(1).result(timeout=60) == 2
 
 
 @pytest.mark.parametrize("node", ["local"], indirect=True)
-def test_several_threads_call_at_once(node: Any) -> None:
+def test_threads_call_at_once(node: Any) -> None:
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         sums = pool.map(
             lambda k: sum(sync.get([double.remote(i) for i in range(50)])) + k, range(8)
@@ -301,7 +300,7 @@ def test_several_threads_call_at_once(node: Any) -> None:
         assert list(sums) == [2450 + k for k in range(8)]
 
 
-# Beside an event loop.
+# Beside an event loop
 
 
 @pytest.mark.usefixtures("no_leaks")
@@ -328,13 +327,11 @@ async def test_threads_beside_a_loop_use_its_node() -> None:
             lambda: double.remote(1),
             sync.status,
         ):
-            with pytest.raises(
-                aiogpu.errors.MisuseError, match="would block the event loop"
-            ):
+            with pytest.raises(errors.MisuseError, match="would block the event loop"):
                 call()
 
 
-# Whole programs.
+# Whole programs
 
 BEGIN = """
     import os, sys, threading, aiogpu, aiogpu.sync as ray
@@ -349,11 +346,11 @@ BEGIN = """
 """
 
 
-def test_a_program_that_opens_and_closes_nothing() -> None:
+def test_a_program_need_not_open_or_close_a_node() -> None:
     assert program.run(f"{BEGIN}\n    print(ray.get(double.remote(4)))") == "8\n"
 
 
-def test_a_mistake_leaves_no_thread() -> None:
+def test_a_failed_init_leaves_no_thread() -> None:
     source = f"""{BEGIN}
     for options in ({{"num_cpuz": 1}}, {{"preload": ["no_such_module"]}}):
         try:
@@ -364,7 +361,7 @@ def test_a_mistake_leaves_no_thread() -> None:
     assert program.run(source) == "OptionError 1 False\nPreloadError 1 False\n"
 
 
-def test_a_fork_has_no_node_of_its_own_unless_it_opens_one() -> None:
+def test_a_fork_has_no_node_unless_it_opens_one() -> None:
     source = f"""{BEGIN}
     with ray.init(num_cpus=1):
         print(ray.get(double.remote(1)), flush=True)
@@ -398,26 +395,26 @@ def test_ctrl_c_ends_a_program_and_its_tasks(opening: str) -> None:
     assert int(running.stdout.readline()) == running.pid
     children = psutil.Process(running.pid).children(recursive=True)
     running.send_signal(signal.SIGINT)
-    _, told = running.communicate(timeout=60)
-    assert told.rstrip().endswith("KeyboardInterrupt")
+    _, err = running.communicate(timeout=60)
+    assert err.rstrip().endswith("KeyboardInterrupt")
     assert running.returncode == -signal.SIGINT, "as without aiogpu"
-    _gone, alive = psutil.wait_procs(children, timeout=60)
+    _, alive = psutil.wait_procs(children, timeout=60)
     assert children
     assert not alive
 
 
-# The calls of `joblib.Parallel` as tasks.
+# Calls of `joblib.Parallel` as tasks
 
 
-def test_calls_are_tasks_in_order_with_their_errors(no_leaks: None) -> None:
+def test_joblib_runs_calls_as_tasks_in_order(no_leaks: None) -> None:
     joblib = pytest.importorskip("joblib", reason="joblib is not installed")
     importlib.import_module("aiogpu.joblib")
     call: Any = joblib.delayed
     with sync.init(num_cpus=2), joblib.parallel_config("aiogpu", num_cpus=1):
         assert joblib.effective_n_jobs(-1) == 2
-        found = joblib.Parallel(n_jobs=-1)(call(where)(i) for i in range(50))
-        assert [x for x, _ in found] == [*range(50)]
-        assert os.getpid() not in {pid for _, pid in found}
+        results = joblib.Parallel(n_jobs=-1)(call(where)(i) for i in range(50))
+        assert [x for x, _ in results] == [*range(50)]
+        assert os.getpid() not in {pid for _, pid in results}
         with pytest.raises(KeyError, match="3"):
             joblib.Parallel(n_jobs=2)(call(fail_at)(i, 3) for i in range(10))
         items = joblib.Parallel(n_jobs=2, return_as="generator")(

@@ -1,27 +1,32 @@
-"""`run_timeout` counts from a task's first line; errors tell the wait and the run."""
+"""`timeout`, `run_timeout` and `stop_grace` of tasks and calls."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import aiogpu
+from aiogpu.errors import NodeClosedError, NodeError
+from aiogpu.types import Node
 from tests.cli.box import box
 from tests.contract import option_tasks, tasks
 from tests.contract.node_here import node_here
 from tests.support.gate import Gate
 
-pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.either_loop]
+pytestmark = [
+    pytest.mark.usefixtures("no_leaks"),
+    pytest.mark.either_loop,
+    pytest.mark.aiogpu(num_cpus=2),
+]
 
 SHORT, LONG = 0.2, 1.0
 
 
 async def let_pass(seconds: float, gate: Gate) -> None:
-    """Wait, by a task whose time is up then."""
+    """Wait until a task's timeout ends it."""
     late = tasks.gated_coroutine.options(num_cpus=0, timeout=seconds)
     with pytest.raises(aiogpu.TaskTimeoutError):
         await late.remote(gate.path, "clock")
@@ -31,80 +36,70 @@ async def of_stream(stream: Any) -> list[int]:
     return [item async for item in stream]
 
 
-KINDS: dict[str, Callable[[Any, str], Awaitable[object]]] = {
-    "coroutine": lambda given, path: tasks.gated_coroutine.options(**given).remote(
-        path, "in"
-    ),
-    "stream": lambda given, path: of_stream(
-        option_tasks.items.options(**given).remote(path, "in")
-    ),
-    "map": lambda given, path: of_stream(
-        option_tasks.each.options(**given).map([path, path], chunk=2)
-    ),
-    "child": lambda given, path: option_tasks.parent.remote(path, "in", given),
-}
-
-
 @pytest.mark.needs("run times")
-@pytest.mark.parametrize("kind", KINDS)
-async def test_its_code_is_stopped_when_it_has_run_for_so_long(
-    address: str, kind: str, gate: Gate
-) -> None:
-    async with aiogpu.init(address=address, num_cpus=2), asyncio.timeout(30):
-        told = (
-            rf"did not end within its run_timeout of {SHORT} s: it waited \d+\.\d s "
-            r"for \{CPU: 1\} and ran \d+\.\d s\."
-        )
-        with pytest.raises(aiogpu.TaskTimeoutError, match=told):
-            await KINDS[kind]({"run_timeout": SHORT}, gate.path)
-        assert "in" in gate.pids
-        assert await tasks.add.remote(1) == 2
+@pytest.mark.parametrize("kind", ["coroutine", "stream", "map", "child"])
+async def test_run_timeout_stops_code(node: Node, kind: str, gate: Gate) -> None:
+    limit: Any = {"run_timeout": SHORT}
+    message = (
+        rf"did not end within its run_timeout of {SHORT} s: it waited \d+\.\d s "
+        r"for \{CPU: 1\} and ran \d+\.\d s\."
+    )
+    if kind == "coroutine":
+        work: Any = tasks.gated_coroutine.options(**limit).remote(gate.path, "in")
+    elif kind == "stream":
+        work = of_stream(option_tasks.items.options(**limit).remote(gate.path, "in"))
+    elif kind == "map":
+        each = option_tasks.each.options(**limit)
+        work = of_stream(each.map([gate.path] * 2, chunk=2))
+    else:
+        work = option_tasks.parent.remote(gate.path, "in", limit)
+    with pytest.raises(aiogpu.TaskTimeoutError, match=message):
+        await work
+    assert "in" in gate.pids
+    assert await tasks.add.remote(1) == 2
 
 
 @pytest.mark.needs("run times", "at once")
-async def test_plain_code_is_interrupted_and_killed(address: str, gate: Gate) -> None:
+async def test_run_timeout_stops_plain_code(node: Node, gate: Gate) -> None:
     options = {"run_timeout": SHORT, "cancel_grace": 0.1}
-    async with aiogpu.init(address=address, num_cpus=2):
-        for code in (tasks.gated, tasks.swallow):
-            with pytest.raises(aiogpu.TaskTimeoutError, match="run_timeout"):
-                await code.options(**options).remote(gate.path, "in")
+    for code in (tasks.gated, tasks.swallow):
+        with pytest.raises(aiogpu.TaskTimeoutError, match="run_timeout"):
+            await code.options(**options).remote(gate.path, "in")
 
 
 @pytest.mark.needs("run times", "at once")
-async def test_neither_a_wait_in_the_queue_nor_one_for_arguments_counts(
-    address: str, gate: Gate
-) -> None:
-    async with aiogpu.init(address=address, num_cpus=1):
-        holder = tasks.gated.remote(gate.path, "holder")
-        await gate.entered("holder")
-        timed = tasks.double.options(run_timeout=LONG)
-        waiting = [timed.remote(number) for number in range(20)]
-        waiting.append(timed.remote(holder))
-        await let_pass(LONG + 0.1, gate)
-        gate.release("holder")
-        assert await asyncio.gather(*waiting) == [*range(0, 40, 2), 2 * "holder"]
+@pytest.mark.aiogpu(num_cpus=1)
+async def test_run_timeout_does_not_count_waiting(node: Node, gate: Gate) -> None:
+    holder = tasks.gated.remote(gate.path, "holder")
+    await gate.entered("holder")
+    timed = tasks.double.options(run_timeout=LONG)
+    waiting = [timed.remote(number) for number in range(20)]
+    waiting.append(timed.remote(holder))
+    await let_pass(LONG + 0.1, gate)
+    gate.release("holder")
+    assert await asyncio.gather(*waiting) == [*range(0, 40, 2), 2 * "holder"]
 
 
 @pytest.mark.needs("at once")
-@pytest.mark.parametrize("is_begun", [True, False])
-async def test_a_timeout_tells_how_long_it_waited_and_how_long_it_ran(
-    address: str, is_begun: bool, gate: Gate
+@pytest.mark.parametrize("is_running", [True, False])
+@pytest.mark.aiogpu(num_cpus=1)
+async def test_a_timeout_tells_the_wait_and_the_run(
+    address: str, node: Node, is_running: bool, gate: Gate
 ) -> None:
-    async with aiogpu.init(address=address, num_cpus=1):
-        holder = None
-        if not is_begun:
-            holder = tasks.gated.remote(gate.path, "holder")
-            await gate.entered("holder")
-        late = tasks.gated_coroutine.options(timeout=SHORT)
-        ran = r"ran \d\.\d s" if is_begun else "did not begin"
-        told = rf"it waited \d\.\d s for \{{CPU: 1\}} and {ran}\."
-        if address == "ray":
-            told = "Ray does not tell"
-        with pytest.raises(aiogpu.TaskTimeoutError, match=told):
-            await late.remote(gate.path, "in")
-        if holder is not None:
-            gate.release("holder")
-            await holder
+    holder = None
+    if not is_running:
+        holder = tasks.gated.remote(gate.path, "holder")
+        await gate.entered("holder")
+    late = tasks.gated_coroutine.options(timeout=SHORT)
+    ran = r"ran \d\.\d s" if is_running else "did not begin"
+    message = rf"it waited \d\.\d s for \{{CPU: 1\}} and {ran}\."
+    if address == "ray":
+        message = "Ray does not tell"
+    with pytest.raises(aiogpu.TaskTimeoutError, match=message):
+        await late.remote(gate.path, "in")
+    if holder is not None:
+        gate.release("holder")
+        await holder
 
 
 CALLS: dict[str, tuple[type, dict[str, int], str]] = {
@@ -123,128 +118,116 @@ CALLS: dict[str, tuple[type, dict[str, int], str]] = {
         pytest.param("threads", marks=pytest.mark.needs("at once")),
     ],
 )
-async def test_a_call_of_an_actor_is_stopped_when_it_has_run_for_so_long(
-    address: str, kind: str, gate: Gate
+async def test_run_timeout_stops_a_call_of_an_actor(
+    node: Node, kind: str, gate: Gate
 ) -> None:
     cls, options, what_next = CALLS[kind]
     name = "coroutine" if kind == "coroutines" else "plain"
-    async with aiogpu.init(address=address, num_cpus=2):
-        actor = aiogpu.remote(**options)(cls).remote()  # type: ignore[call-overload]
-        told = (
-            rf"^{cls.__name__}.{name} did not end within its run_timeout of 0\.2 s: it "
-            rf"ran \d+\.\d s\. .*{what_next}\."
-        )
-        with pytest.raises(aiogpu.TaskTimeoutError, match=told):
-            await getattr(actor, name).remote(gate.path, "mine")
-        with pytest.raises(aiogpu.TaskTimeoutError, match=told):
-            await option_tasks.caller.remote(actor, name, gate.path, "task's")
-        assert {"mine", "task's"} <= set(gate.pids)
-        if kind == "coroutines":
-            await gate.entered("mine-cancelled", "task's-cancelled")
-        elif kind == "threads":
-            gate.release("mine", "task's")
-        assert await actor.quick.remote() == "quick"
-        failures = (await aiogpu.status()).failures
-        timed = [one.name for one in failures if "run_timeout" in one.message]
-        assert timed.count(f"{cls.__name__}.{name}") == 2
+    actor = aiogpu.remote(**options)(cls).remote()  # type: ignore[call-overload]
+    message = (
+        rf"^{cls.__name__}.{name} did not end within its run_timeout of 0\.2 s: it "
+        rf"ran \d+\.\d s\. .*{what_next}\."
+    )
+    with pytest.raises(aiogpu.TaskTimeoutError, match=message):
+        await getattr(actor, name).remote(gate.path, "mine")
+    with pytest.raises(aiogpu.TaskTimeoutError, match=message):
+        await option_tasks.caller.remote(actor, name, gate.path, "task's")
+    assert {"mine", "task's"} <= set(gate.pids)
+    if kind == "coroutines":
+        await gate.entered("mine-cancelled", "task's-cancelled")
+    elif kind == "threads":
+        gate.release("mine", "task's")
+    assert await actor.quick.remote() == "quick"
+    failures = (await aiogpu.status()).failures
+    timed = [failure.name for failure in failures if "run_timeout" in failure.message]
+    assert timed.count(f"{cls.__name__}.{name}") == 2
 
 
 @pytest.mark.needs("run times", "at once")
-async def test_the_run_of_a_stream_and_of_a_chunk_of_calls_is_limited_as_a_whole(
-    address: str, gate: Gate
+async def test_run_timeout_limits_a_stream_and_a_chunk_as_a_whole(
+    node: Node, gate: Gate
 ) -> None:
-    async with aiogpu.init(address=address, num_cpus=1):
-        actor = aiogpu.remote(option_tasks.Timed).remote()
-        items = actor.items.remote(gate.path, "stream")
-        assert await anext(items) == 0
-        with pytest.raises(aiogpu.TaskTimeoutError, match=r"Timed\.items did not"):
-            await anext(items)
-        with pytest.raises(aiogpu.TaskTimeoutError, match=r"Timed\.each did not"):
-            await of_stream(actor.each.map([gate.path] * 2, chunk=2))
-        assert "each" in gate.pids
+    actor = aiogpu.remote(option_tasks.Timed).remote()
+    items = actor.items.remote(gate.path, "stream")
+    assert await anext(items) == 0
+    with pytest.raises(aiogpu.TaskTimeoutError, match=r"Timed\.items did not"):
+        await anext(items)
+    with pytest.raises(aiogpu.TaskTimeoutError, match=r"Timed\.each did not"):
+        await of_stream(actor.each.map([gate.path] * 2, chunk=2))
+    assert "each" in gate.pids
 
 
 @pytest.mark.needs("run times", "at once")
-async def test_calls_that_wait_for_their_turn_have_all_of_it(
-    address: str, gate: Gate
-) -> None:
-    async with aiogpu.init(address=address, num_cpus=1):
-        actor = aiogpu.remote(option_tasks.Timed).remote()
-        slow = actor.plain.remote(gate.path, "slow")
-        waiting = [actor.quick.remote() for _ in range(20)]
-        with pytest.raises(aiogpu.TaskTimeoutError):
-            await slow
-        assert await asyncio.gather(*waiting) == ["quick"] * 20
+async def test_queued_calls_keep_their_full_run_timeout(node: Node, gate: Gate) -> None:
+    actor = aiogpu.remote(option_tasks.Timed).remote()
+    slow = actor.plain.remote(gate.path, "slow")
+    waiting = [actor.quick.remote() for _ in range(20)]
+    with pytest.raises(aiogpu.TaskTimeoutError):
+        await slow
+    assert await asyncio.gather(*waiting) == ["quick"] * 20
 
 
-# A task that knows that its program or node stops: `is_stopping`, `stop_grace`
+# Tasks that know that their program or node stops: `is_stopping`, `stop_grace`
 
 
 @pytest.mark.needs("stop graces")
-async def test_it_has_its_grace_when_the_node_is_closed(
-    address: str, gate: Gate
+async def test_stop_grace_delays_the_close_of_the_node(
+    address: str, node: Node, gate: Gate
 ) -> None:
     kinds: dict[str, Any] = {"soft": option_tasks.save}
-    if address != "inline":  # where one runs at a time
+    if address != "inline":  # an inline node runs one task at a time
         kinds |= {"plain": option_tasks.save_plainly}
-    async with aiogpu.init(address=address, num_cpus=2):
-        handles = [
-            kind.options(stop_grace=60).remote(gate.path, name)
-            for name, kind in kinds.items()
-        ]
-        await gate.entered(*(f"{name}-False" for name in kinds))
-        closing = asyncio.ensure_future(aiogpu.shutdown())
-        await gate.entered(*(f"{name}-told" for name in kinds))
-        assert not closing.done()
-        for name in kinds:
-            gate.release(f"{name}-told")
-        await gate.entered(*(f"{name}-saved" for name in kinds))
-        await closing
-        for handle in handles:
-            with pytest.raises(aiogpu.errors.NodeClosedError):
-                await handle
+    handles = [
+        kind.options(stop_grace=60).remote(gate.path, name)
+        for name, kind in kinds.items()
+    ]
+    await gate.entered(*(f"{name}-False" for name in kinds))
+    closing = asyncio.ensure_future(aiogpu.shutdown())
+    await gate.entered(*(f"{name}-told" for name in kinds))
+    assert not closing.done()
+    for name in kinds:
+        gate.release(f"{name}-told")
+    await gate.entered(*(f"{name}-saved" for name in kinds))
+    await closing
+    for handle in handles:
+        with pytest.raises(NodeClosedError):
+            await handle
 
 
 @pytest.mark.needs("stop graces")
-async def test_who_needs_longer_than_its_grace_is_stopped(
-    address: str, gate: Gate
-) -> None:
-    async with aiogpu.init(address=address, num_cpus=1):
-        handle = option_tasks.save.options(stop_grace=0.1).remote(gate.path, "in")
-        await gate.entered("in-False")
-        closing = asyncio.ensure_future(aiogpu.shutdown())
-        await gate.entered("in-told-cancelled")
-        await closing
-        assert "in-saved" not in gate.pids
-        assert handle.done()
+async def test_a_task_beyond_its_stop_grace_is_stopped(node: Node, gate: Gate) -> None:
+    handle = option_tasks.save.options(stop_grace=0.1).remote(gate.path, "in")
+    await gate.entered("in-False")
+    closing = asyncio.ensure_future(aiogpu.shutdown())
+    await gate.entered("in-told-cancelled")
+    await closing
+    assert "in-saved" not in gate.pids
+    assert handle.done()
 
 
 @pytest.mark.needs("stop graces")
 @pytest.mark.parametrize("kind", ["task", "method"])
-async def test_one_that_is_cancelled_knows_and_has_no_grace(
-    address: str, kind: str, gate: Gate
-) -> None:
-    async with aiogpu.init(address=address, num_cpus=2):
-        assert not aiogpu.get_runtime_context().is_stopping
-        if kind == "task":
-            call: Any = option_tasks.look_as_task.options(stop_grace=60)
-            handle = call.remote(gate.path, "in")
+async def test_cancel_gives_no_stop_grace(node: Node, kind: str, gate: Gate) -> None:
+    assert not aiogpu.get_runtime_context().is_stopping
+    if kind == "task":
+        call: Any = option_tasks.look_as_task.options(stop_grace=60)
+        handle = call.remote(gate.path, "in")
+        await gate.entered("in")
+        handle.cancel()
+        await gate.entered("in-True")
+    else:
+        async with option_tasks.Looking.remote() as actor:
+            handle = actor.look.remote(gate.path, "in")
             await gate.entered("in")
             handle.cancel()
-            await gate.entered("in-True")
-        else:
-            async with option_tasks.Looking.remote() as actor:
-                handle = actor.look.remote(gate.path, "in")
-                await gate.entered("in")
-                handle.cancel()
-                await gate.entered("in-False")  # the call ends, the actor goes on
-                assert await actor.is_stopping.remote() is False
+            await gate.entered("in-False")  # the call ends, the actor goes on
+            assert await actor.is_stopping.remote() is False
 
 
-async def test_the_tasks_of_a_program_that_leaves_are_told_alone(
+async def test_only_tasks_of_the_leaving_program_stop(
     tmp_path: Path, gate: Gate
 ) -> None:
-    """What it has left detached goes on, and so does what others have."""
+    """Its detached tasks go on, and so do tasks of other programs."""
     async with node_here(tmp_path) as here:
         async with here.join() as leaves:
             half = option_tasks.save.options(num_cpus=0.5)
@@ -264,8 +247,8 @@ async def test_the_tasks_of_a_program_that_leaves_are_told_alone(
         assert "kept-told" not in gate.pids
 
 
-async def test_a_drain_tells_all_and_waits_for_who_needs_longer(gate: Gate) -> None:
-    """The one that has no grace is stopped when the drain is over."""
+async def test_a_drain_waits_for_stop_graces(gate: Gate) -> None:
+    """A task without a grace is stopped when the drain is over."""
     with box() as here:
         await asyncio.to_thread(here.run, "start", "--head", "--num-cpus=2")
         with pytest.MonkeyPatch.context() as patch:
@@ -276,14 +259,13 @@ async def test_a_drain_tells_all_and_waits_for_who_needs_longer(gate: Gate) -> N
                 saves = patient.remote(gate.path, "in")
                 other = option_tasks.look_as_task.remote(gate.path, "other")
                 await gate.entered("in-False", "other")
-                stopping = asyncio.ensure_future(
-                    asyncio.to_thread(here.run, "stop", "--drain=0.5")
-                )
+                stop = asyncio.to_thread(here.run, "stop", "--drain=0.5")
+                stopping = asyncio.ensure_future(stop)
                 await gate.entered("in-told", "other-True")
                 assert not stopping.done()
                 gate.release("in-told")
                 await gate.entered("in-saved")
                 await stopping
                 for handle in (saves, other):
-                    with pytest.raises(aiogpu.errors.NodeError):
+                    with pytest.raises(NodeError):
                         await handle

@@ -1,8 +1,8 @@
-"""[B41] Sockets of a node: who is nobody it knows, who says nonsense, who forges it.
+"""[B41] Untrusted peers: unknown processes, garbage, forged nodes.
 
-A stranger gets nothing and harms nobody; a forged node is sent nothing, and nothing of
-it is unpickled; nothing is on a network. Where no second user can be had, as this user
-is not root, only what needs none is tested.
+An unknown process gets nothing and harms no other; programs send a forged node nothing
+and unpickle nothing of it; no socket is on a network. Tests with a second user need
+root.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
@@ -30,6 +30,7 @@ from aiogpu.cli.doctor import ask_node
 from aiogpu.cli.main import main
 from aiogpu.daemon.place import start_time
 from aiogpu.engines.node_connection import NodeConnection
+from aiogpu.errors import NodeError
 from aiogpu.memory.fd_passing import DescriptorSender
 from aiogpu.observe.status_codec import status_codec
 from aiogpu.serialization.payload import Contents, pack
@@ -48,13 +49,13 @@ from aiogpu.wire.messages import (
 )
 from benchmarks.processes import belonging, internet_sockets, listening
 from tests.cli.box import box
-from tests.contract import tasks, value_tasks
+from tests.contract import served, tasks, value_tasks
 from tests.contract.actor_classes import Async, Counter
 from tests.contract.forged_node import forged
-from tests.contract.node_here import Here, node_here
+from tests.contract.node_here import Here
 from tests.contract.raw_client import RawClient, Service, all_is_free, service, watching
 from tests.support.gate import Gate
-from tests.support.program import environment
+from tests.support.program import start
 from tests.support.until import until
 from tests.unit.wire.cases import CLIENT, NODE, WORKER, Case, kept
 from tests.unit.wire.spoiling import frames_in
@@ -69,36 +70,39 @@ SOON: Final = 0.05
 LARGE: Final = 1 << 20
 
 
-@pytest.fixture
-async def here(no_leaks: None, runtime_directory: Path) -> AsyncIterator[Here]:
-    async with node_here(runtime_directory) as opened:
-        yield opened
-
-
 def memory_of(here: Here) -> str:
-    """The path of the socket for descriptors."""
+    """Return the path of the socket for descriptors."""
     return descriptor_path(here.engine._supervisor.directory)
 
 
+def client_of(here: Here, **options: Any) -> RawClient:
+    return RawClient(Service(here.path, os.getpid()), **options)
+
+
 def connected(path: str) -> socket.socket:
-    found = socket.socket(socket.AF_UNIX)
-    found.settimeout(20)
-    found.connect(path)
-    return found
+    connection = socket.socket(socket.AF_UNIX)
+    connection.settimeout(20)
+    connection.connect(path)
+    return connection
+
+
+def trap_of(place: Path) -> tuple[str, str]:
+    """Return the paths of a node's socket and of the directory that a trap makes."""
+    return f"{place}/aiogpu/node.sock", str(place / "trap")
 
 
 @pytest.mark.parametrize("greets", [False, True])
-async def test_who_does_not_say_which_program_he_is_is_sent_away(
+async def test_a_silent_client_is_refused(
     greets: bool, here: Here, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with RawClient(Service(here.path, os.getpid())) as known:
+    with client_of(here) as known:
         await asyncio.to_thread(known.joined, only_looks=True)
         monkeypatch.setattr("aiogpu.runtime.callers.programs.WITHIN", SOON)
-        with RawClient(Service(here.path, os.getpid()), greets=greets) as silent:
-            (told,) = await asyncio.to_thread(silent.hear_all)
-            assert isinstance(told, Refused)
-            expected = f"the program did not identify itself within {SOON:g} s"
-            assert expected in told.reason
+        with client_of(here, greets=greets) as silent:
+            (answer,) = await asyncio.to_thread(silent.hear_all)
+            assert isinstance(answer, Refused)
+            reason = f"the program did not identify itself within {SOON:g} s"
+            assert reason in answer.reason
         known.say(Inquire(1, "resources", 0))
         answer = await asyncio.to_thread(known.hear, ChildDone)
         assert status_codec.load(answer.payload)["CPU"] == 2
@@ -107,9 +111,9 @@ async def test_who_does_not_say_which_program_he_is_is_sent_away(
     assert not clients._unnamed
 
 
-async def test_a_program_says_at_once_which_it_is(tmp_path: Path) -> None:
-    """Also where its loop is held up for long by what comes next."""
-    line = NodeConnection(asyncio.get_running_loop(), print, print)  # nobody speaks
+async def test_a_program_greets_at_once(tmp_path: Path) -> None:
+    """The greeting is sent even if the loop is busy for long afterwards."""
+    line = NodeConnection(asyncio.get_running_loop(), print, print)  # no answer comes
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(str(tmp_path / "s"))
         listening.listen()
@@ -125,16 +129,15 @@ async def test_a_program_says_at_once_which_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "said", [b"", b"\0", b"\xff" * 8, (1 << 26).to_bytes(8, "little"), bytes(8)]
+    "sent", [b"", b"\0", b"\xff" * 8, (1 << 26).to_bytes(8, "little"), bytes(8)]
 )
-async def test_who_is_nobody_gets_no_memory(
-    said: bytes, here: Here, monkeypatch: pytest.MonkeyPatch
+async def test_an_unknown_process_gets_no_memory(
+    sent: bytes, here: Here, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor does who says nothing."""
-    if not said:
+    if not sent:
         monkeypatch.setattr("aiogpu.runtime.objects.store.WITHIN", SOON)
     with connected(memory_of(here)) as stranger:
-        stranger.sendall(said)
+        stranger.sendall(sent)
         assert await asyncio.to_thread(stranger.recv, 1) == b""
 
 
@@ -148,23 +151,18 @@ with socket.socket(socket.AF_UNIX) as forger:
 """
 
 
-async def test_nobody_gets_memory_in_another_ones_name(
+async def test_a_process_gets_no_memory_in_anothers_name(
     here: Here, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with here.join():
         large = np.ones(LARGE, np.uint8)
         number = next(iter(here.engine._supervisor.clients.by_id))
-        # Of this process, but it has connected before.
+        # The number is this process's own, which has connected before.
         assert (await value_tasks.give.remote(large)).sum() == LARGE
         with connected(memory_of(here)) as second:
             second.sendall(number.to_bytes(8, "little"))
             assert await asyncio.to_thread(second.recv, 1) == b""
-        forger = subprocess.Popen(
-            [sys.executable, "-c", FORGER, memory_of(here), str(number)],
-            env=environment(),
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        forger = start(FORGER, memory_of(here), str(number))
         out, _ = await asyncio.to_thread(forger.communicate)
         assert out == "b''\n"
         assert f"refused shared memory to process {forger.pid}" in caplog.text
@@ -173,16 +171,16 @@ async def test_nobody_gets_memory_in_another_ones_name(
         assert large.sum() == LARGE
 
 
-async def test_garbage_for_descriptors_harms_nobody_else(
+async def test_garbage_for_descriptors_harms_no_other(
     here: Here, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.CRITICAL, "aiogpu")
     source = random.Random(5)
-    # By this name it is seen where a copy of it is left behind.
+    # `no_leaks` finds copies of the descriptor by this name.
     given = os.memfd_create("aiogpu-garbage")
     async with here.join():
         for turn in range(8):
-            with RawClient(Service(here.path, os.getpid())) as client:
+            with client_of(here) as client:
                 await asyncio.to_thread(client.joined)
                 with connected(memory_of(here)) as memory:
                     memory.sendall(client.number.to_bytes(8, "little"))
@@ -198,14 +196,15 @@ async def test_garbage_for_descriptors_harms_nobody_else(
     await until(lambda: not clients.by_id)
 
 
-@pytest.mark.parametrize("whose", ["the node", "a program"])
-async def test_nobody_claims_a_segment_of_another(whose: str, here: Here) -> None:
-    """Others would read that in place of what its owner writes."""
-    place = Service(here.path, os.getpid())
-    with RawClient(place) as owner, RawClient(place) as intruder:
+@pytest.mark.parametrize("owner_is", ["the node", "a program"])
+async def test_a_client_cannot_claim_anothers_segment(
+    owner_is: str, here: Here
+) -> None:
+    """Otherwise programs would read the intruder's segment instead of the owner's."""
+    with client_of(here) as owner, client_of(here) as intruder:
         await asyncio.to_thread(owner.joined)
         welcome = await asyncio.to_thread(intruder.joined)
-        claimed = 0 if whose == "the node" else owner.number
+        claimed = 0 if owner_is == "the node" else owner.number
         answers = []
         for client, segments_of in ((intruder, claimed), (owner, owner.number)):
             put = put_of(client.number, segments_of)
@@ -213,18 +212,16 @@ async def test_nobody_claims_a_segment_of_another(whose: str, here: Here) -> Non
                 pass_segment(memory, client.number, segments_of)
                 client.say(put, Inquire(2, "resources", 0))
                 answers.append(await asyncio.to_thread(client.hear, tuple))
-    refused, told = answers
+    refused, answer = answers
     assert isinstance(refused, Refused), refused
     assert "is not in use any more" in refused.reason
-    assert isinstance(told, ChildDone), told
+    assert isinstance(answer, ChildDone), answer
 
 
 @pytest.mark.parametrize("messages", [1, 3])
-async def test_descriptors_that_nobody_speaks_of_are_closed(
-    here: Here, messages: int
-) -> None:
+async def test_unused_descriptors_are_closed(here: Here, messages: int) -> None:
     given = os.memfd_create("aiogpu-unspoken")
-    with RawClient(Service(here.path, os.getpid())) as client:
+    with client_of(here) as client:
         await asyncio.to_thread(client.joined)
         with connected(memory_of(here)) as memory:
             memory.sendall(client.number.to_bytes(8, "little"))
@@ -233,7 +230,8 @@ async def test_descriptors_that_nobody_speaks_of_are_closed(
             client.say(put_of(client.number))
             assert await asyncio.to_thread(client.hear, Refused)
     await until(lambda: not here.engine._supervisor.clients.by_id)
-    assert held("aiogpu-unspoken") == 1
+    links = served.descriptors(os.getpid())
+    assert sum("aiogpu-unspoken" in link for link in links) == 1
     os.close(given)
 
 
@@ -245,22 +243,13 @@ async def test_a_deeply_nested_payload_disconnects_its_sender(
     for _ in range(depth):
         payload = pack(Contents(b"p", parts=(payload,)))
     async with here.join():
-        with RawClient(Service(here.path, os.getpid())) as client:
+        with client_of(here) as client:
             await asyncio.to_thread(client.joined)
             client.say(Put(-((client.number << NUMBER_BITS) + 1), payload))
-            told = await asyncio.to_thread(client.hear, Refused)
-            assert "nested more than 4 levels" in told.reason
+            refused = await asyncio.to_thread(client.hear, Refused)
+            assert "nested more than 4 levels" in refused.reason
         assert await value_tasks.give.remote(1) == 1
     assert not any(record.exc_info for record in caplog.records)
-
-
-def held(name: str) -> int:
-    """How many descriptors of this process lead to what is called so."""
-    found = 0
-    for descriptor in os.listdir("/proc/self/fd"):
-        with suppress(OSError):
-            found += name in os.readlink(f"/proc/self/fd/{descriptor}")
-    return found
 
 
 def pass_segment(memory: socket.socket, client: int, owner: int) -> None:
@@ -273,22 +262,22 @@ def pass_segment(memory: socket.socket, client: int, owner: int) -> None:
 
 
 def first_segment(owner: int) -> int:
-    """Id of the first segment that a process writes; the node's own is owner 0."""
+    """Return the id of the first segment that a process writes; the node is owner 0."""
     return FIRST_SEGMENT + (owner << OWNER_BITS) + 1
 
 
 def put_of(client: int, owner: int | None = None) -> Put:
-    """A value in the first segment of a process: its own, unless it claims another."""
+    """Make the message of a value in the first segment of its client, or of another."""
     segment = first_segment(client if owner is None else owner)
     contents = Contents(stream=b"x", segment=segment, size=4096, spans=(0, 4096))
     return Put(-((client << NUMBER_BITS) + 1), pack(contents))
 
 
-SAID: Final = {name: case for name, case in kept().items() if case.target == NODE}
+GARBAGE: Final = {name: case for name, case in kept().items() if case.target == NODE}
 
 
 FEW: Final = 8
-"""Of those that end a worker so many with every change."""
+"""Cases that end a worker and run by default."""
 
 
 @pytest.fixture
@@ -297,8 +286,8 @@ def node(no_leaks: None) -> Iterator[Service]:
         yield running
 
 
-def say(node: Service, case: Case, joins: bool) -> None:
-    """Say it to the socket for programs, at once or as one that has joined."""
+def send(node: Service, case: Case, joins: bool) -> None:
+    """Send garbage to the socket for programs, at once or after joining."""
     with RawClient(node, greets=joins) as client, suppress(ConnectionError):
         data = case.data
         if joins:
@@ -312,42 +301,41 @@ def say(node: Service, case: Case, joins: bool) -> None:
 
 
 @pytest.mark.parametrize("joins", [False, True])
-async def test_said_by_a_program_it_harms_nobody_else(
+async def test_garbage_from_a_program_harms_no_other(
     node: Service, joins: bool
 ) -> None:
     async with watching(node):
-        for case in SAID.values():
-            saying = asyncio.to_thread(say, node, case, joins)
-            served = tasks.add.remote(1, 2)
-            await saying
-            assert await served == 3
+        for case in GARBAGE.values():
+            sending = asyncio.to_thread(send, node, case, joins)
+            other = tasks.add.remote(1, 2)
+            await sending
+            assert await other == 3
 
 
 def of_workers(is_all: bool) -> list[bytes]:
-    """What follows the greeting, in those that are not of another role."""
-    found = [
+    """Return the bytes after the greeting, of the cases that a worker may send."""
+    garbage = [
         b"".join(frames_in(case.data)[1:])
-        for _, case in sorted(SAID.items(), key=lambda it: crc32(it[0].encode()))
+        for _, case in sorted(GARBAGE.items(), key=lambda item: crc32(item[0].encode()))
         if CLIENT.encode() not in case.data
     ]
-    mine = {b"".join(case.data for case in kept().values() if case.target == WORKER)}
-    said = [data for data in found if data]
-    return said + sorted(mine) if is_all else said[:FEW]
+    own = b"".join(case.data for case in kept().values() if case.target == WORKER)
+    garbage = [data for data in garbage if data]
+    return [*garbage, own] if is_all else garbage[:FEW]
 
 
 @pytest.mark.parametrize("is_all", [False, pytest.param(True, marks=pytest.mark.slow)])
-async def test_said_by_a_worker_it_ends_that_worker_alone(
+async def test_garbage_from_a_worker_ends_that_worker_alone(
     is_all: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    said = of_workers(is_all)
-    assert len(said) >= FEW
+    garbage = of_workers(is_all)
+    assert len(garbage) >= FEW
     async with aiogpu.init(num_cpus=2, log_to_driver=False):
-        for data in said:
-            spoilt = tasks.say_as_a_worker.remote(data)
-            served = tasks.add.remote(1, 2)
-            assert await served == 3
+        for data in garbage:
+            lost = tasks.say_as_a_worker.remote(data)
+            assert await tasks.add.remote(1, 2) == 3
             with suppress(aiogpu.AiogpuError):
-                await spoilt
+                await lost
         await all_is_free()
         assert await tasks.add.remote(3, 4) == 7
     assert not any(record.exc_info for record in caplog.records)
@@ -359,23 +347,15 @@ NOBODY: Final = 65534
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root has a second user")
 
 
-COMMANDS: Final = [
-    ["status"],
-    ["status", "--json"],
-    ["list", "tasks"],
-    ["top"],
-    ["why", "1"],
-    ["timeline", "-"],
-    ["logs"],
-    ["run", "--", "true"],
-    ["stop"],
-    ["stop", "--force"],
-]
+COMMANDS: Final = (
+    *("status", "status --json", "list tasks", "top", "why 1", "timeline -", "logs"),
+    *("run -- true", "stop", "stop --force"),
+)
 
 
 @pytest.fixture
 def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A runtime directory in which everybody may write, as /tmp is one."""
+    """Make a runtime directory in which every user may write, like /tmp."""
     # Not pytest's own, which lies in a directory that no other user can enter.
     directory = Path(tempfile.mkdtemp(prefix="agf-", dir="/tmp"))
     directory.chmod(0o1777)
@@ -387,7 +367,7 @@ def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def victim() -> Iterator[subprocess.Popen[bytes]]:
-    """A process that nobody is to signal."""
+    """Start a process that must not be signalled."""
     with subprocess.Popen(["sleep", "600"]) as process:
         yield process
         process.kill()
@@ -408,7 +388,7 @@ def pidfile_of(victim: subprocess.Popen[bytes], socket: str) -> dict[str, Any]:
 def command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str
 ) -> tuple[int, str]:
-    """Run an `aiogpu` command in this process; gives its exit code and complaints."""
+    """Run an `aiogpu` command in this process; return its exit code and errors."""
     monkeypatch.setattr(sys, "argv", ["aiogpu", *arguments])
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, [])
     try:
@@ -427,9 +407,9 @@ def command(
 async def test_no_program_joins_in_another_users_directory(
     mode: int, is_named: bool, place: Path
 ) -> None:
-    path, trap = f"{place}/aiogpu/node.sock", str(place / "trap")
+    path, trap = trap_of(place)
     with forged(path, uid=NOBODY, makes=mode, trap=trap) as forger:
-        with pytest.raises(aiogpu.errors.NodeError) as error:
+        with pytest.raises(NodeError) as error:
             await aiogpu.init(address=path if is_named else "auto")
         assert f"{place}/aiogpu belongs to uid {NOBODY}" in str(error.value)
         assert f"and this is uid {os.geteuid()}" in str(error.value)
@@ -445,15 +425,15 @@ def test_no_command_asks_in_another_users_directory(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    path, trap = f"{place}/aiogpu/node.sock", str(place / "trap")
+    path, trap = trap_of(place)
     pidfile = pidfile_of(victim, path)
     with forged(path, uid=NOBODY, makes=0o755, trap=trap, pidfile=pidfile) as forger:
         for arguments in COMMANDS:
-            code, told = command(monkeypatch, capsys, *arguments)
-            assert code == (125 if arguments[0] == "run" else 1), arguments
-            assert f"{place}/aiogpu belongs to uid {NOBODY}" in told, arguments
+            code, message = command(monkeypatch, capsys, *arguments.split())
+            assert code == (125 if "run" in arguments else 1), arguments
+            assert f"{place}/aiogpu belongs to uid {NOBODY}" in message, arguments
         code, _ = command(monkeypatch, capsys, "gpus")
-        assert code == 0, "GPUs are shown without asking"
+        assert code == 0, "`gpus` asks no node"
         assert f"{place}/aiogpu belongs to uid {NOBODY}" in asyncio.run(ask_node()).note
         assert forger.sent() == 0
     assert not os.path.exists(trap)
@@ -461,50 +441,48 @@ def test_no_command_asks_in_another_users_directory(
 
 
 @as_root
-async def test_another_user_listens_at_a_socket_of_this_users(place: Path) -> None:
-    """The directory is in order: only the kernel tells who listens."""
-    path, trap = f"{place}/aiogpu/node.sock", str(place / "trap")
+async def test_no_program_joins_a_socket_of_another_user(place: Path) -> None:
+    """The directory is this user's: only the kernel tells who listens."""
+    path, trap = trap_of(place)
     (place / "aiogpu").mkdir(0o700)
     with forged(path, uid=NOBODY, trap=trap) as forger:
-        with pytest.raises(aiogpu.errors.NodeError) as error:
+        with pytest.raises(NodeError) as error:
             await aiogpu.init(address=path)
-        told = f"listens at {path} (pid {forger.pid}) belongs to uid {NOBODY}"
-        assert told in str(error.value)
+        message = f"listens at {path} (pid {forger.pid}) belongs to uid {NOBODY}"
+        assert message in str(error.value)
         assert await asyncio.to_thread(forger.sent) == 0
     assert not os.path.exists(trap)
 
 
 @pytest.mark.parametrize("kind", ["open", "linked", "socket linked"])
-async def test_a_place_into_which_others_could_reach(kind: str, place: Path) -> None:
-    path, trap = f"{place}/aiogpu/node.sock", str(place / "trap")
+async def test_no_program_joins_in_an_unsafe_directory(kind: str, place: Path) -> None:
+    path, trap = trap_of(place)
     (place / "real").mkdir(0o700)
     if kind == "linked":
         (place / "aiogpu").symlink_to("real")
     else:
-        (place / "aiogpu").mkdir(0o770 if kind == "open" else 0o700)
+        (place / "aiogpu").mkdir()
         (place / "aiogpu").chmod(0o770 if kind == "open" else 0o700)
     at = path
     if kind == "socket linked":
         at = f"{place}/real/node.sock"
         os.symlink(at, path)
     with forged(at, trap=trap) as forger:
-        with pytest.raises(aiogpu.errors.NodeError) as error:
+        with pytest.raises(NodeError) as error:
             await aiogpu.init(address="auto")
-        told = "has mode 0770" if kind == "open" else "is a symbolic link"
-        assert told in str(error.value)
+        reason = "has mode 0770" if kind == "open" else "is a symbolic link"
+        assert reason in str(error.value)
         assert await asyncio.to_thread(forger.sent) == 0
     assert not os.path.exists(trap)
 
 
 @pytest.mark.parametrize("trapped", ["ledger", "answer"])
-async def test_what_a_node_says_of_itself_is_never_unpickled(
-    trapped: str, place: Path
-) -> None:
-    path, trap = f"{place}/aiogpu/node.sock", str(place / "trap")
+async def test_a_nodes_status_is_never_unpickled(trapped: str, place: Path) -> None:
+    path, trap = trap_of(place)
     (place / "aiogpu").mkdir(0o700)
     with forged(path, trap=trap, trapped=trapped):
         if trapped == "ledger":
-            with pytest.raises(aiogpu.errors.NodeError, match="understood"):
+            with pytest.raises(NodeError, match="understood"):
                 await aiogpu.init(address="auto")
         else:
             session = await aiogpu.init(address="auto")
@@ -521,20 +499,19 @@ def test_stop_signals_no_process_that_is_not_the_node(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Also where the directory and the pidfile are this user's."""
+    """Not even if the directory and the pidfile are this user's."""
     monkeypatch.setattr("aiogpu.daemon.stop.SLACK", SOON)
     path = f"{place}/aiogpu/node.sock"
     (place / "aiogpu").mkdir(0o700)
     with forged(path, pidfile=pidfile_of(victim, path)):
+        reason = f"process {victim.pid}, which is not the node of {path}"
         for arguments in (["stop"], ["stop", "--force"]):
-            code, told = command(monkeypatch, capsys, *arguments)
-            assert code == 1
-            assert f"process {victim.pid}, which is not the node of {path}" in told
+            code, message = command(monkeypatch, capsys, *arguments)
+            assert (code, reason in message) == (1, True), message
         if os.geteuid() == 0:
             os.chown(f"{place}/aiogpu/node.pid", NOBODY, NOBODY)
-            code, told = command(monkeypatch, capsys, "stop")
-            assert code == 1
-            assert f"node.pid belongs to uid {NOBODY}" in told
+            code, message = command(monkeypatch, capsys, "stop")
+            assert (code, f"node.pid belongs to uid {NOBODY}" in message) == (1, True)
     assert victim.poll() is None
 
 
@@ -554,31 +531,37 @@ LOOPBACK = {socket.AF_INET: "127.0.0.1", socket.AF_INET6: "::1"}
 
 
 async def be_busy(gate: Gate) -> list[object]:
-    """Workers that run tasks, and actors; to be kept."""
-    actors = [Counter.remote(), Async.remote()]
-    handles = [actor.gated.remote(gate.path, "actor") for actor in actors[:1]]
-    handles += [
+    """Have workers run tasks and actors; return the handles, to be kept."""
+    counter, coroutines = Counter.remote(), Async.remote()
+    handles = [
         tasks.gated.options(num_gpus=share, num_cpus=0).remote(gate.path, "task")
         for share in (0.5, 0)
     ]
-    assert await actors[1].add.remote() == 1
-    await gate.entered("actor", "task", "task")
-    return [*actors, *handles]
+    call = counter.gated.remote(gate.path, "actor")
+    assert await coroutines.add.remote() == 1
+    await gate.entered("actor", "task")
+    return [counter, coroutines, call, *handles]
 
 
-@pytest.mark.fresh  # what it has is found by what it was started with
+def check_sockets(directory: str, kinds: set[str], gate: Gate) -> set[str]:
+    """Check that a node's processes listen in its directory alone; return where."""
+    processes = belonging(directory)
+    pids = [HERE, *(process.pid for process in processes)]
+    assert {process.kind for process in processes} >= kinds
+    assert internet_sockets(pids) == []
+    places = listening(pids) - {gate.path}
+    assert places
+    assert all(path.startswith(f"{directory}/") for path in places), places
+    return places
+
+
+@pytest.mark.fresh  # its processes are found by their command lines
 async def test_a_node_in_a_program_is_on_no_network(
     no_leaks: None, runtime_directory: Path, gate: Gate
 ) -> None:
     async with aiogpu.init(num_cpus=2, num_gpus=1):
         kept = await be_busy(gate)
-        found = belonging(str(runtime_directory))
-        pids = [HERE, *(process.pid for process in found)]
-        assert {process.kind for process in found} >= {"workers", "keepers", "zygotes"}
-        assert internet_sockets(pids) == []
-        places = listening(pids) - {gate.path}
-        assert places
-        assert all(path.startswith(f"{runtime_directory}/") for path in places), places
+        check_sockets(str(runtime_directory), {"workers", "keepers", "zygotes"}, gate)
         gate.release("actor", "task")
         del kept
 
@@ -589,21 +572,15 @@ async def test_a_service_and_its_programs_are_on_no_network(gate: Gate) -> None:
         await asyncio.to_thread(here.run, "start", "--head", *options)
         async with aiogpu.init(address=here.place.socket):
             kept = await be_busy(gate)
-            found = belonging(here.directory)
-            pids = [HERE, *(process.pid for process in found)]
-            parts = {"nodes", "workers", "keepers", "zygotes"}
-            assert {process.kind for process in found} >= parts
-            assert internet_sockets(pids) == []
-            places = listening(pids) - {gate.path}
-            assert here.place.socket in places
-            assert all(path.startswith(f"{here.directory}/") for path in places)
+            kinds = {"nodes", "workers", "keepers", "zygotes"}
+            assert here.place.socket in check_sockets(here.directory, kinds, gate)
             gate.release("actor", "task")
             del kept
 
 
 @pytest.mark.parametrize("kind", [socket.SOCK_STREAM, socket.SOCK_DGRAM], ids=str)
 @pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6], ids=str)
-def test_one_on_the_loopback_would_be_seen(
+def test_a_loopback_socket_would_be_seen(
     family: socket.AddressFamily, kind: socket.SocketKind
 ) -> None:
     try:
@@ -612,14 +589,14 @@ def test_one_on_the_loopback_would_be_seen(
             opened.bind((LOOPBACK[family], 0))
             if kind is socket.SOCK_STREAM:
                 opened.listen()
-            (told,) = internet_sockets([HERE])
-            assert str(HERE) in told
+            (line,) = internet_sockets([HERE])
+            assert str(HERE) in line
     except OSError:
         pytest.skip("this machine has no such addresses")
     assert internet_sockets([HERE]) == []
 
 
-def test_one_without_a_file_would_be_seen() -> None:
+def test_an_abstract_socket_would_be_seen() -> None:
     with socket.socket(socket.AF_UNIX) as opened:
         opened.bind(f"\0aiogpu-test-{HERE}")
         opened.listen()

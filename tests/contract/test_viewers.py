@@ -1,6 +1,6 @@
-"""A node inside a program answers commands on its own socket, and harms nobody by it.
+"""A node inside a program answers commands on its own socket, at little cost.
 
-Found by them: `tests/cli/test_embedded_nodes.py`.
+How commands find the node: `tests/cli/test_embedded_nodes.py`.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class Embedded:
     """The node inside this program.
 
     Attributes:
-        service: its own socket, as commands find it.
+        service: the node's own socket, as commands find it.
         engine: the node.
-        answers: how long each status took that it was asked for.
+        answers: seconds that each answer to a request for the status took.
     """
 
     engine: LocalEngine
@@ -70,8 +70,8 @@ class Embedded:
 
     @property
     def viewers(self) -> int:
-        found = self.engine._supervisor._viewers
-        return 0 if found is None else len(found._viewers)
+        viewers = self.engine._supervisor._viewers
+        return 0 if viewers is None else len(viewers._viewers)
 
 
 @pytest.fixture
@@ -82,11 +82,19 @@ async def node(no_leaks: None) -> AsyncIterator[Embedded]:
         yield Embedded(engine)
 
 
+async def refusal_of(client: RawClient, *, is_alone: bool = True) -> str:
+    """Return why the node refused a client: its last message, or its only one."""
+    *others, last = await asyncio.to_thread(client.hear_all)
+    assert not (is_alone and others)
+    assert isinstance(last, Refused)
+    return last.reason
+
+
 def ask(viewer: RawClient, count: int = 1, first: int = 1) -> None:
     viewer.say(*(Inquire(first + n, "status", 0) for n in range(count)))
 
 
-async def test_a_viewer_asks_and_leaves(node: Embedded) -> None:
+async def test_a_viewer_gets_answers_and_leaves(node: Embedded) -> None:
     with RawClient(node.service) as viewer:
         welcome = await asyncio.to_thread(viewer.joined, only_looks=True)
         assert welcome.node == node.engine.home
@@ -97,7 +105,7 @@ async def test_a_viewer_asks_and_leaves(node: Embedded) -> None:
         failed = await asyncio.to_thread(viewer.hear, ChildFailed)
         assert "cannot answer 'weather'" in str(failed)
         answer = await asyncio.to_thread(viewer.hear, ChildDone)
-        assert not status_codec.load(answer.payload), "nothing has run there"
+        assert not status_codec.load(answer.payload), "no task has run"
         viewer.say(Depart())
         await asyncio.to_thread(viewer.hear, Departed)
         assert node.viewers == 1
@@ -105,7 +113,7 @@ async def test_a_viewer_asks_and_leaves(node: Embedded) -> None:
 
 
 @pytest.mark.parametrize(
-    ("joins", "said", "told"),
+    ("joins", "message", "refusal"),
     [
         (False, Inquire(1, "status", 0), "takes no work"),
         (True, Submit(0, 1, 1, b""), "takes no work"),
@@ -113,88 +121,80 @@ async def test_a_viewer_asks_and_leaves(node: Embedded) -> None:
     ],
     ids=["unknown", "work", "huge"],
 )
-async def test_who_wants_more_than_answers_is_told_and_cut_off(
-    node: Embedded, joins: bool, said: Any, told: str
+async def test_a_viewer_that_asks_for_work_is_cut_off(
+    node: Embedded, joins: bool, message: Any, refusal: str
 ) -> None:
     with RawClient(node.service) as viewer:
         if joins:
             await asyncio.to_thread(viewer.joined, only_looks=True)
-        if isinstance(said, bytes):
-            viewer.socket.sendall(said)
+        if isinstance(message, bytes):
+            viewer.socket.sendall(message)
         else:
-            viewer.say(said)
-        *_, last = await asyncio.to_thread(viewer.hear_all)
-        assert isinstance(last, Refused)
-        assert told in last.reason
+            viewer.say(message)
+        assert refusal in await refusal_of(viewer, is_alone=False)
     await until(lambda: not node.viewers)
     assert await tasks.add.remote(1, 2) == 3
 
 
-async def test_a_program_cannot_work_there(node: Embedded) -> None:
-    with RawClient(node.service) as program:
-        program.join(only_looks=False)
-        (last,) = await asyncio.to_thread(program.hear_all)
-        assert isinstance(last, Refused)
-        assert "`aiogpu start --head` starts a node for several" in last.reason
-    with RawClient(node.service) as old:
-        old.join(only_looks=True, release="0.0.1")
-        (last,) = await asyncio.to_thread(old.hear_all)
-        assert isinstance(last, Refused)
-        assert "this command 0.0.1" in last.reason
+async def test_a_program_may_not_join_an_embedded_node(node: Embedded) -> None:
+    refusals: dict[str, dict[str, Any]] = {
+        "`aiogpu start --head` starts a node for several": {"only_looks": False},
+        "this command 0.0.1": {"only_looks": True, "release": "0.0.1"},
+    }
+    for refusal, request in refusals.items():
+        with RawClient(node.service) as client:
+            client.join(**request)
+            assert refusal in await refusal_of(client)
 
 
-async def test_who_says_nothing_is_sent_away(
+async def test_a_silent_client_is_sent_away(
     node: Embedded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(viewers, "WITHIN", 0.05)
     with RawClient(node.service) as silent:
-        (last,) = await asyncio.to_thread(silent.hear_all)
-        assert isinstance(last, Refused)
-        assert "identify itself in 0.05 s" in last.reason
+        assert "identify itself in 0.05 s" in await refusal_of(silent)
 
 
-async def test_there_are_only_so_many(node: Embedded) -> None:
+async def test_the_number_of_viewers_is_limited(node: Embedded) -> None:
     with ExitStack() as ends:
         for _ in range(viewers.MOST):
-            one = ends.enter_context(RawClient(node.service))
-            await asyncio.to_thread(one.joined, only_looks=True)
+            viewer = ends.enter_context(RawClient(node.service))
+            await asyncio.to_thread(viewer.joined, only_looks=True)
         with RawClient(node.service) as last:
-            (told,) = await asyncio.to_thread(last.hear_all)
-            assert isinstance(told, Refused)
-            assert "16 commands are watching this node already" in told.reason
+            refusal = await refusal_of(last)
+            assert "16 commands are watching this node already" in refusal
     await until(lambda: not node.viewers)
-    with RawClient(node.service) as next_one:
-        await asyncio.to_thread(next_one.joined, only_looks=True)
+    with RawClient(node.service) as viewer:
+        await asyncio.to_thread(viewer.joined, only_looks=True)
 
 
-async def test_a_flood_of_questions_takes_a_small_part_of_the_time(
+async def test_a_flood_of_questions_takes_little_time(
     node: Embedded,
 ) -> None:
     with RawClient(node.service) as flood, RawClient(node.service) as other:
-        for one in (flood, other):
-            await asyncio.to_thread(one.joined, only_looks=True)
-        sending = asyncio.to_thread(ask, flood, MANY)
-        sent = asyncio.ensure_future(sending)
+        for client in (flood, other):
+            await asyncio.to_thread(client.joined, only_looks=True)
+        sent = asyncio.ensure_future(asyncio.to_thread(ask, flood, MANY))
         await until(lambda: node.answers)
         began, before = time.perf_counter(), len(node.answers)
         for _ in range(CALLS):
             assert await tasks.add.remote(1, 2) == 3
         took = time.perf_counter() - began
         answers = node.answers[before:]
-        # One of them may have been under way at the beginning, and one at the end.
+        # An answer may have been in progress at the beginning, and at the end.
         assert len(answers) <= took / viewers.LEAST_PAUSE + 2
         assert sum(answers) <= took / viewers.SHARE + 2 * max(answers, default=0.0)
         ask(other)
         await asyncio.to_thread(other.hear, ChildDone)
-        assert len(node.answers) < MANY / 2, "the other one has waited for the flood"
-        flood.socket.shutdown(2)  # what it still sends fails
+        assert len(node.answers) < MANY / 2, "the other client waited for the flood"
+        flood.socket.shutdown(2)  # further questions fail
         await asyncio.wait([sent])
         sent.exception()
     await until(lambda: not node.viewers)
 
 
 @pytest.mark.parametrize("asks", [0, 1, MANY])
-async def test_a_viewer_that_reads_nothing_does_not_delay_the_end(asks: int) -> None:
+async def test_a_viewer_that_does_not_read_delays_no_close(asks: int) -> None:
     async with aiogpu.init(address="local", num_cpus=2, log_to_driver=False) as here:
         engine = current_session().engine
         assert isinstance(engine, LocalEngine)

@@ -1,7 +1,7 @@
-"""[B26] [B44] What NVML shows of GPUs, and what follows; NVML is a stub.
+"""[B26] [B44] How a node reacts to what NVML shows; NVML is a stub.
 
 A share comes back when NVML agrees; GPUs that are sick, lost or used by others get no
-new tasks; what outgrows its reservation is ended.
+new tasks; a task that outgrows its reservation is ended.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.either_loop
 
 @pytest.fixture(scope="session")
 def own_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A stub of another name, by which no other test of this process finds it."""
+    """Build a stub with a name of its own, so that other tests do not load it."""
     folder = tmp_path_factory.mktemp("nvml")
     return compile_stub(folder, soname="libaiogpu-nvml-stub.so")
 
@@ -41,7 +41,7 @@ def own_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def nvml(
     own_library: Path, no_leaks: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> StubNvml:
-    """A box with one GPU, as this process sees it; it is not looked at by the clock."""
+    """Show this process one GPU, which no timer looks at."""
     for name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv(STATE, str(tmp_path / "nvml.state"))
@@ -55,6 +55,7 @@ def nvml(
 
 
 async def until(is_so: Callable[[NodeStatus], object]) -> NodeStatus:
+    """Wait until the status fulfils a condition; return the status."""
     async with asyncio.timeout(60):
         while not is_so(status := await aiogpu.status()):
             await asyncio.sleep(0)
@@ -62,22 +63,22 @@ async def until(is_so: Callable[[NodeStatus], object]) -> NodeStatus:
 
 
 def is_free(status: NodeStatus) -> bool:
-    """Nobody holds a share of any device."""
+    """Tell if no share of any device is held."""
     return all(device.free == 1 for device in status.devices)
 
 
 def settling(status: NodeStatus) -> list[object]:
-    """The workers that have ended, and whose shares are not free yet."""
+    """Return the workers that have ended, and still hold their shares."""
     return [worker for worker in status.workers if worker.state == "settling"]
 
 
 def watches() -> bool:
-    """There is a thread that asks drivers."""
-    return any(each.name == "aiogpu-devices" for each in threading.enumerate())
+    """Tell if a thread asks drivers."""
+    return any(thread.name == "aiogpu-devices" for thread in threading.enumerate())
 
 
 @pytest.mark.parametrize("share", [1, 0.5])
-async def test_a_share_is_held_until_nvml_lists_its_process_no_more(
+async def test_a_share_is_held_while_nvml_lists_its_process(
     share: float, nvml: StubNvml
 ) -> None:
     async with aiogpu.init(num_cpus=2):
@@ -85,11 +86,9 @@ async def test_a_share_is_held_until_nvml_lists_its_process_no_more(
         await leave_behind.options(num_gpus=share).remote()
         status = await until(settling)
         assert (await aiogpu.available_resources())["GPU"] == 1 - share
-        device, held = (line.split() for line in str(status).splitlines()[-2:])
-        left = f"{1 - share:g}"
-        assert device[:6] == ["GPU", "0", left, "free", "NVIDIA", "A100-SXM4-40GB"]
-        agrees = ["(ended)", "until", "its", "driver", "agrees"]
-        assert held == [f"{share:g}", *agrees]
+        device, holder = (" ".join(x.split()) for x in str(status).splitlines()[-2:])
+        assert device.startswith(f"GPU 0 {1 - share:g} free NVIDIA A100-SXM4-40GB ")
+        assert holder == f"{share:g} (ended) until its driver agrees"
         following = visible.options(num_gpus=1).remote()
         assert str(await following.why()).endswith(
             f"\n    {share:g} of GPU 0: held by a process that has ended, until its "
@@ -105,37 +104,35 @@ async def test_a_share_is_held_until_nvml_lists_its_process_no_more(
 
 @pytest.mark.whole
 @pytest.mark.parametrize(("share", "is_lost"), [(1, False), (0.5, False), (1, True)])
-async def test_past_the_limit_a_gpu_is_set_aside_with_the_reason(
+async def test_a_gpu_is_set_aside_past_the_limit(
     share: float, is_lost: bool, nvml: StubNvml, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And at once, if it is lost."""
+    """A lost GPU is set aside at once."""
     monkeypatch.setattr(release, "LIMIT", 99.0 if is_lost else 0.125)
     monkeypatch.setattr(release, "ASIDE", 0.01)
     async with aiogpu.init(num_cpus=2):
         pid = await leave_behind.options(num_gpus=share).remote(lost=is_lost)
         status = await until(lambda status: status.devices[0].aside)
         listed = f"of what has ended, the driver still lists pid {pid} with 1024 MiB"
-        reason = (
-            "GPU 0: the driver calls it lost (GPU is lost)"
-            if is_lost
-            else f"GPU 0: {listed} (1073741824 bytes)"
-        )
+        reason = f"GPU 0: {listed} (1073741824 bytes)"
+        if is_lost:
+            reason = "GPU 0: the driver calls it lost (GPU is lost)"
         (device,) = status.devices
         assert (device.aside, device.free) == (reason, 0)
         assert str(status).endswith(f"\n  set aside: {reason}")
         assert (status.available["GPU"], settling(status)) == (0, [])
         following = visible.options(num_gpus=0.25).remote()
-        told, share_left, why = str(await following.why()).splitlines()
-        assert told.endswith("for {CPU: 1, GPU: 0.25}")
-        assert share_left == "  GPU 0.25: 0 of 1 free (0: set aside)"
-        assert why == f"    set aside: {reason}"
+        first, *rest = str(await following.why()).splitlines()
+        assert first.endswith("for {CPU: 1, GPU: 0.25}")
+        shortage = "  GPU 0.25: 0 of 1 free (0: set aside)"
+        assert rest == [shortage, f"    set aside: {reason}"]
         assert (await aiogpu.status()).waiting_count == 1
         show()
         assert await following == "0"
         assert (await until(is_free)).devices[0].aside is None
 
 
-async def test_the_other_gpus_are_used_meanwhile(
+async def test_other_gpus_are_used_meanwhile(
     nvml: StubNvml, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(release, "LIMIT", 0.05)
@@ -148,22 +145,22 @@ async def test_the_other_gpus_are_used_meanwhile(
 
 
 @pytest.mark.parametrize("share", [1, 0.5])
-async def test_a_process_listed_before_the_task_is_not_left_over_of_it(
+async def test_a_process_listed_before_the_task_is_ignored(
     share: float, nvml: StubNvml, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It cannot be seen from here, like a process of another container."""
+    """The process is invisible here, like a process of another container."""
     monkeypatch.setattr(release, "LIMIT", 0.125)
     process = await asyncio.create_subprocess_exec("true")
     await process.wait()
     show({process.pid: 1})
     async with aiogpu.init(num_cpus=2):
         await grow.options(num_gpus=share).remote(process.pid)
-        status = await until(lambda it: is_free(it) or it.devices[0].aside)
+        status = await until(lambda seen: is_free(seen) or seen.devices[0].aside)
         (device,) = status.devices
         assert (device.aside, device.is_unverified) == (None, False)
 
 
-async def test_an_nvml_that_fails_midway_leaves_the_status_unverified(
+async def test_a_failing_nvml_leaves_the_status_unverified(
     nvml: StubNvml,
 ) -> None:
     async with aiogpu.init(num_cpus=2):
@@ -172,11 +169,11 @@ async def test_an_nvml_that_fails_midway_leaves_the_status_unverified(
             assert await visible.options(num_gpus=0.5).remote() == "0"
         status = await until(is_free)
         assert status.devices[0].is_unverified
-        told = "unverified: whether ended tasks left something on it is not known"
-        assert str(status).count(told) == 1
+        note = "unverified: whether ended tasks left something on it is not known"
+        assert str(status).count(note) == 1
 
 
-async def test_logical_gpus_ask_nobody(nvml: StubNvml) -> None:
+async def test_logical_gpus_are_not_watched(nvml: StubNvml) -> None:
     nvml.write()
     async with aiogpu.init(num_cpus=2, num_gpus=2):
         assert await visible.options(num_gpus=1).remote() == "0"
@@ -193,10 +190,9 @@ async def test_a_node_closes_without_waiting_for_its_gpus(
         await until(settling)
 
 
-async def test_nvml_is_asked_once_for_each_end(
+async def test_nvml_is_asked_once_per_ended_task(
     nvml: StubNvml, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beside what is seen from time to time."""
     calls = tmp_path / "calls"
     monkeypatch.setenv("AIOGPU_STUB_NVML_CALLS", str(calls))
 
@@ -213,21 +209,21 @@ async def test_nvml_is_asked_once_for_each_end(
         assert (looks() - at_first, before.count("ByUUID")) == (2, 1)
         for _ in range(10):
             assert await visible.remote() == ""
-        assert calls.read_text() == before, "of what uses no GPU it is not asked"
+        assert calls.read_text() == before, "tasks without a GPU cause no call"
 
 
 @pytest.fixture
 def watched(nvml: StubNvml, monkeypatch: pytest.MonkeyPatch) -> StubNvml:
-    """Two GPUs that are looked at all the time."""
+    """Show two GPUs, and look at them all the time, even on a busy machine."""
     monkeypatch.setattr(monitor, "EACH", 0.01)
-    monkeypatch.setattr(monitor, "DEAREST", 0.0)  # however busy the machine is
+    monkeypatch.setattr(monitor, "DEAREST", 0.0)
     show(count=2)
     return nvml
 
 
 @asynccontextmanager
 async def process_on_first(size: int = 1, **variables: str) -> AsyncIterator[Process]:
-    """A process that uses so many GiB of the first GPU."""
+    """Run a process that uses so many GiB of the first GPU."""
     environ = {**os.environ, **variables}
     process = await asyncio.create_subprocess_exec("sleep", "600", env=environ)
     show({process.pid: size}, count=2)
@@ -240,7 +236,7 @@ async def process_on_first(size: int = 1, **variables: str) -> AsyncIterator[Pro
         show(count=2)
 
 
-async def test_a_gpu_with_an_xid_is_drained_and_comes_back(
+async def test_a_gpu_with_an_xid_gets_no_task_until_it_recovers(
     watched: StubNvml, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(monitor, "CALM", 3600.0)
@@ -255,14 +251,14 @@ async def test_a_gpu_with_an_xid_is_drained_and_comes_back(
         assert first.free == 0
         assert await visible.options(**share).remote() == "1"
         gate.release("runs")
-        assert await running == "0", "what runs there goes on"
+        assert await running == "0", "the running task goes on"
         monkeypatch.setattr(monitor, "CALM", 0.0)
-        # A share that is not returned yet draws the next one to its device.
+        # Until a share is returned, it draws the next task to its device.
         await until(is_free)
         assert await visible.options(**share).remote() == "0"
 
 
-async def test_what_outgrows_its_reservation_is_ended_and_its_neighbour_lives(
+async def test_a_task_beyond_its_reservation_is_ended_alone(
     watched: StubNvml, gate: Gate
 ) -> None:
     async with aiogpu.init(num_cpus=3, gpu_memory_enforce=True):
@@ -275,10 +271,10 @@ async def test_what_outgrows_its_reservation_is_ended_and_its_neighbour_lives(
         status = await until(lambda status: status.devices[0].others)
         device, *holders = [line for line in str(status).splitlines() if "used" in line]
         assert "10 GiB used of 40 GiB  16 GiB reserved  87 % busy" in device
-        told = [(line.split()[1], line.split()[-3:]) for line in holders[:2]]
-        assert told == [
-            ("big", ["7", "GiB", "used"]),
-            ("small", ["1", "GiB", "used"]),
+        words = [line.split() for line in holders[:2]]
+        assert [[line[1], *line[-3:]] for line in words] == [
+            ["big", "7", "GiB", "used"],
+            ["small", "1", "GiB", "used"],
         ]
         assert status.devices[0].others[0].name == "this program"
         show({pid["big"]: 9, pid["small"]: 1}, count=2)
@@ -293,10 +289,10 @@ async def test_what_outgrows_its_reservation_is_ended_and_its_neighbour_lives(
         show(count=2)
 
 
-async def test_a_gpu_that_others_use_is_waited_for(watched: StubNvml) -> None:
+async def test_a_task_waits_for_a_gpu_that_others_use(watched: StubNvml) -> None:
     async with process_on_first() as process, aiogpu.init(num_cpus=3, foreign="wait"):
-        told = f"others' processes are on it: sleep (pid {process.pid})"
-        assert (await aiogpu.status()).devices[0].aside == told, "known at once"
+        reason = f"others' processes are on it: sleep (pid {process.pid})"
+        assert (await aiogpu.status()).devices[0].aside == reason, "known at once"
         task = visible.options(num_gpus=2).remote()
         assert "set aside" in str(await task.why())
         assert await visible.options(num_gpus=1).remote() == "1"
@@ -306,7 +302,7 @@ async def test_a_gpu_that_others_use_is_waited_for(watched: StubNvml) -> None:
         assert await task == "0,1"
 
 
-async def test_a_gpu_that_others_use_is_avoided_while_there_is_another(
+async def test_tasks_avoid_a_gpu_that_others_use(
     watched: StubNvml,
 ) -> None:
     half = visible.options(num_gpus=0.5)
@@ -321,7 +317,7 @@ async def test_a_gpu_that_others_use_is_avoided_while_there_is_another(
         assert await half.remote() == "0"
 
 
-async def test_what_a_lease_is_for_is_not_foreign(watched: StubNvml) -> None:
+async def test_a_process_of_a_lease_is_not_foreign(watched: StubNvml) -> None:
     async with aiogpu.init(num_cpus=3, foreign="wait"):
         async with (
             aiogpu.lease(num_gpus=0.5, name="mine") as gpu,
@@ -334,7 +330,7 @@ async def test_what_a_lease_is_for_is_not_foreign(watched: StubNvml) -> None:
         await until(is_free)
 
 
-async def test_a_lease_is_free_when_its_driver_agrees(watched: StubNvml) -> None:
+async def test_a_leases_gpu_is_free_when_nvml_agrees(watched: StubNvml) -> None:
     show()
     async with aiogpu.init(num_cpus=3):
         async with aiogpu.lease(num_gpus=1) as gpu:
@@ -342,11 +338,11 @@ async def test_a_lease_is_free_when_its_driver_agrees(watched: StubNvml) -> None
                 "sleep", "600", env={**os.environ, **gpu.environ}
             )
             show({process.pid: 3})
-            await until(lambda status: status.devices[0].holders[0].used)  # is known
+            await until(lambda status: status.devices[0].holders[0].used)
         status = await until(lambda status: status.tasks[0].state == "stopping")
         assert status.devices[0].free == 0
         process.kill()
         await process.wait()
-        await until(lambda it: any(one.is_settling for one in it.devices[0].holders))
+        await until(lambda seen: any(h.is_settling for h in seen.devices[0].holders))
         show()
         await until(is_free)

@@ -1,7 +1,4 @@
-"""[B38] What the owner of a task is told of its worker's end, and who notices it.
-
-The ends are real ones of all kinds.
-"""
+"""[B38] Deaths of workers: what callers are told, and what else is affected."""
 
 from __future__ import annotations
 
@@ -55,8 +52,8 @@ ENDS: list[tuple[Any, tuple[Any, ...], str, str]] = [
 
 
 @pytest.mark.parametrize("num_gpus", [0, 1])
-async def test_each_end_is_told_on_its_own_handle(num_gpus: int) -> None:
-    """And its neighbour does not notice."""
+async def test_an_error_tells_how_the_worker_ended(num_gpus: int) -> None:
+    """Another worker is not affected."""
     async with aiogpu.init(num_cpus=1, num_gpus=2, log_to_driver=False):
         neighbour = tasks.clock.options(num_cpus=0, num_gpus=1, max_calls=0)
         before = await neighbour.remote()
@@ -71,7 +68,7 @@ async def test_each_end_is_told_on_its_own_handle(num_gpus: int) -> None:
         assert await neighbour.remote() > before
 
 
-async def test_a_debugger_in_a_worker_says_where_there_is_a_terminal() -> None:
+async def test_a_debugger_in_a_worker_raises() -> None:
     async with aiogpu.init(num_cpus=1, log_to_driver=False):
         chunks = debug.map(["breakpoint"], chunk=1)
         for fails in (
@@ -84,37 +81,34 @@ async def test_a_debugger_in_a_worker_says_where_there_is_a_terminal() -> None:
                 await fails
 
 
-async def test_a_killed_keeper_and_the_next_task(gate: Gate) -> None:
+async def test_the_next_task_runs_after_a_keeper_was_killed(gate: Gate) -> None:
     async with aiogpu.init(num_cpus=1):
         for name in "abc":
             first = tasks.gated.remote(gate.path, name)
             await gate.entered(name)
             worker = psutil.Process(gate.pids[name])
-            keeper = worker.parent()
-            assert keeper is not None
-            keeper.kill()
-            # Held, so that the keeper's end and the zygote's word come together.
+            worker.parents()[0].kill()
+            # Block the loop: the keeper's end and the zygote's message come together.
             psutil.wait_procs([worker], 60)
             first.cancel()
             assert await tasks.add.remote(1) == 2
 
 
 async def test_the_first_cause_of_a_death_stands(gate: Gate) -> None:
-    """The node ends a process; what happens before its keeper reports it is no cause.
+    """The node ends a process; later events, before its keeper reports, are no cause.
 
-    Here its connection ends meanwhile, for which the node would end it as well.
+    Here the connection ends meanwhile, for which the node would end the process, too.
     """
     async with aiogpu.init(num_cpus=2):
         actor = Counter.remote()
         busy = actor.gated.remote(gate.path, "busy")
         await gate.entered("busy")
         worker = psutil.Process(gate.pids["busy"])
-        keeper = worker.parent()
-        assert keeper is not None
+        keeper = worker.parents()[0]
         keeper.suspend()
         aiogpu.kill(actor, no_restart=False)
         worker.kill()
-        # The node ends a process 0.1 s after its connection: a timer that rings later.
+        # The node ends a process 0.1 s after its connection; this timer fires later.
         with pytest.raises(aiogpu.TaskTimeoutError):
             await tasks.gated.options(timeout=0.3).remote(gate.path, "timer")
         keeper.resume()
@@ -127,21 +121,18 @@ async def test_the_first_cause_of_a_death_stands(gate: Gate) -> None:
     assert (died.cause, died.signal) == ("ended", signal.SIGKILL)
 
 
-async def test_workers_alone_offer_themselves_to_the_kernel(gate: Gate) -> None:
+async def test_only_workers_have_the_highest_oom_score(gate: Gate) -> None:
     async with aiogpu.init(num_cpus=1):
         running = tasks.gated.remote(gate.path, "a")
         await gate.entered("a")
         worker = psutil.Process(gate.pids["a"])
-        others = worker.parents()[:2]
-        driver = score_of(os.getpid())
-        assert score_of(worker.pid) == 1000
-        assert [score_of(process.pid) for process in others] == [driver] * 2
+        scores = [
+            int(Path(f"/proc/{process.pid}/oom_score_adj").read_text())
+            for process in (psutil.Process(), worker, *worker.parents()[:2])
+        ]
+        assert scores[1:] == [1000, scores[0], scores[0]]
         gate.release("a")
         await running
-
-
-def score_of(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/oom_score_adj").read_text())
 
 
 LIMITED = """
@@ -170,7 +161,7 @@ LIMITED = """
     async def main():
         ours = b"x" * (200 << 20)
         is_guarded = sys.argv[2] == "guarded"
-        # With a guard it stops short of the limit, however late the guard looks.
+        # With a guard the task stops below the limit, however late the guard looks.
         at_most = (390 if is_guarded else 1000) << 20
         async with aiogpu.init(num_cpus=2, memory_guard=is_guarded):
             try:
@@ -183,7 +174,7 @@ LIMITED = """
 
 
 def memory_group() -> Path:
-    """A place for a group with a limit; skips where none can be made."""
+    """Make a memory cgroup, or skip the test."""
     hierarchy = find_hierarchy("memory")
     if hierarchy is None:
         pytest.skip("the memory controller of cgroups of version 1 is not mounted")
@@ -196,7 +187,7 @@ def memory_group() -> Path:
 
 
 def run_limited(guard: str) -> tuple[str, str]:
-    """What a program says in which a task fills 400 MiB: at first, and at last."""
+    """Run a program whose task fills 400 MiB; return its first and last lines."""
     group = memory_group()
     try:
         (group / "memory.limit_in_bytes").write_text(str(400 << 20))
@@ -209,33 +200,33 @@ def run_limited(guard: str) -> tuple[str, str]:
     return lines[0], lines[-1]
 
 
-def test_the_kernels_out_of_memory_killer_takes_the_worker() -> None:
-    """Though the driver itself has more memory at first."""
+def test_the_kernel_kills_the_worker_when_memory_runs_out() -> None:
+    """The driver has more memory than the worker at first."""
     first, second = run_limited("unguarded")
     assert first.startswith("out of memory 9 the worker that ran devour"), first
     assert "the kernel ended it because memory ran out" in first
     assert second == "201"
 
 
-def test_the_guard_comes_before_the_kernel() -> None:
+def test_the_memory_guard_acts_before_the_kernel() -> None:
     first, second = run_limited("guarded")
     assert first.startswith("out of memory 9 devour (pid"), first
     assert "it asked for none (memory=)" in first
     assert second == "201"
 
 
-# What it said before it died is heard, though its end is known first.
+# Messages sent before a death are read, though the node knows of the death first.
 
 MANY = 2_000
-"""Answers; the loop hears of the death before it has passed on all of them."""
+"""Answers; the loop learns of the death before it has delivered all of them."""
 
 
 @pytest.mark.whole
 @pytest.mark.parametrize("is_written_to", [False, True])
-async def test_a_worker_is_gone_when_its_connection_is_read_to_the_end(
+async def test_answers_sent_before_a_death_arrive(
     is_written_to: bool, gate: Gate, tmp_path: Path
 ) -> None:
-    """A write to it after its death has asyncio give up the connection, unread."""
+    """After a write to a dead process, asyncio drops the connection unread."""
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     async with asyncio.timeout(60), aiogpu.init(num_cpus=1, log_to_driver=False):
@@ -244,9 +235,9 @@ async def test_a_worker_is_gone_when_its_connection_is_read_to_the_end(
         last = crowd.answer_all_and_die.remote(gate.path, str(fifo))
         await gate.entered("ready")
         ended = os.pidfd_open(gate.pids["ready"])
-        # The loop stands still from here on, until the process has ended.
+        # Block the loop until the process has ended.
         fifo.write_bytes(b".")
-        served._wait(ended)
+        served.wait_for_end(ended)
         late = [crowd.answer.remote(MANY)] if is_written_to else []
         assert await asyncio.gather(*answers) == [*range(MANY)]
         for lost in (last, *late):
@@ -254,12 +245,12 @@ async def test_a_worker_is_gone_when_its_connection_is_read_to_the_end(
                 await lost
 
 
-# A GPU context that is broken for good ends its worker, also where it is reused.
+# A broken GPU context ends its worker, even a reused worker.
 
 STICKY = "CUDA error: an illegal memory access was encountered"
 
 
-async def test_the_next_task_has_another_process() -> None:
+async def test_a_sticky_cuda_error_ends_the_worker() -> None:
     async with aiogpu.init(num_cpus=1, num_gpus=1):
         pid = tasks.pid.options(num_gpus=0.5, max_calls=0)
         first = await pid.remote()
@@ -272,13 +263,11 @@ async def test_the_next_task_has_another_process() -> None:
         assert (await aiogpu.available_resources())["GPU"] == 1.0
 
 
-async def test_other_errors_cost_no_worker() -> None:
-    """One that does not stick, and the same text where there is no GPU."""
+async def test_other_errors_do_not_end_the_worker() -> None:
+    """Neither does an error that is not sticky, nor a sticky text without a GPU."""
+    harmless = "CUDA error: invalid configuration argument"
     async with aiogpu.init(num_cpus=1, num_gpus=1):
-        for text, num_gpus in (
-            ("CUDA error: invalid configuration argument", 0.5),
-            (STICKY, 0),
-        ):
+        for text, num_gpus in ((harmless, 0.5), (STICKY, 0)):
             task = break_context.options(num_gpus=num_gpus)
             with pytest.raises(RuntimeError) as caught:
                 await task.remote(text)
@@ -287,23 +276,19 @@ async def test_other_errors_cost_no_worker() -> None:
             assert await pid.remote() == caught.value.args[1]
 
 
-async def test_what_stood_behind_it_runs_once_and_elsewhere() -> None:
+async def test_tasks_behind_a_sticky_cuda_error_run_elsewhere() -> None:
     async with aiogpu.init(num_cpus=1, num_gpus=1):
         await asyncio.gather(
             *(break_context.remote("x") for _ in range(50)), return_exceptions=True
         )
-        calls = [
-            break_context.remote(STICKY if number % 10 == 0 else "harmless")
-            for number in range(100)
-        ]
+        calls = map(break_context.remote, [STICKY, *["harmless"] * 9] * 10)
         outcomes = await asyncio.gather(*calls, return_exceptions=True)
         assert {type(outcome) for outcome in outcomes} == {RuntimeError}
-        pids = [outcome.args[1] for outcome in outcomes]  # type: ignore[union-attr]
-        broken = [pids[number] for number in range(0, 100, 10)]
-        assert len(set(broken)) == 10, "each broke a worker of its own"
+        broken = {outcome.args[1] for outcome in outcomes[::10]}  # type: ignore[union-attr]
+        assert len(broken) == 10, "each error broke another worker"
 
 
-async def test_it_is_tried_again_in_another_process() -> None:
+async def test_a_sticky_cuda_error_is_retried_in_another_process() -> None:
     async with aiogpu.init(num_cpus=1, num_gpus=1):
         task = break_context.options(retry_exceptions=True, max_retries=1)
         before = await tasks.pid.options(num_gpus=0.5, max_calls=0).remote()
@@ -312,7 +297,7 @@ async def test_it_is_tried_again_in_another_process() -> None:
         assert caught.value.args[1] != before
 
 
-async def test_of_an_actor_that_crashes_for_it_the_successor_lives() -> None:
+async def test_an_actor_restarts_after_a_sticky_cuda_error() -> None:
     loop = asyncio.get_running_loop()
     async with aiogpu.init(num_cpus=1, num_gpus=1):
         actor = await Fragile.remote()
@@ -326,14 +311,14 @@ async def test_of_an_actor_that_crashes_for_it_the_successor_lives() -> None:
         assert await actor.pid.remote() == successor
 
 
-# Host memory: `memory=` is shared out like all else, and guarded where it is used
+# Host memory: `memory=` is a resource like others, and a guard limits its use
 
 
 MIB = 1 << 20
 LIMIT = 200 * MIB
 
 
-async def test_those_who_ask_for_memory_share_it(gate: Gate) -> None:
+async def test_tasks_share_memory(gate: Gate) -> None:
     async with aiogpu.init(num_cpus=4, memory="1GiB"):
         task = tasks.gated.options(memory="600MiB")
         first, second = task.remote(gate.path, "a"), task.remote(gate.path, "b")
@@ -350,33 +335,33 @@ async def test_those_who_ask_for_memory_share_it(gate: Gate) -> None:
         assert await asyncio.gather(first, second, other) == ["a", "b", "c"]
 
 
-async def test_more_than_there_is_is_refused() -> None:
+async def test_a_task_that_asks_for_more_memory_than_there_is_is_refused() -> None:
     async with aiogpu.init(num_cpus=1, memory="1GiB"):
         with pytest.raises(aiogpu.InfeasibleError, match="memory 2GiB of 1GiB"):
             tasks.add.options(memory="2GiB").remote(1)
 
 
-async def test_without_a_word_there_is_what_is_safe() -> None:
+async def test_the_default_memory_fits_the_machine() -> None:
     async with aiogpu.init(num_cpus=1):
-        found = (await aiogpu.cluster_resources())["memory"]
-        assert 0 < found <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        memory = (await aiogpu.cluster_resources())["memory"]
+        assert 0 < memory <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def used_by_workers(bounds: MemoryBounds) -> Usage:
-    """As if there were little memory, and workers alone used it."""
-    below = psutil.Process().children(recursive=True)
-    pids = [one.pid for one in below if one.name().startswith("aiogpu-work")]
+    """Tell the memory used by workers, with a low limit."""
+    children = psutil.Process().children(recursive=True)
+    pids = [child.pid for child in children if child.name().startswith("aiogpu-work")]
     return Usage("a test", bounds.used_by(pids), LIMIT)
 
 
 @pytest.fixture
 def scarce(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All workers together may use no more than `LIMIT`."""
+    """Let all workers together use no more than `LIMIT`."""
     monkeypatch.setattr(MemoryBounds, "tightest", used_by_workers)
 
 
 @pytest.mark.usefixtures("scarce")
-async def test_of_two_that_do_not_fit_one_goes_and_is_tried_alone(gate: Gate) -> None:
+async def test_of_two_tasks_that_do_not_fit_one_is_retried_alone(gate: Gate) -> None:
     async with aiogpu.init(num_cpus=4, num_gpus=1):
         handles = {
             name: fill.options(num_gpus=0.5).remote(gate.path, name, 125)
@@ -404,7 +389,7 @@ async def test_of_two_that_do_not_fit_one_goes_and_is_tried_alone(gate: Gate) ->
 
 
 @pytest.mark.usefixtures("scarce")
-async def test_what_does_not_fit_alone_is_an_error(gate: Gate) -> None:
+async def test_a_task_that_does_not_fit_alone_raises(gate: Gate) -> None:
     async with aiogpu.init(num_cpus=2):
         task = fill.options(memory="50MiB", name="glutton")
         with pytest.raises(aiogpu.OutOfMemoryError, match="glutton") as caught:
@@ -418,14 +403,14 @@ async def test_what_does_not_fit_alone_is_an_error(gate: Gate) -> None:
 
 
 @pytest.mark.usefixtures("scarce")
-async def test_what_must_not_be_tried_twice_is_not(gate: Gate) -> None:
+async def test_a_task_without_retries_raises_out_of_memory(gate: Gate) -> None:
     async with aiogpu.init(num_cpus=2):
         with pytest.raises(aiogpu.OutOfMemoryError):
             await fill.options(max_retries=0).remote(gate.path, "a", 300)
 
 
 @pytest.mark.usefixtures("scarce")
-async def test_the_guard_can_be_sent_home(gate: Gate) -> None:
+async def test_memory_guard_false_switches_the_guard_off(gate: Gate) -> None:
     async with aiogpu.init(num_cpus=2, memory_guard=False):
         handle = fill.remote(gate.path, "a", 225)
         await gate.entered("a")

@@ -1,4 +1,4 @@
-"""[B28] Zygotes: what they import, learn and carry over, and one an environment."""
+"""[B28] Zygotes: their imports, what they learn, and one zygote per environment."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ import psutil
 import pytest
 
 import aiogpu
+from aiogpu.errors import NodeClosedError
 from aiogpu.runtime.zygote import generations as zygote_generations
 from aiogpu.runtime.zygote import process as zygote_process
 from aiogpu.runtime.zygote.generations import ZygoteGenerations, Zygotes
 from aiogpu.runtime.zygote.process import Zygote
+from aiogpu.types import Node
 from aiogpu.wire.messages import Stale
 from tests.contract import tasks
 from tests.contract.node_here import node_here
@@ -28,29 +30,25 @@ from tests.contract.zygote_tasks import flags, load, numbers, threads, value_of
 from tests.faults.leftovers import wait_until_gone
 from tests.support.gate import Gate
 from tests.support.program import ROOT, environment, start
+from tests.support.until import until
 
 pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.either_loop]
 
 
-def zygotes_of(session: aiogpu.types.Node) -> Zygotes:
-    """All zygotes of a node."""
+def zygotes_of(session: Node) -> Zygotes:
     zygotes = session._session._engine._supervisor._parts.driver.pool.zygotes  # type: ignore[attr-defined]
     assert isinstance(zygotes, Zygotes)
     return zygotes
 
 
 async def next_generation(lineage: ZygoteGenerations, served: int) -> None:
-    """Wait until another zygote serves than that of this number."""
-    async with asyncio.timeout(60):
-        while lineage.current.generation == served or lineage.current.ready is None:
-            await asyncio.sleep(0)
+    """Wait until a zygote of another number serves."""
+    await until(lambda: lineage.current.generation != served and lineage.current.ready)
 
 
 async def learnt(lineage: ZygoteGenerations, module: str) -> None:
-    """Wait until a zygote serves that was to import this module, too."""
-    async with asyncio.timeout(60):
-        while module not in lineage.current.learnt or lineage.current.ready is None:
-            await asyncio.sleep(0)
+    """Wait until a zygote serves that has learnt to import this module."""
+    await until(lambda: module in lineage.current.learnt and lineage.current.ready)
 
 
 def having(task: Any, **variables: str) -> Any:
@@ -60,7 +58,9 @@ def having(task: Any, **variables: str) -> Any:
 # Environments
 
 
-async def test_variables_that_python_reads_when_it_starts(tmp_path: Path) -> None:
+async def test_variables_that_python_reads_at_start_need_a_zygote(
+    tmp_path: Path,
+) -> None:
     async with aiogpu.init(num_cpus=4, preload=()) as session:
         zygotes = zygotes_of(session)
         plain = await flags.remote()
@@ -81,7 +81,7 @@ async def test_variables_that_python_reads_when_it_starts(tmp_path: Path) -> Non
 READER = "import os\nvalue = os.environ.get('READ_AT_IMPORT', 'default')\n"
 
 
-async def test_variables_that_a_preloaded_module_has_read(
+async def test_a_preloaded_module_sees_the_tasks_variables(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "reader_module.py").write_text(READER)
@@ -94,7 +94,7 @@ async def test_variables_that_a_preloaded_module_has_read(
         assert await having(load, OTHER="x").remote("reader_module") is True
 
 
-async def test_an_environment_in_which_nothing_can_start(
+async def test_an_environment_that_cannot_start_raises(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     async with aiogpu.init(num_cpus=2, preload=()) as session:
@@ -108,7 +108,7 @@ async def test_an_environment_in_which_nothing_can_start(
         assert zygotes_of(session).plain.problem is None
 
 
-async def test_a_module_that_cannot_be_imported_there(
+async def test_a_preload_that_fails_in_an_environment_raises(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "moody_module.py").write_text(
@@ -121,89 +121,82 @@ async def test_a_module_that_cannot_be_imported_there(
         assert await tasks.add.remote(1) == 2
 
 
-async def test_there_are_only_so_many_environments(
+async def test_the_number_of_environments_is_limited(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(zygote_generations, "MOST_OTHERS", 2)
     async with aiogpu.init(num_cpus=4, preload=()) as session:
         zygotes = zygotes_of(session)
-        found = [
-            await having(flags, PYTHONHASHSEED=str(seed)).remote() for seed in range(4)
-        ]
-        assert len({each["zygote"] for each in found}) == 4
+        pids = {
+            (await having(flags, PYTHONHASHSEED=seed).remote())["zygote"]
+            for seed in "0123"
+        }
+        assert len(pids) == 4
         kept = {environment for environment in zygotes._environments if environment}
         assert kept == {(("PYTHONHASHSEED", seed),) for seed in "23"}
         assert await tasks.add.remote(1) == 2
 
 
-async def test_an_environment_that_nobody_wants_is_given_up(
+async def test_an_unused_environment_is_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(zygote_generations, "UNUSED", 0.0)
     async with aiogpu.init(num_cpus=2, num_gpus=1, preload=()) as session:
         zygotes = zygotes_of(session)
-        isolated = flags.options(
-            num_gpus=1, runtime_env={"env_vars": {"PYTHONHASHSEED": "1"}}
-        )
+        isolated = having(flags.options(num_gpus=1), PYTHONHASHSEED="1")
         assert (await isolated.remote())["seed"] == "1"
         zygote = zygotes._zygotes[1]
-        async with asyncio.timeout(60):
-            while not zygote.is_over:
-                await asyncio.sleep(0)
+        await until(lambda: zygote.is_over)
         assert set(zygotes._environments) == {()}
-        assert (await isolated.remote())["seed"] == "1", "and started again"
+        assert (await isolated.remote())["seed"] == "1", "a zygote is started again"
 
 
-async def test_an_environment_that_is_in_use_is_not_given_up(
+async def test_an_environment_in_use_is_kept(
     gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(zygote_generations, "UNUSED", 0.01)
-    isolated = tasks.gated.options(
-        num_gpus=1, runtime_env={"env_vars": {"PYTHONHASHSEED": "1"}}
-    )
+    isolated = having(tasks.gated.options(num_gpus=1), PYTHONHASHSEED="1")
     async with aiogpu.init(num_cpus=2, num_gpus=1, preload=()) as session:
         zygotes = zygotes_of(session)
         running = isolated.remote(gate.path, "a")
         await gate.entered("a")
         (lineage,) = zygotes._others()
-        wanted = lineage.used_at
-        async with asyncio.timeout(60):
-            while lineage.used_at == wanted:
-                await asyncio.sleep(0)
+        last_use = lineage.used_at
+        await until(lambda: lineage.used_at != last_use)
         assert zygotes._others() == [lineage]
         assert lineage.current.takes_work
         gate.release("a")
         assert await running == "a"
-        async with asyncio.timeout(60):
-            while zygotes._others():
-                await asyncio.sleep(0)
+        await until(lambda: not zygotes._others())
 
 
 # Threads and randomness
 
 
-async def test_threads_are_the_tasks_whole_cpus_unless_a_variable_says_else(
+async def test_thread_pools_have_the_tasks_whole_cpus(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """A variable of the task or of the program overrides the number."""
+
+    async def pools(task: Any) -> tuple[str | None, set[int]]:
+        text, counts = await task.remote()
+        return text, set(counts.values())
+
     async with aiogpu.init(num_cpus=8, num_gpus=1, preload=["numpy"]) as session:
         for cpus, count in ((1, 1), (3, 3), (0.5, 1), (2.5, 2)):
-            text, counts = await threads.options(num_cpus=cpus).remote()
-            assert text == str(count)
-            assert set(counts.values()) == {count}
-        isolated = threads.options(num_gpus=1, num_cpus=2)
-        assert set((await isolated.remote())[1].values()) == {2}
-        text, counts = await having(threads, OMP_NUM_THREADS="3").remote()
-        assert (text, set(counts.values())) == ("3", {3})
+            assert await pools(threads.options(num_cpus=cpus)) == (str(count), {count})
+        _, counts = await pools(threads.options(num_gpus=1, num_cpus=2))
+        assert counts == {2}
+        assert await pools(having(threads, OMP_NUM_THREADS="3")) == ("3", {3})
         _, counts = await having(threads, OPENBLAS_NUM_THREADS="5").remote()
         assert counts["openblas"] == 5
-        _, counts = await having(threads, OMP_DYNAMIC="false").remote()
-        assert set(counts.values()) == {1}
+        _, counts = await pools(having(threads, OMP_DYNAMIC="false"))
+        assert counts == {1}
         assert len(zygotes_of(session)._environments) == 2
     monkeypatch.setenv("OMP_NUM_THREADS", "4")
     async with aiogpu.init(num_cpus=8, preload=["numpy"]):
         for cpus in (1, 2):
-            text, counts = await threads.options(num_cpus=cpus).remote()
-            assert (text, set(counts.values())) == ("4", {4})
+            assert await pools(threads.options(num_cpus=cpus)) == ("4", {4})
 
 
 async def test_isolated_tasks_draw_different_numbers() -> None:
@@ -213,8 +206,8 @@ async def test_isolated_tasks_draw_different_numbers() -> None:
             assert len(set(column)) == 3
 
 
-async def test_a_workers_own_seed_is_not_touched() -> None:
-    """The generators are seeded once in a worker's life, not for each task."""
+async def test_a_seed_lasts_for_the_workers_life() -> None:
+    """A worker's generators are seeded once, not for each task."""
 
     @aiogpu.remote
     def seeded() -> float:
@@ -239,7 +232,7 @@ async def test_a_workers_own_seed_is_not_touched() -> None:
 
 
 SLOW = """
-import os, time
+import os, sys, time
 end = time.perf_counter() + 0.06
 while time.perf_counter() < end:
     pass
@@ -248,22 +241,22 @@ value = {value!r}
 
 
 @pytest.fixture
-def func(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory of installed packages, in which `write` puts modules."""
-    func = tmp_path / "site-packages"
-    func.mkdir()
-    monkeypatch.syspath_prepend(str(func))
+def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Make a directory of installed packages, in which `write` puts modules."""
+    packages = tmp_path / "site-packages"
+    packages.mkdir()
+    monkeypatch.syspath_prepend(str(packages))
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    return func
+    return packages
 
 
 def write(path: Path, source: str = SLOW, value: object = 1) -> None:
     path.write_text(source.format(value=value) if source is SLOW else source)
 
 
-async def test_what_one_call_imported_the_next_one_has(func: Path) -> None:
-    write(func / "slow_lib.py")
+async def test_a_slow_import_is_learnt_for_the_next_call(packages: Path) -> None:
+    write(packages / "slow_lib.py")
     async with aiogpu.init(num_cpus=1, num_gpus=1) as session:
         plain = zygotes_of(session).plain
         old = plain.current
@@ -272,16 +265,16 @@ async def test_what_one_call_imported_the_next_one_has(func: Path) -> None:
         assert plain.current.ready is not None
         assert "slow_lib" in plain.current.ready.modules
         assert await load.remote("slow_lib") is True
-        # The old one goes as soon as its last worker has.
+        # The old zygote ends with its last worker.
         await old.close()
         assert old.is_over
 
 
 @pytest.mark.parametrize("preload", [(), ("json",)])
 async def test_learning_can_be_switched_off(
-    preload: tuple[str, ...], func: Path
+    preload: tuple[str, ...], packages: Path
 ) -> None:
-    write(func / "slow_lib.py")
+    write(packages / "slow_lib.py")
     async with aiogpu.init(num_cpus=1, num_gpus=1, preload=preload) as session:
         for _ in range(2):
             assert await load.remote("slow_lib") is False
@@ -290,8 +283,8 @@ async def test_learning_can_be_switched_off(
         assert plain.current.generation == 0
 
 
-async def test_both_named_and_learnt(func: Path) -> None:
-    write(func / "slow_lib.py")
+async def test_preload_takes_names_and_auto(packages: Path) -> None:
+    write(packages / "slow_lib.py")
     preload = ("json", "auto")
     async with aiogpu.init(num_cpus=1, num_gpus=1, preload=preload) as session:
         assert await load.remote("json") is True
@@ -301,26 +294,22 @@ async def test_both_named_and_learnt(func: Path) -> None:
         assert await load.remote("slow_lib") is True
 
 
-async def test_a_generation_finds_what_the_first_one_found(
-    func: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_each_generation_has_the_first_ones_surroundings(
+    packages: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever the program has done to its own environment meanwhile."""
-    write(
-        func / "slow_lib.py",
-        "import os, sys\n"
-        + SLOW.replace("{value!r}", "[os.getcwd(), os.environ['AIOGPU_TEST_A']]"),
-    )
+    """The program may change its own environment meanwhile."""
+    surroundings = "[os.getcwd(), os.environ['AIOGPU_TEST_A']]"
+    write(packages / "slow_lib.py", SLOW.replace("{value!r}", surroundings))
     monkeypatch.setenv("AIOGPU_TEST_A", "before")
     monkeypatch.chdir(tmp_path)
     async with aiogpu.init(num_cpus=1, num_gpus=1) as session:
         monkeypatch.setenv("AIOGPU_TEST_A", "after")
         monkeypatch.chdir("/")
         monkeypatch.setattr(sys, "path", list(sys.path[2:]))
-        first = await value_of.remote("slow_lib")
+        assert await value_of.remote("slow_lib") == [str(tmp_path), "before"]
         await learnt(zygotes_of(session).plain, "slow_lib")
         assert await load.remote("slow_lib") is True
-        second = await value_of.remote("slow_lib")
-        assert first == second == [str(tmp_path), "before"]
+        assert await value_of.remote("slow_lib") == [str(tmp_path), "before"]
 
 
 UNFIT = {
@@ -342,35 +331,31 @@ UNFIT = {
 
 
 @pytest.mark.parametrize("way", UNFIT)
-async def test_what_is_unfit_is_left_out_and_named_once(
-    way: str, func: Path, caplog: pytest.LogCaptureFixture
+async def test_an_unfit_module_is_left_out_and_named_once(
+    way: str, packages: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     source, reason = UNFIT[way]
-    write(func / "bad_lib.py", SLOW.format(value=1) + source)
-    write(func / "good_lib.py")
+    write(packages / "bad_lib.py", SLOW.format(value=1) + source)
+    write(packages / "good_lib.py")
     async with aiogpu.init(num_cpus=1, num_gpus=1) as session:
         plain = zygotes_of(session).plain
         assert await load.remote("bad_lib") is False
-        async with asyncio.timeout(60):
-            while "bad_lib" not in plain.learning.left_out:
-                await asyncio.sleep(0)
+        await until(lambda: "bad_lib" in plain.learning.left_out)
         assert await load.remote("good_lib") is False
         await learnt(zygotes_of(session).plain, "good_lib")
         assert await load.remote("good_lib") is True
         assert await load.remote("bad_lib") is False
-    warnings = [each for each in caplog.records if each.levelno >= logging.WARNING]
-    (warning,) = warnings
-    assert warning.getMessage() == (
-        f"! bad_lib is not preloaded: {reason}; workers import it themselves"
-    )
+    (warning,) = (r for r in caplog.records if r.levelno >= logging.WARNING)
+    message = f"! bad_lib is not preloaded: {reason}; workers import it themselves"
+    assert warning.getMessage() == message
 
 
 @pytest.mark.parametrize("named", [True, False])
-async def test_an_edited_module_is_imported_anew(
-    named: bool, func: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_an_edited_module_is_reimported(
+    named: bool, packages: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(zygote_process, "CHECKS", 0.0)
-    path = tmp_path / "edited.py" if named else func / "edited.py"
+    path = tmp_path / "edited.py" if named else packages / "edited.py"
     write(path, value="old")
     os.utime(path, (1, 1))
     preload = ("edited", "auto") if named else "auto"
@@ -383,14 +368,14 @@ async def test_an_edited_module_is_imported_anew(
         os.utime(path, (2, 2))
         async with asyncio.timeout(60):
             while await value_of.remote("edited") == "old":
-                await asyncio.sleep(0)
+                pass
         assert await value_of.remote("edited") == "new"
         assert await load.remote("edited") is True
 
 
-async def test_an_edit_that_spoils_a_named_module(
+async def test_a_broken_edit_keeps_the_old_module(
     tmp_path: Path,
-    func: Path,
+    packages: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -420,19 +405,13 @@ def pid_of(zygote: Zygote) -> int:
     return zygote._child.pid
 
 
-async def renew(session: aiogpu.types.Node) -> tuple[Zygote, Zygote]:
-    """Have another generation serve; gives the old one and the new one."""
+async def renew(session: Node) -> tuple[Zygote, Zygote]:
+    """Start another generation; return the old zygote and the new one."""
     plain = zygotes_of(session).plain
     old = plain.current
     old._events.on_message(old, Stale("a module"))
     await next_generation(plain, old.generation)
     return old, plain.current
-
-
-async def end_of(zygote: Zygote) -> None:
-    async with asyncio.timeout(60):
-        while not zygote.is_over:
-            await asyncio.sleep(0)
 
 
 async def test_an_old_generation_ends_with_its_last_worker(gate: Gate) -> None:
@@ -443,18 +422,14 @@ async def test_an_old_generation_ends_with_its_last_worker(gate: Gate) -> None:
         old, new = await renew(session)
         fresh = isolated.remote(gate.path, "fresh")
         await gate.entered("fresh")
-        assert _zygote_above(gate.pids["fresh"]) == pid_of(new)
-        assert _zygote_above(gate.pids["running"]) == pid_of(old)
+        for name, zygote in (("fresh", new), ("running", old)):
+            assert psutil.Process(gate.pids[name]).parents()[1].pid == pid_of(zygote)
         assert not old.is_over
         gate.release("running", "fresh")
         assert await asyncio.gather(running, fresh) == ["running", "fresh"]
-        await end_of(old)
+        await until(lambda: old.is_over)
         assert old.status == 0
         assert repr(zygotes_of(session)).startswith("<Zygotes ")
-
-
-def _zygote_above(worker: int) -> int:
-    return psutil.Process(worker).parents()[1].pid
 
 
 async def test_an_old_generation_that_dies_harms_no_worker(gate: Gate) -> None:
@@ -464,17 +439,17 @@ async def test_an_old_generation_that_dies_harms_no_worker(gate: Gate) -> None:
         await gate.entered("running")
         old, new = await renew(session)
         os.kill(pid_of(old), signal.SIGKILL)
-        await end_of(old)
+        await until(lambda: old.is_over)
         gate.release("running")
         assert await running == "running"
         assert zygotes_of(session).plain.current is new
         assert await tasks.add.options(num_gpus=1).remote(1) == 2
 
 
-async def test_closing_while_everything_is_under_way(
+async def test_a_node_closes_while_zygotes_start(
     gate: Gate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An old generation with a worker, one that imports, and another environment."""
+    """An old zygote has a worker, a new one imports, a third has other variables."""
     (tmp_path / "once_only.py").write_text(
         "import os, threading\n"
         "if os.path.exists(__file__ + '.seen'):\n"
@@ -487,14 +462,11 @@ async def test_closing_while_everything_is_under_way(
         await gate.entered("running")
         plain = zygotes_of(session).plain
         plain.on_message(plain.current, Stale("once_only"))
-        waiting = tasks.add.options(
-            runtime_env={"env_vars": {"PYTHONHASHSEED": "3"}}
-        ).remote(1)
-        async with asyncio.timeout(60):
-            while plain._next is None or len(zygotes_of(session)._environments) < 2:
-                await asyncio.sleep(0)
+        waiting = having(tasks.add, PYTHONHASHSEED="3").remote(1)
+        environments = zygotes_of(session)._environments
+        await until(lambda: plain._next is not None and len(environments) == 2)
     for handle in (running, waiting):
-        with pytest.raises(aiogpu.errors.NodeClosedError):
+        with pytest.raises(NodeClosedError):
             await handle
 
 
@@ -503,8 +475,8 @@ import atexit
 import ctypes
 import sys
 
-# Stands for nanobind, which prints what Python has not freed when it is finalised:
-# in a zygote, whose objects are frozen, all of it. `malloc_stats` prints as well.
+# Like nanobind, `malloc_stats` prints when Python is finalised. Nanobind prints what
+# Python has not freed: in a zygote, where all objects are frozen, everything.
 ctypes.pythonapi.Py_AtExit(ctypes.CDLL(None).malloc_stats)
 atexit.register(print, "leaving in good order", file=sys.stderr)
 """
@@ -540,26 +512,26 @@ def test_a_zygote_does_not_finalise_its_interpreter(tmp_path: Path) -> None:
 
 
 async def ready() -> set[int]:
-    """Wait until two workers stand ready and nothing runs; gives their pids.
+    """Wait until two workers are idle; return their pids.
 
-    Nothing is learnt to import here: a zygote that is replaced takes its spares with
-    it, and has others only after the next task, which is not what is asked for.
+    The node must not learn imports: a zygote that is replaced takes its spares with
+    it, and its successor has spares only after the next task.
     """
     async with asyncio.timeout(30):
         while True:
             workers = (await aiogpu.status()).workers
-            if len(workers) == 2 and all(each.state == "idle" for each in workers):
-                return {each.pid for each in workers}
+            if [worker.state for worker in workers] == ["idle"] * 2:
+                return {worker.pid for worker in workers}
             await asyncio.sleep(0)
 
 
 @pytest.mark.parametrize(
     ("has_joined", "variables"), [(False, {"X": "1"}), (True, {}), (True, {"X": "1"})]
 )
-async def test_tasks_find_a_process_that_stands_ready(
+async def test_isolated_tasks_find_a_spare_worker(
     has_joined: bool, variables: dict[str, str], runtime_directory: Path
 ) -> None:
-    """Also those with variables of their own, and of programs that have joined."""
+    """So do tasks with their own variables, and tasks of programs that have joined."""
     isolated = having(tasks.pid.options(max_calls=1), **variables)
     async with AsyncExitStack() as stack:
         if has_joined:
@@ -575,7 +547,7 @@ async def test_tasks_find_a_process_that_stands_ready(
             assert await isolated.remote() in spares
 
 
-# A module that begins its program when it is imported, which workers do as well
+# A module that starts its program when a worker imports it
 
 ENDINGS = {
     "init": """
@@ -659,7 +631,7 @@ def look():
 
 
 def imported(module: str, place: Path, run: Path) -> str:
-    """What an interpreter says at its end that imports a module."""
+    """Import a module in another interpreter; return the last line of its errors."""
     (place / "unguarded.py").write_text(module)
     (place / "elsewhere.py").write_text(ELSEWHERE)
     path = os.pathsep.join([str(ROOT), str(place)])
@@ -676,17 +648,17 @@ def imported(module: str, place: Path, run: Path) -> str:
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
-def test_it_is_told_of_main_and_begins_no_further_worker(
+def test_an_unguarded_main_module_is_named(
     ending: str, tmp_path: Path, runtime_directory: Path
 ) -> None:
-    """Each worker would start another one, which imports the module, without end."""
-    said = imported(BEGINNING + ENDINGS[ending], tmp_path, runtime_directory)
-    assert "a worker imports unguarded for " in said
-    assert "the module starts the program again" in said
-    assert "under `if __name__ == '__main__':`" in said
+    """Otherwise each worker would start another one that imports the module."""
+    error = imported(BEGINNING + ENDINGS[ending], tmp_path, runtime_directory)
+    assert "a worker imports unguarded for " in error
+    assert "the module starts the program again" in error
+    assert "under `if __name__ == '__main__':`" in error
 
 
-def test_a_guarded_one_may_call_others_as_it_likes(
+def test_a_guarded_main_module_may_call_tasks(
     tmp_path: Path, runtime_directory: Path
 ) -> None:
     guarded = BEGINNING + "if __name__ == '__main__':\n    asyncio.run(work.remote())\n"
@@ -703,7 +675,7 @@ def doubled(x: int) -> int:
 
 
 class Lazy:
-    """A number that is found where it is unpickled, by a task of its own."""
+    """Becomes a number when it is unpickled, by a task of its own."""
 
     def __init__(self, x: int) -> None:
         self.x = x
@@ -712,7 +684,6 @@ class Lazy:
         return doubled, (self.x,)
 
 
-async def test_what_is_unpickled_may_start_tasks_where_nothing_is_imported() -> None:
-    given: Any = Lazy(3)
+async def test_unpickling_may_start_tasks() -> None:
     async with aiogpu.init(num_cpus=1, num_gpus=0):
-        assert await double.remote(given) == 12
+        assert await double.remote(Lazy(3)) == 12  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ from tests.support.gate import pass_gate, pass_gate_softly, say
 
 
 class Sighted:
-    """Tells where it was unpickled: it is the pid of the process that did so last."""
+    """Notes in a file which process unpickles it."""
 
     def __init__(self, path: str, name: str = "sighted") -> None:
         self.path = path
@@ -22,14 +22,14 @@ class Sighted:
 
 
 def see(path: str, name: str) -> Sighted:
-    """Unpickles a `Sighted`, and notes the process in a file."""
+    """Unpickle a `Sighted`, and note the process in a file."""
     with open(path, "a") as file:
         file.write(f"{os.getpid()}\n")
     return Sighted(path, name)
 
 
 class LoudError(Exception):
-    """Travels well."""
+    """Can be pickled."""
 
 
 class StubbornError(Exception):
@@ -80,7 +80,7 @@ class Gated:
 
 
 kept: list[Any] = []
-"""What a task leaves for the next one of its process."""
+"""Values that tasks leave to the next task of their process."""
 
 
 @aiogpu.remote
@@ -113,14 +113,14 @@ def are_same(a: Any, b: Any) -> bool:
 
 @aiogpu.remote
 async def gated(path: str, name: str, value: Any = None) -> Any:
-    """Give the value when the gate lets it pass."""
+    """Wait at the gate, then return the value."""
     await pass_gate_softly(path, name)
     return value
 
 
 @aiogpu.remote
 def tell(path: str, name: str, *_needs: Any) -> str:
-    """Say at the gate that it runs."""
+    """Say at the gate that the task runs."""
     say(path, name)
     return name
 
@@ -148,13 +148,13 @@ def kinds(*values: Any) -> list[str]:
 
 @aiogpu.remote
 def get_nested(box: dict[str, Any]) -> Any:
-    """Plain code reads what is in a container."""
+    """Read a nested handle in plain code."""
     return aiogpu.get(box["handle"])
 
 
 @aiogpu.remote
 async def await_nested(box: dict[str, Any]) -> Any:
-    """And so does a coroutine."""
+    """Read a nested handle in a coroutine."""
     return await box["handle"]
 
 
@@ -203,12 +203,11 @@ def give_boxed(box: dict[str, Any]) -> dict[str, Any]:
 
 @aiogpu.remote
 def chain(depth: int) -> int:
-    """Each child is the argument of the next, none is waited for before the last."""
+    """Make each child the argument of the next; wait for the last alone."""
     handle: Any = add.remote(0)
     for _ in range(depth - 1):
         handle = add.remote(handle)
-    found: int = aiogpu.get(handle)
-    return found
+    return int(aiogpu.get(handle))
 
 
 @aiogpu.remote
@@ -216,19 +215,17 @@ async def chain_softly(depth: int) -> int:
     handle: Any = add.remote(0)
     for _ in range(depth - 1):
         handle = add_softly.remote(a=handle)
-    found: int = await handle
-    return found
+    return int(await handle)
 
 
 @aiogpu.remote
 def chain_of_ended(depth: int) -> int:
-    """Each child has ended and was read when it becomes the argument of the next."""
+    """Read each child's result before making it the argument of the next."""
     handle: Any = add.remote(0)
     for _ in range(depth - 1):
         aiogpu.get(handle)
         handle = add.remote(handle)
-    found: int = aiogpu.get(handle)
-    return found
+    return int(aiogpu.get(handle))
 
 
 @aiogpu.remote
@@ -245,13 +242,13 @@ async def put_and_pass_softly(value: Any) -> Any:
 
 @aiogpu.remote
 def put_and_get(value: Any) -> Any:
-    """What was put is read where it was put."""
+    """Read a value in the task that put it."""
     return aiogpu.get(aiogpu.get(aiogpu.put(value)))
 
 
 @aiogpu.remote
 def put_and_give(value: Any) -> Any:
-    """The handle goes to whoever has called."""
+    """Return the handle of a put value to the caller."""
     return {"handle": aiogpu.get(aiogpu.put(value))}
 
 
@@ -262,7 +259,7 @@ async def put_and_give_softly(value: Any) -> Any:
 
 @aiogpu.remote
 def pass_failing(how: str) -> str:
-    """A child's failure as an argument of another child, seen in plain code."""
+    """Give a failed child as an argument to another child, in plain code."""
     first = fail.remote("of a child")
     if how == "ended":
         with suppress(LoudError):
@@ -288,8 +285,8 @@ async def pass_failing_softly(how: str) -> str:
 
 
 @aiogpu.remote
-def cancel_what_is_needed(path: str, name: str) -> str:
-    """A child that is the argument of another one is cancelled."""
+def cancel_an_argument(path: str, name: str) -> str:
+    """Cancel a child that is another child's argument."""
     first = gated.remote(path, name)
     then = give.remote(first)
     first.cancel()
@@ -301,7 +298,7 @@ def cancel_what_is_needed(path: str, name: str) -> str:
 
 
 @aiogpu.remote
-async def cancel_what_is_needed_softly(path: str, name: str) -> str:
+async def cancel_an_argument_softly(path: str, name: str) -> str:
     first = gated.remote(path, name)
     then = give.remote(first)
     first.cancel()
@@ -314,14 +311,14 @@ async def cancel_what_is_needed_softly(path: str, name: str) -> str:
 
 @aiogpu.remote
 def keep(value: Any) -> int:
-    """Keep something in this process."""
+    """Keep a value in this process."""
     kept.append(value)
     return os.getpid()
 
 
 @aiogpu.remote
 def bytes_kept() -> list[int]:
-    """The byte of which each of the kept arrays is full."""
+    """Return the byte with which each kept array is filled."""
     assert all((array == array[0]).all() for array in kept)
     return [int(array[0]) for array in kept]
 
@@ -339,7 +336,7 @@ def forget() -> int:
 
 @aiogpu.remote
 def split(value: list[Any]) -> list[Any]:
-    """With `num_returns`, each item is a value of its own."""
+    """Return a list; with `num_returns`, each item has its own handle."""
     return value
 
 
@@ -358,7 +355,7 @@ async def gated_split(path: str, name: str, value: list[Any]) -> list[Any]:
 
 
 @aiogpu.remote
-async def cancel_what_came_back(path: str) -> str:
+async def cancel_a_copy_softly(path: str) -> str:
     import asyncio
 
     slow = gated.remote(path, "slow", 5)
@@ -371,7 +368,7 @@ async def cancel_what_came_back(path: str) -> str:
 
 
 @aiogpu.remote
-def cancel_what_came_back_plainly(path: str) -> str:
+def cancel_a_copy(path: str) -> str:
     slow = gated.remote(path, "slow", 5)
     aiogpu.get(give_boxed.remote({"handle": slow}))["handle"].cancel()
     try:
@@ -382,7 +379,7 @@ def cancel_what_came_back_plainly(path: str) -> str:
 
 @aiogpu.remote
 async def cancel_a_part(path: str) -> int:
-    """Who was given one of two results hears that it was cancelled."""
+    """Cancel one of two results; say "told" when a dependent has failed."""
     a, b = gated_split.options(num_returns=2).remote(path, "slow", [1, 2])
     needs_a = give.remote(a)
     a.cancel()
@@ -405,7 +402,7 @@ def cancel_a_part_plainly(path: str) -> int:
 
 @aiogpu.remote
 def add_parts(value: list[Any]) -> Any:
-    """The parts of a child, pending, are arguments of the next."""
+    """Give the pending parts of a child's result to the next child."""
     parts = split.options(num_returns=len(value)).remote(value)
     return aiogpu.get(total.remote(*parts))
 
@@ -424,37 +421,32 @@ def add_gotten_parts(value: list[Any]) -> Any:
 
 @aiogpu.remote
 def put_and_keep(value: Any) -> None:
-    """Keep what was put, as it is read here, and drop the handle."""
+    """Put a value, keep what is read back, and drop the handle."""
     kept.append(aiogpu.get(aiogpu.get(aiogpu.put(value))))
 
 
 @aiogpu.remote
 def train(actor: Any, by: int) -> int:
-    """Calls an actor whose method waits for this task's result."""
-    found: int = aiogpu.get(actor.add.remote(by))
-    return found
+    """Call an actor."""
+    return int(aiogpu.get(actor.add.remote(by)))
 
 
 @aiogpu.remote
 async def train_softly(actor: Any, by: int) -> int:
-    found: int = await actor.add.remote(by)
-    return found
+    return int(await actor.add.remote(by))
 
 
 @aiogpu.remote
 def call_in_order(actor: Any, path: str, name: str) -> list[Any]:
-    """Calls of one caller, the first of which waits for its argument."""
+    """Make calls, the first of which waits for its argument; return what was kept."""
     pending = gated.remote(path, name, "first")
-    handles = [actor.keep.remote(pending)]
-    handles += [actor.keep.remote(i) for i in range(3)]
-    aiogpu.get(handles)
-    found: list[Any] = aiogpu.get(actor.all.remote())
-    return found
+    aiogpu.get([actor.keep.remote(argument) for argument in (pending, 0, 1, 2)])
+    return list(aiogpu.get(actor.all.remote()))
 
 
 @aiogpu.remote
 def split_by_dict() -> Any:
-    """Its keys are iterated."""
+    """Return a dictionary, whose keys become the results."""
     return {"x": 1, "y": 2, "z": 3}
 
 
@@ -499,7 +491,7 @@ def wait_for_two(handles: list[Any]) -> list[int]:
 
 @aiogpu.remote
 def talk_and_pass() -> Any:
-    """Print, put, print, and hand on what was put."""
+    """Print, put a value, print, and give the value to a child."""
     import numpy as np
 
     for i in range(300):
@@ -512,7 +504,7 @@ def talk_and_pass() -> Any:
 
 @aiogpu.remote(max_retries=0)
 def make_and_kill(size: int) -> Any:
-    """Put something large, and be killed before anything is given."""
+    """Put a large value, and kill the process before it returns."""
     import numpy as np
 
     kept.append(aiogpu.get(aiogpu.put(np.ones(size))))
@@ -521,21 +513,17 @@ def make_and_kill(size: int) -> Any:
 
 @aiogpu.remote
 def how_many(*values: object) -> int:
-    """How many there are."""
     return len(values)
 
 
 @aiogpu.remote
 class Numbering:
-    """The same as an actor."""
-
     def how_many(self, *values: object) -> int:
-        """How many there are."""
         return len(values)
 
 
 class Keeper:
-    """Keeps what it is given, and tells of it."""
+    """Keeps its arguments, and returns them."""
 
     def __init__(self, first: Any = None) -> None:
         self.kept: list[Any] = [first]
@@ -557,15 +545,12 @@ class Keeper:
         return a + b
 
     def read_last(self) -> Any:
-        """The value of the handle that it keeps."""
+        """Read the handle that was kept last."""
         return aiogpu.get(self.kept[-1]["handle"])
 
     @aiogpu.method(num_returns=2)
     def both(self, value: list[Any]) -> Any:
         return value
-
-    def pass_gate(self, path: str, name: str) -> str:
-        return pass_gate(path, name)
 
     def own_pid(self) -> int:
         return os.getpid()

@@ -1,4 +1,4 @@
-"""Tasks that treat their process as if it were their own. Light to import."""
+"""Tasks that change, leave or kill their process. Light to import."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.gate import pass_gate, say
 
 @aiogpu.remote
 def task_state() -> dict[str, Any]:
-    """What a task finds where it begins."""
+    """Return the state of the process that a task finds when it begins."""
     mask = os.umask(0)
     os.umask(mask)
     return {
@@ -114,7 +114,7 @@ def become(*command: str) -> None:
 @aiogpu.remote(max_retries=0)
 def close_all_and_return() -> str:
     os.closerange(3, 1000)
-    return "nobody will hear this"
+    return "lost"
 
 
 @aiogpu.remote(max_retries=0)
@@ -130,7 +130,7 @@ def kill_keeper() -> None:
 
 @aiogpu.remote
 async def fork_in_coroutine(code: int) -> tuple[int, int]:
-    """Fork on the loop; the child comes back from the task as well."""
+    """Fork on the loop; the child returns from the task as well."""
     import asyncio
 
     child = os.fork()
@@ -144,17 +144,17 @@ async def fork_in_coroutine(code: int) -> tuple[int, int]:
 @aiogpu.remote
 def fork_in_thread() -> int:
     """Fork in a thread; the child ends with that thread's function."""
-    found: list[int] = []
+    codes: list[int] = []
 
     def fork() -> None:
         child = os.fork()
         if child:
-            found.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+            codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
     thread = threading.Thread(target=fork)
     thread.start()
     thread.join()
-    return found[0]
+    return codes[0]
 
 
 @aiogpu.remote
@@ -169,11 +169,11 @@ def print_much(lines: int, length: int, raw: bool) -> int:
 
 
 kept: list[Any] = []
-"""What must not be freed when its function returns."""
+"""Objects that must not be freed when their function returns."""
 
 
 def deafen() -> None:
-    """Ignore all that can be ignored."""
+    """Ignore the signals that ask a process to end."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
 
@@ -186,7 +186,7 @@ def fork(_path: str) -> list[int]:
 
 
 def fork_tree(_path: str) -> list[int]:
-    """Three generations, each in a session of its own and deaf."""
+    """Fork three generations, each in its own session, that ignore signals."""
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -246,13 +246,13 @@ def thread_pool(_path: str) -> list[int]:
 
 def process_pool(_path: str) -> list[int]:
     kept.append(ProcessPoolExecutor(2, mp_context=get_context("fork")))
-    found = {kept[-1].submit(os.getpid).result() for _ in range(4)}
+    pids = {kept[-1].submit(os.getpid).result() for _ in range(4)}
     kept[-1].submit(signal.pause)
-    return sorted(found)
+    return sorted(pids)
 
 
 def spawned_process(_path: str) -> list[int]:
-    """With multiprocessing's resource tracker, which outlives all others."""
+    """Spawn a process; multiprocessing's resource tracker outlives all others."""
     context = get_context("spawn")
     started = context.Process(target=signal.pause)
     started.start()
@@ -277,7 +277,7 @@ WAYS: dict[str, Callable[[str], list[int]]] = {
 
 @aiogpu.remote(num_gpus=1, max_retries=0)
 def leave(way: str, path: str) -> list[int]:
-    """Leave something, wait at the gate, and give the ids of the processes."""
+    """Leave processes or threads, wait at the gate, and return the process ids."""
     pids = WAYS[way](path)
     pass_gate(path, "left")
     return pids
@@ -299,7 +299,7 @@ def break_context(text: str) -> None:
 
 @aiogpu.remote(max_concurrency=10_000)
 class Crowd:
-    """Answers many calls in one turn of its loop, and ends its process after it."""
+    """Answers many calls in one turn of its loop, then ends its process."""
 
     def __init__(self) -> None:
         import asyncio
@@ -314,7 +314,7 @@ class Crowd:
         return number
 
     async def answer_all_and_die(self, path: str, fifo: str) -> None:
-        """Wait for a byte, have all answered, die."""
+        """Wait for a byte, answer all calls, end the process."""
         say(path, "ready")
         with open(fifo, "rb") as file:
             file.read(1)
@@ -323,13 +323,13 @@ class Crowd:
         self.opened.set()
         while self.unanswered:
             await asyncio.sleep(0)
-        await asyncio.sleep(0)  # what was answered in one turn is sent in the next
+        await asyncio.sleep(0)  # the answers of one turn are sent in the next turn
         os._exit(3)
 
 
 @aiogpu.remote
 def put_and_wait() -> None:
-    """Tell the node something which nobody answers, and go on."""
+    """Send the node a message without an answer, and wait."""
     put = aiogpu.put("a value")
     threading.Event().wait()
     del put

@@ -1,4 +1,4 @@
-"""Tasks that look at the process they are in. Imports little: that is measured."""
+"""Tasks that look at their process. Imports little: tests measure imports."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import aiogpu
 
 @aiogpu.remote(num_gpus=1)
 def load(module: str) -> bool:
-    """Import a module; says whether it was there already."""
+    """Import a module; return True if it was imported already."""
     import importlib
     import sys
 
-    was_there = module in sys.modules
+    was_loaded = module in sys.modules
     importlib.import_module(module)
-    return was_there
+    return was_loaded
 
 
 @aiogpu.remote(num_gpus=1)
 def value_of(module: str) -> Any:
-    """What a module holds as `value`."""
+    """Import a module and return its `value`."""
     import importlib
 
     return importlib.import_module(module).value
@@ -29,16 +29,14 @@ def value_of(module: str) -> Any:
 
 @aiogpu.remote
 def threads() -> tuple[str | None, dict[str, int]]:
-    """OMP_NUM_THREADS, and the threads of each numeric library that is loaded."""
+    """Return OMP_NUM_THREADS, and the threads of each loaded numeric library."""
     import sys
 
     import numpy
     from threadpoolctl import threadpool_info
 
     numpy.zeros(1)
-    counts = {
-        str(each["internal_api"]): each["num_threads"] for each in threadpool_info()
-    }
+    counts = {p["internal_api"]: p["num_threads"] for p in threadpool_info()}
     if "torch" in sys.modules:
         counts["torch"] = sys.modules["torch"].get_num_threads()
     return os.environ.get("OMP_NUM_THREADS"), counts
@@ -46,26 +44,23 @@ def threads() -> tuple[str | None, dict[str, int]]:
 
 @aiogpu.remote
 def flags() -> dict[str, Any]:
-    """What this interpreter was started with."""
+    """Return what this interpreter was started with."""
     import sys
 
+    with open(f"/proc/{os.getppid()}/stat", encoding="latin-1") as file:
+        zygote = int(file.read().rpartition(")")[2].split()[1])
     return {
         "optimize": sys.flags.optimize,
         "hash": hash("aiogpu"),
         "path": sys.path[0],
         "seed": os.environ.get("PYTHONHASHSEED"),
-        "zygote": _grandparent(),
+        "zygote": zygote,
     }
-
-
-def _grandparent() -> int:
-    with open(f"/proc/{os.getppid()}/stat", encoding="latin-1") as file:
-        return int(file.read().rpartition(")")[2].split()[1])
 
 
 @aiogpu.remote(num_gpus=1)
 def numbers() -> tuple[float, ...]:
-    """One draw of each global generator that is loaded."""
+    """Draw a number from each loaded global generator."""
     import random
     import sys
 
