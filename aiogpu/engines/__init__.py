@@ -1,1 +1,1 @@
-"""Carry: take a function and its arguments to where they run, bring back what comes."""
+"""Engines: run tasks and actors locally, inline, on a joined node, or on Ray."""

@@ -1,4 +1,4 @@
-"""The interface of engines, and of values in other processes."""
+"""The interface of engines, and checks that they share."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ class NodeOptions(NamedTuple):
     """The checked options of `init`.
 
     Attributes:
-        num_cpus: None for what this process may use.
-        num_gpus: None for what is detected.
+        num_cpus: None for the CPUs that this process may use.
+        num_gpus: None for the detected GPUs.
         resources: custom resources, and devices other than GPUs, in whole units.
         accelerator_type: declared for all devices of a logical node.
-        gpu_memory: bytes declared for each of them.
-        gpu_memory_enforce: whether a task is ended that outgrows what it reserved.
-        foreign: "avoid" to place on devices with processes that are none of the node's
-            only where nothing else fits, "wait" to wait until these have gone.
-        mps: "auto" to use an MPS server where one runs.
+        gpu_memory: bytes declared for each of these devices.
+        gpu_memory_enforce: end a task that uses more memory than it reserved.
+        foreign: "avoid" to use devices with processes of other programs only if nothing
+            else fits, "wait" to wait until these processes have ended.
+        mps: "auto" to use an MPS server if one runs.
         cpu_affinity: "auto" to pin workers to the CPUs near their GPUs.
         preload: modules that the zygote imports.
-        learns: whether it imports more, as workers turn out to need them.
-        log_to_driver: whether tasks' output is shown.
+        learns: the zygote also imports modules that workers turn out to need.
+        log_to_driver: show the output of tasks.
         cancel_grace: seconds from a cancel to the kill.
-        spare_workers: clean workers kept ready.
-        memory: bytes to share out; None for what is safe.
-        memory_guard: whether a task is ended before memory runs out.
-        object_memory: bytes of shared memory for values; None for a part of it.
-        spill_directory: where values beyond that go; None for the system's choice.
-        only_looks: of a program that joins a node: whether it will run nothing.
+        spare_workers: number of clean workers kept ready.
+        memory: bytes to share out; None for a safe amount.
+        memory_guard: end a task before memory runs out.
+        object_memory: bytes of shared memory for values; None for a part of the memory.
+        spill_directory: directory of values beyond that; None for the system's choice.
+        only_looks: the program joins a node only to query it.
     """
 
     num_cpus: float | None = None
@@ -69,7 +69,7 @@ class NodeOptions(NamedTuple):
 
 
 class ActorPort(Protocol):
-    """One actor, as its calls reach it."""
+    """The interface of an actor for its callers."""
 
     @property
     def id(self) -> int:
@@ -84,30 +84,30 @@ class ActorPort(Protocol):
     def holder(self) -> object:
         """Return an object that counts as a handle until it is collected.
 
-        Asked for once by whoever was given this actor, who counts already.
+        Called once by the receiver of this actor, which already counts as a handle.
         """
         ...
 
     def pass_on(self, hold: object) -> None:
-        """A handle to it is being pickled; `hold` keeps it alive in this process."""
+        """Note that a handle is being pickled; `hold` keeps the actor alive here."""
         ...
 
     def call(self, method: str, payload: bytes, receiver: Receiver) -> int:
-        """Call a method; gives the call's number."""
+        """Call a method; return the number of the call."""
         ...
 
     def await_ready(self, receiver: Receiver) -> None:
-        """Tell it when the constructor has returned, or why it never will."""
+        """Settle a receiver when the constructor has returned or failed."""
         ...
 
     def await_end(self, receiver: Receiver) -> None:
-        """Tell it when the actor's process has ended."""
+        """Settle a receiver when the actor's process has ended."""
         ...
 
 
 Room = tuple[int | None, str]
-"""How many actors of a kind can live at once, None for any number; and what each asks
-for, in words."""
+"""Number of actors of a class that can live at once, None for any number; and the
+resources of each, as text."""
 
 
 class ActorsPort(Protocol):
@@ -120,43 +120,45 @@ class ActorsPort(Protocol):
         key: tuple[str, str] | None = None,
         get_if_exists: bool = False,
     ) -> ActorPort | asyncio.Future[Any]:
-        """Make an actor, or find the one of that name; the caller holds a handle.
+        """Create an actor, or find an actor by its name; the caller holds a handle.
 
-        A future where the name has to be looked up on a node of another process.
+        Returns a future if another process must look the name up.
 
         Raises:
-            ActorNameError: another one has that name.
-            InfeasibleError: there will never be enough for it.
-            SerializationError: the arguments are too large to be sent.
+            ActorNameError: another actor has the name.
+            InfeasibleError: the node can never meet the request.
+            SerializationError: the arguments are too large to send.
         """
         ...
 
     def find(self, key: tuple[str, str]) -> ActorPort | asyncio.Future[Any] | None:
-        """The living actor of that name; the caller holds a handle to it.
+        """Find a living actor by its name; the caller holds a handle to it.
 
-        A future of the same where a node of another process is asked.
+        Returns a future if another process must look the name up.
         """
         ...
 
     def held(self, actor: int, name: str) -> ActorPort:
         """Return an actor for which the caller holds a handle.
 
-        `name` is what its handle is called.
+        Args:
+            actor: number of the actor.
+            name: name of the handle, for errors.
 
         Raises:
-            ActorDiedError: nobody has held one until now.
+            ActorDiedError: the actor had no handle left.
         """
         ...
 
     def tell_room(self, actor: int, receiver: Receiver) -> None:
-        """Tell how many actors that ask for what this one does can live at once.
+        """Settle a receiver with the number of such actors that can live at once.
 
-        The answer is a `Room`, pickled; or `ActorDiedError`: nobody knows it any more.
+        The answer is a pickled `Room`; or `ActorDiedError` if the actor is unknown.
         """
         ...
 
     def demand(self, actor: int, number: int, limit: int) -> None:
-        """Let a call that is a stream yield so many items in all."""
+        """Set the number of items that a call's stream may yield in all."""
         ...
 
     def cancel(self, actor: int, number: int) -> None:
@@ -164,30 +166,30 @@ class ActorsPort(Protocol):
         ...
 
     def kill(self, actor: int, no_restart: bool = True) -> None:
-        """End its process at once, and the actor unless it may restart."""
+        """End an actor's process at once, and the actor unless it may restart."""
         ...
 
     def terminate(self, actor: int) -> None:
-        """Have it end after what it was sent."""
+        """End an actor after the calls that it was sent."""
         ...
 
 
 class Engine(Protocol):
-    """Runs tasks somewhere. Made for the running loop, used on it alone."""
+    """Runs tasks and actors. Made for the running loop, and used only on it."""
 
     @property
     def waits(self) -> Waits | None:
-        """The observer of waits; None if there is none."""
+        """The observer of waits; None if the engine needs none."""
         ...
 
     @property
     def has_gone(self) -> bool:
-        """True if the node has died, so that another may replace it."""
+        """True if the node has died, so that another node may replace it."""
         ...
 
     @property
     def home(self) -> str:
-        """Tells its node from others; "" where numbers of actors do so already."""
+        """Name of the node, to tell its actors from others; "" if not needed."""
         ...
 
     @property
@@ -200,52 +202,52 @@ class Engine(Protocol):
         """The actors of the node.
 
         Raises:
-            NodeError: it can have none.
+            NodeError: the node supports no actors.
         """
         ...
 
     async def open(self) -> None:
-        """Be ready for `submit`.
+        """Open the node, to be ready for `submit`.
 
         Raises:
-            NodeError: it cannot be.
-            DeviceError: the devices asked for are not there.
+            NodeError: the node cannot be opened.
+            DeviceError: requested devices do not exist.
         """
         ...
 
     def pack(self, outgoing: PickledValue) -> bytes:
-        """Make a payload of what is to be sent; may be asked before it is open.
+        """Make the payload of a compound value; may be called before `open`.
 
         Raises:
-            SerializationError: it is too large.
-            ObjectMemoryError: there is no room for it.
+            SerializationError: the value is too large.
+            ObjectMemoryError: there is not enough memory for it.
         """
         ...
 
     def submit(self, func: FunctionSpec, payload: bytes, receiver: Receiver) -> int:
-        """Start a task; gives its id.
+        """Start a task; return its id.
 
         Raises:
-            InfeasibleError: there will never be enough for it.
-            SerializationError: the arguments are too large to be sent.
+            InfeasibleError: the node can never meet the request.
+            SerializationError: the arguments are too large to send.
         """
         ...
 
     def take_lease(self, func: FunctionSpec, receiver: LeaseReceiver) -> int:
-        """Ask for a lease; gives its id, with which `cancel` gives it up, or back.
+        """Request a lease; return its id, by which `cancel` withdraws or returns it.
 
-        For a placement, `func.spec.shape.request.placement_group` is the
-        `PlacementGroupSpec`: its key, bundles and strategy. Tasks that run in it have
-        a `BundleRef` there, with the same key and a bundle's index. Its receiver is
-        told an empty payload once all bundles are held.
+        For a placement group, `func.spec.shape.request.placement_group` is the
+        `PlacementGroupSpec`: its key, bundles and strategy. Tasks that run in the group
+        have a `BundleRef` there, with the same key and a bundle's index. The receiver
+        gets an empty payload once all bundles are held.
 
         Raises:
-            InfeasibleError: there will never be enough for it.
+            InfeasibleError: the node can never meet the request.
         """
         ...
 
     def demand(self, task: int, limit: int) -> None:
-        """Let a task that is a stream yield so many items in all."""
+        """Set the number of items that a task's stream may yield in all."""
         ...
 
     def cancel(self, task: int) -> None:
@@ -253,15 +255,15 @@ class Engine(Protocol):
         ...
 
     async def total(self) -> dict[str, float]:
-        """All resources by name."""
+        """Return all resources by name."""
         ...
 
     async def available(self) -> dict[str, float]:
-        """Return what is free of each; 0.0 where nothing is."""
+        """Return the free amount of each resource."""
         ...
 
     async def status(self) -> NodeStatus:
-        """Return who holds what, what waits and why."""
+        """Return the held resources, the waiting tasks and the reasons."""
         ...
 
     async def why(self, task: int) -> Why | None:
@@ -269,15 +271,15 @@ class Engine(Protocol):
         ...
 
     async def why_task(self, number: int) -> Why | None:
-        """Return the same by the number that `status` shows, for any program's task."""
+        """Return the same for any program's task, by its number in `status`."""
         ...
 
     def announce_stop(self) -> None:
-        """Let tasks know that their program stops, which stops them in a moment."""
+        """Inform tasks that their program is about to stop."""
         ...
 
     async def close(self) -> None:
-        """Stop all tasks and leave nothing behind. May be called twice."""
+        """Stop all tasks and release all resources. May be called twice."""
         ...
 
     def force_close(self) -> None:
@@ -289,18 +291,18 @@ class Engine(Protocol):
         ...
 
     def after_fork(self) -> None:
-        """This process is a fork of the one that has opened it, and must not speak."""
+        """Disable the engine in a fork of the process that opened it."""
         ...
 
 
 def check_func(func: FunctionSpec, ledger: Ledger) -> None:
-    """Check what is the same for all calls of a function.
+    """Check a function once for all its calls.
 
     Raises:
-        InfeasibleError: the node lacks, even when idle, what the function asks for.
-        SerializationError: the function is too large to be sent.
+        InfeasibleError: the node can never meet the function's request.
+        SerializationError: the function is too large to send.
     """
-    # Late: a program that joins no node yet needs none of it.
+    # Late: not needed before a program has a node.
     from aiogpu.core.model.text import terms
     from aiogpu.core.model.units import GPU, GPU_MEMORY, MEMORY
     from aiogpu.core.resources.placement_group import why_infeasible
@@ -308,15 +310,15 @@ def check_func(func: FunctionSpec, ledger: Ledger) -> None:
     spec = func.spec
     reason = why_infeasible(ledger, spec.shape.request)
     if reason is not None:
-        asked = spec.shape.request.as_numbers()
-        # Of memory everybody has some; who asks for none need not hear of it.
+        requested = spec.shape.request.as_numbers()
+        # Every node has memory; do not list it if the request has none.
         has = terms(
-            (name, had)
-            for name, had in ledger.totals().items()
-            if name not in (MEMORY, GPU_MEMORY) or name in asked
+            (name, amount)
+            for name, amount in ledger.totals().items()
+            if name not in (MEMORY, GPU_MEMORY) or name in requested
         )
         advice = "Ask for less, or start the node with more."
-        if GPU in asked and not ledger.totals().get(GPU):
+        if GPU in requested and not ledger.totals().get(GPU):
             advice = (
                 "Ask for none, or start the node with num_gpus=, which may be more "
                 "GPUs than the machine has."
@@ -332,27 +334,27 @@ def check_arguments(func: FunctionSpec, payload: bytes) -> None:
     """Check the arguments of one call.
 
     Raises:
-        SerializationError: they are too large to be sent.
+        SerializationError: the arguments are too large to send.
     """
     _check_size(f"the arguments of {func.spec.name}.remote()", payload)
 
 
 def _check_size(what: str, payload: bytes) -> None:
     if len(payload) > LARGEST_PAYLOAD:
-        # Late: a program with a node of its own has no client of another.
+        # Late: a program with its own node does not need this module.
         from aiogpu.client.node_client import too_large
 
         raise too_large(what, payload)
 
 
 CLIENT: Final = "ray://"
-"""The start of addresses of Ray Client."""
+"""Prefix of addresses of Ray Client."""
 
 
-def no_client(said: str) -> str:
-    """Return the message for an address of Ray Client; `said`: where it came from."""
+def no_client(source: str) -> str:
+    """Return the message for an address of Ray Client; `source` names its origin."""
     return (
-        f"{said}: aiogpu does not use Ray Client (ray://). Run the program on a node "
+        f"{source}: aiogpu does not use Ray Client (ray://). Run the program on a node "
         f"of the cluster with address='ray', or submit it as a Ray job: `ray job "
         f"submit --address http://HEAD:8265 -- python program.py`, with "
         f"AIOGPU_ADDRESS=ray in the job's environment."

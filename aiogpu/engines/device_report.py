@@ -1,7 +1,7 @@
-"""Reports the devices of this machine and what runs on them, without a node.
+"""Reports the devices of this machine and the processes on them, without a node.
 
-Devices are detected as a node detects them, so the report shows what a node would share
-out. Nothing stays open and nothing is reserved.
+Devices are detected as a node detects them, so the report shows the devices that a node
+would share out. No library stays open and no device is reserved.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ BUS: Final = "/sys/bus/pci/devices"
 
 @dataclass(frozen=True, slots=True)
 class DetectedDevice:
-    """One device, and what its driver reports now.
+    """A device with the current reports of its driver.
 
     Attributes:
         kind: the name of the resource, "GPU".
-        device: what it is.
-        sample: what is on it; None where its driver is not asked.
-        health: whether it is well; None where its driver is not asked.
-        processes: those of `sample`, with their names; None where none are listed.
-        numa_node: where it is attached; None where the kernel does not say.
-        cpus: those near it, such as "0-15,64-79"; "" where the kernel does not say.
+        device: the device.
+        sample: its load; None if its driver is not asked.
+        health: its health; None if its driver is not asked.
+        processes: processes of `sample` with their names; None if none are listed.
+        numa_node: its NUMA node; None if the kernel does not report it.
+        cpus: CPUs near it, such as "0-15,64-79"; "" if the kernel does not report them.
     """
 
     kind: str
@@ -53,7 +53,7 @@ class DeviceReport(NamedTuple):
     """The devices of this machine that a node would share out.
 
     Attributes:
-        seen: the devices, those of a kind together.
+        seen: the devices, grouped by kind.
         notes: explanations for people, such as why there are no devices.
     """
 
@@ -62,19 +62,21 @@ class DeviceReport(NamedTuple):
 
 
 async def probe_devices(environ: Mapping[str, str] = os.environ) -> DeviceReport:
-    """Detect and examine the devices; drivers block, so threads ask them.
+    """Detect and examine the devices, in threads, since drivers block.
 
     Args:
-        environ: says which devices a node may share out.
+        environ: restricts the devices that a node may share out.
 
     Raises:
-        DeviceError: `environ` names devices that are not there.
+        DeviceError: `environ` names devices that do not exist.
     """
-    found = await detect(await in_thread(vendors), environ, {})
+    detections = await detect(await in_thread(vendors), environ, {})
     seen = [
-        one
-        for each in found
-        for one in await in_thread(lambda: _examine_all(each.vendor, each.devices))  # noqa: B023 - awaited at once
+        device
+        for detection in detections
+        for device in await in_thread(
+            lambda: _examine_all(detection.vendor, detection.devices)  # noqa: B023 - awaited at once
+        )
     ]
     notes = await in_thread(lambda: _notes(seen, environ))
     return DeviceReport(tuple(seen), tuple(notes))
@@ -116,26 +118,26 @@ def _processes(sample: Sample) -> tuple[OtherProcess, ...] | None:
 
 
 def place_of(pci: str | None, bus: str | Path = BUS) -> tuple[int | None, str]:
-    """The NUMA node of a device, and the CPUs near it.
+    """Return the NUMA node of a device, and the CPUs near it.
 
     Source: the kernel's "sysfs-bus-pci" (`numa_node`, `local_cpulist`).
 
     Args:
         pci: its address on the PCI bus, such as "00000000:3B:00.0"; None if unknown.
-        bus: where the kernel tells of that bus.
+        bus: directory of the bus in sysfs.
     """
     if pci is None:
         return None, ""
     domain, _, rest = pci.lower().partition(":")
-    # NVML writes eight digits of the domain, the kernel four at least.
+    # NVML writes eight digits of the domain, the kernel at least four.
     folder = os.path.join(bus, f"{domain.lstrip('0').zfill(4)}:{rest}")
     node = read(folder, "numa_node")
-    # -1 stands for a machine that has but one.
+    # -1 means that the machine has a single node.
     return int(node) if node.isdigit() else None, read(folder, "local_cpulist")
 
 
 def _notes(seen: list[DetectedDevice], environ: Mapping[str, str]) -> list[str]:
-    """Explain which GPUs the report leaves out."""
+    """Explain which GPUs the report omits."""
     shown = [one.device for one in seen if one.kind == GPU]
     text = environ.get(VISIBLE)
     if text is not None and not shown and not entries(text):
@@ -146,15 +148,15 @@ def _notes(seen: list[DetectedDevice], environ: Mapping[str, str]) -> list[str]:
     if not shown:
         return [f"No GPUs: {there.problem or str(there).rstrip('.')}."]
     if there.count is None:
-        return [f"Nothing is known of these GPUs: {there.problem}."]
+        return [f"Nothing is known about these GPUs: {there.problem}."]
     order = environ.get(ORDER)
     if order not in (None, "", BY_BUS) and any(d.uuid is None for d in shown):
         return [
             f"{ORDER}={order!r}: only CUDA knows which GPUs the indices in "
             f"{VISIBLE}={text!r} name; name them by their UUIDs."
         ]
-    wholes = {device.parent or device.uuid or device.id for device in shown}
-    left = there.count - len(wholes)
-    if left > 0:
-        return [f"{VISIBLE}={text!r} leaves {left} of {there.count} GPUs out."]
+    gpus = {device.parent or device.uuid or device.id for device in shown}
+    hidden = there.count - len(gpus)
+    if hidden > 0:
+        return [f"{VISIBLE}={text!r} hides {hidden} of {there.count} GPUs."]
     return []

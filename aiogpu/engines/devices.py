@@ -1,8 +1,8 @@
 """The devices of a node: declared in `init`, or detected on this machine.
 
-Vendors block by nature, so each has a thread for as long as it answers. One that hangs
-costs a node nothing but the wait: its thread is left behind. Of the vendors of GPUs one
-has a node's; which one is decided here.
+Drivers block, so each vendor is asked in its own thread. If a driver hangs, the node
+waits for a limited time and abandons the thread. A node has the GPUs of one vendor;
+`detect` chooses it.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ T = TypeVar("T")
 
 
 LIMIT: Final = 30.0
-"""Seconds that a vendor may take; NVML has taken 20 to wake eight GPUs."""
+"""Seconds that a vendor may take; NVML has needed 20 to wake eight GPUs."""
 
 
 _log: Final = logging.getLogger(__name__)
 
 
-class Found(NamedTuple):
-    """The result of a vendor's detection: its devices, or why there are none."""
+class Detection(NamedTuple):
+    """The result of a vendor's detection: its devices, or an error."""
 
     vendor: Accelerator
     devices: tuple[Device, ...] = ()
@@ -48,7 +48,7 @@ class Found(NamedTuple):
 
     @property
     def is_seen(self) -> bool:
-        """True if a device was met, not only spoken of."""
+        """True if a device was detected, not only named by the user."""
         return any(device != Device(device.id) for device in self.devices)
 
 
@@ -57,49 +57,55 @@ async def detect(
     environ: Mapping[str, str],
     wanted: Mapping[str, int],
     limit: float = LIMIT,
-) -> list[Found]:
+) -> list[Detection]:
     """Ask all vendors for their devices.
 
     Args:
-        vendors: whom to ask, in order; of those of GPUs the first that has any has the
-            node's, and the first of all if none has.
+        vendors: the vendors in order. The first GPU vendor with GPUs provides the
+            node's GPUs; if none has any, the first GPU vendor does.
         environ: the environment of the program.
-        wanted: how many the user gave, by kind.
-        limit: seconds that each may take.
+        wanted: number of devices that the user requests, by kind.
+        limit: seconds that each vendor may take.
 
     Returns:
-        Who has devices to share out, the one of the GPUs in any case.
+        The detections with devices, and always the detection of GPUs, first.
 
     Raises:
-        DeviceError: the devices asked for are not there.
+        DeviceError: requested devices do not exist.
     """
     first = next((vendor for vendor in vendors if vendor.kind == GPU), None)
 
-    def asked(vendor: Accelerator) -> int | None:
+    def wanted_of(vendor: Accelerator) -> int | None:
         number = wanted.get(vendor.kind)
-        # What others would make of a number says nothing of what there is.
+        # A second GPU vendor must detect GPUs, not make logical ones.
         is_first = vendor.kind != GPU or vendor is first
         return number if is_first or not number else None
 
-    found = await asyncio.gather(
-        *(_ask(vendor, environ, asked(vendor), limit) for vendor in vendors)
+    detections = await asyncio.gather(
+        *(_ask(vendor, environ, wanted_of(vendor), limit) for vendor in vendors)
     )
-    others = [each for each in found if each.vendor.kind != GPU]
-    chosen = _owner([each for each in found if each.vendor.kind == GPU])
+    others = [detection for detection in detections if detection.vendor.kind != GPU]
+    chosen = _owner(
+        [detection for detection in detections if detection.vendor.kind == GPU]
+    )
     if chosen.vendor is not first and wanted.get(GPU):
         chosen = await _ask(chosen.vendor, environ, wanted[GPU], limit)
-    for each in (chosen, *others):
-        if each.error is not None:
-            raise each.error
-    return [chosen, *(each for each in others if each.devices)]
+    for detection in (chosen, *others):
+        if detection.error is not None:
+            raise detection.error
+    return [chosen, *(detection for detection in others if detection.devices)]
 
 
-def _owner(found: Sequence[Found]) -> Found:
+def _owner(detections: Sequence[Detection]) -> Detection:
     """Return the vendor of the node's GPUs; errors of later vendors are ignored."""
-    in_order = (each for each in found if each.is_seen or each.error)
+    in_order = (
+        detection for detection in detections if detection.is_seen or detection.error
+    )
     owner = next(in_order, None)
     if owner is None:
-        return next((each for each in found if each.devices), found[0])
+        return next(
+            (detection for detection in detections if detection.devices), detections[0]
+        )
     for other in in_order:
         if other.is_seen:
             _log.warning(
@@ -113,34 +119,34 @@ def _owner(found: Sequence[Found]) -> Found:
 
 async def _ask(
     vendor: Accelerator, environ: Mapping[str, str], wanted: int | None, limit: float
-) -> Found:
+) -> Detection:
     try:
         async with asyncio.timeout(limit) as clock:
             devices = await in_thread(lambda: _devices(vendor, environ, wanted))
     except AiogpuError as error:
-        return Found(vendor, error=error)
-    except Exception as error:  # noqa: BLE001 - told as the vendor's, whatever it is
+        return Detection(vendor, error=error)
+    except Exception as error:  # noqa: BLE001 - reported as the vendor's error
         if not clock.expired():
             what = f"{type(error).__name__}: {error}"
-            told = DeviceError(f"{vendor!r} cannot say which devices there are: {what}")
-            told.__cause__ = error
-            return Found(vendor, error=told)
+            failed = DeviceError(f"{vendor!r} cannot list its devices: {what}")
+            failed.__cause__ = error
+            return Detection(vendor, error=failed)
     else:
-        return Found(vendor, devices)
+        return Detection(vendor, devices)
     if wanted:
-        return Found(
+        return Detection(
             vendor,
             error=DeviceError(
-                f"{vendor.option}={wanted}, but {vendor!r} has not said for {limit:g} "
-                f"seconds which there are. See whether its driver and its tools answer."
+                f"{vendor.option}={wanted}, but {vendor!r} has not listed its devices "
+                f"within {limit:g} seconds. Check whether its driver and tools answer."
             ),
         )
     _log.warning(
-        "! %r has not said for %g s which devices there are; none is shared out.",
+        "! %r has not listed its devices within %g s; none is shared out.",
         vendor,
         limit,
     )
-    return Found(vendor)
+    return Detection(vendor)
 
 
 def _devices(
@@ -158,20 +164,22 @@ def _check(
     wanted: int | None,
     devices: tuple[Device, ...],
 ) -> None:
-    """Refuse answers of a user's vendor that would fail in the midst of a task."""
+    """Check the answers of a user's vendor, which would fail later in tasks."""
     if not all(isinstance(device, Device) for device in devices):
-        raise TypeError(f"devices() gave {devices!r}, which are no Devices")
+        raise TypeError(f"devices() returned {devices!r}, which are no Devices")
     ids = [device.id for device in devices]
     if len(set(ids)) < len(ids):
-        raise ValueError(f"devices() gave the ids {ids!r}, one of them twice")
+        raise ValueError(f"devices() returned the ids {ids!r}, one of them twice")
     if wanted is not None and len(ids) != wanted:
-        raise ValueError(f"devices() gave {len(ids)} where {wanted} were wanted")
-    for some in (ids, ids[:0]):
-        given = vendor.assignment(some, environ)
-        if not isinstance(given, dict) or not all(
-            isinstance(text, str) for pair in given.items() for text in pair
+        raise ValueError(f"devices() returned {len(ids)} devices instead of {wanted}")
+    for assigned in (ids, ids[:0]):
+        variables = vendor.assignment(assigned, environ)
+        if not isinstance(variables, dict) or not all(
+            isinstance(text, str) for pair in variables.items() for text in pair
         ):
-            raise TypeError(f"assignment({some!r}) gave {given!r}, no dict of texts")
+            raise TypeError(
+                f"assignment({assigned!r}) returned {variables!r}, no dict of str"
+            )
 
 
 async def in_thread(function: Callable[[], T]) -> T:
@@ -182,7 +190,7 @@ async def in_thread(function: Callable[[], T]) -> T:
     def run() -> None:
         try:
             result = function()
-        except BaseException as error:  # noqa: BLE001 - it is raised at the await
+        except BaseException as error:  # noqa: BLE001 - raised at the await
             _hand_over(loop, future, None, error)
         else:
             _hand_over(loop, future, result, None)
@@ -208,31 +216,33 @@ def _hand_over(
     try:
         loop.call_soon_threadsafe(settle)
     except RuntimeError:
-        return  # the loop has closed; nobody waits any more
+        return  # the loop has closed
 
 
 NEARLY: Final = 1 / 16
-"""By how much a declared memory may be off: the driver keeps some of "80 GB"."""
+"""Tolerance of declared memory, as a fraction: the driver keeps some of "80 GB"."""
 
 
 async def take_inventory(
     options: NodeOptions,
 ) -> tuple[Ledger, tuple[Accelerator, ...]]:
-    """Detect what was not declared; drivers are asked in threads, for they block.
+    """Detect the resources that were not declared.
 
     Returns:
-        What there is, and the vendors that are in use: the one of the GPUs, and those
-        of other kinds that have devices here. The variables of the rest are nobody's
-        affair.
+        The node's resources, and the vendors in use: the vendor of the GPUs, and
+        vendors of other kinds that have devices here. Variables of other vendors are
+        not changed.
 
     Raises:
-        DeviceError: the devices asked for are not there.
+        DeviceError: requested devices do not exist.
     """
-    found = await detect(
+    detections = await detect(
         await in_thread(vendors), dict(os.environ), _declared_devices(options)
     )
-    device_sets = [DeviceSet(each.vendor.kind, each.devices) for each in found]
-    in_use = tuple(each.vendor for each in found)
+    device_sets = [
+        DeviceSet(detection.vendor.kind, detection.devices) for detection in detections
+    ]
+    in_use = tuple(detection.vendor for detection in detections)
     return build_ledger(options, device_sets), in_use
 
 
@@ -247,11 +257,11 @@ def _declared_devices(options: NodeOptions) -> dict[str, int]:
 
 
 def build_ledger(options: NodeOptions, device_sets: Sequence[DeviceSet]) -> Ledger:
-    """The node's resources from what was declared and what was detected.
+    """Combine declared and detected resources.
 
     A type declared by `accelerator_type=`, or by one custom resource
-    `accelerator_type:X`, is that of all GPUs whose type is not known; so is the memory
-    declared by `gpu_memory=`. What was detected is never overruled.
+    `accelerator_type:X`, applies to all GPUs of unknown type; `gpu_memory=` applies to
+    GPUs of unknown memory. Detected facts take precedence.
     """
     cpus = usable_cpus() if options.num_cpus is None else options.num_cpus
     memory = MemoryBounds().safe_limit() if options.memory is None else options.memory
@@ -285,38 +295,38 @@ def build_ledger(options: NodeOptions, device_sets: Sequence[DeviceSet]) -> Ledg
 def _completed(
     gpus: DeviceSet, declared: str | None, options: NodeOptions
 ) -> DeviceSet:
-    """GPUs with what was declared of them, where it was not detected."""
+    """Return the GPUs with declared facts where detection found none."""
     memory = options.gpu_memory or 0
     given = {
         "accelerator_type": options.accelerator_type,
         "gpu_memory": options.gpu_memory and size(options.gpu_memory),
     }
-    idle = [f"{name}={value!r}" for name, value in given.items() if value]
-    if idle and not gpus.devices:
+    unused = [f"{name}={value!r}" for name, value in given.items() if value]
+    if unused and not gpus.devices:
         _log.warning(
-            "! init(%s) is said of GPUs, and this node has none; say num_gpus= as "
-            "well for logical ones.",
-            ", ".join(idle),
+            "! init(%s) has no effect, since this node has no GPUs; pass num_gpus= "
+            "as well for logical GPUs.",
+            ", ".join(unused),
         )
     wrong = [device for device in gpus.devices if _contradicts(memory, device)]
     if wrong:
         _log.warning(
-            "! init(gpu_memory=%r) is said of GPUs whose memory is not detected; GPU "
-            "%s has %s, and that counts.",
+            "! init(gpu_memory=%r) applies only to GPUs whose memory is not detected; "
+            "GPU %s has %s, which is used.",
             size(memory),
             wrong[0].id,
             size(wrong[0].memory),
         )
-    told = options.accelerator_type
+    declared_type = options.accelerator_type
     if (
-        told
+        declared_type
         and gpus.devices
-        and all(one.type not in (None, told) for one in gpus.devices)
+        and all(gpu.type not in (None, declared_type) for gpu in gpus.devices)
     ):
         _log.warning(
-            "! init(accelerator_type=%r) is said of GPUs whose type is not detected; "
-            "GPU %s is of type %r, and that counts.",
-            told,
+            "! init(accelerator_type=%r) applies only to GPUs whose type is not "
+            "detected; GPU %s is of type %r, which is used.",
+            declared_type,
             gpus.devices[0].id,
             gpus.devices[0].type,
         )
@@ -332,5 +342,5 @@ def _completed(
 
 
 def _contradicts(memory: int, device: Device) -> bool:
-    off = abs(memory - device.memory)
-    return bool(memory and device.memory) and off > NEARLY * device.memory
+    difference = abs(memory - device.memory)
+    return bool(memory and device.memory) and difference > NEARLY * device.memory

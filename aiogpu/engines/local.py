@@ -1,4 +1,4 @@
-"""This machine, in this process: an embedded node."""
+"""An embedded node: the scheduler in this process, workers on this machine."""
 
 from __future__ import annotations
 
@@ -35,13 +35,14 @@ if TYPE_CHECKING:
     from aiogpu.serialization.references import PickledValue
 
 LOOK_EVERY: Final = 0.02
-"""Seconds between two looks at whether a node that is being stopped is idle."""
+"""Seconds between two checks whether a stopping node is idle."""
 REFILL_AFTER: Final = 2e-3
-"""Seconds in which a task that has taken a spare is let alone by the next fork."""
+"""Seconds between a task's use of a spare worker and the fork of the next spare, which
+would slow the task."""
 UNCHECKED: Final = 1 << 20
-"""Bytes that any call may carry."""
+"""Payload size in bytes up to which no check is needed."""
 WARM: Final = 8
-"""Idle workers kept beside one for each CPU."""
+"""Idle workers kept, in addition to one per CPU."""
 
 
 class DriverEngine:
@@ -82,8 +83,8 @@ class DriverEngine:
         self._driver.row.end()
         return self._driver
 
-    def _asked(self, _what: str) -> Driver:
-        """The driver, for the program that asks `_what`."""
+    def _driver_for(self, _what: str) -> Driver:
+        """Return the driver for a call of `_what` by the program."""
         return self._open_driver
 
     def submit(self, func: FunctionSpec, payload: bytes, receiver: Receiver) -> int:
@@ -91,7 +92,7 @@ class DriverEngine:
         raise NotImplementedError
 
     def take_lease(self, func: FunctionSpec, receiver: LeaseReceiver) -> int:
-        """Ask for a lease; see `Engine.take_lease`."""
+        """Request a lease; see `Engine.take_lease`."""
         return self.submit(func, b"", receiver)
 
     @property
@@ -100,7 +101,7 @@ class DriverEngine:
         return self._open_driver.actors
 
     def demand(self, task: int, limit: int) -> None:
-        """Let a stream yield so many items in all; see `Engine.demand`."""
+        """Set a stream's number of items; see `Engine.demand`."""
         if self._driver is not None:
             self._driver.demand(task, limit)
 
@@ -111,12 +112,14 @@ class DriverEngine:
             driver.cancel(task)
 
     async def total(self) -> dict[str, float]:
-        """All resources by name."""
-        return self._asked("aiogpu.cluster_resources()").scheduler.ledger.totals()
+        """Return all resources by name."""
+        return self._driver_for("aiogpu.cluster_resources()").scheduler.ledger.totals()
 
     async def available(self) -> dict[str, float]:
-        """Return what is free of each."""
-        return self._asked("aiogpu.available_resources()").scheduler.ledger.available()
+        """Return the free amount of each resource."""
+        return self._driver_for(
+            "aiogpu.available_resources()"
+        ).scheduler.ledger.available()
 
     @property
     def _pids(self) -> Mapping[int, int]:
@@ -125,29 +128,29 @@ class DriverEngine:
 
     @property
     def _node_id(self) -> str:
-        """Return the node's id, as tasks find it."""
+        """The node's id, as tasks see it."""
         raise NotImplementedError
 
     @property
     def _observed(self) -> Observations:
-        """Return the latest samples of the devices."""
+        """The latest samples of the devices."""
         return {}
 
     @property
     def _programs(self) -> Mapping[int, Program]:
-        """Return the programs that have joined, by their numbers."""
+        """The programs that have joined, by number."""
         return {}
 
     def _draining(self, _now: float) -> float | None:
-        """Seconds that what runs has, if the node is being stopped; None if not."""
+        """Return the seconds left for running tasks if the node is stopping."""
         return None
 
     async def status(self) -> NodeStatus:
-        """Return who holds what, what waits and why."""
+        """Return the held resources, the waiting tasks and the reasons."""
         from aiogpu.observe.snapshot import snapshot
         from aiogpu.observe.status import Machine
 
-        driver, now = self._asked("aiogpu.status()"), self._loop.time()
+        driver, now = self._driver_for("aiogpu.status()"), self._loop.time()
         pids, results = self._pids, driver.results
         seen = snapshot(driver.scheduler, pids, now, self._observed, self._programs)
 
@@ -164,10 +167,10 @@ class DriverEngine:
         )
 
     async def why(self, task: int) -> Why | None:
-        """Return why a task waits, or how it has ended; see `Engine.why`."""
+        """Return why a task waits, or its outcome; see `Engine.why`."""
         from aiogpu.observe.snapshot import why, why_ended
 
-        driver, now = self._asked("handle.why()"), self._loop.time()
+        driver, now = self._driver_for("handle.why()"), self._loop.time()
         record = driver.scheduler.tasks.get(TaskId(task))
         if record is not None:
             return why(driver.scheduler, record, self._pids, now, self._programs)
@@ -187,18 +190,19 @@ class LocalEngine(DriverEngine):
     def __init__(self, options: NodeOptions, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(options, loop)
         self._supervisor = Supervisor(loop, self._make_viewers)
-        # Left on functions that were found feasible; it outlives the node, so is small.
+        # Marks functions that were found feasible; small, since functions outlive the
+        # node.
         self._mark = object()
 
     async def open(self) -> None:
-        """Detect what there is while the zygote starts; see `Engine.open`."""
+        """Detect resources while the zygote starts; see `Engine.open`."""
         options = self._options
         keep_pages()
         try:
             self._supervisor.start_zygote(
                 options.preload, options.learns, options.spill_directory or ""
             )
-            # Imported here, since the zygote starts meanwhile on another core.
+            # Imported here, while the zygote starts on another core.
             from aiogpu.engines.base import check_arguments, check_func
 
             scheduler, assignment = await build_node(options)
@@ -224,7 +228,7 @@ class LocalEngine(DriverEngine):
 
     @property
     def home(self) -> str:
-        """Tells this node from others; see `Engine.home`."""
+        """The node's name; see `Engine.home`."""
         return os.path.basename(self._supervisor.directory)
 
     @property
@@ -263,16 +267,15 @@ class LocalEngine(DriverEngine):
         logs: str | None = None,
         limits: Limits | None = None,
     ) -> None:
-        """Let other programs of this user join the node, which is open.
+        """Let other programs of this user join the open node.
 
         Args:
-            listening: a Unix socket that is bound, and listens; the node closes it.
-            logs: directory in which all that their tasks print is logged; None for
-                nowhere.
-            limits: what each of them may have at once; None for no limits.
+            listening: a bound and listening Unix socket; the node closes it.
+            logs: directory for the output of their tasks; None for no logs.
+            limits: limits of each program; None for no limits.
 
         Raises:
-            OptionError: a resource is limited that the node does not have.
+            OptionError: `limits` names a resource that the node does not have.
         """
         from aiogpu.engines.server_info import server_info
 
@@ -301,21 +304,21 @@ class LocalEngine(DriverEngine):
 
     @property
     def _programs(self) -> Mapping[int, Program]:
-        """Return the programs that have joined, by their numbers."""
+        """The programs that have joined, by number."""
         from aiogpu.observe.status import Program
 
         clients = self._supervisor.clients
-        found = {} if clients is None else clients.programs
-        return {number: Program(*who) for number, who in found.items()}
+        joined = {} if clients is None else clients.programs
+        return {number: Program(*facts) for number, facts in joined.items()}
 
     def _draining(self, now: float) -> float | None:
-        """Seconds that what runs has, if the node is being stopped; None if not."""
+        """Return the seconds left for running tasks if the node is stopping."""
         clients = self._supervisor.clients
         ends_at = None if clients is None else clients.ends_at
         return None if ends_at is None else max(0.0, ends_at - now)
 
     def _make_viewers(self) -> Viewers | None:
-        """Return what answers commands on the node's own socket."""
+        """Make the object that answers commands on the node's own socket."""
         if self._driver is None:
             return None
         from aiogpu.engines.server_info import pack_capacity
@@ -362,29 +365,29 @@ class LocalEngine(DriverEngine):
         }
 
     async def _cancel_for_user(self, number: int) -> tuple[str, Why | None]:
-        """Cancel a task, whosever it is: who may join the node is its user.
+        """Cancel a task of any program: every program on the node is this user's.
 
         Returns:
-            What `Requests.cancel` does, and what was to be said of it before.
+            The result of `Requests.cancel`, and the task's state before.
         """
-        told = await self.why(number)
-        return self._supervisor.requests.cancel(number), told
+        before = await self.why(number)
+        return self._supervisor.requests.cancel(number), before
 
     async def _kill_for_user(self, number: int) -> tuple[str, Why | None]:
-        """Kill an actor, likewise."""
-        told = await self.why(number)
-        return self._supervisor.requests.kill(number), told
+        """Kill an actor of any program; returns like `_cancel_for_user`."""
+        before = await self.why(number)
+        return self._supervisor.requests.kill(number), before
 
     def spans(self) -> list[Span]:
-        """Return what has run where and when."""
+        """Return the times and places of executed tasks."""
         driver, now = self._open_driver, self._loop.time()
         workers = driver.scheduler.workers
         return driver.results.history.spans(workers, now, time.time() - now)
 
     def ended(self, actor: int = 0) -> tuple[EndedTask, ...]:
-        """Return the last tasks that have ended, or an actor's calls that failed.
+        """Return the last ended tasks, or an actor's failed calls, latest first.
 
-        The latest first; with `actor` one of each method, and with the traceback.
+        For an actor, one call of each method, with its traceback.
         """
         history, now = self._open_driver.results.history, self._loop.time()
         return history.failed_calls(actor, now) if actor else history.ended(now)
@@ -395,15 +398,15 @@ class LocalEngine(DriverEngine):
         return await self.status(), dict(outcomes)
 
     async def drain(self, patience: float) -> str:
-        """Take no more work of those that have joined, and let what runs end.
+        """Refuse new work of joined programs, and wait for their running tasks.
 
-        Leases count as what runs. Who only looks may join meanwhile.
+        Leases count as running tasks. Programs that only look may still join.
 
         Args:
-            patience: seconds to wait for it.
+            patience: seconds to wait.
 
         Returns:
-            What is left of theirs, in words; "" for nothing.
+            Their remaining work as text; "" for none.
         """
         clients = self._supervisor.clients
         if clients is None:
@@ -416,12 +419,12 @@ class LocalEngine(DriverEngine):
         return remains
 
     def announce_stop(self) -> None:
-        """Let tasks know that the node stops; see `Engine.announce_stop`."""
+        """Inform tasks that the node stops; see `Engine.announce_stop`."""
         if self._driver is not None:
             self._driver.announce_stop()
 
     async def close(self) -> None:
-        """Stop all tasks and leave nothing behind."""
+        """Stop all tasks and release all resources."""
         await self._supervisor.stop()
         if self._store is not None:
             self._store.close()
@@ -440,14 +443,14 @@ class LocalEngine(DriverEngine):
     def after_fork(self) -> None:
         """Disable the engine in a fork of the driver.
 
-        Workers watch the driver's process, and so outlive this one.
+        Workers watch the driver's process, so they survive the fork's end.
         """
         if self._driver is not None:
             self._driver.after_fork()
 
 
 async def build_node(options: NodeOptions) -> tuple[Scheduler, Assignment]:
-    """Return the scheduler, and the binder of devices."""
+    """Make the scheduler and the assignment of devices."""
     from aiogpu.core.model.config import SchedulerConfig
     from aiogpu.core.model.units import CPU, UNIT
     from aiogpu.core.scheduler.scheduler import Scheduler

@@ -1,7 +1,8 @@
-"""A program's socket to a node of another process.
+"""A program's socket to a node in another process.
 
-It is not a transport of asyncio's: what was said must be on its way, and the answer
-read, where plain code has to wait for the node, as for room on its other socket.
+It is not an asyncio transport: plain code may have to wait for the node, for example
+for room on the other socket. Then messages must be sent and received without the loop
+(`press`).
 """
 
 from __future__ import annotations
@@ -21,26 +22,26 @@ CHUNK: Final = 1 << 18
 
 
 AT_ONCE: Final = 1 << 14
-"""Bytes of what is said in one turn that are sent in the midst of it, so that the node
-begins with them while the program goes on."""
+"""Bytes of unsent messages that are sent before the end of a turn of the loop, so that
+the node starts on them while the program goes on."""
 
 
 FIRST_PAUSE: Final = 1e-3
 
 
 LONGEST_PAUSE: Final = 0.05
-"""Seconds until a node is tried again whose queue of connections is full."""
+"""Seconds at most between two attempts to connect while the node's backlog is full."""
 
 
 async def connect_to(path: str) -> socket.socket:
-    """A non-blocking socket, connected to a node of this user.
+    """Return a non-blocking socket, connected to a node of this user.
 
-    Where the node's queue of connections is full, it tries again until there is room:
-    the caller sets a limit of time.
+    While the node's backlog is full, this tries again without end: the caller sets a
+    timeout.
 
     Raises:
-        OSError: nobody listens there.
-        NodeError: another user does; nothing was sent.
+        OSError: no process listens there.
+        NodeError: a process of another user listens there; nothing was sent.
     """
     connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -51,7 +52,7 @@ async def connect_to(path: str) -> socket.socket:
                 connected.connect(path)
                 break
             except BlockingIOError:
-                # EAGAIN, see connect(2). No event tells when there is room.
+                # EAGAIN, see connect(2). There is no event for room in the backlog.
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE)
         check_server(connected, path)
@@ -62,12 +63,12 @@ async def connect_to(path: str) -> socket.socket:
 
 
 class NodeConnection:
-    """The messages of a program to its node, and of the node to the program.
+    """The messages between a program and its node.
 
     Args:
-        loop: on which it is used.
-        on_messages: told what has come.
-        on_lost: told that the node has gone, and why if that is known.
+        loop: the loop on which it is used.
+        on_messages: called with received messages.
+        on_lost: called when the node has gone, with the reason if it is known.
     """
 
     def __init__(
@@ -93,20 +94,20 @@ class NodeConnection:
 
     @property
     def is_open(self) -> bool:
-        """True if the node is there, as far as is known."""
+        """True until the connection is closed or known to be lost."""
         return self._socket is not None
 
     async def connect(self, path: str, greeting: bytes, first: Message) -> None:
-        """Connect and greet; see `connect_to` for how long that may take.
+        """Connect and greet; may wait without end, like `connect_to`.
 
         Args:
-            path: of the node's socket.
+            path: path of the node's socket.
             greeting: see `wire.connection.greeting`.
-            first: what is said next, before what was said until now.
+            first: first message, sent before messages that already wait.
 
         Raises:
-            OSError: nobody listens there.
-            NodeError: another user does; nothing was sent.
+            OSError: no process listens there.
+            NodeError: a process of another user listens there; nothing was sent.
         """
         connected = await connect_to(path)
         try:
@@ -117,14 +118,14 @@ class NodeConnection:
         self._socket = connected
         self._loop.add_reader(connected.fileno(), self._read)
         self._flush_soon()
-        # Not in a turn to come: the node waits for it, and this loop may be held up.
+        # Not in a later turn: the node waits for it, and this loop may be blocked.
         self._write(encode(first))
 
     def send(self, message: Message) -> None:
-        """Say something: at once, and what is said later in this turn together.
+        """Send a message: the first in a turn at once, later ones together.
 
         Raises:
-            SerializationError: it is too long.
+            SerializationError: the message is too long.
         """
         frame = encode(message)
         if self._is_flushing or self._rest is not None or self._socket is None:
@@ -145,7 +146,7 @@ class NodeConnection:
         self._send_unsent()
 
     def _send_unsent(self) -> None:
-        """Send what is to be said; what waits for room goes before it."""
+        """Send the waiting messages, unless earlier bytes still wait for room."""
         if self._unsent and self._rest is None:
             unsent, self._unsent, self._size = self._unsent, [], 0
             self._write(b"".join(unsent))
@@ -156,12 +157,12 @@ class NodeConnection:
             return
         sent = self._send_now(connected, data)
         if sent < len(data):
-            # Never copied again, however many times it takes.
+            # A view, so that repeated sends do not copy the rest.
             self._rest = memoryview(data)[sent:]
             self._loop.add_writer(connected.fileno(), self._go_on)
 
     def _go_on(self) -> None:
-        """There is room for more of what was not sent."""
+        """Send more of the rest, since there is room."""
         connected, rest = self._socket, self._rest
         assert connected is not None, self
         assert rest is not None, self
@@ -175,13 +176,13 @@ class NodeConnection:
 
     def _read(self) -> None:
         if self._socket is None:
-            return  # closed since it was to be called soon
+            return  # closed since this callback was scheduled
         try:
             messages = self._receive()
         except ProtocolError as error:
             self._lose(error)
             return
-        self._tell_late()
+        self._deliver_late()
         if messages is None:
             self._lose(None)
             return
@@ -190,11 +191,11 @@ class NodeConnection:
         self._end_if_reset()
 
     def _end_if_reset(self) -> None:
-        """Read to the end if the node has died without reading all that it was sent.
+        """Read to the end if the node has died without reading all its messages.
 
-        The kernel reports that as an error of the socket, also while what the node
-        said last is still to be read. uvloop calls a reader once for such an error and
-        never again.
+        The kernel reports this as an error of the socket, even while the node's last
+        messages are unread. uvloop calls a reader once for such an error and never
+        again.
         """
         connected = self._socket
         if connected is None:
@@ -205,13 +206,13 @@ class NodeConnection:
             self._loop.call_soon(self._read)
 
     def _receive(self) -> list[Message] | None:
-        """Return what has come; None where the node has gone."""
+        """Receive messages without waiting; None if the node has gone."""
         assert self._socket is not None, self
         size = max(CHUNK, self._connection.missing)
         try:
             data = self._socket.recv(min(size, 4 * CHUNK))
         except BlockingIOError:
-            self._is_reset = False  # its other end is open: reading on would never end
+            self._is_reset = False  # the other end is open: reading on would never end
             return []
         except OSError:
             return None
@@ -222,9 +223,10 @@ class NodeConnection:
         self._on_lost(error)
 
     def press(self) -> None:
-        """Send and read what can be, while the loop waits in plain code for the node.
+        """Send and receive now, while plain code on the loop waits for the node.
 
-        It hears nothing from who reads nothing.
+        The node reads no messages from a program that does not read the node's
+        messages.
         """
         if self._socket is None:
             return
@@ -234,8 +236,8 @@ class NodeConnection:
         except ProtocolError as error:
             self._lose(error)
             return
-        # Where the node has gone, the loop finds that out and tells everybody.
-        self._tell_later(messages or [])
+        # If the node has gone, the loop notices it and reports it.
+        self._deliver_later(messages or [])
 
     def _push(self) -> None:
         if self._rest is not None:
@@ -243,18 +245,18 @@ class NodeConnection:
         else:
             self._send_unsent()
 
-    def _tell_later(self, messages: list[Message]) -> None:
+    def _deliver_later(self, messages: list[Message]) -> None:
         if messages and not self._late:
-            self._loop.call_soon(self._tell_late)
+            self._loop.call_soon(self._deliver_late)
         self._late += messages
 
-    def _tell_late(self) -> None:
+    def _deliver_late(self) -> None:
         late, self._late = self._late, []
         if late:
             self._on_messages(late)
 
     def pause(self) -> None:
-        """Stop reading for now; the node notices and sends no more."""
+        """Stop reading for now; the node notices and stops sending."""
         if self._socket is not None:
             self._loop.remove_reader(self._socket.fileno())
 
@@ -273,19 +275,19 @@ class NodeConnection:
         connected.close()
 
     def leave(self) -> None:
-        """This process is a fork of the client: it must not speak for it."""
+        """Close the socket in a fork, which must not send for the program."""
         connected, self._socket = self._socket, None
         if connected is not None:
             connected.close()
 
     def _send_now(self, connected: socket.socket, data: bytes | memoryview) -> int:
-        """Send what there is room for now; gives how much."""
+        """Send as many bytes as there is room for; return their number."""
         try:
             return connected.send(data)
         except BlockingIOError:
             return 0
         except OSError:
-            # What the node said last may still be read, and then its end. The error
-            # that `_end_if_reset` looks for is gone from the socket by now.
+            # The node's last messages may still be unread, and then its end. The socket
+            # no longer has the error that `_end_if_reset` looks for.
             self._is_reset = True
             return len(data)

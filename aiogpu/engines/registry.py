@@ -9,7 +9,7 @@ from aiogpu.engines.base import CLIENT, Engine, NodeOptions, no_client
 from aiogpu.errors import NodeError, OptionError
 
 OF_PROGRAMS = frozenset({"preload", "learns", "log_to_driver", "only_looks"})
-"""What a program itself chooses that joins a node; all else is the node's."""
+"""Options of a program that joins a node; other options belong to the node."""
 
 
 def create_engine(
@@ -21,11 +21,11 @@ def create_engine(
         address: None or "local" for a node embedded in this program, "inline" for
             one without processes, "auto" for the user's node that runs on this
             machine, the path of a node's socket, or "ray" for a Ray cluster.
-        options: what `init` was asked for.
+        options: the options of `init`.
         loop: the running loop.
 
     Raises:
-        OptionError: no engine is known by that address, or it is one of Ray Client.
+        OptionError: the address is unknown, or an address of Ray Client.
     """
     if address is None or address == "local":
         from aiogpu.engines.local import LocalEngine
@@ -44,12 +44,12 @@ def create_engine(
     if address == "ray":
         return _cluster(options, loop)
     if address.startswith(CLIENT):
-        raise OptionError(no_client(_said(address)))
+        raise OptionError(no_client(_source(address)))
     raise OptionError(
-        f"{_said(address)}: no node is known by that. Give 'auto' to join the "
-        f"node that `aiogpu start --head` has started, or the path of its socket; or "
-        f"leave address out for a node inside this program, or give 'inline' to have "
-        f"tasks run in this very process, or 'ray' for a Ray cluster."
+        f"{_source(address)}: unknown address. Give 'auto' to join the node that "
+        f"`aiogpu start --head` has started, or the path of its socket; leave address "
+        f"out for a node inside this program; or give 'inline' to run tasks in this "
+        f"process, or 'ray' for a Ray cluster."
     )
 
 
@@ -60,14 +60,14 @@ def _cluster(options: NodeOptions, loop: asyncio.AbstractEventLoop) -> Engine:
         if error.name is None or error.name.partition(".")[0] != "ray":
             raise
         raise NodeError(
-            f"{_said('ray')}: Ray is not installed here. Install it by: "
+            f"{_source('ray')}: Ray is not installed here. Install it by: "
             f"pip install 'aiogpu[ray]'."
         ) from error
     return RayEngine(options, loop)
 
 
-def _said(address: str) -> str:
-    """Describe the source of an address that the program did not give itself."""
+def _source(address: str) -> str:
+    """Name the source of an address: the environment or the program."""
     if os.environ.get("AIOGPU_ADDRESS") == address:
         return f"AIOGPU_ADDRESS={address!r}"
     return f"init(address={address!r})"

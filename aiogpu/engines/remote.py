@@ -1,10 +1,10 @@
-"""A node of another process, which this program has joined: tasks, actors, leases.
+"""The engine of a program that has joined a node of another process.
 
-What is asked of it goes over a Unix socket as a worker's own requests do. Requests are
-checked here against what the node has, so that what it can never give is refused at
-`.remote()`, as everywhere. What the program's tasks print is shown as in a program with
-a node of its own: a thread writes, an answer is told when the lines before it are out,
-and a terminal that is slow slows the tasks.
+Requests go over a Unix socket, by the same messages as a worker's requests. They are
+checked here against the node's resources, so that impossible requests fail at
+`.remote()`, as on every engine. The output of the program's tasks is shown as with an
+own node: a thread writes it, an answer is delivered after the lines before it, and a
+slow terminal slows the tasks.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def join_of(options: NodeOptions) -> Join:
     """Return the message that introduces this program to the node."""
     from aiogpu import __version__
 
-    # Who only looks has no workers that would start with these.
+    # A program that only looks needs no workers, which would start with these.
     only_looks = options.only_looks
     sys_path = (path for path in sys.path if isinstance(path, str))
     return Join(
@@ -117,7 +117,7 @@ def _weight() -> float:
     """Return this program's weight, from AIOGPU_WEIGHT; the default is 1.
 
     Raises:
-        OptionError: it is no number above 0.
+        OptionError: the value is no number above 0.
     """
     given = os.environ.get("AIOGPU_WEIGHT") or "1"
     try:
@@ -126,14 +126,14 @@ def _weight() -> float:
         weight = 0.0
     if not 0 < weight < float("inf"):
         raise OptionError(
-            f"AIOGPU_WEIGHT={given!r} is no weight; give a number above 0, such as 2 "
-            f"for twice what another program gets, or leave it out."
+            f"AIOGPU_WEIGHT={given!r} is not a weight; give a number above 0, such as "
+            f"2 for twice the share of another program, or leave it out."
         )
     return weight
 
 
 def _name() -> str:
-    """Return the name of this program for people."""
+    """Return a readable name of this program."""
     script = sys.argv[0] if sys.argv and sys.argv[0] not in ("", "-c", "-m") else ""
     return os.path.basename(script) or os.path.basename(sys.executable) or "python"
 
@@ -146,24 +146,24 @@ def _directory() -> str:
 
 
 def unreachable(path: str, error: OSError) -> str:
-    """The words for a node that cannot be reached."""
+    """Return the message for a node that cannot be reached."""
     return (
         f"no node can be reached at {path}: {error.strerror or error}. Start one by "
-        f"`aiogpu start --head`, or leave address out for one of the program's own."
+        f"`aiogpu start --head`, or leave address out for a node in this program."
     )
 
 
 PATIENCE: Final = 5.0
-"""Seconds that the last lines get to be written in."""
+"""Seconds to write the last lines at the end."""
 
 
 class Terminal:
-    """Shows what the program's tasks print, and holds answers back until it is out.
+    """Shows the output of the program's tasks, and delays answers until it is written.
 
     Args:
-        loop: on which messages come.
-        source: the connection; made to wait while the terminal does.
-        take: is given what was held back.
+        loop: the loop that receives messages.
+        source: the connection; paused while the terminal is slow.
+        take: called with delayed messages.
     """
 
     def __init__(
@@ -181,7 +181,7 @@ class Terminal:
         return f"<Terminal {self._console.written}/{self._number}>"
 
     def keeps(self, message: Message) -> bool:
-        """Return whether it takes a message: to show it, or to pass it on later."""
+        """Show or delay a message; False if the caller must handle it now."""
         if type(message) is Printed:
             console, stream = self._console, message.stream
             self._number = console.write(
@@ -198,11 +198,11 @@ class Terminal:
         return True
 
     def hold_nothing(self) -> None:
-        """Pass on what was held back, and hold back nothing more."""
+        """Pass delayed messages on, and delay no more messages."""
         self._console.hold_nothing()
 
     async def close(self) -> None:
-        """Wait until all lines are out, or for `PATIENCE` seconds."""
+        """Wait until all lines are written, for `PATIENCE` seconds at most."""
         self._console.hold_nothing()
         await self._console.drain(PATIENCE)
         self._console.close()
@@ -212,22 +212,22 @@ _log: Final = logging.getLogger(__name__)
 
 
 JOIN_LIMIT: Final = 30.0
-"""Seconds in which a node lets a program join."""
+"""Seconds to join a node."""
 
 
 IMPORT_LIMIT: Final = 60.0
-"""Seconds that each module gets which the program wants preloaded."""
+"""Additional seconds for each module of `preload`."""
 
 
 DEPART_LIMIT: Final = 30.0
-"""Seconds in which what a program leaves has stopped, or is left to the node."""
+"""Seconds to wait for the end of a leaving program's tasks."""
 
 
 class FutureReceiver:
-    """Waits for what was asked of the node.
+    """Receives the answer to a query of the node.
 
     Attributes:
-        future: has the answer.
+        future: gets the answer.
     """
 
     def __init__(
@@ -235,17 +235,17 @@ class FutureReceiver:
         future: asyncio.Future[Any],
         load: Callable[[bytes], Any] | None = None,
     ) -> None:
-        """Wait.
+        """Make the receiver.
 
         Args:
             future: gets the answer.
-            load: reads it; as what a node says of itself unless given.
+            load: unpacks the answer; by default, as a status of the node.
         """
         self.future = future
         self._load = load
 
     def settle(self, outcome: Outcome) -> None:
-        """Load the answer; an error of loading is the outcome as well."""
+        """Unpack the answer; an error of unpacking becomes the outcome."""
         if self.future.done():
             return
         if not isinstance(outcome, bytes):
@@ -253,7 +253,7 @@ class FutureReceiver:
             return
         load = self._load
         if load is None:
-            # Late: who only runs tasks never needs it.
+            # Late: a program that only runs tasks does not need it.
             from aiogpu.observe.status_codec import status_codec
 
             load = status_codec.load
@@ -262,8 +262,8 @@ class FutureReceiver:
         except ProtocolError as error:
             self.future.set_exception(
                 DeserializationError(
-                    f"what the node says of itself cannot be read: {error}. Use the "
-                    f"same version of aiogpu in the program and the node."
+                    f"the node's answer cannot be read: {error}. Use the same version "
+                    f"of aiogpu in the program and the node."
                 )
             )
             return
@@ -281,34 +281,34 @@ class RemoteLeases:
         return f"<RemoteLeases {len(self._held)} held>"
 
     def take(self, func: FunctionSpec, receiver: LeaseReceiver) -> int:
-        """Ask for a lease; see `Engine.take_lease`."""
+        """Request a lease; see `Engine.take_lease`."""
         engine = self._engine
         engine.know(func)
-        asking = _Asking(self._held, receiver)
-        asking.number = engine.expect(asking)
-        engine.send(TakeLease(asking.number, func.id))
-        return asking.number
+        request = _LeaseRequest(self._held, receiver)
+        request.number = engine.expect(request)
+        engine.send(TakeLease(request.number, func.id))
+        return request.number
 
     def give_back(self, number: int) -> None:
-        """Give back one that was granted; nothing happens for others."""
+        """Give a granted lease back; other numbers are ignored."""
         if self._held.pop(number, None) is not None:
             self._engine.send(Withdraw(0, number))
 
     def lose(self, failed: ChildFailed) -> None:
-        """Somebody else has removed what was granted; nothing happens for others."""
+        """Handle the removal of a granted lease; other numbers are ignored."""
         receiver = self._held.pop(failed.child, None)
         if receiver is not None:
             receiver.settle(Failed(*failed))
 
     def end(self, error: Exception) -> None:
-        """The node has gone, and all leases with it."""
-        held, self._held = list(self._held.values()), {}
-        for receiver in held:
+        """Fail all leases, since the node has gone."""
+        leases, self._held = list(self._held.values()), {}
+        for receiver in leases:
             receiver.settle(error)
 
 
-class _Asking:
-    """Waits for one lease."""
+class _LeaseRequest:
+    """Receives the grant or refusal of a lease."""
 
     def __init__(self, held: dict[int, LeaseReceiver], receiver: LeaseReceiver) -> None:
         self.number = 0
@@ -316,14 +316,14 @@ class _Asking:
         self._receiver = receiver
 
     def settle(self, outcome: Outcome) -> None:
-        """Note that the lease is granted or refused."""
+        """Record a granted lease, and pass the outcome on."""
         if isinstance(outcome, bytes):
             self._held[self.number] = self._receiver
         self._receiver.settle(outcome)
 
 
 class RemoteActor:
-    """One actor, as its calls reach it from here; see `ActorPort`."""
+    """An actor of the joined node; see `ActorPort`."""
 
     def __init__(self, engine: RemoteEngine, hold: Loan, func: FunctionSpec) -> None:
         self.id = hold.id
@@ -339,24 +339,24 @@ class RemoteActor:
         return self._hold
 
     def pass_on(self, hold: object) -> None:
-        """A handle to it is being pickled; see `ActorPort.pass_on`."""
+        """Note that a handle is being pickled; see `ActorPort.pass_on`."""
         add_actor(self.id, hold)
 
     def call(self, method: str, payload: bytes, receiver: Receiver) -> int:
-        """Call a method; gives the call's number."""
+        """Call a method; return the number of the call."""
         return self._engine.call(self.id, method, payload, receiver)
 
     def await_ready(self, receiver: Receiver) -> None:
-        """Tell it when the constructor has returned, or why it never will."""
+        """Settle a receiver when the constructor has returned or failed."""
         self.call(READY, NONE_PAYLOAD, receiver)
 
     def await_end(self, receiver: Receiver) -> None:
-        """Tell it when the actor's process has ended."""
+        """Settle a receiver when the actor's process has ended."""
         self.call(ENDED, NONE_PAYLOAD, receiver)
 
 
 class RemoteActors:
-    """All actors that can be reached; see `ActorsPort`."""
+    """The actors of the joined node; see `ActorsPort`."""
 
     def __init__(self, engine: RemoteEngine) -> None:
         self._engine = engine
@@ -368,9 +368,9 @@ class RemoteActors:
         key: tuple[str, str] | None = None,
         get_if_exists: bool = False,
     ) -> RemoteActor | asyncio.Future[RemoteActor]:
-        """Make an actor, or find the one of that name; see `ActorsPort.create`.
+        """Create an actor, or find it by its name; see `ActorsPort.create`.
 
-        The node refuses a name that is taken, and the actor's calls tell.
+        If the name is taken, the node refuses the actor, and its calls fail.
         """
         self._engine.check_open()
         self._engine.know(func)
@@ -382,23 +382,23 @@ class RemoteActors:
         self, func: FunctionSpec, payload: bytes, key: tuple[str, str]
     ) -> asyncio.Future[RemoteActor]:
         # Not a task: `asyncio.run` cancels all tasks before the program leaves.
-        found, made = self.find(key), self._engine.loop.create_future()
+        lookup, made = self.find(key), self._engine.loop.create_future()
 
         def take(answer: asyncio.Future[RemoteActor | None]) -> None:
             if made.done():
-                return  # nobody waits for it any more
+                return  # the caller has stopped waiting
             try:
-                found = answer.result() or self._make(func, payload, key, True)
-                made.set_result(found)
-            except Exception as error:  # noqa: BLE001 - it is told to who has asked
+                actor = answer.result() or self._make(func, payload, key, True)
+                made.set_result(actor)
+            except Exception as error:  # noqa: BLE001 - raised at the caller's await
                 made.set_exception(error)
 
-        found.add_done_callback(take)
+        lookup.add_done_callback(take)
         self._note_lookup(made)
         return made
 
     def _note_lookup(self, lookup: asyncio.Future[Any]) -> None:
-        """Have this program leave only after it is done."""
+        """Delay this program's departure until a lookup is done."""
         lookups = self._engine.lookups
         lookups.add(lookup)
         lookup.add_done_callback(lookups.discard)
@@ -415,26 +415,26 @@ class RemoteActors:
         return RemoteActor(engine, hold, func)
 
     def find(self, key: tuple[str, str]) -> asyncio.Future[RemoteActor | None]:
-        """The living actor of that name; asks the node."""
+        """Find a living actor by its name, by a query of the node."""
         engine = self._engine
         namespace, name = key
-        found: asyncio.Future[RemoteActor | None] = engine.loop.create_future()
-        engine.find(name, namespace, _Sought(engine, found))
-        self._note_lookup(found)
-        return found
+        actor: asyncio.Future[RemoteActor | None] = engine.loop.create_future()
+        engine.find(name, namespace, _ActorLookup(engine, actor))
+        self._note_lookup(actor)
+        return actor
 
     def held(self, actor: int, name: str = "actor") -> RemoteActor:
-        """An actor of which a handle has come; see `ActorsPort.held`."""
+        """Return an actor of a received handle; see `ActorsPort.held`."""
         self._engine.check_open()
         hold = self._engine.actor(actor)
         return RemoteActor(self._engine, hold, placeholder_func(name))
 
     def tell_room(self, actor: int, receiver: Receiver) -> None:
-        """Tell how many of its kind can live at once; see `ActorsPort.tell_room`."""
+        """Request the number of such actors that fit; see `ActorsPort.tell_room`."""
         self._engine.call(actor, CAPACITY, NONE_PAYLOAD, receiver)
 
     def demand(self, _actor: int, number: int, limit: int) -> None:
-        """Let a call that is a stream yield so many items in all."""
+        """Set the number of items that a call's stream may yield in all."""
         self._engine.send(ChildDemand(number, limit))
 
     def cancel(self, _actor: int, number: int) -> None:
@@ -442,30 +442,30 @@ class RemoteActors:
         self._engine.cancel(number)
 
     def kill(self, actor: int, no_restart: bool = True) -> None:
-        """End its process at once, and the actor unless it may restart."""
+        """End an actor's process at once, and the actor unless it may restart."""
         self._engine.stop(actor, AT_ONCE if no_restart else AGAIN)
 
     def terminate(self, actor: int) -> None:
-        """Have it end after what it was sent."""
+        """End an actor after the calls that it was sent."""
         self._engine.stop(actor, AFTER_ALL)
 
 
-def _found(engine: RemoteEngine, payload: bytes) -> RemoteActor:
+def _load_actor(engine: RemoteEngine, payload: bytes) -> RemoteActor:
     identity, of_class, interface = load_result(payload)
     func = placeholder_func(of_class, interface)
     return RemoteActor(engine, engine.own(identity), func)
 
 
-class _Sought(FutureReceiver):
-    """Waits for the actor of a name; None if there is none."""
+class _ActorLookup(FutureReceiver):
+    """Receives the answer to a lookup; None if there is no such actor."""
 
     def __init__(
         self, engine: RemoteEngine, future: asyncio.Future[RemoteActor | None]
     ) -> None:
-        super().__init__(future, partial(_found, engine))
+        super().__init__(future, partial(_load_actor, engine))
 
     def settle(self, outcome: Outcome) -> None:
-        """Note the answer: an actor, none, or an error."""
+        """Take the answer: an actor, `ActorNameError` for none, or another error."""
         if isinstance(outcome, Failed):
             outcome = unpack_failure(outcome, "the node")
         if not isinstance(outcome, ActorNameError):
@@ -475,14 +475,14 @@ class _Sought(FutureReceiver):
 
 
 class RemoteEngine(NodeClient):
-    """See above.
+    """The engine of a joined node; see the module.
 
     Attributes:
-        loop: on which it is used.
-        leases: what this program holds.
+        loop: the loop on which it is used.
+        leases: the leases of this program.
         actors: the node's actors; see `Engine.actors`.
-        home: the node's id, "" before it has let this program in.
-        lookups: names that the node has been asked for and has yet to answer.
+        home: the node's id, "" before the program has joined.
+        lookups: unanswered lookups of actors by name.
     """
 
     waits = None
@@ -508,7 +508,9 @@ class RemoteEngine(NodeClient):
         self._welcome: asyncio.Future[Welcome] = loop.create_future()
         self._departed = loop.create_future()
         self.home = ""
-        self._is_private = False  # it is inside a program, and only answers questions
+        self._is_private = (
+            False  # the node is inside a program, and only answers queries
+        )
         self._is_telling = False
         self._is_leaving = False
         self._error: NodeError | None = None
@@ -521,9 +523,9 @@ class RemoteEngine(NodeClient):
         """Join the node; see `Engine.open`.
 
         Raises:
-            NodeDiedError: no node can be reached there.
-            NodeError: it has refused, or is not this user's.
-            OptionError: it does not have what `init` was asked for.
+            NodeDiedError: no node can be reached at the path.
+            NodeError: the node has refused, or belongs to another user.
+            OptionError: the node does not satisfy the options of `init`.
         """
         try:
             await self._join()
@@ -550,8 +552,8 @@ class RemoteEngine(NodeClient):
             ) from None
         except ProtocolError as error:
             raise NodeError(
-                f"what the node at {self._path} says cannot be understood: {error}. "
-                f"Use the same version of aiogpu in both, or start the node anew."
+                f"the messages of the node at {self._path} cannot be read: {error}. "
+                f"Use the same version of aiogpu in both, or restart the node."
             ) from None
         except OSError as error:
             if isinstance(error, AiogpuError):
@@ -567,17 +569,17 @@ class RemoteEngine(NodeClient):
         if not welcome.descriptors:
             self._is_private = True
             return
-        passage = await connect_to(welcome.descriptors)
+        connected = await connect_to(welcome.descriptors)
         with suppress(OSError):
             descriptor = os.open(welcome.page, os.O_RDWR | os.O_CLOEXEC)
             self._page.close()
             self._page = ControlPage.open(descriptor)
             os.close(descriptor)
-        self._loans.move_in(passage, welcome.spill, self._page)
+        self._loans.move_in(connected, welcome.spill, self._page)
 
     @property
     def _address(self) -> str:
-        """By which `init` joins what runs at the same place."""
+        """The address by which `init` joins a node at the same path."""
         return "auto" if self._path == default_socket() else self._path
 
     @property
@@ -586,21 +588,21 @@ class RemoteEngine(NodeClient):
         return self._loans
 
     def send(self, message: Message) -> None:
-        """Say something to the node; nothing, where it has gone."""
+        """Send a message to the node; dropped if the node has gone."""
         if self._loans.unnamed:
             self._loans.name(message)
         self._line.send(message)
 
     @property
     def has_gone(self) -> bool:
-        """True if the node has ended, or has cut this program off."""
+        """True if the node has ended or has disconnected this program."""
         return self._error is not None
 
     def _prepare(self, _name: str) -> None:
         self.check_open()
 
     def check_open(self) -> None:
-        """Raise `NodeError` where the node has gone, or is being left."""
+        """Raise `NodeError` if the node has gone, or the program is leaving it."""
         if self._error is not None:
             raise _again(self._error)
         if self._ledger is None or self._is_leaving:
@@ -619,9 +621,9 @@ class RemoteEngine(NodeClient):
 
     def _take_stray(self, failed: ChildFailed) -> None:
         if not failed.child and not self._welcome.done():
-            # The program may not begin.
+            # The node has refused the program.
             self._welcome.set_exception(unpack_failure(Failed(*failed), "init()"))
-        self.leases.lose(failed)  # it was granted, and is no more
+        self.leases.lose(failed)  # perhaps a granted lease that was removed
 
     def _on_other(self, message: Message) -> None:
         match message:
@@ -631,16 +633,16 @@ class RemoteEngine(NodeClient):
             case Refused(reason):
                 self._end(NodeError(f"the node at {self._path} refuses: {reason}."))
             case Close():
-                told = (
-                    f"the node at {self._path} was stopped, and what ran on it has "
+                text = (
+                    f"the node at {self._path} was stopped, and all its tasks have "
                     f"ended."
                 )
                 if not self._is_private:
-                    told += (
+                    text += (
                         f" When a node runs there again, `await aiogpu.init("
                         f"address={self._address!r})` joins it."
                     )
-                self._end(NodeClosedError(told))
+                self._end(NodeClosedError(text))
             case Printed() | Logged() if self._terminal is None:
                 self._terminal = Terminal(self.loop, self._line, self._take)
                 self._terminal.keeps(message)
@@ -651,7 +653,7 @@ class RemoteEngine(NodeClient):
                     self._departed.set_result(None)
 
     def _on_over(self) -> None:
-        """A loan has ended, in whichever thread."""
+        """Schedule a report of ended loans; called in any thread."""
         if not self._is_telling:
             self._is_telling = True
             with suppress(RuntimeError):  # the loop is closed
@@ -664,25 +666,25 @@ class RemoteEngine(NodeClient):
         try:
             returned = self._loans.tell()
         except (NodeClosedError, ConnectionResetError):
-            return  # it has gone, and the other connection tells of it next
+            return  # the node has gone, which the other connection reports next
         if returned is not None:
             self.send(returned)
 
     def _on_lost(self, error: Exception | None) -> None:
         why = f": {error}" if error is not None else ""
-        told = (
-            f"the node at {self._path} has ended{why}. What ran on it has ended with "
+        text = (
+            f"the node at {self._path} has ended{why}. All its tasks have ended with "
             f"it."
         )
         if not self._is_private:
-            told += (
-                f" Start it anew by `aiogpu start --head`; then `await "
+            text += (
+                f" Restart it by `aiogpu start --head`; then `await "
                 f"aiogpu.init(address={self._address!r})` joins it."
             )
-        self._end(NodeDiedError(told))
+        self._end(NodeDiedError(text))
 
     def _end(self, error: NodeError) -> None:
-        """Nothing more comes from the node."""
+        """End the connection, and fail all open requests."""
         if self._error is not None:
             return
         self._error = error
@@ -699,17 +701,19 @@ class RemoteEngine(NodeClient):
         self.leases.end(error)
 
     def announce_stop(self) -> None:
-        """Let its tasks know that the program stops; see `Engine.announce_stop`."""
+        """Inform this program's tasks that it stops; see `Engine.announce_stop`."""
         if self._line.is_open and self._ledger is not None:
             self.send(Stopping())
 
     async def close(self) -> None:
-        """Stop what is this program's, wait for that, and leave."""
+        """Stop this program's tasks, wait for their end, and leave the node."""
         if self._line.is_open and self._ledger is not None:
             until = self.loop.time() + DEPART_LIMIT
             await self._finish_lookups(DEPART_LIMIT)
             self.send(Depart())
-            self._is_leaving = True  # it may answer still of what it is about to end
+            self._is_leaving = (
+                True  # answers about tasks that are being stopped may still arrive
+            )
             self._settle_all(
                 lambda name: NodeClosedError(
                     f"the node was shut down before {name} had ended."
@@ -723,14 +727,14 @@ class RemoteEngine(NodeClient):
         self._move_out()
 
     async def _finish_lookups(self, limit: float) -> None:
-        """Wait until the node has answered them, and what waits for that was sent.
+        """Wait until the node has answered all lookups.
 
-        The kill of an actor that is looked up by its name can be sent only then.
+        For example, the kill of an actor by its name can be sent only then.
         """
         if not self.lookups:
             return
         answered = asyncio.gather(*self.lookups, return_exceptions=True)
-        # `_departed` is also done where the node has gone, and by `force_close`.
+        # `_departed` is also set when the node has gone, and by `force_close`.
         first, either = asyncio.FIRST_COMPLETED, [answered, self._departed]
         await asyncio.wait(either, timeout=limit, return_when=first)
 
@@ -739,7 +743,7 @@ class RemoteEngine(NodeClient):
         self._page.close()
 
     def force_close(self) -> None:
-        """Wait no more for what stops; see `Engine.force_close`."""
+        """Stop waiting for the end of tasks; see `Engine.force_close`."""
         if not self._departed.done():
             self._departed.set_result(None)
 
@@ -748,11 +752,11 @@ class RemoteEngine(NodeClient):
         self.after_fork()
 
     def after_fork(self) -> None:
-        """This process is a fork of the program: the connection is its parent's."""
+        """Close the sockets in a fork: the connection belongs to the parent."""
         self._line.leave()
         self._loans.leave()
 
-    # What the program asks of the node.
+    # Requests to the node.
 
     def pack(self, outgoing: PickledValue) -> bytes:
         """Make a payload; see `Engine.pack`."""
@@ -761,7 +765,7 @@ class RemoteEngine(NodeClient):
     def submit(self, func: FunctionSpec, payload: bytes, receiver: Receiver) -> int:
         """Start a task; see `Engine.submit`.
 
-        As `NodeClient.submit` does, in fewer steps: a program submits by thousands, and
+        Like `NodeClient.submit`, in fewer steps: programs submit thousands of tasks,
         from one thread.
         """
         if func.id not in self._declared:
@@ -777,7 +781,7 @@ class RemoteEngine(NodeClient):
         return number
 
     def know(self, func: FunctionSpec) -> None:
-        """Have the node know a function; raises as `declare` does."""
+        """Declare a function to the node if it is new; raises like `declare`."""
         if func.id not in self._declared:
             self.declare(func)
 
@@ -785,7 +789,7 @@ class RemoteEngine(NodeClient):
         """Check a function once for all its calls, and declare it to the node.
 
         Raises:
-            InfeasibleError: the node can never give what it asks for.
+            InfeasibleError: the node can never meet the function's request.
             NodeError: the node has gone.
         """
         from aiogpu.engines.base import check_func
@@ -796,7 +800,7 @@ class RemoteEngine(NodeClient):
         super().declare(func)
 
     def take_lease(self, func: FunctionSpec, receiver: LeaseReceiver) -> int:
-        """Ask for a lease; see `Engine.take_lease`."""
+        """Request a lease; see `Engine.take_lease`."""
         return self.leases.take(func, receiver)
 
     def cancel(self, task: int) -> None:
@@ -805,64 +809,64 @@ class RemoteEngine(NodeClient):
             self.leases.give_back(task)
 
     async def total(self) -> dict[str, float]:
-        """All resources by name."""
-        found: dict[str, float] = await self._inquire(RESOURCES)
-        return found
+        """Return all resources by name."""
+        answer: dict[str, float] = await self._inquire(RESOURCES)
+        return answer
 
     async def available(self) -> dict[str, float]:
-        """Return what is free of each."""
-        found: dict[str, float] = await self._inquire(AVAILABLE)
-        return found
+        """Return the free amount of each resource."""
+        answer: dict[str, float] = await self._inquire(AVAILABLE)
+        return answer
 
     async def status(self) -> NodeStatus:
-        """Return who holds what, what waits and why, for all programs."""
-        found: NodeStatus = await self._inquire(STATUS)
-        return found
+        """Return the held resources, waiting tasks and reasons, of all programs."""
+        answer: NodeStatus = await self._inquire(STATUS)
+        return answer
 
     async def why(self, task: int) -> Why | None:
         """Return why a task of this program waits; see `Engine.why`."""
-        found: Why | None = await self._inquire(WHY, task)
-        return found
+        answer: Why | None = await self._inquire(WHY, task)
+        return answer
 
     async def timeline(self) -> list[Span]:
-        """Return what has run on the node, where and when; see `runtime.history`."""
+        """Return the times and places of executed tasks; see `runtime.history`."""
         from aiogpu.observe.trace import Span
 
         return [Span(*one) for one in await self._inquire(TIMELINE)]
 
     async def ended(self, actor: int = 0) -> tuple[EndedTask, ...]:
-        """Return the last tasks that have ended on the node, the latest first.
+        """Return the last ended tasks of the node, latest first.
 
         Args:
-            actor: number of an actor, for its calls that failed: the last one of each
-                method, with the traceback. 0 for the tasks.
+            actor: number of an actor, for its failed calls: the last of each method,
+                with the traceback. 0 for tasks.
         """
         return tuple(await self._inquire(HISTORY, actor))
 
     async def stop_task(self, what: str, number: int) -> tuple[str, Why | None]:
-        """Have the node cancel a task or kill an actor, whosever it is.
+        """Cancel a task or kill an actor of any program.
 
         Args:
             what: `CANCEL` or `KILL`.
-            number: the node's number.
+            number: its number on the node.
 
         Returns:
-            What it was: "task", "actor", "lease", "stopping" or "" for nothing that
-            lives; and what was to be said of it before.
+            Its kind: "task", "actor", "lease", "stopping", or "" if it has ended; and
+                its state before.
         """
-        found: tuple[str, Why | None] = await self._inquire(what, number)
-        return found
+        answer: tuple[str, Why | None] = await self._inquire(what, number)
+        return answer
 
     async def why_task(self, number: int) -> Why | None:
-        """Return why a task waits, whosever it is; see `Engine.why_task`."""
-        found: Why | None = await self._inquire(WHY_TASK, number)
-        return found
+        """Return why any program's task waits; see `Engine.why_task`."""
+        answer: Why | None = await self._inquire(WHY_TASK, number)
+        return answer
 
     async def _inquire(self, what: str, number: int = 0) -> Any:
         self.check_open()
-        told = FutureReceiver(self.loop.create_future())
-        self.send(Inquire(self.expect(told), what, number))
-        return await told.future
+        receiver = FutureReceiver(self.loop.create_future())
+        self.send(Inquire(self.expect(receiver), what, number))
+        return await receiver.future
 
 
 def _again(error: NodeError) -> NodeError:
@@ -871,7 +875,7 @@ def _again(error: NodeError) -> NodeError:
 
 
 def _import_early() -> None:
-    """Import what a first call needs, while the node starts a zygote for it."""
+    """Import modules that a first call needs, while the node starts a zygote."""
     keep_pages()
     import aiogpu.core.resources.placement_group
     import aiogpu.engines.server_info

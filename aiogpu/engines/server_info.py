@@ -1,7 +1,7 @@
-"""A node's introduction to programs that join it, and checks of it.
+"""A node's description for programs that join it, and the check of their options.
 
-A node that runs has what it has. So that one program runs on a node of its own and on
-a shared one, options of `init` that the node satisfies anyway are accepted.
+The resources of a running node are fixed. Options of `init` that the node satisfies are
+accepted, so that the same program runs on its own node and on a shared one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 Policies = Mapping[str, object]
-"""Options of a node by which it works, and that are no amounts: see `POLICIES`."""
+"""Options of a node that are no amounts; see `POLICIES`."""
 
 
 POLICIES: Final = (
@@ -37,37 +37,37 @@ POLICIES: Final = (
 
 
 NEARLY: Final = 1 / 16
-"""By how much the memory of a GPU may be off: its driver keeps some of "80 GB"."""
+"""Tolerance of a GPU's memory, as a fraction: its driver keeps some of "80 GB"."""
 
 
 def check_joining_options(
     options: NodeOptions, ledger: Ledger, policies: Policies, path: str
 ) -> None:
-    """Check that a node gives what `init` was asked for.
+    """Check that a node satisfies the options of `init`.
 
     Args:
-        options: of `init`, in the program that joins.
-        ledger: what the node has.
-        policies: how it works, by the names of `POLICIES`, and its object_memory.
-        path: of its socket.
+        options: options of `init`, in the program that joins.
+        ledger: the node's resources.
+        policies: the node's options by the names of `POLICIES`, and its object_memory.
+        path: path of its socket.
 
     Raises:
-        OptionError: it does not; says what the node has.
+        OptionError: the node does not satisfy an option.
     """
-    for option, told, has in _unmet(options, ledger, policies):
+    for option, value, has in _unmet(options, ledger, policies):
         address = os.environ.get("AIOGPU_ADDRESS")
         why = f" since AIOGPU_ADDRESS={address!r}" if address else ""
         raise OptionError(
-            f"init({option}={told}): this program joins the node at {path}{why}, and "
-            f"that has {has}. Ask for no more than it has, or leave {option} out here: "
-            f"it is given where the node is started, as `aiogpu start --head` does."
+            f"init({option}={value}): this program joins the node at {path}{why}, "
+            f"which has {has}. Ask for no more than it has, or leave {option} out here "
+            f"and set it where the node is started, such as `aiogpu start --head`."
         )
 
 
 def _unmet(
     options: NodeOptions, ledger: Ledger, policies: Policies
 ) -> Iterator[tuple[str, str, str]]:
-    """Options that the node does not satisfy: name, value, and what the node has."""
+    """Yield unsatisfied options: name, value, and the node's value."""
     total = ledger.totals()
     amounts = {
         "num_cpus": (CPU, options.num_cpus),
@@ -77,8 +77,8 @@ def _unmet(
     for option, (name, amount) in amounts.items():
         there = total.get(name, 0)
         if amount is not None and there < amount:
-            told = repr(size(amount)) if name == MEMORY else f"{amount:g}"
-            yield option, told, f"{name} {written(name, there)}"
+            text = repr(size(amount)) if name == MEMORY else f"{amount:g}"
+            yield option, text, f"{name} {written(name, there)}"
     short = [
         name
         for name, amount in options.resources.items()
@@ -99,9 +99,9 @@ def _unmet(
     yield from _unmet_memory(options, ledger, policies)
     defaults = NodeOptions()
     for option in POLICIES:
-        asked, policy = getattr(options, option), policies.get(option)
-        if asked not in (getattr(defaults, option), policy):
-            yield option, repr(asked), f"{option}={policy!r}"
+        value, policy = getattr(options, option), policies.get(option)
+        if value not in (getattr(defaults, option), policy):
+            yield option, repr(value), f"{option}={policy!r}"
 
 
 def _unmet_memory(
@@ -133,17 +133,17 @@ def server_info(
     object_memory: int,
     limits: Limits | None = None,
 ) -> ServerInfo:
-    """Return what clients find on a node.
+    """Return the description of a node for its clients.
 
     Args:
-        directory: where the node's own sockets are.
-        ledger: what it has.
-        options: by which it was started.
+        directory: directory of the node's own sockets.
+        ledger: its resources.
+        options: options with which it was started.
         object_memory: bytes of shared memory for values.
-        limits: what each client may have at once; None for no limits.
+        limits: limits of each client; None for no limits.
 
     Raises:
-        OptionError: a resource is limited that the node does not have.
+        OptionError: `limits` names a resource that the node does not have.
     """
     from aiogpu import __version__
     from aiogpu.core.queue.fair_share import Limits
@@ -164,31 +164,31 @@ def server_info(
 
 
 def pack_capacity(ledger: Ledger, policies: Policies) -> bytes:
-    """Return what a node has to share out and how it works; see `unpack_capacity`."""
+    """Pack a node's resources and policies; see `unpack_capacity`."""
     sets = [
         (
-            one.kind,
-            [_with_links(device, sorted(device.links)) for device in one.devices],
+            devices.kind,
+            [_with_links(device, sorted(device.links)) for device in devices.devices],
         )
-        for one in ledger.device_sets.values()
+        for devices in ledger.device_sets.values()
     ]
     return _codec.dump((dict(ledger.capacity), sets, dict(policies)))
 
 
 def unpack_capacity(packed: bytes) -> tuple[Ledger, Policies]:
-    """A ledger of which nothing is taken, and how the node works.
+    """Undo `pack_capacity`: return an unused ledger, and the policies.
 
     Raises:
-        ProtocolError: the bytes are something else.
+        ProtocolError: the bytes are invalid.
     """
     try:
         capacity, sets, policies = _codec.load(packed)
         if not all(type(amount) is int for amount in capacity.values()):
             raise TypeError("an amount is no whole number")
-        ledger = Ledger(capacity, [_device_set(*one) for one in sets])
+        ledger = Ledger(capacity, [_device_set(*packed_set) for packed_set in sets])
         return ledger, dict(policies)
     except (AttributeError, TypeError, ValueError) as error:
-        raise ProtocolError(f"what a node has cannot be read: {error}") from None
+        raise ProtocolError(f"a node's resources cannot be read: {error}") from None
 
 
 def _device_set(kind: str, devices: tuple[Device, ...]) -> DeviceSet:
@@ -197,5 +197,5 @@ def _device_set(kind: str, devices: tuple[Device, ...]) -> DeviceSet:
 
 
 def _with_links(device: Device, links: Any) -> Device:
-    """The device with its links as a list, which can be packed, or as a set."""
+    """Return the device with its links as a list, for packing, or as a set."""
     return replace(device, links=links)

@@ -144,7 +144,8 @@ def test_a_terminal_gets_what_fits(
         (
             {"init_error": 9},
             {"CUDA_VISIBLE_DEVICES": "1"},
-            "Nothing is known of these GPUs: NVML does not start: Driver Not Loaded.",
+            "Nothing is known about these GPUs: NVML does not start: Driver Not "
+            "Loaded.",
         ),
         ({"init_error": 9}, {}, "No GPUs: NVML does not start: Driver Not Loaded."),
         (
@@ -178,7 +179,7 @@ def test_programs_get_json_of_what_may_be_shared_out(two: StubNvml) -> None:
     [device] = told["devices"]
     assert (device["id"], device["action"], device["links"]) == (1, "GPU reset", [])
     assert (device["used"], device["processes"]) == (0, [])
-    assert told["notes"] == ["CUDA_VISIBLE_DEVICES='1' leaves 1 of 2 GPUs out."]
+    assert told["notes"] == ["CUDA_VISIBLE_DEVICES='1' hides 1 of 2 GPUs."]
 
 
 def test_a_device_that_is_not_there_is_bad_input(two: StubNvml) -> None:

@@ -126,7 +126,7 @@ async def test_a_vendor_that_fails_is_an_error() -> None:
         await found(Paper("GPU", "A"), Paper("GPU", "B", error=error))
     assert caught.value is error
     for raised in (error, KeyError("a"), TimeoutError("mine")):
-        told = "not there" if raised is error else r"<N> cannot say.*: \w+: "
+        told = "not there" if raised is error else r"<N> cannot list.*: \w+: "
         with pytest.raises(DeviceError, match=told) as caught:
             await found(ONE, Paper("cores", "N", error=raised))
         assert raised in (caught.value, caught.value.__cause__)
@@ -139,7 +139,7 @@ async def test_a_vendor_that_hangs_costs_the_wait(
     assert await found(gpus, cores, limit=0.05) == [("<A>", 1)]
     (record,) = caplog.records
     assert record.message == (
-        "! <N> has not said for 0.05 s which devices there are; none is shared out."
+        "! <N> has not listed its devices within 0.05 s; none is shared out."
     )
     cores.may_end.set()
 
@@ -147,7 +147,8 @@ async def test_a_vendor_that_hangs_costs_the_wait(
 async def test_what_was_asked_of_one_that_hangs_is_an_error() -> None:
     gpus = Paper("GPU", "A", hangs=True)
     with pytest.raises(
-        DeviceError, match=r"num_paper=2, but <A> has not said for 0\.0"
+        DeviceError,
+        match=r"num_paper=2, but <A> has not listed its devices within 0\.0",
     ):
         await found(gpus, GPU=2, limit=0.05)
     gpus.may_end.set()
@@ -180,10 +181,10 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> Paper:
 @pytest.mark.parametrize(
     ("there", "given", "wanted", "why"),
     [
-        ((1, 2), {}, {}, r"devices\(\) gave \(1, 2\), which are no Devices"),
+        ((1, 2), {}, {}, r"devices\(\) returned \(1, 2\), which are no Devices"),
         ((Device(0), Device(0)), {}, {}, r"the ids \[0, 0\], one of them twice"),
-        (cards(2), {"A": 1}, {}, r"assignment\(\[0, 1\]\) gave {'A': 1}, no dict"),
-        (cards(2), None, {}, "gave None, no dict of texts"),
+        (cards(2), {"A": 1}, {}, r"assignment\(\[0, 1\]\) returned {'A': 1}, no dict"),
+        (cards(2), None, {}, "returned None, no dict of str"),
     ],
 )
 async def test_a_users_vendor_is_checked_before_a_task_needs_it(
@@ -194,7 +195,7 @@ async def test_a_users_vendor_is_checked_before_a_task_needs_it(
     why: str,
 ) -> None:
     registered.there, registered.given = there, given
-    with pytest.raises(DeviceError, match=f"<M> cannot say.*{why}"):
+    with pytest.raises(DeviceError, match=f"<M> cannot list.*{why}"):
         await found(Paper("GPU", "A"), registered, **wanted)
 
 
@@ -204,7 +205,9 @@ async def test_a_users_vendor_gives_as_many_as_are_wanted(registered: Paper) -> 
         ("<M>", 3),
     ]
     registered.devices = lambda environ, wanted: cards(2)  # type: ignore[method-assign]
-    with pytest.raises(DeviceError, match=r"devices\(\) gave 2 where 3 were wanted"):
+    with pytest.raises(
+        DeviceError, match=r"devices\(\) returned 2 devices instead of 3"
+    ):
         await found(Paper("GPU", "A"), registered, mine=3)
 
 
@@ -337,8 +340,8 @@ def test_declared_memory_is_that_of_gpus_of_which_none_is_known(
     memory = [device.memory for device in ledger.device_sets["GPU"].devices]
     assert memory == [80 * GIB, detected]
     assert [record.message for record in caplog.records] == [
-        "! init(gpu_memory='80GiB') is said of GPUs whose memory is not detected; GPU "
-        "1 has 40GiB, and that counts."
+        "! init(gpu_memory='80GiB') applies only to GPUs whose memory is not "
+        "detected; GPU 1 has 40GiB, which is used."
     ] * warned
 
 
@@ -351,8 +354,8 @@ def test_a_declared_type_that_no_gpu_has_is_told(
     sets = [DeviceSet("GPU", [Device(n, type_) for n, type_ in enumerate(types)])]
     build_ledger(NodeOptions(accelerator_type="T4"), sets)
     assert [record.message for record in caplog.records] == [
-        "! init(accelerator_type='T4') is said of GPUs whose type is not detected; GPU "
-        "0 is of type 'A100', and that counts."
+        "! init(accelerator_type='T4') applies only to GPUs whose type is not "
+        "detected; GPU 0 is of type 'A100', which is used."
     ] * warned
 
 
@@ -362,8 +365,8 @@ def test_what_is_said_of_gpus_where_there_are_none_is_told(
     options = NodeOptions(accelerator_type="A100", gpu_memory=GIB)
     assert build_ledger(options, gpus()).totals()["GPU"] == 0
     assert [record.message for record in caplog.records] == [
-        "! init(accelerator_type='A100', gpu_memory='1GiB') is said of GPUs, and this "
-        "node has none; say num_gpus= as well for logical ones."
+        "! init(accelerator_type='A100', gpu_memory='1GiB') has no effect, since "
+        "this node has no GPUs; pass num_gpus= as well for logical GPUs."
     ]
 
 

@@ -460,7 +460,7 @@ REFUSED: Final[list[tuple[str, type[Exception], str]]] = [
     ("auto", aiogpu.NodeDiedError, r"/aiogpu/node\.sock.*`aiogpu start --head`"),
     ("/run/x.sock", aiogpu.NodeDiedError, r"/run/x\.sock.*`aiogpu start --head`"),
     ("unix:/run/x.sock", aiogpu.NodeDiedError, r" /run/x\.sock.*`aiogpu start "),
-    ("elsewhere", aiogpu.OptionError, r"^init\(address='elsewhere'\): no node is"),
+    ("elsewhere", aiogpu.OptionError, r"^init\(address='elsewhere'\): unknown"),
     ("raylet://host:1", aiogpu.OptionError, "'raylet://host:1'"),
     ("Auto", aiogpu.OptionError, "'Auto'"),
     ("ray://", aiogpu.OptionError, r"^init\(address='ray://'\): .*`ray job submit"),

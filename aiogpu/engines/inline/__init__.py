@@ -1,1 +1,1 @@
-"""Runs tasks and actors in this process, on its loop's thread: for tests, debuggers."""
+"""Runs tasks and actors in this process, for tests and debuggers."""

@@ -1,9 +1,10 @@
 """Actors in the calling process.
 
-To `runtime.actors` the object of an actor is its process, for one life. Plain methods
-run one at a time, each as a job on top of whatever runs. Coroutine methods interleave
-on the program's loop, as many at once as their groups may; each step of their code
-finds the actor's environment, which the program's code between two steps does not see.
+For `runtime.actors`, an actor's object stands for its process, for one life. Plain
+methods run one at a time, each as a job on top of the running code. Coroutine methods
+interleave on the program's loop, up to the limits of their groups. Each step of their
+code sees the actor's environment, which the program's code between two steps does not
+see.
 """
 
 from __future__ import annotations
@@ -59,11 +60,11 @@ if TYPE_CHECKING:
 
 
 class ConstructorJob(Job):
-    """The task that an actor is to the scheduler: its constructor, then its life.
+    """The scheduler's task for an actor: its constructor, then its life.
 
     Attributes:
-        actor: its calls and who waits for it.
-        instance: what is made; None before it is its turn.
+        actor: the calls, and the receivers that wait for the actor.
+        instance: the instance being made; None before the job begins.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class ConstructorJob(Job):
         self._actors = actors
 
     def begin(self) -> None:
-        """Begin, or go on, with the turn of this job."""
+        """Begin this job, or begin it again."""
         super().begin()
         self.started = set()
         terms = self.func.actor
@@ -90,14 +91,14 @@ class ConstructorJob(Job):
         self.instance = kind(self, self._actors)
 
     def target(self) -> tuple[Callables, Any]:
-        """Return what makes the object, and keeps it."""
+        """Return the constructor, which passes the object to the instance."""
         node, instance = self.node, self.instance
         assert instance is not None, self
         cls = node.learn(self.func)
         return Constructor(node.functions, instance.keep), cls
 
     def goes_on(self, outcome: Outcome) -> bool:
-        """Whether it has made what goes on living."""
+        """Return whether the constructor has made an actor that lives on."""
         record, instance = self.record, self.instance
         if type(outcome.answer) is Failed or record is None:
             return False
@@ -108,7 +109,7 @@ class ConstructorJob(Job):
         return True
 
     def interrupt(self) -> None:
-        """Have it end, with what its object has started."""
+        """Stop the constructor, or end the actor's object."""
         instance, scheduler = self.instance, self.node.scheduler
         if instance is None or instance.worker.peer is None:
             super().interrupt()
@@ -118,25 +119,25 @@ class ConstructorJob(Job):
             instance.kill()
 
     def fail_wait(self, reason: str) -> None:
-        """Tell who waits for calls; the program may still place the actor."""
+        """Fail the waits for calls; the program may still make room for the actor."""
         self.waiters = 0
         self._actors.fail_waits(self.actor, reason)
 
     def abandon(self) -> None:
-        """End now, and leave behind what takes its time."""
+        """End now, and abandon code that does not stop."""
         if self.instance is not None:
             self.instance.force_close()
         super().abandon()
 
     def end(self) -> None:
-        """Its constructor has failed, or nobody wants what it has made."""
+        """End the job: its constructor has failed, or the actor is not needed."""
         if self.instance is not None:
             self.instance.let_go()
         super().end()
 
 
 class CallJob(Job):
-    """A call of an actor; the scheduler knows nothing of it.
+    """A call of an actor, unknown to the scheduler.
 
     Attributes:
         instance: the actor's object.
@@ -158,7 +159,7 @@ class CallJob(Job):
 
     @property
     def task(self) -> TaskId:
-        """The number by which the scheduler knows its actor."""
+        """The scheduler's number of its actor."""
         return self.instance.creation.id
 
     @property
@@ -173,13 +174,13 @@ class CallJob(Job):
 
     @property
     def is_blocked(self) -> bool:
-        """True if its code waits for a task that it has started, or for a call."""
-        # To the scheduler it is not: it holds no CPU that others could have meanwhile.
+        """True if its code waits for a child task or a call."""
+        # For the scheduler it is not blocked: it holds no CPU that could be lent.
         waits = bool(self.calls_awaited)
         return waits or any(job.waiters for job in self.children())
 
     def fresh_context(self, client: InlineClient) -> Context:
-        """An empty context, but for whose it is and which method runs."""
+        """Return a context with only this job and its method set."""
         context = super().fresh_context(client)
         context.run(method_called.set, (self.method, self.id))
         return context
@@ -189,9 +190,9 @@ class CallJob(Job):
         return self.instance.methods, self.method
 
     def stop(self) -> None:
-        """Stop it, if it awaits something, and leave it behind after a while.
+        """Cancel the call if it awaits; abandon it after the grace period.
 
-        Once: a second time would cut its clearing up short.
+        Only once: a second cancel would interrupt its cleanup.
         """
         if self.main is not None and self.timer is None:
             self.interrupt()
@@ -206,21 +207,21 @@ class CallJob(Job):
         self.instance.on_call_ended(self)
 
     def leave(self) -> None:
-        """Note that no frame of it is on the stack; nothing waits for that."""
+        """Do nothing: a call holds no lease."""
 
 
 class ActorInstance:
-    """One object of an actor, until it ends; to the actor, its process's connection.
+    """One object of an actor; stands for the connection to its process.
 
-    The object of a class with plain methods: these run one at a time.
+    This class is for actors with plain methods, which run one at a time.
 
     Attributes:
         creation: the job that makes it.
         worker: stands for the process.
-        actor: its calls and who waits for it; it may outlive this life.
-        object: what its class has made; None before and after its life.
+        actor: its calls and the receivers that wait; may outlive this object.
+        object: the object; None before and after its life.
         methods: the object's methods.
-        is_over: whether nothing is left of it.
+        is_over: the instance has completely ended.
     """
 
     def __init__(self, creation: ConstructorJob, actors: InlineActors) -> None:
@@ -242,7 +243,7 @@ class ActorInstance:
 
     @property
     def waits_for_running_code(self) -> bool:
-        """True if code of it waits for the code that runs now to return."""
+        """True if its own code waits for the running code to return."""
         running = self._running
         return running is not None and running.main is None
 
@@ -251,7 +252,7 @@ class ActorInstance:
         self.object, self.methods = made, Methods(made, self._note_begun)
 
     def _note_begun(self) -> None:
-        """The code of a call begins, whose run is timed."""
+        """Report that the code of a call with a `run_timeout` begins."""
         number = method_called.get()[1]
         self._actors.on_began(self.actor, number, time.monotonic())
 
@@ -260,10 +261,10 @@ class ActorInstance:
         self.worker.peer = self
         self._actors.on_message(self.worker.id, Created(self.creation.id))
 
-    # What its actor tells its process.
+    # Messages of the actor to its process.
 
     def post(self, message: Message) -> None:
-        """Have a call run when its turn comes."""
+        """Queue a call."""
         if type(message) is Invoke:
             self._queue.append(message)
             self._actors.note_calls(self)
@@ -271,12 +272,12 @@ class ActorInstance:
             self.creation.node.streams.rise(message.task, message.limit)
 
     def send(self, message: Message) -> None:
-        """End in an orderly way."""
+        """End in an orderly way on `Leave`."""
         if type(message) is Leave:
             self.end_within(LEAVE_LIMIT)
 
     def drop(self, number: int) -> None:
-        """Cancel a call: do not run it, or stop it."""
+        """Cancel a call: remove it from the queue, or stop it."""
         running = self._running
         if running is not None and running.id == number:
             running.stop()
@@ -288,12 +289,12 @@ class ActorInstance:
                 return
 
     def restart(self) -> None:
-        """End as `kill` does, and make room for another life."""
+        """End like `kill`, and allow a new instance."""
         self._is_restarting = True
         self.kill()
 
     def kill(self) -> None:
-        """End at once, or within the time that a cancelled task has."""
+        """End at once, or within the grace period of a cancelled task."""
         grace = self.creation.node.scheduler.config.cancel_grace
         self.end_within(grace, is_orderly=False)
 
@@ -305,13 +306,13 @@ class ActorInstance:
         self.end()
 
     def force_close(self) -> None:
-        """End now, and leave behind what takes its time."""
+        """End now, and abandon code that does not stop."""
         self.kill()
 
     # Its calls.
 
     def next_call(self) -> CallJob | None:
-        """The call whose turn it is; None if there is none, or one runs."""
+        """Return the next call; None if there is none or a call runs."""
         if self._running is not None or not self._queue:
             return None
         message = self._queue.popleft()
@@ -320,10 +321,10 @@ class ActorInstance:
         return call
 
     def on_call_ended(self, call: CallJob) -> None:
-        """Tell the caller what has come of a call, whose code has stopped."""
+        """Send the outcome of a call whose code has stopped."""
         self._running = None
         if not self._is_restarting:
-            self._answer(call)  # else it is lost, or waits for the next life
+            self._answer(call)  # else the call fails, or waits for the next instance
         if self._is_ending:
             self.end()
         elif self._queue:
@@ -332,11 +333,13 @@ class ActorInstance:
     def _answer(self, call: CallJob) -> None:
         timer = self.actor.timers.get(call.id)
         if timer is not None and timer.when() <= self._actors.runner.loop.time():
-            self._actors.overrun(self.actor, call.id)  # nothing could interrupt it
-        asked, outcome = self.actor.calls.get(call.id), call.outcome
-        receiver = None if asked is None else asked.receiver
+            self._actors.overrun(
+                self.actor, call.id
+            )  # plain code could not be interrupted
+        pending, outcome = self.actor.calls.get(call.id), call.outcome
+        receiver = None if pending is None else pending.receiver
         if outcome is None:
-            self._answer_dropped(call.id)  # it was cancelled before it had begun
+            self._answer_dropped(call.id)  # cancelled before it began
             return
         answer, error = outcome.answer, outcome.error
         if call.is_cancelled and isinstance(error, asyncio.CancelledError):
@@ -344,13 +347,13 @@ class ActorInstance:
                 self._answer_dropped(call.id)  # another call has ended the actor
                 return
             if receiver is not None:
-                # Somebody wants it: the loop has cancelled all that runs, as it ends.
+                # The loop is ending and has cancelled a call that is still wanted.
                 receiver.settle(
                     NodeClosedError(f"the event loop of {self.actor.name} has ended.")
                 )
-                self.actor.cancel(call.id)  # its loop takes no more of it
-        elif asked is not None and receiver is not None and error is not None:
-            asked.receiver = FrameRestorer(receiver, call.name, error)
+                self.actor.cancel(call.id)  # the loop delivers no more answers
+        elif pending is not None and receiver is not None and error is not None:
+            pending.receiver = FrameRestorer(receiver, call.name, error)
         self._actors.on_message(self.worker.id, answer)
 
     def _answer_dropped(self, number: int) -> None:
@@ -360,7 +363,7 @@ class ActorInstance:
     # Its end.
 
     def end(self) -> None:
-        """Let the object go, or do so as soon as no code of it runs."""
+        """Release the object, now or as soon as none of its code runs."""
         self._is_ending = True
         if self._running is None and not self.is_over:
             self.let_go()
@@ -374,15 +377,16 @@ class ActorInstance:
             node.wake()
 
     def let_go(self) -> None:
-        """Nothing of it goes on."""
+        """Release the object and stop the tasks that it has started."""
         self.is_over, self.worker.peer = True, None
         if self.creation.environment is not None:
             with self.creation.environment.applied():
-                # Its `__del__` may want to know where it is.
-                was = _weak(self.object)
+                # Its `__del__` may read the environment.
+                released = _weak(self.object)
                 self.object, self.methods = None, Methods(None)
-            if was is not None and was() is not None:
-                # It refers to itself, or code that is about to return does.
+            if released is not None and released() is not None:
+                # The object is part of a cycle, or code that is about to return refers
+                # to it.
                 self._actors.collect_soon()
         self._actors.end_calls(self)
         self.creation.node.end_orphans(*self.creation.children())
@@ -414,7 +418,7 @@ class AsyncActorInstance(ActorInstance):
 
     @property
     def waits_for_running_code(self) -> bool:
-        """Never: its code is the loop's, and whoever waits lets that run."""
+        """False: its code runs on the loop, which runs while code waits."""
         return False
 
     def on_made(self) -> None:
@@ -425,14 +429,14 @@ class AsyncActorInstance(ActorInstance):
         super().on_made()
 
     def _start(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        # Not by the loop's factory, which would take it for the caller's.
+        # Not by the loop's factory, which would count the task as the caller's.
         context = self._context.copy()
         return asyncio.Task(coroutine, loop=self._runner.loop, context=context)
 
-    # What its actor tells its process.
+    # Messages of the actor to its process.
 
     def post(self, message: Message) -> None:
-        """Begin a call."""
+        """Start a call."""
         if type(message) is not Invoke:
             super().post(message)
             return
@@ -445,7 +449,7 @@ class AsyncActorInstance(ActorInstance):
         self._runner.interleave(call, context)
 
     def on_call_ended(self, call: CallJob) -> None:
-        """Tell the caller what has come of a call, whose code has stopped."""
+        """Send the outcome of a call whose code has stopped."""
         del self._calls[call.id]
         super().on_call_ended(call)
 
@@ -456,7 +460,7 @@ class AsyncActorInstance(ActorInstance):
             call.interrupt()
 
     def force_close(self) -> None:
-        """End now, and leave behind what takes its time."""
+        """End now, and abandon code that does not stop."""
         for task in (self._ending, *self._tasks(), *self.creation.started):
             if task is not None:
                 task.cancel()
@@ -465,7 +469,7 @@ class AsyncActorInstance(ActorInstance):
     # Its end.
 
     def end_within(self, seconds: float, is_orderly: bool = True) -> None:
-        """Cancel all that runs, let it close if that is orderly, and end."""
+        """Cancel all calls, run `close` if the end is orderly, and end."""
         if self.is_over:
             return
         if self._ending is None:
@@ -491,23 +495,23 @@ class AsyncActorInstance(ActorInstance):
             close = close_method(self.object)
             if close is not None:
                 await executor.drive_task(self.creation, close())
-        except BaseException as error:  # noqa: BLE001 - whatever it is, the actor ends
+        except BaseException as error:  # noqa: BLE001 - the actor ends in any case
             if executor.ctrl_c.is_real(error):
-                # To be raised where it ends the program; a task would keep it.
+                # Raised in a callback, where it ends the program; a task would keep it.
                 self._runner.loop.call_soon(_raise, error, context=Context())
-            elif not self.is_over:  # else it was cancelled, being left behind
+            elif not self.is_over:  # else it was cancelled when it was abandoned
                 sys.excepthook(*sys.exc_info())
 
     def _give_up(self) -> None:
         _log.warning(
-            "! %s was told to end and runs on. In a process of its own it would be "
-            "killed; here it is left behind, and its code may run beside other code.",
+            "! %s was told to end and still runs. In its own process it would be "
+            "killed; here it is abandoned, and its code may run beside other code.",
             self.actor.name,
         )
         self.force_close()
 
     def let_go(self) -> None:
-        """Nothing of it goes on."""
+        """Release the object and stop the tasks that it has started."""
         if self._alarm is not None:
             self._alarm.cancel()
         if self.worker.peer is not None:
@@ -523,7 +527,7 @@ class InlineActors(Actors):
     """The actors of one node; see `ActorsPort`.
 
     Attributes:
-        runner: carries what they start, on the program's loop.
+        runner: runs their calls, on the program's loop.
     """
 
     def __init__(
@@ -545,27 +549,28 @@ class InlineActors(Actors):
 
     @property
     def are_there(self) -> bool:
-        """True if there is any that has not ended."""
+        """True if an actor has not ended."""
         return any(isinstance(job, ConstructorJob) for job in self._node.jobs.values())
 
     def check_class(self, func: FunctionSpec, payload: bytes) -> None:
-        """Refuse an actor that this node can never have.
+        """Check that this node can have an actor of a class.
 
         Raises:
-            NodeError: it would need threads, or the node is being shut down.
-            InfeasibleError: it asks for more than there is.
+            NodeError: the actor needs threads, or the node is shutting down.
+            InfeasibleError: the node can never meet the request.
         """
         if func.actor is not None and func.actor.mode == THREADED:
             raise NodeError(
-                f"{func.spec.name} asks for plain methods that run at once, by "
+                f"{func.spec.name} has plain methods that run concurrently, by "
                 f"max_concurrency or concurrency_groups. A node of "
-                f"init(address='inline') runs all code in one thread: leave these out, "
-                f"make the methods `async def`, or open a node with address='local'."
+                f"init(address='inline') runs all code in one thread: leave these "
+                f"options out, make the methods `async def`, or open a node with "
+                f"address='local'."
             )
         self._node.check(func, payload)
 
     def job_of(self, task: TaskId, func: FunctionSpec, actor: object) -> ConstructorJob:
-        """The job that makes an actor."""
+        """Make the job that creates an actor."""
         assert isinstance(actor, Actor), actor
         return ConstructorJob(self._node, task, func, actor, self)
 
@@ -573,7 +578,7 @@ class InlineActors(Actors):
         """Return an actor that lives or has handles.
 
         Raises:
-            ActorDiedError: nobody has one any more.
+            ActorDiedError: the actor has ended and has no handle.
         """
         found = self.get(actor)
         if found is None:
@@ -583,16 +588,16 @@ class InlineActors(Actors):
     # Calls.
 
     def end_calls(self, instance: ActorInstance) -> None:
-        """None of its calls run any more."""
+        """Forget the waiting calls of an instance."""
         self._with_calls.pop(instance, None)
 
     def note_calls(self, instance: ActorInstance) -> None:
-        """One has calls that may run now."""
+        """Note that an instance has calls that may run now."""
         self._with_calls[instance] = None
         self._node.wake()
 
     def next_call(self) -> CallJob | None:
-        """The call whose turn it is, None without one."""
+        """Return the next call to run; None if there is none."""
         while self._with_calls:
             instance = next(iter(self._with_calls))
             del self._with_calls[instance]
@@ -607,31 +612,31 @@ class InlineActors(Actors):
         super().cancel(actor, number)
 
     def demand_call(self, number: int, limit: int) -> None:
-        """Let a call that is a stream yield so many items in all."""
-        found = self.called_by(number)
-        if found is not None:
-            found.demand(number, limit)
+        """Set the number of items that a call's stream may yield in all."""
+        actor = self.called_by(number)
+        if actor is not None:
+            actor.demand(number, limit)
 
     def cancel_call(self, number: int) -> None:
-        """Cancel a call whose actor is not known."""
+        """Cancel a call by its number alone."""
         actor = self.called_by(number)
         if actor is not None:
             self.cancel(actor.id, number)
 
     def called_by(self, number: int) -> Actor | None:
-        """The living actor that has this call before it."""
+        """Return the living actor of an unfinished call."""
         if number < FIRST_CALL:
             return None
-        return next((one for one in self.all() if number in one.calls), None)
+        return next((actor for actor in self.all() if number in actor.calls), None)
 
     def caller_here(self) -> int:
-        """Tell the callers of this process apart."""
+        """Return the id of the calling job; 0 for the program."""
         return id_of_caller()
 
     # Which jobs wait for calls.
 
     def begin_wait(self, number: int) -> None:
-        """The code that runs now waits for a call, which fails if it is in vain."""
+        """Note that the running code waits for a call; fail a wait that cannot end."""
         actor, job = self.called_by(number), running_job.get()
         if actor is None:
             return
@@ -640,7 +645,7 @@ class InlineActors(Actors):
             self._waiting[number] = job
             job.calls_awaited[number] = job.calls_awaited.get(number, 0) + 1
             if instance is None:
-                # What does not fit may now be what can never begin.
+                # If the actor does not fit, this may now be a deadlock.
                 self._node.jobs[TaskId(actor.id)].waiters = 1
                 self._node.wake()
             self._node.tell_waits(job)
@@ -650,12 +655,12 @@ class InlineActors(Actors):
                 actor,
                 number,
                 f"{actor.name}.{method} was called by code for which a method of "
-                f"{actor.name} waits, and these run one at a time. Call it directly, "
-                f"by self, or let the first one return before.",
+                f"{actor.name} waits, and its methods run one at a time. Call the "
+                f"method directly, by self, or let the first method return before.",
             )
 
     def end_wait(self, number: int, is_over: bool = False) -> None:
-        """Note that a wait for a call has ended, or all of them with the call."""
+        """Note the end of a wait for a call; `is_over`: of all waits for the call."""
         job = self._waiting.get(number)
         if job is not None:
             job.calls_awaited[number] -= 1
@@ -664,7 +669,7 @@ class InlineActors(Actors):
                 self._node.tell_waits(job)
 
     def fail_waits(self, actor: Actor, reason: str) -> None:
-        """Tell the code that waits for calls of an actor that it waits in vain."""
+        """Fail all waits for calls of an actor, since they cannot end."""
         for number in list(actor.calls):
             if number in self._waiting:
                 self._fail_wait(actor, number, f"{reason}. The wait could never end.")
@@ -678,7 +683,7 @@ class InlineActors(Actors):
     # Their ends.
 
     def kill(self, actor: int, no_restart: bool = True) -> None:
-        """End an actor; one without restarts left is dead before its code has ended."""
+        """End an actor; without restarts left it is dead before its code has ended."""
         found = self.get(actor)
         record = self._node.scheduler.tasks.get(TaskId(found.id)) if found else None
         is_last = record is not None and not record.retries_left
@@ -692,5 +697,5 @@ class InlineActors(Actors):
         super().kill(actor, no_restart)
 
     def collect_soon(self) -> None:
-        """Have what refers to itself let go, so that its `__del__` is called."""
+        """Schedule the garbage collector, to free objects in cycles."""
         self.runner.loop.call_soon(gc.collect, context=Context())

@@ -1,10 +1,10 @@
 """Tasks in the calling process, one after the other, in the order of submission.
 
-Actors are objects there, called as soon as the loop is free. For tests and debuggers:
-breakpoints, monkeypatches and coverage reach into both. All that one process can keep
-is kept as in a worker: copies of values, devices, variables, errors, timeouts, retries,
-cancelling. A plain function blocks the loop while it runs and cannot be interrupted; a
-coroutine is awaited on the loop.
+Actors are objects in this process, called as soon as the loop is free. For tests and
+debuggers: breakpoints, monkeypatches and coverage work in tasks and actors. As far as
+one process can, tasks behave as in a worker: copies of values, devices, variables,
+errors, timeouts, retries, cancelling. A plain function blocks the loop and cannot be
+interrupted; a coroutine is awaited on the loop.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from aiogpu.runtime.driver import Driver
 
 _numbers: Final = count(1)
 PATIENCE: Final = 3600.0
-"""Seconds in which one task at least has to end, while the node is being closed."""
+"""Seconds within which at least one task must end while the node closes."""
 
 
 class InlineEngine(DriverEngine):
@@ -44,16 +44,16 @@ class InlineEngine(DriverEngine):
         self.home = f"inline {next(_numbers)}"
 
     async def open(self) -> None:
-        """Import what is to be preloaded, and detect what there is."""
+        """Import the modules of `preload`, and detect resources."""
         options = self._options
         for module in options.preload:
             try:
                 import_module(module)
             except Exception as error:
-                told = f"{type(error).__name__}: {error}".rstrip(".")
+                cause = f"{type(error).__name__}: {error}".rstrip(".")
                 raise PreloadError(
                     f"init(preload=...) names {module!r}, which cannot be imported: "
-                    f"{told}. Install it, or leave it out."
+                    f"{cause}. Install it, or leave it out."
                 ) from error
         ledger, vendors = await take_inventory(options)
         node = InlineNode(
@@ -72,8 +72,8 @@ class InlineEngine(DriverEngine):
     def _node(self) -> InlineNode:
         return cast("InlineNode", self._open_driver)
 
-    def _asked(self, what: str) -> Driver:
-        """The driver, for the program; tasks are refused as in a worker."""
+    def _driver_for(self, what: str) -> Driver:
+        """Return the driver to the program; refuse tasks, as in a worker."""
         if running_job.get() is not None or actor_job.get() is not None:
             raise error_inside_task(what)
         return self._open_driver
@@ -84,7 +84,7 @@ class InlineEngine(DriverEngine):
         return self
 
     def begin_wait(self, task: int) -> None:
-        """Some code waits for a task now."""
+        """Note that code waits for a task."""
         if self._driver is not None:
             self._node.begin_wait(task)
 
@@ -99,7 +99,7 @@ class InlineEngine(DriverEngine):
             self._node.settle(task)
 
     def submit(self, func: FunctionSpec, payload: bytes, receiver: Receiver) -> int:
-        """Let a task wait for its turn; see `Engine.submit`."""
+        """Queue a task; see `Engine.submit`."""
         return self._node.submit(func, payload, receiver)
 
     @property
@@ -112,12 +112,12 @@ class InlineEngine(DriverEngine):
         return {**dict.fromkeys(node.pool.workers, os.getpid()), **node.holders}
 
     def announce_stop(self) -> None:
-        """Let tasks know that their program stops; see `Engine.announce_stop`."""
+        """Inform tasks that their program stops; see `Engine.announce_stop`."""
         if self._driver is not None:
             self._driver.announce_stop()
 
     async def close(self) -> None:
-        """Stop all tasks and leave nothing behind."""
+        """Stop all tasks and release all resources."""
         if self._driver is not None:
             await self._driver.close(PATIENCE)
         if self._store is not None:
@@ -134,4 +134,4 @@ class InlineEngine(DriverEngine):
             self._node.stack.close_now()
 
     def after_fork(self) -> None:
-        """This process is a fork of the program, and has all of it once more."""
+        """Do nothing: a fork has its own copy of the node."""

@@ -1,7 +1,7 @@
 """The process's state while a task runs: variables, facts, output, Ctrl-C.
 
-A Ctrl-C at the keyboard is told from a `KeyboardInterrupt` that a task raises: the one
-is meant for the program and must end it; the other is the task's failure.
+A Ctrl-C at the keyboard is distinguished from a `KeyboardInterrupt` that a task raises:
+Ctrl-C must end the program; the task's exception is its failure.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from aiogpu.client.current import Context, current
 class TaskEnvironment:
     """One task's variables and facts, set while it runs.
 
-    A task that another one waits for runs inside the other, so what was there before
-    must be restored in reverse order. The same may be applied several times.
+    A task may run inside another task that waits for it, so environments are restored
+    in reverse order. The same environment may be applied several times.
 
     Args:
         environ: variables to set.
@@ -35,7 +35,7 @@ class TaskEnvironment:
         self._before: list[tuple[dict[str, str | None], dict[str, object]]] = []
 
     def apply(self) -> None:
-        """Remember what there is, and set this task's."""
+        """Save the current environment, and set this task's."""
         environ = {name: os.environ.get(name) for name in self._environ}
         facts = {name: getattr(current, name) for name in Context.__slots__}
         self._before.append((environ, facts))
@@ -44,7 +44,7 @@ class TaskEnvironment:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Apply it for the block."""
+        """Context manager: apply the environment in the block."""
         self.apply()
         try:
             yield
@@ -52,7 +52,7 @@ class TaskEnvironment:
             self.restore()
 
     def restore(self) -> None:
-        """Set what there was before. Nothing else is touched."""
+        """Restore the saved variables and facts."""
         environ, facts = self._before.pop()
         for name, value in environ.items():
             if value is None:
@@ -68,10 +68,10 @@ def _set_facts(facts: Mapping[str, object]) -> None:
 
 
 class Nowhere(io.BytesIO):
-    """Takes all that is written and keeps nothing."""
+    """A file that drops all written bytes."""
 
     def write(self, data: Any, /) -> int:
-        """Drop it; gives its size, as if it were written."""
+        """Drop the data; return its size."""
         return len(data)
 
 
@@ -80,7 +80,7 @@ _nowhere: Final = io.TextIOWrapper(Nowhere())  # never closed
 
 @contextmanager
 def silence() -> Iterator[None]:
-    """Let nothing appear that is printed in the block."""
+    """Context manager: drop the output of the block."""
     with redirect_stdout(_nowhere), redirect_stderr(_nowhere):
         yield
 
@@ -89,25 +89,25 @@ Handler = Callable[[int, FrameType | None], Any]
 
 
 class CtrlC:
-    """Looks on while the program's own handler does what it does anyway."""
+    """Records Ctrl-C, and passes it to the program's own handler."""
 
     def __init__(self) -> None:
         self._handler: Handler | None = None
         self._has_come = False
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        """Handle the signal as the program would, and take note of it."""
+        """Record the signal, and call the program's handler."""
         self._has_come = True
         assert self._handler is not None, self
         self._handler(number, frame)
 
     def is_real(self, error: BaseException) -> bool:
-        """Return whether this error has ended the last block, and the user meant it."""
+        """Return whether an error of the last block comes from Ctrl-C."""
         return self._has_come and isinstance(error, KeyboardInterrupt)
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Look on during the block. Signals come to the main thread alone."""
+        """Context manager: record Ctrl-C in the block, in the main thread only."""
         self._has_come = False
         is_watching = self._begin()
         try:
@@ -121,7 +121,7 @@ class CtrlC:
             return False
         handler = signal.getsignal(signal.SIGINT)
         if not callable(handler) or self == handler:
-            # The latter where a debugger has put it back after the block.
+            # `self == handler` if a debugger has installed it again after the block.
             return False
         self._handler = handler
         signal.signal(signal.SIGINT, self)
@@ -129,5 +129,5 @@ class CtrlC:
 
     def _end(self) -> None:
         handler, now = self._handler, signal.getsignal(signal.SIGINT)
-        if now is self:  # a debugger may have put its own there meanwhile
+        if now is self:  # a debugger may have installed its own handler
             signal.signal(signal.SIGINT, handler)

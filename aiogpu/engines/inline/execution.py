@@ -1,16 +1,15 @@
-"""Runs the code of jobs: on which loop, by which call, and what plain code waits for.
+"""Runs the code of jobs: on event loops, and inside plain code that waits.
 
-`LoopRunner` begins a job when it is its turn, in a callback of its loop and never
-inside the call that adds or cancels a job. `InlineExecutor` drives the call of the
-user's code, which is `worker.invoke.invoke`, and `TaskHost` is the node as that code
-sees it.
+`LoopRunner` begins a job in a callback of its loop, never inside the call that adds or
+cancels a job. `InlineExecutor` drives the call of the user's code,
+`worker.invoke.invoke`. `TaskHost` is the node as this code sees it.
 
-Plain code that waits runs an event loop of its own, inside a callback of the outer
-loop. Its children run on that inner loop, and pause if the plain code goes on before
-they end. Each loop has a `LoopRunner`; only the innermost one is at work.
+Plain code that waits runs its own event loop, inside a callback of the outer loop. Its
+children run on this inner loop, and pause if the plain code goes on before they end.
+Each loop has a `LoopRunner`; only the innermost is active.
 
-Values and functions are pickled and unpickled, as on the way to a worker. So what a
-function closes over is a copy; if it is defined in `__main__`, so are its globals. A
+Values and functions are pickled and unpickled, as on the way to a worker. So a
+function's closure is copied, and its globals too if it is defined in `__main__`. A
 function of an imported module is not copied.
 """
 
@@ -62,7 +61,7 @@ class TaskHost:
     """The node, as the code of one attempt at a task sees it; see `InlineClient`.
 
     Attributes:
-        upsets: how many children have failed or were withdrawn so far.
+        upsets: number of children that have failed or were withdrawn.
     """
 
     def __init__(
@@ -85,16 +84,16 @@ class TaskHost:
 
     @property
     def waits(self) -> InlineNode:
-        """The observer of waits on an event loop."""
+        """The waits on an event loop."""
         return self._node
 
     def submit(self, func: FunctionSpec, payload: bytes, receiver: Receiver) -> int:
-        """Start a child of the task; gives its number.
+        """Start a child of the task; return its number.
 
         Raises:
             MisuseError: the task has ended.
-            NodeError: this is another thread than the task's.
-            SerializationError: the arguments are too large to be sent.
+            NodeError: the caller is in another thread than the task.
+            SerializationError: the arguments are too large to send.
         """
         self._check(f"{func.spec.name}.remote()")
         loop = asyncio._get_running_loop()
@@ -105,12 +104,12 @@ class TaskHost:
         return self._node.submit(func, payload, receiver)
 
     def call(self, actor: int, method: str, payload: bytes, receiver: Receiver) -> int:
-        """Call a method of an actor; gives the call's number.
+        """Call a method of an actor; return the number of the call.
 
         Raises:
             MisuseError: the task has ended.
-            NodeError: this is another thread than the task's, or the method runs on
-                the program's loop, which this code keeps from running.
+            NodeError: the caller is in another thread than the task, or the method runs
+                on the program's loop, which the caller blocks.
         """
         actors = self._node.actors
         called = actors.known(actor)
@@ -118,9 +117,9 @@ class TaskHost:
         if called.func.actor is not None and called.func.actor.mode == ASYNC:
             raise NodeError(
                 f"{called.name}.{method}.remote() was called by {self._job.name}, "
-                f"whose plain code holds the thread. On an inline node a class that "
-                f"has `async def` methods runs on the program's event loop, in that "
-                f"same thread: make the caller an `async def`, or open a node with "
+                f"whose plain code blocks the thread. On an inline node a class with "
+                f"`async def` methods runs on the program's event loop, in the same "
+                f"thread: make the caller an `async def`, or open a node with "
                 f"address='local'."
             )
         number = called.call(method, payload, receiver)
@@ -128,7 +127,7 @@ class TaskHost:
         return number
 
     def serve_loop(self) -> None:
-        """Have the loop of the user's that runs here, if one does, begin jobs."""
+        """Let a user's loop that runs in this thread begin jobs."""
         loop = asyncio._get_running_loop()
         if loop is not None:
             self._runner_of(loop).wake()
@@ -137,20 +136,20 @@ class TaskHost:
 
     @property
     def program(self) -> asyncio.AbstractEventLoop:
-        """The loop of the program that has opened the node."""
+        """The loop of the program that opened the node."""
         return self._node.actors.runner.loop
 
     def demand(self, child: int, limit: int) -> None:
-        """Let a child that is a stream yield so many items in all."""
+        """Set the number of items that a child's stream may yield in all."""
         self._node.demand(child, limit)
 
     def withdraw(self, child: int) -> None:
-        """Cancel a child whose result is not wanted."""
+        """Cancel a child whose result is not needed."""
         self.upsets += 1
         self._node.cancel(child)
 
     def withdraw_soon(self, child: int) -> None:
-        """Withdraw from a finalizer, which may run at any point."""
+        """Cancel a child from a finalizer, which may run at any point."""
         with suppress(RuntimeError):  # the loop is closed, and the child has ended
             loop = (self._own or self._job.runner).loop
             loop.call_soon_threadsafe(self._node.cancel, child)
@@ -158,10 +157,10 @@ class TaskHost:
     def note_wait(
         self, waiter: object, children: tuple[int, ...], is_bound: bool = False
     ) -> None:
-        """Note that the task's code waits for these, or for none.
+        """Note the children for which the task's code waits, or none.
 
         Raises:
-            NodeError: this is another thread than the task's.
+            NodeError: the caller is in another thread than the task.
         """
         if children:
             self._check("aiogpu.get()")
@@ -178,26 +177,26 @@ class TaskHost:
             self._node.tell_waits(self._job)
 
     def _run_next(self, job: Job) -> None:
-        """Let a job run now, after the jobs that make its arguments.
+        """Let a job run now, after the jobs that produce its arguments.
 
-        It does not matter which code has started these jobs. Chains of needs may be ten
+        These jobs may have been started by any code. Chains of arguments may be ten
         thousand long, so the depth-first search has an explicit stack.
         """
         jobs, seen = self._node.jobs, set[TaskId]()
         stack: list[tuple[Job, bool]] = [(job, False)]
         while stack:
-            one, has_its_needs = stack.pop()
+            current_job, has_its_needs = stack.pop()
             if has_its_needs:
-                if one.parent is not self._job:
-                    self._job.needed.append(one)
-            elif one.worker is None and one.id not in seen:
-                seen.add(one.id)
-                stack.append((one, True))
-                needs = map(jobs.get, self._node.needed_by(one.id))
+                if current_job.parent is not self._job:
+                    self._job.needed.append(current_job)
+            elif current_job.worker is None and current_job.id not in seen:
+                seen.add(current_job.id)
+                stack.append((current_job, True))
+                needs = map(jobs.get, self._node.needed_by(current_job.id))
                 stack += [(needed, False) for needed in needs if needed is not None]
 
     def end_wait(self, waiter: object) -> None:
-        """Note that no plain code of the task waits."""
+        """Note that the task's plain code no longer waits."""
         awaited, self._awaited = self._awaited, []
         for job in awaited:
             job.waiters = 0
@@ -210,7 +209,7 @@ class TaskHost:
     def wait_until(
         self, is_done: Callable[[], bool], deadline: float | None = None
     ) -> bool:
-        """Run the children until something is done; False if time is up before."""
+        """Run children until `is_done()`; False if the deadline passes first."""
         stack = self._node.stack
         self._end_strays()
         stack.resume_above(self._job)
@@ -220,7 +219,7 @@ class TaskHost:
             stack.pause_above(self._job)
 
     def close(self) -> None:
-        """End what plain code has started: its function has returned."""
+        """Stop the children of plain code whose function has returned."""
         job, stack = self._job, self._node.stack
         self._node.end_orphans(*job.children())
         try:
@@ -235,20 +234,20 @@ class TaskHost:
                 _close_loop(home.loop)
 
     def _end_strays(self) -> None:
-        """End what was left unfinished by a loop of the user's that has stopped."""
+        """Stop jobs that are left from a user's loop that has stopped."""
         while (last := self._node.stack.running[-1]) is not self._job:
             self._node.end_orphans(last)
             last.runner.run_until_ended(last)
 
     def _end_streams(self) -> None:
-        """End the generators that run on the loop of plain code, which is closed."""
+        """Stop the generators on the loop of plain code, which is about to close."""
         for stream in list(self._node.streams.jobs.values()):
             if self._own is not None and stream.runner is self._own:
                 self._node.end_orphans(stream)
                 self._own.run_until_ended(stream)
 
     def _own_runner(self) -> LoopRunner:
-        """The runner for plain code that waits."""
+        """Return the runner for plain code that waits."""
         if self._own is None:
             self._own = self._runner_of(asyncio.new_event_loop())
         return self._own
@@ -263,12 +262,12 @@ class TaskHost:
         if self._job.has_ended:
             raise MisuseError(
                 f"{what} was called after {self._job.name} had ended, by code that it "
-                f"has left behind."
+                f"left running."
             )
         if self._thread != threading.get_ident():
             raise NodeError(
-                f"{what} was called in a thread of {self._job.name}'s own. On an "
-                f"inline node a task starts others in the thread that it runs in."
+                f"{what} was called in a thread that {self._job.name} has started. On "
+                f"an inline node a task starts other tasks in its own thread only."
             )
 
 
@@ -276,20 +275,20 @@ def _close_loop(loop: asyncio.AbstractEventLoop) -> None:
     try:
         loop.run_until_complete(loop.shutdown_asyncgens())
     finally:
-        # What was left behind has been told of; asyncio need not do so again.
+        # Abandoned tasks were reported; asyncio must not report them again.
         loop.set_exception_handler(lambda loop, context: None)
         loop.close()
 
 
 OWN_FRAMES: Final = "/aiogpu/engines/inline/"
-"""Marks this package's own frames, which a user's traceback leaves out."""
+"""Path of this package's own frames, which are removed from users' tracebacks."""
 
 
 _NO_ITEM: Final = object()
 
 
 class PlainItems:
-    """A plain generator, whose code runs outside of any event loop, as in a worker."""
+    """A plain generator, whose code runs outside any event loop, as in a worker."""
 
     def __init__(self, items: Iterator[Any], job: Job, host: TaskHost) -> None:
         self._items = items
@@ -307,7 +306,7 @@ class PlainItems:
         return item
 
     def close(self) -> None:
-        """End it, and what it has started."""
+        """Close the generator, and stop its children."""
         with self._in_turn():
             try:
                 close: Callable[[], None] | None = getattr(self._items, "close", None)
@@ -318,7 +317,7 @@ class PlainItems:
 
     @contextmanager
     def _in_turn(self) -> Iterator[None]:
-        """The block runs the generator's code, on top of whatever runs."""
+        """Context manager: the block runs the generator's code, on top of the stack."""
         running = self._job.node.stack.running
         loop = asyncio._get_running_loop()
         running.append(self._job)
@@ -334,7 +333,7 @@ AnyCoroutine = Coroutine[Any, Any, Any] | Generator[Any, None, Any]
 
 
 class TaskTracker:
-    """Keeps watch over a loop while coroutines of jobs run on it."""
+    """Tracks the asyncio tasks that jobs start on a loop."""
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, executor: InlineExecutor
@@ -346,14 +345,14 @@ class TaskTracker:
         self._program_factory: Any = None
 
     def begin(self) -> None:
-        """One coroutine more runs."""
+        """Count a started coroutine; the first installs the task factory."""
         self._coroutines += 1
         if self._coroutines == 1:
             self._program_factory = self._loop.get_task_factory()
             self._loop.set_task_factory(self._factory)
 
     def end(self) -> None:
-        """One coroutine less runs; with the last, the loop is as it was."""
+        """Count an ended coroutine; the last restores the task factory."""
         self._coroutines -= 1
         if not self._coroutines and self._loop.get_task_factory() is self._factory:
             self._loop.set_task_factory(self._program_factory)
@@ -378,7 +377,7 @@ class TaskTracker:
             job.started.add(task)
             task.add_done_callback(job.started.discard)
         if begun is not None:
-            # It may be cancelled before it has begun.
+            # The task may be cancelled before its first step.
             task.add_done_callback(partial(_close, begun))
         return task
 
@@ -388,7 +387,7 @@ def _close(begun: Coroutine[Any, Any, Any], _task: asyncio.Task[Any]) -> None:
 
 
 async def end_started(job: Job) -> None:
-    """Cancel what a job has started and not awaited, and wait for its end."""
+    """Cancel the asyncio tasks that a job has left, and wait for their end."""
     if job.started:
         await cancel_all(job.started)
 
@@ -396,13 +395,12 @@ async def end_started(job: Job) -> None:
 class JobInvoker(Invoker):
     """The parts of `invoke` that differ for an inline job.
 
-    Plain code runs outside of any event loop, as in a worker. With the first `await`
-    the call continues in an asyncio task: it suspends once, and who drives it goes on
-    with it there.
+    Plain code runs outside any event loop, as in a worker. At the first `await` the
+    call suspends once, and continues in an asyncio task.
 
     Args:
         job: the job.
-        host: of its plain code; None if the call begins on an event loop.
+        host: the host of its plain code; None if the call begins on an event loop.
     """
 
     def __init__(self, job: Job, host: TaskHost | None) -> None:
@@ -421,7 +419,7 @@ class JobInvoker(Invoker):
             set_running_loop(None)
 
     async def wait(self, coroutine: CoroutineType[Any, Any, Any], call: int) -> Any:
-        """Return the result of a coroutine, which is awaited on the job's loop."""
+        """Await a coroutine on the job's loop, and return its result."""
         await self._move_to_loop()
         return await coroutine
 
@@ -429,7 +427,7 @@ class JobInvoker(Invoker):
         """Run a generator to its end, on the job's loop."""
         job, host = self._job, self._host
         job.node.streams.senders[job.id] = stream
-        # What it starts runs on top of whatever runs then, as what actors start.
+        # Its children run on top of the running code, like the children of actors.
         actor_job.set(job)
         try:
             await self._move_to_loop()
@@ -440,9 +438,9 @@ class JobInvoker(Invoker):
             job.node.streams.senders.pop(job.id, None)
 
     def pack(self, outgoing: PickledValue) -> bytes:
-        """Make a payload; what it has handles to outlives the job."""
+        """Make a payload; children whose handles it holds outlive the job."""
         payload = self._job.node.pack(outgoing)
-        # Before the children are stopped that end with this one.
+        # Now, before the remaining children are stopped with this job.
         for child in unfinished_in(payload):
             self._job.node.feed(Scheduler.detach, TaskId(child))
         return payload
@@ -462,10 +460,10 @@ BegunCall = Coroutine[Any, Any, Done | Raised]
 
 
 class InlineExecutor:
-    """Drives the calls of the user's code, and says what their failures are.
+    """Drives the calls of the user's code, and classifies failures.
 
     Attributes:
-        ctrl_c: knows whether the user at the keyboard ended the code that ran last.
+        ctrl_c: knows whether Ctrl-C has ended the last block of user code.
     """
 
     def __init__(self, is_silent: bool) -> None:
@@ -474,10 +472,11 @@ class InlineExecutor:
         self._retry_rules = RetryRules()
 
     def begin(self, job: Job, host: TaskHost) -> BegunCall | None:
-        """Call the function, outside of any event loop, as in a worker.
+        """Call the function outside any event loop, as in a worker.
 
-        Gives the call if it is to go on in an asyncio task; `finish` it there. Else the
-        job has its outcome.
+        Returns:
+            The call if it continues in an asyncio task, by `finish`; None if the job
+            has its outcome.
         """
         loop = asyncio._get_running_loop()
         set_running_loop(None)
@@ -496,10 +495,11 @@ class InlineExecutor:
             set_running_loop(loop)
 
     async def finish(self, job: Job, call: BegunCall) -> None:
-        """Drive a call to its end, and end what it has started.
+        """Drive a call to its end, and cancel the asyncio tasks that it has left.
 
-        The outcome is the job's, and not the asyncio task's result: a loop that ends
-        keeps its tasks for a while, and an error keeps the frames that it has passed.
+        The outcome is set on the job and is not the asyncio task's result: a loop that
+        ends keeps its tasks for a while, and an error keeps the frames that it has
+        passed.
         """
         try:
             job.outcome = self._outcome(job, await self.drive(job, call))
@@ -507,7 +507,7 @@ class InlineExecutor:
             await end_started(job)
 
     def call(self, job: Job, host: TaskHost | None) -> BegunCall:
-        """Make the call of a job; one without a host begins on an event loop."""
+        """Make the call of a job; without a host it begins on an event loop."""
         functions, name = job.target()
         stream = None
         if job.limit:
@@ -525,7 +525,7 @@ class InlineExecutor:
         is_ctrl_c = self.ctrl_c.is_real(error)
         if (current.exits and has_exited()) or type(error) is ActorExit:
             kind = LEFT
-        # A debugger that looks at it finds the user's frames alone.
+        # A debugger shows only the user's frames.
         BaseException.with_traceback(error, _users_frames(error))
         failed = pack_failure(job.id, kind, error, INVOKED, job.node.pack)
         has_devices = kind != LEFT and job.has_devices
@@ -539,9 +539,9 @@ class InlineExecutor:
     def drive(
         self, job: Job, begun: Coroutine[Any, Any, Any]
     ) -> Generator[Any, Any, Any]:
-        """Drive a coroutine, so that it is seen when its code begins and pauses."""
+        """Drive a coroutine, with `_step` around each of its steps."""
         # A list, so that no local variable of this frame keeps a thrown error: the
-        # error's traceback holds this frame, and the error would hold itself.
+        # error's traceback holds this frame, which would be a cycle.
         next_step: list[Callable[[], Any]] = [partial(begun.send, None)]
         while True:
             with self._step(job):
@@ -552,16 +552,16 @@ class InlineExecutor:
             try:
                 next_step.append(partial(begun.send, (yield awaited)))
             except GeneratorExit:
-                # It was left behind and its loop has gone: nothing can be awaited.
+                # The coroutine was abandoned and its loop is closed: it cannot await.
                 job.started.clear()
                 begun.close()
                 raise
-            except BaseException as error:  # noqa: BLE001 - the coroutine's to handle
+            except BaseException as error:  # noqa: BLE001 - thrown into the coroutine
                 next_step.append(partial(begun.throw, error))
 
     @contextmanager
     def _step(self, job: Job) -> Iterator[None]:
-        """The block runs the user's code, from here to its next pause."""
+        """Context manager: the block runs user code up to its next suspension."""
         with ExitStack() as stack:
             if job.is_interleaved and job.environment is not None:
                 stack.enter_context(job.environment.applied())
@@ -571,12 +571,12 @@ class InlineExecutor:
             yield
 
     async def drive_task(self, job: Job, begun: Coroutine[Any, Any, Any]) -> Any:
-        """Await what an actor's code has started, in the actor's environment."""
+        """Await a coroutine that an actor's code has started, in its environment."""
         return await self.drive(job, begun)
 
 
 def _users_frames(error: BaseException) -> TracebackType | None:
-    """Return the traceback from the first frame that is the user's own."""
+    """Return the traceback from the first frame of user code."""
     trace = error.__traceback__
     while trace is not None:
         path = trace.tb_frame.f_code.co_filename
@@ -587,11 +587,11 @@ def _users_frames(error: BaseException) -> TracebackType | None:
 
 
 class LoopRunner(JobLoop):
-    """Begins the jobs of a node on one loop, when it is their turn.
+    """Begins the jobs of a node on one loop.
 
     Attributes:
         executor: runs the jobs' code.
-        task_tracker: knows what coroutines start on the loop.
+        task_tracker: tracks asyncio tasks that jobs start on the loop.
     """
 
     node: InlineNode
@@ -621,9 +621,9 @@ class LoopRunner(JobLoop):
             job = node.assigned.popleft() if node.assigned else None
         self._is_woken = False
         if node.lost:
-            self.wake()  # a worker whose task was cancelled before it had started
+            self.wake()  # a worker whose task was cancelled before the start
         if call is not None:
-            self.wake()  # there may be more, or a job
+            self.wake()  # there may be more calls, or a job
             self._begin_call(call)
         elif job is not None:
             if node.starting or node.assigned:
@@ -634,7 +634,7 @@ class LoopRunner(JobLoop):
             self.note_item()
 
     def _begin_call(self, call: Job) -> None:
-        """Run a call of an actor at once, on top of whatever runs."""
+        """Run a call of an actor at once, on top of the running code."""
         call.runner = self
         self.node.stack.running.append(call)
         self._attempt(call)
@@ -642,7 +642,7 @@ class LoopRunner(JobLoop):
     def _begin(self, job: Job) -> None:
         record = job.record
         if record is None or record.worker is None:
-            return  # it was left behind before it began
+            return  # it was abandoned before it began
         if record.state is TaskState.STOPPING:
             worker = record.worker.id
             self.node.feed(Scheduler.finish, job.id, worker)
@@ -660,7 +660,7 @@ class LoopRunner(JobLoop):
             self._run(job)
         except BaseException:
             if job.main is None and not job.is_over:
-                # A Ctrl-C has found this package's own code; the program ends.
+                # Ctrl-C has hit this package's own code; the program ends.
                 self._end(job)
             raise
 
@@ -673,20 +673,20 @@ class LoopRunner(JobLoop):
             return
         if job.id in self.node.streams.senders:
             self.node.streams.enter(job)
-            self.node.wake()  # the next one has its turn
+            self.node.wake()  # the next job may begin
         self._go_on(job, call, context)
         record = job.record
         if record is not None and record.state is TaskState.STOPPING:
-            job.interrupt()  # its plain part was cancelled
+            job.interrupt()  # it was cancelled during its plain part
 
     def interleave(self, job: Job, context: Context) -> None:
-        """Run a call on this loop, beside other code."""
+        """Run a call on this loop, interleaved with other code."""
         job.runner = self
         self._go_on(job, self.executor.call(job, None), context)
 
     def _go_on(self, job: Job, call: BegunCall, context: Context) -> None:
         self.task_tracker.begin()
-        # Not by the loop's factory, which would take it for one that the caller starts.
+        # Not by the loop's factory, which would count the task as the caller's.
         job.main = asyncio.Task(
             self.executor.finish(job, call),
             loop=self.loop,
@@ -699,13 +699,13 @@ class LoopRunner(JobLoop):
     def _on_ended(self, job: Job, call: BegunCall, main: asyncio.Task[None]) -> None:
         self.task_tracker.end()
         if job.main is not main:
-            return  # it was left behind, and is maybe tried again
+            return  # it was abandoned, and may be retried
         job.main, job.is_cancelled = None, main.cancelling() > 0
         if main.cancelled():
             call.close()  # its task has not begun
             self._end(job)
         else:
-            main.result()  # none, but this package's own code may have failed
+            main.result()  # None; raises if this package's own code has failed
             self._finish(job)
 
     def _finish(self, job: Job) -> None:

@@ -1,8 +1,8 @@
-"""Jobs: the tasks and calls of an inline node, and how they run.
+"""Jobs: the tasks and calls of an inline node, and their execution.
 
-A job is what a worker's process would be sent. It tells the driver of its answer and of
-its end, as the process would. Jobs that have begun lie on one stack (`JobStack`), each
-on top of the one that waits for it, or among the generators (`Streams`), whose
+A job is a task or call that a worker would get. It reports its answer and its end to
+the driver, as a worker's process would. Started jobs are on one stack (`JobStack`),
+each on top of the job that waits for it; or they are generators (`Streams`), whose
 consumers run between two items. All event loops of a node (`JobLoop`) share both.
 """
 
@@ -49,12 +49,12 @@ _log: Final = logging.getLogger(__name__)
 
 
 class Outcome(NamedTuple):
-    """The answer that a worker would send, and what it could not send.
+    """The answer that a worker would send, with the original exception.
 
     Attributes:
         answer: the pickled result or error.
         error: the exception itself, with its frames, None for a result.
-        is_ctrl_c: whether it is the user at the keyboard who ended it.
+        is_ctrl_c: the user has ended the code by Ctrl-C.
     """
 
     answer: Done | Failed
@@ -65,7 +65,7 @@ class Outcome(NamedTuple):
 class FrameRestorer:
     """A receiver of a failure that gives its exception the frames of the original.
 
-    A debugger that looks at the exception after the task's end finds the task's frames.
+    A debugger can then inspect the task's frames after its end.
     """
 
     __slots__ = ("_name", "_receiver", "_trace")
@@ -76,9 +76,9 @@ class FrameRestorer:
         self._trace = error.__traceback__
 
     def settle(self, outcome: bytes | Failed | Exception) -> None:
-        """Pass on the outcome; in place of a failure its exception, with its frames."""
+        """Pass the outcome on; a failure becomes an exception with its frames."""
         receiver = self._receiver
-        if not isinstance(outcome, Failed):  # by `exit_actor`, an error of its own
+        if not isinstance(outcome, Failed):  # an error made by `exit_actor`
             receiver.settle(outcome)
             return
         error = unpack_failure(outcome, self._name)
@@ -90,21 +90,21 @@ class FrameRestorer:
 
 
 running_job: Final[ContextVar[Job | None]] = ContextVar("running_job", default=None)
-"""The job whose code asks; the asyncio tasks that it starts inherit it."""
+"""The job of the running code; inherited by the asyncio tasks that it starts."""
 
 
 actor_job: Final[ContextVar[Job | None]] = ContextVar("acting_job", default=None)
-"""The job that has made the actor whose coroutine asks; inherited as well."""
+"""The job of the actor whose coroutine runs; inherited as well."""
 
 
 def id_of_caller() -> int:
-    """Return the id of the job whose code asks; 0 for the program."""
+    """Return the id of the calling job; 0 for the program."""
     job = running_job.get() or actor_job.get()
     return 0 if job is None else job.id
 
 
 def with_values(payload: bytes) -> bytes:
-    """The payload of a call that begins, with the values that it needs."""
+    """Return the payload of a starting call, with the values that it needs."""
     return filled(payload) if type(payload) is Payload else payload
 
 
@@ -113,9 +113,10 @@ class InlineWorker:
     """Stands for the process of one task or actor; see `LiveWorker`.
 
     Attributes:
-        actor: the actor that it is.
-        peer: the actor's object, which hears its calls; None before and after its life.
-        begun: the number of what it has begun last.
+        actor: its actor; None for a task.
+        peer: the actor's instance, which receives its calls; None before and after its
+            life.
+        begun: number of the last request that has begun.
         pid: this process.
     """
 
@@ -126,45 +127,44 @@ class InlineWorker:
     pid: int = field(default_factory=os.getpid)
 
     def borrow(self, payload: bytes) -> bytes:
-        """The payload that it is sent, with the values that it needs."""
+        """Return a payload with the values that it needs."""
         return with_values(payload)
 
 
 class Job:
-    """A task's code: what it is called with, what it holds, and what it has started.
+    """A task: its code and arguments, its resources, and the jobs that it has started.
 
     Attributes:
         node: the node that runs it.
         id: the task's number.
         func: its function.
-        payload, limit, skip: the arguments, how many items it may yield in all, and how
-            many an attempt before has yielded.
+        payload, limit, skip: the arguments, the number of items that it may yield in
+            all, and the number that earlier attempts have yielded.
         runner: runs the job on a loop; set when the job begins.
         parent: the job that started this one, on top of which it may run; None if the
             program started it.
-        waiters: how many pieces of code wait for the job.
-        calls_awaited: the calls of actors that the job's own code waits for, and how
-            many pieces of its code wait for each.
-        assigned_to: the stand-in for the process that is to run the job, or runs it.
-        worker: the same, while the job runs; None while the job waits for its turn.
+        waiters: number of waits for the job.
+        calls_awaited: number of waits of the job's own code, by call of an actor.
+        assigned_to: the stand-in for the process of the job.
+        worker: the same while the job runs; None before and after.
         environment: the environment, output and context facts while the job runs.
-        has_devices: whether it holds any.
+        has_devices: it holds devices.
         main: runs its coroutine; None for a plain function.
         started: the asyncio tasks that its code has started.
-        timer: fires when the grace period of a cancelled call is over.
+        timer: fires at the end of a cancelled call's grace period.
         paused: jobs that began on top of this job and pause while its own code runs.
         needed: tasks that this job did not start, but for which its plain code waits;
             they run on top of this job.
-        is_urgent: whether it may run on top of any job, because an actor needs it.
-        is_over: whether its code has stopped; other jobs may still lie on top of it.
-        is_cancelled: whether its coroutine was cancelled, whatever it did about it.
-        outcome: the result or error that is not reported yet.
-        is_interleaved: whether other code runs between two steps of its code, for each
-            of which its environment is applied.
+        is_urgent: it may run on top of any job, because an actor needs it.
+        is_over: its code has stopped; other jobs may still be on top of it.
+        is_cancelled: its coroutine was cancelled, even if it has ignored this.
+        outcome: the unreported result or error.
+        is_interleaved: other code runs between two steps of its code; its environment
+            is applied for each step.
     """
 
     actor_id: int | None = None
-    """The number of the actor whose code it runs; None for a task."""
+    """The number of its actor; None for a task."""
 
     def __init__(
         self,
@@ -204,7 +204,7 @@ class Job:
 
     @property
     def task(self) -> TaskId:
-        """The number by which the scheduler knows it."""
+        """The scheduler's number of the job."""
         return self.id
 
     @property
@@ -219,23 +219,23 @@ class Job:
 
     @property
     def has_ended(self) -> bool:
-        """True if its code has stopped, or never will run."""
+        """True if its code has stopped or will never run."""
         return self.is_over or self.record is None
 
     @property
     def is_about_to_end(self) -> bool:
-        """True if the code has stopped and the loop will report it next."""
+        """True if its code has stopped and the loop is about to report it."""
         return self.main is not None and self.main.done()
 
     @property
     def is_blocked(self) -> bool:
-        """True if its code waits for a task that it has started, or for a call."""
+        """True if its code waits for a child task or a call."""
         record = self.record
         is_blocked = record is not None and record.state is TaskState.BLOCKED
         return is_blocked or bool(self.calls_awaited)
 
     def children(self) -> list[Job]:
-        """The children that end with this job."""
+        """Return the children that end with this job."""
         record = self.record
         kin = None if record is None else record.kin
         jobs = self.node.jobs
@@ -243,20 +243,20 @@ class Job:
         return [child for child in found if child.parent is self]
 
     def target(self) -> tuple[Callables, Any]:
-        """Return what is called: where it is looked up, and under which name."""
+        """Return the table of callables, and the name of the job's callable."""
         return self.node.functions, self.node.learn(self.func)
 
     def send_items(self, items: Items) -> None:
-        """Give items to who waits for them."""
+        """Deliver items to the consumer."""
         assert self.worker is not None, self
         self.node.on_items(self.worker, items)  # type: ignore[arg-type]
         self.runner.note_item()
 
     def report(self, payload: bytes) -> None:
-        """Pass on a report of its code; may be called in any thread.
+        """Deliver a report of its code; may be called in any thread.
 
         Raises:
-            MisuseError: it makes an actor, or has ended.
+            MisuseError: the job is an actor's constructor, or has ended.
         """
         worker: Any = self.worker
         if worker is None or self.actor_id == self.id:
@@ -268,7 +268,7 @@ class Job:
             self.runner.loop.call_soon_threadsafe(report)
 
     def begin(self) -> None:
-        """Begin, or go on, with the turn of this job."""
+        """Begin this job, or begin it again."""
         self.worker = self.assigned_to
         self.is_over, self.outcome = False, None
         self.main, self.is_interleaved = None, False
@@ -278,33 +278,33 @@ class Job:
         return False
 
     def interrupt(self) -> None:
-        """Stop its code, if that awaits something."""
+        """Stop its code, if the code awaits something."""
         if self.main is not None and not self.runner.loop.is_closed():
             self.main.cancel()
 
     def stop(self) -> None:
-        """Stop the job in any state; its result is not wanted."""
+        """Stop the job in any state; its result is not needed."""
         self.node.feed(Scheduler.cancel, self.id)
 
     def abandon(self) -> None:
-        """Leave behind what runs and would take its time."""
+        """Abandon the job if it runs."""
         if self.worker is not None:
             self.runner.leave_behind(self)
 
     def fail_wait(self, reason: str) -> None:
-        """Tell who waits that the wait can never end."""
+        """Fail the job, since the wait for it can never end."""
         call = self.node.call_of(self.id)
         if call is not None:
             call.fail_deadlocked(reason)
         self.stop()
 
     def end(self) -> None:
-        """Note that the code has stopped: answer as a worker would."""
+        """Report that the code has stopped, as a worker would."""
         worker, node, outcome = self.worker, self.node, self.outcome
         assert worker is not None, self
         record, call = self.record, node.call_of(self.id)
         if outcome is None and record is not None and call is not None:
-            # A Ctrl-C has found this package's own code, or its loop has ended.
+            # Ctrl-C has hit this package's own code, or the job's loop has ended.
             call.fail_closed()
             node.cancel(self.id)
         if outcome is None:
@@ -315,16 +315,16 @@ class Job:
             call.receiver = FrameRestorer(call.receiver, self.name, error)
         node.answer(worker.id, answer)
         if call is not None and isinstance(call.receiver, FrameRestorer):
-            call.receiver = call.receiver._receiver  # it is tried again
+            call.receiver = call.receiver._receiver  # the task is retried
 
     def leave(self) -> None:
-        """Note that no frame of the job is on the stack: release its lease."""
+        """Release the job's lease, since it is no longer on the stack."""
         worker, self.worker = self.worker, None
         assert worker is not None, self
         self.node.lose(worker.id)
 
     def fresh_context(self, client: InlineClient) -> Context:
-        """An empty context, as a worker's is, but for whose it is."""
+        """Return a context with only this job set."""
         context = Context()
         context.run(running_job.set, self)
         context.run(inline_client.set, client)
@@ -333,10 +333,10 @@ class Job:
 
 
 class JobStack:
-    """The jobs whose code runs, each on top of the one that waits for it.
+    """The jobs whose code runs, each on top of the job that waits for it.
 
     Attributes:
-        running: the jobs that have begun, the last one in its turn.
+        running: the started jobs; the code of the last one runs now.
     """
 
     def __init__(self) -> None:
@@ -346,19 +346,19 @@ class JobStack:
         return f"<Stack {self.running!r}>"
 
     def parent(self) -> Job | None:
-        """The running job whose code asks, None if it is the program's."""
+        """Return the calling job if it runs; None for the program."""
         job = running_job.get()
         return None if job is None or job.is_over or job not in self.running else job
 
     def pop_ended(self) -> list[Job]:
-        """Remove the jobs that are over and have nothing running above them."""
+        """Remove the ended jobs at the top of the stack."""
         popped: list[Job] = []
         while self.running and self.running[-1].is_over:
             popped.append(self.running.pop())
         return popped
 
     def pause_above(self, job: Job) -> None:
-        """Have what runs above a job pause: the job's own code goes on."""
+        """Pause the jobs above a job, so that its own code goes on."""
         place = self.running.index(job) + 1
         job.paused = self.running[place:]
         del self.running[place:]
@@ -367,7 +367,7 @@ class JobStack:
             child.environment.restore()
 
     def resume_above(self, job: Job) -> None:
-        """Have what pauses above a job go on."""
+        """Resume the jobs that pause above a job."""
         for child in job.paused:
             assert child.environment is not None, child
             child.environment.apply()
@@ -375,7 +375,7 @@ class JobStack:
         job.paused = []
 
     def close_now(self) -> None:
-        """Give the process its own variables back; there is nothing else."""
+        """Restore the environment of the program."""
         for job in reversed(self.running):
             assert job.environment is not None, job
             job.environment.restore()
@@ -383,12 +383,10 @@ class JobStack:
 
 
 class Streams:
-    """The generators that have begun.
-
-    Those of tasks are not on the stack between two items.
+    """The started generators. Generators of tasks leave the stack between two items.
 
     Attributes:
-        senders: send their items, by number of the task or call.
+        senders: senders of their items, by number of the task or call.
         jobs: the jobs of generators that have left the stack, oldest first.
     """
 
@@ -401,7 +399,7 @@ class Streams:
         return f"<Streams {list(self.jobs.values())!r}>"
 
     def enter(self, job: Job) -> None:
-        """A job has just begun, and is a generator: others take their turns."""
+        """Move a job that has started a generator off the stack."""
         assert job.environment is not None, job
         self._stack.running.remove(job)
         job.environment.restore()
@@ -409,26 +407,26 @@ class Streams:
         self.jobs[job.id] = job
 
     def leave(self, job: Job) -> bool:
-        """An attempt at a job has ended; False if it had not entered."""
+        """Forget a job whose attempt has ended; False if it had not entered."""
         return self.jobs.pop(job.id, None) is not None
 
     def rise(self, task: int, limit: int) -> None:
-        """Let a generator yield so many items in all."""
+        """Set the number of items that a generator may yield in all."""
         sender = self.senders.get(task)
         if sender is not None:
             sender.rise(limit)
 
 
 class JobDriver(Driver):
-    """The driver, as far as the jobs need it; see `node.InlineNode`.
+    """The part of the inline driver that jobs need; see `node.InlineNode`.
 
     Attributes:
-        jobs: the tasks that have not ended, with actors but without leases.
-        stack: the jobs that run.
-        streams: the generators that have begun.
+        jobs: the unfinished tasks, with actors but without leases.
+        stack: the running jobs.
+        streams: the started generators.
         loops: all loops on which jobs run.
-        functions: the functions that this process knows as a worker would.
-        lost: workers that ended during an event; the scheduler is told next.
+        functions: the unpickled functions, as in a worker.
+        lost: workers that ended during an event of the scheduler; reported next.
         pack: makes payloads of large values.
     """
 
@@ -451,18 +449,18 @@ class JobDriver(Driver):
         super().__init__(loop, scheduler, assignment, check, make_pool)
 
     def learn(self, func: FunctionSpec) -> int:
-        """Let `functions` have a function; gives its number there."""
-        sent = func.function
-        self.functions.payloads[sent.id] = sent.payload
-        number = sent.id if func.spec.run_timeout is None else -sent.id
+        """Add a function to `functions`; return its number there."""
+        function = func.function
+        self.functions.payloads[function.id] = function.payload
+        number = function.id if func.spec.run_timeout is None else -function.id
         if func.spec.max_calls == 1:
-            # Its worker would have run nothing before.
-            self.functions.pop(sent.id, None)
+            # A fresh worker would unpickle the function again.
+            self.functions.pop(function.id, None)
             self.functions.pop(number, None)
         return number
 
     def _note_begun(self) -> None:
-        """The code of the running job begins, whose run is timed."""
+        """Report that the code of a job with a `run_timeout` begins."""
         job = running_job.get()
         assert job is not None, self
         assert job.worker is not None, job
@@ -476,18 +474,18 @@ class JobDriver(Driver):
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> None:
-        """Tell the scheduler what happened, and do what it says; see `Driver.feed`."""
+        """Pass an event to the scheduler, and apply its effects; see `Driver.feed`."""
         self._catch_up()
         super().feed(step, *args, **kwargs)
 
     def _catch_up(self) -> None:
-        """See to what is due: a plain function has kept the loop from ringing."""
+        """Handle overdue timers, which a plain function has delayed."""
         due = self.scheduler.timers.earliest
         if due is not None and due <= time.monotonic() and not self.is_busy:
             super().feed(Scheduler.wake)
 
     def answer(self, worker: int, answer: Done | Failed) -> None:
-        """A task's code has ended."""
+        """Handle the answer of a task."""
         self._catch_up()
         self.on_answer(worker, answer)
 
@@ -508,7 +506,7 @@ class JobDriver(Driver):
             self.on_gone(worker, Death(os.getpid(), begun=begun))
 
     def end_orphans(self, *jobs: Job) -> None:
-        """Stop jobs since who has started them has ended."""
+        """Stop jobs whose parent has ended."""
         for job in jobs:
             call = self.call_of(job.id)
             if call is not None:
@@ -521,12 +519,12 @@ class JobDriver(Driver):
             loop.set_alarm(deadline)
 
     def on_alarm(self) -> None:
-        """Some time is up."""
+        """Handle a timer."""
         self._timer_at = None
         self.feed(Scheduler.wake)
 
     def wake(self) -> None:
-        """Wake the running code to look for jobs that can begin."""
+        """Wake all loops, to begin jobs."""
         for loop in list(self.loops):
             loop.wake()
 
@@ -535,9 +533,9 @@ class JobLoop:
     """An event loop on which jobs run; see `LoopRunner`, which begins them.
 
     Attributes:
-        node: what it shares with the other loops of the node.
-        loop: the program's, a user's own inside a task, or one for plain code that
-            waits.
+        node: state shared by all loops of the node.
+        loop: the program's loop, a user's loop inside a task, or a loop for plain code
+            that waits.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, node: JobDriver) -> None:
@@ -546,7 +544,7 @@ class JobLoop:
         self._is_woken = False
         self._is_run = False
         self._alarm: asyncio.Handle | None = None
-        # What the loop is to call must not inherit the context of a task.
+        # Callbacks of the loop must not inherit the context of a task.
         self._context = Context()
         node.loops.add(self)
         self.set_alarm(node.scheduler.timers.earliest)
@@ -555,7 +553,7 @@ class JobLoop:
         return f"<{type(self).__name__} on {self.loop!r} of {self.node!r}>"
 
     def set_alarm(self, moment: float | None) -> None:
-        """Have the node woken then."""
+        """Set the time at which the node is woken; None for never."""
         if self._alarm is not None:
             self._alarm.cancel()
             self._alarm = None
@@ -577,43 +575,43 @@ class JobLoop:
             self.loop.call_soon(self._advance, context=self._context)
 
     def _advance(self) -> None:
-        """Begin what can begin now."""
+        """Begin the next job or call that can begin now."""
         raise NotImplementedError
 
     def note_item(self) -> None:
-        """A job has given an item: plain code may wait for it."""
+        """Wake plain code that may wait for an item or the end of a job."""
         if self._is_run:
             self.loop.stop()
 
     def give_up(self, job: Job) -> None:
-        """Leave a coroutine behind that was cancelled and goes on."""
+        """Abandon a coroutine that was cancelled and still runs."""
         if job.main is None or job.is_over:
-            return  # plain code ends when it ends
+            return  # plain code cannot be abandoned
         record = job.record
         grace = 0.0 if record is None else self.node.scheduler.grace_of(record)
         _log.warning(
-            "! %s was cancelled %g s ago and runs on. In a worker it would be killed; "
-            "here it is left behind, and its code may run beside other tasks'.",
+            "! %s was cancelled %g s ago and still runs. In a worker it would be "
+            "killed; here it is abandoned, and its code may run beside other tasks.",
             job.name,
             grace,
         )
         self.leave_behind(job)
 
     def leave_behind(self, job: Job) -> None:
-        """Go on as if a coroutine had ended."""
+        """Abandon a coroutine: go on as if it had ended."""
         main, job.main = job.main, None
         if main is not None:
             main.cancel()
             self._end(job)
 
     def _end(self, job: Job) -> None:
-        """End the turn of a job: let the next one begin."""
+        """End a job, and let the next one begin."""
         job.is_over = True
         job.end()
-        # An error keeps the frames that it has passed, and they keep the job.
+        # An error keeps the frames that it has passed, and these keep the job.
         job.outcome = None
         if not job.is_interleaved or job.id in self.node.streams.jobs:
-            self._leave_stack(job)  # a coroutine of an actor's was never there
+            self._leave_stack(job)  # coroutines of actors are never on the stack
 
     def _leave_stack(self, job: Job) -> None:
         node = self.node
@@ -629,20 +627,20 @@ class JobLoop:
             if ended.is_over:
                 ended.leave()
         for loop in list(node.loops):
-            loop.note_item()  # its plain code may wait for this one
+            loop.note_item()  # plain code on this loop may wait for the job
         node.wake()
 
     def run_until(
         self, is_done: Callable[[], bool], deadline: float | None = None
     ) -> bool:
-        """Run the loop from plain code until something is done.
+        """Run the loop from plain code until `is_done()`.
 
         Args:
-            is_done: asked whenever a job has ended.
+            is_done: called whenever a job has ended.
             deadline: by `time.monotonic()`, None for no limit.
 
         Returns:
-            Whether it was done in time.
+            False if the deadline passed first.
         """
         self.wake()
         self._is_run = True
@@ -656,9 +654,9 @@ class JobLoop:
         return deadline is None or time.monotonic() < deadline
 
     def run_until_ended(self, job: Job) -> None:
-        """From plain code, run the loop until a job that is being stopped has ended.
+        """Run the loop from plain code until a stopping coroutine has ended.
 
-        It is one of a coroutine. A user's own loop may have been closed before.
+        A user's own loop may already be closed.
         """
         if not self.loop.is_closed():
             self.run_until(lambda: job.has_ended)

@@ -1,9 +1,9 @@
-"""The inline node: its scheduler, stand-ins for workers, and whose turn it is.
+"""The inline node: its scheduler, stand-ins for workers, and the order of jobs.
 
-The node's scheduler decides, as it does for workers, but for one question: whether
-there is a worker for a task whose lease could be had (`InlineNode.may_begin`).
-`InlinePool` stands for all processes: what a worker would be sent becomes a job, which
-a `LoopRunner` begins in one of the next callbacks of its loop.
+The scheduler decides as for real workers, with one difference: `InlineNode.may_begin`
+decides whether a worker is available for a task whose resources are free. `InlinePool`
+stands for all processes: a message to a worker becomes a job, which a `LoopRunner`
+begins in one of the next callbacks of its loop.
 """
 
 from __future__ import annotations
@@ -55,46 +55,46 @@ T = TypeVar("T")
 
 
 class ActorsPort(Protocol):
-    """All actors in this process, as its tasks need them; see `InlineActors`."""
+    """The actors in this process, as tasks need them; see `InlineActors`."""
 
     @property
     def runner(self) -> JobLoop:
-        """Carries what they start, on the program's loop."""
+        """The runner of their calls, on the program's loop."""
         ...
 
     @property
     def are_there(self) -> bool:
-        """True if there is any that has not ended."""
+        """True if an actor has not ended."""
 
     def job_of(self, task: TaskId, func: FunctionSpec, actor: object, /) -> Job:
-        """The job that makes an actor."""
+        """Make the job that creates an actor."""
 
     def known(self, actor: int, /) -> Actor:
         """Return an actor that lives or has handles."""
 
     def begin_wait(self, number: int, /) -> None:
-        """The code that runs now waits for a call, which fails if it is in vain."""
+        """Note that the running code waits for a call; fail a wait that cannot end."""
 
     def end_wait(self, number: int, /, is_over: bool = False) -> None:
-        """Note that a wait for a call has ended, or all of them with the call."""
+        """Note the end of a wait for a call; `is_over`: of all waits for the call."""
 
     def next_call(self) -> Job | None:
-        """The call whose turn it is, None without one."""
+        """Return the next call to run; None if there is none."""
 
     def cancel_call(self, number: int, /) -> None:
         """Cancel a call."""
 
     def demand_call(self, number: int, limit: int, /) -> None:
-        """Let a call that is a stream yield so many items in all."""
+        """Set the number of items that a call's stream may yield in all."""
 
 
 class InlineScheduler(Scheduler):
-    """A scheduler of which one task at a time gets a worker.
+    """A scheduler that gives one task at a time a worker.
 
     Args:
-        ledger: what there is.
-        config: its numbers.
-        node: asked whether it may be a task's turn.
+        ledger: the node's resources.
+        config: its settings.
+        node: decides whether a task may begin.
     """
 
     def __init__(
@@ -108,15 +108,15 @@ class InlineScheduler(Scheduler):
         return record.spec.is_lease or self._node.may_begin(record)
 
     def take(self, record: TaskRecord) -> Lease | None:
-        """Take what a task asks for."""
+        """Take a task's resources."""
         return self._ask(record, super().take)
 
     def fits(self, record: TaskRecord) -> bool:
-        """Return whether a task could take what it asks for now."""
+        """Return whether a task's resources are free."""
         return self._ask(record, super().fits)
 
     def _ask(self, record: TaskRecord, ask: Callable[[TaskRecord], T]) -> T:
-        """Ask as if an urgent task could have the CPUs of the jobs below it."""
+        """Call `ask`; for an urgent task, CPUs of the jobs below count as free."""
         job = self._node.jobs.get(record.id)
         if job is None or not job.is_urgent:
             return ask(record)
@@ -125,9 +125,9 @@ class InlineScheduler(Scheduler):
 
 
 class InlinePool:
-    """Stands for all processes: workers are jobs of this one.
+    """Stands for all processes: workers are jobs of this process.
 
-    See `Pool`, and `WorkerCommands`: it is both.
+    Implements both `Pool` and `WorkerCommands`.
     """
 
     def __init__(self, node: InlineNode) -> None:
@@ -143,7 +143,7 @@ class InlinePool:
         return self
 
     def spawn(self, worker: int, _environment: object = ()) -> None:
-        """A worker is wanted for a task whose turn is next."""
+        """Start a stand-in for a worker."""
         self.workers[worker] = InlineWorker(worker)
         self._node.starting.append(WorkerId(worker))
         self._node.wake()
@@ -159,11 +159,10 @@ class InlinePool:
         run = call.run(task, is_last, with_values)
         self._assign(worker, task, call, bind, (run.payload, run.limit, run.skip))
 
-    def create(self, worker: int, call: Call, bind: Bind, it: Create) -> None:
+    def create(self, worker: int, call: Call, bind: Bind, creation: Create) -> None:
         """Let an actor's constructor begin."""
-        self._assign(
-            worker, TaskId(it.task), call, bind, (with_values(it.payload), 0, 0)
-        )
+        payload = with_values(creation.payload)
+        self._assign(worker, TaskId(creation.task), call, bind, (payload, 0, 0))
 
     def _assign(
         self,
@@ -193,11 +192,11 @@ class InlinePool:
         node.wake()
 
     def demand(self, _worker: int, task: int, limit: int) -> None:
-        """Let a task's generator yield so many items in all."""
+        """Set the number of items that a task's generator may yield in all."""
         self._node.streams.rise(task, limit)
 
     def begun(self, worker: int) -> int:
-        """The number of what a worker has begun last, 0 for nothing."""
+        """Return the number of a worker's last begun request, 0 for none."""
         known = self.workers.get(worker)
         return 0 if known is None else known.begun
 
@@ -206,23 +205,23 @@ class InlinePool:
         worker.peer.drop(call)
 
     def announce_stop(self) -> None:
-        """The node stops; jobs ask the scheduler."""
+        """Do nothing: jobs ask the scheduler."""
 
     def interrupt(self, *_args: object, **_options: object) -> None:
-        """A call that was dropped has been stopped, if it can be."""
+        """Do nothing: `drop` has stopped the call if possible."""
 
     def expect_actor(self, worker: InlineWorker) -> None:
-        """A worker becomes an actor."""
+        """Do nothing: the worker becomes an actor by its job."""
 
     def kill(self, worker: int) -> None:
-        """End an actor's object; another may take its place."""
+        """End an actor's object, and allow a new one."""
         known = self.workers[worker]
         if known.peer is not None:
             known.peer.restart()
 
 
 class MonotonicLoop:
-    """The program's loop, with a clock that goes on while another loop runs in it."""
+    """The program's loop, with a clock that also runs while an inner loop runs."""
 
     time = staticmethod(time.monotonic)
 
@@ -234,16 +233,16 @@ class MonotonicLoop:
 
 
 def node_id() -> str:
-    """Return the id of a node in this process, as tasks find it."""
+    """Return the id of a node in this process, as tasks see it."""
     return f"inline-{os.getpid()}"
 
 
 class InlineNode(JobDriver):
-    """One node, and all the event loops on which tasks of it run.
+    """One node, with all event loops on which its tasks run.
 
     Attributes:
-        starting: workers that the scheduler has asked for and that have not started.
-        assigned: jobs that have a worker, and whose code has not begun.
+        starting: workers that the scheduler has requested and that have not started.
+        assigned: jobs that have a worker and have not begun.
     """
 
     actors: ActorsPort  # type: ignore[assignment]
@@ -267,7 +266,7 @@ class InlineNode(JobDriver):
         self.assigned: deque[Job] = deque()
         self._changed_waits: dict[Job, None] = {}
         self._with_own_workers: dict[int, tuple[TaskSpec, FunctionSpec]] = {}
-        self._mark = object()  # left on functions that were found feasible
+        self._mark = object()  # marks functions that were found feasible
         super().__init__(
             loop,
             InlineScheduler(ledger, config, self),
@@ -277,7 +276,9 @@ class InlineNode(JobDriver):
             pack,
         )
         self.guard.is_on = False
-        self.handlers[effects.Interrupt] = lambda it: self.jobs[it.task].interrupt()
+        self.handlers[effects.Interrupt] = lambda effect: self.jobs[
+            effect.task
+        ].interrupt()
         self.handlers[effects.Kill] = self._kill
         self.handlers[effects.Revoke] = self._revoke
         self.handlers[effects.Settle] = self._settle
@@ -286,13 +287,13 @@ class InlineNode(JobDriver):
     def __repr__(self) -> str:
         return f"<InlineNode {len(self.jobs)} jobs, {self.stack!r}>"
 
-    # What the scheduler is told, and wants done.
+    # Events and effects of the scheduler.
 
     @contextmanager
     def cpus_of_waiting_jobs(self) -> Iterator[None]:
-        """Context manager: the CPUs of the jobs that have begun are free.
+        """Context manager: count the CPUs of started jobs as free.
 
-        They wait while an urgent task runs on top of them.
+        The jobs wait while an urgent task runs on top of them.
         """
         beneath: list[tuple[dict[str, int], int]] = []
         for job in self.stack.running:
@@ -310,7 +311,7 @@ class InlineNode(JobDriver):
                 free[CPU] -= cpus
 
     def _kill(self, effect: effects.Kill) -> None:
-        """A task has not ended in its time: leave it behind, if it is a coroutine."""
+        """Abandon a coroutine that has not ended within its grace period."""
         worker = self.scheduler.workers.get(effect.worker)
         record = None if worker is None else worker.task
         if effect.worker in self.starting:
@@ -323,7 +324,7 @@ class InlineNode(JobDriver):
         self.lose(effect.worker)
 
     def _revoke(self, effect: effects.Revoke) -> None:
-        """A worker has no more than the task that it has begun."""
+        """Answer a revocation: a worker has at most the task that it has begun."""
         known = self.scheduler.workers.get(effect.worker)
         began = known.task.id if known is not None and known.task is not None else None
         self.feed(Scheduler.revoked, effect.worker, effect.number, began)
@@ -336,7 +337,7 @@ class InlineNode(JobDriver):
         self.results.forget(effect)
         self.jobs.pop(effect.task, None)
 
-    # Whose turn it is.
+    # The order of jobs.
 
     def may_begin(self, record: TaskRecord) -> bool:
         """Return whether a task may run now, on top of the running code."""
@@ -349,16 +350,16 @@ class InlineNode(JobDriver):
             return True
         top = self.stack.running[-1]
         if top.is_about_to_end:
-            return False  # it is told of in a moment, and its children no more its
+            return False  # it is about to end, and then its children lose their parent
         parent = job.parent
         while parent is not None and parent.is_over:
-            parent = parent.parent  # it goes on without the one that has started it
+            parent = parent.parent  # the job goes on without its ended parent
         if parent is top:
             return True
-        return any(one.worker is None and not one.has_ended for one in top.needed)
+        return any(job.worker is None and not job.has_ended for job in top.needed)
 
     def _is_due(self, worker: WorkerRecord) -> bool:
-        """Return whether a worker's task is due and has not begun."""
+        """Return whether a worker has a task that is not urgent and has not begun."""
         job = None if worker.task is None else self.jobs.get(worker.task.id)
         return job is not None and job.worker is None and not job.is_urgent
 
@@ -370,12 +371,13 @@ class InlineNode(JobDriver):
         _parent: TaskId | None = None,
         client: ClientId = OWN,
     ) -> int:
-        """Let a task, a lease or an actor wait for its turn; gives its number.
+        """Queue a task, a lease or an actor; return its number.
 
         Raises:
-            SerializationError: its arguments are too large to be sent.
-            NodeClosedError: the node is being shut down.
-            InfeasibleError: it could never run; a parent learns it from the handle.
+            SerializationError: the arguments are too large to send.
+            NodeClosedError: the node is shutting down.
+            InfeasibleError: the program's request can never be met. For the request of
+                a task, the handle gets the error.
         """
         parent = actor = None
         if func.actor is None and not func.spec.is_lease:
@@ -402,7 +404,7 @@ class InlineNode(JobDriver):
         return super().submit(func, payload, receiver, parent_task, client)
 
     def check(self, func: FunctionSpec, payload: bytes) -> None:
-        """Refuse what can never be served; see `submit`."""
+        """Check a request; see `submit`."""
         if self.scheduler.is_closing:
             raise NodeClosedError("this node is being shut down.")
         check_arguments(func, payload)
@@ -412,7 +414,7 @@ class InlineNode(JobDriver):
                 func.checked_by = self._mark
 
     def _with_own_worker(self, func: FunctionSpec) -> FunctionSpec:
-        """The function as one whose tasks have a worker each, and wait in order."""
+        """Return a copy of a function with one worker per task and no priority."""
         known = self._with_own_workers.get(func.id)
         if known is None or known[0] is not func.spec:
             spec = replace(func.spec, max_calls=1, priority=0)
@@ -423,7 +425,7 @@ class InlineNode(JobDriver):
         return known[1]
 
     def needed_by(self, task: TaskId) -> list[TaskId]:
-        """The tasks that make those arguments of a task that are still to come."""
+        """Return the tasks that produce the missing arguments of a task."""
         call = self.call_of(task)
         payload = None if call is None else call.payload
         if type(payload) is not Payload:
@@ -431,18 +433,18 @@ class InlineNode(JobDriver):
         values = dict.fromkeys(payload.needs)
         return [TaskId(value.task) for value in values if value.is_pending]
 
-    # Who waits for what.
+    # Waits.
 
     def tell_waits(self, job: Job) -> None:
-        """A task's code waits for others than before."""
+        """Report for which children a task's code waits."""
         if job.id != job.task or job.record is None:
-            return  # a method of an actor, which holds no CPU
+            return  # a call of an actor, which holds no CPU
         awaited = tuple(child.id for child in job.children() if child.waiters)
         is_elsewhere = bool(job.calls_awaited or job.needed)
         self.wait(job.id, awaited, is_elsewhere)
 
     def begin_wait(self, task: int) -> None:
-        """Some code waits for a task or a call now."""
+        """Note that code waits for a task or a call."""
         if task >= FIRST_CALL:
             self.actors.begin_wait(task)
         else:
@@ -460,12 +462,12 @@ class InlineNode(JobDriver):
         if job is not None:
             job.waiters += more
             if job.parent is not None:
-                # Later: to tell of each one by itself takes quadratic time.
+                # Reported later: a report per wait would take quadratic time.
                 self._changed_waits[job.parent] = None
                 self.wake()
 
     def tell_changed_waits(self) -> None:
-        """Tell for what the code on event loops waits since this was asked last."""
+        """Report all waits that have changed since the last call."""
         while self._changed_waits:
             self.tell_waits(self._changed_waits.popitem()[0])
 
@@ -479,12 +481,12 @@ class InlineNode(JobDriver):
     def unstartable(self, loop: JobLoop) -> Job | None:
         """Return a job that can never start, because waiting plain code has the thread.
 
-        The scheduler finds deadlocks over what tasks hold. This method finds those over
-        what actors hold: while plain code waits, neither the program nor the actors
-        themselves can run to end an actor.
+        The scheduler finds deadlocks over resources of tasks. This method finds
+        deadlocks over resources of actors: while plain code waits, neither the program
+        nor an actor can run to end an actor.
 
         Args:
-            loop: the loop that asks. The answer is None for the program's loop: while
+            loop: the calling loop. For the program's loop the result is None: while
                 that loop runs, actors can still end.
         """
         if loop is self.actors.runner or self.starting or self.assigned:
@@ -500,23 +502,24 @@ class InlineNode(JobDriver):
         ]
         if not awaited or not all(job.is_blocked for job in self.stack.running):
             return None
-        # The one that was started last has the least to lose.
+        # The job that was started last loses the least work.
         return self.jobs[awaited[-1].id]
 
     def why_unstartable(self, job: Job) -> str:
-        """The chain from the first that waits to the one that cannot run."""
+        """Describe the chain of waits that ends with the job that cannot run."""
         chain = [*self.stack.running, job]
-        links = "; ".join(
-            f"{one.name} holds {one.func.spec.shape.request} and waits for {two.name}"
-            for one, two in pairwise(chain)
+        waits = "; ".join(
+            f"{waiter.name} holds {waiter.func.spec.shape.request} and waits for "
+            f"{awaited.name}"
+            for waiter, awaited in pairwise(chain)
         )
         wanted = job.func.spec.shape.request
         others = " and actors" if self.actors.are_there else ""
         return (
-            f"{job.name} asks for {wanted}, which waiting tasks{others} hold: {links}"
+            f"{job.name} asks for {wanted}, which waiting tasks{others} hold: {waits}"
         )
 
-    # What the program, or a task, wants.
+    # Requests of the program and of tasks.
 
     def cancel(self, task: int) -> None:
         """Cancel a task or a call; its receiver gets no outcome."""
@@ -527,14 +530,14 @@ class InlineNode(JobDriver):
             super().cancel(task)
 
     def demand(self, task: int, limit: int) -> None:
-        """Let a task or a call that is a stream yield so many items in all."""
+        """Set the number of items that a stream may yield in all."""
         if task >= FIRST_CALL:
             self.actors.demand_call(task, limit)
         else:
             super().demand(task, limit)
 
     def force_close(self) -> None:
-        """Stop all jobs, and leave those behind that would take their time."""
+        """Stop all jobs, and abandon jobs that do not stop."""
         self.feed(Scheduler.close)
         for job in list(self.jobs.values()):
             job.abandon()
