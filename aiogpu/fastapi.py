@@ -1,7 +1,7 @@
 """Helpers for HTTP servers on FastAPI or Starlette: `pip install 'aiogpu[serve]'`.
 
-A node for the time of the application, a call that stops when its client leaves, and a
-response that sends the items of a stream.
+`lifespan` opens a node with the application, `cancel_on_disconnect` stops a call when
+its client leaves, and `StreamResponse` sends the items of a stream.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ __all__ = ["StreamResponse", "cancel_on_disconnect", "lifespan"]
 T = TypeVar("T")
 
 Lifespan = Callable[[Any], AbstractAsyncContextManager[Any]]
-"""What `FastAPI(lifespan=)` takes."""
+"""The type of the argument `FastAPI(lifespan=...)`."""
 
 CLIENT_HAS_GONE: Final = 499
-"""The status in logs of a request whose client has gone; nobody receives it."""
+"""The status in logs of a request whose client has left before the response."""
 
 EVENTS: Final = "text/event-stream"
 
@@ -58,21 +58,21 @@ def lifespan(
     Args:
         inner: the application's own lifespan, which runs while the node is open: a
             function of the application with one `yield`, with or without
-            `@asynccontextmanager`. What it yields is the lifespan's state.
-        **options: those of `aiogpu.init`. With several server processes, give
-            `address="auto"`: all join the node that `aiogpu start` has started.
+            `@asynccontextmanager`. The yielded value is the lifespan's state.
+        **options: options of `aiogpu.init`. With several server processes, give
+            `address="auto"`, so that all join the node of `aiogpu start`.
 
     Raises:
-        MisuseError: `inner` is no function.
+        MisuseError: `inner` is not a function.
 
     Example:
         `app = FastAPI(lifespan=aiogpu.fastapi.lifespan(num_gpus=1))`
     """
     if inner is not None and not callable(inner):
         raise MisuseError(
-            f"aiogpu.fastapi.lifespan() was given {inner!r}; give it the application's "
-            f"own lifespan, a function of the application, or nothing, and options of "
-            f"aiogpu.init by name."
+            f"aiogpu.fastapi.lifespan() takes the application's own lifespan function "
+            f"or no positional argument, not {inner!r}; options of aiogpu.init are "
+            f"keyword arguments."
         )
     own: Any = asynccontextmanager(inner) if isasyncgenfunction(inner) else inner
 
@@ -89,30 +89,30 @@ def lifespan(
 
 
 async def cancel_on_disconnect(request: Request, handle: Awaitable[T], /) -> T:
-    """Await a call; stop it if the client of a request leaves before it has ended.
+    """Await a call; stop the call if the client of the request leaves before its end.
 
     The call is stopped as by a cancelled `await`: its GPU is free when its code has
-    stopped, and work that others await too goes on. The body of the request is read
-    first, so that it is still there.
+    stopped, and work that other code awaits as well goes on. The body of the request is
+    read first, and stays available.
 
     Args:
         request: the request that is being answered.
-        handle: what `.remote()` has given, or anything that can be awaited, such as
+        handle: a handle that `.remote()` returned, or another awaitable, such as
             `asyncio.gather(...)` of several handles.
 
     Returns:
         The result.
 
     Raises:
-        HTTPException: the client has gone; the status is 499, for the log.
-        Exception: what the call has raised.
+        HTTPException: the client has left; the status is 499, for the log.
+        Exception: the error of the call.
 
     Example:
         `return await cancel_on_disconnect(request, model.predict.remote(text))`
     """
     result = asyncio.ensure_future(_result_of(handle))
     try:
-        with suppress(RuntimeError):  # it was read as a form, or a stream
+        with suppress(RuntimeError):  # the body was read as a form or a stream
             await request.body()
         return await _while_connected(request.receive, result)
     except ClientDisconnect:
@@ -132,7 +132,7 @@ async def _while_connected(receive: Receive, result: asyncio.Future[T]) -> T:
         await asyncio.wait((result, gone), return_when=asyncio.FIRST_COMPLETED)
         if result.done():
             return result.result()
-        gone.result()  # raises what is wrong with the connection
+        gone.result()  # raises the error of the connection, if any
         raise ClientDisconnect
     finally:
         gone.cancel()
@@ -147,24 +147,25 @@ async def _disconnect(receive: Receive) -> None:
 class StreamResponse(StreamingResponse):
     """A response that sends the items of a stream as they come.
 
-    The generator stops when the client leaves, also while it computes the next item. It
-    waits while the client does not read: `max_buffered` items may be ahead. An error
-    before the first item is raised like one of the endpoint, and has a status of its
-    own; a later one breaks the connection off, so that the client sees that the
-    response is incomplete.
+    The generator stops when the client leaves, even while it computes the next item. It
+    waits while the client does not read: at most `max_buffered` items are ahead. An
+    error before the first item is raised like an error of the endpoint, with the
+    status of that error. A later error breaks the connection, so that the client sees
+    that the response is incomplete.
 
     Args:
-        stream: what `.remote()` of a generator has given, the results of `map`, or an
-            async generator.
-        media_type: "text/plain", or another type: items are `str` or `bytes`, and sent
-            as they are. "text/event-stream": each item is a server-sent event, whose
-            data is the item if it is a `str`, else the item as JSON.
-        status_code: status of the response.
-        headers: more headers.
-        background: a task of Starlette's, run after the response.
+        stream: the stream that `.remote()` of a generator returned, the results of
+            `map`, or an async generator.
+        media_type: "text/plain" (default), or another type: items must be `str` or
+            `bytes`, and are sent unchanged. With "text/event-stream", each item is a
+            server-sent event, whose data is the item if it is a `str`, else the item as
+            JSON.
+        status_code: status of the response; default 200.
+        headers: additional headers.
+        background: a background task of Starlette, run after the response.
 
     Raises:
-        MisuseError: `stream` is something else.
+        MisuseError: `stream` is not an async generator.
 
     Example:
         `return StreamResponse(model.generate.remote(prompt))`
@@ -181,8 +182,8 @@ class StreamResponse(StreamingResponse):
     ) -> None:
         if not (hasattr(stream, "__anext__") and hasattr(stream, "aclose")):
             raise MisuseError(
-                f"StreamResponse() was given {stream!r}; give it what `.remote()` of a "
-                f"generator has returned, or another async generator."
+                f"StreamResponse() takes the stream that .remote() of a generator "
+                f"returns, or another async generator, not {stream!r}."
             )
         self._items = stream
         headers = dict(headers or {})
@@ -199,7 +200,7 @@ class StreamResponse(StreamingResponse):
             await self.background()
 
     async def stream_response(self, send: Send) -> None:
-        """Send the head when the first item is there, then each item."""
+        """Send the status and headers when the first item has come, then each item."""
         async with aclosing(self._items):
             chunks = aiter(self.body_iterator)
             chunk = await anext(chunks, None)
@@ -216,19 +217,19 @@ class StreamResponse(StreamingResponse):
             await send(_body(b"", more_body=False))
 
     async def _chunks(self) -> AsyncGenerator[bytes]:
-        encode = _event if self.media_type == EVENTS else self._as_it_is
+        encode = _event if self.media_type == EVENTS else self._encoded
         async for item in self._items:
             yield encode(item)
 
-    def _as_it_is(self, item: object) -> bytes:
+    def _encoded(self, item: object) -> bytes:
         if isinstance(item, str):
             return item.encode(self.charset)
         if isinstance(item, bytes | bytearray | memoryview):
             return bytes(item)
         raise MisuseError(
-            f"a StreamResponse of {self.media_type} sends str and bytes, and its "
-            f"stream gave {item!r}; encode items in the generator, or say "
-            f'media_type="{EVENTS}", which sends others as JSON.'
+            f"a StreamResponse of {self.media_type} sends str and bytes, but the "
+            f"stream yielded {item!r}; encode items in the generator, or write "
+            f'media_type="{EVENTS}", which sends other items as JSON.'
         )
 
 

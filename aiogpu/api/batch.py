@@ -1,14 +1,14 @@
-"""`@batch`: an `async def` that takes a list is called with one item at a time.
+"""`@batch`: gathers calls with one item each into calls with a list of items.
 
-The decorated function is an `async def` again, so that an actor's method stays one.
+The decorated function is an `async def` as well, so an actor's method stays a method.
 
 A batch is *due* when it is full, or when its first call has waited for `max_wait`. A
-due batch starts as soon as fewer than `max_concurrency` batches run, so a call waits
-for `max_wait` and the batches before its own at most. The end of a batch does not make
-the next one due: its callers' next calls join the calls that came meanwhile.
+due batch starts as soon as fewer than `max_concurrency` batches run, so a call waits at
+most for `max_wait` and the batches before its own. The end of a batch does not make the
+next one due: the next calls of its callers join the calls that came meanwhile.
 
-User modules import this file in every worker: it must stay light, so asyncio is
-imported by the first call.
+Light to import: user modules load this file in every worker, so the first call imports
+asyncio.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class BatchDecorator(Protocol):
     """The type of `batch(...)`: a decorator that turns lists into single items.
 
     The awaitable's type contains no `Any`: mypy would make the result of a `gather` of
-    two such awaitables with different results `Any`.
+    two awaitables with different results `Any`.
     """
 
     @overload
@@ -71,30 +71,30 @@ def batch(
     """Decorator: gather calls with one item each into calls with a list of items.
 
     The function or method is an `async def` that takes a list and returns a list with
-    one result per item, in the same order. After decoration it takes one item and
+    one result per item, in the same order. The decorated function takes one item and
     returns one result. Calls on the same instance and event loop at about the same
     time reach the function together, in the order of the calls. The function runs in
-    an asyncio task of its own, in the context of the first caller.
+    a separate asyncio task, in the context of the first caller.
 
     A batch starts when `max_size` items wait, or `max_wait` seconds after its first
     item came, but not while `max_concurrency` batches run.
 
-    An exception that the function raises reaches all callers of the batch; one that
-    it returns in place of a result is raised for that caller alone. Cancelling a
-    caller removes its item from a batch that has not started; cancelling the last
-    caller of a running batch cancels the batch. A result that is not a list of the same
-    length is a `MisuseError` for all. The function must not await the batched method on
-    the same instance: the batch that would answer cannot start. `method.__wrapped__` is
-    the undecorated function.
+    If the function raises an exception, all callers of the batch get it; if it returns
+    an exception in place of a result, only the caller of that item gets it. Cancelling
+    a caller removes its item from a batch that has not started; cancelling the last
+    caller of a running batch cancels the batch. If the function does not return a list
+    of the same length, all callers get a `MisuseError`. The function must not await the
+    batched method on the same instance: the batch that would answer cannot start.
+    `method.__wrapped__` is the undecorated function.
 
-    It is meant for `async def` methods of actors. It needs no node.
+    Intended for `async def` methods of actors, but works without a node.
 
     Args:
-        max_size: items in a batch at most, 1 or more.
-        max_wait: seconds that the first item waits for others, 0 or more. With 0 a
+        max_size: most items in a batch, 1 or more.
+        max_wait: seconds that the first item waits for others, 0 or more; default 0: a
             batch has the calls of one iteration of the event loop.
-        max_concurrency: batches of one instance at once at most, 1 or more. Code that
-            uses a GPU gains nothing by more than 1.
+        max_concurrency: most batches of one instance at once, 1 or more; default 1.
+            Code that uses a GPU gains nothing by more than 1.
 
     Raises:
         OptionError: an option is invalid.
@@ -119,7 +119,7 @@ def _batched(batching: Batching) -> Callable[..., Coroutine[Any, Any, Any]]:
             return await call.future
         except BaseException:
             call.queue.withdraw(call)
-            del call  # breaks a cycle: its error's traceback has this frame
+            del call  # breaks a cycle: the error's traceback refers to this frame
             raise
 
     async def call_function(item: object, /) -> Any:
@@ -127,7 +127,7 @@ def _batched(batching: Batching) -> Callable[..., Coroutine[Any, Any, Any]]:
 
     call: Any = call_method if batching.is_method else call_function
     update_wrapper(call, batching.function)
-    call.__annotations__ = {}  # those of the function are for lists
+    call.__annotations__ = {}  # the function's own annotations are for lists
     call.__signature__ = Signature([_SELF, _ITEM] if batching.is_method else [_ITEM])
     return call  # type: ignore[no-any-return]
 
@@ -135,13 +135,13 @@ def _batched(batching: Batching) -> Callable[..., Coroutine[Any, Any, Any]]:
 def _check_function(function: Any) -> None:
     if isinstance(function, staticmethod | classmethod):
         raise MisuseError(
-            f"{function.__name__} was given to batch() as a {type(function).__name__}; "
-            f"write @{type(function).__name__} above @aiogpu.batch(...)."
+            f"batch() was given the {type(function).__name__} {function.__name__}; "
+            f"write @{type(function).__name__} above @aiogpu.batch(...), not below."
         )
     if hasattr(function, "__aiogpu_function__"):
         raise MisuseError(
-            f"{function!r} was given to batch(), and its calls run in processes that "
-            f"share nothing. Batch an async method of an actor."
+            f"batch() cannot gather calls of {function!r}, which run in different "
+            f"processes. Decorate an async method of an actor instead."
         )
     if not inspect.isfunction(function):
         raise MisuseError(
@@ -150,33 +150,33 @@ def _check_function(function: Any) -> None:
         )
     if not inspect.iscoroutinefunction(function):
         raise MisuseError(
-            f"{function.__qualname__} is no coroutine function; only where calls can "
-            f"wait are they gathered. Write `async def`, without `yield`."
+            f"batch() needs a coroutine function, and {function.__qualname__} is none; "
+            f"write `async def`, without `yield`."
         )
     signature = inspect.signature(function)
     parameters = signature.parameters.values()
     place = function.__qualname__.rpartition(".")[0]
     is_in_class = bool(place) and not place.endswith("<locals>")
-    # In a class, a static method has one parameter.
+    # A static method of a class has one parameter.
     counts = {1, 2} if is_in_class else {1}
     if len(parameters) not in counts or {p.kind for p in parameters} - _POSITIONAL:
         raise MisuseError(
-            f"{function.__qualname__}{signature} cannot be batched: it takes "
-            f"one list of items{' after self' if is_in_class else ''} and no more. "
-            f"What belongs to one item goes into the item."
+            f"{function.__qualname__}{signature} cannot be batched: it must take one "
+            f"list of items{' after self' if is_in_class else ''} and nothing else. "
+            f"Put further arguments into the items."
         )
 
 
 class Batching:
-    """One decorated function.
+    """A decorated function and its queues.
 
     Attributes:
-        name: the function's name in messages.
+        name: the function's name for error messages.
         function: the undecorated function.
-        is_method: whether the function takes an instance first.
-        max_size: items in a batch at most.
+        is_method: True if the first parameter is an instance.
+        max_size: most items in a batch.
         max_wait: seconds that the first item waits for others.
-        max_concurrency: batches at once at most, for each instance and loop.
+        max_concurrency: most batches at once, for each instance and loop.
     """
 
     def __init__(
@@ -192,7 +192,7 @@ class Batching:
         self.max_size = max_size
         self.max_wait = max_wait
         self.max_concurrency = max_concurrency
-        # By identity: instances may be equal, or have no hash.
+        # By identity, because instances may be equal or unhashable.
         self._queues: WeakValueDictionary[tuple[int, int], BatchQueue]
         self._queues = WeakValueDictionary()
 
@@ -208,7 +208,7 @@ class Batching:
             item: the argument.
 
         Raises:
-            NoLoopError: no asyncio loop runs in this thread.
+            NoLoopError: no asyncio loop is running in this thread.
         """
         from asyncio import _get_running_loop
 
@@ -217,37 +217,37 @@ class Batching:
         if queue is None:
             if loop is None:
                 raise NoLoopError(
-                    f"{self.name} gathers calls on an asyncio event loop, and none is "
-                    f"running in this thread; await it in what aiogpu.run() runs."
+                    f"{self.name} needs an asyncio event loop, and none is running in "
+                    f"this thread; await it in a coroutine that aiogpu.run() runs."
                 )
             queue = BatchQueue(self, instance, loop)
             self._queues[id(loop), id(instance)] = queue
         return queue.take(item)
 
     def check(self, results: object, count: int) -> Sequence[Any]:
-        """Return the results; raises `MisuseError` unless there are `count`."""
+        """Return the results; raise `MisuseError` unless there are `count`."""
         kind = type(results).__name__
         if isinstance(results, str | bytes) or not isinstance(results, Sequence):
-            given = f"an object of type {kind}"
+            returned = f"an object of type {kind}"
         elif len(results) != count:
-            given = f"a {kind} of {len(results)}"
+            returned = f"a {kind} of {len(results)}"
         else:
             return results
         raise MisuseError(
             f"{self.name} was given a list of {count} and must return a list of "
             f"{count}, one result for each item in the same order; it returned "
-            f"{given}. In the place of an item that fails, return the exception."
+            f"{returned}. For an item that fails, return the exception as its result."
         )
 
 
 class Call:
-    """One call.
+    """A call with one item.
 
     Attributes:
         item: the argument.
         due: loop time until which the call waits for others.
         context: the caller's context.
-        queue: the queue that the call waits in, or has waited in.
+        queue: the queue of the call.
         future: the future that the caller awaits.
         batch: the call's batch; None while the call waits.
     """
@@ -265,7 +265,7 @@ class Call:
     def fail(self, error: BaseException) -> None:
         """Raise an error in the caller."""
         if isinstance(error, StopIteration):
-            # A future refuses StopIteration; a coroutine would raise this.
+            # A future refuses StopIteration; a coroutine raises this RuntimeError too.
             cause, error = error, RuntimeError("the batch raised StopIteration")
             error.__cause__ = cause
         self.future.set_exception(error)
@@ -275,9 +275,9 @@ class Batch:
     """Calls that are answered together.
 
     Attributes:
-        calls: in order of arrival; empty when the batch has ended.
-        task: runs the user's function; None when the batch has ended.
-        has_suspended: whether the function has yielded to the event loop.
+        calls: the calls in order of arrival; empty when the batch has ended.
+        task: the task that runs the user's function; None when the batch has ended.
+        has_suspended: True if the function has yielded to the event loop.
     """
 
     __slots__ = ("calls", "has_suspended", "task")
@@ -299,7 +299,7 @@ class Batch:
         return [call.item for call in self.calls]
 
     def answer(self, results: Sequence[Any]) -> None:
-        """Give each caller its result, or raise the exception in its place."""
+        """Return each result to its caller, or raise it if it is an exception."""
         for call, result in zip(self.calls, results, strict=True):
             if call.future.done():
                 continue
@@ -316,15 +316,15 @@ class Batch:
         return bool(awaited)
 
     def note_suspended(self) -> None:
-        """Note that the loop ran a callback queued after the function began."""
+        """Note that the loop ran a callback that was queued after the start."""
         self.has_suspended = True
 
 
 class BatchQueue:
     """The calls on one instance and one event loop.
 
-    Only its waiting calls and its batches hold a reference to the queue. When the last
-    of them ends the queue goes, and so may the instance.
+    Only its waiting calls and its batches refer to the queue. When the last of them
+    ends, the queue is collected, and then the instance can be.
     """
 
     __slots__ = (
@@ -372,7 +372,7 @@ class BatchQueue:
     def _start(self) -> None:
         waiting = self._waiting
         for call in [call for call in waiting if call.future.done()]:
-            del waiting[call]  # its caller has gone
+            del waiting[call]  # the caller has gone
         calls = list(islice(waiting, self._batching.max_size))
         for call in calls:
             del waiting[call]
@@ -397,9 +397,9 @@ class BatchQueue:
         try:
             results = await batching.function(*bound, items)
             if batch.has_suspended and len(self._waiting) >= batching.max_size:
-                # The work is done elsewhere, in a thread or on a device, which should
-                # not idle while callers are woken. So callers are woken after the
-                # loop has polled, because a thread gets the interpreter then. If the
+                # A thread or a device does the work, and should not idle while callers
+                # are woken. So start the next batch first, and wake the callers after
+                # the loop has polled, when a thread gets the interpreter. If the
                 # function blocks the loop instead, callers go first: see `_end`.
                 self._start()
                 await asyncio.sleep(0)
@@ -407,7 +407,7 @@ class BatchQueue:
         except (GeneratorExit, asyncio.CancelledError):
             raise
         except BaseException as error:
-            # The error belongs to the callers, also if it would end the loop.
+            # The callers get the error, even one that would end the loop.
             if not batch.fail(error):
                 raise
 
@@ -417,7 +417,7 @@ class BatchQueue:
         if task.cancelled():
             for call in batch.calls:
                 call.future.cancel()
-        # Breaks a cycle that would keep results and frames.
+        # Breaks a reference cycle that would keep results and frames.
         batch.calls, batch.task = [], None
         if self._waiting:
             self._start_due(self.loop.time())
@@ -434,8 +434,8 @@ class BatchQueue:
             self._start()
 
     def _set_timer(self, due: float) -> None:
-        # A loop may wake a little early, and uvloop counts whole milliseconds: the
-        # call is due by definition when the timer fires.
+        # A loop may wake a little early, and uvloop counts whole milliseconds. Passing
+        # `due` makes the call due when the timer fires.
         self._timer = self.loop.call_at(due, self._start_due, due)
 
     def _cancel_timer(self) -> None:

@@ -4,8 +4,8 @@
 provides environment variables for a process of the user's own.
 `async with aiogpu.placement([{"GPU": 1}, {"GPU": 1}]) as group:` waits until both GPUs
 are free at once; `f.options(placement=group, bundle=0).remote()` runs on the first.
-Workers import this file with a placement that they are given, so the session is
-imported late.
+Workers import this file when they unpickle a placement, so the session is imported
+late.
 """
 
 from __future__ import annotations
@@ -56,19 +56,19 @@ PlacementStrategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
 _nothing: Final = Function(new_function_id(), b"")
 
 
-def lease_func(asked: Mapping[str, Any]) -> tuple[FunctionSpec, float | None]:
+def lease_func(given: Mapping[str, Any]) -> tuple[FunctionSpec, float | None]:
     """Return the specification of a lease with these options, and its timeout.
 
     Raises:
         OptionError: an option is invalid, or the lease would hold nothing.
     """
-    options = merged(TaskOptions(), asked, "lease")
+    options = merged(TaskOptions(), given, "lease")
     options = options._replace(num_cpus=options.num_cpus or 0)
     request = options.request()
     if not request.scalars and not request.devices:
         raise OptionError(
-            "a lease of nothing is no lease; say what is to be kept from others, such "
-            "as num_gpus=1 or gpu_memory='6GiB'."
+            "a lease must hold something; give at least one amount, such as num_gpus=1 "
+            "or gpu_memory='6GiB'."
         )
     return func_of(options.spec("lease", _nothing.id)), options.timeout
 
@@ -82,8 +82,8 @@ def placement_func(placement_group: PlacementGroupSpec, priority: int) -> Functi
 
 
 def func_of(spec: TaskSpec) -> FunctionSpec:
-    """Return the function of a lease: nothing runs, and only the owner ends it."""
-    # The timeout limits the wait, not how long the lease is held.
+    """Return the function of a lease: it runs no code, and only its owner ends it."""
+    # The timeout limits the wait for the lease, not the time it is held.
     spec = replace(
         spec,
         timeout=None,
@@ -105,14 +105,14 @@ def func_of(spec: TaskSpec) -> FunctionSpec:
 class LeaseOwner:
     """The program's record of a lease or placement; receives its outcome, releases it.
 
-    Separate from the user's object, so that a dropped one can be collected.
+    Separate from the user's object, so that a dropped object can be collected.
 
     Attributes:
         pid: process id of this program.
-        task: the task's number; 0 before the request.
-        granted: the packed grant, once there is one.
-        lost: why the lease ended although it was not released.
-        is_over: whether it was released or given up.
+        task: number of the lease's task; 0 before the request.
+        granted: settled with the packed grant.
+        lost: settled with the reason if the lease ended without a release.
+        is_over: True if the lease was released or the request withdrawn.
     """
 
     def __init__(self, session: Session, name: str) -> None:
@@ -130,12 +130,12 @@ class LeaseOwner:
 
     @property
     def is_held(self) -> bool:
-        """True if granted, not released, and the node has not ended."""
+        """True if the lease is granted and was neither released nor lost."""
         if self.is_over or self.lost.done() or not self.granted.done():
             return False
         return self.granted.exception() is None
 
-    def ask(self, func: FunctionSpec) -> None:
+    def request(self, func: FunctionSpec) -> None:
         """Send the request, now or as soon as the node is open."""
 
         def start(engine: Engine) -> None:
@@ -162,7 +162,7 @@ class LeaseOwner:
         """Release the lease; idempotent.
 
         Args:
-            why: the error for those who still wait for it.
+            why: the error for callers that still wait for the lease.
         """
         if self.is_over:
             return
@@ -178,7 +178,7 @@ class LeaseOwner:
         if not self.is_over and self.granted.done() and not self.lost.done():
             warnings.warn(
                 f"the lease {self._name} was never released; write `async with "
-                f"aiogpu.lease(...)`, or await its release().",
+                f"aiogpu.lease(...)`, or `await lease.release()`.",
                 ResourceWarning,
                 stacklevel=2,
             )
@@ -209,7 +209,7 @@ class Lease(EnteredOnLoop):
     def __repr__(self) -> str:
         owner = self._owner
         if owner is None:
-            state = "not asked for"
+            state = "not requested"
         elif owner.is_over or owner.lost.done():
             state = "over"
         else:
@@ -231,22 +231,22 @@ class Lease(EnteredOnLoop):
     async def _take(self) -> Lease:
         if self._owner is not None:
             raise MisuseError(
-                "this lease was awaited before; each aiogpu.lease(...) is one lease, "
-                "so call it once for each."
+                "this lease was already awaited; call aiogpu.lease(...) again for "
+                "another lease."
             )
         session = session_for("aiogpu.lease()")
         owner = self._owner = LeaseOwner(session, self._func.spec.name)
         self._finalizer = weakref.finalize(self, owner.forget)
         self._finalizer.atexit = False
         try:
-            owner.ask(self._func)
+            owner.request(self._func)
             async with asyncio.timeout(self._timeout):
                 await asyncio.shield(owner.granted)
         except TimeoutError:
             self._end()
             raise TaskTimeoutError(
                 f"{self._func.spec.name}: the lease was not granted within its timeout "
-                f"of {self._timeout:g} s; it is not asked for any more."
+                f"of {self._timeout:g} s; the request was withdrawn."
             ) from None
         except BaseException:
             self._end()
@@ -259,14 +259,14 @@ class Lease(EnteredOnLoop):
             self._owner.give_back()
 
     async def release(self) -> None:
-        """Release the lease; may be called twice.
+        """Release the lease; idempotent.
 
         Its resources are free when the last process with its `environ` has ended. If
-        the vendor's driver reports processes, the devices are given to others only
-        when this program has left them as well.
+        the vendor's driver reports processes, devices are free only when this program
+        does not use them any more either.
 
         Raises:
-            NoLoopError: called in another thread than the event loop's.
+            NoLoopError: called in a thread other than the event loop's.
         """
         if self._owner is not None:
             check_thread(self._owner.granted.get_loop(), "release() of a lease")
@@ -280,46 +280,46 @@ class Lease(EnteredOnLoop):
                 "this lease is not granted yet; write `async with aiogpu.lease(...) as "
                 "gpu:`, or `gpu = await aiogpu.lease(...)`."
             )
-        # Imports msgpack, which a program without leases may not need.
+        # Imported late: it imports msgpack, which few programs need here.
         from aiogpu.wire.codec import unpack_as
 
         return unpack_as(Bind, owner.granted.result())
 
     @property
     def ids(self) -> list[int | str]:
-        """The GPUs, as `CUDA_VISIBLE_DEVICES` names them: indices, or UUIDs."""
+        """The ids of the GPUs, as in `CUDA_VISIBLE_DEVICES`: indices or UUIDs."""
         return list(self._grant.accelerators.get("GPU", ()))
 
     @property
     def accelerators(self) -> dict[str, list[int | str]]:
-        """The devices of each kind, `{"GPU": [0]}`."""
-        held = self._grant.accelerators.items()
-        return {kind: list(ids) for kind, ids in held}
+        """The ids of the devices of each kind, `{"GPU": [0]}`."""
+        granted = self._grant.accelerators.items()
+        return {kind: list(ids) for kind, ids in granted}
 
     @property
     def environ(self) -> dict[str, str]:
-        """Variables for a process that uses the lease.
+        """The environment variables for a process that uses the lease.
 
-        Start it with `{**os.environ, **gpu.environ}`. One variable marks the process
-        and its children, so that the node sees whether the lease is in use.
+        Start the process with `{**os.environ, **gpu.environ}`. One variable marks the
+        process and its children, so that the node sees whether the lease is in use.
         """
         return dict(self._grant.environ)
 
     @property
     def gpu_memory(self) -> int:
-        """Bytes that may be used on each GPU, the smallest; 0 without a limit."""
+        """Bytes that the lease may use on each GPU, the minimum; 0 for no limit."""
         return min(filter(None, self._grant.gpu_memory), default=0)
 
     @property
     def is_held(self) -> bool:
-        """True if granted, not released, and the node has not ended."""
+        """True if the lease is granted and was neither released nor lost."""
         return self._owner is not None and self._owner.is_held
 
     async def lost(self) -> Exception:
-        """Wait until the lease is lost without a release, and return the reason.
+        """Wait until the lease is lost without a release; return the reason.
 
-        The node was shut down or has died. Processes that use the lease go on, but
-        others may get its devices.
+        A lease is lost when the node is shut down or dies. Processes that use the lease
+        go on, but other programs may get its devices.
         """
         assert self._grant is not None
         assert self._owner is not None
@@ -328,12 +328,12 @@ class Lease(EnteredOnLoop):
     async def why(self) -> Why:
         """Return why the lease waits: what is missing, who holds it, who is next."""
         if self._owner is None:
-            raise MisuseError("this lease was not asked for yet; it is by awaiting it.")
+            raise MisuseError("this lease was not requested yet; await it first.")
         return await self._owner.why()
 
 
 def session_for(what: str) -> Session:
-    """Return this loop's session; raises inside a task, or if it is closing."""
+    """Return this loop's session; raise inside a task, or if the node is closing."""
     from aiogpu.api.session import session_of_program
 
     if is_in_task():
@@ -359,29 +359,31 @@ def lease(
     priority: int = 0,
     timeout: float | None = None,
 ) -> Lease:
-    """Reserve resources for code that is not a task; use it in `async with`.
+    """Reserve resources for code that is not a task; use the lease in `async with`.
 
-    A lease waits in the queue like a task and is held until it is released. The node
-    starts no process for it and does not watch its use: it keeps other tasks away.
+    A lease waits in the queue like a task, and is held until it is released. The node
+    starts no process for a lease and does not enforce it; it only keeps tasks off the
+    reserved resources.
 
     Args:
         num_cpus: CPUs, may be a fraction; default 0.
         num_gpus: below 1 a share of one GPU, otherwise whole GPUs; default 0.
-        memory: main memory in bytes or as a text, "6GiB".
-        resources: amounts by name, as for tasks.
+        memory: main memory, in bytes or as a text such as "6GiB".
+        resources: amounts of other resources by name, as for tasks.
         accelerator_type: only devices of this type, such as "A100".
         gpu_where: only GPUs that meet all conditions, as for tasks.
         gpu_memory: device memory on each GPU, as for tasks.
-        strategy: the GPU for a share: "pack", the default, or "spread".
+        strategy: which GPU a share is taken from: "pack" (default), the fullest GPU
+            with room; "spread", the emptiest.
         name: name in `status()`; default "lease".
-        priority: higher goes first.
-        timeout: seconds to wait for the lease at most.
+        priority: requests with a higher number are served first; default 0.
+        timeout: seconds to wait for the lease; default no limit.
 
     Raises:
         OptionError: an option is invalid, or the lease would hold nothing.
-        InfeasibleError: at the await; the node can never grant it.
-        TaskTimeoutError: at the await; it was not granted in time.
-        NodeError: at the await; called inside a task.
+        InfeasibleError: at the await: the lease asks for more than the node has.
+        TaskTimeoutError: at the await: the lease was not granted in time.
+        NodeError: at the await: called inside a task.
     """
     return Lease(*lease_func(dict(locals())))
 
@@ -390,8 +392,8 @@ class Placement(EnteredOnLoop):
     """A placement group, made by `aiogpu.placement`: bundles for tasks and actors.
 
     `await group` waits until all bundles are reserved; `async with` removes the group
-    at the end of the block. The group may be an argument of tasks, whose own tasks may
-    run in it too. Only the program that has made it can await or remove it.
+    at the end of the block. A group can be an argument of tasks, which can start tasks
+    in it. Only the program that made the group can await or remove it.
     """
 
     def __init__(
@@ -413,12 +415,12 @@ class Placement(EnteredOnLoop):
 
     @property
     def name(self) -> str:
-        """The name in errors and in `status()`."""
+        """The name for error messages and `status()`."""
         return self._placement_group.name
 
     @property
     def strategy(self) -> str:
-        """The strategy by which the bundles are placed."""
+        """The strategy that places the bundles."""
         return self._placement_group.strategy
 
     @property
@@ -448,10 +450,10 @@ class Placement(EnteredOnLoop):
     async def ready(self) -> Placement:
         """Wait until the group holds all its bundles.
 
-        Cancelling the wait does not withdraw the request: `remove` does.
+        Cancelling the wait does not withdraw the request; `remove` does.
 
         Raises:
-            InfeasibleError: the node can never hold the bundles.
+            InfeasibleError: the group asks for more than the node has.
             PlacementRemovedError: the group was removed.
             NodeError: the node has ended.
         """
@@ -474,11 +476,11 @@ class Placement(EnteredOnLoop):
     async def remove(self) -> None:
         """Release the bundles, and end the group's tasks and actors; idempotent.
 
-        Their handles raise `PlacementRemovedError`. Their resources are free when
-        their code has stopped.
+        Handles of these tasks raise `PlacementRemovedError`. The resources are free
+        when the tasks' code has stopped.
 
         Raises:
-            NoLoopError: called in another thread than the event loop's.
+            NoLoopError: called in a thread other than the event loop's.
         """
         owner = self._own("remove()")
         check_thread(owner.granted.get_loop(), "remove() of a placement")
@@ -491,9 +493,8 @@ class Placement(EnteredOnLoop):
     def _own(self, what: str) -> LeaseOwner:
         if self._owner is None:
             raise MisuseError(
-                f"{what} of {self.name} was called where it was passed to; only the "
-                f"program that has made it can ask that. Tasks that are given it wait "
-                f"for it by themselves."
+                f"{what} of {self.name} is available only in the program that made the "
+                f"placement. Tasks in the placement wait for it by themselves."
             )
         return self._owner
 
@@ -511,32 +512,30 @@ def placement(
 ) -> Placement:
     """Reserve several bundles of resources, all at once or none.
 
-    A placement group waits in the queue like a task and is held until it is removed or
+    A placement group waits in the queue like a task, and is held until it is removed or
     this program ends. Tasks and actors run in it by
     `.options(placement=group, bundle=0)`, and wait until it is ready.
 
     Args:
         bundles: the resources of each bundle, `{"GPU": 1, "CPU": 2}`. "memory" may be
-            a text such as "6GiB"; `{"accelerator_type:A100": 0.001}` beside GPUs
-            restricts them to that type.
+            a text such as "6GiB"; `{"accelerator_type:A100": 0.001}` in a bundle with
+            GPUs restricts the GPUs to that type.
         strategy: "PACK" and "STRICT_PACK" use few devices; "SPREAD" uses different
             devices if it can; "STRICT_SPREAD" needs a machine for each bundle, and a
             node is one machine.
-        name: name in errors and `status()`; default "placement".
-        priority: higher goes first.
+        name: name in error messages and `status()`; default "placement".
+        priority: requests with a higher number are served first; default 0.
 
     Raises:
         OptionError: an argument is invalid.
-        InfeasibleError: the node can never hold the bundles; raised by `ready()` if
-            the node is not open yet.
+        InfeasibleError: the group asks for more than the node has; raised by `ready()`
+            if the node is not open yet.
         NodeError: called inside a task.
     """
     checked = check_options({"name": name, "priority": priority})
-    called, first = checked["name"] or "placement", checked["priority"]
-    placement_group = placement_group_of(
-        bundles, strategy, called, secrets.token_hex(8)
-    )
-    func = placement_func(placement_group, first)
-    owner = LeaseOwner(session_for("aiogpu.placement()"), called)
-    owner.ask(func)
+    name = checked["name"] or "placement"
+    placement_group = placement_group_of(bundles, strategy, name, secrets.token_hex(8))
+    func = placement_func(placement_group, checked["priority"])
+    owner = LeaseOwner(session_for("aiogpu.placement()"), name)
+    owner.request(func)
     return Placement(placement_group, owner)

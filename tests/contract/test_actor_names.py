@@ -225,7 +225,7 @@ async def test_names() -> None:
             await named.remote()
         assert await named.options(get_if_exists=True).remote(7).add.remote() == 3
         with pytest.raises(
-            aiogpu.errors.ActorNameError, match="no actor named 'eve' lives"
+            aiogpu.errors.ActorNameError, match="no actor named 'eve' on"
         ):
             await aiogpu.get_actor("eve")
         elsewhere = named.options(namespace="other").remote(10)
@@ -252,7 +252,7 @@ async def test_names() -> None:
                     await asyncio.sleep(0)
         assert await third.add.remote() == 51
         assert await elsewhere.add.remote() == 12
-    with pytest.raises(aiogpu.OptionError, match="say name="):
+    with pytest.raises(aiogpu.OptionError, match="give name="):
         Counter.options(get_if_exists=True)
 
 

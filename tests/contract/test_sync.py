@@ -147,7 +147,7 @@ def test_a_pool_shares_out_calls(node: Any) -> None:
     assert pool.get_next(timeout=60) == 10
     assert pool.get_next_unordered() in (20, 30)
     pool.submit(lambda _, k: counters[0].add.remote(k), 0)
-    with pytest.raises(errors.MisuseError, match="must give a call's handle"):
+    with pytest.raises(errors.MisuseError, match="must return a call's handle"):
         pool.get_next()
     added = pool.map(lambda actor, k: actor.add.remote(k), (i * 0 for i in range(9)))
     assert set(added) <= {0, 10, 20, 30}

@@ -1,6 +1,6 @@
-"""Actors: objects that live in a process each, and their handles.
+"""Actors: objects that live in a process of their own, and their handles.
 
-Light on purpose, as `api.remote_function` is: user modules bring this file into every
+Light to import, as `api.remote_function` is: user modules load this file in every
 worker.
 """
 
@@ -61,12 +61,12 @@ class RemoteMethod(CalledFirst, Mapper):
         self._groups = groups
 
     def options(self, **options: Unpack[MethodCallKeywords]) -> Self:
-        """Return the same method with other options; this one stays as it is.
+        """Return the same method with other options; this one does not change.
 
-        What is not given stays as `@aiogpu.method(...)` says.
+        Options that are not given keep their values of `@aiogpu.method(...)`.
 
         Raises:
-            OptionError: names the option, the value and what is allowed.
+            OptionError: an option is unknown or invalid.
 
         Example:
             `first, second = actor.split.options(num_returns=2).remote(text)`
@@ -80,20 +80,21 @@ class RemoteMethod(CalledFirst, Mapper):
 
     @property
     def __name__(self) -> str:
-        """The name in errors."""
+        """The name for error messages."""
         return self._method.label
 
     def __reduce__(self) -> NoReturn:
         raise MisuseError(
-            f"{self._method.label} is a method of one actor: pass the actor's handle, "
-            f"and call `actor.{self._method.attribute}.remote(...)` there."
+            f"{self._method.label} is a method of one actor and cannot be passed on: "
+            f"pass the actor's handle, and call "
+            f"`actor.{self._method.attribute}.remote(...)` there."
         )
 
     def remote(self, /, *args: Any, **kwargs: Any) -> Any:
-        """Call it; gives the call's handle at once, a generator's stream of items.
+        """Call the method; return a handle at once, or a stream for a generator.
 
         Raises:
-            MisuseError: it takes other arguments.
+            MisuseError: the arguments do not match the method's parameters.
             SerializationError: an argument cannot be pickled.
             NodeError: the actor's node is closed.
         """
@@ -118,7 +119,7 @@ class RemoteMethod(CalledFirst, Mapper):
 
 
 class GeneratorMethod(CalledFirstToIterate, RemoteMethod):
-    """A method of an actor that is a generator; iterate what `.remote(...)` gives."""
+    """A generator method of an actor; `.remote(...)` returns a stream to iterate."""
 
     __slots__ = ()
 
@@ -130,7 +131,7 @@ class GeneratorMethod(CalledFirstToIterate, RemoteMethod):
 
 
 def method_of(link: Link, interface: ActorInterface, name: str) -> RemoteMethod:
-    """Return what a handle has under the name of a method.
+    """Return the remote method of a handle by name.
 
     Raises:
         AttributeError: the class has no such method.
@@ -151,31 +152,31 @@ class LateMethod(RemoteMethod):
         super().__init__(link, Method(link.name, name, None), ())
 
     def remote(self, /, *args: Any, **kwargs: Any) -> Any:
-        """Call it; a call that the class cannot serve fails when that is known."""
+        """Call the method; an unsuitable call fails once the class is known."""
         interface = self._link.interface
         if interface is None:
             return super().remote(*args, **kwargs)
-        known = method_of(self._link, interface, self._method.name)
-        return known.remote(*args, **kwargs)
+        method = method_of(self._link, interface, self._method.name)
+        return method.remote(*args, **kwargs)
 
     def _remote_chunk(self, arguments: tuple[Any, ...]) -> Handle[Any]:
         interface = self._link.interface
         if interface is None:
             raise MisuseError(
-                f"{self._method.label}.map() with chunk= needs to know the method, and "
+                f"{self._method.label}.map() with chunk= needs the actor's class, and "
                 f"the node has not answered yet. Await the handle first: `actor = "
                 f"await aiogpu.get_actor(...)`."
             )
-        known = method_of(self._link, interface, self._method.name)
-        return known._remote_chunk(arguments)
+        method = method_of(self._link, interface, self._method.name)
+        return method._remote_chunk(arguments)
 
 
 class ActorHandle(EnteredOnLoop, Generic[A]):
-    """A handle to an actor. The actor ends when the last one is gone.
+    """A handle to an actor. The actor ends when the last handle is dropped.
 
-    `await handle` waits until the actor was made and gives the handle; `async with`
-    ends the actor at the end of the block, after what it was sent; after an error in
-    the block at once. Methods are called by `await handle.method.remote(...)`.
+    `await handle` waits until the actor is ready, and returns the handle. `async with`
+    ends the actor at the end of the block: after the calls made so far, or at once if
+    the block raised. Call methods by `await handle.method.remote(...)`.
     """
 
     __slots__ = ("__dict__", "__weakref__", "_link")
@@ -194,7 +195,7 @@ class ActorHandle(EnteredOnLoop, Generic[A]):
             if name.startswith("_"):
                 raise AttributeError(f"{link.name} has no public method {name}.")
             return LateMethod(link, name)
-        # It ties the link, not this handle, so that the last handle goes at once.
+        # The method refers to the link, not to this handle, so there is no cycle.
         method = method_of(link, link.interface, name)
         self.__dict__[name] = method
         return method
@@ -224,24 +225,24 @@ class ActorHandle(EnteredOnLoop, Generic[A]):
 def revive(
     actor: int, name: str, home: str, interface: ActorInterface
 ) -> ActorHandle[Any]:
-    """The handle that was pickled as this, in whichever process it has come to.
+    """Unpickle an actor's handle, in any process.
 
     Raises:
         NodeError: the process has no node.
-        MisuseError: its node is another.
+        MisuseError: the process has another node.
     """
     return ActorHandle(_links().known(actor, name, home, interface))
 
 
 def _links() -> Any:
-    """The class of this process's ties to actors: of a worker, or of a program."""
+    """Return the class of links to actors for this process, worker or program."""
     from aiogpu.api.actors.link import ActorLink, WorkerActorLink
 
     return ActorLink if current.client is None else WorkerActorLink
 
 
 class RemoteClass(Decorated, Generic[P, A]):
-    """A class whose objects live in processes of their own."""
+    """A class whose objects are actors: each lives in a process of its own."""
 
     def __init__(
         self, definition: Definition, options: TaskOptions, interface: ActorInterface
@@ -250,14 +251,14 @@ class RemoteClass(Decorated, Generic[P, A]):
         self._interface = interface.with_groups(options)
 
     def remote(self, /, *args: P.args, **kwargs: P.kwargs) -> ActorHandle[A]:
-        """Make an actor; gives its handle at once.
+        """Start an actor; return its handle at once.
 
         Raises:
-            MisuseError: the constructor takes other arguments.
-            ActorNameError: another actor has that name; where the node is another
-                process, from the calls and at the await.
-            NoLoopError: no event loop is running here.
-            InfeasibleError: the node can never give what the actor asks for.
+            MisuseError: the arguments do not match the constructor's parameters.
+            ActorNameError: another actor has the name. If the node is another process,
+                calls and the await raise this error instead.
+            NoLoopError: no event loop is running in this thread.
+            InfeasibleError: the actor asks for more than the node has.
             SerializationError: the class or an argument cannot be pickled.
         """
         self._interface.parameters.check(args, kwargs)
@@ -272,12 +273,12 @@ class RemoteClass(Decorated, Generic[P, A]):
         return ActorHandle(_links().create(func, payload, key, options.get_if_exists))
 
     def _prepare(self) -> FunctionSpec:
-        """All that is done once per class: checks, pickling, the request."""
+        """Do all work that is done once per class: checks, pickling, the request."""
         options = self._options
         spec = options.actor_spec(self.__name__, self._definition.pickled().id)
         resources = spec.shape.request.as_numbers()
         if options.num_cpus is None:
-            # The CPU by which it is placed is given back; it holds none.
+            # The actor needs a CPU only to start, and holds none afterwards.
             resources.pop(CPU, None)
         return self._new_spec(spec, resources, actor=self._interface.terms(options))
 
@@ -285,70 +286,69 @@ class RemoteClass(Decorated, Generic[P, A]):
         """Return the same class with other options; this one does not change.
 
         Raises:
-            OptionError: names the option, the value and what is allowed.
+            OptionError: an option is unknown or invalid.
         """
-        found = merged(self._options, options, "actor")
-        return RemoteClass(self._definition, found, self._interface)
+        checked = merged(self._options, options, "actor")
+        return RemoteClass(self._definition, checked, self._interface)
 
     def __reduce__(self) -> tuple[object, ...]:
         reference = self._import_name()
         if reference is None:
             return copyreg.__newobj__, (type(self),), self.__dict__  # type: ignore[attr-defined]
-        return _found_again, (reference, self._options)
+        return _rebuild, (reference, self._options)
 
     def __mro_entries__(self, bases: tuple[object, ...]) -> tuple[type]:
-        """Have a class that names this one as a base inherit from the plain class."""
+        """Let subclasses inherit from the plain class."""
         return (cast("type", self.__wrapped__),)
 
     def _what_to_write(self) -> str:
         return (
             f"{self.__name__} is an actor's class: write "
-            f"`{self.__name__}.remote(...)`. To make an object here, in this process, "
-            f"write `{self.__name__}.__wrapped__(...)`."
+            f"`{self.__name__}.remote(...)`. To make an object in this process, write "
+            f"`{self.__name__}.__wrapped__(...)`."
         )
 
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            """A class attribute, static or class method of the plain class."""
+            """Return a class attribute, static or class method of the plain class."""
             called = self.__dict__.get("__name__", "this")
-            told = f"{called} is an actor's class and has no {name}"
+            message = f"{called} is an actor's class and has no {name}"
             if not name.startswith("_"):
                 cls = self.__wrapped__
-                found = getattr_static(cls, name, None)
-                if isinstance(found, staticmethod | classmethod) or (
-                    found is not None and not hasattr(type(found), "__get__")
+                attribute = getattr_static(cls, name, None)
+                if isinstance(attribute, staticmethod | classmethod) or (
+                    attribute is not None and not hasattr(type(attribute), "__get__")
                 ):
                     return getattr(cls, name)
-                told += (
-                    f": methods are called on an actor, which "
-                    f"`{called}.remote(...)` gives. The plain class is "
-                    f"`{called}.__wrapped__`"
+                message += (
+                    f": call methods on an actor, made by `{called}.remote(...)`. The "
+                    f"plain class is `{called}.__wrapped__`"
                 )
-            raise AttributeError(f"{told}.", name=name, obj=self)
+            raise AttributeError(f"{message}.", name=name, obj=self)
 
 
-def _found_again(source: FunctionName, options: TaskOptions) -> RemoteClass[..., Any]:
-    found: Any = load_reference(*source)
-    if isinstance(found, RemoteClass):
-        return RemoteClass(found._definition, options, found._interface)
-    return RemoteClass(Definition(found), options, ActorInterface(found))
+def _rebuild(source: FunctionName, options: TaskOptions) -> RemoteClass[..., Any]:
+    cls: Any = load_reference(*source)
+    if isinstance(cls, RemoteClass):
+        return RemoteClass(cls._definition, options, cls._interface)
+    return RemoteClass(Definition(cls), options, ActorInterface(cls))
 
 
 def decorate_class(cls: type, options: dict[str, Any]) -> RemoteClass[..., Any]:
-    """Return what `@remote` makes of a class; see there."""
+    """Make a remote class; see `remote`."""
     interface = ActorInterface(cls)
     checked = merged(TaskOptions(), options, "actor")
     interface.groups(checked)
     return RemoteClass(Definition(cls), checked, interface)
 
 
-def link_of(handle: object, asker: str) -> Link:
-    """Return what an actor's handle holds; raises `MisuseError` if it is none."""
+def link_of(handle: object, what: str) -> Link:
+    """Return the link of an actor's handle; raise `MisuseError` for other objects."""
     if not isinstance(handle, ActorHandle):
         raise MisuseError(
-            f"{asker} was given {handle!r}; give it what `.remote()` of an actor's "
-            f"class has given."
+            f"{what} takes the handle of an actor, which .remote() of a class returns, "
+            f"not {handle!r}."
         )
     link: Link = object.__getattribute__(handle, "_link")
     return link
@@ -356,14 +356,14 @@ def link_of(handle: object, asker: str) -> Link:
 
 @options_of("kill()")
 def kill(actor: ActorHandle[Any], *, no_restart: bool = True) -> None:
-    """End an actor's process at once; what it was to do fails with `ActorDiedError`.
+    """End an actor's process at once; its calls fail with `ActorDiedError`.
 
     Args:
-        actor: a handle to it.
-        no_restart: if False, it is made anew should it have restarts left.
+        actor: a handle to the actor.
+        no_restart: False to restart the actor if it has restarts left; default True.
 
     Raises:
-        MisuseError: it is no handle of an actor.
+        MisuseError: `actor` is not a handle of an actor.
     """
     link_of(actor, "kill()").kill(no_restart)
 
@@ -371,29 +371,36 @@ def kill(actor: ActorHandle[Any], *, no_restart: bool = True) -> None:
 def exit_actor() -> NoReturn:
     """End the actor whose method calls this; its callers get `ActorDiedError`.
 
-    The call does not return: it raises an exception that is not an `Exception`. The
-    actor ends also if the method catches that exception and returns. Call it in the
+    Does not return: raises an exception that is not a subclass of `Exception`. The
+    actor ends even if the method catches the exception and returns. Call this in the
     method's own thread or coroutine, not in a thread or task that the method started.
 
     Raises:
-        MisuseError: this is no actor's process.
+        MisuseError: called outside of an actor.
     """
     if current.actor is None:
-        raise MisuseError("exit_actor() was called outside of an actor's methods.")
+        raise MisuseError(
+            "exit_actor() was called outside of an actor; to end one from outside, "
+            "write aiogpu.kill(actor)."
+        )
     note_exit()
     raise ActorExit
 
 
 def get_actor(name: str, namespace: str | None = None) -> ActorHandle[Any]:
-    """A handle to the living actor of that name, on the running loop's node.
+    """Return a handle to the living actor with this name, on the running loop's node.
 
-    Write `await aiogpu.get_actor(name)`: a node of another process is asked, and
-    answers at the await. Methods with one result can be called before that as well.
+    Write `await aiogpu.get_actor(name)`: a node in another process answers at the
+    await. Methods with one result can be called before the await as well.
+
+    Args:
+        name: the actor's name.
+        namespace: the namespace of the name; default the program's own.
 
     Raises:
-        ActorNameError: no actor has that name; where a node of another process is
-            asked, at the await and from the calls made until then.
-        NoLoopError: no event loop is running here, and this is no task.
+        ActorNameError: no living actor has the name. If the node is another process,
+            the await, and calls made before it, raise this error instead.
+        NoLoopError: called neither on an event loop nor in a task.
         NodeError: the node is not open.
     """
     if current.client is not None and is_loop_running():
@@ -402,7 +409,7 @@ def get_actor(name: str, namespace: str | None = None) -> ActorHandle[Any]:
 
 
 class NamedActor:
-    """The result of `get_actor` in a coroutine of a task: await it for the handle."""
+    """The result of `get_actor` in a coroutine of a task; await it for the handle."""
 
     __slots__ = ("_name", "_namespace")
 
@@ -414,13 +421,13 @@ class NamedActor:
         return f"<NamedActor {self._name!r}>"
 
     def __await__(self) -> Generator[Any, None, ActorHandle[Any]]:
-        finding = _links().find_on_loop(self._name, self._namespace)
-        return ActorHandle((yield from finding.__await__()))
+        link = yield from _links().find_on_loop(self._name, self._namespace).__await__()
+        return ActorHandle(link)
 
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> NoReturn:
             raise MisuseError(
-                f"get_actor({self._name!r}) in a coroutine of a task is awaited before "
-                f"its methods are called: `actor = await aiogpu.get_actor(...)`."
+                f"get_actor({self._name!r}) must be awaited in a coroutine of a task: "
+                f"write `actor = await aiogpu.get_actor(...)`."
             )

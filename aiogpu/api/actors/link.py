@@ -1,8 +1,8 @@
 """A process's link to one actor, shared by all handles to it in this process.
 
-The actor counts its links and ends when there is none. A program's link uses its
-session, a worker's the worker's own socket. This file must not import asyncio, which
-plain functions of a worker do not need.
+The actor counts its links and ends when the last one is dropped. A program's link uses
+the program's session, a worker's link the worker's own socket. This file must not
+import asyncio, which plain functions of a worker do not need.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ if TYPE_CHECKING:
     from aiogpu.serialization.references import Reference
 
 
-def stranger(name: str) -> MisuseError:
-    """The error for a handle to an actor of another node."""
+def wrong_node(name: str) -> MisuseError:
+    """Return the error for a handle to an actor of another node."""
     return MisuseError(
         f"the handle of {name} belongs to another node, or to one that was closed. "
-        f"Give tasks an actor of this node, as an argument: a function that uses a "
-        f"handle of the program's keeps the one that it had at its first .remote()."
+        f"Pass an actor of this node to the task as an argument: a function that uses "
+        f"a global handle keeps the handle of its first .remote()."
     )
 
 
 def interface_in(func: FunctionSpec) -> ActorInterface:
-    """Return the interface of an actor's class; from another process it is pickled.
+    """Return the interface of an actor's class; unpickle it if from another process.
 
     Raises:
-        DeserializationError: what it refers to cannot be imported here.
+        DeserializationError: the interface needs a module that cannot be imported.
     """
     assert func.actor is not None, func
     interface = func.actor.interface
@@ -68,7 +68,7 @@ def interface_in(func: FunctionSpec) -> ActorInterface:
 
 
 def check_late_call(interface: ActorInterface, name: str) -> None:
-    """Refuse a call that was made before the class was known, and that it cannot serve.
+    """Refuse an early call, made before the class was known, if it does not fit.
 
     Raises:
         AttributeError: the class has no such method.
@@ -80,25 +80,24 @@ def check_late_call(interface: ActorInterface, name: str) -> None:
     if method.window or method.returns:
         what = "is a generator" if method.window else "has several results"
         raise MisuseError(
-            f"{method.label} {what}, which was not known yet when it was called: the "
-            f"node had not answered. Await the handle first: `actor = await "
-            f"aiogpu.get_actor(...)`."
+            f"{method.label} {what}, and was called before the node had answered. "
+            f"Await the handle first: `actor = await aiogpu.get_actor(...)`."
         )
 
 
 UNCHECKED: Final = 1 << 20
-"""Bytes of arguments up to which their size need not be checked."""
+"""Bytes of arguments that are always small enough to be sent."""
 
 
 class ActorLink:
     """A program's link to an actor.
 
     Attributes:
-        name: how errors call the actor.
-        func: its class.
-        interface: of its class; None until the node has answered.
-        own: the interface of the class to make if no actor has the name that is looked
-            up; None if none is made.
+        name: the actor's name for error messages.
+        func: the actor's class.
+        interface: the interface of the class; None until the node has answered.
+        own: the interface of the class that this program asked for; None if the actor
+            was only looked up.
     """
 
     def __init__(
@@ -148,26 +147,27 @@ class ActorLink:
 
     @classmethod
     def find(cls, name: str, namespace: str) -> ActorLink:
-        """Find the living actor of a name; the node may answer later.
+        """Find the living actor with a name; the node may answer later.
 
         Raises:
-            ActorNameError: no actor has that name, as far as that is known now.
+            ActorNameError: no actor has the name. A node in another process reports
+                this later.
             NodeError: the node is not open.
         """
         from asyncio import Future
 
         session = session_of_caller("aiogpu.get_actor()")
         actors = session.engine.actors
-        found = actors.find((namespace, name))
+        actor = actors.find((namespace, name))
         missing = partial(_no_actor, name, namespace)
-        if found is None:
+        if actor is None:
             raise missing()
-        if isinstance(found, Future):
+        if isinstance(actor, Future):
             link = cls(session, placeholder_func(f"the actor {name!r}"), None)
-            link._await(found, missing)
+            link._await(actor, missing)
         else:
-            link = cls(session, found.func, interface_in(found.func))
-            link._actor, link._hold = found, found.holder()
+            link = cls(session, actor.func, interface_in(actor.func))
+            link._actor, link._hold = actor, actor.holder()
         link._actors = actors
         return link
 
@@ -175,41 +175,41 @@ class ActorLink:
     def known(
         cls, actor: int, name: str, home: str, interface: ActorInterface
     ) -> ActorLink:
-        """Link to an actor whose handle was unpickled here.
+        """Make the link of a handle that was unpickled in this process.
 
         Raises:
-            ActorDiedError: it has ended.
-            MisuseError: it is another node's.
+            ActorDiedError: the actor has ended.
+            MisuseError: the actor belongs to another node.
         """
         session = session_of_caller()
         if home != session.engine.home:
-            raise stranger(name)
+            raise wrong_node(name)
         actors = session.engine.actors
-        found = actors.held(actor, name)
-        link = cls(session, found.func, interface)
-        link._actor, link._actors, link._hold = found, actors, found.holder()
+        port = actors.held(actor, name)
+        link = cls(session, port.func, interface)
+        link._actor, link._actors, link._hold = port, actors, port.holder()
         return link
 
     def _await(self, answer: Future[Any], missing: Callable[[], Exception]) -> None:
-        """Take the actor when the node answers; None means that there is none."""
+        """Take the actor when the node answers; the answer None means no actor."""
         self.interface = None
 
         def take(answer: Future[Any]) -> None:
-            error = NodeClosedError("the node was left before it had answered.")
-            told = error if answer.cancelled() else answer.exception()
-            actor = None if told is not None else answer.result()
+            closed = NodeClosedError("the node was closed before it answered.")
+            error = closed if answer.cancelled() else answer.exception()
+            actor = None if error is not None else answer.result()
             if actor is None:
-                self._fail(told if isinstance(told, Exception) else missing())
+                self._fail(error if isinstance(error, Exception) else missing())
             else:
                 self._take(actor)
 
         answer.add_done_callback(take)
 
     def _take(self, actor: ActorPort) -> None:
-        """The actor is known: make the requests that waited for it."""
+        """Note the actor, and send the requests that waited for it."""
         self._actor, self._hold = actor, actor.holder()
         if self.interface is None or actor.func is not self.func:
-            # An actor of this name may have lived already, and be of another class.
+            # With get_if_exists, an existing actor may be of another class.
             self.func, self.name = actor.func, actor.func.spec.name
             try:
                 self.interface = interface_in(actor.func)
@@ -223,10 +223,10 @@ class ActorLink:
         self._early.fail(error)
 
     def reference(self) -> tuple[int, str, str]:
-        """Return what a handle is pickled as; its receiver counts as a holder.
+        """Return the pickled form of a handle, and count its receiver as a holder.
 
         Raises:
-            MisuseError: its node is not open yet, or is not the caller's.
+            MisuseError: the actor's node is not open yet, or is not the caller's.
         """
         if self._error is not None:
             raise self._error
@@ -237,14 +237,14 @@ class ActorLink:
                 f"{until}; await it first."
             )
         if not may_use(self._session):
-            raise stranger(self.name)
+            raise wrong_node(self.name)
         self._actor.pass_on(self)
         return self._actor.id, self.name, self._session.engine.home
 
     def call(
         self, label: str, method: str, payload: bytes, returns: int = 0, window: int = 0
     ) -> Any:
-        """Call a method; gives its handle, the handles of its results, or its stream.
+        """Call a method; return its handle, a tuple of handles, or its stream.
 
         Raises:
             SerializationError: the arguments are too large to be sent.
@@ -257,7 +257,7 @@ class ActorLink:
         session, actor = self._session, self._actor
         if actor is not None and not session.is_open:
             raise session.unusable()
-        # Cheaper than asking for the running loop, which asks for the process id.
+        # Cheaper than `_get_running_loop`, which calls `getpid`.
         if get_ident() != session.thread or inline_client.get() is not None:
             client = self._client(f"{label}.remote()")
             if client is not None and actor is not None:
@@ -274,10 +274,10 @@ class ActorLink:
         return handle
 
     def _client(self, what: str) -> Client | None:
-        """The client of the running code; None if the session serves it.
+        """Return the client of the running code; None if the session serves it.
 
         Raises:
-            NoLoopError: this is another thread than the event loop's.
+            NoLoopError: called in a thread other than the event loop's.
         """
         client = client_of_caller()
         if client is None:
@@ -296,95 +296,95 @@ class ActorLink:
                 check_late_call(self.interface, method)
             handle.task_id = actor.call(method, payload, handle)
 
-        self._ask(call, handle.settle)
+        self._when_known(call, handle.settle)
 
     def ready(self) -> Handle[None]:
-        """Settled when the constructor has returned."""
-        return self._asked(lambda actor, receiver: actor.await_ready(receiver))
+        """Return a handle that is settled when the constructor has returned."""
+        return self._request(lambda actor, receiver: actor.await_ready(receiver))
 
     def ended(self) -> Handle[None]:
-        """Settled when the actor's process has ended."""
-        return self._asked(lambda actor, receiver: actor.await_end(receiver))
+        """Return a handle that is settled when the actor's process has ended."""
+        return self._request(lambda actor, receiver: actor.await_end(receiver))
 
     def room(self) -> Handle[Room]:
-        """Return how many actors of its kind can live at once."""
-        return self._asked(
+        """Return a handle of the number of such actors that can live at once."""
+        return self._request(
             lambda actor, receiver: self._actors.tell_room(actor.id, receiver)
         )
 
-    def _asked(self, ask: Callable[[ActorPort, Receiver], None]) -> Handle[Any]:
-        """A handle without a call behind it, so that cancelling it stops nothing."""
+    def _request(self, send: Callable[[ActorPort, Receiver], None]) -> Handle[Any]:
+        """Send a request; cancelling its handle stops nothing, as it is not a call."""
         name = f"{self.name}()"
 
         def start(receiver: Receiver) -> int:
-            self._ask(lambda actor: ask(actor, receiver), receiver.settle)
+            self._when_known(lambda actor: send(actor, receiver), receiver.settle)
             return 0
 
         client = self._client(f"Awaiting {name}")
         if client is not None:
-            # In a worker another link is used, so that this is an inline task's.
+            # Workers use another class of links, so this is an inline task's client.
             cast("InlineClient", client).serve_loop()
             return request(client, name, start)  # type: ignore[no-any-return]
         handle = self._session.new_handle(name, self)
         start(handle)
         return handle
 
-    def _ask(
-        self, ask: Callable[[ActorPort], object], fail: Callable[[Exception], object]
+    def _when_known(
+        self, send: Callable[[ActorPort], object], fail: Callable[[Exception], object]
     ) -> None:
-        """Make a request to the actor, now or as soon as it is known.
+        """Send a request to the actor, now or as soon as the actor is known.
 
-        `fail` is called with the reason if it never will be.
+        `fail` is called with the reason if there will be no actor.
         """
         if self._session.is_forked:
             raise self._session.unusable()
         if self._error is not None:
             fail(self._error)
         elif self._actor is not None:
-            ask(self._actor)
+            send(self._actor)
         else:
-            self._early.add(ask, fail)
+            self._early.add(send, fail)
 
     def kill(self, no_restart: bool) -> None:
-        """End its process at once."""
-        self._tell(lambda actor: self._actors.kill(actor.id, no_restart))
+        """End the actor's process at once."""
+        self._end(lambda actor: self._actors.kill(actor.id, no_restart))
 
     def terminate(self) -> None:
-        """Have it end after what it was sent."""
-        self._tell(lambda actor: self._actors.terminate(actor.id))
+        """End the actor after the calls made so far."""
+        self._end(lambda actor: self._actors.terminate(actor.id))
 
-    def _tell(self, tell: Callable[[ActorPort], object]) -> None:
+    def _end(self, send: Callable[[ActorPort], object]) -> None:
         if not self._session.is_forked:
             what = f"The end of {self.name}, as by kill(),"
             self._session.check_thread(what)
-        self._ask(tell, lambda _: None)
+        self._when_known(send, lambda _: None)
 
     def demand(self, number: int, limit: int) -> None:
-        """Let a call that is a stream yield so many items in all."""
+        """Let a stream of a call yield up to `limit` items in all."""
         if self._actor is not None and not self._session.is_forked:
             self._actors.demand(self._actor.id, number, limit)
 
     def cancel(self, number: int) -> None:
-        """Cancel a call. In a fork the call is the parent's, and goes on."""
+        """Cancel a call; do nothing in a fork, where the call is the parent's."""
         if self._actor is not None and number and not self._session.is_forked:
             self._actors.cancel(self._actor.id, number)
 
     async def why(self, name: str, number: int) -> Why:
-        """Return why a call waits: what its actor does, if that has no process yet."""
+        """Return why a call waits, or why its actor waits for a process."""
         from aiogpu.observe.why import Why
 
         if self._actor is None:
             return Why(name, number, "opening")
-        found = await self._session.why(self.name, self._actor.id)
-        if found.state == "running":
-            found = replace(found, state="sent", actor=self.name)
-        return replace(found, name=name)
+        why = await self._session.why(self.name, self._actor.id)
+        if why.state == "running":
+            why = replace(why, state="sent", actor=self.name)
+        return replace(why, name=name)
 
 
 def _no_actor(name: str, namespace: str) -> ActorNameError:
     where = f" in the namespace {namespace!r}" if namespace else ""
     return ActorNameError(
-        f"no actor named {name!r}{where} lives on this node. Make one by "
+        f"there is no actor named {name!r}{where} on this node. Start one by "
         f".options(name={name!r}).remote(...)."
     )
 
@@ -399,9 +399,9 @@ class WorkerActorLink:
     """A worker's link to an actor.
 
     Attributes:
-        name: how errors call the actor.
-        actor: its id.
-        interface: of its class.
+        name: the actor's name for error messages.
+        actor: the actor's id.
+        interface: the interface of the actor's class.
     """
 
     own = None
@@ -423,9 +423,9 @@ class WorkerActorLink:
     def known(
         cls, actor: int, name: str, home: str, interface: ActorInterface
     ) -> WorkerActorLink:
-        """Link to an actor whose handle was unpickled here; raises `MisuseError`."""
+        """Make the link of an unpickled handle; refuse a handle of another node."""
         if home != current.home:
-            raise stranger(name)
+            raise wrong_node(name)
         return _links.get(actor) or cls(
             name, client_of_process().actor(actor, name), interface
         )
@@ -438,75 +438,78 @@ class WorkerActorLink:
         key: tuple[str, str] | None,
         get_if_exists: bool,
     ) -> WorkerActorLink:
-        """Make an actor; it ends with this process unless others have handles."""
+        """Start an actor; it ends with this process unless others have handles."""
         hold = client_of_process().make(func, payload, key, get_if_exists)
         return cls(func.spec.name, hold, interface_in(func))
 
     @classmethod
     def find(cls, name: str, namespace: str) -> WorkerActorLink:
-        """Find the living actor of a name; waits for the node's answer.
+        """Find the living actor with a name; wait for the node's answer.
 
         Raises:
-            ActorNameError: no actor has that name.
-            DeserializationError: what its class refers to cannot be imported here.
+            ActorNameError: no actor has the name.
+            DeserializationError: the actor's class needs a module that cannot be
+                imported.
         """
         from aiogpu.api.results.wait import get
 
-        return cls._found(*get(_ask_for(name, namespace)))
+        return cls._from_answer(*get(_find_request(name, namespace)))
 
     @classmethod
     async def find_on_loop(cls, name: str, namespace: str) -> WorkerActorLink:
-        """Find an actor on the running event loop; raises as `find` does."""
-        return cls._found(*await _ask_for(name, namespace))
+        """Find an actor on the running event loop; raises like `find`."""
+        return cls._from_answer(*await _find_request(name, namespace))
 
     @classmethod
-    def _found(cls, actor: int, of_class: str, interface: bytes) -> WorkerActorLink:
+    def _from_answer(
+        cls, actor: int, class_name: str, interface: bytes
+    ) -> WorkerActorLink:
         hold = client_of_process().own(actor)
-        return _links.get(actor) or cls(of_class, hold, load_result(interface))
+        return _links.get(actor) or cls(class_name, hold, load_result(interface))
 
     def reference(self) -> tuple[int, str, str]:
-        """Return what a handle is pickled as; its receiver counts as a holder."""
+        """Return the pickled form of a handle, and count its receiver as a holder."""
         self._client.pass_on(self._hold)
         return self.actor, self.name, current.home
 
     def call(
         self, label: str, method: str, payload: bytes, returns: int = 0, window: int = 0
     ) -> Any:
-        """Call a method; gives the kind of handle, handles or stream that fits.
+        """Call a method; return its handle, a tuple of handles, or its stream.
 
         Raises:
-            MisuseError: no task runs any more.
+            MisuseError: the calling task has ended.
             SerializationError: the arguments are too large to be sent.
         """
         call = partial(self._client.call, self.actor, method, payload)
         return request(self._client, label, call, returns, window)
 
     def ready(self) -> Any:
-        """Settled when the constructor has returned."""
+        """Return a handle that is settled when the constructor has returned."""
         return self.call(f"{self.name}()", READY, NONE_PAYLOAD)
 
     def ended(self) -> Any:
-        """Settled when the actor's process has ended."""
+        """Return a handle that is settled when the actor's process has ended."""
         return self.call(f"{self.name}()", ENDED, NONE_PAYLOAD)
 
     def room(self) -> Any:
-        """Return how many actors of its kind can live at once."""
+        """Return a handle of the number of such actors that can live at once."""
         return self.call(f"{self.name}()", CAPACITY, NONE_PAYLOAD)
 
     def kill(self, no_restart: bool) -> None:
-        """End its process at once."""
+        """End the actor's process at once."""
         self._client.stop(self.actor, AT_ONCE if no_restart else AGAIN)
 
     def terminate(self) -> None:
-        """Have it end after what it was sent."""
+        """End the actor after the calls made so far."""
         self._client.stop(self.actor, AFTER_ALL)
 
 
-def _ask_for(name: str, namespace: str) -> Any:
+def _find_request(name: str, namespace: str) -> Any:
     client = client_of_process()
     start = partial(client.find, name, namespace)
     return request(client, f"get_actor({name!r})", start)
 
 
 Link = ActorLink | WorkerActorLink
-"""What a handle holds."""
+"""The link of an `ActorHandle`."""

@@ -1,6 +1,6 @@
-"""The methods of an actor's class: what may be called, with what, and how it runs.
+"""The methods of an actor's class: their names, parameters, options and groups.
 
-Light on purpose, as `api.remote_function` is: user modules bring this file into every
+Light to import, as `api.remote_function` is: user modules load this file in every
 worker.
 """
 
@@ -42,21 +42,21 @@ T = TypeVar("T")
 
 
 class Method:
-    """One method of a class.
+    """A public method of an actor's class.
 
     Attributes:
-        name: what its calls say: that of the class's attribute, and the group that
-            they name if it is another than the method's.
-        label: how handles and errors call it.
-        group: its concurrency group.
-        returns: how many results its calls have, 0 for the usual one.
-        is_coroutine: whether it needs an event loop.
-        window: if it is a generator, how many items it may be ahead; else 0.
-        run_limit: the seconds that its code may run; None without limit.
+        name: the name in calls: the name of the class's attribute, and the group if
+            the calls run in another group than the method's.
+        label: the name for handles and error messages.
+        group: the method's concurrency group.
+        returns: number of results of a call; 0 for a single result.
+        is_coroutine: True if the method needs an event loop.
+        window: items that a generator may be ahead; 0 for other methods.
+        run_limit: seconds that a call may run; None for no limit.
     """
 
-    def __init__(self, owner: str, name: str, found: Any) -> None:
-        function = getattr(found, "__func__", found)
+    def __init__(self, owner: str, name: str, attribute: Any) -> None:
+        function = getattr(attribute, "__func__", attribute)
         options: MethodOptions = getattr(function, METHOD_MARK, MethodOptions())
         self.name = name
         self.label = f"{owner}.{name}"
@@ -65,13 +65,14 @@ class Method:
         self.is_coroutine, is_generator = kind_of(function)
         self.window = (options.max_buffered or MAX_BUFFERED) if is_generator else 0
         self.run_limit = options.run_timeout
-        self._found = found
+        self._attribute = attribute
 
     @cached_property
     def parameters(self) -> Parameters:
         """The parameters; determined at first use."""
-        signature = signature_of(getattr(self._found, "__func__", self._found))
-        if signature is not None and not isinstance(self._found, staticmethod):
+        function = getattr(self._attribute, "__func__", self._attribute)
+        signature = signature_of(function)
+        if signature is not None and not isinstance(self._attribute, staticmethod):
             signature = without_self(signature)
         return Parameters(self.label, signature)
 
@@ -84,40 +85,39 @@ class Method:
         """Return this method with other options for some of its calls.
 
         Args:
-            options: checked ones of `MethodOptions`.
+            options: checked options of `MethodOptions`.
             groups: the concurrency groups of the actor's class.
 
         Raises:
-            OptionError: the class has no such group, or a generator no such option.
+            OptionError: the class has no such group, or the option does not apply.
         """
-        found = copy(self)
+        method = copy(self)
         for name in ("max_buffered", "run_timeout"):
             if name in options:
                 raise OptionError(
-                    f"{name}={options[name]!r} belongs to the method and not to one "
-                    f"call of {self.label}: write `@aiogpu.method({name}=...)` above "
-                    f"it."
+                    f"{name} is an option of the method, not of one call: write "
+                    f"`@aiogpu.method({name}={options[name]!r})` above {self.label}."
                 )
         if "num_returns" in options:
             if self.window:
                 raise not_counted(self.label, options["num_returns"])
             returns: int = options["num_returns"]
-            found.returns = returns if returns > 1 else 0
+            method.returns = returns if returns > 1 else 0
         group = options.get("concurrency_group")
         if group is not None:
             if group not in groups:
                 raise OptionError(
-                    f"concurrency_group={group!r} of {self.label}: its class names "
-                    f"{', '.join(groups) or 'none'}. Say "
+                    f"{self.label} has no concurrency_group {group!r}; the groups of "
+                    f"its class are: {', '.join(groups) or 'none'}. Write "
                     f"@aiogpu.remote(concurrency_groups={{{group!r}: 2}})."
                 )
-            found.group = group
-            found.name = f"{self.attribute}{IN_GROUP}{group}"
-        return found
+            method.group = group
+            method.name = f"{self.attribute}{IN_GROUP}{group}"
+        return method
 
     def __getstate__(self) -> dict[str, Any]:
-        # Of the function a handle needs no more than what it takes.
-        return {**self.__dict__, "_found": None, "parameters": self.parameters}
+        # A handle needs only the parameters of the function.
+        return {**self.__dict__, "_attribute": None, "parameters": self.parameters}
 
     def pack(
         self,
@@ -128,8 +128,8 @@ class Method:
         """Check and pickle the arguments of a call, or of a `Chunk` of calls.
 
         Raises:
-            MisuseError: it takes others.
-            SerializationError: one of them cannot be pickled.
+            MisuseError: the arguments do not match the method's parameters.
+            SerializationError: an argument cannot be pickled.
         """
         parameters = self.parameters
         count = 1 if is_chunk else len(args)
@@ -146,17 +146,17 @@ class Method:
 
 
 def methods_of(cls: type) -> dict[str, Method]:
-    """The public methods of a class and of its bases."""
-    found: dict[str, Method] = {}
+    """Return the public methods of a class and of its bases, by name."""
+    methods: dict[str, Method] = {}
     for name in dir(cls):
         attribute: object = inspect.getattr_static(cls, name, None)
         if not name.startswith("_") and _is_method(attribute):
-            found[name] = Method(cls.__name__, name, attribute)
-    return found
+            methods[name] = Method(cls.__name__, name, attribute)
+    return methods
 
 
 def _is_method(attribute: object) -> bool:
-    """Return whether it is called on an object of the class it is found in."""
+    """Return whether a class attribute is a method."""
     if isinstance(attribute, staticmethod | classmethod):
         return True
     is_bound = hasattr(type(attribute), "__get__")
@@ -167,10 +167,10 @@ class ActorInterface:
     """The methods of an actor's class and their options.
 
     Attributes:
-        name: of the class.
-        methods: those that may be called, by name.
-        parameters: of the constructor.
-        group_names: the concurrency groups that the class's options name.
+        name: the name of the class.
+        methods: the public methods, by name.
+        parameters: the parameters of the constructor.
+        group_names: the concurrency groups in the class's options.
     """
 
     def __init__(self, cls: type) -> None:
@@ -180,16 +180,16 @@ class ActorInterface:
         self.parameters = Parameters(self.name, signature_of(cls))
 
     def with_groups(self, options: TaskOptions) -> ActorInterface:
-        """Return this description for a class with these concurrency groups."""
+        """Return the interface of the class with these concurrency groups."""
         names = tuple(options.concurrency_groups)
         if names == self.group_names:
             return self
-        found = copy(self)
-        found.group_names = names
-        return found
+        interface = copy(self)
+        interface.group_names = names
+        return interface
 
     def terms(self, options: TaskOptions) -> ActorTerms:
-        """Return the terms common to all actors of the class with these options."""
+        """Return the terms of all actors of the class with these options."""
         from aiogpu.client.function_spec import ActorTerms
 
         groups = options.concurrency_groups
@@ -199,11 +199,11 @@ class ActorInterface:
             is_threaded = groups or (options.max_concurrency or 1) > 1
             mode, usual = THREADED if is_threaded else SERIAL, THREADS
         methods = self.methods.items()
-        windows = {name: it.window for name, it in methods if it.window}
+        windows = {name: each.window for name, each in methods if each.window}
         windows |= _by_group(windows, groups)
-        limits = {name: it.run_limit for name, it in methods if it.run_limit}
+        limits = {name: each.run_limit for name, each in methods if each.run_limit}
         limits |= _by_group(limits, groups)
-        # A chunk of a map is a call of its own name.
+        # A chunk of a map is called by a separate name.
         limits |= {name + CHUNKED: limit for name, limit in limits.items()}
         return ActorTerms(
             mode,
@@ -217,7 +217,7 @@ class ActorInterface:
         )
 
     def groups(self, options: TaskOptions) -> dict[str, str]:
-        """The group of each method that has one, by the name that a call says.
+        """Return the group of each method that has one, by the name in calls.
 
         Raises:
             OptionError: the class has no such group.
@@ -229,40 +229,40 @@ class ActorInterface:
         }
         for name, group in named.items():
             if group not in options.concurrency_groups:
-                there = ", ".join(options.concurrency_groups) or "none"
+                groups = ", ".join(options.concurrency_groups) or "none"
                 raise OptionError(
-                    f"{self.name}.{name} is in the concurrency group {group!r}; its "
-                    f"class names {there}. Say "
+                    f"{self.name}.{name} is in the concurrency group {group!r}, but "
+                    f"the groups of its class are: {groups}. Write "
                     f"@aiogpu.remote(concurrency_groups={{{group!r}: 2}})."
                 )
-        # One call may name another group than its method's.
+        # A call may run in another group than its method's.
         named |= {
             f"{name}{IN_GROUP}{group}": group
             for name in self.methods
             for group in options.concurrency_groups
         }
-        # A chunk of a map is a call of its own name.
+        # A chunk of a map is called by a separate name.
         return named | {name + CHUNKED: group for name, group in named.items()}
 
 
 def _by_group(methods: Mapping[str, T], groups: Iterable[str]) -> dict[str, T]:
-    """What is known of methods, for calls that name another group than theirs."""
+    """Return values of methods, by the names of calls in each of the groups."""
     return {
-        f"{name}{IN_GROUP}{group}": known
-        for name, known in methods.items()
+        f"{name}{IN_GROUP}{group}": value
+        for name, value in methods.items()
         for group in groups
     }
 
 
 def no_method(interface: ActorInterface, name: str) -> AttributeError:
-    """The error for a method that a class has not, or that is private."""
+    """Return the error for a private or missing method."""
     if name.startswith("_"):
         return AttributeError(
-            f"{name} of {interface.name} is private: actors are called by public "
-            f"methods."
+            f"{name} of {interface.name} is private; only public methods of an actor "
+            f"can be called."
         )
     return AttributeError(
         f"{interface.name} has no method {name}."
-        f"{did_you_mean(name, interface.methods)} There are: "
+        f"{did_you_mean(name, interface.methods)} Its methods are: "
         f"{', '.join(interface.methods) or 'none'}."
     )

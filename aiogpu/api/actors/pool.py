@@ -2,10 +2,10 @@
 
 `PoolScheduler` chooses the actor for the next call, and creates and removes actors. A
 dead actor is replaced under its number; if actors die before their first answer, the
-scheduler backs off exponentially. Actors that the pool was given are neither replaced
-nor ended. The scheduler holds no reference to the user's pool, so that dropping the
-pool ends the actors. User modules import this file in every worker: it must stay light,
-so asyncio is imported late.
+scheduler backs off exponentially. Actors that were passed to the pool are neither
+replaced nor ended. The scheduler does not refer to the user's pool, so dropping the
+pool ends the actors. Light to import: user modules load this file in every worker, so
+asyncio is imported late.
 """
 
 from __future__ import annotations
@@ -71,12 +71,12 @@ if TYPE_CHECKING:
 
 
 class PoolLimits(NamedTuple):
-    """How many actors a pool has.
+    """The number of actors of a pool.
 
     Attributes:
         size: actors at first.
-        least: actors at least.
-        most: actors at most.
+        least: fewest actors.
+        most: most actors.
         target: unanswered calls per actor above which another actor is created.
         idle_after: seconds without a call after which an actor is removed.
     """
@@ -92,15 +92,15 @@ class PoolActor:
     """One actor of a pool.
 
     Attributes:
-        number: the lowest number that was free.
+        number: the actor's number in the pool, the lowest that was free.
         handle: the actor's handle.
-        link: the link that the handle holds.
+        link: the handle's link to the actor.
         ended: settled when the actor's process has ended.
         calls: unanswered calls of the pool.
         idle_since: loop time of the last answer, or when the actor became ready.
-        is_ready: whether the constructor has returned.
-        has_been_ready: whether the actor was ready at any time.
-        has_answered: whether the actor has answered a call.
+        is_ready: True if the constructor has returned and the actor is known to live.
+        has_been_ready: True if the actor was ready at any time.
+        has_answered: True if the actor has answered a call.
         on_answer: called at the end of each call.
     """
 
@@ -128,13 +128,13 @@ class PoolActor:
 
 
 LONGEST_PAUSE: Final = 60.0
-"""Seconds between two attempts, at most, while actors die before they answer."""
+"""Longest pause in seconds between attempts, while actors die before they answer."""
 
 
 def _when_done(handle: Any, call: Callable[[Any], object]) -> None:
     from asyncio import Future
 
-    # The method of a handle would count as a waiter for its result.
+    # `Handle.add_done_callback` would count as a waiter for the result.
     Future.add_done_callback(handle, call)
 
 
@@ -156,10 +156,10 @@ class PoolScheduler:
     Attributes:
         interface: the interface of the actors' class; None before the first actor, if
             a function creates them.
-        is_given: whether the actors were made by others, and outlive the pool.
+        is_given: True if the pool was made from a list of actors, which outlive it.
         loop: the event loop of all calls.
-        is_closed: whether calls are refused.
-        deaths: how many actors have died.
+        is_closed: True if calls are refused.
+        deaths: number of actors that have died.
     """
 
     def __init__(
@@ -207,7 +207,7 @@ class PoolScheduler:
 
     @property
     def name(self) -> str:
-        """The name of the actors in errors."""
+        """The name of the actors for error messages."""
         return "actors" if self.interface is None else self.interface.name
 
     # Calls
@@ -225,12 +225,12 @@ class PoolScheduler:
         if not actors and self.is_given:
             raise self.none_left()
         if not actors:
-            left = self._not_before - self.loop.time()
-            if left > 0:
+            pause = self._not_before - self.loop.time()
+            if pause > 0:
                 raise ActorDiedError(
-                    f"all actors of the pool of {self.name} have died, and the last "
-                    f"ones before they had answered a call; another one is made in "
-                    f"{left:.0f} s.",
+                    f"all actors of the pool of {self.name} have died, the last of "
+                    f"them before they answered a call; the pool starts another in "
+                    f"{pause:.0f} s.",
                     self.name,
                 ) from self._last_death
             self._create_actor()
@@ -245,22 +245,26 @@ class PoolScheduler:
         return actor
 
     def _closed(self) -> MisuseError:
-        error = MisuseError(f"the pool of {self.name} is closed and takes no calls.")
+        error = MisuseError(f"the pool of {self.name} is closed; make a new one.")
         error.__cause__ = self._last_death
         return error
 
     def none_left(self) -> MisuseError | ActorDiedError:
         """Return the error of a call for which there is no actor."""
         if self._last_death is None:
-            return MisuseError("this pool has no actors; give it one by push().")
+            return MisuseError("this pool has no actors; add one by push().")
         error = ActorDiedError(
-            f"all actors that this pool of {self.name} was given have died.", self.name
+            f"all actors of this pool of {self.name} have died; add others by push().",
+            self.name,
         )
         error.__cause__ = self._last_death
         return error
 
     def when_idle(self, start: Callable[[PoolActor | None], None]) -> None:
-        """Call `start` with an actor without calls, in turn; None if all have died."""
+        """Call `start` with a free actor, in the order of requests.
+
+        `start` gets None if all actors have died or the pool is closed.
+        """
         if self.is_closed:
             raise self._closed()
         if self.is_given and not self._actors and self._last_death is not None:
@@ -269,7 +273,7 @@ class PoolScheduler:
         self._use_idle()
 
     def idle(self) -> PoolActor | None:
-        """Return the first actor that is ready and has no calls; None if all have."""
+        """Return the first ready actor without calls; None if there is none."""
         return next((actor for actor in self._takers if actor.is_idle), None)
 
     def _use_idle(self) -> None:
@@ -277,7 +281,7 @@ class PoolScheduler:
             self._waiting.popleft()(actor)
 
     def no_actor(self) -> MisuseError | ActorDiedError:
-        """Return the error of a call that waited for an actor in vain."""
+        """Return the error of a call that got no actor."""
         return self._closed() if self.is_closed else self.none_left()
 
     def _refuse_waiting(self) -> None:
@@ -305,7 +309,7 @@ class PoolScheduler:
     def _note_outcome(self, actor: PoolActor, handle: Handle[Any]) -> None:
         if handle.cancelled():
             return
-        # Reads the attribute, so that asyncio still reports an error nobody retrieves.
+        # Read the attribute: `exception()` would mark the error as retrieved.
         if isinstance(handle._exception, ActorDiedError):
             if actor.is_ready:
                 self._check_alive(actor)
@@ -320,17 +324,18 @@ class PoolScheduler:
         self.add(self._make())
 
     def add(self, handle: object) -> None:
-        """Add an actor to those that are called.
+        """Add an actor to the pool.
 
         Raises:
-            MisuseError: the argument is no actor's handle, or is in the pool already.
+            MisuseError: the argument is not an actor's handle, or already in the pool.
         """
         if any(handle is actor.handle for actor in self._actors):
-            raise MisuseError(f"{handle!r} is in this pool already.")
+            raise MisuseError(f"{handle!r} is already in this pool.")
         if not isinstance(handle, ActorHandle):
             raise MisuseError(
-                f"what makes the actors of this pool gave {handle!r}; it must give an "
-                f"actor's handle, as `lambda: Model.remote('large')` does."
+                f"the function that makes actors for this pool returned {handle!r}; it "
+                f"must return an actor's handle, as `lambda: Model.remote('large')` "
+                f"does."
             )
         self.interface = handle._link.interface
         taken = {actor.number for actor in self._actors}
@@ -342,19 +347,19 @@ class PoolScheduler:
         self._check_alive(actor)
 
     def _check_alive(self, actor: PoolActor) -> None:
-        """Send the actor no calls until it reports that it is alive, or its error."""
+        """Ask the actor whether it is alive; send it no calls until it answers."""
         actor.is_ready = False
         self._choose_takers()
         try:
             ready = actor.link.ready()
         except NodeError as error:
-            # There is no node left to ask.
+            # The node is closed.
             self._remove_dead(actor, error)
             return
         _when_done(ready, partial(self._on_ready, actor))
 
     def _choose_takers(self) -> None:
-        """Choose who gets calls: the ready actors, or all if none is ready."""
+        """Choose the actors that get calls: the ready ones, or all if none is ready."""
         ready = [actor for actor in self._actors if actor.is_ready]
         self._takers = ready or self._actors[:]
 
@@ -373,14 +378,14 @@ class PoolScheduler:
         self._use_idle()
 
     def remove(self, actor: PoolActor) -> None:
-        """Call a given actor no more."""
+        """Remove an actor from the pool, without ending it."""
         self._actors.remove(actor)
         self._choose_takers()
 
     def _on_ended(self, actor: PoolActor, handle: Handle[None]) -> None:
         self._leaving.discard(actor)
         if actor in self._actors and not handle.cancelled():
-            # The cause comes with the answer of `link.ready()`.
+            # `link.ready()` reports the cause.
             handle.exception()
             self._check_alive(actor)
 
@@ -395,7 +400,7 @@ class PoolScheduler:
         self._last_death = error
         self._settle_starting(None if actor.has_been_ready else error)
         if not isinstance(error, ActorDiedError):
-            # The node has closed, or the task that created this pool has ended.
+            # The node was closed, or the task that made this pool has ended.
             self.close(at_once=True)
             return
         if self.is_given and not self._actors:
@@ -408,7 +413,7 @@ class PoolScheduler:
         self._fill()
 
     def _back_off(self) -> None:
-        """Create no actor for a time that doubles with each failure."""
+        """Pause the creation of actors, twice as long with each failure."""
         pause = min(2.0**self._failures, LONGEST_PAUSE)
         self._failures += 1
         self._not_before = self.loop.time() + pause
@@ -428,7 +433,7 @@ class PoolScheduler:
             self.close(at_once=True)
             return
         except Exception as error:  # noqa: BLE001 - the user's function raised it
-            _warn("a pool cannot make another actor", exc_info=True)
+            _warn("a pool could not start another actor", exc_info=True)
             self._last_death = error
             self._back_off()
         self._fill()
@@ -437,7 +442,7 @@ class PoolScheduler:
         if self.is_given:
             return
         if self._idle_timer is None and len(self._actors) > self._bounds.least:
-            since = min((m.idle_since for m in self._takers if m.is_idle), default=None)
+            since = min((a.idle_since for a in self._takers if a.is_idle), default=None)
             if since is not None:
                 due = since + self._bounds.idle_after
                 self._idle_timer = self.loop.call_at(due, self._remove_idle, since)
@@ -462,7 +467,7 @@ class PoolScheduler:
         Raises:
             ActorDiedError: an actor died first, most likely in its constructor.
             MisuseError: the pool is closed.
-            InfeasibleError: even an idle node has no room for so many actors.
+            InfeasibleError: even an idle node has no room for all the actors.
         """
         if self.is_closed:
             raise self._closed()
@@ -476,7 +481,7 @@ class PoolScheduler:
             if not self.is_given:
                 await check_room(self.name, [actor.link for actor in self._actors])
         except BaseException as error:
-            started.cancel()  # nobody awaits it any more
+            started.cancel()  # it has no waiter any more
             if isinstance(error, InfeasibleError):
                 self.close(at_once=True)
             raise
@@ -499,13 +504,13 @@ class PoolScheduler:
                 started.set_exception(error)
 
     def close(self, at_once: bool) -> None:
-        """Refuse calls and end all actors: after the calls they were sent, or now."""
+        """Refuse calls and end all actors: at once, or after the calls made so far."""
         if self.is_closed:
             return
         self.is_closed = True
-        for alarm in (self._idle_timer, self._create_timer):
-            if alarm is not None:
-                alarm.cancel()
+        for timer in (self._idle_timer, self._create_timer):
+            if timer is not None:
+                timer.cancel()
         self._settle_starting(self._closed())
         actors, self._actors, self._takers = self._actors, [], []
         self._refuse_waiting()
@@ -532,7 +537,7 @@ async def check_room(name: str, links: Sequence[Link]) -> None:
     Actors with different requests are not checked.
 
     Raises:
-        InfeasibleError: even an idle node has no room for so many.
+        InfeasibleError: even an idle node has no room for all the actors.
     """
     from asyncio import gather
 
@@ -541,13 +546,13 @@ async def check_room(name: str, links: Sequence[Link]) -> None:
     rooms = await gather(*(link.room() for link in links), return_exceptions=True)
     kinds = {room for room in rooms if not isinstance(room, BaseException)}
     if len(kinds) != 1:
-        return  # `PoolScheduler.ready` raises what is wrong
+        return  # `PoolScheduler.ready` raises the error, if any
     [(most, request)] = kinds
     if most is not None and most < len(rooms):
         raise InfeasibleError(
             f"a pool of {len(rooms)} {name}, each with {request}, can never be ready: "
-            f"this node has room for {most} at once, even when idle. Make it smaller, "
-            f"or ask for less for each."
+            f"this node has room for {most} at once, even when idle. Make the pool "
+            f"smaller, or ask for less for each actor."
         )
 
 
@@ -561,11 +566,11 @@ _TARGET: Final = optional(whole(1, "a whole number of calls, 1 or more, or None"
 
 
 class Submission:
-    """One call that a pool makes when an actor has none.
+    """A call that a pool makes as soon as an actor is free.
 
     Attributes:
-        error: what kept it from being made; None if nothing did.
-        handle: the handle of the call; None before it was made.
+        error: the reason why the call was not made; None without one.
+        handle: the handle of the call; None before the call is made.
     """
 
     __slots__ = ("_function", "_on_end", "_scheduler", "_value", "error", "handle")
@@ -585,32 +590,32 @@ class Submission:
         self.handle: Handle[Any] | None = None
 
     def start(self, actor: PoolActor | None) -> None:
-        """Make the call on an actor; None says that there will be none."""
+        """Make the call on an actor; None means that there will be no actor."""
         if self.error is not None:
-            return  # it was cancelled
+            return  # the call was cancelled
         try:
             if actor is None:
                 raise self._scheduler.no_actor()
-            made = self._function(actor.handle, self._value)
-            # Late: it imports asyncio.
+            handle = self._function(actor.handle, self._value)
+            # Imported late: it imports asyncio.
             from aiogpu.api.results.handle import Handle
 
-            if not isinstance(made, Handle):
+            if not isinstance(handle, Handle):
                 raise MisuseError(
-                    f"the function for submit() and map() of a pool gave {made!r}; it "
-                    f"must give a call's handle, as `lambda actor, value: "
-                    f"actor.method.remote(value)` does."
+                    f"the function for submit() and map() of a pool returned "
+                    f"{handle!r}; it must return a call's handle, as `lambda actor, "
+                    f"value: actor.method.remote(value)` does."
                 )
-        except Exception as error:  # noqa: BLE001 - it is told by `result`
+        except Exception as error:  # noqa: BLE001 - `result` raises it
             self.error = error
             self._on_end(self)
             return
-        self.handle = made
-        self._scheduler.watch(actor, made)
-        _when_done(made, lambda _: self._on_end(self))
+        self.handle = handle
+        self._scheduler.watch(actor, handle)
+        _when_done(handle, lambda _: self._on_end(self))
 
     def cancel(self) -> None:
-        """Stop the call, or do not make it."""
+        """Stop the call, or do not make it if it waits."""
         if self.handle is not None:
             self.handle.cancel()
         else:
@@ -634,19 +639,19 @@ class Submission:
 
 
 class Submissions:
-    """Calls of a pool whose results are asked for one by one."""
+    """The submitted calls of a pool, whose results are taken one by one."""
 
     def __init__(self, scheduler: PoolScheduler) -> None:
         self._scheduler = scheduler
         self._calls: dict[Submission, None] = {}
         self._ended: deque[Submission] = deque()
-        self._news: asyncio.Future[None] | None = None
+        self._waiter: asyncio.Future[None] | None = None
 
     def __len__(self) -> int:
         return len(self._calls)
 
     def submit(self, function: Callable[[Any, Any], object], value: object) -> None:
-        """Make a call when an actor has none; raises if the pool takes no calls."""
+        """Make a call as soon as an actor is free; raise if the pool is closed."""
         call = Submission(self._scheduler, function, value, self._on_end)
         self._calls[call] = None
         try:
@@ -657,16 +662,16 @@ class Submissions:
 
     def _on_end(self, call: Submission) -> None:
         self._ended.append(call)
-        news, self._news = self._news, None
-        if news is not None and not news.done():
-            news.set_result(None)
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
 
     async def next(self, timeout: float | None, is_ordered: bool) -> Any:
         """Return the next result, in the order of submission or of ends.
 
         Raises:
-            MisuseError: no result is to come.
-            TaskTimeoutError: the time was up; the result stays the next one.
+            MisuseError: there is no submitted call.
+            TaskTimeoutError: the time is up; a later call returns the result.
         """
         from asyncio import shield
         from asyncio import timeout as time_limit
@@ -677,12 +682,13 @@ class Submissions:
         try:
             async with time_limit(timeout):
                 while (call := self._first(what, is_ordered)) is None:
-                    if self._news is None:
-                        self._news = self._scheduler.loop.create_future()
-                    await shield(self._news)
+                    if self._waiter is None:
+                        self._waiter = self._scheduler.loop.create_future()
+                    await shield(self._waiter)
         except TimeoutError:
             raise TaskTimeoutError(
-                f"{what}: no result within {timeout:g} s; it stays the next one."
+                f"{what}: no result within {timeout:g} s; call it again to go on "
+                f"waiting."
             ) from None
         del self._calls[call]
         if not self._calls:
@@ -692,8 +698,8 @@ class Submissions:
     def _first(self, what: str, is_ordered: bool) -> Submission | None:
         if not self._calls:
             raise MisuseError(
-                f"{what} has nothing to wait for: each call that was submitted to this "
-                f"pool has given its result. Ask has_next() first."
+                f"{what} has nothing to wait for: all results of submitted calls were "
+                f"taken. Check has_next() first."
             )
         if is_ordered:
             first = next(iter(self._calls))
@@ -705,7 +711,7 @@ class Submissions:
         return None
 
     def cancel(self) -> None:
-        """Cancel all calls whose results were not asked for."""
+        """Cancel all calls whose results were not taken."""
         for call in self._calls:
             call.cancel()
 
@@ -721,16 +727,16 @@ def check_bounds(
     first, least, most = _LEAST("size", size), _LEAST("min_size", min_size), max_size
     if first is None and least is None:
         raise OptionError(
-            "ActorPool() was not told how many actors to make; say size=4, or "
-            "min_size=1 and max_size=4."
+            "ActorPool() needs the number of actors; give size=4, or min_size=1 and "
+            "max_size=4."
         )
     first = least if first is None else first
     least = first if least is None else least
     most = first if max_size is None else _MOST("max_size", max_size)
     if not least <= first <= most or not most:
         raise OptionError(
-            f"ActorPool(size={size!r}, min_size={min_size!r}, max_size={max_size!r}) "
-            f"must have min_size <= size <= max_size, and a max_size of 1 or more."
+            f"ActorPool needs min_size <= size <= max_size, and a max_size of 1 or "
+            f"more; got size={size!r}, min_size={min_size!r}, max_size={max_size!r}."
         )
     seconds = 60.0
     if idle_after is not None:
@@ -740,14 +746,14 @@ def check_bounds(
     if least == most and (target is not None or idle_after is not None):
         option = "target" if target is not None else "idle_after"
         raise OptionError(
-            f"{option}= says when a pool grows or shrinks, and this one always has "
+            f"{option}= sets when a pool grows or shrinks, but this pool always has "
             f"{most} actors; give min_size or max_size as well."
         )
     return bounds
 
 
 GIVEN: Final = PoolLimits(size=0, least=0, most=0, target=1, idle_after=0.0)
-"""Of a pool of given actors, which makes and ends none."""
+"""The limits of a pool that was made from a list of actors."""
 
 
 A = TypeVar("A")
@@ -759,11 +765,11 @@ class MakesActor(Protocol[A]):
     """A class under `@remote` whose constructor needs no arguments."""
 
     def remote(self) -> ActorHandle[A]:
-        """Make an actor."""
+        """Start an actor."""
 
 
 class PoolFinalizer:
-    """Held by a pool and its methods; ends the actors when the last of them goes."""
+    """Ends the actors when the pool and its methods, which refer to it, are dropped."""
 
     __slots__ = ("scheduler",)
 
@@ -773,9 +779,8 @@ class PoolFinalizer:
     def __del__(self) -> None:
         scheduler = self.scheduler
         if not scheduler.is_closed:
-            # Any thread may drop the last reference. A closed loop raises
-            # RuntimeError; its node has closed as well.
-            with suppress(RuntimeError):
+            # Any thread may drop the last reference.
+            with suppress(RuntimeError):  # the loop is closed, and so is its node
                 scheduler.loop.call_soon_threadsafe(scheduler.close, False)
 
 
@@ -793,15 +798,16 @@ class PoolMethod(CalledFirst, Mapper):
 
     @property
     def __name__(self) -> str:
-        """The name of the method in errors."""
+        """The name of the method for error messages."""
         return f"{self._finalizer.scheduler.name}.{self._name}"
 
     def remote(self, /, *args: Any, **kwargs: Any) -> Handle[Any]:
-        """Call it on the actor with the fewest unanswered calls.
+        """Call the method on the actor with the fewest unanswered calls.
 
         Raises:
-            MisuseError: the arguments do not fit, or the pool is closed.
-            NoLoopError: this is another thread than the event loop's.
+            MisuseError: the arguments do not match the method's parameters, or the pool
+                is closed.
+            NoLoopError: called in a thread other than the event loop's.
             SerializationError: an argument cannot be pickled.
             ActorDiedError: all actors have died, and the back-off has not passed.
         """
@@ -811,7 +817,7 @@ class PoolMethod(CalledFirst, Mapper):
         return self._called(lambda method: method._remote_chunk(arguments))
 
     def _called(self, call: Callable[[RemoteMethod], Handle[Any]]) -> Handle[Any]:
-        # Late: `session` imports asyncio.
+        # Imported late: it imports asyncio.
         from aiogpu.api.results.handle import check_thread
 
         scheduler = self._finalizer.scheduler
@@ -820,8 +826,8 @@ class PoolMethod(CalledFirst, Mapper):
         method = getattr(actor.handle, self._name)
         if isinstance(method, GeneratorMethod):
             raise MisuseError(
-                f"{self.__name__} is a generator, and a pool counts calls that have "
-                f"one result; call it by the handle of one actor."
+                f"{self.__name__} is a generator, and a pool can only call methods "
+                f"with one result; call it by the handle of one actor."
             )
         handle = call(method)
         scheduler.watch(actor, handle)
@@ -830,13 +836,12 @@ class PoolMethod(CalledFirst, Mapper):
     if not TYPE_CHECKING:
 
         def options(self, **options: object) -> NoReturn:
-            """Always raises; `OptionError` for one that no method has."""
+            """Raise `MisuseError`; `OptionError` for an unknown option."""
             check_options(dict(options), "method")
             given = ", ".join(f"{name}={value!r}" for name, value in options.items())
             raise MisuseError(
-                f"{self.__name__} is a method of an actor, and has its options where "
-                f"its class defines it: write `@aiogpu.method({given or '...'})` above "
-                f"it, and call it by `.remote(...)`."
+                f"{self.__name__} of a pool has no .options(): write `@aiogpu.method("
+                f"{given or '...'})` above the method in its class."
             )
 
     def _what_to_write(self) -> str:
@@ -847,28 +852,28 @@ class PoolMethod(CalledFirst, Mapper):
 
 
 class ActorPool(EnteredOnLoop, Generic[A]):
-    """Several actors of one class, called as if they were one.
+    """Several actors of one class that are called as if they were one.
 
-    `await pool.method.remote(...)` calls the actor with the fewest unanswered calls,
-    the first of equals; `pool.method.map(items)` does so for each item. Actors that
-    are not ready yet get calls only if no actor is ready.
+    `await pool.method.remote(...)` calls the actor with the fewest unanswered calls;
+    `pool.method.map(items)` does so for each item. Actors that are not ready yet get
+    calls only if no actor is ready.
 
     `await pool` waits until the actors are ready. `async with` waits as well, and ends
-    the actors at the end of the block: after the calls they were sent, or at once if
-    the block raised. Without `async with` they end when the pool is dropped.
+    the actors at the end of the block: after the calls made so far, or at once if the
+    block raised. Without `async with` the actors end when the pool is dropped.
 
     With `min_size` below `max_size` the pool grows and shrinks. A dead actor is
     replaced: at once if it had answered a call, else after a delay that doubles up to
-    one minute. Its unanswered calls raise `ActorDiedError`, and a warning is logged. A
-    pool of which no actor fits even on an idle node is an `InfeasibleError` where the
-    pool is awaited.
+    one minute. Its unanswered calls raise `ActorDiedError`, and a warning is logged. If
+    the pool cannot fit even on an idle node, `await pool` raises `InfeasibleError`.
 
-    Given a list of actors, the pool calls these. It does not end them and does not
-    replace those that die. `push` and `pop_idle` change which they are. When all have
-    died, calls raise `ActorDiedError`.
+    A pool made from a list of actors calls these. It does not end them, nor replace
+    dead ones; `push` and `pop_idle` add and remove actors. When all have died, calls
+    raise `ActorDiedError`.
 
-    `submit`, `get_next` and `map` call a function with an actor that has no calls. If
-    the actor has a method of such a name, `pool.map` is that method.
+    `submit`, `get_next` and `map` call a function with a free actor. If the actor's
+    class has a method with such a name, for example `map`, then `pool.map` is the
+    method of the actors.
     """
 
     @options_of("a pool of actors")
@@ -882,32 +887,32 @@ class ActorPool(EnteredOnLoop, Generic[A]):
         target: int | None = None,
         idle_after: float | None = None,
     ) -> None:
-        """Start to create the actors, or take those that there are.
+        """Start the actors, or make a pool of existing actors.
 
         Args:
-            actor: the class under `@aiogpu.remote`; or a function that creates an
-                actor and returns its handle:
-                `lambda: Model.options(num_gpus=0.5).remote("large")`; or the handles
-                of actors, for a pool without the other options.
-            size: actors at first; None for `min_size`.
-            min_size: actors at least, 0 or more; None for `size`.
-            max_size: actors at most; None for `size`.
+            actor: a class under `@aiogpu.remote`; or a function that starts an actor
+                and returns its handle, such as
+                `lambda: Model.options(num_gpus=0.5).remote("large")`; or a list of
+                actors' handles, without the other options.
+            size: number of actors at first; default `min_size`.
+            min_size: fewest actors, 0 or more; default `size`.
+            max_size: most actors; default `size`.
             target: unanswered calls per actor, 1 or more, above which another actor is
-                created; None for 1.
+                started; default 1.
             idle_after: seconds without a call, 0 or more, after which an actor above
-                `min_size` ends; None for 60.
+                `min_size` ends; default 60.
 
         Raises:
             OptionError: an argument is invalid.
-            MisuseError: `actor` is not an actor's class and returns no actor's handle.
-            NoLoopError: no event loop runs in this thread.
+            MisuseError: `actor` has another type, or returned another object.
+            NoLoopError: no event loop is running in this thread.
         """
         interface, make, given = _maker(actor)
         sizes = (size, min_size, max_size, target, idle_after)
         if make is None and any(option is not None for option in sizes):
             raise OptionError(
-                "ActorPool([...]) calls the actors that it was given, and makes none: "
-                "leave size, min_size, max_size, target and idle_after out."
+                "ActorPool([...]) calls existing actors and starts none: leave out "
+                "size, min_size, max_size, target and idle_after."
             )
         bounds = GIVEN if make is None else check_bounds(*sizes)
         from asyncio import _get_running_loop
@@ -931,7 +936,7 @@ class ActorPool(EnteredOnLoop, Generic[A]):
         return f"<ActorPool of {scheduler.name}: {scheduler!r}>"
 
     def __len__(self) -> int:
-        """Return how many actors there are, ready or not."""
+        """Return the number of actors, ready or not."""
         return len(self._finalizer.scheduler)
 
     def __bool__(self) -> bool:
@@ -943,7 +948,7 @@ class ActorPool(EnteredOnLoop, Generic[A]):
         interface = self._finalizer.scheduler.interface
         if interface is not None and name not in interface.methods:
             raise no_method(interface, name)
-        # The method holds the finalizer, not the pool: dropping the pool ends it.
+        # The method refers to the finalizer, not to the pool, so there is no cycle.
         method = PoolMethod(self._finalizer, name)
         self.__dict__[name] = method
         return method
@@ -968,59 +973,59 @@ class ActorPool(EnteredOnLoop, Generic[A]):
     def submit(
         self, fn: Callable[[ActorHandle[A], T], Awaitable[Any]], value: T, /
     ) -> None:
-        """Call `fn(actor, value)` with an actor that has no calls, as soon as there is.
+        """Call `fn(actor, value)` as soon as an actor is free.
 
-        `get_next` gives the results. `await pool.method.remote(value)` gives its own,
-        and takes the actor at once that has the fewest calls.
+        `get_next` returns the results. `await pool.method.remote(value)` returns the
+        result of its own call, and calls the least busy actor at once.
 
         Args:
             fn: starts a call and returns its handle, as `lambda actor, value:
                 actor.method.remote(value)` does. It is called on the event loop, in the
                 order of `submit`.
-            value: its second argument.
+            value: the second argument of `fn`.
 
         Raises:
             MisuseError: the pool is closed.
-            ActorDiedError: all actors that the pool was given have died.
+            ActorDiedError: all actors of a pool made from a list have died.
         """
         self._check_thread("submit()")
         self._submitted.submit(fn, value)
 
     async def get_next(self, timeout: float | None = None) -> Any:
-        """Return the next result of what was submitted, in the order of `submit`.
+        """Return the next result of the submitted calls, in the order of `submit`.
 
         Args:
-            timeout: seconds; None waits as long as it takes. When the time is up, or
-                the wait is cancelled, the result stays the next one.
+            timeout: seconds; None waits without limit. After a timeout or a cancelled
+                wait, the next `get_next` returns the same result.
 
         Raises:
-            Exception: what the call has raised; the next result is the one after it.
-            TaskTimeoutError: the time was up.
-            MisuseError: nothing was submitted whose result was not given.
+            Exception: the error of the call; it counts as its result.
+            TaskTimeoutError: the time is up.
+            MisuseError: all results of submitted calls were taken.
         """
         self._check_thread("get_next()")
         return await self._submitted.next(timeout, is_ordered=True)
 
     async def get_next_unordered(self, timeout: float | None = None) -> Any:
-        """Return the result of whichever call ends first; else as `get_next`."""
+        """Return the result of the call that ends next; otherwise like `get_next`."""
         self._check_thread("get_next_unordered()")
         return await self._submitted.next(timeout, is_ordered=False)
 
     def has_next(self) -> bool:
-        """Return whether `get_next` has a result to give or to wait for."""
+        """Return whether `get_next` has a result to return or to wait for."""
         return bool(self._submitted)
 
     def has_free(self) -> bool:
-        """Return whether an actor is ready that has no calls."""
+        """Return whether a ready actor has no calls."""
         return self._finalizer.scheduler.idle() is not None
 
     def map(
         self, fn: Callable[[ActorHandle[A], T], Awaitable[R]], values: Iterable[T], /
     ) -> AsyncGenerator[R]:
-        """Call `fn(actor, value)` for each value; gives the results in their order.
+        """Call `fn(actor, value)` for each value; return the results in their order.
 
-        Each call takes an actor that has none. Values are read as far ahead as twice
-        the number of actors. Leaving the loop over the results cancels the other calls.
+        Each call takes a free actor. Values are read ahead, up to twice the number of
+        actors. Leaving the loop over the results cancels the other calls.
         `pool.method.map(values)` is shorter, and has more options.
 
         Args:
@@ -1032,49 +1037,46 @@ class ActorPool(EnteredOnLoop, Generic[A]):
     def map_unordered(
         self, fn: Callable[[ActorHandle[A], T], Awaitable[R]], values: Iterable[T], /
     ) -> AsyncGenerator[R]:
-        """As `map`, but each result as soon as it is there."""
+        """Like `map`, with the results in the order in which the calls end."""
         return self._map(fn, values, is_ordered=False)
 
     async def _map(
         self, fn: Callable[[Any, Any], object], values: Iterable[Any], is_ordered: bool
     ) -> AsyncGenerator[Any]:
         self._check_thread("map()")
-        mine, items, end = (
-            Submissions(self._finalizer.scheduler),
-            iter(values),
-            object(),
-        )
+        submitted = Submissions(self._finalizer.scheduler)
+        items, end = iter(values), object()
         try:
             while True:
-                while len(mine) < 2 * max(1, len(self)):
+                while len(submitted) < 2 * max(1, len(self)):
                     if (value := next(items, end)) is end:
                         break
-                    mine.submit(fn, value)
-                if not mine:
+                    submitted.submit(fn, value)
+                if not submitted:
                     return
-                yield await mine.next(None, is_ordered)
+                yield await submitted.next(None, is_ordered)
         finally:
-            mine.cancel()
+            submitted.cancel()
 
     def push(self, actor: ActorHandle[A], /) -> None:
-        """Add an actor to a pool of given actors.
+        """Add an actor to a pool that was made from a list of actors.
 
         Raises:
-            MisuseError: it is no actor's handle; the pool makes its actors, is closed,
-                or has this one already.
+            MisuseError: `actor` is not an actor's handle or is already in the pool; or
+                the pool starts its own actors, or is closed.
         """
         scheduler = self._given("push()")
         link_of(actor, "push() of a pool")
         scheduler.add(actor)
 
     def pop_idle(self) -> ActorHandle[A] | None:
-        """Take an actor that has no calls out of a pool of given ones.
+        """Remove a free actor from a pool that was made from a list of actors.
 
         Returns:
-            Its handle; None if each actor has calls, or is not ready.
+            The actor's handle; None if no ready actor is without calls.
 
         Raises:
-            MisuseError: the pool makes its actors, or is closed.
+            MisuseError: the pool starts its own actors, or is closed.
         """
         scheduler = self._given("pop_idle()")
         actor = scheduler.idle()
@@ -1090,19 +1092,19 @@ class ActorPool(EnteredOnLoop, Generic[A]):
             raise scheduler.no_actor()
         if not scheduler.is_given:
             raise MisuseError(
-                f"{what} is for a pool of given actors, ActorPool([...]); this one "
-                f"makes and ends its actors itself."
+                f"{what} is for pools made from a list of actors, ActorPool([...]); "
+                f"this pool starts and ends its actors itself."
             )
         return scheduler
 
     def _check_thread(self, what: str) -> None:
-        # Late: it imports asyncio.
+        # Imported late: it imports asyncio.
         from aiogpu.api.results.handle import check_thread
 
         check_thread(self._finalizer.scheduler.loop, f"{what} of a pool")
 
     async def aclose(self) -> None:
-        """End the actors after the calls they were sent, and wait; idempotent."""
+        """End the actors after the calls made so far, and wait; idempotent."""
         await self._end(at_once=False)
 
     async def _end(self, at_once: bool) -> None:
@@ -1114,32 +1116,32 @@ class ActorPool(EnteredOnLoop, Generic[A]):
 _OWN_NAMES: Final = frozenset(
     name for name in vars(ActorPool) if not name.startswith("_")
 ) - {"aclose"}
-"""Names of methods of a pool that a method of its actors may have."""
+"""Public methods of a pool that a method of the actors' class may shadow."""
 
 
 def _maker(
     actor: object,
 ) -> tuple[ActorInterface | None, Callable[[], object] | None, Sequence[object]]:
-    """Return the class of the actors, what makes them, and those that are there."""
+    """Return the actors' interface, the function to start one, and existing actors."""
     if isinstance(actor, RemoteClass):
         return actor._interface, actor.remote, ()
     if isinstance(actor, Iterable) and not isinstance(actor, type):
-        given = list(actor)
-        if all(isinstance(one, ActorHandle) for one in given):
-            return None, None, given
+        handles = list(actor)
+        if all(isinstance(handle, ActorHandle) for handle in handles):
+            return None, None, handles
     elif callable(actor) and not isinstance(actor, type | Decorated):
         return None, actor, ()
     raise MisuseError(
-        f"ActorPool() was given {actor!r}; give it a class under @aiogpu.remote, or a "
-        f"function that makes one actor: `lambda: Model.remote('large')`, or a list of "
-        f"actors' handles."
+        f"ActorPool() takes a class under @aiogpu.remote, a function that starts one "
+        f"actor, such as `lambda: Model.remote('large')`, or a list of actors' "
+        f"handles, not {actor!r}."
     )
 
 
 def typed(handle: ActorHandle[A] | ActorPool[A], /) -> A:
-    """Return the argument, typed as an object of the actor's class.
+    """Return the argument, with the type of the actor's class for type checkers.
 
-    Methods under `@aiogpu.method` then have a `.remote` with their parameters and
-    results: `await aiogpu.typed(counter).add.remote(1)`.
+    Type checkers then know the parameters and results of methods under
+    `@aiogpu.method`: `await aiogpu.typed(counter).add.remote(1)`.
     """
     return cast("A", handle)

@@ -1,8 +1,9 @@
-"""`Queue`: items that tasks, actors and programs hand on to each other, in their order.
+"""`Queue`: a first-in, first-out queue between tasks, actors and programs.
 
-The items are in an actor, which holds no CPU. What a program does with its queue are
-steps that wait for calls of this actor: on an event loop by `await`, in a plain task by
-blocking. User modules import this file in every worker, so asyncio is imported late.
+The items are in an actor, which holds no CPU. Each operation is a generator of steps
+that yields calls of this actor; an event loop awaits each call, a plain task blocks.
+Light to import: user modules load this file in every worker, so asyncio is imported
+late.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class QueueFullError(AiogpuError, Full):
     """A queue had no room for an item within the `timeout`.
 
     Attributes:
-        count: how many items of a batch were put before the time was up.
+        count: number of items of a batch that were put before the time was up.
     """
 
     def __init__(self, message: str, count: int = 0) -> None:
@@ -49,11 +50,11 @@ class QueueEmptyError(AiogpuError, Empty):
 
 
 class QueueClosedError(AiogpuError, RuntimeError):
-    """A queue was shut down: it takes no items, and has none left."""
+    """A queue was shut down: it accepts no items, and has none left."""
 
 
 WAITING: Final = 1_000_000
-"""How many may wait for items, or for room, at once."""
+"""Most calls that wait for items or for room at the same time."""
 
 
 class _Put:
@@ -78,7 +79,7 @@ class _Get:
 
 @remote(num_cpus=0, max_concurrency=WAITING)
 class QueueActor:
-    """The items of a queue, and who waits for items and for room, in their order."""
+    """The items of a queue, and the calls that wait for items or room, in order."""
 
     def __init__(self, maxsize: int) -> None:
         self._maxsize = maxsize
@@ -90,7 +91,7 @@ class QueueActor:
     async def put(
         self, items: list[Any], timeout: float | None
     ) -> tuple[int, int, bool]:
-        """Return how many items were put, the limit, and whether the queue is shut."""
+        """Return the number of items put, the limit, and whether the queue is shut."""
         from asyncio import get_running_loop, wait
 
         put = _Put(items, get_running_loop().create_future())
@@ -107,14 +108,14 @@ class QueueActor:
     async def get(
         self, ticket: bytes, most: int, timeout: float | None
     ) -> list[Any] | None:
-        """Return up to so many items; none if the time is up, None after shutdown."""
+        """Return up to `most` items; [] if the time is up, None after shutdown."""
         from asyncio import CancelledError, get_running_loop, wait
 
         get = self._gets[ticket] = _Get(most, get_running_loop().create_future())
         self._settle()
         try:
             await wait([get.found], timeout=timeout)
-        except CancelledError:  # the process that waited has ended
+        except CancelledError:  # the waiting process has ended
             if get.found.done():
                 self._put_back(get.found.result() or [])
             raise
@@ -123,13 +124,13 @@ class QueueActor:
         return get.found.result() if get.found.done() else []
 
     async def withdraw(self, ticket: bytes) -> None:
-        """End a wait for items; it gives none, unless it has had them already."""
+        """End a wait for items; it returns no items unless it has them already."""
         get = self._gets.pop(ticket, None)
         if get is not None:
             get.found.set_result([])
 
     async def put_back(self, items: list[Any]) -> None:
-        """Take items back to the front that nobody has received."""
+        """Put items that no consumer received back at the front."""
         self._put_back(items)
 
     def _put_back(self, items: list[Any]) -> None:
@@ -137,11 +138,11 @@ class QueueActor:
         self._settle()
 
     async def size(self) -> tuple[int, int]:
-        """Return how many items there are, and the limit."""
+        """Return the number of items, and the limit."""
         return len(self._items), self._maxsize
 
     async def shutdown(self, at_once: bool) -> None:
-        """Take no more items; drop those that are there, or give them first."""
+        """Accept no more items; with `at_once` drop the items in the queue."""
         self._is_closed = True
         if at_once:
             self._items.clear()
@@ -151,7 +152,7 @@ class QueueActor:
         self._settle()
 
     def _settle(self) -> None:
-        """Move items from who puts to who gets, as far as there is room."""
+        """Move items from waiting puts to waiting gets, as far as there is room."""
         items, puts, gets = self._items, self._puts, self._gets
         while True:
             if puts and not 0 < self._maxsize <= len(items):
@@ -178,22 +179,22 @@ Steps = Generator[Any, Any, R]
 
 
 class Queue(Generic[T]):
-    """A queue in an actor, for programs, tasks and actors that have it.
+    """A queue in an actor, for programs, tasks and actors that share it.
 
     Its methods are awaited. In a plain task, which has no event loop, they block and
-    return their result without `await`. A task that waits holds no CPU.
+    return their result without `await`. A waiting task holds no CPU.
 
-    Each item goes to one consumer, in the order in which items were put, to consumers
-    in the order in which they ask. A cancelled or late `get` loses no item; after a
-    cancelled `put` the item may be in the queue. An item is lost if the process of the
-    consumer that received it dies. A consumer that dies while it waits takes no item,
-    except on a Ray cluster.
+    Items are delivered in the order in which they were put, each to one consumer, and
+    consumers are served in the order of their requests. A cancelled or late `get` loses
+    no item; after a cancelled `put` the item may be in the queue. An item is lost if
+    the process of the consumer that received it dies. A consumer that dies while it
+    waits takes no item, except on a Ray cluster.
 
     The items are in the actor's memory: if the actor dies they are lost, and calls
-    raise `ActorDiedError`. The actor ends with the last handle to the queue.
+    raise `ActorDiedError`. The actor ends when the last handle to the queue is dropped.
 
-    On an inline node a task does not begin while another one awaits. Of a producer and
-    a consumer, one must be the program.
+    On an inline node no task starts while another task waits, so either the producer or
+    the consumer must be the program.
 
     Example:
         `queue = aiogpu.Queue(maxsize=100)`, `await queue.put(1)`, `await queue.get()`
@@ -203,13 +204,14 @@ class Queue(Generic[T]):
         """Make a queue.
 
         Args:
-            maxsize: items at most, above which `put` waits; 0 for any number.
-            **options: those of its actor, such as `name="jobs"` with
+            maxsize: most items; `put` waits while the queue is full; 0 for no limit.
+            **options: options of the queue's actor, such as `name="jobs"` with
                 `get_if_exists=True`, or `lifetime="detached"`.
 
         Raises:
             OptionError: an option is invalid.
-            NoLoopError: no event loop runs in this thread; see `aiogpu.sync.Queue`.
+            NoLoopError: no event loop is running in this thread; see
+                `aiogpu.sync.Queue`.
         """
         limit = _check_size("maxsize", maxsize)
         cls: Any = QueueActor
@@ -224,21 +226,21 @@ class Queue(Generic[T]):
         return _restored, (type(self), self._actor)
 
     def __await__(self) -> Generator[Any, None, Self]:
-        """Wait until the queue was made; a named one, before it is passed on."""
+        """Wait until the queue is ready; needed before a named queue is passed on."""
         yield from self._actor.__await__()
         return self
 
     @property
     def actor(self) -> ActorHandle[Any]:
-        """The handle of its actor, for `aiogpu.kill`."""
+        """The handle of the queue's actor, for `aiogpu.kill`."""
         return self._actor
 
     def put(self, item: T, timeout: float | None = None) -> Coroutine[Any, Any, None]:
         """Put an item in; wait until there is room.
 
         Args:
-            item: anything that can be pickled; a handle stays a handle.
-            timeout: seconds; None waits as long as it takes, 0 not at all.
+            item: any object that can be pickled; a handle is delivered as a handle.
+            timeout: seconds; None waits without limit, 0 does not wait.
 
         Raises:
             QueueFullError: there was no room within the time.
@@ -248,16 +250,16 @@ class Queue(Generic[T]):
         return self._run(self._putting([item], timeout))
 
     def put_nowait(self, item: T) -> Coroutine[Any, Any, None]:
-        """Put an item in if there is room; else raise `QueueFullError`."""
+        """Put an item in, or raise `QueueFullError` if there is no room."""
         return self.put(item, 0)
 
     def put_batch(
         self, items: Iterable[T], timeout: float | None = None
     ) -> Coroutine[Any, Any, None]:
-        """Put items in, each when there is room for it, by one call.
+        """Put several items in by one call, each as soon as there is room.
 
         Raises:
-            QueueFullError: the time was up; its `count` tells how many were put.
+            QueueFullError: the time is up; its `count` is the number of items put.
         """
         return self._run(self._putting(list(items), timeout))
 
@@ -265,42 +267,42 @@ class Queue(Generic[T]):
         """Take the next item; wait until there is one.
 
         Args:
-            timeout: seconds; None waits as long as it takes, 0 not at all.
+            timeout: seconds; None waits without limit, 0 does not wait.
 
         Raises:
             QueueEmptyError: there was no item within the time.
-            QueueClosedError: the queue is shut down, and has no items left.
+            QueueClosedError: the queue is shut down and has no items left.
             ActorDiedError: the queue's actor is dead.
         """
         return self._run(self._getting_one(timeout))
 
     def get_nowait(self) -> Coroutine[Any, Any, T]:
-        """Take the next item if there is one; else raise `QueueEmptyError`."""
+        """Take the next item, or raise `QueueEmptyError` if there is none."""
         return self.get(0)
 
     def get_batch(
         self, most: int, timeout: float | None = None
     ) -> Coroutine[Any, Any, list[T]]:
-        """Take up to `most` items, by one call; wait until there is one."""
+        """Take up to `most` items by one call; wait until there is at least one."""
         return self._run(self._getting(_check_most("most", most), timeout))
 
     def size(self) -> Coroutine[Any, Any, int]:
-        """Return how many items are in the queue."""
+        """Return the number of items in the queue."""
         return self._run(self._asking(lambda size, _: size))
 
     def empty(self) -> Coroutine[Any, Any, bool]:
-        """Return whether there is no item."""
+        """Return whether the queue has no item."""
         return self._run(self._asking(lambda size, _: not size))
 
     def full(self) -> Coroutine[Any, Any, bool]:
-        """Return whether there is no room."""
+        """Return whether the queue has no room."""
         return self._run(self._asking(lambda size, most: 0 < most <= size))
 
     def shutdown(self, at_once: bool = False) -> Coroutine[Any, Any, None]:
-        """Take no more items: `put` raises, and `get` when no item is left.
+        """Accept no more items: `put` raises, and `get` raises when no item is left.
 
         Args:
-            at_once: drop the items.
+            at_once: True to drop the items in the queue.
         """
         return self._run(self._shutting(at_once))
 
@@ -314,7 +316,7 @@ class Queue(Generic[T]):
         except QueueClosedError:
             raise StopAsyncIteration from None
 
-    # The steps of each of these.
+    # The steps of each operation.
 
     def _putting(self, items: list[T], timeout: float | None) -> Steps[None]:
         _check_timeout(timeout)
@@ -325,10 +327,10 @@ class Queue(Generic[T]):
             return
         what = "the item" if len(items) == 1 else f"{len(items) - count} items"
         if is_closed:
-            raise QueueClosedError(f"the queue is shut down and did not take {what}.")
+            raise QueueClosedError(f"the queue is shut down and did not accept {what}.")
         raise QueueFullError(
-            f"the queue has {most} items, as many as it may, and had no room for "
-            f"{what} within {timeout or 0:g} s.",
+            f"the queue is full with {most} items, and had no room for {what} within "
+            f"{timeout or 0:g} s.",
             count,
         )
 
@@ -345,8 +347,8 @@ class Queue(Generic[T]):
         except AiogpuError:
             raise
         except BaseException:
-            # Whoever waited was cancelled. An item may be on its way all the same. In
-            # plain code an interrupt may come amid `.remote()`, after it was sent.
+            # The waiter was cancelled, but an item may be on its way. In plain code an
+            # interrupt may come inside `.remote()`, after the call was sent.
             with suppress(AiogpuError):
                 withdrawn = self._actor.withdraw.remote(ticket)
                 late = (yield withdrawn) if handle is None else (yield handle)
@@ -354,16 +356,14 @@ class Queue(Generic[T]):
                     yield self._actor.put_back.remote(late)
             raise
         if items is None:
-            raise QueueClosedError("the queue is shut down, and has no items left.")
+            raise QueueClosedError("the queue is shut down and has no items left.")
         if not items:
-            raise QueueEmptyError(
-                f"the queue is empty, and had no item within {timeout or 0:g} s."
-            )
+            raise QueueEmptyError(f"the queue had no item within {timeout or 0:g} s.")
         return cast("list[T]", items)
 
-    def _asking(self, tell: Callable[[int, int], R]) -> Steps[R]:
+    def _asking(self, answer: Callable[[int, int], R]) -> Steps[R]:
         size, most = yield self._actor.size.remote()
-        return tell(size, most)
+        return answer(size, most)
 
     def _shutting(self, at_once: bool) -> Steps[None]:
         yield self._actor.shutdown.remote(at_once)
@@ -391,23 +391,23 @@ def _run_blocking(steps: Any) -> Any:
     step: Callable[[Any], Any] = steps.send
     value: Any = None
     while True:
-        # An interrupt may come anywhere, and must reach the steps.
+        # An interrupt may come at any point, and must reach the steps.
         try:
             value, step = get(step(value)), steps.send
         except StopIteration as end:
             return end.value
         except BaseException as error:
             if steps.gi_frame is None:
-                raise  # the steps have raised it
+                raise  # the steps raised it
             step, value = steps.throw, error
 
 
 _unfinished: Final[set[asyncio.Task[Any]]] = set()
-"""What was cancelled, and still has items to put back."""
+"""Cancelled gets that may still have items to put back."""
 
 
 async def _run_on_loop(steps: Steps[R], stop: BaseException | None = None) -> R:
-    """Run the steps; `stop` is what they are ended by."""
+    """Run the steps; `stop` is an error to throw into them first."""
     from asyncio import CancelledError, ensure_future, wait
 
     step: Callable[[Any], Any] = steps.send if stop is None else steps.throw

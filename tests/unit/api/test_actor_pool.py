@@ -189,7 +189,7 @@ async def test_replacement_that_cannot_be_made_is_tried_again(
     with pytest.raises(ActorDiedError) as caught:
         call(pool)
     assert caught.value.__cause__ is actors.refuses
-    assert "a pool cannot make another actor" in caplog.messages
+    assert "a pool could not start another actor" in caplog.messages
     actors.refuses = None
     pool._finalizer.scheduler._not_before = 0.0
     call(pool)
@@ -343,12 +343,12 @@ async def test_dropped_pool_ends_its_actors_after_their_calls(
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
-        (Model, "was given <class .*Model'>; give it a class under @aiogpu.remote"),
-        (8, "was given 8; give it a class under @aiogpu.remote"),
-        ([Remote], r"was given \[<RemoteClass .*>\]; give it a class"),
-        (aiogpu.remote(lambda: 7), "was given <RemoteFunction .*>; give it a class"),
-        (lambda: 7, "gave 7; it must give an actor's handle"),
-        (lambda: Remote, "gave <RemoteClass .*>; it must give an actor's handle"),
+        (Model, "takes a class under @aiogpu.remote, .* not <class .*Model'>"),
+        (8, "takes a class under @aiogpu.remote, .* not 8"),
+        ([Remote], r"takes a class .* not \[<RemoteClass .*>\]"),
+        (aiogpu.remote(lambda: 7), "takes a class .* not <RemoteFunction .*>"),
+        (lambda: 7, "returned 7; it must return an actor's handle"),
+        (lambda: Remote, "returned <RemoteClass .*>; it must return an actor's handle"),
     ],
 )
 async def test_pool_refuses_arguments_that_make_no_actors(
@@ -357,12 +357,12 @@ async def test_pool_refuses_arguments_that_make_no_actors(
     with pytest.raises(MisuseError, match=message):
         aiogpu.ActorPool(argument, 2)
     if isinstance(argument, list):
-        with pytest.raises(MisuseError, match="give it a class under"):
+        with pytest.raises(MisuseError, match="takes a class under"):
             aiogpu.ActorPool(argument)  # as Ray's pool takes them
 
 
 async def test_pool_kills_its_actors_if_one_cannot_be_made(actors: FakeActors) -> None:
-    with pytest.raises(OptionError, match="was not told how many"):
+    with pytest.raises(OptionError, match="needs the number of actors"):
         aiogpu.ActorPool(actors.make)
     assert actors.links == []
 
@@ -424,14 +424,14 @@ def test_missing_limits_follow_from_the_given_ones(given: Any, expected: Any) ->
     assert limits(**given) == expected
 
 
-ORDER = "must have min_size <= size <= max_size"
+ORDER = "needs min_size <= size <= max_size"
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({}, r"was not told how many .* size=4, or min_size=1 and max_size=4"),
-        ({"max_size": 3}, "was not told how many"),
+        ({}, r"needs the number of actors; give size=4, or min_size=1 and max_size=4"),
+        ({"max_size": 3}, "needs the number of actors"),
         ({"size": -1}, "size=-1 must be a whole number of actors, 0 or more"),
         *(({"size": size}, f"size={size!r} must be") for size in (1.0, True, "4")),
         ({"min_size": -1}, "min_size=-1 must be"),
@@ -448,8 +448,8 @@ ORDER = "must have min_size <= size <= max_size"
             )
             for time in (-1, True)
         ),
-        ({"size": 4, "target": 2}, "target= says when a pool grows .* always has 4"),
-        ({"size": 4, "idle_after": 2}, "idle_after= says when a pool grows or shrinks"),
+        ({"size": 4, "target": 2}, "target= sets when a pool grows .* always has 4"),
+        ({"size": 4, "idle_after": 2}, "idle_after= sets when a pool grows or shrinks"),
     ],
 )
 def test_impossible_limits_are_refused(given: Any, message: str) -> None:

@@ -584,19 +584,25 @@ def refused() -> Iterator[tuple[Any, str]]:
         return numbers
 
     yield len, "was given <built-in"
-    yield lambda numbers: numbers, "is no coroutine function.* Write `async def`, with"
-    yield stream, "stream is no coroutine function"
-    yield two, r"two\(numbers.*, factor.*\).* it takes one list of items and no more"
-    yield many, "one list of items and no more"
-    yield named, "one list of items and no more"
+    yield (
+        lambda numbers: numbers,
+        "needs a coroutine function.* write `async def`, with",
+    )
+    yield stream, "a coroutine function, and .*stream is none"
+    yield (
+        two,
+        r"two\(numbers.*, factor.*\).* it must take one list of items and nothing else",
+    )
+    yield many, "one list of items and nothing else"
+    yield named, "one list of items and nothing else"
     yield Wrong.three, r"Wrong\.three\(self, .* one list of items after self"
-    yield Wrong.none, "one list of items after self and no more"
+    yield Wrong.none, "one list of items after self and nothing else"
     yield Wrong(), "was given <.*Wrong object.*>; write @aiogpu.batch"
     yield functools.partial(two, factor=1), r"was given functools\.partial"
-    yield staticmethod(double), "as a staticmethod; write @staticmethod above @aiogpu"
-    yield classmethod(two), "as a classmethod; write @classmethod above"
+    yield staticmethod(double), "staticmethod double; write @staticmethod above @aiogpu"
+    yield classmethod(two), "the classmethod two; write @classmethod above"
     remote = aiogpu.remote(two)
-    yield remote, "RemoteFunction .*two> was given .* Batch an async method of an actor"
+    yield remote, "RemoteFunction .*two>, which .* Decorate an async method of an actor"
 
 
 @pytest.mark.parametrize(("thing", "message"), [*refused()])

@@ -571,7 +571,7 @@ def test_lease_requests_only_the_named_resources() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "a lease of nothing"),
+        ({}, "a lease must hold something"),
         ({"num_gpus": 1.5}, "num_gpus=1.5"),
         ({"num_gpus": 1, "timeout": 0}, "timeout=0"),
         ({"num_gpus": 1, "max_calls": 1}, "max_calls is not an option of a lease"),
@@ -586,11 +586,11 @@ def test_invalid_leases_are_refused(options: dict[str, Any], message: str) -> No
 
 async def test_lease_that_is_not_granted_has_no_ids() -> None:
     lease = aiogpu.lease(num_gpus=1)
-    assert repr(lease) == "<Lease lease not asked for>"
+    assert repr(lease) == "<Lease lease not requested>"
     assert not lease.is_held
     with pytest.raises(MisuseError, match="not granted yet"):
         _ = lease.ids
-    with pytest.raises(MisuseError, match="not asked for yet"):
+    with pytest.raises(MisuseError, match="not requested yet"):
         await lease.why()
     await lease.release()
 

@@ -306,7 +306,7 @@ async def test_wrong_use_of_methods_of_actors_and_pools_is_refused(
         assert "write `await pool.add.remote(...)`" in message
         message = await message_of(lambda add: add.options(num_returns=2), pool.add)
         assert message.startswith(pool.add.__name__)
-        assert "`@aiogpu.method(num_returns=2)` above it" in message
+        assert "`@aiogpu.method(num_returns=2)` above the method" in message
         with pytest.raises(OptionError, match="name is not an option"):
             pool.add.options(name="a call")
     with pytest.raises(AttributeError) as caught:
