@@ -1,4 +1,4 @@
-"""Boxes for tests of the service, and terminals whose screens are read."""
+"""Sandboxes for nodes, and terminals with a readable screen."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.box import Box, box
-from tests.cli.screens import Screen, screen
+from tests.cli.sandbox import Sandbox, open_sandbox
+from tests.cli.tmux_screen import Screen, open_screen
 
 
 @pytest.fixture
-def here() -> Iterator[Box]:
-    """A box without a node, before and after."""
-    with box() as opened:
-        yield opened
+def sandbox() -> Iterator[Sandbox]:
+    """A sandbox without a node, before and after."""
+    with open_sandbox() as sandbox:
+        yield sandbox
 
 
 @pytest.fixture
 def terminal(tmp_path: Path) -> Iterator[Screen]:
     """A shell in a terminal of tmux."""
-    with screen(tmp_path) as found:
-        yield found
+    with open_screen(tmp_path) as screen:
+        yield screen

@@ -1,6 +1,6 @@
 """Ctrl-C, Ctrl-\\ and a closed terminal: for a program, a node and IPython.
 
-Ctrl-C once is orderly, twice is at once; whatever it is, nothing is left.
+The first Ctrl-C ends in order, the second one at once; nothing is left.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import pexpect
 import pytest
 
 import aiogpu
-from tests.cli.box import Box
+from tests.cli.sandbox import Sandbox
 from tests.contract import tasks
 from tests.faults.leftovers import processes_of, wait_until_gone
 from tests.support.gate import Gate
@@ -84,28 +84,28 @@ class Shell:
     def __init__(self, place: Path, source: str, *arguments: str) -> None:
         program = place / "program.py"
         program.write_text(textwrap.dedent(source))
-        self.noted = place / "noted"
+        self.notes = place / "notes"
         self.run = place / "run"
         self.run.mkdir()
         variables = environment(PS1=PROMPT, XDG_RUNTIME_DIR=str(self.run), TERM="dumb")
         self.terminal = pexpect.spawn(
             "bash", ["--norc", "--noprofile", "-i"], env=variables, encoding="utf8"
         )
-        self._command = [sys.executable, str(program), *arguments, str(self.noted)]
+        self._command = [sys.executable, str(program), *arguments, str(self.notes)]
 
     def start(self) -> None:
-        """Run the program until it says that all is going on."""
+        """Start the program, and wait until all its tasks run."""
         self.terminal.expect_exact(PROMPT, timeout=60)
         self.terminal.sendline(shlex.join(self._command))
         self.terminal.expect_exact("all run", timeout=60)
 
     def prompt(self) -> str:
-        """What was written until the prompt is back."""
+        """Wait for the prompt; return the output before it."""
         self.terminal.expect_exact(PROMPT, timeout=LIMIT)
         return str(self.terminal.before)
 
     def end(self) -> None:
-        """Hang up on what is still there."""
+        """Kill the shell if it still runs."""
         if not self.terminal.closed:
             if not self.terminal.terminated:
                 self.terminal.kill(signal.SIGKILL)
@@ -113,7 +113,7 @@ class Shell:
             self.terminal.close()
 
     def status(self) -> int:
-        """How the program has ended, as shells tell it."""
+        """The exit status of the program, as the shell shows it."""
         self.terminal.sendline("echo status=$?")
         self.terminal.expect(r"status=(\d+)\r", timeout=LIMIT)
         return int(self.terminal.match.group(1))
@@ -136,17 +136,17 @@ def shell(place: Path, source: str, *arguments: str) -> Iterator[Shell]:
 
 
 @pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
-def test_once_is_orderly(loop: str, tmp_path: Path) -> None:
+def test_ctrl_c_ends_a_program_in_order(loop: str, tmp_path: Path) -> None:
     with shell(tmp_path, PROGRAM, loop, "-") as opened:
         opened.terminal.sendintr()
         written = opened.prompt()
         assert "on its way out" in written
         assert "KeyboardInterrupt" in written
         assert "never retrieved" not in written
-        # The processes of the shell itself are there as well.
+        # The shell has this runtime directory, too.
         rest = [p for p in processes_of(str(opened.run)) if "bash" not in p]
         assert (rest, os.listdir(opened.run)) == ([], [])
-        words = opened.noted.read_text().split()
+        words = opened.notes.read_text().split()
         assert sorted(words) == ["begun"] * 2 + ["stopped"] * 2, "`finally` has run"
         status = opened.status()
     (tmp_path / "twin").mkdir()
@@ -156,8 +156,8 @@ def test_once_is_orderly(loop: str, tmp_path: Path) -> None:
         assert status == twin.status() == 130
 
 
-def test_twice_is_at_once(tmp_path: Path) -> None:
-    """One of its tasks would have a minute to stop."""
+def test_a_second_ctrl_c_ends_a_program_at_once(tmp_path: Path) -> None:
+    """A task that ignores the cancel would have a minute to stop."""
     with shell(tmp_path, PROGRAM, "asyncio", "deaf") as opened:
         opened.terminal.sendintr()
         opened.terminal.expect_exact("on its way out", timeout=LIMIT)
@@ -166,17 +166,17 @@ def test_twice_is_at_once(tmp_path: Path) -> None:
         assert opened.status() == 130
 
 
-def test_ctrl_backslash(tmp_path: Path) -> None:
+def test_ctrl_backslash_ends_a_program_at_once(tmp_path: Path) -> None:
     with shell(tmp_path, PROGRAM, "uvloop", "deaf") as opened:
         opened.terminal.sendcontrol("\\")
         opened.prompt()
         assert opened.status() == 131
 
 
-def test_a_closed_terminal(tmp_path: Path) -> None:
-    """The shell and all in its foreground are hung up on."""
-    # pexpect gives a shell three tenths of a second to end, which is too little on a
-    # busy machine; what counts is that all of it is gone afterwards.
+def test_a_closed_terminal_ends_a_program(tmp_path: Path) -> None:
+    """The shell and its foreground program get SIGHUP."""
+    # pexpect gives a shell three tenths of a second to end, too little on a busy
+    # machine; the test checks that all processes are gone afterwards.
     hasty = suppress(pexpect.ExceptionPexpect)
     with shell(tmp_path, PROGRAM, "uvloop", "deaf") as opened, hasty:
         opened.terminal.close(force=False)
@@ -185,12 +185,12 @@ def test_a_closed_terminal(tmp_path: Path) -> None:
 # `aiogpu start --block`.
 
 
-def blocked(here: Box) -> pexpect.spawn:
-    """A shell with a node in its foreground."""
+def blocking_start(sandbox: Sandbox) -> pexpect.spawn:
+    """A shell with a service in its foreground."""
     terminal = pexpect.spawn(
         "bash",
         ["--norc", "--noprofile", "-i"],
-        env={**here.variables, "PS1": PROMPT, "TERM": "dumb"},
+        env={**sandbox.variables, "PS1": PROMPT, "TERM": "dumb"},
         encoding="utf8",
         timeout=60,
         dimensions=(40, 200),
@@ -203,39 +203,41 @@ def blocked(here: Box) -> pexpect.spawn:
     return terminal
 
 
-async def shown(terminal: pexpect.spawn, text: str) -> None:
-    """Wait beside the loop until the terminal shows it."""
+async def wait_for_text(terminal: pexpect.spawn, text: str) -> None:
+    """Wait in a thread until the terminal shows the text."""
     await asyncio.to_thread(terminal.expect_exact, text)
 
 
 @pytest.mark.either_loop
-async def test_ctrl_c_drains_and_ctrl_c_ends(here: Box, gate: Gate) -> None:
-    terminal = await asyncio.to_thread(blocked, here)
+async def test_ctrl_c_drains_a_service_and_a_second_one_ends_it(
+    sandbox: Sandbox, gate: Gate
+) -> None:
+    terminal = await asyncio.to_thread(blocking_start, sandbox)
     try:
-        async with aiogpu.init(address=here.place.socket):
+        async with aiogpu.init(address=sandbox.place.socket):
             running = tasks.gated.remote(gate.path, "one")
             await gate.entered("one")
             terminal.sendintr()
-            await shown(terminal, "SIGINT: no new work from now on")
-            await shown(terminal, "what runs has 30 s to end")
+            await wait_for_text(terminal, "SIGINT: no new work from now on")
+            await wait_for_text(terminal, "what runs has 30 s to end")
             terminal.sendintr()
-            await shown(terminal, "SIGINT again: at once")
+            await wait_for_text(terminal, "SIGINT again: at once")
             with pytest.raises(aiogpu.errors.NodeError):
                 await running
-        await shown(terminal, PROMPT)
+        await wait_for_text(terminal, PROMPT)
         terminal.sendline("echo status=$?")
-        await shown(terminal, "status=0\r")
-        assert here.files == []
+        await wait_for_text(terminal, "status=0\r")
+        assert sandbox.files == []
     finally:
         terminal.close()
 
 
-# IPython in a terminal: what the cell awaits is stopped [B15].
+# IPython in a terminal: Ctrl-C stops the awaited task [B15].
 
 
 @pytest.mark.either_loop
 @pytest.mark.usefixtures("no_leaks")
-async def test_an_interrupted_cell_frees_its_gpu(gate: Gate) -> None:
+async def test_an_interrupted_ipython_cell_frees_its_gpu(gate: Gate) -> None:
     prompt = r"In \[\d+\]: "
     ipython = pexpect.spawn(
         sys.executable,

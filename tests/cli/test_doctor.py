@@ -1,4 +1,4 @@
-"""`aiogpu doctor`: as a user runs it, and what each check finds well or missing."""
+"""`aiogpu doctor`: the command, and each of its checks."""
 
 from __future__ import annotations
 
@@ -76,14 +76,16 @@ def one(findings: Iterable[Finding]) -> Finding:
     return finding
 
 
-def tried(name: str, check: Callable[..., Any], *args: Any, **named: Any) -> Finding:
-    """What the doctor finds where a check of its table is given these."""
+def run_check(
+    name: str, check: Callable[..., Any], *args: Any, **named: Any
+) -> Finding:
+    """Run a check of the doctor's table with these arguments; return the finding."""
     (row,) = (each for each in CHECKS if each.name == name)
     return one(examine([replace(row, run=partial(check, *args, **named))]))
 
 
-def bad(finding: Finding, level: Level) -> Finding:
-    """A finding that is not well says so, and says what it means."""
+def checked_advice(finding: Finding, level: Level) -> Finding:
+    """Check that a bad finding has its level and advice."""
     assert finding.level is level, finding
     assert finding.found
     assert finding.means.endswith(".")
@@ -92,7 +94,7 @@ def bad(finding: Finding, level: Level) -> Finding:
 
 
 @pytest.fixture(autouse=True)
-def nothing_left() -> Iterator[None]:
+def no_process_left() -> Iterator[None]:
     before = set(psutil.Process().children(recursive=True))
     yield
     assert set(psutil.Process().children(recursive=True)) <= before
@@ -109,7 +111,7 @@ def environment() -> dict[str, str]:
 
 
 def names(lines: list[str]) -> list[str]:
-    """The mechanisms that lines tell of, each GPU counted as one of a kind."""
+    """The mechanisms in the lines; all GPUs count as one."""
     told = [LINE.fullmatch(each) for each in lines]
     assert all(told), lines
     found = [match[2] for match in told if match]
@@ -118,7 +120,7 @@ def names(lines: list[str]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def variables() -> Iterator[dict[str, str]]:
-    """Of a user without a node."""
+    """Variables of a user without a node."""
     with tempfile.TemporaryDirectory(prefix="agt-", dir="/tmp") as place:
         yield {**environment(), "XDG_RUNTIME_DIR": place}
 
@@ -138,11 +140,11 @@ def in_pipe(variables: dict[str, str], *options: str) -> str:
 
 @pytest.fixture(scope="module")
 def printed(variables: dict[str, str]) -> str:
-    """What a pipe gets: essential mechanisms are there, as the exit code says."""
+    """The output in a pipe; exit code 0: all essential mechanisms work."""
     return in_pipe(variables)
 
 
-def test_pipe_gets_plain_lines(printed: str) -> None:
+def test_doctor_in_a_pipe_prints_plain_lines(printed: str) -> None:
     assert "\x1b" not in printed
     *lines, end = printed.splitlines()
     assert names(lines)[:3] == ["python", "directory", "node"]
@@ -162,8 +164,8 @@ def test_pipe_gets_plain_lines(printed: str) -> None:
         assert re.search(wanted, printed, re.MULTILINE), (name, printed)
 
 
-def test_the_page_shows_what_is_printed(printed: str) -> None:
-    """The page explains each mechanism; its example has some, in the same words."""
+def test_the_page_matches_the_output(printed: str) -> None:
+    """The page explains each mechanism; its example has some, with the same texts."""
     page = PAGE.read_text()
     example = re.findall(r"```text\n(.*?)```", page, re.DOTALL)[0]
     *lines, end = example.splitlines()
@@ -174,7 +176,7 @@ def test_the_page_shows_what_is_printed(printed: str) -> None:
     assert {n for row in rows for n in re.findall("`(.+?)`", row)} == set(names(real))
 
 
-def test_terminal_gets_colours(variables: dict[str, str]) -> None:
+def test_doctor_in_a_terminal_prints_colours(variables: dict[str, str]) -> None:
     doctor = pexpect.spawn(
         COMMAND[0],
         COMMAND[1:],
@@ -190,7 +192,7 @@ def test_terminal_gets_colours(variables: dict[str, str]) -> None:
     assert doctor.exitstatus == 0
 
 
-def test_programs_get_json_and_imports_where_asked_for(
+def test_doctor_as_json_with_imports(
     variables: dict[str, str],
 ) -> None:
     pytest.importorskip("numpy")
@@ -211,7 +213,7 @@ GOOD = Finding("cpus", Level.OK, "2 to share out")
 POOR = Finding("nvml", Level.MISSING, "not here", "No GPUs.", "Get some.")
 
 
-def test_the_exit_code_is_that_of_what_is_essential(
+def test_the_exit_code_depends_on_essential_mechanisms(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert run([Check("a", lambda: [GOOD, POOR])]) == 0
@@ -236,18 +238,18 @@ def test_the_exit_code_is_that_of_what_is_essential(
     }
 
 
-def test_what_is_found_may_look_like_markup() -> None:
+def test_findings_are_not_parsed_as_markup() -> None:
     text = line(Finding("node", Level.WARN, "[Errno 2] [red]no[/red]", "So."))
     assert text.plain == "warn    node            [Errno 2] [red]no[/red]. So."
 
 
-def test_a_mistake_is_bad_input() -> None:
+def test_a_bad_option_of_doctor_is_an_error() -> None:
     ran = CliRunner().invoke(doctor_command, ["--jsn"])
     assert ran.exit_code == 2
     assert "--json" in ran.stderr
 
 
-# Checks are bounded, and their failures are findings.
+# Checks are bounded in time, and their failures are findings.
 
 
 def test_a_check_that_raises_is_a_finding() -> None:
@@ -267,7 +269,7 @@ def test_a_check_that_raises_is_a_finding() -> None:
     assert fatal.is_fatal
 
 
-def test_a_check_that_hangs_is_given_up() -> None:
+def test_a_check_that_hangs_is_abandoned() -> None:
     gate = threading.Event()
 
     def hang() -> Iterator[Finding]:
@@ -288,13 +290,13 @@ def test_a_check_that_hangs_is_given_up() -> None:
         ("print('no json')", "exit code 0: it says nothing"),
     ],
 )
-def test_a_trial_that_fails_says_why(source: str, said: str) -> None:
+def test_a_failed_trial_gives_the_reason(source: str, said: str) -> None:
     with pytest.raises(CheckError) as caught:
         try_out(source, limit=20)
     assert str(caught.value) == said
 
 
-def test_a_trial_that_hangs_is_ended_with_what_it_started() -> None:
+def test_a_hanging_trial_is_killed_with_its_processes() -> None:
     source = (
         "import subprocess, sys; "
         "subprocess.run([sys.executable, '-c', 'import signal; signal.pause()'])"
@@ -303,7 +305,7 @@ def test_a_trial_that_hangs_is_ended_with_what_it_started() -> None:
         try_out(source, limit=0.5)
 
 
-def test_essential_mechanisms_that_are_missing(
+def test_missing_essential_mechanisms_are_errors(
     monkeypatch: pytest.MonkeyPatch, runtime_directory: Path, tmp_path: Path
 ) -> None:
     def refuse() -> str:
@@ -317,17 +319,17 @@ def test_essential_mechanisms_that_are_missing(
         "os.pidfd_open = refuse\n"
     )
     for finding in (
-        tried("python", check_python, version=(3, 10, 4)),
-        tried("python", check_python, platform="darwin"),
-        tried("python", check_python, executable=""),
-        tried("python", check_python, executable="/no/such/python"),
-        tried("node", check_node, executable=FALSE),
-        tried("directory", check_directory, refuse),
-        tried("directory", check_directory, lambda: str(too_long)),
-        tried("subreaper", try_mechanism, SUBREAPER, "", executable=FALSE),
-        pidfd := tried("pidfd", try_mechanism, no_pidfd + PIDFD, ""),
+        run_check("python", check_python, version=(3, 10, 4)),
+        run_check("python", check_python, platform="darwin"),
+        run_check("python", check_python, executable=""),
+        run_check("python", check_python, executable="/no/such/python"),
+        run_check("node", check_node, executable=FALSE),
+        run_check("directory", check_directory, refuse),
+        run_check("directory", check_directory, lambda: str(too_long)),
+        run_check("subreaper", try_mechanism, SUBREAPER, "", executable=FALSE),
+        pidfd := run_check("pidfd", try_mechanism, no_pidfd + PIDFD, ""),
     ):
-        assert bad(finding, MISSING).is_fatal
+        assert checked_advice(finding, MISSING).is_fatal
     assert pidfd.found.endswith("[Errno 38] Function not implemented")
     assert not too_long.exists()
     with pytest.raises(CheckError, match=r"/no/such/python: .*No such file"):
@@ -340,8 +342,8 @@ def test_essential_mechanisms_that_are_missing(
 # Limits.
 
 
-def test_a_directory_for_sockets(runtime_directory: Path) -> None:
-    """It says 700 because it is so, whatever the umask."""
+def test_the_socket_directory_is_private(runtime_directory: Path) -> None:
+    """The mode is 700, whatever the umask."""
     before = os.umask(0)
     try:
         assert check_directory() == f"{runtime_directory}, mode 700"
@@ -354,7 +356,10 @@ def test_a_directory_for_sockets(runtime_directory: Path) -> None:
         place.chmod(0o755)
         return str(place)
 
-    assert "mode 755" in bad(tried("directory", check_directory, create), WARN).found
+    assert (
+        "mode 755"
+        in checked_advice(run_check("directory", check_directory, create), WARN).found
+    )
 
 
 @pytest.mark.parametrize(
@@ -367,8 +372,10 @@ def test_a_directory_for_sockets(runtime_directory: Path) -> None:
         (-1, -1, OK, "no limit; room for 4080 workers at a time, 5 for each"),
     ],
 )
-def test_descriptors(soft: int, hard: int, level: Level, told: str) -> None:
-    finding = tried("descriptors", check_descriptors, (soft, hard), used=10)
+def test_a_low_limit_of_descriptors_is_found(
+    soft: int, hard: int, level: Level, told: str
+) -> None:
+    finding = run_check("descriptors", check_descriptors, (soft, hard), used=10)
     assert (finding.level, finding.is_fatal) == (level, level is MISSING)
     assert finding.found.startswith(told)
     assert (f"limit ({hard})" in finding.advice) is (level is not OK)
@@ -386,7 +393,7 @@ def test_descriptors(soft: int, hard: int, level: Level, told: str) -> None:
 @pytest.mark.parametrize(
     ("group", "kind"), [("0::/a", "cgroup2 x rw"), ("4:pids:/a", "cgroup x rw,pids")]
 )
-def test_processes(
+def test_a_low_limit_of_processes_is_found(
     most: str, level: Level, told: str, group: str, kind: str, tmp_path: Path
 ) -> None:
     proc, file = tmp_path / "proc", tmp_path / "cgroup/a/pids.max"
@@ -396,14 +403,14 @@ def test_processes(
     file.parent.mkdir(parents=True)
     file.write_text(f"{most}\n")
     file.with_name("pids.current").write_text("21\n")
-    finding = tried("processes", check_processes, proc, euid=0)
+    finding = run_check("processes", check_processes, proc, euid=0)
     assert finding.level is level
     assert finding.found.startswith(told.format(file=file))
     if level is WARN:
-        bad(finding, WARN)
+        checked_advice(finding, WARN)
 
 
-def test_processes_of_a_user(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_of_the_user_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("resource.getrlimit", lambda _: (10**9, 10**9))
     assert "room for about" in check_processes(euid=os.geteuid() or 1)
     (limit, there, source), *_ = _process_limits(Path("/proc"), os.geteuid() or 1)
@@ -412,7 +419,7 @@ def test_processes_of_a_user(monkeypatch: pytest.MonkeyPatch) -> None:
     assert there >= (0 if os.geteuid() == 0 else 1)
 
 
-def test_cpus() -> None:
+def test_the_cpu_quota_is_shown() -> None:
     assert check_cpus(8, 8, 8) == "8 to share out"
     assert check_cpus(8, 4, 1.5) == (
         "1.5 to share out of 8: affinity allows 4, a cgroup's quota allows less"
@@ -428,7 +435,7 @@ def test_cpus() -> None:
         ("4:memory:/a", "cgroup x rw,memory", "memory.limit_in_bytes"),
     ],
 )
-def test_memory_is_what_the_tightest_limit_allows(
+def test_memory_is_the_tightest_limit(
     tmp_path: Path, group: str, kind: str, file: str
 ) -> None:
     proc, limit = tmp_path / "proc", tmp_path / "cgroup" / file
@@ -445,26 +452,29 @@ def test_memory_is_what_the_tightest_limit_allows(
     assert check_memory(proc) == f"3.0 GiB by {limit.parent}"
 
 
-def test_memory_and_the_kernel_log_may_not_be_readable(tmp_path: Path) -> None:
-    bad(tried("memory", check_memory, tmp_path), WARN)
+def test_unreadable_memory_and_kernel_log_are_findings(tmp_path: Path) -> None:
+    checked_advice(run_check("memory", check_memory, tmp_path), WARN)
     (tmp_path / "kmsg").write_text("")
     assert check_kernel_log(str(tmp_path / "kmsg")) == f"{tmp_path}/kmsg is readable"
-    finding = tried("kernel log", check_kernel_log, str(tmp_path / "no"))
-    assert bad(finding, WARN).found == f"{tmp_path}/no: No such file or directory"
+    finding = run_check("kernel log", check_kernel_log, str(tmp_path / "no"))
+    assert (
+        checked_advice(finding, WARN).found
+        == f"{tmp_path}/no: No such file or directory"
+    )
 
 
-def test_a_worker_offers_itself() -> None:
+def test_a_worker_can_raise_its_oom_score() -> None:
     (row,) = (each for each in CHECKS if each.name == "oom_score_adj")
     assert one(examine([row])).found == "a worker may raise its own"
-    finding = tried("oom_score_adj", try_mechanism, ADJUST, "", executable=FALSE)
-    assert "exit code" in bad(finding, WARN).found
+    finding = run_check("oom_score_adj", try_mechanism, ADJUST, "", executable=FALSE)
+    assert "exit code" in checked_advice(finding, WARN).found
     refused = ADJUST.replace("before + 1", "before")
     if int(Path("/proc/self/oom_score_adj").read_text()) < 1000:
-        finding = tried("oom_score_adj", try_mechanism, refused, "")
-        assert bad(finding, WARN).found == "it stays what it was"
+        finding = run_check("oom_score_adj", try_mechanism, refused, "")
+        assert checked_advice(finding, WARN).found == "it stays what it was"
 
 
-def test_a_group_that_is_killed() -> None:
+def test_a_cgroup_can_be_killed() -> None:
     place = find_cgroup()
     if place.directory is None:
         pytest.skip(f"this machine has no cgroup2 for us: {place.reason}")
@@ -473,34 +483,34 @@ def test_a_group_that_is_killed() -> None:
     assert list(left) == []
 
 
-def test_a_group_that_ends_nobody(
+def test_a_cgroup_that_kills_no_process_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The sleeper ends all the same: `nothing_left` sees to that."""
+    """The sleeper ends all the same, as `no_process_left` checks."""
     monkeypatch.setattr(checks, "LIMIT", 0.05)
     monkeypatch.setattr(checks.Cgroup, "kill", lambda _: None)
     with pytest.raises(CheckError, match=r"ended nobody within 0\.05 s"):
         check_cgroup(lambda: Place(str(tmp_path)))
 
 
-def test_no_group_may_be_made(tmp_path: Path) -> None:
+def test_a_forbidden_cgroup_is_found(tmp_path: Path) -> None:
     nowhere = tmp_path / "file"
     nowhere.write_text("")
     for place, told in (
         (Place(str(nowhere)), "Not a directory"),
         (Place(None, "none here"), "none here"),
-        # A folder that is no cgroup cannot be removed while files are in it.
+        # A plain folder, unlike a cgroup, cannot be removed while it has files.
         (Place(str(tmp_path)), "cannot be removed"),
     ):
-        found = tried("cgroup2", check_cgroup, lambda place=place: place)
-        assert bad(found, WARN).found.endswith(told)
+        found = run_check("cgroup2", check_cgroup, lambda place=place: place)
+        assert checked_advice(found, WARN).found.endswith(told)
 
 
 # GPUs.
 
 
-class Watch:
-    """NVML on paper."""
+class FakeNvml:
+    """A fake of NVML."""
 
     driver_version = "570.00"
 
@@ -530,13 +540,13 @@ def gpu_findings(
     *on: Sample, problem: str | None = None, action: str | None = ""
 ) -> list[Finding]:
     devices = tuple(Device(i, uuid=f"GPU-{i}", name=A100) for i in range(len(on)))
-    there, watch = Inventory(devices, len(on), problem), Watch(*on, action=action)
+    there, watch = Inventory(devices, len(on), problem), FakeNvml(*on, action=action)
     found = list(check_gpus(lambda: there, lambda: watch))
     assert watch.calls == ["open", "close"]
     return found
 
 
-def test_gpus_that_tell_all() -> None:
+def test_gpus_with_all_readings() -> None:
     nvml, first, second = gpu_findings(
         Sample({7: 5}, frozenset(), True, 3 << 29), Sample({}, frozenset(), True, 0)
     )
@@ -556,36 +566,40 @@ def test_gpus_that_tell_all() -> None:
         (Sample({}, used=5), "`unverified`"),
     ],
 )
-def test_gpus_that_tell_less(sample: Sample, said: str) -> None:
+def test_gpus_with_missing_readings(sample: Sample, said: str) -> None:
     _, gpu = gpu_findings(sample)
-    assert said in bad(gpu, WARN).means
+    assert said in checked_advice(gpu, WARN).means
 
 
-def test_gpus_that_are_not_well() -> None:
+def test_unhealthy_gpus_are_found() -> None:
     well = Sample({}, frozenset(), True, 0)
     _, gpu = gpu_findings(well, action="GPU reset")
-    assert "asks for this: GPU reset" in bad(gpu, WARN).found
+    assert "asks for this: GPU reset" in checked_advice(gpu, WARN).found
     _, gpu = gpu_findings(well, action=None)
     assert gpu.level == OK
     there = Inventory((), 1, mig=(MigGpu(Device(0, uuid="GPU-0", name=A100)),))
-    nvml, gpu = check_gpus(lambda: there, Watch)
+    nvml, gpu = check_gpus(lambda: there, FakeNvml)
     assert nvml.level == OK
-    assert bad(gpu, WARN).found == f"{A100}: in MIG mode, without an instance"
+    assert (
+        checked_advice(gpu, WARN).found == f"{A100}: in MIG mode, without an instance"
+    )
     nvml, *_ = gpu_findings(problem="GPU 0 does not answer: GPU is lost")
-    assert "GPU is lost" in bad(nvml, WARN).found
-    nvml = tried("nvml", lambda: list(check_gpus(lambda: Inventory(problem="gone"))))
-    assert not bad(nvml, MISSING).is_fatal
+    assert "GPU is lost" in checked_advice(nvml, WARN).found
+    nvml = run_check(
+        "nvml", lambda: list(check_gpus(lambda: Inventory(problem="gone")))
+    )
+    assert not checked_advice(nvml, MISSING).is_fatal
 
 
-def test_the_variable_as_a_node_reads_it() -> None:
+def test_cuda_visible_devices_is_read_as_by_a_node() -> None:
     told = "CUDA_VISIBLE_DEVICES='': a node shares out none"
     assert check_visible({"CUDA_VISIBLE_DEVICES": ""}) == told
     assert check_visible({}).startswith("CUDA_VISIBLE_DEVICES is not set: ")
-    found = tried("visible gpus", check_visible, {"CUDA_VISIBLE_DEVICES": "0,0"})
-    assert "'0'" in bad(found, WARN).found
+    found = run_check("visible gpus", check_visible, {"CUDA_VISIBLE_DEVICES": "0,0"})
+    assert "'0'" in checked_advice(found, WARN).found
 
 
-def test_libraries_are_imported_as_a_zygote_would(
+def test_libraries_are_imported_as_by_a_zygote(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "quiet_one.py").write_text("__version__ = '1.2'\n")
@@ -609,12 +623,12 @@ def test_libraries_are_imported_as_a_zygote_would(
         check_import("torch")
 
 
-def test_libraries_that_are_there_are_asked_for() -> None:
+def test_installed_libraries_are_suggested() -> None:
     there = [name for name in LIBRARIES if find_spec(name) is not None]
     assert len(import_checks()) == len(there)
 
 
-# The node that a user's programs share.
+# The shared node of a user.
 
 
 class SharedNode:
@@ -630,7 +644,7 @@ class SharedNode:
         os.mkdir(root / "aiogpu", 0o700)
 
     def note(self, pid: int, version: str = __version__, *, is_alive: bool) -> None:
-        """Have a pidfile name a process, or one that had its number before it."""
+        """Write a pidfile for a process, or for an earlier one with the same pid."""
         started = start_time(pid) or 0
         record = Record(pid, started - (not is_alive), self.path, "", 0, 0, version)
         Path(self.path).with_suffix(".pid").write_text(json.dumps(record._asdict()))
@@ -645,7 +659,7 @@ class SharedNode:
         return list(examine([Check("service", run)]))
 
     def one(self, level: Level) -> str:
-        """What is found, if it is but one thing; what is not well says what to do."""
+        """The only finding, whose advice is checked."""
         (finding,) = self.found()
         assert finding.level is level, finding
         assert not finding.is_fatal
@@ -660,7 +674,7 @@ def place(tmp_path: Path) -> SharedNode:
 
 @pytest.fixture
 def listening(place: SharedNode) -> Iterator[None]:
-    """A node listens there."""
+    """A listener on the node's socket."""
     with place.bind() as bound:
         bound.listen()
         yield
@@ -668,20 +682,20 @@ def listening(place: SharedNode) -> Iterator[None]:
 
 @pytest.fixture
 def child() -> Iterator[int]:
-    """A process that stands for a node."""
+    """A process in place of a node."""
     pipe = subprocess.PIPE
     with subprocess.Popen(["/bin/cat"], stdin=pipe, stdout=pipe) as cat:
         assert cat.stdin is not None
         assert cat.stdout is not None
-        # Until it answers, the loader may still have files open.
+        # Before the first output, the loader may still have files open.
         os.write(cat.stdin.fileno(), b"?")
         assert os.read(cat.stdout.fileno(), 1) == b"?"
         yield cat.pid
 
 
-def test_none_need_run(place: SharedNode, child: int) -> None:
+def test_a_missing_shared_node_is_fine(place: SharedNode, child: int) -> None:
     assert place.one(OK).startswith("none runs, and none need; `aiogpu start")
-    # Another process of its number is not the node.
+    # Another process with the same pid is not the node.
     place.note(child, is_alive=False)
     assert f"one that was process {child} is left" in place.one(OK)
     pidfile = Path(place.path).with_suffix(".pid")
@@ -693,7 +707,7 @@ def test_none_need_run(place: SharedNode, child: int) -> None:
 
 
 @pytest.mark.usefixtures("listening")
-def test_a_node_that_runs_and_its_limits(place: SharedNode, child: int) -> None:
+def test_a_running_node_is_shown_with_its_limits(place: SharedNode, child: int) -> None:
     assert place.one(OK) == f"a node runs at {place.path}"
     place.note(child, is_alive=True)
     resource.prlimit(child, resource.RLIMIT_NOFILE, (4096, 4096))
@@ -711,7 +725,7 @@ def test_a_node_that_runs_and_its_limits(place: SharedNode, child: int) -> None:
     assert f"it runs aiogpu 0.9, this is {__version__}" in place.one(WARN)
 
 
-def test_a_node_that_does_not_answer(place: SharedNode, child: int) -> None:
+def test_a_silent_node_is_found(place: SharedNode, child: int) -> None:
     place.note(child, is_alive=True)
     said = "No such file or directory, though process"
     assert f"{said} {child} lives" in place.one(WARN)
@@ -721,7 +735,7 @@ def test_a_node_that_does_not_answer(place: SharedNode, child: int) -> None:
     assert said in place.one(WARN)
 
 
-def test_a_node_whose_queue_is_full(
+def test_a_full_listen_queue_is_found(
     place: SharedNode, child: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checks, "PATIENCE", 0.01)
@@ -740,7 +754,7 @@ def test_a_node_whose_queue_is_full(
     assert f"no answer within 0.01 s, though process {child} lives" in told
 
 
-def test_a_directory_that_is_not_the_users_own(
+def test_a_directory_of_another_user_is_found(
     place: SharedNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = os.path.dirname(place.path)
@@ -759,7 +773,7 @@ def test_a_directory_that_is_not_the_users_own(
     assert "is a regular file, where a directory is needed" in place.one(WARN)
 
 
-def test_logging_out_would_take_it_away(
+def test_a_node_that_logout_would_kill_is_found(
     place: SharedNode, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(checks, "RUN_USER", str(tmp_path))

@@ -1,6 +1,6 @@
-"""Nodes inside programs, as commands find them: all, by process, by address, none.
+"""Nodes inside programs, and how commands find them: by pid, by address, or alone.
 
-What such a node answers, and whom: `tests/contract/test_viewers.py`.
+`tests/contract/test_viewers.py` tests the answers of such a node.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import pytest
 
 from aiogpu.cli import connect
 from aiogpu.cli.main import main
-from tests.cli.box import LIMIT, Box
+from tests.cli.sandbox import LIMIT, Sandbox
 
 NOBODY = 65534
 SCRIPT = """
@@ -39,13 +39,13 @@ async def main():
                 await asyncio.sleep(0)
             print(current_session().engine._supervisor.directory, flush=True)
             if nodes == 2:
-                await asyncio.to_thread(asyncio.run, main_of_another())
+                await asyncio.to_thread(asyncio.run, second_main())
             await asyncio.to_thread(sys.stdin.readline)
             waiting.cancel()
 
-async def main_of_another():
+async def second_main():
     async with aiogpu.init(address="local", num_cpus=1, num_gpus=0):
-        print("and another", flush=True)
+        print("second node", flush=True)
         await asyncio.to_thread(sys.stdin.readline)
 
 asyncio.run(main())
@@ -56,9 +56,9 @@ class Program:
     """A program with a node inside it.
 
     Attributes:
-        pid: its process.
-        directory: of its node.
-        address: of its node.
+        pid: the process.
+        directory: the directory of its node.
+        address: the address of its node.
     """
 
     def __init__(self, process: subprocess.Popen[str], nodes: int) -> None:
@@ -68,20 +68,20 @@ class Program:
         self.directory = process.stdout.readline().strip()
         assert os.path.isdir(self.directory)
         if nodes == 2:
-            assert process.stdout.readline() == "and another\n"
+            assert process.stdout.readline() == "second node\n"
         self.address = f"{self.directory}/node.sock"
 
 
 @contextmanager
 def program(
-    here: Box, name: str, nodes: int = 1, **variables: str
+    sandbox: Sandbox, name: str, nodes: int = 1, **variables: str
 ) -> Iterator[Program]:
-    """A program of that name; at the end of the block it ends as it should."""
-    script = Path(here.directory, name)
+    """A program with this name, which ends without an error at the end of the block."""
+    script = Path(sandbox.directory, name)
     script.write_text(SCRIPT)
     with subprocess.Popen(
         [sys.executable, "-u", "-W", "error", str(script), str(nodes)],
-        env={**here.variables, **variables},
+        env={**sandbox.variables, **variables},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -90,9 +90,9 @@ def program(
         try:
             yield Program(process, nodes)
             if process.poll() is None:
-                _, complaints = process.communicate("\n" * nodes, timeout=LIMIT)
-                assert process.returncode == 0, complaints
-                assert "Traceback" not in complaints
+                _, errors = process.communicate("\n" * nodes, timeout=LIMIT)
+                assert process.returncode == 0, errors
+                assert "Traceback" not in errors
         finally:
             process.kill()
 
@@ -102,10 +102,12 @@ Command = Callable[..., tuple[str, str]]
 
 @pytest.fixture
 def run(
-    here: Box, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    sandbox: Sandbox,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> Command:
-    """Run an `aiogpu` command there, in this process; gives what it prints."""
-    monkeypatch.setenv("XDG_RUNTIME_DIR", here.directory)
+    """Run an `aiogpu` command in this process; return its stdout and stderr."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", sandbox.directory)
     monkeypatch.delenv("AIOGPU_ADDRESS", raising=False)
 
     def run(*arguments: str, code: int = 0, **variables: str) -> tuple[str, str]:
@@ -126,9 +128,9 @@ def rows(printed: str) -> list[list[str]]:
     return [line.split() for line in printed.splitlines()]
 
 
-def test_several_are_listed_and_one_is_chosen(here: Box, run: Command) -> None:
-    with program(here, "train.py") as train, program(here, "serve.py") as serve:
-        # No service, and two programs.
+def test_commands_list_all_nodes_and_select_one(sandbox: Sandbox, run: Command) -> None:
+    with program(sandbox, "train.py") as train, program(sandbox, "serve.py") as serve:
+        # Two programs and no service.
         out, err = run("status")
         assert err == ""
         head, first, second, advice = rows(out)
@@ -157,7 +159,7 @@ def test_several_are_listed_and_one_is_chosen(here: Box, run: Command) -> None:
         assert [row[0] for row in rows(out)] == ["PID", str(serve.pid)]
         listed = json.loads(run("list", "nodes", "--limit", "1", "--json")[0])
         assert (listed["left_out"], len(listed["nodes"])) == (1, 1)
-        # What is about one of them names both, and does nothing.
+        # Commands about one node name both, and do nothing.
         for view in (["list", "tasks"], ["why", "1"], ["top"], ["logs"]):
             out, err = run(*view, code=2)
             assert out == ""
@@ -166,19 +168,19 @@ def test_several_are_listed_and_one_is_chosen(here: Box, run: Command) -> None:
                 f"such as --pid {train.pid}.\n"
             )
             assert f"{serve.pid}  serve.py" in err
-        # One of them, by each of its names.
+        # A node is selected by pid or address.
         for choice in (f"--pid={serve.pid}", f"--address={serve.address}"):
             assert run("status", choice)[0].startswith("CPU      2 of 2 free\n")
             assert "held" in run("list", "tasks", choice)[0]
             assert run("top", choice)[0].startswith("CPU")
             assert "1 of GPU 0: held by held" in run("why", "waits", choice)[0]
-            told = run("logs", choice, code=1)[1]
-            assert "is inside a program and keeps no log" in told
+            err = run("logs", choice, code=1)[1]
+            assert "is inside a program and keeps no log" in err
             events = json.loads(run("timeline", "-", choice)[0])["traceEvents"]
             assert {event["ph"] for event in events} == {"M"}, "nothing has run"
-        _, told = here.run("run", f"--address={serve.address}", "true", code=125)
-        assert "takes no work" in told
-        # A shell completes them.
+        _, err = sandbox.run("run", f"--address={serve.address}", "true", code=125)
+        assert "takes no work" in err
+        # A shell completes pids and tasks.
         out, _ = run(
             _AIOGPU_COMPLETE="bash_complete",
             COMP_WORDS=f"aiogpu why --pid {str(serve.pid)[0]}",
@@ -191,68 +193,68 @@ def test_several_are_listed_and_one_is_chosen(here: Box, run: Command) -> None:
             COMP_CWORD="4",
         )
         assert out == "plain,waits\n"
-        # And one of them is told to end what it has.
+        # A command about one node does not touch the other.
         out, _ = run("cancel", "waits", f"--pid={serve.pid}")
         assert out.startswith("cancelled waits (task ")
         assert "waits" not in run("list", "tasks", f"--pid={serve.pid}")[0]
         assert "waits" in run("list", "tasks", f"--pid={train.pid}")[0]
-        # The service is one more, and is what `auto` names.
-        here.run("start", "--head", "--num-gpus=1", "--num-cpus=1")
-        assert here.node is not None
+        # A service is a third node; `auto` selects it.
+        sandbox.run("start", "--head", "--num-gpus=1", "--num-cpus=1")
+        assert sandbox.node is not None
         assert (
             f"such as --pid {train.pid}, or --address auto for that of `aiogpu start`."
             in run("list", "tasks", code=2)[1]
         )
         service, *others = rows(run("list", "nodes")[0])[1:]
-        assert service[:3] == [str(here.node.pid), "aiogpu", "start"]
-        assert service[-1] == here.place.socket
+        assert service[:3] == [str(sandbox.node.pid), "aiogpu", "start"]
+        assert service[-1] == sandbox.place.socket
         assert [row[0] for row in others] == [str(train.pid), str(serve.pid)]
-        for choice in ("--address=auto", f"--pid={here.node.pid}"):
+        for choice in ("--address=auto", f"--pid={sandbox.node.pid}"):
             assert run("status", choice)[0].startswith("CPU      1 of 1 free\n")
         assert run("logs", "-n1") == ("", "")
-        here.run("stop")
-    assert [one for one in os.listdir(here.directory) if one[:7] == "aiogpu-"] == []
+        sandbox.run("stop")
+    assert [one for one in os.listdir(sandbox.directory) if one[:7] == "aiogpu-"] == []
 
 
-def test_the_only_one_is_taken_and_what_is_left_of_others_is_not(
-    here: Box, run: Command
-) -> None:
-    with program(here, "train.py") as train, program(here, "serve.py") as serve:
+def test_commands_use_the_only_living_node(sandbox: Sandbox, run: Command) -> None:
+    with program(sandbox, "train.py") as train, program(sandbox, "serve.py") as serve:
         serve.process.kill()
         serve.process.wait()
-        # As if its zygote had been killed as well, which removes it.
-        left = Path(here.directory, "aiogpu-0123456789ab")
-        left.mkdir(0o700)
+        # As if its zygote, which removes the directory, had been killed as well.
+        leftover = Path(sandbox.directory, "aiogpu-0123456789ab")
+        leftover.mkdir(0o700)
         with socket.socket(socket.AF_UNIX) as dead:
-            dead.bind(f"{left}/node.sock")
-        Path(here.directory, "aiogpu-abcdefabcdef").mkdir(0o700)
+            dead.bind(f"{leftover}/node.sock")
+        Path(sandbox.directory, "aiogpu-abcdefabcdef").mkdir(0o700)
         assert run("status")[0].startswith("CPU      2 of 2 free\n")
         assert [row[0] for row in rows(run("list", "nodes")[0])[1:]] == [str(train.pid)]
-        _, told = run("status", f"--address={left}/node.sock", code=1)
-        assert "no node can be reached" in told
-        _, told = run("status", f"--pid={serve.pid}", code=1)
-        assert f"there is no process {serve.pid}" in told
+        _, err = run("status", f"--address={leftover}/node.sock", code=1)
+        assert "no node can be reached" in err
+        _, err = run("status", f"--pid={serve.pid}", code=1)
+        assert f"there is no process {serve.pid}" in err
 
 
-def test_by_its_process_a_node_is_found_where_that_looks(
-    here: Box, run: Command
+def test_pid_finds_a_node_in_another_runtime_directory(
+    sandbox: Sandbox, run: Command
 ) -> None:
-    """Its variables name another place than this command's."""
-    elsewhere = Path(here.directory, "elsewhere")
+    """The program has another runtime directory than the command."""
+    elsewhere = Path(sandbox.directory, "elsewhere")
     elsewhere.mkdir()
-    with program(here, "far.py", 2, XDG_RUNTIME_DIR="", TMPDIR=str(elsewhere)) as far:
+    with program(
+        sandbox, "far.py", 2, XDG_RUNTIME_DIR="", TMPDIR=str(elsewhere)
+    ) as far:
         assert far.directory.startswith(f"{elsewhere}/")
-        _, told = run("status", code=1)
-        assert f"there is no socket {here.place.socket}, and no program's in" in told
+        _, err = run("status", code=1)
+        assert f"there is no socket {sandbox.place.socket}, and no program's in" in err
         out, _ = run("status", f"--pid={far.pid}")
         assert [row[1] for row in rows(out)[1:3]] == ["far.py", "far.py"]
-        _, told = run("list", "tasks", f"--pid={far.pid}", code=2)
-        assert f"process {far.pid} has 2 nodes; name one by --address, such" in told
+        _, err = run("list", "tasks", f"--pid={far.pid}", code=2)
+        assert f"process {far.pid} has 2 nodes; name one by --address, such" in err
         run("list", "tasks", f"--address={far.address}")
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "told"),
+    ("arguments", "code", "message"),
     [
         (["--pid=0"], 2, "0 is not in the range x>=1"),
         (["--pid=me"], 2, "'me' is not a valid whole number"),
@@ -261,38 +263,40 @@ def test_by_its_process_a_node_is_found_where_that_looks(
     ],
     ids=["zero", "word", "both", "none"],
 )
-def test_a_choice_of_none_is_said(
-    run: Command, arguments: list[str], code: int, told: str
+def test_a_bad_choice_of_a_node_is_explained(
+    run: Command, arguments: list[str], code: int, message: str
 ) -> None:
-    given = [one.format(self=os.getpid()) for one in arguments]
-    _, err = run("status", *given, code=code)
-    assert told in err
+    words = [one.format(self=os.getpid()) for one in arguments]
+    _, err = run("status", *words, code=code)
+    assert message in err
 
 
-def test_a_directory_that_others_can_reach_is_refused(here: Box, run: Command) -> None:
-    with program(here, "train.py") as train:
+def test_a_directory_that_others_can_reach_is_refused(
+    sandbox: Sandbox, run: Command
+) -> None:
+    with program(sandbox, "train.py") as train:
         os.chmod(train.directory, 0o770)
         choices = [[f"--pid={train.pid}"], [f"--address={train.address}"], []]
         for choice in choices:
-            _, told = run("status", *choice, code=1)
-            assert f"{train.directory} has mode 0770, so others can reach into" in told
+            _, err = run("status", *choice, code=1)
+            assert f"{train.directory} has mode 0770, so others can reach into" in err
         if os.geteuid() == 0:
             os.chmod(train.directory, 0o700)
             os.chown(train.directory, NOBODY, NOBODY)
-            _, told = run("status", f"--address={train.address}", code=1)
-            assert f"{train.directory} belongs to uid {NOBODY}" in told
-            _, told = run("status", code=1)
-            assert train.directory not in told, "what others have is not told of"
+            _, err = run("status", f"--address={train.address}", code=1)
+            assert f"{train.directory} belongs to uid {NOBODY}" in err
+            _, err = run("status", code=1)
+            assert train.directory not in err, "nodes of other users are not listed"
             os.chown(train.directory, 0, 0)
         os.chmod(train.directory, 0o700)
         run("status")
 
 
-def test_one_that_does_not_answer_is_told_of(
-    here: Box, run: Command, monkeypatch: pytest.MonkeyPatch
+def test_a_node_that_does_not_answer_is_listed(
+    sandbox: Sandbox, run: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connect, "LISTED_WITHIN", 1.5)
-    with program(here, "train.py") as train, program(here, "serve.py") as serve:
+    with program(sandbox, "train.py") as train, program(sandbox, "serve.py") as serve:
         os.kill(train.pid, signal.SIGSTOP)
         out, _ = run("status")
         assert [row[0] for row in rows(out)[1:3]] == [str(train.pid), str(serve.pid)]

@@ -1,4 +1,4 @@
-"""`aiogpu gpus`: on the NVML stub, in words, and with what a running node holds."""
+"""`aiogpu gpus`, on the NVML stub, alone and with a running node."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from aiogpu.cli.doctor import NodeDevices, as_data, ask_node, lines
 from aiogpu.core.model.request import Device
 from aiogpu.engines.device_report import DetectedDevice, DeviceReport, place_of
 from aiogpu.observe.status import OtherProcess
-from tests.cli.pictures import BUSY, stand_in
+from tests.cli.status_examples import BUSY, answer_with
 from tests.unit.accelerators.stub_fixtures import nvml, stub_library
 from tests.unit.accelerators.stub_nvml import GIB, StubNvml, gpus
 
@@ -55,7 +55,7 @@ def without_colours(environ: Mapping[str, str]) -> dict[str, str]:
 
 @pytest.fixture
 def two(nvml: StubNvml) -> StubNvml:
-    """Two GPUs that NVLink joins, the first with this process on it."""
+    """Two GPUs with NVLink; this process uses the first one."""
     first, second = gpus(2)
     on_it = replace(
         first, used=3 * GIB, utilisation=37, processes=((os.getpid(), GIB),)
@@ -64,7 +64,7 @@ def two(nvml: StubNvml) -> StubNvml:
     return nvml
 
 
-def test_pipe_gets_plain_lines(two: StubNvml) -> None:
+def test_gpus_in_a_pipe_prints_plain_lines(two: StubNvml) -> None:
     ran = on_stub(two)
     assert (ran.returncode, ran.stderr) == (0, "")
     name = Path(f"/proc/{os.getpid()}/comm").read_text().strip()
@@ -114,9 +114,7 @@ def test_pipe_gets_plain_lines(two: StubNvml) -> None:
     ],
     ids=["table", "lines"],
 )
-def test_a_terminal_gets_what_fits(
-    two: StubNvml, columns: int, wanted: list[str]
-) -> None:
+def test_gpus_fits_the_terminal(two: StubNvml, columns: int, wanted: list[str]) -> None:
     shown = pexpect.spawn(
         COMMAND[0],
         COMMAND[1:],
@@ -162,7 +160,7 @@ def test_a_terminal_gets_what_fits(
     ],
     ids=["order", "hidden", "no driver", "lost", "none visible"],
 )
-def test_what_is_not_known_is_told_once(
+def test_a_missing_reading_is_explained_once(
     nvml: StubNvml, state: dict[str, Any], variables: dict[str, str], told: str
 ) -> None:
     nvml.write(gpus(2), **state)
@@ -172,7 +170,7 @@ def test_what_is_not_known_is_told_once(
     assert ran.stdout.count(told) == 1
 
 
-def test_programs_get_json_of_what_may_be_shared_out(two: StubNvml) -> None:
+def test_gpus_as_json_lists_usable_devices(two: StubNvml) -> None:
     ran = on_stub(two, "--json", CUDA_VISIBLE_DEVICES="1")
     assert (ran.returncode, ran.stderr) == (0, "")
     told = json.loads(ran.stdout)
@@ -182,7 +180,7 @@ def test_programs_get_json_of_what_may_be_shared_out(two: StubNvml) -> None:
     assert told["notes"] == ["CUDA_VISIBLE_DEVICES='1' hides 1 of 2 GPUs."]
 
 
-def test_a_device_that_is_not_there_is_bad_input(two: StubNvml) -> None:
+def test_an_unknown_device_is_an_error(two: StubNvml) -> None:
     ran = on_stub(two, CUDA_VISIBLE_DEVICES="0,7")
     assert (ran.returncode, ran.stdout) == (2, "")
     assert ran.stderr.startswith(
@@ -190,19 +188,19 @@ def test_a_device_that_is_not_there_is_bad_input(two: StubNvml) -> None:
     )
 
 
-def told_of(seen: DetectedDevice) -> dict[str, str]:
-    """The facts that are printed of a device."""
+def facts_of(seen: DetectedDevice) -> dict[str, str]:
+    """The printed facts about a device."""
     _, *rows = lines(DeviceReport((seen,), ()))
     return {row[2:13].rstrip(): row[14:] for row in rows}
 
 
-def test_a_device_whose_driver_is_not_asked_is_told_as_far_as_it_is_known() -> None:
+def test_a_device_without_a_driver_shows_known_facts() -> None:
     seen = DetectedDevice("TPU", Device(3), numa_node=1, cpus="8-15")
-    assert told_of(seen) == {
+    assert facts_of(seen) == {
         "health": "not known: its driver is not asked",
         "near": "NUMA node 1, CPUs 8-15",
     }
-    assert list(lines(DeviceReport((seen,), ("why",))))[:: len(told_of(seen)) + 1] == [
+    assert list(lines(DeviceReport((seen,), ("why",))))[:: len(facts_of(seen)) + 1] == [
         "TPU 3  without a name",
         "why",
     ]
@@ -225,8 +223,8 @@ def test_a_device_whose_driver_is_not_asked_is_told_as_far_as_it_is_known() -> N
         (Sample({}), Health(("XID 79",), is_lost=True), "XID 79; lost"),
     ],
 )
-def test_health_in_words(sample: Sample, health: Health, told: str) -> None:
-    assert told_of(DetectedDevice("GPU", A100, sample, health))["health"] == told
+def test_health_is_described(sample: Sample, health: Health, told: str) -> None:
+    assert facts_of(DetectedDevice("GPU", A100, sample, health))["health"] == told
 
 
 @pytest.mark.parametrize(
@@ -241,14 +239,14 @@ def test_health_in_words(sample: Sample, health: Health, told: str) -> None:
         ),
     ],
 )
-def test_processes_in_words(
+def test_processes_are_described(
     processes: tuple[OtherProcess, ...] | None, told: str
 ) -> None:
     seen = DetectedDevice("GPU", A100, Sample({}), Health(), processes)
-    assert told_of(seen)["processes"] == told
+    assert facts_of(seen)["processes"] == told
 
 
-def test_the_kernel_tells_where_a_device_is(tmp_path: Path) -> None:
+def test_the_numa_node_is_read_from_the_kernel(tmp_path: Path) -> None:
     folder = tmp_path / "0000:3b:00.0"
     folder.mkdir()
     assert place_of("00000000:3B:00.0", tmp_path) == (None, "")
@@ -260,7 +258,7 @@ def test_the_kernel_tells_where_a_device_is(tmp_path: Path) -> None:
     assert place_of(None, tmp_path) == (None, "")
 
 
-# While a node runs: who holds what of each device.
+# With a running node: the holders of each device.
 
 
 SHARES = NodeDevices(BUSY.devices)
@@ -275,7 +273,7 @@ BOX = DeviceReport(
 )
 
 
-def test_lines_say_who_holds_what() -> None:
+def test_the_lines_name_the_holders() -> None:
     told = [line.split(None, 1)[1] for line in lines(BOX, SHARES) if " held " in line]
     assert told == [
         "0.5 Model 'serve', 0.25 train; 0.25 free",
@@ -284,7 +282,7 @@ def test_lines_say_who_holds_what() -> None:
     ]
 
 
-def test_json_has_them_where_a_node_has_the_device() -> None:
+def test_json_names_the_holders_of_a_nodes_devices() -> None:
     first, *_, last = as_data(BOX, SHARES)["devices"]
     assert (first["free"], first["aside"]) == (0.25, None)
     assert [one["task"] for one in first["holders"]] == ["Model 'serve'", "train"]
@@ -292,7 +290,7 @@ def test_json_has_them_where_a_node_has_the_device() -> None:
     assert as_data(BOX) == as_data(BOX, NodeDevices())
 
 
-def test_devices_are_told_apart_by_uuid_where_that_is_known() -> None:
+def test_devices_are_matched_by_uuid() -> None:
     other = Device(0, uuid="GPU-1")
     assert SHARES.of("GPU", other) is BUSY.devices[1]
     assert SHARES.of("GPU", replace(other, uuid=None)) is BUSY.devices[0]
@@ -302,7 +300,7 @@ def test_devices_are_told_apart_by_uuid_where_that_is_known() -> None:
     ) == ("1 free")
 
 
-async def test_without_a_node_nothing_is_said(
+async def test_gpus_without_a_node_shows_no_holders(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
@@ -310,11 +308,11 @@ async def test_without_a_node_nothing_is_said(
     assert await ask_node() == NodeDevices()
 
 
-async def test_a_node_is_asked_or_it_is_said_why_it_does_not_answer(
+async def test_gpus_reports_a_node_that_does_not_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(connect, "check_there", lambda _: None)
-    stand_in(monkeypatch, BUSY)
+    answer_with(monkeypatch, BUSY)
     assert await ask_node() == SHARES
 
     def fail(_address: str, _patience: float) -> object:

@@ -1,4 +1,4 @@
-"""`aiogpu logs` and `timeline`: reading logs while they turn, and writing to files."""
+"""`aiogpu logs` and `timeline`: reading logs during rotation, and writing files."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def shown(place: Path, *arguments: str) -> list[str]:
     return ran.stdout.splitlines()
 
 
-def test_which_lines_are_shown(place: Path) -> None:
+def test_logs_select_lines(place: Path) -> None:
     every = lines(30)
     of_task = [line for n, line in enumerate(every) if n % 3 == 1]
     of_client = [line for n, line in enumerate(every) if n % 2 == 1]
@@ -73,7 +73,7 @@ def test_which_lines_are_shown(place: Path) -> None:
         (("--node",), ["ready", "ended"]),
     ):
         assert shown(place, *arguments) == wanted, arguments
-    # A line that looks like another task's.
+    # A line that looks like a line of another task.
     sly = str(Entry(1.0, CLIENT, 1, 1, "sly", "1 2 client=5 task=7 out (x) y"))
     pages = Pages(str(place / "logs" / FILE), 1 << 20, 1)
     pages.write([sly])
@@ -81,14 +81,14 @@ def test_which_lines_are_shown(place: Path) -> None:
     ran = CliRunner().invoke(logs, ["--address", f"{place}/node.sock", "--task", "7"])
     assert (ran.exit_code, ran.stdout) == (0, "")
     assert "No line of task 7 is kept in" in ran.stderr
-    # Another directory, and a node that has printed nothing.
+    # Another directory, and a node without output.
     (place / "logs").rename(place / "elsewhere")
     assert shown(place, "--log-dir", f"{place}/elsewhere", "-n", "1") == [sly]
     (place / "logs").mkdir()
     assert shown(place) == []
 
 
-def test_a_task_is_one_of_the_last_node(place: Path) -> None:
+def test_a_task_number_belongs_to_the_last_node(place: Path) -> None:
     """Each node numbers its tasks from 1."""
     log = TaskLog(str(place / "logs"))
     log.write(CLIENT, 2, 1, "work pid=1", "of the next node")
@@ -99,7 +99,7 @@ def test_a_task_is_one_of_the_last_node(place: Path) -> None:
     assert len(shown(place)) == 32
 
 
-def test_of_a_program_that_nobody_knows(place: Path) -> None:
+def test_logs_of_an_unknown_program(place: Path) -> None:
     address = ["--address", f"{place}/node.sock"]
     ran = CliRunner().invoke(logs, [*address, "--client", "4711"])
     assert ran.exit_code == 1
@@ -113,7 +113,7 @@ def test_of_a_program_that_nobody_knows(place: Path) -> None:
     assert "There are no lines at all" in ran.output
 
 
-def test_mistakes_are_told() -> None:
+def test_bad_options_of_logs_are_errors() -> None:
     for arguments, code, told in (
         (["--address", "/no/such/node.sock"], 1, "no logs in /no/such/logs"),
         (["--node", "--task", "3"], 2, "--node has no tasks"),
@@ -125,7 +125,7 @@ def test_mistakes_are_told() -> None:
         assert told in ran.output
 
 
-def started(place: Path, *arguments: str) -> subprocess.Popen[str]:
+def start_logs(place: Path, *arguments: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "aiogpu", "logs", *arguments]
     return subprocess.Popen(
         [*command, "--address", f"{place}/node.sock"],
@@ -136,8 +136,8 @@ def started(place: Path, *arguments: str) -> subprocess.Popen[str]:
     )
 
 
-def test_following_survives_turning_and_ends_by_ctrl_c(place: Path) -> None:
-    with started(place, "--follow", "-n", "1") as program:
+def test_follow_survives_rotation_and_ends_by_ctrl_c(place: Path) -> None:
+    with start_logs(place, "--follow", "-n", "1") as program:
         assert program.stdout is not None
         assert program.stdout.readline() == lines(30)[-1] + "\n"
         pages = Pages(str(place / "logs" / FILE), 500, 50)
@@ -150,8 +150,8 @@ def test_following_survives_turning_and_ends_by_ctrl_c(place: Path) -> None:
     assert (program.returncode, out) == (130, "")
 
 
-def test_whoever_reads_may_stop_at_any_time(place: Path) -> None:
-    with started(place, "--follow") as program:
+def test_a_closed_pipe_ends_logs_without_an_error(place: Path) -> None:
+    with start_logs(place, "--follow") as program:
         assert program.stdout is not None
         os.read(program.stdout.fileno(), 1)
         program.stdout.close()
@@ -160,7 +160,7 @@ def test_whoever_reads_may_stop_at_any_time(place: Path) -> None:
         assert program.wait(60) == 141
 
 
-# Reading a log while it is written and turned.
+# Reading a log while it is written and rotated.
 
 
 @pytest.fixture
@@ -175,7 +175,9 @@ def reader(path: Path) -> Iterator[LogReader]:
     reader.close()
 
 
-def test_files_that_come_turn_and_go(path: Path, reader: LogReader) -> None:
+def test_a_reader_follows_files_that_appear_rotate_and_vanish(
+    path: Path, reader: LogReader
+) -> None:
     assert list(reader.read()) == [], "nothing is there"
     with path.open("w") as file:
         file.write("one\ntw")
@@ -196,7 +198,7 @@ def test_files_that_come_turn_and_go(path: Path, reader: LogReader) -> None:
     assert list(reader.read()) == ["caf\\xe9"], "bytes that are no text"
 
 
-def test_old_files_come_first(path: Path, reader: LogReader) -> None:
+def test_a_reader_begins_with_the_oldest_file(path: Path, reader: LogReader) -> None:
     for name, text in (("a.2", "1\n2\n"), ("a.1", "3\n"), ("a", "4\n5\n")):
         path.with_name(name).write_text(text)
     assert list(reader.read()) == ["1", "2", "3", "4", "5"]
@@ -204,8 +206,8 @@ def test_old_files_come_first(path: Path, reader: LogReader) -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_no_line_is_lost_or_shown_twice(path: Path, seed: int) -> None:
-    """As long as no file goes before it was read."""
+def test_a_reader_gives_each_line_once(path: Path, seed: int) -> None:
+    """This holds as long as no file is removed before it was read."""
     chance = random.Random(seed)
     pages, reader = Pages(str(path), 100, 50), LogReader(str(path))
     seen: list[str] = []
@@ -223,7 +225,7 @@ def test_no_line_is_lost_or_shown_twice(path: Path, seed: int) -> None:
     reader.close()
 
 
-def test_where_files_went_unread_the_rest_is_shown(path: Path) -> None:
+def test_a_reader_continues_after_lost_files(path: Path) -> None:
     pages, reader = Pages(str(path), 20, 1), LogReader(str(path))
     pages.write(["first"])
     assert list(reader.read()) == ["first"]
@@ -236,10 +238,10 @@ def test_where_files_went_unread_the_rest_is_shown(path: Path) -> None:
     reader.close()
 
 
-# Where `aiogpu timeline` writes: into a file as a whole, else where it was told.
+# The output of `aiogpu timeline`: an atomic file, or a device or pipe.
 
 
-def test_a_link_stays_a_link(tmp_path: Path) -> None:
+def test_timeline_writes_through_a_link(tmp_path: Path) -> None:
     file, link = tmp_path / "file", tmp_path / "link"
     link.symlink_to(file)
     for text in ("one", "two"):
@@ -249,7 +251,7 @@ def test_a_link_stays_a_link(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["file", "link"]
 
 
-def test_what_is_no_file_is_written_to_and_not_replaced(tmp_path: Path) -> None:
+def test_timeline_writes_to_a_device_without_replacing_it(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     heard: list[str] = []
@@ -264,7 +266,7 @@ def test_what_is_no_file_is_written_to_and_not_replaced(tmp_path: Path) -> None:
     assert stat.S_ISCHR(os.stat("/dev/full").st_mode)
 
 
-def test_of_what_fails_nothing_is_left(tmp_path: Path) -> None:
+def test_a_failed_timeline_leaves_no_file(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         _write(f"{tmp_path}/none/file", "text")
     with pytest.raises(UnicodeEncodeError):
@@ -272,7 +274,7 @@ def test_of_what_fails_nothing_is_left(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
-# The node's log: bounded, private, and never a reason to stop
+# The node's log: bounded, private, and never blocking.
 
 
 log = logging.getLogger("aiogpu.test")
@@ -280,7 +282,7 @@ log = logging.getLogger("aiogpu.test")
 
 @pytest.fixture
 def root() -> Iterator[logging.Logger]:
-    """The root logger, which is afterwards as it was."""
+    """The root logger, restored afterwards."""
     root = logging.getLogger()
     before, level = list(root.handlers), root.level
     yield root
@@ -291,7 +293,7 @@ def record(text: str) -> logging.LogRecord:
     return logging.LogRecord("aiogpu.test", logging.INFO, "", 0, text, None, None)
 
 
-def test_what_is_logged_is_in_the_file_and_on_a_terminal(
+def test_records_go_to_the_file_and_the_terminal(
     tmp_path: Path, root: logging.Logger, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert root
@@ -315,7 +317,7 @@ def test_what_is_logged_is_in_the_file_and_on_a_terminal(
     assert capsys.readouterr() == ("", "")
 
 
-def test_files_are_bounded_in_size_and_number(tmp_path: Path) -> None:
+def test_log_files_are_bounded_in_size_and_number(tmp_path: Path) -> None:
     pages = RotatingLog(f"{tmp_path}/node.log", size=200, kept=2)
     for number in range(50):
         pages.handle(record(f"line {number:02} {'x' * 20}"))
@@ -327,7 +329,7 @@ def test_files_are_bounded_in_size_and_number(tmp_path: Path) -> None:
     assert "line 49" in files[0].read_text()
 
 
-def test_a_full_disk_costs_lines_that_are_counted(
+def test_a_full_disk_loses_lines_and_counts_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "node.log"
@@ -341,7 +343,7 @@ def test_a_full_disk_costs_lines_that_are_counted(
     missing, again = path.read_text().splitlines()
     assert missing.endswith("! 3 lines are missing here: they could not be written")
     assert again.endswith("there is room again")
-    # A directory that was removed, and a symbolic link, which is not followed.
+    # A removed directory, and a symbolic link, which is not followed.
     pages = RotatingLog(f"{tmp_path}/logs/node.log")
     pages.handle(record("lost"))
     assert pages.lost == 1
@@ -357,8 +359,8 @@ def test_a_full_disk_costs_lines_that_are_counted(
     assert capsys.readouterr() == ("", "")
 
 
-class Stuck(logging.Handler):
-    """A disk that takes nothing until it is let go."""
+class HangingHandler(logging.Handler):
+    """A handler that blocks like a full disk until it is released."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -372,10 +374,12 @@ class Stuck(logging.Handler):
         self.seen.append(record.getMessage())
 
 
-def test_nobody_waits_for_a_disk_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logging_does_not_wait_for_a_disk_that_hangs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(journal, "WAITING", 10)
     monkeypatch.setattr(journal, "PATIENCE", 0.0)
-    disk = Stuck()
+    disk = HangingHandler()
     stuck = Journal(disk)
     stuck.handle(record("first"))
     assert disk.has.wait(20)
@@ -386,11 +390,11 @@ def test_nobody_waits_for_a_disk_that_hangs(monkeypatch: pytest.MonkeyPatch) -> 
     disk.go.set()
 
 
-def test_lines_that_found_no_room_are_told_of(
+def test_the_log_reports_lines_that_were_dropped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(journal, "WAITING", 1)
-    disk = Stuck()
+    disk = HangingHandler()
     pages = RotatingLog(f"{tmp_path}/node.log")
     both = Journal(disk, pages)
     both.handle(record("first"))
@@ -407,8 +411,8 @@ def test_lines_that_found_no_room_are_told_of(
     ]
 
 
-def test_a_line_that_cannot_be_formatted_is_lost() -> None:
-    disk = Stuck()
+def test_a_record_that_cannot_be_formatted_is_dropped() -> None:
+    disk = HangingHandler()
     disk.go.set()
     begun = Journal(disk)
     bad = record("%d")
@@ -419,7 +423,7 @@ def test_a_line_that_cannot_be_formatted_is_lost() -> None:
     assert disk.seen == ["next"]
 
 
-def test_what_is_printed_is_logged_by_lines(caplog: pytest.LogCaptureFixture) -> None:
+def test_printed_text_is_logged_line_by_line(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     stream = StreamToLog("stdout")
     print("one\ntwo", end=" ", file=stream)

@@ -1,4 +1,4 @@
-"""The command line itself: help, mistakes, exit codes, streams, completion."""
+"""The command line: help, errors, exit codes, streams, completion."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from aiogpu.cli import connect
 from aiogpu.cli import main as command
 from aiogpu.cli.status import known_tasks
 from aiogpu.errors import InfeasibleError, NodeStartError
-from tests.cli.pictures import BUSY, stand_in
+from tests.cli.status_examples import BUSY, answer_with
 from tests.support.program import environment
 from tests.support.program import run as run_program
 
 
 def shell(line: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Run a line of bash, in which `aiogpu` is this one."""
+    """Run a line of bash in which `aiogpu` is this interpreter's."""
     begin = f'aiogpu() {{ "{sys.executable}" -m aiogpu "$@"; }}\n'
     return subprocess.run(
         ["bash", "-c", begin + line],
@@ -44,9 +44,9 @@ def shell(line: str, **options: Any) -> subprocess.CompletedProcess[str]:
 def ran(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., tuple[object, str, str]]:
-    """Run a command line; gives its exit code and what it prints and complains."""
+    """Run a command line; return exit code, stdout and stderr."""
 
-    # By it click tells whether it was run by `python -m`, as pytest may be.
+    # click looks here for `python -m`, which may have started pytest.
     monkeypatch.setattr(sys.modules["__main__"], "__package__", None)
 
     def run(*arguments: str) -> tuple[object, str, str]:
@@ -75,7 +75,7 @@ def test_help_names_the_commands(ran: Callable[..., tuple[object, str, str]]) ->
             assert "\n  Examples:\n" in told
 
 
-def test_who_mistypes_is_told_what_there_is(
+def test_a_mistyped_command_gets_a_suggestion(
     ran: Callable[..., tuple[object, str, str]],
 ) -> None:
     for typed, said in (
@@ -99,7 +99,7 @@ def test_addresses_are_the_same_for_all_commands(
         code, _, err = ran(first, f"--socket={where}", *rest)
         assert told in err, line
         assert code == 1, line
-    # It blocks signals for good, so it has a process of its own.
+    # The command blocks signals for good, so it runs in its own process.
     ended = shell(f"aiogpu run --socket={where} true")
     assert told in ended.stderr
     assert ended.returncode == 125
@@ -151,11 +151,11 @@ def test_version_imports_no_subcommand_and_no_asyncio() -> None:
     assert told == [f"aiogpu, version {aiogpu.__version__}", "set()"]
 
 
-# Streams that are closed, full, or read by nobody.
+# Streams that are closed or full, or have no reader.
 
 
 @pytest.mark.parametrize("command", ["--help", "completion bash"])
-def test_a_pipe_that_nobody_reads_ends_it_in_silence(command: str) -> None:
+def test_a_closed_pipe_ends_a_command_silently(command: str) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     ran = shell(f"aiogpu {command} >&{writing}", pass_fds=(writing,))
@@ -164,7 +164,7 @@ def test_a_pipe_that_nobody_reads_ends_it_in_silence(command: str) -> None:
 
 
 @pytest.mark.parametrize("command", ["--help", "completion bash"])
-def test_a_full_disk_is_told(command: str) -> None:
+def test_a_full_disk_is_an_error(command: str) -> None:
     ran = shell(f"aiogpu {command} > /dev/full")
     assert ran.returncode == 1
     assert ran.stderr == (
@@ -173,11 +173,11 @@ def test_a_full_disk_is_told(command: str) -> None:
 
 
 @pytest.mark.parametrize("closed", ["2>&-", "<&- >&- 2>&-"])
-def test_streams_may_be_closed(closed: str) -> None:
+def test_commands_run_with_closed_streams(closed: str) -> None:
     assert shell(f"aiogpu completion bash {closed}").returncode == 0
 
 
-def test_no_file_takes_the_place_of_a_closed_stream() -> None:
+def test_no_file_gets_the_descriptor_of_a_closed_stream() -> None:
     ran = shell(
         "python=" + sys.executable + "; $python -c '"
         "from aiogpu.cli.main import open_streams\n"
@@ -190,11 +190,11 @@ def test_no_file_takes_the_place_of_a_closed_stream() -> None:
     assert (ran.stderr, ran.returncode) == ("/dev/null /dev/null\n", 0)
 
 
-# What shells complete.
+# Completion in shells.
 
 
-def completed(place: Path, *words: str) -> list[str]:
-    """What bash offers for the last word of a command line."""
+def completions(place: Path, *words: str) -> list[str]:
+    """The completions that bash offers for the last word of a command line."""
     command = place / "aiogpu"
     command.write_text(f'#!/bin/sh\nexec {sys.executable} -m aiogpu "$@"\n')
     command.chmod(0o700)
@@ -220,7 +220,7 @@ def completed(place: Path, *words: str) -> list[str]:
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
 def test_bash_completes_by_its_script(tmp_path: Path) -> None:
-    assert completed(tmp_path, "list", "a") == ["actors"]
+    assert completions(tmp_path, "list", "a") == ["actors"]
 
 
 @pytest.mark.parametrize(
@@ -234,7 +234,7 @@ def test_bash_completes_by_its_script(tmp_path: Path) -> None:
     ],
     ids=lambda value: " ".join(value),
 )
-def test_what_is_offered(
+def test_completion_offers_matching_words(
     runtime_directory: Path, words: list[str], offered: list[str]
 ) -> None:
     assert runtime_directory
@@ -250,10 +250,10 @@ def test_each_shell_has_a_script(shell: str) -> None:
     assert f"_AIOGPU_COMPLETE={shell}_complete" in result.stdout
 
 
-def test_tasks_and_actors_of_the_running_node_are_offered(
+def test_completion_offers_tasks_and_actors_of_the_node(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    stand_in(monkeypatch, BUSY)
+    answer_with(monkeypatch, BUSY)
     why = command.cli.get_command(click.Context(command.cli), "why")
     assert why is not None
     context, argument = click.Context(why), why.params[0]

@@ -1,4 +1,4 @@
-"""Where a node is met: its directory, its files, and the lock on its pidfile."""
+"""The place of a node: its directory, its files, and the lock on its pidfile."""
 
 from __future__ import annotations
 
@@ -25,10 +25,12 @@ from aiogpu.daemon.place import (
 )
 from aiogpu.errors import NodeRunningError, NodeStartError
 
-# Names of files, and places that are not fit.
+# Names of files, and unsuitable directories.
 
 
-def test_names(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_place_names_its_files(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/7")
     assert Place.at() == (
         "/run/user/7/aiogpu/node.sock",
@@ -44,7 +46,7 @@ def test_names(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert (place.socket, place.logs) == (f"{tmp_path}/a.sock", f"{tmp_path}/l")
 
 
-def test_what_is_missing_is_made_for_this_user_alone(tmp_path: Path) -> None:
+def test_missing_directories_are_created_private(tmp_path: Path) -> None:
     place = Place.at(f"{tmp_path}/d/node.sock")
     place.prepare()
     place.prepare()
@@ -52,13 +54,13 @@ def test_what_is_missing_is_made_for_this_user_alone(tmp_path: Path) -> None:
         assert path.stat().st_mode & 0o7777 == 0o700
 
 
-def test_a_path_of_the_greatest_length_can_be_bound(tmp_path: Path) -> None:
+def test_a_socket_path_is_at_most_107_bytes(tmp_path: Path) -> None:
     check_length("/" + "x" * (MAX_SOCKET_PATH - 1))
     with pytest.raises(NodeStartError, match=r"has 108 bytes; Linux allows 107"):
         check_length("/" + "é" * 53 + "x")
 
 
-def refused(place: Place) -> str:
+def refusal_of(place: Place) -> str:
     with pytest.raises(NodeStartError) as error:
         place.prepare()
     return str(error.value)
@@ -68,27 +70,27 @@ def test_a_directory_that_others_may_enter_is_refused(tmp_path: Path) -> None:
     directory = tmp_path / "d"
     directory.mkdir()
     directory.chmod(0o710)
-    told = refused(Place.at(f"{directory}/node.sock"))
+    told = refusal_of(Place.at(f"{directory}/node.sock"))
     assert "has mode 0710" in told
     assert "chmod 700" in told
     assert "--socket" in told
     assert not list(directory.iterdir())
     (directory / "passwd").write_text("is read by all")
-    told = refused(Place.at(f"{directory}/node.sock"))
+    told = refusal_of(Place.at(f"{directory}/node.sock"))
     assert "has mode 0710" in told
     assert "mkdir -m 700" in told
     assert "chmod" not in told
 
 
-def test_nobody_is_told_to_take_from_others_what_is_everybodys(tmp_path: Path) -> None:
+def test_a_public_directory_is_refused_without_advising_chmod(tmp_path: Path) -> None:
     tmp_path.chmod(0o1777)
-    told = refused(Place.at(f"{tmp_path}/node.sock"))
+    told = refusal_of(Place.at(f"{tmp_path}/node.sock"))
     assert "is everybody's (mode 1777)" in told
     assert "`mkdir -m 700`, or name another place by --socket" in told
     assert "chmod" not in told
 
 
-def test_what_is_no_directory_of_its_own(tmp_path: Path) -> None:
+def test_a_file_in_place_of_a_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "d").mkdir(0o700)
     (tmp_path / "link").symlink_to("d")
     (tmp_path / "file").write_text("mine")
@@ -100,39 +102,43 @@ def test_what_is_no_directory_of_its_own(tmp_path: Path) -> None:
         ("no/such/node.sock", "cannot be made: No such file or directory"),
         ("d/node.sock", "is a regular file, which is left as it is"),
     ):
-        assert said in refused(Place.at(f"{tmp_path}/{path}"))
+        assert said in refusal_of(Place.at(f"{tmp_path}/{path}"))
     for file in (tmp_path / "file", tmp_path / "d" / "node.sock"):
         assert file.read_text() == "mine"
 
 
-def test_logs_may_be_read_by_others_and_not_written(tmp_path: Path) -> None:
+def test_a_log_directory_may_be_readable_but_not_writable_by_others(
+    tmp_path: Path,
+) -> None:
     logs = tmp_path / "logs"
     logs.mkdir()
     logs.chmod(0o755)
     place = Place.at(f"{tmp_path}/d/node.sock", str(logs))
     place.prepare()
     logs.chmod(0o775)
-    assert "--log-dir" in refused(place)
+    assert "--log-dir" in refusal_of(place)
 
 
-def test_a_directory_of_another_user(
+def test_a_directory_of_another_user_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     owner, other = os.geteuid(), 3_000_000_000
     monkeypatch.setattr(os, "geteuid", lambda: other)
-    told = refused(Place.at(f"{tmp_path}/node.sock"))
+    told = refusal_of(Place.at(f"{tmp_path}/node.sock"))
     assert f"belongs to uid {owner}" in told
     assert f"and this is uid {other}: a node's files" in told
 
 
 @pytest.mark.skipif(os.getuid() == 0, reason="root may write everywhere")
-def test_a_directory_that_may_not_be_written(tmp_path: Path) -> None:
+def test_a_read_only_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "d").mkdir(0o500)
-    told = refused(Place.at(f"{tmp_path}/d/node.sock"))
+    told = refusal_of(Place.at(f"{tmp_path}/d/node.sock"))
     assert "may not be written to by this user" in told
 
 
-def test_a_socket_may_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_existing_socket_is_accepted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     directory = tmp_path / "d"
     directory.mkdir(0o700)
     monkeypatch.chdir(directory)  # its whole path may be too long to bind
@@ -142,7 +148,7 @@ def test_a_socket_may_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     Place.at("n").prepare()
 
 
-# The lock, who holds it, and who only seems to.
+# The lock and its holder.
 
 
 @pytest.fixture
@@ -166,7 +172,9 @@ def record(place: Place, pid: int | None = None, started: int | None = None) -> 
     return Record(pid, started, place.socket, place.logs, 30.0, 20.0, "0.1")
 
 
-def test_it_says_who_holds_it(place: Place, lock: PidfileLock) -> None:
+def test_a_pidfile_names_the_holder_of_the_lock(
+    place: Place, lock: PidfileLock
+) -> None:
     assert living_node(place.pidfile) is None
     mine = record(place)
     lock.write(mine)
@@ -175,13 +183,13 @@ def test_it_says_who_holds_it(place: Place, lock: PidfileLock) -> None:
     shorter = mine._replace(version="")
     lock.write(shorter)
     assert read_record(place.pidfile) == shorter
-    # A process id that was given away again.
+    # A process id that was reused.
     lock.write(mine._replace(started=mine.started - 1))
     assert read_record(place.pidfile)
     assert living_node(place.pidfile) is None
 
 
-def test_the_second_is_told_who_was_first(
+def test_a_second_node_learns_who_holds_the_lock(
     place: Place, lock: PidfileLock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
@@ -195,7 +203,7 @@ def test_the_second_is_told_who_was_first(
     assert f"`aiogpu stop --socket {place.socket}`" in str(error.value)
 
 
-def test_it_is_removed_with_its_end_unless_it_is_anothers(place: Place) -> None:
+def test_release_removes_only_the_own_pidfile(place: Place) -> None:
     Path(place.pidfile).write_text(json.dumps(record(place)._asdict()))
     PidfileLock.take(place).release()
     assert not os.path.exists(place.pidfile), "a file without a lock is taken over"
@@ -222,7 +230,7 @@ def test_the_lock_ends_with_its_process(place: Place) -> None:
     PidfileLock.take(place).release()
 
 
-def test_the_time_at_which_a_process_began() -> None:
+def test_start_time_of_a_process() -> None:
     child = subprocess.Popen(["sleep", "60"])
     began = start_time(child.pid)
     mine = start_time(os.getpid())
@@ -236,7 +244,7 @@ def test_the_time_at_which_a_process_began() -> None:
     assert start_time(child.pid) is None
 
 
-def test_a_file_that_says_nothing_of_use(place: Place) -> None:
+def test_an_unreadable_pidfile_is_no_node(place: Place) -> None:
     for text in ("", "4711\n", "[1]", '{"pid": 1}', "\0" * 10):
         Path(place.pidfile).write_text(text)
         assert read_record(place.pidfile) is None
@@ -247,11 +255,11 @@ def test_a_file_that_says_nothing_of_use(place: Place) -> None:
         PidfileLock.take(place)
 
 
-def test_a_full_disk(place: Place) -> None:
+def test_a_full_disk_fails_the_lock(place: Place) -> None:
     full = os.open("/dev/full", os.O_RDWR)
     directory = os.open(os.path.dirname(place.pidfile), os.O_RDONLY)
     lock = PidfileLock(place.pidfile, full, directory)
-    # It cannot be cut to a length, as a file can; the kernel says so first.
+    # /dev/full cannot be truncated; the kernel reports that first.
     with pytest.raises(NodeStartError, match=r"node\.pid cannot be written: .*room"):
         lock.write(record(place))
     lock.release()

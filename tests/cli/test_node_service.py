@@ -1,4 +1,4 @@
-"""Real nodes: started by the command, shared, stopped, killed, started anew."""
+"""Real services: started by the command, shared, stopped, killed, restarted."""
 
 from __future__ import annotations
 
@@ -17,255 +17,271 @@ import pytest
 
 import aiogpu
 from aiogpu.daemon.place import Record
-from tests.cli.box import LIMIT, Box
+from tests.cli.sandbox import LIMIT, Sandbox
 from tests.contract import tasks
 from tests.faults.leftovers import processes_of
 from tests.support.gate import Gate
 from tests.support.until import until
 
 
-def test_from_start_to_stop(here: Box) -> None:
-    out, err = here.run("start", "--head", "--num-cpus=2", "--num-gpus=3")
-    node = here.node
+def test_start_and_stop_of_a_service(sandbox: Sandbox) -> None:
+    out, err = sandbox.run("start", "--head", "--num-cpus=2", "--num-gpus=3")
+    node = sandbox.node
     assert node is not None
     assert err == ""
-    assert os.stat(here.place.socket).st_mode & 0o777 == 0o600
-    assert os.stat(os.path.dirname(here.place.socket)).st_mode & 0o777 == 0o700
-    told = re.sub(r"memory: [\w.]+", "memory: M", out)
-    assert told == (
+    assert os.stat(sandbox.place.socket).st_mode & 0o777 == 0o600
+    assert os.stat(os.path.dirname(sandbox.place.socket)).st_mode & 0o777 == 0o700
+    printed = re.sub(r"memory: [\w.]+", "memory: M", out)
+    assert printed == (
         f"The node runs: pid {node.pid}, {{CPU: 2, memory: M, GPU: 3}}.\n"
-        f"  address  {here.place.socket}\n"
-        f"  logs     {here.place.logs}\n"
+        f"  address  {sandbox.place.socket}\n"
+        f"  logs     {sandbox.place.logs}\n"
         f'  join     aiogpu.init(address="auto"), or AIOGPU_ADDRESS=auto\n'
         f"  stop     aiogpu stop\n"
     )
-    assert os.getsid(node.pid) == node.pid, "no terminal's, and no shell's"
+    assert os.getsid(node.pid) == node.pid, "the node has a session of its own"
     assert os.readlink(f"/proc/{node.pid}/cwd") == "/"
     assert Path(f"/proc/{node.pid}/comm").read_text() == "aiogpu-node\n"
     command = Path(f"/proc/{node.pid}/cmdline").read_bytes().split(b"\0")
-    assert {b"aiogpu.daemon", here.place.socket.encode()} <= set(command)
+    assert {b"aiogpu.daemon", sandbox.place.socket.encode()} <= set(command)
 
-    out, err = here.run("stop", "--drain=5")
+    out, err = sandbox.run("stop", "--drain=5")
 
-    said = f"the node at {here.place.socket} (pid {node.pid})"
-    assert err == f"Stopping {said}; what runs has 5.0 s to end.\n"
-    assert re.fullmatch(rf"Stopped {re.escape(said)} in [\d.]+ s\.\n", out)
-    assert processes_of(here.directory) == []
-    assert here.files == []
-    log = Path(f"{here.place.logs}/node.log").read_text()
-    assert f"ready at {here.place.socket}" in log
+    node_name = f"the node at {sandbox.place.socket} (pid {node.pid})"
+    assert err == f"Stopping {node_name}; what runs has 5.0 s to end.\n"
+    assert re.fullmatch(rf"Stopped {re.escape(node_name)} in [\d.]+ s\.\n", out)
+    assert processes_of(sandbox.directory) == []
+    assert sandbox.files == []
+    log = Path(f"{sandbox.place.logs}/node.log").read_text()
+    assert f"ready at {sandbox.place.socket}" in log
     assert "what runs has 5.0 s to end" in log
 
-    out, _ = here.run("stop")
-    assert out == f"No node runs at {here.place.socket}.\n"
+    out, _ = sandbox.run("stop")
+    assert out == f"No node runs at {sandbox.place.socket}.\n"
 
 
-def test_a_start_that_fails_says_why(here: Box) -> None:
-    _, err = here.run("start", "--head", "--preload=nosuchmodule", code=1)
+def test_a_start_that_fails_reports_the_reason(sandbox: Sandbox) -> None:
+    _, err = sandbox.run("start", "--head", "--preload=nosuchmodule", code=1)
     assert "'nosuchmodule', which cannot be imported" in err
-    _, err = here.run(
+    _, err = sandbox.run(
         "start", "--head", "--num-gpus=3", CUDA_VISIBLE_DEVICES="7", code=2
     )
     assert "num_gpus=3, but CUDA_VISIBLE_DEVICES='7' names 1 device" in err
-    os.chmod(f"{here.directory}/aiogpu", 0o755)
-    _, err = here.run("start", "--head", code=1)
+    os.chmod(f"{sandbox.directory}/aiogpu", 0o755)
+    _, err = sandbox.run("start", "--head", code=1)
     assert "has mode 0755" in err
-    os.chmod(f"{here.directory}/aiogpu", 0o700)
-    assert processes_of(here.directory) == []
-    assert here.files == []
+    os.chmod(f"{sandbox.directory}/aiogpu", 0o700)
+    assert processes_of(sandbox.directory) == []
+    assert sandbox.files == []
 
 
 @contextmanager
-def given_its_number(here: Box, node: Record) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that has a dead node's number, as if the kernel had reused it.
+def process_with_the_pid_of(
+    sandbox: Sandbox, node: Record
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A process with a dead node's pid, as if the kernel had reused the number.
 
-    Only the start time tells: it even has the pidfile open.
+    Only the start time differs: the process even has the pidfile open.
     """
-    pidfile = Path(here.place.pidfile)
+    pidfile = Path(sandbox.place.pidfile)
     with (
         pidfile.open() as opened,
-        subprocess.Popen(["sleep", "600"], stdin=opened) as victim,
+        subprocess.Popen(["sleep", "600"], stdin=opened) as process,
     ):
         try:
-            pidfile.write_text(json.dumps({**node._asdict(), "pid": victim.pid}))
-            yield victim
+            pidfile.write_text(json.dumps({**node._asdict(), "pid": process.pid}))
+            yield process
         finally:
-            victim.kill()
+            process.kill()
 
 
-def test_of_two_starts_at_once_one_wins(here: Box) -> None:
-    both = [here.begin("start", "--head", "--num-gpus=1") for _ in range(2)]
-    heard = [command.communicate(timeout=LIMIT) for command in both]
+def test_one_of_two_concurrent_starts_wins(sandbox: Sandbox) -> None:
+    both = [sandbox.start("start", "--head", "--num-gpus=1") for _ in range(2)]
+    outputs = [command.communicate(timeout=LIMIT) for command in both]
     assert sorted(command.returncode for command in both) == [0, 1]
-    node = here.node
+    node = sandbox.node
     assert node is not None
-    winner = next(out for out, err in heard if not err)
-    loser = next(err for _, err in heard if err)
+    winner = next(out for out, err in outputs if not err)
+    loser = next(err for _, err in outputs if err)
     assert f"pid {node.pid}" in winner
-    assert f"a node runs at {here.place.socket} already (pid {node.pid})" in loser
+    assert f"a node runs at {sandbox.place.socket} already (pid {node.pid})" in loser
 
     os.kill(node.pid, signal.SIGKILL)
-    here.wait_for_the_end(5)
-    # Its own directory goes with it; what is met at the place stays, and is stale.
-    assert here.files == ["aiogpu/node.pid", "aiogpu/node.sock"]
+    sandbox.wait_until_ended(5)
+    # The node's own directory is gone; the pidfile and the socket stay, and are stale.
+    assert sandbox.files == ["aiogpu/node.pid", "aiogpu/node.sock"]
 
-    with given_its_number(here, node) as victim:
-        out, _ = here.run("stop", "--force")
-        assert out == f"No node runs at {here.place.socket}.\n"
-        assert victim.poll() is None
-        here.run("start", "--head", "--num-gpus=1")
-        assert victim.poll() is None
-    node = here.node
+    with process_with_the_pid_of(sandbox, node) as process:
+        out, _ = sandbox.run("stop", "--force")
+        assert out == f"No node runs at {sandbox.place.socket}.\n"
+        assert process.poll() is None
+        sandbox.run("start", "--head", "--num-gpus=1")
+        assert process.poll() is None
+    node = sandbox.node
     assert node is not None
-    # A drain request is left that the node does not live to read.
+    # The node dies before it reads the drain request.
     os.kill(node.pid, signal.SIGSTOP)
-    asking = here.begin("stop", "--drain=0")
+    stopping_command = sandbox.start("stop", "--drain=0")
     ends = time.monotonic() + LIMIT
-    while not os.path.exists(here.place.drain_file):
+    while not os.path.exists(sandbox.place.drain_file):
         assert time.monotonic() < ends
-    out, err = here.run("stop", "--force")
-    assert out.startswith(f"Killed the node at {here.place.socket}")
+    out, err = sandbox.run("stop", "--force")
+    assert out.startswith(f"Killed the node at {sandbox.place.socket}")
     assert err == ""
-    asking.communicate(timeout=LIMIT)
-    here.wait_for_the_end(5)
-    assert here.files == []
+    stopping_command.communicate(timeout=LIMIT)
+    sandbox.wait_until_ended(5)
+    assert sandbox.files == []
 
 
-# A node that is asked to end while programs use it: drained, then stopped.
+# Stopping a node while programs use it.
 
 
-async def answered() -> None:
-    """Ask for work, and for more, for as long as it is done."""
+async def work() -> None:
+    """Run tasks one after the other, until an error."""
     while True:
         assert await tasks.add.remote(1) == 2
 
 
 async def until_refused() -> None:
-    """Ask for work until the node takes no more; it has answered until then."""
+    """Run tasks until the node refuses new work; all earlier ones succeed."""
     async with asyncio.timeout(LIMIT):
         with pytest.raises(aiogpu.errors.NodeClosedError, match="takes no new work"):
-            await answered()
+            await work()
 
 
-async def stopped(here: Box, *arguments: str) -> tuple[str, str]:
-    """Run `aiogpu stop` beside the loop."""
-    return await asyncio.to_thread(here.run, "stop", *arguments)
+async def stopped(sandbox: Sandbox, *arguments: str) -> tuple[str, str]:
+    """Run `aiogpu stop` in a thread."""
+    return await asyncio.to_thread(sandbox.run, "stop", *arguments)
 
 
 @pytest.mark.either_loop
-async def test_what_runs_ends_and_what_is_new_is_refused(here: Box, gate: Gate) -> None:
-    await asyncio.to_thread(here.run, "start", "--head", "--num-cpus=2", "--num-gpus=1")
-    async with aiogpu.init(address=here.place.socket):
+async def test_a_stopping_node_finishes_tasks_and_refuses_new_ones(
+    sandbox: Sandbox, gate: Gate
+) -> None:
+    await asyncio.to_thread(
+        sandbox.run, "start", "--head", "--num-cpus=2", "--num-gpus=1"
+    )
+    async with aiogpu.init(address=sandbox.place.socket):
         running = tasks.gated.options(num_gpus=1).remote(gate.path, "one")
         await gate.entered("one")
-        # It waits until the first one gives its GPU back, and was there before.
+        # Submitted before the stop, waits for the GPU of the first task.
         waiting = tasks.add.options(num_gpus=1).remote(40, 2)
-        stopping = asyncio.create_task(stopped(here))
+        stopping = asyncio.create_task(stopped(sandbox))
         await until_refused()
-        told, _ = await asyncio.to_thread(here.run, "status")
-        assert told.startswith("is being stopped: no new work; what runs has ")
+        out, _ = await asyncio.to_thread(sandbox.run, "status")
+        assert out.startswith("is being stopped: no new work; what runs has ")
         gate.release("one")
         assert await asyncio.gather(running, waiting) == ["one", 42]
         out, _ = await stopping
         assert out.startswith("Stopped the node")
         with pytest.raises(aiogpu.errors.NodeError):
             await tasks.add.remote(1)
-    assert here.files == []
-    here.wait_for_the_end(0)
+    assert sandbox.files == []
+    sandbox.wait_until_ended(0)
 
 
 @pytest.mark.either_loop
 @pytest.mark.slow
-async def test_what_does_not_end_in_time_is_ended(here: Box, gate: Gate) -> None:
+async def test_a_stopping_node_ends_tasks_that_exceed_the_drain(
+    sandbox: Sandbox, gate: Gate
+) -> None:
     start = ("start", "--head", "--num-cpus=2", "--num-gpus=1", "--drain=0.05")
-    await asyncio.to_thread(here.run, *start)
-    async with aiogpu.init(address=here.place.socket):
+    await asyncio.to_thread(sandbox.run, *start)
+    async with aiogpu.init(address=sandbox.place.socket):
         running = tasks.gated.remote(gate.path, "one")
         await gate.entered("one")
-        await stopped(here)
+        await stopped(sandbox)
         with pytest.raises(aiogpu.errors.NodeError):
             await running
-    assert here.files == []
+    assert sandbox.files == []
 
 
 @pytest.mark.either_loop
-async def test_a_second_signal_ends_it_at_once(here: Box, gate: Gate) -> None:
+async def test_a_second_sigterm_ends_a_service_at_once(
+    sandbox: Sandbox, gate: Gate
+) -> None:
     start = ("start", "--head", "--num-cpus=2", "--num-gpus=1", "--cancel-grace=60")
-    await asyncio.to_thread(here.run, *start)
-    async with aiogpu.init(address=here.place.socket):
+    await asyncio.to_thread(sandbox.run, *start)
+    async with aiogpu.init(address=sandbox.place.socket):
         running = tasks.gated.remote(gate.path, "one")
         await gate.entered("one")
-        stopping = asyncio.create_task(stopped(here))
+        stopping = asyncio.create_task(stopped(sandbox))
         await until_refused()
-        node = here.node
+        node = sandbox.node
         assert node is not None
         os.kill(node.pid, signal.SIGTERM)
         async with asyncio.timeout(20):
             await stopping
         with pytest.raises(aiogpu.errors.NodeError):
             await running
-    assert here.files == []
+    assert sandbox.files == []
 
 
 @pytest.mark.either_loop
-async def test_a_drain_request_does_not_outlive_its_node(here: Box, gate: Gate) -> None:
+async def test_a_drain_request_does_not_outlive_its_node(
+    sandbox: Sandbox, gate: Gate
+) -> None:
     """`aiogpu stop --drain` leaves the seconds in a file; the next node ignores it."""
-    await asyncio.to_thread(here.run, "start", "--head", "--num-cpus=2")
-    first = here.node
+    await asyncio.to_thread(sandbox.run, "start", "--head", "--num-cpus=2")
+    first = sandbox.node
     assert first is not None
     os.kill(first.pid, signal.SIGSTOP)
-    asking = here.begin("stop", "--drain=0")
-    await until(lambda: os.path.exists(here.place.drain_file))
+    stopping_command = sandbox.start("stop", "--drain=0")
+    await until(lambda: os.path.exists(sandbox.place.drain_file))
     os.kill(first.pid, signal.SIGKILL)
-    await asyncio.to_thread(asking.communicate, timeout=LIMIT)
-    assert os.path.exists(here.place.drain_file), "the node never read it"
-    await asyncio.to_thread(here.run, "start", "--head", "--num-cpus=2", "--drain=60")
-    second = here.node
+    await asyncio.to_thread(stopping_command.communicate, timeout=LIMIT)
+    assert os.path.exists(sandbox.place.drain_file), "the node never read it"
+    await asyncio.to_thread(
+        sandbox.run, "start", "--head", "--num-cpus=2", "--drain=60"
+    )
+    second = sandbox.node
     assert second is not None
-    async with aiogpu.init(address=here.place.socket):
+    async with aiogpu.init(address=sandbox.place.socket):
         running = tasks.gated.remote(gate.path, "one")
         await gate.entered("one")
         os.kill(second.pid, signal.SIGTERM)
         await until_refused()
         gate.release("one")
         assert await running == "one"
-        await asyncio.to_thread(here.wait_for_the_end, 20)
-    assert here.files == []
+        await asyncio.to_thread(sandbox.wait_until_ended, 20)
+    assert sandbox.files == []
 
 
 @pytest.mark.either_loop
-async def test_a_killed_node_takes_all_along(here: Box, gate: Gate) -> None:
-    await asyncio.to_thread(here.run, "start", "--head", "--num-cpus=2")
-    async with aiogpu.init(address=here.place.socket):
+async def test_a_killed_node_leaves_no_process(sandbox: Sandbox, gate: Gate) -> None:
+    await asyncio.to_thread(sandbox.run, "start", "--head", "--num-cpus=2")
+    async with aiogpu.init(address=sandbox.place.socket):
         running = tasks.gated.remote(gate.path, "one")
         await gate.entered("one")
-        node = here.node
+        node = sandbox.node
         assert node is not None
         os.kill(node.pid, signal.SIGKILL)
         with pytest.raises(aiogpu.NodeDiedError):
             await running
-        await asyncio.to_thread(here.wait_for_the_end, 5)
-    assert here.files == ["aiogpu/node.pid", "aiogpu/node.sock"]
+        await asyncio.to_thread(sandbox.wait_until_ended, 5)
+    assert sandbox.files == ["aiogpu/node.pid", "aiogpu/node.sock"]
 
 
-TOLD = "for its program's own limit: it holds 0.5 of at most 0.5 GPU"
+REASON = "for its program's own limit: it holds 0.5 of at most 0.5 GPU"
 
 
 @pytest.mark.either_loop
-async def test_limits_are_seen_by_those_who_wait(here: Box, gate: Gate) -> None:
+async def test_a_waiting_task_is_explained_by_the_programs_limit(
+    sandbox: Sandbox, gate: Gate
+) -> None:
     limits = ("--max-waiting=2", "--max-share", '{"GPU": 0.5}')
     start = ("start", "--head", "--num-cpus=4", "--num-gpus=1", *limits)
-    await asyncio.to_thread(here.run, *start)
-    async with aiogpu.init(address=here.place.socket):
+    await asyncio.to_thread(sandbox.run, *start)
+    async with aiogpu.init(address=sandbox.place.socket):
         running = tasks.gated.options(num_gpus=0.5).remote(gate.path, "a")
         await gate.entered("a")
         waiting = tasks.add.options(num_gpus=0.5).remote(1, 2)
         why = await waiting.why()
-        assert TOLD in str(why)
-        where = f"--address={here.place.socket}"
+        assert REASON in str(why)
+        where = f"--address={sandbox.place.socket}"
         (task,) = (await aiogpu.status()).waiting
-        told, _ = await asyncio.to_thread(here.run, "why", str(task.id), where)
-        assert TOLD in " ".join(told.split())
+        out, _ = await asyncio.to_thread(sandbox.run, "why", str(task.id), where)
+        assert REASON in " ".join(out.split())
         with pytest.raises(
             aiogpu.errors.LimitError, match=r"has 2 tasks .* \(max_waiting\)"
         ):
@@ -277,51 +293,53 @@ async def test_limits_are_seen_by_those_who_wait(here: Box, gate: Gate) -> None:
             await tasks.add.options(num_gpus=1).remote(1)
 
 
-# A start that is interrupted, or whose node dies on its way, leaves nothing.
+# A start that is interrupted, or whose node dies before it is ready, leaves nothing.
 
 
-def begun(here: Box, tmp_path: Path) -> tuple[subprocess.Popen[str], Record]:
-    """A start whose node imports for ever, and that node."""
+def start_that_hangs(
+    sandbox: Sandbox, tmp_path: Path
+) -> tuple[subprocess.Popen[str], Record]:
+    """A start whose node imports for ever; returns the command and the node."""
     os.mkfifo(tmp_path / "never")
     (tmp_path / "endless.py").write_text(f"open({str(tmp_path / 'never')!r})\n")
-    path = os.pathsep.join([str(tmp_path), here.variables["PYTHONPATH"]])
-    command = here.begin("start", "--head", "--preload=endless", PYTHONPATH=path)
+    path = os.pathsep.join([str(tmp_path), sandbox.variables["PYTHONPATH"]])
+    command = sandbox.start("start", "--head", "--preload=endless", PYTHONPATH=path)
     ends = time.monotonic() + LIMIT
-    while (node := here.node) is None:
+    while (node := sandbox.node) is None:
         assert command.poll() is None, command.communicate()
         assert time.monotonic() < ends
     return command, node
 
 
 @pytest.mark.slow
-def test_a_start_is_interrupted(here: Box, tmp_path: Path) -> None:
-    command, _ = begun(here, tmp_path)
+def test_ctrl_c_interrupts_a_start(sandbox: Sandbox, tmp_path: Path) -> None:
+    command, _ = start_that_hangs(sandbox, tmp_path)
     command.send_signal(signal.SIGINT)
     out, err = command.communicate(timeout=LIMIT)
     assert (out, err.strip()) == ("", "Interrupted.")
     assert command.returncode == 130
-    here.wait_for_the_end(5)
-    assert here.files == []
+    sandbox.wait_until_ended(5)
+    assert sandbox.files == []
 
 
 @pytest.mark.slow
-def test_it_is_stopped_before_it_is_ready(here: Box, tmp_path: Path) -> None:
-    command, node = begun(here, tmp_path)
-    out, _ = here.run("stop")
+def test_a_node_is_stopped_before_it_is_ready(sandbox: Sandbox, tmp_path: Path) -> None:
+    command, node = start_that_hangs(sandbox, tmp_path)
+    out, _ = sandbox.run("stop")
     assert f"(pid {node.pid})" in out
     _, err = command.communicate(timeout=LIMIT)
     assert err == "Error: the node was asked to stop before it was ready.\n"
     assert command.returncode == 1
-    here.wait_for_the_end(5)
-    assert here.files == []
+    sandbox.wait_until_ended(5)
+    assert sandbox.files == []
 
 
 @pytest.mark.slow
-def test_its_node_is_killed_on_its_way(here: Box, tmp_path: Path) -> None:
-    command, node = begun(here, tmp_path)
+def test_a_node_is_killed_before_it_is_ready(sandbox: Sandbox, tmp_path: Path) -> None:
+    command, node = start_that_hangs(sandbox, tmp_path)
     os.kill(node.pid, signal.SIGKILL)
     _, err = command.communicate(timeout=LIMIT)
     assert "the node ended before it was ready (SIGKILL)" in err
-    assert here.place.logs in err
+    assert sandbox.place.logs in err
     assert command.returncode == 1
-    here.wait_for_the_end(5)
+    sandbox.wait_until_ended(5)

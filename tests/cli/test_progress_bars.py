@@ -1,4 +1,4 @@
-"""Progress bars of tasks: seen while they move, one line at the end."""
+"""Progress bars of tasks: updated in place, one line at the end."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.box import box
-from tests.cli.screens import PROMPT, Screen
+from tests.cli.sandbox import open_sandbox
+from tests.cli.tmux_screen import PROMPT, Screen
 from tests.support.program import run, start
 
 PROGRAM = """
@@ -27,7 +27,7 @@ def train(paths, how):
         else:
             sys.stderr.write("\\r" + state)
             sys.stderr.flush()
-        with open(path):  # a fifo: until the test goes on
+        with open(path):  # a fifo: waits for the test
             pass
         if how == "aside":
             print("a line of its own")
@@ -46,7 +46,7 @@ def quick(steps):
 
 @aiogpu.remote
 def talk(text, path):
-    with open(path):  # as above
+    with open(path):  # waits for the test
         pass
     print(text)
 
@@ -70,7 +70,7 @@ ALONE = PROGRAM.replace("OPTIONS", "dict(num_cpus=2)")
 
 
 def fifos(place: Path, count: int) -> list[Path]:
-    """A task that opens one to read waits until a test opens it to write."""
+    """A task that opens a fifo to read waits until a test opens it to write."""
     paths = [place / f"{number}" for number in range(count)]
     for path in paths:
         os.mkfifo(path)
@@ -92,7 +92,7 @@ def begin(
 
 
 @pytest.mark.parametrize("how", ["before", "behind", "unfinished", "vanishes", "dies"])
-def test_progress_is_seen_while_it_moves(
+def test_a_progress_bar_moves_in_place(
     how: str, terminal: Screen, tmp_path: Path
 ) -> None:
     paths = fifos(tmp_path, 2)
@@ -112,8 +112,8 @@ def test_progress_is_seen_while_it_moves(
     assert lines[-1].startswith(PROMPT) or terminal.has(PROMPT)
 
 
-def redrawn(screen: Screen, line: str, state: str) -> list[str]:
-    """The screen once a state of progress is right below a line."""
+def wait_until_below(screen: Screen, line: str, state: str) -> list[str]:
+    """Wait until the bar is right below a line; return the screen's lines."""
 
     def is_below(lines: list[str]) -> bool:
         pairs = pairwise(lines)
@@ -123,29 +123,29 @@ def redrawn(screen: Screen, line: str, state: str) -> list[str]:
 
 
 @pytest.mark.parametrize("options", ["num_cpus=2", "address"])
-def test_progress_is_shown_again_below_the_line_of_another_task(
+def test_a_bar_moves_below_the_line_of_another_task(
     options: str, terminal: Screen, tmp_path: Path
 ) -> None:
     with ExitStack() as stack:
         if options == "address":
-            here = stack.enter_context(box())
-            here.run("start", "--head", "--num-cpus=2")
-            options = f"address={here.place.socket!r}"
+            sandbox = stack.enter_context(open_sandbox())
+            sandbox.run("start", "--head", "--num-cpus=2")
+            options = f"address={sandbox.place.socket!r}"
         program = PROGRAM.replace("OPTIONS", f"dict({options})")
         gate, *paths = fifos(tmp_path, 3)
         begin(terminal, tmp_path, "beside", [gate, *paths], source=program)
         terminal.has("step 1/2")
         release(gate)
-        # The bar does not move meanwhile: its task waits.
-        lines = redrawn(terminal, "another task", "step 1/2")
+        # The bar does not move: its task waits.
+        lines = wait_until_below(terminal, "another task", "step 1/2")
         assert sum("step" in line for line in lines) == 1, lines
         release(paths[0])
-        lines = redrawn(terminal, "another task", "step 2/2")
+        lines = wait_until_below(terminal, "another task", "step 2/2")
         assert sum("step" in line for line in lines) == 1, lines
         release(paths[1])
         lines = [line.rstrip() for line in terminal.has("all done")]
         if "address" in options:  # the log of a node has one line
-            logged, _ = here.run("logs")
+            logged, _ = sandbox.run("logs")
             assert logged.count("step") == 1
             assert "step 2/2" in logged
     shown = [line for line in lines if "pid=" in line]
@@ -155,15 +155,15 @@ def test_progress_is_shown_again_below_the_line_of_another_task(
     assert "all done" in lines
 
 
-def test_progress_on_stderr_stays_beside_lines_of_the_same_task_on_stdout(
+def test_a_bar_on_stderr_survives_lines_on_stdout(
     terminal: Screen, tmp_path: Path
 ) -> None:
-    """And is not lost when its process ends."""
+    """The bar is not lost when the process ends."""
     paths = fifos(tmp_path, 2)
     begin(terminal, tmp_path, "aside", paths)
     terminal.has("step 1/2")
     release(paths[0])
-    redrawn(terminal, "a line of its own", "step 2/2")
+    wait_until_below(terminal, "a line of its own", "step 2/2")
     release(paths[1])
     lines = terminal.has("all done")
     shown = [line.rstrip() for line in lines if "pid=" in line]
@@ -174,7 +174,7 @@ def test_progress_on_stderr_stays_beside_lines_of_the_same_task_on_stdout(
     ]
 
 
-def test_progress_stays_while_stdout_goes_to_a_file(
+def test_a_bar_stays_while_stdout_is_redirected(
     terminal: Screen, tmp_path: Path
 ) -> None:
     gate, path = fifos(tmp_path, 2)
@@ -188,7 +188,7 @@ def test_progress_stays_while_stdout_goes_to_a_file(
     terminal.until(lambda lines: lines[-1].startswith(PROMPT))
 
 
-def test_progress_wider_than_the_terminal_takes_one_line(
+def test_a_bar_wider_than_the_terminal_takes_one_line(
     terminal: Screen, tmp_path: Path
 ) -> None:
     paths = fifos(tmp_path, 2)
@@ -200,7 +200,7 @@ def test_progress_wider_than_the_terminal_takes_one_line(
     terminal.has("all done")
 
 
-def test_elsewhere_it_is_one_line_at_the_end() -> None:
+def test_a_bar_without_a_terminal_is_one_line_at_the_end() -> None:
     source = ALONE.replace('"__main__"', "__name__")
     program = start(source, "quick")
     out, err = program.communicate(timeout=120)
@@ -208,9 +208,9 @@ def test_elsewhere_it_is_one_line_at_the_end() -> None:
     assert re.fullmatch(r"\(quick pid=\d+\) quick 200000/200000\n", err)
 
 
-def test_lines_of_programs_that_end_them_otherwise() -> None:
-    """Carriage returns within a line that was written at once, or by a child."""
-    told = run(
+def test_carriage_returns_within_one_write_are_applied() -> None:
+    """The task or a child process writes them."""
+    output = run(
         """
         import os, subprocess, sys
         import aiogpu
@@ -229,7 +229,7 @@ def test_lines_of_programs_that_end_them_otherwise() -> None:
         aiogpu.run(main())
         """
     )
-    # What a child writes comes another way, so it has no place among the task's own.
-    lines = re.findall(r"\) (.*)\n", told)
+    # A child's output takes another way, so its position among the lines varies.
+    lines = re.findall(r"\) (.*)\n", output)
     assert [line for line in lines if line != "20%"] == ["shown", "from elsewhere"]
     assert "20%" in lines

@@ -1,4 +1,4 @@
-"""`aiogpu run` against a real node: codes, signals, what is left behind, a terminal."""
+"""`aiogpu run` on a real node: exit codes, signals, leftovers, a terminal."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ asyncio.run(main())
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The socket of a node with two GPUs."""
     path = str(tmp_path_factory.mktemp("node") / "s")
-    with serving(path):
+    with running_node(path):
         yield path
 
 
-class serving:
-    """A node on a socket, until the end of a block."""
+class running_node:
+    """A node on a socket within a block."""
 
     def __init__(self, path: str) -> None:
         self.process = subprocess.Popen(
@@ -105,7 +105,7 @@ def read(process: subprocess.Popen[str]) -> str:
     return process.stdout.readline().strip()
 
 
-def test_the_command_has_its_gpu_its_input_and_its_code(node: str) -> None:
+def test_run_passes_gpu_input_and_exit_code(node: str) -> None:
     shell = ("sh", "-c", "cat; echo $CUDA_VISIBLE_DEVICES $*; exit 3", "sh")
     ended = run(node, "--num-gpus", "0.5", *shell, "--num-gpus", "7", input="in ")
     assert ended.stdout == "in 0 --num-gpus 7\n", "options after it are its own"
@@ -130,14 +130,16 @@ def test_the_command_has_its_gpu_its_input_and_its_code(node: str) -> None:
         (["sh", "-c", "kill -USR1 $$"], -signal.SIGUSR1, ""),
     ],
 )
-def test_codes(node: str, arguments: list[str], code: int, told: str) -> None:
+def test_exit_codes_of_run(
+    node: str, arguments: list[str], code: int, told: str
+) -> None:
     ended = run(node, *arguments)
     assert ended.returncode == code, ended
     assert told in ended.stderr
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR2])
-def test_a_signal_is_sent_on(node: str, number: signal.Signals) -> None:
+def test_run_forwards_signals(node: str, number: signal.Signals) -> None:
     source = (
         f"trap 'echo got; exit 7' {int(number)}; echo up; while :; do sleep 0.05; done"
     )
@@ -149,20 +151,20 @@ def test_a_signal_is_sent_on(node: str, number: signal.Signals) -> None:
 
 
 @pytest.mark.slow
-def test_one_that_waits_for_its_turn_ends_by_a_signal(node: str) -> None:
+def test_a_signal_ends_a_run_that_waits(node: str) -> None:
     with start(node, "--num-gpus=2", "--", "sh", "-c", "echo up; read x") as holder:
         assert read(holder) == "up"
         ended = run(node, "--timeout=0.2", "true")
         assert (ended.returncode, ended.stdout) == (124, "")
         with start(node, "--name=second", "--", "echo", "ran") as second:
-            waits_in(node, "second")
+            wait_until_lease_waits(node, "second")
             second.terminate()
             assert second.wait(LIMIT) == -signal.SIGTERM
         holder.communicate("\n")
     assert run(node, "--num-gpus=2", "true").returncode == 0
 
 
-def test_what_the_command_leaves_behind_holds_the_lease(node: str) -> None:
+def test_processes_left_by_the_command_hold_the_lease(node: str) -> None:
     source = "(read x; echo late) <&3 & echo left; exit 5"
     with start(
         node, "--num-gpus=2", "--", "sh", "-c", "exec 3<&0; " + source
@@ -176,7 +178,7 @@ def test_what_the_command_leaves_behind_holds_the_lease(node: str) -> None:
 
 
 @pytest.mark.slow
-def test_who_wants_it_to_end_ends_what_is_left(node: str) -> None:
+def test_a_signal_ends_the_processes_left_by_the_command(node: str) -> None:
     source = "trap '' TERM; sleep 600 & echo left; exit 5"
     with start(node, "--", "sh", "-c", source) as process:
         assert read(process) == "left"
@@ -187,7 +189,7 @@ def test_who_wants_it_to_end_ends_what_is_left(node: str) -> None:
         assert process.wait(LIMIT) == 5
 
 
-def test_if_it_is_killed_its_tree_holds_the_lease_on(node: str) -> None:
+def test_the_commands_processes_hold_the_lease_after_a_kill_of_run(node: str) -> None:
     source = "sh -c 'echo up; read x <&3' & wait"
     with start(
         node, "--num-gpus=2", "--", "sh", "-c", "exec 3<&0; " + source
@@ -201,9 +203,9 @@ def test_if_it_is_killed_its_tree_holds_the_lease_on(node: str) -> None:
         assert run(node, "--num-gpus=2", "--timeout=20", "true").returncode == 0
 
 
-def test_the_command_goes_on_without_its_node(tmp_path: Path) -> None:
+def test_the_command_continues_without_its_node(tmp_path: Path) -> None:
     path = str(tmp_path / "s")
-    with serving(path) as service:
+    with running_node(path) as service:
         process = start(path, "--", "sh", "-c", "echo up; read x; echo $x")
         with process:
             assert read(process) == "up"
@@ -215,8 +217,8 @@ def test_the_command_goes_on_without_its_node(tmp_path: Path) -> None:
             assert process.returncode == 0
 
 
-def waits_in(node: str, name: str) -> None:
-    """Wait until a lease of that name waits on the node."""
+def wait_until_lease_waits(node: str, name: str) -> None:
+    """Wait until a lease with this name waits on the node."""
     source = """
         import asyncio, sys, aiogpu
         async def main():
@@ -245,7 +247,7 @@ def bash() -> Iterator[pexpect.spawn[str]]:
     spawned.close(force=True)
 
 
-def test_job_control_is_the_shells(node: str, bash: Any) -> None:
+def test_the_shell_keeps_job_control(node: str, bash: Any) -> None:
     source = "trap 'echo INT-$$; exit 9' INT; echo up; while :; do sleep 0.05; done"
     bash.sendline(shlex.join(line(node, "--", "sh", "-c", source)))
     bash.expect_exact("up\r\n")
@@ -257,14 +259,14 @@ def test_job_control_is_the_shells(node: str, bash: Any) -> None:
     bash.sendintr()
     bash.expect(r"INT-(\d+)\r\n")
     bash.expect_exact(PROMPT)
-    # The command heard it once.
+    # The command got the signal once.
     assert "INT-" not in bash.before
     bash.sendline("echo code=$?")
     bash.expect_exact("code=9\r\n")
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_a_loop_of_the_shell(node: str, bash: Any) -> None:
+def test_ctrl_c_ends_a_shell_loop_around_run(node: str, bash: Any) -> None:
     command = shlex.join(line(node, "--", "sh", "-c", "echo up; sleep 600"))
     bash.sendline(f"for i in 1 2; do {command}; done")
     bash.expect_exact("up\r\n")
@@ -273,7 +275,7 @@ def test_ctrl_c_ends_a_loop_of_the_shell(node: str, bash: Any) -> None:
     assert "up" not in bash.before
 
 
-def test_a_terminal_is_told_why_it_waits(node: str, bash: Any) -> None:
+def test_run_prints_why_it_waits(node: str, bash: Any) -> None:
     with start(node, "--num-gpus=2", "--", "sh", "-c", "echo up; read x") as holder:
         assert read(holder) == "up"
         bash.sendline(shlex.join(line(node, "--", "echo", "ran")))
@@ -284,7 +286,7 @@ def test_a_terminal_is_told_why_it_waits(node: str, bash: Any) -> None:
 
 
 @pytest.mark.slow
-def test_a_stopped_command_is_seen_by_its_shell(node: str, bash: Any) -> None:
+def test_the_shell_sees_a_stopped_command(node: str, bash: Any) -> None:
     command = shlex.join(
         line(node, "--", "sh", "-c", "echo up; kill -STOP $$; echo on")
     )
@@ -297,8 +299,8 @@ def test_a_stopped_command_is_seen_by_its_shell(node: str, bash: Any) -> None:
     bash.expect_exact(PROMPT)
 
 
-def test_it_is_one_of_the_programs_as_long_as_it_is_there(node: str) -> None:
-    """And has the limits and the turn of one; nothing stays of it in the node."""
+def test_run_counts_as_a_program_of_the_node(node: str) -> None:
+    """It has the limits and the share of a program; the node forgets it afterwards."""
 
     async def look() -> tuple[int, int]:
         async with aiogpu.init(address=node):  # from now on programs are counted

@@ -1,4 +1,4 @@
-"""`aiogpu start` and `stop`: mistakes, what is made of options, and systemd's unit."""
+"""`aiogpu start` and `stop`: options, errors, and systemd's unit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from aiogpu.daemon.start import quoted, unit
 
 @pytest.fixture
 def plans(monkeypatch: pytest.MonkeyPatch, runtime_directory: Path) -> list[Plan]:
-    """Those that would be carried out."""
+    """The plans that `start` would carry out."""
     assert runtime_directory
     found: list[Plan] = []
 
@@ -38,7 +38,7 @@ def given(*arguments: str) -> Result:
     return CliRunner().invoke(start, arguments)
 
 
-def test_options_become_those_of_init(plans: list[Plan], tmp_path: Path) -> None:
+def test_options_become_options_of_init(plans: list[Plan], tmp_path: Path) -> None:
     spill = tmp_path / "spill"
     spill.mkdir()
     resources = json.dumps({"license": 2})
@@ -82,7 +82,7 @@ def test_options_become_those_of_init(plans: list[Plan], tmp_path: Path) -> None
     assert all(map(os.path.isabs, plan.sys_path))
 
 
-def test_what_is_left_out_is_the_default(plans: list[Plan]) -> None:
+def test_missing_options_have_defaults(plans: list[Plan]) -> None:
     for arguments in ([], ["--object-store-memory=2000000000"], ["--preload="]):
         assert given("--head", *arguments).exit_code == 0
     default, sized, bare = plans
@@ -119,14 +119,16 @@ def test_what_is_left_out_is_the_default(plans: list[Plan]) -> None:
         (["--head", "--systemd", "--socket=a.sock"], "paths begin with a slash: /"),
     ],
 )
-def test_mistakes_are_told(plans: list[Plan], arguments: list[str], said: str) -> None:
+def test_bad_options_of_start_are_errors(
+    plans: list[Plan], arguments: list[str], said: str
+) -> None:
     ran = given(*arguments)
     assert ran.exit_code == 2
     assert said in " ".join(ran.output.split())
     assert not plans
 
 
-def test_another_place_is_named_in_full(runtime_directory: Path) -> None:
+def test_another_socket_is_printed_in_full(runtime_directory: Path) -> None:
     lines = ready_lines(Ready(1, {"CPU": 1.0}, f"{runtime_directory}/b.sock", "/logs"))
     assert lines[-2:] == [
         f'  join     aiogpu.init(address="{runtime_directory}/b.sock"), or '
@@ -135,7 +137,7 @@ def test_another_place_is_named_in_full(runtime_directory: Path) -> None:
     ]
 
 
-def test_a_unit_gives_the_same_options(
+def test_a_unit_has_the_same_options(
     plans: list[Plan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arguments = ["--head", "--systemd", "--drain=5", "--num-gpus=2"]
@@ -158,7 +160,7 @@ def test_a_unit_gives_the_same_options(
         (["--address=unix:{}/c.sock"], None, "c.sock"),
     ],
 )
-def test_which_node_is_stopped(
+def test_stop_selects_a_node(
     runtime_directory: Path, arguments: list[str], variable: str | None, at: str
 ) -> None:
     here = str(runtime_directory)
@@ -170,7 +172,7 @@ def test_which_node_is_stopped(
     assert (ran.exit_code, ran.output) == (0, f"No node runs at {here}/{at}.\n")
 
 
-def test_stop_by_force_waits_for_nobody(runtime_directory: Path) -> None:
+def test_stop_by_force_does_not_drain(runtime_directory: Path) -> None:
     assert runtime_directory
     ran = CliRunner().invoke(stop, ["--force", "--drain=1"])
     assert ran.exit_code == 2
@@ -188,7 +190,7 @@ def settings(text: str) -> dict[str, str]:
     return {name: value for name, _, value in lines if not name.startswith("#")}
 
 
-def test_a_unit_is_notified_and_given_time_to_drain() -> None:
+def test_a_unit_has_notification_and_time_to_drain() -> None:
     environ = {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": "/a b:/c", "HOME": "/h"}
     text = unit(ODD, environ, opens_within=120, ends_within=52.4)
     wanted = {
@@ -203,7 +205,7 @@ def test_a_unit_is_notified_and_given_time_to_drain() -> None:
         '"c:\\\\d" ""',
     }
     assert settings(text).items() >= wanted.items()
-    # Variables that matter are kept.
+    # Relevant variables are kept.
     assert re.findall(r"^Environment=(.*)$", text, re.MULTILINE) == [
         '"PYTHONPATH=/a b:/c"',
         "CUDA_VISIBLE_DEVICES=",
@@ -225,11 +227,13 @@ def test_a_unit_is_notified_and_given_time_to_drain() -> None:
         (";", '";"'),
     ],
 )
-def test_how_words_are_quoted(word: str, read: str) -> None:
+def test_words_of_a_unit_are_quoted(word: str, read: str) -> None:
     assert quoted(word) == read
 
 
-def test_systemd_takes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_systemd_accepts_the_unit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     analyze = shutil.which("systemd-analyze")
     if analyze is None:
         pytest.skip("systemd is not installed")

@@ -1,4 +1,4 @@
-"""`aiogpu status`, `list` and `why`: on pictures of nodes, and on a real one."""
+"""`aiogpu status`, `list` and `why`, on fake nodes and on a real one."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from aiogpu.core.model.text import printable
 from aiogpu.engines.local import LocalEngine
 from aiogpu.observe.snapshot import snapshot
 from aiogpu.observe.status import NodeStatus, TaskStatus
-from tests.cli.pictures import BUSY, IDLE, JOB, stand_in
+from tests.cli.status_examples import BUSY, IDLE, JOB, answer_with
 from tests.contract import tasks
 from tests.contract.actor_classes import Counter
 from tests.core.builders import World
@@ -47,19 +47,19 @@ def ran(*arguments: str) -> Result:
 
 @pytest.fixture
 def busy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Views find a busy node."""
-    stand_in(monkeypatch, BUSY)
+    """Commands find a busy node."""
+    answer_with(monkeypatch, BUSY)
 
 
 @pytest.mark.usefixtures("busy")
-def test_a_pipe_gets_what_print_shows() -> None:
+def test_status_in_a_pipe_is_plain_text() -> None:
     result = ran("status")
     assert (result.exit_code, result.stderr) == (0, "")
     assert result.stdout == f"{BUSY}\n"
 
 
 @pytest.mark.usefixtures("busy")
-def test_json_is_one_object_with_the_keys_in_their_order() -> None:
+def test_status_as_json_has_ordered_keys() -> None:
     told = json.loads(ran("status", "--json").stdout)
     assert list(told) == [
         *("version", "aiogpu", "healthy", "problems", "resources", "devices"),
@@ -79,34 +79,34 @@ def test_json_is_one_object_with_the_keys_in_their_order() -> None:
     assert told["devices"][2]["others"] is None
 
 
-def test_json_of_an_idle_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    stand_in(monkeypatch, IDLE)
+def test_status_as_json_of_an_idle_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer_with(monkeypatch, IDLE)
     told = json.loads(ran("status", "--json").stdout)
     assert told["healthy"] is True
     assert told["reservation"] is None
     assert told["waiting"] == {"tasks": 0, "shapes": 0, "first": []}
 
 
-def test_check_tells_scripts_of_a_device_that_is_set_aside(
+def test_check_fails_if_a_device_is_set_aside(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for picture, code in ((BUSY, 3), (IDLE, 0)):
-        stand_in(monkeypatch, picture)
+        answer_with(monkeypatch, picture)
         with cli.make_context("aiogpu", ["status", "--check"]) as context:
             assert cli.invoke(context) == code
-    stand_in(monkeypatch, BUSY)
+    answer_with(monkeypatch, BUSY)
     with cli.make_context("aiogpu", ["status"]) as context:
         assert cli.invoke(context) == 0
 
 
 @pytest.mark.parametrize("as_json", [False, True])
-def test_watch_shows_one_picture_after_the_other(
+def test_watch_prints_the_status_again_and_again(
     monkeypatch: pytest.MonkeyPatch, as_json: bool
 ) -> None:
     class Ended(Exception):
         pass
 
-    stand_in(monkeypatch, IDLE, BUSY)
+    answer_with(monkeypatch, IDLE, BUSY)
     shown: list[str] = []
 
     async def sleep(_seconds: float) -> None:
@@ -126,7 +126,7 @@ def test_watch_shows_one_picture_after_the_other(
 
 
 def many() -> NodeStatus:
-    """A node with more than a screen shows, and with ugly names."""
+    """A node with more tasks than a screen has lines, and with ugly names."""
     tasks = tuple(
         TaskStatus(n, "データ\x1b[2J" * 9, "running", {"CPU": 1.0}, n, None)
         for n in range(20)
@@ -134,7 +134,7 @@ def many() -> NodeStatus:
     return replace(BUSY, tasks=tasks)
 
 
-def test_a_terminal_of_any_width_can_be_read() -> None:
+def test_status_fits_a_terminal_of_any_width() -> None:
     for width, picture in product([40, 60, 100, 140, 200], [IDLE, BUSY, many()]):
         lines = list(plain(Group(*sections(picture)), width))
         assert all(cell_len(line) <= width for line in lines)
@@ -145,7 +145,7 @@ def test_a_terminal_of_any_width_can_be_read() -> None:
         assert ("WAIT  ASK FOR" in told) is (picture is not IDLE)
 
 
-def test_a_terminal_sees_sections() -> None:
+def test_status_in_a_terminal_has_sections() -> None:
     told = list(plain(Group(*sections(many())), 80))
     assert told[:5] == [
         "CPU      4 of 8 free",
@@ -159,7 +159,7 @@ def test_a_terminal_sees_sections() -> None:
 
 
 @pytest.mark.usefixtures("busy")
-def test_lists() -> None:
+def test_list_shows_each_kind() -> None:
     assert ran("list", "tasks").stdout.splitlines() == [
         "TASK  NAME           STATE    PID  PROGRAM        ASKS FOR             WHY",
         "   1  Model 'serve'  running  101                 {GPU: 0.5}",
@@ -211,7 +211,7 @@ def test_lists() -> None:
         (["gpus", "--state", "free"], [], 0),
     ],
 )
-def test_what_is_listed_can_be_chosen(
+def test_list_filters_and_limits_rows(
     question: list[str], ids: list[int], left_out: int
 ) -> None:
     told = json.loads(ran("list", *question, "--json").stdout)
@@ -221,7 +221,7 @@ def test_what_is_listed_can_be_chosen(
 
 
 @pytest.mark.usefixtures("busy")
-def test_what_is_not_listed_is_said_beside_the_list() -> None:
+def test_list_says_how_many_rows_are_left_out() -> None:
     result = ran("list", "tasks", "--limit", "3")
     assert len(result.stdout.splitlines()) == 4
     assert result.stderr == "and 3 more\n"
@@ -238,7 +238,7 @@ def test_what_is_not_listed_is_said_beside_the_list() -> None:
 
 
 @pytest.mark.usefixtures("busy")
-def test_why_by_number_by_name_and_of_several() -> None:
+def test_why_takes_a_number_or_a_name() -> None:
     told = "train (task 7) runs on worker 2 (pid 102).\n"
     assert ran("why", "7").stdout == told
     assert ran("why", "whole").stdout.startswith("whole (task 8) runs")
@@ -248,7 +248,7 @@ def test_why_by_number_by_name_and_of_several() -> None:
 
 
 @pytest.mark.usefixtures("busy")
-def test_tasks_that_have_ended_are_listed_by_their_state() -> None:
+def test_list_shows_ended_tasks_by_state() -> None:
     def listed(*more: str) -> list[int]:
         told = json.loads(ran("list", "tasks", "--json", *more).stdout)
         return [one["task"] for one in told["tasks"]]
@@ -262,7 +262,7 @@ def test_tasks_that_have_ended_are_listed_by_their_state() -> None:
 
 
 @pytest.mark.usefixtures("busy")
-def test_why_as_json_and_of_the_last_that_has_ended() -> None:
+def test_why_as_json_describes_the_last_ended_task() -> None:
     told = json.loads(ran("why", "load", "--json").stdout)
     assert told["version"] == 1
     (task,) = told["tasks"]
@@ -294,7 +294,7 @@ def test_why_as_json_and_of_the_last_that_has_ended() -> None:
         ("kill", 2, "", "Missing argument 'ACTOR...'"),
     ],
 )
-def test_cancel_and_kill_say_what_they_did(
+def test_cancel_and_kill_report_what_they_did(
     line: str, code: int, said: str, error: str
 ) -> None:
     result = ran(*line.split())
@@ -305,7 +305,7 @@ def test_cancel_and_kill_say_what_they_did(
 
 
 @pytest.mark.usefixtures("busy")
-def test_why_of_what_is_not_there() -> None:
+def test_why_of_an_unknown_task_is_an_error() -> None:
     result = ran("why", "nobody")
     assert result.exit_code == 1
     assert (
@@ -335,7 +335,7 @@ def test_why_of_what_is_not_there() -> None:
     ],
     ids=" ".join,
 )
-def test_bad_input_is_named(arguments: list[str], said: str) -> None:
+def test_bad_input_is_an_error(arguments: list[str], said: str) -> None:
     result = ran(*arguments)
     assert result.exit_code == 2
     assert said in result.stderr
@@ -361,7 +361,7 @@ def test_a_view_starts_no_node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     assert f"{tmp_path} is a directory, and not the socket" in str(result.exception)
 
 
-def test_where_no_node_is_named_it_is_the_users_own(
+def test_without_an_address_the_users_own_node_is_shown(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for given, meant in (("inline", "auto"), ("", "auto"), ("/run/x", "/run/x")):
@@ -373,7 +373,7 @@ def test_where_no_node_is_named_it_is_the_users_own(
 
 
 def placements() -> NodeStatus:
-    """One that is held and used, one that waits, and one that ends."""
+    """Placements: one held and used, one waiting, one ending."""
     w = World(cpus=8, gpus=3)
     w.placement_group("held", {"GPU": 1, "CPU": 2}, {"GPU": 0.5})
     w.submit_in("held", "m", 0, num_gpus=0.25, num_cpus=1)
@@ -385,7 +385,7 @@ def placements() -> NodeStatus:
     return snapshot(w.scheduler, pids, w.now)
 
 
-def test_a_table_has_them_with_their_bundles() -> None:
+def test_list_shows_placements_with_their_bundles() -> None:
     status = placements()
     kind = KINDS["placements"]
     entries = kind.entries(status)
@@ -400,7 +400,7 @@ def test_a_table_has_them_with_their_bundles() -> None:
     assert "waits for GPU 1 (free by device: 0: 0, 1: 0.5, 2: 0)" in told
 
 
-def test_the_picture_of_a_node_has_them() -> None:
+def test_status_shows_placements() -> None:
     told = "\n".join(plain(Group(*sections(placements())), 200))
     assert "placements" in told
     lines = Group(*render_body(placements(), "free", 200))
@@ -411,7 +411,7 @@ def test_the_picture_of_a_node_has_them() -> None:
     assert "leases" not in printed
 
 
-def test_a_program_is_told_all_of_one() -> None:
+def test_placement_as_json_is_complete() -> None:
     status = placements()
     told = json.loads(json.dumps(data_of(status.placements[0])))
     assert len(told.pop("id")) > 0
@@ -445,7 +445,7 @@ def test_a_program_is_told_all_of_one() -> None:
 
 @asynccontextmanager
 async def served(place: Path) -> AsyncIterator[str]:
-    """A node of this process, which others may ask; gives its socket."""
+    """A node of this process that commands can reach; yields its socket."""
     path = f"{place}/node.sock"
     async with aiogpu.init(address="local", num_cpus=2, num_gpus=1):
         engine = current_session().engine
@@ -458,7 +458,7 @@ async def served(place: Path) -> AsyncIterator[str]:
 
 
 async def view(*arguments: str) -> tuple[int, str, str]:
-    """What a command prints that is run in a process of its own."""
+    """Run a command in a process; return exit code, stdout and stderr."""
     program = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "aiogpu", *arguments),
         stdout=asyncio.subprocess.PIPE,
@@ -472,7 +472,7 @@ async def view(*arguments: str) -> tuple[int, str, str]:
 
 @pytest.mark.usefixtures("no_leaks")
 @pytest.mark.either_loop
-async def test_a_node_is_seen_from_outside(tmp_path: Path, gate: Gate) -> None:
+async def test_commands_show_a_real_node(tmp_path: Path, gate: Gate) -> None:
     async with served(tmp_path) as path:
         actor = Counter.options(name="tally").remote()
         await actor.add.remote()
@@ -534,14 +534,14 @@ async def test_a_node_is_seen_from_outside(tmp_path: Path, gate: Gate) -> None:
 
 @pytest.mark.usefixtures("no_leaks")
 @pytest.mark.either_loop
-async def test_tasks_and_actors_are_ended_from_outside(
+async def test_commands_end_tasks_and_actors_of_a_real_node(
     tmp_path: Path, gate: Gate
 ) -> None:
     async with served(tmp_path) as path:
         actor = Counter.options(name="tally").remote()
         await actor.add.remote()
         (listed,) = (await aiogpu.status()).actors
-        # The second waits: there is one GPU.
+        # The second task waits: there is one GPU.
         blocked = tasks.gated_coroutine.options(num_gpus=1, max_retries=3)
         runs = blocked.remote(gate.path, "runs")
         await gate.entered("runs")
@@ -579,7 +579,7 @@ async def test_tasks_and_actors_are_ended_from_outside(
         assert killed[1].startswith(f"{name} has ended already: cancelled ")
 
 
-def test_a_socket_that_nobody_listens_on_is_said(tmp_path: Path) -> None:
+def test_a_socket_without_a_listener_is_an_error(tmp_path: Path) -> None:
     path = str(tmp_path / "s")
     with socket.socket(socket.AF_UNIX) as left:
         left.bind(path)
@@ -593,7 +593,7 @@ def test_a_socket_that_nobody_listens_on_is_said(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("no_leaks")
 @pytest.mark.either_loop
-async def test_a_node_that_does_not_answer_is_left(
+async def test_a_command_gives_up_on_a_node_that_does_not_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with served(tmp_path) as path:
@@ -605,7 +605,7 @@ async def test_a_node_that_does_not_answer_is_left(
 
 
 @pytest.mark.either_loop
-async def test_who_never_lets_anybody_join_is_not_waited_for(tmp_path: Path) -> None:
+async def test_a_command_gives_up_on_a_node_that_accepts_no_one(tmp_path: Path) -> None:
     path = f"{tmp_path}/s"
     with socket.socket(socket.AF_UNIX) as no_answer_error:
         no_answer_error.bind(path)
@@ -615,7 +615,7 @@ async def test_who_never_lets_anybody_join_is_not_waited_for(tmp_path: Path) -> 
                 pass
 
 
-# Tables in as many columns as a terminal has, with or without colours
+# Tables for the width of a terminal, with or without colours.
 
 
 TABLE = Table(
@@ -635,7 +635,7 @@ def told(table: Table, width: int = WIDE) -> list[str]:
     return list(plain(table, width))
 
 
-def test_without_a_width_nothing_is_cut_and_empty_columns_are_left_out() -> None:
+def test_a_table_without_a_width_drops_only_empty_columns() -> None:
     assert told(TABLE) == [
         "TASK  NAME         PID  WHY",
         "   1  train        101",
@@ -643,7 +643,7 @@ def test_without_a_width_nothing_is_cut_and_empty_columns_are_left_out() -> None
     ]
 
 
-def test_the_widest_is_cut_first_then_the_least_needed_goes() -> None:
+def test_a_narrow_table_cuts_the_widest_column_then_drops_the_least_important() -> None:
     assert told(TABLE, 30)[2] == "  20  a-long…       waits for…"
     assert told(TABLE, 20)[1:] == ["   1  train      101", "  20  a-long-n…"]
     assert told(TABLE, 12)[1:] == ["   1  train", "  20  a-lon…"]
@@ -659,14 +659,14 @@ def test_wide_characters_count_twice() -> None:
     assert told(table, 11)[1] == "データ…  1"
 
 
-def test_names_cannot_command_a_terminal() -> None:
+def test_names_cannot_send_control_codes_to_a_terminal() -> None:
     assert printable("a\x1b]0;title\x07b\nc\u202e") == "a?]0;title?b?c?"
     table = Table(["\x1b[2J"], Column("NAME", str))
     assert told(table)[1] == "?[2J"
     assert text("[red]a").plain == "[red]a"
 
 
-def test_any_part_fits_any_width_with_its_styles() -> None:
+def test_any_part_of_a_table_fits_any_width() -> None:
     for width in range(1, 80):
         assert all(cell_len(line) <= width for line in told(TABLE, width)), width
     assert list(plain(TABLE.part(0, 2))) == ["TASK  NAME   PID", "   1  train  101"]
@@ -679,14 +679,14 @@ COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def shown(*arguments: str, columns: int, **variables: str) -> list[str]:
-    """What a terminal is sent."""
+    """The lines that a command prints."""
     environ = environment(TERM="xterm-256color", **variables)
     for name in ("FORCE_COLOR", "COLUMNS", "NO_COLOR"):
         if name not in variables:
             environ.pop(name, None)
     program = pexpect.spawn(
         sys.executable,
-        ["-m", "tests.cli.pictures", "busy", *arguments],
+        ["-m", "tests.cli.status_examples", "busy", *arguments],
         env=environ,  # type: ignore[arg-type]
         dimensions=(50, columns),
         encoding="utf-8",
@@ -709,8 +709,8 @@ def test_tables_are_as_wide_as_the_terminal() -> None:
     assert any("\x1b[1;31m" in line and "set aside" in line for line in lines)
 
 
-def test_no_colours_where_they_are_unwanted() -> None:
-    """And an encoding without such characters is no failure."""
+def test_colours_are_off_on_request() -> None:
+    """An encoding without the characters is no failure."""
     variables = {"NO_COLOR": "1", "PYTHONIOENCODING": "ascii"}
     lines = shown("list", "tasks", columns=60, **variables)
     assert "\x1b[3" not in "".join(lines)

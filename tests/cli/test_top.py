@@ -1,4 +1,4 @@
-"""`aiogpu top`: what it draws, its keys, and a real terminal before and after it."""
+"""`aiogpu top`: the drawing, the keys, and a real terminal before and after."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from aiogpu.cli.top import (
     sorted_tasks,
 )
 from aiogpu.observe.status import Holder
-from tests.cli.pictures import BUSY, IDLE, LONG
-from tests.cli.screens import PROMPT, Screen
+from tests.cli.status_examples import BUSY, IDLE, LONG
+from tests.cli.tmux_screen import PROMPT, Screen
 
 
-def test_a_screen() -> None:
+def test_top_draws_a_screen() -> None:
     assert drawn(View(), 90, 34) == [
         "aiogpu  CPU 4/8, GPU 0.25/3; 3 workers; 3 running, 3 waiting",
         "GPU 0  █████████░░░ 0.75 held  ██░░░░ 10 GiB/40 GiB  87 % busy  63 °C 286 W",
@@ -68,14 +68,14 @@ def test_a_screen() -> None:
     ]
 
 
-def test_a_wide_screen_has_long_bars_and_names() -> None:
+def test_a_wide_screen_shows_long_bars_and_names() -> None:
     assert drawn(View(), 140, 24)[1] == (
         "GPU 0  ██████████████████░░░░░░ 0.75 held  ███░░░░░░░░░ 10 GiB/40 GiB  "
         "██████████░░  87 % busy  63 °C 286 W  NVIDIA A100-SXM4-40GB"
     )
 
 
-def test_scrolling_stays_within_the_picture() -> None:
+def test_scrolling_stays_within_the_list() -> None:
     view = View()
     lines = list(plain(render_screen(LONG, view, 80, 12), 80))
     assert lines[-1].endswith("1-10 of 129")
@@ -124,7 +124,7 @@ def test_tasks_are_sorted() -> None:
     ],
     ids=repr,
 )
-def test_what_a_terminal_sends_becomes_keys(
+def test_terminal_input_is_parsed_into_keys(
     pieces: list[bytes], keys: list[str]
 ) -> None:
     decoder = KeyDecoder()
@@ -135,7 +135,7 @@ def drawn(view: View, width: int = 80, height: int = 24, note: str = "") -> list
     return list(plain(render_screen(BUSY, view, width, height, note), width))
 
 
-def test_it_fits_any_screen() -> None:
+def test_top_fits_any_screen() -> None:
     for width, height in product([1, 8, 20, 40, 59, 60, 110, 200], [1, 3, 10, 80]):
         lines = drawn(View(is_paused=True), width, height, "no answer for 3 s")
         assert len(lines) == max(height, 3)
@@ -162,7 +162,7 @@ def test_keys_pause_quit_and_sort() -> None:
     assert view.has_ended
 
 
-def test_c_and_x_ask_for_a_number_and_for_a_y() -> None:
+def test_c_and_x_ask_for_a_number_and_a_confirmation() -> None:
     for keys, line, is_confirmed in (
         ("c", "cancel task number: _", False),
         ("c12\x7f", "cancel task number: 1_", False),
@@ -200,17 +200,17 @@ def test_the_last_minute_of_a_device_is_drawn() -> None:
 
 # In a terminal.
 
-TOP = "$python -m tests.cli.pictures"
+TOP = "$python -m tests.cli.status_examples"
 
 
-def begin(terminal: Screen, picture: str) -> None:
-    """Have `top` show a picture."""
-    terminal.send(f"{TOP} {picture} top --interval 0.1", "Enter")
+def start_top(terminal: Screen, name: str) -> None:
+    """Start `top` on a fake node."""
+    terminal.send(f"{TOP} {name} top --interval 0.1", "Enter")
     terminal.has("q quit")
 
 
 def check_restored(terminal: Screen) -> None:
-    """The shell has its screen, its cursor and its line editing back."""
+    """Check that the shell has its screen, its cursor and its line editing back."""
     told = terminal.has(PROMPT)
     assert not any("q quit" in line for line in told)
     terminal.send("clear; stty -a", "Enter")
@@ -222,8 +222,8 @@ def check_restored(terminal: Screen) -> None:
     terminal.send("clear", "Enter")
 
 
-def test_what_is_on_the_screen_its_keys_and_the_way_out(terminal: Screen) -> None:
-    begin(terminal, "busy")
+def test_top_in_a_terminal_obeys_keys_and_restores_the_screen(terminal: Screen) -> None:
+    start_top(terminal, "busy")
     history = f" {LEVELS}"  # at the end of a line
 
     def plainly(lines: list[str]) -> list[str]:
@@ -254,8 +254,8 @@ def test_what_is_on_the_screen_its_keys_and_the_way_out(terminal: Screen) -> Non
 
 
 @pytest.mark.slow
-def test_ctrl_z_gives_the_shell_its_terminal_until_fg(terminal: Screen) -> None:
-    begin(terminal, "busy")
+def test_ctrl_z_returns_the_terminal_to_the_shell_until_fg(terminal: Screen) -> None:
+    start_top(terminal, "busy")
     terminal.send("C-z")
     terminal.has("Stopped")
     check_restored(terminal)
@@ -270,7 +270,7 @@ def test_ctrl_z_gives_the_shell_its_terminal_until_fg(terminal: Screen) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["TERM", "HUP", "QUIT"])
-def test_a_signal_leaves_the_terminal_as_it_was(terminal: Screen, name: str) -> None:
+def test_a_signal_restores_the_terminal(terminal: Screen, name: str) -> None:
     terminal.send(f"(exec {TOP} busy top)", "Enter")
     terminal.has("q quit")
     pid = terminal.tmux("display", "-p", "#{pane_pid}").strip()
@@ -283,7 +283,7 @@ def test_a_signal_leaves_the_terminal_as_it_was(terminal: Screen, name: str) -> 
     check_restored(terminal)
 
 
-def test_a_node_that_ends_is_told_on_a_terminal_that_is_whole(
+def test_the_end_of_the_node_is_printed_after_the_terminal_is_restored(
     terminal: Screen,
 ) -> None:
     terminal.send(f"{TOP} dying top --interval 0.1", "Enter")
@@ -294,7 +294,7 @@ def test_a_node_that_ends_is_told_on_a_terminal_that_is_whole(
 
 
 @pytest.mark.slow
-def test_where_nobody_looks_it_is_one_plain_picture(terminal: Screen) -> None:
+def test_top_in_a_pipe_prints_one_plain_screen(terminal: Screen) -> None:
     terminal.send(f"{TOP} busy top | cat", "Enter")
     terminal.has(str(BUSY).splitlines()[-1])
     terminal.send(f"clear; echo lines=$(TERM=dumb {TOP} busy top | wc -l)", "Enter")

@@ -1,4 +1,4 @@
-"""uvicorn with several workers, and one ledger of one GPU for all of them."""
+"""uvicorn with several workers that share one GPU of a service."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import aiogpu
-from tests.cli.box import LIMIT, Box
+from tests.cli.sandbox import LIMIT, Sandbox
 from tests.contract import tasks
 from tests.support.gate import Gate
 
@@ -30,27 +30,29 @@ app = FastAPI(lifespan=lifespan(address="auto"))
 
 @app.get("/pid")
 async def pid() -> int:
-    """Which worker answers."""
+    """The process id of the worker that answers."""
     return os.getpid()
 
 
 @app.get("/hold/{gate}/{name}")
 async def hold(request: Request, gate: str, name: str) -> str:
-    """Hold half a GPU until the gate lets it go."""
+    """Hold half a GPU until the gate releases it."""
     call = tasks.gated.options(num_gpus=0.5).remote(gate.replace("!", "/"), name)
     return await cancel_on_disconnect(request, call)
 
 
 @asynccontextmanager
-async def serving(here: Box, workers: int) -> AsyncIterator[asyncio.subprocess.Process]:
-    """The server's first process; all its workers have joined."""
+async def serving(
+    sandbox: Sandbox, workers: int
+) -> AsyncIterator[asyncio.subprocess.Process]:
+    """The server's first process, once all its workers have joined."""
     command = ["-m", "uvicorn", "tests.cli.test_uvicorn_workers:app", "--lifespan=on"]
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         *command,
         f"--workers={workers}",
-        f"--uds={here.directory}/web",
-        env=here.variables,
+        f"--uds={sandbox.directory}/web",
+        env=sandbox.variables,
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.PIPE,
@@ -58,16 +60,16 @@ async def serving(here: Box, workers: int) -> AsyncIterator[asyncio.subprocess.P
     )
     assert process.stderr is not None
     try:
-        await has_said(process, "Application startup complete", workers)
+        await wait_for_line(process, "Application startup complete", workers)
         yield process
     finally:
         await ended(process)
 
 
-async def has_said(
+async def wait_for_line(
     process: asyncio.subprocess.Process, words: str, times: int = 1
 ) -> None:
-    """Read what the server says until it has said this."""
+    """Read the server's output until it contains this text."""
     assert process.stderr is not None
     said = ""
     async with asyncio.timeout(LIMIT):
@@ -78,7 +80,7 @@ async def has_said(
 
 
 async def ended(process: asyncio.subprocess.Process) -> None:
-    """End the server in order, and by force if it still has requests."""
+    """End the server in order; kill it if it still has requests."""
     with suppress(ProcessLookupError):
         process.terminate()
     try:
@@ -90,15 +92,15 @@ async def ended(process: asyncio.subprocess.Process) -> None:
 
 @asynccontextmanager
 async def clients(
-    here: Box, workers: int, but: Collection[int] = ()
+    sandbox: Sandbox, workers: int, but: Collection[int] = ()
 ) -> AsyncIterator[dict[int, httpx.AsyncClient]]:
-    """A connection to each of the workers, by its process id; `but` are old ones."""
+    """A connection to each worker, by process id, except to the old ones in `but`."""
     found: dict[int, httpx.AsyncClient] = {}
     opened = []
     try:
         async with asyncio.timeout(LIMIT):
             while len(found) < workers:
-                transport = httpx.AsyncHTTPTransport(uds=f"{here.directory}/web")
+                transport = httpx.AsyncHTTPTransport(uds=f"{sandbox.directory}/web")
                 client = httpx.AsyncClient(
                     transport=transport, base_url="http://box", timeout=LIMIT
                 )
@@ -112,14 +114,14 @@ async def clients(
             await client.aclose()
 
 
-def held(client: httpx.AsyncClient, gate: Gate, name: object) -> Any:
-    """Ask for half a GPU until the gate lets `name` go."""
+def request_half_a_gpu(client: httpx.AsyncClient, gate: Gate, name: object) -> Any:
+    """Request half a GPU until the gate releases `name`."""
     path = gate.path.replace("/", "!")
     return asyncio.create_task(client.get(f"/hold/{path}/{name}"))
 
 
-async def shared(gate: Gate, inside: int, waiting: int) -> None:
-    """Wait until so many are at the gate, and so many tasks wait for the GPU."""
+async def wait_until_shared(gate: Gate, inside: int, waiting: int) -> None:
+    """Wait until this many requests are at the gate, and this many tasks wait."""
     async with asyncio.timeout(LIMIT):
         while True:
             status = await aiogpu.status()
@@ -131,25 +133,28 @@ async def shared(gate: Gate, inside: int, waiting: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.either_loop
-async def test_four_workers_share_one_gpu(here: Box, gate: Gate) -> None:
+async def test_four_workers_share_one_gpu(sandbox: Sandbox, gate: Gate) -> None:
     start = ("start", "--head", "--num-cpus=8", "--num-gpus=1")
-    await asyncio.to_thread(here.run, *start)
+    await asyncio.to_thread(sandbox.run, *start)
     async with (
-        aiogpu.init(address=here.place.socket),
-        serving(here, 4),
-        clients(here, 4) as workers,
+        aiogpu.init(address=sandbox.place.socket),
+        serving(sandbox, 4),
+        clients(sandbox, 4) as workers,
     ):
-        asked = {pid: held(client, gate, pid) for pid, client in workers.items()}
-        await shared(gate, inside=2, waiting=2)
+        asked = {
+            pid: request_half_a_gpu(client, gate, pid)
+            for pid, client in workers.items()
+        }
+        await wait_until_shared(gate, inside=2, waiting=2)
         first = set(gate.inside)
 
-        # One of those that hold a half dies: its half goes to one that waits.
+        # A worker with a half dies: its half goes to a waiting task.
         killed = first.pop()
         os.kill(int(killed), signal.SIGKILL)
         with pytest.raises(httpx.HTTPError):
             await asked.pop(int(killed))
         gate.forget(killed)
-        await shared(gate, inside=2, waiting=1)
+        await wait_until_shared(gate, inside=2, waiting=1)
         while asked:
             pid = gate.inside.pop()
             gate.release(pid)
@@ -158,46 +163,50 @@ async def test_four_workers_share_one_gpu(here: Box, gate: Gate) -> None:
             async with asyncio.timeout(LIMIT):
                 while asked and not gate.inside:
                     await asyncio.sleep(0)
-    await asyncio.to_thread(here.run, "stop")
-    assert here.files == []
+    await asyncio.to_thread(sandbox.run, "stop")
+    assert sandbox.files == []
 
 
 @pytest.mark.slow
 @pytest.mark.either_loop
-async def test_a_reload_and_an_end_answer_what_was_asked(here: Box, gate: Gate) -> None:
+async def test_a_reload_and_a_shutdown_answer_pending_requests(
+    sandbox: Sandbox, gate: Gate
+) -> None:
     start = ("start", "--head", "--num-cpus=8", "--num-gpus=1")
-    await asyncio.to_thread(here.run, *start)
+    await asyncio.to_thread(sandbox.run, *start)
     async with (
-        aiogpu.init(address=here.place.socket),
-        serving(here, 2) as server,
-        clients(here, 2) as old,
+        aiogpu.init(address=sandbox.place.socket),
+        serving(sandbox, 2) as server,
+        clients(sandbox, 2) as old,
     ):
         client, _ = old.values()
-        asked = held(client, gate, "reload")
+        asked = request_half_a_gpu(client, gate, "reload")
         await gate.entered("reload")
         server.send_signal(signal.SIGHUP)
-        # The new workers begin before the old ones end, who answer first.
-        await has_said(server, "Application startup complete")
+        # The new workers start before the old ones end, which answer first.
+        await wait_for_line(server, "Application startup complete")
         assert not asked.done()
         gate.release("reload")
         assert (await asked).json() == "reload"
-        await has_said(server, "Application startup complete")
+        await wait_for_line(server, "Application startup complete")
 
-        async with clients(here, 2, but=old) as new:
+        async with clients(sandbox, 2, but=old) as new:
             gate.forget("reload")
-            left, stopped = (held(each, gate, pid) for pid, each in new.items())
+            left, stopped = (
+                request_half_a_gpu(each, gate, pid) for pid, each in new.items()
+            )
             names = [str(pid) for pid in new]
             await gate.entered(*names)
             left.cancel()  # its task is stopped
             while (await aiogpu.status()).devices[0].free < 0.5:
                 await asyncio.sleep(0)
             server.terminate()
-            await has_said(server, "Waiting for connections to close")
+            await wait_for_line(server, "Waiting for connections to close")
             gate.release(names[1])
             assert (await stopped).json() == names[1]
         assert await server.wait() == 0
         while (status := await aiogpu.status()).devices[0].free < 1:
             await asyncio.sleep(0)
         assert {client.pid for client in status.clients} <= {os.getpid()}
-    await asyncio.to_thread(here.run, "stop")
-    assert here.files == []
+    await asyncio.to_thread(sandbox.run, "stop")
+    assert sandbox.files == []

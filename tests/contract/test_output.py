@@ -26,7 +26,7 @@ from aiogpu.engines.base import NodeOptions
 from aiogpu.engines.local import LocalEngine
 from aiogpu.engines.remote import RemoteEngine
 from aiogpu.runtime.output import FILE, FULL
-from tests.cli.box import box
+from tests.cli.sandbox import open_sandbox
 from tests.contract import tasks
 from tests.contract.report_tasks import (
     Logs,
@@ -535,7 +535,7 @@ def test_a_task_logs_what_the_program_logs(before: str, lines: list[str]) -> Non
 
 
 def test_programs_of_one_node_log_at_their_own_levels() -> None:
-    with box() as here:
+    with open_sandopen_sandbox() as here:
         here.run("start", "--head", "--num-cpus=1")
         joined = {**here.variables, "AIOGPU_ADDRESS": "auto"}
         for before, lines in LEVELS[1:3]:

@@ -48,7 +48,7 @@ from aiogpu.wire.messages import (
     descriptor_path,
 )
 from benchmarks.processes import belonging, internet_sockets, listening
-from tests.cli.box import box
+from tests.cli.sandbox import open_sandbox
 from tests.contract import served, tasks, value_tasks
 from tests.contract.actor_classes import Async, Counter
 from tests.contract.forged_node import forged
@@ -567,7 +567,7 @@ async def test_a_node_in_a_program_is_on_no_network(
 
 
 async def test_a_service_and_its_programs_are_on_no_network(gate: Gate) -> None:
-    with box() as here:
+    with open_sandopen_sandbox() as here:
         options = ("--num-cpus=2", "--num-gpus=1")
         await asyncio.to_thread(here.run, "start", "--head", *options)
         async with aiogpu.init(address=here.place.socket):

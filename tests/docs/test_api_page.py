@@ -1,7 +1,8 @@
 """Reference pages are complete: public names, exceptions, and the tables of options.
 
-Tables of options come from the docstrings of `aiogpu.api.keywords` and of `init`;
-`python -m tests.docs.test_api_page` writes them anew, and `test_generated_pages.py`'s.
+Tables of options come from the docstrings of `aiogpu.api.keywords` and of `init`.
+`python -m tests.docs.test_api_page` writes them, and the pages of
+`test_generated_pages.py`.
 """
 
 import inspect
@@ -35,8 +36,8 @@ ERRORS = {
 }
 
 
-def described(source: object) -> dict[str, str]:
-    """The options that a docstring describes, with their texts."""
+def documented(source: object) -> dict[str, str]:
+    """The options in a docstring, with their texts."""
     doc = inspect.getdoc(source) or ""
     section = re.split(r"\n(?:Attributes|Args):\n", doc)[1].partition("\n\n")[0]
     return {
@@ -48,15 +49,15 @@ def described(source: object) -> dict[str, str]:
 
 def option_rows(source: object) -> str:
     """The lines of a table of options."""
-    rows = groupby(described(source).items(), key=lambda entry: entry[1])
+    rows = groupby(documented(source).items(), key=lambda entry: entry[1])
     return "".join(
         f"| {', '.join(f'`{name}`' for name, _ in entries)} | {text} |\n"
         for text, entries in rows
     )
 
 
-def written(page: str) -> str:
-    """The page of options with its tables as they should be."""
+def with_current_tables(page: str) -> str:
+    """The page of options with up-to-date tables."""
     remaining = map(option_rows, OPTIONS.values())
     return TABLE.sub(lambda _: next(remaining), page)
 
@@ -78,37 +79,37 @@ def test_the_api_page_has_every_public_name_once() -> None:
     assert sorted(found) == sorted(public)
 
 
-def test_exceptions_are_listed_with_the_builtins_that_they_are() -> None:
+def test_the_page_of_exceptions_lists_each_with_its_builtin_base() -> None:
     page = (ROOT / "docs/exceptions.md").read_text()
     rows = re.findall(r"^\| `(\w+)` \| `(\w+)` \|", page, re.MULTILINE)
     assert sorted(name for name, _ in rows) == sorted(ERRORS)
     for name, also in rows:
         assert also in [kind.__name__ for kind in ERRORS[name].__mro__[1:]], name
     exported = [name for name in ERRORS if name in aiogpu.__all__]
-    told = " ".join(page.partition("most are also in")[2].split())
-    assert re.findall(r"`(\w+)`", told.partition("The others")[0])[1:] == exported
+    text = " ".join(page.partition("most are also in")[2].split())
+    assert re.findall(r"`(\w+)`", text.partition("The others")[0])[1:] == exported
 
 
-def test_options_are_listed_by_their_descriptions() -> None:
+def test_tables_of_options_are_up_to_date() -> None:
     page = OPTIONS_PAGE.read_text()
     assert len(TABLE.findall(page)) == len(OPTIONS)
-    assert page == written(page), "python -m tests.docs.test_api_page writes it anew"
+    assert page == with_current_tables(page), "run tests.docs.test_api_page"
 
 
 @pytest.mark.parametrize("group", OPTIONS)
-def test_every_option_is_described(group: str) -> None:
+def test_every_option_is_documented(group: str) -> None:
     source = OPTIONS[group]
     names = (
         source.__annotations__
         if isinstance(source, type)
         else inspect.signature(source).parameters
     )
-    assert sorted(described(source)) == sorted(names)
+    assert sorted(documented(source)) == sorted(names)
     assert f"\n## {group}\n" in OPTIONS_PAGE.read_text()
 
 
 if __name__ == "__main__":
     from tests.docs import test_generated_pages
 
-    OPTIONS_PAGE.write_text(written(OPTIONS_PAGE.read_text()))
+    OPTIONS_PAGE.write_text(with_current_tables(OPTIONS_PAGE.read_text()))
     test_generated_pages.write()

@@ -1,4 +1,4 @@
-"""`docs/architecture.md` is one page, names every package, and draws what holds."""
+"""`docs/architecture.md` is short, names every package, and has correct tables."""
 
 import re
 import subprocess
@@ -20,7 +20,7 @@ TABLES = dict(TABLE.findall(PAGE))
 ROW = re.compile(r"^\| `(\w+)` \| (.*) \|$", re.MULTILINE)
 
 
-def built() -> set[str]:
+def packages() -> set[str]:
     """The packages: folders of modules, and the files beside them."""
     package = ROOT / "aiogpu"
     folders = {path.parent.name for path in package.glob("*/__init__.py")}
@@ -28,28 +28,32 @@ def built() -> set[str]:
     return folders | files
 
 
-def test_it_is_one_page():
+def test_the_page_is_short():
     assert len(PAGE.split()) <= LONGEST
 
 
 def test_the_table_names_every_package_and_no_other():
     rows = re.findall(r"^\| `(\w+)` \|", TABLE.sub("", PAGE), re.MULTILINE)
     assert len(rows) == len(set(rows))
-    assert set(rows) == built()
+    assert set(rows) == packages()
 
 
 def test_the_drawing_shows_every_package():
     drawing = PAGE.split("```\n")[1]
     words = set(re.findall(r"\w+", drawing))
-    assert built() <= words
+    assert packages() <= words
 
 
-def test_what_it_names_is_there():
+def test_named_files_and_modules_exist():
     named = re.findall(r"`((?:aiogpu|docs|tests)/[\w./]*)", PAGE)
     assert named
     assert [path for path in named if not (ROOT / path).exists()] == []
     modules = re.findall(r"`(\w+)\.(\w+)`", PAGE)
-    inside = [f"aiogpu/{room}/{file}.py" for room, file in modules if room in built()]
+    inside = [
+        f"aiogpu/{package}/{file}.py"
+        for package, file in modules
+        if package in packages()
+    ]
     assert len(inside) > 10
     assert [path for path in inside if not (ROOT / path).exists()] == []
 
@@ -57,14 +61,14 @@ def test_what_it_names_is_there():
 @pytest.mark.parametrize(
     ("name", "table"), [("task", TASK_LEADS_TO), ("worker", WORKER_LEADS_TO)]
 )
-def test_a_table_of_states_is_that_of_the_code(name, table):
+def test_a_table_of_states_matches_the_code(name, table):
     assert ROW.findall(TABLES[name]) == [
         (state.value, ", ".join(after.value for after in table[state]))
         for state in table
     ]
 
 
-def test_the_script_writes_what_the_page_has():
+def test_the_script_writes_the_tables_of_the_page():
     ran = subprocess.run(
         [sys.executable, DRAW], capture_output=True, text=True, check=True
     )
@@ -72,7 +76,7 @@ def test_the_script_writes_what_the_page_has():
     assert set(TABLES) == {"task", "worker"}
 
 
-def test_the_script_rewrites_a_page_that_lags_behind(tmp_path):
+def test_the_script_updates_an_old_page(tmp_path):
     (tmp_path / "draw_lifecycle.py").write_text(DRAW.read_text())
     page = tmp_path / "architecture.md"
     page.write_text(PAGE.replace("| `stopping` | ended |\n", "| `stopping` | x |\n"))

@@ -1,19 +1,16 @@
-"""Programs on every page run and print what it says; links and cited tests exist.
+"""Programs on the pages print the output below them; links and cited tests exist.
 
-A block that begins with `python run` is a whole program, and the `text` block below it
-is what it prints. So is a `python` block of the README with a `text` block below it.
-One with `from=FILE` has parts of an example, with `...` between them. All other Python
-blocks compile, with `await` outside of functions; those with `file=NAME` belong to
+A block that begins with `python run` is a program, and the `text` block below it is its
+output. The same holds for a `python` block of the README above a `text` block. A block
+with `from=FILE` has parts of an example, with `...` between them. All other Python
+blocks compile, with `await` outside of functions; blocks with `file=NAME` belong to
 `test_testing_page.py`.
 """
 
 import ast
 import json
-import os
 import re
 import shlex
-import subprocess
-import sys
 import tomllib
 from itertools import pairwise
 from pathlib import Path
@@ -23,6 +20,7 @@ import click
 import pytest
 
 from aiogpu.cli.main import cli
+from tests.support.program import output_of
 
 ROOT = Path(__file__).parents[2]
 PAGES = {
@@ -35,22 +33,6 @@ CITATION = re.compile(r"\b(tests/[\w/]+\.py)::(\w+)")
 LINK = re.compile(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)")
 NAMED_FILE = re.compile(r"`((?:benchmarks/results|docs|examples)/[\w/.-]+\.\w+)`")
 FOLDERS = (".", "docs", "docs/decisions", "benchmarks/results")
-
-
-def printed_by(program, place):
-    """What it prints, process ids as N; it ends well and complains of nothing."""
-    path = place / "program.py"
-    path.write_text(program)
-    ran = subprocess.run(
-        [sys.executable, path],
-        env={k: v for k, v in os.environ.items() if not k.startswith(("CUDA", "AIO"))},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert (ran.returncode, ran.stderr) == (0, "")
-    return re.sub(r"\bpid([= ])\d+", r"pid\1N", ran.stdout)
 
 
 class Block(NamedTuple):
@@ -68,9 +50,9 @@ class Block(NamedTuple):
 
 
 BLOCKS = [
-    Block(page, *found, after)
+    Block(page, *block, after)
     for page, text in PAGES.items()
-    for found, after in pairwise([*FENCE.findall(text), ("", "")])
+    for block, after in pairwise([*FENCE.findall(text), ("", "")])
 ]
 PROGRAMS = [block for block in BLOCKS if block.is_program]
 PARTS = [block for block in BLOCKS if block.kind.startswith("python from=")]
@@ -78,27 +60,29 @@ PYTHON = [block for block in BLOCKS if block.kind.startswith("python")]
 CITED = sorted({cited for text in PAGES.values() for cited in CITATION.findall(text)})
 
 
-def named(blocks: list[Block]) -> list[str]:
-    """Ids: the page, and the first function or class of the block."""
-    found = [re.search(r"(?:def|class) (\w+)|$", block.text) for block in blocks]
-    return [f"{b.page}-{f and f[1]}" for b, f in zip(blocks, found, strict=True)]
+def ids_of(blocks: list[Block]) -> list[str]:
+    """Test ids: the page, and the first function or class of the block."""
+    names = [re.search(r"(?:def|class) (\w+)|$", block.text) for block in blocks]
+    return [f"{b.page}-{n and n[1]}" for b, n in zip(blocks, names, strict=True)]
 
 
 def comparable(text: str) -> str:
-    """Text without process ids and times, and without the columns that they shift."""
+    """The text with masked process ids and times, and with single spaces."""
     text = re.sub(r"\bpid([= ])\w+", r"pid\1N", text)
     text = re.sub(r"\b\d+(\.\d+)? s\b", "N s", text)
     return re.sub(r"(?<=\S) +", " ", text)
 
 
-@pytest.mark.parametrize("block", PROGRAMS, ids=named(PROGRAMS))
-def test_a_program_prints_what_stands_below_it(block, tmp_path):
+@pytest.mark.parametrize("block", PROGRAMS, ids=ids_of(PROGRAMS))
+def test_a_program_prints_the_text_below_it(block, tmp_path):
     kind, output = block.after
     assert kind == "text", "a text block with its output must follow"
-    assert comparable(printed_by(block.text, tmp_path)) == comparable(output)
+    program = tmp_path / "program.py"
+    program.write_text(block.text)
+    assert comparable(output_of(program)) == comparable(output)
 
 
-@pytest.mark.parametrize("block", PYTHON, ids=named(PYTHON))
+@pytest.mark.parametrize("block", PYTHON, ids=ids_of(PYTHON))
 def test_python_compiles(block):
     compile(block.text, block.page, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
 
@@ -111,22 +95,22 @@ def source_of(path: str) -> str:
     return "\n".join("".join(cell["source"]) for cell in json.loads(text)["cells"])
 
 
-def squeezed(text: str) -> str:
-    """Its lines without indentation and blank lines between them."""
+def compact(text: str) -> str:
+    """The lines without indentation and blank lines."""
     lines = [line.strip() for line in text.splitlines()]
     return "".join(f"{line}\n" for line in lines if line)
 
 
-@pytest.mark.parametrize("block", PARTS, ids=named(PARTS))
-def test_parts_of_an_example_are_as_in_the_example(block):
-    remaining = squeezed(source_of(block.kind.partition("from=")[2]))
-    for part in squeezed(block.text).split("...\n"):
+@pytest.mark.parametrize("block", PARTS, ids=ids_of(PARTS))
+def test_parts_of_an_example_are_in_the_example(block):
+    remaining = compact(source_of(block.kind.partition("from=")[2]))
+    for part in compact(block.text).split("...\n"):
         _, found, remaining = remaining.partition(part)
         assert found, part
 
 
 def test_commands_and_their_options_are_known():
-    """Those of blocks for a shell, and the examples of `--help`."""
+    """Commands in shell blocks, and examples of `--help`."""
     shells = [
         block.text
         for block in BLOCKS
@@ -160,7 +144,7 @@ def test_cited_tests_exist_and_run_with_every_change(path):
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
-def test_links_and_named_files_lead_somewhere(folder):
+def test_links_and_named_files_exist(folder):
     missing = []
     for page in (ROOT / folder).glob("*.md"):
         text = page.read_text()
@@ -199,7 +183,7 @@ def test_each_statement_of_ray_has_a_proof():
     assert [proof for proof in proofs if not CITATION.search(proof)] == []
 
 
-def test_the_commands_of_the_readme_stand_where_they_are_found_first():
+def test_the_readme_begins_with_the_commands_to_try_and_to_test():
     first, *_ = [block.text for block in BLOCKS if block.kind == "bash"]
     assert first == (
         "python3 -m venv .venv && .venv/bin/pip install -q '.[demo]' "

@@ -1,4 +1,4 @@
-"""Figures and names on the pages are those of the code."""
+"""Figures and names on the pages agree with the code."""
 
 import inspect
 import os
@@ -38,9 +38,9 @@ FACTS = {
     "accelerators.md": [
         f"waits {devices.LIMIT:g} seconds for each",
         *(
-            f"| `{vendor_of(one.kind).option if one.kind == 'GPU' else one.kind}` "
-            f"| `{one.variable}` |"
-            for one in KNOWN
+            f"| `{vendor_of(each.kind).option if each.kind == 'GPU' else each.kind}` "
+            f"| `{each.variable}` |"
+            for each in KNOWN
         ),
     ],
     "cli-reference.md": [
@@ -107,17 +107,17 @@ FACTS = {
 
 
 def words_of(page: str) -> str:
-    """A page without line ends."""
+    """The words of a page on one line."""
     return " ".join((DOCS / page).read_text().split())
 
 
 @pytest.mark.parametrize("page", FACTS)
-def test_a_page_states_what_the_code_has(page: str) -> None:
+def test_a_page_states_the_facts_of_the_code(page: str) -> None:
     words = words_of(page)
     assert [fact for fact in FACTS[page] if not fact or fact not in words] == []
 
 
-def test_map_is_described_as_it_is() -> None:
+def test_the_docstring_of_map_states_its_limits() -> None:
     words = " ".join((aiogpu.types.RemoteFunction.map.__doc__ or "").split())
     facts = [
         f"None for {maps.DEFAULT_LIMIT}, or with `chunk` for {maps.CALLS} chunks",
@@ -129,7 +129,7 @@ def test_map_is_described_as_it_is() -> None:
     assert [fact for fact in facts if fact not in words] == []
 
 
-def test_running_out_of_gpu_memory_is_described_as_it_is() -> None:
+def test_the_gpu_memory_error_documents_its_attributes() -> None:
     doc = inspect.getdoc(aiogpu.GpuOutOfMemoryError) or ""
     described = re.findall(r"^    (\w+): ", doc, re.MULTILINE)
     assert described == [*vars(aiogpu.GpuOutOfMemoryError(""))]
@@ -151,7 +151,7 @@ def test_a_page_names_every_public_attribute(
     assert [n for n in public if not re.search(rf"{variable}\.{n}\b", words)] == []
 
 
-def test_leases_take_the_options_that_are_checked() -> None:
+def test_lease_checks_all_of_its_options() -> None:
     assert set(inspect.signature(aiogpu.lease).parameters) == set(CHECKS["lease"])
 
 
@@ -161,7 +161,7 @@ def test_the_page_of_waiting_names_every_state() -> None:
     assert set(named) == of_tasks | {"opening", "sent"}
 
 
-def test_forms_of_a_device_variable_are_read_as_the_page_says() -> None:
+def test_forms_of_cuda_visible_devices_are_read_as_documented() -> None:
     there = Inventory(tuple(Device(i, uuid=f"GPU-{i}f") for i in range(3)), 3)
     read = {text: [d.id for d in resolve(text, there)] for text in ("2,0", "1,-1,0")}
     assert read == {"2,0": [2, 0], "1,-1,0": [1]}

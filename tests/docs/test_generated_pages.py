@@ -1,6 +1,6 @@
-"""Reference pages of commands and of JSON are made from the code.
+"""Reference pages of commands and of JSON are generated from the code.
 
-`python -m tests.docs.test_api_page` writes them anew, with the tables of options.
+`python -m tests.docs.test_api_page` writes them, and the tables of options.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from aiogpu.cli.status import ENDED, KINDS
 from aiogpu.cli.top import ORDERS
 from aiogpu.core.queue.fair_share import Limits
 from aiogpu.observe import status, why
-from tests.docs.test_api_page import described
+from tests.docs.test_api_page import documented
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 BLOCK = re.MULTILINE | re.DOTALL
-HINT = "python -m tests.docs.test_api_page writes it anew"
+HINT = "python -m tests.docs.test_api_page updates it"
 COMMANDS_TOP = """\
 # Commands, option by option
 
 The text of `aiogpu COMMAND --help`. Begin with [the aiogpu command](cli.md).
 """
 NODE_OPTIONS = {"pid", "address"}
-"""Most commands have them; the page tells of them once."""
+"""Options of most commands, which the page describes once."""
 JSON_TOP = f"""\
 # JSON of the commands
 
@@ -94,14 +94,14 @@ PLAIN = {
 
 
 def command_named(name: str) -> click.Command:
-    """The subcommand of a name."""
-    found = cli.get_command(click.Context(cli), name)
-    assert found is not None, name
-    return found
+    """The subcommand with this name."""
+    command = cli.get_command(click.Context(cli), name)
+    assert command is not None, name
+    return command
 
 
 def paragraphs(help_text: str) -> Iterator[str]:
-    """A help text as Markdown: what click leaves as it is becomes a block."""
+    """A help text as Markdown: preformatted paragraphs become code blocks."""
     for part in inspect.cleandoc(help_text).split("\n\n"):
         if not part.startswith("\b\n"):
             yield " ".join(part.split())
@@ -116,22 +116,22 @@ def cell(text: str) -> str:
 
 
 def option_rows(command: click.Command) -> Iterator[str]:
-    """The options of a command, each a row."""
+    """A row for each option of a command."""
     context = click.Context(command, info_name=command.name)
-    options = [one for one in command.params if isinstance(one, click.Option)]
-    asks = {one.name for one in options} >= NODE_OPTIONS
+    options = [each for each in command.params if isinstance(each, click.Option)]
+    needs_node = {option.name for option in options} >= NODE_OPTIONS
     for option in options:
         record = option.get_help_record(context)
-        if record is not None and not (asks and option.name in NODE_OPTIONS):
+        if record is not None and not (needs_node and option.name in NODE_OPTIONS):
             names, meaning = map(cell, record)
             meaning = meaning.translate(str.maketrans("[]", "()"))  # no link
             yield f"| `{names}` | {meaning} |"
-    if asks:
+    if needs_node:
         yield "| `--pid`, `--address` | [Which node](cli.md#which-node). |"
 
 
 def table(head: str, rows: Iterator[str]) -> str:
-    """Markdown, nothing for no rows."""
+    """A Markdown table, or nothing if there are no rows."""
     lines = [*rows]
     rule = "|---" * (head.count("|") - 1) + "|"
     return "\n".join(("", head, rule, *lines, "")) if lines else ""
@@ -151,7 +151,7 @@ def command_page() -> str:
 
 
 def link(kind: type) -> str:
-    """The name of a part, as a link to its section."""
+    """The title of a section as a link."""
     title = JSON_PARTS[kind]
     return f"[{title.lower()}](#{title.lower().replace(' ', '-')})"
 
@@ -170,26 +170,27 @@ def json_type(hint: Any) -> str:
 
 
 def in_json(text: str) -> str:
-    """A docstring's words for values in Python as words for values in JSON."""
+    """Replace Python values in a docstring by JSON values."""
     text = text.replace("None", "null")
     lists = str.maketrans("()", "[]")
-    return re.sub(r"`\{?[\w\": ]*\([^`]+`", lambda it: it[0].translate(lists), text)
+    return re.sub(r"`\{?[\w\": ]*\([^`]+`", lambda m: m[0].translate(lists), text)
 
 
 def json_rows(kind: type) -> Iterator[str]:
-    """The keys of one object, each a row."""
-    hints, texts = get_type_hints(kind), described(kind)
+    """A row for each key of an object."""
+    hints, texts = get_type_hints(kind), documented(kind)
     if kind is printed.StatusData:
         known = get_type_hints(status.NodeStatus)
         hints = {name: known.get(name, hint) for name, hint in hints.items()}
-        texts = described(status.NodeStatus) | texts
+        texts = documented(status.NodeStatus) | texts
     assert sorted(hints.keys() - texts) == []
     for name, hint in hints.items():
-        told, text = json_type(hint), in_json(texts[name])
+        type_name, text = json_type(hint), in_json(texts[name])
         if is_dataclass(kind) and printed.is_nullable(kind, name):
-            told = told if told.endswith("null") else f"{told} or null"
+            if not type_name.endswith("null"):
+                type_name += " or null"
             text = re.sub(r'(?<=[;,] )(0|"")(?= (if|while|without) )', "null", text)
-        yield f"| `{printed.json_name(kind, name)}` | {told} | {cell(text)} |"
+        yield f"| `{printed.json_name(kind, name)}` | {type_name} | {cell(text)} |"
 
 
 def json_page() -> str:
@@ -205,51 +206,51 @@ PAGES = {"cli-reference.md": command_page, "service-json.md": json_page}
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_a_generated_page_is_that_of_the_code(page: str) -> None:
+def test_a_generated_page_is_up_to_date(page: str) -> None:
     assert (DOCS / page).read_text() == PAGES[page](), HINT
 
 
-def test_helps_name_all_states_and_orders() -> None:
+def test_help_texts_name_all_states_and_orders() -> None:
     _, _, states = (command_named("list").help or "").partition("States:\n")
     row = re.compile(r"^(\w+) +(.+(?:\n {4,}.+)*)", re.MULTILINE)
     rows = dict(row.findall(inspect.cleandoc(states.split("\n\n")[0])))
     named = {kind: re.split(r"[,;]\s+", rows[kind]) for kind in KINDS}
     assert {kind: sorted(states) for kind, states in named.items()} == {
-        kind: sorted([*one.states, *(ENDED if kind == "tasks" else ())])
-        for kind, one in KINDS.items()
+        kind: sorted([*each.states, *(ENDED if kind == "tasks" else ())])
+        for kind, each in KINDS.items()
     }
     orders = f"{', '.join(ORDERS[:-1])} or {ORDERS[-1]}"
     assert orders in (command_named("top").help or "")
 
 
-def shown_commands() -> list[str]:
-    """Each `aiogpu` command that stands in a block of a page or in a help text."""
+def commands_on_pages() -> list[str]:
+    """All `aiogpu` commands in code blocks of the pages."""
     block = re.compile(r"^```[^\n`]*\n(.*?)^```$", BLOCK)
-    found = set()
+    commands = set()
     for path in (ROOT / "README.md", *sorted(DOCS.glob("*.md"))):
         blocks = block.findall(path.read_text())
         for line in "".join(blocks).splitlines():
-            if said := re.match(r"(?:\$ )?(?:\S+/)?(aiogpu [a-z][^#|<>&;)]*)", line):
-                found.add(said[1].rstrip())
-    return sorted(found)
+            if match := re.match(r"(?:\$ )?(?:\S+/)?(aiogpu [a-z][^#|<>&;)]*)", line):
+                commands.add(match[1].rstrip())
+    return sorted(commands)
 
 
-def test_commands_on_pages_have_the_options_that_they_are_given() -> None:
-    assert len(shown_commands()) > 20
-    for line in shown_commands():
+def test_commands_on_pages_are_valid() -> None:
+    assert len(commands_on_pages()) > 20
+    for line in commands_on_pages():
         _, name, *arguments = shlex.split(line)
         assert name in COMMANDS, line
         with command_named(name).make_context(f"aiogpu {name}", arguments):
-            pass  # otherwise it is a usage error
+            pass  # no usage error
 
 
 @pytest.mark.parametrize("page", ["cli.md", "leases.md", "service.md"])
-def test_options_in_the_text_of_a_page_are_those_of_commands(page: str) -> None:
+def test_options_in_the_text_of_a_page_exist(page: str) -> None:
     known = {
         option
         for name in COMMANDS
-        for one in command_named(name).params
-        for option in (*one.opts, *one.secondary_opts)
+        for parameter in command_named(name).params
+        for option in (*parameter.opts, *parameter.secondary_opts)
     }
     text = re.sub(r"^```.*?^```$", "", (DOCS / page).read_text(), flags=BLOCK)
     named = set(re.findall(r"(?<=[ `])--[a-z-]+", text))
@@ -259,5 +260,5 @@ def test_options_in_the_text_of_a_page_are_those_of_commands(page: str) -> None:
 
 def write() -> None:
     """Write the pages."""
-    for page, made in PAGES.items():
-        (DOCS / page).write_text(made())
+    for page, render in PAGES.items():
+        (DOCS / page).write_text(render())

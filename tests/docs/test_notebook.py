@@ -21,7 +21,7 @@ Run = Callable[..., list[str]]
 def run(
     no_leaks: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> Iterator[Run]:
-    """Run a cell in the kernel: what it shows. Nothing of the kernel's node is left."""
+    """A function that runs a cell in the kernel and returns its outputs."""
     monkeypatch.setenv("JUPYTER_PLATFORM_DIRS", "1")
     monkeypatch.chdir(tmp_path)
     manager = KernelManager(kernel_name="python3", transport="ipc")
@@ -31,21 +31,21 @@ def run(
     client.wait_for_ready(timeout=LIMIT)
 
     def run(code: str, interrupt_at: str = "") -> list[str]:
-        shown: list[str] = []
+        outputs: list[str] = []
 
-        def note(message: dict[str, Any]) -> None:
+        def on_output(message: dict[str, Any]) -> None:
             kind, content = message["msg_type"], message["content"]
             if kind == "stream":
-                shown.append(content["text"])
+                outputs.append(content["text"])
             elif kind in ("execute_result", "display_data"):
-                shown.append(content["data"]["text/plain"])
+                outputs.append(content["data"]["text/plain"])
             elif kind == "error":
-                shown.append(content["ename"])
+                outputs.append(content["ename"])
             if kind == "stream" and interrupt_at and interrupt_at in content["text"]:
                 manager.interrupt_kernel()
 
-        client.execute_interactive(code, timeout=LIMIT, output_hook=note)
-        return shown
+        client.execute_interactive(code, timeout=LIMIT, output_hook=on_output)
+        return outputs
 
     yield run
     client.stop_channels()
@@ -53,7 +53,7 @@ def run(
     manager.context.term()
 
 
-def test_its_cells_show_what_the_notebook_shows(run: Run) -> None:
+def test_the_cells_show_the_outputs_of_the_notebook(run: Run) -> None:
     cells = json.loads(NOTEBOOK.read_text())["cells"]
     for cell in cells:
         if cell["cell_type"] == "code":
@@ -82,11 +82,11 @@ def quick():
 """
 
 
-def test_an_interrupt_cancels_what_the_cell_awaits(run: Run) -> None:
+def test_an_interrupt_cancels_the_task_that_the_cell_awaits(run: Run) -> None:
     assert run(TASKS) == []
     *_, error = run("await forever.remote()", interrupt_at="begun")
     assert error == "CancelledError"
-    told, ids = run("await quick.remote()")
-    assert told.endswith("done\n"), "the task's output belongs to its cell"
+    printed, ids = run("await quick.remote()")
+    assert printed.endswith("done\n"), "the task's output belongs to its cell"
     assert ids == "[0]", "the GPU is free"
-    # The node is open: the end of the kernel closes it.
+    # The node is still open: the end of the kernel closes it.

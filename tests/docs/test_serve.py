@@ -1,4 +1,4 @@
-"""The examples that are servers behind real ones, asked by a real client."""
+"""The examples of servers, run by real servers and called by a real client."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.cli.box import box
+from tests.cli.sandbox import open_sandbox
 
 httpx = pytest.importorskip("httpx", reason="httpx is not installed")
 pytest.importorskip("fastapi", reason="fastapi is not installed")
@@ -31,7 +31,7 @@ class Server:
     """The example as a process, and a client of it.
 
     Attributes:
-        log: what it has said once it has ended.
+        log: the output, complete once the server has ended.
     """
 
     def __init__(self, process: asyncio.subprocess.Process, path: str) -> None:
@@ -44,7 +44,7 @@ class Server:
         self.log = ""
 
     async def started(self, processes: int) -> None:
-        """Wait until each process takes requests."""
+        """Wait until each process accepts requests."""
         assert self.process.stdout is not None
         while (
             self.log.count("Application startup complete") < processes
@@ -60,16 +60,16 @@ class Server:
     async def health(self) -> list[dict[str, object]]:
         answer = await self.client.get("/healthz")
         assert answer.status_code == 200, answer.text
-        found: list[dict[str, object]] = answer.json()
-        return found
+        models: list[dict[str, object]] = answer.json()
+        return models
 
     async def is_at(self, *batches: int) -> None:
-        """Wait until the models are at so many batches and streams each."""
+        """Wait until the models run this number of batches and streams each."""
         while [model["batches"] for model in await self.health()] != [*batches]:
             await asyncio.sleep(0)
 
     async def end(self) -> int:
-        """SIGTERM, and the status with which it ends."""
+        """End the server by SIGTERM; return the exit status."""
         self.process.send_signal(signal.SIGTERM)
         rest, _ = await self.process.communicate()
         self.log += rest.decode()
@@ -78,7 +78,7 @@ class Server:
 
 
 @asynccontextmanager
-async def serving(
+async def running_server(
     place: Path,
     *command: str,
     variables: Mapping[str, str] = os.environ,
@@ -107,16 +107,18 @@ async def serving(
         await process.communicate()
 
 
-def below(pid: int) -> list[psutil.Process]:
+def descendants_of(pid: int) -> list[psutil.Process]:
     return psutil.Process(pid).children(recursive=True)
 
 
 def workers(pid: int) -> list[psutil.Process]:
-    return [each for each in below(pid) if each.name().startswith("aiogpu-work")]
+    return [
+        each for each in descendants_of(pid) if each.name().startswith("aiogpu-work")
+    ]
 
 
-async def test_it_answers_and_says_what_is_wrong(tmp_path: Path) -> None:
-    async with serving(tmp_path) as server:
+async def test_the_server_answers_and_rejects_bad_requests(tmp_path: Path) -> None:
+    async with running_server(tmp_path) as server:
         texts = ["a" * n for n in range(1, 41)]
         answers = await asyncio.gather(*map(server.get, texts))
         assert [answer.json() for answer in answers] == [*range(1, 41)]
@@ -128,7 +130,7 @@ async def test_it_answers_and_says_what_is_wrong(tmp_path: Path) -> None:
 
 
 async def test_a_stream_stops_when_its_client_leaves(tmp_path: Path) -> None:
-    async with serving(tmp_path) as server:
+    async with running_server(tmp_path) as server:
         whole = await server.client.get("/spell", params={"text": "abc"})
         assert whole.text == "abc"
         assert whole.headers["content-type"] == "text/plain; charset=utf-8"
@@ -139,25 +141,25 @@ async def test_a_stream_stops_when_its_client_leaves(tmp_path: Path) -> None:
             async for more in answer.aiter_text():
                 seen += more
                 if seen == "for ever":
-                    break  # no item will come, so only the client's end tells it
+                    break  # no more items: only the closed connection tells the server
             await server.is_at(1, 0)
         await server.is_at(0, 0)
         await server.end()
         assert "Traceback" not in server.log
 
 
-async def test_who_hangs_up_stops_his_call(tmp_path: Path) -> None:
-    async with serving(tmp_path) as server:
-        # One for each of the models: requests go to the least busy one.
+async def test_a_client_that_disconnects_stops_its_call(tmp_path: Path) -> None:
+    async with running_server(tmp_path) as server:
+        # A call for each model: requests go to the least busy one.
         clients = [asyncio.create_task(server.get("for ever")) for _ in range(2)]
-        # A call that came any sooner could be gathered into one of these batches.
+        # An earlier call could join one of these batches.
         await server.is_at(1, 1)
         assert (await server.get("others are answered")).json() == 19
         for client in clients:
             client.cancel()
         await asyncio.wait(clients)
         await server.is_at(0, 0)
-        # Two batches run at once: a third one starts when those have stopped.
+        # Two batches run at once: a third one starts when these have stopped.
         for client in [*clients, *clients]:
             assert client.cancelled()
             assert (await server.get("next")).json() == 4
@@ -165,8 +167,8 @@ async def test_who_hangs_up_stops_his_call(tmp_path: Path) -> None:
         assert "Traceback" not in server.log
 
 
-async def test_a_model_that_dies_is_made_anew(tmp_path: Path) -> None:
-    async with serving(tmp_path) as server:
+async def test_a_model_that_dies_is_restarted(tmp_path: Path) -> None:
+    async with running_server(tmp_path) as server:
         dead = workers(server.process.pid)
         assert len(dead) >= 2
         for each in dead:
@@ -184,8 +186,8 @@ async def test_a_model_that_dies_is_made_anew(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("is_busy", [False, True], ids=["idle", "busy"])
 async def test_sigterm_leaves_nothing_behind(tmp_path: Path, is_busy: bool) -> None:
-    async with serving(tmp_path) as server:
-        processes = below(server.process.pid)
+    async with running_server(tmp_path) as server:
+        processes = descendants_of(server.process.pid)
         assert len(processes) > 2
         if is_busy:
             client = asyncio.create_task(server.get("for ever"))
@@ -203,15 +205,15 @@ async def test_server_processes_share_a_model_that_outlives_them(
     tmp_path: Path,
 ) -> None:
     command = (*WORKERS, "23_workers:app", "--uds")
-    with box() as here:
-        here.run("start", "--head", "--num-gpus=1")
-        async with serving(
-            tmp_path, *command, variables=here.variables, processes=2
+    with open_sandbox() as sandbox:
+        sandbox.run("start", "--head", "--num-gpus=1")
+        async with running_server(
+            tmp_path, *command, variables=sandbox.variables, processes=2
         ) as server:
             answers: list[dict[str, int]] = []
 
             async def ask(text: str) -> None:
-                # Each time a new connection, which either process may accept.
+                # A new connection each time, which either process may accept.
                 closing = {"Connection": "close"}
                 answer = await server.client.get(
                     "/score", params={"text": text}, headers=closing
@@ -225,12 +227,12 @@ async def test_server_processes_share_a_model_that_outlives_them(
             assert asked == [*range(1, len(answers) + 1)]
             assert await server.end() == 0
             assert "Traceback" not in server.log
-        told, _ = here.run("list", "actors")
-        assert "model" in told
+        listing, _ = sandbox.run("list", "actors")
+        assert "model" in listing
 
 
 @pytest.mark.parametrize("program", ["08_serve", "23_workers"])
-def test_it_needs_an_extra_that_exists(program: str) -> None:
+def test_the_example_names_an_existing_extra(program: str) -> None:
     source = (EXAMPLES / f"{program}.py").read_text()
     (extra,) = re.findall(r"aiogpu\[(\w+)\]", source)
     project = (PROGRAM.parents[1] / "pyproject.toml").read_text()

@@ -1,4 +1,4 @@
-"""What pages show of commands, status and warnings is what these print."""
+"""Commands, status and warnings print the texts that the pages show."""
 
 import json
 import os
@@ -20,7 +20,7 @@ from aiogpu.daemon.readiness import Ready
 from aiogpu.observe.status import DeviceStatus, Holder, NodeStatus, OtherProcess, report
 from aiogpu.runtime.devices.memory_guard import LEFT, Use, outgrowth_told
 from aiogpu.runtime.output import Entry
-from tests.cli.pictures import BUSY, stand_in
+from tests.cli.status_examples import BUSY, answer_with
 from tests.cli.test_gpus import on_stub
 from tests.unit.accelerators.stub_fixtures import nvml, stub_library
 from tests.unit.accelerators.stub_nvml import GIB, StubNvml, gpus
@@ -44,10 +44,10 @@ PROMPT = re.compile(r"^\$ aiogpu (.*)\n", re.MULTILINE)
 
 
 @pytest.mark.parametrize("shown", CONSOLE, ids=lambda text: text.splitlines()[0])
-def test_commands_print_what_the_page_shows(
+def test_commands_print_the_text_on_the_page(
     shown: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stand_in(monkeypatch, BUSY)
+    answer_with(monkeypatch, BUSY)
     printed = [
         f"$ aiogpu {line}\n{CliRunner().invoke(cli, line.split()).stdout}"
         for line in PROMPT.findall(shown)
@@ -61,39 +61,37 @@ def test_every_command_is_named_on_the_page() -> None:
     assert sorted(re.findall(r"`aiogpu (\w+)`", rows)) == sorted(COMMANDS)
 
 
-def keys(told: object) -> set[str]:
-    """The names in a JSON value that are not data."""
-    if isinstance(told, list):
-        return set().union(*map(keys, told))
-    if not isinstance(told, dict):
+def keys(value: object) -> set[str]:
+    """The keys in a JSON value, except keys that are data."""
+    if isinstance(value, list):
+        return set().union(*map(keys, value))
+    if not isinstance(value, dict):
         return set()
-    found = set()
-    for name, value in told.items():
-        found.add(name)
+    names = set(value)
+    for name, inner in value.items():
         if name not in ("request", "amounts", "holds", "max_share"):
-            inner = list(value.values()) if name == "resources" else value
-            found |= keys(inner)
-    return found
+            names |= keys(list(inner.values()) if name == "resources" else inner)
+    return names
 
 
 def test_the_schema_names_every_key() -> None:
     schema = (DOCS / "service-json.md").read_text()
-    told = json.loads(json.dumps(status_data(BUSY)))
-    told["reservation"]["devices"] = {}
-    for name in keys(told):
+    data = json.loads(json.dumps(status_data(BUSY)))
+    data["reservation"]["devices"] = {}
+    for name in keys(data):
         assert f"`{name}`" in schema, name
 
 
-def test_gpus_are_listed_as_the_page_shows(nvml: StubNvml) -> None:
+def test_gpus_prints_the_list_on_the_page(nvml: StubNvml) -> None:
     first, second = gpus(2)
     here = ((os.getpid(), GIB),)
     first = replace(first, used=3 * GIB, utilisation=37, processes=here)
     nvml.write([first, replace(second, action=1)], links=[(0, 1)])
-    told = re.sub(r"\S+ pid \d+", "python pid N", on_stub(nvml).stdout)
-    assert f"$ aiogpu gpus\n{told}" == GPUS
+    printed = re.sub(r"\S+ pid \d+", "python pid N", on_stub(nvml).stdout)
+    assert f"$ aiogpu gpus\n{printed}" == GPUS
 
 
-def test_status_of_gpus_is_printed_as_the_page_shows() -> None:
+def test_the_status_of_gpus_is_the_text_on_the_page() -> None:
     holders = (
         Holder(0.5, 1, 11, "train", 1.2, used=7 * GIB, memory=6 * GIB),
         Holder(0.25, 2, 12, "serve", 1.2, used=GIB, memory=10 * GIB),
@@ -118,14 +116,14 @@ def test_status_of_gpus_is_printed_as_the_page_shows() -> None:
     assert rows == STATUS.splitlines()
 
 
-def test_warnings_of_gpus_stand_on_the_page() -> None:
-    told = outgrowth_told("train", "GPU 0", Use(9 * GIB, 1), 6 * GIB, ["serve"])
-    assert f"! {told} {LEFT}\n" == OUTGROWN
+def test_warnings_of_gpus_are_on_the_page() -> None:
+    warning = outgrowth_told("train", "GPU 0", Use(9 * GIB, 1), 6 * GIB, ["serve"])
+    assert f"! {warning} {LEFT}\n" == OUTGROWN
     reason = f"{xid_in_words(79)}; the driver asks for this: GPU reset"
     assert f"! GPU 0 gets no new tasks until it is well: {reason}\n" in SICK
 
 
-def test_the_start_prints_what_the_page_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_start_prints_the_text_on_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/1000")
     place = Place.at()
     resources = {"CPU": 16.0, "memory": float(60 << 30), "GPU": 2.0}
@@ -133,13 +131,13 @@ def test_the_start_prints_what_the_page_shows(monkeypatch: pytest.MonkeyPatch) -
     assert "\n".join(["$ aiogpu start --head --num-gpus=2", *lines, ""]) == STARTED
 
 
-def test_a_line_of_the_log_is_as_the_page_shows() -> None:
+def test_a_line_of_the_log_is_on_the_page() -> None:
     at = datetime(2026, 11, 22, 14, 3, 5, 120_500).timestamp()
     entry = Entry(at, 67108865, 12, 1, "embed pid=4711", "loading the model")
     assert f"{entry}\n" in blocks("logs.md", "text")
 
 
-def test_the_stop_prints_what_the_page_shows() -> None:
+def test_stop_prints_the_text_on_the_page() -> None:
     at = "the node at /run/user/1000/aiogpu/node.sock (pid 4711)"
     first, second = STOPPED.splitlines()[1:]
     assert first == f"Stopping {at}; what runs has {process.DRAIN:.0f} s to end."

@@ -1,4 +1,4 @@
-"""The module and the tests of `docs/testing.md` do what the page says."""
+"""The module and the tests on `docs/testing.md` work as the page says."""
 
 import os
 import re
@@ -12,25 +12,25 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "testing.md").read_text()
 BLOCK = re.compile(r"^```python file=(\S+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FILES = dict(BLOCK.findall(PAGE))
-# Plugins that take half a second to import, and have nothing to do here.
+# Without plugins that take half a second to import and are not needed here.
 BARE = ("-q", "-pno:cacheprovider", "-pno:hypothesispytest", "-pno:xdist")
 SCOPE = "asyncio_default_fixture_loop_scope=function"
 WITH_PLUGIN = (*BARE, "-o", SCOPE, "--strict-markers")
 
 
 @pytest.fixture
-def place(tmp_path):
-    """All files of the page."""
+def directory(tmp_path):
+    """A directory with all files of the page."""
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)
     return tmp_path
 
 
-def run_pytest(place, *arguments, typed="", plain=WITH_PLUGIN):
+def run_pytest(directory, *arguments, typed="", plain=WITH_PLUGIN):
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("CUDA", "AIO"))}
     return subprocess.run(
         [sys.executable, "-m", "pytest", *plain, *arguments],
-        cwd=place,
+        cwd=directory,
         env=environ | {"PYTHONPATH": str(ROOT)},
         input=typed,
         text=True,
@@ -40,16 +40,16 @@ def run_pytest(place, *arguments, typed="", plain=WITH_PLUGIN):
     )
 
 
-def test_its_tests_pass(place):
-    ran = run_pytest(place, "-W", "error")
+def test_the_tests_of_the_page_pass(directory):
+    ran = run_pytest(directory, "-W", "error")
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert "7 passed" in ran.stdout
 
 
-def test_those_without_fixtures_need_no_plugin(place):
+def test_tests_without_fixtures_need_no_plugin(directory):
     for name in ("conftest.py", "test_embedder.py"):
-        (place / name).unlink()
-    ran = run_pytest(place, "-W", "error", plain=(*BARE, "-p", "no:asyncio"))
+        (directory / name).unlink()
+    ran = run_pytest(directory, "-W", "error", plain=(*BARE, "-p", "no:asyncio"))
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert "2 passed" in ran.stdout
 
@@ -64,12 +64,12 @@ MODES = {
     "anyio beside auto": ("anyio", AUTO, "anyio's, and pytest-asyncio's in its auto"),
     "module": ("asyncio(loop_scope='module')", AUTO, "loop_scope is 'module'"),
 }
-"""The mark of a test, what pytest is told, and what pytest tells."""
+"""The mark of a test, the options of pytest, and a text in pytest's output."""
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_node_is_that_of_the_tests_loop(tmp_path, mode):
-    mark, options, told = MODES[mode]
+def test_the_node_fixture_runs_on_the_loop_of_the_test(tmp_path, mode):
+    mark, options, text = MODES[mode]
     needs = ", anyio_backend" if mark == "anyio" else ""
     (tmp_path / "conftest.py").write_text(FILES["conftest.py"])
     (tmp_path / "test_it.py").write_text(f"""
@@ -92,22 +92,22 @@ async def test_where(aiogpu_node, request{needs}):
     assert (pid == os.getpid()) == (request.node.callspec.id == "inline")
 """)
     ran = run_pytest(tmp_path, "-Werror", *options, plain=BARE)
-    assert told in ran.stdout, ran.stdout + ran.stderr
+    assert text in ran.stdout, ran.stdout + ran.stderr
 
 
-def test_its_tests_see_a_mistake_in_the_module(place):
-    module = place / "embedder.py"
+def test_the_tests_of_the_page_find_a_bug_in_the_module(directory):
+    module = directory / "embedder.py"
     module.write_text(module.read_text().replace("model(text)", "model(text) + 1"))
-    ran = run_pytest(place)
+    ran = run_pytest(directory)
     assert "2 failed, 5 passed" in ran.stdout, ran.stdout + ran.stderr
 
 
-def test_a_debugger_opens_where_a_task_failed(place):
-    tests = place / "test_embedder.py"
+def test_a_debugger_opens_where_a_task_failed(directory):
+    tests = directory / "test_embedder.py"
     tests.write_text(tests.read_text().replace("no model large", "something else"))
     typed = "p ('the local variable', name)\nq\n"
-    ran = run_pytest(place, "--pdb", "-k", "must and inline", typed=typed)
+    ran = run_pytest(directory, "--pdb", "-k", "must and inline", typed=typed)
     assert "('the local variable', 'large')" not in ran.stdout
     tests.write_text(tests.read_text().replace("LookupError", "OSError"))
-    ran = run_pytest(place, "--pdb", "-k", "must and inline", typed=typed)
+    ran = run_pytest(directory, "--pdb", "-k", "must and inline", typed=typed)
     assert "('the local variable', 'large')" in ran.stdout, ran.stdout + ran.stderr

@@ -1,4 +1,4 @@
-"""What the page of troubleshooting shows is what the program says."""
+"""The troubleshooting page shows the real output."""
 
 import re
 from dataclasses import replace
@@ -23,7 +23,7 @@ def failing(name, text, level=None):
     return replace(BY_NAME[name], run=run)
 
 
-def test_the_doctor_prints_what_the_page_shows(capsys, monkeypatch):
+def test_doctor_prints_the_text_on_the_page(capsys, monkeypatch):
     monkeypatch.setattr(checks, "try_out", lambda *a, **k: (120, 6.1, 0.21, 10))
     library = "libnvidia-ml.so.1: cannot open shared object file"
     shown = [
@@ -35,14 +35,14 @@ def test_the_doctor_prints_what_the_page_shows(capsys, monkeypatch):
     assert capsys.readouterr().out == SHOWN
 
 
-def test_every_check_of_the_doctor_is_named():
+def test_the_page_names_every_check_of_the_doctor():
     rows = re.findall(
         r"^\| (`[^|]+`) \|", PAGE.partition("\n| line |")[2], re.MULTILINE
     )
     assert sorted(re.findall(r"`([^`]+)`", " ".join(rows))) == sorted(BY_NAME)
 
 
-async def test_the_second_node_of_a_loop_is_refused_in_these_words():
+async def test_the_error_for_a_second_node_is_on_the_page():
     async with aiogpu.init(address="inline", num_gpus=0):
         with pytest.raises(aiogpu.AiogpuError, match="loop already has a node"):
             await aiogpu.init()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import textwrap
+from collections.abc import Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -41,3 +43,34 @@ def run(source: str, *arguments: str, **variables: str) -> str:
     assert "Traceback" not in err, err
     assert "never retrieved" not in err, err
     return out
+
+
+def output_of(
+    program: Path, *arguments: str, variables: Mapping[str, str] | None = None
+) -> str:
+    """Run a script of the documentation; return its output, with process ids as N.
+
+    The default of `variables` is `documented_environment()`. The program must end
+    without an error and write nothing to stderr.
+    """
+    ran = subprocess.run(
+        [sys.executable, str(program), *arguments],
+        env=variables or documented_environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (ran.returncode, ran.stderr) == (0, "")
+    return without_pids(ran.stdout)
+
+
+def documented_environment() -> dict[str, str]:
+    """This process's environment without variables that change outputs."""
+    left_out = ("CUDA_", "AIOGPU_")
+    return {k: v for k, v in os.environ.items() if not k.startswith(left_out)}
+
+
+def without_pids(text: str) -> str:
+    """The text with process ids as N."""
+    return re.sub(r"\bpid([= ])\d+", r"pid\1N", text)

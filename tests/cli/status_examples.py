@@ -1,6 +1,6 @@
-"""Pictures of nodes, a node that gives them, and `aiogpu` with that node to look at.
+"""Examples of `NodeStatus`, and fake nodes that answer `aiogpu` commands with them.
 
-`python -m tests.cli.pictures NAME COMMAND...` drives a view in a terminal; NAME is
+`python -m tests.cli.status_examples NAME COMMAND...` shows one in a terminal; NAME is
 "busy", "long" or "dying".
 """
 
@@ -36,7 +36,7 @@ GIB = 2**30
 
 
 JOB = 1 << 26
-"""Number of a program that has joined."""
+"""Id of a program that has joined the node."""
 
 
 IDLE = NodeStatus(
@@ -146,7 +146,7 @@ ENDED = (
     EndedTask(3, "train", "", "", 12.0, JOB, "cancelled", 4.0),
     replace(BUSY.failures[1], ran=12.0, worker=1, pid=99, waited=3.0, traceback=TRACE),
 )
-"""What has ended on the busy node, the latest first."""
+"""The ended tasks of the busy node, the latest first."""
 
 
 LONG = replace(
@@ -158,20 +158,20 @@ LONG = replace(
 )
 
 
-class Paper:
-    """Answers every question with one picture after the other, the last for ever."""
+class StatusNode:
+    """A node with one status after the other; the last one stays."""
 
-    def __init__(self, pictures: Sequence[NodeStatus]) -> None:
-        self.pictures = list(pictures)
+    def __init__(self, statuses: Sequence[NodeStatus]) -> None:
+        self.statuses = list(statuses)
         self.stopped: list[tuple[str, int]] = []
 
     async def status(self) -> NodeStatus:
-        if len(self.pictures) > 1:
-            return self.pictures.pop(0)
-        return self.pictures[0]
+        if len(self.statuses) > 1:
+            return self.statuses.pop(0)
+        return self.statuses[0]
 
     async def why(self, task_id: int) -> aiogpu.types.Why:
-        for task in self.pictures[0].tasks:
+        for task in self.statuses[0].tasks:
             if task.id == task_id:
                 return aiogpu.types.Why(
                     task.name, task.id, "running", worker=2, pid=102
@@ -197,13 +197,13 @@ class Paper:
         return kinds.get(number, "task") if why.ended is None else "", why
 
 
-def stand_in(patch: pytest.MonkeyPatch, *pictures: NodeStatus) -> None:
-    """Have views find a node that gives these pictures, whatever address they ask."""
-    have_joined(patch.setattr, Paper(pictures))
+def answer_with(patch: pytest.MonkeyPatch, *statuses: NodeStatus) -> None:
+    """Commands find a node with these statuses, at every address."""
+    replace_node(patch.setattr, StatusNode(statuses))
 
 
-def have_joined(put: Callable[[object, str, object], None], node: Paper) -> None:
-    """Put a node in the place of whatever node is asked for."""
+def replace_node(put: Callable[[object, str, object], None], node: StatusNode) -> None:
+    """Replace the node at every address."""
 
     @asynccontextmanager
     async def joined(
@@ -214,16 +214,17 @@ def have_joined(put: Callable[[object, str, object], None], node: Paper) -> None
     put(connect, "joined", joined)
 
 
-class Dying(Paper):
-    """Has ended when it is asked for the second time."""
+class DyingNode(StatusNode):
+    """A node that has ended at the second request."""
 
     async def status(self) -> NodeStatus:
-        if not self.pictures:
+        if not self.statuses:
             raise aiogpu.NodeDiedError("the node has ended.")
-        return self.pictures.pop()
+        return self.statuses.pop()
 
 
 if __name__ == "__main__":
-    nodes = {"busy": Paper([BUSY]), "long": Paper([LONG]), "dying": Dying([BUSY])}
-    have_joined(setattr, nodes[sys.argv.pop(1)])
+    nodes = {"busy": StatusNode, "long": StatusNode, "dying": DyingNode}
+    name = sys.argv.pop(1)
+    replace_node(setattr, nodes[name]([LONG if name == "long" else BUSY]))
     command()

@@ -1,7 +1,7 @@
-"""A node without processes, for what is around it.
+"""A fake node without processes, for tests of the service around a node.
 
-`python -m tests.cli.paper_node SOCKET HOW` serves as one; HOW is "calm", "deaf" (what
-runs never ends) or "stuck" (it cannot even close).
+`python -m tests.cli.fake_node SOCKET MODE` serves one; MODE is "calm", "deaf" (tasks
+never end) or "stuck" (the node cannot even close).
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ from aiogpu.daemon.process import Plan, run_here
 from aiogpu.engines.base import NodeOptions
 
 
-class PaperNode:
-    """Notes what is asked of it.
+class FakeNode:
+    """Records the calls of its methods.
 
     Attributes:
-        asked: the questions, in order.
-        may_open, may_drain: set for it to go on; an error, to fail.
+        calls: the calls, in order.
+        may_open, may_drain: cleared, they block the method.
+        error: raised by `open`.
     """
 
     def __init__(
         self, options: NodeOptions, loop: asyncio.AbstractEventLoop | None = None
     ) -> None:
         self.options = options
-        self.asked: list[str] = []
+        self.calls: list[str] = []
         self.may_open = asyncio.Event()
         self.may_drain = asyncio.Event()
         self.may_open.set()
@@ -39,18 +40,18 @@ class PaperNode:
         self.logs = ""
 
     async def open(self) -> None:
-        self.asked.append("open")
+        self.calls.append("open")
         await self.may_open.wait()
         if self.error is not None:
             raise self.error
 
     async def serve(self, listening: socket.socket, logs: str, limits: Limits) -> None:
-        self.asked.append("serve")
+        self.calls.append("serve")
         self.limits = limits
         self.listening, self.logs = listening, logs
 
     async def drain(self, patience: float) -> str:
-        self.asked.append(f"drain {patience:g}")
+        self.calls.append(f"drain {patience:g}")
         await self.may_drain.wait()
         return ""
 
@@ -58,14 +59,14 @@ class PaperNode:
         return {"CPU": 2.0, "GPU": 1.0}
 
     async def close(self) -> None:
-        self.asked.append("close")
+        self.calls.append("close")
 
     def force_close(self) -> None:
-        self.asked.append("force_close")
+        self.calls.append("force_close")
 
 
-class Daemon(PaperNode):
-    """Says on its terminal what it is asked."""
+class PrintingNode(FakeNode):
+    """Prints the calls of its methods."""
 
     async def drain(self, patience: float) -> str:
         print(f"drain {patience:g}", flush=True)
@@ -87,4 +88,4 @@ class Daemon(PaperNode):
 if __name__ == "__main__":
     options = NodeOptions(cancel_grace=0.0)
     plan = Plan(options, Place.at(sys.argv[1]), drain=60)
-    run_here(plan, lambda ready: print(f"ready {ready.pid}", flush=True), Daemon)
+    run_here(plan, lambda ready: print(f"ready {ready.pid}", flush=True), PrintingNode)

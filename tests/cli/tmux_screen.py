@@ -16,7 +16,7 @@ import pytest
 from tests.support.program import environment
 
 LIMIT: Final = 30.0
-"""Seconds until what must come has come."""
+"""Seconds that a test waits for a text."""
 PROMPT: Final = "READY>"
 
 
@@ -24,12 +24,12 @@ class Screen:
     """One terminal.
 
     Attributes:
-        name: of the tmux server, which has this terminal alone.
+        name: name of the tmux server, which has only this terminal.
     """
 
     def __init__(self, name: str) -> None:
         self.name = name
-        # The server has what the client has that starts it.
+        # The server inherits the environment of the client that starts it.
         self._environ = environment(
             python=sys.executable, HISTFILE="", LC_ALL="C.UTF-8"
         )
@@ -52,36 +52,35 @@ class Screen:
         self.tmux("send-keys", *keys)
 
     def lines(self) -> list[str]:
-        """What is on the screen now."""
+        """The current lines of the screen."""
         return self.tmux("capture-pane", "-p").rstrip("\n").split("\n")
 
     def resize(self, columns: int, lines: int) -> None:
         self.tmux("resize-window", "-x", str(columns), "-y", str(lines))
 
-    def until(self, is_so: Callable[[list[str]], object]) -> list[str]:
-        """The screen as soon as something is so of it."""
+    def until(self, condition: Callable[[list[str]], object]) -> list[str]:
+        """Wait until the condition holds for the lines; return them."""
         end = time.monotonic() + LIMIT
-        while not is_so(lines := self.lines()):
+        while not condition(lines := self.lines()):
             if time.monotonic() > end:
                 raise TimeoutError("\n".join(lines))
         return lines
 
     def has(self, text: str) -> list[str]:
-        """The screen as soon as that text is on it."""
+        """Wait until the screen shows the text; return the lines."""
         return self.until(lambda lines: any(text in line for line in lines))
 
 
 @contextmanager
-def screen(place: Path, columns: int = 80, lines: int = 24) -> Iterator[Screen]:
-    """A terminal with a shell in it, which has this interpreter as `python`."""
+def open_screen(directory: Path) -> Iterator[Screen]:
+    """A terminal of 80 x 24 with a shell, where `$python` is this interpreter."""
     if shutil.which("tmux") is None:
-        pytest.skip("there is no tmux, whose screens are read")
-    found = Screen(f"aiogpu-{place.name}-{time.monotonic_ns()}")
+        pytest.skip("tmux is not installed")
+    screen = Screen(f"aiogpu-{directory.name}-{time.monotonic_ns()}")
     shell = f"env PS1='{PROMPT} ' bash --norc --noprofile"
-    size = ["-x", str(columns), "-y", str(lines)]
-    found.tmux("new-session", "-d", *size, shell)
+    screen.tmux("new-session", "-d", "-x", "80", "-y", "24", shell)
     try:
-        found.has(PROMPT)
-        yield found
+        screen.has(PROMPT)
+        yield screen
     finally:
-        found.tmux("kill-server")
+        screen.tmux("kill-server")

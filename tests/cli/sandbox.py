@@ -1,9 +1,8 @@
-"""A place for nodes of their own, commands given there, and what is left of them."""
+"""A runtime directory for a node and for `aiogpu` commands."""
 
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -18,27 +17,26 @@ from tests.support.program import environment
 LIMIT = 60
 
 
-class Box:
-    """A runtime directory, as a user of a machine has one.
+class Sandbox:
+    """A runtime directory for a node, as each user of a machine has one.
 
     Attributes:
-        directory: the runtime directory.
-        place: where its node is met.
-        variables: of all that runs here.
+        directory: the path.
+        place: the socket and the files of its node.
+        variables: the environment of all commands.
     """
 
     def __init__(self, directory: str) -> None:
         self.directory = directory
         self.place = Place.at(f"{directory}/aiogpu/node.sock")
-        left_out = ("CUDA_", "AIOGPU_")
         self.variables = {
             name: value
             for name, value in environment(XDG_RUNTIME_DIR=directory).items()
-            if not name.startswith(left_out)
+            if not name.startswith(("CUDA_", "AIOGPU_"))
         }
 
-    def begin(self, *arguments: str, **variables: str) -> subprocess.Popen[str]:
-        """Begin an `aiogpu` command."""
+    def start(self, *arguments: str, **variables: str) -> subprocess.Popen[str]:
+        """Start an `aiogpu` command."""
         return subprocess.Popen(
             [sys.executable, "-m", "aiogpu", *arguments],
             env={**self.variables, **variables},
@@ -49,46 +47,45 @@ class Box:
         )
 
     def run(self, *arguments: str, code: int = 0, **variables: str) -> tuple[str, str]:
-        """Run an `aiogpu` command; gives what it prints, and complains."""
-        command = self.begin(*arguments, **variables)
+        """Run an `aiogpu` command; return its stdout and stderr."""
+        command = self.start(*arguments, **variables)
         out, err = command.communicate(timeout=LIMIT)
         assert command.returncode == code, (out, err)
         return out, err
 
     @property
     def node(self) -> Record | None:
-        """The node that lives here."""
+        """The living node of this directory."""
         return living_node(self.place.pidfile)
 
     @property
     def files(self) -> list[str]:
-        """All that lies here but for logs, in order."""
-        found = (
+        """All files except logs, sorted."""
+        paths = (
             os.path.relpath(os.path.join(at, name), self.directory)
             for at, _, names in os.walk(self.directory)
             for name in names
             if at != self.place.logs
         )
-        return sorted(found)
+        return sorted(paths)
 
-    def wait_for_the_end(self, within: float) -> None:
+    def wait_until_ended(self, within: float) -> None:
         """Wait until no process is left; `AssertionError` after this many seconds."""
         wait_until_gone(within, self.directory, but_files=True)
 
     def clear(self) -> None:
-        """End whoever is left."""
+        """End the node, if there is one."""
         stop(self.place, force=True)
-        self.wait_for_the_end(10)
+        self.wait_until_ended(10)
 
 
 @contextmanager
-def box() -> Iterator[Box]:
-    """A box without a node, before and after."""
-    # A short path: a socket's has 107 bytes.
-    directory = tempfile.mkdtemp(prefix="agt-", dir="/tmp")
-    opened = Box(directory)
-    try:
-        yield opened
-    finally:
-        opened.clear()
-        shutil.rmtree(directory)
+def open_sandbox() -> Iterator[Sandbox]:
+    """A sandbox without a node, before and after."""
+    # A short path: a socket's path has at most 107 bytes.
+    with tempfile.TemporaryDirectory(prefix="agt-", dir="/tmp") as directory:
+        sandbox = Sandbox(directory)
+        try:
+            yield sandbox
+        finally:
+            sandbox.clear()
