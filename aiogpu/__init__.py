@@ -1,9 +1,9 @@
 """An asyncio-native task runtime for GPUs: `await f.remote()` on fractional GPUs.
 
-What most programs use stands here. All errors are in `aiogpu.errors`, the types of what
-is given in `aiogpu.types`, vendors of devices in `aiogpu.accelerators`. Each name is
-loaded from its module when it is first used: so importing `aiogpu` costs little, and a
-worker stays light.
+This module has the names that most programs use. All errors are in `aiogpu.errors`,
+types for annotations in `aiogpu.types`, device vendors in `aiogpu.accelerators`. Each
+name is loaded from its module when it is first used, so importing `aiogpu` is cheap and
+workers stay small.
 """
 
 from __future__ import annotations
@@ -115,15 +115,15 @@ _MODULES = {
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
 _PACKAGES = ("accelerators", "errors", "sync", "types")
-"""Public, and not among the names; `from aiogpu import *` brings none of them."""
+"""Public modules; `from aiogpu import *` does not import them."""
 
 __all__ = sorted(_MODULE_OF)  # noqa: PLE0605 - a test holds it against the imports above
 __version__ = "0.1.0"
 
 if not TYPE_CHECKING:
-    # Visible, it would make type checkers accept every misspelt name.
+    # Hidden from type checkers, which would otherwise accept every misspelt name.
     def __getattr__(name):
-        """Load a public name from its module, or a public package."""
+        """Load a public name from its module, or a public module."""
         from importlib import import_module
 
         if name in _PACKAGES:
@@ -131,14 +131,14 @@ if not TYPE_CHECKING:
         module = _MODULE_OF.get(name)
         if module is None:
             usage_errors = import_module("aiogpu.api.usage_errors")
-            below = [
-                import_module(f"aiogpu.{one}") for one in _PACKAGES if one != "sync"
+            modules = [
+                import_module(f"aiogpu.{each}") for each in _PACKAGES if each != "sync"
             ]
-            raise usage_errors.no_such_name(name, __all__, below)
+            raise usage_errors.no_such_name(name, __all__, modules)
         value = getattr(import_module(f"aiogpu.{module}"), name)
         globals()[name] = value
         return value
 
     def __dir__():
-        """All public names."""
+        """Return all public names."""
         return [*__all__, *_PACKAGES, "__version__"]

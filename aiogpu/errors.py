@@ -1,11 +1,9 @@
-"""Every exception that aiogpu raises, in one tree; and its one warning.
+"""Every exception that aiogpu raises, in one tree; and its warning.
 
-Each is an `AiogpuError` and also the builtin that it specialises, so that
-`except ValueError` and `except TimeoutError` keep meaning what a reader expects.
-A message says whose fault it is, what was asked, what there is and what to do.
-A user's own exception is never wrapped when it can travel as itself.
-
-This file imports nothing.
+Each is an `AiogpuError` and also the builtin exception that it specialises, so that
+`except ValueError` and `except TimeoutError` work as expected. A message says what was
+asked, what there is and what to do. A user's exception is wrapped only if it cannot be
+sent to another process. This module imports nothing.
 """
 
 from __future__ import annotations
@@ -16,23 +14,23 @@ class AiogpuError(Exception):
 
 
 class MisuseError(AiogpuError, TypeError):
-    """An object was used in a way that it does not allow.
+    """An object was used in a way that is not allowed.
 
-    Calling a remote function directly, truth-testing a handle, decorating
-    something that is not a function.
+    For example: a remote function was called directly, a handle was tested for truth,
+    something other than a function or class was decorated.
     """
 
 
 class OptionError(AiogpuError, ValueError):
-    """An option of `init`, `@remote` or `.options` is unknown or ill-valued."""
+    """An option of `init`, `@remote` or `.options` is unknown or has a wrong value."""
 
 
 class InfeasibleError(AiogpuError, RuntimeError):
-    """The request asks for more than this node has even when it is idle."""
+    """The request asks for more than this node has when it is idle."""
 
 
 class LimitError(AiogpuError, RuntimeError):
-    """This program has as many unfinished tasks as its node lets it have."""
+    """This program has reached its limit of unfinished tasks on its node."""
 
 
 class NoLoopError(AiogpuError, RuntimeError):
@@ -40,7 +38,7 @@ class NoLoopError(AiogpuError, RuntimeError):
 
 
 class NodeError(AiogpuError, RuntimeError):
-    """Base of what goes wrong with a node as a whole."""
+    """Base of the errors that concern a node as a whole."""
 
 
 class NodeRunningError(NodeError):
@@ -48,11 +46,11 @@ class NodeRunningError(NodeError):
 
 
 class NodeClosedError(NodeError):
-    """The node was shut down before the work could end, or before it was asked."""
+    """The node was shut down before the work ended or was submitted."""
 
 
 class NodeDiedError(NodeError, ConnectionError):
-    """The node that this program had joined has ended, or cannot be reached."""
+    """The node that this program has joined has ended, or cannot be reached."""
 
 
 class NodeStartError(NodeError):
@@ -64,18 +62,18 @@ class PreloadError(NodeStartError, ImportError):
 
 
 class DeviceError(AiogpuError, ValueError):
-    """`CUDA_VISIBLE_DEVICES` names a device that is not there, or too few."""
+    """`CUDA_VISIBLE_DEVICES` names a device that does not exist, or too few devices."""
 
 
 class TaskError(AiogpuError, RuntimeError):
-    """A task failed with an exception that cannot travel as itself.
+    """A task failed with an exception that cannot be raised in this process.
 
-    Raised in place of exceptions that cannot be pickled and of those that would
-    upset the driver's loop: `StopIteration` and all that is not an `Exception`.
+    Raised in place of an exception that cannot be pickled, and of an exception that
+    would break the event loop: `StopIteration` and every one that is no `Exception`.
 
     Attributes:
         type_name: qualified name of the exception's class in the worker.
-        remote_traceback: the traceback's text as the worker saw it.
+        remote_traceback: text of the traceback in the worker.
     """
 
     def __init__(
@@ -90,15 +88,15 @@ class TaskError(AiogpuError, RuntimeError):
 
 
 class DeadlockError(AiogpuError, RuntimeError):
-    """A wait that could never end: those that wait hold what the awaited one needs."""
+    """The wait can never end: tasks that wait hold what the awaited task needs."""
 
 
 class TaskCancelledError(AiogpuError, RuntimeError):
-    """The task was stopped before it could end, by `cancel()` or with its parent."""
+    """The task was stopped before its end, by `cancel()` or with its parent."""
 
 
 class TaskTimeoutError(AiogpuError, TimeoutError):
-    """A task's `timeout` passed before its result arrived."""
+    """A task's `timeout` or `run_timeout` passed before its result arrived."""
 
 
 class WorkerDiedError(AiogpuError, RuntimeError):
@@ -108,14 +106,14 @@ class WorkerDiedError(AiogpuError, RuntimeError):
         pid: process id of the worker, 0 if it never started.
         exitcode: its exit code, None if a signal ended it.
         signal: number of the signal that ended it, None if it exited.
-        last_output: the last lines that it wrote, oldest first.
+        last_output: the last lines of its output, oldest first.
         cause: the probable cause, one of "not started", "exit" (os._exit, or exit in
             native code), "segfault", "bus error", "arithmetic error", "illegal
             instruction", "abort", "out of memory", "killed" (SIGKILL from outside),
-            "signal" (another one), "keeper died" (the process that kept the worker),
-            "disconnected" (it had closed its connection), "ended" (by aiogpu, because
-            of another task) and "internal" (by aiogpu, after an error of its own); ""
-            where nobody has looked.
+            "signal" (another signal), "keeper died" (the worker's parent process),
+            "disconnected" (the worker closed its connection), "ended" (by aiogpu,
+            because of another task) and "internal" (by aiogpu, after an internal
+            error); "" if unknown.
     """
 
     def __init__(
@@ -141,12 +139,12 @@ class WorkerDiedError(AiogpuError, RuntimeError):
 class ActorDiedError(AiogpuError, RuntimeError):
     """The actor is dead, or its process died while it ran the call.
 
-    Why is told by `__cause__` where another error stands behind it: that of the
-    constructor, or a `WorkerDiedError`.
+    If another error is the reason, it is the `__cause__`: the constructor's exception,
+    or a `WorkerDiedError`.
 
     Attributes:
         actor: name of the actor.
-        is_restarting: another process takes its place; only this call is lost.
+        is_restarting: the actor restarts in a new process; only this call is lost.
     """
 
     def __init__(
@@ -161,13 +159,13 @@ class ActorDiedError(AiogpuError, RuntimeError):
 
 
 class ActorNameError(AiogpuError, ValueError):
-    """No actor has that name, or another one has it already."""
+    """No actor has that name, or another actor has it already."""
 
 
 class PlacementRemovedError(AiogpuError, RuntimeError):
-    """The placement in which the work was to run was removed, or never granted.
+    """The placement for the work was removed, or was never granted.
 
-    Of an actor it is the `__cause__` of its `ActorDiedError`.
+    For an actor this is the `__cause__` of its `ActorDiedError`.
 
     Attributes:
         placement: name of the placement.
@@ -182,17 +180,17 @@ class PlacementRemovedError(AiogpuError, RuntimeError):
 
 
 class NoSuchTaskError(AiogpuError, LookupError):
-    """The node knows no task of that number, or knows it no more."""
+    """The node knows no task with that number, or has forgotten it."""
 
 
 class OutOfMemoryError(WorkerDiedError, MemoryError):
-    """The task was ended because all together used more memory than is safe.
+    """The task was killed because host memory was about to run out.
 
     Attributes:
-        asked: bytes that the task had asked for by `memory=`, 0 for none.
-        used: bytes that its process and all that it had started used when it was
-            ended, as anonymous and shared memory.
-        limit: bytes that could be used safely.
+        asked: bytes that the task requested with `memory=`, 0 for none.
+        used: bytes of anonymous and shared memory that its process and all descendants
+            used when the task was killed.
+        limit: bytes that all tasks together can use safely.
     """
 
     def __init__(
@@ -205,7 +203,7 @@ class OutOfMemoryError(WorkerDiedError, MemoryError):
         used: int = 0,
         limit: int = 0,
     ) -> None:
-        # SIGKILL, which this file has no import to name.
+        # 9 is SIGKILL; this module does not import `signal`.
         super().__init__(message, pid, None, 9, last_output, "out of memory")
         self.asked = asked
         self.used = used
@@ -213,18 +211,18 @@ class OutOfMemoryError(WorkerDiedError, MemoryError):
 
 
 class GpuOutOfMemoryError(AiogpuError, MemoryError):
-    """The task ran out of device memory, or used more of it than it had asked for.
+    """The task ran out of device memory, or used more than it had requested.
 
-    The framework's own error is told by `__cause__`, with its traceback.
+    The framework's error, with its traceback, is the `__cause__`.
 
     Attributes:
-        asked: bytes on each GPU by `gpu_memory=`; 0 for none, for "share", and in the
-            second try by `retry_oom`.
-        limit: bytes that it could use on each, 0 where it was not limited.
-        peak: the most bytes that it is known to have used of one GPU: PyTorch's peak,
-            CuPy's pool, or what NVML has shown; else 0.
+        asked: bytes of each GPU requested with `gpu_memory=`; 0 for none, for "share",
+            and in the retry by `retry_oom`.
+        limit: bytes of each GPU that the task could use, 0 for no limit.
+        peak: the most bytes of one GPU that the task is known to have used, by
+            PyTorch's peak, CuPy's pool, or NVML; 0 if unknown.
         devices: ids of its GPUs.
-        neighbours: names of the tasks that had a share of these GPUs as well.
+        neighbours: names of the tasks with a share of the same GPUs.
     """
 
     def __init__(
@@ -249,7 +247,7 @@ class GpuOutOfMemoryError(AiogpuError, MemoryError):
 
 
 class ObjectMemoryError(AiogpuError, MemoryError):
-    """A value has no room: neither in the object memory nor in a spill directory."""
+    """A value fits neither into the object memory nor into a spill directory."""
 
 
 class SerializationError(AiogpuError, TypeError):
@@ -261,11 +259,11 @@ class DeserializationError(AiogpuError, ValueError):
 
 
 class ProtocolError(AiogpuError, ConnectionError):
-    """The peer sent bytes that are no message, or a message out of turn."""
+    """The peer sent bytes that are not a message, or a message out of turn."""
 
 
 class InternalError(AiogpuError, AssertionError):
-    """aiogpu found itself in a state that it rules out; please report it."""
+    """aiogpu is in a state that should be impossible; please report this."""
 
 
 class AiogpuWarning(UserWarning):

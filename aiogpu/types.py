@@ -1,6 +1,6 @@
-"""The types of what aiogpu gives, for annotations and `isinstance`.
+"""The types of objects that aiogpu returns, for annotations and `isinstance`.
 
-`Handle`, `Stream`, `Results`, `ActorHandle` and `ActorPool` stand at the top, as
+`Handle`, `Stream`, `Results`, `ActorHandle` and `ActorPool` are in `aiogpu` itself, as
 `aiogpu.Handle`.
 """
 

@@ -31,7 +31,7 @@ from aiogpu.cli.nodes import (
     place_of,
     program_name,
 )
-from aiogpu.core.model.units import LEAST, bytes_told, parse_size, too_small
+from aiogpu.core.model.units import LEAST, byte_count, parse_size, too_small
 from aiogpu.core.model.units import size as told_size
 from aiogpu.engines.base import NodeOptions
 from aiogpu.engines.remote import RemoteEngine
@@ -86,7 +86,7 @@ def size(text: str) -> str | int:
         advice = f"write it with its unit, such as {meant}"
         if not is_bytes:
             advice = f"give {told_size(LEAST)} at least"
-        raise click.BadParameter(f"{text!r} is read as {bytes_told(count)}; {advice}.")
+        raise click.BadParameter(f"{text!r} is read as {byte_count(count)}; {advice}.")
     return count if is_bytes else text
 
 

@@ -1,1 +1,1 @@
-"""Interfaces of the Linux kernel, one module each."""
+"""Interfaces of the Linux kernel, one module for each."""

@@ -1,15 +1,15 @@
-"""Cgroups: where this process is in them, what they allow, and ending all in a group.
+"""Cgroups: find this process's groups, read limits, kill the processes of a group.
 
 A machine may have several hierarchies at once: version 1 has one for each controller,
-version 2 one for all, and hybrid machines have both (cgroups(7), cgroup_namespaces(7),
-proc(5)). Paths are plain strings: a node starts some milliseconds sooner without
-`pathlib`.
+version 2 has one for all, and hybrid machines have both (cgroups(7),
+cgroup_namespaces(7), proc(5)). Paths are plain strings: without `pathlib` a node starts
+some milliseconds earlier.
 
-A process cannot leave its group by forking, by a session of its own or by losing its
-parent, and a group is killed in one step that no fork can outrun. So it holds what a
-process tree cannot. A keeper is born in the group of its slot, and so are its workers,
-at no cost; the keeper steps out for the moment in which the group is killed. Driver and
-keepers both use it, each where the other may have died.
+A process cannot leave its group by forking, by starting a session or by losing its
+parent, and a group is killed in one step that no fork can outrun. So a group is more
+reliable than a process tree. A keeper and its workers are born in the group of their
+slot, at no cost; the keeper leaves the group while the group is killed. Driver and
+keepers both kill groups, since either may die before the other.
 (Documentation/admin-guide/cgroup-v2.rst of Linux.)
 """
 
@@ -25,7 +25,7 @@ from contextlib import suppress
 from typing import Final, NamedTuple
 
 UNIFIED: Final = ""
-"""Names the hierarchy of version 2 where a controller is asked for."""
+"""Stands for the hierarchy of version 2 in place of a controller's name."""
 
 PROC: Final = "/proc"
 
@@ -37,28 +37,28 @@ class Hierarchy(NamedTuple):
     """One mounted hierarchy and this process's place in it.
 
     Attributes:
-        top: where the hierarchy is mounted.
-        own: directory of this process's group; `top` if its own is not to be seen.
-        is_seen: whether `own` is this process's own.
-        is_writable: whether it is mounted for writing.
+        top: the mount point.
+        own: directory of this process's group; `top` if that is not visible.
+        is_visible: this process's group is visible.
+        is_writable: the hierarchy is mounted for writing.
     """
 
     top: str
     own: str
-    is_seen: bool
+    is_visible: bool
     is_writable: bool
 
     @property
     def groups(self) -> list[str]:
-        """This process's group and all above it, its own first."""
-        found = [self.own]
-        while found[-1] != self.top:
-            found.append(os.path.dirname(found[-1]))
-        return found
+        """This process's group and all its ancestors, its own first."""
+        groups = [self.own]
+        while groups[-1] != self.top:
+            groups.append(os.path.dirname(groups[-1]))
+        return groups
 
 
 def read_bytes(path: StrPath) -> bytes:
-    """Return what a file has, nothing if it cannot be read."""
+    """Return the content of a file; empty if it cannot be read."""
     try:
         with open(path, "rb", buffering=0) as file:
             return file.read()
@@ -67,13 +67,13 @@ def read_bytes(path: StrPath) -> bytes:
 
 
 def read_limit(path: str) -> int | None:
-    """A limit; None for "max" and where there is none."""
+    """Read a limit; None for "max" and if there is none."""
     data = read_bytes(path).strip()
     return int(data) if data.isdigit() else None
 
 
 def read_numbers(path: str) -> dict[str, int]:
-    """The numbers of a file of lines as `name 12` or `Name:   12 kB`."""
+    """Read the numbers of a file with lines such as `name 12` or `Name:   12 kB`."""
     numbers: dict[str, int] = {}
     for line in read_bytes(path).decode("ascii", "replace").splitlines():
         words = line.split()
@@ -83,20 +83,20 @@ def read_numbers(path: str) -> dict[str, int]:
 
 
 def find_hierarchy(controller: str, proc: StrPath = PROC) -> Hierarchy | None:
-    """The hierarchy of a controller of version 1, or of `UNIFIED`; None if not there.
+    """Return the hierarchy of a controller; None if it is not mounted.
 
     Args:
-        controller: "memory", for example.
-        proc: where the proc filesystem is.
+        controller: a controller of version 1, such as "memory", or `UNIFIED`.
+        proc: the mount point of the proc filesystem.
     """
     groups = os.fsdecode(read_bytes(f"{proc}/self/cgroup"))
     path = _own_path(groups, controller)
     if path is None:
         return None
     for line in read_bytes(f"{proc}/self/mountinfo").splitlines():
-        found = _match(line, controller, path)
-        if found is not None:
-            return found
+        hierarchy = _match(line, controller, path)
+        if hierarchy is not None:
+            return hierarchy
     return None
 
 
@@ -109,24 +109,24 @@ def _own_path(groups: str, controller: str) -> str | None:
 
 
 def _match(line: bytes, controller: str, path: str) -> Hierarchy | None:
-    """Parse a line of mountinfo; return None if it is of another hierarchy."""
+    """Parse a line of mountinfo; return None for another hierarchy or filesystem."""
     before, _, after = line.partition(b" - ")
     fields, kinds = before.split(b" "), after.split(b" ")
     if len(fields) < 6 or len(kinds) < 3:
         return None
     if controller == UNIFIED:
-        is_meant = kinds[0] == b"cgroup2"
+        matches = kinds[0] == b"cgroup2"
     else:
         names = os.fsdecode(kinds[2]).split(",")
-        is_meant = kinds[0] == b"cgroup" and controller in names
-    if not is_meant:
+        matches = kinds[0] == b"cgroup" and controller in names
+    if not matches:
         return None
     root, top = _unescape(fields[3]), _unescape(fields[4])
     below = os.path.relpath(path, root) if path.startswith(root) else ".."
-    is_seen = ".." not in below.split("/") and ".." not in path.split("/")
-    own = os.path.normpath(f"{top}/{below}") if is_seen else top
+    is_visible = ".." not in below.split("/") and ".." not in path.split("/")
+    own = os.path.normpath(f"{top}/{below}") if is_visible else top
     is_writable = b"rw" in fields[5].split(b",")
-    return Hierarchy(top, own, is_seen, is_writable)
+    return Hierarchy(top, own, is_visible, is_writable)
 
 
 def _unescape(field: bytes) -> str:
@@ -136,11 +136,11 @@ def _unescape(field: bytes) -> str:
 
 
 def usable_cpus(proc: StrPath = PROC) -> float:
-    """CPUs by affinity, or by the tightest cgroup quota where that is less.
+    """Return the number of usable CPUs: by affinity or, if less, by cgroup quota.
 
-    A quota may be a fraction, 1.5; it is never answered below 1, since a task asks
-    for one CPU unless told otherwise. Sources: sched_getaffinity(2); the kernel's
-    cgroup-v2 (`cpu.max`) and cgroup-v1 (`cpu.cfs_quota_us`) documentation.
+    A quota may be a fraction, such as 1.5. The result is at least 1, since a task asks
+    for one CPU by default. Sources: sched_getaffinity(2); the kernel's cgroup-v2
+    (`cpu.max`) and cgroup-v1 (`cpu.cfs_quota_us`) documentation.
     """
     limits = [float(len(os.sched_getaffinity(0)))]
     for folder in cgroup_folders(proc, "cpu"):
@@ -151,14 +151,14 @@ def usable_cpus(proc: StrPath = PROC) -> float:
 
 
 def cgroup_folders(proc: StrPath, controller: str) -> list[str]:
-    """This process's cgroups and their parents, of either version.
+    """Return the directories of this process's cgroups and their ancestors.
 
-    They are where `/proc/self/mountinfo` says that their hierarchies are mounted.
+    Of both versions, at the mount points in `/proc/self/mountinfo`.
     """
-    found = (find_hierarchy(name, proc) for name in (UNIFIED, controller))
+    hierarchies = (find_hierarchy(name, proc) for name in (UNIFIED, controller))
     return [
         folder
-        for hierarchy in found
+        for hierarchy in hierarchies
         if hierarchy is not None
         for folder in hierarchy.groups
     ]
@@ -186,13 +186,13 @@ def unpinned_cpus(root: StrPath = "") -> frozenset[int]:
     """Return the CPUs that unpinned processes of this cgroup may use.
 
     Args:
-        root: the directory under which `/proc` and `/sys` are.
+        root: the parent directory of `/proc` and `/sys`.
     """
     online = read_cpus(f"{root}/sys/devices/system/cpu/online")
     for folder in cgroup_folders(f"{root}/proc", "cpuset"):
         for file in _CPUSETS:
-            if found := read_cpus(f"{folder}/{file}"):
-                return online & found if online else found
+            if cpus := read_cpus(f"{folder}/{file}"):
+                return online & cpus if online else cpus
     return online
 
 
@@ -210,17 +210,17 @@ def read_cpus(file: str) -> frozenset[int]:
 
 
 _DELEGATE: Final = (
-    "start the program by `systemd-run --user --scope`, or with a cgroup of its own "
-    "that it may write to"
+    "start the program with `systemd-run --user --scope`, or in a cgroup of its own "
+    "that it can write to"
 )
 
 
 class Place(NamedTuple):
-    """Where a node's cgroup can be made.
+    """The parent cgroup for a node's cgroup.
 
     Attributes:
-        directory: this process's own cgroup, None if none can be made in it.
-        reason: why not, and what to do about it.
+        directory: this process's own cgroup; None if it cannot have children.
+        reason: why not, and what the user can do.
     """
 
     directory: str | None
@@ -228,27 +228,27 @@ class Place(NamedTuple):
 
 
 def find_cgroup(proc: StrPath = PROC) -> Place:
-    """Look for a cgroup2 that this process may make groups in; changes nothing."""
-    found = find_hierarchy(UNIFIED, proc)
-    if found is None:
+    """Find a cgroup2 in which this process can make groups; changes nothing."""
+    hierarchy = find_hierarchy(UNIFIED, proc)
+    if hierarchy is None:
         return Place(None, "no cgroup2 is mounted; mount one at /sys/fs/cgroup")
-    own = found.own
-    if not found.is_seen:
+    own = hierarchy.own
+    if not hierarchy.is_visible:
         return Place(
             None,
-            f"this process's cgroup lies outside of what is mounted at {found.top}; "
+            f"this process's cgroup is outside the hierarchy at {hierarchy.top}; "
             f"give the container a cgroup namespace of its own",
         )
-    if not found.is_writable:
+    if not hierarchy.is_writable:
         return Place(
             None,
-            f"{found.top} is mounted read-only; run the container with cgroups "
-            f"writable, or do without",
+            f"{hierarchy.top} is mounted read-only; run the container with writable "
+            f"cgroups, or do without",
         )
     for path in (own, f"{own}/cgroup.procs"):
         if not os.access(path, os.W_OK):
-            return Place(None, f"{path} may not be written to; {_DELEGATE}")
-    # The uppermost has no such file.
+            return Place(None, f"{path} is not writable; {_DELEGATE}")
+    # The root group has no such file.
     kind = read_bytes(f"{own}/cgroup.type").decode().strip() or "domain"
     if kind != "domain":
         return Place(None, f"{own} is of type {kind!r}; {_DELEGATE}")
@@ -256,18 +256,18 @@ def find_cgroup(proc: StrPath = PROC) -> Place:
 
 
 AGAIN: Final = 0.02
-"""Seconds between two looks where the kernel does not say that a group is empty."""
+"""Seconds between two checks if the kernel does not notify that a group is empty."""
 
 CHUNK: Final = 1 << 16
 
 
 class Cgroup:
-    """A directory of the cgroup2 filesystem.
+    """A group of the cgroup2 filesystem.
 
-    It need not exist: one that has gone has nobody in it.
+    It need not exist: a removed group has no processes.
 
     Attributes:
-        path: where it is.
+        path: the group's directory.
     """
 
     __slots__ = ("path",)
@@ -279,11 +279,11 @@ class Cgroup:
         return f"<Cgroup {self.path}>"
 
     def child(self, name: str) -> Cgroup:
-        """The group of that name below this one."""
+        """Return the child group of a name."""
         return Cgroup(f"{self.path}/{name}")
 
     def children(self) -> list[Cgroup]:
-        """All groups directly below this one."""
+        """Return all child groups."""
         try:
             with os.scandir(self.path) as entries:
                 return [Cgroup(entry.path) for entry in entries if entry.is_dir()]
@@ -291,47 +291,47 @@ class Cgroup:
             return []
 
     def make(self) -> None:
-        """Make it and what is missing above; raises `OSError` if that is impossible."""
+        """Make the group and its missing ancestors; raises `OSError` on failure."""
         os.makedirs(self.path, exist_ok=True)
 
     def enter(self) -> None:
-        """Move this process into it; its later forks begin there.
+        """Move this process into the group; its later forks begin there.
 
         The first move after a while waits for a grace period of the kernel, some
-        6 to 13 ms: no step that is taken for every task.
+        6 to 13 ms: too slow for every task.
 
         Raises:
-            OSError: it has gone, or this user may not, or the kernel will not have
-                processes in it.
+            OSError: the group was removed, or this user may not enter, or the kernel
+                allows no processes in the group.
         """
         self._write("cgroup.procs", b"0")
 
     def pids(self) -> list[int]:
-        """Return the processes in this group itself; 0 stands for an invisible one."""
+        """Return the group's own processes; 0 for one outside this PID namespace."""
         return [int(pid) for pid in self._read("cgroup.procs").split()]
 
     def all_pids(self) -> list[int]:
-        """Return the processes in this group and in the groups below it."""
+        """Return the processes of the group and of its descendants."""
         below = [child.all_pids() for child in self.children()]
         return sum(below, self.pids())
 
     @property
     def is_populated(self) -> bool:
-        """True if anybody is in it or below it, zombies not counted."""
+        """True if the group or a descendant has processes, not counting zombies."""
         return b"populated 1" in self._read("cgroup.events")
 
     def kill(self) -> None:
-        """End all that is in it and below it, this process included."""
+        """Kill all processes of the group and its descendants, also this one."""
         try:
             self._write("cgroup.kill", b"1")
         except OSError as error:
             if not _is_gone(error):
                 raise
-            # It has gone, or the kernel is older than 5.14.
+            # The group was removed, or the kernel is older than 5.14.
             self._kill_each()
 
     def wait_until_empty(self, timeout: float) -> bool:
-        """Block until the group and those below it are empty, at most `timeout` s."""
+        """Block until the group and its descendants are empty, at most `timeout` s."""
         deadline = time.monotonic() + timeout
         try:
             events = os.open(f"{self.path}/cgroup.events", os.O_RDONLY)
@@ -343,20 +343,20 @@ class Cgroup:
             changes = select.poll()
             changes.register(events, select.POLLPRI)
             while b"populated 1" in os.pread(events, CHUNK, 0):
-                left = deadline - time.monotonic()
-                if left <= 0:
+                remaining = deadline - time.monotonic()
+                if remaining <= 0:
                     return False
-                changes.poll(min(left, AGAIN) * 1000)
+                changes.poll(min(remaining, AGAIN) * 1000)
         except OSError as error:
             if not _is_gone(error):
                 raise
-            # It was removed while we looked.
+            # The group was removed meanwhile.
         finally:
             os.close(events)
         return True
 
     def remove(self) -> bool:
-        """Remove it with all below it; whether it has gone. Nobody may be in it."""
+        """Remove the empty group and its descendants; False if that failed."""
         for child in self.children():
             child.remove()
         try:
@@ -368,7 +368,7 @@ class Cgroup:
         return True
 
     def _kill_each(self) -> None:
-        """Kill the processes one by one; new children need another call."""
+        """Kill the processes one by one; children forked meanwhile are missed."""
         for pid in self.all_pids():
             if pid not in (0, os.getpid()):
                 with suppress(ProcessLookupError, PermissionError):
@@ -392,19 +392,19 @@ class Cgroup:
 
 
 def _is_gone(error: OSError) -> bool:
-    """Return whether an error says that the group was removed."""
+    """Return True if an error means that the group was removed."""
     return isinstance(error, FileNotFoundError) or error.errno == errno.ENODEV
 
 
 LIMIT: Final = 2.0
-"""Seconds for which the end of a whole node waits for its groups to be empty."""
+"""Seconds to wait until a slot's group is empty, before it is killed again."""
 
 NODE_LIMIT: Final = 30.0
-"""Seconds; the same of all processes of a node whose driver has died."""
+"""Seconds to wait until the group of a node is empty after its driver has died."""
 
 
 class SlotCgroup:
-    """The cgroup of one slot, entered by its keeper, if there is one to be had."""
+    """The cgroup of one slot, if cgroups are available; its keeper enters it."""
 
     def __init__(self, node: str, slot: int) -> None:
         self._node = Cgroup(node)
@@ -422,16 +422,15 @@ class SlotCgroup:
 
     @property
     def has_others(self) -> bool:
-        """True if not just the keeper is in it."""
+        """True if the group has processes besides the keeper."""
         if self._members < 0:
             return False
         return os.pread(self._members, CHUNK, 0) != self._alone
 
     def end_others(self) -> None:
-        """End all in it but the keeper; returns when they have gone.
+        """Kill all processes of the group except the keeper; return when they ended.
 
-        Those that are children of this process are ended too, but left to be
-        waited for.
+        The keeper's own children remain zombies until it waits for them.
         """
         if self._members < 0:
             return
@@ -445,7 +444,7 @@ class SlotCgroup:
         try:
             self._group.enter()
         except OSError:
-            # Its later workers do without.
+            # Later workers have no group.
             self.forget()
 
     def _is_empty(self) -> bool:
@@ -453,7 +452,7 @@ class SlotCgroup:
         return self._group.wait_until_empty(LIMIT)
 
     def _end_each(self) -> None:
-        """Kill the others one by one, without leaving: ended ones are not listed."""
+        """Kill the others one by one, without leaving the group."""
         from aiogpu.linux.syscalls import kill
 
         while others := [pid for pid in self._group.pids() if pid != os.getpid()]:
@@ -462,53 +461,53 @@ class SlotCgroup:
             time.sleep(AGAIN)
 
     def forget(self) -> None:
-        """Close what this process has open of it: it is a worker."""
+        """Close this process's descriptor of the group, in a worker."""
         if self._members >= 0:
             os.close(self._members)
             self._members = -1
 
     def remove(self) -> None:
-        """Leave the group and remove it, and the node's group if that is empty."""
+        """Leave the group, and remove it and, if possible, the node's group."""
         if self._members >= 0:
             self.forget()
             with suppress(OSError):
                 self._origin.enter()
-                # Slots whose keepers were closed long ago are there as well.
+                # Groups of slots whose keepers ended long ago exist as well.
                 self._node.remove()
 
 
 def fork_into_slot(node: str, slot: int) -> int:
-    """Fork a slot's keeper, into the slot's cgroup if that can be.
+    """Fork a slot's keeper, into the slot's cgroup if possible.
 
     Returns:
-        Its process id; 0 in the keeper.
+        The keeper's process id; 0 in the keeper.
     """
     if node:
         group = Cgroup(node).child(str(slot))
-        # A group that was killed once would kill a process that is born in it.
+        # A group that was killed once may kill new processes (see `_fork_into`).
         group.remove()
         with suppress(OSError):
             group.make()
             pid = _fork_into(group)
             if pid is not None:
                 return pid
-    # The keeper enters it by itself if it can, and waits for that.
+    # The keeper tries to enter the group itself, which is slower.
     return os.fork()
 
 
 def _fork_into(group: Cgroup) -> int | None:
-    """Fork into a group; None if the kernel has killed the child at its birth.
+    """Fork into a group; None if the kernel has killed the child at once.
 
-    Linux does so, 6.18 at least, where just one of both groups was ever killed: it
-    compares the wrong counters (`kill_seq` in kernel/cgroup/cgroup.c).
+    Linux (6.18 at least) does so if only one of the two groups was ever killed, because
+    it compares the wrong counters (`kill_seq` in kernel/cgroup/cgroup.c).
     """
-    # Late, as above: a driver reads cgroups too, and does without `ctypes`.
+    # Imported late, as above: the driver uses this module without `ctypes`.
     from aiogpu.linux.syscalls import fork_into
 
-    place = os.open(group.path, os.O_RDONLY | os.O_DIRECTORY)
+    directory = os.open(group.path, os.O_RDONLY | os.O_DIRECTORY)
     reading, writing = os.pipe()
     try:
-        pid = fork_into(place)
+        pid = fork_into(directory)
         if pid == 0:
             os.write(writing, b".")
             return 0
@@ -519,33 +518,33 @@ def _fork_into(group: Cgroup) -> int | None:
         os.waitpid(pid, 0)
         return None
     finally:
-        for descriptor in (place, reading, writing):
+        for descriptor in (directory, reading, writing):
             if descriptor >= 0:
                 os.close(descriptor)
 
 
 def end_node(path: str) -> None:
-    """End all processes in a node's cgroup and remove it, in bounded time."""
+    """Kill all processes in a node's cgroup and remove it, in bounded time."""
     if path:
         node = Cgroup(path)
         node.kill()
-        # Nobody waits for this, and a group that is left is left for good.
+        # A long wait delays no one, and a group that is not removed now never is.
         node.wait_until_empty(NODE_LIMIT)
         node.remove()
 
 
 def remove_closed_node(directory: str, path: str) -> None:
-    """Remove a node's cgroup where its driver is closing it: its directory has gone.
+    """Remove a node's cgroup if the node's directory is gone: its driver closes it.
 
-    The driver does so as well, after all zygotes have ended; it may be killed or
-    interrupted before that. Ends nobody: if somebody else has removed the directory,
-    the node lives.
+    The driver does so as well, after all zygotes have ended, but may be killed or
+    interrupted before. No process is killed: if anyone else has removed the directory,
+    the node is still alive.
     """
     if path and not os.path.exists(directory):
         Cgroup(path).remove()
 
 
 def end_slot(node: str, slot: int) -> None:
-    """End all processes of a slot whose keeper has died."""
+    """Kill all processes of a slot after its keeper has died."""
     if node:
         Cgroup(node).child(str(slot)).kill()

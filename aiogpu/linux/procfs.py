@@ -1,10 +1,10 @@
 """Reads memory, processes and causes of death from /proc and the cgroups.
 
-Memory counts where it cannot be dropped: anonymous and shared memory, not the page
-cache. Sources: proc_meminfo(5), proc_pid_status(5), proc_pid_stat(5), and the kernel's
-documents on cgroup v2 (`memory.max`, `memory.stat`) and v1 (`memory.limit_in_bytes`).
-`ExitEvidence` is looked at when a node starts and when a worker has died as if by the
-kernel's hand, so it costs a task nothing.
+Only memory that the kernel cannot drop counts: anonymous and shared memory, not the
+page cache. Sources: proc_meminfo(5), proc_pid_status(5), proc_pid_stat(5), and the
+kernel's documents on cgroup v2 (`memory.max`, `memory.stat`) and v1
+(`memory.limit_in_bytes`). `ExitEvidence` reads when a node starts and when the kernel
+may have killed a worker, so it costs a task nothing.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from aiogpu.linux.cgroup import (
 )
 
 SAFE: Final = 0.95
-"""The part of a limit that may be used before the kernel begins to end processes."""
+"""The part of a limit that can be used before the kernel begins to kill processes."""
 
 _KIB: Final = 1024
-_BOUNDLESS: Final = 1 << 62
+_NO_LIMIT: Final = 1 << 62
 _VERSION_1: Final = ("memory.limit_in_bytes", ("total_rss", "total_shmem"))
 _VERSION_2: Final = ("memory.max", ("anon", "shmem"))
 
@@ -39,8 +39,8 @@ class Usage(NamedTuple):
 
     Attributes:
         where: "machine", or the directory of a cgroup.
-        used: bytes of anonymous and shared memory in use there.
-        limit: bytes that may be used there.
+        used: bytes of anonymous and shared memory in use.
+        limit: bytes that may be used.
     """
 
     where: str
@@ -48,17 +48,17 @@ class Usage(NamedTuple):
     limit: int
 
     def safe_limit(self, fraction: float = SAFE) -> int:
-        """Bytes that may be used before it becomes dangerous."""
+        """Return the bytes that can be used before the kernel may kill processes."""
         return int(self.limit * fraction)
 
     @property
     def room(self) -> int:
-        """Bytes left to the safe limit; negative where it is passed."""
+        """Bytes below the safe limit; negative if it is exceeded."""
         return self.safe_limit() - self.used
 
 
 class MemoryBounds:
-    """The limits that hold for this process: the machine's, its cgroups', theirs."""
+    """The limits for this process: the machine's, its cgroups' and their ancestors'."""
 
     def __init__(self, proc: StrPath = PROC) -> None:
         self._proc = proc
@@ -67,13 +67,13 @@ class MemoryBounds:
             (UNIFIED, _VERSION_2),
             ("memory", _VERSION_1),
         ):
-            found = find_hierarchy(controller, proc)
-            for group in found.groups if found is not None else ():
+            hierarchy = find_hierarchy(controller, proc)
+            for group in hierarchy.groups if hierarchy is not None else ():
                 if os.path.exists(f"{group}/{name}"):
                     self._groups.append((group, name, counted))
 
     def tightest(self) -> Usage:
-        """Return the limit with the least room left; limits are read anew."""
+        """Return the usage with the least room; reads all limits again."""
         tightest = machine = self._machine()
         for group, name, counted in self._groups:
             limit = read_limit(f"{group}/{name}")
@@ -84,17 +84,17 @@ class MemoryBounds:
         return tightest
 
     def safe_limit(self, fraction: float = SAFE) -> int:
-        """Bytes that may be used safely, where there is the least room left."""
+        """Return the safe limit of the usage with the least room."""
         return self.tightest().safe_limit(fraction)
 
     def _machine(self) -> Usage:
         numbers = read_numbers(f"{self._proc}/meminfo")
         used = numbers.get("AnonPages", 0) + numbers.get("Shmem", 0)
         total = numbers.get("MemTotal", 0) * _KIB
-        return Usage("machine", used * _KIB, total or _BOUNDLESS)
+        return Usage("machine", used * _KIB, total or _NO_LIMIT)
 
     def used_by(self, roots: Iterable[int]) -> int:
-        """Bytes that processes and all below them use, each counted once.
+        """Return the bytes that processes and their descendants use.
 
         Pages that a fork shares with the zygote are counted for every fork.
         """
@@ -111,11 +111,11 @@ class MemoryBounds:
         return total * _KIB
 
     def has(self, pid: int) -> bool:
-        """Return whether a process is there, waited for or not."""
+        """Return True if a process exists, also as a zombie."""
         return os.path.exists(f"{self._proc}/{pid}")
 
     def _children(self, pid: int, threads: int) -> list[int]:
-        """Children of all threads of a process; none where the kernel does not say."""
+        """Return the children of all threads of a process; none if unknown."""
         tasks = f"{self._proc}/{pid}/task"
         names = [str(pid)]
         if threads != 1:
@@ -123,10 +123,10 @@ class MemoryBounds:
                 names = os.listdir(tasks)
             except OSError:
                 return []
-        found: list[int] = []
+        children: list[int] = []
         for name in names:
-            found += map(int, read_bytes(f"{tasks}/{name}/children").split())
-        return found
+            children += map(int, read_bytes(f"{tasks}/{name}/children").split())
+        return children
 
 
 def _room_of(usage: Usage) -> int:
@@ -134,21 +134,21 @@ def _room_of(usage: Usage) -> int:
 
 
 def _number(data: bytes, name: bytes) -> int:
-    """The number after a name in a large file of which little is wanted."""
-    _, found, after = data.partition(name)
-    return int(after.split(None, 1)[0]) if found else 0
+    """Return the number after a name, without parsing the other lines."""
+    _, separator, after = data.partition(name)
+    return int(after.split(None, 1)[0]) if separator else 0
 
 
 DEEPEST: Final = 64
-"""Ancestors that are looked up; who has more is somebody else's."""
+"""The most ancestors that are looked up; processes of a node have fewer."""
 
 
 class Origin(NamedTuple):
-    """A process that lives.
+    """The name and the ancestors of a live process.
 
     Attributes:
-        name: the kernel's name for it: of its program, or what it calls itself.
-        ancestors: its parent, the parent of that, and so on.
+        name: the kernel's name for the process (`comm`).
+        ancestors: its parent, its grandparent, and so on.
     """
 
     name: str
@@ -158,22 +158,22 @@ class Origin(NamedTuple):
 def origins_of(pids: Iterable[int], proc: StrPath = PROC) -> dict[int, Origin]:
     """Look up processes; ended ones are left out."""
     look_up = cache(partial(read_stat, proc=proc))
-    found: dict[int, Origin] = {}
+    origins: dict[int, Origin] = {}
     for pid in pids:
         stat = look_up(pid)
         if stat is None:
             continue
         ancestors: list[int] = []
-        above: ProcessStat | None = stat
-        while above is not None and above.parent > 1 and len(ancestors) < DEEPEST:
-            ancestors.append(above.parent)
-            above = look_up(above.parent)
-        found[pid] = Origin(stat.name, tuple(ancestors))
-    return found
+        current: ProcessStat | None = stat
+        while current is not None and current.parent > 1 and len(ancestors) < DEEPEST:
+            ancestors.append(current.parent)
+            current = look_up(current.parent)
+        origins[pid] = Origin(stat.name, tuple(ancestors))
+    return origins
 
 
 class ProcessStat(NamedTuple):
-    """A process, as its `stat` says (proc(5)); of a zombie, the state is "Z"."""
+    """The `stat` file of a process (proc(5)); the state of a zombie is "Z"."""
 
     pid: int
     name: str
@@ -183,8 +183,8 @@ class ProcessStat(NamedTuple):
 
 
 def read_stat(pid: int, proc: StrPath = PROC) -> ProcessStat | None:
-    """Look at a process; None if it has ended. `start` is in ticks since boot."""
-    # The name stands in parentheses, and may contain some.
+    """Read a process's `stat`; None if it has ended. `start` is in ticks since boot."""
+    # The name is in parentheses, and may contain parentheses.
     before, _, after = read_bytes(f"{proc}/{pid}/stat").rpartition(b") ")
     fields = after.decode().split()
     if not fields:
@@ -195,21 +195,21 @@ def read_stat(pid: int, proc: StrPath = PROC) -> ProcessStat | None:
 
 
 def descendants(pid: int) -> list[ProcessStat]:
-    """All processes below one, parents before their children."""
+    """Return all descendants of a process, parents before their children."""
     children: dict[int, list[ProcessStat]] = {}
     for name in os.listdir(PROC):
         if name.isdigit() and (stat := read_stat(int(name))) is not None:
             children.setdefault(stat.parent, []).append(stat)
-    found = children.get(pid, [])
-    for stat in found:
-        found += children.get(stat.pid, [])
-    return found
+    result = children.get(pid, [])
+    for stat in result:  # which grows meanwhile
+        result += children.get(stat.pid, [])
+    return result
 
 
 KMSG: Final = "/dev/kmsg"
 
 RECORDS: Final = 1000
-"""Lines of the kernel's log that are looked at after a death, the first ones."""
+"""The most records of the kernel's log that are read after a death."""
 
 RECORD: Final = 8192
 
@@ -218,10 +218,10 @@ class Findings(NamedTuple):
     """The evidence about a process's death.
 
     Attributes:
-        group_kills: processes of this program's cgroups that the kernel has ended
-            for want of memory, since the node's start or the last such death.
-        machine_kills: the same for the whole machine, which may be others'.
-        log: what the kernel's log says of the process, "" if nothing.
+        group_kills: processes of this program's cgroup that the kernel has killed for
+            lack of memory and that are not attributed to an earlier death.
+        machine_kills: the same for the whole machine, including other programs.
+        log: the line of the kernel's log about the process, "" if there is none.
     """
 
     group_kills: int = 0
@@ -230,7 +230,7 @@ class Findings(NamedTuple):
 
 
 class ExitEvidence:
-    """Compares what the kernel says now with what it said before."""
+    """Reads the kernel's counters and log, and compares them with earlier values."""
 
     def __init__(self, proc: StrPath = PROC, kmsg: StrPath = KMSG) -> None:
         self._proc = proc
@@ -241,7 +241,7 @@ class ExitEvidence:
         self._group_kills = self._machine_kills = 0
 
     def begin(self) -> None:
-        """Note what has been before; what cannot be read stays unknown."""
+        """Read the initial values; files that cannot be read are ignored."""
         unified = find_hierarchy(UNIFIED, self._proc)
         memory = find_hierarchy("memory", self._proc)
         if unified is not None:
@@ -253,7 +253,7 @@ class ExitEvidence:
         with suppress(OSError):
             flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
             self._log = os.open(self._kmsg, flags)
-            # The next record that will be written (dev-kmsg of the kernel's ABI).
+            # To the next record that will be written (dev-kmsg of the kernel's ABI).
             os.lseek(self._log, 0, os.SEEK_END)
 
     def examine(self, pid: int) -> Findings:
@@ -261,15 +261,15 @@ class ExitEvidence:
         if not self._has_begun:
             return Findings()
         group, machine = self._count()
-        found = Findings(
+        findings = Findings(
             max(0, group - self._group_kills),
             max(0, machine - self._machine_kills),
             self._search_log(pid),
         )
-        # Two workers that died of two kills are told of one after the other.
-        self._group_kills += min(1, found.group_kills)
-        self._machine_kills += min(1, found.machine_kills)
-        return found
+        # Each death uses up one kill: the deaths of two workers are examined in turn.
+        self._group_kills += min(1, findings.group_kills)
+        self._machine_kills += min(1, findings.machine_kills)
+        return findings
 
     def close(self) -> None:
         """Close the log."""
@@ -282,7 +282,7 @@ class ExitEvidence:
         return group, read_numbers(f"{self._proc}/vmstat").get("oom_kill", 0)
 
     def _search_log(self, pid: int) -> str:
-        found = ""
+        last = ""
         for _ in range(RECORDS if self._log >= 0 else 0):
             try:
                 record = os.read(self._log, RECORD)
@@ -294,18 +294,18 @@ class ExitEvidence:
                 break
             text = message_of(record)
             if names(text, pid):
-                found = text
-        return found
+                last = text
+        return last
 
 
 def message_of(record: bytes) -> str:
-    """The text of a record of /dev/kmsg: after its fields, before its details."""
+    """Return the text of a /dev/kmsg record: after its fields, before its details."""
     _, _, text = record.decode("utf-8", "backslashreplace").partition(";")
     return text.partition("\n")[0]
 
 
 def names(text: str, pid: int) -> bool:
-    """Return whether a line of the kernel log reports the end of this process.
+    """Return True if a line of the kernel log reports the end of a process.
 
     `Out of memory: Killed process 4711 (python) ...`,
     `python[4711]: segfault at 0 ip ...`, `traps: python[4711] ...`.

@@ -1,7 +1,7 @@
-"""System calls that Python does not wrap, by way of `ctypes`.
+"""System calls that Python does not wrap, called with `ctypes`.
 
-For zygotes, keepers and workers. A node's driver needs none of them, and so does not
-load `ctypes`.
+For zygotes, keepers and workers. The driver needs none of them and does not load
+`ctypes`.
 """
 
 from __future__ import annotations
@@ -18,32 +18,31 @@ PR_SET_NAME: Final = 15
 PR_SET_CHILD_SUBREAPER: Final = 36
 
 SYS_CLONE3: Final = 435
-"""The same on all architectures (clone(2))."""
+"""The number is the same on all architectures (clone(2))."""
 
 CLONE_INTO_CGROUP: Final = 0x200000000
 _prctl: Final = ctypes.CDLL(None, use_errno=True).prctl
-# Keeps the GIL: between a fork and the interpreter's own hooks nothing else may run.
+# PyDLL keeps the GIL: no other thread may run between a fork and Python's hooks.
 _syscall: Final = ctypes.PyDLL(None, use_errno=True).syscall
 _python: Final = ctypes.pythonapi
 _DEFAULT: Final = int(signal.SIG_DFL)
 
 
 def set_default_handler(number: int) -> None:
-    """Have a signal do what it does by default.
+    """Reset a signal to its default action.
 
-    `signal.signal` does the same by way of enums; in a fork these are 20 pages more
-    to copy.
+    `signal.signal` does the same with enums, which makes a fork copy 20 more pages.
     """
     _signal.signal(int(number), _DEFAULT)
 
 
 def set_process_name(name: str) -> None:
-    """Name this process as `ps -o comm` shows it, 15 bytes at most (prctl(2))."""
+    """Set the name that `ps -o comm` shows, at most 15 bytes (prctl(2))."""
     _prctl(PR_SET_NAME, name.encode()[:15], 0, 0, 0)
 
 
 def adopt_orphans() -> None:
-    """Become the parent of every descendant whose own parent ends (prctl(2)).
+    """Become the new parent of descendants after the end of their parents (prctl(2)).
 
     Raises:
         OSError: the kernel is older than 3.4.
@@ -53,10 +52,10 @@ def adopt_orphans() -> None:
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends (prctl(2)).
+    """Make the kernel kill this process when its parent ends (prctl(2)).
 
-    The parent must be single-threaded, since the signal is tied to the thread that
-    forked. Ends this process at once if the parent has ended already.
+    The parent must be single-threaded, since the end of the thread that forked causes
+    the signal. Exits at once if the parent has ended already.
     """
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
@@ -64,10 +63,10 @@ def die_with_parent(parent: int) -> None:
 
 
 def resume_with_parents_end() -> None:
-    """Have the kernel send SIGCONT when the thread that forked this process ends.
+    """Make the kernel send SIGCONT when the thread that forked this process ends.
 
-    So a process that somebody has stopped still notices it (prctl(2)). Where it runs,
-    the signal does nothing.
+    So a process that was stopped (SIGSTOP) still notices the end of its parent
+    (prctl(2)). The signal has no effect on a running process.
     """
     _prctl(PR_SET_PDEATHSIG, signal.SIGCONT, 0, 0, 0)
 
@@ -85,11 +84,11 @@ class _CloneArguments(ctypes.Structure):
 
 
 def fork_into(group: int) -> int:
-    """Fork; the child begins in another cgroup. For a single-threaded process.
+    """Fork a child that begins in another cgroup. For a single-threaded process.
 
-    `os.fork` and a move afterwards cost a grace period of the kernel, 6 to 19 ms;
-    this costs what a fork costs. The C library's own hooks do not run, so the child
-    must be one that calls into no library but for another fork, which runs them.
+    `os.fork` and a move afterwards cost a grace period of the kernel, 6 to 19 ms; this
+    costs no more than a fork. The C library's fork hooks do not run, so the child must
+    not call into other libraries, except for another fork, which runs the hooks.
 
     Args:
         group: descriptor of the cgroup's directory.
@@ -99,36 +98,37 @@ def fork_into(group: int) -> int:
 
     Raises:
         OSError: the kernel is older than 5.7, or clone3 is forbidden (seccomp), or
-            this user may not.
+            this user may not enter the group.
     """
-    wanted = _CloneArguments(
+    arguments = _CloneArguments(
         flags=CLONE_INTO_CGROUP, exit_signal=signal.SIGCHLD, cgroup=group
     )
     _python.PyOS_BeforeFork()
-    pid = int(_syscall(SYS_CLONE3, ctypes.byref(wanted), ctypes.sizeof(wanted)))
+    pid = int(_syscall(SYS_CLONE3, ctypes.byref(arguments), ctypes.sizeof(arguments)))
     if pid == 0:
         _python.PyOS_AfterFork_Child()
         return 0
-    problem = ctypes.get_errno()
+    error = ctypes.get_errno()
     _python.PyOS_AfterFork_Parent()
     if pid < 0:
-        raise OSError(problem, f"clone3: {os.strerror(problem)}")
+        raise OSError(error, f"clone3: {os.strerror(error)}")
     return pid
 
 
 def why_not_forked(error: OSError) -> str:
     """Explain why the kernel refused a fork (fork(2))."""
     return (
-        f"no process can be forked: {error.strerror or error}; what bounds them is "
-        f"`ulimit -u`, a cgroup's pids.max, or memory"
+        f"no process can be forked: {error.strerror or error}; processes are limited "
+        f"by `ulimit -u`, a cgroup's pids.max, and memory"
     )
 
 
 class OomScore:
-    """This process's priority for the kernel's OOM killer (proc(5)).
+    """This process's score for the kernel's OOM killer (proc(5)).
 
-    Forks inherit it. To raise it for a fork and lower it again takes two writes of
-    about 1 µs to a file that stays open; the child's own would take 35 µs.
+    Forks inherit the score. Raising it for a fork and lowering it again takes two
+    writes of about 1 µs to a file that stays open; opening the file in the child takes
+    35 µs.
     """
 
     def __init__(self) -> None:
@@ -139,11 +139,11 @@ class OomScore:
             self._own = os.pread(self._file, 16, 0)
 
     def expose(self) -> None:
-        """Be the first to go, before any process that has not done so."""
+        """Let the kernel kill this process before others."""
         self._write(b"1000")
 
     def restore(self) -> None:
-        """Be as gladly ended as at first."""
+        """Restore the original score."""
         self._write(self._own)
 
     def close(self) -> None:
@@ -154,15 +154,15 @@ class OomScore:
 
     def _write(self, value: bytes) -> None:
         if self._file >= 0:
-            # A sandbox may forbid it; then the kernel chooses as it likes.
+            # A sandbox may forbid the write; then the kernel uses its own order.
             with suppress(OSError):
                 os.pwrite(self._file, value, 0)
 
 
 def children() -> list[int]:
-    """Process ids of this process's children, zombies included (proc(5))."""
+    """Return the pids of this process's children, including zombies (proc(5))."""
     try:
-        # As bytes: a text would have a zygote import a codec after it has been frozen.
+        # As bytes: text mode would import a codec in a zygote that is frozen already.
         with open(f"/proc/self/task/{os.getpid()}/children", "rb") as file:
             return [int(pid) for pid in file.read().split()]
     except FileNotFoundError:
@@ -170,27 +170,27 @@ def children() -> list[int]:
 
 
 def _children_by_search() -> list[int]:
-    """List the children without CONFIG_PROC_CHILDREN, by every process's parent."""
+    """Find the children by the parents of all processes (no CONFIG_PROC_CHILDREN)."""
     me = os.getpid()
-    found = []
+    pids = []
     for name in os.listdir("/proc"):
         if name.isdigit():
             try:
                 with open(f"/proc/{name}/stat", encoding="latin-1") as file:
-                    # The name in parentheses may hold anything, spaces included.
+                    # The name in parentheses may contain anything, also spaces.
                     parent = file.read().rpartition(")")[2].split()[1]
             except OSError:
                 continue
             if int(parent) == me:
-                found.append(int(name))
-    return found
+                pids.append(int(name))
+    return pids
 
 
 def kill(pid: int, number: int = signal.SIGKILL) -> bool:
-    """Signal a child of ours; one that has ended already is left alone.
+    """Signal a child of this process; no error if it has ended already.
 
     Returns:
-        False if it has become another user's (sudo) and cannot be signalled.
+        False if the child now belongs to another user (sudo) and cannot be signalled.
     """
     try:
         os.kill(pid, number)

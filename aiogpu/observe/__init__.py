@@ -1,1 +1,1 @@
-"""What a node shows to users: its status, reasons for waiting, and past tasks."""
+"""The reports of a node: its status, reasons for waiting, metrics, past tasks."""

@@ -1,7 +1,7 @@
-"""A node in numbers, for Prometheus to fetch. The only importer of prometheus_client.
+"""Metrics of a node for Prometheus. The only module that imports prometheus_client.
 
-Served on 127.0.0.1 alone, and only if asked for. Everything is computed when it is
-fetched, from the status that `aiogpu status` shows.
+Served only on 127.0.0.1, and only with `--metrics`. Everything is computed at each
+fetch, from the status that `aiogpu status` shows.
 """
 
 from __future__ import annotations
@@ -16,36 +16,35 @@ if TYPE_CHECKING:
     from aiogpu.observe.status import NodeStatus
 
 ADDRESS: Final = "127.0.0.1"
-"""Nobody beyond this machine may see what runs on it."""
+"""Only this machine can read the metrics: they name what runs on it."""
 METRICS: Final = {
-    "aiogpu_resource_total": "What the node has.",
-    "aiogpu_resource_free": "What is free of it.",
-    "aiogpu_tasks": "Tasks that hold something, by state.",
+    "aiogpu_resource_total": "Capacity of a resource.",
+    "aiogpu_resource_free": "Free amount of a resource.",
+    "aiogpu_tasks": "Tasks that hold resources, by state.",
     "aiogpu_tasks_waiting": "Tasks that wait.",
     "aiogpu_workers": "Worker processes, by state.",
-    "aiogpu_tasks_ended": "Attempts at tasks that have ended, by outcome.",
+    "aiogpu_tasks_ended": "Ended attempts at tasks, by outcome.",
     "aiogpu_program_running": "Tasks of a program that have a worker.",
     "aiogpu_program_waiting": "Tasks of a program that wait.",
-    "aiogpu_device_free_share": "The share of a device that nobody holds.",
-    "aiogpu_device_aside": "1 while a device is given to nobody, as it is sick or "
-    "not clear.",
+    "aiogpu_device_free_share": "Free share of a device.",
+    "aiogpu_device_aside": "1 while a device is set aside: sick or used by others.",
     "aiogpu_device_memory_bytes": "Bytes of device memory.",
-    "aiogpu_device_memory_used_bytes": "Bytes of device memory in use, by whomever.",
-    "aiogpu_device_utilisation_percent": "Percent of the last moments in which "
-    "something ran on a device.",
+    "aiogpu_device_memory_used_bytes": "Bytes of device memory used by any process.",
+    "aiogpu_device_utilisation_percent": "Percent of the last sample period in which "
+    "a kernel ran on a device.",
 }
-"""Every metric, and what it is."""
+"""Every metric with its help text."""
 COUNTERS: Final = ("aiogpu_tasks_ended",)
-"""Those that only ever grow."""
+"""The metrics that only grow."""
 
 
 class Amount(NamedTuple):
-    """One number.
+    """One sample of a metric.
 
     Attributes:
-        name: of the metric.
-        value: the number.
-        labels: what tells the samples of a metric apart.
+        name: name of the metric.
+        value: the value.
+        labels: the labels, which distinguish the samples of a metric.
     """
 
     name: str
@@ -54,11 +53,11 @@ class Amount(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """A node at one moment.
+    """The data from which the metrics of one fetch are computed.
 
     Attributes:
-        status: who holds what, what waits.
-        outcomes: how many attempts at tasks have ended how.
+        status: the node's status.
+        outcomes: the number of ended attempts at tasks, by outcome.
     """
 
     status: NodeStatus
@@ -66,15 +65,15 @@ class Seen(NamedTuple):
 
 
 def amounts(seen: Seen) -> Iterator[Amount]:
-    """Every number of one moment."""
+    """Yield every sample of one fetch."""
     status = seen.status
     for name, total in status.total.items():
         labels = {"resource": name}
         yield Amount("aiogpu_resource_total", total, labels)
         yield Amount("aiogpu_resource_free", status.available.get(name, 0.0), labels)
     for metric, label, counts in (
-        ("tasks", "state", Counter(one.state for one in status.tasks if one.is_held)),
-        ("workers", "state", Counter(one.state for one in status.workers)),
+        ("tasks", "state", Counter(t.state for t in status.tasks if t.is_held)),
+        ("workers", "state", Counter(worker.state for worker in status.workers)),
         ("tasks_ended", "outcome", seen.outcomes),
     ):
         for value, count in sorted(counts.items()):
@@ -98,14 +97,14 @@ def amounts(seen: Seen) -> Iterator[Amount]:
 
 
 class MetricsServer:
-    """Serves the numbers in a thread of prometheus_client."""
+    """Serves the metrics in a thread of prometheus_client."""
 
     def __init__(self, port: int, see: Callable[[], Seen]) -> None:
         """Listen on 127.0.0.1.
 
         Args:
-            port: 0 for one that is free; see the attribute of the same name.
-            see: looks at the node; called in another thread, and may wait.
+            port: the port; 0 for any free port, see the attribute `port`.
+            see: returns the node's data; called in another thread, and may block.
 
         Raises:
             NodeStartError: prometheus_client is missing, or the port is taken.
@@ -114,7 +113,7 @@ class MetricsServer:
             from prometheus_client import CollectorRegistry, start_http_server
         except ImportError:
             raise NodeStartError(
-                "--metrics needs prometheus_client, which is not installed; say "
+                "--metrics needs prometheus_client, which is not installed; run "
                 "`pip install 'aiogpu[metrics]'`."
             ) from None
         registry = CollectorRegistry()
@@ -123,8 +122,8 @@ class MetricsServer:
             self._server, self._thread = start_http_server(port, ADDRESS, registry)
         except OSError as error:
             raise NodeStartError(
-                f"no metrics on {ADDRESS}:{port}: {error.strerror or error}. Give "
-                f"another port by --metrics."
+                f"metrics cannot be served on {ADDRESS}:{port}: "
+                f"{error.strerror or error}. Give another port with --metrics."
             ) from error
         self.port: int = self._server.server_port
 
@@ -132,7 +131,7 @@ class MetricsServer:
         return f"<MetricsServer {ADDRESS}:{self.port}>"
 
     def close(self) -> None:
-        """Listen no more."""
+        """Stop serving."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -145,11 +144,11 @@ class _Collector:
         self._see = see
 
     def describe(self) -> list[Any]:
-        """Nothing: it would look before there is anything to see."""
+        """Return nothing: the default would call `collect` before the node is open."""
         return []
 
     def collect(self) -> Iterator[Any]:
-        """All numbers, each metric with its samples."""
+        """Yield every metric with its samples."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         families: dict[str, Any] = {}

@@ -1,9 +1,9 @@
 """Makes a `NodeStatus`, and a `Why`, from the state of the scheduler.
 
-Nothing is changed by asking. A status costs as much as there are workers and devices:
-of the waiting tasks, of which there may be a million, only the first are looked at, and
-each shape once. Shortages are found in the way in which `SchedulerState.take` refuses a
-lease.
+Changes nothing. The cost of a status grows with the workers and devices, not with the
+waiting tasks, of which there may be a million: only the first tasks, and each shape
+once, are examined. Shortages are found by the rules by which `SchedulerState.take`
+refuses a lease.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ from aiogpu.observe.status import (
 from aiogpu.observe.why import Shortage, Why, brief, stall_in_words
 
 LISTED: Final = 100
-"""Waiting tasks, and shapes, that a status lists one by one."""
-LOOKED_AT: Final = 100
-"""Tasks in the order of turns among which a task's rivals are looked for."""
+"""The most waiting tasks, and the most shapes, that a status lists."""
+EXAMINED: Final = 100
+"""The most tasks, in the order of turns, among which `why` looks for rivals."""
 GROUP_STATES: Final = {TaskState.RUNNING: "ready", TaskState.STOPPING: "removing"}
 
 
@@ -81,14 +81,14 @@ def snapshot(
     observed: Observations = NOTHING,
     programs: Mapping[int, Program] = NOBODY,
 ) -> NodeStatus:
-    """The status of a node.
+    """Return the status of a node.
 
     Args:
-        node: the node.
+        node: the scheduler's state.
         pids: the process id of each live worker.
         now: the time.
-        observed: the last readings of its devices.
-        programs: its clients, by number.
+        observed: the last readings of the devices.
+        programs: the clients, by number.
     """
     ready, reasons = node.ready, _Reasons(node, now)
     holders = list(node.holders)
@@ -102,7 +102,7 @@ def snapshot(
     ]
     holdings = Holdings(holders, pids, now, observed)
     tasks = []
-    # One line for all tasks of a worker in one state: sixty may be sent ahead to it.
+    # One line for all tasks of a worker in one state: 60 may be in its queue.
     held_reasons: dict[tuple[int, TaskState], str | None] = {}
     for record, holder in held:
         key = holder.id, record.state
@@ -134,14 +134,14 @@ def snapshot(
 
 
 class _Reasons:
-    """Reasons for waiting, in one line each; cached for equal requests."""
+    """Reasons for waiting, one line each; cached for equal requests."""
 
     def __init__(self, node: SchedulerState, now: float) -> None:
         self._node = node
         self.now = now
-        # Without workers: a line does not name the holders.
+        # Without workers: one line has no room for the holders.
         self._holdings = Holdings((), {}, now)
-        self._known: dict[tuple[int, Shape, Reservation | None], str | None] = {}
+        self._cache: dict[tuple[int, Shape, Reservation | None], str | None] = {}
 
     def of(self, record: TaskRecord) -> str | None:
         if record.state is not TaskState.WAITING:
@@ -151,11 +151,11 @@ class _Reasons:
         if not self._node.outages and shape.environment:
             shape = Shape(shape.request)
         key = record.client, shape, rival_of(self._node, record)
-        if key not in self._known:
+        if key not in self._cache:
             lacks = list(find_lacks(self._node, record))
             waits = _waits(self._node, record, lacks, self._holdings)
-            self._known[key] = brief(waits)
-        return self._known[key]
+            self._cache[key] = brief(waits)
+        return self._cache[key]
 
 
 def _tasks_of(worker: WorkerRecord) -> list[TaskRecord]:
@@ -194,25 +194,26 @@ def _clients(
     held: Iterable[TaskRecord],
     programs: Mapping[int, Program],
 ) -> Iterator[ClientStatus]:
-    """The programs that share a node, by number; none if only one uses it."""
+    """Yield the programs that share a node, by number; none if only one uses it."""
     running = Counter(record.client for record in held)
     known = {OWN: Program(THE_NODES, 0), **programs}
-    for one in sorted(node.clients or (), key=lambda one: one.id):
-        if one.id != OWN or one.unfinished or one.held:
+    for client in sorted(node.clients or (), key=lambda client: client.id):
+        if client.id != OWN or client.unfinished or client.held:
+            amounts = sorted(client.held.items())
             yield ClientStatus(
-                one.id,
-                *known.get(one.id, Program("", 0)),
-                weight=one.weight,
-                running=running[one.id],
-                waiting=one.unfinished - running[one.id],
-                holds={name: number(parts) for name, parts in sorted(one.held.items())},
-                limits=one.limits,
-                has_left=one.has_left,
+                client.id,
+                *known.get(client.id, Program("", 0)),
+                weight=client.weight,
+                running=running[client.id],
+                waiting=client.unfinished - running[client.id],
+                holds={name: number(parts) for name, parts in amounts},
+                limits=client.limits,
+                has_left=client.has_left,
             )
 
 
 def _shapes(node: SchedulerState, reasons: _Reasons) -> Iterator[ShapeStatus]:
-    """The waiting tasks by program and shape, first those whose turn is next."""
+    """Yield the waiting tasks by program and shape, in the order of their turns."""
     firsts: dict[tuple[ClientId, Shape], TaskRecord] = {}
     for head, bucket in node.ready.heads_in_turn():
         firsts.setdefault((head.client, bucket.shape), head)
@@ -242,13 +243,13 @@ def _placement(
     pids: Mapping[int, int],
     reasons: _Reasons,
 ) -> PlacementStatus:
-    """A placement group, which the scheduler has as a task."""
+    """Return the status of a placement group, which is a task for the scheduler."""
     group, worker = record.spec.shape.request.placement_group, record.worker
     assert isinstance(group, PlacementGroupSpec), record
     parts = node.ledger.placement_groups.get(group.key)
     asked = [bundle.as_numbers() for bundle in group.bundles]
     if parts is None:
-        bundles = [BundleStatus(one, one, {}) for one in asked]
+        bundles = [BundleStatus(request, request, {}) for request in asked]
     else:
         bundles = list(map(_granted, parts, asked))
     return PlacementStatus(
@@ -273,16 +274,16 @@ def _granted(part: BundleLedger, request: Mapping[str, float]) -> BundleStatus:
         if kind == GPU and GPU_MEMORY in request:
             memory = map(of_kind.free_memory, indices(mask))
             free[GPU_MEMORY] = float(sum(memory))
-        devices[kind] = tuple(of_kind.devices[at].id for at in indices(mask))
+        devices[kind] = tuple(of_kind.devices[index].id for index in indices(mask))
     return BundleStatus(request, free, devices)
 
 
 class Holdings:
-    """The workers of a node at one moment: who holds what.
+    """The leases of a node's workers at one moment.
 
     Attributes:
         pids: process ids of the live workers.
-        now: that moment.
+        now: the time.
     """
 
     def __init__(
@@ -298,20 +299,20 @@ class Holdings:
         self._workers = [worker for worker in workers if worker.lease is not None]
 
     def of_scalar(self, name: str) -> tuple[Holder, ...]:
-        """The holders of an undivided resource; a blocked task holds no CPU.
+        """Return the holders of a resource without devices.
 
-        A placement group holds what none of its members does.
+        A blocked task holds no CPU. A placement group holds what its members leave.
         """
         return tuple(
             self._holder(worker, part)
             for worker in self._workers
             if worker.lease and not (worker.lease.is_lent and name == CPU)
-            for held, part in _scalars_of(worker.lease)
-            if held == name and (part or not worker.lease.parts)
+            for scalar, part in _scalars_of(worker.lease)
+            if scalar == name and (part or not worker.lease.parts)
         )
 
     def of_devices(self, devices: DeviceSet, mask: int) -> tuple[DeviceStatus, ...]:
-        """The devices of a mask, each with its holders."""
+        """Return the devices of a mask, each with its holders."""
         holders: list[list[Holder]] = [[] for _ in devices.devices]
         readings = [
             self._observed.get((devices.kind, index), UNSEEN)
@@ -361,28 +362,28 @@ class Holdings:
         )
 
     def seconds_of(self, worker: WorkerRecord) -> float | None:
-        """For how long a worker has run its task; see `Holder`."""
-        # It is watched since it was given a task, or since it was seen with another.
+        """Return for how long a worker has run its task; see `Holder.seconds`."""
+        # `watched_since`: the task was assigned then, or was first noticed then.
         is_known = worker.task is not None and worker.watched is worker.task
         return self.now - worker.watched_since if is_known else None
 
 
 def _scalars_of(lease: Lease) -> Iterable[tuple[str, int]]:
-    """Undivided resources of a lease; for a placement group, what members leave."""
+    """Yield the scalars of a lease; for a placement group, its free amounts."""
     for name, amount in lease.request.scalars:
         free = (part.free.get(name, 0) for part in lease.parts)
         yield name, max(sum(free), 0) if lease.parts else amount
 
 
 def _shares_of(lease: Lease, devices: DeviceSet) -> Iterable[tuple[Share, int]]:
-    """Return the shares of devices of a kind, each with the bytes of its memory."""
+    """Yield the shares of devices of a kind, each with the bytes of its memory."""
     for part in lease.parts:
         if of_part := part.device_sets.get(devices.kind):
-            for at, free in enumerate(of_part.free):
-                if part.masks[devices.kind] >> at & 1:
-                    memory = of_part.free_memory(at)
+            for index, free in enumerate(of_part.free):
+                if part.masks[devices.kind] >> index & 1:
+                    memory = of_part.free_memory(index)
                     if free or memory:
-                        yield (at, free), memory
+                        yield (index, free), memory
     if not lease.parts:
         sets = lease.home.device_sets
         own = sets.get(devices.kind, devices)
@@ -398,10 +399,10 @@ def why(
     now: float,
     programs: Mapping[int, Program] = NOBODY,
 ) -> Why:
-    """Return why a task that has not ended is in its state.
+    """Return why an unfinished task is in its state.
 
     Args:
-        node: the node that has it.
+        node: the scheduler's state.
         record: the task.
         pids: process ids of the live workers.
         now: the time.
@@ -421,9 +422,9 @@ def why(
         return _on_worker(record, record.worker, Holdings((), pids, now))
     lacks, place = list(find_lacks(node, record)), node.ready.position(record)
     # If programs share the node: which of them go before it.
-    shared = LOOKED_AT if node.clients is not None else 0
+    count = EXAMINED if node.clients is not None else 0
     before = takewhile(
-        lambda other: other is not record, islice(node.ready.in_turn(), shared)
+        lambda other: other is not record, islice(node.ready.in_turn(), count)
     )
     rivals = dict.fromkeys(
         other.client for other in before if other.client != record.client
@@ -439,7 +440,7 @@ def why(
 
 
 def why_ended(ended: EndedTask) -> Why:
-    """Return the same for a task that has ended."""
+    """Return the `Why` of a task that has ended."""
     return Why(
         *(ended.name, ended.task, TaskState.ENDED.value),
         seconds=ended.seconds + (ended.ran or 0.0) + ended.waited,
@@ -449,7 +450,7 @@ def why_ended(ended: EndedTask) -> Why:
 
 
 def stall_warning(node: SchedulerState, record: TaskRecord, now: float) -> str:
-    """The words for a task that waits for what is held without end."""
+    """Return the warning for a task that waits for resources held without end."""
     return stall_in_words(why(node, record, {}, now))
 
 
@@ -467,10 +468,10 @@ def _waits(
     """Return what a queued task waits for, without its place in the queue."""
     clients, within = node.clients, record.spec.shape.request.placement_group
     outage = _outage(node, record.spec.shape.environment, holdings.now)
-    # The reservation for this task, or for one that takes what this one lacks.
+    # The reservation for this task, or for another that needs what this one lacks.
     reservation = node.reservation
     if reservation is not None and reservation.record is not record:
-        reservation = reservation if any(one.is_claimed for one in lacks) else None
+        reservation = reservation if any(lack.is_claimed for lack in lacks) else None
     return _why(
         *(record, holdings.now),
         where=str(record.spec.shape.request.where or ""),
@@ -489,12 +490,12 @@ def _waits(
 def _shortages(
     ledger: Ledger, lacks: Iterable[Lack], holdings: Holdings
 ) -> Iterator[Shortage]:
-    """Return the shortages of a waiting task, each with its holders."""
+    """Yield the shortages of a waiting task, each with its holders."""
     for lack in lacks:
         devices: tuple[DeviceStatus, ...] = ()
         if lack.mask:
             devices = holdings.of_devices(ledger.device_sets[lack.kind], lack.mask)
-            holders = tuple(one for device in devices for one in device.holders)
+            holders = tuple(holder for device in devices for holder in device.holders)
             total = float(len(devices))
             if lack.name == GPU_MEMORY:
                 total = float(sum(device.memory for device in devices))
@@ -530,7 +531,7 @@ def _names(records: Iterable[TaskRecord]) -> tuple[str, ...]:
 
 
 def _awaited_placement(node: SchedulerState, record: TaskRecord) -> str:
-    """The name of its placement group, if that is not granted yet; "" otherwise."""
+    """Return the name of a task's placement group if it is not granted yet, else ""."""
     within = record.spec.shape.request.placement_group
     if isinstance(within, BundleRef) and within.key not in node.ledger.placement_groups:
         return within.name
@@ -540,7 +541,7 @@ def _awaited_placement(node: SchedulerState, record: TaskRecord) -> str:
 def _reservation(
     node: SchedulerState, reservation: Reservation | None, now: float
 ) -> ReservationStatus | None:
-    """A reservation in the user's units."""
+    """Convert a reservation to the user's units."""
     if reservation is None:
         return None
     record, devices = reservation.record, {}
@@ -557,7 +558,7 @@ def _reservation(
 
 
 def _outages(node: SchedulerState, now: float) -> tuple[OutageStatus, ...]:
-    """Every reason why workers cannot be started."""
+    """Return every outage, that is a reason why workers cannot be started."""
     everywhere = _crowding(node, now)
     return (
         *((everywhere,) if everywhere is not None else ()),
@@ -568,7 +569,7 @@ def _outages(node: SchedulerState, now: float) -> tuple[OutageStatus, ...]:
 def _outage(
     node: SchedulerState, environment: Environment, now: float
 ) -> OutageStatus | None:
-    """Return why this environment gets no worker; None if that is not the cause."""
+    """Return the outage that affects an environment, or None."""
     outage = node.outages.get(environment)
     if outage is not None:
         return _outage_status(environment, outage, now)
@@ -589,15 +590,14 @@ def _outage_status(
 
 
 def _crowding(node: SchedulerState, now: float) -> OutageStatus | None:
-    """A lack of descriptors or processes, which affects all environments.
+    """Return the lack of descriptors or processes, an outage for all environments.
 
-    If there are workers, tasks wait for these instead.
+    None if there are workers: then tasks wait for these.
     """
-    room = node.worker_limit
-    if not room.failures or not room.reason:
+    limit = node.worker_limit
+    if not limit.failures or not limit.reason:
         return None
     if any(worker.state is not WorkerState.STARTING for worker in node.workers):
         return None
-    return OutageStatus(
-        room.reason, room.failures, now - room.since, max(room.retry_at - now, 0.0)
-    )
+    retry_in = max(limit.retry_at - now, 0.0)
+    return OutageStatus(limit.reason, limit.failures, now - limit.since, retry_in)

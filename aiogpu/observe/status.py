@@ -1,4 +1,4 @@
-"""The status of a node: plain data, and the words in which people read it.
+"""The status of a node: plain data, and its text for people.
 
 `aiogpu.observe.snapshot` makes it from the state of the scheduler.
 """
@@ -22,13 +22,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class OtherProcess:
-    """A process on a device that neither is a worker of the node nor descends from one.
+    """A process on a device that is not a worker of the node or its descendant.
 
     Attributes:
-        pid: its process id, as the driver writes it.
-        name: the name of its program, "" if it cannot be read from here.
+        pid: its process id, as the device driver reports it.
+        name: the name of its program, "" if it cannot be read.
         memory: bytes of device memory that it uses, None if the driver does not
-            tell.
+            report them.
     """
 
     pid: int
@@ -45,12 +45,12 @@ class Observed:
         used: bytes of its memory that any process uses; None if unknown.
         utilisation: percent of the last sample period in which a kernel ran; None if
             unknown.
-        others: processes that are not the node's; None if that cannot be told.
+        others: processes that are not the node's; None if unknown.
         workers: bytes that each worker uses with its descendants, by worker id.
-        outgrown: the workers that use more than was reserved for them.
+        outgrown: the workers that use more than their reservation.
         unknown: which of these values could not be read and why, None if all could.
         temperature: degrees Celsius, None if unknown.
-        power: watts that it draws, None if unknown.
+        power: power draw in watts, None if unknown.
     """
 
     seen: float
@@ -65,12 +65,12 @@ class Observed:
 
 
 Observations = Mapping[tuple[str, int], Observed]
-"""By kind and index of the device."""
+"""Readings by kind and index of the device."""
 
 
 NOTHING: Final[Observations] = {}
 UNSEEN: Final = Observed(0.0)
-"""For a device of which there is no reading."""
+"""Stands for the reading of a device without one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,20 +78,20 @@ class Holder:
     """One worker's share of a device, or its amount of another resource.
 
     Attributes:
-        share: in whole units: 0.25 of a device, 2.0 CPUs.
+        share: the amount in whole units: 0.25 of a device, 2.0 CPUs.
         worker: the worker's id.
         pid: its process id, 0 while it starts.
-        task: name of the task that it runs, None while it ends after one.
-        seconds: for how long it has run that task, up to one second less than the
+        task: name of its current task, None while the worker ends.
+        seconds: for how long it has run this task, up to one second less than the
             true value; None if unknown.
-        is_endless: whether it holds its share until its owner releases it.
-        is_settling: whether its processes have ended, and the driver has not confirmed
+        is_endless: it holds its share until its owner releases it.
+        is_settling: its processes have ended, but the device driver has not confirmed
             yet that the device is free of them.
         memory: bytes of device memory reserved for it, by `gpu_memory=` or by its
-            share; 0 if unknown, and if this is not a GPU.
+            share; 0 if unknown, and for other resources than GPUs.
         used: bytes of device memory that it uses with its descendants, None if
             unknown.
-        has_outgrown: whether `used` is more than was reserved for it.
+        has_outgrown: `used` exceeds its reservation.
     """
 
     share: float
@@ -108,30 +108,30 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class DeviceStatus:
-    """One device: its identity, the free share, who holds the rest.
+    """One device: its identity, its free share, its holders, its readings.
 
     Attributes:
         kind: the name of the resource, "GPU".
-        id: as tasks see it; an index, or a UUID or MIG id.
-        type: the accelerator's type, such as "A100", if known.
+        id: the id that tasks use: an index, or a UUID or MIG id.
+        type: the accelerator type, such as "A100", if known.
         uuid: the vendor's unique id, if known.
-        name: the vendor's name for the product, if known.
+        name: the vendor's product name, if known.
         memory: bytes of device memory, 0 if unknown.
-        free: the share that nobody holds, 1.0 for all of it; 0.0 while it is set aside.
-        holders: who holds the rest.
-        aside: why no task gets it at present, None if it is not set aside.
-        is_unverified: whether the last share came back without confirmation by the
-            driver that nothing is left on the device, because it cannot tell here.
-        memory_reserved: bytes of its memory that the holders have reserved together.
+        free: the free share, 1.0 for the whole device; 0.0 while it is set aside.
+        holders: the holders of the other shares.
+        aside: why the device is set aside, so that no task gets it; None if it is not.
+        is_unverified: the last share was returned without a check that nothing is left
+            on the device, because its driver does not report that.
+        memory_reserved: bytes of its memory that all holders have reserved.
         used: bytes of its memory that any process uses; None if unknown.
         utilisation: percent of the last sample period in which a kernel ran; None if
             unknown.
-        others: processes on it that are not the node's; None if that cannot be told.
-        seen: seconds since the last reading, None without one: the device is logical,
-            or its driver cannot be asked.
+        others: processes on it that are not the node's; None if unknown.
+        seen: seconds since the last reading; None if the device is logical or its
+            driver cannot be read.
         unknown: which of these values could not be read and why, None if all could.
-        temperature: degrees Celsius, None where its driver does not say.
-        power: watts that it draws, None where its driver does not say.
+        temperature: degrees Celsius, None if unknown.
+        power: power draw in watts, None if unknown.
     """
 
     kind: str
@@ -164,10 +164,10 @@ class ReservationStatus:
     Attributes:
         task: the task's number.
         name: its name.
-        devices: ids of the devices kept for it, by kind: `{"GPU": (0, 1)}`.
-        amounts: what is kept of other resources: `{"CPU": 2.0}`.
-        seconds: until it can begin at the latest; None if unknown, because what it
-            needs is held by tasks without `timeout`.
+        devices: ids of the reserved devices, by kind: `{"GPU": (0, 1)}`.
+        amounts: the reserved amounts of other resources: `{"CPU": 2.0}`.
+        seconds: until the task can begin at the latest; None if unknown, because tasks
+            without `timeout` hold the resources.
     """
 
     task: int
@@ -177,7 +177,7 @@ class ReservationStatus:
     seconds: float | None
 
     def __str__(self) -> str:
-        # "GPU 1" would be the device or the amount.
+        # "GPU 1" could mean the device or the amount.
         parts = [
             f"device{'s' * (len(ids) > 1)} {kind} {listing(map(str, ids), len(ids))}"
             for kind, ids in self.devices.items()
@@ -190,12 +190,12 @@ class ReservationStatus:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """One machine of a cluster, or the one on which the node is.
+    """One machine of a cluster, or the machine of the node.
 
     Attributes:
-        id: the node's id there, as tasks find it in `get_runtime_context().node_id`.
-        host: the machine's name.
-        is_alive: whether it is there; a cluster names those that it has lost too.
+        id: the machine's node id, as in `get_runtime_context().node_id`.
+        host: the machine's host name.
+        is_alive: the machine is alive; a cluster also lists lost machines.
         total: its resources by name, `{"CPU": 4.0, "GPU": 1.0}`.
     """
 
@@ -211,25 +211,25 @@ class NodeStatus:
 
     Attributes:
         total: all resources by name, `{"CPU": 4.0, "GPU": 1.0}`.
-        available: what is free of each.
-        devices: the devices, and who holds them.
+        available: the free amount of each resource.
+        devices: the devices, with their holders.
         workers: the worker processes.
-        tasks: all that have a worker, and leases that are held, by number; then the
+        tasks: all tasks that have a worker, and all held leases, by number; then the
             first 100 waiting tasks in the order of their turn, or fewer if thousands
             between them were cancelled.
-        waiting_count: how many tasks wait, listed or not.
+        waiting_count: the number of all waiting tasks, listed or not.
         shapes: the requests of the waiting tasks, in the order of their turn; at most
             100.
-        shape_count: how many different requests wait, listed or not.
-        reservation: what is kept for a task that has waited long, None if nothing is.
+        shape_count: the number of different requests that wait, listed or not.
+        reservation: the reservation for a task that has waited long, or None.
         clients: the programs that share the node, by number; empty if only one uses
             it.
-        actors: all that have a process; then the first 100 of the others.
+        actors: all actors with a process; then the first 100 of the others.
         failures: the last 100 failed tasks and calls, the latest first, without their
             tracebacks.
-        draining: seconds that running tasks still have while the node is being stopped
-            and takes no new work; None otherwise.
-        placements: all placements, in the order of the requests.
+        draining: seconds left for running tasks while the node is being stopped and
+            accepts no new work; None otherwise.
+        placements: all placements, in the order of their requests.
         outages: why no worker can be started now, for which tasks, and when the next
             attempt is; empty while workers start.
         nodes: the machines: one, or all of a Ray cluster.
@@ -272,13 +272,13 @@ class TaskStatus:
         id: the task's number.
         name: its name.
         state: "waiting", "starting", "queued", "running", "blocked", "delayed",
-            "expecting" or "stopping"; docs/waiting.md says what each means. "sent" on a
-            cluster that does not tell whether the task runs.
-        request: what it asks for, `{"CPU": 1.0, "GPU": 0.25}`.
+            "expecting" or "stopping"; docs/waiting.md explains each. "sent" on a
+            cluster that does not report whether the task runs.
+        request: its request, `{"CPU": 1.0, "GPU": 0.25}`.
         worker: id of its worker, None while it waits.
         reason: why its code does not run, None if it runs.
         client: the number of its program, 0 for the node's own.
-        is_lease: whether it is a lease, held by processes that are not workers.
+        is_lease: it is a lease, held by processes that are not workers.
         pid: process id of its worker, or of the program that asked for the lease; 0
             while it waits or its worker starts.
     """
@@ -295,7 +295,7 @@ class TaskStatus:
 
     @property
     def is_held(self) -> bool:
-        """True if it has a worker, or is a lease that is held."""
+        """True if the task has a worker, or is a held lease."""
         is_leased = self.is_lease and self.state not in _HOLD_NOTHING
         return is_leased or self.worker is not None
 
@@ -308,7 +308,7 @@ class WorkerStatus:
         id: the worker's number.
         pid: its process id, 0 while it starts.
         state: "starting", "idle", "busy" or "ending".
-        task: name of the task that it runs.
+        task: name of its current task, or None.
     """
 
     id: int
@@ -323,14 +323,13 @@ class OutageStatus:
 
     Attributes:
         reason: why the last attempt failed.
-        failures: how many attempts in a row have failed.
-        seconds: since the first of them.
-        retry_in: seconds until the next attempt; 0 during one, and if nothing waits for
-            a worker.
-        variables: names of the variables of the `runtime_env` that is affected; empty
-            for tasks without variables, and if all tasks are affected.
-        is_joined: whether it affects tasks of a program that has joined, and not those
-            of the node's own program.
+        failures: the number of failed attempts in a row.
+        seconds: seconds since the first of them.
+        retry_in: seconds until the next attempt; 0 during an attempt, and if no task
+            waits for a worker.
+        variables: names of the variables of the affected `runtime_env`; empty for tasks
+            without variables, and if all tasks are affected.
+        is_joined: the affected tasks belong to a program that has joined the node.
     """
 
     reason: str
@@ -342,13 +341,13 @@ class OutageStatus:
 
     def __str__(self) -> str:
         named = ", ".join(self.variables)
-        whose = " of a program that has joined" if self.is_joined else ""
-        told = whose + (f" with {named}" if named else "")
-        told = f" for tasks{told}" if told else ""
+        program = " of a program that has joined" if self.is_joined else ""
+        tasks = program + (f" with {named}" if named else "")
+        tasks = f" for tasks{tasks}" if tasks else ""
         tries = "try has" if self.failures == 1 else "tries have"
         when = f"in {span(self.retry_in)}" if self.retry_in > 0 else "now"
         return (
-            f"no worker can be started{told}: {self.reason} ({self.failures} {tries} "
+            f"no worker can be started{tasks}: {self.reason} ({self.failures} {tries} "
             f"failed in {span(self.seconds)}; next try {when})"
         )
 
@@ -358,17 +357,17 @@ class ActorStatus:
     """An actor that has not ended.
 
     Attributes:
-        id: its number; to the scheduler an actor is a task of the same number.
-        name: the name for `aiogpu.get_actor`, None without one.
-        namespace: the namespace of the name, "" without one.
+        id: its number; the scheduler has a task of the same number for it.
+        name: the name for `aiogpu.get_actor`, or None.
+        namespace: the namespace of the name, "" if it has no name.
         class_name: the name of its class.
         state: "pending" (it waits for resources, or its constructor runs), "alive" or
-            "leaving" (it ends after the calls that it was sent).
-        holders: how many processes hold a handle to it.
-        worker: id of its worker, None without one.
-        pid: process id of its worker, 0 without one.
-        calls: how many of its calls are not answered yet.
-        is_detached: whether it outlives the program that made it.
+            "leaving" (it ends after the calls that were sent to it).
+        holders: the number of processes that hold a handle to it.
+        worker: id of its worker, or None.
+        pid: process id of its worker, 0 if it has none.
+        calls: the number of its unanswered calls.
+        is_detached: it outlives the program that created it.
         client: the number of its program, 0 for the node's own.
     """
 
@@ -386,10 +385,10 @@ class ActorStatus:
 
 
 class Program(NamedTuple):
-    """Name and process of a client, which the scheduler does not know.
+    """The name and the process of a client, which the scheduler does not know.
 
     Attributes:
-        name: such as "train.py".
+        name: the program's name, such as "train.py".
         pid: its process id.
     """
 
@@ -411,14 +410,14 @@ class ClientStatus:
     Attributes:
         id: its number; 0 for the program that the node belongs to, which is listed
             only if it has tasks.
-        name: such as "train.py"; "" if unknown.
+        name: its name, such as "train.py"; "" if unknown.
         pid: its process id, 0 if unknown.
-        weight: its fair share, where a program of weight 1 gets 1.
-        running: how many of its tasks have a worker, or were sent to one.
-        waiting: how many of its tasks have none.
-        holds: what it holds now by resource, `{"CPU": 2.0, "GPU": 0.5}`.
-        limits: what it may have at most.
-        has_left: whether its process has ended and only its tasks are left.
+        weight: its fair share, relative to a program of weight 1.
+        running: the number of its tasks that have a worker or were sent to one.
+        waiting: the number of its other unfinished tasks.
+        holds: the amounts that it holds, by resource, `{"CPU": 2.0, "GPU": 0.5}`.
+        limits: its limits.
+        has_left: its process has ended and only its tasks are left.
     """
 
     id: int
@@ -437,24 +436,24 @@ class EndedTask:
     """A task that has ended, or a call of an actor that has failed.
 
     Attributes:
-        task: the number of the task, or of the actor of the call.
+        task: the number of the task or, for a call, of the actor.
         name: the name of the task, or "Model.predict" for a call.
         error: the exception's type, "ValueError" or "torch.OutOfMemoryError"; "" if
             there is none.
-        message: the first line of its message.
-        seconds: since its end.
+        message: the first line of the exception's message.
+        seconds: seconds since the end.
         client: the number of its program, 0 for the node's own.
         state: "finished", "failed" or "cancelled".
-        waited: seconds from its submission until its code began, in its last attempt,
-            or until its end if that never was.
-        ran: seconds that its code ran; None if it never did, and for a call.
-        worker: id of the worker that ran it, None without one.
-        pid: process id of that worker, 0 without one.
+        waited: seconds from the submission until the code began, in the last attempt,
+            or until the end if the code never began.
+        ran: seconds that the code ran; None if it never began, and for a call.
+        worker: id of the worker that ran it, or None.
+        pid: process id of this worker, 0 if there was none.
         devices: the worker's devices, each a kind and an index: `("GPU", 0)`.
-        request: what it asked for, `{"CPU": 1.0, "GPU": 0.5}`; empty for a call.
-        traceback: of its error, with the middle left out if it is long; "" without one,
-            and where many tasks are listed.
-        is_call: whether it is a call of an actor.
+        request: its request, `{"CPU": 1.0, "GPU": 0.5}`; empty for a call.
+        traceback: the exception's traceback, without the middle if it is long; "" if
+            there is none, and in lists of tasks.
+        is_call: it is a call of an actor.
     """
 
     task: int
@@ -479,11 +478,11 @@ class ShapeStatus:
     """All waiting tasks with the same request.
 
     Attributes:
-        request: what each of them asks for, `{"CPU": 1.0, "GPU": 0.25}`.
+        request: the request of each task, `{"CPU": 1.0, "GPU": 0.25}`.
         strategy: "pack" or "spread".
         variables: names of the variables of their `runtime_env`.
-        count: how many tasks.
-        first: name of the task whose turn is next.
+        count: the number of tasks.
+        first: name of the first task in the queue.
         seconds: for how long the oldest task has waited.
         reason: why the first task waits.
         where: the conditions on their GPUs in words, "memory of 40GiB or more".
@@ -506,9 +505,10 @@ class BundleStatus:
     """One bundle of a placement.
 
     Attributes:
-        request: what it reserves, `{"CPU": 2.0, "GPU": 1.0}`.
-        free: the part of it that no member uses; all of it until it is granted.
-        devices: ids of its devices by kind, `{"GPU": (0, 1)}`; empty until then.
+        request: its resources, `{"CPU": 2.0, "GPU": 1.0}`.
+        free: the amounts that no member uses; all amounts until it is granted.
+        devices: ids of its devices by kind, `{"GPU": (0, 1)}`; empty until it is
+            granted.
     """
 
     request: Mapping[str, float]
@@ -516,12 +516,12 @@ class BundleStatus:
     devices: Mapping[str, tuple[int | str, ...]]
 
     def __str__(self) -> str:
-        told = terms(self.request.items())
+        text = terms(self.request.items())
         for kind, ids in self.devices.items():
-            told += f" on {kind} {listing(map(str, ids), len(ids))}"
-        used = {name: n - self.free[name] for name, n in self.request.items()}
-        held = {name: amount for name, amount in used.items() if amount}
-        return f"{told}, used: {terms(held.items())}" if held else told
+            text += f" on {kind} {listing(map(str, ids), len(ids))}"
+        amounts = {name: n - self.free[name] for name, n in self.request.items()}
+        used = {name: amount for name, amount in amounts.items() if amount}
+        return f"{text}, used: {terms(used.items())}" if used else text
 
 
 @dataclass(frozen=True, slots=True)
@@ -529,17 +529,17 @@ class PlacementStatus:
     """One placement.
 
     Attributes:
-        task: its number for `why`.
+        task: its task number, for `why`.
         name: its name.
         id: its unique id.
         state: "waiting", "ready", or "removing" while its members stop.
         strategy: how its bundles are placed on devices.
         bundles: its bundles, in order.
-        members: how many of its tasks and actors have not ended.
+        members: the number of its unfinished tasks and actors.
         client: the number of its program, 0 for the node's own.
         pid: process id of the program; 0 while it waits.
         reason: why it waits, None if it does not.
-        is_detached: whether it outlives the program that asked for it.
+        is_detached: it outlives the program that requested it.
     """
 
     task: int
@@ -556,7 +556,7 @@ class PlacementStatus:
 
 
 WIDEST: Final = 100
-"""Columns of a line; a device that needs more gets a second line for its readings."""
+"""The most columns of a line; the readings of a wide device get a second line."""
 STALE: Final = 5.0
 """Seconds after which the age of a reading is shown."""
 _UNITS: Final = (("GiB", 2**30), ("MiB", 2**20))
@@ -566,29 +566,29 @@ _STATES: Final = (
 
 
 def amount(count: int, none: str = "") -> str:
-    """Bytes as people read them, "3.2 GiB"; `none` for less than a MiB."""
-    for unit, one in _UNITS:
-        if count >= one:
-            units = count / one
+    """Format bytes as "3.2 GiB"; return `none` for less than a MiB."""
+    for unit, unit_bytes in _UNITS:
+        if count >= unit_bytes:
+            units = count / unit_bytes
             return f"{units:.0f} {unit}" if units >= 100 else f"{units:.3g} {unit}"
     return none
 
 
 def memory_use(used: int | None, total: int) -> str:
     """Describe the used and the total memory, as far as known."""
-    there = amount(total)
+    size_text = amount(total)
     if used is None:
-        return there
-    return f"{amount(used, '0')} used" + (f" of {there}" if there else "")
+        return size_text
+    return f"{amount(used, '0')} used" + (f" of {size_text}" if size_text else "")
 
 
 def pid_of(pid: int) -> str:
-    """A worker's process, which may not exist yet."""
+    """Describe a worker's process, which may not exist yet."""
     return f"pid {pid}" if pid else "(starting)"
 
 
 def name_of(client: int, programs: Mapping[int, Program]) -> str:
-    """The name of a program."""
+    """Return the name of a program."""
     program = programs.get(client)
     if program is not None and program.name:
         return program.name
@@ -596,36 +596,34 @@ def name_of(client: int, programs: Mapping[int, Program]) -> str:
 
 
 def name_and_pid(client: int, programs: Mapping[int, Program]) -> str:
-    """The name of a program with its process, as others may have the same name."""
+    """Return the name and the process of a program, as names need not be unique."""
     program, name = programs.get(client), name_of(client, programs)
     return f"{name} (pid {program.pid})" if program and program.pid else name
 
 
 def client_name(client: ClientStatus) -> str:
-    """The name of a program of which there is a status."""
+    """Return the name of a program from its status."""
     return name_of(client.id, {client.id: Program(client.name, client.pid)})
 
 
 def shown_clients(status: NodeStatus) -> list[ClientStatus]:
-    """The programs to show: the node's own only if it has tasks."""
-    return [
-        one for one in status.clients if one.id != OWN or one.running or one.waiting
-    ]
+    """Return the programs to show: the node's own only if it has tasks."""
+    return [c for c in status.clients if c.id != OWN or c.running or c.waiting]
 
 
 def held_tasks(status: NodeStatus) -> list[TaskStatus]:
-    """The tasks that have a worker, and the leases that are held."""
+    """Return the tasks that have a worker, and the held leases."""
     return [task for task in status.tasks if task.is_held]
 
 
 def state_of(task: TaskStatus) -> str:
-    """The state in one word: "leased" for a lease that is held."""
+    """Return the state in one word: "leased" for a held lease."""
     is_leased = task.is_lease and task.state == TaskState.RUNNING.value
     return "leased" if is_leased else task.state
 
 
 def summary(status: NodeStatus) -> str:
-    """Resources, workers and tasks on one line."""
+    """Summarise resources, workers and tasks in one line."""
     resources = ", ".join(
         f"{name} {written(name, free)}/{written(name, total)}"
         for name, free, total in _notable_resources(status)
@@ -637,7 +635,7 @@ def summary(status: NodeStatus) -> str:
 
 
 def overview(status: NodeStatus) -> Iterator[str]:
-    """Summarise free resources, workers and tasks."""
+    """Summarise free resources, workers and tasks in several lines."""
     if status.draining is not None:
         yield _draining(status.draining)
     states = Counter(worker.state for worker in status.workers)
@@ -656,7 +654,7 @@ def overview(status: NodeStatus) -> Iterator[str]:
 
 
 def _notable_resources(status: NodeStatus) -> Iterator[tuple[str, float, float]]:
-    """Every resource with what is free and what there is; memory only if it is used."""
+    """Yield each resource with free and total amount; memory only if it is used."""
     for name, total in status.total.items():
         free = status.available.get(name, 0.0)
         if name not in (MEMORY, GPU_MEMORY) or free != total:
@@ -666,43 +664,43 @@ def _notable_resources(status: NodeStatus) -> Iterator[tuple[str, float, float]]
 def _task_counts(status: NodeStatus) -> str:
     counts = Counter(task.state for task in status.tasks)
     counts["waiting"] = status.waiting_count
-    told = [f"{counts[name]} {name}" for name in _STATES if counts[name]]
-    return ", ".join(told) or "no tasks"
+    terms_ = [f"{counts[name]} {name}" for name in _STATES if counts[name]]
+    return ", ".join(terms_) or "no tasks"
 
 
 def _draining(seconds: float) -> str:
-    return f"is being stopped: no new work; what runs has {span(seconds)} to end"
+    return f"is being stopped: no new work; running tasks have {span(seconds)} to end"
 
 
 def reservation_line(status: NodeStatus) -> Iterator[str]:
     """Describe the reservation, if there is one."""
-    kept = status.reservation
-    if kept is not None:
-        when = "" if kept.seconds is None else f", for {span(kept.seconds)} at most"
-        yield f"kept for {kept.name} (task {kept.task}): {kept}{when}"
+    plan = status.reservation
+    if plan is not None:
+        when = "" if plan.seconds is None else f", for {span(plan.seconds)} at most"
+        yield f"kept for {plan.name} (task {plan.task}): {plan}{when}"
 
 
 def report(status: NodeStatus) -> str:
-    """The whole status as text: a section for each kind of thing."""
-    tasks, placements = status.tasks, {one.task for one in status.placements}
+    """Return the whole status as text, with a section for each kind of entry."""
+    tasks, placements = status.tasks, {group.task for group in status.placements}
     clients = shown_clients(status)
-    if all(one.id == OWN for one in clients):
+    if all(client.id == OWN for client in clients):
         clients = []
-    clients.sort(key=lambda one: (-one.running, -one.waiting, one.id))
+    clients.sort(key=lambda client: (-client.running, -client.waiting, client.id))
     rows = [
         *overview(status),
         *device_rows(status.devices),
         *_section(
             "programs",
             clients,
-            lambda one: (
-                client_name(one),
-                f"pid {one.pid}" if one.pid else "",
-                f"{one.running} run",
-                f"{one.waiting} wait",
-                "" if one.weight == 1 else f"weight {one.weight:g}",
-                terms(one.holds.items()) if one.holds else "",
-                "has left" if one.has_left else "",
+            lambda client: (
+                client_name(client),
+                f"pid {client.pid}" if client.pid else "",
+                f"{client.running} run",
+                f"{client.waiting} wait",
+                "" if client.weight == 1 else f"weight {client.weight:g}",
+                terms(client.holds.items()) if client.holds else "",
+                "has left" if client.has_left else "",
             ),
         ),
         *_section(
@@ -710,8 +708,8 @@ def report(status: NodeStatus) -> str:
             [task for task in tasks if task.worker is not None],
             lambda task: _task_cells(task, task.state, pid_of(task.pid)),
         ),
-        # A cluster does not say where these are.
-        *_section("sent", [one for one in tasks if one.state == "sent"], _task_cells),
+        # A cluster does not report the workers of these.
+        *_section("sent", [t for t in tasks if t.state == "sent"], _task_cells),
         *_section(
             "leases",
             [
@@ -737,9 +735,9 @@ def report(status: NodeStatus) -> str:
         *_section(
             "failed",
             status.failures,
-            lambda one: (
-                *(f"{span(one.seconds)} ago", str(one.task), one.name),
-                f"{one.error}: {one.message}" if one.message else one.error,
+            lambda task: (
+                *(f"{span(task.seconds)} ago", str(task.task), task.name),
+                f"{task.error}: {task.message}" if task.message else task.error,
             ),
         ),
     ]
@@ -749,7 +747,7 @@ def report(status: NodeStatus) -> str:
 def _section(
     title: str, entries: Sequence[T], cells: Callable[[T], Sequence[str]]
 ) -> Iterator[str]:
-    """The first few entries below each other, and how many more there are."""
+    """Yield the first few entries as lines, and the number of further ones."""
     if entries and title:
         yield title
     yield from aligned(map(cells, entries[:SHOWN]), indent="  ")
@@ -764,16 +762,16 @@ def _task_cells(task: TaskStatus, *where: str) -> Sequence[str]:
 def _placement_rows(placements: Sequence[PlacementStatus]) -> Iterator[str]:
     if placements:
         yield "placements"
-    for one in placements[:SHOWN]:
-        of = f"pid {one.pid}, " if one.pid else ""
-        state = f"{one.state}, detached" if one.is_detached else one.state
-        told = f"{one.task}  {one.name}  {one.strategy}  {state}"
-        yield f"  {told}  {of}{one.members} in it"
-        if one.reason:
-            yield f"    {one.reason}"
-        for index, bundle in enumerate(one.bundles[:SHOWN]):
+    for group in placements[:SHOWN]:
+        owner = f"pid {group.pid}, " if group.pid else ""
+        state = f"{group.state}, detached" if group.is_detached else group.state
+        identity = f"{group.task}  {group.name}  {group.strategy}  {state}"
+        yield f"  {identity}  {owner}{group.members} in it"
+        if group.reason:
+            yield f"    {group.reason}"
+        for index, bundle in enumerate(group.bundles[:SHOWN]):
             yield f"    bundle {index}: {bundle}"
-        yield from (f"  {line}" for line in rest(len(one.bundles) - SHOWN))
+        yield from (f"  {line}" for line in rest(len(group.bundles) - SHOWN))
     yield from rest(len(placements) - SHOWN)
 
 
@@ -799,28 +797,28 @@ def asked_for(shape: ShapeStatus) -> str:
 
 
 def device_rows(devices: Sequence[DeviceStatus]) -> Iterator[str]:
-    """Every device, each followed by what holds it."""
+    """Yield the lines of each device, followed by its holders."""
     for device, lines in zip(devices, _device_lines(devices), strict=True):
         yield from lines
         if device.aside is not None:
             yield f"  set aside: {device.aside}"
         if device.is_unverified:
-            yield "  unverified: whether ended tasks left something on it is not known"
+            yield "  unverified: ended tasks may have left something on it"
         yield from _section("", device.holders, _holder_cells)
         if device.others:
-            told = listing(map(_other_process, device.others), len(device.others))
-            yield f"  not ours: {told}"
-    # What is not known is said once for all devices of which it is not known.
+            others = listing(map(_other_process, device.others), len(device.others))
+            yield f"  not ours: {others}"
+    # One line for all devices with the same unknown values.
     unknown: dict[str, list[str]] = {}
     for device in devices:
         if device.unknown is not None:
             unknown.setdefault(device.unknown, []).append(f"{device.kind} {device.id}")
-    for what, names in unknown.items():
-        yield f"not known of {listing(names, len(names))}: {what}"
+    for values, names in unknown.items():
+        yield f"not known of {listing(names, len(names))}: {values}"
 
 
 def _device_lines(devices: Sequence[DeviceStatus]) -> Iterator[list[str]]:
-    """One line a device, or two where one would be too wide."""
+    """Yield one line for each device, or two if one line would be too wide."""
     identities = [
         (
             f"{device.kind} {device.id}",
@@ -830,18 +828,18 @@ def _device_lines(devices: Sequence[DeviceStatus]) -> Iterator[list[str]]:
         for device in devices
     ]
     readings = [_readings(device) for device in devices]
-    rows = [(*who, *what) for who, what in zip(identities, readings, strict=True)]
+    rows = [(*pair[0], *pair[1]) for pair in zip(identities, readings, strict=True)]
     used = [any(column) for column in zip(*rows, strict=True)]
     joined = aligned(
         [cell for cell, is_used in zip(row, used, strict=True) if is_used]
         for row in rows
     )
     short = aligned(identities)
-    for whole, who, what in zip(joined, short, readings, strict=True):
-        if len(whole) <= WIDEST:
-            yield [whole]
+    for line, identity, cells in zip(joined, short, readings, strict=True):
+        if len(line) <= WIDEST:
+            yield [line]
         else:
-            yield [who, "  " + "  ".join(filter(None, what))]
+            yield [identity, "  " + "  ".join(filter(None, cells))]
 
 
 def _readings(device: DeviceStatus) -> Sequence[str]:
@@ -856,22 +854,22 @@ def _readings(device: DeviceStatus) -> Sequence[str]:
 
 
 def heat_and_power(device: DeviceStatus) -> str:
-    """The temperature and the power, as far as known: "63 °C 287 W"."""
+    """Describe temperature and power as far as known: "63 °C 287 W"."""
     heat = "" if device.temperature is None else f"{device.temperature} °C"
     power = "" if device.power is None else f"{device.power:.0f} W"
     return " ".join(filter(None, (heat, power)))
 
 
 def _holder_cells(holder: Holder) -> Sequence[str]:
-    held = f"{holder.share:g}" if holder.share else size(holder.memory)
+    share = f"{holder.share:g}" if holder.share else size(holder.memory)
     if holder.is_settling:
-        return (held, "(ended)", "", "until its driver agrees", "")
+        return (share, "(ended)", "", "until the driver confirms", "")
     used = "" if holder.used is None else f"{amount(holder.used, '0')} used"
     if holder.has_outgrown:
         used += ", more than was reserved for it"
     seconds = "" if holder.seconds is None else span(holder.seconds)
     return (
-        held,
+        share,
         holder.task or "(ending)",
         pid_of(holder.pid),
         "without end" if holder.is_endless else seconds,
@@ -880,6 +878,6 @@ def _holder_cells(holder: Holder) -> Sequence[str]:
 
 
 def _other_process(process: OtherProcess) -> str:
-    told = " ".join(filter(None, (process.name, f"pid {process.pid}")))
-    size = "" if process.memory is None else amount(process.memory, "0")
-    return f"{told} with {size}" if size else told
+    identity = " ".join(filter(None, (process.name, f"pid {process.pid}")))
+    memory = "" if process.memory is None else amount(process.memory, "0")
+    return f"{identity} with {memory}" if memory else identity

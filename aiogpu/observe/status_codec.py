@@ -1,8 +1,8 @@
 """Encodes status reports by their fields, without pickle.
 
-Programs and commands read these bytes before they have any other reason to trust the
-node, so reading them must run no code. Ten bytes of a pickle can ask for gigabytes of
-memory, or for a tuple that holds itself a million times over.
+Programs and commands read these bytes from a node that they cannot trust yet, so
+reading them must run no code. Ten bytes of a pickle can ask for gigabytes of memory, or
+for a tuple that contains itself a million times.
 """
 
 from __future__ import annotations
@@ -35,4 +35,4 @@ status_codec: Final = RecordCodec(
     *(ActorStatus, EndedTask, PlacementStatus, BundleStatus, ReservationStatus),
     *(DeviceStatus, Holder, OtherProcess, Why, Shortage, OutageStatus, Machine),
 )
-"""Reads and writes the answers to `Inquire`; each class has the number of its place."""
+"""Reads and writes the answers to `Inquire`; classes are identified by their index."""

@@ -1,7 +1,7 @@
 """Spans in the Trace Event Format, which Perfetto and Chrome's tracing open.
 
-One group of rows shows devices, the other workers. Tasks that share a device get a row
-each, because the format shows overlapping events of one row as nested.
+One group of rows shows devices, the other workers. Tasks that share a device are shown
+in different rows, because the format shows overlapping events of one row as nested.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from collections.abc import Hashable, Iterable, Iterator
 from typing import Any, Final, NamedTuple
 
 DEVICES: Final = 1
-"""The `pid` of the format: the group of the rows of devices."""
+"""The group of rows for devices; a `pid` in the format."""
 WORKERS: Final = 2
+"""The group of rows for workers."""
 Event = dict[str, Any]
 
 
@@ -19,15 +20,15 @@ class Span(NamedTuple):
     """One attempt at a task.
 
     Attributes:
-        task: its number.
-        name: its name.
+        task: the task's number.
+        name: the task's name.
         client: the number of its program, 0 for the node's own.
         worker: the worker that ran it.
         pid: the process of the worker, 0 if no longer known.
         devices: its devices, each a kind and an index: `("GPU", 0)`.
-        queued: seconds since the epoch, when it was submitted.
-        started: likewise, when it was sent to its worker or begun.
-        ended: likewise, or the time of asking if it is running.
+        queued: when it was submitted, in seconds since the epoch.
+        started: when it was sent to its worker or begun, likewise.
+        ended: when it ended, likewise; the present time if it is running.
         outcome: "finished", "failed", "cancelled", "died", "retried" or "running".
     """
 
@@ -44,7 +45,7 @@ class Span(NamedTuple):
 
 
 class Rows:
-    """The rows of one group: as many of each device or worker as spans overlap."""
+    """The rows of one group: for each device or worker, as many as spans overlap."""
 
     def __init__(self, group: int) -> None:
         self._group = group
@@ -52,12 +53,15 @@ class Rows:
         self._last = 0
         self.names: list[Event] = []
 
-    def place(self, thing: Hashable, name: str, span: Span) -> int:
-        """The row in which a span has room; spans come in the order of their begin."""
-        rows = self._rows.setdefault(thing, [])
-        for place, (row, free_from) in enumerate(rows):
+    def place(self, owner: Hashable, name: str, span: Span) -> int:
+        """Return the row for a span of a device or worker.
+
+        Spans must come in the order in which they started.
+        """
+        rows = self._rows.setdefault(owner, [])
+        for index, (row, free_from) in enumerate(rows):
             if free_from <= span.started:
-                rows[place] = row, span.ended
+                rows[index] = row, span.ended
                 return row
         self._last += 1
         rows.append((self._last, span.ended))
@@ -68,7 +72,7 @@ class Rows:
 
 
 def trace_of(spans: Iterable[Span]) -> dict[str, Any]:
-    """The spans as an object to be written as JSON."""
+    """Return the spans as an object to be written as JSON."""
     devices, workers = Rows(DEVICES), Rows(WORKERS)
     events: list[Event] = []
     for span in sorted(spans, key=lambda span: span.started):
@@ -107,7 +111,7 @@ def _event(span: Span, group: int, row: int) -> Event:
     }
 
 
-def _named(what: str, name: str, index: int, **ids: int) -> Iterator[Event]:
-    """The events that name a group or a row, and give its place."""
+def _named(level: str, name: str, index: int, **ids: int) -> Iterator[Event]:
+    """Yield the events that give a group or a row its name and its position."""
     for key, value in (("name", name), ("sort_index", index)):
-        yield {"name": f"{what}_{key}", "ph": "M", **ids, "args": {key: value}}
+        yield {"name": f"{level}_{key}", "ph": "M", **ids, "args": {key: value}}

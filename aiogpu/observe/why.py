@@ -1,7 +1,7 @@
 """Reasons for the state of a task: plain data, and their text.
 
-`explain` tells the whole story, `brief` the same in one line. `aiogpu.observe.snapshot`
-makes a `Why` from the state of the scheduler.
+`explain` gives all details, `brief` one line. `aiogpu.observe.snapshot` makes a `Why`
+from the state of the scheduler.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from aiogpu.observe.status import (
     ReservationStatus,
 )
 
-WORTH_TELLING: Final = 0.1
-"""Seconds of waiting of an ended task from which on they are told."""
+SHORT_WAIT: Final = 0.1
+"""Seconds below which the wait of an ended task is not mentioned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,15 +31,15 @@ class Shortage:
     Attributes:
         resource: its name, "CPU" or "GPU"; "gpu_memory" if enough shares of GPUs are
             free, but too little of their memory. Amounts of memory are in bytes.
-        asked: how much the task asks for; below 1, a share of one device. For memory,
-            the most that it takes of a device.
-        free: how much is free; for devices, the sum of the free shares of the devices
+        asked: the amount that the task asks for; below 1, a share of one device. For
+            memory, the most that it takes of a device.
+        free: the free amount; for devices, the sum of the free shares of the devices
             that the task may use.
-        total: how much there is; for devices, of those that the task may use.
-        kept: how much of what is free is kept for another task.
+        total: the capacity; for devices, the number that the task may use.
+        kept: the part of the free amount that is kept for another task.
         devices: the devices that the task may use, each with its free share and its
-            holders; empty for a resource that is not made of devices.
-        holders: who holds the rest.
+            holders; empty for a resource without devices.
+        holders: the holders of the resource.
     """
 
     resource: str
@@ -62,51 +62,49 @@ class Why:
             forked), "queued" (sent ahead to a worker that runs another task),
             "running", "blocked" (it waits for tasks that it has started), "delayed" (it
             has failed and is retried soon), "expecting" (its arguments are results of
-            other tasks that have not ended), "sent" (to an actor or a cluster, which
-            does not tell whether it runs), "stopping" or "ended".
-        seconds: since it was submitted; None if the node was not asked.
-        request: what it asks for, `{"CPU": 1.0, "GPU": 0.5}`.
+            unfinished tasks), "sent" (to an actor or a cluster, which does not report
+            whether it runs), "stopping" or "ended".
+        seconds: seconds since it was submitted; None if the node was not asked.
+        request: its request, `{"CPU": 1.0, "GPU": 0.5}`.
         position: its place among the waiting tasks of its program with the same
             request, 1 for the first; beyond some thousands, tasks that left the queue
             may still count. None unless it waits.
-        of: how many tasks of its program wait with the same request.
+        of: the number of waiting tasks of its program with the same request.
         rivals: other programs whose tasks go before it, at most eight:
             "train.py (pid 4711)".
-        rival_count: how many such programs there are.
-        limit: what its program holds of what it may hold, if that is why it waits:
-            "2 of at most 2 GPU".
-        is_behind: whether it waits because its program does not read the results that
-            it was sent.
-        reasons: for a waiting task, one for each resource that is short.
-        reservation: what is kept for it because it has waited long; or for another
-            task, if that is why it waits.
-        is_held_endlessly: whether it waits for something that others hold without end;
-            then nothing is kept for it, however long it waits.
-        bound: the number of workers, if it lacks nothing but a worker and there may be
-            no more of them; `aiogpu doctor` says what limits them. 0 otherwise.
-        is_held_up: whether it waits so that another task, which ran out of memory
-            before, can run alone.
-        worker: id of its worker, None without one.
+        rival_count: the number of these programs.
+        limit: the limit of its program for which it waits: "2 of at most 2 GPU"; "" if
+            it waits for no limit.
+        is_behind: it waits because its program does not read its results.
+        reasons: for a waiting task, one entry for each resource that is short.
+        reservation: the reservation for it, if it has waited long; or for another task,
+            if it waits because of that.
+        is_held_endlessly: it waits for resources that others hold without end; then
+            nothing is kept for it, however long it waits.
+        bound: the number of workers, if it lacks only a worker and the number cannot
+            grow; `aiogpu doctor` says what limits it. 0 otherwise.
+        is_held_up: it waits so that another task, which ran out of memory before, can
+            run alone.
+        worker: id of its worker, or None.
         pid: process id of its worker, or of the program that asked for the lease; 0
-            without one or while it starts.
+            without a worker or while the worker starts.
         runs_for: seconds since its code began; None if unknown.
         behind: names of the tasks that go before it on its worker, the running one
             first; at most eight.
         children: names of the tasks that it waits for, or whose results it expects;
             at most eight.
-        count: how many there are of `behind` or of `children`.
-        is_ahead: whether it is a stream that waits for its consumer, because it is as
-            far ahead as it may be.
+        count: the number of tasks of which `behind` or `children` names the first.
+        is_ahead: it is a stream that is as far ahead of its consumer as allowed.
         outcome: how it has ended, in words: "it was cancelled"; None before.
-        where: the conditions on its GPUs in words, while it waits for some.
-        is_lease: whether it is a lease, held by processes that are not workers.
+        where: the conditions on its GPUs in words, while it waits for GPUs.
+        is_lease: it is a lease, held by processes that are not workers.
         placement: name of its placement, while that is not granted.
-        bundle: the bundle in which it is to run, in words; "" without one.
-        notes: what else a cluster tells, a line each.
-        outage: why no worker can be started for it, if that is why it waits.
-        actor: of a call that was sent, the name of its actor; "" for others.
-        ended: when and how it has ended, with its error and the traceback, if its node
-            still knows; None before, and of a handle that has its outcome.
+        bundle: the bundle in which it will run, in words; "" without one.
+        notes: further reports of a cluster, one line each.
+        outage: why no worker can be started for it, if it waits because of that.
+        actor: for a call that was sent, the name of its actor; "" if it is no call.
+        ended: when and how it has ended, with the error and the traceback, if the node
+            still knows; None before, and for a handle that has its outcome.
     """
 
     name: str
@@ -152,7 +150,7 @@ def brief(why: Why) -> str | None:
         case "waiting":
             return _waits(why)
         case "stopping" if why.is_lease:
-            return "is given back; processes that it was for have not ended yet"
+            return "is being returned; its processes have not ended yet"
         case "starting":
             return "a worker is being forked for it"
         case "queued":
@@ -162,7 +160,7 @@ def brief(why: Why) -> str | None:
         case "blocked":
             return "waits for an actor"
         case "delayed":
-            return "has failed before, and is tried again in a while"
+            return "has failed before, and is retried soon"
         case "expecting":
             return "waits for results that are its arguments"
     return None
@@ -174,7 +172,7 @@ def _waits(why: Why) -> str:
     if why.outage is not None:
         return str(why.outage)
     if why.reasons:
-        short = " and ".join(_shortage_in_brief(one, why) for one in why.reasons)
+        short = " and ".join(_brief_shortage(reason, why) for reason in why.reasons)
         return f"waits for {short}" + (f" in {why.bundle}" if why.bundle else "")
     if why.placement:
         return f"waits for {why.placement}, its placement"
@@ -184,13 +182,15 @@ def _waits(why: Why) -> str:
 
 
 def explain(why: Why) -> str:
-    """The whole story; several lines for a task that waits or has failed."""
+    """Explain the state of a task; several lines if it waits or has failed."""
     if why.ended is not None:
-        return "\n".join(_end(why.ended))
+        return "\n".join(_describe_end(why.ended))
+    task = _identify(why)
     if why.placement:
-        return f"{_who(why)} waits for {why.placement}, its placement."
-    told = _waiting(why) if why.state == "waiting" else [f"{_who(why)} {_does(why)}."]
-    return "\n".join((*told, *(f"  {note}" for note in why.notes)))
+        return f"{task} waits for {why.placement}, its placement."
+    is_waiting = why.state == "waiting"
+    lines = _describe_wait(why) if is_waiting else [f"{task} {_describe_state(why)}."]
+    return "\n".join((*lines, *(f"  {note}" for note in why.notes)))
 
 
 def end_in_brief(ended: EndedTask) -> str:
@@ -198,41 +198,41 @@ def end_in_brief(ended: EndedTask) -> str:
     return f"{ended.state} {span(ended.seconds)} ago"
 
 
-def _end(ended: EndedTask) -> Iterator[str]:
+def _describe_end(ended: EndedTask) -> Iterator[str]:
     cause = f": {ended.message}" if ended.message else ""
     cause = f": {ended.error}{cause}" if ended.error else ""
     number = f"call of actor {ended.task}" if ended.is_call else f"task {ended.task}"
     yield f"{ended.name} ({number}) {end_in_brief(ended)}{cause}"
-    if not ended.is_call:  # when and where that ran is not kept
-        yield f"  {_run_of(ended)}"
+    if not ended.is_call:  # time and place of a call are not recorded
+        yield f"  {_describe_run(ended)}"
     for line in ended.traceback.rstrip().splitlines():
         yield f"  {line}"
 
 
-def _run_of(ended: EndedTask) -> str:
-    """Describe where a task has run, for how long, and its wait before."""
+def _describe_run(ended: EndedTask) -> str:
+    """Describe where a task ran, for how long, and how long it had waited."""
     waited = f"it had waited {duration(ended.waited)}"
     if ended.ran is None:
         return f"{waited}, and never ran"
     devices = ", ".join(f"{kind} {index}" for kind, index in ended.devices)
     where = f"worker {ended.worker} (pid {ended.pid})"
     where += f" with {devices}" if devices else ""
-    after = f", after {waited}" if ended.waited >= WORTH_TELLING else ""
+    after = f", after {waited}" if ended.waited >= SHORT_WAIT else ""
     return f"it ran {duration(ended.ran)} on {where}{after}"
 
 
 def duration(seconds: float) -> str:
-    """A length of time that may be short: "under 1 ms", "3 ms", "1.2 s"."""
+    """Format a duration that may be short: "under 1 ms", "3 ms", "1.2 s"."""
     if seconds >= 0.1:
         return span(seconds)
     return f"{seconds * 1e3:.0f} ms" if seconds >= 1e-3 else "under 1 ms"
 
 
-def _who(why: Why) -> str:
+def _identify(why: Why) -> str:
     return f"{why.name} (task {why.task})" if why.task else why.name
 
 
-def _does(why: Why) -> str:
+def _describe_state(why: Why) -> str:
     """Describe the state of a task that is not in the queue."""
     request, worker = terms(why.request.items()), f"worker {why.worker} (pid {why.pid})"
     runs = "" if why.runs_for is None else f", for {span(why.runs_for)} now"
@@ -240,13 +240,10 @@ def _does(why: Why) -> str:
         case "running" if why.is_lease:
             return f"is held by pid {why.pid}{runs}"
         case "stopping" if why.is_lease:
-            return (
-                f"is given back as soon as its processes have ended, asked for by pid "
-                f"{why.pid}{runs}"
-            )
+            return f"is being returned by pid {why.pid}; its processes have not ended"
         case "sent" if why.actor:
             return (
-                f"was sent to {why.actor} on {worker}, which does not tell which of "
+                f"was sent to {why.actor} on {worker}, which does not report which of "
                 f"its calls run"
             )
         case "sent":
@@ -255,15 +252,15 @@ def _does(why: Why) -> str:
         case "opening":
             return "waits for its node, which is being opened"
         case "delayed":
-            return "has failed before, and is tried again in a while"
+            return "has failed before, and is retried soon"
         case "starting":
             return f"holds {request}; a worker is being forked for it"
         case "queued":
             before = listing(why.behind, why.count)
             return f"was sent ahead to {worker} and runs after {before}"
         case "running":
-            held = ", and waits for its consumer to take items" if why.is_ahead else ""
-            return f"runs on {worker}{runs}{held}"
+            pause = ", and waits for its consumer to take items" if why.is_ahead else ""
+            return f"runs on {worker}{runs}{pause}"
         case "blocked":
             word = "its child" if why.count == 1 else "its children"
             children = f"{word} {listing(why.children, why.count)}"
@@ -280,16 +277,16 @@ def _does(why: Why) -> str:
 def _simple_cause(why: Why) -> str:
     """Describe a cause that is neither a resource nor a worker."""
     if why.is_held_up:
-        return "until another has run alone, for which memory ran out before"
+        return "until another task, which ran out of memory before, has run alone"
     if why.is_behind:
-        return "for its program to read the results that it was sent"
+        return "for its program to read its results"
     if why.limit:
         return f"for its program's own limit: it holds {why.limit}"
     return ""
 
 
-def _waiting(why: Why) -> Iterator[str]:
-    begin = f"{_who(why)} has waited {span(why.seconds or 0.0)}"
+def _describe_wait(why: Why) -> Iterator[str]:
+    begin = f"{_identify(why)} has waited {span(why.seconds or 0.0)}"
     request = terms(why.request.items()) + (f" of {why.where}" if why.where else "")
     if simple := _simple_cause(why):
         yield f"{begin} {simple}"
@@ -299,56 +296,56 @@ def _waiting(why: Why) -> Iterator[str]:
     elif why.reasons:
         turn = f", as number {why.position} of {why.of} that ask" if why.of > 1 else ""
         yield f"{begin}{turn} for {request}"
-        yield from _rivals(why)
+        yield from _describe_rivals(why)
         for shortage in why.reasons:
-            yield from _shortage(shortage)
-        yield from _reservation(why)
+            yield from _describe_shortage(shortage)
+        yield from _describe_reservation(why)
     else:
         yield f"{begin} for its turn: {(why.position or 1) - 1} before it"
-        yield from _rivals(why)
+        yield from _describe_rivals(why)
         if why.bound:
             held = ", each held without end" if why.is_held_endlessly else ""
             yield (
                 f"  workers: {why.bound}{held}, and no room for more at a time; "
-                f"`aiogpu doctor` says what bounds them"
+                f"`aiogpu doctor` says what limits them"
             )
 
 
-def _rivals(why: Why) -> Iterator[str]:
-    """The other programs whose tasks go before it."""
+def _describe_rivals(why: Why) -> Iterator[str]:
+    """Name the other programs whose tasks go before a task."""
     if why.rivals:
         rivals = listing(why.rivals, why.rival_count)
         yield f"  tasks of other programs go before it: {rivals}"
 
 
-def _shortage_in_brief(shortage: Shortage, why: Why) -> str:
+def _brief_shortage(shortage: Shortage, why: Why) -> str:
     name = shortage.resource
-    told = f"free: {written(name, shortage.free)}"
+    free = f"free: {written(name, shortage.free)}"
     if shortage.devices:
-        told = f"free by device: {_by_device(shortage)}"
+        free = f"free by device: {_by_device(shortage)}"
     if shortage.kept and why.reservation is not None:
-        told += f"; kept for {why.reservation.name}"
-    return f"{spoken(name)} {written(name, shortage.asked)} ({told})"
+        free += f"; kept for {why.reservation.name}"
+    return f"{spoken(name)} {written(name, shortage.asked)} ({free})"
 
 
-def _shortage(shortage: Shortage) -> Iterator[str]:
-    """Describe a shortage, the withheld devices, and the holders."""
+def _describe_shortage(shortage: Shortage) -> Iterator[str]:
+    """Describe a shortage, the devices that are set aside, and the holders."""
     name = shortage.resource
-    told = (
+    line = (
         f"  {spoken(name)} {written(name, shortage.asked)}: "
         f"{written(name, shortage.free)} of {written(name, shortage.total)} free"
     )
     if shortage.devices:
-        told += f" ({_by_device(shortage)})"
+        line += f" ({_by_device(shortage)})"
     kept = written(name, shortage.kept)
-    yield f"{told}, {kept} of it kept" if shortage.kept else told
+    yield f"{line}, {kept} of it kept" if shortage.kept else line
     for device in [each for each in shortage.devices if each.aside][:SHOWN]:
         # Some reasons contain the name of the device.
         prefix, reason = f"{device.kind} {device.id}: ", device.aside or ""
         yield f"    set aside: {'' if prefix in reason else prefix}{reason}"
-    pairs = _held(shortage)
+    pairs = _holders(shortage)
     for held_device, holder in pairs[:SHOWN]:
-        yield f"    {_holder(holder, name, held_device)}"
+        yield f"    {_describe_holder(holder, name, held_device)}"
     if len(pairs) > SHOWN:
         yield f"    and {len(pairs) - SHOWN} more"
 
@@ -370,22 +367,22 @@ def _free_on(device: DeviceStatus, name: str) -> str:
     return f"{device.free:g}"
 
 
-def _held(shortage: Shortage) -> Sequence[tuple[DeviceStatus | None, Holder]]:
-    """Each holder with its device; without devices, those that hold longest first."""
+def _holders(shortage: Shortage) -> Sequence[tuple[DeviceStatus | None, Holder]]:
+    """Return each holder with its device; without devices, the longest holder first."""
     if not shortage.devices:
-        held = sorted(shortage.holders, key=lambda one: -(one.seconds or 0.0))
-        return [(None, holder) for holder in held]
+        oldest = sorted(shortage.holders, key=lambda holder: -(holder.seconds or 0.0))
+        return [(None, holder) for holder in oldest]
     return [(each, holder) for each in shortage.devices for holder in each.holders]
 
 
-def _holder(holder: Holder, name: str, device: DeviceStatus | None) -> str:
+def _describe_holder(holder: Holder, name: str, device: DeviceStatus | None) -> str:
     """Describe a holder with its amount and its device, if there is one."""
-    held = written(name, holder.share)
+    amount = written(name, holder.share)
     if name == GPU_MEMORY or not holder.share:
-        held = written(GPU_MEMORY, holder.memory)
-    share = held if device is None else f"{held} of {device.kind} {device.id}"
+        amount = written(GPU_MEMORY, holder.memory)
+    share = amount if device is None else f"{amount} of {device.kind} {device.id}"
     if holder.is_settling:
-        return f"{share}: held by a process that has ended, until its driver agrees"
+        return f"{share}: held until the driver confirms that its process has ended"
     where = f"pid {holder.pid}" if holder.pid else "its worker is being forked"
     if holder.task is None:
         return f"{share}: held by a process that is ending ({where})"
@@ -396,14 +393,14 @@ def _holder(holder: Holder, name: str, device: DeviceStatus | None) -> str:
     return f"{share}: held by {holder.task} ({where})"
 
 
-def _reservation(why: Why) -> Iterator[str]:
-    kept = why.reservation
-    if kept is not None and kept.task != why.task:
-        yield f"  kept for {kept.name} (task {kept.task}), which goes first: {kept}"
-    elif kept is not None:
+def _describe_reservation(why: Why) -> Iterator[str]:
+    plan = why.reservation
+    if plan is not None and plan.task != why.task:
+        yield f"  kept for {plan.name} (task {plan.task}), which goes first: {plan}"
+    elif plan is not None:
         soon = "as soon as all of that is free"
-        when = soon if kept.seconds is None else f"within {span(kept.seconds)}"
-        yield f"  kept for it: {kept}; it begins {when}"
+        when = soon if plan.seconds is None else f"within {span(plan.seconds)}"
+        yield f"  kept for it: {plan}; it begins {when}"
     if why.is_held_endlessly:
         yield (
             "  nothing is kept for it, however long it waits: what it needs is held "
@@ -412,17 +409,17 @@ def _reservation(why: Why) -> Iterator[str]:
 
 
 def stall_in_words(why: Why) -> str:
-    """The warning that a task waits for what is held without end, and who holds it."""
-    waits = f"{_who(why)} has waited {span(why.seconds or 0)}"
+    """Return the warning that a task waits for resources held without end."""
+    waits = f"{_identify(why)} has waited {span(why.seconds or 0)}"
     if why.bound:
         return (
             f"{waits} for a worker process: there are {why.bound}, each is held "
             f"without end, and there is no room for more. `aiogpu doctor` says what "
-            f"bounds them."
+            f"limits them."
         )
     held = []
     for shortage in why.reasons:
-        for device, holder in _held(shortage):
+        for device, holder in _holders(shortage):
             if holder.is_endless:
                 name = shortage.resource
                 amount = f"{name} {written(name, holder.share)}"
@@ -433,6 +430,6 @@ def stall_in_words(why: Why) -> str:
     return (
         f"{waits} for {terms(why.request.items())}, and what it needs is held without "
         f"end: {listing(held, len(held), '; ')}. It can start when a holder ends: an "
-        f"actor ends by aiogpu.kill() or with its last handle (a notebook keeps those "
-        f"that it has shown, in Out). Or ask for less."
+        f"actor ends by aiogpu.kill() or with its last handle (a notebook keeps the "
+        f"handles that it has displayed, in Out). Or ask for less."
     )

@@ -1,4 +1,4 @@
-"""The protocol between processes: messages, their encoding, and who may send which.
+"""The protocol between processes: messages, their encoding, and their directions.
 
-Bytes in, messages out. It does no I/O, and knows no resource and no policy.
+Bytes in, messages out. No I/O, no resources, no policy.
 """

@@ -1,6 +1,6 @@
-"""Messages to frames and back. The only module that imports msgpack.
+"""Encodes messages as frames, and decodes frames. The only module with msgpack.
 
-A frame is a length, four bytes, little-endian, which counts what follows, and a msgpack
+A frame is a length (four bytes, little-endian, not counting itself) and a msgpack
 array. The stream may be cut anywhere. A reader accepts exactly the tags and the field
 types of `messages`; everything else is a `ProtocolError`.
 """
@@ -22,10 +22,10 @@ from aiogpu.wire.messages import LIMIT, TAGS, Message
 HEADER: Final = 4
 
 LARGE: Final = 1 << 20
-"""Bytes from which on a payload or a frame is large."""
+"""Bytes from which a payload or a frame counts as large."""
 
 MAX_DEPTH: Final = 16
-"""Objects within objects that `RecordCodec` reads: each takes some kB of C's stack."""
+"""The deepest nesting that `RecordCodec` reads: a level takes some kB of C stack."""
 
 _Fields = TypeVar("_Fields", bound=tuple[Any, ...])
 _pack_length: Final = Struct("<I").pack
@@ -35,7 +35,7 @@ _SURROGATES: Final = "surrogatepass"
 
 
 _Items = list[tuple[int, str, list[frozenset[type]]]]
-"""Of each field that is a collection: its place, its name, and the types of its items,
+"""For each field that is a collection: its index, its name, and the types of its items,
 or of its keys and its values."""
 
 
@@ -46,17 +46,17 @@ def _types(hint: Any) -> frozenset[type]:
 
 
 def _item_types(hint: Any) -> list[frozenset[type]]:
-    found = [_types(part) for part in get_args(hint) if part is not ...]
-    return [types | {int} if float in types else types for types in found]
+    item_types = [_types(part) for part in get_args(hint) if part is not ...]
+    return [types | {int} if float in types else types for types in item_types]
 
 
 @cache
 def _layout(kind: Any) -> tuple[Any, frozenset[tuple[type, ...]], _Items]:
-    """Return the kind, the combinations of field types that it accepts, its items."""
+    """Return a class, the combinations of field types it accepts, its collections."""
     hints: dict[str, Any] = kind.__annotations__
     items = [
-        (place, name, _item_types(hint))
-        for place, (name, hint) in enumerate(hints.items())
+        (index, name, _item_types(hint))
+        for index, (name, hint) in enumerate(hints.items())
         if get_origin(hint) in {dict, tuple}
     ]
     return kind, frozenset(product(*map(_types, hints.values()))), items
@@ -70,8 +70,8 @@ def from_fields(fields: object) -> Message:
     """Make the message of an unpacked array.
 
     Raises:
-        ProtocolError: the tag is unknown, or a field or an item of one is missing,
-            surplus or of another type.
+        ProtocolError: the tag is unknown; or a field is missing, superfluous or of a
+            wrong type; or an item of a field is of a wrong type.
     """
     if type(fields) is tuple and fields and type(fields[0]) is int:
         tag, values = fields[0], fields[1:]
@@ -80,39 +80,39 @@ def from_fields(fields: object) -> Message:
             if tuple(map(type, values)) in accepted:
                 if items:
                     _check_items(values, kind, items)
-                # `_make` would count them again.
+                # Not `_make`, which would check the length again.
                 return _new(kind, values)  # type: ignore[no-any-return]
-    raise ProtocolError(_complaint(fields))
+    raise ProtocolError(_explain(fields))
 
 
 def _check_items(values: tuple[Any, ...], kind: type[Any], items: _Items) -> None:
-    for place, name, (types, *types_of_values) in items:
-        found = values[place]
-        is_right = types.issuperset(map(type, found))
+    for index, name, (types, *types_of_values) in items:
+        value = values[index]
+        is_right = types.issuperset(map(type, value))
         if types_of_values and is_right:
-            is_right = types_of_values[0].issuperset(map(type, found.values()))
+            is_right = types_of_values[0].issuperset(map(type, value.values()))
         if not is_right:
-            raise ProtocolError(f"{kind.__name__}.{name} holds what it may not")
+            raise ProtocolError(f"{kind.__name__}.{name} has an item of a wrong type")
 
 
-def _complaint(fields: object) -> str:
-    """Say what is wrong, without a value, which may be of any size or depth."""
+def _explain(fields: object) -> str:
+    """Explain why an array is not a message; without values, which may be large."""
     if type(fields) is not tuple or not fields:
         return f"a frame holds a {type(fields).__name__}, not a message"
     tag = fields[0]
     if type(tag) is not int:
         return f"a frame begins with a {type(tag).__name__}, not with a tag"
     if tag not in _LAYOUTS:
-        return f"a frame carries the unknown tag {tag}"
-    found = ", ".join(type(field).__name__ for field in fields[1:9])
-    return f"{_LAYOUTS[tag][0].__name__} does not take ({found})"
+        return f"a frame has the unknown tag {tag}"
+    types = ", ".join(type(field).__name__ for field in fields[1:9])
+    return f"{_LAYOUTS[tag][0].__name__} does not take ({types})"
 
 
 _pack: Any = None
 
 
 def _renew_packer() -> None:
-    """Replace the packer: its buffer stays as large as the largest message."""
+    """Replace the packer, whose buffer never shrinks."""
     global _pack  # noqa: PLW0603 - an attribute would be looked up for each message
     _pack = msgpack.Packer(unicode_errors=_SURROGATES).pack
 
@@ -124,7 +124,7 @@ def encode(message: Message, limit: int = LIMIT) -> bytes:
     """Return the frame of a message.
 
     Raises:
-        SerializationError: it would be longer than `limit`.
+        SerializationError: the frame would be longer than `limit`.
     """
     try:
         body: bytes = _pack((TAGS[type(message)], *message))
@@ -142,7 +142,7 @@ def encode_all(messages: Iterable[Message | bytes], limit: int = LIMIT) -> bytes
     """Return the frames of messages that are sent together; `bytes` are frames already.
 
     Raises:
-        SerializationError: one of them would be longer than `limit`.
+        SerializationError: a frame would be longer than `limit`.
     """
     tags, parts = TAGS, []
     try:
@@ -177,21 +177,21 @@ def decode(body: bytes | memoryview) -> Message:
     """Return the message of one frame, without its header.
 
     Raises:
-        ProtocolError: the bytes are no message.
+        ProtocolError: the bytes are not a message.
     """
     try:
         fields = msgpack.unpackb(body, use_list=False, unicode_errors=_SURROGATES)
     except ValueError as error:
         # msgpack's own errors are ValueErrors.
-        raise ProtocolError(f"a frame is no msgpack: {error}") from None
+        raise ProtocolError(f"a frame is not msgpack: {error}") from None
     return from_fields(fields)
 
 
 def pack(fields: tuple[object, ...]) -> bytes:
-    """Pack an array of plain values that is no message.
+    """Pack an array of plain values that is not a message.
 
     Raises:
-        SerializationError: it is too large.
+        SerializationError: a value is too large.
     """
     try:
         body: bytes = _pack(fields)
@@ -206,24 +206,24 @@ def unpack(body: bytes | memoryview) -> object:
     """Undo `pack`.
 
     Raises:
-        ProtocolError: the bytes are no such array.
+        ProtocolError: the bytes are not such an array.
     """
     try:
         return msgpack.unpackb(body, use_list=False, unicode_errors=_SURROGATES)
     except ValueError as error:
-        raise ProtocolError(f"what was packed is no msgpack: {error}") from None
+        raise ProtocolError(f"packed data is not msgpack: {error}") from None
 
 
 def unpack_as(kind: type[_Fields], body: bytes | memoryview) -> _Fields:
-    """Undo `pack` for a named tuple; its annotations say what the fields may be.
+    """Undo `pack` for a named tuple, and check the field types by its annotations.
 
     Raises:
-        ProtocolError: the bytes are something else.
+        ProtocolError: the bytes are not such a tuple.
     """
     fields = unpack(body)
     _, accepted, items = _layout(kind)
     if type(fields) is not tuple or tuple(map(type, fields)) not in accepted:
-        raise ProtocolError(f"what was packed is no {kind.__name__}")
+        raise ProtocolError(f"packed data is not a {kind.__name__}")
     _check_items(fields, kind, items)
     return _new(kind, fields)
 
@@ -235,18 +235,19 @@ class RecordCodec:
     `load` makes objects of these classes only; unlike pickle, it runs no foreign code.
 
     Attributes:
-        classes: the classes, each identified by its place.
+        classes: the classes, each identified by its index.
     """
 
     def __init__(self, *classes: type[Any]) -> None:
         self.classes = classes
-        self._numbers = {one: number for number, one in enumerate(classes)}
+        self._numbers = {kind: number for number, kind in enumerate(classes)}
 
     def dump(self, value: object) -> bytes:
         """Return the value as bytes; sequences become tuples.
 
         Raises:
-            SerializationError: it is too large, or contains an object of another class.
+            SerializationError: the value is too large, or contains an object of another
+                class.
         """
         try:
             return self._pack(value)
@@ -257,12 +258,12 @@ class RecordCodec:
         """Undo `dump`.
 
         Raises:
-            ProtocolError: the bytes are something else.
+            ProtocolError: the bytes were not made by `dump`.
         """
         try:
             return self._unpack(data, 0)
         except (ValueError, TypeError, IndexError) as error:
-            raise ProtocolError(f"what was packed cannot be read: {error}") from None
+            raise ProtocolError(f"packed data cannot be read: {error}") from None
 
     def _pack(self, value: object) -> bytes:
         packer = msgpack.Packer(unicode_errors=_SURROGATES, default=self._pack_object)
@@ -278,7 +279,7 @@ class RecordCodec:
 
     def _unpack(self, data: bytes, depth: int) -> Any:
         if depth > MAX_DEPTH:
-            raise ValueError(f"objects within objects, more than {MAX_DEPTH} deep")
+            raise ValueError(f"objects are nested more than {MAX_DEPTH} deep")
         return msgpack.unpackb(
             data,
             use_list=False,
@@ -295,8 +296,8 @@ class FrameReader:
     """Turns a stream of bytes, cut anywhere, into messages.
 
     Attributes:
-        limit: the longest frame that is accepted, without its header.
-        is_single: whether to read one frame only, and leave the rest for later.
+        limit: the longest accepted frame, in bytes without the header.
+        is_single: `feed` reads only one frame and leaves the rest for later.
         missing: the least number of further bytes that complete a message.
     """
 
@@ -310,7 +311,7 @@ class FrameReader:
         """Take in bytes; return all messages that are complete now.
 
         Raises:
-            ProtocolError: a frame is too long or holds no message. The reader cannot
+            ProtocolError: a frame is too long or is not a message. The reader cannot
                 be used any more.
         """
         if not self._rest:

@@ -57,16 +57,17 @@ class ConnectionState(Enum):
     GREETING = "greeting"
     """Only `Hello` is accepted."""
     OPEN = "open"
+    """The messages of the peer's role are accepted."""
     CLOSED = "closed"
-    """The peer broke the rules or the stream ended; nothing is read any more."""
+    """The peer broke the rules or the stream ended; nothing more is read."""
 
 
 class Connection:
     """One end of a connection: bytes in, messages out.
 
     Attributes:
-        state: where it is.
-        peer: the greeting of the other end, once it came; None where this end greets.
+        state: the state.
+        peer: the greeting of the other end, once received; None at the end that greets.
     """
 
     def __init__(self, role: str | None = None) -> None:
@@ -105,7 +106,7 @@ class Connection:
                 wrong = next(m for m in messages if type(m) not in self._accepted)
                 raise ProtocolError(f"{type(wrong).__name__} out of turn on {self!r}")
             if messages and self.state is ConnectionState.GREETING:
-                # The reader stops after the greeting: it decides how the rest is read.
+                # The reader stops after the greeting, which decides how to read on.
                 self._open(*messages)  # type: ignore[arg-type]
                 messages += self.receive(b"")
         except ProtocolError:
@@ -116,20 +117,20 @@ class Connection:
     def _open(self, hello: Hello) -> None:
         if hello.version != VERSION:
             raise ProtocolError(
-                f"the peer speaks protocol {hello.version}, this end {VERSION}; use "
-                f"the same version of aiogpu on both"
+                f"the peer uses protocol {hello.version}, this end {VERSION}; use the "
+                f"same version of aiogpu on both"
             )
         if hello.role not in FROM_PEER:
-            raise ProtocolError(f"a peer calls itself {hello.role[:40]!r}")
+            raise ProtocolError(f"the peer has the unknown role {hello.role[:40]!r}")
         self.peer = hello
         self._accepted = FROM_PEER[hello.role]
         self._reader.limit, self._reader.is_single = LIMIT, False
         self.state = ConnectionState.OPEN
 
     def limit_frames(self, limit: int) -> None:
-        """Accept no longer frames of the peer, which has greeted, from here on."""
+        """Accept only frames of at most `limit` bytes; call after the greeting."""
         self._reader.limit = limit
-        self._reader.missing = 0  # look at the length of a frame that has begun
+        self._reader.missing = 0  # also check the length of a frame that has begun
 
     def close(self) -> None:
         """Stop reading."""

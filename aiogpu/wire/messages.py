@@ -7,12 +7,12 @@ integers here.
 - Clients: a client is a program that has joined the node of another process. Its
   messages about tasks, actors and values are those of a worker about the children of
   its task.
-- Values: the node counts each segment, value and actor that it lends to a worker: once
-  for each payload that names it, until the worker has returned it as often. A worker
-  that creates an actor, or finds one, is lent it once.
-- Streams: a task or call whose `limit` is not 0 is a stream. The items that its
-  generator yields are sent before its answer. A limit counts from the first item,
-  whichever attempt yields it.
+- Values: the node counts the references that it lends to a worker: each payload that
+  names a segment, value or actor lends one reference. The worker returns each. Creating
+  or finding an actor lends one as well.
+- Streams: a task or call with a `limit` other than 0 is a stream. The items that its
+  generator yields are sent before its answer. The limit counts from the first item,
+  over all attempts.
 """
 
 from collections.abc import Sequence
@@ -23,9 +23,9 @@ VERSION: Final = 16
 
 
 class Hello(NamedTuple):
-    """First message on every connection, from the end that connects.
+    """The first message on every connection, from the end that connects.
 
-    `id` is the slot of a keeper, the id of a worker or a client, the generation of a
+    `id`: the slot of a keeper, the id of a worker or a client, the generation of a
     zygote.
     """
 
@@ -36,23 +36,23 @@ class Hello(NamedTuple):
 
 
 class Refused(NamedTuple):
-    """Node to a peer that has sent `Hello`: it is refused; the connection ends.
+    """Node to a peer that has sent `Hello`: you are refused; the connection ends.
 
-    Its tag is the same in all versions, since a peer of another version reads it.
+    The tag is the same in all versions, since a peer of another version may read it.
     """
 
     reason: str
 
 
 class Close(NamedTuple):
-    """Driver to zygote or keeper: end, with all processes that you have started."""
+    """Driver to zygote or keeper: end, with all your descendants."""
 
 
 # Zygotes and keepers
 
 
 LOG_LEVEL: Final = "aiogpu_log_level"
-"""The -X option with the level from which on workers log."""
+"""The -X option with the lowest level that workers log."""
 
 
 LIMIT: Final = 1 << 30
@@ -60,26 +60,26 @@ LIMIT: Final = 1 << 30
 
 
 LARGEST_PAYLOAD: Final = LIMIT - 4096
-"""Bytes that a call's arguments may have; the rest of a frame is small."""
+"""The most bytes of a call's arguments; the other fields of a frame are small."""
 
 
 class Setup(NamedTuple):
-    """The configuration of a zygote and its forks, given at its start; no message.
+    """The configuration of a zygote and its forks, passed at its start; not a message.
 
-    Passed as plain values: `aiogpu` can be imported only once `sys_path` is set.
+    Passed as plain values: `aiogpu` can be imported only after `sys_path` is set.
 
     Attributes:
         sys_path: the driver's import path.
         node: the node's id.
-        directory: where the node's socket and pipes are.
+        directory: the directory of the node's socket and pipes.
         driver: process id of the driver.
         page: descriptor of the control page.
         preload: modules to import before the first fork.
-        cgroup: directory of the node's cgroup, "" where none is available.
+        cgroup: directory of the node's cgroup, "" if there is none.
         generation: number of this zygote among the node's.
-        learns: whether workers report what they import.
+        learns: workers report their imports.
         learnt: further modules to import, if the zygote can still fork afterwards.
-        proven: those of `learnt` after which forking worked before.
+        proven: the modules of `learnt` after whose import forking has worked before.
         spill: directory for values that do not fit into memory.
     """
 
@@ -98,17 +98,17 @@ class Setup(NamedTuple):
 
 
 def socket_path(directory: str) -> str:
-    """Path of the node's socket."""
+    """Return the path of the node's socket."""
     return f"{directory}/node.sock"
 
 
 def descriptor_path(directory: str) -> str:
-    """Path of the socket that passes the descriptors of shared memory."""
+    """Return the path of the socket that passes the descriptors of shared memory."""
     return f"{directory}/memory.sock"
 
 
 def output_path(directory: str, slot: int, stream: int) -> str:
-    """Path of the pipe for what a slot's workers write to descriptor 1 or 2."""
+    """Return the path of the pipe for descriptor 1 or 2 of a slot's workers."""
     return f"{directory}/{slot}.{stream}"
 
 
@@ -119,10 +119,10 @@ class Keep(NamedTuple):
 
 
 class Ready(NamedTuple):
-    """Zygote to driver: all modules are imported; it can fork.
+    """Zygote to driver: all modules are imported; I can fork.
 
-    `modules`: the top-level modules that this loaded, without the standard library's.
-    `variables`: names of the environment variables that were read meanwhile.
+    `modules`: the loaded top-level modules, without the standard library's.
+    `variables`: names of the environment variables that the imports have read.
     """
 
     modules: tuple[str, ...]
@@ -132,7 +132,8 @@ class Ready(NamedTuple):
 class Unfit(NamedTuple):
     """Zygote to driver: this module makes forking unsafe or cannot be imported.
 
-    `is_missing`: the import failed. Otherwise it left threads or an open device.
+    `is_missing`: the import failed. Otherwise the module has started threads or opened
+    a device.
     """
 
     module: str
@@ -148,9 +149,9 @@ class LeftOut(NamedTuple):
 
 
 class Lost(NamedTuple):
-    """Zygote to driver: this slot's keeper has died, and all processes below it.
+    """Zygote to driver: this slot's keeper has died, with all its descendants.
 
-    `unforked`: why the keeper could not be forked, "" if it was.
+    `unforked`: why the keeper could not be forked; "" if it was forked.
     """
 
     slot: int
@@ -158,7 +159,7 @@ class Lost(NamedTuple):
 
 
 class Check(NamedTuple):
-    """Driver to zygote: answer `Stale` if a module that you have was edited since."""
+    """Driver to zygote: answer `Stale` if an imported module was edited since."""
 
 
 class Stale(NamedTuple):
@@ -174,7 +175,7 @@ class Fork(NamedTuple):
 
 
 class Forked(NamedTuple):
-    """Keeper to driver: the worker exists."""
+    """Keeper to driver: the worker was forked."""
 
     worker: int
     pid: int
@@ -194,15 +195,15 @@ class Signal(NamedTuple):
 
 
 class End(NamedTuple):
-    """Driver to keeper: kill this worker and all processes that it has started."""
+    """Driver to keeper: kill this worker and all its descendants."""
 
     worker: int
 
 
 class Ended(NamedTuple):
-    """Keeper to driver: the worker and all processes that it started have ended.
+    """Keeper to driver: the worker and all its descendants have ended.
 
-    `status` is the worker's wait status, as `os.waitpid` gives it.
+    `status`: the worker's wait status, as `os.waitpid` returns it.
     """
 
     worker: int
@@ -215,11 +216,11 @@ class Ended(NamedTuple):
 class Bind(NamedTuple):
     """Driver to worker: your environment and devices, for life.
 
-    The holder of a lease is told the same, as the payload of a `ChildDone`.
+    Also sent to the holder of a lease, as the payload of a `ChildDone`.
 
     `environ`: all variables to set. `accelerators`: device ids by kind, as integers or
-    strings. `gpu_memory`: usable bytes of each GPU, in their order, 0 for no limit;
-    empty if no GPU has one. `cpus`: CPUs to pin the process to, empty for no pinning.
+    strings. `gpu_memory`: usable bytes of each GPU, in order, 0 for no limit; empty if
+    no GPU has a limit. `cpus`: CPUs to pin the process to; empty for no pinning.
     """
 
     environ: dict[str, str]
@@ -229,16 +230,16 @@ class Bind(NamedTuple):
 
 
 LEASE_MARK: Final = "AIOGPU_LEASE"
-"""Environment variable that marks the processes a lease is for; all of them inherit it,
-and it is how they are found."""
+"""Environment variable that marks the processes that use a lease. All of them inherit
+the variable, so the node can find them."""
 
 
 class Define(NamedTuple):
-    """Driver to worker: the function and options of this function.
+    """Driver to worker: a function with its options.
 
-    `function` is the id of the function alone, without options. `payload` is empty if
-    the function was sent before. `retried`: `serializer.dump_retried`. `is_timed`: say
-    by `Began` when its code begins.
+    `func`: id of the function with its options. `function`: id of the function without
+    options. `payload`: the pickled function; empty if it was sent before. `retried`:
+    see `serializer.dump_retried`. `is_timed`: send `Began` when its code begins.
     """
 
     func: int
@@ -251,15 +252,15 @@ class Define(NamedTuple):
 
 
 class Forget(NamedTuple):
-    """Driver to worker: drop all functions and functions."""
+    """Driver to worker: drop all functions."""
 
 
 class Run(NamedTuple):
-    """Driver to worker: run a function with these arguments; `is_last`: then end.
+    """Driver to worker: run a function with these arguments; `is_last`: then exit.
 
-    `number` counts what is sent to workers; by it they tell what they have begun. For
-    a generator `limit` is as in `Demand`, and the first `skip` items are not sent,
-    since an earlier attempt sent them; otherwise both are 0.
+    `number` counts the tasks sent to workers; a worker reports by it which task it has
+    begun. For a generator, `limit` is as in `Demand`, and the first `skip` items are
+    not sent, since an earlier attempt has sent them; otherwise both are 0.
     """
 
     task: int
@@ -278,11 +279,11 @@ class Cancel(NamedTuple):
 
 
 class Exit(NamedTuple):
-    """Driver to worker: end in an orderly way."""
+    """Driver to worker: exit in an orderly way."""
 
 
 class Done(NamedTuple):
-    """Worker to driver: the task's pickled result; it `took` so many microseconds."""
+    """Worker to driver: the task's pickled result; `took` is in microseconds."""
 
     task: int
     payload: bytes
@@ -292,10 +293,10 @@ class Done(NamedTuple):
 class Failed(NamedTuple):
     """Worker to driver: the task has no result; see `serialization.exceptions`.
 
-    `is_retried`: the task's options ask for another attempt after this exception.
-    `peak`: it has run out of device memory, of which this process is known to have used
-    so many bytes at most, 0 where that is unknown; -1 for any other failure.
-    `is_spoilt`: the process is unfit for another task, and ends after this answer.
+    `is_retried`: the task's options ask for a retry after this exception. `peak`: if
+    device memory ran out, the most bytes that this process is known to have used, 0 if
+    unknown; -1 for any other failure. `is_spoilt`: the process is unfit for another
+    task, and exits after this answer.
     """
 
     task: int
@@ -315,7 +316,7 @@ class Failed(NamedTuple):
 
 
 class Began(NamedTuple):
-    """Worker to driver: the code of a task or call begins, whose run is timed.
+    """Worker to driver: the code of a timed task or call begins.
 
     `when`: microseconds of CLOCK_MONOTONIC, which all processes share.
     """
@@ -325,14 +326,14 @@ class Began(NamedTuple):
 
 
 class Skipped(NamedTuple):
-    """Worker to driver: the task was revoked just as it was about to begin."""
+    """Worker to driver: the task was revoked just before it would have begun."""
 
     task: int
     number: int
 
 
 class Imported(NamedTuple):
-    """Worker to driver: what it imported since its last report, and the cost."""
+    """Worker to driver: modules imported since the last report, and their cost."""
 
     names: tuple[str, ...]
     microseconds: tuple[int, ...]
@@ -342,9 +343,9 @@ class Imported(NamedTuple):
 
 
 class Declare(NamedTuple):
-    """Worker to driver: the function and options of its children at this function.
+    """Worker to driver: a function, with options, that children will run.
 
-    `terms`: the options, as plain values; the rest is as in `Define`.
+    `terms`: the options, as plain values; the other fields are as in `Define`.
     """
 
     func: int
@@ -363,10 +364,10 @@ class Submit(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """Worker to driver: the task waits for these children, or for none.
+    """Worker to driver: the task waits for these children, or for none any more.
 
-    The main thread waits for the first `bound` of them: in plain code, with no time
-    limit, and it does nothing else before all have ended or one has failed.
+    The main thread waits for the first `bound` of them: in plain code, without a time
+    limit, until all have ended or one has failed.
     """
 
     task: int
@@ -400,10 +401,10 @@ class ChildFailed(NamedTuple):
 
 
 class Sync(NamedTuple):
-    """Worker to driver: answer `Synced` once you have read my earlier messages.
+    """Worker to driver: answer `Synced` after reading my earlier messages.
 
-    A child may have ended before the driver was told that its result is shared. Its
-    answer is on the way then, and arrives before `Synced`.
+    A child may have ended before the driver read that its result is shared (`Share`).
+    Then its result was sent to this worker, and arrives before `Synced`.
     """
 
 
@@ -420,30 +421,29 @@ THREADED: Final = "threaded"
 """Plain methods, each in a thread of its group's pool."""
 
 ASYNC: Final = "async"
-"""Coroutine methods interleave on one event loop; plain ones run there as well."""
+"""Coroutine methods interleave on one event loop; plain methods run there as well."""
 
 DEFAULT_GROUP: Final = ""
 """The concurrency group of methods that name none."""
 
 CHUNKED: Final = "[]"
-"""At the end of a method's name: it is called with a chunk."""
+"""Suffix of a method's name: the method is called with a chunk."""
 
 IN_GROUP: Final = "@"
-"""Between a method's name and the concurrency group that one call of it names."""
+"""Separates a method's name from the concurrency group of one call."""
 
 
 def plain_name(called: str) -> str:
-    """The method's name, of what a call names as its method."""
+    """Return the method's name without chunk suffix and concurrency group."""
     return called.removesuffix(CHUNKED).partition(IN_GROUP)[0]
 
 
 class Create(NamedTuple):
-    """Driver to worker: be this actor from now on.
+    """Driver to worker: become this actor.
 
-    `number` is as in `Run`; its calls have higher ones. `func` stands for its class,
-    `payload` for the constructor's arguments. `mode` is one of the above; `limits`
-    says how many methods of a group run at once; `groups` names the group of each
-    method that has one.
+    `number`: as in `Run`; calls have higher numbers. `func`: the class. `payload`: the
+    constructor's arguments. `mode`: one of the modes above. `limits`: for each group,
+    how many methods run at once. `groups`: the group of each method that names one.
     """
 
     task: int
@@ -475,24 +475,23 @@ class Invoke(NamedTuple):
 
 
 class Drop(NamedTuple):
-    """Driver to worker: this call's answer is not wanted; do not begin it, or stop it.
+    """Driver to worker: this call was cancelled; do not begin it, or stop it.
 
-    The control page counts these messages, so that a busy worker sees that there is
-    one to read.
+    The control page counts these messages, so that a busy worker notices new ones.
     """
 
     call: int
 
 
 class Leave(NamedTuple):
-    """Driver to actor: end in an orderly way, after all calls that you were sent."""
+    """Driver to actor: exit in an orderly way, after all calls sent so far."""
 
 
 class Make(NamedTuple):
     """Worker to driver: create an actor of a declared class, with this id.
 
-    The worker chooses the id, below zero and unique on the node, so its next messages
-    can name the actor. `name` is empty for none.
+    The worker chooses the id, below zero and unique on the node, so that its next
+    messages can name the actor. `name`: "" for none.
     """
 
     actor: int
@@ -504,7 +503,7 @@ class Make(NamedTuple):
 
 
 class Find(NamedTuple):
-    """Worker to driver: look up the actor with that name; the answer is a child's."""
+    """Worker to driver: look up an actor by name; answered like a child."""
 
     child: int
     name: str
@@ -518,13 +517,13 @@ ENDED: Final = " ended"
 """Pseudo-method: returns once the actor's process has ended."""
 
 CAPACITY: Final = " capacity"
-"""Pseudo-method: returns how many actors of its kind can live at once."""
+"""Pseudo-method: returns how many actors with its request can live at once."""
 
 
 class Ask(NamedTuple):
-    """Worker to driver: call a method of an actor; the answer is a child's.
+    """Worker to driver: call a method of an actor; answered like a child.
 
-    `method` may be one of the above, which no class has.
+    `method` may be a pseudo-method; no class has a method of such a name.
     """
 
     task: int
@@ -535,25 +534,26 @@ class Ask(NamedTuple):
 
 
 class Hold(NamedTuple):
-    """Worker to driver: this process has a handle to the actor, which counts as lent.
+    """Worker to driver: this process has a handle to the actor; count a reference.
 
-    Sent for a handle in a function; those in payloads count as lent with these.
+    Sent for a handle in a function; a payload lends the references of its handles.
     """
 
     actor: int
 
 
 AT_ONCE: Final = "at once"
+"""Kill the actor."""
 
 AFTER_ALL: Final = "after all"
-"""After all calls that it was sent."""
+"""End the actor after all calls that were sent to it."""
 
 AGAIN: Final = "again"
-"""End its process; the actor may be restarted."""
+"""Kill the actor's process; the actor may be restarted."""
 
 
 class Stop(NamedTuple):
-    """Worker to driver: end an actor; `how` is one of the above."""
+    """Worker to driver: end an actor; `how` is one of the three constants above."""
 
     actor: int
     how: str
@@ -562,35 +562,35 @@ class Stop(NamedTuple):
 # Values and shared memory
 
 FIRST_SEGMENT: Final = 1 << 60
-"""Ids of segments begin here."""
+"""The lowest id of a segment."""
 
 FIRST_VALUE: Final = 1 << 59
-"""Ids of the driver's own values begin here; those of its actors are below."""
+"""The lowest id of the driver's own values; ids of its actors are below."""
 
 WARM_BYTES: Final = 1 << 28
 """Bytes of segments that one worker keeps mapped for reuse."""
 
 NUMBER_BITS: Final = 32
-"""Bits of the id of a value or actor below those of the process that chose it. An id
-that a worker or client chose is below zero."""
+"""In the id of a value or actor, the number of bits below the id of the process that
+chose it. Ids chosen by workers and clients are below zero."""
 
 OWNER_BITS: Final = 36
-"""Bits of a segment's id below those of its owner: a worker's id, or 0."""
+"""In the id of a segment, the number of bits below the owner: a worker's id, or 0."""
 
 
 class Recycle(NamedTuple):
     """Driver to worker: your segments have no readers; you may reuse them.
 
-    Those with a negated id are to be closed: the node has no memory to spare.
+    A negated id means: close this segment, because the node is short of memory.
     """
 
     segments: tuple[int, ...]
 
 
 class Returned(NamedTuple):
-    """Worker to driver: these references, received so often, are released.
+    """Worker to driver: these references are released, each as often as counted.
 
-    See `READ_DESCRIPTORS` for none.
+    Empty, it is `READ_DESCRIPTORS`.
     """
 
     things: tuple[int, ...]
@@ -598,12 +598,12 @@ class Returned(NamedTuple):
 
 
 READ_DESCRIPTORS: Final = Returned((), ())
-"""Read the descriptors that I have sent: there is no room for more, and they are for
-one message, which cannot be sent before all of them."""
+"""Read the descriptors that I have sent: their socket is full, and the message to which
+they belong must be sent after all of them."""
 
 
 class Put(NamedTuple):
-    """Worker to driver: keep this value; it counts as lent.
+    """Worker to driver: keep this value; it counts as lent to me.
 
     The worker chooses the id, below zero and unique on the node.
     """
@@ -613,7 +613,7 @@ class Put(NamedTuple):
 
 
 class PutFailed(NamedTuple):
-    """Worker to driver: the child whose result was to be this value has none."""
+    """Worker to driver: the child that should have made this value has no result."""
 
     value: int
     kind: str
@@ -624,9 +624,9 @@ class PutFailed(NamedTuple):
 
 
 class Share(NamedTuple):
-    """Worker to driver: the result of this child is also a value, with that id.
+    """Worker to driver: the result of this child is also a value with this id.
 
-    If the child has several results, `part` is the index of one, or -1 for all.
+    `part`: if the child has several results, the index of one, or -1 for all.
     """
 
     value: int
@@ -635,7 +635,7 @@ class Share(NamedTuple):
 
 
 class Fetch(NamedTuple):
-    """Worker to driver: send a value, as the result of a child."""
+    """Worker to driver: send a value; answered like a child."""
 
     task: int
     child: int
@@ -652,9 +652,9 @@ class Discard(NamedTuple):
 
 
 class Items(NamedTuple):
-    """Worker to driver: what the generator of this task has yielded, in order.
+    """Worker to driver: the items that this task's generator has yielded, in order.
 
-    `payloads` are pickles, as a result's payload is.
+    `payloads`: pickled like results.
     """
 
     task: int
@@ -662,21 +662,21 @@ class Items(NamedTuple):
 
 
 class Demand(NamedTuple):
-    """Driver to worker: this task's generator may yield so many items in all."""
+    """Driver to worker: this task's generator may yield `limit` items in total."""
 
     task: int
     limit: int
 
 
 class ChildItems(NamedTuple):
-    """Driver to worker: what the generator of this child has yielded, in order."""
+    """Driver to worker: the items that this child's generator has yielded, in order."""
 
     child: int
     payloads: tuple[bytes, ...]
 
 
 class ChildDemand(NamedTuple):
-    """Worker to driver: this child's generator may yield so many items in all."""
+    """Worker to driver: this child's generator may yield `limit` items in total."""
 
     child: int
     limit: int
@@ -685,14 +685,14 @@ class ChildDemand(NamedTuple):
 # Output
 
 PROGRESS: Final = "\r"
-"""Ends a line that the next line replaces, as progress bars print it. No other line
-ends so. A line that is nothing else erases what was shown."""
+"""Ends a line that the next line replaces, as progress bars print them. No other line
+ends with it. A line that consists of it alone erases the line that was shown."""
 
 
 def visible(line: bytes) -> bytes:
-    """Return what a terminal shows of a line with carriage returns.
+    """Return the part of a line with carriage returns that a terminal shows.
 
-    Later parts hide earlier ones, unless they are blank.
+    That is the last part, or nothing if the last part is blank.
     """
     if b"\r" not in line:
         return line
@@ -712,9 +712,9 @@ class Log(NamedTuple):
 
 
 class Record(NamedTuple):
-    """Worker to driver: a record of `logging` that the task has made.
+    """Worker to driver: a `logging` record of the task.
 
-    `text`: as it would be printed. `fields`: its attributes, packed as plain values.
+    `text`: the formatted record. `fields`: its attributes, packed as plain values.
     """
 
     task: int
@@ -723,9 +723,9 @@ class Record(NamedTuple):
 
 
 class Logged(NamedTuple):
-    """Node to client: a record that one of its tasks has made; see `Record`.
+    """Node to client: a `logging` record of one of your tasks; see `Record`.
 
-    `label` names the task where the text is printed.
+    `label`: names the task when the text is printed.
     """
 
     label: str
@@ -734,9 +734,9 @@ class Logged(NamedTuple):
 
 
 class Report(NamedTuple):
-    """Worker to driver: a task or call reports on itself; see `api.results.reports`.
+    """Worker to driver: a report of a task or call; see `api.results.reports`.
 
-    `lost` of its reports before this one were not sent. `payload` is a pickle.
+    `lost`: the number of reports that were dropped before this one. `payload`: pickled.
     """
 
     task: int
@@ -753,10 +753,10 @@ class ChildReport(NamedTuple):
 
 
 class Printed(NamedTuple):
-    """Node to client: a line that one of its tasks printed; `stream` is 1 or 2.
+    """Node to client: a line that one of your tasks printed; `stream` is 1 or 2.
 
-    `text` is what the terminal shows, with a prefix that names the task. It may end
-    with `PROGRESS`, and then replaces the progress of `worker` on that stream; 0 stands
+    `text`: the line for the terminal, with a prefix that names the task. If it ends
+    with `PROGRESS`, it replaces the progress line of `worker` on this stream; 0 stands
     for no worker.
     """
 
@@ -766,7 +766,7 @@ class Printed(NamedTuple):
 
 
 class Warned(NamedTuple):
-    """Node to client: a warning about one of its tasks, for its log."""
+    """Node to client: a warning about one of your tasks, for your log."""
 
     text: str
 
@@ -774,18 +774,18 @@ class Warned(NamedTuple):
 # Clients
 
 FIRST_CLIENT: Final = 1 << 26
-"""Ids of clients begin here; those of workers are below. A client chooses its own."""
+"""The lowest id of a client; ids of workers are below. A client chooses its own id."""
 
 END_OF_CLIENTS: Final = FIRST_CLIENT + (1 << 24)
-"""Ids of clients are below."""
+"""All ids of clients are below."""
 
 
 class Join(NamedTuple):
-    """Client to node: it joins; its tasks' workers start with these settings.
+    """Client to node: I join; start my tasks' workers with these settings.
 
-    `release`: its version of aiogpu. `executable`, `flags`, `sys_path`, `directory`
-    and `environ` are those of its process. `preload`: modules for its zygote. `shows`:
-    whether to send it what its tasks print. `only_looks`: it will run nothing.
+    `release`: the client's version of aiogpu. `executable`, `flags`, `sys_path`,
+    `directory` and `environ`: those of its process. `preload`: modules for its zygote.
+    `shows`: send it the output of its tasks. `only_looks`: it will run nothing.
     `weight`: its share, relative to a client of weight 1.
     """
 
@@ -803,11 +803,11 @@ class Join(NamedTuple):
 
 
 class Welcome(NamedTuple):
-    """Node to client: it has joined.
+    """Node to client: you have joined.
 
-    `descriptors` is the path of the socket for shared memory, `page` that of the
-    control page, `spill` the directory for values that do not fit into memory, "" for
-    the system's choice. `ledger`: the node's resources and options, as plain values.
+    `descriptors`: path of the socket for shared memory. `page`: path of the control
+    page. `spill`: directory for values that do not fit into memory, "" for the system's
+    default. `ledger`: the node's resources and options, as plain values.
     """
 
     node: str
@@ -824,32 +824,32 @@ AVAILABLE: Final = "available"
 """Asks how much of each resource is free."""
 
 STATUS: Final = "status"
-"""Asks who holds what, what waits and why."""
+"""Asks for the status: tasks, workers, devices, and why tasks wait."""
 
 WHY: Final = "why"
-"""Asks why a child waits, by its number; 0 for no child."""
+"""Asks why a child waits, by the client's number for it; 0 for no child."""
 
 WHY_TASK: Final = "why task"
-"""Asks why any task waits, by the node's number."""
+"""Asks why any task waits, by the node's number for it."""
 
 TIMELINE: Final = "timeline"
-"""Asks what has run where and when."""
+"""Asks which tasks have run where and when."""
 
 HISTORY: Final = "history"
 """Asks for the last tasks that have ended."""
 
 CANCEL: Final = "cancel"
-"""Cancels any task, by the node's number, for the user of the node."""
+"""Cancels any task, by the node's number for it, for the user of the node."""
 
 KILL: Final = "kill"
 """Kills any actor, by the number of its task, for the user of the node."""
 
 
 class Inquire(NamedTuple):
-    """Client to node: report something about it, or do it, as the result of a child.
+    """Client to node: report about the node, or act on it; answered like a child.
 
-    The answer is `ChildDone` with plain values, see `observe.status_codec`. `what` is
-    one of the above, `number` the child or task in question.
+    The answer is `ChildDone` with plain values, see `observe.status_codec`. `what`: one
+    of the constants above. `number`: the child or task.
     """
 
     child: int
@@ -868,7 +868,7 @@ class TakeLease(NamedTuple):
 
 
 class Stopping(NamedTuple):
-    """Client to node: I am about to stop my tasks; let them know."""
+    """Client to node: I am about to stop my tasks; announce this to them."""
 
 
 class Depart(NamedTuple):
@@ -876,10 +876,10 @@ class Depart(NamedTuple):
 
 
 class Departed(NamedTuple):
-    """Node to client: everything that was yours has stopped."""
+    """Node to client: all your tasks and actors have stopped."""
 
 
-# Who may send what
+# Directions
 
 ToZygote = Keep | Check | Close
 FromZygote = Ready | Unfit | LeftOut | Lost | Stale

@@ -283,13 +283,13 @@ async def test_a_waiting_task_is_explained_by_the_programs_limit(
         out, _ = await asyncio.to_thread(sandbox.run, "why", str(task.id), where)
         assert REASON in " ".join(out.split())
         with pytest.raises(
-            aiogpu.errors.LimitError, match=r"has 2 tasks .* \(max_waiting\)"
+            aiogpu.errors.LimitError, match=r"has 2 unfinished tasks.* \(max_waiting\)"
         ):
             await tasks.add.remote(1)
         gate.release("a")
         assert await asyncio.gather(running, waiting) == ["a", 3]
         assert await tasks.add.remote(1) == 2
-        with pytest.raises(aiogpu.InfeasibleError, match="lets this program hold"):
+        with pytest.raises(aiogpu.InfeasibleError, match="this program may hold only"):
             await tasks.add.options(num_gpus=1).remote(1)
 
 

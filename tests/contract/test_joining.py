@@ -168,7 +168,7 @@ async def test_a_placement_ends_with_its_program(node: Service) -> None:
             assert (await aiogpu.available_resources())["GPU"] == 0
             assert (await aiogpu.status()).placements[0].client == client.number
             client.say(declared(2, func_of(member)), TakeLease(2, 1))
-            assert "asked for before" in client.hear(ChildFailed).message
+            assert "requested before" in client.hear(ChildFailed).message
             client.say(declared(3, func_of(member)), Submit(0, 3, 3, NO_ARGUMENTS))
             assert client.hear(ChildFailed).child == 3
 

@@ -195,8 +195,8 @@ def test_tasks_stay_queued_while_every_fork_fails(most: str) -> None:
         variables = {"SCARCE": most, "MORE_ROOM": f"{directory}/more"}
         output = program(body, "1024 4096", **variables)
     assert output.splitlines() == [
-        "no process can be forked: Resource temporarily unavailable; what bounds them "
-        "is `ulimit -u`, a cgroup's pids.max, or memory",
+        "no process can be forked: Resource temporarily unavailable; processes are "
+        "limited by `ulimit -u`, a cgroup's pids.max, and memory",
         "  no worker can be started: no process can be ",
         "ok",
     ]

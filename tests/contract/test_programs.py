@@ -214,7 +214,7 @@ async def test_a_program_that_does_not_read_slows_only_itself(node: Service) -> 
                     seen = clients[client.number]
                     if seen.waiting and not seen.running:
                         break
-            assert "to read the results" in status.waiting[0].reason
+            assert "to read its results" in status.waiting[0].reason
             for number in range(50):
                 assert await tasks.add.remote(number, 1) == number + 1
             assert node.memory < before + calls * size

@@ -88,11 +88,11 @@ async def test_a_share_is_held_while_nvml_lists_its_process(
         assert (await aiogpu.available_resources())["GPU"] == 1 - share
         device, holder = (" ".join(x.split()) for x in str(status).splitlines()[-2:])
         assert device.startswith(f"GPU 0 {1 - share:g} free NVIDIA A100-SXM4-40GB ")
-        assert holder == f"{share:g} (ended) until its driver agrees"
+        assert holder == f"{share:g} (ended) until the driver confirms"
         following = visible.options(num_gpus=1).remote()
         assert str(await following.why()).endswith(
-            f"\n    {share:g} of GPU 0: held by a process that has ended, until its "
-            f"driver agrees"
+            f"\n    {share:g} of GPU 0: held until the driver confirms that its "
+            f"process has ended"
         )
         show()
         assert await following == "0"
@@ -169,7 +169,7 @@ async def test_a_failing_nvml_leaves_the_status_unverified(
             assert await visible.options(num_gpus=0.5).remote() == "0"
         status = await until(is_free)
         assert status.devices[0].is_unverified
-        note = "unverified: whether ended tasks left something on it is not known"
+        note = "unverified: ended tasks may have left something on it"
         assert str(status).count(note) == 1
 
 

@@ -336,7 +336,7 @@ async def test_why_names_the_actor_of_a_call(node: Node, gate: Gate) -> None:
         assert (why.state, why.actor) == ("sent", "Counter")
         assert re.fullmatch(
             r"Counter\.\w+ \(task \d+\) was sent to Counter on worker \d+ \(pid "
-            r"\d+\), which does not tell which of its calls run\.",
+            r"\d+\), which does not report which of its calls run\.",
             str(why),
         )
     gate.release("in")

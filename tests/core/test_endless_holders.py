@@ -36,7 +36,7 @@ def test_a_lease_is_withdrawn_while_it_waits_and_else_held_until_its_processes_e
     (lease, _) = status_of(w).tasks
     assert lease.state == "stopping"
     assert "have not ended" in lease.reason
-    assert "as soon as its processes have ended" in str(why_of(w, "lease"))
+    assert "its processes have not ended" in str(why_of(w, "lease"))
     w.play("cancel lease; give_back lease; running = task")
 
 

@@ -307,7 +307,7 @@ def test_a_device_that_settles_counts_for_its_program_until_it_is_free():
 
 
 def test_requests_without_number_are_not_all_remembered(monkeypatch):
-    monkeypatch.setattr(clients_module, "KNOWN", 3)
+    monkeypatch.setattr(clients_module, "CACHED", 3)
     w = World(cpus=1).play("join 1")
     for number in range(1, 9):
         w.submit(f"t{number}", num_cpus=number / 10, client=1)
@@ -322,19 +322,22 @@ def test_requests_without_number_are_not_all_remembered(monkeypatch):
     ("terms", "match"),
     [
         *(
-            ({"limits": {"max_waiting": most}}, f"max_waiting={most!r} is no number")
+            ({"limits": {"max_waiting": most}}, f"max_waiting={most!r} is not a number")
             for most in (0, 1.5, True, "many")
         ),
         *(
-            ({"limits": {"max_share": {"CPU": share}}}, r"max_share\['CPU'\].* no part")
+            (
+                {"limits": {"max_share": {"CPU": share}}},
+                r"max_share\['CPU'\].* not a part",
+            )
             for share in (0, 1.1)
         ),
         (
             {"limits": {"max_share": {"license": 1}}},
-            "'license' means nothing.*CPU, GPU",
+            "'license' cannot be limited.*CPU, GPU",
         ),
         *(
-            ({"weight": weight}, f"weight={weight!r} is none")
+            ({"weight": weight}, f"weight={weight!r} is not a weight")
             for weight in (0, float("inf"), float("nan"))
         ),
     ],
@@ -356,8 +359,8 @@ def test_a_program_submits_no_more_than_it_may():
         w.submit("c", client=1)
     assert isinstance(caught.value, AiogpuError)
     assert str(caught.value) == (
-        "this program has 2 tasks that have not ended, and its node lets it have 2 "
-        "(max_waiting). Await some of them before it submits more, or join the node "
+        "this program has 2 unfinished tasks; its limit on this node is 2 "
+        "(max_waiting). Await some of them before submitting more, or join the node "
         "with a higher limit."
     )
     w.play("submit other; finish a; submit c client=1")
@@ -412,8 +415,8 @@ def test_a_child_that_its_parent_keeps_from_running_fails():
     """)
     assert w.tasks["child"].reason == (
         "child asks for {CPU: 1, GPU: 1}, which waiting tasks hold: parent holds "
-        "{CPU: 1, GPU: 1} and waits for child; this program holds 1 of at most 1 GPU "
-        "that its node lets it have"
+        "{CPU: 1, GPU: 1} and waits for child; this program already holds 1 of at "
+        "most 1 GPU"
     )
 
 
@@ -478,7 +481,7 @@ def test_nothing_more_is_started_for_one_that_is_behind_until_it_has_caught_up()
         w.finish(min(mine))
     w.submit("a4", client=1)
     w.play("running = b (others have what it leaves); waiting has a4")
-    reason = "for its program to read the results that it was sent"
+    reason = "for its program to read its results"
     assert why_of(w, "a4").is_behind
     assert reason in str(why_of(w, "a4"))
     assert {task.reason for task in status_of(w).waiting} == {f"waits {reason}"}

@@ -240,14 +240,14 @@ SPLIT = node(*cards(3, "A100", 20, parent="GPU-1"), *cards(1, "A100", 80))
         (
             SPLIT,
             need(2),
-            "a process can use one MIG instance only, and all but 1 of its 4 GPUs are "
-            "MIG instances: ask for GPU 1 at most",
+            "a process can use only one MIG instance, and all but 1 of its 4 GPUs are "
+            "MIG instances: ask for at most GPU 1",
         ),
         (
             node(*cards(2, parent="GPU-1")),
             need(2),
-            "a process can use one MIG instance only, and its 2 GPUs are MIG "
-            "instances: ask for GPU 1 at most",
+            "a process can use only one MIG instance, and its 2 GPUs are MIG "
+            "instances: ask for at most GPU 1",
         ),
         (
             MIXED,

@@ -116,12 +116,12 @@ def test_a_memory_size_of_a_program(given):
 @pytest.mark.parametrize(
     ("given", "begins", "ends"),
     [
-        (1, "is read as 1 byte, in which nothing runs", '"1GiB".'),
-        (2, "is read as 2 bytes,", '"2GiB".'),
-        (8000, "is read as 8000 bytes,", '"8000MiB".'),
-        (LEAST - 1, f"is read as {LEAST - 1} bytes,", '"65536MiB".'),
-        ("80B", "is read as 80 bytes, in which nothing runs;", "give 1MiB at least."),
-        ("500KB", "is read as 500000 bytes,", "give 1MiB at least."),
+        (1, "means 1 byte, too few for any process", '"1GiB".'),
+        (2, "means 2 bytes,", '"2GiB".'),
+        (8000, "means 8000 bytes,", '"8000MiB".'),
+        (LEAST - 1, f"means {LEAST - 1} bytes,", '"65536MiB".'),
+        ("80B", "means 80 bytes, too few for any process;", "give at least 1MiB."),
+        ("500KB", "means 500000 bytes,", "give at least 1MiB."),
     ],
 )
 def test_a_memory_size_without_its_unit_is_refused(given, begins, ends):

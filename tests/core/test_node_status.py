@@ -180,7 +180,9 @@ def test_what_is_held_are_tasks_on_workers_and_leases():
     tasks = (
         TaskStatus(1, "train", "running", asks, 7, None, pid=107),
         TaskStatus(2, "train.py", "running", asks, None, None, 0, True, 200),
-        TaskStatus(3, "ends.py", "stopping", asks, None, "is given back", 0, True, 200),
+        TaskStatus(
+            3, "ends.py", "stopping", asks, None, "is being returned", 0, True, 200
+        ),
         TaskStatus(4, "waits.py", "waiting", asks, None, "waits for GPU 1", 0, True),
         TaskStatus(5, "waits", "delayed", asks, None, "has failed before"),
     )
@@ -308,7 +310,7 @@ def test_each_program_shows_what_it_runs_wants_and_holds():
 def test_a_node_that_is_being_stopped_says_so():
     w = World()
     status = replace(status_of(w), draining=12.0)
-    told = "is being stopped: no new work; what runs has 12 s to end"
+    told = "is being stopped: no new work; running tasks have 12 s to end"
     assert str(status).splitlines()[0] == told
     assert repr(status).startswith(f"<NodeStatus {told}; CPU ")
 

@@ -223,7 +223,7 @@ def test_status_and_why_say_that_others_wait_for_it():
     w = World(cpus=2).play("submit a b; starve a; submit c")
     reasons = {task.name: task.reason for task in status_of(w).tasks}
     assert "run alone" in reasons["c"]
-    assert "tried again" in reasons["a"]
+    assert "retried soon" in reasons["a"]
     assert "run alone" in str(why_of(w, "c"))
 
 
@@ -284,16 +284,16 @@ def test_status_shows_what_settles_and_what_was_not_verified():
     (device,) = status_of(w).devices
     (holder,) = device.holders
     assert (holder.is_settling, holder.task, holder.pid) == (True, None, 0)
-    assert "  0.5  (ended)    until its driver agrees" in str(status_of(w))
+    assert "  0.5  (ended)    until the driver confirms" in str(status_of(w))
     w.submit("b", num_gpus=1, max_calls=1)
     assert str(why_of(w, "b")).splitlines()[1:] == [
         "  GPU 1: 0.5 of 1 free (0: 0.5)",
-        "    0.5 of GPU 0: held by a process that has ended, until its driver agrees",
+        "    0.5 of GPU 0: held until the driver confirms that its process has ended",
     ]
     w.tell(Scheduler.devices_free, worker, is_verified=False)
     (device,) = status_of(w).devices
     assert device.is_unverified
-    assert "unverified: whether ended tasks left something" in str(status_of(w))
+    assert "unverified: ended tasks may have left something" in str(status_of(w))
     worker = w.worker_of("b")
     w.finish("b")
     w.tell(Scheduler.devices_free, worker)

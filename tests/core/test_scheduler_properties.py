@@ -354,7 +354,7 @@ class NodeMachine(RuleBasedStateMachine):
         except LimitError:
             assert self.w.scheduler.clients.of(2).unfinished >= 6
         except InfeasibleError as error:
-            if "its node lets this program" in str(error):
+            if "this program may hold only" in str(error):
                 return
             asked, memory = options.get("num_gpus", 0), options.get("gpu_memory")
             is_void = memory == "share" and not asked
@@ -444,7 +444,7 @@ class NodeMachine(RuleBasedStateMachine):
         except LimitError:
             assert self.w.scheduler.clients.of(2).unfinished >= 6
         except InfeasibleError as error:
-            if "its node lets this program" not in str(error):
+            if "this program may hold only" not in str(error):
                 assert max(asked["num_gpus"], 1) > could_serve(asked), asked
 
     @precondition(lambda self: self.w.leases)

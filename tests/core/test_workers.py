@@ -290,7 +290,7 @@ def test_why_a_task_waits_that_lacks_nothing_but_a_worker():
     assert str(why_of(w, "b")) == (
         "b (task 1) has waited 0.5 s for its turn: 0 before it\n"
         "  workers: 1, and no room for more at a time; `aiogpu doctor` says "
-        "what bounds them"
+        "what limits them"
     )
     (shape,) = status_of(w).shapes
     assert shape.reason == "waits for a worker: there are 1, and no room for more"

@@ -28,7 +28,7 @@ def test_doctor_prints_the_text_on_the_page(capsys, monkeypatch):
     library = "libnvidia-ml.so.1: cannot open shared object file"
     shown = [
         BY_NAME["node"],
-        failing("cgroup2", f"/sys/fs/cgroup may not be written to; {_DELEGATE}"),
+        failing("cgroup2", f"/sys/fs/cgroup is not writable; {_DELEGATE}"),
         failing("nvml", f"NVML cannot be loaded: {library}", Level.MISSING),
     ]
     assert doctor.run(shown) == 0

@@ -1,1 +1,1 @@
-"""Plain data and units that all parts of the scheduler share."""
+"""Plain data and units that all modules of the scheduler share."""

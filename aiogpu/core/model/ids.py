@@ -1,6 +1,6 @@
-"""Ids: plain integers with a type each for the type checker.
+"""Ids: plain integers, each with a type of its own for the type checker.
 
-Counters hand them out, never chance, so that a run can be replayed.
+Ids come from counters, never from random numbers, so that a run can be replayed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ LeaseId = NewType("LeaseId", int)
 ClientId = NewType("ClientId", int)
 
 OWN = ClientId(0)
-"""The program on whose event loop the node lives; others have joined it."""
+"""The program on whose event loop the node runs; other programs have joined it."""
 
 PROGRAM = "AIOGPU_PROGRAM"
-"""The variable that names a task's program, where several share a node."""
+"""The environment variable that names a task's program, if several share the node."""

@@ -1,11 +1,10 @@
 """Requests for resources, conditions on devices, and specifications of tasks.
 
-All of it is compared by value: tasks that ask for the same wait in one queue. A spec is
-built once per function and holds only what the scheduler decides by; the function and
-its arguments stay with the driver. Tasks whose specs have equal shapes can stand in for
-each other in every decision but the order. `DurationEstimate` says how many tasks may
-be sent ahead to a worker: no more than it does in a moment, because what was sent ahead
-cannot be given elsewhere for free.
+Requests and shapes are compared by value: tasks with equal shapes wait in one queue,
+and only their order distinguishes them. A spec is built once per function and holds
+only what the scheduler needs; the function and its arguments stay with the driver.
+`DurationEstimate` limits how many tasks are sent ahead to a worker: few milliseconds of
+work, because taking tasks back from a worker is expensive.
 """
 
 from __future__ import annotations
@@ -32,26 +31,26 @@ def named_bytes(amount: int, memory: int) -> int:
     """Return the bytes reserved explicitly on each device; 0 if the share implies them.
 
     Args:
-        amount: of the device, in parts.
-        memory: its `Request.gpu_memory`.
+        amount: the share of the device, in parts.
+        memory: the `Request.gpu_memory`.
     """
     return memory if memory > 0 and amount < UNIT else 0
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One device as users and the assigning variable know it.
+    """One device, identified as users and variables such as CUDA_VISIBLE_DEVICES do.
 
     Attributes:
-        id: an index of the box (int), or a UUID or MIG id (str).
-        type: the accelerator's type, such as "A100", where it is known.
-        uuid: the vendor's unique id, where it is known.
-        name: the vendor's name for the product, where it is known.
-        memory: bytes of device memory, 0 where unknown.
-        compute_capability: such as (8, 0), where it is known.
-        pci: the address on the PCI bus, such as "00000000:3B:00.0", where it is known.
-        links: UUIDs of the devices that a fast link (NVLink) joins with this one.
-        parent: UUID of the GPU of which this is a part (MIG); None for a whole one.
+        id: an index on the machine (int), or a UUID or MIG id (str).
+        type: the accelerator type, such as "A100", if known.
+        uuid: the vendor's unique id, if known.
+        name: the vendor's product name, if known.
+        memory: bytes of device memory, 0 if unknown.
+        compute_capability: such as (8, 0), if known.
+        pci: the address on the PCI bus, such as "00000000:3B:00.0", if known.
+        links: UUIDs of the devices that have a fast link (NVLink) to this one.
+        parent: UUID of the GPU of which this is an instance (MIG), else None.
     """
 
     id: int | str
@@ -67,14 +66,14 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class DeviceSelector:
-    """Conditions that a device must fulfil, all of them.
+    """Conditions on a device; the device must fulfil all.
 
-    A device of which the fact in question is not known does not fulfil it.
+    A device with an unknown property does not fulfil a condition on that property.
 
     Attributes:
-        least_memory: bytes of device memory that it must have; 0 for any.
-        least_capability: compute capability from which on, such as (8, 0).
-        name: pattern of the product's name, in small letters, with `*`, `?`, `[...]`.
+        least_memory: least bytes of device memory; 0 for any.
+        least_capability: least compute capability, such as (8, 0).
+        name: pattern of the product name in lower case, with `*`, `?`, `[...]`.
     """
 
     least_memory: int = 0
@@ -82,14 +81,14 @@ class DeviceSelector:
     name: str = ""
 
     def fits(self, device: Device) -> bool:
-        """Return whether a device fulfils them."""
+        """Return True if a device fulfils all conditions."""
         if device.memory < self.least_memory:
             return False
         if self.least_capability > (device.compute_capability or (0, 0)):
             return False
         if not self.name:
             return True
-        # Late: few requests name a type of device.
+        # Imported late: few requests name a product.
         from fnmatch import fnmatchcase
 
         return fnmatchcase((device.name or "").lower(), self.name)
@@ -113,20 +112,20 @@ STRICT_SPREAD: Final = "STRICT_SPREAD"
 STRATEGIES: Final = (PACK, SPREAD, STRICT_PACK, STRICT_SPREAD)
 
 ANY: Final = -1
-"""As the index of a bundle: whichever has room."""
+"""The bundle index that stands for any bundle with room."""
 
 MOST_BUNDLES: Final = 256
-"""Of one placement group."""
+"""The most bundles of one placement group."""
 
 
 class PlacementGroupSpec(NamedTuple):
     """The bundles that are reserved together.
 
     Attributes:
-        key: unique among all placement groups, whichever process made them.
-        name: for people.
+        key: unique among the placement groups of all processes.
+        name: a name for people.
         strategy: how the bundles are laid out, one of `STRATEGIES`.
-        bundles: what each holds; neither `spread` nor `where` is asked of them.
+        bundles: the request of each bundle, without `spread` and `where`.
     """
 
     key: str
@@ -135,7 +134,7 @@ class PlacementGroupSpec(NamedTuple):
     bundles: tuple[Request, ...]
 
     def request(self) -> Request:
-        """Return what all bundles together ask for."""
+        """Return the sum of all bundles as a request."""
         scalars: Counter[str] = Counter()
         devices: Counter[str] = Counter()
         for bundle in self.bundles:
@@ -148,11 +147,11 @@ class PlacementGroupSpec(NamedTuple):
         )
 
     def holding(self, index: int, request: Request) -> list[int]:
-        """Indices of the bundles that could hold a request: of `index`, or of `ANY`."""
+        """Return which bundles (bundle `index`, or `ANY`) could hold a request."""
         candidates: Sequence[int] = (
             range(len(self.bundles)) if index == ANY else (index,)
         )
-        return [one for one in candidates if self.bundles[one].could_hold(request)]
+        return [i for i in candidates if self.bundles[i].could_hold(request)]
 
     def __str__(self) -> str:
         return f"[{', '.join(map(str, self.bundles))}]"
@@ -162,7 +161,8 @@ class BundleRef(NamedTuple):
     """A reference to a bundle from which a member takes its resources.
 
     Attributes:
-        key, name: those of the placement group.
+        key: key of the placement group.
+        name: name of the placement group.
         bundle: index of the bundle, or `ANY`.
     """
 
@@ -180,17 +180,17 @@ class Request:
     """A request for resources. Built once per function, compared by value.
 
     Attributes:
-        scalars: amounts of undivided resources (CPU, custom ones) in parts, by
-            name in sorted order, without zeros.
-        devices: amounts of resources that come as single devices (GPU).
+        scalars: amounts of resources without devices (CPU, custom resources) in parts,
+            sorted by name, without zeros.
+        devices: amounts of resources that consist of devices (GPU).
         accelerator_type: restricts the choice to devices of that type.
         spread: a share goes to the emptiest device, not to the fullest with room.
-        where: restricts the choice to devices that fulfil this.
-        gpu_memory: bytes of device memory on each GPU, 0 where nothing was said of
-            it, or `BY_SHARE`. With a `devices` amount of 0 it is all that is asked
-            of one GPU.
-        placement_group: the bundles of which it is the sum, granted together; or the
-            bundle of a group from which it takes; None for what stands alone.
+        where: restricts the choice to devices that fulfil these conditions.
+        gpu_memory: bytes of device memory on each GPU; 0 if not requested; or
+            `BY_SHARE`. With a `devices` amount of 0, only memory of one GPU is
+            requested.
+        placement_group: for the request of a placement group, its bundles; for the
+            request of a member, the bundle from which it takes; else None.
     """
 
     scalars: tuple[tuple[str, int], ...] = ()
@@ -235,29 +235,29 @@ class Request:
         where: DeviceSelector | None = None,
         gpu_memory: int = 0,
     ) -> Request:
-        """Build a request from amounts in parts; zeros are dropped.
+        """Build a request from amounts in parts, without zeros.
 
-        But not that of a task which asks for GPU memory and no share of the rest.
+        The amount 0 of GPUs is kept if the request asks for GPU memory only.
         """
         scalars = dict(amounts)
         if accelerator_type is not None:
             scalars[TYPE_PREFIX + accelerator_type] = TYPE_SHARE
-        held = _sorted(devices)
+        kinds = _sorted(devices)
         if gpu_memory and not devices.get(GPU):
-            held = tuple(sorted((*held, (GPU, 0))))
-        return cls(_sorted(scalars), held, accelerator_type, spread, where, gpu_memory)
+            kinds = tuple(sorted((*kinds, (GPU, 0))))
+        return cls(_sorted(scalars), kinds, accelerator_type, spread, where, gpu_memory)
 
     @property
     def named_bytes(self) -> int:
-        """The bytes of its one GPU that it has by name; 0 where its share says it."""
+        """The bytes requested explicitly on one GPU; 0 if the share implies them."""
         return named_bytes(dict(self.devices).get(GPU, 0), self.gpu_memory)
 
     def could_hold(self, request: Request) -> bool:
-        """Return whether another request asks for no more than this bundle has."""
+        """Return True if another request asks for no more than this bundle has."""
         scalars, devices = dict(self.scalars), dict(self.devices)
         if self.named_bytes and request.gpu_memory > self.named_bytes:
             return False
-        # The type of its devices is known once they are.
+        # The type of a bundle's devices is known only when the group is granted.
         of_type = TYPE_PREFIX + (request.accelerator_type or "")
         return all(
             amount <= scalars.get(name, 0)
@@ -269,9 +269,9 @@ class Request:
         )
 
     def as_numbers(self) -> dict[str, float]:
-        """The request in the user's terms, `{"CPU": 1.0, "GPU": 0.25}`.
+        """Return the request in the user's terms, `{"CPU": 1.0, "GPU": 0.25}`.
 
-        With "gpu_memory" in bytes, where they are named.
+        Includes "gpu_memory" in bytes if these are requested explicitly.
         """
         numbers = {name: number(parts) for name, parts in self._amounts()}
         if self.gpu_memory > 0:
@@ -293,12 +293,10 @@ class Request:
             terms.append(
                 f"{GPU_MEMORY}: {'share' if is_share else size(self.gpu_memory)}"
             )
-        told = "{" + ", ".join(terms) + "}"
-        return (
-            told
-            if self.placement_group is None
-            else f"{told} in {self.placement_group}"
-        )
+        text = "{" + ", ".join(terms) + "}"
+        if self.placement_group is None:
+            return text
+        return f"{text} in {self.placement_group}"
 
 
 def _sorted(amounts: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
@@ -309,26 +307,28 @@ HORIZON: Final = 2e-3
 """Seconds of work that may be queued behind a task."""
 
 DEEPEST: Final = 64
-"""Tasks that may be queued behind one, however short they are."""
+"""The most tasks that may be queued behind a task, however short they are."""
 
 UP: Final = 0.25
+"""Weight of the latest duration in the mean, if it is longer than the mean."""
 
 DOWN: Final = 0.5
-"""What the latest duration counts in the mean, where it is longer, or shorter."""
+"""The same, if the latest duration is shorter."""
 
 OUTLIER: Final = 4
-"""How many times the mean a duration counts at most: a worker may be put aside."""
+"""A duration counts as at most this multiple of the mean (and `LEAST`): the kernel may
+have suspended the worker."""
 
 LEAST: Final = 1e-4
-"""Seconds that count in any case."""
+"""Seconds by which a duration may exceed that multiple."""
 
 
 class DurationEstimate:
-    """A running mean of what a function's tasks took.
+    """A running mean of the durations of a function's tasks.
 
     Attributes:
-        mean: seconds, negative while nothing is known.
-        depth: how many of them may be queued behind one; 0 while nothing is known.
+        mean: the mean in seconds; negative while unknown.
+        depth: how many tasks may be queued behind a task; 0 while unknown.
     """
 
     __slots__ = ("depth", "mean")
@@ -338,7 +338,7 @@ class DurationEstimate:
         self.depth = 0
 
     def note(self, took: float) -> None:
-        """Take in one task's duration in seconds."""
+        """Take in the duration of one task, in seconds."""
         mean = self.mean
         if mean < 0:
             mean = took
@@ -350,7 +350,7 @@ class DurationEstimate:
         self.depth = DEEPEST if mean * DEEPEST < HORIZON else int(HORIZON / mean)
 
     def note_long(self) -> None:
-        """One takes longer than was thought: queue nothing until it is known."""
+        """Queue no tasks until the next duration is known: one takes unusually long."""
         self.mean = max(self.mean, HORIZON)
         self.depth = 0
 
@@ -359,10 +359,10 @@ Environment = tuple[tuple[str, str], ...]
 """The variables of `runtime_env`, sorted by name; the core only compares them."""
 
 Lane = tuple[int, int]
-"""Sorts tasks of equal standing: the priority, then the depth, both negated."""
+"""Sort key of a task before its id: the priority, then the depth, both negated."""
 
 UNLIMITED = -1
-"""`max_retries` without end."""
+"""The `max_retries` of a task without a limit of retries."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -392,31 +392,31 @@ class TaskSpec:
     """The specification of a function's tasks, the same for all its calls.
 
     Attributes:
-        name: how logs, errors and `status()` call the task.
+        name: the task's name in logs, errors and `status()`.
         shape: request and environment.
         function: identity of the function, for `max_calls`.
-        max_calls: calls after which the worker ends; 0 is no limit. 1 also means
-            that the call starts in a process that has run nothing else.
-        max_retries: how often a task is started again after its worker died, or
-            failed with an exception that is to be retried; -1 is without end.
-        priority: higher goes first.
-        timeout: seconds from submission after which the task is stopped.
-        cancel_grace: seconds from its first interrupt to the kill of its worker;
-            None for the node's own.
-        is_detached: whether it outlives the task that has started it.
-        is_endless: whether it holds what it has until its owner gives it up, so
-            that nobody should wait for its end.
-        retries_oom: whether a task that has run out of device memory is tried once
-            more, with a device of its own.
-        pace: how long its tasks take; shared and kept up to date by all of them.
-        is_lease: whether it is a lease for others' processes and has no worker. It is
-            endless as well, and its `max_calls` is 1, so that it follows nobody.
-        run_timeout: seconds after which it is stopped, from where its code begins.
-        stop_grace: seconds for which it may go on once it was told that its program or
-            its node stops.
-        lane: of tasks that no other task has started.
-        is_grouped: whether it is a placement group, or runs in one.
-        is_timed: whether it has a timeout of either kind.
+        max_calls: calls after which the worker exits; 0 for no limit. 1 also means
+            that the call gets a process that has run nothing else.
+        max_retries: retries after the death of the worker or an exception that is
+            retried; -1 for no limit.
+        priority: tasks with a higher priority go first.
+        timeout: seconds from the submission after which the task is stopped.
+        cancel_grace: seconds from the first interrupt to the kill of the worker; None
+            for the node's default.
+        is_detached: the task outlives its parent.
+        is_endless: the task holds its lease until its owner ends it (an actor or a
+            lease), so no decision may rely on its end.
+        retries_oom: if device memory runs out, the task gets one more attempt with a
+            device of its own.
+        pace: how long the tasks take; shared and updated by all tasks of the spec.
+        is_lease: a lease for processes outside the workers. `is_endless` is then True
+            and `max_calls` 1, so that the lease never takes over a worker.
+        run_timeout: seconds from the begin of the code after which the task is stopped.
+        stop_grace: seconds for which the task may continue after the stop of its
+            program or node was announced.
+        lane: the lane of tasks without a parent.
+        is_grouped: the task is a placement group or runs in one.
+        is_timed: the task has a timeout of either kind.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Formats figures and lists for people."""
+"""Formats numbers and lists for people."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Final
 from aiogpu.core.model.units import written
 
 SHOWN: Final = 8
-"""Entries of a list that are written out; the rest is counted."""
+"""Entries of a list that are shown; the others are counted."""
 
 
 def span(seconds: float) -> str:
-    """A length of time, as exact as it is of use: "0.4 s", "12 s", "3 min"."""
+    """Format a duration with a useful precision: "0.4 s", "12 s", "3 min"."""
     if seconds < 9.95:
         return f"{max(seconds, 0.0):.1f} s"
     if seconds < 119.5:
@@ -23,14 +23,14 @@ def span(seconds: float) -> str:
 
 
 def printable(text: str) -> str:
-    """Without what a terminal would obey: names are whatever a program gives."""
+    """Replace control characters by "?": names from programs may contain any text."""
     if text.isprintable():
         return text
-    return "".join(one if one.isprintable() else "?" for one in text)
+    return "".join(char if char.isprintable() else "?" for char in text)
 
 
 def listing(entries: Iterable[str], count: int, separator: str = ", ") -> str:
-    """The first few of `count` entries, and how many more there are."""
+    """Join the first few of `count` entries, and the number of further ones."""
     shown = list(islice(entries, SHOWN))
     if count > len(shown):
         shown.append(f"and {count - len(shown)} more")
@@ -38,20 +38,20 @@ def listing(entries: Iterable[str], count: int, separator: str = ", ") -> str:
 
 
 def in_words(parts: Sequence[str]) -> str:
-    """Joined as in a sentence: "a", "a and b", "a, b and c"."""
+    """Join as in a sentence: "a", "a and b", "a, b and c"."""
     if len(parts) < 2:
         return "".join(parts)
     return f"{', '.join(parts[:-1])} and {parts[-1]}"
 
 
 def terms(numbers: Iterable[tuple[str, float]]) -> str:
-    """Amounts by name, as a request is written: "{CPU: 1, GPU: 0.5}"."""
-    told = (f"{name}: {written(name, value)}" for name, value in numbers)
-    return "{" + ", ".join(told) + "}"
+    """Format amounts by name like a request: "{CPU: 1, GPU: 0.5}"."""
+    items = (f"{name}: {written(name, value)}" for name, value in numbers)
+    return "{" + ", ".join(items) + "}"
 
 
 def aligned(rows: Iterable[Sequence[str]], indent: str = "") -> Iterator[str]:
-    """Rows of as many cells each, one below the other."""
+    """Yield rows as lines with aligned columns; all rows have the same length."""
     rows = list(rows)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
@@ -60,6 +60,6 @@ def aligned(rows: Iterable[Sequence[str]], indent: str = "") -> Iterator[str]:
 
 
 def rest(count: int) -> Iterator[str]:
-    """A line for the entries that are not shown, if there are any."""
+    """Yield a line that counts the entries that are not shown, if there are any."""
     if count > 0:
         yield f"  and {count} more"

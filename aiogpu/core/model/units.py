@@ -1,7 +1,7 @@
 """Quantities of resources as exact integers, and sizes of memory in bytes.
 
-One unit of anything is `UNIT` = 10 000 parts, so that a thousand times 0.1 never
-drifts. The scale, and that finer quantities are truncated, are Ray's
+One unit of a resource is `UNIT` = 10 000 parts, so that a thousand times 0.1 is exactly
+100. The scale, and the truncation of finer quantities, are Ray's
 (`src/ray/common/scheduling/fixed_point.h`).
 """
 
@@ -23,17 +23,17 @@ MEMORY = "memory"
 """Main memory, in bytes."""
 
 GPU_MEMORY = "gpu_memory"
-"""Memory of the GPUs, in bytes: a measure of theirs, beside their parts."""
+"""Memory of the GPUs, in bytes: a second measure of GPUs besides their parts."""
 
 TYPE_PREFIX = "accelerator_type:"
 
 TYPE_SHARE = 10
-"""What `accelerator_type=` takes of its custom resource: 0.001, in parts."""
+"""The amount that `accelerator_type=` takes of its custom resource: 0.001, in parts."""
 
 _IN_BYTES = frozenset({MEMORY, GPU_MEMORY})
 
 BY_SHARE = -1
-"""A `Request.gpu_memory` that stands for the part that the share is of its device."""
+"""The `Request.gpu_memory` that means: as large a part of the memory as the share."""
 
 _UNITS: Final = {
     "B": 1,
@@ -51,18 +51,18 @@ LARGEST: Final = 1 << 60
 """More memory than this is a mistake."""
 
 LEAST: Final = 1 << 20
-"""So is less than this: an interpreter that does nothing has ten times as much."""
+"""Less than this is a mistake as well: an idle interpreter needs ten times as much."""
 
 
 def parse_size(option: str, value: object) -> int:
-    """Bytes, given as a whole number or as a text such as "6GiB" or "512 MB".
+    """Parse a number of bytes: an int, or a text such as "6GiB" or "512 MB".
 
     Args:
         option: the option's name, for the message.
-        value: what was given for it.
+        value: the option's value.
 
     Raises:
-        OptionError: it is no size.
+        OptionError: the value is not a size.
     """
     count = _from_text(value) if isinstance(value, str) else value
     if isinstance(count, bool) or not isinstance(count, int):
@@ -79,23 +79,23 @@ def memory_size(option: str, value: object) -> int:
     """Parse an amount of memory that is 0 or at least `LEAST`.
 
     Raises:
-        OptionError: it is no size, or so small that its unit was forgotten, or is
-            the wrong one.
+        OptionError: the value is not a size, or so small that its unit must be missing
+            or wrong.
     """
     count = parse_size(option, value)
     if count and (meant := too_small(count)):
         advice = f'write it with its unit, such as {option}="{meant}"'
         if isinstance(value, str):
-            advice = f"give {size(LEAST)} at least"
+            advice = f"give at least {size(LEAST)}"
         raise OptionError(
-            f"{option}={value!r} is read as {bytes_told(count)}, in which nothing "
-            f"runs; {advice}."
+            f"{option}={value!r} means {byte_count(count)}, too few for any process; "
+            f"{advice}."
         )
     return count
 
 
-def bytes_told(count: int) -> str:
-    """A number of bytes in words."""
+def byte_count(count: int) -> str:
+    """Format a number of bytes: "1 byte", "80 bytes"."""
     return "1 byte" if count == 1 else f"{count} bytes"
 
 
@@ -114,14 +114,14 @@ def _from_text(text: str) -> int | None:
         amount = float(number)
     except ValueError:
         return None
-    # Not a number and infinite are no sizes either.
+    # This comparison also refuses NaN and infinity.
     if factor is None or not 0 <= amount * factor <= LARGEST:
         return None
     return int(amount * factor)
 
 
 def size(count: float) -> str:
-    """Bytes as `parse_size` takes them, rounded up: "512MiB", "3.2GiB"."""
+    """Format bytes as `parse_size` accepts them, rounded up: "512MiB", "3.2GiB"."""
     whole = int(count)
     if whole < 1 << 30:
         return f"{-(-whole >> 20)}MiB"
@@ -129,17 +129,17 @@ def size(count: float) -> str:
 
 
 def quantity(option: str, value: object) -> int:
-    """Turn a user's number into parts of 1/10 000.
+    """Convert a user's number to parts of 1/10 000.
 
-    Finer quantities are truncated by their decimal text, so 0.57 is 5700 where
+    The decimal text of the number is truncated, so 0.57 becomes 5700, while
     `int(0.57 * 10000)` is 5699.
 
     Args:
         option: the option's name, for the message.
-        value: an `int` or `float`, at least 0 and finite.
+        value: a finite `int` or `float`, 0 or more.
 
     Raises:
-        OptionError: the value is no such number, or it truncates to nothing.
+        OptionError: the value is not such a number, or is truncated to 0.
     """
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise OptionError(
@@ -151,14 +151,14 @@ def quantity(option: str, value: object) -> int:
             f"{option}={value!r} is not a quantity; give a finite number from 0 "
             f"to {MOST_PARTS:.0e}."
         )
-    # A subclass (numpy's float64, an IntEnum) may write itself in words.
+    # The methods of int and float, because subclasses (numpy's float64, an IntEnum) may
+    # override `repr` and operators.
     if isinstance(value, int):
-        # Not by an operator that a subclass may have changed.
         return int.__mul__(value, UNIT)
     if float.is_integer(value):
         return float.__int__(value) * UNIT
     text = float.__repr__(value)
-    # Late: most programs ask for whole CPUs and devices, or for none.
+    # Imported late: most programs ask for whole CPUs and devices.
     from decimal import ROUND_FLOOR, Decimal
 
     parts = int((Decimal(text) * UNIT).to_integral_value(ROUND_FLOOR))
@@ -171,10 +171,10 @@ def quantity(option: str, value: object) -> int:
 
 
 def device_quantity(option: str, value: object) -> int:
-    """Like `quantity`, for devices: below 1 a share of one, above 1 whole ones.
+    """Convert a number of devices to parts: a share of one device, or whole devices.
 
     Raises:
-        OptionError: also where a number above 1 is not whole.
+        OptionError: as by `quantity`, or the number is above 1 and not whole.
     """
     parts = quantity(option, value)
     if parts > UNIT and parts % UNIT:
@@ -186,17 +186,17 @@ def device_quantity(option: str, value: object) -> int:
 
 
 def number(parts: int) -> float:
-    """The user's number for an amount in parts: 2500 is 0.25."""
+    """Convert an amount in parts to the user's number: 2500 is 0.25."""
     return parts / UNIT
 
 
 def written(name: str, value: float) -> str:
-    """Return how much of a resource, as people read it: "0.25", "3.2GiB"."""
+    """Format an amount of a resource: "0.25", or "3.2GiB" for memory."""
     return size(value) if name in _IN_BYTES else f"{value:g}"
 
 
 def spoken(name: str) -> str:
-    """A resource's name in a sentence."""
+    """Return a resource's name as written in a sentence."""
     return "GPU memory" if name == GPU_MEMORY else name
 
 

@@ -1,1 +1,1 @@
-"""Tasks that wait, and whose turn it is."""
+"""The waiting tasks, and their order."""

@@ -1,13 +1,13 @@
-"""Accounts of the clients that share a node: their limits, and what they use.
+"""Accounts of the clients that share a node: their limits and their usage.
 
-This module keeps the accounts; `core.scheduler.placement` chooses whose turn it is.
+This module keeps the accounts; `core.scheduler.placement` chooses the next client.
 Nothing here costs anything until a second client has joined.
 
 A client's virtual time measures how much of the node it has used, as in start-time fair
 queuing (Goyal, Vin and Cheng, 1996). Each task adds: the part of the node that the task
 held, times the seconds, divided by the client's weight. A client that begins to wait
-starts at least at the virtual time of the client that began a task last. So a client
-earns no credit for the time in which it wanted nothing.
+starts at least at the virtual time of the client that began a task last. So an idle
+client earns no credit.
 
 The order between clients is computed on demand, because every lease changes it.
 """
@@ -43,14 +43,14 @@ class Limits:
     """Limits of one program; nothing is limited by default.
 
     Attributes:
-        max_waiting: tasks of it that have not ended, running ones included; one more
-            is refused. None for no limit.
-        max_share: what it may hold of a resource, as a part of all that the node has,
-            above 0 and up to 1: `{"CPU": 0.5}`; its tasks beyond that wait. GPU memory
-            counts as far as it was asked for by name.
+        max_waiting: the most unfinished tasks, running ones included; further tasks
+            are refused. None for no limit.
+        max_share: the most that the program may hold of a resource, as a part of the
+            node's capacity, above 0 and up to 1: `{"CPU": 0.5}`; further tasks wait.
+            Of GPU memory, only explicit requests count.
 
     Raises:
-        OptionError: one of these is not such a number.
+        OptionError: a value is out of range.
     """
 
     max_waiting: int | None = None
@@ -61,29 +61,29 @@ class Limits:
         is_count = isinstance(most, int) and not isinstance(most, bool)
         if most is not None and not (is_count and 0 < most < 1 << 31):
             raise OptionError(
-                f"max_waiting={most!r} is no number of tasks; give an int from 1 to "
+                f"max_waiting={most!r} is not a number of tasks; give an int from 1 to "
                 f"{(1 << 31) - 1:_}, or None for no limit."
             )
         for name, share in self.max_share.items():
             option = f"max_share[{name!r}]"
             if not 0 < quantity(option, share) <= UNIT:
                 raise OptionError(
-                    f"{option}={share!r} is no part of what there is; give a number "
+                    f"{option}={share!r} is not a part of the node; give a number "
                     f"above 0 and up to 1."
                 )
 
     def on(self, ledger: Ledger) -> dict[str, int]:
-        """The most that may be held of each limited resource of a node, in parts.
+        """Return the limits as amounts of a node's resources, in parts.
 
         Raises:
-            OptionError: the node has no such resource.
+            OptionError: the node lacks a limited resource.
         """
         capacity = capacity_of(ledger)
         for name in self.max_share:
             if name not in capacity:
                 known = ", ".join(sorted(capacity))
                 raise OptionError(
-                    f"a limit for {name!r} means nothing here: this node has {known}."
+                    f"{name!r} cannot be limited: this node has only {known}."
                 )
         return {
             name: capacity[name] * quantity(name, share) // UNIT
@@ -92,7 +92,7 @@ class Limits:
 
 
 def capacity_of(ledger: Ledger) -> dict[str, int]:
-    """All that a node has, in parts, by name; devices of a kind are summed."""
+    """Return a node's resources in parts, by name; devices of a kind are summed."""
     capacity = dict(ledger.capacity)
     for kind, devices in ledger.device_sets.items():
         capacity[kind] = len(devices.devices) * UNIT
@@ -102,10 +102,10 @@ def capacity_of(ledger: Ledger) -> dict[str, int]:
 
 
 LONGEST: Final = 60.0
-"""Seconds for which a task is charged, and a client must give way, at most."""
+"""The most seconds for which a task is charged, or a client must give way."""
 
 LEAST: Final = 1e-6
-"""The smallest part of a node that a task is charged for: a task occupies a process."""
+"""The smallest charge of a task, as a part of the node: a task occupies a process."""
 
 
 class DominantShare:
@@ -125,7 +125,7 @@ class DominantShare:
             (name, parts, 1 / max(capacity.get(name, 0), 1))
             for name, parts in _amounts(request)
         )
-        parts_of = {name: parts * one for name, parts, one in self.amounts}
+        parts_of = {name: parts * factor for name, parts, factor in self.amounts}
         self.cost = max(LEAST, *parts_of.values(), LEAST)
         parts_of.pop(CPU, None)
         self.cost_lent = max(LEAST, *parts_of.values(), LEAST)
@@ -133,17 +133,17 @@ class DominantShare:
 
 def _amounts(request: Request) -> list[tuple[str, int]]:
     if isinstance(request.placement_group, BundleRef):
-        return []  # its placement group has it already
+        return []  # charged to the placement group's own request
     if isinstance(request.placement_group, PlacementGroupSpec):
-        held: Counter[str] = Counter()
+        total: Counter[str] = Counter()
         for bundle in request.placement_group.bundles:
-            held.update(dict(_amounts(bundle)))
-        return list(held.items())
-    found = [*request.scalars, *request.devices]
+            total.update(dict(_amounts(bundle)))
+        return list(total.items())
+    amounts = [*request.scalars, *request.devices]
     if request.gpu_memory > 0:
         count = max(dict(request.devices).get(GPU, 0) // UNIT, 1)
-        found.append((GPU_MEMORY, request.gpu_memory * count * UNIT))
-    return [(name, parts) for name, parts in found if parts]
+        amounts.append((GPU_MEMORY, request.gpu_memory * count * UNIT))
+    return [(name, parts) for name, parts in amounts if parts]
 
 
 class LeaseUsage:
@@ -171,7 +171,7 @@ class LeaseUsage:
             self._move(name, parts)
 
     def charge(self) -> None:
-        """Count what was had until now."""
+        """Charge for the time until now."""
         now, client = self._clients.clock.now, self.client
         seconds = min(now - self._since, self._left)
         client.virtual_time += self.cost * seconds / client.weight
@@ -196,19 +196,19 @@ class LeaseUsage:
         self._clients.forget(self.client)
 
     def lend(self) -> None:
-        """The CPUs are others' for a while."""
+        """Note that the lease's CPUs were returned while its task waits."""
         self.charge()
         self.cost = self._cost_lent
         self._move(CPU, -self._held.get(CPU, 0))
 
     def resume(self) -> None:
-        """The CPUs are held again."""
+        """Note that the CPUs are held again."""
         self.charge()
         self.cost = self._full_cost
         self._move(CPU, self._held.get(CPU, 0))
 
     def keep_devices(self, kinds: Container[str]) -> None:
-        """Note that all but the devices was given back; the devices are not charged."""
+        """Note that only the devices are still held; they are not charged."""
         self.charge()
         self.cost = 0.0
         for name in list(self._held):
@@ -217,39 +217,39 @@ class LeaseUsage:
 
     def _move(self, name: str, parts: int) -> None:
         held = self.client.held
-        left = held.get(name, 0) + parts
-        if left:
-            held[name] = left
+        amount = held.get(name, 0) + parts
+        if amount:
+            held[name] = amount
         else:
             held.pop(name, None)
 
 
 def usage_of(lease: Lease) -> LeaseUsage | None:
-    """The account of a lease, None where no clients share the node."""
+    """Return the account of a lease; None if the node is not shared."""
     usage = lease.usage
     assert usage is None or isinstance(usage, LeaseUsage), usage
     return usage
 
 
-KNOWN: Final = 4096
-"""Requests whose portions are remembered."""
+CACHED: Final = 4096
+"""Requests whose shares are cached."""
 
 
 @dataclass(slots=True, eq=False)
 class Client:
-    """One program.
+    """The account of one program.
 
     Attributes:
-        weight: how many times the share of a program of weight 1 it gets.
+        weight: the program's share relative to a program of weight 1.
         limits: the limits, as the program or the node declared them.
-        most: the most that it may hold of each limited resource, in parts.
-        held: what it holds now, in parts, without CPUs that are lent.
-        virtual_time: what it has used, divided by its weight.
+        most: the most that the program may hold of each limited resource, in parts.
+        held: the amounts that it holds now, in parts, without lent CPUs.
+        virtual_time: its usage, divided by its weight.
         since: when it last began a task, or began to wait for its first.
-        unfinished: the number of its tasks that have not ended.
-        has_left: whether to forget it once all its tasks have ended.
-        is_behind: whether it does not read its results; then no task of it is started.
-        stops_since: when it said that it stops; None before.
+        unfinished: the number of its unfinished tasks.
+        has_left: forget the program once all its tasks have ended.
+        is_behind: the program does not read its results; none of its tasks start.
+        stops_since: when its stop was announced, or None.
     """
 
     id: ClientId
@@ -266,16 +266,16 @@ class Client:
 
 
 class Clock(Protocol):
-    """Knows when the latest event was."""
+    """Holds the time of the latest event."""
 
     now: float
 
 
 class Clients:
-    """All programs that have joined, and the node's own.
+    """The accounts of all programs: those that have joined, and the node's own.
 
     Attributes:
-        clock: says when the latest event was.
+        clock: the time of the latest event.
         begun: the highest virtual time at which a program has begun a task.
     """
 
@@ -294,15 +294,16 @@ class Clients:
         return iter(self._by_id.values())
 
     def join(self, id_: ClientId, weight: float, limits: Limits) -> None:
-        """A program joins, or gets another weight and other limits.
+        """Add a program, or change its weight and limits.
 
         Raises:
-            OptionError: a weight that is none, or limits that mean nothing here.
+            OptionError: the weight is out of range, or the node lacks a limited
+                resource.
         """
         if not 0 < weight < inf:
             raise OptionError(
-                f"weight={weight!r} is none; give a finite number above 0: who has 2 "
-                f"gets twice what another with 1 gets."
+                f"weight={weight!r} is not a weight; give a finite number above 0: a "
+                f"program of weight 2 gets twice the share of one of weight 1."
             )
         most = limits.on(self._ledger)
         client = self.of(id_)
@@ -310,13 +311,13 @@ class Clients:
         client.has_left = False
 
     def set_behind(self, id_: ClientId, is_behind: bool) -> None:
-        """A program does not read what it is sent, or has caught up."""
+        """Note that a program does not read its messages, or has caught up."""
         client = self._by_id.get(id_)
         if client is not None:
             client.is_behind = is_behind
 
     def leave(self, id_: ClientId) -> None:
-        """A program has left: forget it once its last task has ended."""
+        """Forget a program once its last task has ended."""
         client = self._by_id.get(id_)
         if client is not None:
             client.has_left, client.is_behind = True, False
@@ -334,37 +335,37 @@ class Clients:
         return self._by_id.get(id_)
 
     def portion_of(self, request: Request) -> DominantShare:
-        """Return what a request is of the node."""
+        """Return the share of the node that a request takes."""
         portion = self._portions.get(request)
         if portion is None:
-            if len(self._portions) >= KNOWN:
+            if len(self._portions) >= CACHED:
                 self._portions.clear()
             portion = self._portions[request] = DominantShare(request, self._capacity)
         return portion
 
     def amounts_of(self, request: Request) -> list[tuple[str, int]]:
-        """Return what a request asks for of each resource, in parts."""
+        """Return the amounts of a request by resource, in parts."""
         return [(name, parts) for name, parts, _ in self.portion_of(request).amounts]
 
     def beyond(
         self, client: Client, request: Request, held: Mapping[str, int]
     ) -> Iterator[tuple[str, int]]:
-        """Return the resources by which a request exceeds a program's limits."""
+        """Yield the resources, with parts, by which a request exceeds the limits."""
         most = client.most
         for name, parts in self.amounts_of(request) if most else ():
             if held.get(name, 0) + parts > most.get(name, inf):
                 yield name, parts
 
     def allows(self, id_: ClientId, request: Request) -> bool:
-        """Return whether a request alone is within a program's limits."""
+        """Return True if a request alone is within a program's limits."""
         return not any(self.beyond(self.of(id_), request, {}))
 
     def admit(self, id_: ClientId, request: Request) -> None:
-        """Let a program submit one more task, or say why it may not.
+        """Check that a program may submit one more task.
 
         Raises:
-            LimitError: it has as many unfinished ones as it may.
-            InfeasibleError: the task alone is more than the program may hold.
+            LimitError: the program has reached its limit of unfinished tasks.
+            InfeasibleError: the task asks for more than the program may hold.
         """
         client = self._by_id.get(id_)
         if client is None:
@@ -372,44 +373,44 @@ class Clients:
         most = client.limits.max_waiting
         if most is not None and client.unfinished >= most:
             raise LimitError(
-                f"this program has {client.unfinished} tasks that have not ended, and "
-                f"its node lets it have {most} (max_waiting). Await some of them "
-                f"before it submits more, or join the node with a higher limit."
+                f"this program has {client.unfinished} unfinished tasks; its limit on "
+                f"this node is {most} (max_waiting). Await some of them before "
+                f"submitting more, or join the node with a higher limit."
             )
         for name, parts in self.beyond(client, request, {}):
-            may = _told(name, client.most[name])
+            limit = _amount(name, client.most[name])
             raise InfeasibleError(
-                f"the task asks for {_told(name, parts)} {spoken(name)}, and its "
-                f"node lets this program hold {may} at once: it would wait for "
-                f"ever. Ask for less, or join the node with a higher limit."
+                f"the task asks for {_amount(name, parts)} {spoken(name)}, but this "
+                f"program may hold only {limit} at once on this node: the task would "
+                f"wait for ever. Ask for less, or join the node with a higher limit."
             )
 
     def bars(self, record: TaskRecord) -> bool:
-        """Return whether a task must wait since its program holds all that it may."""
+        """Return True if a task must wait because of a limit of its program."""
         client = self.of(record.client)
         if client.is_behind or not client.most:
             return client.is_behind
         return any(self.beyond(client, record.spec.shape.request, client.held))
 
     def exceeds(self, client: Client) -> bool:
-        """Return whether nothing more of a program may begin with a lease that it has.
+        """Return True if a program may start no further task, even on a lease it has.
 
-        It holds more than it may, since a task took its CPUs again; or it is behind.
+        It exceeds its limits because a task took its CPUs back, or it is behind.
         """
         return client.is_behind or any(
             client.held.get(name, 0) > parts for name, parts in client.most.items()
         )
 
     def why_barred(self, record: TaskRecord) -> str:
-        """Say which limits of its program a task waits for, and what the program holds.
+        """Describe the limits of its program for which a task waits; empty if none.
 
-        Empty if the task does not wait for a limit.
+        For example "2 of at most 2 GPU".
         """
         client = self.of(record.client)
         return in_words(
             [
-                f"{_told(name, client.held.get(name, 0))} of at most "
-                f"{_told(name, client.most[name])} {spoken(name)}"
+                f"{_amount(name, client.held.get(name, 0))} of at most "
+                f"{_amount(name, client.most[name])} {spoken(name)}"
                 for name, _ in self.beyond(
                     client, record.spec.shape.request, client.held
                 )
@@ -417,9 +418,9 @@ class Clients:
         )
 
     def why_limited(self, record: TaskRecord) -> str:
-        """For the end of a sentence: that the limit of its program is part of why."""
-        told = self.why_barred(record)
-        return f"; this program holds {told} that its node lets it have" if told else ""
+        """Return a clause about the limits for which a task waits; empty if none."""
+        limits = self.why_barred(record)
+        return f"; this program already holds {limits}" if limits else ""
 
     def share_of(
         self, client: Client, request: Request, *, has_it: bool = False
@@ -431,9 +432,9 @@ class Clients:
 
         Args:
             client: the program.
-            request: what is asked for.
-            has_it: whether the program already holds a lease for this request; that
-                lease counts as not granted.
+            request: the request.
+            has_it: the program already holds a lease for this request; the lease
+                counts as not granted.
 
         Returns:
             The largest share of any of the resources: now, and if the request were
@@ -443,53 +444,53 @@ class Clients:
         portion = self.portion_of(request)
         if not held:
             return 0.0, portion.cost / client.weight
-        for name, parts, one in portion.amounts:
-            has = held.get(name, 0) - parts * has_it
-            now = max(now, has * one)
-            then = max(then, (has + parts) * one)
+        for name, parts, factor in portion.amounts:
+            before = held.get(name, 0) - parts * has_it
+            now = max(now, before * factor)
+            then = max(then, (before + parts) * factor)
         return now / client.weight, max(then, now + LEAST) / client.weight
 
     def held_by(self, client: Client) -> float:
-        """The greatest part that a program holds of any resource."""
+        """Return the largest part that a program holds of any resource."""
         shares = (n / max(self._capacity[name], 1) for name, n in client.held.items())
         return max(shares, default=0.0)
 
     def enter(self, record: TaskRecord, *, is_waiting: bool) -> None:
-        """A task was submitted; `is_waiting`: others of its program wait already."""
+        """Note a new task; `is_waiting`: other tasks of its program wait already."""
         client = self.of(record.client)
         client.unfinished += 1
         if not is_waiting:
             self.note_wish(client)
 
     def exit(self, record: TaskRecord) -> None:
-        """A task has ended."""
+        """Note that a task has ended."""
         client = self.of(record.client)
         client.unfinished -= 1
         self.forget(client)
 
     def forget(self, client: Client) -> None:
-        """Forget a program that has left, if nothing of it is left."""
+        """Forget a program that has left, if it has no tasks and no leases."""
         is_over = client.has_left and not client.unfinished and not client.held
-        # One may have come anew, while a process of before was ending.
+        # A new account may exist under this id, while an old process was ending.
         if is_over and self._by_id.get(client.id) is client:
             del self._by_id[client.id]
 
     def note_wish(self, client: Client) -> None:
-        """Note that an idle program wants a task run; it is owed its share from now."""
+        """Note that an idle program begins to wait; it is owed its share from now."""
         client.since = self.clock.now
         client.virtual_time = max(client.virtual_time, self.begun)
 
     def begin(self, record: TaskRecord, lease: Lease) -> None:
-        """A task has a lease: what it holds counts for its program."""
+        """Charge the lease of a task that starts to the task's program."""
         client, spec = self.of(record.client), record.spec
         self.note_turn(client)
         lease.usage = LeaseUsage(self, client, lease.request, spec.is_endless)
 
     def note_turn(self, client: Client) -> None:
-        """A program has had its turn."""
+        """Note that a program starts a task."""
         client.since = self.clock.now
         self.begun = max(self.begun, client.virtual_time)
 
 
-def _told(name: str, parts: int) -> str:
+def _amount(name: str, parts: int) -> str:
     return written(name, number(parts))

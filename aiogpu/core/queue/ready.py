@@ -1,13 +1,13 @@
-"""The tasks that wait, in a bucket for each program, shape and lane.
+"""The waiting tasks, in a bucket for each program, shape and lane.
 
-Every step costs the same however many tasks wait. Buckets of one program that ask for
-the same resources, and differ in their environment or lane alone, are one group: where
-one of them does not fit, none does. This module knows the order, not what fits.
+The cost of a step does not depend on the number of waiting tasks. Buckets of one
+program with the same request, which differ only in environment or lane, form a group:
+if one does not fit, none does. This module knows the order, not what fits.
 
-A task that leaves a bucket before its turn stays in the deque, and is skipped when its
-turn comes. Such a task is called stale here. Each task that leaves also removes a few
-stale tasks from the front; where stale tasks outnumber waiting ones, it removes a few
-further behind as well. So stale tasks do not pile up, and no single step is long.
+A task that leaves a bucket before its turn stays in the deque as a stale entry, which
+is skipped later. Each task that leaves also removes a few stale entries from the front
+and, if stale entries outnumber waiting tasks, a few from further behind. So stale
+entries do not pile up, and no single step is long.
 """
 
 from __future__ import annotations
@@ -26,40 +26,40 @@ from aiogpu.core.queue.fair_share import Client, Clients
 from aiogpu.core.records import TaskRecord, TaskState, sort_key
 
 SWEPT: Final = 4
-"""How many queued tasks `Bucket.discard` examines for each task that leaves."""
+"""How many entries `Bucket.discard` examines for each task that leaves."""
 
 SEARCHED: Final = 4096
-"""Tasks that are looked at one by one, for a position or for those near the front."""
+"""The most entries that are examined one by one."""
 
 _WAITING: Final = TaskState.WAITING
 
 Precedence = tuple[Lane, int]
-"""Sorts what goes first: lane, then task id."""
+"""Sort key of a task: lane, then task id."""
 
 ShapeKey = tuple[ClientId, Shape]
-"""A program, and what its tasks ask for."""
+"""A program, and the shape of its tasks."""
 
 EXPECTED: Final = 1e-3
-"""Seconds that a task is assumed to take: the least, and if nothing is known of it."""
+"""Seconds that a task is assumed to take, at least and if its duration is unknown."""
 
 T = TypeVar("T")
 
 
 def precedence(record: TaskRecord) -> Precedence:
-    """Sort key over all shapes: priority, depth, then order of submission."""
+    """Return the sort key over all shapes: priority, depth, order of submission."""
     return sort_key(record), record.id
 
 
 class Bucket:
     """The waiting tasks of one program, shape and lane, in order of their ids.
 
-    `_swept` holds the front, which `discard` has cleared of stale tasks, and `_rest`
-    holds the tasks behind.
+    `_swept` holds the front, which `discard` has cleared of stale entries, and `_rest`
+    holds the entries behind.
 
     Attributes:
-        size: how many wait.
-        turn: the key under which the group's heap has this bucket: that of its head, or
-            of an earlier head; None where the heap is not to yield the bucket.
+        size: the number of waiting tasks.
+        turn: the bucket's key in the group's heap: the key of its head or of an
+            earlier head; None if the heap must not yield the bucket.
     """
 
     def __init__(self, shape: Shape, lane: Lane, group: Group) -> None:
@@ -85,12 +85,12 @@ class Bucket:
             self.group.enter(self, (self.lane, record.id))
 
     def extend(self, records: list[TaskRecord]) -> None:
-        """Add tasks with ids above all others, in order, where some wait already."""
+        """Add tasks with ids above all others, in order; the bucket is not empty."""
         self._rest.extend(records)
         self.size += len(records)
 
     def push_back(self, record: TaskRecord) -> None:
-        """Put back a task that was taken; costs O(tasks before its old place)."""
+        """Return a task to its place; costs O(tasks before this place)."""
         earlier = []
         while (head := self.head()) is not None and head.id < record.id:
             earlier.append(head)
@@ -103,7 +103,7 @@ class Bucket:
             self.group.enter(self, turn)
 
     def head(self) -> TaskRecord | None:
-        """The first that waits, None without one."""
+        """Return the first waiting task, or None."""
         for part in (self._swept, self._rest):
             while part:
                 record = part[0]
@@ -120,7 +120,7 @@ class Bucket:
             self.group.drop(self)
 
     def take(self, most: int) -> list[TaskRecord]:
-        """Remove the head and those behind it of the same spec, so many at most."""
+        """Remove the head and up to `most` - 1 tasks of the same spec behind it."""
         taken: list[TaskRecord] = []
         head = self.head()
         assert head is not None, self
@@ -138,15 +138,15 @@ class Bucket:
         return taken
 
     def discard(self) -> None:
-        """Note that a task waits no longer: it is in a deque, but its state says so."""
+        """Note that a task, by its state, no longer waits; its entry becomes stale."""
         self.size -= 1
         if not self.size:
             self.group.drop(self)
             return
         front = self._swept or self._rest
         for _ in range(SWEPT):
-            # Else tasks that leave in order of their ids pile up at the front, and one
-            # `head()` would have to skip them all.
+            # Otherwise stale entries pile up at the front if tasks leave in the order
+            # of their ids, and one `head()` has to skip all of them.
             if front and front[0].state is not _WAITING:
                 front.popleft()
         if len(self._swept) + len(self._rest) > 2 * self.size:
@@ -158,12 +158,12 @@ class Bucket:
                 self._swept, self._rest = self._rest, self._swept
 
     def position(self, record: TaskRecord) -> int:
-        """Return how many tasks go before one; beyond `SEARCHED` an upper estimate."""
+        """Return how many tasks go before a task; an upper bound beyond `SEARCHED`."""
         before = 0
-        for looked, other in enumerate(chain(self._swept, self._rest)):
+        for examined, other in enumerate(chain(self._swept, self._rest)):
             if other is record:
                 return before
-            if looked == SEARCHED:
+            if examined == SEARCHED:
                 break
             before += other.state is _WAITING
         place = bisect_left(self._swept, record.id, key=_id_of)
@@ -172,7 +172,7 @@ class Bucket:
         return max(before, min(place, self.size - 1))
 
     def near(self) -> Iterator[TaskRecord]:
-        """Yield tasks near the front, from the first few thousand."""
+        """Yield the waiting tasks among the first few thousand entries."""
         for record in islice(chain(self._swept, self._rest), SEARCHED):
             if record.state is _WAITING:
                 yield record
@@ -188,19 +188,19 @@ def _id_of(record: TaskRecord) -> TaskId:
 
 
 class Group:
-    """The buckets of one program that ask for the same resources, in a heap.
+    """The buckets of one program with the same request, in a heap.
 
-    A bucket's head is mostly replaced by a later task. So the bucket's entry in the
-    heap is corrected only when it comes to the top. An earlier head gets a new entry,
-    and the old entry is dropped when it comes to the top.
+    A bucket's head is mostly replaced by a later task, so the bucket's entry in the
+    heap is corrected only when it comes to the top. An earlier head gets a new entry;
+    the old entry is dropped when it comes to the top.
 
     Attributes:
-        request: what the tasks ask for.
+        request: the request of the tasks.
         client: the program.
-        size: how many buckets there are.
-        stuck: the task that was first when the group last did not fit.
-        reserve_at: when resources are to be reserved for `stuck`.
-        is_warned: whether a stall of one of its tasks was reported; see `stalls`.
+        size: the number of buckets.
+        stuck: the first task, when the group last did not fit.
+        reserve_at: when to reserve resources for `stuck`.
+        is_warned: a stall of the group was reported (`scheduler.shortage`).
     """
 
     def __init__(self, queue: ReadyQueue, request: Request, client: ClientId) -> None:
@@ -214,12 +214,12 @@ class Group:
         self._turns: list[tuple[Precedence, Bucket]] = []
 
     def enter(self, bucket: Bucket, turn: Precedence) -> None:
-        """A bucket is new, or has an earlier head than before."""
+        """Add a bucket that is new or has an earlier head than before."""
         bucket.turn = turn
         heappush(self._turns, (turn, bucket))
 
     def drop(self, bucket: Bucket) -> None:
-        """Forget an empty bucket, and the group with its last one."""
+        """Forget an empty bucket, and the group with its last bucket."""
         bucket.turn = None
         queue, key = self._queue, (self.client, bucket.shape)
         del queue.by_shape[key][bucket.lane]
@@ -233,7 +233,7 @@ class Group:
                 del queue.of_client[self.client]
 
     def first(self) -> tuple[Precedence, TaskRecord, Bucket] | None:
-        """The task whose turn it is, None when nothing waits."""
+        """Return the group's first task with key and bucket; None if it is empty."""
         turns = self._turns
         while turns:
             turn, bucket = turns[0]
@@ -252,10 +252,10 @@ class ReadyQueue:
     """All waiting tasks of the node.
 
     Attributes:
-        by_shape: of each program and shape that waits, its buckets by lane; each holds
-            a task. Empty when nothing waits.
-        of_client: of each program that waits, its groups by what they ask for.
-        clients: the programs that share the node, None while it is one's alone.
+        by_shape: for each program and shape with waiting tasks, its buckets by lane;
+            no bucket is empty.
+        of_client: for each program with waiting tasks, its groups by request.
+        clients: the programs that share the node; None if one program has it.
     """
 
     def __init__(self) -> None:
@@ -270,31 +270,31 @@ class ReadyQueue:
         return f"<ReadyQueue {len(self)} tasks of {len(self.by_shape)} shapes>"
 
     def share(self, clients: Clients) -> None:
-        """Other programs join: from now on those that wait have their turns."""
+        """Begin to take turns between programs."""
         self.clients = clients
         for id_ in self.of_client:
             clients.note_wish(clients.of(id_))
 
     def groups(self) -> Iterator[Group]:
-        """All groups, program by program."""
+        """Yield all groups, program by program."""
         for groups in self.of_client.values():
             yield from groups.values()
 
     def buckets(self) -> Iterator[Bucket]:
-        """All buckets, shape by shape."""
+        """Yield all buckets, shape by shape."""
         for lanes in self.by_shape.values():
             yield from lanes.values()
 
     def push(self, record: TaskRecord) -> None:
-        """Add a new task behind those of its program, shape and lane."""
+        """Add a new task behind the tasks of its program, shape and lane."""
         self._bucket_for(record).push(record)
 
     def push_back(self, record: TaskRecord) -> None:
-        """Give a task that has left the queue its old place again."""
+        """Return a task that has left the queue to its old place."""
         self._bucket_for(record).push_back(record)
 
     def discard(self, record: TaskRecord) -> None:
-        """Note that a task waits no longer; its state says so already."""
+        """Note that a task no longer waits; its state has been changed already."""
         self._lanes_of(record)[sort_key(record)].discard()
 
     def _lanes_of(self, record: TaskRecord) -> dict[Lane, Bucket]:
@@ -320,11 +320,11 @@ class ReadyQueue:
         return bucket
 
     def group_of(self, record: TaskRecord) -> Group:
-        """The group in which a task waits."""
+        """Return the group in which a task waits."""
         return self._lanes_of(record)[sort_key(record)].group
 
     def position(self, record: TaskRecord) -> tuple[int, int]:
-        """How many of a task's program and shape go before it, and how many wait."""
+        """Return how many tasks of its program and shape go before a task, and wait."""
         mine, lanes = sort_key(record), self._lanes_of(record)
         before = sum(bucket.size for lane, bucket in lanes.items() if lane < mine)
         count = sum(bucket.size for bucket in lanes.values())
@@ -333,9 +333,9 @@ class ReadyQueue:
     def is_first(
         self, bucket: Bucket, concerns: Callable[[Request], bool] = bool
     ) -> bool:
-        """Return whether nothing of its program goes before this bucket's head.
+        """Return True if no other group's task goes before this bucket's head.
 
-        `concerns` says of a request whether it matters here.
+        Only groups of the same program count, and only if `concerns(request)` is true.
         """
         if len(self.by_shape) == 1:
             return True
@@ -349,32 +349,35 @@ class ReadyQueue:
         return True
 
     def heads_in_turn(self) -> Iterator[tuple[TaskRecord, Bucket]]:
-        """Each bucket with its first task, as their turns are likely to come."""
+        """Yield the first task of each bucket, with the bucket, in expected order."""
         return self._mix(self._heads(), itemgetter(0))
 
     def in_turn(self) -> Iterator[TaskRecord]:
-        """Tasks as their turns are likely to come.
+        """Yield the waiting tasks in the order in which they will probably start.
 
-        They are all of them, but for those far behind in a long line: so it costs
-        little too where hundreds of thousands have left the midst of it.
+        Tasks far behind in a long bucket are left out, so that many stale entries cost
+        little.
         """
         tasks = {id_: tasks_in_turn(heads) for id_, heads in self._heads().items()}
         return self._mix(tasks, lambda record: record)
 
     def _heads(self) -> dict[ClientId, Iterator[tuple[TaskRecord, Bucket]]]:
-        """The buckets of each program with their first tasks, in order."""
-        found: dict[ClientId, list[tuple[Precedence, TaskRecord, Bucket]]] = {}
+        """Return, for each program, its buckets with their first tasks, in order."""
+        heads_of: dict[ClientId, list[tuple[Precedence, TaskRecord, Bucket]]] = {}
         for bucket in self.buckets():
             head = bucket.head()
             assert head is not None, bucket
             entry = precedence(head), head, bucket
-            found.setdefault(bucket.group.client, []).append(entry)
-        return {id_: _in_order(heads) for id_, heads in found.items()}
+            heads_of.setdefault(bucket.group.client, []).append(entry)
+        return {id_: _in_order(heads) for id_, heads in heads_of.items()}
 
     def _mix(
         self, lines: dict[ClientId, Iterator[T]], record_of: Callable[[T], TaskRecord]
     ) -> Iterator[T]:
-        """Lines of programs as one, as if each task held as much as is thought."""
+        """Merge the programs' queues in the order in which turns will probably come.
+
+        Assumes that each task takes its estimated duration.
+        """
         clients = self.clients
         if clients is None:
             yield from chain.from_iterable(lines.values())
@@ -382,7 +385,7 @@ class ReadyQueue:
         heap: list[tuple[int, float, int, T, Client, Iterator[T]]] = []
         for id_, line in lines.items():
             client = clients.of(id_)
-            # A program that holds something will have used more when others end.
+            # A program that holds leases will have used more when others end.
             virtual_time = (
                 client.virtual_time + EXPECTED * clients.held_by(client) / client.weight
             )
@@ -411,7 +414,7 @@ class ReadyQueue:
                 heapreplace(heap, (*key, following, client, line))
 
     def any_task(self) -> TaskRecord | None:
-        """Any task that waits, the first of its shape; None without one."""
+        """Return any waiting task that is the first of its shape, or None."""
         for bucket in self.buckets():
             return bucket.head()
         return None
@@ -424,7 +427,7 @@ class ReadyQueue:
 def _in_order(
     heads: list[tuple[Precedence, TaskRecord, Bucket]],
 ) -> Iterator[tuple[TaskRecord, Bucket]]:
-    """Yield buckets by the precedence of their first tasks; the first cost little."""
+    """Yield buckets by the precedence of their first tasks; sorts lazily."""
     heapify(heads)
     while heads:
         _, head, bucket = heappop(heads)
@@ -432,17 +435,17 @@ def _in_order(
 
 
 def tasks_in_turn(heads: Iterator[tuple[TaskRecord, Bucket]]) -> Iterator[TaskRecord]:
-    """The tasks of buckets, which come in the order of their heads, in order."""
-    coming = next(heads, None)
-    line: list[tuple[Precedence, TaskRecord, Iterator[TaskRecord]]] = []
-    while coming or line:
-        if coming and (not line or precedence(coming[0]) < line[0][0]):
-            rest = coming[1].near()
-            coming = next(heads, None)
-            record = next(rest, None)
+    """Merge the tasks of buckets that come in the order of their heads."""
+    upcoming = next(heads, None)
+    heap: list[tuple[Precedence, TaskRecord, Iterator[TaskRecord]]] = []
+    while upcoming or heap:
+        if upcoming and (not heap or precedence(upcoming[0]) < heap[0][0]):
+            tasks = upcoming[1].near()
+            upcoming = next(heads, None)
+            record = next(tasks, None)
         else:
-            _, first, rest = heappop(line)
+            _, first, tasks = heappop(heap)
             yield first
-            record = next(rest, None)
+            record = next(tasks, None)
         if record is not None:
-            heappush(line, (precedence(record), record, rest))
+            heappush(heap, (precedence(record), record, tasks))

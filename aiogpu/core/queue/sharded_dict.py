@@ -1,7 +1,7 @@
-"""A dictionary by task id, in shards: growing copies one shard at most.
+"""A dictionary by task id, in shards: growing copies only one shard.
 
-A plain dict of a million entries copies itself as a whole when it grows, which holds
-the loop for 50 ms.
+A plain dict of a million entries copies all of them when it grows, which blocks the
+event loop for 50 ms.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from aiogpu.core.model.ids import TaskId
 T = TypeVar("T")
 
 BITS: Final = 12
-"""Ids that differ in these last bits alone share a shard."""
+"""Ids that differ only in their last `BITS` bits share a shard."""
 
 _NOTHING: Final[dict[TaskId, Any]] = {}
 
 
 class ShardedDict(Generic[T]):
-    """A mapping from task ids that were handed out in order.
+    """A mapping from task ids, which are assigned in order.
 
     Attributes:
-        young: the shard of the latest ids. Who looks there first, and asks the table
-            for what is not there, saves a call where tasks end soon.
+        young: the shard of the latest ids. Callers that look there first save a call
+            for short tasks.
     """
 
     def __init__(self) -> None:
@@ -55,14 +55,14 @@ class ShardedDict(Generic[T]):
         self.young[task] = value
 
     def _open(self, number: int) -> None:
-        """Begin another shard; of the last one, forget that it was kept empty."""
+        """Begin a new shard; drop the previous one if it is empty."""
         if not self.young:
             del self._shards[self._latest]
         self._latest = number
         self.young = self._shards.setdefault(number, {})
 
     def extend(self, first: TaskId, values: Sequence[T]) -> None:
-        """Add things whose ids follow each other."""
+        """Add values with consecutive ids."""
         start = 0
         while start < len(values):
             task = first + start
@@ -78,23 +78,23 @@ class ShardedDict(Generic[T]):
         self.pop(task)
 
     def get(self, task: TaskId) -> T | None:
-        """Return what belongs to the id, None without it."""
+        """Return the value of an id, or None."""
         shard = self._shards.get(task >> BITS)
         return None if shard is None else shard.get(task)
 
     def some(self, tasks: Collection[TaskId]) -> list[T | None]:
-        """Return what belongs to each of these ids, None without it."""
-        found = [*map(self.young.get, tasks)]
-        if None not in found:
-            return found
+        """Return the value of each id, or None."""
+        values = [*map(self.young.get, tasks)]
+        if None not in values:
+            return values
         shards = self._shards
         return [shards.get(task >> BITS, _NOTHING).get(task) for task in tasks]
 
     def pop_some(self, tasks: Collection[TaskId]) -> None:
-        """Remove what belongs to these ids.
+        """Remove the values of some ids.
 
         Raises:
-            KeyError: there is nothing for one of them.
+            KeyError: an id has no value.
         """
         shards = self._shards
         for task in tasks:
@@ -104,10 +104,10 @@ class ShardedDict(Generic[T]):
                 del shards[number]
 
     def pop(self, task: TaskId) -> T:
-        """Remove what belongs to the id.
+        """Remove and return the value of an id.
 
         Raises:
-            KeyError: there is nothing.
+            KeyError: the id has no value.
         """
         number = task >> BITS
         shard = self._shards[number]
@@ -117,6 +117,6 @@ class ShardedDict(Generic[T]):
         return value
 
     def values(self) -> Iterator[T]:
-        """Yield all values, in order of the ids' shards."""
+        """Yield all values, shard by shard."""
         for shard in self._shards.values():
             yield from shard.values()

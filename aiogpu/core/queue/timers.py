@@ -1,8 +1,8 @@
-"""Moments at which the scheduler wants to look again.
+"""The scheduler's alarms.
 
-An alarm is a plain value; what it means is the scheduler's business. Alarms that no
-longer matter are not removed but recognised when they ring. Where they abound, each
-further one removes a few of them: there may be a million.
+An alarm is a plain value; the scheduler gives it its meaning. A stale alarm is not
+removed; the scheduler ignores it when it is due. If many are stale (there may be a
+million), each further one removes a few others.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from heapq import heappop, heappush
 from typing import Final, NamedTuple
 
 FEW: Final = 64
-"""Needless alarms that are left to ring."""
+"""Number of stale alarms from which on stale alarms are removed."""
 
 
 AT_ONCE: Final = 500
-"""Alarms that ring in one go, so that the loop may do other things in between."""
+"""The most alarms that `due` yields at once, so that the loop can do other things."""
 
 
 SWEPT: Final = 4
-"""Alarms that are looked at for each that has become needless."""
+"""Alarms that are examined for each alarm that becomes stale."""
 
 
 class AlarmKind(Enum):
@@ -34,31 +34,31 @@ class AlarmKind(Enum):
     STOP = "stop"
     """A task that is being stopped may need another interrupt, or a kill."""
     END = "end"
-    """A worker that was told to exit has had its time."""
+    """The exit grace of a retired worker has passed."""
     LOOK = "look"
-    """A worker is looked at: has it come any further?"""
+    """The progress of a busy worker must be checked."""
     RETRY = "retry"
-    """A task that has failed is to be tried again."""
+    """A failed task is due for its retry."""
     REFILL = "refill"
-    """Spares that were taken are to be replaced."""
+    """Spares that were used must be replaced."""
     SPARES = "spares"
-    """Spares may not have been used for a while."""
+    """Some spares may not have been used for long."""
     ALONE = "alone"
-    """A task that is to run alone has waited for long enough."""
+    """A task that must run alone has waited too long."""
     WORKER_LIMIT = "worker limit"
-    """There may be room for more workers than lately."""
+    """The limit of workers may be raised."""
     OUTAGE = "outage"
-    """Workers may be tried again for an environment for which they could not start."""
+    """The pause after a failed start of a worker has passed."""
     STALL = "stall"
-    """Somebody may have waited for long for what is held without end."""
+    """Some tasks may have waited long for resources held without end."""
     CLOSE = "close"
-    """More of those that wait are to be told that the node closes."""
+    """A closing node must fail its next batch of waiting tasks."""
 
     __hash__ = object.__hash__
 
 
 class Alarm(NamedTuple):
-    """A moment, and the id of the task or of the worker that it concerns."""
+    """A time, and the id of the task or worker that it concerns."""
 
     when: float
     sequence: int
@@ -70,14 +70,14 @@ class Timers:
     """Alarms in order of time.
 
     Attributes:
-        earliest: when the next alarm rings, None without one.
+        earliest: the time of the next alarm, or None.
     """
 
     def __init__(self) -> None:
         self.earliest: float | None = None
         self._heap: list[Alarm] = []
-        # A heap that is being swept into the other. It loses its last leaf each
-        # time, and so stays a heap.
+        # A heap whose alarms are moved to the other heap, unless they are stale. Only
+        # its last leaf is removed each time, so it stays a heap.
         self._unswept: list[Alarm] = []
         self._sequence = 0
         self._stale = 0
@@ -86,14 +86,14 @@ class Timers:
         return len(self._heap) + len(self._unswept)
 
     def set(self, when: float, kind: AlarmKind, subject: int) -> None:
-        """Ask to be woken at `when`."""
+        """Set an alarm for the time `when`."""
         self._sequence += 1
         heappush(self._heap, Alarm(when, self._sequence, kind, subject))
         if self.earliest is None or when < self.earliest:
             self.earliest = when
 
     def _first(self) -> list[Alarm]:
-        """The heap on which the next alarm is."""
+        """Return the heap with the next alarm."""
         heap, unswept = self._heap, self._unswept
         return unswept if unswept and not (heap and heap[0] < unswept[0]) else heap
 
@@ -102,9 +102,9 @@ class Timers:
         self.earliest = heap[0].when if heap else None
 
     def due(self, now: float) -> Iterator[Alarm]:
-        """Remove and yield the alarms that ring at `now` or before, in order.
+        """Remove and yield the alarms for `now` or before, in order.
 
-        Of very many the rest is left; `earliest` says that they are overdue.
+        Yields at most `AT_ONCE`; `earliest` shows that further ones are overdue.
         """
         for _ in range(AT_ONCE):
             if self.earliest is None or self.earliest > now:
@@ -114,11 +114,11 @@ class Timers:
             yield alarm
 
     def note_stale(self, kind: AlarmKind, alive: Container[int]) -> None:
-        """Count an alarm of that kind as needless, and sweep a few when they abound.
+        """Count an alarm as stale, and remove a few stale alarms if there are many.
 
         Args:
-            kind: the kind of alarm whose subject has gone.
-            alive: the subjects of that kind for which alarms still matter.
+            kind: the kind of the alarm whose subject is gone.
+            alive: the subjects whose alarms of this kind are not stale.
         """
         self._stale += 1
         if not self._unswept:

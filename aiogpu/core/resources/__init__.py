@@ -1,1 +1,1 @@
-"""The node's resources, and who holds them."""
+"""The node's resources, and the leases that hold them."""

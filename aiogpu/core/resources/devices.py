@@ -1,20 +1,20 @@
-"""The devices of one kind, what is taken of each, and the choice of a device.
+"""The devices of one kind, their taken shares, and the choice of a device.
 
-The rules of the choice are those of Ray's "Fractional accelerators": best fit, lowest
-index first on a tie; whole requests only from devices that are entirely free; a share
-never spans devices. With `placement="spread"` it is the other way round. The choice is
-among the devices with enough memory and, for several whole ones, among those that fast
-links join (`topology`).
+The rules are those of Ray's "Fractional accelerators": best fit, lowest index first on
+a tie; whole requests only from devices that are entirely free; a share never spans
+devices. `placement="spread"` prefers the emptiest device instead. Only devices with
+enough memory are considered; several whole devices are chosen by their fast links
+(`topology`).
 
 A device has two measures (`docs/decisions/0024-device-memory-is-a-second-measure.md`):
 
-- a task that names bytes reserves them beside its share;
-- a task that names none takes the part of the memory that its share is of the device;
-- a whole device is all of its memory.
+- a task that names bytes reserves them in addition to its share;
+- a task that names no bytes takes the same part of the memory as of the device;
+- a whole device includes all of its memory.
 
-A set of devices is a mask: an int whose bit `1 << index` is set. Devices are filed by
-how much of them is free, so that the choice among a thousand looks at a few: the masks
-by free amount, and the amounts in order.
+A set of devices is a mask: an int with bit `1 << index` set for each device. An index
+of the devices by free amount makes the choice fast: masks by amount, and the amounts in
+order.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ if TYPE_CHECKING:
 
 
 Share = tuple[int, int]
-"""Index of a device in its set, and the amount taken of it in parts."""
+"""Index of a device in its set, and the taken amount in parts."""
 
 
 class Cause(Enum):
-    """The causes for which a device is withheld, in the order of reports."""
+    """The causes for which a device is set aside, in the order of reports."""
 
     UNSETTLED = "unsettled"
-    """Ended tasks have left something on it."""
+    """Ended tasks have left memory or processes on the device."""
     SICK = "sick"
-    """It fails; that comes and goes by itself."""
+    """The device fails; it may recover by itself."""
     FOREIGN = "foreign"
-    """Processes that are none of the node's are on it."""
+    """Processes that do not belong to the node use the device."""
 
 
 class DeviceAvailability:
-    """Which devices of one kind are not to be used; bundles share their node's.
+    """The devices of one kind that must not be used; bundles share their node's.
 
     Attributes:
-        aside: why a device is given to nobody for now, by index; others only read it.
-        aside_mask: those devices.
-        avoided_mask: devices that are chosen last.
+        aside: why a device is set aside, by index; callers must not change it.
+        aside_mask: the devices that are set aside.
+        avoided_mask: the devices that are chosen last.
     """
 
     def __init__(self) -> None:
@@ -63,9 +63,9 @@ class DeviceAvailability:
         self._reasons: dict[int, dict[Cause, str]] = {}
 
     def note(self, index: int, cause: Cause, reason: str | None) -> None:
-        """Withhold a device for a reason, or with None end that cause.
+        """Set a device aside for a cause; the reason None ends the cause.
 
-        Whoever has a share of it keeps it.
+        Leases that hold a share of the device keep it.
         """
         bit, reasons = 1 << index, self._reasons.setdefault(index, {})
         reasons.pop(cause, None)
@@ -76,20 +76,20 @@ class DeviceAvailability:
             self.aside.pop(index, None)
             self.aside_mask &= ~bit
             return
-        seen, sick = reasons.get(Cause.UNSETTLED, ""), reasons.get(Cause.SICK, "")
-        # Both may tell of one failure, in the same words.
-        fresh = [reason for reason in sick.split("; ") if reason not in seen]
-        told = filter(None, (seen, *fresh, reasons.get(Cause.FOREIGN)))
-        self.aside[index] = "; ".join(told)
+        unsettled, sick = reasons.get(Cause.UNSETTLED, ""), reasons.get(Cause.SICK, "")
+        # Both may report the same failure, in the same words.
+        others = [reason for reason in sick.split("; ") if reason not in unsettled]
+        texts = filter(None, (unsettled, *others, reasons.get(Cause.FOREIGN)))
+        self.aside[index] = "; ".join(texts)
         self.aside_mask |= bit
 
     def avoid(self, index: int, *, is_avoided: bool) -> None:
-        """Choose a device after all others, or no longer."""
+        """Choose a device after all others, or stop doing so."""
         bit = 1 << index
         self.avoided_mask = self.avoided_mask & ~bit | bit * is_avoided
 
     def check(self) -> None:
-        """Assert that the mask is that of the reasons."""
+        """Assert that the mask agrees with the reasons."""
         mask = sum(1 << index for index in self.aside)
         assert mask == self.aside_mask, (self.aside, self.aside_mask)
         assert self.aside.keys() == self._reasons.keys(), (self.aside, self._reasons)
@@ -100,8 +100,8 @@ Affinity = tuple[int, Sequence[int]]
 
 COLD: Final[Affinity] = (0, ())
 
-_REMEMBERED: Final = 256
-"""Conditions of which it is remembered which devices fulfil them."""
+_CACHED: Final = 256
+"""Conditions whose fitting devices are cached."""
 
 
 class DeviceSet:
@@ -110,15 +110,17 @@ class DeviceSet:
     Attributes:
         kind: the name of the resource, "GPU".
         devices: the devices, by index.
-        availability: which of them are not to be used.
-        shares: what there is of them, None for all; of a share of 0, memory alone.
-        capacity: bytes of memory of each device, 0 where unknown.
-        free: the free parts of each device, by index; others only read it.
-        free_mask: the devices of which no part is taken; others only read it.
-        named: bytes of each device that are reserved by name; others only read it.
-        named_mask: the devices on which there are some.
-        unverified: devices, by index, of which a share was given back although
-            nobody could see that the memory behind it is free.
+        availability: the devices that must not be used.
+        shares: for a bundle, its shares of the devices (a share of 0: memory only);
+            None for the node, which has all.
+        capacity: bytes of memory of each device, 0 if unknown.
+        free: the free parts of each device; callers must not change it.
+        free_mask: the devices without a taken part; callers must not change it.
+        named: bytes of each device that are reserved explicitly; callers must not
+            change it.
+        named_mask: the devices with such bytes.
+        unverified: the devices, by index, of which a share was returned without a check
+            that its memory is free.
     """
 
     def __init__(
@@ -132,7 +134,7 @@ class DeviceSet:
         self.availability = availability or DeviceAvailability()
         self.devices = tuple(devices)
         self.shares = shares
-        # What is asked of GPU memory says nothing of other kinds of devices.
+        # Requests for GPU memory do not concern other kinds of devices.
         self._has_memory = kind == GPU
         memories = [device.memory * self._has_memory for device in self.devices]
         self.capacity = tuple(memories)
@@ -143,7 +145,7 @@ class DeviceSet:
         self._apart = [0] * len(memories)
         for index, part in shares or ():
             self.free[index] = part
-            # A bundle of memory alone lacks all parts; they count as no used memory.
+            # A bundle with memory only has no parts; these do not count as used memory.
             self._apart[index] = 0 if part else UNIT
         self._bits = tuple(1 << index for index in range(len(self.devices)))
         self._of_type: dict[str | None, int] = {None: sum(self._bits)}
@@ -153,7 +155,7 @@ class DeviceSet:
         self._where: dict[tuple[str | None, DeviceSelector], int] = {}
         self._of_size: dict[int, int] = {}
         self._links = Topology(self.devices)
-        # CUDA enumerates one MIG instance to a process:
+        # CUDA shows a process only one MIG instance:
         # https://docs.nvidia.com/datacenter/tesla/mig-user-guide/
         self._combinable = self._mask(device.parent is None for device in self.devices)
         self.free_mask = self._mask(part == UNIT for part in self.free)
@@ -183,14 +185,14 @@ class DeviceSet:
         return None
 
     def fitting(self, request: Request) -> int:
-        """The devices that are of a request's type and fulfil its `where`."""
+        """Return the devices of a request's type that fulfil its `where`."""
         mask = self._of_type.get(self.wanted_type(request), 0)
         if request.where is None or not self._has_memory:
             return mask
         key = request.accelerator_type, request.where
         known = self._where.get(key)
         if known is None:
-            if len(self._where) >= _REMEMBERED:
+            if len(self._where) >= _CACHED:
                 self._where.clear()
             fits = request.where.fits
             known = self._where[key] = mask & self._mask(map(fits, self.devices))
@@ -201,7 +203,7 @@ class DeviceSet:
         return request.gpu_memory if self._has_memory else 0
 
     def usable(self, amount: int, request: Request) -> int:
-        """The devices that could serve `amount` of a request if nothing was taken."""
+        """Return the devices that could serve `amount` if nothing were taken."""
         mask = self.fitting(request)
         if amount > UNIT:
             mask &= self._combinable
@@ -212,25 +214,25 @@ class DeviceSet:
     def _with_capacity(self, least: int) -> int:
         known = self._of_size.get(least)
         if known is None:
-            if len(self._of_size) >= _REMEMBERED:
+            if len(self._of_size) >= _CACHED:
                 self._of_size.clear()
             known = self._mask(size >= least for size in self.capacity)
             self._of_size[least] = known
         return known
 
     def room_for(self, amount: int, request: Request) -> int:
-        """Count the leases of `amount` that fit at once while nothing is taken."""
+        """Return how many leases of `amount` fit at once if nothing is taken."""
         usable = self.usable(amount, request)
         if amount >= UNIT:
             return usable.bit_count() // (amount // UNIT)
         # A share never spans devices.
         memory = self.demand(request)
-        rooms = 0
+        count = 0
         for index, capacity in enumerate(self.capacity):
             if usable >> index & 1:
                 by_parts = UNIT // amount if amount else capacity // memory
-                rooms += min(by_parts, capacity // memory) if memory > 0 else by_parts
-        return rooms
+                count += min(by_parts, capacity // memory) if memory > 0 else by_parts
+        return count
 
     def free_memory(self, index: int) -> int:
         """Return the bytes that no lease has reserved; 0 if unknown."""
@@ -239,7 +241,7 @@ class DeviceSet:
         return capacity - capacity * implied // UNIT - self.named[index]
 
     def _has_room(self, index: int, amount: int, memory: int) -> bool:
-        """Return whether a device has the memory for a share."""
+        """Return True if a device has the memory for a share."""
         capacity = self.capacity[index]
         if memory and capacity < max(memory, 1):
             return False
@@ -253,7 +255,7 @@ class DeviceSet:
         return capacity * (implied + amount) // UNIT + self.named[index] <= capacity
 
     def could_serve(self, amount: int, request: Request, mask: int) -> bool:
-        """Return whether the devices of a mask are free for `amount` now."""
+        """Return True if the devices of a mask are free for `amount` now."""
         part = min(amount, UNIT)
         return (
             not mask & self.availability.aside_mask
@@ -264,28 +266,27 @@ class DeviceSet:
     def choose(
         self, amount: int, request: Request, barred: int = 0, warm: Affinity = COLD
     ) -> tuple[Share, ...] | None:
-        """Say which shares would serve `amount` now, None if it must wait.
+        """Choose shares that serve `amount` now; None if the request must wait.
 
-        Of devices that are equally good, a warm one goes first, then the lowest. Of
-        sets of whole devices, a warm one goes first, then the one that is best linked.
+        Among equally good devices, a warm device goes first, then the lowest index.
+        Among sets of whole devices, a warm set goes first, then the best linked set.
 
         Args:
-            amount: in parts; above one device a multiple of `UNIT`, 0 for memory alone.
-            request: which devices, with which memory, and whether its share goes to
-                the emptiest of them instead of the fullest that has room.
-            barred: mask of devices that may not be used.
-            warm: devices for each of which something is ready, and sets of them.
+            amount: parts; above one device a multiple of `UNIT`; 0 for memory only.
+            request: the conditions on the devices, the memory, and `spread`.
+            barred: mask of devices that must not be used.
+            warm: devices and sets of devices with an idle worker.
         """
         if avoided := self.availability.avoided_mask:
-            best = barred | avoided
-            if found := self._choose(amount, request, best, warm):
-                return found
+            chosen = self._choose(amount, request, barred | avoided, warm)
+            if chosen:
+                return chosen
         return self._choose(amount, request, barred, warm)
 
     def _choose(
         self, amount: int, request: Request, barred: int, warm: Affinity
     ) -> tuple[Share, ...] | None:
-        # Of GPUs at once: most requests are for these.
+        # For GPUs without a call: most requests ask for GPUs.
         kind = request.accelerator_type
         kind = kind if self._has_memory else self.wanted_type(request)
         barred |= self.availability.aside_mask
@@ -308,26 +309,26 @@ class DeviceSet:
             if not (request.spread and found):
                 with_room = self._levels[bisect_left(self._levels, amount) :]
                 for level in reversed(with_room) if request.spread else with_room:
-                    if filed := self._at[level] & allowed:
-                        found = filed
+                    if at_level := self._at[level] & allowed:
+                        found = at_level
                         break
         found = found & warm[0] or found
         return (((found & -found).bit_length() - 1, amount),) if found else None
 
     def _with_memory(self, mask: int, amount: int, request: Request) -> int:
-        """The devices of a mask that have the memory for a share."""
+        """Return the devices of a mask that have the memory for a share."""
         memory = self.demand(request)
-        # Where nobody has named bytes, the parts say all of it.
-        looked_at = mask if memory else mask & self.named_mask
-        while looked_at:
-            bit = looked_at & -looked_at
-            looked_at ^= bit
+        # On a device without explicit bytes, free parts imply free memory.
+        unchecked = mask if memory else mask & self.named_mask
+        while unchecked:
+            bit = unchecked & -unchecked
+            unchecked ^= bit
             if not self._has_room(bit.bit_length() - 1, amount, memory):
                 mask ^= bit
         return mask
 
     def _fullest(self, mask: int, *, spread: bool) -> int:
-        """Return the devices of a mask with the least free memory, or the most."""
+        """Return the devices of a mask with the least (spread: most) free memory."""
         levels: dict[int, int] = {}
         while mask:
             bit = mask & -mask
@@ -361,8 +362,8 @@ class DeviceSet:
         """Take shares that `choose` has just returned.
 
         Args:
-            shares: of which devices, and how much of each.
-            memory: the `Request.gpu_memory` that they were chosen for.
+            shares: the shares.
+            memory: the `Request.gpu_memory` for which they were chosen.
         """
         for index, amount in shares:
             self._file(index, self.free[index] - amount)
@@ -370,14 +371,14 @@ class DeviceSet:
                 self._name(index, amount, memory, 1)
 
     def give_back(self, shares: Iterable[Share], memory: int = 0) -> None:
-        """Return shares taken before, with the same `memory`."""
+        """Return shares that were taken with the same `memory`."""
         for index, amount in shares:
             self._file(index, self.free[index] + amount)
             if memory:
                 self._name(index, amount, memory, -1)
 
     def _name(self, index: int, amount: int, memory: int, sign: int) -> None:
-        """Reserve the bytes that a share names, or give them back (`sign` -1)."""
+        """Reserve the explicit bytes of a share, or return them (`sign` -1)."""
         named = named_bytes(amount, memory)
         if named and self._has_memory:
             self.named[index] += sign * named
@@ -386,15 +387,15 @@ class DeviceSet:
             self.named_mask = self.named_mask & ~bit | bit * (self.named[index] > 0)
 
     def memory_reserved(self, index: int) -> int:
-        """Bytes of a device's memory that are held, by name or by shares."""
+        """Return the reserved bytes of a device's memory, explicit or by shares."""
         return self.capacity[index] - self.free_memory(index)
 
     def memory_of(self, share: Share, memory: int) -> int:
-        """Bytes that one share holds of its device's memory; 0 where unknown.
+        """Return the bytes that a share holds of its device's memory; 0 if unknown.
 
         Args:
-            share: the device and the amount of it.
-            memory: the `Request.gpu_memory` that it was taken for.
+            share: the share.
+            memory: the `Request.gpu_memory` for which it was taken.
         """
         index, amount = share
         if self._has_memory and (named := named_bytes(amount, memory)):
@@ -402,15 +403,15 @@ class DeviceSet:
         return self.capacity[index] * amount // UNIT
 
     def _file(self, index: int, level: int) -> None:
-        """File a device under what is free of it now."""
+        """Move a device in the index to its new free amount."""
         at, bit, before = self._at, self._bits[index], self.free[index]
         self.free[index] = level
         if before == UNIT:
             self.free_mask ^= bit
         elif before:
-            left = at[before] ^ bit
-            if left:
-                at[before] = left
+            others = at[before] ^ bit
+            if others:
+                at[before] = others
             else:
                 del at[before]
                 del self._levels[bisect_left(self._levels, before)]
@@ -427,23 +428,23 @@ class DeviceSet:
         return self.free, self.named, self._apart, self.named_mask
 
     def check(self) -> None:
-        """Assert that nothing is taken twice, and every device is filed under its rest.
+        """Assert that no amount is out of range and the index is right.
 
         Costs O(devices).
         """
-        filed: dict[int, int] = {}
+        by_level: dict[int, int] = {}
         for index, (level, capacity) in enumerate(
             zip(self.free, self.capacity, strict=True)
         ):
-            filed[level] = filed.get(level, 0) | 1 << index
+            by_level[level] = by_level.get(level, 0) | 1 << index
             apart, named = self._apart[index], self.named[index]
             assert 0 <= level <= UNIT, (index, level)
             assert bool(named) == bool(self.named_mask >> index & 1), self.named_mask
             assert 0 <= apart <= UNIT - level, (index, apart)
             assert bool(named) or apart in (0, UNIT), (index, apart)
             assert 0 <= self.free_memory(index) <= capacity, (index, named)
-        assert filed.pop(UNIT, 0) == self.free_mask, (self.free, self.free_mask)
-        filed.pop(0, None)
-        assert filed == self._at, (self.free, self._at)
-        assert sorted(filed) == self._levels, (self.free, self._levels)
+        assert by_level.pop(UNIT, 0) == self.free_mask, (self.free, self.free_mask)
+        by_level.pop(0, None)
+        assert by_level == self._at, (self.free, self._at)
+        assert sorted(by_level) == self._levels, (self.free, self._levels)
         self.availability.check()

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 SHOWN: Final = 8
-"""Sorts of devices that are told; of the rest, that there are more."""
+"""Types of devices that a message lists at most."""
 
 
 def find_infeasible(
@@ -32,12 +32,12 @@ def find_infeasible(
     device_sets: Mapping[str, DeviceSet],
     request: Request,
 ) -> str | None:
-    """A clause that says what a request could never have here, None if nothing.
+    """Return a clause about what an idle node lacks for a request; None if nothing.
 
     Args:
-        capacity: of undivided resources, in parts.
+        capacity: capacity of the resources without devices, in parts.
         device_sets: the devices by kind.
-        request: what is asked for.
+        request: the request.
     """
     wanted = request.accelerator_type
     kinds = [
@@ -46,15 +46,15 @@ def find_infeasible(
         if (devices := device_sets.get(kind)) and devices.wanted_type(request)
     ]
     for name, asked in request.scalars:
-        there = capacity.get(name, 0)
-        if there < asked:
+        total = capacity.get(name, 0)
+        if total < asked:
             if kinds and wanted is not None and name == TYPE_PREFIX + wanted:
                 return _no_such_type(device_sets[kinds[0]], wanted)
-            given, had = (written(name, number(parts)) for parts in (asked, there))
-            known = {*capacity, *device_sets} if not there else set()
-            near = _like(name, known - {name})
-            hint = f" (did you mean {near[0]!r}?)" if near else ""
-            return f"it lacks {name} {given} of {had}{hint}"
+            needed, present = (written(name, number(n)) for n in (asked, total))
+            known = {*capacity, *device_sets} if not total else set()
+            similar = _similar(name, known - {name})
+            hint = f" (did you mean {similar[0]!r}?)" if similar else ""
+            return f"it lacks {name} {needed} of {present}{hint}"
     for kind, amount in request.devices:
         devices = device_sets.get(kind)
         if devices is None:
@@ -64,7 +64,7 @@ def find_infeasible(
                 "gpu_memory='share' is the part of a GPU's memory that num_gpus is of "
                 "the GPU, and num_gpus is 0"
             )
-        # Memory alone is asked of one device.
+        # A request for memory only needs one device.
         count = max(amount // UNIT, 1)
         if devices.usable(amount, request).bit_count() < count:
             return _too_few(devices, amount, count, request)
@@ -74,29 +74,29 @@ def find_infeasible(
 def _too_few(devices: DeviceSet, amount: int, count: int, request: Request) -> str:
     """Explain why too few devices fit a request, by the first filter that fails."""
     kind, wanted, where = devices.kind, devices.wanted_type(request), request.where
-    of_type = _those(devices, devices.mask_of_type(wanted))
+    of_type = _in_mask(devices, devices.mask_of_type(wanted))
     suffix = f" of type {wanted}" if wanted else ""
     if wanted is not None and not of_type:
         return _no_such_type(devices, wanted)
     if len(of_type) < count:
         asked = f"{number(amount):g}" if amount else "1"
         return f"it lacks {kind} {asked} of {len(of_type)}{suffix}"
-    fitting = _those(devices, devices.fitting(request))
+    fitting = _in_mask(devices, devices.fitting(request))
     if len(fitting) < count:
         most = "none fulfils" if not fitting else f"only {len(fitting)} fulfil"
         return (
             f"of its {len(of_type)} {kind}{'s' * (len(of_type) > 1)}{suffix}, {most} "
             f"{where} "
-            f"({_there_are(of_type, where)}{_hint(of_type, where)})"
+            f"({_list_devices(of_type, where)}{_pattern_hint(of_type, where)})"
         )
     if amount > UNIT:
         whole = [device for device in fitting if device.parent is None]
         if len(whole) < count:
             but = f"all but {len(whole)} of " if whole else ""
             return (
-                f"a process can use one MIG instance only, and {but}its {len(fitting)} "
-                f"{kind}s{suffix} are MIG instances: ask for {kind} {len(whole) or 1} "
-                f"at most"
+                f"a process can use only one MIG instance, and {but}its {len(fitting)} "
+                f"{kind}s{suffix} are MIG instances: ask for at most {kind} "
+                f"{len(whole) or 1}"
             )
         fitting = whole
     return _too_little_memory(fitting, count, request)
@@ -114,64 +114,66 @@ def _too_little_memory(fitting: list[Device], count: int, request: Request) -> s
     asked = size(request.gpu_memory)
     return (
         f"it lacks {count} GPU{'s' * (count > 1)} with gpu_memory {asked} "
-        f"({_there_are(fitting)})"
+        f"({_list_devices(fitting)})"
     )
 
 
-def _like(name: str, known: Iterable[str]) -> list[str]:
-    """Suggest a known name that is similar to an unknown one."""
+def _similar(name: str, known: Iterable[str]) -> list[str]:
+    """Return the known name that is most similar to an unknown one, if any."""
     from difflib import get_close_matches
 
-    by_lower = {one.lower(): one for one in sorted(known)}
-    return [by_lower[one] for one in get_close_matches(name.lower(), by_lower, 1)]
+    by_lower = {candidate.lower(): candidate for candidate in sorted(known)}
+    return [by_lower[match] for match in get_close_matches(name.lower(), by_lower, 1)]
 
 
 def _no_such_type(devices: DeviceSet, wanted: str) -> str:
     kind = devices.kind
     types = sorted({device.type for device in devices.devices if device.type})
-    near = _like(wanted.lower(), [each.lower() for each in types])
-    hint = "".join(f"; did you mean {t!r}?" for t in types if t.lower() in near)
+    similar = _similar(wanted.lower(), [each.lower() for each in types])
+    hint = "".join(f"; did you mean {t!r}?" for t in types if t.lower() in similar)
     if devices.devices and not types:
         hint = (
             '; if they are, start it with init(accelerator_type="...") or '
             "`aiogpu start --accelerator-type ...`"
         )
-    told = "there is none at all"
+    present = "there is none at all"
     if devices.devices:
-        told = _counted(device.type or "of unknown type" for device in devices.devices)
-    return f"there is no {kind} of type {wanted!r} ({told}{hint})"
+        types_of = (device.type or "of unknown type" for device in devices.devices)
+        present = _count_types(types_of)
+    return f"there is no {kind} of type {wanted!r} ({present}{hint})"
 
 
-def _those(devices: DeviceSet, mask: int) -> list[Device]:
-    return [one for index, one in enumerate(devices.devices) if mask >> index & 1]
+def _in_mask(devices: DeviceSet, mask: int) -> list[Device]:
+    numbered = enumerate(devices.devices)
+    return [device for index, device in numbered if mask >> index & 1]
 
 
-def _there_are(devices: list[Device], where: DeviceSelector | None = None) -> str:
-    """Return what there is, by type and memory: "there are: 4 x A100 of 80GiB, 2 x T4".
+def _list_devices(devices: list[Device], where: DeviceSelector | None = None) -> str:
+    """List devices by type and memory: "there are: 4 x A100 of 80GiB, 2 x T4".
 
-    By the product's name, and with the compute capability, where these are asked for.
+    Shows the product name and the compute capability if `where` asks for them.
     """
-    return _counted(" ".join(_words_of(device, where)) for device in devices)
+    return _count_types(" ".join(_describe(device, where)) for device in devices)
 
 
-def _hint(devices: list[Device], where: DeviceSelector | None) -> str:
-    """For who has forgotten that a pattern is one of the whole name."""
+def _pattern_hint(devices: list[Device], where: DeviceSelector | None) -> str:
+    """Suggest a wider pattern: a pattern must match the whole product name."""
     if where is None or not where.name:
         return ""
     wider = replace(where, name=f"*{where.name.strip('*')}*")
-    is_near = any(wider.fits(one) and not where.fits(one) for one in devices)
-    return f"; did you mean {wider.name!r}?" if is_near else ""
+    helps = any(wider.fits(device) and not where.fits(device) for device in devices)
+    return f"; did you mean {wider.name!r}?" if helps else ""
 
 
-def _counted(sorts: Iterable[str]) -> str:
-    counts = Counter(sorts)
-    told = [f"{count} x {sort}" for sort, count in counts.most_common(SHOWN)]
+def _count_types(types: Iterable[str]) -> str:
+    counts = Counter(types)
+    items = [f"{count} x {type_}" for type_, count in counts.most_common(SHOWN)]
     if len(counts) > SHOWN:
-        told.append("and others")
-    return f"there are: {', '.join(told)}"
+        items.append("and others")
+    return f"there are: {', '.join(items)}"
 
 
-def _words_of(device: Device, where: DeviceSelector | None) -> Iterator[str]:
+def _describe(device: Device, where: DeviceSelector | None) -> Iterator[str]:
     is_by_name = where is not None and bool(where.name)
     name = device.type or device.name
     if is_by_name and device.name:
@@ -183,6 +185,6 @@ def _words_of(device: Device, where: DeviceSelector | None) -> Iterator[str]:
     if is_by_name and not device.name:
         yield "without a name"
     if where is not None and where.least_capability > (0, 0):
-        known = device.compute_capability
-        told = ".".join(map(str, known)) if known else "not known"
-        yield f"(compute capability {told})"
+        capability = device.compute_capability
+        text = ".".join(map(str, capability)) if capability else "not known"
+        yield f"(compute capability {text})"

@@ -2,9 +2,9 @@
 
 A lease takes all its scalars and device shares, or nothing. The ledger does not know
 what a lease is for. `check()` asserts the invariant: capacity minus all leases equals
-what is free. A `BundleLedger` is the ledger of one bundle of a placement group, with
-the same invariant. To learn what would be free if some leases had ended, take a
-`copy()` and call `suppose()` on it.
+the free amount. A `BundleLedger` is the ledger of one bundle of a placement group, with
+the same invariant. To plan as if some leases had ended, take a `copy()` and call
+`suppose()` on it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from aiogpu.core.resources.feasibility import find_infeasible
 
 
 class LeaseAccount(Protocol):
-    """Charges a client for what one lease holds; see `queue.fair_share`."""
+    """Charges a client for one lease; see `queue.fair_share`."""
 
     def end(self) -> None:
         """Note that the whole lease was given back."""
@@ -41,7 +41,7 @@ class LeaseAccount(Protocol):
         """Note that the lease's CPUs are held again."""
 
     def keep_devices(self, kinds: Container[str]) -> None:
-        """All but devices of these kinds is given back."""
+        """Note that all resources except these kinds of devices were given back."""
 
 
 @dataclass(slots=True, eq=False)
@@ -49,12 +49,12 @@ class Lease:
     """The resources that a task holds: the request, and the devices that serve it.
 
     Attributes:
-        id: counts up from 1.
-        request: what was asked for.
+        id: the id; the first is 1.
+        request: the request.
         shares: device shares by kind, in the order of `request.devices`.
-        is_lent: whether its CPUs are lent to others while its task waits.
-        usage: charges a client for the lease; None where no clients share the node.
-        home: the ledger from which it was taken: the node's, or that of a bundle.
+        is_lent: the CPUs are lent to others while the task waits.
+        usage: charges a client for the lease; None if the node is not shared.
+        home: the ledger from which the lease was taken: the node's or a bundle's.
         parts: the bundles of a placement group's lease.
         memories: for a placement group's lease, the `gpu_memory` of each share, in the
             order of `shares`; empty if no bundle names GPU memory.
@@ -72,16 +72,16 @@ class Lease:
     holder: WorkerId | None = None
 
     def held(self) -> Iterator[tuple[str, Share, int]]:
-        """Return the shares, each with its kind and its `gpu_memory`."""
-        for at, (kind, _) in enumerate(self.request.devices):
-            shares = self.shares[at]
-            each = (self.request.gpu_memory,) * len(shares)
-            memories = self.memories[at] if self.memories else each
+        """Yield the shares, each with its kind and its `gpu_memory`."""
+        for position, (kind, _) in enumerate(self.request.devices):
+            shares = self.shares[position]
+            equal = (self.request.gpu_memory,) * len(shares)
+            memories = self.memories[position] if self.memories else equal
             for share, memory in zip(shares, memories, strict=True):
                 yield kind, share, memory
 
     def masks(self) -> Iterator[tuple[str, int]]:
-        """Return the devices as masks, by kind."""
+        """Yield the devices as masks, by kind."""
         for (kind, _), shares in zip(self.request.devices, self.shares, strict=True):
             mask = 0
             for index, _ in shares:
@@ -90,7 +90,7 @@ class Lease:
 
 
 class Ledger:
-    """The node's resources: exact amounts, taken and given back whole.
+    """The node's resources in exact amounts, and the leases that hold them.
 
     Attributes:
         placement_groups: the bundles of each granted placement group, by key.
@@ -127,11 +127,11 @@ class Ledger:
         """Take all resources of a request, or none and return None.
 
         Args:
-            request: what is asked for.
-            barred: by kind, a mask of devices that this request may not use.
+            request: the request.
+            barred: by kind, a mask of devices that this request must not use.
             kept: by name, parts of scalars that this request must leave free.
-            warm: devices to prefer among equally good ones, because a worker is ready
-                for them. Given only if the request has one kind of devices.
+            warm: devices with an idle worker, preferred among equally good ones. Given
+                only if the request has one kind of devices.
         """
         free = self.free
         for name, amount in request.scalars:
@@ -160,7 +160,7 @@ class Ledger:
         return lease
 
     def merge(self, leases: Iterable[Lease], request: Request) -> Lease:
-        """Make one lease of several, which together hold what a request asks for."""
+        """Merge leases, which together fulfil a request, into one lease."""
         shares: dict[str, list[Share]] = {kind: [] for kind, _ in request.devices}
         memories: dict[str, list[int]] = {kind: [] for kind in shares}
         for lease in leases:
@@ -180,7 +180,7 @@ class Ledger:
         barred: Mapping[str, int] | None,
         warm: Affinity,
     ) -> tuple[tuple[Share, ...], ...] | None:
-        found: list[tuple[Share, ...]] = []
+        shares: list[tuple[Share, ...]] = []
         for kind, amount in wanted:
             devices = self.device_sets.get(kind)
             chosen = devices and devices.choose(
@@ -188,11 +188,11 @@ class Ledger:
             )
             if not chosen:
                 return None
-            found.append(chosen)
-        return tuple(found)
+            shares.append(chosen)
+        return tuple(shares)
 
     def homes(self, request: Request) -> Sequence[Ledger]:
-        """The ledgers from which a request may take: its bundles, or this one.
+        """Return the ledgers from which a request may take: its bundles, or this one.
 
         A placement group that is not granted has no bundles.
         """
@@ -205,17 +205,17 @@ class Ledger:
         return bundles[within.bundle : within.bundle + 1]
 
     def would_help(self, lease: Lease, request: Request) -> bool:
-        """Return whether a request might fit if this lease were given back."""
+        """Return True if a request might fit after the end of a lease."""
         held = dict(lease.request.scalars)
         for name, amount in request.scalars:
             if self.free.get(name, 0) < amount and name not in held:
                 return False
         kinds = {kind for kind, _ in lease.request.devices}
-        rest = [each for each in request.devices if each[0] not in kinds]
-        return self._choose(request, rest, None, COLD) is not None
+        others = [each for each in request.devices if each[0] not in kinds]
+        return self._choose(request, others, None, COLD) is not None
 
     def give_back(self, lease: Lease) -> None:
-        """End a lease; all it held is free at once.
+        """End a lease; its resources are free at once.
 
         Before the lease of a placement group ends, all leases in its bundles must end.
 
@@ -245,7 +245,7 @@ class Ledger:
             lease.usage.end()
 
     def keep_devices(self, lease: Lease) -> None:
-        """Give back all of a lease but its devices, which are not free yet."""
+        """Give back a lease except its devices, which are not free yet."""
         if lease.is_lent:
             self.resume(lease)
         for name, amount in lease.request.scalars:
@@ -255,14 +255,14 @@ class Ledger:
             lease.usage.keep_devices(self.device_sets)
 
     def lend(self, lease: Lease) -> None:
-        """Give back the CPUs of a lease whose task waits for others; nothing else."""
+        """Give back only the CPUs of a lease, while its task waits for others."""
         lease.is_lent = True
         self._move_cpus(lease, 1)
         if lease.usage is not None:
             lease.usage.lend()
 
     def resume(self, lease: Lease) -> None:
-        """Undo `lend` at once; the free CPUs may be negative (`is_overdrawn`) then."""
+        """Undo `lend`; the free CPUs can become negative (`is_overdrawn`)."""
         lease.is_lent = False
         self._move_cpus(lease, -1)
         if lease.usage is not None:
@@ -274,13 +274,15 @@ class Ledger:
                 lease.home.free[name] += sign * amount
 
     def emptied(self) -> Ledger:
-        """Return a copy with nothing taken or withheld, for a what-if."""
-        sets = self.device_sets.values()
-        empty = [DeviceSet(one.kind, one.devices, None, one.shares) for one in sets]
+        """Return a copy with nothing taken and no device set aside, for planning."""
+        empty = [
+            DeviceSet(devices.kind, devices.devices, None, devices.shares)
+            for devices in self.device_sets.values()
+        ]
         return Ledger(self.capacity, empty)
 
     def copy(self) -> Ledger:
-        """Copy what is free now; the copy has no leases and no device set aside."""
+        """Copy the free amounts; the copy has no leases and no device set aside."""
         other = self.emptied()
         other.free = dict(self.free)
         for lease in self.leases.values():
@@ -288,7 +290,7 @@ class Ledger:
         return other
 
     def suppose(self, lease: Lease, *, is_held: bool) -> None:
-        """Take what a lease of the original holds from this copy, or give it back."""
+        """Take the resources of the original's lease from this copy, or return them."""
         sign = 1 if is_held else -1
         for name, amount in lease.request.scalars:
             if name != CPU or not lease.is_lent:
@@ -306,18 +308,18 @@ class Ledger:
         return self.free.get(CPU, 0) < 0
 
     def why_infeasible(self, request: Request) -> str | None:
-        """Say in words what this node lacks even when idle, None if nothing."""
+        """Return a clause about what the idle node lacks for a request, or None."""
         return find_infeasible(self.capacity, self.device_sets, request)
 
     def room_for(self, request: Request, are_lent: bool = False) -> int | None:
         """Return how many leases of a request an idle node can have at once.
 
         Args:
-            request: what each of them asks for.
-            are_lent: whether their CPUs are given back.
+            request: the request of each lease.
+            are_lent: the leases give back their CPUs.
 
         Returns:
-            None where there is no end to them: they hold nothing.
+            The number; None for no limit, if the leases hold nothing.
         """
         rooms = [
             self.capacity.get(name, 0) // amount
@@ -330,12 +332,12 @@ class Ledger:
         return min(rooms, default=None)
 
     def reserved(self, lease: Lease) -> tuple[tuple[str, int, int], ...]:
-        """Return what a lease holds of the memory of each of its devices.
+        """Return the memory that a lease holds of each of its devices.
 
         Returns:
             For each device: its kind, its index, and the bytes; 0 if the device's
-            memory is not known. The bytes are the `gpu_memory` that the request named.
-            If it named none, they are the share's part of the device's memory.
+            memory is unknown. The bytes are the request's `gpu_memory` or, if it named
+            none, the share's part of the device's memory.
         """
         sets = lease.home.device_sets
         return tuple(
@@ -344,14 +346,14 @@ class Ledger:
         )
 
     def drains(self, lease: Lease) -> bool:
-        """Return whether a lease holds a share of a withheld device."""
+        """Return True if a lease holds a share of a device that is set aside."""
         sets = self.device_sets
         return any(
             mask & sets[kind].availability.aside_mask for kind, mask in lease.masks()
         )
 
     def totals(self) -> dict[str, float]:
-        """Capacity in the user's terms; every resource by name."""
+        """Return the capacity of every resource in the user's terms, by name."""
         totals = {name: number(amount) for name, amount in self.capacity.items()}
         for kind, devices in self.device_sets.items():
             totals[kind] = float(len(devices.devices))
@@ -360,25 +362,25 @@ class Ledger:
         return totals
 
     def available(self) -> dict[str, float]:
-        """Return what is free now in the user's terms; 0.0 where nothing is.
+        """Return the free amount of every resource in the user's terms, by name.
 
-        For GPU memory: the bytes reserved neither by name nor by a share.
+        Of GPU memory, the bytes reserved neither explicitly nor by a share.
         """
         available = {name: number(max(amount, 0)) for name, amount in self.free.items()}
         for kind, devices in self.device_sets.items():
-            given = [
+            usable = [
                 i
                 for i in range(len(devices.free))
                 if i not in devices.availability.aside
             ]
-            available[kind] = number(sum(devices.free[index] for index in given))
+            available[kind] = number(sum(devices.free[index] for index in usable))
             if any(devices.capacity):
-                free = sum(map(devices.free_memory, given))
+                free = sum(map(devices.free_memory, usable))
                 available[GPU_MEMORY] = float(free)
         return available
 
     def check(self) -> None:
-        """Assert that capacity less all leases is what is free. Costs O(leases)."""
+        """Assert that capacity minus leases is the free amount. Costs O(leases)."""
         rebuilt = self.emptied()
         for lease in self.leases.values():
             devices = zip(lease.request.devices, lease.shares, strict=True)
@@ -396,13 +398,13 @@ class Ledger:
 
 
 class BundleLedger(Ledger):
-    """The resources of one bundle of a placement group, and who holds them.
+    """The resources of one bundle of a placement group, and the leases that hold them.
 
     Attributes:
-        key: of the placement group.
-        index: of the bundle.
-        bundle: what was asked for.
-        masks: by kind, the devices of which it holds something.
+        key: the key of the placement group.
+        index: the index of the bundle.
+        bundle: the request of the bundle.
+        masks: by kind, the devices of which the bundle holds a share.
     """
 
     def __init__(
@@ -423,25 +425,25 @@ class BundleLedger(Ledger):
             devices: Sequence[Device] = of_node.devices
             if kind == GPU and bundle.named_bytes:
                 devices = _with_memory(devices, held[0], bundle.named_bytes)
-            # It lacks the devices that the node lacks.
+            # A device that is set aside on the node is set aside here as well.
             sets.append(DeviceSet(kind, devices, of_node.availability, held))
-            self.masks[kind] = sum(1 << at for at, _ in held)
-            for at, _ in held:
-                if name := devices[at].type:
+            self.masks[kind] = sum(1 << i for i, _ in held)
+            for i, _ in held:
+                if name := devices[i].type:
                     scalars.setdefault(TYPE_PREFIX + name, UNIT)
         super().__init__(scalars, sets)
         self._could_ever: dict[Request, bool] = {}
 
     def could_ever(self, request: Request) -> bool:
-        """Return whether a request fits into the bundle when it is empty."""
-        known = self._could_ever.get(request)
-        if known is None:
-            known = self.emptied().take(request) is not None
-            self._could_ever[request] = known
-        return known
+        """Return True if a request fits into the bundle when it is empty."""
+        fits = self._could_ever.get(request)
+        if fits is None:
+            fits = self.emptied().take(request) is not None
+            self._could_ever[request] = fits
+        return fits
 
     def has_devices_for(self, request: Request) -> bool:
-        """Return whether enough of its devices are not set aside for a request."""
+        """Return True if enough devices for a request are not set aside."""
         for kind, amount in request.devices:
             devices = self.device_sets[kind]
             usable = devices.usable(amount, request) & self.masks[kind]
@@ -457,9 +459,9 @@ def _with_memory(
 ) -> tuple[Device, ...]:
     """Return a node's devices; the bundle's device gets another memory size.
 
-    The size is chosen so that the bundle's share of it is the memory that the bundle
+    The size is chosen such that the bundle's share of it is the memory that the bundle
     names. If the bundle has no share, the size is the memory that the bundle names.
     """
-    at, amount = held
-    changed = replace(devices[at], memory=named * UNIT // (amount or UNIT))
-    return (*devices[:at], changed, *devices[at + 1 :])
+    index, amount = held
+    changed = replace(devices[index], memory=named * UNIT // (amount or UNIT))
+    return (*devices[:index], changed, *devices[index + 1 :])

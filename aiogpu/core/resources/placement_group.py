@@ -1,7 +1,7 @@
 """Placement groups: bundles laid out over devices, and leases from bundles.
 
-To the ledger a placement group is one lease, taken whole or not at all. What it holds
-is divided into bundles, a `BundleLedger` each, from which its tasks take their leases.
+To the ledger a placement group is one lease, taken whole or not at all. The lease is
+divided into bundles, each with a `BundleLedger`, from which members take their leases.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from aiogpu.core.resources.feasibility import find_infeasible
 from aiogpu.core.resources.ledger import BundleLedger, Lease, Ledger
 
 STEPS: Final = 200
-"""Layouts that are tried beyond one for each bundle."""
+"""The most steps of a search, in addition to one for each bundle."""
 
 
 class Layout:
-    """Which devices each bundle gets: the hardest first, and back where one fails.
+    """Searches devices for all bundles: the hardest bundle first, with backtracking.
 
-    Devices that are alike are tried once, and a few layouts in all: laying out is bin
-    packing, of which the hardest cases would take for ever.
+    The problem is bin packing, so the number of steps is limited, and of equal devices
+    only one is tried.
     """
 
     def __init__(
@@ -51,16 +51,16 @@ class Layout:
         numbers = range(len(placement_group.bundles))
         self._order = sorted(numbers, key=lambda i: _ease(placement_group.bundles[i]))
         self._steps = STEPS + len(self._order)
-        self._found: dict[int, Lease] = {}
+        self._taken: dict[int, Lease] = {}
 
     def find(self) -> list[Lease] | None:
         """Take a lease for each bundle, in their order; None if they do not all fit."""
         if not self._may_fit() or not self._fill(0):
             return None
-        return [self._found[index] for index in range(len(self._order))]
+        return [self._taken[index] for index in range(len(self._order))]
 
     def _may_fit(self) -> bool:
-        """Return whether there is enough of everything, however it is divided."""
+        """Return True if the sum of each resource suffices."""
         free = dict(self._ledger.free)
         for kind, devices in self._ledger.device_sets.items():
             free[kind] = sum(devices.free)
@@ -75,68 +75,68 @@ class Layout:
         if depth == len(self._order):
             return True
         index = self._order[depth]
-        apart = [self._with_used()] if self._is_spread and self._found else []
-        for barred in (*apart, dict(self._barred)):
+        unused_only = [self._with_used()] if self._is_spread and self._taken else []
+        for barred in (*unused_only, dict(self._barred)):
             while self._steps:
                 self._steps -= 1
                 lease = self._ledger.take(self._requests[index], barred, self._kept)
                 if lease is None:
                     break
-                self._found[index] = lease
+                self._taken[index] = lease
                 if self._fill(depth + 1):
                     return True
-                self._ledger.give_back(self._found.pop(index))
+                self._ledger.give_back(self._taken.pop(index))
                 if not lease.shares:
                     return False
-                self._bar_alike(lease, barred)
+                self._bar_equal(lease, barred)
         return False
 
     def _with_used(self) -> dict[str, int]:
-        """Return what is barred, and the devices of the bundles that have some."""
+        """Return the barred devices and the devices of bundles placed so far."""
         barred = dict(self._barred)
-        for lease in self._found.values():
+        for lease in self._taken.values():
             for kind, mask in lease.masks():
                 barred[kind] = barred.get(kind, 0) | mask
         return barred
 
-    def _bar_alike(self, lease: Lease, barred: dict[str, int]) -> None:
-        """Bar the device that was of no use, and those that are as it is."""
+    def _bar_equal(self, lease: Lease, barred: dict[str, int]) -> None:
+        """Bar the device that did not lead to a layout, and all equal devices."""
         kind = lease.request.devices[0][0]
         devices, first = self._ledger.device_sets[kind], lease.shares[0][0][0]
-        alike = _look_of(devices, first)
+        properties = _properties(devices, first)
         barred[kind] = barred.get(kind, 0) | sum(
-            1 << at
-            for at in range(len(devices.devices))
-            if _look_of(devices, at) == alike
+            1 << index
+            for index in range(len(devices.devices))
+            if _properties(devices, index) == properties
         )
 
 
 def _ease(bundle: Request) -> tuple[bool, int, int]:
-    """Sorts first what is hardest to place: of a type, of many devices, of much."""
+    """Sort key, hardest bundle first: with a type, then by devices, then by scalars."""
     devices = max((amount for _, amount in bundle.devices), default=0)
     return not bundle.accelerator_type, -devices, -sum(n for _, n in bundle.scalars)
 
 
-def _look_of(devices: DeviceSet, at: int) -> tuple[object, ...]:
-    """Return what of a device matters for who can be on it."""
+def _properties(devices: DeviceSet, index: int) -> tuple[object, ...]:
+    """Return the properties of a device that decide whether a bundle fits."""
     device, memory = (
-        devices.devices[at],
-        (devices.capacity[at], devices.free_memory(at)),
+        devices.devices[index],
+        (devices.capacity[index], devices.free_memory(index)),
     )
-    return devices.free[at], device.type, device.parent is None, *memory
+    return devices.free[index], device.type, device.parent is None, *memory
 
 
 COUNTED: Final = 10_000
-"""Members of one bundle that are counted."""
+"""The highest number of leases that `room_for` counts."""
 
 
 def try_on(
     ledger: Ledger, request: Request, barred: Mapping[str, int] | None = None
 ) -> list[Lease]:
-    """The leases that a ledger could give now for a request, given back already.
+    """Take the leases for a request and return them to the ledger at once.
 
-    None of them where it does not fit. `barred`: devices by kind that are not to be
-    used, as masks.
+    The list is empty if the request does not fit. `barred`: masks of devices that must
+    not be used, by kind.
     """
     if isinstance(request.placement_group, PlacementGroupSpec):
         leases = (
@@ -152,12 +152,12 @@ def try_on(
 
 @dataclass(slots=True, eq=False)
 class Withheld:
-    """Resources that are kept for one request, so that others may not take them.
+    """Resources that are reserved for one request.
 
     Attributes:
-        home: the ledger whose resources they are.
-        barred: devices by kind, as bit masks.
-        kept: amounts of undivided resources, in parts.
+        home: the ledger of the resources.
+        barred: the devices, as masks by kind.
+        kept: the amounts of scalars, in parts.
     """
 
     home: Ledger
@@ -171,12 +171,12 @@ def take_grouped(
     withheld: Withheld | None = None,
     warm: Affinity = COLD,
 ) -> Lease | None:
-    """Take what a group asks for, or a member of one; `Ledger.take` for all others.
+    """Take the lease of any request, also of a placement group or of a member.
 
     Args:
-        ledger: the node's.
-        request: what is asked for.
-        withheld: what is kept for another, None for nothing.
+        ledger: the node's ledger.
+        request: the request.
+        withheld: resources that are reserved for another request.
         warm: see `Ledger.take`.
     """
     group = request.placement_group
@@ -200,7 +200,7 @@ def take_group(
     barred: Mapping[str, int],
     kept: Mapping[str, int] | None = None,
 ) -> Lease | None:
-    """Take all bundles of a group, or nothing; the lease has them as its parts."""
+    """Take all bundles of a group, or nothing; they become the `parts` of the lease."""
     leases = Layout(ledger, placement_group, barred, kept).find()
     if leases is None:
         return None
@@ -211,15 +211,15 @@ def take_group(
             placement_group.key,
             index,
             placement_group.bundles[index],
-            one.shares,
+            part.shares,
         )
-        for index, one in enumerate(leases)
+        for index, part in enumerate(leases)
     )
     return lease
 
 
 def would_help(ledger: Ledger, lease: Lease, request: Request) -> bool:
-    """Return whether a request might fit if this lease were given back."""
+    """Return True if a request might fit after the end of a lease."""
     home = lease.home
     if home not in ledger.homes(request):
         return False
@@ -227,9 +227,9 @@ def would_help(ledger: Ledger, lease: Lease, request: Request) -> bool:
 
 
 def candidates(ledger: Ledger, request: Request) -> Sequence[Ledger]:
-    """The ledgers for which a request may wait; those that would do now come first.
+    """Return the ledgers for which a request may wait, usable ones first.
 
-    That is the node's, or of a member the bundles of its group that could hold it.
+    The node's ledger or, for a member, the bundles of its group that could hold it.
     """
     if not isinstance(request.placement_group, BundleRef):
         return (ledger,)
@@ -238,12 +238,12 @@ def candidates(ledger: Ledger, request: Request) -> Sequence[Ledger]:
         for home in ledger.homes(request)
         if isinstance(home, BundleLedger) and home.could_ever(request)
     ]
-    # Sorting keeps the order of bundles that are alike.
+    # The sort is stable: equal bundles keep their order.
     return sorted(bundles, key=lambda bundle: not bundle.has_devices_for(request))
 
 
 def why_infeasible(ledger: Ledger, request: Request) -> str | None:
-    """A clause that says why a request never fits; None if it may."""
+    """Return a clause about why a request never fits; None if it may fit."""
     placement_group = request.placement_group
     if placement_group is None:
         return ledger.why_infeasible(request)
@@ -251,14 +251,14 @@ def why_infeasible(ledger: Ledger, request: Request) -> str | None:
         granted = ledger.placement_groups.get(placement_group.key)
         if granted is None or candidates(ledger, request):
             return None
-        allowed = [one for one in granted if one in ledger.homes(request)]
-        have = ", ".join(f"{one.index}: {_told(one)}" for one in allowed)
-        return f"no bundle that it may use could hold it ({have or 'there is none'})"
+        allowed = [bundle for bundle in granted if bundle in ledger.homes(request)]
+        bundles = ", ".join(f"{part.index}: {_describe(part)}" for part in allowed)
+        return f"no bundle that it may use could hold it ({bundles or 'there is none'})"
     if placement_group.strategy == STRICT_SPREAD and len(placement_group.bundles) > 1:
         return (
-            f"STRICT_SPREAD has each of its {len(placement_group.bundles)} bundles on "
-            f"a machine of its own, and this node is one; SPREAD has them on different "
-            f"devices"
+            f"STRICT_SPREAD places each of its {len(placement_group.bundles)} bundles "
+            f"on a machine of its own, and this node is one machine; SPREAD uses "
+            f"different devices"
         )
     for index, bundle in enumerate(placement_group.bundles):
         reason = find_infeasible(ledger.capacity, ledger.device_sets, bundle)
@@ -269,25 +269,25 @@ def why_infeasible(ledger: Ledger, request: Request) -> str | None:
     return None
 
 
-def _told(part: BundleLedger) -> str:
-    """Return what a bundle holds, and on which devices."""
-    told = [str(part.bundle)]
+def _describe(part: BundleLedger) -> str:
+    """Describe the resources and devices of a bundle."""
+    terms = [str(part.bundle)]
     for kind, mask in part.masks.items():
         devices = part.device_sets[kind].devices
         names = [
             f"{kind} {device.id}{f' of type {device.type}' if device.type else ''}"
-            for at, device in enumerate(devices)
-            if mask >> at & 1
+            for index, device in enumerate(devices)
+            if mask >> index & 1
         ]
-        told.append(" and ".join(names))
-    return " on ".join(told)
+        terms.append(" and ".join(names))
+    return " on ".join(terms)
 
 
 def room_for(ledger: Ledger, request: Request, are_lent: bool = False) -> int | None:
-    """Count the leases of a request that an idle node or empty group can hold at once.
+    """Return how many leases of a request an idle node or empty group can hold at once.
 
-    None where there is no end to them; for a group itself, and for members of one that
-    is not granted yet, 1.
+    None for no limit. 1 for a group itself, and for members of a group that is not
+    granted yet.
     """
     placement_group = request.placement_group
     if placement_group is None:

@@ -1,7 +1,7 @@
-"""Which devices fast links join, and which set of them is joined best.
+"""The fast links between devices, and the choice of a well connected set.
 
-A set is better the more pairs of it are linked. On small machines all sets are
-compared; where there would be too many, it is the lowest devices.
+A set of devices is better the more of its pairs are linked. If there are too many sets
+to compare, the devices with the lowest indices are chosen.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 
 TRIED: Final = 300
-"""Sets that are compared at most: more than there are of four of a box of eight."""
+"""The most sets that are compared: enough for any number of a machine's 8 devices."""
 
 
 class Topology:
     """The links among the devices of a set.
 
     Attributes:
-        matter: whether there are some, and not all devices are joined with each other.
+        matter: some devices are linked, but not all with each other.
     """
 
     def __init__(self, devices: Sequence[Device]) -> None:
@@ -37,7 +37,7 @@ class Topology:
             for uuid in device.links:
                 other = bits.get(uuid, 0) & ~(1 << index)
                 if other:
-                    # One end may know of a link of which the other does not.
+                    # Sometimes only one end reports a link.
                     self._joined[index] |= other
                     self._joined[other.bit_length() - 1] |= 1 << index
         full = len(devices) - 1
@@ -46,15 +46,15 @@ class Topology:
         )
 
     def count(self, mask: int) -> int:
-        """Return how many pairs of a set are linked."""
+        """Return the number of linked pairs in a set."""
         return sum((self._joined[i] & mask).bit_count() for i in indices(mask)) // 2
 
     def best(self, mask: int, wanted: int) -> int:
-        """The best joined `wanted` devices of a mask; of equals, the lowest ids.
+        """Return the best connected set of `wanted` devices; on a tie the lowest.
 
         Args:
-            mask: at least so many.
-            wanted: at least 2.
+            mask: the devices to choose from, at least `wanted`.
+            wanted: the number of devices, 2 or more.
         """
         lowest = _lowest(mask, wanted)
         full = wanted * (wanted - 1) // 2
@@ -74,7 +74,7 @@ class Topology:
 
 
 def indices(mask: int) -> Iterator[int]:
-    """The devices of a mask, the lowest first."""
+    """Yield the device indices of a mask, lowest first."""
     while mask:
         bit = mask & -mask
         mask ^= bit
@@ -82,10 +82,10 @@ def indices(mask: int) -> Iterator[int]:
 
 
 def _lowest(mask: int, wanted: int) -> int:
-    found = 0
+    chosen = 0
     for index in indices(mask):
         if not wanted:
             break
-        found |= 1 << index
+        chosen |= 1 << index
         wanted -= 1
-    return found
+    return chosen

@@ -206,7 +206,7 @@ def test_invalid_options_of_tasks_are_refused(
 )
 def test_amount_of_memory_without_a_unit_is_refused(call: Callable[[], object]) -> None:
     """A user who writes 2 means gigabytes, not two bytes."""
-    with pytest.raises(OptionError, match=r'=2 is read as 2 bytes, .*="2GiB"\.'):
+    with pytest.raises(OptionError, match=r'=2 means 2 bytes, .*="2GiB"\.'):
         call()
 
 

@@ -254,7 +254,7 @@ def proc(tmp_path: Path) -> FakeProc:
 
 
 @pytest.mark.parametrize(
-    ("root", "path", "own", "is_seen"),
+    ("root", "path", "own", "is_visible"),
     [
         ("/", "/", "/m", True),
         ("/", "/a/b", "/m/a/b", True),
@@ -267,12 +267,12 @@ def proc(tmp_path: Path) -> FakeProc:
     ],
 )
 def test_a_mount_may_show_a_part_of_the_hierarchy(
-    root: str, path: str, own: str, is_seen: bool, proc: FakeProc
+    root: str, path: str, own: str, is_visible: bool, proc: FakeProc
 ) -> None:
     proc.write(f"41 31 0:38 {root} /m rw - cgroup2 cgroup2 rw\n", f"0::{path}\n")
     found = find_hierarchy(UNIFIED, proc.root)
     assert found is not None
-    assert (found.own, found.is_seen) == (own, is_seen)
+    assert (found.own, found.is_visible) == (own, is_visible)
     assert found.groups[-1] == "/m"
 
 
@@ -456,14 +456,14 @@ def test_a_reason_is_given_where_no_group_can_be_made(
     group_tree.say(options="ro,nosuid")
     assert "read-only" in reason()
     group_tree.say(path="/../other")
-    assert "outside of what is mounted" in reason()
+    assert "outside the hierarchy" in reason()
     group_tree.say()
     (group_tree.own / "cgroup.type").write_text("threaded\n")
-    assert "is of type 'threaded'; start the program by" in reason()
+    assert "is of type 'threaded'; start the program with" in reason()
     for shut in (str(group_tree.own), f"{group_tree.own}/cgroup.procs"):
         monkeypatch.setattr(
             os, "access", lambda path, _mode, shut=shut: path != str(shut)
         )
-        assert reason().startswith(f"{shut} may not be written to; start")
+        assert reason().startswith(f"{shut} is not writable; start")
     (group_tree.proc / "self/mountinfo").write_text("")
     assert reason().startswith("no cgroup2 is mounted")

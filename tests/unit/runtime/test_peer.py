@@ -83,7 +83,7 @@ def test_connection_of_another_user_is_refused(
         "two greetings",
         "wrong role",
         "role",
-        "no msgpack",
+        "not msgpack",
     ],
 )
 def test_peer_that_breaks_the_protocol_is_cut_off_alone(

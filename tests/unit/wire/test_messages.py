@@ -287,7 +287,9 @@ def test_what_a_field_holds_is_of_its_type(kind):
             if other == -1.5 and hint == dict[str, float]:
                 FrameReader().feed(packed(tag, *some))
                 continue
-            with pytest.raises(ProtocolError, match=f"{kind.__name__}.{name} holds"):
+            with pytest.raises(
+                ProtocolError, match=f"{kind.__name__}.{name} has an item"
+            ):
                 FrameReader().feed(packed(tag, *some))
 
 
