@@ -535,7 +535,7 @@ def test_a_task_logs_what_the_program_logs(before: str, lines: list[str]) -> Non
 
 
 def test_programs_of_one_node_log_at_their_own_levels() -> None:
-    with open_sandopen_sandbox() as here:
+    with open_sandbox() as here:
         here.run("start", "--head", "--num-cpus=1")
         joined = {**here.variables, "AIOGPU_ADDRESS": "auto"}
         for before, lines in LEVELS[1:3]:

@@ -249,7 +249,7 @@ async def test_only_tasks_of_the_leaving_program_stop(
 
 async def test_a_drain_waits_for_stop_graces(gate: Gate) -> None:
     """A task without a grace is stopped when the drain is over."""
-    with open_sandopen_sandbox() as here:
+    with open_sandbox() as here:
         await asyncio.to_thread(here.run, "start", "--head", "--num-cpus=2")
         with pytest.MonkeyPatch.context() as patch:
             for name, value in here.variables.items():

@@ -567,7 +567,7 @@ async def test_a_node_in_a_program_is_on_no_network(
 
 
 async def test_a_service_and_its_programs_are_on_no_network(gate: Gate) -> None:
-    with open_sandopen_sandbox() as here:
+    with open_sandbox() as here:
         options = ("--num-cpus=2", "--num-gpus=1")
         await asyncio.to_thread(here.run, "start", "--head", *options)
         async with aiogpu.init(address=here.place.socket):
