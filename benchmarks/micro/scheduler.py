@@ -87,7 +87,7 @@ async def scheduler(scale: Scale) -> list[Row]:
     gc.collect()
     gc.disable()
     try:
-        table += [await _deep_cycles(scale), await _deep_fill(scale)]
+        table.append(await _deep_cycles(scale))
     finally:
         gc.enable()
     return table + await _wide(scale)
@@ -125,27 +125,6 @@ async def _deep_cycles(scale: Scale) -> Row:
         for _ in range(RUNNING + waiting):
             load.submit(spec)
     return await _cycles("deep queue", *loads, DEEP, scale)
-
-
-async def _deep_fill(scale: Scale) -> Row:
-    """Submit all tasks, then end all: few tasks many times, or very many once."""
-    few, many, spec = scale(1_000, 100), scale(1_000_000, 2_000), task_spec(UNIT // 4)
-    times = max(1, many // few // 5)
-
-    async def fill(count: int, times: int) -> Block:
-        gc.collect()
-        load = Load(RUNNING, GPUS)
-        for _ in range(times):
-            for _ in range(count):
-                load.submit(spec)
-            while load.busy:
-                load.finish()
-        return [load.node.spent * 1_000 // (count * times)]
-
-    runs = partial(fill, few, times), partial(fill, many, 1)
-    pair = await alternate(*runs, scale(3, 1))
-    name = "scheduler: fill and drain, a task"
-    return rows.times(name, "us", pair, DEEP, calls=1_000)
 
 
 async def _wide(scale: Scale) -> list[Row]:

@@ -12,6 +12,7 @@ import weakref
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import count
 from random import Random
 from typing import Any, Final, TypeVar
 
@@ -192,27 +193,20 @@ class Load:
         in_flight: int,
         account: Account,
     ) -> None:
-        self.account = account
+        self._account = account
         self._operations = operations
         self._seed = seed
         self._free = asyncio.Semaphore(in_flight)
         self._random = Random(seed)
-        self._number = 0
+        self._numbers = count(1)
 
     async def run(self, stop: asyncio.Event) -> None:
         """Begin operations until `stop` is set; then wait for all of them."""
+        weights = list(self._operations.values())
         async with asyncio.TaskGroup() as group:
             while await self._free.acquire() and not stop.is_set():
-                weights = list(self._operations.values())
                 (operate,) = self._random.choices(list(self._operations), weights)
-                group.create_task(self._run_one(operate))
-            self._free.release()
-
-    async def _run_one(self, operate: Operate) -> None:
-        self._number += 1
-        name = operate.__name__
-        try:
-            operation = Operation(name, self._number, self._seed, self.account)
-            await operation.run(operate)
-        finally:
+                about = operate.__name__, next(self._numbers), self._seed
+                task = group.create_task(Operation(*about, self._account).run(operate))
+                task.add_done_callback(lambda _: self._free.release())
             self._free.release()

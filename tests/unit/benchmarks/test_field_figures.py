@@ -1,4 +1,4 @@
-"""Figures of the field are right, and each system does what it is said to do."""
+"""The figures of the field, and the workloads of each system."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def systems() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("name", "asked"), list(systems()))
-def test_a_system_does_what_it_claims_and_nothing_is_left(name, asked):
+def test_a_system_runs_its_workloads_and_leaves_nothing(name, asked):
     before, reports = descendants(), []
     run = Run([FLOOR, name], QUICK)
     run.run(asked, reports.append)
@@ -94,15 +94,17 @@ while True:
         ("runner dies", None, ""),
     ],
 )
-def test_whatever_happens_a_system_leaves_nothing(how, error, words):
+def test_a_failing_system_leaves_no_process(how, error, words):
     before = set(descendants())
     system = SystemProcess(how, ("-c", FAILING))
     system.start()
     try:
         system.request(60, "prepare", "call")
-        assert len(set(descendants()) - before) >= 4, "also what has left its session"
+        assert len(set(descendants()) - before) >= 4, (
+            "processes with their own sessions count"
+        )
         assert system.cpu_time() > 0
-        if error is None:  # its end of the pipe closes, whatever else happens
+        if error is None:  # the runner's end of the pipe closes
             system.reaper.stdin.close()
             system.reaper.wait(60)
         else:
@@ -129,19 +131,19 @@ RUN = [
 ]
 
 
-def test_a_block_is_divided_by_the_blocks_of_its_turn():
+def test_ratios_are_of_blocks_of_the_same_turn():
     (calls,) = lines(RUN)
-    found = {line.entry.system: line for line in calls}
-    assert found["aiogpu"].beside_floor == Ratio(2, 2, 2.5)
-    assert found["executor"].beside_ours == Ratio(2, 2, 2.5)
-    assert found["dask"].beside_ours == Ratio(*[pytest.approx(1000)] * 3)
-    assert (found["aiogpu"].p50, found["aiogpu"].p99) == (30e-6, 40e-6)
-    assert found["ray"].p50 is found["ray"].beside_ours is None
+    by_system = {line.entry.system: line for line in calls}
+    assert by_system["aiogpu"].beside_floor == Ratio(2, 2, 2.5)
+    assert by_system["executor"].beside_ours == Ratio(2, 2, 2.5)
+    assert by_system["dask"].beside_ours == Ratio(*[pytest.approx(1000)] * 3)
+    assert (by_system["aiogpu"].p50, by_system["aiogpu"].p99) == (30e-6, 40e-6)
+    assert by_system["ray"].p50 is by_system["ray"].beside_ours is None
     ((_, short),) = lines([entry(FLOOR, 10, 10, 10), entry("aiogpu", 20)])
     assert short.beside_floor == Ratio(2, 2, 2)
 
 
-def test_every_peer_counts_once_and_losses_are_listed():
+def test_the_conclusion_counts_peers_and_lists_losses():
     text = conclusion(lines(RUN))
     assert text.startswith("Of 4 comparisons")
     assert "order of magnitude) in 1, a half or less in 1 more, less in 0 more" in text
@@ -156,7 +158,7 @@ def test_every_peer_counts_once_and_losses_are_listed():
     assert "| call | a blocking worker" in text
 
 
-def test_metrics_are_unique_and_each_system_has_its_claims():
+def test_metrics_are_unique_and_all_systems_have_claims():
     titles = [metric.title for each in WORKLOADS.values() for metric in each.metrics]
     assert len(titles) == len(set(titles))
     assert set(CLAIMS) == set(NEEDS)

@@ -1,4 +1,4 @@
-"""Figures of the micro benchmarks are right: statistics, verdicts, floors, the runs."""
+"""The figures of the micro benchmarks: statistics, verdicts, floors, runs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_quick_run_keeps_all_samples_and_judges_nothing(tmp_path):
     assert rows["start: asyncio in worker"]["p50"] == 0
     verdicts = {row["verdict"] for row in rows.values()}
     assert "not judged: --quick makes too few calls" in verdicts
-    assert not verdicts & {"met", "not met"}  # a busy machine makes a row invalid
+    assert not verdicts & {"met", "not met"}  # rows of a busy machine are invalid
     spaced = rows["spaced: beside reused, as spaced"]
     for samples in ("samples", "floor_samples"):
         assert [len(block) for block in spaced[samples]] == [4]
@@ -52,8 +52,8 @@ def test_a_quick_run_keeps_all_samples_and_judges_nothing(tmp_path):
 @pytest.mark.slow
 def test_all_benchmarks_run_to_the_end(tmp_path):
     rows = run(tmp_path / "run.json")
-    found = [name.partition(":")[0] for name in rows]
-    assert list(dict.fromkeys(found)) == list(BENCHMARKS)
+    names = [name.partition(":")[0] for name in rows]
+    assert list(dict.fromkeys(names)) == list(BENCHMARKS)
     missing = {row["verdict"] for row in rows.values() if row["p50"] is None}
     libraries = [each for each in ("numpy", "torch", "ray") if find_spec(each) is None]
     assert missing == {f"not measured: {each} is not installed" for each in libraries}
@@ -85,11 +85,11 @@ def test_the_figure_is_the_median_of_the_ratios_of_blocks():
         (RATES(None, lowest=2e5), f"INVALID: the floor is below 200 k/s; {BUSY}"),
     ],
 )
-def test_a_figure_is_held_against_its_goal(row, verdict):
+def test_a_figure_is_compared_with_its_goal(row, verdict):
     assert row.verdict(is_quick=False) == row.cells(is_quick=False)[-1] == verdict
 
 
-async def test_all_take_turns_after_a_warm_up():
+async def test_blocks_take_turns_after_a_warm_up():
     story = []
 
     async def block(name):
@@ -102,7 +102,7 @@ async def test_all_take_turns_after_a_warm_up():
 
 
 @pytest.mark.parametrize("part", ["micro", "field", "simulation"])
-def test_a_page_is_filled_between_its_marks(tmp_path, part):
+def test_a_page_is_updated_between_its_marks(tmp_path, part):
     page = tmp_path / "page.md"
     before = (ROOT / f"benchmarks/results/{part}.md").read_text()
     page.write_text(before)
@@ -117,7 +117,7 @@ def test_a_page_is_filled_between_its_marks(tmp_path, part):
 
 
 @pytest.mark.either_loop
-async def test_the_floors_worker_has_a_core_of_its_own():
+async def test_the_worker_of_the_floor_has_its_own_core():
     before, others = os.sched_getaffinity(0), descendants()
     first, second = floors.first_core(), floors.second_core()
     async with floors.open_floor_apart() as floor:
@@ -129,8 +129,8 @@ async def test_the_floors_worker_has_a_core_of_its_own():
     assert descendants() == others
 
 
-def facts(number):
-    """The modules of this process, and the kilobytes that are its own or a parent's."""
+def memory_facts(number):
+    """The modules of this process, and its anonymous memory in kilobytes."""
     import sys
 
     with open("/proc/self/smaps_rollup") as file:
@@ -139,20 +139,26 @@ def facts(number):
 
 
 OWN = {"json", "json.decoder", "json.encoder", "json.scanner", "_json"}
-"""What the image has imported here to answer."""
+"""Modules that the image imports to print its answer."""
 
 
 @pytest.mark.either_loop
 @pytest.mark.parametrize("preload", [None, (), ("numpy",)], ids=str)
-async def test_the_image_that_is_forked_is_the_zygotes(preload):
-    """It has the modules that a worker is born with, and shares as much memory."""
+async def test_the_forked_image_equals_a_zygote(preload):
+    """The image has a new worker's modules, and shares as much memory."""
     options = {"preload": preload} if preload is not None else {}
     async with aiogpu.init(num_cpus=1, num_gpus=1, **options):
-        call = aiogpu.remote(num_gpus=0.25, max_calls=1)(in_script(facts)).remote
-        found, of_worker = await call(0)
-    body = Path(__file__).read_text().partition("def facts")[2].partition("\n\n\n")[0]
+        call = aiogpu.remote(num_gpus=0.25, max_calls=1)(in_script(memory_facts)).remote
+        worker_modules, of_worker = await call(0)
+    body = (
+        Path(__file__)
+        .read_text()
+        .partition("def memory_facts")[2]
+        .partition("\n\n\n")[0]
+    )
     source = zygote_image(preload)
-    program = f"{source}\nimport json\ndef facts{body}\nprint(json.dumps(facts(0)))"
+    program = f"{source}\nimport json\ndef memory_facts{body}\n"
+    program += "print(json.dumps(memory_facts(0)))"
     done = subprocess.run(
         [sys.executable, "-c", program],
         cwd=ROOT,
@@ -161,7 +167,7 @@ async def test_the_image_that_is_forked_is_the_zygotes(preload):
         check=True,
     )
     modules, of_image = json.loads(done.stdout)
-    assert set(modules) - OWN == set(found) - OWN
+    assert set(modules) - OWN == set(worker_modules) - OWN
     assert ("numpy" in modules) is bool(preload)
     assert 0.8 < of_image / of_worker < 1.25
 
@@ -177,7 +183,7 @@ async def test_the_longest_turn_of_the_loop_counts(monkeypatch):
     monkeypatch.setattr(backlog, "thread_time_ns", lambda: now // 2)
     loop, monitor = asyncio.get_running_loop(), backlog.LoopMonitor()
     with monitor.watch() as watched:
-        for turn in ((3, 4), (5,)):  # what is held in one turn adds up
+        for turn in ((3, 4), (5,)):  # holds within one turn add up
             for milliseconds in turn:
                 loop.call_soon(hold, milliseconds)
             await asyncio.sleep(0)
@@ -186,7 +192,7 @@ async def test_the_longest_turn_of_the_loop_counts(monkeypatch):
     assert watched.whole == 12 * MS
     hold(50)
     with monitor.watch() as watched:
-        hold(9)  # until the end
+        hold(9)  # the last turn counts as well
     assert watched.longest == 9 * MS
 
 
@@ -194,9 +200,9 @@ async def test_the_longest_turn_of_the_loop_counts(monkeypatch):
     ("on_cpu", "verdict"),
     [(21, "not met"), (2, f"INVALID: the thread ran for 2.0 ms of these; {BUSY}")],
 )
-def test_a_hold_is_judged_where_the_thread_had_the_core(on_cpu, verdict):
+def test_a_hold_is_judged_if_the_thread_had_the_core(on_cpu, verdict):
     hold = {"longest": 21 * MS, "on_cpu": on_cpu * MS, "calls": 10**9, "whole": 1}
-    found = {"bytes": 1025.0, "holds": {"submitting": hold}}
-    memory, row = backlog.rows_of(found, 1_000_000)
+    measured = {"bytes": 1025.0, "holds": {"submitting": hold}}
+    memory, row = backlog.rows_of(measured, 1_000_000)
     assert (memory.verdict(False), row.verdict(False)) == ("not met", verdict)
     assert row.note.endswith("; 1.0 us a call")

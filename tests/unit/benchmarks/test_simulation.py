@@ -1,4 +1,4 @@
-"""The simulation gives the same figures for a seed, and its policies keep the rules."""
+"""The simulation: its figures depend on the seed alone, its policies obey the rules."""
 
 import json
 from itertools import pairwise
@@ -25,7 +25,7 @@ TRACE = draw(600, 64, seed=3)
 
 
 class Checked:
-    """A policy, checked after each event: every GPU is held once, every task starts."""
+    """A policy that is checked after each event: no GPU is overcommitted."""
 
     def __init__(self, trace, policy):
         self.name = policy.name
@@ -60,7 +60,7 @@ def test_a_trace_requests_the_stated_load():
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_every_task_runs_once_and_no_gpu_is_held_twice(policy):
+def test_a_policy_runs_each_task_once_and_shares_no_gpu_twice(policy):
     checked = policy(TRACE)
     outcome = simulate(TRACE, Checked(TRACE, checked))
     assert min(outcome.waits) >= 0
@@ -68,8 +68,8 @@ def test_every_task_runs_once_and_no_gpu_is_held_twice(policy):
     assert outcome == simulate(TRACE, policy(TRACE))
 
 
-def test_under_aiogpus_policy_large_tasks_wait_for_a_bounded_time():
-    """Under first fit they wait until the others let them, here for much longer."""
+def test_large_tasks_wait_less_under_aiogpus_policy_than_under_first_fit():
+    """Under first fit they wait until smaller tasks leave room."""
     policies = (AiogpuPolicy, FirstFit)
     ours, first_fit = (simulate(TRACE, policy(TRACE)).waits for policy in policies)
     largest = len(TRACE.classes) - 1
@@ -102,7 +102,7 @@ def test_a_simulated_node_runs_tasks_sent_ahead_in_order_and_ends_its_workers(
     node.scheduler.check()
 
 
-def test_the_command_gives_the_same_figures_twice(tmp_path):
+def test_the_command_gives_the_same_figures_for_a_seed(tmp_path):
     file = tmp_path / "figures.json"
     arguments = ["--tasks", "200", "--gpus", "16", "--seed", "2", "--json", str(file)]
     result = CliRunner().invoke(main, arguments)
