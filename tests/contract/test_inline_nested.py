@@ -474,7 +474,7 @@ async def test_threads_of_a_task_start_none_and_wait_for_none(
     node: aiogpu.types.Node,
 ) -> None:
     words = [
-        "in the thread that it runs in",
+        "only in its own thread",
         "no task of aiogpu runs",
         "in a thread that use_threads has started",
         "aiogpu.get() was called in a thread that use_threads has started",
