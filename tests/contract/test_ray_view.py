@@ -179,9 +179,9 @@ async def test_a_server_of_rays_answers():
 @pytest.mark.parametrize(
     ("said", "told"),
     [
-        (b"", "is not Ray, and says b''"),
-        (b"SSH-2.0-OpenSSH", "is not Ray, and says b'SSH-2.0-O'"),
-        (b"no", "is not Ray, and says b'no'"),
+        (b"", "is not Ray, and answers b''"),
+        (b"SSH-2.0-OpenSSH", "is not Ray, and answers b'SSH-2.0-O'"),
+        (b"no", "is not Ray, and answers b'no'"),
     ],
 )
 async def test_what_listens_in_its_place_is_named(said, told):

@@ -288,7 +288,9 @@ async def test_arguments_that_are_too_large_together_are_refused(
         if state == "done":
             await asyncio.gather(*parts)
         counter: Any = v if kind == "task" else await v.Numbering.remote()
-        with pytest.raises(errors.SerializationError, match=r"have 12\d+ bytes in total"):
+        with pytest.raises(
+            errors.SerializationError, match=r"have 12\d+ bytes in total"
+        ):
             await counter.how_many.remote(*parts)
         assert await v.how_many.remote(*parts[:4]) == 4
         running = [task.name for task in (await aiogpu.status()).tasks]

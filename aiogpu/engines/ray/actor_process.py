@@ -1,7 +1,7 @@
-"""The process of an actor: it has the user's object, and calls its methods.
+"""The process of an actor: holds the user's object and calls its methods.
 
-A failed constructor is kept and told to whoever calls, with its cause, which Ray itself
-would tell in its own words only.
+The failure of a constructor is kept and reported to every caller, with its cause. Ray
+itself would report only a text.
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ from aiogpu.worker.invoke import Constructor, Raised, run_now
 Place = tuple[str, int]
 """The node and the process of an actor."""
 CLOSE_LIMIT: Final = 5.0
-"""Seconds for an object's `close()` when its last handle has gone, and for the end of
-calls that are cancelled because another one ends the actor."""
+"""Seconds for an object's `close()` after its last handle has gone, and for the end of
+calls that are cancelled because another call ends the actor."""
 
-# A call in one piece
+# Encoded calls
 
 _HEAD: Final = struct.Struct(">H")
-"""The bytes of the name of a call's method."""
+"""Length of the name of a call's method."""
 
 
 def encode_call(method: bytes, payload: bytes = b"") -> bytes:
-    """Return a call in one piece, with its arguments if they are a plain pickle.
+    """Encode a call as bytes, with its arguments if they are a plain pickle.
 
-    Ray carries bytes as they are. Of any other argument it makes a pickle of its own,
-    which costs a small call more than the call itself.
+    Ray sends bytes unchanged. It pickles any other argument, which takes longer than a
+    small call itself.
     """
     return b"".join((_HEAD.pack(len(method)), method, payload))
 
@@ -74,10 +74,11 @@ def decode_call(encoded: bytes) -> tuple[str, bytes]:
 
 
 class ActorProcess:
-    """The user's object, or why there is none, and the context of its code."""
+    """The user's object or its constructor's failure, and the context of its code."""
 
     _name = "actor"
-    # Ray asks for the `repr` if an argument has failed, and this never runs.
+    # A class attribute, since Ray calls `repr` even if `__init__` never runs, after the
+    # failure of an argument.
 
     def __init__(self, code: RemoteCode, given: Sequence[Any]) -> None:
         self._name = code.name
@@ -108,7 +109,7 @@ class ActorProcess:
     def _invoke(
         self, method: str, given: Sequence[Any], *, is_stream: bool = False
     ) -> Coroutine[Any, Any, Done | Raised]:
-        """Return what calls a method; see `call_user`."""
+        """Return the coroutine that calls a method; see `call_user`."""
         method_called.set((method, 0))
         return call_user(self._methods, method, given, is_stream=is_stream)
 
@@ -118,7 +119,7 @@ class ActorProcess:
         gc.collect()
 
     def __ray_shutdown__(self) -> None:
-        """End in order, as Ray asks when the last handle has gone."""
+        """End in an orderly way, when Ray reports that the last handle has gone."""
         self._drop()
 
 
@@ -140,7 +141,7 @@ class PlainActorProcess(ActorProcess):
         self._begin()
         method, payload = decode_call(encoded)
         if self._is_threaded:
-            # Ray's threads have no names of their own, which logs would show.
+            # Ray's threads have no names, which logs would show.
             group = self._groups.get(method, DEFAULT_GROUP)
             threading.current_thread().name = f"aiogpu-{group}"
         outcome = run_now(self._invoke(method, given or (payload,)))
@@ -151,7 +152,7 @@ class PlainActorProcess(ActorProcess):
     def stream(self, encoded: bytes, *given: Any) -> Iterator[Any]:
         """Call a method that is a generator; end it after an item if it is cancelled.
 
-        Ray interrupts no plain method. It marks the call.
+        Ray does not interrupt plain methods. It only marks the call as cancelled.
         """
         self._begin()
         method, payload = decode_call(encoded)
@@ -174,7 +175,7 @@ class PlainActorProcess(ActorProcess):
 class AsyncActorProcess(ActorProcess):
     """An actor whose methods are coroutines, which interleave on Ray's loop.
 
-    The limits of concurrency groups are kept here.
+    This class enforces the limits of concurrency groups.
     """
 
     def __init__(self, code: RemoteCode, *given: Any) -> None:
@@ -216,7 +217,7 @@ class AsyncActorProcess(ActorProcess):
                 self._is_idle.set()
 
     def _result_of(self, outcome: Done | Raised) -> Any:
-        """Return what Ray keeps of what a call has returned; see `result_of`."""
+        """Return the value that Ray stores for an outcome; see `result_of`."""
         if type(outcome) is Raised and type(outcome.error) is asyncio.CancelledError:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
@@ -233,9 +234,9 @@ class AsyncActorProcess(ActorProcess):
         return self._result_of(outcome)
 
     async def stream(self, encoded: bytes, *given: Any) -> AsyncIterator[Any]:
-        """Call a method that is a generator of either kind.
+        """Call a method that is a plain or async generator.
 
-        What `invoke` suspends with is an item, or else a future for the loop.
+        `invoke` suspends with an item, or with a future for the loop.
         """
         method, payload = decode_call(encoded)
         async with self._place_of(method):
@@ -253,7 +254,7 @@ class AsyncActorProcess(ActorProcess):
                         yield suspended
                     else:
                         await Suspended(suspended)
-                except BaseException as error:  # noqa: BLE001 - it is the generator's
+                except BaseException as error:  # noqa: BLE001 - thrown into the generator
                     go_on = partial(running.throw, error)
         if type(outcome) is Raised and type(outcome.error) is GeneratorExit:
             return
@@ -277,8 +278,8 @@ class AsyncActorProcess(ActorProcess):
     async def leave(self, sent: Sequence[Ref]) -> None:
         """End after the caller's calls, and the object's own `close()`.
 
-        Ray begins calls of coroutines nearly in the order in which they were sent. So
-        this one may come before others that were sent earlier.
+        Ray does not start calls of coroutines exactly in the order of sending. So this
+        call may start before calls that were sent earlier.
 
         Args:
             sent: objects of the calls that have not ended.
@@ -297,13 +298,13 @@ class AsyncActorProcess(ActorProcess):
             return
         try:
             await close()
-        except BaseException:  # noqa: BLE001 - whatever it is, the actor ends
+        except BaseException:  # noqa: BLE001 - the actor ends in any case
             sys.excepthook(*sys.exc_info())
 
     def __ray_shutdown__(self) -> None:
-        """End in order, as Ray asks when the last handle has gone."""
+        """End in an orderly way, when Ray reports that the last handle has gone."""
         loop = self._loop
-        # Ray has stopped the loop by now, and leaves it as it is.
+        # Ray has stopped the loop by now, but has not closed it.
         if loop is not None and not loop.is_running() and not loop.is_closed():
             with suppress(TimeoutError):
                 loop.run_until_complete(asyncio.wait_for(self._close(), CLOSE_LIMIT))
@@ -320,4 +321,4 @@ def has_left(outcome: Done | Raised) -> bool:
 def leave_now() -> NoReturn:
     """End the actor's process, once this call has ended."""
     cluster.exit_actor()
-    raise ActorExit  # it has raised by now
+    raise ActorExit  # never reached: `exit_actor` raises

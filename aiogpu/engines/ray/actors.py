@@ -1,9 +1,9 @@
-"""The actors of a cluster, as a program or a task reaches them.
+"""The actors of a cluster, for a program or a task.
 
-Ray counts who holds a handle, in whichever process, and ends an actor with the last.
-Ray tells nobody that a constructor has returned or that a process has ended. So a first
-call asks for the one, and a call that fails tells the other. Calls made before the
-first answer are held back, so that those that are cancelled are never sent.
+Ray counts the handles in all processes, and ends an actor with its last handle. Ray
+does not report that a constructor has returned or that a process has ended. So a first
+call waits for the constructor, and a failing call shows the end. Calls before the first
+answer are held back, so that cancelled calls are never sent.
 """
 
 from __future__ import annotations
@@ -49,22 +49,22 @@ if TYPE_CHECKING:
 # One actor
 
 LOOK_AGAIN: Final = 0.05
-"""Seconds between two looks at whether an actor has ended that was told to."""
+"""Seconds between two checks whether an actor has ended that was told to end."""
 LOOK_SELDOM: Final = 0.5
-"""The same for one that was not."""
+"""The same for an actor that was not told to end."""
 PROCESS_LOOK: Final = 0.005
-"""Seconds between two looks at whether a process is there."""
+"""Seconds between two checks whether a process exists."""
 PROCESS_END: Final = 10.0
-"""Seconds for the end of a process of which Ray says that it is dead."""
+"""Seconds to wait for the end of a process that Ray reports as dead."""
 NONE: Final = dump_whole(None)
 """The payload of None."""
 
 
 class NoActor:
-    """Stands for Ray's handle of an actor for which there is no place.
+    """Replaces Ray's handle for an actor that cannot be placed.
 
     Attributes:
-        failed: what is told to whoever calls it.
+        failed: the failure of all its calls.
     """
 
     def __init__(self, failed: Failed) -> None:
@@ -77,15 +77,15 @@ class RayActor:
     """One actor; see `ActorPort`.
 
     Attributes:
-        reference: Ray's handle, its class, and how its calls are run.
-        actors: all actors that this client reaches.
-        is_made_here: whether it ends with this program at the latest.
+        reference: Ray's handle, its class, and the terms of its calls.
+        actors: all actors of this client.
+        is_made_here: it ends with this program at the latest.
         end: why it takes no calls, as far as this process knows.
-        is_leaving: whether it was told to end after what it was sent.
-        is_gone: whether there is none: its constructor has failed, or its place or the
+        is_leaving: it was told to end after the calls sent before.
+        is_gone: it does not exist: its constructor has failed, or its placement or the
             cluster has gone.
-        needs: the values that its constructor is given, until that has returned.
-        place: where it was when it was last asked.
+        needs: values for its constructor, until the constructor has returned.
+        place: its last known node and process.
     """
 
     reference: values.ActorReference
@@ -130,19 +130,19 @@ class RayActor:
         return self.actors.calls
 
     def holder(self) -> None:
-        """Ray counts its own handles; see `ActorPort.holder`."""
+        """Return None: Ray counts its own handles; see `ActorPort.holder`."""
 
     def pass_on(self, _hold: object) -> None:
-        """Have Ray's handle go along with a handle that is being pickled.
+        """Attach Ray's handle to the value that is being pickled.
 
         Raises:
-            MisuseError: what is pickled is no call, and no result.
+            MisuseError: the value is neither part of a call nor of a result.
         """
         if not add_reference(self.reference):
             raise MisuseError(
                 f"on a Ray cluster the handle of {self.name} can only be pickled as a "
-                f"part of what a task or an actor is given, or of what it returns. "
-                f"Give it as an argument."
+                f"part of arguments or results of tasks and actors. Pass it as an "
+                f"argument."
             )
 
     # Calls
@@ -170,21 +170,21 @@ class RayActor:
         )
 
     def _when_made(self, do: Callable[[], object]) -> None:
-        """Do something after all that is held back, or now.
+        """Call `do` after all calls that are held back, or now.
 
         A call that is held back keeps the actor alive, by its `explain`.
         """
-        # Plain code may end without a wait, and what it has sent goes on.
+        # Plain code may end without a wait, so its calls are sent at once.
         if self._held is not None and asyncio._get_running_loop() is not None:
             self._held.append(do)
         else:
             do()
 
     def hold(self) -> None:
-        """Hold its calls back until it is made.
+        """Hold calls back until the constructor has returned.
 
-        The question does not keep the actor alive. The constructor runs to its end all
-        the same: Ray does what it was sent before.
+        The query for this does not keep the actor alive. The constructor still runs to
+        its end, since Ray runs everything sent before.
         """
         self._held = []
         myself = ref(self)
@@ -197,7 +197,7 @@ class RayActor:
         self._ask(receiver, request=actor_request(self.func), explain=explain)
 
     def release(self) -> None:
-        """Send what was held back: it was made, or never will be."""
+        """Send the held-back calls: the constructor has returned or failed."""
         held, self._held = self._held or (), None
         for do in held:
             do()
@@ -223,13 +223,14 @@ class RayActor:
         if window:
             Stream(calls, number, made, window, may_wait=not is_async)
             return
-        # Ray 2.60 loses the order of an actor's calls if it cancels a plain one that
-        # waits: 30 pairs of calls, the first of each cancelled at once, had it hang.
+        # Ray 2.60 loses the order of an actor's calls if a waiting plain call is
+        # cancelled: it hung after 30 pairs of calls, with the first of each cancelled
+        # at once.
         call.goes_on = not is_async
         calls.watch(number, made if returns > 1 else (made,))
 
     def _method(self, method: str, returns: int, window: int) -> Callable[..., Any]:
-        """Return Ray's caller of a method; it is cached, as Ray would make another."""
+        """Return Ray's remote function for a method, from a cache."""
         mode, _, groups = self.reference.terms
         options = stream_options(window) if window else {}
         if mode == THREADED:
@@ -247,21 +248,21 @@ class RayActor:
     # Begin and end
 
     def await_ready(self, receiver: Receiver) -> None:
-        """Tell a receiver when the constructor has returned, or why it never will."""
+        """Settle a receiver when the constructor has returned or failed."""
         if self.end is not None and not self.is_leaving:
             receiver.settle(self.end)
         else:
             self._ask(receiver, result=NONE)
 
     def await_end(self, receiver: Receiver) -> None:
-        """Tell a receiver when the actor's process has ended."""
+        """Settle a receiver when the actor's process has ended."""
         if self.is_gone:
             receiver.settle(NONE)
         else:
             self._ask(_Answer(partial(self._note_end, receiver)))
 
     def _ask(self, receiver: Receiver, **attributes: Any) -> None:
-        """Ask where it is, which it answers when its constructor has returned."""
+        """Query the actor's place; it answers once its constructor has returned."""
         call = self._new_call(receiver, goes_on=True, **attributes)
         self._calls.watch(
             self._calls.begin(call), (self.reference.handle.ready.remote(),)
@@ -292,7 +293,7 @@ class RayActor:
             receiver.settle(error)
 
     def _await_process(self, receiver: Receiver, pid: int, left: float) -> None:
-        """Wait for the end of its process, of which Ray says that it is dead."""
+        """Wait for the end of its process, which Ray reports as dead."""
         if pid and left > 0 and os.path.exists(f"/proc/{pid}"):
             look = partial(self._await_process, receiver, pid, left - PROCESS_LOOK)
             self._calls.call_later(PROCESS_LOOK, look)
@@ -309,7 +310,7 @@ class RayActor:
         cluster.kill(self.reference.handle, no_restart=not may_restart)
 
     def leave(self) -> None:
-        """Have it end after what it was sent."""
+        """End the actor after the calls sent before."""
         if self.is_gone:
             return
         if self.end is None:
@@ -332,11 +333,11 @@ class RayActor:
         """Note that the constructor has failed; end the process."""
         self.lose(failed)
         self.release()
-        # After what it was sent already, which is told the same.
+        # After the calls that were already sent, which fail in the same way.
         self._leave()
 
     def evict(self, error: Exception) -> None:
-        """End the actor at once because its placement is gone; fail its calls."""
+        """End the actor at once because its placement has gone; fail its calls."""
         self.lose(pack_own_error(actor_death(self.name, error)))
         cluster.kill(self.reference.handle)
 
@@ -345,9 +346,9 @@ class RayActor:
         self.end, self.is_gone, self.is_leaving = failed, True, False
 
     def explain(self, error: BaseException) -> Failed | None:
-        """Return why the constructor never ran, if an argument of it is to blame.
+        """Return why the constructor never ran, if one of its arguments has failed.
 
-        Ray tells so in words only, without the error itself.
+        Ray reports this only as text, without the error itself.
         """
         if not isinstance(error, exceptions.RayActorError):
             return None
@@ -356,8 +357,8 @@ class RayActor:
             try:
                 cluster.get(given, timeout=0)
             except exceptions.GetTimeoutError:
-                continue  # it is there, but elsewhere
-            except Exception as failure:  # noqa: BLE001 - whatever it failed with
+                continue  # it exists, but on another node
+            except Exception as failure:  # noqa: BLE001 - any failure of the argument
                 reason = outcome_of(f"an argument of {self.name}", failure)
                 if isinstance(reason, Exception):
                     reason = pack_own_error(reason)
@@ -367,12 +368,12 @@ class RayActor:
 
 
 class _Answer(NamedTuple):
-    """The receiver of a question to an actor: all that comes is noted alike."""
+    """The receiver of a query to an actor: passes every outcome to `note`."""
 
     note: Callable[[Any], object]
 
     def settle(self, outcome: Any) -> None:
-        """Note the actor's place, or why it has none."""
+        """Pass on the actor's place, or the failure."""
         self.note(outcome)
 
 
@@ -384,7 +385,7 @@ def _note_made(actor: ref[RayActor], answer: Any) -> None:
     if isinstance(answer, Failed):
         made.fail(answer)
         return
-    # If the process has ended first, Ray tells so whoever calls.
+    # If the process has ended first, Ray reports this to callers.
     if not isinstance(answer, Exception):
         made.place, made.needs = answer, ()
     made.release()
@@ -394,13 +395,13 @@ def _note_made(actor: ref[RayActor], answer: Any) -> None:
 
 
 class RayActors:
-    """All actors that a client reaches; see `ActorsPort`.
+    """All actors of a client; see `ActorsPort`.
 
-    In this process Ray's handle goes with the handles that hold it, wherever these end.
+    In this process Ray's handle is released with the last handle that refers to it.
 
     Attributes:
-        calls: of the client.
-        check_open: raises `NodeError` if the cluster is not there any more.
+        calls: the calls of the client.
+        check_open: raises `NodeError` if the cluster has gone.
     """
 
     def __init__(
@@ -427,7 +428,7 @@ class RayActors:
         key: tuple[str, str] | None = None,
         get_if_exists: bool = False,
     ) -> RayActor:
-        """Make an actor, or find the one of that name; see `ActorsPort.create`."""
+        """Create an actor, or find it by its name; see `ActorsPort.create`."""
         self._admit(func)
         assert func.actor is not None, func
         terms = terms_of(func.actor)
@@ -467,21 +468,21 @@ class RayActors:
     def _note(self, reference: values.ActorReference, func: FunctionSpec) -> RayActor:
         known = None if reference.func is None else reference.func.actor
         if known is None or known.interface is None:
-            reference.func = func  # more than what a handle brings
+            reference.func = func  # it has more facts than a received handle
         actor = self._actors.get(reference.id)
         if actor is None:
             actor = self._actors[reference.id] = RayActor(reference, self)
         return actor
 
     def find(self, key: tuple[str, str]) -> RayActor | None:
-        """Return the living actor of that name; asks the cluster."""
+        """Find a living actor by its name, by a query of the cluster."""
         namespace, name = key
         handle = cluster.find_actor(name, namespace)
         if handle is None:
             return None
         described = cluster.load_bytes(f"{values.number_of(handle)}")
         if described is None:
-            return None  # it is no actor of aiogpu's
+            return None  # an actor that aiogpu did not make
         class_name, interface, terms = load_result(described)
         func = placeholder_func(class_name, interface)
         return self._note(values.refer_to(handle, terms), func)
@@ -489,23 +490,23 @@ class RayActors:
     def held(self, actor: int, name: str = "actor") -> RayActor:
         """Return an actor that this process holds; see `ActorsPort.held`.
 
-        Another thread's loop may have made it, or its handle has just come.
+        Another thread's loop may have made it, or its handle was just received.
         """
-        found = self._actors.get(actor)
-        if found is None:
+        known = self._actors.get(actor)
+        if known is None:
             reference = values.known_actors.get(actor)
             if reference is None:
-                raise ActorDiedError(f"{name} is dead: nobody holds it any more.", name)
-            found = self._note(reference, placeholder_func(name))
-        return found
+                raise ActorDiedError(f"{name} is dead: it has no handle left.", name)
+            known = self._note(reference, placeholder_func(name))
+        return known
 
     def tell_room(self, actor: int, receiver: Receiver) -> None:
-        """Tell how many of its kind can live at once; see `ActorsPort.tell_room`."""
+        """Report the number of such actors that fit; see `ActorsPort.tell_room`."""
         request = self.held(actor).func.spec.shape.request
         receiver.settle(dump_whole((self._overview.room_for(request), str(request))))
 
     def demand(self, _actor: int, number: int, limit: int) -> None:
-        """Let a call that is a stream yield so many items in all."""
+        """Set the number of items that a call's stream may yield in all."""
         self.calls.demand(number, limit)
 
     def cancel(self, _actor: int, number: int) -> None:
@@ -513,19 +514,19 @@ class RayActors:
         self.calls.cancel(number)
 
     def kill(self, actor: int, no_restart: bool = True) -> None:
-        """End its process at once, and the actor unless it may restart."""
+        """End an actor's process at once, and the actor unless it may restart."""
         with suppress(NodeError):
             self.check_open()
             self.held(actor).kill(may_restart=not no_restart)
 
     def terminate(self, actor: int) -> None:
-        """Have it end after what it was sent."""
+        """End the actor after the calls sent before."""
         with suppress(NodeError):
             self.check_open()
             self.held(actor).leave()
 
     def evict(self, group: PlacementGroupSpec) -> None:
-        """End the actors that live in a placement group, which was removed."""
+        """End the actors of a placement group that was removed."""
         for actor in list(self._actors.values()):
             within = actor.func.spec.shape.request.placement_group
             if within is None or within.key != group.key or actor.is_gone:

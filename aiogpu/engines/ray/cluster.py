@@ -1,7 +1,7 @@
-"""The one module that imports Ray: its calls, and this process's connection to it.
+"""The only module that imports Ray: its calls, and this process's connection.
 
-A lost cluster never answers, and Ray waits for the answer. So calls that may block run
-in daemon threads, which do not keep the interpreter from ending.
+If a cluster is lost, Ray waits for its answer without end. So calls that may block run
+in daemon threads, which do not keep the interpreter alive.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ NEURON_CORES: Final = "neuron_cores"
 OLDEST: Final = (2, 52)
 """The oldest release that calls an actor's `close` when its last handle goes."""
 ANSWER_LIMIT: Final = 15.0
-"""Seconds in which a living cluster answers a question."""
+"""Seconds within which a living cluster answers."""
 
 
 # Calls in threads
@@ -71,7 +71,7 @@ async def ask(call: Callable[[], T], seconds: float = ANSWER_LIMIT) -> T:
     """Run a call in a thread while the event loop goes on.
 
     Raises:
-        NodeDiedError: it failed, or gave nothing within `seconds`.
+        NodeDiedError: the call failed, or did not return within `seconds`.
     """
     try:
         async with asyncio.timeout(seconds):
@@ -97,7 +97,7 @@ class SerialThread:
     def submit(self, call: Callable[[], T]) -> Future[T]:
         """Run a call after the earlier ones; its future cannot be cancelled."""
         result: Future[T] = Future()
-        # A future that counts as running is not cancelled with whoever awaits it.
+        # A future that counts as running is not cancelled with its waiter.
         result.set_running_or_notify_cancel()
         self._calls.put(partial(_run, call, result))
         return result
@@ -114,7 +114,7 @@ class SerialThread:
 def _run(call: Callable[[], T], result: Future[T]) -> None:
     try:
         found = call()
-    except BaseException as error:  # noqa: BLE001 - whoever asks is told
+    except BaseException as error:  # noqa: BLE001 - raised at the caller
         result.set_exception(error)
     else:
         result.set_result(found)
@@ -149,7 +149,7 @@ def _report(callback: Callable[[Any], object], future: Any) -> None:
 def wait(refs: Sequence[Ref], seconds: float) -> bool:
     """Wait in this thread until one of the objects exists; return False on timeout.
 
-    A task that waits this way gives its CPUs back meanwhile.
+    A task that waits in this way returns its CPUs meanwhile.
     """
     ready, _ = ray.wait(list(refs), timeout=seconds, fetch_local=False)
     return bool(ready)
@@ -162,12 +162,12 @@ def wait_for_all(refs: Sequence[Ref]) -> None:
 
 
 cancel: Final = ray.cancel
-"""Stop the task that makes an object, and all tasks that it has started.
+"""Stop the task that produces an object, and all tasks that it has started.
 
 `force` kills its process. Calls of actors cannot be stopped by force.
 """
 kill: Final = ray.kill
-"""End an actor's process at once; `no_restart=False` lets the actor begin anew."""
+"""End an actor's process at once; `no_restart=False` lets the actor restart."""
 
 
 def is_cancelled() -> bool:
@@ -176,7 +176,7 @@ def is_cancelled() -> bool:
 
 
 exit_actor: Final = ray.actor.exit_actor
-"""End the actor that this process is."""
+"""End this process's actor."""
 
 
 def actor_id(handle: Handle) -> str:
@@ -185,7 +185,7 @@ def actor_id(handle: Handle) -> str:
 
 
 def find_actor(name: str, namespace: str) -> Handle | None:
-    """Return the living actor of that name."""
+    """Return the living actor with a name."""
     try:
         return ray.get_actor(name, namespace=namespace or NAMESPACE)
     except ValueError:
@@ -193,11 +193,11 @@ def find_actor(name: str, namespace: str) -> Handle | None:
 
 
 create_placement_group: Final = placement_group
-"""Ask for a placement group; `.ready()` is an object that comes with it."""
+"""Request a placement group; `.ready()` is an object that exists once it is placed."""
 
 
 def find_placement_group(name: str) -> Any | None:
-    """Return the placement group of that name."""
+    """Return the placement group with a name."""
     try:
         return get_placement_group(name)
     except ValueError:
@@ -205,7 +205,7 @@ def find_placement_group(name: str) -> Any | None:
 
 
 remove_placement_group: Final = ray.util.remove_placement_group
-"""Give its bundles back; Ray ends what runs in them."""
+"""Remove a placement group; Ray ends all tasks and actors in it."""
 
 
 def in_bundle(group: Any, bundle: int) -> Any:
@@ -227,7 +227,7 @@ def load_bytes(key: str) -> bytes | None:
     return internal_kv._internal_kv_get(key, namespace=NAMESPACE)  # type: ignore[no-any-return]
 
 
-# This process, as Ray knows it
+# This process in Ray
 
 
 def process_ids() -> tuple[str, str, str]:
@@ -243,10 +243,10 @@ def task_id() -> str:
 
 def accelerators() -> dict[str, tuple[int | str, ...]]:
     """Return the devices that the running task may use, by kind."""
-    found: dict[str, list[str]] = ray.get_runtime_context().get_accelerator_ids()
+    devices: dict[str, list[str]] = ray.get_runtime_context().get_accelerator_ids()
     return {
-        kind: tuple(int(one) if one.isdecimal() else one for one in ids)
-        for kind, ids in found.items()
+        kind: tuple(int(id_) if id_.isdecimal() else id_ for id_ in ids)
+        for kind, ids in devices.items()
         if ids
     }
 
@@ -258,10 +258,10 @@ class ClusterNode(NamedTuple):
     """A node.
 
     Attributes:
-        id: in hexadecimal.
+        id: its id, in hexadecimal.
         total: its resources by name.
         host: the name of its machine.
-        is_alive: whether it is there.
+        is_alive: False for a node that the cluster has lost.
     """
 
     id: str
@@ -271,7 +271,7 @@ class ClusterNode(NamedTuple):
 
 
 def all_nodes() -> list[ClusterNode]:
-    """Return the nodes, and those that the cluster has lost."""
+    """Return all nodes, including lost nodes."""
     return [
         ClusterNode(
             str(node["NodeID"]),
@@ -289,7 +289,7 @@ def nodes() -> list[ClusterNode]:
 
 
 def has_autoscaler() -> bool:
-    """Return whether something starts nodes as they are needed."""
+    """Return whether an autoscaler starts nodes when they are needed."""
     get_value = internal_kv._internal_kv_get
     if get_value(b"__autoscaler_v2_enabled", namespace=b"__autoscaler") == b"1":
         return True
@@ -297,10 +297,10 @@ def has_autoscaler() -> bool:
 
 
 def names_node_types(status: bytes | None) -> bool:
-    """Return whether an autoscaler's report names types of nodes that may come.
+    """Return whether an autoscaler's report names types of nodes that may be started.
 
-    A cluster without an autoscaler has such a report too. It mirrors the nodes: each
-    has a type of its own.
+    A cluster without an autoscaler has such a report too, with one type per existing
+    node.
     """
     report = json.loads(status or b"{}").get("autoscaler_report") or {}
     types = report.get("node_type_mapping") or {}
@@ -310,7 +310,7 @@ def names_node_types(status: bytes | None) -> bool:
 total_resources: Final = ray.cluster_resources
 """Return all resources of the cluster by name."""
 free_resources: Final = ray.available_resources
-"""Return what is free of each resource; Ray leaves out those with nothing free."""
+"""Return the free amount of each resource; Ray omits resources with nothing free."""
 
 
 # Starting and joining a cluster
@@ -322,7 +322,7 @@ PRIVATE: Final = "AIOGPU_PRIVATE_CLUSTER"
 _token: Final = secrets.token_hex(32)
 """For clusters that this process starts, unless the user has a token."""
 NOT_FOUND: Final = "Could not find any running Ray instance"
-"""Ray's message if no address was named and no cluster runs."""
+"""Ray's message if no address was given and no cluster runs."""
 CLUSTER_PORT: Final = 6379
 """The default port of a cluster's head."""
 HEADER: Final = 9
@@ -332,11 +332,11 @@ SETTINGS: Final = 4
 GREETING: Final = (
     b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, SETTINGS)) + bytes(5)
 )
-"""How a client begins."""
+"""The first bytes that a client sends."""
 
 
 def _is_worth_logging(record: logging.LogRecord) -> bool:
-    # A program's own signal handlers stay as they are, on purpose.
+    # Ray warns that it keeps a program's signal handlers, which is intended.
     return "SIGTERM handler is not set" not in record.getMessage()
 
 
@@ -362,10 +362,11 @@ def head_address() -> str:
 def start(options: Mapping[str, Any]) -> str:
     """Start a cluster of one node for this program, which takes some seconds.
 
-    Returns the directory of its files.
+    Returns:
+        The directory of its files.
 
     Raises:
-        DeviceError: more GPUs are asked for than this process may use.
+        DeviceError: more GPUs are requested than this process may use.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = None if visible is None else [one for one in visible.split(",") if one]
@@ -376,7 +377,7 @@ def start(options: Mapping[str, Any]) -> str:
             f"{len(names)}: ask for fewer, or unset the variable."
         )
     resources = dict(options.get("resources") or {})
-    if NEURON_CORES in resources:  # whose type Ray does not find out
+    if NEURON_CORES in resources:  # Ray does not detect their type
         resources.setdefault(TYPE_PREFIX + AWS_NEURON_CORE, 1.0)
     with _private_environment():
         context = ray.init(
@@ -393,10 +394,10 @@ def start(options: Mapping[str, Any]) -> str:
 def _private_environment() -> Iterator[None]:
     """Set the mark and the token that only the servers of a new cluster need.
 
-    Without a token Ray writes one to `~/.ray/auth_token`. All clusters of the user
-    would demand it from then on, those of the user's own `ray start` as well. Servers
-    and workers get this token by their environment. Ray keeps the first token that a
-    process has used, so all clusters of this process share one.
+    Without a token Ray writes one to `~/.ray/auth_token`. All later clusters of the
+    user would require it, including those of the user's own `ray start`. Servers and
+    workers get this token by their environment. Ray keeps the first token that a
+    process has used, so all clusters of this process share one token.
     """
     names = (AUTH_MODE, AUTH_TOKEN, PRIVATE)
     before = {name: os.environ.get(name) for name in names}
@@ -418,10 +419,10 @@ def _private_environment() -> Iterator[None]:
 
 
 def _runs_private_clusters_only() -> bool:
-    """Return whether clusters run on this machine, each started for one program."""
+    """Return whether clusters run on this machine, and all are private to a program."""
     environments = []
     for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it has ended, or is another user's
+        with suppress(OSError):  # it has ended, or belongs to another user
             command = (process / "cmdline").read_bytes().partition(b"\0")[0]
             if command.endswith(b"/raylet"):
                 environments.append((process / "environ").read_bytes())
@@ -430,10 +431,10 @@ def _runs_private_clusters_only() -> bool:
 
 
 def join(address: str | None, *, shows_output: bool) -> bool:
-    """Join a running cluster; return False if none was named and none runs.
+    """Join a running cluster; return False if no address was given and none runs.
 
-    A cluster that was started for one program is not joined unless it is named: it
-    may have a token of its own, and ends with its program.
+    A cluster that was started for one program is joined only by its address: it may
+    have its own token, and ends with its program.
 
     Args:
         address: "host:port", or None for a cluster on this machine.
@@ -459,14 +460,14 @@ def join(address: str | None, *, shows_output: bool) -> bool:
 
 
 leave: Final = ray.shutdown
-"""Leave the cluster; one that was started for this program ends."""
+"""Leave the cluster; a cluster that was started for this program ends."""
 
 
 def host_and_port(address: str) -> tuple[str, int]:
     """Split an address.
 
     Raises:
-        NodeError: it names no host and port.
+        NodeError: the address has no host and port.
     """
     parts = urlsplit(f"//{address}")
     with suppress(ValueError):
@@ -481,8 +482,8 @@ def host_and_port(address: str) -> tuple[str, int]:
 async def check_reachable(address: str, seconds: float) -> None:
     """Check that a head answers at an address.
 
-    Ray itself would try for long, and end the program after a minute without a head.
-    Its servers speak HTTP/2, in which the server sends a settings frame first.
+    Ray itself would try for a long time, and end the program after a minute without a
+    head. Its servers use HTTP/2, in which the server first sends a settings frame.
 
     Raises:
         NodeError: no head answers within `seconds`.
@@ -493,7 +494,7 @@ async def check_reachable(address: str, seconds: float) -> None:
             reader, writer = await asyncio.open_connection(host, port)
             try:
                 if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
-                    return  # only Ray can speak to a server with certificates
+                    return  # only Ray has the certificates of the server
                 writer.write(GREETING)
                 header = await reader.readexactly(HEADER)
             finally:
@@ -502,11 +503,11 @@ async def check_reachable(address: str, seconds: float) -> None:
                     await writer.wait_closed()
         if header[3] == SETTINGS:
             return
-        problem = f"what listens there is not Ray, and says {header!r}"
+        problem = f"the server is not Ray, and answers {header!r}"
     except TimeoutError:
         problem = f"no answer within {seconds:g} s"
     except asyncio.IncompleteReadError as error:
-        problem = f"what listens there is not Ray, and says {error.partial!r}"
+        problem = f"the server is not Ray, and answers {error.partial!r}"
     except OSError as error:
         problem = str(error) or type(error).__name__
     raise NodeError(
@@ -520,7 +521,7 @@ async def check_reachable(address: str, seconds: float) -> None:
 # The connection of this process
 
 REACH_LIMIT: Final = 10.0
-"""Seconds in which a head answers."""
+"""Seconds within which a head answers."""
 JOIN_LIMIT: Final = 120.0
 """Seconds for joining a cluster that answers; it takes 5, or 50 if it is busy."""
 LEAVE_LIMIT: Final = 60.0
@@ -541,20 +542,20 @@ JOIN_OPTIONS: Final = ("log_to_driver", "cancel_grace")
 
 
 class RayConnection:
-    """The process's one connection to Ray, shared by the engines of its event loops.
+    """The process's connection to Ray, shared by the engines of its event loops.
 
-    A cluster that aiogpu has joined or started is left with the last of its users.
+    When its last user has gone, a cluster that aiogpu has joined or started is left.
     """
 
     def __init__(self) -> None:
         self._users: set[object] = set()
         self._is_ours = False
-        self._options: dict[str, Any] = {}  # of the cluster that it has started
-        self._session = ""  # the directory of the files of that cluster
+        self._options: dict[str, Any] = {}  # of the cluster that was started
+        self._session = ""  # the directory of this cluster's files
         # Ray's servers end with the thread that has started them, so it is kept.
         self._thread: SerialThread | None = None
-        self._pid = 0  # a fork has another one
-        self._leaving: Future[None] | None = None  # the last cluster
+        self._pid = 0  # differs in a fork
+        self._leaving: Future[None] | None = None  # the departure from the last cluster
 
     def __repr__(self) -> str:
         return f"<RayConnection with {len(self._users)} users>"
@@ -563,8 +564,8 @@ class RayConnection:
         """Join the cluster, or start one.
 
         Raises:
-            NodeError: it does not answer, or Ray is too old.
-            OptionError: Ray has no such option, or the cluster is one of Ray Client.
+            NodeError: the cluster does not answer, or Ray is too old.
+            OptionError: Ray has no such option, or the address is of Ray Client.
         """
         _check_release()
         _check_options(options)
@@ -583,20 +584,20 @@ class RayConnection:
         self._pid = os.getpid()
 
     def _check_existing(self, own: Mapping[str, Any]) -> None:
-        """Check that the connection which this process has will do."""
+        """Check that the existing connection of this process can be used."""
         if is_client():
             raise OptionError(no_client("ray.init('ray://...') in this program"))
         if self._users and self._pid != os.getpid():
             raise NodeError(
                 "init(address='ray'): this process is a fork of one that is in a Ray "
-                "cluster, and Ray works in that one only. Start a new interpreter for "
-                "it, as multiprocessing's 'spawn' does."
+                "cluster, and Ray works only in the parent. Start a new interpreter, "
+                "as multiprocessing's 'spawn' does."
             )
         if own and own != self._options:
             raise NodeError(
                 f"init(address='ray', {next(iter(own))}=...): this process is in a Ray "
-                f"cluster already, which has what it has. Leave it out, or shut the "
-                f"other one down first."
+                f"cluster already, whose resources are fixed. Leave the option out, or "
+                f"shut the other cluster down first."
             )
 
     async def _connect(
@@ -613,7 +614,8 @@ class RayConnection:
         except BaseException as error:
             leaving = self._start_leaving()
             if address is None:
-                # Half a start would be left behind, so Ray starts it to the end.
+                # Wait for the end of the start: a partial start would leave processes
+                # behind.
                 await asyncio.wait([asyncio.wrap_future(leaving)])
             if not isinstance(error, TimeoutError):
                 raise
@@ -643,7 +645,7 @@ class RayConnection:
             ) from error
 
     def lose(self, user: object) -> None:
-        """Leave a cluster that has gone, without waiting."""
+        """Leave a lost cluster, without waiting."""
         if self._release(user):
             self._start_leaving()
 
@@ -654,18 +656,19 @@ class RayConnection:
             try:
                 await asyncio.shield(leaving)
             except asyncio.CancelledError:
-                # Half a shutdown would be left behind, so Ray does it to the end.
+                # Wait for the end of the shutdown: a partial one would leave processes
+                # behind.
                 await asyncio.wait([leaving])
                 raise
 
     def close_now(self, user: object) -> None:
-        """Leave the cluster at the exit of the interpreter, whoever else uses it."""
+        """Leave the cluster at the interpreter's exit, even if it has other users."""
         if user in self._users and self._is_ours and self._pid == os.getpid():
             self._is_ours = False
             self._start_leaving().result()
 
     def _release(self, user: object) -> bool:
-        """Count a user no more; return whether the connection is to be ended."""
+        """Remove a user; return whether the connection is to be closed."""
         if user not in self._users or self._pid != os.getpid():
             return False
         self._users.remove(user)
@@ -701,8 +704,8 @@ class RayConnection:
         await asyncio.wait([leaving], timeout=LEAVE_LIMIT)
         if not leaving.done():
             raise NodeError(
-                f"init(address='ray'): Ray has not left the cluster that was lost "
-                f"before, in {LEAVE_LIMIT:g} s; start the program anew."
+                f"init(address='ray'): Ray has not left the lost cluster within "
+                f"{LEAVE_LIMIT:g} s; restart the program."
             )
         self._leaving = None
 
@@ -716,8 +719,8 @@ def _check_options(options: NodeOptions) -> None:
     for name, value in given.items():
         if value != defaults[name] and name not in START_OPTIONS + JOIN_OPTIONS:
             raise OptionError(
-                f"init(address='ray', {name}=...): a Ray cluster knows nothing of it; "
-                f"leave it out (docs/engines.md says what each engine can do)."
+                f"init(address='ray', {name}=...): a Ray cluster has no such option; "
+                f"leave it out (docs/engines.md lists what each engine can do)."
             )
 
 
@@ -732,26 +735,26 @@ def _check_release() -> None:
 
 
 def _start_options(options: NodeOptions) -> dict[str, Any]:
-    """Return `ray.init`'s options for a cluster that is to be started."""
-    found: dict[str, Any] = {}
+    """Return the options of `ray.init` for a new cluster."""
+    ray_options: dict[str, Any] = {}
     if options.num_cpus is not None:
-        found["num_cpus"] = _whole("num_cpus", options.num_cpus)
+        ray_options["num_cpus"] = _whole("num_cpus", options.num_cpus)
     if options.num_gpus is not None:
-        found["num_gpus"] = options.num_gpus
+        ray_options["num_gpus"] = options.num_gpus
     if options.resources:
-        found["resources"] = {
+        ray_options["resources"] = {
             name: _whole(f"resources[{name!r}]", value)
             for name, value in options.resources.items()
         }
     if options.object_memory is not None:
-        found["object_store_memory"] = options.object_memory
-    return found
+        ray_options["object_store_memory"] = options.object_memory
+    return ray_options
 
 
 def _whole(option: str, value: float) -> int:
     if value != int(value):
         raise OptionError(
-            f"init(address='ray', {option}={value!r}): a node of Ray has whole "
-            f"quantities only; tasks may ask for parts of them."
+            f"init(address='ray', {option}={value!r}): a Ray node has whole quantities "
+            f"only; tasks may request fractions."
         )
     return int(value)

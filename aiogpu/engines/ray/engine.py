@@ -1,8 +1,8 @@
-"""A Ray cluster as an engine: Ray places tasks, moves values, and heals.
+"""A Ray cluster as an engine: Ray places tasks, moves values, and handles failures.
 
-What is asked goes to Ray at once, and the ends come back by `Calls`. What Ray does not
-do by itself is done here: a handle that nobody awaits any more is cancelled on the
-cluster, a timeout counts from `.remote()`, and what can never run is refused.
+Requests go to Ray at once, and outcomes come back by `Calls`. This module adds features
+that Ray lacks: a dropped handle cancels its task on the cluster, a timeout counts from
+`.remote()`, and infeasible requests are refused.
 """
 
 from __future__ import annotations
@@ -49,26 +49,26 @@ if TYPE_CHECKING:
 _log: Final = logging.getLogger(__name__)
 
 LOOK_INTERVAL: Final = 2.0
-"""Seconds between two looks at the cluster's head and its nodes."""
+"""Seconds between two checks of the cluster's head and its nodes."""
 LOST_AFTER: Final = 30.0
-"""Seconds without a head after which the cluster is given up; a head that restarts is
+"""Seconds without a head after which the cluster counts as lost; a restarted head is
 back by then. Ray ends the program after 60 s, and leaving takes up to 20 s."""
 GIVE_UP_AFTER: Final = 300.0
-"""Seconds without a node that fits, after which what waits for one fails."""
+"""Seconds without a fitting node after which the waiting tasks fail."""
 UNTOLD: Final = "its wait counts, and Ray does not tell how long that was"
-"""How long a task has waited that a cluster runs, in the words of its timeout."""
+"""Text about the waiting time in the timeout error of a task on a cluster."""
 FUNCTIONS: Final = 1024
-"""Remote functions that are kept; Ray is told anew of those not used for longest."""
+"""Cached remote functions; evicted functions are registered at Ray again."""
 
 
 class RayEngine:
-    """The engine of a program on a Ray cluster, or of a process in it that Ray runs.
+    """The engine of a program on a Ray cluster, or of a process that Ray runs.
 
     Attributes:
-        calls: what runs.
+        calls: the unfinished calls.
         overview: the nodes of the cluster.
-        actors: its actors.
-        lost: why the cluster is taken for lost; None while it is not.
+        actors: the actors of the cluster.
+        lost: why the cluster counts as lost; None while it does not.
     """
 
     waits = None
@@ -95,7 +95,7 @@ class RayEngine:
         self._is_open = self._is_hasty = False
         self._is_head_missed = False
         self._watch_task: asyncio.Task[None] | None = None
-        self._mark = object()  # left on functions that were checked
+        self._mark = object()  # marks functions that were checked
 
     @classmethod
     def inside(cls, loop: asyncio.AbstractEventLoop) -> RayEngine:
@@ -126,10 +126,10 @@ class RayEngine:
         self._is_open = True
 
     async def _watch(self, head: str) -> None:
-        """Look at the head and the nodes, and leave a cluster that has lost its head.
+        """Check the head and the nodes, and leave a cluster that has lost its head.
 
-        Ray's own calls wait for a head that has gone, without end; and after a minute
-        Ray ends the program.
+        Ray's own calls wait for a lost head without end, and after a minute Ray ends
+        the program.
         """
         seen = self._loop.time()
         while self._loop.time() - seen < LOST_AFTER:
@@ -149,15 +149,16 @@ class RayEngine:
         try:
             has_lost = await self.overview.look(LOOK_INTERVAL)
         except NodeDiedError:
-            return  # the next look at the head tells whether it has gone
+            return  # the next check of the head shows whether it has gone
         if has_lost:
             self._mark = object()
             self._warn_of_unfit()
 
     def _warn_of_unfit(self) -> None:
-        """Warn of requests that no node fits any more, and fail them if that stays so.
+        """Warn about requests that no longer fit a node, and fail them after a while.
 
-        Ray lets it wait without a word. A node often comes back, after a restart say.
+        Ray lets them wait silently. A node often comes back, for example after a
+        restart.
         """
         unfit = [
             (number, call.name, call.request)
@@ -188,12 +189,13 @@ class RayEngine:
         self.calls.revoke(number, error)
 
     def _lose(self) -> None:
-        """Fail all calls: nothing of them will ever end."""
+        """Fail all calls: none of them will ever end."""
         self._is_open = False
         self._mark = object()
         self.lost = message = (
             f"the head of the Ray cluster has not answered for {LOST_AFTER:g} s, and "
-            f"what ran there is lost. aiogpu.shutdown(), and init() once it is back."
+            f"all its tasks are lost. Call aiogpu.shutdown(), and init() again once it "
+            f"is back."
         )
         error = NodeDiedError(message)
         self.actors.lose(pack_own_error(error))
@@ -204,23 +206,24 @@ class RayEngine:
         connection.lose(self)
 
     def _check_open(self) -> None:
-        """Raise the error of a cluster that has gone.
+        """Check that the cluster is usable.
 
         Raises:
-            NodeDiedError: it has gone.
-            NodeClosedError: it was left.
+            NodeDiedError: the cluster has gone.
+            NodeClosedError: this program has left the cluster.
         """
         if self.lost is not None:
             raise NodeDiedError(self.lost)
         if not self._is_open:
-            raise NodeClosedError("this program has shut down its tie to the cluster.")
+            raise NodeClosedError("this program has left the Ray cluster.")
 
     # Tasks
 
     def pack(self, outgoing: PickledValue) -> bytes:
         """Make a payload; see `Engine.pack`.
 
-        What is large goes into Ray's store at once, so that it is what it was now.
+        A large value is put into Ray's store at once, so later changes do not affect
+        it.
         """
         return pack_copy(outgoing, may_store=self._is_open)
 
@@ -246,12 +249,12 @@ class RayEngine:
         return number
 
     def _admit(self, func: FunctionSpec) -> None:
-        """Check what is the same for all calls of a function, once.
+        """Check a function once for all its calls.
 
         Raises:
-            OptionError: it asks for what Ray cannot do.
-            InfeasibleError: the cluster can never give what it asks for.
-            NodeError: the cluster is not there any more.
+            OptionError: Ray does not support an option of the function.
+            InfeasibleError: the cluster can never meet the request.
+            NodeError: the cluster has gone.
         """
         if func.checked_by is self._mark:
             return
@@ -261,7 +264,7 @@ class RayEngine:
         func.checked_by = self._mark
 
     def _new_function(self, func: FunctionSpec) -> Any:
-        """Make what Ray knows a function by."""
+        """Make Ray's remote function for a function."""
         run = make_runner(
             RemoteCode(func, RayEngine.inside), is_stream=bool(func.window)
         )
@@ -282,7 +285,7 @@ class RayEngine:
             self.calls.watch(number, (function.remote(*given),))
 
     def demand(self, task: int, limit: int) -> None:
-        """Let a stream yield so many items in all; see `Engine.demand`."""
+        """Set a stream's number of items; see `Engine.demand`."""
         self.calls.demand(task, limit)
 
     def cancel(self, task: int) -> None:
@@ -291,7 +294,7 @@ class RayEngine:
         self._groups.remove(task)
 
     def end_children(self) -> None:
-        """Stop the tasks that an ended task has left; calls of actors go on."""
+        """Stop the children of an ended task; calls of actors go on."""
         for number, call in list(self.calls.live.items()):
             goes_on = call.actor and call.refs
             stop = self.calls.end if goes_on else self.calls.cancel
@@ -300,22 +303,22 @@ class RayEngine:
     # Placement groups
 
     def take_lease(self, func: FunctionSpec, receiver: LeaseReceiver) -> int:
-        """Ask for a placement group; see `Engine.take_lease`.
+        """Request a placement group; see `Engine.take_lease`.
 
         Raises:
-            MisuseError: it is a lease, which a Ray cluster cannot give.
+            MisuseError: the request is a lease, which a Ray cluster does not support.
         """
         if not func.spec.is_grouped:
             raise MisuseError(
-                "aiogpu.lease() hands devices to processes that are not aiogpu's, "
-                "which a Ray cluster cannot do. Use a node, or have a task start the "
-                "process."
+                "aiogpu.lease() gives devices to processes that aiogpu did not start, "
+                "which a Ray cluster cannot do. Use an aiogpu node, or start the "
+                "process in a task."
             )
         self._check_open()
         return self._groups.create(func, receiver)
 
     def _evict(self, group: PlacementGroupSpec) -> None:
-        """Tell all that run in a group that it is being removed, and stop them."""
+        """Stop and fail all calls and actors in a group that is being removed."""
         self.actors.evict(group)
         for number, call in list(self.calls.live.items()):
             if call.group is None or call.group.key != group.key:
@@ -325,27 +328,27 @@ class RayEngine:
                 error = actor_death(call.name, error)
             self.calls.cancel(number, error)
 
-    # Questions
+    # Queries
 
     async def total(self) -> dict[str, float]:
         """Return all resources by name."""
-        self._check_asked()
+        self._check_answering()
         await self.overview.look()
         return await status.total_resources()
 
     async def available(self) -> dict[str, float]:
-        """Return what is free of each."""
-        self._check_asked()
+        """Return the free amount of each resource."""
+        self._check_answering()
         return await status.free_resources(await status.total_resources())
 
     async def status(self) -> NodeStatus:
-        """Return what the cluster has, and what this program has running."""
-        self._check_asked()
+        """Return the cluster's resources, and this program's calls."""
+        self._check_answering()
         return await status.status(self.calls)
 
     async def why(self, task: int) -> Why | None:
-        """Return what is known of a call, an actor or a group; see `Engine.why`."""
-        self._check_asked()
+        """Return the state of a call, an actor or a group; see `Engine.why`."""
+        self._check_answering()
         of_actor = (n for n, call in self.calls.live.items() if call.actor == task)
         number = next(of_actor, task)
         return self._groups.why(number) or self.calls.why(number)
@@ -354,30 +357,30 @@ class RayEngine:
         """Return the same for a number of `status()`; see `Engine.why_task`.
 
         Raises:
-            NoSuchTaskError: it has ended, or never was.
+            NoSuchTaskError: the task has ended or never existed.
         """
-        told = await self.why(number)
-        if told is None:
+        state = await self.why(number)
+        if state is None:
             raise NoSuchTaskError(
                 f"this program has no task {number} on the Ray cluster that waits or "
-                f"runs. What has become of tasks that have ended is not kept there: "
-                f"their handles know it."
+                f"runs. The cluster keeps no outcomes of ended tasks: ask their "
+                f"handles."
             )
-        return told
+        return state
 
-    def _check_asked(self) -> None:
+    def _check_answering(self) -> None:
         self._check_open()
         if self._is_head_missed:
-            # A question without an answer would have Ray end this program.
+            # After a query without an answer, Ray would end this program.
             raise NodeDiedError("the head of the Ray cluster does not answer now.")
 
     # Closing
 
     def announce_stop(self) -> None:
-        """Do nothing: tasks on Ray hear of it when they are cancelled."""
+        """Do nothing: tasks on Ray are informed by their cancellation."""
 
     async def close(self) -> None:
-        """Stop what this program has running, and leave the cluster."""
+        """Stop this program's calls and actors, and leave the cluster."""
         if self._watch_task is not None:
             self._watch_task.cancel()
         if self._is_open:
@@ -393,7 +396,7 @@ class RayEngine:
         await connection.close(self)
 
     async def _stopped(self) -> None:
-        """Wait until what was stopped has ended, or its grace has passed."""
+        """Wait until stopped calls have ended, or their grace period is over."""
         changed = asyncio.Event()
         self.calls.on_delivered = changed.set
         try:

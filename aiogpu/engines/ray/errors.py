@@ -1,7 +1,7 @@
-"""Carries failures through Ray, and translates Ray's own errors.
+"""Sends failures through Ray, and translates Ray's own errors.
 
-A task's exception travels as on other engines, as a pickle if possible and always as
-text. Ray carries it as the cause of an exception of its own.
+A task's exception is sent as on other engines, as a pickle if possible and always as
+text. Ray delivers it as the cause of its own exception.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 _CANCELLED: Final = "was cancelled."
 
 
-class TaskFailure(Exception):  # noqa: N818 - it carries an error and is none itself
-    """A task's failure as Ray carries it; `failed` describes it."""
+class TaskFailure(Exception):  # noqa: N818 - it wraps an error
+    """A task's failure inside Ray; `failed` describes it."""
 
     def __init__(self, *fields: Any) -> None:
         super().__init__(*fields)
@@ -44,8 +44,8 @@ def cancelled(name: str) -> TaskFailure:
 
 
 def window_of(receiver: Any) -> int:
-    """Return how far a stream may be ahead of its consumer; 0 if it is no stream."""
-    # A receiver that carries a context along has another one inside.
+    """Return how many items a stream may be ahead of its consumer; 0 for no stream."""
+    # A `LoopReceiver` wraps the original receiver.
     window = getattr(getattr(receiver, "receiver", receiver), "window", None)
     return 0 if window is None else int(window.size)
 
@@ -63,15 +63,16 @@ def outcome_of(
     group: PlacementGroupSpec | BundleRef | None = None,
     receiver: Any = None,
 ) -> Failed | Exception:
-    """Return what an exception that came from Ray means.
+    """Translate an exception from Ray.
 
-    That is a failure of user code, or an error of aiogpu, of which Ray's is the cause.
+    The result is a failure of user code, or an error of aiogpu with Ray's error as its
+    cause.
 
     Args:
-        name: of the task.
-        error: what Ray has raised.
-        group: the placement group in which the task was to run; None for none.
-        receiver: of the call; None for none.
+        name: name of the task.
+        error: the exception from Ray.
+        group: the placement group of the task; None for none.
+        receiver: receiver of the call; None for none.
     """
     cause = getattr(error, "cause", None)
     failure = cause if isinstance(cause, TaskFailure) else error
@@ -89,32 +90,36 @@ def _explain(
     name: str, error: BaseException, group: PlacementGroupSpec | BundleRef | None
 ) -> Exception:
     message = str(error).strip() or type(error).__name__
-    kinds = [one for one in type(error).__mro__ if one.__module__ == "ray.exceptions"]
-    meanings = (_MEANINGS[one.__name__] for one in kinds if one.__name__ in _MEANINGS)
+    kinds = [
+        kind for kind in type(error).__mro__ if kind.__module__ == "ray.exceptions"
+    ]
+    meanings = (
+        _MEANINGS[kind.__name__] for kind in kinds if kind.__name__ in _MEANINGS
+    )
     meaning = next(meanings, None)
     if group is not None and meaning is _REMOVED:
         gone = removed(group.name, name, REMOVED)
         is_of_actor = isinstance(error, exceptions.ActorPlacementGroupRemoved)
         return actor_death(name, gone) if is_of_actor else gone
     if meaning is None:
-        said = f"{name}: {type(error).__name__} came from Ray: {message}"
-        found: Exception = errors.InternalError(said)
+        text = f"{name}: {type(error).__name__} came from Ray: {message}"
+        translated: Exception = errors.InternalError(text)
     else:
         own_type, what = meaning
-        found = own_type(f"{name} {what}: {message}")
-    found.__cause__ = error
-    return found
+        translated = own_type(f"{name} {what}: {message}")
+    translated.__cause__ = error
+    return translated
 
 
 def _actor_died(message: str) -> errors.ActorDiedError:
     name = message.partition(" is dead")[0]
     if "exit_actor() is called" in message or "INTENDED_USER_EXIT" in message:
-        # Ray says the same at the end of an `async with`.
+        # Ray gives the same text at the end of an `async with`.
         why = "its block has ended, or a call ended it by exit_actor()."
         return errors.ActorDiedError(f"{name} is dead: {why}", name)
     if "killed by `ray.kill`" in message:
         return errors.ActorDiedError(f"{name} was killed.", name)
-    # Ray says this of a call that was lost while another process takes over.
+    # Ray's text for a call that was lost while the actor restarts.
     is_restarting = "is temporarily unavailable" in message
     return errors.ActorDiedError(message, name, is_restarting)
 
@@ -137,4 +142,4 @@ _MEANINGS: Final[dict[str, _Meaning]] = {
     "RuntimeEnvSetupError": (errors.NodeError, "has no worker: Ray cannot set it up"),
     "RayError": (errors.NodeError, "has failed, as Ray says"),
 }
-"""The error of aiogpu for each of Ray's, and what it says of a task."""
+"""For each of Ray's errors, aiogpu's error and its text about a task."""

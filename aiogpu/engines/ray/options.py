@@ -1,7 +1,8 @@
-"""The options of tasks and actors as Ray's; what Ray cannot do is refused.
+"""Converts options of tasks and actors to Ray's, and refuses unsupported options.
 
 Quantities are exact in aiogpu, in parts of 1/10 000. Ray truncates a float to such
-parts, so that 0.57 would be 0.5699. It is given the float that it truncates rightly.
+parts, so 0.57 would become 0.5699. So Ray gets a float that it truncates to the right
+value.
 """
 
 from __future__ import annotations
@@ -23,29 +24,29 @@ if TYPE_CHECKING:
     from aiogpu.core.model.request import Request, TaskSpec
 
 RAY_NOSET: Final = "RAY_EXPERIMENTAL_NOSET_"
-"""Ray's own switch, before a variable's name; see `listed_devices.NOSET`."""
+"""Prefix of Ray's own switch; see `listed_devices.NOSET`."""
 WAITING_CALLS: Final = 10_000
-"""Calls of an actor with coroutines that wait in its process for a place."""
+"""Waiting calls in the process of an actor with coroutines, at most."""
 METHODS_GROUP: Final = "aiogpu calls"
-"""Ray's group for those methods of a threaded actor that name none."""
+"""Ray's group for methods of a threaded actor without a group."""
 
 
 def check_possible(func: FunctionSpec) -> None:
-    """Refuse what Ray cannot do.
+    """Check that Ray supports the options of a function.
 
     Raises:
-        OptionError: names the option, and what to do.
+        OptionError: Ray does not support an option.
     """
     spec, request = func.spec, func.spec.shape.request
     check_priority(spec)
     if spec.is_detached and func.actor is None:
         raise OptionError(
             f"{spec.name} asks for lifetime='detached'. Ray ends a task with the "
-            f"process that has started it. Leave it out, or have an actor with "
-            f"lifetime='detached' do the work."
+            f"process that started it. Leave the option out, or use an actor with "
+            f"lifetime='detached'."
         )
     has_timed = func.actor is not None and bool(func.actor.run_limits)
-    asked = {
+    unsupported = {
         "gpu_memory": request.gpu_memory != 0,
         "gpu_where": request.where is not None,
         "strategy='spread'": request.spread,
@@ -53,13 +54,13 @@ def check_possible(func: FunctionSpec) -> None:
         "run_timeout": spec.run_timeout is not None or has_timed,
         "stop_grace": spec.stop_grace > 0,
     }
-    for option, is_asked in asked.items():
-        if is_asked:
+    for option, is_requested in unsupported.items():
+        if is_requested:
             _refuse(spec, option)
 
 
 def check_priority(spec: TaskSpec) -> None:
-    """Refuse a priority by an `OptionError`."""
+    """Raise `OptionError` if a priority is set."""
     if spec.priority:
         _refuse(spec, "priority")
 
@@ -72,22 +73,22 @@ def _refuse(spec: TaskSpec, option: str) -> None:
 
 
 def amounts(request: Request | None) -> dict[str, int]:
-    """Return the requested amounts above 0, in units of 1/10 000."""
+    """Return the requested amounts above 0, in parts of 1/10 000."""
     asked = () if request is None else (*request.scalars, *request.devices)
     return {name: parts for name, parts in asked if parts}
 
 
 def as_float(parts: int) -> float:
-    """Return the float which Ray, multiplying and truncating, reads as `parts`."""
+    """Return the float that Ray, by multiplying and truncating, reads as `parts`."""
     whole = parts / UNIT
     if parts % UNIT == 0 or int(whole * UNIT) == parts:
         return whole
-    # Half a part more is never a part, and hides what a product falls short of.
+    # Half a part more is always truncated, and compensates for rounding errors.
     return (parts + 0.5) / UNIT
 
 
 def bundle_of(bundle: Request) -> dict[str, float]:
-    """Return a bundle of a placement group, as Ray names what it holds."""
+    """Return a bundle of a placement group as Ray's resources."""
     return {
         name: parts // UNIT if name == MEMORY else as_float(parts)
         for name, parts in (*bundle.scalars, *bundle.devices)
@@ -129,7 +130,7 @@ def task_options(func: FunctionSpec) -> dict[str, Any]:
 def stream_options(window: int) -> dict[str, Any]:
     """Return Ray's options for a generator that may be ahead by `window` items.
 
-    Half of them wait in the consumer's process, see `Stream`.
+    Half of these items wait in the consumer's process; see `Stream`.
     """
     return {
         "num_returns": "streaming",
@@ -138,14 +139,14 @@ def stream_options(window: int) -> dict[str, Any]:
 
 
 def step_of(window: int) -> int:
-    """Return after how many items a consumer says that it has taken them."""
+    """Return the number of items after which a consumer confirms them."""
     return (window + 1) // 2
 
 
 def _runtime_env(func: FunctionSpec) -> dict[str, Any]:
     """Return the option that sets a task's variables.
 
-    Ray sets the variables of devices by itself, unless its own switch is on.
+    Ray sets the variables of devices itself, unless its own switch is on.
     """
     switches = {n: v for n, v in os.environ.items() if n.startswith(NOSET)}
     variables = {**switches, **func.environ}
@@ -156,19 +157,19 @@ def _runtime_env(func: FunctionSpec) -> dict[str, Any]:
 
 
 def terms_of(terms: ActorTerms) -> Terms:
-    """Return what others need to know who are given a handle of an actor."""
+    """Return the terms that receivers of an actor's handle need."""
     return terms.mode, dict(terms.limits), dict(terms.groups)
 
 
 def actor_request(func: FunctionSpec) -> Request:
-    """Return what must be free for an actor to be placed."""
+    """Return the resources that must be free to place an actor."""
     request, terms = func.spec.shape.request, func.actor
     assert terms is not None, func
-    others = tuple(one for one in request.scalars if one[0] != CPU)
-    if terms.keeps_cpus or not (others or request.devices):
+    other_scalars = tuple(scalar for scalar in request.scalars if scalar[0] != CPU)
+    if terms.keeps_cpus or not (other_scalars or request.devices):
         return request
-    # Ray would hold the CPU for life of an actor that asks for more than that.
-    return replace(request, scalars=others)
+    # With other resources, Ray would hold the actor's CPU for its whole life.
+    return replace(request, scalars=other_scalars)
 
 
 def actor_options(func: FunctionSpec, key: tuple[str, str] | None) -> dict[str, Any]:
@@ -176,25 +177,25 @@ def actor_options(func: FunctionSpec, key: tuple[str, str] | None) -> dict[str, 
 
     Args:
         func: its class.
-        key: its namespace and name; None without.
+        key: its namespace and name; None without a name.
     """
     spec, terms = func.spec, func.actor
     assert terms is not None, func
     options = resources_of(actor_request(func))
     if not terms.keeps_cpus and options["num_cpus"]:
-        # Ray takes one CPU then to place it, and none while it runs.
+        # Ray then takes one CPU to place it, and none while it runs.
         del options["num_cpus"]
     options |= {
         "max_restarts": spec.max_retries,
         "max_task_retries": terms.max_task_retries,
     }
     if terms.mode == THREADED:
-        # In Ray's own default group, calls that run at once have no order.
+        # In Ray's own default group, concurrent calls have no order.
         groups = {name: limit for name, limit in terms.limits.items() if name}
         limit = terms.limits[DEFAULT_GROUP]
         options["concurrency_groups"] = {METHODS_GROUP: limit, **groups}
     elif terms.mode == ASYNC:
-        # The actor's process keeps the limits of its groups, on one loop.
+        # The actor's process enforces the limits of its groups, on one loop.
         options["max_concurrency"] = sum(terms.limits.values()) + WAITING_CALLS
     if key is not None:
         options["name"] = key[1]

@@ -1,7 +1,7 @@
-"""Placement groups: Ray's, by aiogpu's own keys.
+"""Ray's placement groups, by aiogpu's keys.
 
-A key is also the group's name at Ray, so whoever is passed a placement finds its group.
-Ray ends at once what runs in a group that is removed.
+A key is also the group's name in Ray, so the receiver of a placement can find its
+group. When a group is removed, Ray ends all tasks and actors in it at once.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ if TYPE_CHECKING:
     from aiogpu.client.interface import Receiver
 
 KNOWN: Final = 1024
-"""Groups that were found by their names and are remembered."""
+"""Cached groups, at most."""
 
 
 class _OwnGroup(NamedTuple):
-    """A group that was asked for here, and not removed."""
+    """A group that this program has requested and not removed."""
 
     spec: PlacementGroupSpec
     group: Any
@@ -49,7 +49,7 @@ class _OwnGroup(NamedTuple):
 
 
 class PlacementGroups:
-    """The placement groups that one engine has asked for, or has found."""
+    """The placement groups that one engine has requested or found."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class PlacementGroups:
         overview: Overview,
         on_removed: Callable[[PlacementGroupSpec], object],
     ) -> None:
-        """Make none; `on_removed` is called before a group is removed."""
+        """Begin without groups; `on_removed` is called before a group is removed."""
         self._calls = calls
         self._overview = overview
         self._on_removed = on_removed
@@ -65,11 +65,11 @@ class PlacementGroups:
         self._groups: dict[str, Any] = {}
 
     def create(self, func: FunctionSpec, receiver: Receiver) -> int:
-        """Ask for a group; see `Engine.take_lease`.
+        """Request a group; see `Engine.take_lease`.
 
         Raises:
-            InfeasibleError: the cluster can never give it.
-            OptionError: Ray cannot give it.
+            InfeasibleError: the cluster can never meet the request.
+            OptionError: Ray does not support the request.
         """
         spec = func.spec.shape.request.placement_group
         assert isinstance(spec, PlacementGroupSpec), func
@@ -100,14 +100,14 @@ class PlacementGroups:
         nodes = overview.count_nodes()
         if spec.strategy == STRICT_SPREAD and len(bundles) > nodes:
             raise InfeasibleError(
-                f"{spec.name} asks for {len(bundles)} bundles, each on a machine of "
-                f"its own (STRICT_SPREAD), and this cluster has {nodes}. Add nodes, or "
-                f"say strategy='SPREAD'."
+                f"{spec.name} asks for {len(bundles)} bundles, each on a separate "
+                f"machine (STRICT_SPREAD), and this cluster has {nodes}. Add nodes, or "
+                f"use strategy='SPREAD'."
             )
         overview.check_together(spec.name, bundles)
 
     def remove(self, number: int) -> None:
-        """Remove a group that was asked for here; do nothing if there is none."""
+        """Remove a group that this program has requested; ignore other numbers."""
         own = self._own.pop(number, None)
         if own is not None:
             self._groups.pop(own.spec.key, None)
@@ -127,27 +127,27 @@ class PlacementGroups:
             of_type = f"{TYPE_PREFIX}{request.accelerator_type}"
             return InfeasibleError(
                 f"{func.spec.name} asks for accelerator_type="
-                f"{request.accelerator_type!r} in {within}, which was not asked for "
-                f"with it. On a Ray cluster a bundle says so itself: "
+                f"{request.accelerator_type!r} in {within}, which was requested "
+                f"without it. On a Ray cluster, add the type to the bundle: "
                 f'{{"GPU": 1, "{of_type}": 0.001}}.'
             )
         return None
 
     def _find(self, within: BundleRef) -> Any | None:
-        found = self._groups.get(within.key)
-        if found is None:
-            found = cluster.find_placement_group(within.key)
+        group = self._groups.get(within.key)
+        if group is None:
+            group = cluster.find_placement_group(within.key)
             if len(self._groups) >= KNOWN:
                 self._groups = {own.spec.key: own.group for own in self._own.values()}
-            if found is not None:
-                self._groups[within.key] = found
-        return found
+            if group is not None:
+                self._groups[within.key] = group
+        return group
 
     def add_strategy(self, options: dict[str, Any], request: Request) -> dict[str, Any]:
         """Return Ray's options with the bundle in which the task runs.
 
         Raises:
-            PlacementRemovedError: the group was removed meanwhile.
+            PlacementRemovedError: the group was removed.
         """
         within = request.placement_group
         if not isinstance(within, BundleRef):
@@ -156,15 +156,15 @@ class PlacementGroups:
         if group is None:
             raise PlacementRemovedError(f"{within.name} was removed.", within.name)
         if request.accelerator_type:
-            # The bundle as a whole has that type, not each task that runs in it.
-            left = dict(options["resources"])
-            del left[TYPE_PREFIX + request.accelerator_type]
-            options = {**options, "resources": left}
+            # The bundle as a whole has the type, not each task in it.
+            resources = dict(options["resources"])
+            del resources[TYPE_PREFIX + request.accelerator_type]
+            options = {**options, "resources": resources}
         strategy = cluster.in_bundle(group, within.bundle)
         return {**options, "scheduling_strategy": strategy}
 
     def why(self, number: int) -> Why | None:
-        """Return what is known of a group that was asked for here."""
+        """Return the state of a group that this program has requested."""
         call, own = self._calls.live.get(number), self._own.get(number)
         if own is None:
             return None
@@ -175,20 +175,20 @@ class PlacementGroups:
         return Why(own.spec.name, number, "waiting", seconds, held)
 
     def fail(self, error: Exception) -> None:
-        """Tell the receivers of granted groups that these have gone."""
+        """Fail the receivers of granted groups."""
         for number, own in self._own.items():
             if number not in self._calls.live:
                 own.receiver.settle(error)
 
     def close(self) -> None:
-        """Remove the groups that this program has asked for."""
+        """Remove the groups that this program has requested."""
         for own in self._own.values():
             cluster.remove_placement_group(own.group)
         self._own.clear()
 
 
 def _has_type(group: Any, within: BundleRef, request: Request) -> bool:
-    """Return whether all bundles that it may use were asked for with its type."""
+    """Return whether all bundles that a task may use were requested with its type."""
     bundles = list(group.bundle_specs)
     if within.bundle != ANY:
         bundles = bundles[within.bundle : within.bundle + 1]
@@ -201,7 +201,7 @@ def _without_type(request: Request) -> Request:
 
 
 def _sum(spec: PlacementGroupSpec) -> Request:
-    """Return what a node must have that holds all bundles."""
+    """Return the resources of a node that holds all bundles."""
     whole = spec.request()
     scalars = {
         name: TYPE_SHARE if name.startswith(TYPE_PREFIX) else parts

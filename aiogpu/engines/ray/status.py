@@ -1,10 +1,10 @@
 """The resources of a cluster, infeasible requests, and `status()`.
 
-No program waits for the cluster when it makes a call: it decides by the nodes that it
-saw last. Only a task asks, if a call needs what no node that it has seen has.
+A program never waits for the cluster when it makes a call: it decides by the last known
+nodes. Only plain code in a task queries the cluster, if a call fits no known node.
 
-A request is for one node: Ray divides none between two nodes, and no share of a device
-between two devices.
+A request is for one node: Ray splits no request between nodes, and no share of a device
+between devices.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ DEVICES: Final = (units.GPU, cluster.NEURON_CORES, "TPU", "NPU", "HPU")
 
 
 def to_parts(amount: float) -> int:
-    """Return an amount of Ray's in parts."""
+    """Convert an amount of Ray's to parts."""
     return round(amount * units.UNIT)
 
 
 def public_resources(resources: Mapping[str, float]) -> dict[str, float]:
-    """Return Ray's resources without those that it keeps for itself, sorted."""
+    """Return Ray's resources without its internal ones, sorted."""
     return {
         name: resources[name]
         for name in sorted(resources)
@@ -54,29 +54,33 @@ def public_resources(resources: Mapping[str, float]) -> dict[str, float]:
     }
 
 
-def fits(nodes: Iterable[ClusterNode], asked: Mapping[str, int]) -> bool:
-    """Return whether a node has all of it, even if it is in use now."""
+def fits(nodes: Iterable[ClusterNode], requested: Mapping[str, int]) -> bool:
+    """Return whether a node has all requested amounts, free or in use."""
     return any(
-        all(to_parts(node.total.get(name, 0)) >= asked[name] for name in asked)
+        all(to_parts(node.total.get(name, 0)) >= requested[name] for name in requested)
         for node in nodes
     )
 
 
-def room(nodes: Iterable[ClusterNode], asked: Mapping[str, int]) -> int:
-    """Return how many that ask for this could run together at most."""
+def room(nodes: Iterable[ClusterNode], requested: Mapping[str, int]) -> int:
+    """Return how many such requests fit at the same time."""
     return sum(
-        min(to_parts(node.total.get(name, 0)) // asked[name] for name in asked)
+        min(to_parts(node.total.get(name, 0)) // requested[name] for name in requested)
         for node in nodes
-        if asked
+        if requested
     )
 
 
 def describe_shortage(nodes: Sequence[ClusterNode], asked: Mapping[str, int]) -> str:
-    """Return what no node has, in words: "each lacks GPU 4 of 2 at most"."""
+    """Describe what every node lacks: "each lacks GPU 4 of 2 at most"."""
     if not nodes:
         return "it has no nodes"
-    found = list(_shortages(nodes, asked))
-    return f"each lacks {in_words(found)}" if found else "none has all of it at once"
+    shortages = list(_shortages(nodes, asked))
+    return (
+        f"each lacks {in_words(shortages)}"
+        if shortages
+        else "none has all of it at once"
+    )
 
 
 def _shortages(nodes: Sequence[ClusterNode], asked: Mapping[str, int]) -> Iterator[str]:
@@ -85,14 +89,16 @@ def _shortages(nodes: Sequence[ClusterNode], asked: Mapping[str, int]) -> Iterat
         if to_parts(most) < parts:
             wanted = f"{units.spoken(name)} {units.written(name, units.number(parts))}"
             had = f"of {units.written(name, most)} at most" if most else "of 0"
-            known = {one for node in nodes for one in public_resources(node.total)}
+            known = {
+                resource for node in nodes for resource in public_resources(node.total)
+            }
             similar = () if most else get_close_matches(name, known, 1)
             hint = f" (did you mean {similar[0]!r}?)" if similar else ""
             yield f"{wanted} {had}{hint}"
 
 
 def describe_nodes(nodes: Sequence[ClusterNode], asked: Mapping[str, int]) -> str:
-    """Return the nodes in words, equal ones together: "2 x {CPU: 4, GPU: 1}"."""
+    """Describe the nodes, grouped by resources: "2 x {CPU: 4, GPU: 1}"."""
     counts = Counter(
         terms(
             (name, amount)
@@ -107,18 +113,18 @@ def describe_nodes(nodes: Sequence[ClusterNode], asked: Mapping[str, int]) -> st
     return ", ".join(shown)
 
 
-# What is known of the cluster
+# Known nodes
 
 TASK_LIMIT: Final = 1.0
-"""Seconds for which `.remote()` in a plain task waits to learn what nodes there are."""
+"""Seconds that `.remote()` in a plain task waits for the list of nodes."""
 
 
 class Overview:
-    """The nodes of the cluster as they were seen last.
+    """The last known nodes of the cluster.
 
     Attributes:
-        nodes: these nodes.
-        grows: whether nodes may come as they are needed.
+        nodes: the nodes.
+        grows: an autoscaler may start nodes.
     """
 
     def __init__(self) -> None:
@@ -127,12 +133,13 @@ class Overview:
         self._is_watched = False
 
     async def look(self, seconds: float = cluster.ANSWER_LIMIT) -> bool:
-        """Learn what nodes there are; return whether one has left since.
+        """Update the list of nodes; return whether a node has left.
 
-        A program calls it every few seconds, so that `.remote()` need not ask.
+        A program calls this every few seconds, so that `.remote()` need not query the
+        cluster.
 
         Raises:
-            NodeDiedError: the cluster does not answer in so many seconds.
+            NodeDiedError: the cluster does not answer within `seconds`.
         """
         before = {node.id for node in self.nodes}
         self._note(*await cluster.ask(_nodes_and_growth, seconds))
@@ -145,24 +152,24 @@ class Overview:
         device_kinds[:] = [kind for kind in DEVICES if kind in has]
 
     def may_run(self, request: Request) -> bool:
-        """Return whether a node has all of it, or such a node may be started."""
+        """Return whether a node fits a request, or may be started."""
         return self.grows or fits(self.nodes, amounts(request))
 
     def room_for(self, request: Request) -> int | None:
-        """Return how many that ask for this could be at once; None for any number."""
+        """Return how many such requests fit at the same time; None for any number."""
         asked = amounts(request)
         if not asked or (self._may_have_changed() and not self.nodes):
             return None
         return room(self.nodes, asked)
 
     def check_request(self, name: str, request: Request) -> None:
-        """Refuse what no node of the cluster could ever give to the task `name`.
+        """Check that a node of the cluster can meet the request of the task `name`.
 
-        Nodes come and go: a request is refused by what there is now. If nodes come as
-        they are needed, or cannot be asked for now, none is refused.
+        The check uses the current nodes. It passes if an autoscaler may start nodes, or
+        if the nodes are unknown.
 
         Raises:
-            InfeasibleError: says what was asked and what there is.
+            InfeasibleError: no node can meet the request.
         """
         asked = amounts(request)
         if fits(self.nodes, asked):
@@ -176,10 +183,10 @@ class Overview:
         )
 
     def check_together(self, name: str, requests: Sequence[Request]) -> None:
-        """Refuse what nodes could give one by one, but not at once, were they idle.
+        """Check that idle nodes can meet all requests at the same time.
 
         Raises:
-            InfeasibleError: says what was asked and what there is.
+            InfeasibleError: the nodes cannot meet all requests together.
         """
         asked: Counter[str] = Counter()
         for request in requests:
@@ -199,14 +206,14 @@ class Overview:
         )
 
     def count_nodes(self) -> float:
-        """Return how many nodes live; infinity if they come as they are needed."""
+        """Return the number of living nodes; infinity if more may be started."""
         return inf if self._may_have_changed() else len(self.nodes)
 
     def _may_have_changed(self) -> bool:
-        """Return whether there may be other nodes; ask for them in plain code.
+        """Return whether there may be other nodes; plain code of a task queries them.
 
-        Nobody waits for the answer on an event loop, that of a task's coroutine: there
-        nothing is refused beforehand, and Ray has it wait.
+        Code on the event loop of a task's coroutine does not wait for the answer: there
+        no request is refused, and Ray lets it wait.
         """
         if self._is_watched:
             return self.grows
@@ -230,7 +237,7 @@ async def total_resources() -> dict[str, float]:
 
 
 async def free_resources(total: Iterable[str]) -> dict[str, float]:
-    """Return what is free of each of these resources; 0.0 if nothing is."""
+    """Return the free amounts of these resources, 0.0 if nothing is free."""
     free = public_resources(await cluster.ask(cluster.free_resources))
     return dict.fromkeys(total, 0.0) | free
 
@@ -239,9 +246,9 @@ async def free_resources(total: Iterable[str]) -> dict[str, float]:
 
 
 async def status(calls: Calls) -> NodeStatus:
-    """Return what the cluster has, its nodes, and the calls of this program.
+    """Return the cluster's resources, its nodes, and the calls of this program.
 
-    What waits on the cluster, `ray status` tells.
+    For tasks that wait on the cluster, see `ray status`.
     """
     total = await total_resources()
     now = calls.loop.time()

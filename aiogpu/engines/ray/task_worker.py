@@ -1,4 +1,4 @@
-"""A task in a worker of Ray's: its interrupts, its event loop, its client, its run."""
+"""A task in one of Ray's workers: its interrupts, event loop, client and execution."""
 
 from __future__ import annotations
 
@@ -75,30 +75,30 @@ if TYPE_CHECKING:
 # Interrupts
 
 LOOK_AGAIN: Final = 0.02
-"""Seconds between two looks at whether an interrupt may be raised."""
+"""Seconds between two checks whether an interrupt may be raised."""
 WAKE: Final = signal.SIGURG
-"""Sent to the main thread to end what blocks it. Ray's workers have SIGINT blocked;
-a process that does not handle this one ignores it."""
+"""Sent to the main thread to end a blocking system call. Ray's workers block SIGINT;
+processes without a handler ignore this signal."""
 UNHEARD: Final = 0.25
-"""Seconds in which a running loop has heard of a cancel."""
+"""Seconds within which a running loop handles a cancel."""
 WAKES: Final = 50
 """Signals for one interrupt: the main thread may block a moment after the first."""
 
 
 class Interrupts:
-    """Interrupts each task at most once, where it does no harm.
+    """Interrupts each task at most once, at a safe point.
 
-    Ray raises an interrupt at any moment of a task, and may raise several, so that
-    the cleanup after the first is cut short by the next. Here the first one ends the
-    task's code, as on other engines, and the rest are ignored. Library code and
-    imports are not broken off: an interrupt is deferred until they have ended.
+    Ray raises an interrupt at any moment of a task, and may raise several, so the next
+    would cut the cleanup after the first short. Here the first interrupt ends the
+    task's code, as on other engines, and the rest are ignored. Library code and imports
+    are not interrupted: an interrupt is deferred until they have ended.
 
-    Ray interrupts by `interrupt_main`, which sends no signal, so that a call which
-    blocks in the kernel, such as `time.sleep`, would go on. So a thread is told by
-    Python's wakeup descriptor, and sends real signals until the interrupt is raised.
+    Ray interrupts by `interrupt_main`, which sends no signal, so a blocking system
+    call, such as in `time.sleep`, would go on. So a thread watches Python's wakeup
+    descriptor, and sends real signals until the interrupt is raised.
 
     Attributes:
-        has_come: whether the running task was interrupted.
+        has_come: the running task was interrupted.
     """
 
     def __init__(self) -> None:
@@ -111,7 +111,7 @@ class Interrupts:
         self._wakeup: socket.socket | None = None
 
     def install(self) -> None:
-        """Handle Ray's interrupts in this thread, if it is the main one."""
+        """Handle Ray's interrupts, if this is the main thread."""
         if not _is_main():
             return
         if signal.getsignal(signal.SIGINT) != self._on_interrupt:
@@ -125,7 +125,7 @@ class Interrupts:
 
     @contextmanager
     def enabled(self) -> Iterator[None]:
-        """An interrupt ends the code of the block, which is a task's."""
+        """Context manager: an interrupt ends the code of the block, a task's code."""
         if not _is_main():
             yield
             return
@@ -138,17 +138,17 @@ class Interrupts:
             self._is_pending = False
 
     def _relay(self, heard: socket.socket, main: int) -> None:
-        """Follow each signal that Python notes, in a thread."""
+        """Watch the signals that Python receives, in a thread."""
         while numbers := heard.recv(64):
             if signal.SIGINT in numbers:
                 self._insist(main)
 
     def _insist(self, main: int) -> None:
-        """Have the main thread look until its interrupt is raised."""
+        """Send signals to the main thread until its interrupt is raised."""
         wakes = WAKES
         while self._is_enabled and not self.has_come and (wakes or self._is_pending):
             if self._is_pending and not self._depth:
-                interrupt_main(WAKE)  # disturbs no system call of an import
+                interrupt_main(WAKE)  # does not disturb system calls of an import
             else:
                 signal.pthread_kill(main, WAKE)
             time.sleep(LOOK_AGAIN)
@@ -156,14 +156,14 @@ class Interrupts:
 
     @contextmanager
     def deferred(self, wake: Callable[[], object] | None = None) -> Iterator[None]:
-        """Raise an interrupt that comes in the block at the block's end.
+        """Context manager: raise an interrupt of the block at the block's end.
 
-        Of nested blocks the outermost raises it, unless it is taken before. Threads
-        other than the main one are never interrupted.
+        Of nested blocks the outermost raises it, unless it is taken before. Only the
+        main thread is interrupted.
 
         Args:
-            wake: called by the signal's handler when an interrupt was deferred; None
-                leaves that to the block around this one.
+            wake: called by the signal handler when an interrupt was deferred; None for
+                the outer block's function.
         """
         if not _is_main():
             yield
@@ -180,11 +180,11 @@ class Interrupts:
                 raise KeyboardInterrupt
 
     def is_due(self) -> bool:
-        """Return whether one is raised as soon as the running block ends."""
+        """Return whether an interrupt is raised at the end of the current block."""
         return self._is_pending and self._depth == 1 and _is_main()
 
     def take(self) -> bool:
-        """Take a deferred interrupt: the caller ends the task's code."""
+        """Take a deferred interrupt; if True, the caller must end the task's code."""
         if not self._is_pending or not _is_main():
             return False
         self._is_pending = False
@@ -202,11 +202,11 @@ class Interrupts:
             self._raise(frame)
 
     def _raise(self, frame: FrameType | None) -> None:
-        """End the code of the main thread, unless that has to wait; see `_insist`."""
+        """Interrupt the main thread, unless it must wait; see `_insist`."""
         if self._depth:
             if self._wake is None:
                 return
-            # A coroutine that blocks its loop never hears of a cancel.
+            # A coroutine that blocks its loop never sees a cancel.
             if time.monotonic() < self._since + UNHEARD:
                 self._wake()
                 return
@@ -215,12 +215,12 @@ class Interrupts:
 
 
 def _is_main() -> bool:
-    # `threading.current_thread` would make an object for each of Ray's own threads.
+    # `threading.current_thread` would create an object for each of Ray's threads.
     return get_ident() == threading.main_thread().ident
 
 
 interrupts: Final = Interrupts()
-"""Those of this process."""
+"""The interrupts of this process."""
 
 
 # Event loops
@@ -228,17 +228,17 @@ interrupts: Final = Interrupts()
 SLICE: Final = 0.05
 """Seconds of one wait: Ray interrupts a task only between two steps of its code."""
 SHARED_SLICE: Final = 0.005
-"""The same if the task waits for descriptors of its own as well."""
+"""The same if the task also waits for descriptors."""
 DELIVERY: Final = 0.001
-"""Seconds from Ray's thread to this one for what is ready."""
+"""Seconds for the delivery of ready objects from Ray's thread."""
 MOST_ENDS: Final = 10
-"""Exceptions by which what is left on a loop may end it."""
+"""Exceptions from leftover callbacks that are tolerated when a loop is settled."""
 
 
 class _RaySelector(EpollSelector):
-    """Waits in Ray, if there is something to wait for.
+    """Waits in Ray, if there are objects to wait for.
 
-    Ray then knows that the task is blocked, and gives its CPUs to others meanwhile.
+    Ray then knows that the task is blocked, and lends its CPUs to other tasks.
     """
 
     def __init__(self, calls: Calls) -> None:
@@ -248,11 +248,11 @@ class _RaySelector(EpollSelector):
     def select(self, timeout: float | None = None) -> list[tuple[SelectorKey, int]]:
         if timeout is not None and timeout <= 0:
             return super().select(timeout)
-        # Before the look: what ends after it is either seen by that or by Ray.
+        # Before the poll: an object that is ready later is seen by the poll or by Ray.
         refs = self._calls.awaited()
-        found = super().select(0)
-        if found:
-            return found
+        ready = super().select(0)
+        if ready:
+            return ready
         slice_ = SLICE if len(self.get_map()) == 1 or not refs else SHARED_SLICE
         wait = slice_ if timeout is None else min(timeout, slice_)
         if not refs:
@@ -268,7 +268,7 @@ class TaskLoop:
     """
 
     def __init__(self, calls: Calls) -> None:
-        """Make one that waits for these calls while it is idle."""
+        """Make a loop that waits for the objects of these calls while it is idle."""
         self.loop: asyncio.AbstractEventLoop = asyncio.SelectorEventLoop(
             _RaySelector(calls)
         )
@@ -277,9 +277,9 @@ class TaskLoop:
         self._main: asyncio.Task[Any] | None = None
 
     def run(self, awaitable: Awaitable[Any]) -> Any:
-        """Await something of the task's, in a copy of the caller's context.
+        """Await an awaitable of the task, in a copy of the caller's context.
 
-        An interrupt cancels it, and is raised when it has ended by that.
+        An interrupt cancels the awaitable, and is raised when it has ended.
         """
         with interrupts.deferred(self._wake):
             try:
@@ -295,13 +295,14 @@ class TaskLoop:
     async def _awaited(self, awaitable: Awaitable[Any]) -> Any:
         self._main = asyncio.current_task()
         try:
-            self._cancel_main()  # an interrupt may have come before
+            self._cancel_main()  # an interrupt may have arrived before
             return await awaitable
         finally:
             self._main = None
 
     def _wake(self) -> None:
-        # A cancel may do anything: take a lock, say, that the interrupted code holds.
+        # On the loop: a cancel may run any code, and could wait for a lock that the
+        # interrupted code holds.
         self.loop.call_soon_threadsafe(self._cancel_main)
 
     def _cancel_main(self) -> None:
@@ -309,10 +310,10 @@ class TaskLoop:
             self._main.cancel()
 
     def settle(self) -> None:
-        """Run what is due once more.
+        """Run the callbacks that are due.
 
-        Code that ends the loop by an exception of its own may leave the loop's own stop
-        behind, which would stop whatever is run next.
+        Code that ends the loop by an exception may leave the loop's own stop callback
+        behind, which would stop the next run.
         """
         for _ in range(MOST_ENDS):
             stop = self.loop.call_soon(self.loop.stop)
@@ -323,13 +324,13 @@ class TaskLoop:
                 stop.cancel()  # other code has ended the loop
 
     def cancel_all(self) -> None:
-        """Cancel what the task has left running on the loop, and wait for its end.
+        """Cancel the asyncio tasks left on the loop, and wait for their end.
 
-        An interrupt cancels it once more, and is raised when it has ended.
+        An interrupt cancels them again, and is raised when they have ended.
         """
-        left = asyncio.all_tasks(self.loop)
-        if left:
-            self.run(_cancel(left))
+        remaining = asyncio.all_tasks(self.loop)
+        if remaining:
+            self.run(_cancel(remaining))
 
 
 async def _cancel(tasks: Iterable[asyncio.Task[Any]]) -> None:
@@ -342,23 +343,23 @@ async def _cancel(tasks: Iterable[asyncio.Task[Any]]) -> None:
 
 
 EngineFactory = Callable[[asyncio.AbstractEventLoop], Any]
-"""Makes the `RayEngine` of a process. It comes with the code: that class is above this
-module."""
+"""Makes the `RayEngine` of a process. It is sent with the code, since this module
+cannot import the class."""
 
 
 class LoopReceiver:
-    """Tells a receiver on its own event loop, from any thread."""
+    """Settles a receiver on its own event loop, from any thread."""
 
     def __init__(self, receiver: Any, loop: asyncio.AbstractEventLoop) -> None:
         self.receiver = receiver
         self._loop = loop
 
     def settle(self, outcome: Outcome) -> None:
-        """Take the outcome; see `Receiver`."""
+        """Receive the outcome; see `Receiver`."""
         self._tell(self.receiver.settle, outcome)
 
     def receive_items(self, payloads: tuple[bytes, ...]) -> None:
-        """Take pickled items; see `ItemReceiver`."""
+        """Receive pickled items; see `ItemReceiver`."""
         self._tell(self.receiver.receive_items, payloads)
 
     def _tell(self, take: Callable[[Any], object], what: object) -> None:
@@ -367,14 +368,14 @@ class LoopReceiver:
 
 
 class TaskClient:
-    """The client of a process of Ray's: of its tasks one after the other, or its actor.
+    """The client of one of Ray's processes, for its tasks or its actor.
 
-    See `interface.ActorClient`. Its calls end on an event loop that a thread runs. So
-    what has come is delivered though no code of the process waits: an actor may be idle
-    for long, and would keep alive whatever an answer holds that nobody has looked at.
+    See `interface.ActorClient`. Outcomes of calls are delivered on an event loop in a
+    thread, also while no code of the process waits: an actor may be idle for a long
+    time, and undelivered answers would keep objects alive.
 
     Attributes:
-        upsets: how many requests of plain code have ended without a result so far.
+        upsets: number of plain code's requests that have ended without a result.
         calls: the calls of the process.
     """
 
@@ -396,7 +397,7 @@ class TaskClient:
 
     @contextmanager
     def _locked(self) -> Iterator[Any]:
-        """Give this thread the engine, and defer interrupts meanwhile."""
+        """Context manager: lock the engine for this thread, and defer interrupts."""
         with interrupts.deferred(), self.calls.lock:
             yield self._engine
 
@@ -409,9 +410,9 @@ class TaskClient:
         return found
 
     def end_task(self) -> None:
-        """End what the task has left running, and what it has started."""
+        """End the task's asyncio tasks and children."""
         loop: TaskLoop | None = getattr(self._loops, "loop", None)
-        # An interrupt has nothing more to end: the task's code has ended.
+        # An interrupt is dropped: the task's code has already ended.
         with suppress(KeyboardInterrupt), interrupts.deferred():
             try:
                 if loop is not None:
@@ -421,44 +422,44 @@ class TaskClient:
                 with self._locked() as engine:
                     engine.end_children()
                 if loop is not None:
-                    # Else it keeps what has come until the next coroutine.
+                    # Else the loop keeps delivered objects until the next coroutine.
                     loop.settle()
 
     # Waits
 
     def note_wait(self, *_: object, **__: object) -> None:
-        """Do nothing: whoever waits is blocked in Ray, which sees that by itself."""
+        """Do nothing: waiting code is blocked in Ray, which notices this itself."""
 
     end_wait = note_wait
 
     def wait_until(
         self, is_done: Callable[[], bool], deadline: float | None = None
     ) -> bool:
-        """Wait until something is done; return False on timeout.
+        """Wait until `is_done()`; return False on timeout.
 
         Args:
-            is_done: asked after each delivery.
+            is_done: called after each delivery.
             deadline: by `time.monotonic()`; None for no limit.
         """
         with interrupts.deferred():
             while not (is_done() or interrupts.is_due()):
-                left = SLICE
+                seconds = SLICE
                 if deadline is not None:
-                    left = min(deadline - time.monotonic(), SLICE)
-                    if left <= 0:
+                    seconds = min(deadline - time.monotonic(), SLICE)
+                    if seconds <= 0:
                         return False
                 refs = self.calls.awaited()
                 if refs:
-                    left = DELIVERY if cluster.wait(refs, left) else 0
+                    seconds = DELIVERY if cluster.wait(refs, seconds) else 0
                 with self._delivered:
-                    if left and not is_done():
-                        self._delivered.wait(left)
+                    if seconds and not is_done():
+                        self._delivered.wait(seconds)
             return True
 
     # Tasks and calls
 
     def pack(self, outgoing: PickledValue) -> bytes:
-        """Make a payload of what is to be sent; see `Engine.pack`."""
+        """Make the payload of a compound value; see `Engine.pack`."""
         payload: bytes = self._engine.pack(outgoing)
         return payload
 
@@ -474,9 +475,10 @@ class TaskClient:
         return number
 
     def call(self, actor: int, method: str, payload: bytes, receiver: Receiver) -> int:
-        """Call a method of an actor, or ask what `wire.messages` names in its place.
+        """Call a method of an actor, or send a query of `wire.messages` instead.
 
-        Returns the call's number; 0 for a question, which cannot be stopped.
+        Returns:
+            The number of the call; 0 for a query, which cannot be cancelled.
 
         Raises:
             MisuseError: no task runs any more.
@@ -496,30 +498,30 @@ class TaskClient:
         return number
 
     def report(self, _payload: bytes) -> NoReturn:
-        """Refuse: Ray has no way for it that would not make the task wait.
+        """Refuse reports: Ray could send them only by blocking the task.
 
         Raises:
             MisuseError: always.
         """
         raise MisuseError(
-            "aiogpu.report() was called in a task on a Ray cluster, from which no "
-            "reports come. Yield what you would report: the items of a generator come "
-            "one by one there too; or run on a node of aiogpu's own (docs/engines.md)."
+            "aiogpu.report() was called in a task on a Ray cluster, which delivers no "
+            "reports. Yield the reports from a generator, whose items are delivered "
+            "one by one, or run on an aiogpu node (docs/engines.md)."
         )
 
     def demand(self, child: int, limit: int) -> None:
-        """Let a child that is a stream yield so many items in all."""
+        """Set the number of items that a child's stream may yield in all."""
         with self._locked() as engine:
             engine.demand(child, limit)
 
     def withdraw(self, child: int) -> None:
-        """Cancel a child whose result is not wanted."""
+        """Cancel a child whose result is not needed."""
         self.upsets += 1
         with self._locked() as engine:
             engine.cancel(child)
 
     def withdraw_soon(self, child: int) -> None:
-        """Stop such a child where the garbage collector runs."""
+        """Cancel a child from a finalizer."""
         self.calls.loop.call_soon_threadsafe(self.withdraw, child)
 
     # Actors
@@ -531,41 +533,41 @@ class TaskClient:
         key: tuple[str, str] | None,
         get_if_exists: bool,
     ) -> Any:
-        """Have an actor made, or find the one of that name; see `ActorsPort.create`."""
+        """Create an actor, or find it by its name; see `ActorsPort.create`."""
         _check_running(func.spec.name)
         with self._locked() as engine:
             return engine.actors.create(func, payload, key, get_if_exists)
 
     def find(self, name: str, namespace: str, receiver: Receiver) -> int:
-        """Ask which actor has a name; it is told at once."""
+        """Look an actor up by its name; the receiver is settled at once."""
         with self._locked() as engine:
-            found = engine.actors.find((namespace, name))
-            if found is not None:
-                self._found[found.id] = found
-        if found is None:
+            actor = engine.actors.find((namespace, name))
+            if actor is not None:
+                self._found[actor.id] = actor
+        if actor is None:
             error = ActorNameError(f"no actor named {name!r} lives on this cluster.")
             receiver.settle(error)
         else:
-            interface = found.func.actor.packed_interface()
-            receiver.settle(dump_whole((found.id, found.name, interface)))
+            interface = actor.func.actor.packed_interface()
+            receiver.settle(dump_whole((actor.id, actor.name, interface)))
         return 0
 
     def own(self, actor: int) -> Any:
-        """Return the hold on an actor that was found."""
+        """Return the hold of an actor found by name."""
         with self._locked() as engine:
             return self._found.pop(actor, None) or engine.actors.held(actor)
 
     def actor(self, actor: int, name: str) -> Any:
-        """Return the hold on an actor whose handle is being unpickled."""
+        """Return the hold of an actor while its handle is unpickled."""
         with self._locked() as engine:
             return engine.actors.held(actor, name)
 
     def pass_on(self, hold: Any) -> None:
-        """A handle to the actor of a hold is being pickled."""
+        """Add an actor's reference to the value that is being pickled."""
         hold.pass_on(hold)
 
     def stop(self, actor: int, how: str) -> None:
-        """End an actor; see `wire.messages.Stop` for how."""
+        """End an actor; `how` is explained at `wire.messages.Stop`."""
         with self._locked() as engine:
             if how == AFTER_ALL:
                 engine.actors.terminate(actor)
@@ -574,13 +576,13 @@ class TaskClient:
 
 
 def _on_this_loop(receiver: Receiver) -> Any:
-    """Return what tells a receiver on the running event loop, if there is one."""
+    """Wrap a receiver to be settled on the running event loop, if there is one."""
     loop = asyncio._get_running_loop()
     return receiver if loop is None else LoopReceiver(receiver, loop)
 
 
 def _check_running(name: str) -> None:
-    """Refuse a request of a task that has ended, or of a module that it imports."""
+    """Refuse requests of ended tasks and of modules that are being imported."""
     if current.is_loading:
         refuse_to_begin_anew()
     if current.actor is None:
@@ -593,7 +595,7 @@ def task_client() -> TaskClient:
 
 
 def _leave() -> None:
-    """Leave the client to the parent of a fork, which has Ray's threads."""
+    """Drop the client in a fork: only the parent has Ray's threads."""
     current.client = None
 
 
@@ -605,42 +607,44 @@ class TaskInvoker(Invoker):
 
     def load(self, function: Callable[..., Any], payload: bytes) -> Arguments:
         """Unpickle the arguments; handles for a coroutine belong to its loop."""
-        # In an actor with coroutines that loop runs already.
+        # In an actor with coroutines the loop already runs.
         if is_loop_running() or not (has_handles(payload) and is_coroutine(function)):
             return open_arguments(payload)
         loop = task_client().task_loop.loop
         try:
-            # Within: an interrupt may come as soon as it is set.
+            # Inside the `try`, since an interrupt may arrive as soon as it is set.
             set_running_loop(loop)
             return open_arguments(payload)
         finally:
             set_running_loop(None)
 
     async def wait(self, coroutine: Awaitable[Any], _call: int = 0) -> Any:
-        """Run what plain code has to await on its loop; suspends nowhere itself."""
+        """Await a coroutine, for plain code on its own loop; then never suspends."""
         if is_loop_running():
             return await coroutine
         return task_client().task_loop.run(coroutine)
 
     async def send_items(self, items: Any, _stream: object) -> None:
-        """Run a generator of either kind; suspend with each item, packed for Ray.
+        """Run a plain or async generator; suspend with each item, packed for Ray.
 
-        Ray takes items out of a generator. So whoever runs `invoke` yields what it
-        suspends with, and Ray has that wait for the consumer.
+        Ray takes items from a generator. So the caller of `invoke` yields each item
+        with which it suspends, and Ray makes the generator wait for the consumer.
         """
         sent: list[Items] = []
         flow = StreamSender(sent.append, 0, 0, 0, self.pack)
         is_async = hasattr(items, "__anext__")
         try:
-            left = items if is_async else iter(items)
+            iterator = items if is_async else iter(items)
             while True:
                 item = (
-                    await self.wait(anext(left, _END)) if is_async else next(left, _END)
+                    await self.wait(anext(iterator, _END))
+                    if is_async
+                    else next(iterator, _END)
                 )
                 if item is _END:
                     break
                 flow.send(item)
-                del item  # it may be large, and the next is as well
+                del item  # free it before the next item, since both may be large
                 await Suspended(sent.pop().payloads[0])
         finally:
             if hasattr(items, "aclose"):
@@ -649,7 +653,7 @@ class TaskInvoker(Invoker):
                 items.close()
 
     def pack(self, outgoing: PickledValue) -> Any:
-        """Return what Ray keeps of a result, a tuple if there are several."""
+        """Return the value that Ray stores for a result, a tuple for several."""
         if outgoing.parts:
             return tuple(
                 self.pack(part) if type(part) is PickledValue else part
@@ -660,7 +664,7 @@ class TaskInvoker(Invoker):
 
 _invoker: Final = TaskInvoker()
 _END: Final = object()
-"""In place of an item after the last one."""
+"""Marks the end of a generator."""
 
 
 class Suspended:
@@ -677,22 +681,22 @@ class Suspended:
 
 _retry_rules: Final = RetryRules()
 device_kinds: Final[list[str]] = []
-"""The kinds of devices that the cluster has, as this process has seen or was told."""
+"""The kinds of devices that the cluster has, as far as this process knows."""
 _adopted: Final[set[tuple[str, ...]]] = set()
 
 
 class RemoteCode:
-    """A function or a class with its options, as it comes to a worker.
+    """A function or class with its options, as it is sent to a worker.
 
     Attributes:
-        name: of the task or the actor.
-        resources: what it holds.
-        retried: after which exceptions the task is run again; see `Define.retried`.
-        limits: of an actor, by concurrency group, how many calls run at once.
-        groups: of an actor, the groups of those methods that are not in the default.
+        name: name of the task or actor.
+        resources: its resources.
+        retried: exceptions after which the task is retried; see `Define.retried`.
+        limits: for an actor, number of concurrent calls by concurrency group.
+        groups: for an actor, the groups of methods outside the default group.
         kinds: the kinds of devices that the cluster has.
-        make_engine: makes the engine of its code.
-        functions: has the function or class as number 0.
+        make_engine: makes the engine for its code.
+        functions: holds the function or class as number 0.
     """
 
     def __init__(self, func: FunctionSpec, make_engine: EngineFactory) -> None:
@@ -711,7 +715,7 @@ class RemoteCode:
         return f"<RemoteCode {self.name}>"
 
     def adopt_path(self) -> None:
-        """Have modules found where the program finds them."""
+        """Append the program's module search path to this process's."""
         if self._search_path not in _adopted:
             _adopted.add(self._search_path)
             for place in self._search_path:
@@ -739,28 +743,32 @@ HIDING: Final = {
     "GPU": "CUDA_VISIBLE_DEVICES",
     cluster.NEURON_CORES: "NEURON_RT_VISIBLE_CORES",
 }
-"""The variables that hide devices, by kind; Ray sets them for tasks that have some."""
+"""The variables that hide devices, by kind; Ray sets them for tasks with devices."""
 DEVICE_ORDER: Final = "CUDA_DEVICE_ORDER"
 
 
 def set_up_process(code: RemoteCode) -> None:
-    """Hide the devices that the code may not use, and fill in its context.
+    """Hide the devices that the code may not use, and set its context.
 
-    Ray has set the variables of those that it may use.
+    Ray has set the variables of assigned devices.
     """
     code.adopt_path()
-    found = cluster.accelerators()
+    devices = cluster.accelerators()
     device_kinds[:] = code.kinds
     for kind in ("GPU", *code.kinds):
         variable = HIDING.get(kind)
-        if variable and not found.get(kind) and not is_left_alone(variable, os.environ):
+        if (
+            variable
+            and not devices.get(kind)
+            and not is_left_alone(variable, os.environ)
+        ):
             os.environ[variable] = ""
     if not is_left_alone(HIDING["GPU"], os.environ):
         os.environ.setdefault(DEVICE_ORDER, "PCI_BUS_ID")
     node, worker, _ = cluster.process_ids()
     current.node, current.worker = node, int(worker[:12], 16)
     current.name = code.name
-    current.resources, current.accelerators = code.resources, found
+    current.resources, current.accelerators = code.resources, devices
     if current.client is None:
         current.client = TaskClient(code.make_engine)
         os.register_at_fork(after_in_child=_leave)
@@ -768,7 +776,7 @@ def set_up_process(code: RemoteCode) -> None:
 
 @contextmanager
 def _task_context(code: RemoteCode) -> Iterator[None]:
-    """Give a task's code its devices and ids, and interrupt it if asked."""
+    """Context manager: run a task's code with its devices, ids and interrupts."""
     interrupts.install()
     set_up_process(code)
     current.task = int(cluster.task_id()[:12], 16)
@@ -780,7 +788,7 @@ def _task_context(code: RemoteCode) -> Iterator[None]:
             finally:
                 client.end_task()
     finally:
-        client.end_task()  # no interrupt is raised any more that could skip it
+        client.end_task()  # again, since an interrupt may have skipped the first call
 
 
 def call_user(
@@ -790,28 +798,28 @@ def call_user(
     *,
     is_stream: bool = False,
 ) -> Coroutine[Any, Any, Done | Raised]:
-    """Return what calls user code by `invoke`, with what Ray has brought.
+    """Return the coroutine that calls user code by `invoke`.
 
     Args:
-        functions: has what is called.
+        functions: holds the function or method.
         name: its name there.
-        given: its arguments; see `from_arguments`.
-        is_stream: whether it suspends with the items that the call yields.
+        given: its arguments from Ray; see `from_arguments`.
+        is_stream: the coroutine suspends with the items that the call yields.
 
     Raises:
-        TaskFailure: one of the arguments will never be there.
+        TaskFailure: an argument has failed.
     """
     payload = from_arguments(*given)
     return invoke(_invoker, 0, functions, name, payload, is_stream or None)
 
 
 def result_of(name: str, outcome: Done | Raised, retried: bytes = b"") -> Any:
-    """Return what Ray keeps of what a call has returned.
+    """Return the value that Ray stores for the outcome of a call.
 
     Args:
-        name: of the task or the actor.
-        outcome: of the call.
-        retried: after which errors of its code Ray is to run it again.
+        name: name of the task or actor.
+        outcome: outcome of the call.
+        retried: errors after which Ray retries the task.
 
     Raises:
         TaskFailure: the call has failed.
@@ -831,10 +839,10 @@ def result_of(name: str, outcome: Done | Raised, retried: bytes = b"") -> Any:
 
 
 def run_task(code: RemoteCode, given: Sequence[Any]) -> Any:
-    """Run a task; return what Ray keeps of its result, or of each of several.
+    """Run a task; return the value that Ray stores, or a tuple for several results.
 
     Raises:
-        TaskFailure: it has none.
+        TaskFailure: the task has failed.
     """
     with _task_context(code):
         try:
@@ -845,10 +853,10 @@ def run_task(code: RemoteCode, given: Sequence[Any]) -> Any:
 
 
 def stream_task(code: RemoteCode, given: Sequence[Any]) -> Iterator[Any]:
-    """Run a generator; Ray has it wait for its consumer.
+    """Run a generator, which Ray makes wait for its consumer.
 
     Raises:
-        TaskFailure: it has failed.
+        TaskFailure: the task has failed.
     """
     with _task_context(code):
         try:

@@ -1,9 +1,9 @@
-"""The calls of one client that run on the cluster, and how their ends come back.
+"""The calls of one client on the cluster, and the delivery of their outcomes.
 
-Ray reports each object in a thread of its own. What has come by the time that the
-client's event loop looks is delivered together, so that many ends wake the loop once.
-A program's client has the program's loop; that of a task or an actor has a loop of its
-own, and is used by all threads of the process, so a lock guards it.
+Ray reports each object in one of its threads. Objects that have arrived before the
+client's event loop runs are delivered together, so many outcomes wake the loop once. A
+program's client uses the program's loop. The client of a task or an actor has its own
+loop, and is used by all threads of the process under a lock.
 """
 
 from __future__ import annotations
@@ -40,26 +40,25 @@ _log: Final = logging.getLogger(__name__)
 # Cancelling
 
 ATTEMPTS: Final = 100
-"""Questions to Ray until one is answered in Ray's own thread."""
+"""Queries to Ray until an answer arrives in Ray's own thread."""
 LOST_AFTER: Final = 1.0
-"""Seconds after which cancels that were handed to Ray's thread are taken for lost."""
+"""Seconds after which cancels that were handed to Ray's thread count as lost."""
 
 
 class Canceller:
-    """Cancels tasks where it does no harm, while no event loop waits for it.
+    """Cancels tasks at safe moments, without blocking an event loop.
 
-    Ray 2.60 ends this process in two cases, both seen with Ray alone:
+    Ray 2.60 ends this process in two cases, both reproduced with Ray alone:
 
-    - A task is cancelled between its reply and its completion (a failed check
-      "it != submissible_tasks_.end()"). Ray's core takes in replies in a thread of its
-      own, and lets go of its lock in between. Whoever cancels many short tasks soon
-      meets that moment; a cancel in that very thread never does.
-    - A task is cancelled that was sent a moment ago, and whose arguments are still to
-      come. Ray does in turn what it was sent and what it is asked. So the answer to a
-      question says that all that was sent before was taken up, and it comes in Ray's
-      own thread.
+    - A task is cancelled between its reply and its completion (a failed check "it !=
+      submissible_tasks_.end()"). Ray's core handles replies in its own thread, and
+      releases its lock in between. Cancels of many short tasks soon hit this moment; a
+      cancel in the same thread never does.
+    - A task is cancelled right after it was sent, before its arguments exist. Ray
+      handles submissions and queries in order. So the answer to a query shows that all
+      earlier submissions were handled, and it arrives in Ray's own thread.
 
-    So cancels are done in Ray's thread, on the answer to a question.
+    So cancels run in Ray's thread, in the callback of a query.
     """
 
     def __init__(self) -> None:
@@ -69,14 +68,14 @@ class Canceller:
         self._marker: Ref | None = None
 
     def cancel(self, ref: Ref, *, force: bool = False) -> None:
-        """Have a task cancelled soon, from any thread; see `cluster.cancel`."""
+        """Cancel a task soon, from any thread; see `cluster.cancel`."""
         request = partial(cluster.cancel, ref, force=force)
         with self._lock:
             self._requests.append(request)
         self._post(time.monotonic())
 
     def _post(self, now: float) -> None:
-        """Hand all requests to Ray's thread together, unless some are on their way."""
+        """Hand all requests to Ray's thread, unless earlier ones are in flight."""
         with self._lock:
             if now < self._lost_at or not self._requests:
                 return
@@ -89,9 +88,9 @@ class Canceller:
         run()
 
     def _run_in_rays_thread(self, run: Callable[[], object]) -> bool:
-        """Run on the answer to a question.
+        """Call `run` in the callback of a query.
 
-        Returns False if the answer came at once, in this thread, and nothing was run.
+        Returns False, without calling it, if the answer came at once in this thread.
         """
         if self._marker is None:
             self._marker = cluster.put(b"")
@@ -112,14 +111,14 @@ class Canceller:
     def _run(self, requests: list[partial[None]]) -> None:
         for request in requests:
             if not cluster.is_connected():
-                return  # the question would have Ray start a cluster
+                return  # the call would make Ray start a cluster
             try:
                 request()
-            except Exception:  # noqa: BLE001 - the others must not be lost with it
-                _log.exception("! a cancel was not heard")
+            except Exception:  # noqa: BLE001 - the other requests must not be lost
+                _log.exception("! a cancel has failed")
         with self._lock:
             self._lost_at = 0.0
-        # Ray need not have taken up what was sent since.
+        # Later requests need a new query.
         self._post(time.monotonic())
 
 
@@ -128,25 +127,25 @@ class Canceller:
 
 @dataclass(slots=True, eq=False)
 class PendingCall:
-    """A task, a method call or a question that has not ended.
+    """An unfinished task, method call or query.
 
     Attributes:
-        name: of what is called.
-        receiver: is told of the end; None once nobody wants to know.
-        since: the loop's time at which it was made.
+        name: name of the function or method.
+        receiver: gets the outcome; None once it is not needed.
+        since: the loop's time of the call.
         actor: number of the actor whose method it calls; 0 for a task.
-        request: what it asks for; None if it holds nothing of its own.
+        request: its resources; None if it holds none of its own.
         group: the placement group in which it, or its actor, runs.
-        grace: seconds from its cancel to the end of its process, for a task.
-        goes_on: whether it cannot be stopped, though nobody wants its answer.
-        result: delivered in place of what comes; None for the objects themselves.
-        explain: returns what is known of an error of Ray's beyond its words.
-        refs: the objects that it makes; empty until it is sent, and for a stream.
-        stream: brings its items, from when it is sent; None if it is no stream.
-        found: what has come, by the index of its object.
-        timer: ends its timeout or its grace.
-        results: what others know its results by, to whom its handles were given.
-        dependents: numbers of sent calls that need its results, and which part.
+        grace: for a task, seconds from its cancel to the end of its process.
+        goes_on: it cannot be stopped, even if its answer is not needed.
+        result: delivered instead of the objects; None for the objects themselves.
+        explain: returns the failure behind an error of Ray's, if it is known.
+        refs: the objects that it produces; empty until it is sent, and for a stream.
+        stream: takes its items once it is sent; None if it is no stream.
+        found: received values, by the index of their object.
+        timer: ends its timeout or its grace period.
+        results: shared values for its results.
+        dependents: numbers of sent calls that need its results, with the part.
     """
 
     name: str
@@ -168,35 +167,37 @@ class PendingCall:
 
     @property
     def is_sent(self) -> bool:
-        """True once Ray has it."""
+        """True once it was sent to Ray."""
         return bool(self.refs) or self.stream is not None
 
     @property
     def awaited(self) -> Sequence[Ref]:
-        """What Ray still has to make for it."""
+        """The objects that Ray still has to produce for it."""
         return self.refs if self.stream is None else self.stream.awaited
 
     def add_result(self, value: values.SharedValue) -> None:
-        """Have a value follow one of its results, or all of them."""
+        """Make a shared value stand for one of its results, or for the whole."""
         self.results.append(value)
         if self.refs:
             value.set_ref(self.refs[max(value.part, 0)])
 
     def outcome_of(self, error: BaseException) -> Failed | Exception:
-        """Return what an exception that came from Ray means."""
+        """Translate an exception from Ray."""
         known = None if self.explain is None else self.explain(error)
         return known or outcome_of(self.name, error, self.group, self.receiver)
 
     def deliver(self) -> None:
-        """Tell its receiver of what has come."""
+        """Settle its receiver with the received values."""
         receiver = self.receiver
         if receiver is None:
             return
         found = [self.found[index] for index in range(len(self.refs))]
-        for one in found:
-            bad = self.outcome_of(one) if isinstance(one, BaseException) else one
-            if isinstance(bad, Failed | Exception):
-                settle(receiver, bad)
+        for value in found:
+            failure = (
+                self.outcome_of(value) if isinstance(value, BaseException) else value
+            )
+            if isinstance(failure, Failed | Exception):
+                settle(receiver, failure)
                 return
         if self.result is not None:
             receiver.settle(self.result)
@@ -210,20 +211,19 @@ class PendingCall:
 
 _numbers: Final = count(1)
 AWAITED: Final = 1000
-"""Objects that one wait is for, at most."""
+"""Objects of one wait, at most."""
 
 
 class Calls:
     """The calls of one client.
 
     Attributes:
-        live: those whose end somebody waits for, by number.
-        ending: those that were stopped and have not ended.
-        on_delivered: called with the lock when something was delivered; None for
-            nobody.
+        live: calls with a waiting receiver, by number.
+        ending: calls that were stopped and have not ended.
+        on_delivered: called under the lock after a delivery; None for no call.
         loop: the event loop that delivers.
-        lock: is held by the loop while it delivers, and by other threads while they
-            use the calls, what they refer to, and the values of the process.
+        lock: held by the loop during a delivery, and by other threads while they use
+            the calls and the values of the process.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -242,7 +242,7 @@ class Calls:
     # Sending
 
     def begin(self, call: PendingCall) -> int:
-        """Note a call; return its number."""
+        """Register a call; return its number."""
         number = next(_numbers)
         self.live[number] = call
         return number
@@ -253,9 +253,9 @@ class Calls:
         """Send a call as soon as Ray knows all values that it refers to.
 
         Args:
-            number: of the call.
+            number: number of the call.
             payload: its arguments.
-            send: is given the arguments for Ray, in one tuple.
+            send: called with the arguments for Ray, in one tuple.
         """
         source = values.source_of(payload)
         needs = () if source is None else payload.needs  # type: ignore[attr-defined]
@@ -273,7 +273,7 @@ class Calls:
         send(values.to_arguments(payload))
 
     def watch(self, number: int, refs: Sequence[Ref]) -> None:
-        """Note that a call was sent and makes these objects; wait for all of them."""
+        """Register the objects of a sent call, and wait for all of them."""
         call = self.live[number]
         call.refs = refs
         for value in call.results:
@@ -282,14 +282,14 @@ class Calls:
             cluster.add_done_callback(ref, partial(self._arrive, number, index))
 
     def awaited(self) -> list[Ref]:
-        """Return what Ray still has to make for calls that have not ended."""
+        """Return the objects that Ray still has to produce for live calls."""
         with self.lock:
             calls = islice(self.live.values(), AWAITED)
             refs = chain.from_iterable(call.awaited for call in calls)
             return list(islice(refs, AWAITED))
 
     def sent_to(self, actor: int) -> list[Ref]:
-        """Return an object of each call of an actor that was sent and has not ended."""
+        """Return an object of each unfinished call that was sent to an actor."""
         sent: list[Ref] = []
         for call in self.live.values():
             if call.actor == actor and call.awaited:
@@ -301,11 +301,11 @@ class Calls:
     # Delivering
 
     def _arrive(self, number: int, index: int, found: Any) -> None:
-        """Take what has come of an object, in one of Ray's threads."""
+        """Receive an object's value, in one of Ray's threads."""
         self.call_soon(partial(self._take, number, index, found))
 
     def call_soon(self, callback: Callable[[], object]) -> None:
-        """Run something on the loop, from any thread."""
+        """Run a callback on the loop, from any thread."""
         self._arrived.append(callback)
         if self._is_posted:
             return
@@ -313,7 +313,7 @@ class Calls:
         try:
             self.loop.call_soon_threadsafe(self._deliver)
         except RuntimeError:
-            # The loop is closed: nobody is left who would want to know.
+            # The loop is closed: no receiver waits.
             self._arrived.clear()
         except BaseException:
             self._is_posted = False  # plain code was interrupted here
@@ -338,12 +338,12 @@ class Calls:
             call.deliver()
 
     def note_delivered(self) -> None:
-        """Tell who waits that something was delivered."""
+        """Report a delivery to `on_delivered`."""
         if self.on_delivered is not None:
             self.on_delivered()
 
     def demand(self, number: int, limit: int) -> None:
-        """Let a stream yield so many items in all."""
+        """Set the number of items that a stream may yield in all."""
         call = self.live.get(number)
         if call is not None and call.stream is not None:
             call.stream.raise_limit(limit)
@@ -351,9 +351,9 @@ class Calls:
     # Ending
 
     def end(self, number: int, outcome: Outcome | None = None) -> PendingCall | None:
-        """Note that a call has ended, or goes on and nobody wants to know.
+        """Remove a call that has ended, or whose outcome is not needed.
 
-        Its receiver is told the outcome if there is one, and nothing else any more.
+        Its receiver gets the given outcome if there is one, and nothing else.
         """
         call = self.live.pop(number, None)
         if call is None:
@@ -372,12 +372,13 @@ class Calls:
     def call_later(
         self, seconds: float, callback: Callable[[], object], number: int = 0
     ) -> None:
-        """Run something in so many seconds, from any thread.
+        """Run a callback after a delay, from any thread.
 
         Args:
-            seconds: from now on.
-            callback: what to run.
-            number: of a call; if it ends before, nothing is run.
+            seconds: the delay.
+            callback: the function to run.
+            number: number of a call; if the call ends before, the callback does not
+                run.
         """
         when = self.loop.time() + seconds
 
@@ -401,7 +402,7 @@ class Calls:
             call.timer = None
 
     def on_loop(self, callback: Callable[[], object]) -> None:
-        """Run something on the loop, from any thread; now, if this is the loop's."""
+        """Run a callback on the loop, from any thread; now, in the loop's thread."""
         if asyncio._get_running_loop() is self.loop:
             callback()
         else:
@@ -410,7 +411,7 @@ class Calls:
     def cancel(self, number: int, outcome: Outcome | None = None) -> None:
         """Stop a call, if it has not ended; see `end`.
 
-        A task whose grace has passed is killed.
+        After its grace period, a task is killed.
         """
         call = self.end(number, outcome)
         if call is None or call.goes_on or not call.is_sent:
@@ -429,10 +430,10 @@ class Calls:
             self.canceller.cancel(call.refs[0], force=True)
 
     def revoke(self, number: int, error: Exception, part: int = -1) -> None:
-        """Stop a call, or give up one of its results.
+        """Stop a call, or fail one of its results.
 
-        Calls that were sent to Ray and need them are stopped, and their receivers told
-        at once: Ray would tell them in other words, or not at all.
+        Sent calls that need the results are stopped, and their receivers are settled at
+        once: Ray would report other texts, or nothing.
         """
         failed, first = pack_own_error(error), number
         revoked = [(number, part)]
@@ -444,8 +445,11 @@ class Calls:
             for value in call.results:
                 if part in (-1, value.part):
                     value.revoke(failed)
-            needed = [one for one, of in call.dependents if part in (-1, of)]
-            revoked += [(dependent, -1) for dependent in needed]
+            revoked += [
+                (dependent, -1)
+                for dependent, needed_part in call.dependents
+                if part in (-1, needed_part)
+            ]
             if part == -1:
                 self.cancel(number, error if number == first else failed)
 
@@ -469,17 +473,17 @@ class Calls:
 # Streams
 
 HELD: Final = "it runs, and waits for its consumer to take items"
-"""What `why` says of a stream that has yielded as many items as it may."""
+"""Note of `why` for a stream at its limit."""
 
 
 class Stream:
-    """The items of a generator that runs on the cluster, on their way to the consumer.
+    """Takes the items of a generator on the cluster to the consumer.
 
-    Ray holds the generator as soon as `window` items wait. So items are taken out of
-    Ray only as the consumer takes them here.
+    Ray holds the generator as soon as `window` items wait. So items are taken from Ray
+    only as the consumer takes them here.
 
     Attributes:
-        generator: Ray's.
+        generator: Ray's generator.
     """
 
     def __init__(
@@ -491,15 +495,15 @@ class Stream:
         *,
         may_wait: bool = False,
     ) -> None:
-        """Take items as they come.
+        """Start to take items.
 
         Args:
-            calls: of this loop.
-            number: of the call.
-            generator: Ray's.
-            window: how many items may wait.
-            may_wait: whether it is a plain method of an actor, which must not be
-                cancelled before it has begun; see `RayActor`.
+            calls: the calls of this loop.
+            number: number of the call.
+            generator: Ray's generator.
+            window: number of items that may wait.
+            may_wait: it is a plain method of an actor, which must not be cancelled
+                before it has begun; see `RayActor`.
         """
         self._calls = calls
         self._number = number
@@ -520,21 +524,21 @@ class Stream:
 
     @property
     def awaited(self) -> Sequence[Ref]:
-        """Return what Ray has to make before there is another item."""
+        """The objects that Ray must produce before there is another item."""
         return () if self.is_held else (self._item or self.generator,)
 
     @property
     def is_held(self) -> bool:
-        """True if the consumer has to take items before more are taken out of Ray."""
+        """True if the consumer must take items before more are taken from Ray."""
         return self._taken >= self._limit - self._window + step_of(self._window)
 
     def raise_limit(self, limit: int) -> None:
-        """Take up to `limit` items in all: the consumer has taken some."""
+        """Take up to `limit` items in all, since the consumer has taken some."""
         self._limit = max(self._limit, limit)
         self._calls.on_loop(self._limit_changed.set)
 
     def stop(self) -> None:
-        """Cancel a generator whose items are not wanted."""
+        """Cancel a generator whose items are not needed."""
         self._is_stopped = True
         if not self._may_wait:
             self._cancel()
@@ -547,7 +551,7 @@ class Stream:
     def _cancel(self) -> None:
         cancel = self._calls.canceller.cancel
         cancel(self.generator)
-        # Ray kills no actor for that.
+        # Ray does not kill an actor to stop a call.
         again = partial(cancel, self.generator, force=not self._call.actor)
         self._calls.call_later(self._call.grace, again)
 
@@ -570,7 +574,7 @@ class Stream:
             if self._call.receiver is None:
                 return
             raise
-        except Exception as error:  # noqa: BLE001 - whatever ends a stream is told
+        except Exception as error:  # noqa: BLE001 - reported as the outcome of the stream
             outcome: Outcome = self._call.outcome_of(error)
         else:
             outcome = b""
@@ -593,8 +597,8 @@ class Stream:
 class RayValues:
     """The values that one client shares with other processes.
 
-    It is the whole of a `ValueStore`: what was lent to this process, what it gives to
-    others, and the questions for values that are not here.
+    It implements all parts of a `ValueStore`: borrowed values, shared values, and
+    requests for values in other processes.
     """
 
     def __init__(self, calls: Calls) -> None:
@@ -602,11 +606,11 @@ class RayValues:
         self._calls = calls
 
     def loan(self, identity: int) -> values.SharedValue:
-        """Return the value of a handle that is being unpickled."""
+        """Return the value of a handle while it is unpickled."""
         return values.find_value(identity)
 
     def share(self, handle: Shareable) -> values.SharedValue:
-        """Return what others refer to who are given a handle."""
+        """Return the shared value that stands for a handle in other processes."""
         value = self.promise()
         self.keep(value, handle)
         return value
@@ -616,7 +620,7 @@ class RayValues:
         return values.SharedValue()
 
     def keep(self, promised: values.SharedValue, handle: Shareable) -> None:
-        """Have a promised value follow the result of a handle's task."""
+        """Fulfil a promised value by the result of a handle's task."""
         promised.task, promised.part = handle.task_id, handle.part
         with self._calls.lock:
             if handle.raw is not None:
@@ -630,17 +634,17 @@ class RayValues:
             elif handle.task_id in self._calls.live:
                 self._calls.live[handle.task_id].add_result(promised)
             else:
-                # Its outcome is on its way to the event loop of the handle.
+                # Its outcome is about to be delivered on the handle's event loop.
                 cast("Any", handle).add_done_callback(partial(self.keep, promised))
 
     def fail(self, promised: values.SharedValue, error: BaseException) -> None:
-        """Note that the task of a promised value is never submitted."""
+        """Fail a promised value, since its task is never submitted."""
         promised.set_outcome(error)
 
     def drop(self, child: int, value: values.SharedValue) -> None:
-        """Cancel one of several results; the others may still come.
+        """Cancel one of several results; the others stay expected.
 
-        Calls of other processes that were sent it already get it.
+        Calls of other processes that were already sent with it still get it.
         """
         error = TaskCancelledError("one of several results was cancelled.")
         with self._calls.lock:
@@ -648,13 +652,13 @@ class RayValues:
             self._calls.revoke(child, error, value.part)
 
     def put(self, payload: bytes) -> values.SharedValue:
-        """Keep a value."""
+        """Store a value."""
         value = values.SharedValue()
         value.set_outcome(payload)
         return value
 
     def fetch(self, identity: int, receiver: Any) -> int:
-        """Ask for a value; return the question's number."""
+        """Request a value; return the number of the request."""
         value, calls = values.find_value(identity), self._calls
         call = PendingCall("a value", receiver, calls.loop.time(), goes_on=True)
 
@@ -670,17 +674,17 @@ class RayValues:
             if value.failed is None and value.payload is None and value.ref is not None:
                 fetch()
             else:
-                # Not at once: whoever asks notes the number first.
+                # Later: the caller must first record the number.
                 calls.call_soon(lambda: value.add_callback(fetch))
         return number
 
     def discard(self, identity: int) -> None:
-        """Cancel the task that makes a discarded value."""
+        """Cancel the task that produces a discarded value."""
         value = values.find_value(identity)
         if value.ref is not None:
             self._calls.canceller.cancel(value.ref)
 
     def cancel(self, number: int) -> None:
-        """Forget a question."""
+        """Forget a request."""
         with self._calls.lock:
             self._calls.cancel(number)

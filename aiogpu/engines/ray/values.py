@@ -1,8 +1,8 @@
-"""Values as Ray keeps and carries them, and as this process knows them.
+"""Values in Ray's store, and their representation in this process.
 
-A plain payload is bytes to Ray as well. A pickle with buffers or handles goes as one
-`StoredValue`: Ray leaves its buffers in shared memory, and sees its handles, so that it
-counts who holds what.
+A plain payload is sent to Ray as bytes. A pickle with buffers or handles is sent as a
+`StoredValue`: Ray keeps its buffers in shared memory, and sees its handles, so it can
+count references.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ if TYPE_CHECKING:
     from aiogpu.client.function_spec import FunctionSpec
 
 Terms = tuple[str, Mapping[str, int], Mapping[str, str]]
-"""How the calls of an actor are run: `mode`, `limits`, `groups` of `ActorTerms`."""
+"""The terms of an actor's calls: `mode`, `limits`, `groups` of `ActorTerms`."""
 IN_STORE: Final = 1
-"""In place of a segment's id: the pickle and its buffers are in Ray's store."""
+"""Used as a segment's id: the pickle and its buffers are in Ray's store."""
 
-# What Ray carries
+# Stored values
 
 
 @dataclass(slots=True, eq=False)
 class StoredValue:
-    """A pickle in Ray's store, with its buffers and all that it refers to.
+    """A pickle in Ray's store, with its buffers and references.
 
     Attributes:
         stream: the pickle.
-        buffers: what was left out of the pickle.
+        buffers: its out-of-band buffers.
         references: id and object of each value to which it holds handles.
         actors: Ray's handle and the terms of each actor to which it holds handles.
     """
@@ -60,10 +60,10 @@ class StoredValue:
         return StoredValue, (self.stream, outside, self.references, self.actors)
 
 
-# What this process knows
+# Values and actors of this process
 
 _ids: Final = count(secrets.randbits(40) << 22 | 1)
-"""Drawn so that no two processes give the same id."""
+"""Starts at a random number, so that no two processes use the same id."""
 _values: Final[WeakValueDictionary[int, SharedValue]] = WeakValueDictionary()
 known_actors: Final[WeakValueDictionary[int, ActorReference]] = WeakValueDictionary()
 """The actors that this process knows, by their ids."""
@@ -72,15 +72,15 @@ _kept_by_forks: Final[list[Any]] = []
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class ActorReference:
-    """An actor as this process knows it.
+    """An actor, as known to this process.
 
-    It goes along with a pickled handle, and Ray's keeps the actor alive.
+    It accompanies a pickled handle; Ray's own handle in it keeps the actor alive.
 
     Attributes:
         id: its number, the same in all processes.
-        handle: Ray's.
-        terms: how its calls are run.
-        func: its class; None as long as no loop of this process has a handle.
+        handle: Ray's handle.
+        terms: the terms of its calls.
+        func: its class; None while no loop of this process has a handle.
     """
 
     id: int
@@ -95,7 +95,7 @@ def number_of(handle: Handle) -> int:
 
 
 def refer_to(handle: Handle, terms: Terms) -> ActorReference:
-    """Return what this process knows of an actor; of several handles one is kept."""
+    """Return the reference of an actor; of several handles the first is kept."""
     number = number_of(handle)
     return known_actors.setdefault(number, ActorReference(number, handle, terms))
 
@@ -104,16 +104,16 @@ def refer_to(handle: Handle, terms: Terms) -> ActorReference:
 class SharedValue:
     """A value to which handles refer, in one process.
 
-    It is an object in Ray's store, a small payload that is here, or the reason why
-    there is none. Until its task is sent, it is pending.
+    It is an object in Ray's store, a small payload in this process, or a failure. Until
+    its task is sent, it is pending.
 
     Attributes:
-        id: by which others ask for it.
+        id: other processes request it by this id.
         ref: its object; None if it has none.
-        payload: the payload, if it is here.
-        failed: why there is none.
-        task: number of the call of this process that makes it; 0 for others' values.
-        part: which of several results of that call it is; -1 for all of it.
+        payload: the payload, if it is in this process.
+        failed: the failure, if there is no value.
+        task: number of this process's call that produces it; 0 for other values.
+        part: index among several results of this call; -1 for the whole result.
     """
 
     id: int = field(default_factory=lambda: next(_ids))
@@ -136,20 +136,20 @@ class SharedValue:
         return self.ref is None and self.payload is None and self.failed is None
 
     def add_callback(self, callback: Callable[[], object]) -> None:
-        """Call when it is pending no more; now, if it is not."""
+        """Call when the value is no longer pending; now, if it is not."""
         if self.is_pending:
             self._callbacks.append(callback)
         else:
             callback()
 
     def set_ref(self, ref: Ref) -> None:
-        """Note its object, which may still be made, unless the value was revoked."""
+        """Set its object, which may not exist yet, unless the value was revoked."""
         if self.is_pending:
             self.ref = ref
             self._run_callbacks()
 
     def set_outcome(self, outcome: bytes | Failed | BaseException) -> None:
-        """Note how its task has ended, unless it was sent: then Ray has the result."""
+        """Set the outcome of its task, unless Ray has the task."""
         if not self.is_pending:
             return
         if isinstance(outcome, bytes):
@@ -163,7 +163,7 @@ class SharedValue:
         self._run_callbacks()
 
     def revoke(self, failed: Failed) -> None:
-        """Fail later requests for a value with an error, unless the value has come."""
+        """Fail later requests for the value, unless the payload has arrived."""
         if self.payload is None:
             self.ref, self.failed = None, failed
             self._run_callbacks()
@@ -174,7 +174,7 @@ class SharedValue:
             callback()
 
     def as_argument(self) -> Any:
-        """Return what Ray is given for it; Ray brings the value of an object itself."""
+        """Return its argument for Ray; Ray resolves objects to their values."""
         if self.ref is not None:
             return self.ref
         if self.failed is not None:
@@ -183,26 +183,26 @@ class SharedValue:
         return to_stored(self.payload)
 
     def as_ref(self) -> Ref:
-        """Return its object; put it into the store if it has none."""
+        """Return its object; put the value into the store if it has none."""
         if self.ref is None:
             self.ref = cluster.put(self.as_argument())
         return self.ref
 
 
 def find_value(identity: int) -> SharedValue:
-    """Return the value of that id.
+    """Return the value of an id.
 
     Raises:
-        ProtocolError: this process does not know it.
+        ProtocolError: this process does not know the value.
     """
     value = _values.get(identity)
     if value is None:
-        raise ProtocolError(f"nobody in this process has the value {identity}")
+        raise ProtocolError(f"this process does not have the value {identity}")
     return value
 
 
 def forget_after_fork() -> None:
-    """Keep Ray's handles in a fork, so that Ray does not see them released there."""
+    """Keep Ray's handles in a fork, so that Ray sees no release there."""
     _kept_by_forks.extend(known_actors.values())
 
 
@@ -214,9 +214,9 @@ class PayloadSource:
     """The source of a payload of this process for Ray.
 
     Attributes:
-        ref: its object in Ray's store; None if it is not there.
+        ref: its object in Ray's store; None if it is not in the store.
         references: the values to which the pickle holds handles.
-        actors: the actors to which it does.
+        actors: the actors to which the pickle holds handles.
     """
 
     ref: Ref | None
@@ -225,12 +225,12 @@ class PayloadSource:
 
     def views(self, _contents: Contents) -> list[memoryview]:
         """Return the pickle and its buffers from the store; see `Source`."""
-        found: StoredValue = cluster.get(self.ref)
-        return [memoryview(found.stream), *(memoryview(one) for one in found.buffers)]
+        stored: StoredValue = cluster.get(self.ref)
+        return [memoryview(stored.stream), *(memoryview(one) for one in stored.buffers)]
 
 
 def source_of(payload: bytes | None) -> PayloadSource | None:
-    """Return what a payload is to Ray; None if it is a pickle and nothing else."""
+    """Return the source of a payload; None for a plain pickle."""
     source = payload.source if type(payload) is Payload else None
     return source if isinstance(source, PayloadSource) else None
 
@@ -261,11 +261,11 @@ def pack(outgoing: PickledValue) -> Payload:
 
 
 def pack_copy(outgoing: PickledValue, *, may_store: bool) -> Payload:
-    """Make a payload of what its arguments are now, to be sent later.
+    """Make a payload from the current state of arguments, to be sent later.
 
     Args:
-        outgoing: what is to be sent.
-        may_store: whether a large one may be put into Ray's store.
+        outgoing: the pickled arguments.
+        may_store: a large payload may be put into Ray's store.
     """
     payload = pack(outgoing)
     source = source_of(payload)
@@ -283,7 +283,7 @@ def pack_copy(outgoing: PickledValue, *, may_store: bool) -> Payload:
 
 
 def to_stored(payload: bytes) -> Any:
-    """Return what Ray is given for a payload, without its arguments."""
+    """Return a payload in Ray's form, without its arguments that are values."""
     source = source_of(payload)
     if source is None:
         return payload
@@ -294,7 +294,7 @@ def to_stored(payload: bytes) -> Any:
 
 
 def to_arguments(payload: bytes) -> tuple[Any, ...]:
-    """Return a payload as the arguments of a call of Ray's; see `from_arguments`."""
+    """Return a payload as the arguments of a Ray call; see `from_arguments`."""
     source = source_of(payload)
     if source is None:
         return (payload,)
@@ -305,11 +305,11 @@ def to_arguments(payload: bytes) -> tuple[Any, ...]:
 
 
 def from_stored(found: Any, ref: Ref | None = None) -> bytes:
-    """Return the payload for what has come from Ray and is no `Failed`.
+    """Return the payload of a value from Ray, which must be no `Failed`.
 
     Args:
-        found: what has come.
-        ref: its object, for whoever passes it on.
+        found: the value from Ray.
+        ref: its object, used if the payload is passed on.
     """
     if not isinstance(found, StoredValue):
         return found  # type: ignore[no-any-return]
@@ -332,10 +332,10 @@ def from_stored(found: Any, ref: Ref | None = None) -> bytes:
 def from_arguments(
     head: Any, places: Sequence[int | str] = (), returns: int = 0, *values: Any
 ) -> bytes:
-    """Put the payload together again that `to_arguments` has taken apart.
+    """Undo `to_arguments`: rebuild the payload.
 
     Raises:
-        TaskFailure: one of the arguments will never be there.
+        TaskFailure: an argument has failed.
     """
     for value in values:
         if isinstance(value, Failed):
