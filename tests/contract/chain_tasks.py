@@ -1,4 +1,4 @@
-"""Chains of calls, each of which needs the result of the one before it."""
+"""Chains of calls, each of which needs the result of the call before it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def increase(number: int) -> int:
 
 @aiogpu.remote
 class Adder:
-    """Does the same, one call after the other."""
+    """Does the same as an actor."""
 
     def increase(self, number: int) -> int:
         return number + 1
@@ -38,7 +38,7 @@ async def wait_for_ever() -> int:
 
 
 def head(how: str) -> Any:
-    """What all of a chain needs in the end, and how that ends."""
+    """Start the first call of a chain, which ends in this way."""
     if how == "fails":
         return fail.remote()
     if how == "gives":
@@ -49,7 +49,7 @@ def head(how: str) -> Any:
 
 
 def links(first: Any, length: int, adder: Any = None) -> list[Any]:
-    """So many calls, each with the last one's handle as its argument."""
+    """Make so many calls, each with the previous call's handle as its argument."""
     call = (increase if adder is None else adder.increase).remote
     chain = [first]
     for _ in range(length):
@@ -59,7 +59,7 @@ def links(first: Any, length: int, adder: Any = None) -> list[Any]:
 
 @aiogpu.remote
 async def end_softly(how: str, length: int, has_actor: bool) -> list[str]:
-    """How the links of a task's own chain end, by their type, each once."""
+    """Return the types of the results and errors of a task's own chain."""
     adder = Adder.remote() if has_actor else None
     first = head(how)
     chain = links(first, length, adder)
@@ -67,18 +67,18 @@ async def end_softly(how: str, length: int, has_actor: bool) -> list[str]:
         first.cancel()
     ended = await asyncio.gather(*chain, return_exceptions=True)
     assert adder is None or await adder.increase.remote(1) == 2
-    return sorted({type(one).__name__ for one in ended})
+    return sorted({type(end).__name__ for end in ended})
 
 
 @aiogpu.remote
 def end_plainly(how: str, length: int, has_actor: bool) -> list[str]:
-    """The same in plain code, which waits for the last one first."""
+    """Do the same in plain code, which waits for the last call first."""
     adder = Adder.remote() if has_actor else None
     first = head(how)
     chain = links(first, length, adder)
     if how == "is cancelled":
         first.cancel()
-    ended = {_outcome(one) for one in reversed(chain)}
+    ended = {_outcome(handle) for handle in reversed(chain)}
     assert adder is None or aiogpu.get(adder.increase.remote(1)) == 2
     return sorted(ended)
 

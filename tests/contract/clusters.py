@@ -22,11 +22,11 @@ from typing import Any, Final
 from tests.support.program import environment
 
 LIMIT: Final = 180.0
-"""Seconds for an answer, on a machine that may be busy with much else."""
+"""Seconds to wait for an answer, on a machine that may be busy."""
 
 
 class Cluster:
-    """Ends with its block.
+    """A cluster that ends with its block.
 
     Attributes:
         address: of its head, as RAY_ADDRESS names it.
@@ -70,7 +70,7 @@ class Cluster:
         self.close()
 
     def add(self, **given: Any) -> str:
-        """One node more; gives its id."""
+        """Add a node; return its id."""
         self.address, node = self._ask("add", given)
         self.nodes.append(node)
         return node
@@ -90,7 +90,7 @@ class Cluster:
         return json.loads(self._process.stdout.readline())
 
     def close(self) -> None:
-        """End it."""
+        """End the cluster."""
         try:
             self._process.communicate(timeout=LIMIT)
         finally:
@@ -101,7 +101,7 @@ class Cluster:
 
 
 def kill(node: Any) -> list[int]:
-    """End all of it, its workers too, as when its machine goes."""
+    """Kill a node with its workers, as if its machine failed."""
     started = [one.process for each in node.all_processes.values() for one in each]
     pids = [pid for one in started for pid in (one.pid, *children(one.pid))]
     for pid in pids:
@@ -113,7 +113,7 @@ def kill(node: Any) -> list[int]:
 
 
 def children(pid: int) -> list[int]:
-    """The processes that it has started."""
+    """The processes that a process has started."""
     tasks = Path(f"/proc/{pid}/task").glob("*/children")
     return [int(child) for each in tasks for child in each.read_text().split()]
 

@@ -1,4 +1,4 @@
-"""Actors that are given handles to others, and give some away."""
+"""Actors that receive handles of other actors, and return some."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def nothing(*_args: Any) -> None: ...
 
 
 class Plain:
-    """Is given some, or gives one away."""
+    """Receives handles of models, or returns one."""
 
     def take(self, models: list[Any]) -> int:
         return aiogpu.get(models[0].answer.remote())  # type: ignore[no-any-return]
@@ -39,8 +39,7 @@ class Plain:
     def find_twice(self, name: str) -> int:
         first = aiogpu.get_actor(name)
         second = aiogpu.get_actor(name)
-        told: list[int] = aiogpu.get([first.answer.remote(), second.answer.remote()])
-        return sum(told)
+        return sum(aiogpu.get([first.answer.remote(), second.answer.remote()]))
 
     def make_and_drop(self, _models: list[Any]) -> None:
         Model.remote()
@@ -55,7 +54,7 @@ class Plain:
         nothing.remote(models[0])
 
     def make_another_leave_one(self, models: list[Any]) -> None:
-        """Its answer has a handle, and comes when nobody looks any more."""
+        """Call for a result that contains a handle, and do not wait for it."""
         models[0].make.remote()
 
     def fail_after_put(self, models: list[Any]) -> None:
@@ -64,13 +63,13 @@ class Plain:
 
 
 UNAWAITED = ("make_and_drop", "make_and_call", "call", "pass_on", "fail_after_put")
-"""Methods that wait for nobody, or fail."""
+"""Methods that do not wait for their calls, or fail."""
 Serial = aiogpu.remote(Plain)
 
 
 @aiogpu.remote
 class Soft:
-    """The same on an event loop."""
+    """Does the same on an event loop."""
 
     def __init__(self) -> None:
         self.gate = asyncio.Event()
@@ -108,7 +107,7 @@ class Soft:
 
 @aiogpu.remote
 def leave(maker: Any) -> None:
-    """The same from a task."""
+    """Do the same in a task."""
     maker.make.remote()
 
 
@@ -134,10 +133,10 @@ def fail_with_a_new_one() -> None:
 
 @aiogpu.remote(max_restarts=1)
 class Asking:
-    """Asks another actor when it is made, and keeps no handle to it."""
+    """Calls another actor in its constructor, and keeps no handle to it."""
 
     def __init__(self, model: Any) -> None:
-        self.told = aiogpu.get(model.answer.remote())
+        aiogpu.get(model.answer.remote())
 
     def pid(self) -> int:
         return os.getpid()
@@ -164,7 +163,7 @@ class Fragile:
 
 
 class Mourned:
-    """Says at a gate that it goes."""
+    """Says at a gate that it is freed."""
 
     error: BaseException | None = None
 
@@ -177,7 +176,7 @@ class Mourned:
 
 @aiogpu.remote
 def fail_with(path: str, name: str) -> None:
-    """Fail with a thing that refers to the error; so the error refers to itself."""
+    """Fail with a local object that refers to the error, which so refers to itself."""
     thing = Mourned(path, name)
     try:
         raise ValueError(name)
@@ -188,14 +187,14 @@ def fail_with(path: str, name: str) -> None:
 
 @aiogpu.remote
 async def fail_softly_with(path: str, name: str) -> None:
-    """Fail in a coroutine, whose frame may not be cleared."""
+    """Fail in a coroutine, where the frame may not be cleared."""
     thing = Mourned(path, name)
     raise ValueError(thing.name)
 
 
 @aiogpu.remote
 def fail_amid_items(path: str, name: str) -> Iterator[int]:
-    """The same in a generator."""
+    """Fail in a generator."""
     thing = Mourned(path, name)
     yield 1
     raise ValueError(thing.name)
@@ -203,14 +202,14 @@ def fail_amid_items(path: str, name: str) -> Iterator[int]:
 
 @aiogpu.remote(num_cpus=0.1)
 def yield_many(count: int, size: int) -> Iterator[memoryview]:
-    """So many of that size."""
+    """Yield so many values of a size."""
     for _ in range(count):
         yield memoryview(bytes(size))
 
 
 @aiogpu.remote(num_cpus=0.1)
 def make(size: int) -> memoryview:
-    """One of that size."""
+    """Return a value of a size."""
     return memoryview(bytes(size))
 
 
@@ -228,7 +227,7 @@ def _take_one(size: int) -> int:
 
 @aiogpu.remote(num_cpus=0.1)
 def take(path: str, way: str, count: int, size: int) -> None:
-    """Take them and let each one go."""
+    """Take values and drop each."""
     if way == "items":
         for item in yield_many.options(max_buffered=1).remote(count, size):
             del item
@@ -243,7 +242,7 @@ def take(path: str, way: str, count: int, size: int) -> None:
 
 @aiogpu.remote(num_cpus=0.1)
 async def take_softly(path: str, way: str, count: int, size: int) -> None:
-    """The same in a coroutine."""
+    """Do the same in a coroutine."""
     if way == "items":
         async for item in yield_many.options(max_buffered=1).remote(count, size):
             del item
@@ -258,7 +257,7 @@ async def take_softly(path: str, way: str, count: int, size: int) -> None:
 
 @aiogpu.remote(num_cpus=0.1)
 def drop_an_actor(path: str) -> None:
-    """Have one for a moment."""
+    """Make an actor, call it, and drop it."""
     idle = Idle.remote()
     aiogpu.get(idle.ping.remote())
     del idle

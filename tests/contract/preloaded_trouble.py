@@ -1,7 +1,7 @@
-"""Preloaded into a zygote: its import ends it, or waits.
+"""Preloaded into a zygote: this import kills the zygote, or waits.
 
-It kills the zygote while the file exists that `DOOM` names, and waits at the gate that
-`HOLD` names.
+The import kills the zygote while the file exists that `DOOM` names, and waits at the
+gate that `HOLD` names.
 """
 
 import os

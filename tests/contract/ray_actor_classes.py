@@ -17,7 +17,7 @@ from tests.support.gate import pass_gate
 
 @aiogpu.remote
 class Adder:
-    """Plain."""
+    """Has plain methods."""
 
     def __init__(self, other: aiogpu.ActorHandle[Adder] | None = None) -> None:
         self.other = other
@@ -37,7 +37,7 @@ class Adder:
 
 @aiogpu.remote(concurrency_groups={"narrow": 1})
 class Grouped:
-    """With coroutines, some of them in a group of their own."""
+    """Has coroutines, some of them in a group of their own."""
 
     def __init__(self, path: str = "") -> None:
         self.path = path
@@ -72,13 +72,13 @@ class Grouped:
 
 @aiogpu.remote
 def pid_of(actor: aiogpu.ActorHandle[Adder]) -> int:
-    """The process of an actor, asked by plain code."""
+    """Return an actor's process id, asked in plain code."""
     return int(aiogpu.get(actor.pid.remote()))
 
 
 @aiogpu.remote
 def add_in_threads(actor: aiogpu.ActorHandle[Adder], numbers: list[int]) -> int:
-    """Call an actor in threads of a task; gives the largest sum."""
+    """Call an actor in threads of a task; return the largest sum."""
 
     def add(number: int) -> int:
         return int(aiogpu.get(actor.add.remote(number)))
@@ -89,7 +89,7 @@ def add_in_threads(actor: aiogpu.ActorHandle[Adder], numbers: list[int]) -> int:
 
 @aiogpu.remote(concurrency_groups={"narrow": 1}, max_concurrency=2)
 class ThreadGroups:
-    """Plain, in threads, some of them in a group of their own."""
+    """Has plain methods in threads, some of them in a group of their own."""
 
     def wait(self, path: str, name: str) -> str:
         return pass_gate(path, name)
@@ -104,19 +104,19 @@ class ThreadGroups:
 
 @aiogpu.remote
 def call_narrow(actor: aiogpu.ActorHandle[ThreadGroups], path: str, name: str) -> str:
-    """Call a method of a group by a handle that has come."""
+    """Call a method of a group by a handle that was an argument."""
     return str(aiogpu.get(actor.narrow.remote(path, name)))
 
 
 @aiogpu.remote
 def numbers_by_name(_given: aiogpu.ActorHandle[ThreadGroups], name: str) -> list[int]:
-    """Have a stream of an actor by its name, in a process that has a handle already."""
+    """Stream from an actor found by name, in a process that has a handle already."""
     return list(aiogpu.get_actor(name).numbers.remote())
 
 
 @aiogpu.remote
 class Keeper:
-    """Notes in which thread it is called, and what it was told."""
+    """Notes in which thread it is called, and its arguments."""
 
     def __init__(self) -> None:
         self.thread = threading.get_ident()

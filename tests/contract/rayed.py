@@ -1,7 +1,7 @@
-"""An engine for tests: a Ray cluster of this machine, kept from one test to the next.
+"""An engine for tests: a Ray cluster on this machine, kept from one test to the next.
 
-A cluster takes seconds to start, and its workers as well. So one that a test has had
-is there for the next test that wants the same; each joins it and leaves it.
+A cluster and its workers take seconds to start. So the cluster of one test
+serves the next test that wants the same; each test joins it and leaves it.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ CPUS: Final = 4
 
 
 class Clusters:
-    """The cluster that runs, and the thread that has started it."""
+    """The running cluster, and the thread that has started it."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "tests-ray")
         self._has: dict[str, Any] | None = None
 
     def have(self, options: dict[str, Any]) -> None:
-        """Have one run with these options of Ray's."""
+        """Start a cluster with these options of Ray, unless it runs already."""
         if self._has != options:
             self._thread.submit(self._start, options).result()
             self._has = options
@@ -42,7 +42,7 @@ class Clusters:
         cluster.start({**options, "log_to_driver": False})
 
     def end(self) -> None:
-        """End it; another may be started."""
+        """End the cluster; another may be started."""
         if self._has is not None:
             from aiogpu.engines.ray import cluster
 
@@ -50,23 +50,23 @@ class Clusters:
             self._has = None
 
     def close(self) -> None:
-        """End it for good."""
+        """End the cluster and its thread."""
         self.end()
         self._thread.shutdown()
 
 
 clusters: Clusters | None = None
-"""There is one as soon as a test of this process needs it."""
+"""Set when a test of this process first needs a cluster."""
 
 
 def leave() -> None:
-    """Have this process in no cluster, for tests that have their own."""
+    """End this process's cluster, for tests that have their own."""
     if clusters is not None:
         clusters.end()
 
 
 class RayedEngine(RayEngine):
-    """Has a cluster run with a program's options, and joins it."""
+    """Joins a cluster that has a program's options."""
 
     def __init__(self, options: NodeOptions, loop: asyncio.AbstractEventLoop) -> None:
         defaults = NodeOptions()

@@ -1,4 +1,4 @@
-"""Actors and calls on Ray: what Ray would do otherwise, if it were left to itself."""
+"""Actors and calls on Ray, where Ray's own behaviour differs from aiogpu's."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def node() -> Any:
 
 
 async def gone(pid: int) -> bool:
-    """Whether a process ends in a while: Ray takes its time, and is not asked."""
+    """Wait until a process ends, by itself; return False after a while."""
     opened = os.pidfd_open(pid)
     ended = asyncio.get_running_loop().create_future()
     loop = asyncio.get_running_loop()
@@ -52,7 +52,7 @@ async def gone(pid: int) -> bool:
         os.close(opened)
 
 
-async def test_an_actor_ends_though_a_plain_task_had_a_handle() -> None:
+async def test_an_actor_ends_although_a_plain_task_had_a_handle() -> None:
     async with node():
         adder = Adder.remote()
         pid = await pid_of.remote(adder)
@@ -96,19 +96,19 @@ async def test_close_is_awaited_when_the_last_handle_goes(tmp_path: Path) -> Non
 async def test_an_actor_with_gpus_holds_no_cpu() -> None:
     async with node():
         holders = [Adder.options(num_gpus=0.25).remote() for _ in range(5)]
-        # On four CPUs, if each held one, the fifth would never be made.
+        # If each actor held one of the four CPUs, the fifth would never be made.
         async with asyncio.timeout(30):
             await asyncio.gather(*holders)
 
 
-async def test_groups_of_threads_hold_wherever_a_handle_has_come(gate: Gate) -> None:
+async def test_groups_of_threads_keep_their_limits_for_every_handle(gate: Gate) -> None:
     async with node():
         actor = await ThreadGroups.options(name="grouped").remote()
         sent = call_narrow.remote(actor, gate.path, "task")
         await gate.entered("task")
         by_name = aiogpu.get_actor("grouped").narrow.remote(gate.path, "name")
         others = [actor.wait.remote(gate.path, name) for name in "ab"]
-        # Two more than the group has room for, and both places of the other one.
+        # Two calls more than the group has room for, and both places of the other one.
         await gate.entered("a", "b")
         assert gate.inside == {"task", "a", "b"}
         gate.release("task")
@@ -119,13 +119,13 @@ async def test_groups_of_threads_hold_wherever_a_handle_has_come(gate: Gate) -> 
         ]
 
 
-async def test_a_plain_actor_has_the_main_thread_from_its_constructor_on() -> None:
+async def test_a_plain_actor_runs_in_the_main_thread() -> None:
     async with node():
         assert await Keeper.remote().is_in_its_thread.remote()
 
 
-async def test_cancelled_calls_of_plain_methods_run_in_their_order(gate: Gate) -> None:
-    """If Ray 2.60 were asked to cancel one that waits, the actor would hang."""
+async def test_cancelled_calls_of_plain_methods_run_in_order(gate: Gate) -> None:
+    """Asking Ray 2.60 to cancel a waiting call would hang the actor."""
     async with node():
         keeper = await Keeper.remote()
         busy = keeper.gated.remote(gate.path, "busy")
@@ -139,7 +139,7 @@ async def test_cancelled_calls_of_plain_methods_run_in_their_order(gate: Gate) -
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-async def test_a_stream_that_is_left_ends_its_method(threads: int, gate: Gate) -> None:
+async def test_leaving_a_stream_ends_its_method(threads: int, gate: Gate) -> None:
     async with node():
         keeper = await Keeper.options(max_concurrency=threads).remote()
         async for _ in keeper.endless.remote():
@@ -149,7 +149,7 @@ async def test_a_stream_that_is_left_ends_its_method(threads: int, gate: Gate) -
                 await asyncio.sleep(0)
 
 
-async def test_a_stream_that_is_cancelled_as_it_waits_ends_its_method(
+async def test_cancelling_a_waiting_stream_ends_its_method(
     gate: Gate,
 ) -> None:
     async with node():
@@ -166,7 +166,7 @@ async def test_a_stream_that_is_cancelled_as_it_waits_ends_its_method(
 
 
 async def test_a_coroutine_is_given_handles_in_a_container() -> None:
-    """They belong to the loop that runs it, which goes on running it."""
+    """The handles belong to the loop that runs the coroutine."""
     async with node():
         handles = [await aiogpu.put(number) for number in (1, 2)]
         assert await Grouped.remote().total.remote(handles) == 3
@@ -178,8 +178,8 @@ async def test_a_threaded_actor_has_streams() -> None:
         assert [number async for number in actor.numbers.remote()] == [1]
 
 
-async def test_a_name_tells_the_class_where_a_handle_has_come_before() -> None:
-    """A handle brings nothing of the class to the engine."""
+async def test_get_actor_finds_the_class_after_a_handle_has_come() -> None:
+    """A handle tells the engine nothing of its class."""
     async with node():
         actor = await ThreadGroups.options(name="counting").remote()
         assert await numbers_by_name.remote(actor, "counting") == [1]
@@ -192,7 +192,7 @@ async def joined() -> AsyncIterator[Any]:
 
 
 async def test_a_call_keeps_its_actors_while_it_waits_to_be_sent(joined: Any) -> None:
-    """Others are sent meanwhile."""
+    """Other calls are sent meanwhile."""
     counter = await Counter.remote(1)
     promised = joined._session.new_handle("promised", joined._session)
     waiting = handed_on.add_to.remote(counter, promised)
@@ -204,7 +204,7 @@ async def test_a_call_keeps_its_actors_while_it_waits_to_be_sent(joined: Any) ->
     assert await waiting == 6
 
 
-async def test_what_was_put_keeps_its_actors(joined: Any) -> None:
+async def test_a_put_value_keeps_the_actors_inside_it(joined: Any) -> None:
     counter = await Counter.remote(1)
     small = await aiogpu.put([counter])
     large = await aiogpu.put([counter, bytes(1 << 20)])
@@ -230,8 +230,8 @@ async def test_a_function_that_holds_an_actor_is_refused(joined: Any) -> None:
     assert await counter.add.remote(1) == 2
 
 
-async def test_an_actor_passes_on_what_it_was_given(joined: Any) -> None:
-    """A box with a handle goes through three processes unopened."""
+async def test_an_actor_passes_on_a_nested_handle(joined: Any) -> None:
+    """A container with a handle goes through three processes unread."""
     counter = await Counter.remote(1)
     box = v.give.remote(v.give.remote([counter]))
     del counter
@@ -240,8 +240,8 @@ async def test_an_actor_passes_on_what_it_was_given(joined: Any) -> None:
     assert await found.add.remote(1) == 2
 
 
-async def test_a_program_outlives_what_it_cancels_at_once(gate: Gate) -> None:
-    """Ray alone would end it, as soon as the argument comes."""
+async def test_a_program_survives_a_cancel_right_after_the_call(gate: Gate) -> None:
+    """Ray alone would end the program as soon as the argument comes."""
     async with aiogpu.init(address="ray", num_cpus=4):
         for number in range(10):
             slow = v.gated.remote(gate.path, f"slow-{number}", number)
@@ -252,10 +252,10 @@ async def test_a_program_outlives_what_it_cancels_at_once(gate: Gate) -> None:
             assert await slow == number
 
 
-async def test_cancelling_never_has_the_loop_wait(
+async def test_cancel_never_blocks_the_loop(
     gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While Ray does not say that it has taken a call up, the loop goes on turning."""
+    """The loop turns until Ray says that it has accepted the call."""
     async with aiogpu.init(address="ray", num_cpus=4):
         from aiogpu.engines.ray import cluster
 
@@ -290,7 +290,7 @@ async def test_cancelling_never_has_the_loop_wait(
                 call.cancel()
                 await asyncio.sleep(0)
             assert cancelled_in == []
-            # What is cancelled after it was asked, the answer says nothing of.
+            # The answer does not cover cancels that come after the question.
             questions = len(asked)
             may_answer.set()
             async with asyncio.timeout(30):
@@ -302,7 +302,7 @@ async def test_cancelling_never_has_the_loop_wait(
         assert await slow == 1
 
 
-async def test_what_is_cancelled_as_it_ends_ends_nobody_else() -> None:
+async def test_a_cancel_of_an_ending_call_affects_no_other() -> None:
     async with aiogpu.init(address="ray", num_cpus=4):
         for number in range(20):
             calls = [v.give.remote(number) for _ in range(10)]
@@ -312,7 +312,7 @@ async def test_what_is_cancelled_as_it_ends_ends_nobody_else() -> None:
             assert await asyncio.gather(*calls[1::2]) == [number] * 5
 
 
-async def test_a_long_line_of_calls_is_told_of_one_that_came_too_late(
+async def test_a_late_cancel_is_told_to_a_long_queue_of_calls(
     gate: Gate,
 ) -> None:
     async with aiogpu.init(address="ray", num_cpus=4):
@@ -327,12 +327,12 @@ async def test_a_long_line_of_calls_is_told_of_one_that_came_too_late(
         await asyncio.wait(line)
 
 
-# What comes to a process that waits for nothing: it keeps nothing of it
+# Results that come to a process that waits for none are not kept
 
 
 @aiogpu.remote
 class Maker:
-    """Gives models away that have their GPU."""
+    """Returns handles of models that hold GPUs."""
 
     def __init__(self) -> None:
         self.made = 0
@@ -347,7 +347,7 @@ class Maker:
 
 
 class Leaving:
-    """Asks, and waits for no answer."""
+    """Calls, and does not wait for the result."""
 
     def leave(self, maker: Any) -> None:
         maker.make.remote()
@@ -357,7 +357,7 @@ class Leaving:
             maker.count.remote()
 
     def waiting(self) -> int:
-        """How many calls have not ended, as this process sees it."""
+        """Return the number of calls that have not ended, as this process sees it."""
         client: Any = current.client
         return len(client.calls.live)
 
@@ -371,8 +371,8 @@ def leave(maker: Any) -> None:
 
 
 @pytest.mark.parametrize("asker", ["actor", "task"])
-async def test_an_answer_that_nobody_looks_at(asker: str) -> None:
-    """It is a handle, and its actor has the GPU until that goes."""
+async def test_an_unread_result_does_not_hold_its_actor(asker: str) -> None:
+    """The result is a handle; its actor holds the GPU until the handle is dropped."""
     async with aiogpu.init(address="ray", num_cpus=4, num_gpus=1):
         maker, idle = await Maker.remote(), await Actor.remote()
         await (idle.leave if asker == "actor" else leave).remote(maker)
@@ -382,7 +382,7 @@ async def test_an_answer_that_nobody_looks_at(asker: str) -> None:
             await Model.remote()
 
 
-async def test_calls_of_an_actor_that_nobody_waits_for_do_not_pile_up() -> None:
+async def test_unawaited_calls_do_not_pile_up() -> None:
     async with aiogpu.init(address="ray", num_cpus=4):
         maker, idle = await Maker.remote(), await Actor.remote()
         await idle.leave_many.remote(maker)

@@ -1,4 +1,4 @@
-"""Ray clusters of several nodes on this machine: where tasks go, and what is told."""
+"""Ray clusters of several nodes on this machine: placement of tasks, and status."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = [
 ]
 
 GPUS, CPUS = 3, 5
-"""In the cluster, on three nodes, of which one has no GPU."""
+"""Join a cluster of three nodes, one of which has no GPU."""
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def cluster(in_no_cluster: None) -> Iterator[Cluster]:
 
 @pytest.fixture
 def joined_by(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Cluster:
-    """RAY_ADDRESS names it."""
+    """Name the cluster in RAY_ADDRESS."""
     monkeypatch.setenv("RAY_ADDRESS", cluster.address)
     for name, value in cluster.variables.items():
         monkeypatch.setenv(name, value)
@@ -48,7 +48,7 @@ async def joined(joined_by: Cluster) -> AsyncIterator[Cluster]:
         yield joined_by
 
 
-async def test_tasks_land_where_what_they_ask_for_is(joined):
+async def test_tasks_run_on_the_node_with_their_resources(joined):
     a100, t4 = joined.nodes[1:]
     asked = {
         "A100": device_tasks.node.options(num_gpus=1, accelerator_type="A100"),
@@ -63,7 +63,7 @@ async def test_tasks_land_where_what_they_ask_for_is(joined):
     }
 
 
-async def test_a_share_is_of_one_device(joined):
+async def test_a_share_belongs_to_one_device(joined):
     halves = device_tasks.gpus.options(num_gpus=0.5, num_cpus=0)
     found = await asyncio.gather(*(halves.remote() for _ in range(8)))
     assert {len(ids) for _, ids, _ in found} == {1}
@@ -72,8 +72,8 @@ async def test_a_share_is_of_one_device(joined):
     assert await whole.remote() == (joined.nodes[1], [0, 1], "0,1")
 
 
-async def test_an_actor_hears_of_cancelled_coroutines(joined, gate):
-    """Ray tells it. A plain method runs to its end, and nobody has its answer."""
+async def test_cancel_reaches_coroutines_of_an_actor(joined, gate):
+    """Ray cancels coroutines; a plain method runs to its end; its result is lost."""
     # Before the tests that kill nodes: Ray starts actors on a dead node for a while.
     counter = await actor_classes.Counter.options(num_cpus=0).remote()
     actor = await actor_classes.Async.options(num_cpus=0).remote()
@@ -101,7 +101,7 @@ async def test_status_tells_what_is_free_and_which_calls_were_sent(joined, gate)
     assert (why.name, why.state, why.request) == ("node", "sent", {"GPU": 1.0})
 
     async with asyncio.timeout(60):
-        # Ray tells what is free a moment later.
+        # Ray's free resources are a moment late.
         while (status := await aiogpu.status()).available["GPU"]:
             await asyncio.sleep(0)
     assert {task.state for task in status.tasks} == {"sent"}
@@ -123,7 +123,7 @@ async def test_status_tells_what_is_free_and_which_calls_were_sent(joined, gate)
         ({"num_cpus": 3}, "lacks CPU 3 of 2"),
     ],
 )
-async def test_what_no_node_has_is_refused(joined, options, told):
+async def test_resources_that_no_node_has_are_refused(joined, options, told):
     with pytest.raises(aiogpu.InfeasibleError) as caught:
         device_tasks.node.options(**options).remote()
     assert told in str(caught.value), caught.value
@@ -131,13 +131,13 @@ async def test_what_no_node_has_is_refused(joined, options, told):
 
 
 async def seen(resource: str) -> None:
-    """Until the program has seen a node with that; it looks every two seconds."""
+    """Wait until the program has seen a node with a resource; it looks every 2 s."""
     async with asyncio.timeout(60):
         while resource not in await aiogpu.cluster_resources():
             await asyncio.sleep(0)
 
 
-async def test_to_refuse_what_no_node_has_is_not_to_wait(joined, monkeypatch):
+async def test_refusing_does_not_wait_for_the_cluster(joined, monkeypatch):
     """[B2] The cluster answers nothing meanwhile."""
     from aiogpu.engines.ray import cluster
 
@@ -156,7 +156,7 @@ async def test_to_refuse_what_no_node_has_is_not_to_wait(joined, monkeypatch):
             answered.set()
 
 
-async def test_calls_whose_only_node_has_left_say_so_and_fail(
+async def test_calls_fail_when_their_only_node_has_left(
     joined, gate, caplog, monkeypatch
 ):
     from aiogpu.engines.ray import engine
@@ -176,7 +176,7 @@ async def test_calls_whose_only_node_has_left_say_so_and_fail(
     for handle in (running, *waiting):
         with pytest.raises(aiogpu.InfeasibleError, match=spot):
             await handle
-    # Ray itself ends it where it had a place in the queue of the node that died.
+    # Ray itself ends a call that was queued on the node that died.
     with pytest.raises(aiogpu.ActorDiedError):
         await call
     assert caplog.text.count("gated_node asks for") == 1, caplog.text
@@ -185,7 +185,7 @@ async def test_calls_whose_only_node_has_left_say_so_and_fail(
         asking.remote(gate.path, "never")
 
 
-async def test_a_node_that_comes_back_runs_what_waits_for_it(joined, gate, caplog):
+async def test_a_returning_node_runs_the_tasks_that_wait_for_it(joined, gate, caplog):
     spot = f"spot{len(joined.nodes)}"
     node = await asyncio.to_thread(joined.add, num_cpus=1, resources={spot: 1})
     await seen(spot)
@@ -203,9 +203,7 @@ async def test_a_node_that_comes_back_runs_what_waits_for_it(joined, gate, caplo
     assert await running == again
 
 
-async def test_a_node_that_has_come_is_seen_and_one_that_goes_is_missed_by_nobody(
-    joined, gate
-):
+async def test_nodes_may_join_and_leave(joined, gate):
     spot = f"spot{len(joined.nodes)}"
     asking = device_tasks.told_node.options(resources={spot: 1}, num_cpus=0)
     with pytest.raises(aiogpu.InfeasibleError):
@@ -227,7 +225,7 @@ async def test_a_node_that_has_come_is_seen_and_one_that_goes_is_missed_by_nobod
     assert doomed not in await ended
 
 
-def test_programs_share_it_and_it_goes_on(joined_by):
+def test_a_cluster_outlives_its_programs(joined_by):
     source = """
         import aiogpu
         from tests.contract.tasks import add
@@ -241,5 +239,5 @@ def test_programs_share_it_and_it_goes_on(joined_by):
     running = [program.start(source) for _ in range(3)]
     for one in running:
         out, err = one.communicate(timeout=120)
-        # Ray may have something to say before.
+        # Ray may print lines before.
         assert (one.returncode, out[-3:]) == (0, "55\n"), err

@@ -1,4 +1,4 @@
-"""Joining and leaving Ray clusters: what goes wrong, and what is left behind."""
+"""Joining and leaving Ray clusters: errors, and what is left behind."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ pytestmark = [
 ]
 
 ENDED_WITHIN = 90.0
-"""Seconds from a program's sudden end to that of the cluster that it has started.
+"""Seconds from a program's sudden end to the end of the cluster that it started.
 
-Its servers go at once and its workers in some seconds; Ray's agents look for their
+The servers end at once and the workers in some seconds; Ray's agents look for their
 parent every few seconds, but while they start they wait a minute for the head.
 """
 
 
 @pytest.fixture
 def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Where Ray puts the files of clusters that are started meanwhile."""
+    """Make a directory for the files of clusters that the test starts."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     with TemporaryDirectory(
@@ -48,7 +48,7 @@ def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 def processes(place: str) -> set[int]:
-    """Others that have that place in their environment or arguments."""
+    """Return other processes with a path in their environment or arguments."""
     found = set()
     for path in Path("/proc").glob("[0-9]*"):
         try:
@@ -74,7 +74,7 @@ GIVEN = {
     "memory_guard": False,
     "spill_directory": "/tmp",
 }
-"""What a cluster knows nothing of, each with a value that is not the default."""
+"""Options that a cluster does not know, with values that are not the defaults."""
 OF_STARTS = {
     "num_cpus": 2,
     "num_gpus": 1,
@@ -91,7 +91,7 @@ async def test_options_that_a_cluster_does_not_know_are_refused(option):
 
 def test_every_option_is_known_or_refused():
     known = {*GIVEN, *OF_STARTS, "log_to_driver", "cancel_grace"}
-    # `preload` is two there, and `only_looks` is what commands say.
+    # `learns` belongs to `preload`; only commands set `only_looks`.
     assert known | {"learns", "only_looks"} == set(NodeOptions._fields)
 
 
@@ -100,7 +100,7 @@ async def test_a_node_of_ray_has_whole_quantities():
         await aiogpu.init(address="ray", num_cpus=0.5)
 
 
-async def test_an_old_release_is_named(monkeypatch):
+async def test_an_old_release_of_ray_is_refused(monkeypatch):
     import ray
 
     monkeypatch.setattr(ray, "__version__", "2.9.3")
@@ -124,7 +124,7 @@ async def test_a_cluster_that_the_environment_names_is_not_replaced(
         await aiogpu.init(address="ray")
 
 
-async def test_ray_client_is_refused_however_it_is_named(monkeypatch):
+async def test_ray_client_is_refused(monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "ray://127.0.0.1:1")
     with pytest.raises(aiogpu.OptionError, match=r"^RAY_ADDRESS=.*`ray job submit"):
         await aiogpu.init(address="ray")
@@ -246,14 +246,14 @@ asyncio.run(main())
 
 @pytest.fixture
 def home(place, monkeypatch, tmp_path):
-    """The user's home directory, empty; Ray decides by itself about tokens."""
+    """Make an empty home directory; Ray decides about tokens."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("RAY_AUTH_MODE")
     return tmp_path
 
 
 def test_a_cluster_of_a_program_leaves_no_token_in_the_home_directory(home):
-    """Ray writes one, after which the user's own `ray start` demands tokens."""
+    """Ray writes a token, after which the user's own `ray start` demands tokens."""
     assert program.run(PRIVATE).splitlines() == ["2 True", "2 True", "[] True"]
 
 
@@ -270,7 +270,7 @@ def test_a_cluster_that_runs_by_itself_is_joined_without_a_name(monkeypatch):
     assert "CPUs beside: False" in out.splitlines()
 
 
-def test_a_token_of_the_user_is_used(home):
+def test_the_users_token_is_used(home):
     token = home / ".ray" / "auth_token"
     token.parent.mkdir()
     token.write_text("ab" * 32)
@@ -323,7 +323,7 @@ GIVEN_UP = """
 """
 
 
-def test_a_start_that_is_given_up_stands_in_the_way_of_no_other(place):
+def test_a_cancelled_start_does_not_block_the_next(place):
     out = program.run(GIVEN_UP)
     assert out.splitlines()[0] == "given up"
     assert out.splitlines()[-1] == "2 2.0"
@@ -349,14 +349,14 @@ HANGING = """
 
 
 def greet_only(server: socket.socket) -> None:
-    """Begin to speak as a server of gRPC does, and say nothing more."""
+    """Send the first bytes of a gRPC server, and nothing more."""
     with ExitStack() as taken, suppress(OSError):  # which is the end of the test
         while True:
             one = taken.enter_context(server.accept()[0])
             one.sendall(bytes((0, 0, 0, 4, 0, 0, 0, 0, 0)))
 
 
-def test_a_join_that_hangs_is_given_up_and_the_program_ends(place):
+def test_a_program_gives_up_a_join_that_hangs(place):
     with socket.create_server(("127.0.0.1", 0)) as server:
         greeting = threading.Thread(target=greet_only, args=[server])
         greeting.start()
@@ -409,7 +409,7 @@ LOSING = """
 """
 
 
-def test_when_the_head_is_killed_every_handle_fails():
+def test_every_handle_fails_when_the_head_is_killed():
     with Cluster(num_cpus=2) as cluster:
         address = {"AIOGPU_ADDRESS": "ray", "RAY_ADDRESS": cluster.address}
         running = program.start(LOSING, **address, **cluster.variables)

@@ -1,4 +1,4 @@
-"""What runs tasks in a worker of Ray's, interrupted anywhere; needs no cluster."""
+"""Interrupts at any line of the code that runs tasks in Ray's workers. No cluster."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.ray
 
 
 class Tripwire:
-    """Raises one at the nth line of these files that its block executes.
+    """Raises an interrupt at the nth line of these files that the block executes.
 
     Attributes:
         is_torn: whether there were so many.
@@ -77,12 +77,12 @@ OWN_CODE: Final = frozenset(
         asyncio.runners,
     )
 )
-"""The files whose code runs a loop."""
+"""The files with the code that runs a loop."""
 
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[TaskClient]:
-    """Of a task that has called nobody."""
+    """The state of a task that has made no call."""
     made = TaskClient(RayEngine.inside)
     yield made
     made.task_loop.loop.close()
@@ -90,7 +90,7 @@ def client() -> Iterator[TaskClient]:
 
 @pytest.fixture(autouse=True)
 def own_handler() -> Iterator[None]:
-    """The handler of the tests' own interrupts comes back."""
+    """Restore the handler of the tests' own interrupts."""
     handler = signal.getsignal(signal.SIGINT)
     interrupts.install()
     yield
@@ -101,7 +101,7 @@ def own_handler() -> Iterator[None]:
 def task_loop(
     client: TaskClient, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[TaskLoop]:
-    """One whose waits end at once."""
+    """A selector whose waits end at once."""
     monkeypatch.setattr(task_worker, "SLICE", 0)
     made = TaskLoop(client.calls)
     yield made
@@ -115,7 +115,7 @@ async def turns(number: int = 5) -> str:
 
 
 def waits(_task_loop: TaskLoop, client: TaskClient) -> None:
-    """As `aiogpu.get` does."""
+    """Wait like `aiogpu.get`."""
     done: list[bool] = []
     client.calls.call_soon(lambda: done.append(True))
     assert client.wait_until(lambda: bool(done))
@@ -133,7 +133,7 @@ def fails(task_loop: TaskLoop, _client: TaskClient) -> None:
 
 
 def exits(task_loop: TaskLoop, _client: TaskClient) -> None:
-    """So that the loop is left in the midst of a turn."""
+    """Leave the loop in the middle of a turn."""
 
     async def leave() -> None:
         sys.exit(3)
@@ -156,7 +156,7 @@ def leaves_some(task_loop: TaskLoop, _client: TaskClient) -> None:
 
 
 def check_sound(task_loop: TaskLoop, client: TaskClient) -> None:
-    """The next task finds the loop as the first one did."""
+    """Check that the next task finds the loop in its first state."""
     task_loop.cancel_all()
     assert task_loop.run(turns()) == "turned"
     waits(task_loop, client)
@@ -166,12 +166,12 @@ def check_sound(task_loop: TaskLoop, client: TaskClient) -> None:
 @pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("scene", [waits, awaits, fails, exits, leaves_some])
-def test_an_interrupt_at_any_line_of_a_loops_code(
+def test_a_loop_survives_an_interrupt_at_any_line(
     scene: Callable[[TaskLoop, TaskClient], None],
     task_loop: TaskLoop,
     client: TaskClient,
 ) -> None:
-    """It is raised, and leaves nothing behind that would stop the next task."""
+    """The interrupt is raised, and leaves nothing that would stop the next task."""
     for nth in count(1):
         raised = None
         with interrupts.enabled(), Tripwire(nth, OWN_CODE) as wire:
@@ -192,7 +192,7 @@ def test_an_interrupt_at_any_line_of_a_loops_code(
 
 
 class Careful(asyncio.Future[None]):
-    """Cannot be cancelled in the midst of what its owner does."""
+    """Raises if it is cancelled while its owner runs."""
 
     is_busy = False
 
@@ -202,7 +202,7 @@ class Careful(asyncio.Future[None]):
 
 
 def test_a_coroutine_is_not_cancelled_amid_other_code(task_loop: TaskLoop) -> None:
-    """What it awaits may have to take a lock that the interrupted code holds."""
+    """A cancel may have to take a lock that the interrupted code holds."""
     awaited = Careful(loop=task_loop.loop)
 
     def work() -> None:
@@ -219,10 +219,10 @@ def test_a_coroutine_is_not_cancelled_amid_other_code(task_loop: TaskLoop) -> No
     assert awaited.cancelled()
 
 
-def test_a_wait_in_the_selector_is_woken(
+def test_a_signal_wakes_a_wait_in_the_selector(
     task_loop: TaskLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the signal itself: no slice ends it, no call and no timer."""
+    """No time slice, call or timer ends the wait."""
     monkeypatch.setattr(task_worker, "SLICE", 300)
     reached = threading.Event()
 
@@ -241,8 +241,8 @@ def test_a_wait_in_the_selector_is_woken(
     thread.join()
 
 
-def test_an_interrupt_ends_a_clean_up_that_would_not_end(task_loop: TaskLoop) -> None:
-    """Of what the task has left running, whose own code has ended."""
+def test_an_interrupt_ends_an_endless_clean_up(task_loop: TaskLoop) -> None:
+    """The task's own code has ended, and what it left running is cleaned up."""
     ends: list[str] = []
 
     async def rest() -> None:
@@ -268,8 +268,8 @@ def test_an_interrupt_ends_a_clean_up_that_would_not_end(task_loop: TaskLoop) ->
     assert left.cancelled()
 
 
-def test_code_that_ends_the_loop_again_and_again(task_loop: TaskLoop) -> None:
-    """Each by an exception of its own, while the first is still under way."""
+def test_several_exceptions_may_end_the_loop(task_loop: TaskLoop) -> None:
+    """Each exception comes while the first is still being handled."""
 
     async def leave() -> None:
         await turns(1)
@@ -304,7 +304,7 @@ def test_the_outermost_block_raises_what_was_deferred() -> None:
     assert steps == ["in the inner block", "in the outer block"]
 
 
-def test_an_inner_block_leaves_it_to_the_outer_one_to_wake() -> None:
+def test_an_inner_block_leaves_the_wake_up_to_the_outer_block() -> None:
     woken: list[bool] = []
     with interrupts.enabled(), interrupts.deferred(lambda: woken.append(True)):
         with interrupts.deferred():
@@ -314,8 +314,8 @@ def test_an_inner_block_leaves_it_to_the_outer_one_to_wake() -> None:
         assert not interrupts.take()
 
 
-def test_threads_put_nothing_off() -> None:
-    """And none of them is told of what the main thread has to end for."""
+def test_threads_defer_no_interrupt() -> None:
+    """Threads do not get the main thread's interrupt."""
     seen: list[bool] = []
 
     def look() -> None:
@@ -332,8 +332,8 @@ def test_threads_put_nothing_off() -> None:
     assert seen == [False, False]
 
 
-def test_an_awaited_thing_may_end_though_it_was_cancelled(task_loop: TaskLoop) -> None:
-    """As in any program; and a cancel of its own is no interrupt."""
+def test_an_awaited_object_may_ignore_its_cancel(task_loop: TaskLoop) -> None:
+    """This is so in any program; a cancel by the object itself is no interrupt."""
 
     async def stubborn() -> str:
         signal.raise_signal(signal.SIGINT)
@@ -354,7 +354,7 @@ def test_an_awaited_thing_may_end_though_it_was_cancelled(task_loop: TaskLoop) -
 
 @pytest.fixture
 def half(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A module that is interrupted half-way; not whole, it spoils its process."""
+    """Write a module whose half-finished import would break its process."""
     text = "import signal\nsignal.raise_signal(signal.SIGINT)\nWHOLE = True\n"
     (tmp_path / "half_way.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
@@ -362,8 +362,8 @@ def half(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     sys.modules.pop("half_way", None)
 
 
-def test_an_import_is_not_broken_off(half: str) -> None:
-    """The interrupt, of which there may be no other, comes as soon as it has ended."""
+def test_an_import_is_not_interrupted(half: str) -> None:
+    """The interrupt, which may be the only one, comes when the import has ended."""
     seen: list[bool] = []
 
     def work() -> None:
@@ -379,17 +379,17 @@ def test_an_import_is_not_broken_off(half: str) -> None:
     assert interrupts.has_come
 
 
-def test_what_an_import_has_put_off_a_coroutine_hears(
+def test_a_coroutine_gets_the_interrupt_that_an_import_deferred(
     half: str, task_loop: TaskLoop
 ) -> None:
-    """The import is that of its own module."""
+    """The coroutine imports its own module."""
     with interrupts.enabled():
         import_module(half)
         with pytest.raises(KeyboardInterrupt):
             task_loop.run(asyncio.Event().wait())
 
 
-def test_what_came_for_a_task_is_none_of_the_nexts(half: str) -> None:
+def test_an_interrupt_of_one_task_does_not_reach_the_next(half: str) -> None:
     with interrupts.enabled():
         import_module(half)
     interrupts._look(0, None)
@@ -402,7 +402,7 @@ def test_what_came_for_a_task_is_none_of_the_nexts(half: str) -> None:
 
 
 class Written:
-    """A task as it comes to a worker, without a program that has sent it."""
+    """Make a task as a worker receives it, without a program."""
 
     name = "written"
     resources: dict[str, float] = {}  # noqa: RUF012 - never written to
@@ -417,7 +417,7 @@ class Written:
 
 @pytest.fixture
 def work(client: TaskClient, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The module that runs tasks."""
+    """Import the module that runs tasks."""
     cluster = pytest.importorskip("aiogpu.engines.ray.cluster")
     monkeypatch.setattr(cluster, "task_id", lambda: "00" * 24)
     monkeypatch.setattr(task_worker, "set_up_process", lambda *_place: None)
@@ -430,7 +430,7 @@ def work(client: TaskClient, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def task_waits() -> str:
-    """As `aiogpu.get` does."""
+    """Wait like `aiogpu.get`."""
     client: Any = current.client
     done: list[bool] = []
     client.calls.call_soon(lambda: done.append(True))
@@ -473,7 +473,7 @@ def run(work: Any, function: Callable[[], Any]) -> Any:
 
 
 def outcome(work: Any, function: Callable[[], Any]) -> str:
-    """How a task ends."""
+    """Run a task; return how it ends."""
     from aiogpu.engines.ray.errors import TaskFailure
 
     try:
@@ -490,10 +490,10 @@ def outcome(work: Any, function: Callable[[], Any]) -> str:
 @pytest.mark.parametrize(
     "task", [task_waits, task_awaits, task_leaves_some, yields_some, task_fails]
 )
-def test_an_interrupt_at_any_line_of_what_runs_a_task(
+def test_a_worker_survives_an_interrupt_at_any_line(
     task: Callable[[], Any], work: Any
 ) -> None:
-    """The next task in that worker is none the worse for it."""
+    """The next task in the worker is not affected."""
     modules = (work, invoke, asyncio.base_events, asyncio.runners)
     files = frozenset(module.__file__ for module in modules)
     expected = run(work, task_awaits), outcome(work, task)
@@ -512,13 +512,13 @@ def test_an_interrupt_at_any_line_of_what_runs_a_task(
     assert {"stopped", expected[1]} <= seen
 
 
-def test_a_thread_that_a_task_has_left_behind_starts_nothing(work: Any) -> None:
+def test_a_thread_left_by_a_task_may_not_start_tasks(work: Any) -> None:
     assert run(work, task_awaits)
     with pytest.raises(MisuseError, match=r"add\.remote\(\) was called after the task"):
         work.task_client().call(1, "add", b"", None)
 
 
-def test_an_answer_comes_though_plain_code_was_interrupted_at_posting(
+def test_an_answer_comes_despite_an_interrupt_while_posting(
     work: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from aiogpu.engines.ray.tasks import Calls
@@ -544,9 +544,9 @@ def test_an_answer_comes_though_plain_code_was_interrupted_at_posting(
     method=st.text(st.characters(exclude_categories=["Cs"]), max_size=50),
     payload=st.binary(max_size=50),
 )
-def test_a_call_comes_out_as_it_went_in(method: str, payload: bytes) -> None:
+def test_a_call_is_unpacked_as_it_was_packed(method: str, payload: bytes) -> None:
     assert decode_call(encode_call(method.encode(), payload)) == (method, payload)
 
 
-def test_arguments_of_a_call_may_come_beside_it() -> None:
+def test_arguments_may_come_beside_their_call() -> None:
     assert decode_call(encode_call(b"add")) == ("add", b"")

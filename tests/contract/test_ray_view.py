@@ -1,4 +1,4 @@
-"""What is told of Ray clusters, and of addresses where none answers."""
+"""Errors and status of Ray clusters, and of addresses without a cluster."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def node(name: str, **total: float) -> ClusterNode:
     return ClusterNode(name * 6, total)
 
 
-def test_a_request_is_for_one_node():
+def test_a_request_must_fit_one_node():
     nodes = [node("a", CPU=2, GPU=2), node("b", CPU=8, GPU=2)]
     assert fits(nodes, amounts(GPU_1))
     assert not fits(nodes, amounts(GPU_4))
@@ -52,13 +52,13 @@ def test_a_request_is_for_one_node():
     assert describe_shortage([], amounts(GPU_4)) == "it has no nodes"
 
 
-def test_what_is_there_but_not_together_is_told_so():
+def test_an_error_tells_that_no_single_node_fits():
     nodes = [node("a", CPU=8), node("b", CPU=1, GPU=4)]
     both = Request.of({"CPU": 4 * UNIT}, {"GPU": UNIT})
     assert describe_shortage(nodes, amounts(both)) == "none has all of it at once"
 
 
-def test_a_name_that_is_near_is_hinted_at():
+def test_an_error_suggests_a_similar_name():
     nodes = [node("a", CPU=8, license=1)]
     asked = amounts(Request.of({"licence": UNIT}, {}))
     assert (
@@ -67,14 +67,14 @@ def test_a_name_that_is_near_is_hinted_at():
     )
 
 
-def test_nodes_alike_are_counted():
+def test_equal_nodes_are_counted():
     nodes = [node("a", CPU=2, memory=5.0), node("b", CPU=2, memory=6.0), node("c")]
     assert describe_nodes(nodes, {}) == "2 x {CPU: 2}, 1 x {}"
     many = [node("a", CPU=number) for number in range(10)]
     assert describe_nodes(many, {}).endswith(", 2 kinds more")
 
 
-def test_what_ray_keeps_for_itself_is_left_out():
+def test_resources_of_ray_itself_are_left_out():
     own = {"node:10.0.0.1": 1.0, "object_store_memory": 5.0, "CPU_group_0_ab": 1.0}
     assert public_resources({**own, "CPU": 2.0}) == {"CPU": 2.0}
 
@@ -89,7 +89,7 @@ def test_what_ray_keeps_for_itself_is_left_out():
         (b'{"autoscaler_report": {"node_type_mapping": {"a": "gpu"}}}', True),
     ],
 )
-def test_types_of_nodes_that_may_come(told, grows):
+def test_node_types_of_an_autoscaler_are_known(told, grows):
     assert names_node_types(told) is grows
 
 
@@ -98,7 +98,7 @@ WIDE = Request.of({"CPU": 8 * UNIT}, {})
 
 
 class Cluster:
-    """Answers when it is let; says how often it was asked."""
+    """Answers when a test allows it; counts the questions."""
 
     def __init__(self) -> None:
         self.asked = 0
@@ -117,22 +117,22 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     return cluster
 
 
-async def test_a_coroutine_does_not_wait_for_it(cluster: Cluster) -> None:
-    """Ray has it wait for a node."""
+async def test_a_coroutine_does_not_wait_for_the_cluster(cluster: Cluster) -> None:
+    """Ray queues the coroutine's call until there is a node."""
     overview = Overview()
     overview.check_request("f", WIDE)
     assert overview.room_for(WIDE) is None
     assert cluster.asked == 0
 
 
-def test_plain_code_waits_and_is_refused(cluster: Cluster) -> None:
+def test_plain_code_waits_for_the_cluster_and_is_refused(cluster: Cluster) -> None:
     cluster.may_answer.set()
     overview = Overview()
     with pytest.raises(InfeasibleError, match="which no node of this Ray cluster"):
         overview.check_request("f", WIDE)
 
 
-def test_plain_code_waits_no_longer_than_it_may(
+def test_plain_code_waits_for_a_limited_time(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "TASK_LIMIT", 0.01)
@@ -147,7 +147,7 @@ SETTINGS = bytes((0, 0, 0, 4)) + bytes(5)
 
 @asynccontextmanager
 async def listening(serve: Serve) -> AsyncIterator[int]:
-    """The port of a server of this machine that serves so."""
+    """Serve in this way; return the port."""
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     try:
         yield server.sockets[0].getsockname()[1]
@@ -171,7 +171,7 @@ async def staying_silent(
     writer.close()
 
 
-async def test_a_server_of_rays_answers():
+async def test_a_ray_server_answers():
     async with listening(saying(SETTINGS)) as port:
         await check_reachable(f"127.0.0.1:{port}", 10)
 
@@ -184,7 +184,7 @@ async def test_a_server_of_rays_answers():
         (b"no", "is not Ray, and answers b'no'"),
     ],
 )
-async def test_what_listens_in_its_place_is_named(said, told):
+async def test_another_server_at_the_address_is_named(said, told):
     async with listening(saying(said)) as port:
         with pytest.raises(NodeError) as caught:
             await check_reachable(f"127.0.0.1:{port}", 10)
@@ -192,18 +192,18 @@ async def test_what_listens_in_its_place_is_named(said, told):
     assert f"`ray start --head --port={port}`" in str(caught.value)
 
 
-async def test_one_that_says_nothing_is_waited_for_in_bounds():
+async def test_a_silent_server_is_given_up():
     async with listening(staying_silent) as port:
         with pytest.raises(NodeError, match=r"no answer within 0\.1 s"):
             await check_reachable(f"127.0.0.1:{port}", 0.1)
 
 
-async def test_where_nobody_listens_it_is_said_so():
+async def test_an_address_without_a_server_is_named():
     with pytest.raises(NodeError, match=r"Errno 111.*--port=1`"):
         await check_reachable("127.0.0.1:1", 10)
 
 
-async def test_a_server_with_certificates_is_left_to_ray(monkeypatch):
+async def test_a_server_with_tls_is_left_to_ray(monkeypatch):
     monkeypatch.setenv("RAY_USE_TLS", "1")
     async with listening(staying_silent) as port:
         await check_reachable(f"127.0.0.1:{port}", 10)
