@@ -1,8 +1,8 @@
 """Ray clusters of several nodes on this machine, for tests.
 
-A process of its own has each cluster, as it is told. Each line that comes is a command:
-`["add", {...}]` for a node with these resources, `["kill", number]` for its sudden end.
-Each line that it says answers one. The cluster ends with the lines.
+Another process runs each cluster. It reads commands, one a line: `["add", {...}]` adds
+a node with these resources, `["kill", number]` kills a node. It writes an answer, one
+line, to each command. The cluster ends with the process's stdin.
 """
 
 from __future__ import annotations

@@ -36,8 +36,16 @@ class Here:
 
 
 @asynccontextmanager
-async def node_here(directory: Path, learns: bool = True) -> AsyncIterator[Here]:
-    """Open a node in this process; its socket is in a directory."""
+async def node_here(
+    directory: Path, *, learns: bool = True, logs: Path | None = None
+) -> AsyncIterator[Here]:
+    """Open a node in this process; its socket is in a directory.
+
+    Args:
+        directory: where the socket is.
+        learns: the zygote learns which modules tasks import.
+        logs: a directory for the output of tasks, if the node keeps it.
+    """
     engine = LocalEngine(
         NodeOptions(num_cpus=2, num_gpus=1, log_to_driver=False, learns=learns),
         asyncio.get_running_loop(),
@@ -47,7 +55,7 @@ async def node_here(directory: Path, learns: bool = True) -> AsyncIterator[Here]
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(str(path))
         listening.listen(8)
-        await engine.serve(listening)
+        await engine.serve(listening, "" if logs is None else str(logs))
         try:
             yield Here(engine, str(path))
         finally:

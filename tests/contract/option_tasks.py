@@ -91,11 +91,7 @@ TIME: Final = 10**9
 
 
 @aiogpu.remote(
-    max_calls=COUNT,
-    max_retries=COUNT,
-    priority=COUNT,
-    timeout=TIME,
-    cancel_grace=TIME,
+    max_calls=COUNT, max_retries=COUNT, priority=COUNT, timeout=TIME, cancel_grace=TIME
 )
 def give(number: int) -> int:
     return number

@@ -152,11 +152,7 @@ def deep() -> list[Any]:
 @aiogpu.remote
 def values() -> None:
     aiogpu.report(
-        figure=Figure(0.5),
-        lists=[1, (2.5, None)],
-        table={"x": True},
-        text="ü",
-        raw=b"",
+        figure=Figure(0.5), lists=[1, (2.5, None)], table={"x": True}, text="ü", raw=b""
     )
 
 

@@ -251,11 +251,7 @@ def requests(watched: int) -> Iterator[str]:
 
 
 def run_service(
-    path: str,
-    options: dict[str, Any],
-    environ: dict[str, str],
-    ready: int,
-    parent: int,
+    path: str, options: dict[str, Any], environ: dict[str, str], ready: int, parent: int
 ) -> None:
     """Run a service in a fork; never returns."""
     code = 1

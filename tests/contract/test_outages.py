@@ -134,7 +134,7 @@ def test_why_names_the_lack_of_room_for_workers() -> None:
     assert (second, ok) == (reason, "ok")
 
 
-def test_a_tree_of_tasks_deeper_than_the_room_raises_a_deadlock_error() -> None:
+def test_too_deep_a_tree_of_tasks_raises_a_deadlock_error() -> None:
     body = """
         assert await parent.remote(5) == 6
         try:

@@ -8,11 +8,9 @@ import json
 import logging
 import os
 import re
-import socket
 import sys
 import threading
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,28 +20,17 @@ from click.testing import CliRunner
 
 import aiogpu
 from aiogpu.cli.logs import timeline
-from aiogpu.engines.base import NodeOptions
-from aiogpu.engines.local import LocalEngine
 from aiogpu.engines.remote import RemoteEngine
 from aiogpu.runtime.output import FILE, FULL
 from tests.cli.sandbox import open_sandbox
 from tests.contract import tasks
-from tests.contract.report_tasks import (
-    Logs,
-    fail,
-    flood,
-    log_by_child,
-    parent,
-    talk,
-)
+from tests.contract.node_here import node_here
+from tests.contract.report_tasks import Logs, fail, flood, log_by_child, parent, talk
 from tests.support.gate import Gate, pass_gate
 from tests.support.program import run, start
 from tests.support.until import until
 
-pytestmark = [
-    pytest.mark.usefixtures("no_leaks"),
-    pytest.mark.either_loop,
-]
+pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.either_loop]
 
 
 async def test_lines_come_tagged_before_the_await_returns(
@@ -102,9 +89,7 @@ async def test_log_to_driver_switches_output_off(
     assert capsys.readouterr() == ("", "")
 
 
-async def test_lines_of_tasks_are_not_mixed(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+async def test_lines_of_tasks_are_not_mixed(capsys: pytest.CaptureFixture[str]) -> None:
     async with aiogpu.init(num_cpus=3):
         lines = [f"{i} " + "z" * 200 for i in range(200)]
         await asyncio.gather(*(tasks.output.remote(lines) for _ in range(3)))
@@ -382,24 +367,6 @@ async def test_cancel_reaches_a_task_whose_output_waits(
 # On a node that programs have joined, each sees the output of its own tasks
 
 
-@asynccontextmanager
-async def service(place: Path) -> AsyncIterator[tuple[str, LocalEngine]]:
-    """Open a node on this loop, which other programs can join."""
-    path = str(place / "s")
-    with socket.socket(socket.AF_UNIX) as listening:
-        listening.bind(path)
-        listening.listen()
-        engine = LocalEngine(
-            NodeOptions(num_cpus=2, num_gpus=0), asyncio.get_running_loop()
-        )
-        await engine.open()
-        try:
-            await engine.serve(listening, str(place))
-            yield path, engine
-        finally:
-            await engine.close()
-
-
 def logged(place: Path) -> list[str]:
     begin, *lines = (place / FILE).read_text().splitlines()
     assert "client=0 task=0 out (node pid=" in begin
@@ -409,8 +376,8 @@ def logged(place: Path) -> list[str]:
 async def test_lines_come_before_the_result_and_are_logged(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async with service(tmp_path) as (path, _):
-        async with aiogpu.init(address=path):
+    async with node_here(tmp_path, logs=tmp_path) as here:
+        async with aiogpu.init(address=here.path):
             pid = await aiogpu.remote(talk).remote("hello")
             out, err = capsys.readouterr()
             assert f"(talk pid={pid}) hello\n" in out
@@ -418,7 +385,7 @@ async def test_lines_come_before_the_result_and_are_logged(
             assert err == f"(talk pid={pid}) hello on stderr\n"
             pid = await aiogpu.remote(parent).remote("child")
             assert f"(talk pid={pid}) child\n" in capsys.readouterr().out
-        async with aiogpu.init(address=path, log_to_driver=False):
+        async with here.join():
             await aiogpu.remote(talk).remote("secret")
         assert capsys.readouterr() == ("", "")
     words, kinds = ("hello", "child", "secret"), ("", " on stderr", " raw")
@@ -428,10 +395,10 @@ async def test_lines_come_before_the_result_and_are_logged(
 async def test_a_slow_terminal_slows_only_the_task_of_its_program(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with service(tmp_path) as (path, engine), aiogpu.init(address=path):
+    async with node_here(tmp_path) as here, aiogpu.init(address=here.path):
         terminal = slow_stdout(monkeypatch)
         flooding = aiogpu.remote(flood).remote(6000)
-        clients = engine._supervisor.clients
+        clients = here.engine._supervisor.clients
         assert clients is not None
         await until(lambda: clients.routes._paused)
         (client,) = clients.by_id.values()
@@ -445,8 +412,8 @@ async def test_a_slow_terminal_slows_only_the_task_of_its_program(
 
 
 async def test_a_timeline_lists_what_has_run(tmp_path: Path) -> None:
-    async with service(tmp_path) as (path, engine):
-        async with aiogpu.init(address=path) as node:
+    async with node_here(tmp_path) as here:
+        async with here.join() as node:
             await asyncio.gather(*(aiogpu.remote(talk).remote("a") for _ in range(8)))
             with pytest.raises(KeyError):
                 await aiogpu.remote(fail).remote()
@@ -459,13 +426,12 @@ async def test_a_timeline_lists_what_has_run(tmp_path: Path) -> None:
         ended = {span.name: span.outcome for span in spans}
         assert ended == {"talk": "finished", "fail": "failed"}
         out = tmp_path / "out.json"
-        written = await asyncio.to_thread(
-            CliRunner().invoke, timeline, [str(out), "--address", path]
-        )
+        arguments = [str(out), "--address", here.path]
+        written = await asyncio.to_thread(CliRunner().invoke, timeline, arguments)
         assert written.exit_code == 0, written.output
         events = json.loads(out.read_text())["traceEvents"]
         assert sum(event["name"] == "talk" for event in events) == 8
-        assert len(engine.spans()) == 9
+        assert len(here.engine.spans()) == 9
 
 
 # Records of `logging` in tasks are shown from the program's level on

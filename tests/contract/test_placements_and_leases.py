@@ -121,9 +121,7 @@ async def test_an_actor_of_a_removed_placement_never_starts(node: Node) -> None:
     await until_free(GPU=1)
 
 
-async def test_remove_cancels_a_placement_that_waits(
-    node: Node,
-) -> None:
+async def test_remove_cancels_a_placement_that_waits(node: Node) -> None:
     async with aiogpu.placement([{"GPU": 1}]):
         group = aiogpu.placement([{"GPU": 1}])
         handle = member(group).remote()

@@ -53,7 +53,7 @@ def parent_of(process: psutil.Process) -> psutil.Process:
 async def test_no_process_outlives_its_tasks_share(way: str, gate: Gate) -> None:
     async with aiogpu.init(num_cpus=2, num_gpus=1) as session:
         scheduler = session._session._engine._open_driver.scheduler  # type: ignore[attr-defined]
-        # Some of them keep their worker from ending until it is killed.
+        # In some cases the worker ends only when it is killed.
         scheduler.config = scheduler.config._replace(exit_grace=0.3)
         handle = wild_tasks.leave.remote(way, gate.path)
         await gate.entered("left")
@@ -180,10 +180,10 @@ async def test_a_killed_keeper_takes_its_processes_along(gate: Gate) -> None:
 
 
 @pytest.mark.parametrize("first", ["zygote", "keeper"])
-async def test_killing_zygote_and_keeper_leaves_only_what_left_the_cgroup(
+async def test_a_cgroup_ends_a_daemon_without_zygote_and_keeper(
     first: str, has_cgroup: bool, gate: Gate
 ) -> None:
-    """No keeper adopts the daemon then, but the daemon cannot leave its cgroup."""
+    """Without a cgroup the daemon lives on: no keeper adopts it."""
     async with leaving_a_daemon(gate) as family:
         if first == "zygote":
             family.zygote.kill()

@@ -20,13 +20,18 @@ from aiogpu.engines.local import LocalEngine
 from aiogpu.errors import MisuseError, SerializationError
 from aiogpu.linux.procfs import read_numbers
 from aiogpu.serialization.references import SHARED_FROM
+from aiogpu.types import Node
 from tests.contract import let_go_tasks, tasks
 from tests.contract.let_go_tasks import Model, Serial, Soft
 from tests.support.gate import Gate
 from tests.support.program import run
 from tests.support.until import LIMIT, until, until_free
 
-pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.either_loop]
+pytestmark = [
+    pytest.mark.usefixtures("no_leaks"),
+    pytest.mark.either_loop,
+    pytest.mark.aiogpu(num_cpus=4, num_gpus=1),
+]
 CLASSES: list[Any] = [Serial, Soft]
 MAKING = ("make_and_drop", "make_and_call")
 
@@ -45,40 +50,35 @@ async def gpu_can_be_had() -> None:
     await gpu_is_free()
 
 
-@pytest.mark.usefixtures("each_engine")
-async def test_an_idle_actor_releases_its_arguments_and_results() -> None:
-    async with aiogpu.init(num_cpus=4, num_gpus=1):
-        for holder in CLASSES:
-            idle, model = await holder.remote(), await Model.remote()
-            assert await idle.take.remote([model]) == 42
-            del model
-            await gpu_is_free()
-            (model,) = await idle.make.remote()
-            assert await model.answer.remote() == 42
-            del model
-            await gpu_is_free()
-            del idle
-        idle, model = await Serial.remote(), await Model.options(name="it").remote()
-        assert await idle.find_twice.remote("it") == 84
+async def test_an_idle_actor_releases_its_arguments_and_results(node: Node) -> None:
+    for holder in CLASSES:
+        idle, model = await holder.remote(), await Model.remote()
+        assert await idle.take.remote([model]) == 42
         del model
+        await gpu_is_free()
+        (model,) = await idle.make.remote()
+        assert await model.answer.remote() == 42
+        del model
+        await gpu_is_free()
+        del idle
+    idle, model = await Serial.remote(), await Model.options(name="it").remote()
+    assert await idle.find_twice.remote("it") == 84
+    del model
+    await gpu_is_free()
+
+
+async def test_a_caller_releases_the_results_it_was_given(node: Node) -> None:
+    maker = await Serial.remote()
+    for asker in CLASSES:
+        idle = await asker.remote()
+        for _ in range(2):
+            assert await idle.ask.remote(maker) == 42
+            await gpu_is_free()
+    for _ in range(2):
+        assert await let_go_tasks.ask.remote(maker) == 42
         await gpu_is_free()
 
 
-@pytest.mark.usefixtures("each_engine")
-async def test_a_caller_releases_the_results_it_was_given() -> None:
-    async with aiogpu.init(num_cpus=4, num_gpus=1):
-        maker = await Serial.remote()
-        for asker in CLASSES:
-            idle = await asker.remote()
-            for _ in range(2):
-                assert await idle.ask.remote(maker) == 42
-                await gpu_is_free()
-        for _ in range(2):
-            assert await let_go_tasks.ask.remote(maker) == 42
-            await gpu_is_free()
-
-
-@pytest.mark.usefixtures("each_engine")
 @pytest.mark.parametrize(
     ("pickle_it", "refusal"),
     [
@@ -88,130 +88,122 @@ async def test_a_caller_releases_the_results_it_was_given() -> None:
     ids=["unpicklable", "by hand"],
 )
 async def test_a_pickle_that_was_not_sent_holds_nothing(
-    address: str, pickle_it: Callable[[Any], None], refusal: type[Exception]
+    node: Node, address: str, pickle_it: Callable[[Any], None], refusal: type[Exception]
 ) -> None:
-    async with aiogpu.init(num_cpus=4, num_gpus=1):
-        model, is_refused = await Model.remote(), False
-        try:
-            pickle_it(model)
-        except refusal:
-            is_refused = True
-        # Pickling by hand is refused by Ray alone, which counts the holders.
-        by_hand = pickle_it is let_go_tasks.pickle_by_hand
-        assert is_refused is (not by_hand or address == "ray")
-        del model
-        await gpu_is_free()
+    model, is_refused = await Model.remote(), False
+    try:
+        pickle_it(model)
+    except refusal:
+        is_refused = True
+    # Pickling by hand is refused by Ray alone, which counts the holders.
+    by_hand = pickle_it is let_go_tasks.pickle_by_hand
+    assert is_refused is (not by_hand or address == "ray")
+    del model
+    await gpu_is_free()
 
 
-@pytest.mark.usefixtures("each_engine")
-async def test_a_put_value_holds_the_actor_inside_it() -> None:
+async def test_a_put_value_holds_the_actor_inside_it(node: Node) -> None:
     """The actor is released with the value."""
-    async with aiogpu.init(num_cpus=4, num_gpus=1):
-        model = await Model.remote()
-        value: Any = await aiogpu.put([model])
-        del model
-        gc.collect()
-        (again,) = await value
-        assert await again.answer.remote() == 42
-        del again, value
-        await gpu_is_free()
+    model = await Model.remote()
+    value: Any = await aiogpu.put([model])
+    del model
+    gc.collect()
+    (again,) = await value
+    assert await again.answer.remote() == 42
+    del again, value
+    await gpu_is_free()
 
 
-@pytest.mark.usefixtures("each_engine")
 @pytest.mark.needs("holders")
-async def test_an_error_holds_the_actor_inside_it() -> None:
-    async with aiogpu.init(num_cpus=4, num_gpus=1):
-        with pytest.raises(let_go_tasks.HoldingError) as caught:
-            await let_go_tasks.fail_with_a_new_one.remote()
-        (model,) = caught.value.args
-        assert await model.answer.remote() == 42
-        del model, caught
-        await gpu_is_free()
+async def test_an_error_holds_the_actor_inside_it(node: Node) -> None:
+    with pytest.raises(let_go_tasks.HoldingError) as caught:
+        await let_go_tasks.fail_with_a_new_one.remote()
+    (model,) = caught.value.args
+    assert await model.answer.remote() == 42
+    del model, caught
+    await gpu_is_free()
 
 
-@pytest.mark.usefixtures("each_engine")
 @pytest.mark.needs("processes", "holders")
-async def test_a_restarted_actor_releases_its_arguments() -> None:
-    async with aiogpu.init(num_cpus=4, num_gpus=1):
-        model = await Model.remote()
-        asking = await let_go_tasks.Asking.remote(model)
+async def test_a_restarted_actor_releases_its_arguments(node: Node) -> None:
+    model = await Model.remote()
+    asking = await let_go_tasks.Asking.remote(model)
+    del model
+    first = await asking.pid.remote()
+    aiogpu.kill(asking, no_restart=False)
+    assert await asking.pid.remote() != first
+    await gpu_is_free()
+
+
+@pytest.mark.parametrize("holder", ["actor", "task"])
+async def test_plain_code_releases_calls_it_did_not_await(
+    node: Node, holder: str
+) -> None:
+    # The actor is idle afterwards, and so is the worker of the task.
+    idle = await Serial.remote() if holder == "actor" else None
+    for method in let_go_tasks.UNAWAITED:
+        models = [] if method in MAKING else [await Model.remote()]
+        if idle is None:
+            call = let_go_tasks.do.remote(method, models)
+        else:
+            call = getattr(idle, method).remote(models)
+        del models
+        assert await asyncio.wait([call])
+        assert isinstance(call.exception(), ValueError | None)
+        del call
+        await gpu_can_be_had()
+
+
+@pytest.mark.aiogpu(num_cpus=1)
+@pytest.mark.needs("processes")
+async def test_an_idle_worker_releases_the_frames_of_its_last_error(
+    node: Node, gate: Gate
+) -> None:
+    """No task follows, and no garbage collector runs."""
+    for task in (let_go_tasks.fail_with, let_go_tasks.fail_softly_with):
+        name = task.__name__
+        with pytest.raises(ValueError, match=name):
+            await task.remote(gate.path, name)
+        await gate.entered(name)
+    with pytest.raises(ValueError, match="stream"):
+        async for _ in let_go_tasks.fail_amid_items.remote(gate.path, "stream"):
+            pass
+    await gate.entered("stream")
+
+
+@pytest.mark.parametrize("holder", ["actor", "task"])
+async def test_an_unawaited_result_releases_the_actor_inside_it(
+    node: Node, holder: str
+) -> None:
+    making = await Serial.remote()
+    idle = await Serial.remote() if holder == "actor" else None
+    for _ in range(2):
+        if idle is None:
+            await let_go_tasks.leave.remote(making)
+        else:
+            await idle.make_another_leave_one.remote([making])
+        # The other model may not have been made before.
+        (model,) = await making.make.remote()
+        await asyncio.wait([model.answer.remote()])
         del model
-        first = await asking.pid.remote()
-        aiogpu.kill(asking, no_restart=False)
-        assert await asking.pid.remote() != first
         await gpu_is_free()
 
 
-@pytest.mark.usefixtures("each_engine")
-@pytest.mark.parametrize("holder", ["actor", "task"])
-async def test_plain_code_releases_calls_it_did_not_await(holder: str) -> None:
-    async with aiogpu.init(num_cpus=4, num_gpus=1):
-        # The actor is idle afterwards, and so is the worker of the task.
-        idle = await Serial.remote() if holder == "actor" else None
-        for method in let_go_tasks.UNAWAITED:
-            models = [] if method in MAKING else [await Model.remote()]
-            if idle is None:
-                call = let_go_tasks.do.remote(method, models)
-            else:
-                call = getattr(idle, method).remote(models)
-            del models
-            assert await asyncio.wait([call])
-            assert isinstance(call.exception(), ValueError | None)
-            del call
-            await gpu_can_be_had()
-
-
-@pytest.mark.usefixtures("each_engine")
-@pytest.mark.needs("processes")
-async def test_an_idle_worker_releases_the_frames_of_its_last_error(gate: Gate) -> None:
-    """No task follows, and no garbage collector runs."""
-    async with aiogpu.init(num_cpus=1):
-        for task in (let_go_tasks.fail_with, let_go_tasks.fail_softly_with):
-            name = task.__name__
-            with pytest.raises(ValueError, match=name):
-                await task.remote(gate.path, name)
-            await gate.entered(name)
-        with pytest.raises(ValueError, match="stream"):
-            async for _ in let_go_tasks.fail_amid_items.remote(gate.path, "stream"):
-                pass
-        await gate.entered("stream")
-
-
-@pytest.mark.usefixtures("each_engine")
-@pytest.mark.parametrize("holder", ["actor", "task"])
-async def test_an_unawaited_result_releases_the_actor_inside_it(holder: str) -> None:
-    async with aiogpu.init(num_cpus=4, num_gpus=1):
-        making = await Serial.remote()
-        idle = await Serial.remote() if holder == "actor" else None
-        for _ in range(2):
-            if idle is None:
-                await let_go_tasks.leave.remote(making)
-            else:
-                await idle.make_another_leave_one.remote([making])
-            # The other model may not have been made before.
-            (model,) = await making.make.remote()
-            await asyncio.wait([model.answer.remote()])
-            del model
-            await gpu_is_free()
-
-
-@pytest.mark.usefixtures("each_engine")
-async def test_a_result_holds_the_actor_inside_it() -> None:
-    async with aiogpu.init(num_cpus=4, num_gpus=1):
-        maker = await Soft.remote()
-        made = maker.make_at_the_gate.remote()
-        while await maker.count.remote() < 1:
-            await asyncio.sleep(0)
-        called = maker.call_at_the_gate.remote()
-        while await maker.count.remote() < 2:
-            await asyncio.sleep(0)
-        await maker.open.remote()
-        await called
-        # The call sent in the same turn has ended, and has released its arguments.
-        for _ in range(20):
-            await maker.count.remote()
-        (model,) = await made
-        assert await model.answer.remote() == 42
+async def test_a_result_holds_the_actor_inside_it(node: Node) -> None:
+    maker = await Soft.remote()
+    made = maker.make_at_the_gate.remote()
+    while await maker.count.remote() < 1:
+        await asyncio.sleep(0)
+    called = maker.call_at_the_gate.remote()
+    while await maker.count.remote() < 2:
+        await asyncio.sleep(0)
+    await maker.open.remote()
+    await called
+    # The call sent in the same turn has ended, and has released its arguments.
+    for _ in range(20):
+        await maker.count.remote()
+    (model,) = await made
+    assert await model.answer.remote() == 42
 
 
 # A long task: what it has dropped is free before it ends

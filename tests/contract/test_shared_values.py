@@ -49,6 +49,11 @@ def segments_in_use(node: Node) -> int:
     return 0 if store is None else len(store._segments)
 
 
+async def until_freed(node: Node) -> None:
+    gc.collect()
+    await until(lambda: segments_in_use(node) == 0)
+
+
 @pytest.mark.usefixtures("each_engine")
 async def test_put_works_before_the_node_is_open() -> None:
     handle = await aiogpu.put(b"x" * LARGE)
@@ -84,8 +89,8 @@ async def test_a_value_is_unpickled_once_and_only_if_awaited(
     if await v.pid.remote() != os.getpid():
         assert str(os.getpid()) not in log.read_text().split()
     before = len(log.read_text().split())
-    found = await first
-    assert first.result() is found is await first
+    value = await first
+    assert first.result() is value is await first
     assert len(log.read_text().split()) == before + 1
     assert await v.kinds.remote(first) == ["Sighted"]
 
@@ -103,8 +108,7 @@ async def test_a_value_that_cannot_be_unpickled_leaves_nothing(
     with pytest.raises((errors.DeserializationError, aiogpu.WorkerDiedError)):
         await give.remote(handle)
     del handle, box
-    gc.collect()
-    await until(lambda: segments_in_use(node) == 0)
+    await until_freed(node)
 
 
 @pytest.mark.needs("processes")
@@ -113,8 +117,7 @@ async def test_cancel_stops_an_unpickling_that_hangs(node: Node, gate: Gate) -> 
     await gate.entered("stuck")
     stuck.cancel()
     await v.give.remote(1)
-    gc.collect()
-    await until(lambda: segments_in_use(node) == 0)
+    await until_freed(node)
 
 
 async def test_a_value_that_cannot_be_pickled_leaves_nothing(node: Node) -> None:
@@ -203,8 +206,7 @@ async def test_views_in_globals_never_change(address: str) -> None:
         assert segments_in_use(node) >= 15
         await v.forget.remote()
         await v.give.remote(1)
-        gc.collect()
-        await until(lambda: segments_in_use(node) == 0)
+        await until_freed(node)
 
 
 async def test_a_value_is_freed_with_its_last_holder(node: Node) -> None:
@@ -221,8 +223,7 @@ async def test_a_value_is_freed_with_its_last_holder(node: Node) -> None:
             await v.give.remote(handle)
         await asyncio.wait([v.give.remote(1)])
         del handle
-        gc.collect()
-        await until(lambda: segments_in_use(node) == 0)
+        await until_freed(node)
 
 
 @pytest.mark.needs("processes")
@@ -309,9 +310,7 @@ def few_descriptors(free: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-async def test_without_descriptors_a_value_travels_in_the_frame(
-    node: Node,
-) -> None:
+async def test_without_descriptors_a_value_travels_in_the_frame(node: Node) -> None:
     await asyncio.gather(*(v.give.remote(i) for i in range(4)))
     with few_descriptors(8):
         handles = [await aiogpu.put(np.full(LARGE, i, np.uint8)) for i in range(12)]

@@ -426,9 +426,7 @@ async def test_keepers_and_zygotes_ignore_sigint(gate: Gate) -> None:
         assert await tasks.add.remote(1) == 2
 
 
-async def test_a_silent_connection_ends_with_the_node(
-    runtime_directory: Path,
-) -> None:
+async def test_a_silent_connection_ends_with_the_node(runtime_directory: Path) -> None:
     """A keeper may be silent, too, if its zygote died during the fork."""
     async with aiogpu.init(num_cpus=1):
         assert await tasks.add.remote(1) == 2

@@ -49,8 +49,8 @@ async def test_run_timeout_stops_code(node: Node, kind: str, gate: Gate) -> None
     elif kind == "stream":
         work = of_stream(option_tasks.items.options(**limit).remote(gate.path, "in"))
     elif kind == "map":
-        each = option_tasks.each.options(**limit)
-        work = of_stream(each.map([gate.path] * 2, chunk=2))
+        task = option_tasks.task.options(**limit)
+        work = of_stream(task.map([gate.path] * 2, chunk=2))
     else:
         work = option_tasks.parent.remote(gate.path, "in", limit)
     with pytest.raises(aiogpu.TaskTimeoutError, match=message):
@@ -152,9 +152,9 @@ async def test_run_timeout_limits_a_stream_and_a_chunk_as_a_whole(
     assert await anext(items) == 0
     with pytest.raises(aiogpu.TaskTimeoutError, match=r"Timed\.items did not"):
         await anext(items)
-    with pytest.raises(aiogpu.TaskTimeoutError, match=r"Timed\.each did not"):
-        await of_stream(actor.each.map([gate.path] * 2, chunk=2))
-    assert "each" in gate.pids
+    with pytest.raises(aiogpu.TaskTimeoutError, match=r"Timed\.task did not"):
+        await of_stream(actor.task.map([gate.path] * 2, chunk=2))
+    assert "task" in gate.pids
 
 
 @pytest.mark.needs("run times", "at once")

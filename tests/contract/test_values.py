@@ -100,7 +100,7 @@ async def test_an_actor_outlives_a_call_that_waits(node: Node, gate: Gate) -> No
 
 
 async def test_a_closure_may_not_hold_a_handle(node: Node) -> None:
-    """A function is sent to each worker once: no event would release the handle."""
+    """A function is sent to holder worker once: no event would release the handle."""
     handle = v.give.remote(1)
 
     @aiogpu.remote
@@ -176,11 +176,7 @@ async def test_a_task_chains_its_children(task: Any, node: Node) -> None:
 
 @pytest.mark.parametrize(
     "kind",
-    [
-        v.Serial,
-        pytest.param(v.Threaded, marks=pytest.mark.needs("threads")),
-        v.Soft,
-    ],
+    [v.Serial, pytest.param(v.Threaded, marks=pytest.mark.needs("threads")), v.Soft],
 )
 async def test_actors_take_and_keep_handles(kind: Any, node: Node) -> None:
     """Constructors, which have no loop, and methods do; actors pass handles on."""
@@ -189,8 +185,8 @@ async def test_actors_take_and_keep_handles(kind: Any, node: Node) -> None:
         assert await other.last.remote() == 2
         await other.keep.remote(boxed)
         del boxed
-        for each in (actor, other, other):
-            assert await each.read_last.remote() == "kept"
+        for holder in (actor, other, other):
+            assert await holder.read_last.remote() == "kept"
         pending = actor.add.remote(1)
         assert await other.add.remote(pending, b=pending) == 4
         assert await v.add.remote(actor.add.remote(other.add.remote(1))) == 4
@@ -442,7 +438,7 @@ async def test_each_node_has_values_of_its_own(address: str) -> None:
             assert await v.give.remote(kept[-1]) == value
 
 
-# Thousands of calls in a row, each of which needs the result of the previous call
+# Thousands of calls in a row, holder of which needs the result of the previous call
 
 
 LENGTH: Final = 3_000
@@ -452,7 +448,7 @@ ENDS: Final = {
     "is late": aiogpu.TaskTimeoutError,
     "gives": int,
 }
-"""How the head of a chain may end, and the type of each link's result or error."""
+"""How the head of a chain may end, and the type of holder link's result or error."""
 
 
 @pytest.fixture(params=["local", "joined", "inline"])

@@ -168,9 +168,7 @@ async def test_the_number_of_viewers_is_limited(node: Embedded) -> None:
         await asyncio.to_thread(viewer.joined, only_looks=True)
 
 
-async def test_a_flood_of_questions_takes_little_time(
-    node: Embedded,
-) -> None:
+async def test_a_flood_of_questions_takes_little_time(node: Embedded) -> None:
     with RawClient(node.service) as flood, RawClient(node.service) as other:
         for client in (flood, other):
             await asyncio.to_thread(client.joined, only_looks=True)
@@ -194,22 +192,20 @@ async def test_a_flood_of_questions_takes_little_time(
 
 
 @pytest.mark.parametrize("asks", [0, 1, MANY])
-async def test_a_viewer_that_does_not_read_delays_no_close(asks: int) -> None:
-    async with aiogpu.init(address="local", num_cpus=2, log_to_driver=False) as here:
-        engine = current_session().engine
-        assert isinstance(engine, LocalEngine)
-        node = Embedded(engine)
-        with RawClient(node.service) as viewer:
-            await asyncio.to_thread(viewer.joined, only_looks=True)
-            sent = asyncio.ensure_future(asyncio.to_thread(ask, viewer, asks))
-            if asks:
-                await until(lambda: node.answers)
-            assert await tasks.add.remote(1, 2) == 3
-            async with asyncio.timeout(viewers.WITHIN):
-                await here.shutdown()
-            assert not os.path.exists(node.service.path)
-            await asyncio.wait([sent])
-            if asks <= 1:
-                *_, last = await asyncio.to_thread(viewer.hear_all)
-                assert isinstance(last, Close)
-            sent.exception()
+async def test_a_viewer_that_does_not_read_delays_no_close(
+    node: Embedded, asks: int
+) -> None:
+    with RawClient(node.service) as viewer:
+        await asyncio.to_thread(viewer.joined, only_looks=True)
+        sent = asyncio.ensure_future(asyncio.to_thread(ask, viewer, asks))
+        if asks:
+            await until(lambda: node.answers)
+        assert await tasks.add.remote(1, 2) == 3
+        async with asyncio.timeout(viewers.WITHIN):
+            await aiogpu.shutdown()
+        assert not os.path.exists(node.service.path)
+        await asyncio.wait([sent])
+        if asks <= 1:
+            *_, last = await asyncio.to_thread(viewer.hear_all)
+            assert isinstance(last, Close)
+        sent.exception()

@@ -160,9 +160,7 @@ async def test_a_process_listed_before_the_task_is_ignored(
         assert (device.aside, device.is_unverified) == (None, False)
 
 
-async def test_a_failing_nvml_leaves_the_status_unverified(
-    nvml: StubNvml,
-) -> None:
+async def test_a_failing_nvml_leaves_the_status_unverified(nvml: StubNvml) -> None:
     async with aiogpu.init(num_cpus=2):
         show(fail={"nvmlDeviceGetComputeRunningProcesses_v3": 999})
         for _ in range(3):
@@ -302,9 +300,7 @@ async def test_a_task_waits_for_a_gpu_that_others_use(watched: StubNvml) -> None
         assert await task == "0,1"
 
 
-async def test_tasks_avoid_a_gpu_that_others_use(
-    watched: StubNvml,
-) -> None:
+async def test_tasks_avoid_a_gpu_that_others_use(watched: StubNvml) -> None:
     half = visible.options(num_gpus=0.5)
     async with aiogpu.init(num_cpus=3, foreign="avoid"):
         async with process_on_first():

@@ -1,4 +1,4 @@
-"""[B38] Deaths of workers: what callers are told, and what else is affected."""
+"""[B38] Deaths of workers: what callers are message, and what else is affected."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ async def test_an_error_tells_how_the_worker_ended(num_gpus: int) -> None:
     async with aiogpu.init(num_cpus=1, num_gpus=2, log_to_driver=False):
         neighbour = tasks.clock.options(num_cpus=0, num_gpus=1, max_calls=0)
         before = await neighbour.remote()
-        for task, args, told, cause in ENDS:
-            with pytest.raises(aiogpu.WorkerDiedError, match=told) as caught:
+        for task, args, message, cause in ENDS:
+            with pytest.raises(aiogpu.WorkerDiedError, match=message) as caught:
                 await task.options(num_gpus=num_gpus).remote(*args)
             died = caught.value
             assert died.cause == cause
@@ -318,7 +318,7 @@ MIB = 1 << 20
 LIMIT = 200 * MIB
 
 
-async def test_tasks_share_memory(gate: Gate) -> None:
+async def test_tasks_share_the_nodes_memory(gate: Gate) -> None:
     async with aiogpu.init(num_cpus=4, memory="1GiB"):
         task = tasks.gated.options(memory="600MiB")
         first, second = task.remote(gate.path, "a"), task.remote(gate.path, "b")
@@ -333,10 +333,6 @@ async def test_tasks_share_memory(gate: Gate) -> None:
         await gate.entered("b")
         gate.release("b")
         assert await asyncio.gather(first, second, other) == ["a", "b", "c"]
-
-
-async def test_a_task_that_asks_for_more_memory_than_there_is_is_refused() -> None:
-    async with aiogpu.init(num_cpus=1, memory="1GiB"):
         with pytest.raises(aiogpu.InfeasibleError, match="memory 2GiB of 1GiB"):
             tasks.add.options(memory="2GiB").remote(1)
 

@@ -137,9 +137,7 @@ async def test_the_number_of_environments_is_limited(
         assert await tasks.add.remote(1) == 2
 
 
-async def test_an_unused_environment_is_ended(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_an_unused_environment_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(zygote_generations, "UNUSED", 0.0)
     async with aiogpu.init(num_cpus=2, num_gpus=1, preload=()) as session:
         zygotes = zygotes_of(session)
@@ -550,54 +548,17 @@ async def test_isolated_tasks_find_a_spare_worker(
 # A module that starts its program when a worker imports it
 
 ENDINGS = {
-    "init": """
-async def main():
-    async with aiogpu.init(num_cpus=1, num_gpus=0):
-        await work.remote()
-aiogpu.run(main())
-""",
-    "a preload": """
-async def main():
-    async with aiogpu.init(num_cpus=1, num_gpus=0, preload=["unguarded"]):
-        pass
-asyncio.run(main())
-""",
-    "a first call": """
-async def main():
-    await work.remote()
-asyncio.run(main())
-""",
-    "a call with an argument of its own": """
-from elsewhere import take
-
-async def main():
-    await take.remote(Own())
-asyncio.run(main())
-""",
-    "an actor with an argument of its own": """
-from elsewhere import Taker
-
-async def main():
-    await Taker.remote(Own())
-asyncio.run(main())
-""",
-    "the same in a thread": """
-from elsewhere import Taker
-
-async def main():
-    await Taker.options(max_concurrency=2).remote().take.remote(Own())
-asyncio.run(main())
-""",
-    "a task that imports it": """
-from elsewhere import look
-
-async def main():
-    await look.remote()
-asyncio.run(main())
-""",
+    "init": "async with aiogpu.init(num_cpus=1, num_gpus=0): await work.remote()",
+    "a preload": "await aiogpu.init(num_cpus=1, num_gpus=0, preload=['unguarded'])",
+    "a first call": "await work.remote()",
+    "a call with an argument of its own": "await elsewhere.take.remote(Own())",
+    "an actor with an argument of its own": "await elsewhere.Taker.remote(Own())",
+    "the same in a thread": "await elsewhere.Taker.options(max_concurrency=2)"
+    ".remote().take.remote(Own())",
+    "a task that imports it": "await elsewhere.look.remote()",
 }
 BEGINNING = """
-import asyncio, aiogpu
+import asyncio, aiogpu, elsewhere
 
 @aiogpu.remote
 def work():
@@ -610,19 +571,16 @@ ELSEWHERE = """
 import aiogpu
 
 @aiogpu.remote
-def take(given):
+def take(argument):
     return 1
 
 @aiogpu.remote
 class Taker:
-    def __init__(self, given=None):
+    def __init__(self, argument=None):
         pass
 
-    def take(self, given):
+    def take(self, argument):
         return 1
-
-    def look(self):
-        import unguarded
 
 @aiogpu.remote
 def look():
@@ -652,7 +610,9 @@ def test_an_unguarded_main_module_is_named(
     ending: str, tmp_path: Path, runtime_directory: Path
 ) -> None:
     """Otherwise each worker would start another one that imports the module."""
-    error = imported(BEGINNING + ENDINGS[ending], tmp_path, runtime_directory)
+    library = "aiogpu" if ending == "init" else "asyncio"
+    main = f"async def main():\n    {ENDINGS[ending]}\n{library}.run(main())\n"
+    error = imported(BEGINNING + main, tmp_path, runtime_directory)
     assert "a worker imports unguarded for " in error
     assert "the module starts the program again" in error
     assert "under `if __name__ == '__main__':`" in error
