@@ -1,4 +1,4 @@
-"""Arrays and views: which buffers are left out of a pickle, and what arrives."""
+"""Arrays and views: which buffers are kept out of a pickle, and their copies."""
 
 from __future__ import annotations
 
@@ -24,21 +24,16 @@ from aiogpu.serialization.serializer import (
     load_arguments,
     load_result,
 )
-from tests.unit.serialization.payloads import carried, load
+from tests.unit.serialization.payloads import carried, load, round_trip
 
 EDGE = SHARED_FROM // 8
-
-
-def twice(value: object):
-    stream, buffers = dump(value)
-    return load(stream, buffers)
 
 
 def address(array: np.ndarray) -> int:
     return array.__array_interface__["data"][0]
 
 
-class Mine(np.ndarray):
+class OwnArray(np.ndarray):
     pass
 
 
@@ -72,20 +67,20 @@ OTHERS = {
     ),
     "masked": np.ma.masked_greater(np.arange(EDGE), 5),
     "record array": np.zeros(EDGE, [("a", "i4")]).view(np.recarray),
-    "of a class of its own": numbers(EDGE * 2).reshape(2, EDGE).view(Mine),
+    "of a class of its own": numbers(EDGE * 2).reshape(2, EDGE).view(OwnArray),
 }
-BESIDE = {
+WITH_BUFFER = {
     *("C order", "Fortran order", "big-endian", "half", "truths"),
     *("records", "text"),
 }
-"""Those with a buffer beside the stream: large, without gaps, and of no objects."""
+"""Large arrays without gaps and without objects: they have a separate buffer."""
 
 
 # Arrays
 
 
 @pytest.mark.parametrize("kind", [*NUMBERS, *OTHERS])
-def test_an_array_arrives_as_it_was(kind):
+def test_array_arrives_unchanged(kind):
     value = {**NUMBERS, **OTHERS}[kind]
     stream, buffers = dump([value])
     (again,) = load(stream, buffers)
@@ -96,7 +91,7 @@ def test_an_array_arrives_as_it_was(kind):
         assert again.tolist() == value.tolist()
     else:
         assert again.tobytes() == value.tobytes()
-    assert bool(buffers) == (kind in BESIDE)
+    assert bool(buffers) == (kind in WITH_BUFFER)
     assert len(stream) < 1000 or not buffers
 
 
@@ -110,27 +105,27 @@ def test_numbers_arrive_without_cloudpickle(kind):
             dump_arguments("f", (), {"x": value}),
         ]
     assert (type(dumped[0]) is PickledValue) == (value.nbytes >= SHARED_FROM)
-    result, positional, named = (load_arguments(carried(each)) for each in dumped)
-    for found in (result, positional[0][0], named[1]["x"]):
-        assert (found.dtype, found.shape) == (value.dtype, value.shape)
-        assert found.tobytes() == value.tobytes()
+    result, positional, named = (load_arguments(carried(pickled)) for pickled in dumped)
+    for array in (result, positional[0][0], named[1]["x"]):
+        assert (array.dtype, array.shape) == (value.dtype, value.shape)
+        assert array.tobytes() == value.tobytes()
 
 
 @pytest.mark.parametrize(
     "value",
     [
         *OTHERS.values(),
-        *(np.float64(1), [1], Mine((1,)), type("int", (int,), {})(1)),
+        *(np.float64(1), [1], OwnArray((1,)), type("int", (int,), {})(1)),
         type("ndarray", (), {})(),
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_what_may_contain_more_than_numbers_is_pickled_by_cloudpickle(value):
+def test_other_values_are_pickled_by_cloudpickle(value):
     assert not are_numbers([1, value])
 
 
-def test_numpy_is_not_loaded_by_a_look_at_something_else():
-    """`importlib.util.LazyLoader` loads a module when it is asked for anything."""
+def test_check_of_other_values_does_not_load_numpy():
+    """`importlib.util.LazyLoader` loads a module on any access."""
 
     class Lazy(ModuleType):
         def __getattribute__(self, name):
@@ -140,24 +135,24 @@ def test_numpy_is_not_loaded_by_a_look_at_something_else():
         assert not are_numbers([[1]])
 
 
-def test_without_numpy_there_are_no_arrays():
+def test_values_are_no_arrays_without_numpy():
     with patch.dict(sys.modules):
         del sys.modules["numpy"]
         assert are_numbers([1])
         assert not are_numbers([NUMBERS["small"]])
 
 
-# Buffers beside the stream
+# Separate buffers
 
 
 @pytest.mark.parametrize(("items", "count"), [(EDGE - 1, 0), (EDGE, 1), (EDGE * 9, 1)])
-def test_a_buffer_is_beside_the_stream_from_a_size_on(items, count):
+def test_large_array_has_a_separate_buffer(items, count):
     stream, buffers = dump((np.arange(items), {}))
     assert len(buffers) == count
     assert (len(stream) < 1000) == bool(count)
 
 
-def test_an_array_arrives_as_a_read_only_view_of_its_buffer():
+def test_array_arrives_as_a_read_only_view_of_its_buffer():
     stream, _ = dump(np.arange(EDGE))
     memory = bytearray(np.arange(EDGE)[::-1].tobytes())
     again = load(stream, [memoryview(memory)])
@@ -169,12 +164,12 @@ def test_an_array_arrives_as_a_read_only_view_of_its_buffer():
     assert again[0] == 0
 
 
-def test_many_buffers_keep_their_order_and_none_may_be_missing():
+def test_many_buffers_keep_their_order_and_must_be_complete():
     arrays = [np.full(EDGE, index) for index in range(100)]
     stream, buffers = dump({"all": arrays, "small": np.arange(3)})
     assert len(buffers) == 100
     again = load(memoryview(stream), iter(buffers))
-    assert [int(each[-1]) for each in again["all"]] == list(range(100))
+    assert [int(array[-1]) for array in again["all"]] == list(range(100))
     with pytest.raises(pickle.UnpicklingError, match="buffers"):
         load(stream, buffers[1:])
 
@@ -183,20 +178,20 @@ def test_small_buffers_stay_in_the_pickle_up_to_a_limit():
     half, small = np.full(SHARED_FROM // 2, 1, np.uint8), np.full(100, 2, np.uint8)
     large = numbers(EDGE)
     outgoing = dump_result([half, half + 1, small, large])
-    assert [each.nbytes for each in outgoing.buffers] == [half.nbytes, large.nbytes]
+    assert [buffer.nbytes for buffer in outgoing.buffers] == [half.nbytes, large.nbytes]
     assert SHARED_FROM // 2 < len(outgoing.stream) < SHARED_FROM // 2 + 1000
-    found = load_result(carried(outgoing))
-    assert [int(each[0]) for each in found] == [1, 2, 2, 0]
-    assert [each.flags.writeable for each in found] == [True, False, True, False]
+    arrays = load_result(carried(outgoing))
+    assert [int(array[0]) for array in arrays] == [1, 2, 2, 0]
+    assert [array.flags.writeable for array in arrays] == [True, False, True, False]
     whole = dump_whole([half, large])
     assert len(whole) > half.nbytes + large.nbytes
     assert (load(whole)[1] == large).all()
 
 
-# What goes into shared memory
+# Shared memory
 
 
-def test_a_long_pickle_is_shared_with_its_buffers():
+def test_long_pickle_is_shared_with_its_buffers():
     large = numbers(EDGE)
     short = dump_result([b"x", large])
     long = dump_result([b"x" * STREAM_SHARED_FROM, large])
@@ -213,7 +208,7 @@ def test_a_long_pickle_is_shared_with_its_buffers():
 
 
 @pytest.mark.parametrize("size", [0, 8, SHARED_FROM])
-def test_a_view_arrives_as_a_read_only_view_of_any_size(size):
+def test_view_of_any_size_arrives_as_a_read_only_view(size):
     stream, buffers = dump(memoryview(bytearray(range(8)) * (size // 8)))
     assert len(buffers) == (size >= SHARED_FROM)
     again = load(stream, buffers)
@@ -236,14 +231,14 @@ def test_a_view_arrives_as_a_read_only_view_of_any_size(size):
         (np.zeros(EDGE, [("a", "f8")]), "B", (SHARED_FROM,)),
     ],
 )
-def test_a_view_keeps_its_format_and_shape_where_it_can(values, kind, shape):
+def test_view_keeps_its_format_and_shape_if_possible(values, kind, shape):
     values[...] = 1
-    again = twice(memoryview(values))
+    again = round_trip(memoryview(values))
     assert (again.format, again.shape) == (kind, shape)
     assert again.tobytes() == values.tobytes()
 
 
-def test_a_buffer_with_gaps_is_an_error():
+def test_buffer_with_gaps_is_an_error():
     for pickled in (dump, measure, dump_whole):
         with pytest.raises(pickle.PicklingError, match="non-contiguous"):
             pickled(pickle.PickleBuffer(memoryview(bytes(SHARED_FROM))[::2]))

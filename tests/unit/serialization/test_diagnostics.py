@@ -1,4 +1,4 @@
-"""What in an object cannot be pickled is named, at the user's own line."""
+"""Errors that name the part of an object that cannot be pickled."""
 
 from __future__ import annotations
 
@@ -29,24 +29,13 @@ from aiogpu.serialization.serializer import (
     dump_function,
     dump_result,
 )
+from tests.unit.serialization.payloads import Holder, local
 
 LOCK = threading.Lock()
 
 
 def find(value: object) -> str:
     return find_unpicklable({"it": value}, cloudpickle.dumps)
-
-
-def local(function):
-    """The function as if it were defined where it cannot be imported from."""
-    function.__module__ = "__main__"
-    function.__qualname__ = "local.<locals>." + function.__name__
-    return function
-
-
-class Holder:
-    def __init__(self, **parts):
-        vars(self).update(parts)
 
 
 # Containers and instances
@@ -60,7 +49,7 @@ class Slotted:
 
 
 class WithState:
-    """Leaves its lock out of what is pickled."""
+    """An object whose pickled state lacks its lock."""
 
     def __init__(self):
         self.lock = LOCK
@@ -97,7 +86,7 @@ class Names(list):
 
 
 class Remote(Mapping):
-    """Must not be asked for its items."""
+    """A mapping whose items must not be read."""
 
     def __init__(self):
         self.lock = LOCK
@@ -191,15 +180,15 @@ LOCKED = [LOCK]
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_the_path_leads_to_what_cannot_be_pickled(value, path):
+def test_path_names_the_part_that_cannot_be_pickled(value, path):
     assert find(value) == path
 
 
 class Registered:
-    """Pickled by a reducer in `copyreg`."""
+    """A class with a reducer in `copyreg`."""
 
 
-def test_the_path_leads_through_a_registered_reducer(monkeypatch):
+def test_path_follows_a_registered_reducer(monkeypatch):
     monkeypatch.setitem(copyreg.dispatch_table, Registered, lambda it: (max, (1, LOCK)))
     assert find(Registered()) == "it.__reduce__()[2] (a lock)"
 
@@ -209,7 +198,7 @@ def test_the_path_leads_through_a_registered_reducer(monkeypatch):
     [find, Slotted, Slotted(), Registered(), [1], {1: 2}, (1,), property(find)],
     ids=lambda value: type(value).__name__,
 )
-def test_where_no_part_fails_alone_the_whole_is_named(whole):
+def test_object_is_named_if_no_part_of_it_fails_alone(whole):
     def dumps(value):
         if value is whole:
             raise ValueError
@@ -217,7 +206,7 @@ def test_where_no_part_fails_alone_the_whole_is_named(whole):
     assert find_unpicklable({"it": whole}, dumps) == f"it (a {type(whole).__name__})"
 
 
-def test_the_first_root_that_fails_is_named():
+def test_path_names_the_first_root_that_fails():
     roots = {"args[0]": 1, "args[1]": [LOCK], "kwargs['db']": LOCK}
     assert find_unpicklable(roots, cloudpickle.dumps) == "args[1][0] (a lock)"
     assert find_unpicklable({"f": 1, "g": 2}, cloudpickle.dumps) == "f"
@@ -227,7 +216,7 @@ def test_the_first_root_that_fails_is_named():
 # Functions and classes
 
 
-def test_the_path_leads_through_closures():
+def test_path_follows_closures():
     lock = threading.Lock()
 
     def decorate(function):
@@ -257,7 +246,7 @@ def test_the_path_leads_through_closures():
     assert find(f) == "it.__closure__.g.__closure__.lock (a lock)"
 
 
-def test_an_empty_cell_is_passed_over():
+def test_path_skips_empty_cells():
     def f():
         return early, late
 
@@ -267,7 +256,7 @@ def test_an_empty_cell_is_passed_over():
     assert find(f) == "it.__closure__.early (a lock)"
 
 
-def test_the_path_leads_through_globals_also_of_inner_code():
+def test_path_follows_globals_of_functions_and_inner_code():
     @local
     def f():
         return LOCK
@@ -277,15 +266,15 @@ def test_the_path_leads_through_globals_also_of_inner_code():
         return lambda: [LOCK for _ in range(3)]
 
     @local
-    def attribute(x, found=(1, LOCK)):
-        return x.LOCK, found, undefined_here  # noqa: F821
+    def attribute(x, default=(1, LOCK)):
+        return x.LOCK, default, undefined_here  # noqa: F821
 
     assert find(f) == "it.__globals__.LOCK (a lock)"
     assert find(lambdas) == "it.__globals__.LOCK (a lock)"
     assert find(attribute) == "it.__defaults__[0][1] (a lock)"
 
 
-def test_the_path_leads_through_defaults_attributes_and_annotations():
+def test_path_follows_defaults_attributes_and_annotations():
     def by_name(a, *, b=LOCK):
         pass
 
@@ -302,7 +291,7 @@ def test_the_path_leads_through_defaults_attributes_and_annotations():
     assert find(annotation) == "it.__annotations__.lock (a lock)"
 
 
-def test_the_path_leads_through_a_class_of_the_program():
+def test_path_follows_classes_of_the_program():
     class Server:
         lock = threading.Lock()
 
@@ -339,33 +328,23 @@ def test_the_path_leads_through_a_class_of_the_program():
     assert find(Abstract) == f"it.serve{served}"
 
 
-# In the messages
+# Messages
 
 
-class Bad:
-    def __init__(self, **parts):
-        vars(self).update(parts)
-
+class Bad(Holder):
     def __reduce__(self):
         raise ZeroDivisionError("not today")
 
 
-def hidden(make):
-    """What a decorator has made of a function that its name finds no more."""
-    made = make(lambda: None)
-    made.__qualname__ = "sizes"
-    return made
-
-
 class Referring:
-    """As a handle is: a part of what is sent, and of nothing else."""
+    """An object like a handle, which can only be pickled as an argument."""
 
     def __reduce__(self):
         return int, (add_handle("train", lambda: None),)
 
 
 @pytest.mark.parametrize(
-    ("pickled", "told"),
+    ("pickle", "message"),
     [
         (
             lambda: dump_arguments("f", (LARGE, {"x": LOCK}), {}),
@@ -399,25 +378,27 @@ class Referring:
     ],
     ids=["argument", "by name", "result", "put", "function", "handle"],
 )
-def test_the_message_says_what_cannot_be_pickled_and_what_to_do(pickled, told):
+def test_message_names_the_part_and_says_what_to_do(pickle, message):
     with pytest.raises(SerializationError) as caught:
-        pickled()
-    assert str(caught.value).startswith(told)
+        pickle()
+    assert str(caught.value).startswith(message)
     assert isinstance(caught.value.__cause__, Exception)
 
 
-def test_a_function_that_cannot_be_pickled_may_be_imported_unless_it_is_local():
+def test_message_suggests_a_module_unless_the_function_is_local():
+    decorated = functools.singledispatch(lambda: None)
+    decorated.__qualname__ = "sizes"
     with pytest.raises(SerializationError, match=r"or put sizes into a module, which"):
-        dump_function("sizes", hidden(functools.singledispatch))
+        dump_function("sizes", decorated)
     lock = threading.Lock()
     with pytest.raises(SerializationError, match=r"pass what it is made from\.$"):
         dump_function("inner", lambda: lock)
 
 
-# The line of a warning
+# Lines of warnings
 
 
-def test_frames_of_aiogpu_and_cloudpickle_are_passed_over_and_no_others():
+def test_warning_skips_only_frames_of_aiogpu_and_cloudpickle():
     space = {"__name__": "cloudpickle.cloudpickle", "advise": advise}
     exec("def pickled(): advise('slow')", space)
     inner = {"__name__": "aiogpu.api.remote_function", "pickled": space["pickled"]}

@@ -1,4 +1,4 @@
-"""Exceptions on their way from a worker to the program, and which are retried."""
+"""Exceptions that travel from a worker to the program, and retries."""
 
 from __future__ import annotations
 
@@ -43,12 +43,13 @@ from aiogpu.serialization.serializer import (
 )
 from aiogpu.wire.codec import FrameReader, encode
 from aiogpu.wire.messages import Failed
+from tests.unit.serialization.payloads import Mute
 
 NO_FRAME = "/no/such/folder/"
 
 
 def raised(error: BaseException) -> BaseException:
-    """The exception as a task's code leaves it, with a traceback."""
+    """Return the exception with a traceback, as the code of a task raises it."""
     try:
         raise error  # the user's own line
     except BaseException as caught:
@@ -56,7 +57,7 @@ def raised(error: BaseException) -> BaseException:
 
 
 def travel(error: BaseException, kind: str = RAISED) -> Exception:
-    """What arrives of an exception, by way of real bytes."""
+    """Pack an exception, send it as bytes, and unpack it."""
     failed = pack_failure(7, kind, raised(error), NO_FRAME)
     (arrived,) = FrameReader().feed(encode(failed))
     assert arrived == failed
@@ -85,7 +86,7 @@ class Pair(Exception):
 
 
 class Named(Exception):
-    """Its text is made of its argument, and would be made twice."""
+    """An exception that makes its text from its argument."""
 
     def __init__(self, name):
         super().__init__(f"no {name}")
@@ -127,11 +128,11 @@ class Several(ExceptionGroup):
         self.codes = codes
 
 
-# What arrives as itself
+# Exceptions that keep their type
 
 
 class Local(Exception):
-    """Sent by value: nothing finds it by its name."""
+    """An exception that is pickled by value."""
 
     def __str__(self):
         return "local text"
@@ -155,7 +156,7 @@ Local.__qualname__ = "nowhere.Local"
         ModuleNotFoundError("m", name="m", path="p"),
     ],
 )
-def test_an_exception_arrives_with_its_own_type(error):
+def test_exception_arrives_with_its_own_type(error):
     arrived = travel(error)
     assert type(arrived) is type(error)
     assert arrived.args == error.args
@@ -176,7 +177,7 @@ def test_an_exception_arrives_with_its_own_type(error):
         (Unimportable("m"), ("name",)),
     ],
 )
-def test_an_exception_with_a_constructor_of_its_own_arrives(error, attributes):
+def test_exception_with_its_own_constructor_arrives(error, attributes):
     arrived = travel(error)
     assert type(arrived) is type(error)
     assert arrived.args == error.args
@@ -185,7 +186,7 @@ def test_an_exception_with_a_constructor_of_its_own_arrives(error, attributes):
         assert getattr(arrived, name) == getattr(error, name)
 
 
-def test_a_group_arrives_with_its_exceptions():
+def test_exception_group_arrives_with_its_exceptions():
     arrived = travel(Several(1, 2))
     assert type(arrived) is Several
     assert arrived.codes == (1, 2)
@@ -196,7 +197,7 @@ def test_a_group_arrives_with_its_exceptions():
     assert "Quota: 2" in str(arrived.__cause__)
 
 
-def test_the_cause_is_the_traceback_with_notes_and_with_the_cause_that_it_had():
+def test_remote_traceback_contains_notes_and_causes():
     error = ValueError("second")
     error.add_note("at step 3")
     error.__cause__ = KeyError("first")
@@ -210,7 +211,7 @@ def test_the_cause_is_the_traceback_with_notes_and_with_the_cause_that_it_had():
     assert printed.rstrip().endswith("ValueError: second\nat step 3")
 
 
-# What arrives as text
+# Exceptions that arrive as text
 
 
 class Stray(BaseException):
@@ -234,7 +235,7 @@ class End(StopIteration, ValueError):
 
 
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("error", "message"),
     [
         (StopIteration(3), "StopIteration: 3"),
         (StopAsyncIteration(), "StopAsyncIteration"),
@@ -250,16 +251,16 @@ class End(StopIteration, ValueError):
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_what_would_upset_a_loop_arrives_as_text(error, told):
-    """A built-in one is named without its module."""
+def test_exception_that_would_disturb_a_loop_arrives_as_text(error, message):
+    """Built-in exceptions are named without their module."""
     arrived = arrives_as_text(error)
-    begin = "work failed with an exception that cannot be raised here: "
-    assert str(arrived).startswith(begin + told)
-    assert arrived.type_name == told.partition(":")[0]
+    start = "work failed with an exception that cannot be raised here: "
+    assert str(arrived).startswith(start + message)
+    assert arrived.type_name == message.partition(":")[0]
 
 
 class Changing(Exception):
-    """Becomes something else by pickling."""
+    """An exception that unpickles as another object."""
 
     def __init__(self, make, *args):
         super().__init__(make, *args)
@@ -278,13 +279,13 @@ class Unready(Exception):
         raise SystemExit(3)
 
 
-class Interrupting(Exception):
+class InterruptingReducer(Exception):
     def __reduce__(self):
         raise KeyboardInterrupt
 
 
 class Liar:
-    """Says that it is an exception."""
+    """An object that claims to be an exception."""
 
     __class__ = ValueError
 
@@ -300,15 +301,15 @@ class Liar:
         Changing(asyncio.CancelledError),
         Changing(type, "Kind", (), {}),
         Unready("no"),
-        Interrupting("no"),
+        InterruptingReducer("no"),
     ],
 )
-def test_an_exception_that_does_not_unpickle_as_one_arrives_as_text(error):
+def test_exception_that_does_not_unpickle_as_one_arrives_as_text(error):
     arrived = arrives_as_text(error, str(error))
     assert arrived.type_name == f"{__name__}.{type(error).__name__}"
 
 
-def test_an_exception_that_cannot_be_pickled_says_why():
+def test_exception_that_cannot_be_pickled_says_why():
     error = Quota({"lock": threading.Lock()})
     assert str(travel(error)) == (
         f"work failed with an exception that cannot be raised here: {__name__}.Quota: "
@@ -320,27 +321,22 @@ def test_an_exception_that_cannot_be_pickled_says_why():
     )
 
 
-class Mute(Exception):
-    def __str__(self):
-        raise SystemExit(3)
-
-
-class Spiteful(Exception):
+class Interrupting(Exception):
     def __str__(self):
         raise KeyboardInterrupt
 
     __repr__ = __str__
 
 
-@pytest.mark.parametrize("kind", [Mute, Spiteful])
-def test_an_exception_without_a_text_still_arrives(kind):
+@pytest.mark.parametrize("kind", [Mute, Interrupting])
+def test_exception_without_a_text_still_arrives(kind):
     failed = pack_failure(7, RAISED, raised(kind("x")), NO_FRAME)
     assert failed.message.startswith("<its text is not available: ")
     assert "the user's own line" in failed.traceback
     assert type(unpack_failure(failed, "work")) is kind
 
 
-def test_a_traceback_that_cannot_be_had_is_said_so():
+def test_missing_traceback_is_mentioned():
     class Untraceable(Exception):
         @property
         def __traceback__(self):
@@ -351,7 +347,7 @@ def test_a_traceback_that_cannot_be_had_is_said_so():
     assert type(unpack_failure(failed, "work")).__name__ == "Untraceable"
 
 
-# How a task failed
+# Messages
 
 
 @pytest.mark.parametrize(
@@ -367,12 +363,8 @@ def test_a_traceback_that_cannot_be_had_is_said_so():
             "ModuleNotFoundError: no m",
         ),
         (
-            *(
-                UNSENDABLE,
-                SerializationError("the result is a lock"),
-                SerializationError,
-            ),
-            "work ran, but the result is a lock",
+            *(UNSENDABLE, SerializationError("it is a lock"), SerializationError),
+            "work ran, but it is a lock",
         ),
         (
             *(UNSENDABLE, SystemExit(6), SerializationError),
@@ -388,7 +380,7 @@ def test_a_traceback_that_cannot_be_had_is_said_so():
         ),
     ],
 )
-def test_the_message_says_how_a_task_failed(kind, error, arrives, text):
+def test_message_says_how_the_task_failed(kind, error, arrives, text):
     assert pack_failure(7, kind, error, NO_FRAME).payload is None
     arrived = travel(error, kind)
     assert type(arrived) is arrives
@@ -396,50 +388,53 @@ def test_the_message_says_how_a_task_failed(kind, error, arrives, text):
     assert "the user's own line" in str(arrived.__cause__)
 
 
-def failed_maker(error, kind=RAISED):
+def failed_constructor(error, kind=RAISED):
     failed = pack_failure(7, kind, error, "nothing")
     return failed._replace(kind=f"{DIED}:{kind}:Counter: a")
 
 
-def test_a_constructor_that_failed_is_the_cause_of_an_actor_s_death():
-    died = unpack_failure(failed_maker(KeyError("x")), "Counter.add")
+def test_constructor_error_is_the_cause_of_an_actors_death():
+    died = unpack_failure(failed_constructor(KeyError("x")), "Counter.add")
     assert type(died) is ActorDiedError
     assert died.actor == "Counter: a"
     assert str(died) == "Counter: a is dead: its constructor raised KeyError: 'x'"
     assert type(died.__cause__) is KeyError
     assert type(died.__cause__.__cause__) is RemoteTraceback
-    died = unpack_failure(failed_maker(ImportError("no"), UNREADABLE), "Counter.add")
+    died = unpack_failure(
+        failed_constructor(ImportError("no"), UNREADABLE), "Counter.add"
+    )
     assert type(died.__cause__) is DeserializationError
 
 
-def test_a_failure_without_its_task_makes_another_failure():
+def test_failure_can_be_rebuilt_for_another_task():
     failed = Failed(7, RAISED, "Kind", "why", "trace", b"x", True)
     assert failed.why == (RAISED, "Kind", "why", "trace", b"x")
     assert Failed(7, *failed.why) == failed._replace(is_retried=False)
 
 
-def test_an_error_of_the_node_keeps_its_cause() -> None:
+def test_error_of_the_node_keeps_its_cause() -> None:
     error = ActorDiedError("it is dead", "Counter")
     error.__cause__ = WorkerDiedError("killed", pid=3)
-    failed = Failed(*pack_own_error(error))
-    told = unpack_failure(failed, "add")
-    assert type(told) is ActorDiedError
-    assert str(told) == "it is dead"
-    assert type(told.__cause__) is WorkerDiedError
-    assert str(told.__cause__) == str(error.__cause__)
+    arrived = unpack_failure(Failed(*pack_own_error(error)), "add")
+    assert type(arrived) is ActorDiedError
+    assert str(arrived) == "it is dead"
+    assert type(arrived.__cause__) is WorkerDiedError
+    assert str(arrived.__cause__) == str(error.__cause__)
 
 
 @pytest.mark.parametrize("cause", [None, KeyboardInterrupt()])
-def test_without_a_cause_that_can_be_sent(cause: BaseException | None) -> None:
+def test_error_of_the_node_without_a_sendable_cause_has_a_remote_traceback(
+    cause: BaseException | None,
+) -> None:
     error = ActorDiedError("it is dead", "Counter")
     error.__cause__ = cause
-    told = unpack_failure(pack_own_error(error), "add")
-    assert str(told) == "it is dead"
-    assert isinstance(told.__cause__, RemoteTraceback)
+    arrived = unpack_failure(pack_own_error(error), "add")
+    assert str(arrived) == "it is dead"
+    assert isinstance(arrived.__cause__, RemoteTraceback)
 
 
-def test_an_outcome_without_a_result_is_an_exception() -> None:
-    """A failure that was sent, or the very exception that was met in this process."""
+def test_error_of_an_outcome_is_an_exception() -> None:
+    """Either a failure that was sent, or the exception object of this process."""
     own = LookupError("here")
     assert error_of(own, "task") is own
     raised = error_of(pack_failure(1, RAISED, ValueError("there"), ""), "task")
@@ -464,7 +459,7 @@ def user_code():
     raise ValueError("why")  # in the user's file
 
 
-def test_the_first_frames_are_left_out_up_to_the_user_s_own():
+def test_traceback_starts_at_the_users_frames():
     def own():
         worker_frame("/site/aiogpu/worker/execute.py", user_code, depth=3)
 
@@ -475,7 +470,7 @@ def test_the_first_frames_are_left_out_up_to_the_user_s_own():
         try:
             function()
         except ValueError as error:
-            # The frame of this very call is the test's, not the worker's.
+            # The first frames belong to the test, not to the worker.
             error.__traceback__ = error.__traceback__.tb_next.tb_next.tb_next
             return pack_failure(7, RAISED, error, skip).traceback
         raise AssertionError
@@ -495,7 +490,7 @@ def test_the_first_frames_are_left_out_up_to_the_user_s_own():
 LOCK = threading.Lock()
 
 
-def test_the_results_before_an_unpicklable_one_arrive():
+def test_results_before_an_unpicklable_one_arrive():
     outcome = load_result(dump_result(ChunkOutcome([1, [2], LOCK, 4], 0.5, None)))
     assert (outcome.values, outcome.seconds) == ([1, [2]], 0.5)
     _, kind, _, message, *_ = outcome.failure
@@ -517,15 +512,15 @@ def test_the_results_before_an_unpicklable_one_arrive():
         ((), ValueError(), False),
     ],
 )
-def test_which_exceptions_are_retried(wanted, error, expected):
-    there = load_retried(dump_retried(wanted))
-    assert there == wanted
-    assert is_retried(there, error) is expected
+def test_wanted_exceptions_are_retried(wanted, error, expected):
+    loaded = load_retried(dump_retried(wanted))
+    assert loaded == wanted
+    assert is_retried(loaded, error) is expected
 
 
-def test_the_usual_answers_are_short_and_an_unpicklable_class_is_named():
+def test_common_retry_options_are_short_and_an_unpicklable_class_is_named():
     assert dump_retried(False) == RETRY_NONE == b""
     assert dump_retried(True) == RETRY_ALL
-    kind = type("Held", (Exception,), {"lock": threading.Lock()})
+    kind = type("Locked", (Exception,), {"lock": threading.Lock()})
     with pytest.raises(SerializationError, match="the option retry_exceptions"):
         dump_retried((kind,))

@@ -1,4 +1,4 @@
-"""Advice about what is large: what makes it so, and what is sent repeatedly."""
+"""Advice about large functions and about arguments that are sent repeatedly."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from aiogpu.serialization.large_arguments import (
     format_size,
     pickled_size,
 )
+from tests.unit.serialization.payloads import Holder, local
 
 MIB = 1 << 20
 
@@ -33,26 +34,14 @@ TABLE = list(range(300_000))
 SMALL = [1, 2, 3]
 
 
-def local(function):
-    """The function as if it were defined where it cannot be imported from."""
-    function.__module__ = "__main__"
-    function.__qualname__ = "local.<locals>." + function.__name__
-    return function
-
-
-class Holder:
-    def __init__(self, **parts):
-        vars(self).update(parts)
-
-
-class Fickle:
-    """Reduces only the first time."""
+class PickledOnce:
+    """An object that can be pickled only the first time."""
 
     calls = 0
 
     def __reduce_ex__(self, protocol):
-        Fickle.calls += 1
-        if Fickle.calls > 1:
+        PickledOnce.calls += 1
+        if PickledOnce.calls > 1:
             raise ZeroDivisionError
         return bytes, (b"x" * MIB,)
 
@@ -107,24 +96,24 @@ local(Server)
         (closure(np.zeros(MIB)), "it.__closure__.values[0]"),
         (with_globals, "it.__globals__.TABLE"),
         (cyclic(), "it"),
-        (Fickle(), "it"),
+        (PickledOnce(), "it"),
         (threading.Lock(), "it"),
         (deep(MAX_DEPTH * 2), "it" + "[0]" * MAX_DEPTH),
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
-def test_the_path_leads_to_what_stands_out(value, path):
+def test_path_names_the_largest_part(value, path):
     assert find_heaviest("it", value)[0] == path
 
 
-def test_the_size_is_that_of_the_part():
+def test_size_is_that_of_the_largest_part():
     _, size = find_heaviest("it", {"a": np.zeros(MIB), "b": b"x" * 1000})
     assert 0 <= size - 8 * MIB < 1000
-    assert pickled_size([threading.Lock()]) == 0, "it cannot be pickled"
+    assert pickled_size([threading.Lock()]) == 0, "a lock cannot be pickled"
     assert format_size(MIB * 25 // 2) == "12.5 MiB"
 
 
-def test_a_large_function_is_named_with_what_makes_it_large():
+def test_warning_names_a_large_function_and_its_largest_part():
     with pytest.warns(AiogpuWarning) as caught:
         advise_on_function("f", closure(np.zeros(MIB)), 8 * MIB + 700)
     text = str(caught[0].message)
@@ -138,7 +127,7 @@ def test_a_large_function_is_named_with_what_makes_it_large():
         advise_on_function("f", several, 24 * MIB)
 
 
-# What is passed repeatedly
+# Repeated arguments
 
 
 class Slotted:
@@ -155,8 +144,8 @@ class Opaque:
         raise ZeroDivisionError
 
 
-class Weightless:
-    """Never large when weighed, and never forgotten by weak references."""
+class Small:
+    """A small object that can have weak references."""
 
 
 Pair = namedtuple("Pair", "a b")
@@ -179,8 +168,8 @@ KINDS = {
 
 
 @pytest.fixture
-def told(monkeypatch):
-    """The warnings given."""
+def warnings(monkeypatch):
+    """The texts of the warnings."""
     texts: list[str] = []
     monkeypatch.setattr(module, "advise", texts.append)
     return texts
@@ -192,87 +181,87 @@ def pass_often(repeats, value, count=REPEATS, function="f"):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_eighth_call_with_the_same_object_is_noticed(kind, told):
+def test_eighth_call_with_the_same_object_is_warned_of(kind, warnings):
     value, repeats = KINDS[kind](), RepeatedArguments()
     pass_often(repeats, value, REPEATS - 1)
-    assert told == []
+    assert warnings == []
     pass_often(repeats, value, 1)
-    (text,) = told
+    (text,) = warnings
     assert text.startswith(f"args[0] of f was the same {type(value).__name__} in 8 ")
     assert "await aiogpu.put(" in text
     pass_often(repeats, value, 30)
-    assert len(told) == 1
+    assert len(warnings) == 1
 
 
-def test_objects_that_take_turns_are_noticed_and_a_small_one_beside_them_is_not(told):
+def test_alternating_large_objects_are_warned_of_and_small_ones_are_not(warnings):
     models, repeats = [np.zeros(MIB), np.ones(MIB)], RepeatedArguments()
-    small = Weightless()
+    small = Small()
     for index in range(2 * REPEATS):
         repeats.note("f", (small, "word", models[index % 2]), {})
-    assert [text[:12] for text in told] == ["args[2] of f"]
+    assert [text[:12] for text in warnings] == ["args[2] of f"]
 
 
-def test_new_bytes_of_other_content_are_not_noticed(told):
+def test_new_objects_with_other_content_are_not_warned_of(warnings):
     repeats = RepeatedArguments()
     for index in range(20):
         for kind in (bytes, bytearray):
             repeats.note("f", (kind([index]) * 2 * MIB,), {})
         repeats.note("f", (chr(65 + index) * 2 * MIB,), {})
         repeats.note("f", (list(range(index, MIB // 4)),), {})
-    assert told == []
+    assert warnings == []
 
 
 @pytest.mark.parametrize("place", [slice(None), 0, MIB // 2, -1])
-def test_a_buffer_that_is_filled_anew_is_not_noticed(place, told):
+def test_buffer_with_changing_content_is_not_warned_of(place, warnings):
     frame, repeats = np.zeros(MIB), RepeatedArguments()
     for index in range(99):
         frame[place] = index
         repeats.note("f", (frame,), {})
-    assert told == []
+    assert warnings == []
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_object_is_kept_alive(kind, told):
+def test_arguments_are_not_kept_alive(kind, warnings):
     class Witness:
         pass
 
     witness, repeats = Witness(), RepeatedArguments()
-    seen = weakref.ref(witness)
-    held = [KINDS[kind](), witness, (witness,), {"a": witness, witness: 1}]
-    pass_often(repeats, held, 3)
+    reference = weakref.ref(witness)
+    container = [KINDS[kind](), witness, (witness,), {"a": witness, witness: 1}]
+    pass_often(repeats, container, 3)
     pass_often(repeats, witness, 3)
     pass_often(repeats, {1: witness}, 3)
-    del witness, held
+    del witness, container
     gc.collect()
-    assert seen() is None
+    assert reference() is None
 
 
-def test_what_is_remembered_is_bounded(told):
-    repeats, kept = RepeatedArguments(), [Weightless() for _ in range(REMEMBERED * 3)]
-    for value in kept:
+def test_number_of_remembered_arguments_is_limited(warnings):
+    repeats, values = RepeatedArguments(), [Small() for _ in range(REMEMBERED * 3)]
+    for value in values:
         repeats.note("f", (value,), {})
     assert len(repeats._seen) == REMEMBERED
     many = np.zeros(MIB)
     for index in range(REMEMBERED + 5):
         pass_often(repeats, many, REPEATS, f"f{index}")
-    assert len(told) == REMEMBERED + 5
+    assert len(warnings) == REMEMBERED + 5
     assert len(repeats._warned) == REMEMBERED
 
 
-def test_what_is_used_is_remembered_longest(told):
+def test_recently_used_arguments_are_remembered_longest(warnings):
     repeats, value = RepeatedArguments(), np.zeros(MIB)
-    kept = [Weightless() for _ in range(REMEMBERED * REPEATS)]
-    for index, other in enumerate(kept):
+    others = [Small() for _ in range(REMEMBERED * REPEATS)]
+    for index, other in enumerate(others):
         repeats.note("f", (other,), {})
         if index % (REMEMBERED // 2) == 0:
             repeats.note("f", (value,), {})
-    assert len(told) == 1
+    assert len(warnings) == 1
 
 
-def test_what_cannot_be_reduced_is_passed_over(told):
+def test_objects_that_cannot_be_pickled_are_ignored(warnings):
     repeats = RepeatedArguments()
     pass_often(repeats, Opaque())
     pass_often(repeats, [Opaque(), threading.Lock()])
     pass_often(repeats, ())
     pass_often(repeats, {})
-    assert told == []
+    assert warnings == []

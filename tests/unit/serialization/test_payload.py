@@ -57,23 +57,25 @@ FULL = Contents(
 
 
 class Memory:
+    """Shared memory that returns the given views and records its calls."""
+
     def __init__(self, *views):
-        self.found = [memoryview(view) for view in views]
-        self.asked = []
+        self.buffers = [memoryview(view) for view in views]
+        self.requests = []
 
     def views(self, contents):
-        self.asked.append(contents.segment)
-        return self.found
+        self.requests.append(contents.segment)
+        return self.buffers
 
 
 @pytest.mark.parametrize("contents", [Contents(), FULL, FULL._replace(parts=())])
-def test_what_a_payload_says_arrives(contents):
+def test_compound_payload_survives_packing(contents):
     payload = pack(contents)
     assert is_compound(payload)
     assert unpack(payload) == contents
 
 
-def test_a_pickle_is_no_compound_payload():
+def test_pickle_is_no_compound_payload():
     for protocol in range(2, 6):
         assert not is_compound(pickle.dumps(1, protocol))
         with pytest.raises(ProtocolError, match="not a compound one"):
@@ -98,12 +100,12 @@ def test_a_pickle_is_no_compound_payload():
         msgpack.packb(list(FULL._replace(parts=("text",)))),
     ],
 )
-def test_what_is_ill_formed_is_refused(body):
+def test_malformed_payloads_are_refused(body):
     with pytest.raises(ProtocolError):
         unpack(MARK + body)
 
 
-def test_what_is_too_large_to_pack_is_refused(monkeypatch):
+def test_payload_too_large_to_pack_is_refused(monkeypatch):
     def refuse(fields):
         raise ValueError("bytes object is too large")
 
@@ -112,12 +114,12 @@ def test_what_is_too_large_to_pack_is_refused(monkeypatch):
         pack(FULL)
 
 
-def test_a_payload_is_its_bytes_and_keeps_what_it_needs_until_it_is_released():
-    held, memory = object(), Memory()
-    payload = Payload.of(FULL, (held,), memory, needs=("n",))
+def test_payload_keeps_its_references_until_it_is_released():
+    value, memory = object(), Memory()
+    payload = Payload.of(FULL, (value,), memory, needs=("n",))
     assert payload == pack(FULL)
     assert (payload.contents, payload.parts) == (FULL, FULL.parts)
-    assert (payload.holds, payload.source, payload.needs) == ((held,), memory, ("n",))
+    assert (payload.holds, payload.source, payload.needs) == ((value,), memory, ("n",))
     assert repr(payload) == f"<Payload of {len(payload)} bytes, segment 7>"
     payload.release()
     assert (payload.holds, payload.parts, payload.needs) == ((), (), ())
@@ -135,14 +137,14 @@ def test_a_payload_is_its_bytes_and_keeps_what_it_needs_until_it_is_released():
     ],
     ids=["in the payload", "in the segment", "with the pickle in the segment"],
 )
-def test_it_opens_with_its_buffers(contents, views):
+def test_payload_opens_with_its_buffers(contents, views):
     memory = Memory(*views)
     stream, buffers = Payload.of(contents, source=memory).open()
     assert (bytes(stream), list(map(bytes, buffers))) == (b"stream", [b"a", b"b"])
-    assert memory.asked == ([7] if views else [])
+    assert memory.requests == ([7] if views else [])
 
 
-def test_it_may_be_placed_in_a_segment_later():
+def test_payload_can_be_placed_in_a_segment_later():
     placed = FULL.in_segment(9, 8192, [(0, 5), (64, 7)])
     assert placed == FULL._replace(segment=9, size=8192, spans=(0, 5, 64, 7))
 
@@ -156,7 +158,7 @@ class Reference:
 
 
 class Handle:
-    """As the handles of the api are."""
+    """A handle like those of the API."""
 
     __aiogpu_handle__ = True
 
@@ -171,7 +173,7 @@ class Handle:
 
 
 class ActorHandle:
-    """Stands for a handle to an actor; it is unpickled as the actor's id."""
+    """A handle to an actor that unpickles as the actor's id."""
 
     def __init__(self, actor):
         self.actor = actor
@@ -186,7 +188,7 @@ def test_handles_among_the_arguments_leave_places_for_their_values():
     assert extract_handles((5,), {"x": 1}) == ((5,), {"x": 1}, {})
     kwargs = {"x": two, "y": 6}
     outgoing = dump_arguments("f", (one, 5, one), kwargs)
-    assert kwargs["x"] is two, "the caller's own arguments stay as they are"
+    assert kwargs["x"] is two, "the caller's dictionary is unchanged"
     assert outgoing.handles == (one, one, two)
     assert outgoing.places == (0, 2, "x")
     parts = tuple(map(dump_whole, ["a", "b", "c"]))
@@ -194,7 +196,7 @@ def test_handles_among_the_arguments_leave_places_for_their_values():
     assert load_arguments(payload) == (("a", 5, "b"), {"x": "c", "y": 6})
 
 
-def test_handles_within_what_is_sent_are_listed():
+def test_handles_inside_arguments_are_listed():
     handle, actor = Handle(7), ActorHandle(5)
     outgoing = dump_arguments("f", ({"h": [handle]}, [actor]), {})
     assert not outgoing.handles
@@ -203,16 +205,16 @@ def test_handles_within_what_is_sent_are_listed():
     assert dump_result([handle]).references == (handle.reference,)
 
 
-def test_elsewhere_a_value_s_handle_is_not_pickled_and_an_actor_s_is():
+def test_plain_pickle_refuses_handles_of_values_and_accepts_handles_of_actors():
     with pytest.raises(MisuseError, match="the handle of f can only be pickled"):
         dump_whole(Handle(1))
     assert pickle.loads(pickle.dumps(ActorHandle(5))) == 5
-    assert not add_reference(Reference(1)), "nothing is sent"
-    told = str(closed_node_error("train"))
-    assert "the handle of train belongs to a node that was closed" in told
+    assert not add_reference(Reference(1)), "nothing is pickled now"
+    message = str(closed_node_error("train"))
+    assert "the handle of train belongs to a node that was closed" in message
 
 
-def test_each_pickle_and_each_thread_lists_its_own_references():
+def test_each_pickle_and_each_thread_has_its_own_list_of_references():
     one, two = Reference(1), Reference(2)
     with collect_references() as outer:
         with collect_references() as inner:
@@ -229,14 +231,14 @@ def test_each_pickle_and_each_thread_lists_its_own_references():
     assert (inner, outer) == ([one], [two])
 
 
-def test_arguments_that_are_not_needed_again_release_their_actors():
+def test_arguments_can_release_their_actors():
     other = object()
     payload = Payload.of(Contents(actors=(5,)), (ActorReference(5, None), other))
     payload.let_go_of_actors()
     assert payload.holds == (other,)
 
 
-def test_an_error_keeps_the_actors_alive_whose_handles_it_has():
+def test_error_holds_the_actors_whose_handles_it_contains():
     def packed(outgoing):
         contents = Contents(outgoing.stream, actors=outgoing.actors)
         return Payload.of(contents, tuple(outgoing.references))
@@ -250,7 +252,7 @@ def test_an_error_keeps_the_actors_alive_whose_handles_it_has():
     assert unpack_failure(plain, "f").args == (5,)
 
 
-def test_a_payload_has_handles_if_it_or_a_part_of_it_has():
+def test_payload_has_the_handles_of_its_parts():
     plain, holding = Payload.of(Contents()), Payload.of(Contents(values=(3,)))
     outer = Payload.of(Contents(parts=(b"plain", b"other")))
     assert not any(map(has_handles, (b"plain", plain, outer)))
@@ -262,7 +264,7 @@ def test_a_payload_has_handles_if_it_or_a_part_of_it_has():
 # Several results
 
 
-def test_several_results_are_payloads_of_their_own():
+def test_several_results_are_separate_payloads():
     arguments = dump_arguments("f", (1,), {}, returns=3)
     assert load_arguments(carried(arguments)) == ((1,), {})
     results = split_results((1, [2], "z"), carried(arguments))
@@ -277,7 +279,7 @@ def test_several_results_are_payloads_of_their_own():
 
 
 @pytest.mark.parametrize(
-    ("value", "error", "told"),
+    ("value", "error", "message"),
     [
         ((1,), ValueError, "returned 1 objects, but num_returns=2"),
         (iter(range(5)), ValueError, "returned 5 objects, but num_returns=2"),
@@ -286,27 +288,27 @@ def test_several_results_are_payloads_of_their_own():
         (b"ab", TypeError, "returned a bytes, but num_returns=2"),
     ],
 )
-def test_another_number_of_results_is_refused(value, error, told):
+def test_wrong_number_of_results_is_refused(value, error, message):
     payload = carried(dump_arguments("f", (), {}, returns=2))
-    with pytest.raises(error, match=told):
+    with pytest.raises(error, match=message):
         split_results(value, payload)
 
 
-def found(identity):
-    """Unpickles a handle, as the api does."""
+def find(identity):
+    """Find the value of a handle that is unpickled."""
     return opened.find(identity)
 
 
 class Restored:
     def __reduce__(self):
-        return found, (-7,)
+        return find, (-7,)
 
 
-def test_a_handle_finds_its_value_in_the_payload_that_is_opened():
+def test_handle_finds_its_value_in_the_opened_payload():
     value = Reference(-7)
     contents = Contents(stream=pickle.dumps(Restored()), values=(-7,))
     assert Payload.of(contents, (None, value)).load() is value
     with pytest.raises(ProtocolError, match="does not hold the value -7"):
         Payload.of(contents).load()
     with pytest.raises(ProtocolError):
-        found(-7)
+        find(-7)

@@ -1,4 +1,4 @@
-"""Arguments, results and functions arrive, also where they cannot be imported."""
+"""Arguments, results and functions survive pickling, also without an import."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from aiogpu.serialization.serializer import (
     load_result,
 )
 from tests.support.sampling import examples
-from tests.unit.serialization.payloads import carried
+from tests.unit.serialization.payloads import InterruptingRepr, Mute, carried
 
 steady = settings(
     derandomize=True, database=None, deadline=None, max_examples=examples(60)
@@ -59,14 +59,13 @@ ANY = st.recursive(
 )
 
 
-def twice(f):
-    payload = dump_function("f", f)
-    return load_function(payload)
+def sent(function):
+    return load_function(dump_function("f", function))
 
 
 @steady
 @given(st.lists(ANY, max_size=4), st.dictionaries(st.text(), ANY, max_size=3))
-def test_arguments_arrive(args, kwargs):
+def test_arguments_survive_pickling(args, kwargs):
     payload = dump_arguments("f", tuple(args), kwargs)
     assert load_arguments(payload) == (tuple(args), kwargs)
 
@@ -97,7 +96,7 @@ def test_small_values_are_plain_pickles():
 # Functions
 
 
-def test_functions_arrive_with_all_that_they_refer_to():
+def test_functions_survive_pickling_with_their_references():
     offset = 10
 
     def outer(x):
@@ -120,17 +119,17 @@ def test_functions_arrive_with_all_that_they_refer_to():
             return self.start + n
 
     outer.label = "mine"
-    again = twice(outer)
+    again = sent(outer)
     assert (again(1)(2), again.label) == (15, "mine")
-    assert twice(is_even)(10)
-    assert twice(Counter(2).add)(3) == 5
-    assert twice(functools.partial(Counter(2).add, 4))() == 6
-    assert twice(attrgetter("start"))(Counter(7)) == 7
+    assert sent(is_even)(10)
+    assert sent(Counter(2).add)(3) == 5
+    assert sent(functools.partial(Counter(2).add, 4))() == 6
+    assert sent(attrgetter("start"))(Counter(7)) == 7
 
 
 @pytest.fixture
 def spawned(monkeypatch):
-    """The program, as a process has it that multiprocessing has spawned."""
+    """The main module of a process that multiprocessing spawned."""
     program = types.ModuleType("__mp_main__")
     exec(SPAWNED, vars(program))
     monkeypatch.setitem(sys.modules, program.__name__, program)
@@ -153,17 +152,17 @@ def doubled(pair):
 """
 
 
-def test_what_a_spawned_program_defines_is_sent_by_value(spawned, monkeypatch):
+def test_objects_of_a_spawned_program_are_sent_by_value(spawned, monkeypatch):
     stream = dump_whole((spawned.doubled, spawned.Pair(1, 2)))
-    monkeypatch.delitem(sys.modules, "__mp_main__")  # as it is in a worker
+    monkeypatch.delitem(sys.modules, "__mp_main__")  # a worker does not have it
     doubled, pair = pickle.loads(stream)
     result = pickle.loads(dump_whole(doubled(pair)))
     assert (result.one, result.other) == (2, 4)
-    assert type(result) is spawned.Pair, "the program knows its own class again"
+    assert type(result) is spawned.Pair, "the program gets its own class"
 
 
 class Remote:
-    """As a decorator leaves it in its module: not a function, and wraps one."""
+    """An object that a decorator puts in place of a function."""
 
     def __init__(self, function):
         functools.update_wrapper(self, function)
@@ -175,10 +174,10 @@ def decorated():
     return "the function itself"
 
 
-def test_what_can_be_imported_is_sent_by_name():
-    payload = dump_function("twice", twice)
+def test_importable_functions_are_sent_by_name():
+    payload = dump_function("sent", sent)
     assert len(payload) < 100
-    assert load_function(payload) is twice
+    assert load_function(payload) is sent
     fromkeys = load_function(dump_reference("collections", "OrderedDict.fromkeys"))
     assert fromkeys("ab") == {"a": None, "b": None}
     with pytest.raises(ModuleNotFoundError):
@@ -187,7 +186,7 @@ def test_what_can_be_imported_is_sent_by_name():
         load_function(dump_reference("collections", "no_such_function"))
 
 
-def test_a_reference_means_the_function_inside_its_decoration():
+def test_reference_loads_the_function_inside_its_decorator():
     function = load_function(dump_reference(__name__, "decorated"))
     assert type(function) is not Remote
     assert function() == "the function itself"
@@ -195,7 +194,7 @@ def test_a_reference_means_the_function_inside_its_decoration():
 
 @pytest.fixture
 def library(tmp_path, monkeypatch):
-    """A module that cloudpickle was asked to send by value."""
+    """A module that is registered for pickling by value."""
     (tmp_path / "aiogpu_library.py").write_text(
         "class Shape:\n    sides = 4\n\ndef sides():\n    return Shape().sides\n"
     )
@@ -208,13 +207,13 @@ def library(tmp_path, monkeypatch):
     sys.modules.pop("aiogpu_library", None)
 
 
-def test_a_module_may_be_sent_by_value(library, monkeypatch):
+def test_registered_module_is_sent_by_value(library, monkeypatch):
     assert is_sent_by_value("aiogpu_library")
     assert is_sent_by_value("aiogpu_library.inner.most")
     assert not is_sent_by_value("aiogpu_library_too")
     function = dump_function("sides", library.sides)
     result = dump_result(library.Shape())
-    monkeypatch.setitem(sys.modules, "aiogpu_library", None)  # it cannot be imported
+    monkeypatch.setitem(sys.modules, "aiogpu_library", None)  # blocks its import
     assert load_function(function)() == 4
     assert load_result(result).sides == 4
     monkeypatch.undo()
@@ -222,7 +221,7 @@ def test_a_module_may_be_sent_by_value(library, monkeypatch):
     assert not is_sent_by_value("aiogpu_library")
 
 
-# What `functools.cache` has made
+# Functions of `functools.cache`
 
 
 @functools.lru_cache(maxsize=3)
@@ -230,21 +229,21 @@ def remembered(n):
     return n
 
 
-def test_a_cached_function_is_sent_by_name_only_if_that_name_finds_it(monkeypatch):
+def test_cached_function_is_sent_by_name_only_if_its_name_finds_it(monkeypatch):
     base = 3
 
     @functools.cache
     def add(n):
         return base + n
 
-    assert twice(remembered) is remembered
+    assert sent(remembered) is remembered
     hidden = functools.cache(remembered.__wrapped__)
     nameless = functools.cache(functools.partial(max, 4))
-    assert [twice(one)(1) for one in (add, hidden, nameless)] == [4, 1, 4]
-    assert twice(hidden) is not remembered
+    assert [sent(function)(1) for function in (add, hidden, nameless)] == [4, 1, 4]
+    assert sent(hidden) is not remembered
     register = "list_registry_pickle_by_value"
     monkeypatch.setattr(cloudpickle, register, lambda: {__name__})
-    again = twice(remembered)
+    again = sent(remembered)
     assert again is not remembered
     assert again(2) == 2
 
@@ -253,7 +252,7 @@ def test_a_cached_function_is_sent_by_name_only_if_that_name_finds_it(monkeypatc
 
 
 class Refusing:
-    """Raises what it is told when it is pickled."""
+    """An object that raises the given error when it is pickled."""
 
     def __init__(self, error):
         self.error = error
@@ -262,22 +261,10 @@ class Refusing:
         raise self.error
 
 
-class Mute(Exception):
-    """Its own text cannot be had."""
-
-    def __str__(self):
-        raise SystemExit(3)
-
-
-class Spiteful(Mute):
-    def __repr__(self):
-        raise KeyboardInterrupt
-
-
 @pytest.mark.parametrize(
-    "error", [ValueError("no"), StopIteration(), Mute(), Spiteful()]
+    "error", [ValueError("no"), StopIteration(), Mute(), InterruptingRepr()]
 )
-def test_whatever_a_reducer_raises_is_the_cause(error):
+def test_error_of_a_reducer_is_the_cause(error):
     value = Refusing(error)
     for dump in (
         lambda: dump_result([value]),
@@ -289,7 +276,7 @@ def test_whatever_a_reducer_raises_is_the_cause(error):
         assert caught.value.__cause__ is error
 
 
-# What cannot be read
+# Errors of unpickling
 
 
 def fail(error):
@@ -297,7 +284,7 @@ def fail(error):
 
 
 class Raising:
-    """Raises when it is unpickled."""
+    """An object that raises when it is unpickled."""
 
     def __init__(self, error):
         self.error = error
@@ -307,7 +294,7 @@ class Raising:
 
 
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("error", "message"),
     [
         (ValueError("no."), "unpickled in this process: ValueError: no. Is its class"),
         (ImportError("gone"), "unpickled in this process: ImportError: gone. Is its"),
@@ -321,26 +308,28 @@ class Raising:
         (GeneratorExit(), "unpickled in this process: GeneratorExit. Is its"),
     ],
 )
-def test_an_error_on_reading_a_result_is_the_cause(error, told):
-    """What would end the loop is named only, and not even the context."""
+def test_error_of_unpickling_a_result_is_the_cause(error, message):
+    """Exceptions that would end a loop are named, but neither cause nor context."""
     for payload in (
         dump_result(Raising(error)),
         carried(dump_result([np.zeros(SHARED_FROM), Raising(error)])),
     ):
-        with pytest.raises(DeserializationError, match=f"^the result .* {told}") as why:
+        with pytest.raises(
+            DeserializationError, match=f"^the result .* {message}"
+        ) as caught:
             load_result(payload)
         cause = type(error) if isinstance(error, Exception) else type(None)
-        assert type(why.value.__cause__) is cause
-        assert why.value.__suppress_context__
+        assert type(caught.value.__cause__) is cause
+        assert caught.value.__suppress_context__
 
 
 @pytest.mark.parametrize("payload", [b"", b"garbage", NONE_PAYLOAD[:-1], b"\x80\xff."])
-def test_bytes_that_are_no_pickle_are_an_error(payload):
+def test_result_that_is_no_pickle_is_an_error(payload):
     with pytest.raises(DeserializationError, match="the result cannot be unpickled"):
         load_result(payload)
 
 
-def test_arguments_and_functions_raise_what_unpickling_raises():
+def test_errors_of_unpickling_arguments_and_functions_are_raised_unchanged():
     payload = dump_arguments("f", (Raising(SystemExit(3)),), {})
     with pytest.raises(SystemExit):
         load_arguments(payload)
@@ -348,7 +337,7 @@ def test_arguments_and_functions_raise_what_unpickling_raises():
         load_function(dump_function("f", Raising(KeyError("k"))))
 
 
-def test_what_an_interrupt_has_left_open_is_ended():
+def test_end_collecting_closes_an_interrupted_collection():
     collecting = collect_references()
     collecting.__enter__()
     end_collecting()

@@ -1,4 +1,4 @@
-"""Tensors of the installed torch arrive as they were."""
+"""Tensors of the installed torch survive pickling."""
 
 from __future__ import annotations
 
@@ -54,17 +54,17 @@ def _inferred():
         return torch.ones(EDGE) * 2
 
 
-def twice(value):
+def copied(value):
     stream, buffers = dump(value)
-    # As from shared memory: what is given is not what was left out.
+    # Copies, as in shared memory.
     return load(stream, [memoryview(bytes(buffer)) for buffer in buffers])
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("way", [twice, lambda value: load(dump_whole(value))])
-def test_a_tensor_arrives_as_it_was(kind, way):
+@pytest.mark.parametrize("copy", [copied, lambda value: load(dump_whole(value))])
+def test_tensor_arrives_unchanged(kind, copy):
     tensor = KINDS[kind]()
-    (again,) = way([tensor])
+    (again,) = copy([tensor])
     assert type(again) is type(tensor)
     assert (again.dtype, again.shape) == (tensor.dtype, tensor.shape)
     assert (again.device, again.layout) == (tensor.device, tensor.layout)
@@ -72,11 +72,11 @@ def test_a_tensor_arrives_as_it_was(kind, way):
     if kind in {"transposed", "channels last", "expanded"}:
         assert again.stride() == tensor.stride()
     if kind != "meta":
-        as_floats = [each.to_dense().to(torch.complex64) for each in (again, tensor)]
+        as_floats = [t.to_dense().to(torch.complex64) for t in (again, tensor)]
         assert torch.equal(*as_floats)
 
 
-def test_a_tensor_is_not_copied_on_either_side():
+def test_tensor_is_not_copied_on_either_side():
     tensor = torch.arange(EDGE)
     stream, (buffer,) = dump(tensor)
     assert (len(stream) < 1000, buffer.nbytes) == (True, tensor.nbytes)
@@ -87,8 +87,8 @@ def test_a_tensor_is_not_copied_on_either_side():
     assert int(again[-1]) == EDGE - 1
 
 
-def test_a_tensor_over_a_private_mapping_may_be_changed():
-    """torch knows no read-only memory; changes must stay in one process."""
+def test_tensor_over_a_private_mapping_can_be_changed():
+    """torch has no read-only memory; changes must stay in one process."""
     stream, (buffer,) = dump(torch.ones(EDGE))
     fd = os.memfd_create("tensor")
     os.write(fd, buffer)
@@ -100,21 +100,21 @@ def test_a_tensor_over_a_private_mapping_may_be_changed():
     os.close(fd)
 
 
-def test_nothing_warns_of_read_only_memory():
+def test_torch_does_not_warn_of_read_only_memory():
     program = (
         "import warnings, sys; warnings.simplefilter('error')\n"
         "import pickle, torch; from aiogpu.serialization.pickler import dump\n"
         "torch.set_warn_always(len(sys.argv) > 1)\n"
         "for _ in range(3):\n"
         "    stream, buffers = dump(torch.arange(100_000))\n"
-        "    pickle.loads(stream, buffers=[one.toreadonly() for one in buffers])\n"
+        "    pickle.loads(stream, buffers=[b.toreadonly() for b in buffers])\n"
         "print(len(warnings.filters))"
     )
     for arguments in ([], ["always"]):
         subprocess.run([sys.executable, "-c", program, *arguments], check=True)
 
 
-def test_a_model_arrives_and_computes_and_learns():
+def test_model_computes_and_learns_after_pickling():
     model = torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.ReLU())
     given = torch.rand(3, 256)
     stream, buffers = dump(model)
@@ -127,7 +127,7 @@ def test_a_model_arrives_and_computes_and_learns():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["float", "bfloat16", "small", "empty", "parameter"])
-def test_a_cuda_tensor_arrives_on_its_device(kind, monkeypatch):
+def test_cuda_tensor_arrives_on_its_device(kind, monkeypatch):
     monkeypatch.setattr(tensors, "_done", set())
     tensor = KINDS[kind]().cuda()
     with pytest.warns(AiogpuWarning, match="through host memory"):
@@ -139,7 +139,7 @@ def test_a_cuda_tensor_arrives_on_its_device(kind, monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("gradient", [False, True])
-def test_a_cuda_tensor_arrives_where_there_is_no_device(gradient, tmp_path):
+def test_cuda_tensor_arrives_on_the_cpu_without_a_device(gradient, tmp_path):
     tensor = torch.ones(EDGE, device="cuda", requires_grad=gradient)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", AiogpuWarning)

@@ -1,7 +1,4 @@
-"""Tensors by a fake torch: what is asked of it, and what never is.
-
-The real one is asked the same in `test_real_tensors.py`.
-"""
+"""Tensors of a fake torch; `test_real_tensors.py` tests the real torch."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from aiogpu.errors import AiogpuWarning
 from aiogpu.serialization import pickler, tensors
 from aiogpu.serialization.pickler import dump
 from aiogpu.serialization.references import SHARED_FROM
-from tests.unit.serialization.payloads import load
+from tests.unit.serialization.payloads import load, round_trip
 
 EDGE = SHARED_FROM // 8
 
@@ -39,7 +36,7 @@ class Storage:
 
 
 class Typed:
-    """Only what its constructor takes, and what warns of nothing."""
+    """A typed storage with the parts that cause no warning."""
 
     def __init__(self, *, wrap_storage, dtype, _internal):
         self._untyped_storage = wrap_storage
@@ -47,7 +44,7 @@ class Typed:
 
 
 class Tensor:
-    """As much of a tensor as is looked at, over an array."""
+    """A tensor over an array, with the parts that aiogpu reads."""
 
     __slots__ = ("__dict__", "array", "device", "facts", "is_cuda", "requires_grad")
     layout = "strided"
@@ -103,7 +100,7 @@ class Named(Tensor):
 
 
 class Late(Tensor):
-    """Of a torch that another thread still imports."""
+    """A tensor of a torch that another thread still imports."""
 
 
 def by_torch(values):
@@ -145,8 +142,8 @@ def torch(monkeypatch):
     return torch
 
 
-def test_torch_is_not_loaded_by_a_look(monkeypatch):
-    """`importlib.util.LazyLoader` loads a module when it is asked for anything."""
+def test_check_of_other_values_does_not_load_torch(monkeypatch):
+    """`importlib.util.LazyLoader` loads a module on any access."""
 
     class Lazy(ModuleType):
         def __getattribute__(self, name):
@@ -154,15 +151,10 @@ def test_torch_is_not_loaded_by_a_look(monkeypatch):
 
     monkeypatch.setitem(sys.modules, "torch", Lazy("torch"))
     monkeypatch.delitem(sys.modules, "torch.storage", raising=False)
-    assert twice([1]) == [1]
+    assert round_trip([1]) == [1]
 
 
-def twice(value):
-    stream, buffers = dump(value)
-    return load(stream, buffers)
-
-
-def test_a_tensor_is_not_copied_on_either_side_and_its_buffer_keeps_it_alive():
+def test_tensor_is_not_copied_and_its_buffer_keeps_it_alive():
     values = np.arange(EDGE)
     stream, (buffer,) = dump([Tensor(values)])
     assert np.shares_memory(np.frombuffer(buffer, "i8"), values)
@@ -184,7 +176,7 @@ def test_a_tensor_is_not_copied_on_either_side_and_its_buffer_keeps_it_alive():
     ],
     ids=["contiguous", "transposed", "expanded", "with gaps", "a part"],
 )
-def test_strides_are_kept_where_they_skip_nothing(values, strides, size):
+def test_strides_without_gaps_are_kept(values, strides, size):
     stream, (buffer,) = dump(Tensor(values))
     assert buffer.nbytes == size
     again = load(stream, [buffer])
@@ -192,63 +184,49 @@ def test_strides_are_kept_where_they_skip_nothing(values, strides, size):
     assert again.array.tolist() == values.tolist()
 
 
-def with_gradient(tensor):
-    tensor.requires_grad = True
-
-
-def conjugate(tensor):
-    tensor.facts["conj"] = True
-
-
-def negative(tensor):
-    tensor.facts["neg"] = True
-
-
-def with_attribute(tensor):
-    tensor.note = "mine"
-
-
-def on_no_device(tensor):
-    tensor.device.type = "meta"
-
-
 @pytest.mark.parametrize(
-    "change", [with_gradient, conjugate, negative, with_attribute, on_no_device]
+    "change",
+    [
+        lambda tensor: setattr(tensor, "requires_grad", True),
+        lambda tensor: tensor.facts.update(conj=True),
+        lambda tensor: tensor.facts.update(neg=True),
+        lambda tensor: setattr(tensor, "note", "mine"),
+        lambda tensor: setattr(tensor.device, "type", "meta"),
+    ],
+    ids=["gradient", "conjugate", "negative", "attribute", "meta device"],
 )
-def test_what_is_more_than_its_memory_is_pickled_by_torch(change):
+def test_tensors_with_more_than_memory_are_pickled_by_torch(change):
     tensor = Tensor(np.arange(3))
     change(tensor)
-    assert twice(tensor) == ("by torch", [0, 1, 2])
-    assert twice(Tensor(np.zeros((0, 3)))) == ("by torch", [])
-    assert twice(Named(np.arange(2))) == ("by torch", [0, 1])
+    assert round_trip(tensor) == ("by torch", [0, 1, 2])
+    assert round_trip(Tensor(np.zeros((0, 3)))) == ("by torch", [])
+    assert round_trip(Named(np.arange(2))) == ("by torch", [0, 1])
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("layout", "sparse"),
-        ("is_quantized", True),
-        ("is_nested", True),
+        *[("layout", "sparse"), ("is_quantized", True), ("is_nested", True)],
         ("names", ("batch",)),
     ],
 )
 def test_other_kinds_of_tensors_are_pickled_by_torch(name, value, monkeypatch):
     monkeypatch.setattr(Tensor, name, value, raising=False)
-    assert twice(Tensor(np.arange(3))) == ("by torch", [0, 1, 2])
+    assert round_trip(Tensor(np.arange(3))) == ("by torch", [0, 1, 2])
 
 
 # The warning of torch
 
 
-def test_only_torchs_warning_is_silenced_and_only_the_first_time(torch, monkeypatch):
+def test_warning_of_torch_is_silenced_only_the_first_time(torch, monkeypatch):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        twice(Tensor(np.arange(EDGE)))
+        round_trip(Tensor(np.arange(EDGE)))
     assert torch.has_warned
     assert caught == []
-    # Each change of the filters would show again what was shown once.
+    # A change of the filters would show earlier warnings again.
     monkeypatch.delattr(warnings, "catch_warnings")
-    twice(Tensor(np.arange(EDGE)))
+    round_trip(Tensor(np.arange(EDGE)))
 
 
 # CUDA
@@ -257,13 +235,11 @@ def test_only_torchs_warning_is_silenced_and_only_the_first_time(torch, monkeypa
 @pytest.mark.parametrize(
     ("cards", "index", "place"),
     [
-        (0, 0, ("cpu", None)),
-        (1, 0, ("cuda", 0)),
-        (1, 1, ("cpu", None)),
+        *[(0, 0, ("cpu", None)), (1, 0, ("cuda", 0)), (1, 1, ("cpu", None))],
         (2, 1, ("cuda", 1)),
     ],
 )
-def test_a_cuda_tensor_arrives_at_the_same_index_or_on_the_cpu(
+def test_cuda_tensor_arrives_at_the_same_index_or_on_the_cpu(
     torch, cards, index, place
 ):
     with pytest.warns(AiogpuWarning, match="through host memory"):
@@ -275,7 +251,7 @@ def test_a_cuda_tensor_arrives_at_the_same_index_or_on_the_cpu(
     assert again.array.tolist() == list(range(EDGE))
 
 
-def test_copies_are_warned_of_once():
+def test_copies_from_a_device_are_warned_of_once():
     on_cuda = [Tensor(np.arange(3), "cuda", 0), Tensor(np.arange(3), "cuda", 1)]
     with pytest.warns(AiogpuWarning) as caught:
         dump([*on_cuda, Storage("cuda", 0)])
@@ -286,11 +262,11 @@ def test_copies_are_warned_of_once():
 
 @pytest.mark.filterwarnings("ignore::aiogpu.errors.AiogpuWarning")
 def test_storage_on_a_device_is_never_pickled_by_torch():
-    """It is what tensors with a gradient consist of; torch's reads it on CUDA only."""
-    again = twice(Storage("cuda", 0))
+    """Tensors with a gradient contain it; torch reads its pickle on CUDA only."""
+    again = round_trip(Storage("cuda", 0))
     assert again.device.type == "cpu"
     typed = Typed(wrap_storage=Storage("cuda", 0), dtype="<f4", _internal=True)
-    again = twice(typed)
+    again = round_trip(typed)
     assert type(again) is Typed
     assert (again._untyped_storage.device.type, again.dtype) == ("cpu", "<f4")
 
@@ -301,17 +277,17 @@ def test_storage_of_the_cpu_is_pickled_by_torch(monkeypatch):
             kind, "__reduce_ex__", lambda self, protocol: (by_torch, ([],))
         )
     typed = Typed(wrap_storage=Storage(), dtype="<f4", _internal=True)
-    assert twice([Storage(), typed]) == [("by torch", [])] * 2
+    assert round_trip([Storage(), typed]) == [("by torch", [])] * 2
 
 
-# Processes without torch
+# Torch during its import
 
 
-@pytest.mark.parametrize("lacking", ["Tensor", "storage"])
-def test_a_torch_that_is_half_imported_is_left_alone(torch, lacking):
+@pytest.mark.parametrize("missing", ["Tensor", "storage"])
+def test_partly_imported_torch_is_ignored(torch, missing):
     torch.Tensor = Late
-    there = getattr(torch, lacking)
-    setattr(torch, lacking, None)
-    assert twice(Late(np.arange(3))) == ("by torch", [0, 1, 2])
-    setattr(torch, lacking, there)
-    assert twice(Late(np.arange(3))).array.tolist() == [0, 1, 2]
+    attribute = getattr(torch, missing)
+    setattr(torch, missing, None)
+    assert round_trip(Late(np.arange(3))) == ("by torch", [0, 1, 2])
+    setattr(torch, missing, attribute)
+    assert round_trip(Late(np.arange(3))).array.tolist() == [0, 1, 2]
