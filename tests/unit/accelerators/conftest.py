@@ -1,4 +1,4 @@
-"""Fixtures of this folder; other folders import them from `stub_nvml` likewise."""
+"""Fixtures of this folder; other folders import them from `stub_fixtures`."""
 
 from tests.unit.accelerators.stub_fixtures import nvml, stub_library
 

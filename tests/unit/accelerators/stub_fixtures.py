@@ -1,4 +1,4 @@
-"""Fixtures of the NVML stub; apart from it, since workers import the stub."""
+"""Fixtures of the NVML stub, in a separate module because workers import the stub."""
 
 from __future__ import annotations
 
@@ -17,5 +17,5 @@ def stub_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def nvml(stub_library: Path, tmp_path: Path) -> StubNvml:
-    """A stub with a state of its own, without any GPU at first."""
+    """A stub with its own state and, at first, without GPUs."""
     return StubNvml(stub_library, tmp_path / "nvml.state")

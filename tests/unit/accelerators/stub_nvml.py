@@ -1,8 +1,8 @@
-"""The NVML stub as tests use it: compile it once, write what it tells, run code.
+"""The NVML stub: compile it once, write its state, and run code on it.
 
-`nvidia-ml-py` finds the library by its soname alone, so the stub is met by
-processes started with `LD_LIBRARY_PATH`: those that `StubNvml.run` starts, and any
-other that is given `StubNvml.environ`. pytest's own process keeps the real world.
+`nvidia-ml-py` finds the library by its soname, so processes need `LD_LIBRARY_PATH` to
+use the stub: `StubNvml.run` sets it, and so does `StubNvml.environ`. pytest's own
+process uses the real library.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class StubMig:
-    """One MIG instance of a GPU, with its processes on the compute list."""
+    """A MIG instance of a GPU, with its processes on the compute list."""
 
     uuid: str
     name: str = "NVIDIA A100-SXM4-40GB MIG 1g.5gb"
@@ -40,18 +40,17 @@ class StubMig:
 
 @dataclass(frozen=True, slots=True)
 class StubGpu:
-    """One GPU as the stub tells it; processes are pairs of pid and bytes, by list.
+    """A GPU of the stub; processes are pairs of pid and bytes, by list.
 
     Attributes:
         lingering: triples of pid, bytes and seconds: on the compute list and in memory
-            while the process lives, and so long after its end.
+            while the process lives and for so many seconds after its end.
         capability: the compute capability.
-        utilisation: percent; None where it is not supported.
-        temperature: degrees Celsius, likewise.
-        power: milliwatts, likewise.
-        action: what has to be done to recover, as a number of NVML's; None where it
-            cannot tell.
-        mig: its instances, in MIG mode; None without MIG mode.
+        utilisation: percent; None if not supported.
+        temperature: degrees Celsius; None if not supported.
+        power: milliwatts; None if not supported.
+        action: NVML's number of the recovery action; None if not supported.
+        mig: the instances in MIG mode; None without MIG mode.
     """
 
     uuid: str
@@ -71,7 +70,7 @@ class StubGpu:
     mig: tuple[StubMig, ...] | None = None
 
     def lines(self, index: int) -> list[str]:
-        """What the state says of it beside its own line and its instances."""
+        """Return the state lines of the GPU's facts and processes."""
         major, minor = self.capability
         action = -1 if self.action is None else self.action
         lines = [f"capability {index} {major} {minor}", f"action {index} {action}"]
@@ -93,7 +92,7 @@ class StubGpu:
 
 
 def gpus(count: int, name: str = "NVIDIA A100-SXM4-40GB") -> list[StubGpu]:
-    """Make that many, with UUIDs GPU-00.., GPU-11.. and buses in order."""
+    """Make `count` GPUs with UUIDs GPU-00.., GPU-11.. and buses in order."""
     return [
         StubGpu(_uuid(f"{index:x}"), name, f"00000000:{index + 1:02X}:00.0")
         for index in range(count)
@@ -101,7 +100,7 @@ def gpus(count: int, name: str = "NVIDIA A100-SXM4-40GB") -> list[StubGpu]:
 
 
 def migs(count: int, digit: str = "a") -> tuple[StubMig, ...]:
-    """Make that many instances, the UUID of the first being MIG-a0a0..."""
+    """Make `count` instances; the UUID of the first is MIG-a0a0..."""
     return tuple(
         StubMig(_uuid(f"{digit}{index:x}", "MIG-"), place=(index + 1, 0))
         for index in range(count)
@@ -115,13 +114,13 @@ def _uuid(digit: str, kind: str = "GPU-") -> str:
 def compile_stub(
     folder: Path, without: Sequence[str] = (), soname: str = LIBRARY
 ) -> Path:
-    """Compile the stub into `folder`, leaving out the symbols in `without`.
+    """Compile the stub into `folder` without the symbols in `without`.
 
-    Skips the test where the machine has no C compiler.
+    Without a C compiler, skip the test.
     """
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
-        import pytest  # not in the workers that import this
+        import pytest  # imported here because workers import this module
 
         pytest.skip("the NVML stub needs a C compiler: none of cc, gcc, clang found")
     library = folder / LIBRARY
@@ -133,7 +132,7 @@ def compile_stub(
 
 
 class StubNvml:
-    """One test's world: a compiled stub, a state file, and a way to run code."""
+    """A compiled stub with a state file, and a way to run code on it."""
 
     def __init__(self, library: Path, state: Path) -> None:
         self.library = library
@@ -155,17 +154,17 @@ class StubNvml:
         driver: str = "570.00",
         links: Sequence[tuple[int, int]] = (),
     ) -> None:
-        """Change what NVML tells from now on, also to programs that run already.
+        """Change the answers of NVML, also for programs that run already.
 
         Args:
             devices: the GPUs, in NVML's order.
-            init_error: what nvmlInit returns.
-            fail: what other functions return, by their name with its version.
+            init_error: the code that nvmlInit returns.
+            fail: the codes that other functions return, by versioned name.
             lost: indices of GPUs that have fallen off the bus.
-            gone: likewise, and so until NVML is started anew after that.
+            gone: indices of GPUs that are lost until NVML is started again.
             forbidden: indices of GPUs that this user may not touch.
-            driver: the driver's version.
-            links: indices of GPUs that NVLink joins, in pairs.
+            driver: the version of the driver.
+            links: pairs of indices of GPUs that NVLink joins.
         """
         lines = [f"driver {driver}", f"init_error {init_error}"]
         lines += [
@@ -194,13 +193,13 @@ class StubNvml:
     def xid(
         self, index: int, *numbers: int, place: tuple[int, int] | None = None
     ) -> None:
-        """Have NVML tell of events from now on, each once to who has asked for it.
+        """Add events, which NVML reports once to each program that registered.
 
         Args:
-            index: of the GPU; -1 for one that cannot be told.
+            index: the index of the GPU; -1 if NVML cannot tell the GPU.
             numbers: the XIDs.
-            place: ids of the GPU instance and the compute instance that they are of;
-                None for the whole GPU.
+            place: ids of the GPU instance and the compute instance; None for the
+                whole GPU.
         """
         lines = self.state.read_text(errors="surrogateescape").splitlines()
         gpu, compute = place or (-1, -1)
@@ -210,32 +209,32 @@ class StubNvml:
         self._replace(lines)
 
     def _replace(self, lines: Sequence[str]) -> None:
-        # Replaced in one step: a program may be reading it at this moment.
+        # Replace the file in one step, because a program may read it at this moment.
         fresh = self.state.with_suffix(".new")
         text = "\n".join(lines) + "\n"
-        # A lone surrogate such as \udcff stands for a byte that is no UTF-8.
+        # A lone surrogate such as \udcff stands for a byte that is not UTF-8.
         fresh.write_bytes(text.encode(errors="surrogateescape"))
         fresh.replace(self.state)
 
     @classmethod
     def here(cls) -> StubNvml:
-        """The stub that this process meets, with its state as it is."""
+        """Return the stub that this process uses, with its current state."""
         nvml = cls.__new__(cls)
         nvml.library, nvml.state = Path(), Path(os.environ[STATE])
         return nvml
 
     @property
     def environ(self) -> dict[str, str]:
-        """The environment for a process that is to meet this stub."""
+        """The environment of a process that uses this stub."""
         return stub_environ(self.library.parent, self.state)
 
     def run(self, snippet: str) -> Any:
-        """Run `snippet` in a fresh interpreter and return what it called `result`."""
+        """Run `snippet` in a new interpreter and return its variable `result`."""
         return run_snippet(snippet, self.environ)
 
 
 def stub_environ(folder: Path, state: Path) -> dict[str, str]:
-    """This process's environment, but no word of CUDA, and with that library."""
+    """Return this environment without CUDA variables and with the library's path."""
     environ = {k: v for k, v in os.environ.items() if not k.startswith("CUDA_")}
     folders = (str(folder), environ.get("LD_LIBRARY_PATH"))
     environ["LD_LIBRARY_PATH"] = ":".join(filter(None, folders))
@@ -266,12 +265,12 @@ def error(environ, wanted=None):
 
 
 def program(snippet: str) -> list[str]:
-    """The command that runs `snippet` after the common prelude."""
+    """Return the command that runs `snippet` after the common prelude."""
     return [sys.executable, "-c", PRELUDE + textwrap.dedent(snippet)]
 
 
 def run_snippet(snippet: str, environ: Mapping[str, str]) -> Any:
-    """Run `snippet` under `environ` and return the JSON of what it called `result`."""
+    """Run `snippet` under `environ` and return its variable `result`, through JSON."""
     ending = "\njson.dump(result, sys.stdout)\n"
     command = program(textwrap.dedent(snippet) + ending)
     done = subprocess.run(command, env=environ, capture_output=True, text=True)

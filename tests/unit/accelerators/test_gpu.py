@@ -1,4 +1,4 @@
-"""On a real card: what we detect is what pynvml says, and what may be asked of it."""
+"""Detection and sampling of real GPUs agree with pynvml."""
 
 from collections.abc import Iterator
 from types import ModuleType
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.gpu
 
 
 class Card(NamedTuple):
-    """A GPU as pynvml shows it; by bus in order, as CUDA may order them."""
+    """A GPU as pynvml describes it; sorted by bus, as CUDA may order them."""
 
     bus: str
     uuid: str
@@ -34,22 +34,20 @@ def nvml() -> Iterator[ModuleType]:
 
 @pytest.fixture
 def cards(nvml: ModuleType) -> list[Card]:
-    """All GPUs of a box where none is in MIG mode."""
+    """All GPUs of a machine without MIG mode."""
     if inventory().mig:
-        pytest.skip("a GPU is in MIG mode, and not shared out as it is")
-    found = []
-    for index in range(nvml.nvmlDeviceGetCount()):
-        handle = nvml.nvmlDeviceGetHandleByIndex(index)
-        found.append(
-            Card(
-                nvml.nvmlDeviceGetPciInfo(handle).busId,
-                nvml.nvmlDeviceGetUUID(handle),
-                nvml.nvmlDeviceGetName(handle),
-                nvml.nvmlDeviceGetMemoryInfo(handle).total,
-                nvml.nvmlDeviceGetCudaComputeCapability(handle),
-            )
+        pytest.skip("a GPU is in MIG mode")
+    count = nvml.nvmlDeviceGetCount()
+    return sorted(
+        Card(
+            nvml.nvmlDeviceGetPciInfo(handle).busId,
+            nvml.nvmlDeviceGetUUID(handle),
+            nvml.nvmlDeviceGetName(handle),
+            nvml.nvmlDeviceGetMemoryInfo(handle).total,
+            nvml.nvmlDeviceGetCudaComputeCapability(handle),
         )
-    return sorted(found)
+        for handle in map(nvml.nvmlDeviceGetHandleByIndex, range(count))
+    )
 
 
 @pytest.fixture
@@ -69,21 +67,21 @@ def test_detection_agrees_with_pynvml(cards: list[Card]) -> None:
     devices = detected()
     assert [device.id for device in devices] == list(range(len(cards)))
     assert [
-        (each.pci, each.uuid, each.name, each.memory, each.compute_capability)
-        for each in devices
+        (card.pci, card.uuid, card.name, card.memory, card.compute_capability)
+        for card in devices
     ] == cards
     assert all(device.type for device in devices)
     assert not any(device.parent for device in devices)
 
 
-def test_the_address_leads_to_the_card(nvml: ModuleType) -> None:
+def test_pci_address_identifies_the_gpu(nvml: ModuleType) -> None:
     for device in detected():
         assert device.pci is not None
         handle = nvml.nvmlDeviceGetHandleByPciBusId(device.pci)
         assert nvml.nvmlDeviceGetUUID(handle) == (device.parent or device.uuid)
 
 
-def test_the_variable_is_read_against_the_real_cards(cards: list[Card]) -> None:
+def test_variable_selects_real_gpus(cards: list[Card]) -> None:
     last = len(cards) - 1
     uuid = cards[last].uuid
     by_index = Nvidia().devices({"CUDA_VISIBLE_DEVICES": str(last)}, None)
@@ -93,19 +91,19 @@ def test_the_variable_is_read_against_the_real_cards(cards: list[Card]) -> None:
     assert by_index[0].uuid == by_uuid[0].uuid == uuid
 
 
-def test_another_order_makes_detection_answer_in_uuids(cards: list[Card]) -> None:
+def test_detection_returns_uuids_under_another_order(cards: list[Card]) -> None:
     devices = Nvidia().devices({"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}, None)
     assert [device.id for device in devices] == [card.uuid for card in cards]
 
 
-def test_links_go_both_ways() -> None:
+def test_links_between_gpus_are_symmetric() -> None:
     links = {device.uuid: device.links for device in detected()}
     for uuid, peers in links.items():
         assert uuid not in peers
         assert all(uuid in links[peer] for peer in peers)
 
 
-def test_a_card_reports_its_processes_and_its_memory(watch: NvmlWatch) -> None:
+def test_gpu_reports_its_processes_and_its_memory(watch: NvmlWatch) -> None:
     for device in detected():
         assert watch.knows(device)
         sample = watch.look(device)
@@ -116,7 +114,7 @@ def test_a_card_reports_its_processes_and_its_memory(watch: NvmlWatch) -> None:
     assert watch.driver_version
 
 
-def test_a_card_reports_how_busy_it_is(cards: list[Card], watch: NvmlWatch) -> None:
+def test_gpu_reports_its_utilisation(cards: list[Card], watch: NvmlWatch) -> None:
     for device in detected():
         busy = watch.look(device).utilisation
         assert busy is not None
@@ -124,30 +122,30 @@ def test_a_card_reports_how_busy_it_is(cards: list[Card], watch: NvmlWatch) -> N
     assert cards
 
 
-def test_a_card_that_serves_us_is_well(watch: NvmlWatch) -> None:
-    """Twice, since the first time it is registered for events."""
+def test_working_gpu_is_well(watch: NvmlWatch) -> None:
+    """Twice, because the first check registers the GPU for events."""
     for device in (*detected(), *detected()):
         health = watch.check(device)
         assert (health.errors, health.is_lost) == ((), False)
         assert health.action in {"", None}
 
 
-def test_a_device_that_is_not_there_is_lost(watch: NvmlWatch) -> None:
+def test_missing_device_is_lost(watch: NvmlWatch) -> None:
     uuid = "GPU-fedcba98-7654-3210-fedc-ba9876543210"
     assert watch.check(Device(uuid, uuid=uuid)).is_lost
 
 
-def test_instances_are_devices_of_their_own(watch: NvmlWatch) -> None:
-    there = inventory()
-    if not there.mig:
+def test_mig_instances_are_separate_devices(watch: NvmlWatch) -> None:
+    machine = inventory()
+    if not machine.mig:
         pytest.skip("no GPU is in MIG mode")
-    for mig in there.mig:
+    for mig in machine.mig:
         for place, device in mig.instances:
             assert place.count("/") == 1
             assert device.parent == mig.gpu.uuid
             assert 0 < device.memory < mig.gpu.memory
             old = f"MIG-{mig.gpu.uuid}/{place}"
             by_place = Nvidia().devices({"CUDA_VISIBLE_DEVICES": old}, None)
-            assert [each.uuid for each in by_place] == [device.uuid]
+            assert [instance.uuid for instance in by_place] == [device.uuid]
             assert watch.look(device).problem is None
             assert not watch.check(device).is_lost

@@ -1,4 +1,4 @@
-"""Detection of NVIDIA's GPUs: by nvidia-ml-py, unmodified, on a stub of NVML."""
+"""Detection of NVIDIA GPUs by the real nvidia-ml-py on a stub of NVML."""
 
 from __future__ import annotations
 
@@ -34,25 +34,18 @@ FASTEST = {"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}
 
 
 @pytest.mark.parametrize(
-    ("ids", "environ", "expected"),
+    ("ids", "environ", "visible", "order"),
     [
-        (
-            (1, 3),
-            {},
-            {"CUDA_VISIBLE_DEVICES": "1,3", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"},
-        ),
-        (
-            ("GPU-a", "MIG-b"),
-            {},
-            {"CUDA_VISIBLE_DEVICES": "GPU-a,MIG-b", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"},
-        ),
-        ((), {}, {"CUDA_VISIBLE_DEVICES": ""}),
-        ((1,), FASTEST, {"CUDA_VISIBLE_DEVICES": "1"}),
+        ((1, 3), {}, "1,3", {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}),
+        (("GPU-a", "MIG-b"), {}, "GPU-a,MIG-b", {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}),
+        ((), {}, "", {}),
+        ((1,), FASTEST, "1", {}),
     ],
 )
-def test_assignment_names_the_devices_and_the_order(ids, environ, expected):
-    """The user's own order stays."""
-    assert NVIDIA.assignment(ids, environ) == expected
+def test_assignment_names_the_devices_and_the_order(ids, environ, visible, order):
+    """An order set by the user is kept."""
+    assignment = {"CUDA_VISIBLE_DEVICES": visible, **order}
+    assert NVIDIA.assignment(ids, environ) == assignment
 
 
 @pytest.mark.parametrize(
@@ -68,7 +61,7 @@ def test_assignment_names_the_devices_and_the_order(ids, environ, expected):
         ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "RTX-PRO-6000"),
         ("NVIDIA RTX A6000", "RTX-A6000"),
         ("NVIDIA TITAN V", "TITAN-V"),
-        ("NVIDIA 7", "7"),  # one character is no type by the first rule
+        ("NVIDIA 7", "7"),  # too short for the first rule
         ("Something", "Something"),
         ("NVIDIA H100 80GB HBM3 MIG 1c.3g.40gb", "H100"),
         ("NVIDIA Graphics Device MIG 1g.12gb+me", "Graphics-Device"),
@@ -76,27 +69,14 @@ def test_assignment_names_the_devices_and_the_order(ids, environ, expected):
         (None, None),
     ],
 )
-def test_the_type_is_read_from_the_products_name(name, expected):
+def test_type_is_derived_from_the_product_name(name, expected):
     assert NVIDIA.type_of(name) == expected
 
 
-# What NVML tells
+# Answers of NVML
 
 
-WHOLE = {
-    "id": 0,
-    "type": "A100",
-    "uuid": ZERO,
-    "name": "NVIDIA A100-SXM4-40GB",
-    "memory": 40 * GIB,
-    "compute_capability": [8, 0],
-    "pci": "00000000:3B:00.0",
-    "links": [],
-    "parent": None,
-}
-
-
-def test_under_another_order_detected_devices_are_named_by_uuid(nvml: StubNvml):
+def test_devices_are_named_by_uuid_under_another_order(nvml: StubNvml):
     nvml.write(gpus(2))
     snippet = f"""
     fastest = {FASTEST}
@@ -110,21 +90,16 @@ def test_under_another_order_detected_devices_are_named_by_uuid(nvml: StubNvml):
     assert detected == [ZERO, ONE]
     assert three == [ZERO, ONE, 2]
     assert by_bus == empty == [0, 1]
-    assert [(device["id"], device["uuid"]) for device in typed] == [
-        (1, None),
-        (ZERO, ZERO),
-    ]
+    expected = [(1, None), (ZERO, ZERO)]
+    assert [(device["id"], device["uuid"]) for device in typed] == expected
 
 
-def test_indices_count_by_bus_where_nvml_does_not(nvml: StubNvml):
+def test_indices_follow_the_bus_and_not_nvml(nvml: StubNvml):
     zero, one, two = gpus(3)
     nvml.write([two, zero, one])
-    found = nvml.run("result = shown(Nvidia().devices({}, None))")
-    assert [(device["id"], device["uuid"]) for device in found] == [
-        (0, ZERO),
-        (1, ONE),
-        (2, TWO),
-    ]
+    devices = nvml.run("result = shown(Nvidia().devices({}, None))")
+    expected = [(0, ZERO), (1, ONE), (2, TWO)]
+    assert [(device["id"], device["uuid"]) for device in devices] == expected
 
 
 def test_nvml_is_shut_down_after_each_detection(nvml: StubNvml):
@@ -140,7 +115,7 @@ def test_nvml_is_shut_down_after_each_detection(nvml: StubNvml):
 
     inventory()
     result = [is_shut()]
-    pynvml.nvmlInit()  # the user's own is left to the user
+    pynvml.nvmlInit()  # a call of the user
     inventory()
     result += [pynvml.nvmlDeviceGetCount()]
     """
@@ -149,13 +124,13 @@ def test_nvml_is_shut_down_after_each_detection(nvml: StubNvml):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_split", [False, True], ids=["whole", "in MIG mode"])
-def test_what_is_asked_of_real_cards_is_fulfilled_by_the_stub(
-    nvml: StubNvml, is_split: bool
-):
-    """So those tests do not rot where there is no card, nor the stub where there is."""
+def test_stub_passes_the_tests_of_real_gpus(nvml: StubNvml, is_split: bool):
+    """Keep those tests and the stub consistent, with and without a real GPU."""
     first, *others = (replace(gpu, used=GIB) for gpu in gpus(4))
     if is_split:
-        first = replace(first, mig=tuple(replace(each, used=1) for each in migs(2)))
+        first = replace(
+            first, mig=tuple(replace(instance, used=1) for instance in migs(2))
+        )
     nvml.write([first, *others], links=[(1, 2), (1, 3)])
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:xdist"]
     done = subprocess.run(
@@ -169,7 +144,7 @@ def test_what_is_asked_of_real_cards_is_fulfilled_by_the_stub(
     assert done.stdout.split()[0].count("s") == (4 if is_split else 1)  # skipped
 
 
-# Where NVML is missing, broken or answers in part
+# NVML that is missing, broken or incomplete
 
 
 def has_nvml() -> bool:
@@ -187,7 +162,7 @@ result = [ids({}), ids({}, 2), ids({"CUDA_VISIBLE_DEVICES": "7,GPU-ab"}),
 
 
 @pytest.mark.skipif(has_nvml(), reason="this machine has NVML, which is found")
-def test_without_the_library_nothing_is_said(tmp_path: Path):
+def test_missing_library_is_not_reported(tmp_path: Path):
     done = subprocess.run(
         program(OUTCOME + "print(json.dumps([*result, 'pynvml' in sys.modules]))"),
         env=stub_environ(tmp_path, tmp_path / "none"),
@@ -203,7 +178,7 @@ def test_without_the_library_nothing_is_said(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("how", "before", "problem"),
+    ("state", "setup", "problem"),
     [
         ({"init_error": 9}, "", "NVML does not start: Driver Not Loaded"),
         (
@@ -215,26 +190,28 @@ def test_without_the_library_nothing_is_said(tmp_path: Path):
     ],
     ids=["start", "count", "no pynvml"],
 )
-def test_without_an_answer_devices_are_logical(nvml: StubNvml, how, before, problem):
-    nvml.write(gpus(4), **how)
-    *found, told = nvml.run(before + OUTCOME)
-    assert found == [[], [0, 1], [7, "GPU-ab"]]
-    assert told.startswith(problem)
+def test_devices_are_logical_without_an_answer_of_nvml(
+    nvml: StubNvml, state, setup, problem
+):
+    nvml.write(gpus(4), **state)
+    *ids, message = nvml.run(setup + OUTCOME)
+    assert ids == [[], [0, 1], [7, "GPU-ab"]]
+    assert message.startswith(problem)
 
 
-def test_a_damaged_library_and_one_that_cannot_start_are_problems(tmp_path: Path):
+def test_damaged_library_and_failed_start_are_problems(tmp_path: Path):
     (tmp_path / LIBRARY).write_bytes(b"")
-    *found, problem = run_snippet(OUTCOME, stub_environ(tmp_path, tmp_path / "none"))
-    assert found == [[], [0, 1], [7, "GPU-ab"]]
+    *ids, problem = run_snippet(OUTCOME, stub_environ(tmp_path, tmp_path / "none"))
+    assert ids == [[], [0, 1], [7, "GPU-ab"]]
     assert problem.startswith("NVML cannot be loaded: ")
     (tmp_path / "without").mkdir()
     library = compile_stub(tmp_path / "without", ["nvmlInitWithFlags"])
     *again, problem = StubNvml(library, tmp_path / "state").run(OUTCOME)
-    assert (again, problem) == (found, "NVML does not start: Function Not Found")
+    assert (again, problem) == (ids, "NVML does not start: Function Not Found")
 
 
 @pytest.mark.parametrize(
-    ("devices", "how", "warnings"),
+    ("devices", "state", "warnings"),
     [
         (gpus(1), {}, []),
         (gpus(1), {"fail": {"nvmlDeviceGetMemoryInfo": 3}}, []),
@@ -244,8 +221,8 @@ def test_a_damaged_library_and_one_that_cannot_start_are_problems(tmp_path: Path
     ],
     ids=["well", "not supported", "forbidden", "no start", "lost"],
 )
-def test_each_detection_warns_once_and_only_of_failures(nvml, devices, how, warnings):
-    nvml.write(devices, **how)
+def test_detection_warns_once_and_only_of_failures(nvml, devices, state, warnings):
+    nvml.write(devices, **state)
     snippet = """
     import io, logging
     log = io.StringIO()
@@ -259,8 +236,8 @@ def test_each_detection_warns_once_and_only_of_failures(nvml, devices, how, warn
     ]
 
 
-def test_a_lost_device_is_left_out_and_the_rest_are_named_by_uuid(nvml: StubNvml):
-    """Whether CUDA counts a lost device is open, so an index would be a guess."""
+def test_lost_device_is_left_out_and_the_others_are_named_by_uuid(nvml: StubNvml):
+    """CUDA may or may not count a lost device, so an index would be a guess."""
     nvml.write(gpus(3), lost=[1])
     snippet = """
     result = [ids({}), ids({}, 2), ids({}, 4), inventory().count,
@@ -279,35 +256,30 @@ def test_a_lost_device_is_left_out_and_the_rest_are_named_by_uuid(nvml: StubNvml
 @pytest.mark.parametrize(
     ("fail", "problem"),
     [
-        ({"nvmlDeviceGetP2PStatus": 3, "nvmlDeviceGetMigMode": 3}, None),
+        ({"P2PStatus": 3, "MigMode": 3}, None),
+        ({"P2PStatus": 999}, "nvmlDeviceGetP2PStatus fails: Unknown Error"),
         (
-            {"nvmlDeviceGetP2PStatus": 999},
-            "nvmlDeviceGetP2PStatus fails: Unknown Error",
-        ),
-        (
-            {"nvmlDeviceGetCudaComputeCapability": 999, "nvmlDeviceGetP2PStatus": 15},
+            {"CudaComputeCapability": 999, "P2PStatus": 15},
             "nvmlDeviceGetCudaComputeCapability fails: Unknown Error",
         ),
-        (
-            {"nvmlDeviceGetMigMode": 999},
-            "whether GPU 0 is in MIG mode is unknown: Unknown Error",
-        ),
+        ({"MigMode": 999}, "whether GPU 0 is in MIG mode is unknown: Unknown Error"),
     ],
     ids=["not supported", "links", "capability", "mig mode"],
 )
-def test_what_is_known_beside_what_fails(nvml: StubNvml, fail, problem):
+def test_failing_call_does_not_hide_other_facts(nvml: StubNvml, fail, problem):
+    fail = {f"nvmlDeviceGet{name}": code for name, code in fail.items()}
     nvml.write(gpus(3), fail=fail, links=[(0, 1)])
     snippet = """
-    there = inventory()
-    result = [ids({}), there.problem, there.sees_mig, shown(there.devices)]
+    machine = inventory()
+    result = [ids({}), machine.problem, machine.sees_mig, shown(machine.devices)]
     """
-    found, told, sees_mig, devices = nvml.run(snippet)
-    assert (found, told) == ([0, 1, 2], problem)
+    ids, message, sees_mig, devices = nvml.run(snippet)
+    assert (ids, message) == ([0, 1, 2], problem)
     assert sees_mig == ("MIG mode" not in str(problem))
     assert len(devices[0]["links"]) == ("nvmlDeviceGetP2PStatus" not in fail)
 
 
-def test_a_missing_symbol_costs_only_its_own_fact(tmp_path: Path):
+def test_missing_symbol_hides_only_its_own_fact(tmp_path: Path):
     absent = [
         *("nvmlDeviceGetMemoryInfo", "nvmlDeviceGetPciInfo_v3", "nvmlShutdown"),
         *("nvmlDeviceGetCudaComputeCapability", "nvmlDeviceGetP2PStatus"),
@@ -316,8 +288,8 @@ def test_a_missing_symbol_costs_only_its_own_fact(tmp_path: Path):
     nvml = StubNvml(compile_stub(tmp_path, absent), tmp_path / "state")
     nvml.write(gpus(2), links=[(0, 1)])
     snippet = "result = [shown(Nvidia().devices({}, None)), inventory().problem]"
-    found, problem = nvml.run(snippet)
-    for device, uuid in zip(found, [ZERO, ONE], strict=True):
+    devices, problem = nvml.run(snippet)
+    for device, uuid in zip(devices, [ZERO, ONE], strict=True):
         assert (device["uuid"], device["memory"], device["pci"]) == (uuid, 0, None)
         assert (device["compute_capability"], device["links"]) == (None, [])
     assert problem == "nvmlDeviceGetMemoryInfo fails: Function Not Found"
@@ -337,8 +309,8 @@ LARGE = StubMig(
 )
 
 
-def box() -> list[StubGpu]:
-    """Two instances on GPU 0, one on GPU 2, GPU 1 whole; counted from the back."""
+def mixed_gpus() -> list[StubGpu]:
+    """Two instances on GPU 0, one on GPU 2, GPU 1 whole; in reverse order."""
     zero, one, two = gpus(3)
     return [
         StubGpu(two.uuid, pci=two.pci, mig=(LARGE,)),
@@ -350,16 +322,18 @@ def box() -> list[StubGpu]:
 SHOWN = "result = [shown(Nvidia().devices({}, None)), inventory().problem]"
 
 
-def test_instances_are_devices_in_place_of_their_gpu(nvml: StubNvml):
-    nvml.write(box(), links=[(0, 1), (0, 2)])
-    found, problem = nvml.run(SHOWN)
+def test_mig_instances_replace_their_gpu(nvml: StubNvml):
+    nvml.write(mixed_gpus(), links=[(0, 1), (0, 2)])
+    devices, problem = nvml.run(SHOWN)
     assert problem is None
     name = {"id": FIRST.uuid, "uuid": FIRST.uuid, "name": FIRST.name, "parent": ZERO}
-    assert found[0] == WHOLE | name | {"memory": 5 * GIB, "pci": "00000000:01:00.0"}
-    # A whole GPU goes by UUID here: what CUDA counts beside MIG is open.
+    facts = {"type": "A100", "compute_capability": [8, 0], "links": []}
+    place = {"memory": 5 * GIB, "pci": "00000000:01:00.0"}
+    assert devices[0] == facts | name | place
+    # The whole GPU has its UUID, because CUDA may count differently beside MIG.
     assert [
-        (each["id"], each["parent"], each["memory"] // GIB, each["type"])
-        for each in found[1:]
+        (device["id"], device["parent"], device["memory"] // GIB, device["type"])
+        for device in devices[1:]
     ] == [
         (SECOND.uuid, ZERO, 5, "A100"),
         (ONE, None, 40, "T4"),
@@ -367,8 +341,8 @@ def test_instances_are_devices_in_place_of_their_gpu(nvml: StubNvml):
     ]
 
 
-def test_the_variable_names_gpus_and_instances(nvml: StubNvml):
-    nvml.write(box())
+def test_variable_selects_gpus_and_instances(nvml: StubNvml):
+    nvml.write(mixed_gpus())
     snippet = f"""
     def visible(text, wanted=None):
         return ids({{"CUDA_VISIBLE_DEVICES": text}}, wanted)
@@ -378,38 +352,40 @@ def test_the_variable_names_gpus_and_instances(nvml: StubNvml):
         ids({{}}, 2), ids({{}}, 5), error({{"CUDA_VISIBLE_DEVICES": "0,1"}}, 3),
     ]
     """
-    *found, many = nvml.run(snippet)
-    assert found == [
+    *ids, message = nvml.run(snippet)
+    assert ids == [
         [LARGE.uuid, ONE, SECOND.uuid],
         [FIRST.uuid],
         [],
         [FIRST.uuid, SECOND.uuid],
         [FIRST.uuid, SECOND.uuid, ONE, LARGE.uuid, 3],
     ]
-    assert many.startswith("num_gpus=3, but CUDA_VISIBLE_DEVICES='0,1' names 2 devices")
+    assert message.startswith(
+        "num_gpus=3, but CUDA_VISIBLE_DEVICES='0,1' names 2 devices"
+    )
 
 
-def test_what_nvml_does_not_report_of_an_instance_is_unknown(nvml: StubNvml):
+def test_facts_that_nvml_does_not_report_of_an_instance_are_unknown(nvml: StubNvml):
     snippet = """
-    there = inventory()
-    [mig] = there.mig
+    machine = inventory()
+    [mig] = machine.mig
     result = [
-        [place for place, _ in mig.instances], shown(there.devices),
-        there.problem, there.sees_mig,
+        [place for place, _ in mig.instances], shown(machine.devices),
+        machine.problem, machine.sees_mig,
     ]
     """
-    one = [StubGpu(ZERO, mig=(FIRST, SECOND))]
-    nvml.write(one, fail={"nvmlDeviceGetGpuInstanceId": 3, "nvmlDeviceGetName": 999})
+    split = [StubGpu(ZERO, mig=(FIRST, SECOND))]
+    nvml.write(split, fail={"nvmlDeviceGetGpuInstanceId": 3, "nvmlDeviceGetName": 999})
     places, devices, problem, sees_mig = nvml.run(snippet)
     assert places == ["?/0", "?/1"]
     assert [device["uuid"] for device in devices] == [FIRST.uuid, SECOND.uuid]
     assert (problem, sees_mig) == ("nvmlDeviceGetName fails: Unknown Error", True)
-    nvml.write(one, fail={"nvmlDeviceGetMigDeviceHandleByIndex": 999})
+    nvml.write(split, fail={"nvmlDeviceGetMigDeviceHandleByIndex": 999})
     assert nvml.run(snippet) == [
         [],
         [],
         "MIG instance 0 of GPU 0 is unknown: Unknown Error",
         False,
     ]
-    nvml.write(one, fail={"nvmlDeviceGetMigDeviceHandleByIndex": 4})
+    nvml.write(split, fail={"nvmlDeviceGetMigDeviceHandleByIndex": 4})
     assert nvml.run(snippet) == [[], [], None, True]

@@ -1,4 +1,4 @@
-"""What is on a GPU and whether it is well: nvidia-ml-py, unmodified, on a stub."""
+"""Processes, memory and health of GPUs, by the real nvidia-ml-py on a stub."""
 
 from __future__ import annotations
 
@@ -35,41 +35,30 @@ watch.open()
 def device(uuid):
     return Device(uuid, uuid=uuid)
 
-def told(uuid=ZERO):
-    found = watch.look(device(uuid))
-    listed = found.processes
+def look(uuid=ZERO):
+    sample = watch.look(device(uuid))
+    listed = sample.processes
     return [
         None if listed is None else sorted(listed.items()),
-        sorted(found.living), found.used, found.problem, found.is_lost,
+        sorted(sample.living), sample.used, sample.problem, sample.is_lost,
     ]
 
 def check(uuid=ZERO):
-    found = watch.check(device(uuid))
-    return [list(found.errors), found.action, found.is_lost]
+    health = watch.check(device(uuid))
+    return [list(health.errors), health.action, health.is_lost]
 
 """
-LOOK = WATCH + "result = told()"
 IDLE = [[], [], 0, None, False]
 
 
-def one(**details: object) -> list[StubGpu]:
-    return [StubGpu(ZERO, used=GIB, **details)]
-
-
-V3 = [
-    f"nvmlDeviceGet{name}RunningProcesses_v3"
-    for name in ("Compute", "MPSCompute", "Graphics")
-]
-
-
-def test_the_programs_own_nvml_is_left_to_it(nvml: StubNvml) -> None:
+def test_watch_does_not_shut_down_the_programs_own_nvml(nvml: StubNvml) -> None:
     nvml.write(gpus(1))
     snippet = f"""{WATCH}
 pynvml.nvmlInit()
 nvml.write(gpus(1), lost=[0])
-result = [told()[3], told()[3]]
+result = [look()[3], look()[3]]
 nvml.write(gpus(1))
-result += [told()[3]]
+result += [look()[3]]
 watch.close()
 result += [pynvml.nvmlDeviceGetCount()]
 pynvml.nvmlShutdown()
@@ -81,12 +70,13 @@ except pynvml.NVMLError_Uninitialized:
     assert nvml.run(snippet) == ["GPU is lost", "GPU is lost", None, 1, "even"]
 
 
-def test_a_failure_passes_and_a_lost_gpu_may_come_back(nvml: StubNvml) -> None:
+def test_gpu_recovers_from_a_failure_and_a_loss(nvml: StubNvml) -> None:
     snippet = f"""{WATCH}
 result = []
-for how in ({{"lost": [0]}}, {{}}, {{"fail": {{"{V3[0]}": 999}}}}, {{}}):
-    nvml.write(gpus(1), **how)
-    result += [told()]
+failure = {{"nvmlDeviceGetComputeRunningProcesses_v3": 999}}
+for state in ({{"lost": [0]}}, {{}}, {{"fail": failure}}, {{}}):
+    nvml.write(gpus(1), **state)
+    result += [look()]
 """
     nvml.write(gpus(1))
     assert nvml.run(snippet) == [
@@ -97,42 +87,42 @@ for how in ({{"lost": [0]}}, {{}}, {{"fail": {{"{V3[0]}": 999}}}}, {{}}):
     ]
 
 
-def test_without_an_answer_the_problem_is_reported(nvml: StubNvml) -> None:
+def test_problem_is_reported_without_an_answer(nvml: StubNvml) -> None:
     nvml.write(gpus(1))
     snippet = f"""{WATCH}
-result = [told(ONE)]
+result = [look(ONE)]
 pynvml.nvmlShutdown()
-result += [told()]
+result += [look()]
 watch.close()
 watch.close()
-result += [repr(watch), told()]
+result += [repr(watch), look()]
 """
     unknown = [None, [], None]
     assert nvml.run(snippet) == [
         [*unknown, "Not Found", False],
-        IDLE,  # it is started again
+        IDLE,  # NVML is started again
         "<NvmlWatch NVML was closed>",
         [*unknown, "NVML was closed", False],
     ]
     nvml.write(gpus(1), init_error=9)
     problem = "NVML does not start: Driver Not Loaded"
-    assert nvml.run(LOOK) == [*unknown, problem, False]
+    assert nvml.run(f"{WATCH}result = look()") == [*unknown, problem, False]
 
 
-def test_how_busy_a_gpu_is(nvml: StubNvml) -> None:
-    """One that does not tell is not asked again."""
+def test_utilisation_is_read_where_it_is_supported(nvml: StubNvml) -> None:
+    """A GPU that does not support it is asked only once."""
     snippet = f"""{WATCH}
-asked, rates = [], pynvml.nvmlDeviceGetUtilizationRates
+calls, rates = [], pynvml.nvmlDeviceGetUtilizationRates
 def counted(handle):
-    asked.append(handle)
+    calls.append(handle)
     return rates(handle)
 pynvml.nvmlDeviceGetUtilizationRates = counted
 def busy(first, **how):
-    box = [StubGpu(ZERO, utilisation=first), StubGpu(ONE, utilisation=None)]
-    nvml.write(box, **how)
+    zero, one = StubGpu(ZERO, utilisation=first), StubGpu(ONE, utilisation=None)
+    nvml.write([zero, one], **how)
     return [watch.look(device(uuid)).utilisation for uuid in (ZERO, ONE)]
-result = [busy(37), busy(37), len(asked), busy(5)]
-result += [busy(5, fail={{"nvmlDeviceGetUtilizationRates": 999}}), told()[3]]
+result = [busy(37), busy(37), len(calls), busy(5)]
+result += [busy(5, fail={{"nvmlDeviceGetUtilizationRates": 999}}), look()[3]]
 """
     nvml.write(gpus(2))
     assert nvml.run(snippet) == [
@@ -141,12 +131,14 @@ result += [busy(5, fail={{"nvmlDeviceGetUtilizationRates": 999}}), told()[3]]
     ]
 
 
-def test_temperature_and_power_are_read_where_there_are_sensors(nvml: StubNvml) -> None:
+def test_temperature_and_power_are_read_where_they_are_supported(
+    nvml: StubNvml,
+) -> None:
     snippet = f"""{WATCH}
 def read(first, **how):
     nvml.write([first, StubGpu(ONE)], **how)
     seen = [watch.look(device(uuid)) for uuid in (ZERO, ONE)]
-    return [(one.temperature, one.power, one.utilisation) for one in seen]
+    return [(s.temperature, s.power, s.utilisation) for s in seen]
 result = [read(StubGpu(ZERO, temperature=63, power=286_500))]
 result += [read(StubGpu(ZERO, power=1), fail={{"nvmlDeviceGetPowerUsage": 999}})]
 """
@@ -157,17 +149,16 @@ result += [read(StubGpu(ZERO, power=1), fail={{"nvmlDeviceGetPowerUsage": 999}})
     ]
 
 
-def test_an_instance_is_looked_at_by_itself(nvml: StubNvml) -> None:
+def test_mig_instance_has_its_own_samples(nvml: StubNvml) -> None:
     first, second = migs(2)
     first = replace(first, used=7, processes=((DEAD, 3),))
     second = replace(second, used=GIB, processes=((DEAD + 1, 5), (DEAD + 2, 9)))
-    box = [StubGpu(ZERO, used=2 * GIB, mig=(first, second))]
-    nvml.write(box)
+    nvml.write([StubGpu(ZERO, used=2 * GIB, mig=(first, second))])
     snippet = f"""{WATCH}
 FIRST, SECOND = {[first.uuid, second.uuid]}
-result = [told(FIRST), told(SECOND), told()[0], watch.look(device(FIRST)).utilisation]
+result = [look(FIRST), look(SECOND), look()[0], watch.look(device(FIRST)).utilisation]
 nvml.write([StubGpu(ZERO, mig=migs(2)[1:])])
-result += [told(FIRST), told(SECOND)]
+result += [look(FIRST), look(SECOND)]
 """
     assert nvml.run(snippet) == [
         [[[DEAD, 3]], [], 7, None, False],
@@ -203,16 +194,16 @@ result = [lines({DEAD}), lines(), lines(mine, {DEAD}), lines({DEAD}, sure=True)]
     )
 
 
-def test_who_is_alive() -> None:
+def test_is_alive_finds_existing_processes() -> None:
     assert is_alive(os.getpid())
     assert is_alive(1)
     assert [is_alive(pid) for pid in (DEAD, 0, -1, 2**32 - 1)] == [False] * 4
 
 
-# Faults, in words
+# Faults
 
 
-def test_recovery_actions_in_words() -> None:
+def test_recovery_actions_have_names() -> None:
     assert [action_in_words(action) for action in range(9)] == [
         *("", "GPU reset", "node reboot", "drain P2P", "drain and reset"),
         *("recover the IMEX domain", "bus reset", "system reboot"),
@@ -221,7 +212,7 @@ def test_recovery_actions_in_words() -> None:
 
 
 @pytest.mark.parametrize(
-    ("xid", "place", "concerned"),
+    ("xid", "place", "expected"),
     [
         (Xid(79, "GPU-a"), None, True),
         (Xid(79, "GPU-a"), (1, 0), True),
@@ -236,19 +227,19 @@ def test_recovery_actions_in_words() -> None:
         (Xid(94, "GPU-a", (1, 0)), None, True),
     ],
 )
-def test_which_device_an_event_concerns(
-    xid: Xid, place: tuple[int, int] | None, concerned: bool
+def test_event_concerns_its_gpu_and_instance(
+    xid: Xid, place: tuple[int, int] | None, expected: bool
 ) -> None:
-    assert xid.concerns("GPU-a", place) == concerned
+    assert xid.concerns("GPU-a", place) == expected
 
 
-def test_what_a_program_causes_itself_is_no_fault_and_all_else_is() -> None:
+def test_errors_caused_by_programs_are_no_faults() -> None:
     actions = (None, "", "GPU reset")
     for xid in (13, 31, 43, 45, 68, 109):
         assert not any(is_fault(xid, action) for action in actions)
     for xid in (1, 48, 62, 63, 64, 74, 79, 92, 94, 95, 119, 120, 999):
         assert all(is_fault(xid, action) for action in actions)
-    # The XID of an action adds nothing where the action is known.
+    # The XID of an action adds nothing if the action is known.
     assert [is_fault(154, action) for action in actions] == [True, False, False]
 
 
@@ -267,10 +258,10 @@ FALLEN = "XID 79 (the GPU has fallen off the bus)"
 CONTAINED = "XID 94 (a contained memory error)"
 
 
-def test_xids_are_reported_once_and_for_the_gpu_that_has_them(nvml: StubNvml) -> None:
+def test_xids_are_reported_once_and_for_their_gpu(nvml: StubNvml) -> None:
     nvml.write(gpus(2))
-    nvml.xid(0, 48)  # before anybody asked
-    found = nvml.run(
+    nvml.xid(0, 48)  # before the first check
+    healths = nvml.run(
         WATCH
         + """
 result = [check(), check(ONE)]
@@ -284,17 +275,17 @@ nvml.xid(-1, 62)
 result += [check(), check(ONE), check()]
 """
     )
-    assert found[:4] == [WELL] * 4
-    assert found[4:7] == [WELL, [[CONTAINED, FALLEN], "", False], WELL]
-    assert found[7:9] == [WELL, [[FALLEN], "", False]]
+    assert healths[:4] == [WELL] * 4
+    assert healths[4:7] == [WELL, [[CONTAINED, FALLEN], "", False], WELL]
+    assert healths[7:9] == [WELL, [[FALLEN], "", False]]
     halted = [["XID 62 (the internal micro-controller has halted)"], "", False]
-    assert found[9:] == [halted, halted, WELL], "it is of no known GPU"
+    assert healths[9:] == [halted, halted, WELL], "the GPU of this XID is unknown"
 
 
-def test_a_gpu_falls_off_the_bus_and_comes_back(nvml: StubNvml) -> None:
-    """Whose XID it is is known, although a lost GPU does not even tell its UUID."""
+def test_gpu_that_fell_off_the_bus_can_return(nvml: StubNvml) -> None:
+    """The XID is attributed although a lost GPU does not report its UUID."""
     nvml.write(gpus(2))
-    found = nvml.run(
+    healths = nvml.run(
         WATCH
         + """
 check(), check(ONE)
@@ -307,18 +298,18 @@ nvml.xid(0, 94)
 result += [check(ONE), check()]
 """
     )
-    assert found[:4] == [WELL, [[FALLEN], None, True], [[], None, True], WELL]
-    assert found[4:] == [WELL, WELL, WELL, [[CONTAINED], "", False]]
-
-
-EVENTS = ["nvmlEventSetCreate", "nvmlDeviceRegisterEvents", "nvmlEventSetWait_v2"]
+    assert healths[:4] == [WELL, [[FALLEN], None, True], [[], None, True], WELL]
+    assert healths[4:] == [WELL, WELL, WELL, [[CONTAINED], "", False]]
 
 
 QUIET = "a failed GPU is noticed only if its driver reports it otherwise.\n"
 
 
-@pytest.mark.parametrize("function", EVENTS)
-def test_without_events_one_line_says_so_and_the_rest_is_reported(
+@pytest.mark.parametrize(
+    "function",
+    ["nvmlEventSetCreate", "nvmlDeviceRegisterEvents", "nvmlEventSetWait_v2"],
+)
+def test_missing_events_are_logged_once_and_other_facts_are_reported(
     nvml: StubNvml, function: str
 ) -> None:
     fail = f"fail={{'{function}': 3}}"
@@ -337,7 +328,7 @@ result += [check(), check(ONE), log.getvalue()]
 
 
 @pytest.mark.parametrize(
-    ("fail", "told"),
+    ("fail", "health"),
     [
         ({"nvmlDeviceGetFieldValues": 999}, UNKNOWN),
         ({"nvmlDeviceGetFieldValues": 15}, [[], None, True]),
@@ -352,14 +343,14 @@ result += [check(), check(ONE), log.getvalue()]
     ],
     ids=lambda value: next(iter(value.items())) if isinstance(value, dict) else "",
 )
-def test_what_failing_calls_mean(
-    nvml: StubNvml, fail: dict[str, int], told: list[object]
+def test_failing_calls_give_the_right_health(
+    nvml: StubNvml, fail: dict[str, int], health: list[object]
 ) -> None:
     nvml.write(gpus(1), fail=fail)
-    assert nvml.run(f"{WATCH}result = [check(), log.getvalue()]") == [told, ""]
+    assert nvml.run(f"{WATCH}result = [check(), log.getvalue()]") == [health, ""]
 
 
-def test_an_nvml_that_the_program_has_shut_down_is_started_again(
+def test_nvml_that_the_program_shut_down_is_started_again(
     nvml: StubNvml,
 ) -> None:
     nvml.write(gpus(1))

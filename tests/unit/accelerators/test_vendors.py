@@ -1,4 +1,4 @@
-"""[B34] [B35] What each vendor answers, and the vendors that are known or added."""
+"""[B34] [B35] The answers of each vendor, and the registry of vendors."""
 
 from __future__ import annotations
 
@@ -33,26 +33,21 @@ ANSWERS = [
     (Nvidia(), "GPU", "num_gpus", "CUDA_VISIBLE_DEVICES", ""),
     (Amd(), "GPU", "num_gpus", "HIP_VISIBLE_DEVICES", "-1"),
     (IntelGpu(), "GPU", "num_gpus", "ZE_AFFINITY_MASK", "999999"),
-    (
-        Neuron(),
-        "neuron_cores",
-        "resources['neuron_cores']",
-        "NEURON_RT_VISIBLE_CORES",
-        "",
-    ),
-    (Tpu(), "TPU", "resources['TPU']", "TPU_VISIBLE_CHIPS", ""),
-    (Gaudi(), "HPU", "resources['HPU']", "HABANA_VISIBLE_MODULES", ""),
-    (Ascend(), "NPU", "resources['NPU']", "ASCEND_RT_VISIBLE_DEVICES", ""),
+    (Neuron(), "neuron_cores", None, "NEURON_RT_VISIBLE_CORES", ""),
+    (Tpu(), "TPU", None, "TPU_VISIBLE_CHIPS", ""),
+    (Gaudi(), "HPU", None, "HABANA_VISIBLE_MODULES", ""),
+    (Ascend(), "NPU", None, "ASCEND_RT_VISIBLE_DEVICES", ""),
 ]
 
 
 @pytest.mark.parametrize(
     ("vendor", "kind", "option", "variable", "none"), ANSWERS, ids=repr
 )
-def test_each_vendor_answers(
-    vendor: Accelerator, kind: str, option: str, variable: str, none: str
+def test_vendor_answers_and_assigns_devices(
+    vendor: Accelerator, kind: str, option: str | None, variable: str, none: str
 ) -> None:
-    assert (vendor.kind, vendor.option, vendor.variable) == (kind, option, variable)
+    assert (vendor.kind, vendor.variable) == (kind, variable)
+    assert vendor.option == (option or f"resources['{kind}']")
     assert repr(vendor) == f"<{type(vendor).__name__} {kind}>"
     assert not vendor.watch().knows(Device(0))
     assert vendor.assignment((0, 3), {})[variable] == "0,3"
@@ -77,16 +72,16 @@ def test_each_vendor_answers(
     ],
     ids=repr,
 )
-def test_valid_quantities(vendor: Accelerator, quantities: dict[float, int]) -> None:
+def test_valid_quantities_become_ten_thousandths(
+    vendor: Accelerator, quantities: dict[float, int]
+) -> None:
     assert {value: vendor.quantity(value) for value in quantities} == quantities
 
 
 @pytest.mark.parametrize(
-    ("vendor", "values", "told"),
+    ("vendor", "values", "message"),
     [
-        (Nvidia(), [1.5], "num_gpus={} mixes"),
-        (Amd(), [1.5], "num_gpus={} mixes"),
-        (IntelGpu(), [1.5], "num_gpus={} mixes"),
+        *((gpu, [1.5], "num_gpus={} mixes") for gpu in (Nvidia(), Amd(), IntelGpu())),
         (Ascend(), [1.5], "resources['NPU']={} mixes"),
         (Gaudi(), [0.5], "resources['HPU']={}: a Gaudi cannot be shared"),
         (Neuron(), [0.5, 1.5, 2.00001], "resources['neuron_cores']={}: a NeuronCore"),
@@ -96,12 +91,12 @@ def test_valid_quantities(vendor: Accelerator, quantities: dict[float, int]) -> 
     ids=repr,
 )
 def test_other_quantities_are_refused(
-    vendor: Accelerator, values: list[object], told: str
+    vendor: Accelerator, values: list[object], message: str
 ) -> None:
     for value in values:
         with pytest.raises(OptionError) as caught:
             vendor.quantity(value)
-        assert told.format(value) in str(caught.value)
+        assert message.format(value) in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +117,7 @@ def test_other_quantities_are_refused(
     ],
     ids=repr,
 )
-def test_types_of_devices(
+def test_type_is_derived_from_the_name_of_a_device(
     vendor: Accelerator, types: dict[str | None, str | None]
 ) -> None:
     assert {name: vendor.type_of(name) for name in types} == types
@@ -136,12 +131,12 @@ def test_tpus_are_assigned_with_their_layout(tmp_path: Path) -> None:
     two = {"TPU_CHIPS_PER_HOST_BOUNDS": "1,2,1", "TPU_HOST_BOUNDS": "1,1,1"}
     assert tpu.assignment((3,), {}) == {"TPU_VISIBLE_CHIPS": "3", **one}
     assert tpu.assignment((0, 1), {}) == {"TPU_VISIBLE_CHIPS": "0,1", **two}
-    assert tpu.assignment((0, 1, 2, 3), {}) == {}, "all of the machine's"
+    assert tpu.assignment((0, 1, 2, 3), {}) == {}, "all chips of the machine"
     other = Tpu(str(tmp_path / "other")).assignment((0, 1, 4, 5), {})
     assert other == {"TPU_VISIBLE_CHIPS": "0,1,4,5"}
 
 
-def test_a_selector_of_intels_does_not_count_among_what_the_mask_leaves() -> None:
+def test_assignment_of_intel_gpus_replaces_the_selector() -> None:
     environ = {"ONEAPI_DEVICE_SELECTOR": "level_zero:2,3"}
     assert IntelGpu().assignment((3, "1.0"), environ) == {
         "ZE_AFFINITY_MASK": "3,1.0",
@@ -152,7 +147,7 @@ def test_a_selector_of_intels_does_not_count_among_what_the_mask_leaves() -> Non
 # Names of types
 
 
-def test_all_public_names_are_there_and_no_others() -> None:
+def test_module_has_exactly_its_public_names() -> None:
     assert aiogpu.accelerators is accelerators
     names: dict[str, object] = {}
     exec("from aiogpu.accelerators import *", names)
@@ -166,20 +161,20 @@ def test_all_public_names_are_there_and_no_others() -> None:
 
 
 @pytest.fixture(autouse=True)
-def forgotten() -> Iterator[None]:
+def clean_registry() -> Iterator[None]:
     yield
     registry._registered.clear()
 
 
-def test_the_table_says_what_the_files_say() -> None:
-    told = [(entry.kind, entry.variable, entry.name) for entry in KNOWN]
-    said = [(v.kind, v.variable, type(v).__name__) for v in registry.vendors()]
-    assert told == said
+def test_table_of_vendors_agrees_with_their_classes() -> None:
+    table = [(entry.kind, entry.variable, entry.name) for entry in KNOWN]
+    classes = [(v.kind, v.variable, type(v).__name__) for v in registry.vendors()]
+    assert table == classes
     assert kinds() == ("GPU", "neuron_cores", "TPU", "HPU", "NPU")
     assert len(set(variables())) == len(KNOWN)
 
 
-def test_the_watch_of_most_vendors_asks_no_driver() -> None:
+def test_unwatched_devices_are_unknown_and_well() -> None:
     watch: DeviceWatch = Unwatched()
     watch.open()
     assert not watch.knows(Device(0))
@@ -188,11 +183,9 @@ def test_the_watch_of_most_vendors_asks_no_driver() -> None:
     watch.close()
 
 
-def test_a_vendor_is_registered_and_may_be_again() -> None:
-    assert [repr(vendor_of(kind)) for kind in ("GPU", "TPU")] == [
-        "<Nvidia GPU>",
-        "<Tpu TPU>",
-    ]
+def test_vendor_can_be_registered_twice() -> None:
+    known = [repr(vendor_of(kind)) for kind in ("GPU", "TPU")]
+    assert known == ["<Nvidia GPU>", "<Tpu TPU>"]
     assert vendor_of("license") is None
     first, second = Fpga(), Fpga()
     register(first)
@@ -200,57 +193,51 @@ def test_a_vendor_is_registered_and_may_be_again() -> None:
     assert vendor_of("FPGA") is registry.vendors()[-1] is first
     assert (kinds()[-1], variables()[-1]) == ("FPGA", "FPGA_VISIBLE")
     register(second)
-    assert vendor_of("FPGA") is second, "a notebook's cell may be run again"
+    assert vendor_of("FPGA") is second, "a notebook may run its cell again"
 
 
 @pytest.mark.parametrize(
-    ("lacks", "told"),
+    ("missing", "message"),
     [
         ({"watch": None}, "it lacks watch."),
         ({"quantity": 1, "kind": ""}, "it lacks quantity, kind."),
         ({"variable": None}, "it lacks variable."),
     ],
 )
-def test_what_lacks_an_answer_is_refused(lacks: dict[str, object], told: str) -> None:
-    lame = type("Lame", (Fpga,), lacks)()
+def test_incomplete_vendor_is_refused(missing: dict[str, object], message: str) -> None:
+    methods = "the methods devices, assignment, quantity, type_of, watch"
     with pytest.raises(OptionError) as caught:
-        register(lame)
-    assert told in str(caught.value)
-    assert "the methods devices, assignment, quantity, type_of, watch" in str(
-        caught.value
-    )
+        register(type("Incomplete", (Fpga,), missing)())
+    assert message in str(caught.value)
+    assert methods in str(caught.value)
     assert vendor_of("FPGA") is None
 
 
 @pytest.mark.parametrize(
-    ("more", "told"),
+    ("changes", "message"),
     [
-        ({"kind": "GPU"}, "'GPU' is one of aiogpu's own resources"),
-        ({"kind": "neuron_cores"}, "'neuron_cores' is one of aiogpu's own resources"),
-        ({"kind": "memory"}, "'memory' is one of aiogpu's own resources"),
-        ({"kind": "accelerator_type:X"}, "'accelerator_type:X' is one of aiogpu's own"),
-        ({"variable": "OTHER"}, "'FPGA' is already the kind of <Fpga>"),
-        (
-            {"kind": "OTHER", "variable": "CUDA_VISIBLE_DEVICES"},
-            "CUDA_VISIBLE_DEVICES already assigns another vendor's",
+        *(
+            ({"kind": kind}, f"'{kind}' is one of aiogpu's own resources")
+            for kind in ("GPU", "neuron_cores", "memory", "accelerator_type:X")
         ),
-        (
-            {"kind": "OTHER", "variable": "FPGA_VISIBLE"},
-            "FPGA_VISIBLE already assigns another vendor's",
+        ({"variable": "OTHER"}, "'FPGA' is already the kind of <Fpga>"),
+        *(
+            ({"kind": "OTHER", "variable": v}, f"{v} already assigns another vendor's")
+            for v in ("CUDA_VISIBLE_DEVICES", "FPGA_VISIBLE")
         ),
     ],
 )
-def test_a_kind_and_a_variable_belong_to_one_vendor(
-    more: dict[str, object], told: str
+def test_kind_and_variable_belong_to_one_vendor(
+    changes: dict[str, object], message: str
 ) -> None:
     register(Fpga())
-    with pytest.raises(OptionError, match=told):
-        register(type("Other", (Fpga,), more)())
+    with pytest.raises(OptionError, match=message):
+        register(type("Other", (Fpga,), changes)())
     with pytest.raises(OptionError, match="it is a class, not an object"):
         register(Fpga)  # type: ignore[arg-type]
 
 
-def test_a_vendor_says_which_quantities_are_valid_and_counts_in_parts() -> None:
+def test_quantity_of_a_vendor_must_be_valid_ten_thousandths() -> None:
     for parts in (0, 1, 10_000, 30_000):
         assert amount(Fpga(), parts) == parts
     for wrong in (None, "1", 1.0, True, -1, 10_001, 15_000):

@@ -1,4 +1,4 @@
-"""A vendor of the user's own, and machines of other vendors as files of a test's."""
+"""A vendor of the user, and files that describe machines of other vendors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from aiogpu.core.model.request import Device
 
 
 class Fpga:
-    """A vendor of the user's own."""
+    """A vendor that a user adds."""
 
     kind = "FPGA"
     option = "resources['FPGA']"
@@ -46,21 +46,16 @@ class Fpga:
 GIB = 1 << 30
 
 
+CHIP = {"nc_count": 2, "memory_size": 32 * GIB}
+OTHER_FACTS = {"connected_to": None, "neuron_processes": []}
 CHIPS = [
-    {
-        "neuron_device": number,
-        "bdf": f"00:1{number}.0",
-        "connected_to": None,
-        "nc_count": 2,
-        "memory_size": 32 * GIB,
-        "neuron_processes": [],
-    }
+    CHIP | OTHER_FACTS | {"neuron_device": number, "bdf": f"00:1{number}.0"}
     for number in range(2)
 ]
 
 
 def tool(folder: Path, script: str) -> dict[str, str]:
-    """A `neuron-ls` in a folder, and the environment in which it is found."""
+    """Write a `neuron-ls` into a folder; return an environment that finds it."""
     path = folder / "neuron-ls"
     path.write_text(f"#!/bin/sh\n{script}\n")
     path.chmod(0o755)
@@ -74,7 +69,7 @@ def listing(folder: Path, chips: object = CHIPS) -> dict[str, str]:
 
 
 def write(root: Path, files: dict[str, object]) -> None:
-    """Write files with these contents, each with a line's end."""
+    """Write files with these contents and a newline."""
     for name, text in files.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -82,13 +77,13 @@ def write(root: Path, files: dict[str, object]) -> None:
 
 
 def pci_card(root: Path, name: str, pci: str, driver: str = "", **facts: str) -> None:
-    """A card below `sys/class` that leads to its PCI device."""
-    place = root / "sys/devices/pci" / pci
-    write(place, dict(facts))
+    """Make a card below `sys/class` with a link to its PCI device."""
+    device = root / "sys/devices/pci" / pci
+    write(device, dict(facts))
     if driver:
         home = root / "sys/bus/pci/drivers" / driver
         home.mkdir(parents=True, exist_ok=True)
-        (place / "driver").symlink_to(home)
+        (device / "driver").symlink_to(home)
     entry = root / "sys/class" / name
     entry.mkdir(parents=True)
-    (entry / "device").symlink_to(place)
+    (entry / "device").symlink_to(device)

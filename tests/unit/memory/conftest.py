@@ -1,4 +1,4 @@
-"""Segments: none is left, neither as a descriptor nor as a mapping."""
+"""Each test of this folder must leave no descriptors and no mappings."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from pathlib import Path
 import pytest
 
 
-def held() -> tuple[list[str], list[str]]:
-    """Descriptors of segments, pipes and sockets, and mappings of segments."""
+def resources() -> tuple[list[str], list[str]]:
+    """List descriptors of segments, pipes and sockets, and mappings of segments."""
     gc.collect()
     files = []
     for name in os.listdir("/proc/self/fd"):
-        with suppress(FileNotFoundError):  # that of the listing itself
+        with suppress(FileNotFoundError):  # the descriptor of the listing itself
             files.append(os.readlink(f"/proc/self/fd/{name}"))
     ours = ("aiogpu", "(deleted)", "pipe:", "socket:")
-    return sorted(each for each in files if any(key in each for key in ours)), mapped()
+    return sorted(file for file in files if any(key in file for key in ours)), mapped()
 
 
 def mapped() -> list[str]:
-    """Mappings of segments in memory or on disk."""
+    """List mappings of segments in memory and on disk."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     keys = ("aiogpu-segment", "(deleted)")
     return sorted(line for line in lines if any(key in line for key in keys))
@@ -31,6 +31,6 @@ def mapped() -> list[str]:
 
 @pytest.fixture(autouse=True)
 def _nothing_leaks() -> Iterator[None]:
-    before = held()
+    before = resources()
     yield
-    assert held() == before
+    assert resources() == before

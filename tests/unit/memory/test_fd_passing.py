@@ -1,4 +1,4 @@
-"""Descriptors that pass a socket, each with its number."""
+"""Descriptors that are passed over a socket, each with a number."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class Ends:
         self.other.close()
 
     def fill(self) -> int:
-        """Send until the socket takes no more; gives how many were sent or queued."""
+        """Send until the socket is full; return how many were sent or queued."""
         sent = 1
-        with marked() as fd:
+        with file_with() as fd:
             while self.sender.send(sent, fd):
                 sent += 1
         return sent
@@ -50,8 +50,8 @@ def ends() -> Iterator[Ends]:
 
 
 @contextmanager
-def marked(text: bytes = b"") -> Iterator[int]:
-    """A descriptor of a file that is known by its text."""
+def file_with(text: bytes = b"") -> Iterator[int]:
+    """A descriptor of a file with this text."""
     fd = os.memfd_create("aiogpu-test", os.MFD_CLOEXEC)
     os.pwrite(fd, text, 0)
     try:
@@ -61,11 +61,11 @@ def marked(text: bytes = b"") -> Iterator[int]:
 
 
 def texts(pairs: Pairs) -> list[tuple[int, bytes]]:
-    """The numbers and what the files say; the descriptors are closed."""
-    found = [(number, os.pread(fd, 100, 0)) for number, fd in pairs]
+    """Return the numbers with the texts of the files, and close the descriptors."""
+    numbered_texts = [(number, os.pread(fd, 100, 0)) for number, fd in pairs]
     for _, fd in pairs:
         os.close(fd)
-    return found
+    return numbered_texts
 
 
 def numbered(first: int, count: int) -> list[tuple[int, bytes]]:
@@ -74,7 +74,7 @@ def numbered(first: int, count: int) -> list[tuple[int, bytes]]:
 
 def send(sender: DescriptorSender, first: int, count: int) -> None:
     for number, text in numbered(first, count):
-        with marked(text) as fd:
+        with file_with(text) as fd:
             sender.send(number, fd)
 
 
@@ -82,7 +82,7 @@ def open_descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def test_a_message_carries_as_many_as_the_kernel_allows(ends: Ends) -> None:
+def test_message_carries_as_many_descriptors_as_the_kernel_allows(ends: Ends) -> None:
     sent = ends.fill()
     send(ends.sender, sent + 1, MOST + 10)
     while ends.sender.waiting > MOST + 10:
@@ -96,11 +96,11 @@ def test_a_message_carries_as_many_as_the_kernel_allows(ends: Ends) -> None:
     assert max(sizes) >= MOST
 
 
-# Streams that are cut
+# Partial messages
 
 
 class Cut:
-    """A socket whose messages are cut as a stream's may be."""
+    """A socket that sends and receives parts of messages of the given sizes."""
 
     def __init__(self, sock: socket.socket, sizes: list[int]) -> None:
         self.sock = sock
@@ -125,12 +125,14 @@ class Cut:
     ("sizes", "reads"),
     [([1], [4000]), ([3], [5]), ([7, 0, 1], [13, 2]), ([0, 9], [1]), ([20, 5], [5])],
 )
-def test_a_message_cut_anywhere(ends: Ends, sizes: list[int], reads: list[int]) -> None:
+def test_messages_cut_anywhere_are_joined(
+    ends: Ends, sizes: list[int], reads: list[int]
+) -> None:
     ends.sender._sock = Cut(ends.one, sizes)
     ends.receiver._sock = Cut(ends.other, reads)
     received: Pairs = []
     for number, text in numbered(1, 30):
-        with marked(text) as fd:
+        with file_with(text) as fd:
             ends.sender.send(number, fd)
         received += ends.receiver.read()
     while not ends.sender.flush():
@@ -140,11 +142,11 @@ def test_a_message_cut_anywhere(ends: Ends, sizes: list[int], reads: list[int]) 
     assert texts(received) == numbered(1, 30)
 
 
-# The end of the peer
+# End of the peer
 
 
-def test_the_end_of_the_peer_is_noticed_after_all_that_it_sent(ends: Ends) -> None:
-    """Also if it left unread what it was sent."""
+def test_end_of_the_peer_is_noticed_after_its_last_message(ends: Ends) -> None:
+    """Also if the peer left bytes unread."""
     ends.other.send(b"never read")
     send(ends.sender, 1, 3)
     ends.one.close()
@@ -154,7 +156,7 @@ def test_the_end_of_the_peer_is_noticed_after_all_that_it_sent(ends: Ends) -> No
             ends.receiver.read()
 
 
-def test_sending_to_a_peer_that_is_gone(ends: Ends) -> None:
+def test_send_to_a_closed_peer_is_an_error(ends: Ends) -> None:
     sent = ends.fill()
     ends.other.close()
     with pytest.raises(BrokenPipeError):
@@ -162,7 +164,7 @@ def test_sending_to_a_peer_that_is_gone(ends: Ends) -> None:
     assert ends.sender.waiting == 1
     ends.sender.close()
     assert sent > 1
-    with marked() as fd, pytest.raises(BrokenPipeError):
+    with file_with() as fd, pytest.raises(BrokenPipeError):
         ends.sender.send(1, fd)
     assert ends.sender.waiting == 0
 
@@ -172,10 +174,10 @@ def test_sending_to_a_peer_that_is_gone(ends: Ends) -> None:
 
 @contextmanager
 def open_files(spare: int) -> Iterator[None]:
-    """So many more descriptors may be opened."""
+    """Allow `spare` more descriptors to be opened."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     fds = [os.open("/dev/null", os.O_RDONLY)]
-    # Every number below the limit shall be taken.
+    # Take every number below the limit.
     resource.setrlimit(resource.RLIMIT_NOFILE, (fds[0] + 60, before[1]))
     try:
         while True:
@@ -194,7 +196,7 @@ def open_files(spare: int) -> Iterator[None]:
 
 @pytest.mark.parametrize("spare", [0, 4])
 @pytest.mark.parametrize("is_one_message", [True, False])
-def test_too_many_open_files_is_an_error_and_nothing_is_kept(
+def test_too_many_open_files_is_an_error_and_leaves_no_descriptors(
     ends: Ends, spare: int, is_one_message: bool
 ) -> None:
     if is_one_message:
@@ -206,24 +208,24 @@ def test_too_many_open_files_is_an_error_and_nothing_is_kept(
         with pytest.raises(OSError, match=r"RLIMIT_NOFILE.*ulimit -n") as caught:
             ends.receiver.read()
         assert caught.value.errno == errno.EMFILE
-        # All that came was closed again.
+        # All received descriptors were closed.
         for fd in [os.open("/dev/null", os.O_RDONLY) for _ in range(spare)]:
             os.close(fd)
     with pytest.raises(ProtocolError, match="lost"):
         ends.receiver.read()
 
 
-def test_what_cannot_be_queued_is_refused_at_once(ends: Ends) -> None:
+def test_descriptor_that_cannot_be_queued_is_refused_at_once(ends: Ends) -> None:
     ends.fill()
-    with marked() as fd, open_files(0), pytest.raises(OSError, match="open files"):
+    with file_with() as fd, open_files(0), pytest.raises(OSError, match="open files"):
         ends.sender.send(7, fd)
     for number in (-1, 2**64):
-        with marked() as fd, pytest.raises(struct.error):
+        with file_with() as fd, pytest.raises(struct.error):
             ends.sender.send(number, fd)
     assert ends.sender.waiting == 1
 
 
-def test_numbers_without_descriptors_are_refused_and_what_arrived_is_closed(
+def test_numbers_without_descriptors_are_refused(
     ends: Ends,
 ) -> None:
     before = open_descriptors()
@@ -238,7 +240,7 @@ def test_numbers_without_descriptors_are_refused_and_what_arrived_is_closed(
 
 def test_descriptors_without_numbers_are_refused(ends: Ends) -> None:
     before = open_descriptors()
-    with marked() as fd:
+    with file_with() as fd:
         for _ in range(3):
             socket.send_fds(ends.one, [b"\0"], [fd] * MOST)
     with pytest.raises(ProtocolError, match=r"\d+ descriptors came with only 0 numb"):
@@ -246,7 +248,7 @@ def test_descriptors_without_numbers_are_refused(ends: Ends) -> None:
     assert open_descriptors() == before
 
 
-def test_a_kernel_that_lets_no_more_be_under_way(ends: Ends) -> None:
+def test_sender_waits_when_the_kernel_refuses_more_descriptors(ends: Ends) -> None:
     real = ends.one
 
     class Refusing:

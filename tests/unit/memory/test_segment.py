@@ -1,4 +1,4 @@
-"""Segments and the pool of them: written, read by others, kept and written again."""
+"""Segments and their pool: writing, reading, reuse, limits, and the control page."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import fcntl
 import mmap
 import os
 import resource
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -38,7 +36,7 @@ PAGE = mmap.PAGESIZE
 
 @contextmanager
 def at_most(kind: int, most: int) -> Iterator[None]:
-    """A limit of this process, for a while."""
+    """Set a limit of this process for a while."""
     before = resource.getrlimit(kind)
     resource.setrlimit(kind, (most, before[1]))
     try:
@@ -52,15 +50,15 @@ def directory(request: pytest.FixtureRequest, tmp_path: Path) -> str | None:
     return str(tmp_path) if request.param == "disk" else None
 
 
-def seen(segment: Segment, spans: tuple[tuple[int, int], ...]) -> list[bytes]:
-    """What a reader finds."""
+def contents(segment: Segment, spans: tuple[tuple[int, int], ...]) -> list[bytes]:
+    """Return the bytes that a reader finds."""
     fd = segment.share()
     with map_readonly(fd, segment.size) as mapping:
         os.close(fd)
         return [mapping[start : start + length] for start, length in spans]
 
 
-def test_any_contiguous_buffer_is_taken(directory: str | None) -> None:
+def test_any_contiguous_buffer_can_be_written(directory: str | None) -> None:
     pair = np.dtype([("a", "<i4"), ("b", ">f8")])
     arrays = [
         np.arange(12, dtype=">f4").reshape(3, 4),
@@ -76,37 +74,37 @@ def test_any_contiguous_buffer_is_taken(directory: str | None) -> None:
         spans = segment.write(buffers)
         assert [length for _, length in spans] == lengths
         assert all(start % ALIGNMENT == 0 for start, _ in spans)
-        assert seen(segment, spans) == [array.tobytes("A") for array in arrays]
+        assert contents(segment, spans) == [array.tobytes("A") for array in arrays]
     segment.close()
 
 
-def test_a_write_that_the_kernel_cuts_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_partial_write_is_continued(monkeypatch: pytest.MonkeyPatch) -> None:
     def cut(fd: int, pieces: list[bytes], offset: int) -> int:
         return os.pwrite(fd, b"".join(pieces)[:7], offset)
 
     monkeypatch.setattr(segments.os, "pwritev", cut)
     segment = Segment.create(1, 1000)
     buffers = [b"", b"a" * 65, b"", b"b" * 3, b"c" * 64, b""]
-    spans = segment.write([memoryview(each) for each in buffers])
-    assert seen(segment, spans) == buffers
+    spans = segment.write([memoryview(buffer) for buffer in buffers])
+    assert contents(segment, spans) == buffers
     segment.close()
 
 
-def test_what_does_not_fit_is_refused_before_anything_is_written() -> None:
+def test_buffers_that_do_not_fit_are_refused_before_the_write() -> None:
     segment = Segment.create(3, PAGE)
     buffers = [memoryview(b"x" * PAGE), memoryview(b"y")]
     with pytest.raises(ValueError, match=rf"2 buffers need {PAGE + 1} .* 3 has {PAGE}"):
         segment.write(buffers)
     with pytest.raises(BufferError):
         segment.write([memoryview(b"123456")[::2]])
-    assert seen(segment, ((0, PAGE),)) == [bytes(PAGE)]
+    assert contents(segment, ((0, PAGE),)) == [bytes(PAGE)]
     segment.close()
 
 
-def test_only_its_writer_can_write_it_again() -> None:
+def test_only_the_writer_can_write_a_segment_again() -> None:
     segment = Segment.create(1, PAGE)
     segment.write([memoryview(b"first")])
-    assert seen(segment, ((0, 5),)) == [b"first"]
+    assert contents(segment, ((0, 5),)) == [b"first"]
     fd = segment.share()
     for descriptor in (fd, segment.fd):
         with pytest.raises(PermissionError):
@@ -122,24 +120,24 @@ def test_only_its_writer_can_write_it_again() -> None:
     assert mapping[:5] == b"first"
     segment.write([memoryview(b"again")])
     assert mapping[:5] == b"again"
-    # As torch does that changes a tensor in place: nobody else sees it.
+    # torch changes tensors in place like this; no other process sees the change.
     mapping[:2] = b"no"
     assert mapping[:5] == b"noain"
-    assert seen(segment, ((0, 5),)) == [b"again"]
+    assert contents(segment, ((0, 5),)) == [b"again"]
     mapping.close()
     segment.close()
 
 
-def test_a_segment_on_disk_is_written_once(tmp_path: Path) -> None:
+def test_segment_on_disk_is_written_once(tmp_path: Path) -> None:
     segment = Segment.create(1, PAGE, str(tmp_path))
     segment.write([memoryview(b"first")])
     with pytest.raises(ValueError, match=r"segment 1 is on disk.*again"):
         segment.write([memoryview(b"again")])
-    assert seen(segment, ((0, 5),)) == [b"first"]
+    assert contents(segment, ((0, 5),)) == [b"first"]
     segment.close()
 
 
-def test_where_the_file_system_has_no_unnamed_files(
+def test_segment_works_without_unnamed_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = os.open
@@ -153,13 +151,13 @@ def test_where_the_file_system_has_no_unnamed_files(
     segment = Segment.create(1, PAGE, str(tmp_path))
     assert os.listdir(tmp_path) == []
     spans = segment.write([memoryview(b"there")])
-    assert seen(segment, spans) == [b"there"]
+    assert contents(segment, spans) == [b"there"]
     assert not os.get_inheritable(segment.fd)
     segment.close()
 
 
-def test_a_descriptor_is_read_only_and_not_inherited(directory: str | None) -> None:
-    """A reader keeps what it sees after the segment was closed."""
+def test_descriptor_is_read_only_and_not_inherited(directory: str | None) -> None:
+    """A reader keeps the content after the segment was closed."""
     segment = Segment.create(1, PAGE, directory)
     segment.write([memoryview(b"kept")])
     fd = segment.share()
@@ -178,7 +176,7 @@ def test_a_descriptor_is_read_only_and_not_inherited(directory: str | None) -> N
 # Limits
 
 
-def test_what_cannot_be_made_is_the_error_of_the_system(tmp_path: Path) -> None:
+def test_segment_that_cannot_be_made_raises_the_system_error(tmp_path: Path) -> None:
     with (
         at_most(resource.RLIMIT_FSIZE, PAGE),
         pytest.raises(OSError, match="too large") as caught,
@@ -192,10 +190,10 @@ def test_what_cannot_be_made_is_the_error_of_the_system(tmp_path: Path) -> None:
         Segment.create(1, 1 << 60)
 
 
-# Whether it is read
+# Readers
 
 
-def test_it_is_read_while_a_descriptor_a_copy_or_a_mapping_is_there(
+def test_segment_counts_as_read_while_a_descriptor_or_mapping_exists(
     directory: str | None,
 ) -> None:
     segment = Segment.create(1, PAGE, directory)
@@ -214,7 +212,7 @@ def test_it_is_read_while_a_descriptor_a_copy_or_a_mapping_is_there(
     segment.close()
 
 
-def test_where_the_kernel_does_not_know_it_counts_as_read(
+def test_segment_counts_as_read_if_the_kernel_cannot_tell(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     real = fcntl.fcntl
@@ -231,20 +229,20 @@ def test_where_the_kernel_does_not_know_it_counts_as_read(
     segment.close()
 
 
-def test_a_kernel_without_the_seal_and_without_populating(
+def test_segment_works_without_seal_and_populate(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # Seals and advice of these numbers are refused with EINVAL.
+    # The kernel refuses these numbers of seals and advice with EINVAL.
     monkeypatch.setattr(segments, "_F_SEAL_FUTURE_WRITE", 0x8000)
     monkeypatch.setattr(segments, "_MADV_POPULATE_WRITE", 9999)
     segment = Segment.create(1, PAGE)
     for text in (b"one", b"two"):
         spans = segment.write([memoryview(text)])
-        assert seen(segment, spans) == [text]
+        assert contents(segment, spans) == [text]
     segment.close()
 
 
-# The directory of what does not fit into memory
+# The spill directory
 
 
 def test_the_spill_directory_is_the_first_usable_one(
@@ -257,46 +255,11 @@ def test_the_spill_directory_is_the_first_usable_one(
     for name in NAMED_BY:
         monkeypatch.setenv(name, str(tmp_path))
         assert spill_directory() == str(tmp_path)
-        assert os.listdir(tmp_path) == [], "it is not tried with a file"
+        assert os.listdir(tmp_path) == [], "no test file is written"
         monkeypatch.setenv(name, str(tmp_path / "nowhere"))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(os, "access", lambda place, _: place not in USUAL)
+    monkeypatch.setattr(os, "access", lambda path, _: path not in USUAL)
     assert spill_directory() == str(tmp_path), "the working directory comes last"
-
-
-# Pages of large messages
-
-
-PROGRAM = """
-import resource, sys
-from aiogpu.linux.sockets import keep_pages
-from aiogpu.serialization.references import SHARED_FROM
-
-def copy_blocks():
-    for _ in range(100):
-        block = bytes(SHARED_FROM)
-        copy = block + b"x"
-        del block, copy
-
-def faults(of):
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    of()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-
-if sys.argv[1] == "learning":
-    print(faults(keep_pages))
-else:
-    if sys.argv[1] == "kept":
-        keep_pages()
-    print(faults(copy_blocks))
-"""
-
-
-def faults(how: str) -> int:
-    run = subprocess.run(
-        [sys.executable, "-c", PROGRAM, how], capture_output=True, check=True, text=True
-    )
-    return int(run.stdout)
 
 
 # The control page
@@ -309,13 +272,13 @@ def descriptor() -> Iterator[int]:
     os.close(descriptor)
 
 
-def test_a_page_has_words_for_each_slot_that_all_processes_share(
+def test_control_page_shares_the_words_of_each_slot(
     descriptor: int,
 ) -> None:
     driver, worker = ControlPage.open(descriptor), ControlPage.open(descriptor)
     assert os.fstat(descriptor).st_size == PAGE_SIZE
     assert not os.get_inheritable(descriptor)
-    words = [each for page in (driver, worker) for each in readers(page)]
+    words = [word for page in (driver, worker) for word in readers(page)]
     assert {read(slot) for read in words for slot in range(SLOTS)} == {0}
     writers = (driver.ask, driver.hear, driver.begin, driver.revoke)
     for number, write in enumerate(writers, start=1):
@@ -325,7 +288,7 @@ def test_a_page_has_words_for_each_slot_that_all_processes_share(
             write(SLOTS, 1)
     for slot, expected in (0, [1, 2, 3, 4]), (1, [0] * 4), (SLOTS - 1, [2**64 - 1] * 4):
         assert [read(slot) for read in readers(worker)] == expected
-    assert worker.left() > 1 << 60, "plenty, until somebody counts"
+    assert worker.left() > 1 << 60, "unlimited until the driver sets it"
     for left in (0, 5, 1 << 40):
         driver.note_left(left)
         assert worker.left() == left
@@ -343,31 +306,27 @@ def readers(page: ControlPage) -> tuple[Callable[[int], int], ...]:
     return page.asked, page.heard, page.begun, page.revoked
 
 
-def nowhere() -> None:
-    return None
-
-
 @pytest.fixture
 def pool() -> Iterator[SegmentPool]:
-    pool = SegmentPool(1000, 20 * PAGE, nowhere)
+    pool = SegmentPool(1000, 20 * PAGE, lambda: None)
     yield pool
     pool.close()
 
 
 def sums(pool: SegmentPool) -> tuple[int, int, int]:
-    """Pages that are warm, in use and on disk."""
+    """Return the numbers of pages that are warm, in use and on disk."""
     counts = (pool.bytes_warm, pool.bytes_in_use, pool.bytes_on_disk)
     assert not any(count % PAGE for count in counts)
     return counts[0] // PAGE, counts[1] // PAGE, counts[2] // PAGE
 
 
-def test_what_is_given_back_is_taken_again_and_written_in_place(
+def test_returned_segment_is_reused_in_place(
     pool: SegmentPool,
 ) -> None:
     segment = pool.take(3 * PAGE)
     assert [pool.take(PAGE).id for _ in range(2)] == [1001, 1002]
     segment.write([memoryview(b"first")])
-    place = os.fstat(segment.fd).st_ino
+    inode = os.fstat(segment.fd).st_ino
     assert pool.give_back(segment.id)
     assert sums(pool) == (3, 2, 0)
     for number in (segment.id, 5):
@@ -377,7 +336,7 @@ def test_what_is_given_back_is_taken_again_and_written_in_place(
     assert again is segment
     assert sums(pool) == (0, 5, 0)
     again.write([memoryview(b"again")])
-    assert os.fstat(again.fd).st_ino == place
+    assert os.fstat(again.fd).st_ino == inode
     fd = again.share()
     with map_readonly(fd, PAGE) as mapping:
         os.close(fd)
@@ -387,20 +346,20 @@ def test_what_is_given_back_is_taken_again_and_written_in_place(
 
 
 @pytest.mark.parametrize(
-    ("asked", "fits"),
+    ("pages", "fits"),
     [(1, 1), (2, 2), (3, 4), (4, 4), (5, 9), (8, 9), (9, 9), (10, None)],
 )
-def test_the_smallest_that_fits(
-    pool: SegmentPool, asked: int, fits: int | None
+def test_pool_takes_the_smallest_segment_that_fits(
+    pool: SegmentPool, pages: int, fits: int | None
 ) -> None:
-    for taken in [pool.take(pages * PAGE) for pages in (9, 1, 2, 4)]:
-        pool.give_back(taken.id)
-    segment = pool.take(asked * PAGE)
-    assert segment.size == (fits or asked) * PAGE
-    assert sums(pool) == ((16 - fits, fits, 0) if fits else (16, asked, 0))
+    for segment in [pool.take(size * PAGE) for size in (9, 1, 2, 4)]:
+        pool.give_back(segment.id)
+    segment = pool.take(pages * PAGE)
+    assert segment.size == (fits or pages) * PAGE
+    assert sums(pool) == ((16 - fits, fits, 0) if fits else (16, pages, 0))
 
 
-def test_where_memory_is_scarce_warm_ones_are_closed(pool: SegmentPool) -> None:
+def test_pool_closes_warm_segments_when_memory_is_scarce(pool: SegmentPool) -> None:
     for taken in [pool.take(2 * PAGE) for _ in range(4)]:
         pool.give_back(taken.id)
     segment = pool.take(5 * PAGE, is_scarce=True)
@@ -411,7 +370,7 @@ def test_where_memory_is_scarce_warm_ones_are_closed(pool: SegmentPool) -> None:
     assert sums(pool) == (2, 5, 0)
 
 
-def test_where_memory_is_scarce_it_is_on_disk(tmp_path: Path) -> None:
+def test_pool_puts_segments_on_disk_when_memory_is_scarce(tmp_path: Path) -> None:
     pool = SegmentPool(1, 20 * PAGE, lambda: str(tmp_path))
     segment = pool.take(3 * PAGE, is_scarce=True)
     assert segment.is_on_disk
@@ -424,7 +383,7 @@ def test_where_memory_is_scarce_it_is_on_disk(tmp_path: Path) -> None:
     assert sums(pool) == (0, 0, 0)
 
 
-def test_the_error_says_what_was_asked_what_there_is_and_what_to_do(
+def test_memory_error_says_what_was_asked_what_there_is_and_what_to_do(
     pool: SegmentPool,
 ) -> None:
     pool.take(2 * PAGE)
@@ -441,7 +400,7 @@ def test_the_error_says_what_was_asked_what_there_is_and_what_to_do(
     assert pool.take(PAGE).id == 1001
 
 
-def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
+def test_missing_spill_directory_is_an_error(tmp_path: Path) -> None:
     missing = tmp_path / "missing"
     pool = SegmentPool(1, 0, lambda: str(missing))
     with pytest.raises(ObjectMemoryError, match=rf"{missing} cannot be written"):
@@ -449,17 +408,15 @@ def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_scarce", [False, True])
-def test_too_many_descriptors_is_what_the_system_says(
+def test_too_many_descriptors_raise_the_system_error(
     tmp_path: Path, is_scarce: bool
 ) -> None:
     pool = SegmentPool(1, 0, lambda: str(tmp_path))
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (0, before[1]))
-    try:
-        with pytest.raises(OSError, match="open files") as caught:
-            pool.take(PAGE, is_scarce)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    with (
+        at_most(resource.RLIMIT_NOFILE, 0),
+        pytest.raises(OSError, match="open files") as caught,
+    ):
+        pool.take(PAGE, is_scarce)
     assert caught.value.errno == errno.EMFILE
     assert sums(pool) == (0, 0, 0)
     assert pool.take(PAGE).id == 1
@@ -471,10 +428,10 @@ def test_too_many_descriptors_is_what_the_system_says(
     limit=st.integers(0, 12),
     steps=st.lists(st.tuples(st.sampled_from("tsgdr"), st.integers(1, 9)), max_size=40),
 )
-def test_the_sums_are_those_of_the_segments(
+def test_sums_of_the_pool_agree_with_its_segments(
     limit: int, steps: list[tuple[str, int]]
 ) -> None:
-    pool = SegmentPool(1, limit * PAGE, nowhere)
+    pool = SegmentPool(1, limit * PAGE, lambda: None)
     used: list[Segment] = []
     seen: dict[int, Segment] = {}
     reading: list[int] = []
@@ -497,12 +454,12 @@ def test_the_sums_are_those_of_the_segments(
                 pool.discard(segment.id)
             elif pool.give_back(segment.id):
                 assert not was_read
-        there = {each.id: each.size for each in seen.values() if each.fd >= 0}
-        in_use = sum(each.size for each in used)
+        in_use = sum(segment.size for segment in used)
         assert pool.bytes_in_use == in_use
-        assert pool.bytes_warm == sum(there.values()) - in_use
+        total = sum(segment.size for segment in seen.values() if segment.fd >= 0)
+        assert pool.bytes_warm == total - in_use
         assert pool.bytes_warm <= pool.limit
     pool.close()
-    assert all(each.fd == -1 for each in seen.values())
+    assert all(segment.fd == -1 for segment in seen.values())
     for fd in reading:
         os.close(fd)

@@ -1,4 +1,4 @@
-"""The tools for users' tests: the clock, the resources that are left, the fixtures."""
+"""The tools for users' tests: the clock, leaked resources, the fixtures."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.contract import tasks
 from tests.support.cgroups import PLACE, needs_cgroup
 
 
-def test_the_clock_moves_only_when_advanced_and_never_back() -> None:
+def test_clock_moves_only_forward_and_only_when_advanced() -> None:
     clock = HandClock(5)
     assert (clock.now, clock()) == (5.0, 5.0)
     clock.advance(0.25)
@@ -35,7 +35,7 @@ def test_the_clock_moves_only_when_advanced_and_never_back() -> None:
     assert clock.now == 5.3
 
 
-def test_a_world_uses_the_clock() -> None:
+def test_world_uses_the_clock() -> None:
     clock = HandClock(1000.0)
     w = World(cpus=1, clock=clock)
     w.submit("a")
@@ -47,7 +47,7 @@ def test_a_world_uses_the_clock() -> None:
     assert w.told == {"b": "expired"}
     assert w.now == clock.now == pytest.approx(1000.11)
     clock.advance(2)
-    assert w.told == {"b": "expired"}, "nothing has woken the scheduler"
+    assert w.told == {"b": "expired"}, "the scheduler has not run"
     w.advance(0)
     assert w.told == {"b": "expired", "c": "expired"}
 
@@ -55,7 +55,7 @@ def test_a_world_uses_the_clock() -> None:
 # Leaks
 
 
-def test_processes_are_known_by_their_command_and_their_children_with_them() -> None:
+def test_resources_include_processes_of_aiogpu_and_their_children() -> None:
     before = Resources.take()
     source = (
         "# aiogpu\nimport subprocess, sys\n"
@@ -69,45 +69,44 @@ def test_processes_are_known_by_their_command_and_their_children_with_them() -> 
         subprocess.Popen([*command, source], **pipes) as child,
     ):
         below = int(child.stdout.readline())
-        left = Resources.take().since(before)
+        leaks = Resources.take().since(before)
         child.communicate(b"\n")
         other.communicate(b"\n")
-    first, second = sorted(left, key=lambda told: f"process {below}" in told)
+    first, second = sorted(leaks, key=lambda leak: f"process {below}" in leak)
     assert first.startswith(f"process {child.pid} (")
     assert "# aiogpu" in first
     assert second.startswith(f"process {below} (")
     assert Resources.take().since(before) == []
 
 
-def test_descriptors_and_mappings_of_this_process() -> None:
+def test_resources_include_descriptors_and_mappings() -> None:
     before = Resources.take()
     descriptor = os.memfd_create("aiogpu-test")
     os.ftruncate(descriptor, mmap.PAGESIZE)
     mapped = mmap.mmap(descriptor, mmap.PAGESIZE)
     os.close(descriptor)
     second = os.memfd_create("aiogpu-second")
-    left = Resources.take().since(before)
-    assert sum("aiogpu-test" in told for told in left) == 1, "the mapping has its own"
-    assert "1 open descriptor(s) of /memfd:aiogpu-second (deleted)" in left
-    assert "1 mapping(s) of shared memory" in left
+    leaks = Resources.take().since(before)
+    assert sum("aiogpu-test" in leak for leak in leaks) == 1, "the mapping's own"
+    assert "1 open descriptor(s) of /memfd:aiogpu-second (deleted)" in leaks
+    assert "1 mapping(s) of shared memory" in leaks
     mapped.close()
     os.close(second)
     assert Resources.take().since(before) == []
 
 
-async def test_a_node_has_all_of_them_and_leaves_none(no_leaks: None) -> None:
+async def test_node_has_resources_and_leaves_none(no_leaks: None) -> None:
     before = Resources.take()
     async with aiogpu.init(address="local", num_cpus=1):
         pid = await tasks.pid.remote()
-        seen = Resources.take().since(before)
-        assert any(f"process {pid} (" in told for told in seen), seen
-        assert any("mapping" in told for told in seen)
-        assert any("descriptor" in told for told in seen)
+        leaks = Resources.take().since(before)
+        for resource in (f"process {pid} (", "mapping", "descriptor"):
+            assert any(resource in leak for leak in leaks), leaks
     assert Resources.take().since(before) == []
 
 
 @needs_cgroup
-def test_cgroups_of_this_process() -> None:
+def test_resources_include_cgroups_of_this_process() -> None:
     before = Resources.take()
     ours, others = (f"aiogpu-test-{pid}" for pid in (os.getpid(), os.getppid()))
     for name in (ours, others):
@@ -223,7 +222,7 @@ async def test_wrong_{}(inline_node):
 
 
 def run_pytest(project: Path, mode: str, *arguments: str, **tests: str) -> str:
-    """Run files of tests of a project that enables the plugin; return what it said."""
+    """Run the tests of a project that enables the plugin; return the output."""
     scope = "asyncio_default_fixture_loop_scope = function"
     (project / "pytest.ini").write_text(f"[pytest]\n{scope}\n")
     files = {"conftest": CONFTEST, "user_module": MODULE, **tests}
@@ -231,7 +230,7 @@ def run_pytest(project: Path, mode: str, *arguments: str, **tests: str) -> str:
         (project / f"{name}.py").write_text(source)
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("CUDA", "AIO"))}
     plain = ("-q", "--strict-markers", "-W", "error", f"--asyncio-mode={mode}")
-    # They take half a second to import, and have nothing to do here.
+    # These plugins take half a second to import and are not needed.
     without = ("-pno:cacheprovider", "-pno:hypothesispytest", "-pno:xdist")
     ran = subprocess.run(
         [sys.executable, "-m", "pytest", *plain, *without, *arguments],
@@ -245,47 +244,50 @@ def run_pytest(project: Path, mode: str, *arguments: str, **tests: str) -> str:
     return f"{ran.stdout}{ran.stderr}exit status {ran.returncode}"
 
 
-def test_nodes_on_either_loop_by_mark(tmp_path: Path) -> None:
-    said = run_pytest(tmp_path, "strict", "-knot TestMarked", test_nodes=TESTS)
-    assert "4 passed, 4 deselected" in said
-    assert said.endswith("exit status 0")
+def test_fixtures_open_nodes_on_either_loop(tmp_path: Path) -> None:
+    output = run_pytest(tmp_path, "strict", "-knot TestMarked", test_nodes=TESTS)
+    assert "4 passed, 4 deselected" in output
+    assert output.endswith("exit status 0")
 
 
-def test_nodes_what_is_left_and_wrong_marks(tmp_path: Path) -> None:
-    """In auto mode no mark is needed, and one that is there does no harm."""
+def test_fixtures_report_leaks_and_wrong_marks(tmp_path: Path) -> None:
+    """In auto mode, the mark is optional."""
     nodes = TESTS.replace("pytestmark = pytest.mark.asyncio\n", "")
     nodes = nodes.replace("class Test", "@pytest.mark.asyncio\nclass Test")
     wrong = [MARKED.format(mark, number) for number, mark in enumerate(WRONG)]
-    said = run_pytest(
+    output = run_pytest(
         tmp_path,
         "auto",
         test_nodes=nodes,
         test_leaks=LEAKS,
         test_wrong="".join(["import pytest\n", *wrong]),
     )
-    assert "13 passed, 11 errors" in said, said
-    assert said.endswith("exit status 1")
-    (pid,) = re.findall(r"the worker's pid is (\d+)", said)
-    assert f"  process {pid} (" in said
-    assert "mapping(s) of shared memory" in said
-    assert "  directory aiogpu-" in said
-    assert "open descriptor(s) of /memfd:aiogpu-mine" in said
-    assert "Close its node: `async with aiogpu.init(...)`" in said
-    # What each test has said, on both loops, after a line with its name.
-    _, *told = re.split(r"_ ERROR at setup of test_wrong_(\d)\[", said)
-    for number, text in zip(told[::2], told[1::2], strict=True):
+    assert "13 passed, 11 errors" in output, output
+    assert output.endswith("exit status 1")
+    (pid,) = re.findall(r"the worker's pid is (\d+)", output)
+    for line in (
+        f"  process {pid} (",
+        "mapping(s) of shared memory",
+        "  directory aiogpu-",
+        "open descriptor(s) of /memfd:aiogpu-mine",
+        "Close its node: `async with aiogpu.init(...)`",
+    ):
+        assert line in output
+    # The output of each test, on both loops, follows a line with its name.
+    _, *parts = re.split(r"_ ERROR at setup of test_wrong_(\d)\[", output)
+    for number, text in zip(parts[::2], parts[1::2], strict=True):
         assert list(WRONG.values())[int(number)] in text.partition("= short test")[0]
-    assert Counter(told[::2]) == dict.fromkeys("0123", 2)
+    assert Counter(parts[::2]) == dict.fromkeys("0123", 2)
     while Path(f"/proc/{pid}").exists():
-        """It ends with its driver, which did not wait for it."""
+        """The worker ends with its driver, which did not wait for the worker."""
 
 
-def test_importing_the_tools_imports_no_pytest() -> None:
+def test_import_of_the_tools_does_not_import_pytest() -> None:
     program = (
         "import sys, aiogpu.testing as t; print(*t.__all__); "
         "print(*{'pytest', 'pytest_asyncio', 'asyncio', 'psutil'} & set(sys.modules))"
     )
-    said = subprocess.run(
+    output = subprocess.run(
         [sys.executable, "-c", program], text=True, capture_output=True, check=True
     ).stdout
-    assert said == "HandClock World\n\n"
+    assert output == "HandClock World\n\n"
