@@ -18,6 +18,7 @@ from aiogpu.engines.registry import create_engine
 from tests.contract import served as serving
 from tests.contract.node_here import Here, node_here
 from tests.contract.served import ServedEngine
+from tests.support.gate import Gate
 
 ENGINES: Final = ("local", "inline", "node", "ray")
 LACKS: Final = {
@@ -172,9 +173,16 @@ def instead_of(name: str, made: Callable[..., Engine]) -> Callable[..., Engine]:
 
 @pytest.fixture
 async def node(
-    address: str, request: pytest.FixtureRequest
-) -> AsyncIterator[aiogpu.types.Node]:
-    """A node for a minute, with what `@pytest.mark.aiogpu(num_cpus=4)` says."""
+    address: str, gate: Gate, request: pytest.FixtureRequest
+) -> AsyncIterator[aiogpu.types.Node | None]:
+    """A node with the options of `@pytest.mark.aiogpu(num_cpus=4)`.
+
+    The gate outlives the node: tasks may wait there until the node ends. A test with
+    `@pytest.mark.own_node` opens its nodes itself.
+    """
+    if request.node.get_closest_marker("own_node"):
+        yield None
+        return
     mark = request.node.get_closest_marker("aiogpu")
     async with asyncio.timeout(60), aiogpu.init(address=address, **mark.kwargs) as node:
         yield node

@@ -21,7 +21,7 @@ def several(numbers: list[int]) -> list[int]:
 
 
 class LostError(Exception):
-    """A class that has no other home than this module."""
+    """An error class of this module alone."""
 
     def __init__(self, code: int) -> None:
         super().__init__(code)
@@ -37,18 +37,18 @@ def raise_below(levels: int) -> None:
 
 @aiogpu.remote
 def run_here(function: Callable[[], Any]) -> Any:
-    """Run what the test has written next to its assertions."""
+    """Run a function that a test has defined."""
     return function()
 
 
 @aiogpu.remote
 async def await_here(function: Callable[[], Any]) -> Any:
-    """The same for an `async def`."""
+    """Run a coroutine function that a test has defined."""
     return await function()
 
 
 def refusal(function: Callable[[], object]) -> str:
-    """The class and the text of what a call raises."""
+    """Return the class and the text of the error that a call raises."""
     try:
         function()
     except Exception as error:
@@ -58,7 +58,7 @@ def refusal(function: Callable[[], object]) -> str:
 
 @aiogpu.remote
 def tree(path: str, name: str, levels: int) -> str:
-    """A chain of tasks, each of which says that it runs and waits for the next."""
+    """Say that this task runs, then wait for the next task of the chain."""
     say(path, f"{name}{levels}")
     if levels:
         return aiogpu.get(tree.remote(path, name, levels - 1))
@@ -67,7 +67,7 @@ def tree(path: str, name: str, levels: int) -> str:
 
 @aiogpu.remote
 def try_gpu_child(needs: float, path: str | None = None) -> tuple[str, int]:
-    """Wait for a child that needs what this task may hold; then go on."""
+    """Wait for a child that needs the GPU of this task; then go on."""
     child = tasks.add.options(num_gpus=needs, name="child").remote(1)
     if path is not None:
         pass_gate(path, f"tree-{os.environ['CUDA_VISIBLE_DEVICES']}")
@@ -118,7 +118,7 @@ def said_below(text: str) -> None:
 
 
 kept: list[Any] = []
-"""What a task leaves for the next one of its process."""
+"""Handles that a task leaves for the next task of its process."""
 
 
 @aiogpu.remote
@@ -128,7 +128,7 @@ def plain_sum(n: int) -> int:
 
 @aiogpu.remote
 def mixed_depth(depth: int) -> int:
-    """A plain one that starts a coroutine that starts a plain one."""
+    """Start a coroutine that starts a plain task, and so on."""
     return 0 if depth == 0 else 1 + aiogpu.get(mixed_depth_softly.remote(depth - 1))
 
 
@@ -149,7 +149,7 @@ async def soft_sum(n: int) -> int:
 
 @aiogpu.remote
 def sum_on_own_loop(n: int) -> int:
-    """A plain task that runs a loop of its own."""
+    """Run a loop in a plain task."""
     import asyncio
 
     async def main() -> int:
@@ -159,22 +159,22 @@ def sum_on_own_loop(n: int) -> int:
 
 
 def caught(call: Callable[[], object]) -> tuple[str, str]:
-    """The same as two texts."""
+    """Return the class and the text of the error as two texts."""
     name, _, text = refusal(call).partition(": ")
     return name, text
 
 
 @aiogpu.remote
-def plain_catches(what: str, *args: Any, **options: Any) -> tuple[str, str]:
-    """Wait for a task of `tasks` that fails; tell how."""
-    function = getattr(tasks, what).options(**options)
+def plain_catches(name: str, *args: Any, **options: Any) -> tuple[str, str]:
+    """Wait for a task of `tasks` that fails; return its error."""
+    function = getattr(tasks, name).options(**options)
     return caught(lambda: aiogpu.get(function.remote(*args)))
 
 
 @aiogpu.remote
-async def soft_catches(what: str, *args: Any, **options: Any) -> tuple[str, str]:
+async def soft_catches(name: str, *args: Any, **options: Any) -> tuple[str, str]:
     try:
-        await getattr(tasks, what).options(**options).remote(*args)
+        await getattr(tasks, name).options(**options).remote(*args)
     except Exception as error:
         return type(error).__name__, str(error)
     return "", ""
@@ -206,8 +206,8 @@ async def say_and_wait(path: str, name: str) -> None:
         say(path, f"{name}-ended")
 
 
-def begun(path: str) -> aiogpu.Handle[None]:
-    """A child that has said that it runs, however long its start may take."""
+def running_child(path: str) -> aiogpu.Handle[None]:
+    """Start a child, and return when it runs, however long its start takes."""
     handle = say_and_wait.remote(path, "child")
     while not os.path.exists(f"{path}-child"):
         caught(lambda: aiogpu.get(handle, timeout=0.02))
@@ -216,7 +216,7 @@ def begun(path: str) -> aiogpu.Handle[None]:
 
 @aiogpu.remote
 def plain_times_out(path: str) -> tuple[list[tuple[str, str]], bool]:
-    handle = begun(path)
+    handle = running_child(path)
     first = caught(lambda: aiogpu.get(handle, timeout=0.05))
     second = caught(lambda: aiogpu.get([handle], timeout=0.01))
     return [first, second], handle.done()
@@ -224,9 +224,10 @@ def plain_times_out(path: str) -> tuple[list[tuple[str, str]], bool]:
 
 @aiogpu.remote
 def plain_resumes(path: str) -> tuple[bool, str]:
-    """A wait that is out of time, and a second one that is not.
+    """Wait for a child until a timeout, and wait again.
 
-    It is the gate itself, since the program cannot act where it blocks the loop.
+    The task is the gate of its child, as on an inline node the task blocks the loop of
+    the program.
     """
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(path)
@@ -256,7 +257,7 @@ def plain_cancels(path: str) -> list[Any]:
 
 @aiogpu.remote(num_gpus=1)
 def plain_greedy() -> list[tuple[str, str]]:
-    """Waits for what needs the GPU that it holds; then for two of these."""
+    """Wait for a child that needs the GPU of this task; then for two of these."""
     greedy = [tasks.add.options(num_gpus=1).remote(i) for i in range(3)]
     return [
         caught(lambda: aiogpu.get(greedy[0])),
@@ -276,7 +277,7 @@ async def soft_greedy() -> list[str]:
 
 @aiogpu.remote(num_gpus=1)
 def plain_starts_greedy() -> int:
-    """Starts what does not fit, and waits for another that does."""
+    """Start a child that does not fit, and wait for a child that does."""
     tasks.add.options(num_gpus=1).remote(1)
     return aiogpu.get(tasks.add.remote(1))
 
@@ -296,8 +297,8 @@ def grandparent_greedy() -> tuple[str, str]:
 
 @aiogpu.remote
 def plain_leaves(path: str) -> str:
-    """Ends while one child runs and another waits."""
-    begun(path)
+    """End while one child runs and another waits."""
+    running_child(path)
     tasks.add.options(num_gpus=1).remote(1)
     return "left"
 
@@ -330,13 +331,13 @@ def misuses() -> list[tuple[str, str]]:
     async def get_on_a_loop() -> None:
         aiogpu.get(handle)
 
-    async def await_it() -> None:
+    async def await_handle() -> None:
         await handle
 
     return [
         caught(lambda: bool(handle)),
         caught(lambda: asyncio.run(get_on_a_loop())),
-        caught(lambda: asyncio.run(await_it())),
+        caught(lambda: asyncio.run(await_handle())),
         caught(lambda: aiogpu.get(1)),  # type: ignore[call-overload]
         caught(lambda: aiogpu.get(handle, timeout=-1)),
         caught(lambda: pickle.dumps(handle)),
@@ -361,7 +362,7 @@ def unreadable_twice() -> list[tuple[str, str]]:
 
 @aiogpu.remote
 def facts() -> tuple[Any, ...]:
-    """What it sees of itself before, while and after its child runs."""
+    """Return what the task sees of itself before, while and after its child runs."""
     context = aiogpu.get_runtime_context
     before = context().task_name, aiogpu.get_gpu_ids()
     child = aiogpu.get(tasks.where.options(num_gpus=1, name="child").remote())

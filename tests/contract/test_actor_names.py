@@ -15,9 +15,11 @@ from typing import Any
 import pytest
 
 import aiogpu
+from aiogpu import errors
 from tests.contract import tasks
 from tests.contract.actor_classes import Async, Counter, Methods
 from tests.contract.raw_client import Service, all_is_free, program, service
+from tests.support.errors import raises
 from tests.support.gate import Gate
 from tests.support.program import run as run_program
 from tests.support.turns import no_complaints, turns
@@ -63,18 +65,14 @@ async def test_the_loop_turns_while_the_node_has_yet_to_answer(node: Service) ->
             assert not again.done()
         assert await asyncio.gather(call, again, other.add.remote(1)) == [5, 6, 2]
         assert await found is found
-        with pytest.raises(
-            aiogpu.errors.ActorNameError, match="no actor named 'nobody'"
-        ):
-            await nobody
-        with pytest.raises(
-            aiogpu.errors.ActorNameError, match="no actor named 'nobody'"
-        ):
-            await nobody.one.remote()
-        with pytest.raises(aiogpu.errors.ActorNameError, match="'it' exists already"):
-            await taken
-        with pytest.raises(aiogpu.ActorDiedError, match="killed"):
-            await doomed.add.remote()
+        await raises(errors.ActorNameError, nobody, match="no actor named 'nobody'")
+        await raises(
+            errors.ActorNameError,
+            lambda: nobody.one.remote(),
+            match="no actor named 'nobody'",
+        )
+        await raises(errors.ActorNameError, taken, match="'it' exists already")
+        await raises(errors.ActorDiedError, lambda: doomed.add.remote(), match="killed")
         assert await it.one.remote(7) == 7
 
 
@@ -90,18 +88,18 @@ async def test_what_cannot_be_known_before_the_answer_is_told(node: Service) -> 
                 "has no method nothing": found.nothing.remote(),
             }
             with pytest.raises(
-                aiogpu.errors.MisuseError, match="its node has answered; await"
+                errors.MisuseError, match="its node has answered; await"
             ):
                 pickle.dumps(found)
             with pytest.raises(AttributeError, match="no public method _private"):
                 found._private  # noqa: B018
-            with pytest.raises(
-                aiogpu.errors.MisuseError, match="Await the handle first"
-            ):
-                await anext(found.one.map([1, 2], chunk=2))
+            await raises(
+                errors.MisuseError,
+                lambda: anext(found.one.map([1, 2], chunk=2)),
+                match="Await the handle first",
+            )
         for told, call in refused.items():
-            with pytest.raises((aiogpu.errors.MisuseError, AttributeError), match=told):
-                await call
+            await raises((errors.MisuseError, AttributeError), call, match=told)
         # Now it is known, and a method that was taken before is what it is.
         assert [item async for item in found.many.remote()] == [0, 1, 2]
         assert [item async for item in late.remote()] == [0, 1, 2]
@@ -143,11 +141,8 @@ async def test_the_node_dies_before_the_answer(
             same = Methods.options(name="it", get_if_exists=True).remote()
             call = found.one.remote()
             os.kill(node.pid, signal.SIGKILL)
-        for waiting in (found, call, same):
-            with pytest.raises(aiogpu.NodeDiedError):
-                await waiting
-        with pytest.raises(aiogpu.NodeDiedError):
-            await aiogpu.get_actor("it")
+        await raises(errors.NodeDiedError, found, call, same)
+        await raises(errors.NodeDiedError, lambda: aiogpu.get_actor("it"))
         await aiogpu.shutdown()
     await nothing_is_left(runtime_directory)
 
@@ -197,8 +192,7 @@ async def test_a_node_that_never_answers_is_left(
             call = aiogpu.get_actor("kept").add.remote()
             async with asyncio.timeout(20):
                 await aiogpu.shutdown()
-            with pytest.raises(aiogpu.errors.NodeClosedError):
-                await call
+            await raises(errors.NodeClosedError, call)
 
 
 async def test_a_node_that_dies_while_it_is_left(
@@ -208,8 +202,7 @@ async def test_a_node_that_dies_while_it_is_left(
         aiogpu.kill(aiogpu.get_actor("kept"))
         call = aiogpu.get_actor("kept").add.remote()
         os.kill(node.pid, signal.SIGKILL)
-    with pytest.raises(aiogpu.NodeDiedError):
-        await call
+    await raises(errors.NodeDiedError, call)
     await nothing_is_left(runtime_directory)
 
 
@@ -221,16 +214,17 @@ async def test_names() -> None:
         bob = named.remote(1)
         assert repr(bob) == "<ActorHandle Counter 'bob'>"
         assert await aiogpu.get_actor("bob").add.remote() == 2
-        with pytest.raises(aiogpu.errors.ActorNameError, match="'bob' exists already"):
+        with pytest.raises(errors.ActorNameError, match="'bob' exists already"):
             await named.remote()
         assert await named.options(get_if_exists=True).remote(7).add.remote() == 3
-        with pytest.raises(
-            aiogpu.errors.ActorNameError, match="no actor named 'eve' on"
-        ):
-            await aiogpu.get_actor("eve")
+        await raises(
+            errors.ActorNameError,
+            lambda: aiogpu.get_actor("eve"),
+            match="no actor named 'eve' on",
+        )
         elsewhere = named.options(namespace="other").remote(10)
         assert await aiogpu.get_actor("bob", "other").add.remote() == 11
-        with pytest.raises(aiogpu.errors.ActorNameError, match="'nowhere'"):
+        with pytest.raises(errors.ActorNameError, match="'nowhere'"):
             await aiogpu.get_actor("bob", "nowhere")
         # One that another class has made has the other's methods.
         found: Any = await Async.options(name="bob", get_if_exists=True).remote()
@@ -238,8 +232,7 @@ async def test_names() -> None:
         with pytest.raises(AttributeError, match="Counter has no method later"):
             found.later.remote()
         aiogpu.kill(bob)
-        with pytest.raises(aiogpu.errors.ActorNameError):
-            await aiogpu.get_actor("bob")
+        await raises(errors.ActorNameError, lambda: aiogpu.get_actor("bob"))
         second = named.remote(5)
         assert await second.add.remote() == 6
         del second
@@ -248,11 +241,11 @@ async def test_names() -> None:
                 try:
                     third = named.remote(50)
                     break
-                except aiogpu.errors.ActorNameError:
+                except errors.ActorNameError:
                     await asyncio.sleep(0)
         assert await third.add.remote() == 51
         assert await elsewhere.add.remote() == 12
-    with pytest.raises(aiogpu.OptionError, match="give name="):
+    with pytest.raises(errors.OptionError, match="give name="):
         Counter.options(get_if_exists=True)
 
 
@@ -265,7 +258,7 @@ async def make_kept(node: Service) -> None:
 async def kept_is_gone(node: Service) -> None:
     """Nobody finds the detached actor, and nothing of it is left."""
     async with aiogpu.init(address=node.path, log_to_driver=False):
-        with pytest.raises(aiogpu.errors.ActorNameError, match="no actor named 'kept'"):
+        with pytest.raises(errors.ActorNameError, match="no actor named 'kept'"):
             await aiogpu.get_actor("kept")
         await all_is_free()
 
@@ -293,15 +286,12 @@ async def test_what_is_done_right_before_the_program_leaves(
     async with left_before_the_answer(node):
         call = aiogpu.get_actor("kept").gated.remote(gate.path, "call")
         nobody = aiogpu.get_actor("nobody").add.remote()
-    with pytest.raises(aiogpu.errors.NodeClosedError, match="was shut down before"):
-        await call
-    with pytest.raises(aiogpu.errors.ActorNameError, match="no actor named 'nobody'"):
-        await nobody
+    await raises(errors.NodeClosedError, call, match="was shut down before")
+    await raises(errors.ActorNameError, nobody, match="no actor named 'nobody'")
     async with aiogpu.init(address=node.path, log_to_driver=False):
         found = await aiogpu.get_actor("kept")
         aiogpu.kill(found)
-        with pytest.raises(aiogpu.ActorDiedError, match="killed"):
-            await found.add.remote()
+        await raises(errors.ActorDiedError, lambda: found.add.remote(), match="killed")
     await kept_is_gone(node)
 
 

@@ -1,7 +1,7 @@
 """[B15] Cancelling and `timeout=` in every phase of a task's life.
 
-Each time: its owner goes on at once, the share is free when its code has stopped and
-not before, and nobody else notices.
+Each time the caller goes on at once, the share is free when the code has stopped and
+not before, and no other task is disturbed.
 """
 
 from __future__ import annotations
@@ -16,13 +16,16 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 import aiogpu
+from aiogpu import errors
 from aiogpu.runtime.connection import Peer
 from aiogpu.runtime.driver import Driver
+from aiogpu.types import Node, RemoteFunction
 from tests.contract import phase_tasks, tasks
 from tests.contract.phase_tasks import (
     BEGUN,
@@ -34,23 +37,24 @@ from tests.contract.phase_tasks import (
     count,
     count_softly,
 )
+from tests.support.errors import raises
 from tests.support.gate import Gate
-from tests.support.until import wait_until_asleep
+from tests.support.until import until, until_free, wait_until_asleep
 
 pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.either_loop]
 
 GRACE = 0.05
-NAMES = [each.__name__ for each in [*INTERRUPTED, *KILLED]]
-IS_KILLED = {each.__name__ for each in KILLED}
+IS_KILLED = {task.__name__ for task in KILLED}
+NAMES = [*(task.__name__ for task in INTERRUPTED), *IS_KILLED]
 WHOLE = {"num_gpus": 1, "max_calls": 0}
 
 
 def grace_of(phase: str) -> float:
-    """What lets itself be interrupted is given the time for it."""
+    """Return a long grace for code that can be interrupted."""
     return GRACE if phase in IS_KILLED else 20.0
 
 
-def driver_of(session: aiogpu.types.Node) -> Driver:
+def driver_of(session: Node) -> Driver:
     return session._session._engine._open_driver  # type: ignore[attr-defined, no-any-return]
 
 
@@ -71,25 +75,24 @@ def place(tmp_path: Path) -> Path:
 async def node(
     num_cpus: int = 1, grace: float = GRACE, **options: int
 ) -> AsyncIterator[Driver]:
-    """A node whose books are looked through at the end."""
+    """Open a node. At the end all is free and no interrupt hits a later task."""
     async with aiogpu.init(
         num_cpus=num_cpus, num_gpus=1, cancel_grace=grace, **options
     ) as session:
         yield driver_of(session)
+        await until_free()
+        await no_stray_interrupts()
         driver_of(session).scheduler.check()
 
 
 async def all_free(is_stopped: Callable[[], bool] = lambda: True) -> None:
-    """Until nothing is held any more; in that moment the code has stopped."""
-    async with asyncio.timeout(60):
-        total = await aiogpu.cluster_resources()
-        while await aiogpu.available_resources() != total:
-            await asyncio.sleep(0)
-        assert is_stopped()
+    """Wait until all is free; at that moment the code has stopped."""
+    await until_free()
+    assert is_stopped()
 
 
-async def all_is_well() -> None:
-    """No interrupt strays into what comes after, whichever worker runs it."""
+async def no_stray_interrupts() -> None:
+    """No interrupt hits a later task, whichever worker runs it."""
     assert await tasks.add.options(**WHOLE).remote(1) == 2
     assert await tasks.double.options(**WHOLE).remote(2) == 4
     assert await asyncio.gather(*map(tasks.add.remote, range(20))) == [*range(1, 21)]
@@ -102,7 +105,7 @@ def has_stopped(phase: str, place: Path, pid: int) -> bool:
 
 
 @pytest.mark.parametrize("phase", NAMES)
-async def test_cancelling_where_its_code_is(
+async def test_cancel_stops_code_in_each_phase(
     phase: str, gate: Gate, place: Path
 ) -> None:
     async with node(grace=grace_of(phase)):
@@ -110,18 +113,18 @@ async def test_cancelling_where_its_code_is(
         await gate.entered("in")
         pid = gate.pids["in"]
         assert handle.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await handle
+        await raises(asyncio.CancelledError, handle)
         if phase in IS_KILLED:
             assert (await aiogpu.available_resources())["GPU"] == 0.0
         await all_free(lambda: has_stopped(phase, place, pid))
         was_reused = await tasks.pid.options(**WHOLE).remote() == pid
         assert was_reused == (phase not in IS_KILLED)
-        await all_is_well()
 
 
-async def test_a_coroutine_that_has_no_cpu_clears_up(gate: Gate, place: Path) -> None:
-    """Message and signal are both there when it goes on."""
+async def test_a_suspended_coroutine_clears_up_when_it_goes_on(
+    gate: Gate, place: Path
+) -> None:
+    """Message and signal are both there when the coroutine goes on."""
     async with node(grace=grace_of("coroutine")):
         handle = (
             PHASES["coroutine"].options(**WHOLE).remote(gate.path, "in", str(place))
@@ -130,16 +133,14 @@ async def test_a_coroutine_that_has_no_cpu_clears_up(gate: Gate, place: Path) ->
         worker = psutil.Process(gate.pids["in"])
         worker.suspend()
         handle.cancel()
-        async with asyncio.timeout(60):
-            while not is_pending(worker.pid, signal.SIGINT):
-                await asyncio.sleep(0)
+        await until(lambda: is_pending(worker.pid, signal.SIGINT))
         worker.resume()
         await all_free(lambda: has_stopped("coroutine", place, worker.pid))
         assert await tasks.pid.options(**WHOLE).remote() == worker.pid
 
 
 def is_pending(pid: int, number: int) -> bool:
-    """Whether a signal waits for a process to take it; see proc_pid_status(5)."""
+    """A signal waits for a process to take it; see proc_pid_status(5)."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("ShdPnd:"):
             return bool(int(line.split()[1], 16) >> (number - 1) & 1)
@@ -155,10 +156,9 @@ def is_pending(pid: int, number: int) -> bool:
         ("relay_softly", "packing"),
     ],
 )
-async def test_cancelling_two_levels_above(
+async def test_cancel_of_a_grandparent_stops_the_grandchild(
     chain: str, phase: str, gate: Gate, place: Path
 ) -> None:
-    """Nested three deep; the one at the bottom is where its code is."""
     relay = getattr(phase_tasks, chain)
     async with node(grace=grace_of(phase)):
         args = [gate.path, "in", str(place)]
@@ -166,14 +166,12 @@ async def test_cancelling_two_levels_above(
         await gate.entered("in")
         pid = gate.pids["in"]
         handle.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await handle
+        await raises(asyncio.CancelledError, handle)
         await all_free(lambda: has_stopped(phase, place, pid))
-        await all_is_well()
 
 
 @pytest.mark.parametrize("chain", ["relay", "relay_softly"])
-async def test_cancelling_above_one_that_waits(
+async def test_cancel_of_a_grandparent_unqueues_the_grandchild(
     chain: str, gate: Gate, place: Path
 ) -> None:
     relay = getattr(phase_tasks, chain)
@@ -181,26 +179,23 @@ async def test_cancelling_above_one_that_waits(
         holder = tasks.gated.options(num_gpus=1).remote(gate.path, "holder")
         await gate.entered("holder")
         handle = relay.remote(1, "begins", {"num_gpus": 1}, [str(place)])
-        async with asyncio.timeout(60):
-            while "begins" not in str((await aiogpu.status()).waiting):
-                await asyncio.sleep(0)
+        while "begins" not in str((await aiogpu.status()).waiting):
+            await asyncio.sleep(0)
         handle.cancel()
         assert (await aiogpu.status()).waiting == ()
         gate.release("holder")
         await holder
-        await all_free()
-        await all_is_well()
         assert place.read_text() == ""
 
 
 async def expired(phase: str, timeout: float, path: str, place: Path) -> None:
     task = PHASES[phase].options(timeout=timeout, cancel_grace=grace_of(phase))
-    with pytest.raises(aiogpu.TaskTimeoutError, match=f"{phase} .* {timeout:g} s"):
+    with pytest.raises(errors.TaskTimeoutError, match=f"{phase} .* {timeout:g} s"):
         await task.remote(path, phase, str(place))
 
 
-async def test_a_timeout_wherever_its_code_is(gate: Gate, tmp_path: Path) -> None:
-    """All phases at once, each with a CPU of its own; again if one came too late."""
+async def test_a_timeout_stops_code_in_each_phase(gate: Gate, tmp_path: Path) -> None:
+    """All phases at once, each on its own CPU; again if a phase began too late."""
     timeout = 1.0
     while True:
         gate.pids.clear()
@@ -217,10 +212,10 @@ async def test_a_timeout_wherever_its_code_is(gate: Gate, tmp_path: Path) -> Non
         assert words == ([BEGUN] if phase in IS_KILLED else [BEGUN, STOPPED]), phase
 
 
-# What has not begun: in the queue, on its way to a worker, before it in its socket.
+# Tasks that have not begun: in the queue, on their way to a worker, in its socket.
 
 
-async def test_neither_cancelled_nor_expired_in_the_queue(
+async def test_a_queued_task_that_is_cancelled_or_expires_never_runs(
     gate: Gate, place: Path
 ) -> None:
     async with node():
@@ -232,17 +227,29 @@ async def test_neither_cancelled_nor_expired_in_the_queue(
         for handle in cancelled:
             handle.cancel()
         outcomes = await asyncio.gather(*expiring, return_exceptions=True)
-        assert {type(outcome) for outcome in outcomes} == {aiogpu.TaskTimeoutError}
+        assert {type(outcome) for outcome in outcomes} == {errors.TaskTimeoutError}
         assert (await aiogpu.status()).waiting == ()
         gate.release("holder")
         assert await holder == "holder"
-        await all_is_well()
     assert place.read_text() == ""
 
 
+async def start_and_stop(by: str, task: Any, place: Path, state: str) -> None:
+    """Start a task, and stop it by a cancel in this state or by a timeout."""
+    if by == "cancel":
+        handle = task.remote(str(place))
+        assert (await aiogpu.status()).tasks[0].state == state
+        handle.cancel()
+    else:
+        late = task.options(timeout=0.05).remote(str(place))
+        await raises(errors.TaskTimeoutError, late)
+
+
 @pytest.mark.parametrize("by", ["cancel", "timeout"])
-async def test_while_its_worker_is_forked(by: str, place: Path) -> None:
-    """The keeper stands still, so there is a lease and no worker yet."""
+async def test_a_task_stopped_while_its_worker_starts_never_runs(
+    by: str, place: Path
+) -> None:
+    """The keeper is suspended, so there is a lease and no worker yet."""
     async with node(spare_workers=0):
         begins = phase_tasks.begins.options(num_gpus=1)
         await begins.remote("/dev/null")
@@ -250,43 +257,29 @@ async def test_while_its_worker_is_forked(by: str, place: Path) -> None:
         (keeper,) = helpers("aiogpu-keep")
         keeper.suspend()
         try:
-            if by == "cancel":
-                handle = begins.remote(str(place))
-                assert (await aiogpu.status()).tasks[0].state == "starting"
-                handle.cancel()
-            else:
-                with pytest.raises(aiogpu.TaskTimeoutError):
-                    await begins.options(timeout=0.05).remote(str(place))
+            await start_and_stop(by, begins, place, "starting")
             assert (await aiogpu.available_resources())["GPU"] == 1.0
         finally:
             keeper.resume()
-        await all_is_well()
-        await all_free()
     assert place.read_text() == ""
 
 
 def helpers(name: str) -> list[psutil.Process]:
-    found = psutil.Process().children(recursive=True)
-    return [process for process in found if process.name().startswith(name)]
+    children = psutil.Process().children(recursive=True)
+    return [child for child in children if child.name().startswith(name)]
 
 
 @pytest.mark.parametrize("by", ["cancel", "timeout"])
 @pytest.mark.parametrize("fate", ["goes on", "stands still"])
-async def test_in_the_socket_of_a_worker_that_stands_still(
+async def test_a_task_stopped_in_the_socket_of_its_worker_never_runs(
     by: str, fate: str, place: Path
 ) -> None:
-    """It was sent, and its worker has not read it; none of its code ever runs."""
+    """The task was sent, and its stopped worker has not read it."""
     async with node(grace=GRACE if fate == "stands still" else 20.0):
         pid = await tasks.pid.options(**WHOLE).remote()
         os.kill(pid, signal.SIGSTOP)
         begins = phase_tasks.begins.options(**WHOLE)
-        if by == "cancel":
-            handle = begins.remote(str(place))
-            assert (await aiogpu.status()).tasks[0].state == "running"
-            handle.cancel()
-        else:
-            with pytest.raises(aiogpu.TaskTimeoutError):
-                await begins.options(timeout=0.05).remote(str(place))
+        await start_and_stop(by, begins, place, "running")
         assert (await aiogpu.available_resources())["GPU"] == 0.0
         if fate == "goes on":
             os.kill(pid, signal.SIGCONT)
@@ -294,17 +287,18 @@ async def test_in_the_socket_of_a_worker_that_stands_still(
             assert await tasks.pid.options(**WHOLE).remote() == pid
         else:
             await all_free(lambda: not os.path.exists(f"/proc/{pid}"))
-        await all_is_well()
     assert place.read_text() == ""
 
 
 @pytest.mark.parametrize("by", ["cancel", "timeout"])
-async def test_sent_ahead_behind_another(by: str, gate: Gate, place: Path) -> None:
+async def test_a_task_stopped_behind_another_in_a_worker_never_runs(
+    by: str, gate: Gate, place: Path
+) -> None:
     async with node():
         await asyncio.gather(
             *(phase_tasks.begins.remote("/dev/null") for _ in "x" * 99)
         )
-        # One shape and one function, so that the rest may be sent ahead behind it.
+        # One shape and one function, so that the rest may be sent ahead.
         first = phase_tasks.loop.remote(gate.path, "in", "/dev/null")
         timeout = 0.005 if by == "timeout" else None
         begins = phase_tasks.begins.options(timeout=timeout)
@@ -313,23 +307,21 @@ async def test_sent_ahead_behind_another(by: str, gate: Gate, place: Path) -> No
             for handle in behind:
                 handle.cancel()
         outcomes = await asyncio.gather(*behind, return_exceptions=True)
-        wanted = aiogpu.TaskTimeoutError if by == "timeout" else asyncio.CancelledError
+        wanted = errors.TaskTimeoutError if by == "timeout" else asyncio.CancelledError
         assert {type(outcome) for outcome in outcomes} == {wanted}
         await gate.entered("in")
         first.cancel()
-        await all_free()
-        await all_is_well()
     assert place.read_text() == ""
 
 
-# What is over, but for its answer or its process.
+# Tasks that are over, but for their answer or their process.
 
 
 @pytest.mark.parametrize("by", ["cancel", "timeout"])
-async def test_while_its_result_is_sent(
+async def test_a_task_stopped_while_its_result_is_sent_tears_nothing(
     by: str, gate: Gate, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """32 MB are on their way; nothing of them is torn, and the worker goes on."""
+    """32 MB are on their way; all of them arrive, and the worker goes on."""
     received = 0
     take = Peer.data_received
     arrives = asyncio.Event()
@@ -353,28 +345,25 @@ async def test_while_its_result_is_sent(
                     await arrives.wait()
                 handle.cancel()
             else:
-                with pytest.raises(aiogpu.TaskTimeoutError):
-                    await handle
-                timeout *= 2  # if it came before the first bytes
+                await raises(errors.TaskTimeoutError, handle)
+                timeout *= 2  # the timeout may come before the first bytes
         assert (await aiogpu.available_resources())["GPU"] == 0.0
         for worker in driver.workers.values():
             assert worker.peer is not None
             worker.peer.resume()
         await all_free(lambda: received > 1 << 25)
         assert await tasks.pid.options(**WHOLE).remote() == gate.pids["in"]
-        await all_is_well()
 
 
 @pytest.mark.parametrize("is_endless", [False, True])
-async def test_while_its_process_leaves(
+async def test_a_leaving_process_keeps_the_result_and_the_share(
     is_endless: bool, gate: Gate, place: Path
 ) -> None:
-    """Its result is there, so there is nothing to cancel; its share is not free."""
+    """The result is there, so there is nothing to cancel; the share is not free."""
     async with node() as driver:
         scheduler = driver.scheduler
-        scheduler.config = scheduler.config._replace(exit_grace=GRACE)
-        if not is_endless:
-            scheduler.config = scheduler.config._replace(exit_grace=20.0)
+        grace = GRACE if is_endless else 20.0
+        scheduler.config = scheduler.config._replace(exit_grace=grace)
         leaving = phase_tasks.leaving.options(num_gpus=1)
         handle = leaving.remote(gate.path, "out", str(place), is_endless)
         pid = await handle
@@ -385,13 +374,12 @@ async def test_while_its_process_leaves(
             gate.release("out")
         await all_free(lambda: not os.path.exists(f"/proc/{pid}"))
         assert place.read_text().split() == [BEGUN, STOPPED][: 2 - is_endless]
-        await all_is_well()
 
 
-async def test_an_import_that_ends_in_time_is_followed_by_the_interrupt(
+async def test_an_interrupt_waits_for_the_end_of_an_import(
     gate: Gate, place: Path, tmp_path: Path
 ) -> None:
-    """It is not broken off in the middle; the module can be used afterwards."""
+    """The import is not cut off in the middle; the module can be used afterwards."""
     (tmp_path / "slow_import.py").write_text(
         "import os\nfrom tests.support.gate import pass_gate\n"
         "pass_gate(*os.environ.pop('SLOW').split())\nVALUE = 7\n"
@@ -425,8 +413,8 @@ async def test_an_import_that_ends_in_time_is_followed_by_the_interrupt(
 LONG = 60.0
 
 
-async def test_the_grace_is_the_nodes_unless_a_task_has_its_own(gate: Gate) -> None:
-    """One that is longer is a task's own time to clean up."""
+async def test_a_tasks_own_grace_replaces_the_nodes(gate: Gate) -> None:
+    """A longer grace gives a task time to clean up."""
     async with node(grace=GRACE):
         handle = clean_up.options(cancel_grace=LONG).remote(gate.path, 6 * GRACE)
         await gate.entered("in")
@@ -442,27 +430,24 @@ async def test_the_grace_is_the_nodes_unless_a_task_has_its_own(gate: Gate) -> N
         assert "out" not in gate.pids
 
 
-async def test_a_childs_own_grace(gate: Gate) -> None:
-    """It travels with what a task asks of its children."""
+async def test_a_child_has_its_own_grace(gate: Gate) -> None:
     async with node(grace=LONG):
         args = [gate.path, "in", "/dev/null"]
         handle = phase_tasks.relay.remote(0, "swallowing", {"cancel_grace": 0}, args)
         await gate.entered("in")
         handle.cancel()
-        await all_free()
 
 
-async def test_a_closing_node_waits_for_the_longest(
+async def test_a_closing_node_waits_for_the_longest_grace(
     gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its own patience with a shutdown would end before."""
+    """The node's own limit for a shutdown would end before."""
     monkeypatch.setattr("aiogpu.runtime.node.SLACK", -5.0)
     async with aiogpu.init(num_cpus=1, cancel_grace=GRACE):
         handle = clean_up.options(cancel_grace=LONG).remote(gate.path, 1.0)
         await gate.entered("in")
     await gate.entered("out")
-    with pytest.raises(aiogpu.errors.NodeClosedError):
-        await handle
+    await raises(errors.NodeClosedError, handle)
 
 
 # SIGINT in a worker whose task was cancelled. The driver sends it again until the
@@ -470,7 +455,7 @@ async def test_a_closing_node_waits_for_the_longest(
 
 
 @pytest.mark.parametrize("kind", ["task", "method"])
-async def test_a_second_interrupt_does_not_cut_finally(
+async def test_a_second_interrupt_does_not_cut_a_finally_block(
     kind: str, gate: Gate, tmp_path: Path
 ) -> None:
     cleaned = tmp_path / "cleaned"
@@ -484,7 +469,7 @@ async def test_a_second_interrupt_does_not_cut_finally(
         for _ in range(3):
             os.kill(gate.pids["cleans"], signal.SIGINT)
         gate.release("cleans")
-        # What comes after it begins when it has ended.
+        # The next call begins when the first has ended.
         if actor is None:
             assert await tasks.pid.remote() == gate.pids["cleans"]
         else:
@@ -492,35 +477,35 @@ async def test_a_second_interrupt_does_not_cut_finally(
         assert cleaned.exists()
 
 
-async def test_an_interrupt_that_was_put_off_over_a_write_is_heard_after_it(
+async def test_an_interrupt_during_a_write_is_raised_after_the_write(
     gate: Gate, tmp_path: Path
 ) -> None:
-    """The write takes as long as the program does not read."""
+    """The write lasts as long as the program does not read."""
     went_on = tmp_path / "went on"
     options = {"num_cpus": 1, "cancel_grace": LONG, "log_to_driver": False}
     async with asyncio.timeout(60), aiogpu.init(**options):
         write = phase_tasks.write_and_go_on.remote
         running = write(gate.path, 4 << 20, str(went_on))
         await gate.entered("writes")
-        # The loop stands still from here on, so that nothing of it is read.
+        # The loop does not turn from here on, so the program reads nothing.
         worker = gate.pids["writes"]
         wait_until_asleep(worker)
         running.cancel()
         os.kill(worker, signal.SIGINT)
         wait_until_asleep(worker)
-        # It is read now, and what is printed comes whole.
+        # The program reads now, and all of the output arrives.
         assert await tasks.pid.remote() == worker
         assert not went_on.exists()
 
 
-# Cancelling at the instant of completion, ten thousand times if all is run. When to
-# cancel is drawn by a seeded hand and counted out by a busy loop, from before the task
-# begins to after it has ended; for how long it counts follows what was met so far.
+# Cancelling at the instant of completion, ten thousand times if all is run. A seeded
+# generator draws the moment and a busy loop waits for it, from before the task begins
+# to after it has ended. The longest wait follows the outcomes so far.
 
 
 SEED = int(os.environ.get("AIOGPU_TEST_SEED", "7"))
 LONGEST = 2_000
-"""What a task counts to at most."""
+"""The largest number to which a task counts."""
 
 
 def wait(counts: int) -> None:
@@ -528,8 +513,8 @@ def wait(counts: int) -> None:
         pass
 
 
-async def counts_of_a_call(task: aiogpu.types.RemoteFunction[[int, int], int]) -> int:
-    """To what the driver counts while the longest of the calls is answered."""
+async def counts_of_a_call(task: RemoteFunction[[int, int], int]) -> int:
+    """Return how far the driver counts while the longest call is answered."""
     for _ in range(200):
         await task.remote(0, LONGEST)
     calls = []
@@ -537,7 +522,7 @@ async def counts_of_a_call(task: aiogpu.types.RemoteFunction[[int, int], int]) -
         started = time.perf_counter()
         await task.remote(0, LONGEST)
         calls.append(time.perf_counter() - started)
-    # Not their mean: others on this machine may make some of them very long.
+    # Not the mean: other work on this machine may make some calls very long.
     call = statistics.median(calls)
     started = time.perf_counter()
     wait(100_000)
@@ -547,20 +532,20 @@ async def counts_of_a_call(task: aiogpu.types.RemoteFunction[[int, int], int]) -
 @pytest.mark.parametrize("cancels", [250, pytest.param(2_500, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("task", [count, count_softly], ids=["plain", "coroutine"])
 async def test_each_call_ends_as_a_result_or_as_cancelled(
-    task: aiogpu.types.RemoteFunction[[int, int], int], cancels: int
+    task: RemoteFunction[[int, int], int], cancels: int
 ) -> None:
-    hand = random.Random(SEED)
+    source = random.Random(SEED)
     ends: Counter[str] = Counter()
     async with aiogpu.init(num_cpus=1, cancel_grace=20) as session:
         pid = await tasks.pid.remote()
         longest = await counts_of_a_call(task)
         for number in range(cancels):
-            until = hand.randrange(hand.choice((10, 100, LONGEST)))
-            handle = task.remote(number, until)
-            for _ in range(hand.randrange(3)):
+            goal = source.randrange(source.choice((10, 100, LONGEST)))
+            handle = task.remote(number, goal)
+            for _ in range(source.randrange(3)):
                 await asyncio.sleep(0)
-            wait(hand.randrange(2 * longest))
-            for _ in range(hand.randrange(4)):
+            wait(source.randrange(2 * longest))
+            for _ in range(source.randrange(4)):
                 await asyncio.sleep(0)
             handle.cancel()
             (end,) = await asyncio.gather(handle, return_exceptions=True)
@@ -568,8 +553,10 @@ async def test_each_call_ends_as_a_result_or_as_cancelled(
             ends[type(end).__name__] += 1
             # A machine that is busy now was not when the call was measured.
             longest = int(longest * (0.9 if end == number else 1.05)) + 1
-            # A stray interrupt would be found in this one.
-            assert await task.remote(-number, hand.randrange(LONGEST)) == -number, SEED
+            # A stray interrupt would hit this task.
+            assert await task.remote(-number, source.randrange(LONGEST)) == -number, (
+                SEED
+            )
         assert await tasks.pid.remote() == pid, "the worker was reused"
         available = await aiogpu.available_resources()
         assert available == await aiogpu.cluster_resources()

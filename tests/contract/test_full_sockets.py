@@ -22,6 +22,7 @@ from tests.contract import backlog_tasks as tasks
 from tests.contract import shared_tasks
 from tests.contract import tasks as plain
 from tests.contract.raw_client import LIMIT, Service, service
+from tests.support.errors import raises
 from tests.support.gate import Gate
 from tests.support.turns import turns
 from tests.support.until import wait_until_asleep
@@ -175,7 +176,6 @@ async def test_a_program_that_gives_up_leaves_nothing(node: Service) -> None:
         joining = asyncio.create_task(join_and_add(node.path))
         await turns(50)
         joining.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await joining
+        await raises(asyncio.CancelledError, joining)
     os.kill(node.pid, signal.SIGCONT)
     assert await join_and_add(node.path) == 3

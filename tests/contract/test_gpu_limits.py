@@ -10,13 +10,15 @@ from pathlib import Path
 import pytest
 
 import aiogpu
+from aiogpu import errors
 from aiogpu.accelerators.nvidia import Nvidia
 from aiogpu.core.model.request import Device
-from aiogpu.errors import RemoteTraceback
 from aiogpu.observe.status import ShapeStatus
 from aiogpu.runtime.devices import binding as affinity
 from aiogpu.runtime.devices import binding as mps
+from aiogpu.types import Node
 from tests.contract import gpu_tasks as tasks
+from tests.support.errors import raises
 from tests.support.gate import Gate
 from tests.support.until import LIMIT
 from tests.unit.worker.test_gpu_memory import TORCH_SOURCE as TORCH
@@ -25,6 +27,7 @@ pytestmark = [
     pytest.mark.usefixtures("no_leaks"),
     pytest.mark.either_loop,
     pytest.mark.needs("device memory"),
+    pytest.mark.aiogpu(num_cpus=4, num_gpus=1),
 ]
 
 
@@ -130,84 +133,77 @@ async def test_shares_are_told_to_an_mps_server(
         assert list(found.values()) == [None, None, "0"]
 
 
-OOM = aiogpu.GpuOutOfMemoryError
+OOM = errors.GpuOutOfMemoryError
 ORIGINAL = "tests.contract.gpu_tasks.OutOfMemoryError"
 
 
-async def test_who_waits_is_told_what_was_asked(address: str) -> None:
-    async with aiogpu.init(address=address, num_cpus=4, num_gpus=1):
-        with pytest.raises(OOM) as caught:
-            await tasks.run_out.remote()
-        error = caught.value
-        assert str(error).startswith(
-            f"run_out ran out of GPU memory: {ORIGINAL}: {tasks.TEXT.rstrip('.')}. It "
-            f"had asked for num_gpus=0.5 without gpu_memory= of GPU 0,"
-        )
-        assert (error.asked, error.limit, error.peak) == (0, 0, 0)
-        assert (error.devices, error.neighbours) == ((0,), ())
-        assert isinstance(error.__cause__, RemoteTraceback)
-        assert "raise OutOfMemoryError(text)" in str(error.__cause__)
-        with pytest.raises(OOM, match="ValueError: the model does not fit"):
-            await tasks.run_out_softly.remote()
-        # What is no such failure is told as it was.
-        with pytest.raises(MemoryError, match="Unable") as other:
-            await tasks.run_out_of_main_memory.remote()
-        assert type(other.value) is MemoryError
-        with pytest.raises(tasks.OutOfMemoryError):
-            await tasks.fail_without_a_gpu.remote()
-        async with asyncio.timeout(60):  # the worker's end is awaited by nobody else
-            while (await aiogpu.available_resources())["GPU"] != 1.0:
-                await asyncio.sleep(0)
+async def test_who_waits_is_told_what_was_asked(node: Node) -> None:
+    caught = await raises(OOM, lambda: tasks.run_out.remote())
+    error = caught
+    assert str(error).startswith(
+        f"run_out ran out of GPU memory: {ORIGINAL}: {tasks.TEXT.rstrip('.')}. It "
+        f"had asked for num_gpus=0.5 without gpu_memory= of GPU 0,"
+    )
+    assert (error.asked, error.limit, error.peak) == (0, 0, 0)
+    assert (error.devices, error.neighbours) == ((0,), ())
+    assert isinstance(error.__cause__, errors.RemoteTraceback)
+    assert "raise OutOfMemoryError(text)" in str(error.__cause__)
+    with pytest.raises(OOM, match="ValueError: the model does not fit"):
+        await tasks.run_out_softly.remote()
+    # What is no such failure is told as it was.
+    with pytest.raises(MemoryError, match="Unable") as other:
+        await tasks.run_out_of_main_memory.remote()
+    assert type(other.value) is MemoryError
+    await raises(tasks.OutOfMemoryError, lambda: tasks.fail_without_a_gpu.remote())
+    async with asyncio.timeout(60):  # the worker's end is awaited by nobody else
+        while (await aiogpu.available_resources())["GPU"] != 1.0:
+            await asyncio.sleep(0)
 
 
-async def test_streams_chunks_and_children_run_out_of_memory(address: str) -> None:
-    async with aiogpu.init(address=address, num_cpus=4, num_gpus=1):
-        stream = tasks.yield_and_run_out.remote()
-        assert await anext(stream) == 1
-        with pytest.raises(OOM, match=r"^yield_and_run_out ran out"):
-            await anext(stream)
-        told, devices = await tasks.start_and_catch.remote()
-        assert told.startswith("run_out ran out of GPU memory")
-        assert devices == (0,)
-        with pytest.raises(OOM, match=r"^run_out ran out of GPU memory") as passed:
-            await tasks.start_and_fail.remote()
-        assert passed.value.neighbours == ("start_and_fail",)
-        with pytest.raises(OOM, match=r"^double ran out of GPU memory"):
-            assert [each async for each in tasks.double.map(range(9), chunk=3)]
+async def test_streams_chunks_and_children_run_out_of_memory(node: Node) -> None:
+    stream = tasks.yield_and_run_out.remote()
+    assert await anext(stream) == 1
+    await raises(OOM, lambda: anext(stream), match=r"^yield_and_run_out ran out")
+    told, devices = await tasks.start_and_catch.remote()
+    assert told.startswith("run_out ran out of GPU memory")
+    assert devices == (0,)
+    with pytest.raises(OOM, match=r"^run_out ran out of GPU memory") as passed:
+        await tasks.start_and_fail.remote()
+    assert passed.value.neighbours == ("start_and_fail",)
+    with pytest.raises(OOM, match=r"^double ran out of GPU memory"):
+        assert [each async for each in tasks.double.map(range(9), chunk=3)]
 
 
-async def test_actors_run_out_of_memory(address: str) -> None:
-    async with aiogpu.init(address=address, num_cpus=4, num_gpus=2):
-        model, soft = tasks.Model.remote(), tasks.AsyncModel.remote()
-        with pytest.raises(
-            OOM, match=r"^Model.predict ran out of GPU memory"
-        ) as caught:
-            await model.predict.remote()
-        assert isinstance(caught.value.__cause__, RemoteTraceback)
-        assert await model.fine.remote() == "fine"
-        with pytest.raises(OOM, match=r"^AsyncModel.predict ran out"):
-            await soft.predict.remote()
-        stream = soft.items.remote()
-        assert await anext(stream) == 1
-        with pytest.raises(OOM, match=r"^AsyncModel.items ran out"):
-            await anext(stream)
-        broken = tasks.Model.remote(tasks.TEXT)
-        with pytest.raises(aiogpu.ActorDiedError, match="GpuOutOfMemoryError") as died:
-            await broken.fine.remote()
-        assert isinstance(died.value.__cause__, OOM)
-        assert died.value.__cause__.devices == (1,)
+@pytest.mark.aiogpu(num_cpus=4, num_gpus=2)
+async def test_actors_run_out_of_memory(node: Node) -> None:
+    model, soft = tasks.Model.remote(), tasks.AsyncModel.remote()
+    error = await raises(
+        OOM,
+        lambda: model.predict.remote(),
+        match=r"^Model.predict ran out of GPU memory",
+    )
+    assert isinstance(error.__cause__, errors.RemoteTraceback)
+    assert await model.fine.remote() == "fine"
+    with pytest.raises(OOM, match=r"^AsyncModel.predict ran out"):
+        await soft.predict.remote()
+    stream = soft.items.remote()
+    assert await anext(stream) == 1
+    await raises(OOM, lambda: anext(stream), match=r"^AsyncModel.items ran out")
+    broken = tasks.Model.remote(tasks.TEXT)
+    with pytest.raises(errors.ActorDiedError, match="GpuOutOfMemoryError") as died:
+        await broken.fine.remote()
+    assert isinstance(died.value.__cause__, OOM)
+    assert died.value.__cause__.devices == (1,)
 
 
 async def test_retries_go_by_either_name_of_the_error(
-    tmp_path: Path, address: str
+    node: Node, tmp_path: Path
 ) -> None:
-    async with aiogpu.init(address=address, num_cpus=4, num_gpus=1):
-        assert await tasks.run_out_once.remote(str(tmp_path / "a")) == "second"
-        ours = tasks.run_out_once.options(retry_exceptions=[OOM])
-        assert await ours.remote(str(tmp_path / "b")) == "second"
-        other = tasks.run_out_once.options(retry_exceptions=[KeyError])
-        with pytest.raises(OOM):
-            await other.remote(str(tmp_path / "c"))
+    assert await tasks.run_out_once.remote(str(tmp_path / "a")) == "second"
+    ours = tasks.run_out_once.options(retry_exceptions=[OOM])
+    assert await ours.remote(str(tmp_path / "b")) == "second"
+    other = tasks.run_out_once.options(retry_exceptions=[KeyError])
+    await raises(OOM, lambda: other.remote(str(tmp_path / "c")))
 
 
 @pytest.mark.needs("processes")
@@ -246,6 +242,5 @@ async def test_a_try_alone_does_not_wait_for_an_actors_end(
     async with aiogpu.init(address=address, num_cpus=4, num_gpus=1, gpu_memory="80GiB"):
         model = tasks.Model.remote()
         assert await model.fine.remote() == "fine"
-        with pytest.raises(OOM) as caught:
-            await beside.remote(str(tmp_path / "a"), 1)
-        assert caught.value.neighbours == ("Model",)
+        error = await raises(OOM, lambda: beside.remote(str(tmp_path / "a"), 1))
+        assert error.neighbours == ("Model",)

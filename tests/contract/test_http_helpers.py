@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 
 import aiogpu
+from aiogpu import errors
 from tests.contract.stream_tasks import echo, items, stopping, waiting
+from tests.support.errors import raises
 from tests.support.gate import Gate
 
 pytest.importorskip("fastapi", reason="fastapi is not installed")
@@ -142,8 +144,7 @@ async def test_an_error_before_the_first_item_has_a_status(aiogpu_node: Any) -> 
     assert (early.status, early.text) == (422, "no")
     for name, told in (("later", "response already started"), ("other", "str and byt")):
         broken = Exchange(app, f"/items/{name}")
-        with pytest.raises((RuntimeError, aiogpu.errors.MisuseError), match=told):
-            await broken.done
+        await raises((RuntimeError, errors.MisuseError), broken.done, match=told)
     late = Exchange(app, "/items/later")
     await asyncio.wait([late.done])
     assert late.done.exception() is not None
@@ -168,8 +169,7 @@ async def test_a_call_stops_with_its_client(aiogpu_node: Any, gate: Gate) -> Non
     gate.forget("call", "call-cancelled")
 
     exchange = Exchange(app, "/wait", body)
-    await gate.entered("call")
-    gate.release("call")
+    await gate.let_pass("call")
     await exchange.done
     assert exchange.text == f'"call {len(body)}"'
     gate.forget("call")
@@ -223,13 +223,11 @@ async def test_a_node_lives_as_long_as_the_application(
 
 
 async def test_mistakes_are_told() -> None:
-    with pytest.raises(aiogpu.errors.MisuseError, match=r"takes the .*, not 'auto'"):
+    with pytest.raises(errors.MisuseError, match=r"takes the .*, not 'auto'"):
         helpers.lifespan("auto")  # type: ignore[arg-type]
-    with pytest.raises(
-        aiogpu.errors.MisuseError, match=r"takes the stream .*, not 'abc'"
-    ):
+    with pytest.raises(errors.MisuseError, match=r"takes the stream .*, not 'abc'"):
         helpers.StreamResponse("abc")  # type: ignore[arg-type]
-    with pytest.raises(aiogpu.OptionError, match="num_gpu"):
+    with pytest.raises(errors.OptionError, match="num_gpu"):
         async with helpers.lifespan(num_gpu=1)(FastAPI()):
             pass
 

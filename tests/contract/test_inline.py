@@ -1,4 +1,4 @@
-"""What is special where tasks and actors run in the calling process."""
+"""The inline engine: tasks and actors run in the calling process."""
 
 from __future__ import annotations
 
@@ -24,19 +24,22 @@ from typing import Any
 import pytest
 
 import aiogpu
+from aiogpu import errors
 from aiogpu.engines.inline.execution import InlineExecutor, TaskHost
 from aiogpu.engines.inline.jobs import Job
 from aiogpu.runtime.actors.registry import LEAVE_LIMIT
+from aiogpu.types import Node
 from tests.contract import handed_on, tasks
 from tests.contract.actor_classes import Async, Broken, Counter, Groups, Threads
+from tests.support.errors import raises
 from tests.support.gate import Gate
 from tests.support.until import until
 
 pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.either_loop]
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-seen: list[object] = []
-"""What the tasks of this module, which are this module's own, have seen."""
+seen: list[Any] = []
+"""Notes of the tasks and actors of this module, which run in this process."""
 
 
 @pytest.fixture(autouse=True)
@@ -45,41 +48,57 @@ def nothing_seen() -> None:
 
 
 @pytest.fixture
-async def node() -> AsyncIterator[aiogpu.types.Node]:
-    """One that holds nothing when its test is over."""
+async def node() -> AsyncIterator[Node]:
+    """A node of which nothing is held when the test is over."""
+    before = os.environ.get(VISIBLE)
     async with aiogpu.init(
-        address="inline", num_cpus=2, num_gpus=2, cancel_grace=0.1
+        address="inline", num_cpus=1, num_gpus=2, cancel_grace=0.1
     ) as session:
         yield session
-        gc.collect()  # errors that were caught hold the test's handles
+        gc.collect()  # errors that the test caught hold its handles
         inline = session._session._engine._node  # type: ignore[attr-defined]
         await until(lambda: not inline.actors.are_there)
         await until(lambda: not inline.scheduler.tasks)
         free = await session.available_resources()
-        assert (free["CPU"], free["GPU"]) == (2.0, 2.0)
+        assert (free["CPU"], free["GPU"]) == (1.0, 2.0)
         inline.scheduler.ledger.check()
+    assert os.environ.get(VISIBLE) == before
+    assert aiogpu.get_runtime_context().worker_id == 0
+    with pytest.raises(errors.MisuseError):
+        aiogpu.exit_actor()
+
+
+async def free_gpus(session: Node) -> float:
+    return (await session.available_resources())["GPU"]
+
+
+async def stop_left_behind(others: set[asyncio.Task[Any]]) -> None:
+    """Stop the one asyncio task that a node has left behind."""
+    (left,) = asyncio.all_tasks() - others
+    left.cancel()
+    await asyncio.wait([left])
 
 
 @aiogpu.remote
-def note(what: object) -> None:
-    seen.append(what)
+def note(value: object) -> None:
+    seen.append(value)
 
 
 @aiogpu.remote
-async def note_softly(what: object) -> None:
-    seen.append(("begin", what))
+async def note_softly(value: object) -> None:
+    seen.append(("begin", value))
     await asyncio.sleep(0)
-    seen.append(("end", what))
+    seen.append(("end", value))
 
 
-async def test_a_monkeypatch_is_seen(
-    node: aiogpu.types.Node, monkeypatch: pytest.MonkeyPatch
+async def test_tasks_see_a_monkeypatch(
+    node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tasks, "pass_gate", lambda path, name: f"patched {name}")
     assert await tasks.gated.remote("no path", "a") == "patched a"
 
 
-async def test_a_trace_function_is_called(node: aiogpu.types.Node) -> None:
+async def test_a_trace_function_sees_the_lines_of_a_task(node: Node) -> None:
     """So coverage is measured, and the breakpoints of any debugger work."""
     code = note.__wrapped__.__code__
     lines: list[int] = []
@@ -100,7 +119,7 @@ async def test_a_trace_function_is_called(node: aiogpu.types.Node) -> None:
 
 @pytest.mark.parametrize("kind", ["plain", "coroutine"])
 async def test_a_breakpoint_stops_in_the_task(
-    kind: str, node: aiogpu.types.Node, monkeypatch: pytest.MonkeyPatch
+    kind: str, node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = io.StringIO()
     prompt = pdb.Pdb(stdin=io.StringIO("p a * b\nc\n"), stdout=out, nosigint=True)
@@ -108,27 +127,25 @@ async def test_a_breakpoint_stops_in_the_task(
         sys, "breakpointhook", lambda: prompt.set_trace(sys._getframe(1))
     )
 
-    @aiogpu.remote
     def plain(a: int, b: int) -> int:
         breakpoint()
         return a + b
 
-    @aiogpu.remote
     async def coroutine(a: int, b: int) -> int:
         await asyncio.sleep(0)
         breakpoint()
         return a + b
 
-    task = plain if kind == "plain" else coroutine
+    function: Any = plain if kind == "plain" else coroutine
     before = sys.gettrace()
-    assert await task.remote(6, 7) == 13
+    assert await aiogpu.remote(function).remote(6, 7) == 13
     sys.settrace(before)
     assert f"{kind}()\n" in out.getvalue()
     assert "(Pdb) 42\n" in out.getvalue()
 
 
 async def test_a_function_sent_by_value_lives_as_long_as_in_a_worker(
-    node: aiogpu.types.Node,
+    node: Node,
 ) -> None:
     def make() -> Any:
         count = 0
@@ -140,23 +157,22 @@ async def test_a_function_sent_by_value_lives_as_long_as_in_a_worker(
 
         return counting
 
-    reused = aiogpu.remote(make())
+    reused, isolated = aiogpu.remote(make()), aiogpu.remote(num_gpus=1)(make())
     assert [await reused.remote() for _ in range(3)] == [1, 2, 3]
-    isolated = aiogpu.remote(num_gpus=1)(make())
     assert [await isolated.remote() for _ in range(3)] == [1, 1, 1]
 
 
-async def test_a_plain_function_has_no_loop(node: aiogpu.types.Node) -> None:
-    """As in a worker: it may run one of its own."""
+async def test_a_plain_function_has_no_loop(node: Node) -> None:
+    """As in a worker: it may run a loop of its own."""
     loop = asyncio.get_running_loop()
 
     @aiogpu.remote
-    def run_one() -> int:
+    def run_loops() -> int:
         with pytest.raises(RuntimeError, match="no running event loop"):
             asyncio.get_running_loop()
         return asyncio.run(asyncio.sleep(0, 5)) + aiogpu.run(asyncio.sleep(0, 6))
 
-    assert await run_one.remote() == 11
+    assert await run_loops.remote() == 11
     assert asyncio.get_running_loop() is loop
 
 
@@ -169,22 +185,21 @@ def read_variable() -> str:
 
 
 @aiogpu.remote
-async def read_variable_softly() -> str:
+async def read_and_set_variable() -> str:
     before = variable.get()
     variable.set("the task's")
     return before
 
 
-async def test_context_variables_are_not_inherited(node: aiogpu.types.Node) -> None:
+async def test_tasks_do_not_inherit_context_variables(node: Node) -> None:
     variable.set("the program's")
-
-    assert await read_variable_softly.remote() == "unset"
+    assert await read_and_set_variable.remote() == "unset"
     assert await read_variable.remote() == "unset"
     assert variable.get() == "the program's"
 
 
-async def test_a_plain_function_that_ends_too_late(node: aiogpu.types.Node) -> None:
-    """It cannot be interrupted. What waited behind it beyond its time never runs."""
+async def test_a_plain_function_overruns_its_timeout(node: Node) -> None:
+    """No code can interrupt it. A task behind it whose time is over never runs."""
 
     @aiogpu.remote(timeout=0.02)
     def slow() -> None:
@@ -193,65 +208,56 @@ async def test_a_plain_function_that_ends_too_late(node: aiogpu.types.Node) -> N
     late = slow.remote()
     behind = note.options(timeout=0.03).remote("behind")
     after = note.options(timeout=60).remote("after")
-    with pytest.raises(aiogpu.TaskTimeoutError, match=r"slow .* 0\.02 s"):
-        await late
-    with pytest.raises(aiogpu.TaskTimeoutError, match=r"note .* 0\.03 s"):
-        await behind
+    await raises(errors.TaskTimeoutError, late, match=r"slow .* 0\.02 s")
+    await raises(errors.TaskTimeoutError, behind, match=r"note .* 0\.03 s")
     await after
     assert seen == ["after"]
 
 
-async def test_a_plain_method_that_ends_too_late(node: aiogpu.types.Node) -> None:
+async def test_a_plain_method_overruns_its_timeout(node: Node) -> None:
     @aiogpu.remote
     class Slow:
         @aiogpu.method(run_timeout=0.02)
         def work(self, seconds: float) -> float:
-            until = time.monotonic() + seconds
-            while time.monotonic() < until:
+            end = time.monotonic() + seconds
+            while time.monotonic() < end:
                 pass
             return seconds
 
     actor = Slow.remote()
-    late, next_one = actor.work.remote(0.05), actor.work.remote(0)
-    with pytest.raises(aiogpu.TaskTimeoutError, match=r"Slow\.work .* 0\.02 s: it ran"):
-        await late
-    assert await next_one == 0
+    late, behind = actor.work.remote(0.05), actor.work.remote(0)
+    await raises(errors.TaskTimeoutError, late, match=r"Slow\.work .* 0\.02 s: it ran")
+    assert await behind == 0
 
 
 @aiogpu.remote(retry_exceptions=True, max_retries=-1)
-async def never_well() -> None:
+async def fail_for_ever() -> None:
     seen.append(os.environ[VISIBLE])
     os.environ[VISIBLE] = "spoilt"
     await asyncio.sleep(0)
     raise LookupError
 
 
-async def test_a_retried_task_can_be_stopped(node: aiogpu.types.Node) -> None:
+async def test_a_retried_task_can_be_stopped(node: Node) -> None:
     seconds = 0.05
     while len(seen) < 2:
-        with pytest.raises(aiogpu.TaskTimeoutError):
-            await never_well.options(timeout=seconds).remote()
+        await raises(
+            errors.TaskTimeoutError, fail_for_ever.options(timeout=seconds).remote()
+        )
         seconds *= 2
     assert set(seen) == {""}
     for steps in range(12):
-        handle = never_well.remote()
+        handle = fail_for_ever.remote()
         for _ in range(steps):
             await asyncio.sleep(0)
         handle.cancel()
         assert await tasks.add.remote(1) == 2, steps
-    found = await aiogpu.available_resources()
-    assert {"CPU": 2.0, "GPU": 2.0}.items() <= found.items()
+    free = await aiogpu.available_resources()
+    assert {"CPU": 1.0, "GPU": 2.0}.items() <= free.items()
 
 
-@aiogpu.remote
-def cancel_it() -> None:
-    (handle,) = seen
-    assert isinstance(handle, aiogpu.Handle)
-    assert handle.cancel()
-
-
-never: list[asyncio.Event] = []
-"""What is waited for; unheld, the collector would take it with the task that waits."""
+awaited: list[asyncio.Event] = []
+"""Holds the event of `stubborn`, or the collector would take event and task."""
 
 
 @aiogpu.remote
@@ -259,53 +265,48 @@ async def stubborn() -> None:
     for _ in range(3):
         try:
             seen.append("begin")
-            never[:] = [asyncio.Event()]
-            await never[0].wait()
+            awaited[:] = [asyncio.Event()]
+            await awaited[0].wait()
         except asyncio.CancelledError:
             seen.append("cancelled")
 
 
+STUBBORN = ["begin", "cancelled", "begin", "cancelled", "begin"]
+"""Notes of `stubborn` when its node gives up."""
+
+
 async def test_a_coroutine_that_does_not_end_is_left_behind(
-    node: aiogpu.types.Node, caplog: pytest.LogCaptureFixture
+    node: Node, caplog: pytest.LogCaptureFixture
 ) -> None:
     others = asyncio.all_tasks()
     handle = stubborn.options(num_gpus=2).remote()
     after = tasks.where.options(num_gpus=2).remote()
-    while not seen:
-        await asyncio.sleep(0)
+    await until(lambda: seen)
     handle.cancel()
-    assert (await aiogpu.available_resources())["GPU"] == 0.0
+    assert await free_gpus(node) == 0.0
     assert (await after)["ids"] == [0, 1]
     # The collector may find meanwhile what another test has left behind.
-    (record,) = (one for one in caplog.records if one.name != "asyncio")
+    (record,) = (record for record in caplog.records if record.name != "asyncio")
     assert "stubborn was cancelled 0.1 s ago and still runs" in record.getMessage()
-    assert seen == ["begin", "cancelled", "begin", "cancelled", "begin"]
-    (left,) = asyncio.all_tasks() - others
-    left.cancel()
-    await asyncio.wait([left])
+    assert seen == STUBBORN
+    await stop_left_behind(others)
 
 
 async def test_a_shutdown_is_bounded_and_leaves_the_loop_as_it_was() -> None:
     loop = asyncio.get_running_loop()
     others = asyncio.all_tasks()
     async with aiogpu.init(address="inline", num_cpus=1, cancel_grace=0.05):
-        handle = stubborn.remote()
-        waiting = note.remote("never")
-        while not seen:
-            await asyncio.sleep(0)
+        handle, waiting = stubborn.remote(), note.remote("never")
+        await until(lambda: seen)
         assert loop.get_task_factory() is not None
-    for ended in (handle, waiting):
-        with pytest.raises(aiogpu.errors.NodeClosedError):
-            await ended
-    (left,) = asyncio.all_tasks() - others
-    left.cancel()
-    await asyncio.wait([left])
+    await raises(errors.NodeClosedError, handle, waiting)
+    await stop_left_behind(others)
     assert loop.get_task_factory() is None
     assert VISIBLE not in os.environ or os.environ[VISIBLE] != ""
     assert "never" not in seen
 
 
-async def test_a_task_factory_of_the_programs_own(node: aiogpu.types.Node) -> None:
+async def test_the_programs_task_factory_stays(node: Node) -> None:
     loop = asyncio.get_running_loop()
     made: list[str] = []
 
@@ -314,19 +315,19 @@ async def test_a_task_factory_of_the_programs_own(node: aiogpu.types.Node) -> No
         return asyncio.Task(coroutine, loop=loop, **options)
 
     @aiogpu.remote
-    async def start_one() -> None:
+    async def start_task() -> None:
         await asyncio.create_task(asyncio.sleep(0))
 
     loop.set_task_factory(factory)
     try:
-        await start_one.remote()
+        await start_task.remote()
         assert loop.get_task_factory() is factory
     finally:
         loop.set_task_factory(None)
     assert "sleep" in made
 
 
-async def test_the_programs_own_asyncio_tasks_are_left_alone(gate: Gate) -> None:
+async def test_the_programs_asyncio_tasks_run_on(gate: Gate) -> None:
     async with aiogpu.init(address="inline", num_cpus=1):
         handle = tasks.gated_coroutine.remote(gate.path, "a")
         await gate.entered("a")
@@ -346,26 +347,8 @@ async def test_preloaded_modules_are_imported_here(
     monkeypatch.syspath_prepend(str(tmp_path))
     async with aiogpu.init(address="inline", preload=["preloaded_inline"]):
         assert "preloaded_inline" in sys.modules
-    with pytest.raises(aiogpu.errors.PreloadError, match="no_such_module"):
+    with pytest.raises(errors.PreloadError, match="no_such_module"):
         await aiogpu.init(address="inline", preload=["no_such_module"])
-
-
-def test_one_whose_loop_has_gone_is_dropped() -> None:
-    """It was left behind, with an asyncio task of its own; nothing is raised."""
-    loop = asyncio.new_event_loop()
-    loop.set_exception_handler(lambda loop, context: None)
-
-    async def main() -> None:
-        async with aiogpu.init(address="inline", num_cpus=1, cancel_grace=0.01):
-            handle = stubborn_parent.remote()
-            while not seen:
-                await asyncio.sleep(0)
-            assert not handle.done()
-
-    loop.run_until_complete(main())
-    loop.close()
-    gc.collect()
-    assert seen == ["begin", "cancelled", "begin", "cancelled", "begin"]
 
 
 @aiogpu.remote
@@ -373,6 +356,23 @@ async def stubborn_parent() -> None:
     other = asyncio.create_task(asyncio.Event().wait())
     await stubborn.__wrapped__()
     assert not other.done()
+
+
+def test_a_task_whose_loop_is_closed_is_dropped() -> None:
+    """The task was left behind, with an asyncio task of its own. Nothing is raised."""
+    loop = asyncio.new_event_loop()
+    loop.set_exception_handler(lambda loop, context: None)
+
+    async def main() -> None:
+        async with aiogpu.init(address="inline", num_cpus=1, cancel_grace=0.01):
+            handle = stubborn_parent.remote()
+            await until(lambda: seen)
+            assert not handle.done()
+
+    loop.run_until_complete(main())
+    loop.close()
+    gc.collect()
+    assert seen == STUBBORN
 
 
 @aiogpu.remote
@@ -394,7 +394,7 @@ async def note_loop() -> None:
     seen.append((asyncio.get_running_loop(), threading.current_thread()))
 
 
-async def test_tasks_run_in_this_process_and_thread(node: aiogpu.types.Node) -> None:
+async def test_tasks_run_in_this_process_and_thread(node: Node) -> None:
     await note_place.remote()
     await note_loop.remote()
     here = threading.current_thread()
@@ -410,7 +410,7 @@ async def test_tasks_run_in_this_process_and_thread(node: aiogpu.types.Node) -> 
     assert seen[2:] == [(os.getpid(), thread)]
 
 
-async def test_one_after_the_other_in_order(node: aiogpu.types.Node) -> None:
+async def test_tasks_run_one_after_the_other_in_order(node: Node) -> None:
     """Whatever their priority; nothing runs inside `.remote()`."""
     handles = [
         note.remote(1),
@@ -425,9 +425,7 @@ async def test_one_after_the_other_in_order(node: aiogpu.types.Node) -> None:
     assert seen == [1, "the program's turn", *two, 3, *four]
 
 
-async def test_a_debugger_finds_the_frames_after_the_end(
-    node: aiogpu.types.Node,
-) -> None:
+async def test_a_debugger_finds_the_frames_of_a_failed_task(node: Node) -> None:
     """As `pytest --pdb` does; the worker's text is the cause all the same."""
 
     def plain(local: str) -> None:
@@ -442,12 +440,11 @@ async def test_a_debugger_finds_the_frames_after_the_end(
             plain(local)
 
     actor = aiogpu.remote(Actor).remote()
-    calls = {
-        "plain": (aiogpu.remote(plain).remote, ["plain"]),
-        "coroutine": (aiogpu.remote(coroutine).remote, ["coroutine", "plain"]),
-        "method": (actor.method.remote, ["method", "plain"]),
-    }
-    for call, expected in calls.values():
+    for call, expected in (
+        (aiogpu.remote(plain).remote, ["plain"]),
+        (aiogpu.remote(coroutine).remote, ["coroutine", "plain"]),
+        (actor.method.remote, ["method", "plain"]),
+    ):
         with pytest.raises(KeyError, match="found") as caught:
             await call("found")
         names = [entry.name for entry in caught.traceback]
@@ -456,14 +453,15 @@ async def test_a_debugger_finds_the_frames_after_the_end(
         assert caught.traceback[-1].frame.f_locals["local"] == "found"
         assert "raise KeyError(local)" in str(caught.value.__cause__)
         assert "engines/inline" not in str(caught.value.__cause__)
-    with pytest.raises(aiogpu.ActorDiedError, match="OSError: no model") as broken:
-        await Broken.remote(OSError)
-    trace = broken.value.__cause__.__traceback__  # type: ignore[union-attr]
-    assert trace.tb_frame.f_locals["kind"] is OSError
+    error = await raises(
+        errors.ActorDiedError, Broken.remote(OSError), match="OSError: no model"
+    )
+    trace = error.__cause__.__traceback__  # type: ignore[union-attr]
+    assert trace.tb_frame.f_locals["kind"] is OSError  # type: ignore[union-attr]
 
 
-async def test_values_are_copies(node: aiogpu.types.Node) -> None:
-    """Else a test would pass here whose program fails in workers."""
+async def test_values_are_copies(node: Node) -> None:
+    """Otherwise a test would pass here whose program fails in workers."""
     mine: list[object] = [1]
 
     @aiogpu.remote
@@ -483,59 +481,61 @@ async def test_values_are_copies(node: aiogpu.types.Node) -> None:
 
 
 @pytest.mark.parametrize("kind", ["plain", "coroutine"])
-async def test_the_surroundings_are_there_and_taken_off(
-    kind: str, node: aiogpu.types.Node, monkeypatch: pytest.MonkeyPatch
+async def test_a_task_sees_its_own_context_and_variables(
+    kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = (VISIBLE, "AIOGPU_TEST_A", "AIOGPU_TEST_B")
-    monkeypatch.setenv(VISIBLE, "before")
     monkeypatch.setenv("AIOGPU_TEST_A", "before")
     monkeypatch.delenv("AIOGPU_TEST_B", raising=False)
 
     def plain(is_bad: bool) -> list[object]:
-        found = [
-            os.environ.get(name)
-            for name in ("CUDA_VISIBLE_DEVICES", "AIOGPU_TEST_A", "AIOGPU_TEST_B")
-        ]
+        values = [os.environ.get(name) for name in names]
         os.environ["AIOGPU_TEST_A"] = "spoilt"
         context = aiogpu.get_runtime_context()
         assert (context.task_name, context.worker_id > 0) == ("named", True)
         if is_bad:
-            raise LookupError(found)
-        return found
+            raise LookupError(values)
+        return values
 
     async def coroutine(is_bad: bool) -> list[object]:
         await asyncio.sleep(0)
         return plain(is_bad)
 
-    variables = {"AIOGPU_TEST_A": "a", "AIOGPU_TEST_B": "b"}
-    task = aiogpu.remote(num_gpus=2, name="named", runtime_env={"env_vars": variables})(
+    env = {"env_vars": {"AIOGPU_TEST_A": "a", "AIOGPU_TEST_B": "b"}}
+    task = aiogpu.remote(num_gpus=2, name="named", runtime_env=env)(
         plain if kind == "plain" else coroutine
     )
-    for is_bad in (False, True):
-        try:
-            found = await task.remote(is_bad)
-        except LookupError as error:
-            found = error.args[0]
-        assert found == ["0,1", "a", "b"]
-        assert [os.environ.get(name) for name in names] == ["before", "before", None]
-        context = aiogpu.get_runtime_context()
-        assert (context.node_id, context.worker_id, context.task_id) == ("", 0, 0)
-        assert (context.task_name, context.assigned_resources) == ("", {})
-        assert aiogpu.get_gpu_ids() == []
+    async with aiogpu.init(address="inline", num_gpus=2):
+        monkeypatch.setenv(VISIBLE, "before")
+        for is_bad in (False, True):
+            try:
+                values = await task.remote(is_bad)
+            except LookupError as error:
+                values = error.args[0]
+            assert values == ["0,1", "a", "b"]
+            assert [*map(os.environ.get, names)] == ["before", "before", None]
+            context = aiogpu.get_runtime_context()
+            assert (context.node_id, context.worker_id, context.task_id) == ("", 0, 0)
+            assert (context.task_name, context.assigned_resources) == ("", {})
+            assert aiogpu.get_gpu_ids() == []
 
 
-async def test_a_task_that_is_cancelled_by_itself_or_before_its_first_step(
-    node: aiogpu.types.Node,
+@aiogpu.remote
+def cancel_itself() -> None:
+    (handle,) = seen
+    assert handle.cancel()
+
+
+async def test_a_task_is_cancelled_by_itself_or_before_its_first_step(
+    node: Node,
 ) -> None:
-    """Of a coroutine that was made and never begun nobody warns."""
-    itself = cancel_it.remote()
+    """No warning about a coroutine that was made and never ran."""
+    itself = cancel_itself.remote()
     seen.append(itself)
-    with pytest.raises(asyncio.CancelledError):
-        await itself
+    await raises(asyncio.CancelledError, itself)
     early = note_softly.remote("never")
     asyncio.get_running_loop().call_soon(early.cancel)
-    with pytest.raises(asyncio.CancelledError):
-        await early
+    await raises(asyncio.CancelledError, early)
     assert await tasks.add.remote(1) == 2
     assert seen == [itself]
 
@@ -572,14 +572,15 @@ async def test_output_has_no_prefix(
     assert (out.split(), err) == ([*shown, "mine"], "b\n" * is_shown)
 
 
-async def test_haste_gives_the_variables_back(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_closing_at_once_restores_the_variables(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """As at the interpreter's exit, where no loop runs any more."""
     monkeypatch.setattr("aiogpu.engines.inline.engine.PATIENCE", 0.01)
     before = dict(os.environ)
     async with aiogpu.init(address="inline", num_cpus=1) as session:
         handle = wait_for_ever.remote()
-        while not seen:
-            await asyncio.sleep(0)
+        await until(lambda: seen)
         assert os.environ[VISIBLE] == ""
         session._session.close_now()
         assert dict(os.environ) == before
@@ -588,38 +589,18 @@ async def test_haste_gives_the_variables_back(monkeypatch: pytest.MonkeyPatch) -
     assert seen == ["begin", "end"]
 
 
-async def test_a_coroutine_cannot_end_the_program(node: aiogpu.types.Node) -> None:
+async def test_a_coroutine_cannot_end_the_program(node: Node) -> None:
+    @aiogpu.remote
+    async def fail(kind: type[BaseException]) -> None:
+        await asyncio.sleep(0)
+        raise kind
+
     for kind in (SystemExit, KeyboardInterrupt, GeneratorExit):
-
-        @aiogpu.remote
-        async def fail(kind: type[BaseException] = kind) -> None:
-            await asyncio.sleep(0)
-            raise kind
-
-        with pytest.raises(aiogpu.TaskError, match=kind.__name__):
-            await fail.remote()
+        await raises(errors.TaskError, fail.remote(kind), match=kind.__name__)
     assert await tasks.add.remote(1) == 2
 
 
 # Actors
-
-
-@pytest.fixture
-async def actors_node() -> AsyncIterator[aiogpu.types.Node]:
-    before = os.environ.get(VISIBLE)
-    async with aiogpu.init(
-        address="inline", num_cpus=1, num_gpus=2, cancel_grace=0.1
-    ) as session:
-        yield session
-        gc.collect()  # errors that were caught hold the test's handles
-        await until(lambda: not session._session._engine._node.actors.are_there)  # type: ignore[attr-defined]
-        assert (await session.available_resources())["GPU"] == 2.0
-        assert (await session.available_resources())["CPU"] == 1.0
-        session._session._engine._node.scheduler.ledger.check()  # type: ignore[attr-defined]
-    assert os.environ.get(VISIBLE) == before
-    assert aiogpu.get_runtime_context().worker_id == 0
-    with pytest.raises(aiogpu.errors.MisuseError):
-        aiogpu.exit_actor()
 
 
 def facts() -> tuple[Any, ...]:
@@ -627,17 +608,23 @@ def facts() -> tuple[Any, ...]:
     return context.task_name, aiogpu.get_gpu_ids(), os.environ.get(VISIBLE)
 
 
-@aiogpu.remote
-class Visited:
-    """Notes in this process what becomes of it."""
-
-    def __init__(self, name: str = "it") -> None:
-        self.name = name
-        self.event = asyncio.Event()
-        self.background: asyncio.Task[None] | None = None
+class Noting:
+    """Notes in this process when the actor is gone."""
 
     def facts(self) -> tuple[Any, ...]:
         return facts()
+
+    def __del__(self) -> None:
+        seen.append("gone")
+
+
+@aiogpu.remote
+class Visited(Noting):
+    """Notes in this process what becomes of the actor and its calls."""
+
+    def __init__(self) -> None:
+        self.event = asyncio.Event()
+        self.background: asyncio.Task[None] | None = None
 
     async def facts_of_three(self) -> list[tuple[Any, ...]]:
         async def later() -> tuple[Any, ...]:
@@ -670,194 +657,19 @@ class Visited:
     def let_pass(self) -> None:
         self.event.set()
 
-    async def ask(self, what: str) -> Any:
-        return await add_one.remote(what)
+    async def ask(self, text: str) -> Any:
+        return await append_one.remote(text)
 
     async def close(self) -> None:
         seen.append("closing")
         await asyncio.sleep(0)
         seen.append(("closed", *facts()))
 
-    def __del__(self) -> None:
-        seen.append("gone")
-
 
 @aiogpu.remote
-def add_one(what: str) -> str:
-    return f"{what} 1"
-
-
-@aiogpu.remote
-async def ask_through(actor: Any) -> Any:
-    return await actor.ask.remote("task")
-
-
-@aiogpu.remote
-class Stubborn:
-    async def wait(self) -> None:
-        for _ in range(2):
-            try:
-                await asyncio.Event().wait()
-            except asyncio.CancelledError:
-                seen.append("swallowed")
-
-
-async def test_methods_wait_for_tasks_and_tasks_for_methods(
-    actors_node: aiogpu.types.Node,
-) -> None:
-    """What a method starts does not wait for the task that waits for the method."""
-    visited = await Visited.remote()
-    assert await ask_through.remote(visited) == "task 1"
-    first = [add_one.remote("x"), ask_through.remote(visited), add_one.remote("y")]
-    assert await asyncio.gather(*first) == ["x 1", "task 1", "y 1"]
-
-
-async def test_plain_code_that_waits_for_what_only_the_program_could_end(
-    actors_node: aiogpu.types.Node,
-) -> None:
-    holder = await Counter.options(num_gpus=2).remote()
-    waits = Counter.options(num_gpus=1).remote()
-    for task in (handed_on.add_to, by_a_child):
-        with pytest.raises(aiogpu.errors.DeadlockError, match="could never end"):
-            await asyncio.wait_for(
-                task.remote(waits, *[1][: task is not by_a_child]), 9
-            )
-    assert await holder.add.remote() == 1
-    aiogpu.kill(holder)
-    assert await waits.add.remote() == 1, "it lives, and no call of theirs has run"
-
-
-async def test_plain_code_cannot_wait_for_the_programs_loop(
-    actors_node: aiogpu.types.Node,
-) -> None:
-    actor = await Async.remote()
-    with pytest.raises(
-        aiogpu.errors.NodeError, match=r"Async\.add\.remote.*address='local'"
-    ):
-        await handed_on.add_to.remote(actor, 1)
-    assert await handed_on.add_soon.remote(actor, 2) == 2
-
-
-@aiogpu.remote
-async def await_twice(visited: Any) -> None:
-    async def wait(call: Any) -> None:
-        await call
-
-    call = visited.wait.remote("call")
-    await asyncio.gather(wait(call), wait(call))
-    seen.append("waited")
-    await asyncio.Event().wait()
-
-
-async def test_a_call_may_be_awaited_twice(actors_node: aiogpu.types.Node) -> None:
-    """[B12] A task gives its CPU back only while it waits."""
-    visited = await Visited.remote()
-    task = await_twice.remote(visited)
-    await until(lambda: seen == ["call"])
-    assert (await actors_node.available_resources())["CPU"] == 1.0
-    await visited.let_pass.remote()
-    await until(lambda: seen == ["call", "waited"])
-    assert (await actors_node.available_resources())["CPU"] == 0.0
-    task.cancel()
-
-
-async def test_the_end_of_the_node() -> None:
-    """[B6]"""
-    async with aiogpu.init(address="inline", num_cpus=1, num_gpus=1):
-        visited = await Visited.options(num_gpus=1).remote()
-        waiting, unplaced = visited.wait.remote("a"), Plain.options(num_gpus=1).remote()
-        behind = unplaced.facts.remote()
-        await visited.begin.remote()
-        plain = await Plain.remote()
-    for told in (waiting, unplaced, behind, visited, plain):
-        with pytest.raises(aiogpu.errors.NodeClosedError):
-            await told
-    await until(lambda: seen.count("gone") == 2)
-    assert [x for x in seen if isinstance(x, str)] == [
-        "a",
-        *("gone", "a cancelled", "closing", "gone"),
-    ]
-
-
-async def test_who_does_not_end_is_left_behind(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    async with aiogpu.init(
-        address="inline", num_cpus=1, num_gpus=1, cancel_grace=0.01
-    ) as session:
-        stubborn = await Stubborn.options(num_gpus=1).remote()
-        call = stubborn.wait.remote()
-        await asyncio.sleep(0)
-        with caplog.at_level(logging.WARNING):
-            aiogpu.kill(stubborn)
-            await stubborn._link.ended()
-        assert await gpus(session) == 1.0
-    assert "Stubborn was told to end and still runs" in caplog.text
-    # Whoever is left behind is cancelled once more, as tasks are.
-    await until(lambda: seen == ["swallowed", "swallowed"])
-    with pytest.raises(aiogpu.ActorDiedError):
-        await call
-
-
-@pytest.mark.parametrize("cls", [Threads, Groups])
-async def test_threads_are_refused(cls: Any, actors_node: aiogpu.types.Node) -> None:
-    with pytest.raises(
-        aiogpu.errors.NodeError, match=r"max_concurrency.*address='local'"
-    ):
-        cls.remote()
-
-
-async def test_a_detached_one_outlives_its_handles() -> None:
-    async with aiogpu.init(address="inline", num_cpus=1):
-        kept = await Plain.options(name="kept", lifetime="detached").remote()
-        del kept
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        assert not seen
-        found = aiogpu.get_actor("kept")
-        assert (await found.facts.remote())[0] == "Plain 'kept'.facts"
-    assert seen == ["gone"]
-
-
-@aiogpu.remote
-def by_a_child(counter: Any) -> int:
-    return int(aiogpu.get(handed_on.add_soon.remote(counter, 5)))
-
-
-@aiogpu.remote
-class Endless:
-    def __init__(self) -> None:
-        self.is_over = False
-
-    async def close(self) -> None:
-        while not self.is_over:
-            with contextlib.suppress(asyncio.CancelledError):
-                seen.append(self)
-                await asyncio.Event().wait()
-
-
-async def test_the_end_by_force() -> None:
-    """[B6] Nobody is given time."""
-    init = aiogpu.init(address="inline", num_cpus=1, cancel_grace=60)
-    async with init as session:
-        endless = await Endless.remote()
-        closing = asyncio.ensure_future(session.shutdown())
-        await until(lambda: seen)
-        assert not closing.done()
-        seen[0].is_over = True
-        await session.shutdown(at_once=True)
-        await closing
-    with pytest.raises(aiogpu.errors.NodeClosedError):
-        await endless
-
-
-@aiogpu.remote
-class Plain:
-    def facts(self) -> tuple[Any, ...]:
-        return facts()
-
-    def note(self, what: object) -> None:
-        seen.append(what)
+class Plain(Noting):
+    def note(self, value: object) -> None:
+        seen.append(value)
 
     def child(self) -> Any:
         return aiogpu.get(tasks.where.options(num_gpus=1).remote()), facts()
@@ -877,15 +689,161 @@ class Plain:
         finally:
             seen.append(f"{name} ended")
 
-    def __del__(self) -> None:
-        seen.append("gone")
+
+@aiogpu.remote
+def append_one(text: str) -> str:
+    return f"{text} 1"
 
 
-async def gpus(session: aiogpu.types.Node) -> float:
-    return (await session.available_resources())["GPU"]
+@aiogpu.remote
+async def ask_through(actor: Any) -> Any:
+    return await actor.ask.remote("task")
 
 
-async def test_where_an_actors_code_runs(actors_node: aiogpu.types.Node) -> None:
+async def test_methods_wait_for_tasks_and_tasks_for_methods(node: Node) -> None:
+    """A task that a method starts runs before the task that waits for the method."""
+    visited = await Visited.remote()
+    assert await ask_through.remote(visited) == "task 1"
+    calls = append_one.remote("x"), ask_through.remote(visited), append_one.remote("y")
+    assert await asyncio.gather(*calls) == ["x 1", "task 1", "y 1"]
+
+
+@aiogpu.remote
+def add_by_a_child(counter: Any, k: int) -> int:
+    return int(aiogpu.get(handed_on.add_soon.remote(counter, k)))
+
+
+async def test_plain_code_cannot_wait_for_an_actor_that_only_the_program_frees(
+    node: Node,
+) -> None:
+    holder = await Counter.options(num_gpus=2).remote()
+    waits = Counter.options(num_gpus=1).remote()
+    for task in (handed_on.add_to, add_by_a_child):
+        with pytest.raises(errors.DeadlockError, match="could never end"):
+            await asyncio.wait_for(task.remote(waits, 1), 9)
+    assert await holder.add.remote() == 1
+    aiogpu.kill(holder)
+    assert await waits.add.remote() == 1, "it lives, and no call of theirs has run"
+
+
+async def test_plain_code_cannot_wait_for_the_programs_loop(node: Node) -> None:
+    actor = await Async.remote()
+    with pytest.raises(errors.NodeError, match=r"Async\.add\.remote.*address='local'"):
+        await handed_on.add_to.remote(actor, 1)
+    assert await handed_on.add_soon.remote(actor, 2) == 2
+
+
+@aiogpu.remote
+async def await_twice(visited: Any) -> None:
+    async def wait(call: Any) -> None:
+        await call
+
+    call = visited.wait.remote("call")
+    await asyncio.gather(wait(call), wait(call))
+    seen.append("waited")
+    await asyncio.Event().wait()
+
+
+async def test_a_call_may_be_awaited_twice(node: Node) -> None:
+    """[B12] A task gives its CPU back only while it waits."""
+    visited = await Visited.remote()
+    task = await_twice.remote(visited)
+    await until(lambda: seen == ["call"])
+    assert (await node.available_resources())["CPU"] == 1.0
+    await visited.let_pass.remote()
+    await until(lambda: seen == ["call", "waited"])
+    assert (await node.available_resources())["CPU"] == 0.0
+    task.cancel()
+
+
+async def test_the_end_of_the_node_ends_actors_and_calls() -> None:
+    """[B6]"""
+    async with aiogpu.init(address="inline", num_cpus=1, num_gpus=1):
+        visited = await Visited.options(num_gpus=1).remote()
+        waiting, unplaced = visited.wait.remote("a"), Plain.options(num_gpus=1).remote()
+        behind = unplaced.facts.remote()
+        await visited.begin.remote()
+        plain = await Plain.remote()
+    await raises(errors.NodeClosedError, waiting, unplaced, behind, visited, plain)
+    await until(lambda: seen.count("gone") == 2)
+    texts = [noted for noted in seen if isinstance(noted, str)]
+    assert texts == ["a", "gone", "a cancelled", "closing", "gone"]
+
+
+@aiogpu.remote
+class Stubborn:
+    async def wait(self) -> None:
+        for _ in range(2):
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                seen.append("swallowed")
+
+
+async def test_an_actor_that_does_not_end_is_left_behind(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with aiogpu.init(
+        address="inline", num_cpus=1, num_gpus=1, cancel_grace=0.01
+    ) as session:
+        actor = await Stubborn.options(num_gpus=1).remote()
+        call = actor.wait.remote()
+        await asyncio.sleep(0)
+        with caplog.at_level(logging.WARNING):
+            aiogpu.kill(actor)
+            await actor._link.ended()
+        assert await free_gpus(session) == 1.0
+    assert "Stubborn was told to end and still runs" in caplog.text
+    # A call that is left behind is cancelled once more, as tasks are.
+    await until(lambda: seen == ["swallowed", "swallowed"])
+    await raises(errors.ActorDiedError, call)
+
+
+@pytest.mark.parametrize("cls", [Threads, Groups])
+async def test_threads_are_refused(cls: Any, node: Node) -> None:
+    with pytest.raises(errors.NodeError, match=r"max_concurrency.*address='local'"):
+        cls.remote()
+
+
+async def test_a_detached_actor_outlives_its_handles() -> None:
+    async with aiogpu.init(address="inline", num_cpus=1):
+        kept = await Plain.options(name="kept", lifetime="detached").remote()
+        del kept
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert not seen
+        found = aiogpu.get_actor("kept")
+        assert (await found.facts.remote())[0] == "Plain 'kept'.facts"
+    assert seen == ["gone"]
+
+
+@aiogpu.remote
+class Endless:
+    def __init__(self) -> None:
+        self.is_over = False
+
+    async def close(self) -> None:
+        while not self.is_over:
+            with contextlib.suppress(asyncio.CancelledError):
+                seen.append(self)
+                await asyncio.Event().wait()
+
+
+async def test_a_shutdown_at_once_gives_actors_no_time() -> None:
+    """[B6]"""
+    init = aiogpu.init(address="inline", num_cpus=1, cancel_grace=60)
+    async with init as session:
+        endless = await Endless.remote()
+        closing = asyncio.ensure_future(session.shutdown())
+        await until(lambda: seen)
+        assert not closing.done()
+        seen[0].is_over = True
+        await session.shutdown(at_once=True)
+        await closing
+    await raises(errors.NodeClosedError, endless)
+
+
+async def test_an_actors_code_sees_its_own_context(node: Node) -> None:
     before = facts()
     plain = await Plain.options(num_gpus=1, name="plain").remote()
     assert await plain.facts.remote() == ("Plain 'plain'.facts", [0], "0")
@@ -894,11 +852,11 @@ async def test_where_an_actors_code_runs(actors_node: aiogpu.types.Node) -> None
     assert mine == ("Plain 'plain'.child", [0], "0")
     other = await Visited.options(num_gpus=1, name="other").remote()
     place = "Visited 'other'", [1], "1"
-    told = other.facts_of_three.remote()
-    while not told.done():
+    call = other.facts_of_three.remote()
+    while not call.done():
         assert facts() == before
         await asyncio.sleep(0)
-    assert told.result() == [("Visited 'other'.facts_of_three", *place[1:])] * 4
+    assert call.result() == [("Visited 'other'.facts_of_three", *place[1:])] * 4
     await other.begin.remote()
     del other
     await until(lambda: "gone" in seen)
@@ -906,9 +864,7 @@ async def test_where_an_actors_code_runs(actors_node: aiogpu.types.Node) -> None
     assert seen == ["closing", ("closed", *place), rest, "gone"]
 
 
-async def test_what_waits_for_an_actors_resources(
-    actors_node: aiogpu.types.Node,
-) -> None:
+async def test_tasks_and_actors_wait_for_an_actors_resources(node: Node) -> None:
     """[B30] Calls go on meanwhile."""
     holder = await Counter.options(num_cpus=1, num_gpus=2, name="holder").remote()
     waits = tasks.where.options(num_gpus=1).remote()
@@ -917,7 +873,7 @@ async def test_what_waits_for_an_actors_resources(
     assert await holder.add.remote() == 1
     assert not waits.done()
     assert not call.done()
-    assert (await actors_node.available_resources())["CPU"] == 0.0
+    assert (await node.available_resources())["CPU"] == 0.0
     status = await aiogpu.status()
     states = {task.name: task.state for task in status.tasks}
     assert states["Counter 'holder'"] == "running"
@@ -929,22 +885,21 @@ async def test_what_waits_for_an_actors_resources(
 
 
 @aiogpu.remote
-def cancel_one_of_two(plain: Any) -> Any:
+def cancel_first_of_two(plain: Any) -> Any:
     first, second = plain.note.remote("first"), plain.note.remote("second")
     assert first.cancel()
     return aiogpu.get(second)
 
 
-async def test_cancelled_calls_of_plain_methods(actors_node: aiogpu.types.Node) -> None:
-    """[B15] Those that wait never run; by the program or by a task."""
+async def test_cancelled_calls_of_plain_methods_never_run(node: Node) -> None:
+    """[B15] The program or a task cancels them."""
     plain = await Plain.remote()
     calls = [plain.note.remote(number) for number in range(5)]
     calls[1].cancel()
     calls[4].cancel()
     await asyncio.gather(*calls, return_exceptions=True)
     assert seen == [0, 2, 3]
-
-    assert await cancel_one_of_two.remote(plain) is None
+    assert await cancel_first_of_two.remote(plain) is None
     assert seen.pop() == "second"
     waiting, behind = plain.hidden_wait.remote("a"), plain.note.remote("behind")
     await until(lambda: "a" in seen)
@@ -953,61 +908,57 @@ async def test_cancelled_calls_of_plain_methods(actors_node: aiogpu.types.Node) 
     assert seen == [0, 2, 3, "a", "a ended", "behind"]
 
 
-async def test_kill(actors_node: aiogpu.types.Node) -> None:
+async def test_kill_ends_actors_and_their_calls(node: Node) -> None:
     holder = await Visited.options(num_gpus=2, name="a").remote()
     waits = Plain.options(num_gpus=1).remote()
     running = holder.wait.remote("a")
     await until(lambda: seen == ["a"])
     for actor in (waits, holder, holder):
         aiogpu.kill(actor)
-    for told in (waits, waits.facts.remote(), running, holder, holder.facts.remote()):
-        with pytest.raises(aiogpu.ActorDiedError, match="was killed"):
-            await told
+    lost = waits, waits.facts.remote(), running, holder, holder.facts.remote()
+    await raises(errors.ActorDiedError, *lost, match="was killed")
     await holder._link.ended()
-    assert await gpus(actors_node) == 2.0
+    assert await free_gpus(node) == 2.0
     assert seen[:2] == ["a", "a cancelled"]
     assert "closing" not in seen
-    with pytest.raises(aiogpu.errors.ActorNameError):
+    with pytest.raises(errors.ActorNameError):
         aiogpu.get_actor("a")
     plain, killer = await Plain.remote(), await Plain.options(num_gpus=1).remote()
     hidden = plain.hidden_wait.remote("hidden")
     await until(lambda: "hidden" in seen)
     assert await killer.kill.remote(plain) == "killed"
-    with pytest.raises(aiogpu.ActorDiedError, match="was killed"):
-        await hidden
+    await raises(errors.ActorDiedError, hidden, match="was killed")
     await until(lambda: "hidden ended" in seen)
-    with pytest.raises(aiogpu.ActorDiedError, match="was killed"):
-        await killer.kill.remote(killer)
+    suicide = killer.kill.remote(killer)
+    await raises(errors.ActorDiedError, suicide, match="was killed")
     await killer._link.ended()
-    assert await gpus(actors_node) == 2.0
+    assert await free_gpus(node) == 2.0
 
 
-async def test_killed_and_made_anew(actors_node: aiogpu.types.Node) -> None:
+async def test_a_killed_actor_restarts_as_often_as_it_may(node: Node) -> None:
     """[B33]"""
     actor = Visited.options(max_restarts=1, num_gpus=1, name="it").remote()
     lost = actor.wait.remote("a")
     await until(lambda: "a" in seen)
     aiogpu.kill(actor, no_restart=False)
     behind = actor.facts.remote()
-    with pytest.raises(aiogpu.ActorDiedError, match="ran this call") as caught:
-        await lost
-    assert caught.value.is_restarting
+    error = await raises(errors.ActorDiedError, lost, match="ran this call")
+    assert error.is_restarting
     assert (await behind)[1] == [0]
     await until(lambda: "gone" in seen)
     assert (await aiogpu.get_actor("it").facts.remote())[1] == [0]
     aiogpu.kill(actor, no_restart=False)
-    for call in (actor, actor.facts.remote()):
-        with pytest.raises(aiogpu.ActorDiedError, match="no restarts left"):
-            await call
-    nobodys = await Visited.options(num_gpus=2, max_restarts=-1).remote()
-    aiogpu.kill(nobodys, no_restart=False)
-    del nobodys
+    dead = actor, actor.facts.remote()
+    await raises(errors.ActorDiedError, *dead, match="no restarts left")
+    unused = await Visited.options(num_gpus=2, max_restarts=-1).remote()
+    aiogpu.kill(unused, no_restart=False)
+    del unused
     assert (await tasks.where.options(num_gpus=2).remote())["ids"] == [0, 1]
 
 
 @pytest.mark.parametrize("runner", [aiogpu.run, asyncio.run], ids=["aiogpu", "asyncio"])
-def test_a_program_that_ends_without_closing_its_node(runner: Any) -> None:
-    """[B6] Its loop cancels all that runs, and then the node ends in order."""
+def test_a_program_that_does_not_close_its_node_ends_in_order(runner: Any) -> None:
+    """[B6] The loop cancels what runs. Then the node ends."""
     before = dict(os.environ)
     calls: list[aiogpu.Handle[Any]] = []
 
@@ -1016,20 +967,19 @@ def test_a_program_that_ends_without_closing_its_node(runner: Any) -> None:
         actor = await Visited.remote()
         calls.append(actor.wait.remote("wait"))
         await until(lambda: "wait" in seen)
-        running = wait_for_ever.remote()
+        calls.append(wait_for_ever.remote())
         await until(lambda: "begin" in seen)
-        assert not running.done()
-        calls.append(running)
+        assert not calls[1].done()
 
     runner(main())
     assert dict(os.environ) == before
-    (closed,) = (each for each in seen if type(each) is tuple)
+    (closed,) = (noted for noted in seen if type(noted) is tuple)
     assert closed[:2] == ("closed", "Visited")
     seen.remove(closed)
     assert sorted(seen[:4]) == ["begin", "end", "wait", "wait cancelled"]
     assert seen[4:] == ["closing", "gone"]
-    told = repr(calls[0].exception())
-    assert told == "NodeClosedError('the event loop of Visited has ended.')"
+    error = repr(calls[0].exception())
+    assert error == "NodeClosedError('the event loop of Visited has ended.')"
 
 
 @aiogpu.remote
@@ -1039,57 +989,50 @@ class Parent:
         await asyncio.sleep(0)
 
 
-async def test_what_an_actor_has_started_ends_with_it(
-    actors_node: aiogpu.types.Node,
-) -> None:
+async def test_children_of_an_actor_end_with_it(node: Node) -> None:
     async with Parent.remote() as parent:
         await parent.start.remote()
         await until(lambda: seen == ["begin"])
     await until(lambda: seen == ["begin", "end"])
-    assert await add_one.remote("x") == "x 1"
+    assert await append_one.remote("x") == "x 1"
 
 
-# A Ctrl-C ends the program, whatever code it finds. Each program sends the signal to
-# itself from inside a task.
+# Ctrl-C ends the program, whatever code runs. Each program sends the signal to itself
+# from inside a task.
 
 
-@pytest.fixture
-def ended() -> Callable[[Callable[[], object]], tuple[str, str]]:
-    """Runs a program in a fork of this process; how it has ended, and its output."""
-
-    def run(program: Callable[[], object]) -> tuple[str, str]:
-        reading, writing = os.pipe()
-        child = os.fork()
-        if child == 0:
-            how = "failed"
-            try:
-                os.dup2(writing, 1)
-                os.dup2(writing, 2)
-                sys.stdout = sys.stderr = open(1, "w", buffering=1)  # noqa: SIM115
-                logging.getLogger().handlers = [logging.StreamHandler(sys.stderr)]
-                signal.signal(signal.SIGINT, signal.default_int_handler)
-                program()
-                how = "ended"
-            except KeyboardInterrupt:
-                how = "interrupted"
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                gc.collect()
-                print(how, flush=True)
-                os._exit(0)
-        os.close(writing)
-        with open(reading) as pipe:
-            *lines, how = pipe.read().splitlines(keepends=True)
-        os.waitpid(child, 0)
-        return how.strip(), "".join(lines)
-
-    return run
+def run_in_a_fork(program: Callable[[], object]) -> tuple[str, str]:
+    """Run a program in a fork; return how it ended, and its output."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        outcome = "failed"
+        try:
+            os.dup2(writing, 1)
+            os.dup2(writing, 2)
+            sys.stdout = sys.stderr = open(1, "w", buffering=1)  # noqa: SIM115
+            logging.getLogger().handlers = [logging.StreamHandler(sys.stderr)]
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            program()
+            outcome = "ended"
+        except KeyboardInterrupt:
+            outcome = "interrupted"
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            gc.collect()
+            print(outcome, flush=True)
+            os._exit(0)
+    os.close(writing)
+    with open(reading) as pipe:
+        *lines, outcome = pipe.read().splitlines(keepends=True)
+    os.waitpid(child, 0)
+    return outcome.strip(), "".join(lines)
 
 
 times = 1
 """How often Ctrl-C is pressed."""
-again = aiogpu.remote(max_retries=3, retry_exceptions=True)
+retried = aiogpu.remote(max_retries=3, retry_exceptions=True)
 
 
 def press() -> None:
@@ -1099,13 +1042,13 @@ def press() -> None:
     print("went on")
 
 
-@again
-def presses() -> None:
+@retried
+def press_in_task() -> None:
     press()
 
 
-@again
-async def presses_softly() -> None:
+@retried
+async def press_in_coroutine() -> None:
     await asyncio.sleep(0)
     press()
 
@@ -1119,8 +1062,8 @@ def parent_of(child: Any) -> None:
 
 
 class Presses:
-    def __init__(self, at_once: bool = False) -> None:
-        if at_once:
+    def __init__(self, in_constructor: bool = False) -> None:
+        if in_constructor:
             press()
 
     def method(self) -> None:
@@ -1138,25 +1081,25 @@ class PressesAtItsEnd:
         press()
 
 
-async def block() -> None:
+async def close_actor() -> None:
     async with aiogpu.remote(PressesAtItsEnd).remote() as actor:
         await actor
 
 
 KINDS: dict[str, Callable[[], Any]] = {
-    "plain": presses.remote,
-    "coroutine": presses_softly.remote,
-    "parent": lambda: parent_of.remote(presses),
-    "parent of coroutine": lambda: parent_of.remote(presses_softly),
+    "plain": press_in_task.remote,
+    "coroutine": press_in_coroutine.remote,
+    "parent": lambda: parent_of.remote(press_in_task),
+    "parent of coroutine": lambda: parent_of.remote(press_in_coroutine),
     "constructor": lambda: aiogpu.remote(Presses).remote(True),
     "method": lambda: aiogpu.remote(Presses).remote().method.remote(),
     "async method": lambda: aiogpu.remote(PressesSoftly).remote().method.remote(),
-    "close": block,
+    "close": close_actor,
 }
 
 
 def run_on_a_loop(main: Coroutine[Any, Any, None]) -> None:
-    """As a program that has no runner."""
+    """Run `main` as a program without a runner does."""
     loop = asyncio.new_event_loop()
     try:
         loop.run_until_complete(main)
@@ -1170,25 +1113,26 @@ def run_on_a_loop(main: Coroutine[Any, Any, None]) -> None:
         loop.close()
 
 
-# asyncio's rule: the first cancels the main task, which is heard when the code that
-# blocks has ended; the second is heard at once. Without a runner the first is.
-@pytest.mark.parametrize(
-    ("runner", "count"),
-    [
-        *((aiogpu.run, 1), (aiogpu.run, 2)),
-        *((asyncio.run, 1), (asyncio.run, 2)),
-        (run_on_a_loop, 1),
-    ],
-    ids=["aiogpu-1", "aiogpu-2", "asyncio-1", "asyncio-2", "loop-1"],
-)
+# asyncio's rule: the first Ctrl-C cancels the main task, which learns of it when the
+# code that blocks has ended. The second raises at once; so does the first without a
+# runner.
+RUNNERS = {
+    "aiogpu-1": (aiogpu.run, 1),
+    "aiogpu-2": (aiogpu.run, 2),
+    "asyncio-1": (asyncio.run, 1),
+    "asyncio-2": (asyncio.run, 2),
+    "loop-1": (run_on_a_loop, 1),
+}
+
+
+@pytest.mark.parametrize(("runner", "count"), RUNNERS.values(), ids=RUNNERS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_ctrl_c_ends_the_program(
-    kind: str, runner: Any, count: int, ended: Any, monkeypatch: pytest.MonkeyPatch
+    kind: str, runner: Any, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is tried again, though `retry_exceptions` names all."""
+    """No task is tried again, though `retry_exceptions` names all errors."""
     monkeypatch.setenv(VISIBLE, "")
     monkeypatch.setattr(f"{__name__}.times", count)
-    goes_on = count == 1 and runner is not run_on_a_loop
 
     async def main() -> None:
         try:
@@ -1198,18 +1142,20 @@ def test_ctrl_c_ends_the_program(
         finally:
             print("cleaned up", VISIBLE in os.environ)
 
-    how, out = ended(lambda: runner(main()))
-    assert how == "interrupted", out
-    expected = [
-        "pressed",
-        *["went on"] * goes_on,
-        *["parent ends"] * ("parent" in kind),
-    ]
+    outcome, out = run_in_a_fork(lambda: runner(main()))
+    assert outcome == "interrupted", out
+    expected = ["pressed"]
+    if count == 1 and runner is not run_on_a_loop:
+        expected.append("went on")
+    if "parent" in kind:
+        expected.append("parent ends")
     assert out.splitlines() == [*expected, "cleaned up True"]
 
 
-def test_ctrl_c_may_find_code_that_is_no_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The program ends all the same, and does not wait for what never ran."""
+def test_ctrl_c_outside_a_task_ends_the_program(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The program does not wait for a task that never ran."""
 
     def press(executor: InlineExecutor, job: Job, host: TaskHost) -> None:
         raise KeyboardInterrupt
@@ -1225,7 +1171,7 @@ def test_ctrl_c_may_find_code_that_is_no_tasks(monkeypatch: pytest.MonkeyPatch) 
     before = dict(os.environ)
     with pytest.raises(KeyboardInterrupt):
         asyncio.run(main())
-    assert isinstance(handles[0].exception(), aiogpu.errors.NodeClosedError)
+    assert isinstance(handles[0].exception(), errors.NodeClosedError)
     assert dict(os.environ) == before
 
 
@@ -1234,15 +1180,15 @@ def handle_signal(number: int, frame: FrameType | None) -> None:
     print("handled", frame.f_code.co_name)
 
 
-def test_a_handler_of_the_programs_own_is_asked_and_put_back(ended: Any) -> None:
+def test_the_programs_signal_handler_is_called_and_put_back() -> None:
     async def main() -> None:
         signal.signal(signal.SIGINT, handle_signal)
         async with aiogpu.init(address="inline", num_cpus=1):
-            await presses.remote()
+            await press_in_task.remote()
         assert signal.getsignal(signal.SIGINT) is handle_signal
 
-    how, out = ended(lambda: aiogpu.run(main()))
-    assert (how, out) == ("ended", "pressed\nhandled press\nwent on\n")
+    ended = run_in_a_fork(lambda: aiogpu.run(main()))
+    assert ended == ("ended", "pressed\nhandled press\nwent on\n")
 
 
 def interrupt(number: int, frame: FrameType | None) -> None:
@@ -1259,27 +1205,27 @@ def put_it_back() -> None:
     signal.signal(signal.SIGINT, seen.pop())
 
 
-def test_a_debugger_may_take_the_handler_over(ended: Any) -> None:
-    """As `pdb` does when it is told to continue."""
+def test_a_debugger_may_take_the_signal_handler_over() -> None:
+    """As `pdb` does when the user continues."""
 
     async def main() -> None:
         async with aiogpu.init(address="inline", num_cpus=1):
             await take_the_handler.remote()
             assert signal.getsignal(signal.SIGINT) is interrupt
             await put_it_back.remote()
-            await presses.remote()
+            await press_in_task.remote()
             print("cancelled after this")
             await asyncio.Event().wait()
 
-    how, out = ended(lambda: aiogpu.run(main()))
-    assert (how, out) == ("interrupted", "pressed\n")
+    ended = run_in_a_fork(lambda: aiogpu.run(main()))
+    assert ended == ("interrupted", "pressed\n")
 
 
-# Actors, from tasks with loops and threads of their own.
+# Tasks with loops and threads of their own call actors.
 
 
 @aiogpu.remote
-def on_a_loop_of_its_own(counter: Any) -> tuple[int, int, bool]:
+def call_on_a_loop(counter: Any) -> tuple[int, int, bool]:
     async def inner() -> tuple[int, int, bool]:
         ready = await counter is counter
         first = await counter.add.remote()
@@ -1290,49 +1236,46 @@ def on_a_loop_of_its_own(counter: Any) -> tuple[int, int, bool]:
 
 
 @aiogpu.remote
-def made_on_a_loop_of_its_own() -> int:
+def make_on_a_loop() -> int:
     async def inner() -> int:
         async with Counter.remote(10) as made:
-            added: int = await made.add.remote()
-        return added
+            return int(await made.add.remote())
 
     return asyncio.run(inner())
 
 
-async def test_a_loop_of_a_task_that_only_waits_for_an_actor_makes_it(
-    node: aiogpu.types.Node,
-) -> None:
-    assert await made_on_a_loop_of_its_own.remote() == 11
+async def test_a_tasks_own_loop_makes_an_actor(node: Node) -> None:
+    assert await make_on_a_loop.remote() == 11
 
 
-async def test_plain_tasks_with_loops(node: aiogpu.types.Node) -> None:
+async def test_a_tasks_own_loop_calls_actors(node: Node) -> None:
     counter = await Counter.remote()
-    assert await on_a_loop_of_its_own.remote(counter) == (1, 11, True)
+    assert await call_on_a_loop.remote(counter) == (1, 11, True)
     del counter
     gc.collect()
-    async with asyncio.timeout(LEAVE_LIMIT / 2):  # no timer of the other one's end
+    async with asyncio.timeout(LEAVE_LIMIT / 2):  # no timer of the other actor's end
         while (await aiogpu.status()).actors:
             await asyncio.sleep(0)
 
 
 @aiogpu.remote
 def call_in_a_thread(plain: Any) -> str:
-    told = []
+    refusals = []
 
     def call() -> None:
         try:
             plain.note.remote("never")
-        except aiogpu.errors.NodeError as error:
-            told.append(str(error))
+        except errors.NodeError as error:
+            refusals.append(str(error))
 
     context = contextvars.copy_context()
     thread = threading.Thread(target=context.run, args=(call,))
     thread.start()
     thread.join()
-    return told[0]
+    return refusals[0]
 
 
-async def test_a_thread_of_a_task_calls_no_actor(node: aiogpu.types.Node) -> None:
-    told = await call_in_a_thread.remote(await Plain.remote())
-    assert "in a thread that call_in_a_thread has started" in told
+async def test_a_thread_of_a_task_cannot_call_actors(node: Node) -> None:
+    error = await call_in_a_thread.remote(await Plain.remote())
+    assert "in a thread that call_in_a_thread has started" in error
     assert seen == []

@@ -1,4 +1,4 @@
-"""[B12] Tasks of tasks where all run in one process, one on top of the other."""
+"""[B12] Tasks of tasks on the inline engine: all on one stack, in one process."""
 
 from __future__ import annotations
 
@@ -15,15 +15,18 @@ from typing import Any
 import pytest
 
 import aiogpu
+from aiogpu import errors
+from aiogpu.types import Node
 from tests.contract import tasks
+from tests.support.errors import raises
+from tests.support.until import until
 
 pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.either_loop]
 
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-
-
 seen: list[Any] = []
+"""Notes of the tasks of this module, which run in this process."""
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +35,7 @@ def nothing_seen() -> None:
 
 
 @pytest.fixture
-async def node() -> AsyncIterator[aiogpu.types.Node]:
+async def node() -> AsyncIterator[Node]:
     async with aiogpu.init(
         address="inline", num_cpus=1, num_gpus=2, cancel_grace=0.05
     ) as session:
@@ -45,9 +48,9 @@ async def node() -> AsyncIterator[aiogpu.types.Node]:
 
 
 @aiogpu.remote
-def note(what: object) -> object:
-    seen.append(what)
-    return what
+def note(value: object) -> object:
+    seen.append(value)
+    return value
 
 
 @aiogpu.remote
@@ -57,7 +60,7 @@ async def note_loop() -> None:
 
 
 @aiogpu.remote
-async def never() -> None:
+async def wait_for_ever() -> None:
     seen.append("begin")
     try:
         await asyncio.Event().wait()
@@ -75,15 +78,14 @@ def wait_now_and_then() -> object:
     return result
 
 
-async def test_children_run_when_they_are_waited_for(node: aiogpu.types.Node) -> None:
-    """In the order in which they were started; one that nobody awaits never does."""
-
+async def test_a_child_runs_when_its_parent_waits(node: Node) -> None:
+    """Children run in the order of their start; a child without a waiter never runs."""
     handles = [wait_now_and_then.remote(), note.remote("other")]
     assert await asyncio.gather(*handles) == [["a", "b", "c"], "other"]
     assert seen == ["a", "b", "between", "c", "other"]
 
 
-async def test_a_coroutine_runs_on_a_loop_of_its_own(node: aiogpu.types.Node) -> None:
+async def test_a_coroutine_of_a_plain_task_runs_on_its_own_loop(node: Node) -> None:
     @aiogpu.remote
     def parent() -> None:
         aiogpu.get([note_loop.remote(), note_loop.remote()])
@@ -103,8 +105,8 @@ async def test_a_coroutine_runs_on_a_loop_of_its_own(node: aiogpu.types.Node) ->
     assert count() == before
 
 
-async def test_what_pauses_takes_its_surroundings_along(
-    node: aiogpu.types.Node,
+async def test_a_paused_child_leaves_the_context_of_its_parent(
+    node: Node,
 ) -> None:
     @aiogpu.remote(num_gpus=1)
     def parent() -> list[object]:
@@ -112,10 +114,10 @@ async def test_what_pauses_takes_its_surroundings_along(
             context = aiogpu.get_runtime_context()
             return context.task_name, os.environ[VISIBLE], aiogpu.get_gpu_ids()
 
-        handle = never.options(num_gpus=1).remote()
+        handle = wait_for_ever.options(num_gpus=1).remote()
         looks: list[object] = [look()]
         for _ in range(2):
-            with pytest.raises(aiogpu.TaskTimeoutError):
+            with pytest.raises(errors.TaskTimeoutError):
                 aiogpu.get(handle, timeout=0.02)
             looks.append(look())
         return looks
@@ -127,7 +129,7 @@ async def test_what_pauses_takes_its_surroundings_along(
 @aiogpu.remote
 def cancel_on_own_loop() -> bool:
     async def main() -> bool:
-        handles = [never.remote(), note.remote("never")]
+        handles = [wait_for_ever.remote(), note.remote("never")]
         handles[0].add_done_callback(lambda _: None)
         while "begin" not in seen:
             await asyncio.sleep(0)
@@ -139,7 +141,7 @@ def cancel_on_own_loop() -> bool:
     return asyncio.run(main())
 
 
-async def test_a_loop_of_a_tasks_own_cancels(node: aiogpu.types.Node) -> None:
+async def test_a_loop_of_a_plain_task_cancels_children(node: Node) -> None:
     assert await cancel_on_own_loop.remote()
     assert seen == ["begin", "end", "after"]
 
@@ -149,24 +151,26 @@ def leave_context() -> None:
     seen.append(contextvars.copy_context())
 
 
-async def test_what_was_left_behind_starts_none(node: aiogpu.types.Node) -> None:
+async def test_the_context_of_an_ended_task_starts_no_task(node: Node) -> None:
     await leave_context.remote()
     (context,) = seen
-    with pytest.raises(
-        aiogpu.errors.MisuseError, match="after leave_context had ended"
-    ):
-        await asyncio.to_thread(context.run, tasks.add.remote, 1)
-    with pytest.raises(aiogpu.NoLoopError):
-        await asyncio.to_thread(tasks.add.remote, 1)
-    assert await context.run(tasks.add.remote, 1) == 2, "here it is the program's"
+    await raises(
+        errors.MisuseError,
+        lambda: asyncio.to_thread(context.run, tasks.add.remote, 1),
+        match="after leave_context had ended",
+    )
+    await raises(errors.NoLoopError, lambda: asyncio.to_thread(tasks.add.remote, 1))
+    assert await context.run(tasks.add.remote, 1) == 2, (
+        "on the loop of the program it is the program's"
+    )
 
 
 @aiogpu.remote(retry_exceptions=True, max_retries=1)
 def retried() -> None:
-    handles = [never.remote(), note.remote("never")]
-    begun = seen.count("begin")
-    while seen.count("begin") == begun:  # a loaded machine needs more than one wait
-        with pytest.raises(aiogpu.TaskTimeoutError):
+    handles = [wait_for_ever.remote(), note.remote("never")]
+    before = seen.count("begin")
+    while seen.count("begin") == before:  # a loaded machine needs more than one wait
+        with pytest.raises(errors.TaskTimeoutError):
             aiogpu.get(handles, timeout=0.01)
     seen.append(handles)
     assert not any(handle.done() for handle in handles)
@@ -174,21 +178,21 @@ def retried() -> None:
         raise LookupError
 
 
-async def test_children_end_with_the_attempt(node: aiogpu.types.Node) -> None:
+async def test_children_end_with_the_attempt_of_their_parent(node: Node) -> None:
     await retried.remote()
     first, second = seen[1], seen[4]
     assert seen == ["begin", first, "end", "begin", second, "end"]
     for handle in (*first, *second):
-        with pytest.raises(aiogpu.TaskCancelledError, match="was stopped"):
+        with pytest.raises(errors.TaskCancelledError, match="was stopped"):
             handle.result()
 
 
 @aiogpu.remote
 def leave_a_loop_unfinished(is_closed: bool) -> int:
-    """A child begins on the user's own loop, which then stops."""
+    """Start a child on a loop of the user, which then stops."""
 
     async def main() -> None:
-        seen.append(never.remote())
+        seen.append(wait_for_ever.remote())
         seen[-1].add_done_callback(lambda _: None)
         while "begin" not in seen:
             await asyncio.sleep(0)
@@ -204,22 +208,22 @@ def leave_a_loop_unfinished(is_closed: bool) -> int:
 
 
 @pytest.mark.parametrize("is_closed", [True, False])
-async def test_a_loop_that_stops_takes_its_children_along(
-    is_closed: bool, node: aiogpu.types.Node
+async def test_children_on_a_loop_that_stops_are_cancelled(
+    is_closed: bool, node: Node
 ) -> None:
     assert await leave_a_loop_unfinished.remote(is_closed) == 2
     handle = seen[0]
     if is_closed:
-        assert not handle.done(), "nobody can be told on its loop"
+        assert not handle.done(), "its loop is closed"
     else:
-        assert isinstance(handle.exception(), aiogpu.TaskCancelledError)
+        assert isinstance(handle.exception(), errors.TaskCancelledError)
     seen.clear()
     del handle
     gc.collect()
 
 
 @aiogpu.remote
-def get_what_is_anothers() -> None:
+def get_a_handle_of_a_sibling() -> None:
     child = get_first_seen.remote()
     seen.append(note.remote(1))
     aiogpu.get(child)
@@ -230,57 +234,56 @@ def get_first_seen() -> None:
     aiogpu.get(seen[0])
 
 
-async def test_a_childs_get_of_its_parents_handle(node: aiogpu.types.Node) -> None:
-    with pytest.raises(aiogpu.errors.MisuseError, match="note belongs to another task"):
-        await get_what_is_anothers.remote()
+async def test_a_child_cannot_get_a_handle_of_its_parent(node: Node) -> None:
+    with pytest.raises(errors.MisuseError, match="note belongs to another task"):
+        await get_a_handle_of_a_sibling.remote()
 
 
 @aiogpu.remote
 def cancel_myself_and_go_on() -> None:
-    """Its program has given it up; what it starts then never runs."""
+    """Start children after the program has cancelled this task; they never run."""
     (mine,) = seen
     before = note.remote("never")
     mine.cancel()
     after = note.remote("never")
     for handle in (before, after):
-        with pytest.raises(aiogpu.TaskCancelledError, match="is being stopped"):
+        with pytest.raises(errors.TaskCancelledError, match="is being stopped"):
             aiogpu.get(handle)
-    seen.append("both told")
+    seen.append("both refused")
 
 
-async def test_a_parent_that_is_being_stopped(node: aiogpu.types.Node) -> None:
+async def test_a_stopped_parent_starts_no_child(node: Node) -> None:
     handle = cancel_myself_and_go_on.remote()
     seen.append(handle)
-    with pytest.raises(asyncio.CancelledError):
-        await handle
+    await raises(asyncio.CancelledError, handle)
     await note.remote("after")
-    assert seen[1:] == ["both told", "after"]
+    assert seen[1:] == ["both refused", "after"]
 
 
 @aiogpu.remote
 def timed_children(seconds: float) -> list[str]:
-    """One's time passes while it waits, another's while it runs."""
-    running = never.options(timeout=seconds)
+    """Start two children. The time of one ends as it runs, of the other as it waits."""
+    running = wait_for_ever.options(timeout=seconds)
     waiting = note.options(timeout=seconds / 2)
     handles: list[aiogpu.Handle[Any]] = [running.remote(), waiting.remote("never")]
     ends = []
     for handle in handles:
-        with pytest.raises(aiogpu.TaskTimeoutError) as caught:
+        with pytest.raises(errors.TaskTimeoutError) as caught:
             aiogpu.get(handle)
         ends.append(str(caught.value).split(" did")[0])
     return ends
 
 
-async def test_timeouts_of_children(node: aiogpu.types.Node) -> None:
+async def test_children_time_out(node: Node) -> None:
     seconds = 0.01
-    while seen != ["begin", "end"]:  # on a busy machine one may begin too late
+    while seen != ["begin", "end"]:  # on a busy machine a child may begin too late
         seen.clear()
         seconds *= 2
-        assert await timed_children.remote(seconds) == ["never", "note"]
+        assert await timed_children.remote(seconds) == ["wait_for_ever", "note"]
 
 
-async def test_a_node_closes_at_once_after_its_tasks_were_cancelled() -> None:
-    """Also those that were about to begin: nobody waits for their workers' end."""
+async def test_a_node_closes_at_once_after_a_cancel_of_its_tasks() -> None:
+    """Also of tasks that were about to begin: the node does not wait for workers."""
     async with (
         asyncio.timeout(30),
         aiogpu.init(address="inline", num_cpus=2) as session,
@@ -294,10 +297,10 @@ async def test_a_node_closes_at_once_after_its_tasks_were_cancelled() -> None:
 
 
 @aiogpu.remote
-async def note_softly(what: object) -> None:
-    seen.append(("begin", what))
+async def note_softly(value: object) -> None:
+    seen.append(("begin", value))
     await asyncio.sleep(0)
-    seen.append(("end", what))
+    seen.append(("end", value))
 
 
 @aiogpu.remote
@@ -311,7 +314,7 @@ async def parent() -> object:
     return "parent"
 
 
-async def test_children_run_before_others_that_wait(node: aiogpu.types.Node) -> None:
+async def test_children_run_before_other_waiting_tasks(node: Node) -> None:
     handles = [parent.remote(), note.remote("other")]
     assert await asyncio.gather(*handles) == ["parent", "other"]
     assert seen == [
@@ -330,20 +333,20 @@ async def careless_parent() -> str:
     return "has ended"
 
 
-async def test_children_end_with_their_parent(node: aiogpu.types.Node) -> None:
-    """What has not begun never runs."""
+async def test_children_end_with_their_parent(node: Node) -> None:
+    """A child that has not begun never runs."""
     handles = [careless_parent.remote(), note.remote("other")]
     assert await asyncio.gather(*handles) == ["has ended", "other"]
     orphans, seen[:2] = seen[:2], []
     for orphan in orphans:
         assert isinstance(orphan, aiogpu.Handle)
-        with pytest.raises(aiogpu.TaskCancelledError, match="started it has ended"):
+        with pytest.raises(errors.TaskCancelledError, match="started it has ended"):
             await orphan
     assert seen == ["other"]
 
 
 @aiogpu.remote(cancel_grace=20)
-async def wait_for_ever() -> None:
+async def waiting_child() -> None:
     seen.append("child begins")
     try:
         await asyncio.Event().wait()
@@ -355,22 +358,21 @@ async def wait_for_ever() -> None:
 @aiogpu.remote(num_gpus=1, cancel_grace=20)
 async def waiting_parent() -> None:
     try:
-        await wait_for_ever.options(num_gpus=1).remote()
+        await waiting_child.options(num_gpus=1).remote()
     finally:
         seen.append("parent ends")
 
 
-async def test_cancelling_a_parent_cancels_the_child_it_awaits(
-    node: aiogpu.types.Node,
+async def test_cancel_of_a_parent_cancels_the_child_it_awaits(
+    node: Node,
 ) -> None:
     before = dict(os.environ)
     handle = waiting_parent.remote()
-    while not seen:
-        await asyncio.sleep(0)
+    await until(lambda: seen)
     status = await aiogpu.status()
     assert [worker.task for worker in status.workers] == [
         "waiting_parent",
-        "wait_for_ever",
+        "waiting_child",
     ]
     handle.cancel()
     assert await note.options(num_gpus=2).remote("after") == "after"
@@ -382,12 +384,9 @@ async def test_a_shutdown_ends_parents_and_children() -> None:
     before = dict(os.environ)
     async with aiogpu.init(address="inline", num_cpus=1, num_gpus=2):
         handle = waiting_parent.remote()
-        while not seen:
-            await asyncio.sleep(0)
+        await until(lambda: seen)
         waiting = note.remote("never")
-    for ended in (handle, waiting):
-        with pytest.raises(aiogpu.errors.NodeClosedError):
-            await ended  # type: ignore[misc]
+    await raises(errors.NodeClosedError, handle, waiting)
     assert "never" not in seen
     assert dict(os.environ) == before
     assert aiogpu.get_runtime_context().worker_id == 0
@@ -403,13 +402,13 @@ async def note_twice() -> None:
 @aiogpu.remote
 def start_detached() -> None:
     handle = note_twice.options(lifetime="detached").remote()
-    with pytest.raises(aiogpu.TaskTimeoutError):
+    with pytest.raises(errors.TaskTimeoutError):
         aiogpu.get(handle, timeout=0.25)
     note.options(lifetime="detached").remote("detached")
 
 
-async def test_what_is_detached_outlives_its_parent(node: aiogpu.types.Node) -> None:
-    """If it has begun, its loop goes on until it has ended."""
+async def test_a_detached_child_outlives_its_parent(node: Node) -> None:
+    """If the child has begun, its loop runs until the child has ended."""
     await asyncio.gather(start_detached.remote(), note.remote("other"))
     assert seen[:2] == ["begin", "end"]
     await note.remote("after")
@@ -429,17 +428,17 @@ async def stubborn() -> None:
 
 @aiogpu.remote
 def leave_stubborn() -> list[str]:
-    """See the frames of a child, as a debugger would; then leave another behind."""
+    """Return the frames of a failed child, as debuggers see them; leave a child."""
     with pytest.raises(LookupError) as caught:
         aiogpu.get(tasks.fail.remote(LookupError, "x"))
     handle = stubborn.remote()
-    with pytest.raises(aiogpu.TaskTimeoutError):
+    with pytest.raises(errors.TaskTimeoutError):
         aiogpu.get(handle, timeout=0.25)
     return [frame.name for frame in traceback.extract_tb(caught.tb)]
 
 
 async def test_a_child_that_does_not_end_is_left_behind(
-    node: aiogpu.types.Node, caplog: pytest.LogCaptureFixture
+    node: Node, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert (await leave_stubborn.remote())[-1] == "fail"
     (record,) = caplog.records
@@ -449,14 +448,14 @@ async def test_a_child_that_does_not_end_is_left_behind(
 
 @aiogpu.remote
 def use_threads() -> list[str]:
-    """Starts a task in threads, with this code's context and without; so it waits."""
-    told: list[str] = []
+    """Start and await tasks in threads, with the context of this task and without."""
+    messages: list[str] = []
     handle, context = note.remote("child"), contextvars.copy_context()
 
     def refused(run: Any, *call: Any) -> None:
-        with pytest.raises(aiogpu.errors.NodeError) as caught:
+        with pytest.raises(errors.NodeError) as caught:
             run(*call)
-        told.append(str(caught.value))
+        messages.append(str(caught.value))
 
     def work() -> None:
         for run in (contextvars.Context().run, context.run):
@@ -467,11 +466,11 @@ def use_threads() -> list[str]:
     thread.start()
     thread.join()
     assert aiogpu.get(handle) == "child"
-    return told
+    return messages
 
 
-async def test_threads_of_a_task_start_none_and_wait_for_none(
-    node: aiogpu.types.Node,
+async def test_threads_of_a_task_cannot_start_or_await_tasks(
+    node: Node,
 ) -> None:
     words = [
         "only in its own thread",
@@ -479,5 +478,5 @@ async def test_threads_of_a_task_start_none_and_wait_for_none(
         "in a thread that use_threads has started",
         "aiogpu.get() was called in a thread that use_threads has started",
     ]
-    for told, word in zip(await use_threads.remote(), words, strict=True):
-        assert word in told
+    for message, word in zip(await use_threads.remote(), words, strict=True):
+        assert word in message

@@ -15,6 +15,7 @@ from typing import Any, Final
 import pytest
 
 import aiogpu
+from aiogpu import errors
 from aiogpu.core import effects
 from aiogpu.core.effects import Effect
 from aiogpu.engines.local import LocalEngine
@@ -23,6 +24,7 @@ from aiogpu.wire.messages import Done, Failed, Message, Put, Submit, Wait
 from tests.contract import nested_tasks, tasks, wild_tasks
 from tests.contract.actor_classes import Counter
 from tests.contract.node_here import node_here
+from tests.support.errors import raises
 from tests.support.gate import Gate
 
 pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.either_loop]
@@ -94,10 +96,9 @@ async def broken() -> AsyncIterator[Broken]:
 
 async def refused(handle: Any) -> None:
     """The owner is told whose fault it is, and what was raised."""
-    with pytest.raises(aiogpu.errors.InternalError, match=OURS) as caught:
-        await handle
-    assert "OverflowError: Integer value out of range" in str(caught.value)
-    assert isinstance(caught.value.__cause__, OverflowError)
+    error = await raises(errors.InternalError, handle, match=OURS)
+    assert "OverflowError: Integer value out of range" in str(error)
+    assert isinstance(error.__cause__, OverflowError)
 
 
 @pytest.mark.parametrize("is_reused", [False, True])
@@ -122,10 +123,8 @@ async def test_a_task_with_a_gpu_that_cannot_be_sent(broken: Broken) -> None:
 async def test_an_actor_that_cannot_be_sent(broken: Broken) -> None:
     broken.fail(effects.Assign, lambda it: True)
     counter = Counter.remote()
-    with pytest.raises(aiogpu.ActorDiedError, match=OURS):
-        await counter
-    with pytest.raises(aiogpu.ActorDiedError, match=OURS):
-        await counter.add.remote(1)
+    await raises(errors.ActorDiedError, counter, match=OURS)
+    await raises(errors.ActorDiedError, lambda: counter.add.remote(1), match=OURS)
     async with Counter.remote() as other:
         assert await other.add.remote(1) == 1
 
@@ -150,8 +149,7 @@ async def test_a_worker_that_cannot_be_asked_for(times: int, broken: Broken) -> 
     if times == 1:
         assert await own.remote(1) == 2
     else:
-        with pytest.raises(aiogpu.WorkerDiedError, match=OURS):
-            await own.remote(1)
+        await raises(errors.WorkerDiedError, lambda: own.remote(1), match=OURS)
     assert await tasks.add.remote(1) == 2
 
 
@@ -200,14 +198,12 @@ async def test_what_a_worker_says_that_cannot_be_taken_in(
     else:
         lost = nested_tasks.several.remote([1, 2])
     if kind is Put:
-        with pytest.raises(aiogpu.WorkerDiedError, match=OURS) as caught:
-            await lost
-        assert caught.value.cause == "internal"
-        assert "not to blame" in str(caught.value)
-        assert "escriptor" not in str(caught.value)
+        error = await raises(errors.WorkerDiedError, lost, match=OURS)
+        assert error.cause == "internal"
+        assert "not to blame" in str(error)
+        assert "escriptor" not in str(error)
     else:
-        with pytest.raises(aiogpu.errors.InternalError, match=OURS):
-            await lost
+        await raises(errors.InternalError, lost, match=OURS)
     assert await nested_tasks.several.remote([1, 2]) == [2, 3]
 
 
@@ -239,7 +235,7 @@ async def test_a_result_that_cannot_be_passed_on(
         assert call is not None
         call.receiver = clumsy
     error = await clumsy.told
-    assert isinstance(error, aiogpu.errors.InternalError)
+    assert isinstance(error, errors.InternalError)
     assert isinstance(error.__cause__, OverflowError)
     broken.failed.append(effects.Settle(head.task_id))
     if not is_shared:

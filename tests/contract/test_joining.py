@@ -1,6 +1,6 @@
-"""[B1] Joining a node of another process: addresses, options, and what it refuses.
+"""[B1] Joining a node of another process: addresses, options and refusals.
 
-What a client may not say, or says amiss, is refused in words and harms nobody else.
+A message that breaks the rules is refused in words and harms no other program.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import random
 import signal
 import socket
 import tempfile
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -21,43 +21,16 @@ from typing import Any, Final
 import pytest
 
 import aiogpu
+from aiogpu import errors
 from aiogpu.api.options import placement_group_of
 from aiogpu.api.reservation import Placement, placement_func
 from aiogpu.core.queue.fair_share import Limits
 from aiogpu.observe.status_codec import status_codec
 from aiogpu.serialization.payload import MARK, Contents, pack
 from aiogpu.serialization.serializer import NO_ARGUMENTS
+from aiogpu.wire import messages as m
 from aiogpu.wire.codec import encode
 from aiogpu.wire.connection import CLIENT
-from aiogpu.wire.messages import (
-    FIRST_CLIENT,
-    FIRST_SEGMENT,
-    NUMBER_BITS,
-    VERSION,
-    Ask,
-    ChildDemand,
-    ChildDone,
-    ChildFailed,
-    Depart,
-    Departed,
-    Discard,
-    Fetch,
-    Find,
-    Hello,
-    Hold,
-    Inquire,
-    Make,
-    Message,
-    Put,
-    PutFailed,
-    Refused,
-    Returned,
-    Share,
-    Stop,
-    Submit,
-    TakeLease,
-    Withdraw,
-)
 from tests.contract import served, shared_tasks, stream_tasks, tasks, value_tasks
 from tests.contract.actor_classes import Counter
 from tests.contract.raw_client import (
@@ -68,6 +41,7 @@ from tests.contract.raw_client import (
     service,
     watching,
 )
+from tests.support.errors import raises
 from tests.support.gate import Gate
 from tests.support.program import run
 
@@ -78,7 +52,7 @@ pytestmark = [
 
 GIB = 1 << 30
 ROUNDS: Final = 60
-"""Clients that say made-up things, in one run of the test."""
+"""Clients that send random messages, in one run of the test."""
 
 
 @pytest.fixture
@@ -87,51 +61,49 @@ def node(no_leaks: None) -> Iterator[Service]:
         yield running
 
 
-async def test_who_is_refused_is_told_why(node: Service) -> None:
+async def test_a_node_says_why_it_refuses_a_program(node: Service) -> None:
     pid = os.getpid()
-    numbers = (0, FIRST_CLIENT - 1, FIRST_CLIENT << 1, 1 << 62)
+    numbers = (0, m.FIRST_CLIENT - 1, m.FIRST_CLIENT << 1, 1 << 62)
     greetings = [
-        (Hello(VERSION + 1, CLIENT, FIRST_CLIENT + 9, pid), "of aiogpu on both"),
-        *((Hello(VERSION, CLIENT, number, pid), "") for number in numbers),
+        (m.Hello(m.VERSION + 1, CLIENT, m.FIRST_CLIENT + 9, pid), "of aiogpu on both"),
+        *((m.Hello(m.VERSION, CLIENT, number, pid), "") for number in numbers),
     ]
     for greeting, why in greetings:
         with RawClient(node, greets=False) as client:
             client.say(greeting)
-            (told,) = client.hear_all()
-            assert isinstance(told, Refused)
-            assert why in told.reason
+            (answer,) = client.hear_all()
+            assert isinstance(answer, m.Refused)
+            assert why in answer.reason
     with RawClient(node) as client:
         client.join(release="0.0.1")
-        (told,) = client.hear_all()
-        assert isinstance(told, Refused)
-        assert "the program 0.0.1; use the same version in both" in told.reason
+        (answer,) = client.hear_all()
+        assert isinstance(answer, m.Refused)
+        assert "the program 0.0.1; use the same version in both" in answer.reason
     with RawClient(node) as first:
         first.joined()
         with RawClient(node, first.number) as second:
-            (told,) = second.hear_all()
-            assert "for programs with a free number" in str(told)
-        first.say(Inquire(1, "resources", 0))
-        assert status_codec.load(first.hear(ChildDone).payload)["CPU"] == 2
+            (answer,) = second.hear_all()
+            assert "for programs with a free number" in str(answer)
+        first.say(m.Inquire(1, "resources", 0))
+        assert status_codec.load(first.hear(m.ChildDone).payload)["CPU"] == 2
 
 
-async def test_a_program_of_another_release_raises(
+async def test_a_program_of_another_release_is_refused(
     node: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("aiogpu.__version__", "0.0.1")
-    with pytest.raises(
-        aiogpu.errors.NodeError, match=r"refuses: .* the program 0\.0\.1; use"
-    ):
+    with pytest.raises(errors.NodeError, match=r"refuses: .* the program 0\.0\.1; use"):
         await aiogpu.init(address=node.path)
 
 
-async def test_who_breaks_the_rules_is_told_which(node: Service) -> None:
+async def test_a_node_says_which_rule_a_program_breaks(node: Service) -> None:
     with RawClient(node) as client:
         client.joined()
-        client.say(Submit(0, 1, 99, NO_ARGUMENTS), Submit(0, 1, 99, NO_ARGUMENTS))
-        assert isinstance(client.hear(ChildFailed), ChildFailed)
-        told = client.hear(Refused)
-        expected = "the number 1 was sent after 1; numbers must increase"
-        assert told.reason == f"it broke the protocol: {expected}"
+        client.say(m.Submit(0, 1, 99, NO_ARGUMENTS), m.Submit(0, 1, 99, NO_ARGUMENTS))
+        assert isinstance(client.hear(m.ChildFailed), m.ChildFailed)
+        refusal = client.hear(m.Refused)
+        rule = "the number 1 was sent after 1; numbers must increase"
+        assert refusal.reason == f"it broke the protocol: {rule}"
         assert client.hear_all() == []
 
 
@@ -145,66 +117,59 @@ TERMS: Final[list[tuple[dict[str, Any], str]]] = [
 ]
 
 
-async def test_terms_that_nobody_can_have(node: Service) -> None:
+@pytest.fixture
+async def client(node: Service) -> AsyncIterator[RawClient]:
+    """A client that has joined; in the end the node holds nothing of it."""
     async with watching(node):
         with RawClient(node) as client:
             client.joined()
-            for number, (terms, why) in enumerate(TERMS, 1):
-                client.say(declared(number, func_of(tasks.add), **terms))
-                client.say(Submit(0, number, number, NO_ARGUMENTS))
-                assert why in client.hear(ChildFailed).message, terms
+            yield client
 
 
-async def test_a_placement_ends_with_its_program(node: Service) -> None:
+async def test_impossible_terms_are_refused(client: RawClient) -> None:
+    for number, (terms, why) in enumerate(TERMS, 1):
+        client.say(declared(number, func_of(tasks.add), **terms))
+        client.say(m.Submit(0, number, number, NO_ARGUMENTS))
+        assert why in client.hear(m.ChildFailed).message, terms
+
+
+async def test_a_placement_ends_with_its_program(client: RawClient) -> None:
     placement_group = placement_group_of(
         [{"GPU": 1}, {"CPU": 1}], "PACK", "group", "key"
     )
     member = tasks.add.options(placement=Placement(placement_group), num_gpus=0.5)
-    async with watching(node):
-        with RawClient(node) as client:
-            client.joined()
-            client.say(declared(1, placement_func(placement_group, 0)), TakeLease(1, 1))
-            assert client.hear(ChildDone).child == 1
-            assert (await aiogpu.available_resources())["GPU"] == 0
-            assert (await aiogpu.status()).placements[0].client == client.number
-            client.say(declared(2, func_of(member)), TakeLease(2, 1))
-            assert "requested before" in client.hear(ChildFailed).message
-            client.say(declared(3, func_of(member)), Submit(0, 3, 3, NO_ARGUMENTS))
-            assert client.hear(ChildFailed).child == 3
+    client.say(declared(1, placement_func(placement_group, 0)), m.TakeLease(1, 1))
+    assert client.hear(m.ChildDone).child == 1
+    assert (await aiogpu.available_resources())["GPU"] == 0
+    assert (await aiogpu.status()).placements[0].client == client.number
+    client.say(declared(2, func_of(member)), m.TakeLease(2, 1))
+    assert "it was requested before" in client.hear(m.ChildFailed).message
+    client.say(declared(3, func_of(member)), m.Submit(0, 3, 3, NO_ARGUMENTS))
+    assert client.hear(m.ChildFailed).child == 3
 
 
-async def test_a_class_is_no_task_and_a_task_no_class(node: Service) -> None:
-    async with watching(node):
-        with RawClient(node) as client:
-            client.joined()
-            client.say(declared(1, func_of(Counter)), declared(2, func_of(tasks.add)))
-            client.say(Submit(0, 1, 1, NO_ARGUMENTS))
-            assert (
-                "Counter was not declared as a task" in client.hear(ChildFailed).message
-            )
-            actor = -((client.number << NUMBER_BITS) + 2)
-            client.say(Make(actor, 2, NO_ARGUMENTS, "", "", False))
-            client.say(Ask(0, 3, actor, "add", NO_ARGUMENTS))
-            assert (
-                "add was not declared as an actor" in client.hear(ChildFailed).message
-            )
+async def test_a_class_is_no_task_and_a_task_no_class(client: RawClient) -> None:
+    client.say(declared(1, func_of(Counter)), declared(2, func_of(tasks.add)))
+    client.say(m.Submit(0, 1, 1, NO_ARGUMENTS))
+    assert "Counter was not declared as a task" in client.hear(m.ChildFailed).message
+    actor = -((client.number << m.NUMBER_BITS) + 2)
+    client.say(m.Make(actor, 2, NO_ARGUMENTS, "", "", False))
+    client.say(m.Ask(0, 3, actor, "add", NO_ARGUMENTS))
+    assert "add was not declared as an actor" in client.hear(m.ChildFailed).message
 
 
-async def test_a_value_of_a_part_that_is_not_there(node: Service) -> None:
-    async with watching(node):
-        with RawClient(node) as client:
-            client.joined()
-            mine = -((client.number << NUMBER_BITS) + 1)
-            two = Contents(stream=pickle.dumps((((1, 2),), {})), returns=2)
-            client.say(declared(1, func_of(tasks.echo)))
-            client.say(Submit(0, 1, 1, pack(two)), Share(mine, 1, 7))
-            assert client.hear(ChildDone).child == 1
-            client.say(Fetch(0, 2, mine))
-            assert "has no part 7" in client.hear(ChildFailed).message
+async def test_a_missing_part_of_a_result_is_refused(client: RawClient) -> None:
+    mine = -((client.number << m.NUMBER_BITS) + 1)
+    two = Contents(stream=pickle.dumps((((1, 2),), {})), returns=2)
+    client.say(declared(1, func_of(tasks.echo)))
+    client.say(m.Submit(0, 1, 1, pack(two)), m.Share(mine, 1, 7))
+    assert client.hear(m.ChildDone).child == 1
+    client.say(m.Fetch(0, 2, mine))
+    assert "has no part 7" in client.hear(m.ChildFailed).message
 
 
-def made_up(random: random.Random, client: int, other: int) -> Message:
-    """Something that a client may say, and that need not make sense."""
+def made_up(random: random.Random, client: int, other: int) -> m.Message:
+    """Draw a message that a client may send; it need not make sense."""
     some = [0, 1, 2, 3, -1, 1 << 40, (1 << 63) - 1, -(1 << 63), other]
 
     def number() -> int:
@@ -212,12 +177,12 @@ def made_up(random: random.Random, client: int, other: int) -> Message:
 
     def identity() -> int:
         owner = random.choice([client, client, client, other])
-        own = -((owner << NUMBER_BITS) + random.randrange(1, 1 << 16))
+        own = -((owner << m.NUMBER_BITS) + random.randrange(1, 1 << 16))
         return random.choice([own, own, own, number()])
 
     def segment() -> int:
         owner = random.choice([0, client, other])
-        return FIRST_SEGMENT + (owner << 36) + random.randrange(4)
+        return m.FIRST_SEGMENT + (owner << 36) + random.randrange(4)
 
     def payload() -> bytes:
         contents = Contents(
@@ -237,36 +202,38 @@ def made_up(random: random.Random, client: int, other: int) -> Message:
     where = random.choice(["add", "", " ready", " ended", " capacity", "\udc80\0"])
     func = random.randrange(8)
     says = [
-        lambda: Submit(random.choice([0, 0, number()]), number(), func, payload()),
-        lambda: Withdraw(number(), number()),
-        lambda: TakeLease(number(), func),
-        lambda: ChildDemand(number(), number()),
-        lambda: Make(identity(), func, payload(), where, where, func % 2 == 0),
-        lambda: Find(number(), where, where),
-        lambda: Ask(
+        lambda: m.Submit(random.choice([0, 0, number()]), number(), func, payload()),
+        lambda: m.Withdraw(number(), number()),
+        lambda: m.TakeLease(number(), func),
+        lambda: m.ChildDemand(number(), number()),
+        lambda: m.Make(identity(), func, payload(), where, where, func % 2 == 0),
+        lambda: m.Find(number(), where, where),
+        lambda: m.Ask(
             random.choice([0, number()]), number(), identity(), where, payload()
         ),
-        lambda: Hold(identity()),
-        lambda: Stop(identity(), where),
-        lambda: Returned((identity(), segment()), (number(), number(), number())),
-        lambda: Put(identity(), payload()),
-        lambda: PutFailed(
+        lambda: m.Hold(identity()),
+        lambda: m.Stop(identity(), where),
+        lambda: m.Returned((identity(), segment()), (number(), number(), number())),
+        lambda: m.Put(identity(), payload()),
+        lambda: m.PutFailed(
             identity(), where, where, where, where, random.choice([None, payload()])
         ),
-        lambda: Share(identity(), number(), number()),
-        lambda: Fetch(number(), number(), identity()),
-        lambda: Discard(identity()),
-        lambda: Inquire(number(), random.choice(["why", "why task", where]), number()),
-        lambda: Depart(),
+        lambda: m.Share(identity(), number(), number()),
+        lambda: m.Fetch(number(), number(), identity()),
+        lambda: m.Discard(identity()),
+        lambda: m.Inquire(
+            number(), random.choice(["why", "why task", where]), number()
+        ),
+        lambda: m.Depart(),
     ]
     return random.choice(says)()
 
 
 def harass(node: Service, random: random.Random, other: int) -> None:
-    """One client that has joined, and says made-up things until it is cut off."""
+    """Join, and send random messages until the node closes the connection."""
     with RawClient(node) as client:
         client.joined(only_looks=False)
-        funcs = [func_of(one) for one in (tasks.add, stream_tasks.numbers, Counter)]
+        funcs = [*map(func_of, (tasks.add, stream_tasks.numbers, Counter))]
         for place, func in enumerate(funcs):
             client.say(declared(place, func))
         lease = {"is_lease": True, "is_endless": True}
@@ -279,7 +246,7 @@ def harass(node: Service, random: random.Random, other: int) -> None:
             for _ in range(random.randrange(1, 60)):
                 message = made_up(random, client.number, other)
                 if hasattr(message, "child") and random.random() < 0.9:
-                    # Else it would seldom be heard out.
+                    # Otherwise the node would soon close the connection.
                     last += random.choice([1, 1, 1, 5])
                     message = message._replace(child=last)
                 data = encode(message)
@@ -293,13 +260,13 @@ def harass(node: Service, random: random.Random, other: int) -> None:
                 client.socket.shutdown(socket.SHUT_WR)
                 client.hear_all()
         except ConnectionError:
-            pass  # cut off
+            pass  # the node has closed the connection
 
 
 @pytest.mark.parametrize(
     "seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2))]
 )
-async def test_made_up_messages_harm_nobody_else(node: Service, seed: int) -> None:
+async def test_random_messages_harm_no_other_program(node: Service, seed: int) -> None:
     source = random.Random(seed)
     with RawClient(node) as other:
         other.joined()
@@ -309,47 +276,42 @@ async def test_made_up_messages_harm_nobody_else(node: Service, seed: int) -> No
                 served = tasks.add.remote(1, 2)
                 await harassing
                 assert await served == 3
-            other.say(Inquire(1, "resources", 0))
-            assert other.hear(ChildDone).child == 1
+            other.say(m.Inquire(1, "resources", 0))
+            assert other.hear(m.ChildDone).child == 1
 
 
-async def test_an_answer_that_cannot_be_opened_is_an_error(
+async def test_an_answer_that_cannot_be_decoded_raises(
     node: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with aiogpu.init(address=node.path, log_to_driver=False):
         monkeypatch.setattr(status_codec, "classes", ())
-        with pytest.raises(aiogpu.errors.DeserializationError):
+        with pytest.raises(errors.DeserializationError):
             async with asyncio.timeout(20):
                 await aiogpu.status()
 
 
-async def test_leaving_twice_is_leaving(node: Service) -> None:
-    async with watching(node):
-        with RawClient(node) as client:
-            client.joined()
-            client.say(Depart(), Depart())
-            client.hear(Departed)
-            client.hear(Departed)
+async def test_a_program_may_leave_twice(client: RawClient) -> None:
+    client.say(m.Depart(), m.Depart())
+    client.hear(m.Departed)
+    client.hear(m.Departed)
 
 
-async def test_what_is_too_much_is_refused_and_no_more(no_leaks: None) -> None:
+async def test_only_tasks_over_the_limit_are_refused(no_leaks: None) -> None:
     with service(limits=Limits(max_waiting=3)) as node:
         async with aiogpu.init(address=node.path, log_to_driver=False):
             handles = [tasks.double.remote(i) for i in range(50)]
-            told = await asyncio.gather(*handles, return_exceptions=True)
-            refused = [one for one in told if isinstance(one, aiogpu.errors.LimitError)]
-            assert told[:3] == [0, 2, 4]
-            assert len(refused) + sum(isinstance(one, int) for one in told) == 50
-            assert refused
+            outcomes = await asyncio.gather(*handles, return_exceptions=True)
+            assert outcomes[:3] == [0, 2, 4]
+            assert {*map(type, outcomes)} == {int, errors.LimitError}
             assert await tasks.double.remote(21) == 42
 
 
-async def test_a_preload_that_is_mended_serves(
+async def test_a_repaired_preload_is_imported(
     node: Service, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     for _ in range(2):
-        with pytest.raises(aiogpu.errors.PreloadError, match="mended_later"):
+        with pytest.raises(errors.PreloadError, match="mended_later"):
             await aiogpu.init(address=node.path, preload=("mended_later",))
     (tmp_path / "mended_later.py").write_text("HERE = 1\n")
     async with aiogpu.init(address=node.path, preload=("mended_later",)):
@@ -358,7 +320,7 @@ async def test_a_preload_that_is_mended_serves(
 
 @pytest.fixture
 def rich(no_leaks: None) -> Iterator[Service]:
-    """A node that has some of everything."""
+    """A node with resources of each kind."""
     with service(
         num_cpus=4,
         num_gpus=2,
@@ -372,7 +334,9 @@ def rich(no_leaks: None) -> Iterator[Service]:
         yield running
 
 
-async def test_options_that_the_node_satisfies_are_accepted(rich: Service) -> None:
+async def test_a_program_joins_with_options_that_the_node_satisfies(
+    rich: Service,
+) -> None:
     async with aiogpu.init(
         address=rich.path,
         num_cpus=2,
@@ -407,48 +371,48 @@ MORE: Final[list[tuple[str, Any, str]]] = [
 ]
 
 
-async def test_more_than_the_node_has_is_told(
+async def test_options_beyond_the_node_are_refused(
     rich: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for option, value, has in MORE:
         pattern = has.replace("(", r"\(").replace("):", r"\):")
-        with pytest.raises(aiogpu.OptionError, match=pattern) as error:
+        with pytest.raises(errors.OptionError, match=pattern) as error:
             await aiogpu.init(address=rich.path, **{option: value})
         assert rich.path in str(error.value)
         assert f"leave {option} out here" in str(error.value)
         assert "`aiogpu start --head`" in str(error.value)
     monkeypatch.setenv("AIOGPU_ADDRESS", rich.path)
-    with pytest.raises(aiogpu.OptionError, match="since AIOGPU_ADDRESS='/tmp/"):
+    with pytest.raises(errors.OptionError, match="since AIOGPU_ADDRESS='/tmp/"):
         await aiogpu.init(num_gpus=3)
     async with aiogpu.init(num_gpus=1, log_to_driver=False):
         assert await tasks.add.options(num_gpus=0.25).remote(1, 2) == 3
 
 
-async def test_what_is_not_known_of_a_nodes_gpus_is_told_of_its_start(
+async def test_options_about_unknown_gpus_name_the_start_command(
     no_leaks: None,
 ) -> None:
     with service(num_gpus=0) as node:
-        with pytest.raises(aiogpu.OptionError, match="has no GPU"):
+        with pytest.raises(errors.OptionError, match="has no GPU"):
             await aiogpu.init(address=node.path, gpu_memory="1GiB")
-        with pytest.raises(aiogpu.OptionError, match="has GPU 0"):
+        with pytest.raises(errors.OptionError, match="has GPU 0"):
             await aiogpu.init(address=node.path, num_gpus=1)
     with service(num_gpus=1) as unknown:
-        with pytest.raises(aiogpu.OptionError, match="has GPUs of unknown memory"):
+        with pytest.raises(errors.OptionError, match="has GPUs of unknown memory"):
             await aiogpu.init(address=unknown.path, gpu_memory="1GiB")
-        with pytest.raises(aiogpu.OptionError, match="has GPUs of unknown type"):
+        with pytest.raises(errors.OptionError, match="has GPUs of unknown type"):
             await aiogpu.init(address=unknown.path, accelerator_type="A100")
         async with aiogpu.init(address=unknown.path, log_to_driver=False):
-            with pytest.raises(aiogpu.InfeasibleError) as error:
+            with pytest.raises(errors.InfeasibleError) as error:
                 await tasks.add.options(gpu_memory="1GiB").remote(1, 2)
             assert "`aiogpu start --gpu-memory 80GiB`" in str(error.value)
-            with pytest.raises(aiogpu.InfeasibleError) as error:
+            with pytest.raises(errors.InfeasibleError) as error:
                 await tasks.add.options(num_gpus=1, accelerator_type="T4").remote(1, 2)
             assert "`aiogpu start --accelerator-type" in str(error.value)
 
 
 @pytest.fixture
 def place(no_leaks: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Where `address="auto"` finds a node, as long as there is one."""
+    """The path where `address="auto"` looks for a node."""
     with tempfile.TemporaryDirectory(prefix="ags-", dir="/tmp") as directory:
         monkeypatch.setenv("XDG_RUNTIME_DIR", directory)
         monkeypatch.delenv("AIOGPU_ADDRESS", raising=False)
@@ -457,32 +421,31 @@ def place(no_leaks: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 REFUSED: Final[list[tuple[str, type[Exception], str]]] = [
-    ("auto", aiogpu.NodeDiedError, r"/aiogpu/node\.sock.*`aiogpu start --head`"),
-    ("/run/x.sock", aiogpu.NodeDiedError, r"/run/x\.sock.*`aiogpu start --head`"),
-    ("unix:/run/x.sock", aiogpu.NodeDiedError, r" /run/x\.sock.*`aiogpu start "),
-    ("elsewhere", aiogpu.OptionError, r"^init\(address='elsewhere'\): unknown"),
-    ("raylet://host:1", aiogpu.OptionError, "'raylet://host:1'"),
-    ("Auto", aiogpu.OptionError, "'Auto'"),
-    ("ray://", aiogpu.OptionError, r"^init\(address='ray://'\): .*`ray job submit"),
-    ("ray://h:1", aiogpu.OptionError, r"with address='ray'.*`ray job submit"),
+    ("auto", errors.NodeDiedError, r"/aiogpu/node\.sock.*`aiogpu start --head`"),
+    ("/run/x.sock", errors.NodeDiedError, r"/run/x\.sock.*`aiogpu start --head`"),
+    ("unix:/run/x.sock", errors.NodeDiedError, r" /run/x\.sock.*`aiogpu start "),
+    ("elsewhere", errors.OptionError, r"^init\(address='elsewhere'\): unknown"),
+    ("raylet://host:1", errors.OptionError, "'raylet://host:1'"),
+    ("Auto", errors.OptionError, "'Auto'"),
+    ("ray://", errors.OptionError, r"^init\(address='ray://'\): .*`ray job submit"),
+    ("ray://h:1", errors.OptionError, r"with address='ray'.*`ray job submit"),
 ]
 
 
-async def test_an_address_where_nobody_is_to_be_met(
+async def test_an_address_without_a_node_is_refused(
     place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where Ray is not installed."""
-    for address, error, told in REFUSED:
-        with pytest.raises(error, match=told):
+    """With or without Ray."""
+    for address, error, message in REFUSED:
+        with pytest.raises(error, match=message):
             await aiogpu.init(address=address)
     for address in ("nowhere", "ray://localhost:1"):
         monkeypatch.setenv("AIOGPU_ADDRESS", address)
-        with pytest.raises(aiogpu.OptionError) as told_of:
-            await aiogpu.init()
-        assert str(told_of.value).startswith(f"AIOGPU_ADDRESS={address!r}: ")
+        told_of = await raises(errors.OptionError, lambda: aiogpu.init())
+        assert str(told_of).startswith(f"AIOGPU_ADDRESS={address!r}: ")
 
 
-def test_where_ray_is_missing_it_is_told_how_to_install_it() -> None:
+def test_address_ray_without_ray_says_how_to_install_it() -> None:
     out = run(
         """
         import asyncio, sys
@@ -516,34 +479,30 @@ def running(path: str) -> Iterator[Service]:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 @pytest.mark.parametrize("is_usual", [True, False])
-async def test_after_the_end_of_a_node_the_next_is_joined_as_the_error_says(
+async def test_the_error_of_an_ended_node_says_how_to_join_the_next(
     number: int, is_usual: bool, place: str, gate: Gate
 ) -> None:
     path = place if is_usual else f"{Path(place).parent}/other.sock"
     address = "auto" if is_usual else path
-    told = f"`await aiogpu.init(address={address!r})` joins it"
+    advice = f"`await aiogpu.init(address={address!r})` joins it"
     with running(path) as node:
         await aiogpu.init(address=address, log_to_driver=False)
-        with pytest.raises(aiogpu.errors.NodeRunningError):
-            await aiogpu.init(address=address)
+        await raises(errors.NodeRunningError, lambda: aiogpu.init(address=address))
         actor = Counter.remote()
         assert await actor.add.remote() == 1
         waiting = tasks.gated_coroutine.remote(gate.path, "waiting")
         await gate.entered("waiting")
         node.end(number)
-        with pytest.raises(aiogpu.errors.NodeError) as ended:
-            await waiting
-        with pytest.raises(aiogpu.errors.NodeError) as refused:
-            await tasks.add.remote(1, 2)
-        assert told in str(refused.value)
+        ended = await raises(errors.NodeError, waiting)
+        refused = await raises(errors.NodeError, lambda: tasks.add.remote(1, 2))
+        assert advice in str(refused)
         was_killed = number == signal.SIGKILL
-        for error in (ended.value, refused.value):
-            assert isinstance(error, aiogpu.NodeDiedError) is was_killed
+        for error in (ended, refused):
+            assert isinstance(error, errors.NodeDiedError) is was_killed
     with running(path):
         await aiogpu.init(address=address, log_to_driver=False)
         assert await tasks.add.remote(1, 2) == 3
-        with pytest.raises(aiogpu.errors.NodeError):
-            await actor.add.remote()
+        await raises(errors.NodeError, lambda: actor.add.remote())
         await aiogpu.shutdown()
 
 
@@ -551,21 +510,21 @@ A, B = b"ab"
 
 
 async def test_no_task_gets_a_value_of_the_next_node(address: str) -> None:
-    """What lies in shared memory has numbers that the next node may give again."""
+    """Shared memory has numbers that the next node may use again."""
     done = await value_of_a_node_that_was_closed(address)
-    told = ""
+    message = ""
     try:
         assert bytes(await done).count(A) == 1 << 20
-    except aiogpu.errors.DeserializationError as error:
-        told = str(error)
-    # Of a service that was left, unless its memory had come before.
-    assert not told or (address == "node" and "its node was closed" in told)
+    except errors.DeserializationError as error:
+        message = str(error)
+    # From a service that was left, unless its memory had arrived before.
+    assert not message or (address == "node" and "its node was closed" in message)
     del done
     gc.collect()
 
 
 async def value_of_a_node_that_was_closed(address: str) -> aiogpu.Handle[Any]:
-    """It was not read; the next node refuses it, and what was awaited and put."""
+    """Return a handle that was not read; the next node refuses it and other handles."""
     make, size = shared_tasks.make, 1 << 20
     async with aiogpu.init(address=address, num_cpus=1):
         awaited, done = make.remote(A, size), make.remote(A, size)
@@ -575,10 +534,10 @@ async def value_of_a_node_that_was_closed(address: str) -> aiogpu.Handle[Any]:
     async with aiogpu.init(address=address, num_cpus=1):
         others = [await make.remote(B, size) for _ in range(3)]
         for handle in (awaited, done, put):
-            with pytest.raises(aiogpu.errors.MisuseError, match="that was closed"):
+            with pytest.raises(errors.MisuseError, match="that was closed"):
                 shared_tasks.count.remote(handle, A)
             with pytest.raises(
-                (aiogpu.errors.MisuseError, aiogpu.errors.SerializationError),
+                (errors.MisuseError, errors.SerializationError),
                 match="was closed",
             ):
                 value_tasks.give.remote([handle])

@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 
 import aiogpu
+from aiogpu import errors
+from aiogpu.types import Node
 from tests.contract import value_tasks as v
 from tests.contract.value_tasks import both
+from tests.support.errors import raises
 from tests.support.gate import Gate
 
 pytestmark = [
@@ -19,7 +22,7 @@ pytestmark = [
 ]
 
 
-async def test_results_as_arguments(node: aiogpu.types.Node) -> None:
+async def test_results_as_arguments(node: Node) -> None:
     a, b = v.split.options(num_returns=2).remote([1, 2])
     assert await v.total.remote(a, b, x=a) == 4
     assert await a == 1
@@ -27,35 +30,30 @@ async def test_results_as_arguments(node: aiogpu.types.Node) -> None:
     assert await v.await_nested.remote({"handle": b}) == 2
 
 
-async def test_methods_have_several(node: aiogpu.types.Node) -> None:
+async def test_methods_have_several(node: Node) -> None:
     for kind in (v.Serial, v.Soft):
         async with kind.remote() as actor:
             a, b = actor.both.remote([1, 2])
             assert [await b, await a] == [2, 1]
             assert await actor.add.remote(*actor.both.remote([3, 4])) == 7
             a, b = actor.both.remote([1])
-            with pytest.raises(ValueError, match="num_returns=2"):
-                await a
-            with pytest.raises(ValueError, match="num_returns=2"):
-                await b
+            await raises(ValueError, a, match="num_returns=2")
+            await raises(ValueError, b, match="num_returns=2")
 
 
 async def test_the_work_stops_when_nobody_wants_any_of_them(
-    node: aiogpu.types.Node, gate: Gate
+    node: Node, gate: Gate
 ) -> None:
     a, b = v.gated_split.options(num_returns=2).remote(gate.path, "slow", [1, 2])
     await gate.entered("slow")
     assert a.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await a
+    await raises(asyncio.CancelledError, a)
     assert not b.done()
     assert b.cancel()
     await gate.entered("slow-cancelled")
 
 
-async def test_one_is_cancelled_and_the_other_comes(
-    node: aiogpu.types.Node, gate: Gate
-) -> None:
+async def test_one_is_cancelled_and_the_other_comes(node: Node, gate: Gate) -> None:
     """Of a task that runs; and of an actor that is not there yet."""
     a, b = v.gated_split.options(num_returns=2).remote(gate.path, "slow", [1, 2])
     needs_a = v.give.remote(a)
@@ -67,15 +65,13 @@ async def test_one_is_cancelled_and_the_other_comes(
     needs_c = v.give.remote(c)
     assert c.cancel()
     assert [await b, await d] == [2, 2]
-    for lost in (needs_a, needs_c):
-        with pytest.raises(aiogpu.TaskCancelledError):
-            await lost
+    await raises(errors.TaskCancelledError, needs_a, needs_c)
 
 
 @pytest.mark.needs("at once")
 @pytest.mark.parametrize("task", [v.cancel_a_part, v.cancel_a_part_plainly])
 async def test_a_task_cancels_one_and_the_other_comes(
-    task: Any, node: aiogpu.types.Node, gate: Gate
+    task: Any, node: Node, gate: Gate
 ) -> None:
     running = task.remote(gate.path)
     await gate.entered("slow", "told")
@@ -83,7 +79,7 @@ async def test_a_task_cancels_one_and_the_other_comes(
     assert await running == 2
 
 
-async def test_many_and_large(node: aiogpu.types.Node) -> None:
+async def test_many_and_large(node: Node) -> None:
     parts = v.split.options(num_returns=500).remote(list(range(500)))
     assert await v.total.remote(*parts) == sum(range(500))
     large = [bytes([i]) * 400_000 for i in range(3)]
@@ -92,7 +88,7 @@ async def test_many_and_large(node: aiogpu.types.Node) -> None:
     assert [await a, await b, await c] == large
 
 
-async def test_each_result_has_a_handle(node: aiogpu.types.Node) -> None:
+async def test_each_result_has_a_handle(node: Node) -> None:
     """Of any iterable that has so many."""
     for task in (v.split, v.split_softly):
         a, b, c = task.options(num_returns=3).remote([1, "two", [3]])
@@ -104,7 +100,7 @@ async def test_each_result_has_a_handle(node: aiogpu.types.Node) -> None:
     assert await asyncio.gather(*named) == ["x", "y", "z"]
 
 
-async def test_results_that_are_not_as_many_or_fail(node: aiogpu.types.Node) -> None:
+async def test_results_that_are_not_as_many_or_fail(node: Node) -> None:
     for value, told in (
         ([1], "returned 1 objects, but num_returns=2"),
         ([1, 2, 3], "returned 3 objects, but num_returns=2"),
@@ -113,22 +109,22 @@ async def test_results_that_are_not_as_many_or_fail(node: aiogpu.types.Node) -> 
         ("ab", "returned a str"),
         (None, "returned a NoneType"),
     ):
-        for handle in v.split.options(num_returns=2).remote(value):
-            with pytest.raises((ValueError, TypeError), match=told):
-                await handle
-    for handle in v.split_unwilling.options(num_returns=2).remote():
-        with pytest.raises(aiogpu.errors.SerializationError, match="will not travel"):
-            await handle
+        await raises(
+            (ValueError, TypeError),
+            *v.split.options(num_returns=2).remote(value),
+            match=told,
+        )
+    await raises(
+        errors.SerializationError,
+        *v.split_unwilling.options(num_returns=2).remote(),
+        match="will not travel",
+    )
     a, b = v.fail.options(num_returns=2).remote("both")
-    for handle in (a, v.give.remote(b), b):
-        with pytest.raises(v.LoudError, match="both"):
-            await handle
+    await raises(v.LoudError, a, v.give.remote(b), b, match="both")
 
 
 @pytest.mark.parametrize("task", [v.add_parts, v.add_parts_softly, v.add_gotten_parts])
-async def test_results_of_children_as_arguments(
-    task: Any, node: aiogpu.types.Node
-) -> None:
+async def test_results_of_children_as_arguments(task: Any, node: Node) -> None:
     factor = 2 if task is v.add_gotten_parts else 1
     assert await task.remote([1, 20, 300]) == 321 * factor
 
@@ -155,8 +151,8 @@ async def test_one_that_is_never_started() -> None:
     async with asyncio.timeout(60):
         found = await asyncio.gather(*waiting, never, return_exceptions=True)
     assert list(map(type, found)) == [
-        aiogpu.InfeasibleError,
-        aiogpu.TaskCancelledError,
-        aiogpu.InfeasibleError,
+        errors.InfeasibleError,
+        errors.TaskCancelledError,
+        errors.InfeasibleError,
     ]
     await aiogpu.shutdown()

@@ -143,3 +143,8 @@ class Gate:
         for name in names:
             self._waiting[name].write(b".")
             self._waiting[name].close()
+
+    async def let_pass(self, *names: str) -> None:
+        """Wait until all of these tasks have reported, then let them continue."""
+        await self.entered(*names)
+        self.release(*names)

@@ -26,11 +26,11 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 async def until_free(**amounts: float) -> None:
-    """Wait until so much of each of these resources is free."""
+    """Wait until so much of each resource is free; without arguments, until all is."""
 
     async def is_free() -> bool:
-        free = await aiogpu.available_resources()
-        return all(free[name] == amount for name, amount in amounts.items())
+        wanted = amounts or await aiogpu.cluster_resources()
+        return wanted.items() <= (await aiogpu.available_resources()).items()
 
     await until(is_free)
 
