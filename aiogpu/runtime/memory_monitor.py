@@ -1,8 +1,8 @@
 """Ends a task before the memory of the host runs out.
 
-Memory is checked only while tasks run, and the more often the less is left. Single
-workers are measured only above the safe limit. Measuring a thousand workers takes
-50 ms, so it is spread over several turns of the loop.
+Memory is checked only while tasks run, and more often if less is free. Single workers
+are measured only above the safe limit. To measure a thousand workers takes 50 ms, so
+the work is spread over several turns of the loop.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from aiogpu.runtime.workers.death import Death, describe_out_of_memory
 from aiogpu.runtime.workers.slots import LiveWorker
 
 SOONEST: Final = 0.02
-"""Seconds between two checks when no memory is left."""
+"""Seconds between two checks when no memory is free."""
 
 
 LATEST: Final = 1.0
-"""Seconds between two checks when plenty is left."""
+"""Seconds between two checks when plenty of memory is free."""
 
 
 RATE: Final = 4 << 30
@@ -35,28 +35,28 @@ RATE: Final = 4 << 30
 
 
 PATIENCE: Final = 2.0
-"""Seconds that a worker gets to end before another one is chosen."""
+"""Seconds that a worker has to end before another victim is chosen."""
 
 
 DEAREST: Final = 4
-"""A pause is at least this many times as long as the check before it."""
+"""A pause is at least this many times as long as the check before."""
 
 
 SLICE: Final = 0.002
-"""Seconds in one turn of the loop that are spent on measuring workers."""
+"""Seconds that one turn of the loop spends on measuring workers."""
 
 
 WORTH: Final = 64
-"""A worker that uses less than 1/`WORTH` of the limit is not ended: that would not
-help."""
+"""A worker that uses less than 1/`WORTH` of the limit is not ended, since that would
+not help."""
 
 
 class Running(NamedTuple):
     """A worker with a task.
 
     Attributes:
-        worker: its id.
-        pid: its process.
+        worker: the id of the worker.
+        pid: the process id of the worker.
         asked: bytes that its task requested by `memory=`, 0 for none.
     """
 
@@ -66,20 +66,21 @@ class Running(NamedTuple):
 
 
 class Weighed(NamedTuple):
-    """A worker and the bytes that it uses, with all processes below it."""
+    """A worker and the bytes that it uses, with all its descendants."""
 
     running: Running
     used: int
 
 
 class MemoryGuard:
-    """Watches over the host memory that one node's tasks use.
+    """Ends tasks of one node before host memory runs out.
 
     Attributes:
-        is_on: whether it checks at all.
+        is_on: False if the guard is switched off.
         usage: the last memory usage, None before the first check.
         cost: seconds of the loop's time that the last check took, in all its turns.
-        timer: of the next check; None if none is due, so that it is to be woken.
+        timer: the timer of the next check; None if no check is due, and `wake` is
+            needed.
     """
 
     def __init__(
@@ -126,18 +127,18 @@ class MemoryGuard:
             self.timer = None
 
     def explain(self, name: str, worker: int, death: Death) -> OutOfMemoryError | None:
-        """Return the error of a task that the guard has ended, None for any other.
+        """Return the error of a task that the guard has ended, None for other tasks.
 
         Args:
             name: the name of the task.
-            worker: the worker that ran it.
-            death: how the worker ended.
+            worker: the worker that ran the task.
+            death: the end of the worker.
         """
         ended = self._ended.get(worker)
         return None if ended is None else describe_out_of_memory(name, death, *ended)
 
     def forget(self, worker: int) -> None:
-        """Forget a worker that is gone, after its tasks were settled."""
+        """Forget an ended worker, after its tasks were settled."""
         self._ended.pop(worker, None)
 
     def _running(self) -> Iterator[Running]:
@@ -163,7 +164,7 @@ class MemoryGuard:
         self._weigh(usage, began, is_first=True)
 
     def _weigh(self, usage: Usage, began: float, is_first: bool = False) -> None:
-        """Measure workers for a moment; go on in the next turn or choose the victim."""
+        """Measure workers for `SLICE` seconds; then continue later or end a victim."""
         while self._unweighed:
             running = self._unweighed.popleft()
             used = self._bounds.used_by((running.pid,))
@@ -189,9 +190,9 @@ class MemoryGuard:
         self._weigh(usage, time.perf_counter())
 
     def _weigh_again(self, victim: Weighed) -> Weighed | None:
-        """Measure the victim again; return None if it need not be killed.
+        """Measure the victim again; return None if it need not be ended.
 
-        Meanwhile its task may have ended, or memory may have become free.
+        Its task may have ended meanwhile, or memory may have become free.
         """
         self.usage = usage = self._bounds.tightest()
         if usage.room >= 0 or victim.running not in self._running():
@@ -200,7 +201,7 @@ class MemoryGuard:
         return choose_victim([now], usage.limit)
 
     def _is_one_ending(self) -> bool:
-        """Return whether the last victim may still have its memory."""
+        """Return True if the last victim may still occupy its memory."""
         is_fresh = self._loop.time() < self._told_at + PATIENCE
         return self._victim != 0 and is_fresh and self._bounds.has(self._victim)
 
@@ -211,7 +212,7 @@ def pause_for(room: int) -> float:
 
 
 def choose_victim(weighed: Iterable[Weighed], limit: int) -> Weighed | None:
-    """Return the worker to end: the one that exceeds its task's request the most.
+    """Return the worker to end: the worker that exceeds its task's request the most.
 
     Workers within their requests come last. None if ending no worker would help.
     """
@@ -220,6 +221,6 @@ def choose_victim(weighed: Iterable[Weighed], limit: int) -> Weighed | None:
 
 
 def _excess(weighed: Weighed) -> tuple[int, int, int]:
-    # Among equals the youngest, which has done the least.
+    # Among equals choose the youngest, which has done the least work.
     running = weighed.running
     return weighed.used - running.asked, weighed.used, running.worker

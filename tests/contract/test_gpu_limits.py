@@ -226,7 +226,7 @@ async def test_one_more_try_with_a_gpu_of_its_own(
         assert await handle == (1, None, 1.0), "all of it, without a limit"
         with pytest.raises(OOM, match=r"It had GPU 0 .* to itself") as caught:
             await beside.remote(str(tmp_path / "b"), 2)
-        assert ", tried once more with a GPU of its own, ran out" in str(caught.value)
+        assert ", retried alone on a GPU, ran out" in str(caught.value)
         assert caught.value.limit == 0
         assert (tmp_path / "b").stat().st_size == 2, "once, and no more"
         with pytest.raises(OOM):

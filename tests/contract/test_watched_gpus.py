@@ -113,7 +113,7 @@ async def test_a_gpu_is_set_aside_past_the_limit(
     async with aiogpu.init(num_cpus=2):
         pid = await leave_behind.options(num_gpus=share).remote(lost=is_lost)
         status = await until(lambda status: status.devices[0].aside)
-        listed = f"of what has ended, the driver still lists pid {pid} with 1024 MiB"
+        listed = f"the driver still lists ended processes: pid {pid} with 1024 MiB"
         reason = f"GPU 0: {listed} (1073741824 bytes)"
         if is_lost:
             reason = "GPU 0: the driver calls it lost (GPU is lost)"
@@ -289,7 +289,7 @@ async def test_a_task_beyond_its_reservation_is_ended_alone(
 
 async def test_a_task_waits_for_a_gpu_that_others_use(watched: StubNvml) -> None:
     async with process_on_first() as process, aiogpu.init(num_cpus=3, foreign="wait"):
-        reason = f"others' processes are on it: sleep (pid {process.pid})"
+        reason = f"foreign processes are on it: sleep (pid {process.pid})"
         assert (await aiogpu.status()).devices[0].aside == reason, "known at once"
         task = visible.options(num_gpus=2).remote()
         assert "set aside" in str(await task.why())

@@ -18,7 +18,7 @@ from aiogpu.daemon import process
 from aiogpu.daemon.place import Place
 from aiogpu.daemon.readiness import Ready
 from aiogpu.observe.status import DeviceStatus, Holder, NodeStatus, OtherProcess, report
-from aiogpu.runtime.devices.memory_guard import LEFT, Use, outgrowth_told
+from aiogpu.runtime.devices.memory_guard import LEFT_ALONE, Use, describe_outgrowth
 from aiogpu.runtime.output import Entry
 from tests.cli.status_examples import BUSY, answer_with
 from tests.cli.test_gpus import on_stub
@@ -117,8 +117,8 @@ def test_the_status_of_gpus_is_the_text_on_the_page() -> None:
 
 
 def test_warnings_of_gpus_are_on_the_page() -> None:
-    warning = outgrowth_told("train", "GPU 0", Use(9 * GIB, 1), 6 * GIB, ["serve"])
-    assert f"! {warning} {LEFT}\n" == OUTGROWN
+    warning = describe_outgrowth("train", "GPU 0", Use(9 * GIB, 1), 6 * GIB, ["serve"])
+    assert f"! {warning} {LEFT_ALONE}\n" == OUTGROWN
     reason = f"{xid_in_words(79)}; the driver asks for this: GPU reset"
     assert f"! GPU 0 gets no new tasks until it is well: {reason}\n" in SICK
 

@@ -341,7 +341,7 @@ class Actors(Register):
         if call is not None:
             name += f".{plain_name(call.method)}"
         if failed.peak >= 0:
-            failed = self._shortages.told(worker, name, failed)
+            failed = self._shortages.explain(worker, name, failed)
         if call is not None and call.receiver is not None and failed.kind != LEFT:
             failure = failed.type_name, failed.message, failed.traceback
             self._results.note_call(actor.id, name, Failure.of(*failure))

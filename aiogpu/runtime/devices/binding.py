@@ -4,11 +4,11 @@ This module knows accelerators and device sets, but no tasks. Sources:
 
 - limits: the variables of JAX ("GPU memory allocation"; `jaxlib.xla_client`), of CuPy
   ("Environment variables"; read when a GPU's pool is first used, so they also work if
-  CuPy was loaded before) and of TensorFlow ("Use a GPU"). The worker itself sets
+  CuPy is already imported) and of TensorFlow ("Use a GPU"). The worker itself sets
   PyTorch's limit, in `worker.gpu`.
 - MPS: NVIDIA, "Multi-Process Service", sections "Environment Variables" and "Device
-  Memory Limit". It also says to name devices by UUID, because the server counts only
-  the devices that it was given.
+  Memory Limit". Devices must be named by UUID, because the MPS server numbers only the
+  devices that it was given.
 - CPUs near a device: the kernel's "sysfs-bus-pci" (`local_cpulist`),
   sched_setaffinity(2).
 """
@@ -56,13 +56,13 @@ class Affinity:
             return ()
         each = [self._near[index] for index in indices]
         if not all(each):
-            return ()  # for one device they are unknown
-        found = self.usable.intersection(frozenset().union(*each))
-        return () if found == self.usable else tuple(sorted(found))
+            return ()  # unknown for one device
+        near = self.usable.intersection(frozenset().union(*each))
+        return () if near == self.usable else tuple(sorted(near))
 
 
 def _local(device: Device, root: StrPath) -> frozenset[int]:
-    """Return the CPUs near a device; none if the kernel does not say."""
+    """Return the CPUs near a device; empty if the kernel does not know them."""
     if device.pci is None:
         return frozenset()
     domain, _, rest = device.pci.lower().partition(":")
@@ -87,7 +87,7 @@ MIB: Final = 1 << 20
 
 
 def runs(environ: Mapping[str, str], default: str = DEFAULT) -> bool:
-    """Return whether an MPS control daemon runs that workers would be clients of.
+    """Return True if workers would be clients of a running MPS control daemon.
 
     A container may have the daemon's pipes without seeing its process.
     """
@@ -99,7 +99,7 @@ def runs(environ: Mapping[str, str], default: str = DEFAULT) -> bool:
             os.kill(pid, 0)
             return True
     except PermissionError:
-        return True  # alive, but another user's; or its file may not be read
+        return True  # the daemon runs as another user, or its file is unreadable
     except (OSError, ValueError, OverflowError):
         pass
     try:
@@ -117,7 +117,7 @@ def mps_variables(
     Args:
         parts: its share of a GPU in 1/`UNIT`; `UNIT` or more, or 0, for no limit.
         limits: bytes of each of its GPUs, 0 for no limit.
-        environ: the worker's environment otherwise; its variables take precedence.
+        environ: the worker's other variables, which take precedence.
     """
     wanted = {}
     if 0 < parts < UNIT:
@@ -147,9 +147,9 @@ TENSORFLOW_GROWS: Final = "TF_FORCE_GPU_ALLOW_GROWTH"
 
 
 def held_of(lease: Lease, kind: str) -> dict[int, int]:
-    """Return a lease's part of each device of one kind, by index, in its order."""
-    for (held, _), shares in zip(lease.request.devices, lease.shares, strict=True):
-        if held == kind:
+    """Return a lease's part of each device of one kind: index to amount, in order."""
+    for (each, _), shares in zip(lease.request.devices, lease.shares, strict=True):
+        if each == kind:
             return {share[0]: share[1] for share in shares}
     return {}
 
@@ -161,7 +161,7 @@ def limits_of(lease: Lease, gpus: DeviceSet | None) -> tuple[int, ...]:
     memory. A share of a whole GPU includes all its memory.
 
     Args:
-        lease: what the worker holds.
+        lease: the worker's lease.
         gpus: all GPUs of the node, None if it has none.
     """
     asked = lease.request.gpu_memory
@@ -187,12 +187,12 @@ def variables_of(
 
     Variables that the user has set stay. JAX takes one fraction for all GPUs and CuPy
     one number of bytes, so both get the smallest limit. TensorFlow has no such
-    variable; it is told to allocate no more than it needs.
+    variable; it is set to allocate no more than it needs.
 
     Args:
         limits: bytes of each of the worker's GPUs, 0 for no limit.
         capacities: total bytes of each of these GPUs, 0 if unknown.
-        environ: the worker's environment otherwise.
+        environ: the worker's other variables.
     """
     least = min((limit for limit in limits if limit), default=0)
     if not least:
@@ -205,7 +205,7 @@ def variables_of(
     # JAX refuses to start if both names of this variable are set.
     if all(capacities) and not environ.get(JAX_FRACTION_TOO):
         pairs = zip(limits, capacities, strict=True)
-        parts = min(limit * UNIT // there for limit, there in pairs if limit)
+        parts = min(limit * UNIT // total for limit, total in pairs if limit)
         wanted[JAX_FRACTION] = f"{min(max(parts, 1), UNIT) / UNIT:g}"
     return {name: value for name, value in wanted.items() if name not in environ}
 
@@ -244,10 +244,10 @@ class Assignment:
         """Return the first message to a worker that serves a lease.
 
         Args:
-            lease: has the devices.
-            environ: the task's own variables, which are set as well.
+            lease: the worker's lease.
+            environ: the task's own variables, which are set too.
         """
-        held: dict[str, tuple[int | str, ...]] = {
+        assigned: dict[str, tuple[int | str, ...]] = {
             kind: tuple(
                 self._ledger.device_sets[kind].devices[share[0]].id for share in shares
             )
@@ -255,17 +255,17 @@ class Assignment:
                 lease.request.devices, lease.shares, strict=True
             )
         }
-        shares = held_of(lease, GPU) if held else {}
+        shares = held_of(lease, GPU) if assigned else {}
         variables = dict(environ)
         seen = {**self._environ, **environ}
         for accelerator in self.accelerators:
             kind = accelerator.kind
-            ids = held.setdefault(kind, ())
+            ids = assigned.setdefault(kind, ())
             if self._has_mps and kind == GPU:
                 ids = tuple(gpu.uuid or gpu.id for gpu in self._named(shares))
             variables |= accelerator.assignment(ids, seen)
         if not shares:
-            return Bind(variables, held)
+            return Bind(variables, assigned)
         limits = limits_of(lease, self._gpus)
         if limits:
             capacities = [gpu.memory for gpu in self._named(shares)]
@@ -273,7 +273,7 @@ class Assignment:
         if self._has_mps:
             part = min(shares.values())
             variables |= mps_variables(part, limits, seen)
-        return Bind(variables, held, limits, self._cpus_for(lease, shares))
+        return Bind(variables, assigned, limits, self._cpus_for(lease, shares))
 
     def _cpus_for(self, lease: Lease, gpus: Iterable[int]) -> tuple[int, ...]:
         """Return the CPUs near a worker's GPUs, unless its task requests more CPUs."""

@@ -1,10 +1,10 @@
 """Workers that use more device memory than they reserved, and errors for a shortage.
 
-The limit of a framework binds only what the framework allocates. So the real memory use
-of processes is observed. A worker that exceeds its reservation is reported once, and if
-the user wants, ended before its neighbours suffer. Whether a listed process belongs to
-a worker follows from its ancestors. Most nodes have no devices, so the modules that
-look at them are not imported here.
+The limit of a framework covers only memory that the framework allocates. So the real
+memory use of processes is measured. A worker that exceeds its reservation is reported
+once, and optionally ended before its neighbours suffer. A process belongs to a worker
+if one of its ancestors does. Most nodes have no devices, so the modules that sample
+devices are not imported here.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ if TYPE_CHECKING:
     from aiogpu.wire.messages import Failed
 
 LISTED: Final = 8
-"""Neighbours that a message lists."""
+"""Most neighbours that a message lists."""
 
 
 QUOTED: Final = 500
-"""Characters of a framework's own message that are quoted; the traceback has all."""
+"""Characters quoted of a framework's own message; the traceback has all of it."""
 
 
 def gpu_out_of_memory(
-    name: str, worker: WorkerRecord, node: Scheduler, *, peak: int, told: str
+    name: str, worker: WorkerRecord, node: Scheduler, *, peak: int, what: str
 ) -> GpuOutOfMemoryError:
-    """Return the error of a task that ran out of device memory, with all that is known.
+    """Return the error of a task that ran out of device memory.
 
     Args:
         name: the name of the task.
-        worker: the worker that ran it, and still has its lease.
-        node: knows the other workers on its GPUs.
-        peak: the most bytes of device memory that it is known to have used, 0 if
+        worker: the worker that ran the task, and still has its lease.
+        node: knows the other workers on the same GPUs.
+        peak: the most bytes of device memory that the worker was seen to use, 0 if
             unknown.
-        told: what happened, as a predicate after the task's name: "ran out of GPU
+        what: what happened, as a predicate after the task's name: "ran out of GPU
             memory".
     """
     lease, task = worker.lease, worker.task
@@ -63,7 +63,7 @@ def gpu_out_of_memory(
     devices = [gpus.devices[index] for index in held] if gpus is not None else []
     limit = min((each for each in limits if each), default=0)
     asked = lease.request.gpu_memory if lease is not None else 0
-    # Whole GPUs, by its request or by `retry_oom`.
+    # Whole GPUs, by the request or by `retry_oom`.
     is_whole = not asked and bool(held) and all(part >= UNIT for part in held.values())
     had = f"{_named(devices)} to itself"
     if not is_whole:
@@ -72,11 +72,12 @@ def gpu_out_of_memory(
     if limit:
         could = f"could use {size(limit)} of {'each' if len(devices) > 1 else 'it'}"
     used = f", and used {size(peak)} at its peak" if peak else ""
-    # `retry_oom` is an option for tasks, and this one has not used it.
+    # `retry_oom` is an option for tasks only.
     may_try_alone = task is None or not (task.spec.is_endless or task.spec.retries_oom)
     return GpuOutOfMemoryError(
-        f"{name} {told.rstrip('.')}. It had {had}, {could}{used}; "
-        f"{_beside(neighbours)}. {_advice(is_whole, may_try_alone, bool(neighbours))}",
+        f"{name} {what.rstrip('.')}. It had {had}, {could}{used}; "
+        f"{_shared_with(neighbours)}. "
+        f"{_advice(is_whole, may_try_alone, bool(neighbours))}",
         asked=0 if asked == BY_SHARE else asked,
         limit=limit,
         peak=peak,
@@ -88,15 +89,15 @@ def gpu_out_of_memory(
 def neighbours_of(
     worker: WorkerRecord, workers: Iterable[WorkerRecord]
 ) -> tuple[str, ...]:
-    """Return the tasks of other workers with a share of the same GPUs, by name."""
+    """Return the names of other workers' tasks with a share of the same GPUs."""
     if worker.lease is None:
         return ()
-    ours = held_of(worker.lease, GPU).keys()
+    gpus = held_of(worker.lease, GPU).keys()
     return tuple(
-        one.task.spec.name
-        for one in workers
-        if one is not worker and one.task is not None and one.lease is not None
-        if not ours.isdisjoint(held_of(one.lease, GPU))
+        other.task.spec.name
+        for other in workers
+        if other is not worker and other.task is not None and other.lease is not None
+        if not gpus.isdisjoint(held_of(other.lease, GPU))
     )
 
 
@@ -115,56 +116,35 @@ def _named(devices: list[Device]) -> str:
         return "no GPU"
     ids = ", ".join(str(device.id) for device in devices)
     least = min(device.memory for device in devices)
-    there = f" ({size(least)}{' each' if len(devices) > 1 else ''})" if least else ""
-    return f"GPU{'s' if len(devices) > 1 else ''} {ids}{there}"
+    memory = f" ({size(least)}{' each' if len(devices) > 1 else ''})" if least else ""
+    return f"GPU{'s' if len(devices) > 1 else ''} {ids}{memory}"
 
 
-def _beside(neighbours: tuple[str, ...]) -> str:
+def _shared_with(neighbours: tuple[str, ...]) -> str:
     if not neighbours:
-        return "no other task had a share there"
+        return "no other task had a share"
     more = len(neighbours) - LISTED
-    told = ", ".join(neighbours[:LISTED]) + (f" and {more} more" if more > 0 else "")
-    return f"{told} had a share there as well"
+    names = ", ".join(neighbours[:LISTED]) + (f" and {more} more" if more > 0 else "")
+    return f"{names} also had a share"
 
 
 def _advice(is_whole: bool, may_try_alone: bool, has_neighbours: bool) -> str:
     if is_whole:
         return (
-            "Let it use less, such as smaller batches, or choose larger GPUs by "
+            "Use less, for example with smaller batches, or choose larger GPUs by "
             "gpu_where={'memory': ...}."
         )
     more = "Ask for more with gpu_memory="
     fewer = ", for fewer neighbours with num_gpus=" if has_neighbours else ""
     if not may_try_alone:
-        return f"{more}{fewer}, or let it use less, such as smaller batches."
+        return f"{more}{fewer}, or use less, for example with smaller batches."
     return (
-        f"{more}{fewer}, or have it tried once more with a GPU of its own by "
-        f"retry_oom='exclusive'."
+        f"{more}{fewer}, or let it be retried alone on a GPU by retry_oom='exclusive'."
     )
 
 
-def told_instead(
-    name: str, worker: WorkerRecord, node: Scheduler, failed: Failed, peak: int
-) -> Failed:
-    """Return the failure that replaces a framework's error, with its traceback.
-
-    Args:
-        name: the name of the task.
-        worker: the worker that ran it.
-        node: knows the other workers on its GPUs.
-        failed: the error as it was raised.
-        peak: as in `gpu_out_of_memory`.
-    """
-    lines = failed.message.strip().splitlines()
-    what = f": {lines[0][:QUOTED]}" if lines else ""
-    told = f"ran out of GPU memory: {failed.type_name}{what}"
-    error = gpu_out_of_memory(name, worker, node, peak=peak, told=told)
-    packed = pack_failure(failed.task, RAISED, error, "")
-    return packed._replace(traceback=failed.traceback)
-
-
 class Shortages:
-    """Adds what this node knows to failures for lack of device memory."""
+    """Explains failures for lack of device memory with the node's knowledge."""
 
     def __init__(
         self, node: Scheduler, peak_seen: Callable[[int], int] | None = None
@@ -178,20 +158,31 @@ class Shortages:
         spec = call.func.spec
         record = self._node.workers.get(WorkerId(call.worker))
         is_exclusive = record and record.task and record.task.spec is not spec
-        again = ", tried once more with a GPU of its own," if is_exclusive else ""
-        call.answer = self.told(call.worker, f"{spec.name}{again}", failed)
+        again = ", retried alone on a GPU," if is_exclusive else ""
+        call.answer = self.explain(call.worker, f"{spec.name}{again}", failed)
 
-    def told(self, worker: int, name: str, failed: Failed) -> Failed:
-        """Return the failure that replaces the answer of a task or call."""
+    def explain(self, worker: int, name: str, failed: Failed) -> Failed:
+        """Return the failure that replaces a framework's error, with its traceback.
+
+        Args:
+            worker: the worker that ran the task or call.
+            name: the name of the task or call.
+            failed: the error as it was raised.
+        """
         peak = max(failed.peak, self._peak_seen(worker) if self._peak_seen else 0)
         record = self._node.workers.get(WorkerId(worker))
         if record is None:
             return failed
-        return told_instead(name, record, self._node, failed, peak)
+        lines = failed.message.strip().splitlines()
+        message = f": {lines[0][:QUOTED]}" if lines else ""
+        what = f"ran out of GPU memory: {failed.type_name}{message}"
+        error = gpu_out_of_memory(name, record, self._node, peak=peak, what=what)
+        packed = pack_failure(failed.task, RAISED, error, "")
+        return packed._replace(traceback=failed.traceback)
 
 
 FOREIGN_IDS: Final = (
-    "whose its processes are (the driver's process ids are not those seen here)"
+    "the owners of its processes (the driver's process ids differ from those seen here)"
 )
 
 
@@ -207,7 +198,7 @@ class Use:
 
     Attributes:
         memory: bytes of device memory.
-        processes: the number of processes that use them.
+        processes: the number of processes that use memory.
     """
 
     memory: int
@@ -216,12 +207,12 @@ class Use:
 
 @dataclass(frozen=True, slots=True)
 class Sorted:
-    """The processes that one look has seen on a device, by owner.
+    """The processes on a device, by owner.
 
     Attributes:
-        workers: memory use by worker id; processes of unknown memory use are left out.
-        others: foreign processes; None if they cannot be told apart.
-        unknown: what is unknown and why; None if nothing is.
+        workers: memory use by worker id, without processes of unknown memory use.
+        others: foreign processes; None if they cannot be distinguished.
+        unknown: the unknown facts, and why; None for none.
     """
 
     workers: Mapping[int, Use] = field(default_factory=dict)
@@ -232,8 +223,8 @@ class Sorted:
 class ProcessAttribution:
     """Finds the owners of the processes on one node's devices.
 
-    The driver's process ids are taken for those seen here if that is certain
-    (`Sample.reads_pids`), or once a worker's process was listed by its id.
+    The driver's process ids are trusted if they are certainly those of this process's
+    pid namespace (`Sample.reads_pids`), or once a worker's process was listed.
     """
 
     def __init__(self) -> None:
@@ -249,14 +240,14 @@ class ProcessAttribution:
         origins: Mapping[int, Origin],
         roots: Mapping[int, int],
     ) -> Sorted:
-        """Sort the processes that were seen on a device by owner.
+        """Sort the processes on a device by owner.
 
         Args:
             kind: the kind of the device.
-            sample: what was seen on it.
-            origins: the live processes among these.
-            roots: the processes whose descendants, themselves included, belong to a
-                worker, each with the worker's id.
+            sample: the sample of the device.
+            origins: the origins of the live processes in the sample.
+            roots: the root processes of workers: process id to worker id. A root and
+                its descendants belong to the worker.
         """
         from aiogpu.observe.status import OtherProcess
 
@@ -285,7 +276,7 @@ class ProcessAttribution:
     def _worker(
         self, pid: int, origin: Origin | None, roots: Mapping[int, int]
     ) -> int | None:
-        """Return a process's worker; for an ended process, the one it had before."""
+        """Return a process's worker; for an ended process, its last known worker."""
         if origin is None:
             return self._ours.get(pid)
         for each in (pid, *origin.ancestors):
@@ -297,10 +288,10 @@ class ProcessAttribution:
         return None
 
     def _is_elsewhere(self, pid: int, sample: Sample) -> bool:
-        """Return whether a process that cannot be seen from here is alive elsewhere.
+        """Return True if a process invisible from here is alive in another namespace.
 
         The driver lists an ended process for a moment longer. So the process must have
-        been listed in the round before, and ids of other namespaces must be possible.
+        been listed in the previous round, and ids of other namespaces must be possible.
         """
         if sample.reads_pids:
             return False
@@ -309,36 +300,36 @@ class ProcessAttribution:
 
     def end_round(self, listed: Collection[int]) -> None:
         """End a round over all devices, in which only these processes were listed."""
-        self._ours = {pid: one for pid, one in self._ours.items() if pid in listed}
+        self._ours = {pid: id_ for pid, id_ in self._ours.items() if pid in listed}
         self._unseen_before, self._unseen = self._unseen, set()
 
 
 OVERHEAD: Final = 1 << 30
 """Bytes that a process may use beyond its reservation. The limit of a framework covers
-what its allocator hands out. The CUDA context, loaded kernels and the workspaces of
+only memory from its allocator. The CUDA context, loaded kernels and the workspaces of
 cuBLAS and NCCL come on top (1015 MiB in pytorch#58466, for a process limited to half of
 10989 MiB). Each process has its own context."""
 
 
-def outgrowth_told(
+def describe_outgrowth(
     name: str, device: str, use: Use, reserved: int, neighbours: Iterable[str]
 ) -> str:
     """Describe a worker that exceeds its reservation, without the consequence.
 
     Args:
-        name: the name of its task.
+        name: the name of the worker's task.
         device: the name of the device, "GPU 0".
-        use: what the worker uses there.
-        reserved: bytes that it reserved.
+        use: the worker's use of the device.
+        reserved: the bytes that the worker reserved.
         neighbours: names of other tasks with a share of the device.
     """
     count = use.processes
     by = f", by {count} processes" if count > 1 else ""
-    beside = ", ".join(neighbours)
+    names = ", ".join(neighbours)
     return (
-        f"{name} uses {size(use.memory)} of {device}{by}, and had asked for "
+        f"{name} uses {size(use.memory)} of {device}{by}, but has asked for "
         f"{size(reserved)} (gpu_memory=); "
-        f"{f'beside it there: {beside}' if beside else 'nobody else is there'}."
+        f"{f'it shares the device with {names}' if names else 'it has no neighbours'}."
     )
 
 
@@ -348,17 +339,17 @@ _log: Final = logging.getLogger(__name__)
 ENDING: Final = "It is ended."
 
 
-LEFT: Final = "It goes on; init(gpu_memory_enforce=True) would end it."
+LEFT_ALONE: Final = "It goes on; init(gpu_memory_enforce=True) would end it."
 
 
-ENDED: Final = "was ended, for it used more GPU memory than was reserved for it"
+ENDED: Final = "was ended because it used more GPU memory than it had reserved"
 
 
 class GpuMemoryGuard:
     """Compares the device memory that workers use with what they reserved.
 
     Attributes:
-        enforces: whether a worker that exceeds its reservation is ended.
+        enforces: a worker that exceeds its reservation is ended.
     """
 
     def __init__(
@@ -367,13 +358,13 @@ class GpuMemoryGuard:
         thread: DeviceThread,
         watch: Callable[[Collection[Key]], None],
     ) -> None:
-        """Prepare; `watch` has devices looked at more often than others."""
+        """Prepare; `watch` makes the monitor sample devices more often."""
         self.enforces = False
         self._scheduler = scheduler
         self._thread = thread
         self._on_hot = watch
         self._hot: set[Key] = set()
-        self._told: set[tuple[int, Key, TaskId]] = set()
+        self._reported: set[tuple[int, Key, TaskId]] = set()
         self._peaks: dict[int, int] = {}
         self._errors: dict[tuple[int, int], GpuOutOfMemoryError] = {}
 
@@ -381,13 +372,13 @@ class GpuMemoryGuard:
         return f"<GpuMemoryGuard of {len(self._hot)} devices>"
 
     def begin(self, lease: Lease) -> None:
-        """Look often at the devices of a lease on which memory is reserved."""
+        """Sample the devices of a lease often if memory is reserved on them."""
         reserved = {key for key, amount in self._reserved(lease) if amount}
         if not reserved <= self._hot:
             self._watch(self._hot | reserved)
 
     def tidy(self) -> None:
-        """Look often only where memory is still reserved; forget workers that ended."""
+        """Sample only devices with reserved memory often; forget ended workers."""
         workers = self._scheduler.workers
         hot = {
             key
@@ -405,17 +396,18 @@ class GpuMemoryGuard:
             self._errors = {
                 at: error for at, error in self._errors.items() if at[0] in self._peaks
             }
-        if self._told:
+        if self._reported:
             # A worker may run any number of tasks.
             running = {(w.id, w.task.id) for w in workers if w.task is not None}
-            self._told = {one for one in self._told if (one[0], one[2]) in running}
+            keys = self._reported
+            self._reported = {key for key in keys if (key[0], key[2]) in running}
 
     def _watch(self, hot: set[Key]) -> None:
         self._hot = hot
         self._on_hot(hot)
 
     def _reserved(self, lease: Lease) -> Iterator[tuple[Key, int]]:
-        """Yield the devices of a lease that can be looked at, with reserved bytes."""
+        """Yield the devices of a lease that can be sampled, with reserved bytes."""
         if not lease.request.gpu_memory:
             return
         limits = limits_of(lease, self._scheduler.ledger.device_sets.get(GPU))
@@ -428,11 +420,11 @@ class GpuMemoryGuard:
 
         Args:
             key: the device.
-            uses: what the workers use of it.
+            uses: the use of the device by worker.
             feed: tells the core of a worker that must be ended.
 
         Returns:
-            These workers, whether they are ended or not.
+            These workers, ended or not.
         """
         over = set()
         for worker, use in uses.items():
@@ -451,17 +443,17 @@ class GpuMemoryGuard:
     ) -> None:
         """Report a worker that exceeds its reservation, once per task."""
         task = worker.task
-        if task is None or (worker.id, key, task.id) in self._told:
+        if task is None or (worker.id, key, task.id) in self._reported:
             return
-        self._told.add((worker.id, key, task.id))
+        self._reported.add((worker.id, key, task.id))
         name = task.spec.name
         neighbours = neighbours_of(worker, self._scheduler.workers)
         device = self._thread.name_of(key)
-        told = outgrowth_told(name, device, use, reserved, neighbours)
-        _log.warning("! %s %s", told, ENDING if self.enforces else LEFT)
+        text = describe_outgrowth(name, device, use, reserved, neighbours)
+        _log.warning("! %s %s", text, ENDING if self.enforces else LEFT_ALONE)
         if self.enforces and worker.state is WorkerState.BUSY:
             self._errors[worker.id, task.id] = gpu_out_of_memory(
-                name, worker, self._scheduler, peak=use.memory, told=ENDED
+                name, worker, self._scheduler, peak=use.memory, what=ENDED
             )
             feed(Scheduler.kill_for_memory, worker.id, Memory.DEVICE)
 
@@ -470,8 +462,8 @@ class GpuMemoryGuard:
         return self._peaks.get(worker, 0)
 
     def explain(self, worker: int, task: int) -> GpuOutOfMemoryError | None:
-        """Return the error of a task that the guard has ended; None for others.
+        """Return the error of a task that the guard has ended; None for other tasks.
 
-        A later task of the same worker may have begun in the meantime; it is another.
+        Keyed by worker and task: the worker may have begun another task meanwhile.
         """
         return self._errors.get((worker, task))

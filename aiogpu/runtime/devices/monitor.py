@@ -1,10 +1,9 @@
-"""Watches a node's devices, and acts on the event loop.
+"""Monitors a node's devices: health, memory use and foreign processes.
 
-A `DeviceThread` looks at each device every second and asks its driver for its health.
-Devices with reserved memory are looked at more often, if looks are cheap. The last look
-at each device is kept for `status()`. Sick devices are given to no task until they are
-well, and the guard of device memory gets the memory use of each worker. Whether a
-device is well is one pure rule.
+A `DeviceThread` samples each device every second and asks its driver for its health.
+Devices with reserved memory are sampled more often, if sampling is cheap. The last
+sample of each device is kept for `status()`. Sick devices get no tasks until they are
+well (`DeviceHealth`), and `GpuMemoryGuard` gets the memory use of each worker.
 """
 
 from __future__ import annotations
@@ -32,30 +31,30 @@ _log: Final = logging.getLogger(__name__)
 
 CALM: Final = 10.0
 """Seconds without bad news after which a device is well again: errors come in series,
-and a driver says what must be done a moment after an error."""
+and a driver asks for an action a moment after an error."""
 
 
-TOLD: Final = 4
-"""Errors that a reason lists; a sick device may report thousands."""
+LISTED: Final = 4
+"""Most errors that a reason lists; a sick device may report thousands."""
 
 
 class DeviceHealth:
     """The health of one device.
 
     A device becomes sick when its driver calls it lost, reports an error that makes it
-    unfit, or says that something must be done before it can be relied on.
+    unfit, or asks for an action such as a reset.
 
-    It is well again when all of the following has been true for `CALM` seconds:
+    It is well again when all of the following were true for `CALM` seconds:
 
-    1. It is not lost, and its driver answers.
+    1. The device is not lost, and its driver answers.
     2. There was no further error.
-    3. The driver says that nothing must be done. A driver that is too old to tell is
+    3. The driver says that no action is needed. A driver that is too old to say so is
        not trusted: a device that had errors stays sick until it is lost (as during a
        reset) and answers again, or until the node ends. A device that was only lost is
        well once it answers.
 
     Attributes:
-        reason: why it is sick, in words; None while it is well.
+        reason: why the device is sick, in words; None while it is well.
     """
 
     def __init__(self) -> None:
@@ -69,17 +68,17 @@ class DeviceHealth:
         return f"<DeviceHealth {self.reason or 'well'}>"
 
     def note(self, sample: Sample, health: Health, now: float) -> bool:
-        """Update from one look; return whether `reason` has changed.
+        """Update from one look; return True if `reason` has changed.
 
         Args:
-            sample: what is on the device.
-            health: what its driver has reported since the last look.
+            sample: the sample of the device.
+            health: the driver's reports since the last look.
             now: seconds on a monotonic clock.
         """
         before = self.reason
         is_lost = sample.is_lost or health.is_lost
         if self._is_lost and not is_lost and health.action is None:
-            # It was reset: earlier errors are void.
+            # The device was reset, so earlier errors no longer count.
             self._errors.clear()
             self._action = ""
         self._is_lost = is_lost
@@ -91,23 +90,23 @@ class DeviceHealth:
         if is_lost or health.errors or health.action:
             self.reason = self._wording()
             self._bad_at = now
-        elif not self._is_content(sample, health):
+        elif not self._is_good(sample, health):
             self._bad_at = now
         elif now >= self._bad_at + CALM:
             self.reason = None
             self._errors.clear()
         return self.reason != before
 
-    def _is_content(self, sample: Sample, health: Health) -> bool:
-        """Return whether one sample shows no problem."""
+    def _is_good(self, sample: Sample, health: Health) -> bool:
+        """Return True if one look shows no problem."""
         if sample.problem is not None:
             return False
         return health.action is not None or not (self._errors or self._action)
 
     def _wording(self) -> str:
         parts = ["the driver calls it lost"] if self._is_lost else []
-        parts += self._errors[:TOLD]
-        if len(self._errors) > TOLD:
+        parts += self._errors[:LISTED]
+        if len(self._errors) > LISTED:
             parts.append("other errors")
         if self._action:
             parts.append(f"the driver asks for this: {self._action}")
@@ -115,7 +114,7 @@ class DeviceHealth:
 
 
 EACH: Final = 1.0
-"""Seconds between two looks at all devices."""
+"""Least seconds between two rounds over all devices."""
 
 
 SOONEST: Final = 0.1
@@ -123,15 +122,15 @@ SOONEST: Final = 0.1
 
 
 DEAREST: Final = 8
-"""A pause is at least this many times as long as the look before it: looking takes a
-ninth of a core at most, however slow the driver is."""
+"""A pause is at least this many times as long as the look before, so that looks take at
+most a ninth of a core, even with a slow driver."""
 
 
 class DeviceSampler:
-    """Has all devices looked at periodically.
+    """Samples all devices periodically.
 
-    A round looks at one device at a time, so that more urgent orders to the thread wait
-    for one device at most.
+    A round samples one device at a time, so that more urgent orders to the thread wait
+    for at most one device.
     """
 
     def __init__(
@@ -149,23 +148,23 @@ class DeviceSampler:
         self._is_closed = False
         # The current round.
         self._is_full = True
-        self._left: deque[Key] = deque()
+        self._remaining: deque[Key] = deque()
         self._looks: list[Look] = []
 
     def begin(self) -> None:
-        """Order the first round, before all other looks."""
+        """Start the first round, before all other looks."""
         if keys := tuple(self._thread.devices):
             self._thread.look(keys, self._on_look, is_checked=True)
 
     def watch(self, keys: Collection[Key]) -> None:
-        """From now on look at these devices more often, and at no others."""
+        """Sample these devices more often from now on, and no others."""
         self._hot = tuple(keys)
         self._next_hot = self._loop.time()
         if self._timer is not None and not self._is_closed:
             self._set_timer()
 
     def close(self) -> None:
-        """Look no more."""
+        """Stop sampling."""
         self._is_closed = True
         if self._timer is not None:
             self._timer.cancel()
@@ -179,20 +178,20 @@ class DeviceSampler:
 
     def _begin_round(self) -> None:
         self._timer = None
-        # A timer may go off slightly early; this is then a full round as well.
+        # Without hot devices each round is full, even if the timer fires early.
         self._is_full = not self._hot or self._loop.time() >= self._next_full
-        self._left.extend(self._thread.devices if self._is_full else self._hot)
+        self._remaining.extend(self._thread.devices if self._is_full else self._hot)
         self._look()
 
     def _look(self) -> None:
-        key = self._left.popleft()
+        key = self._remaining.popleft()
         self._thread.look((key,), self._on_look, is_checked=self._is_full)
 
     def _on_look(self, look: Look) -> None:
         if self._is_closed:
             return
         self._looks.append(look)
-        if self._left:
+        if self._remaining:
             self._look()
             return
         looks, self._looks = self._looks, []
@@ -224,19 +223,18 @@ AVOID: Final = "avoid"
 
 
 LISTENS: Final = 3
-"""How many times within `SILENT` it is checked whether a driver hangs."""
+"""Checks for a hanging driver within `SILENT`."""
 
 
 class DeviceMonitor:
-    """The devices of one node whose drivers can be asked, as they were seen last.
+    """Monitors the devices of one node whose drivers can be asked.
 
     Attributes:
-        guard: watches over reserved memory.
+        guard: compares memory use with reservations.
         release: finds out when the devices of an ended worker are free.
-        foreign: what follows from foreign processes on a device: "ignore", "avoid" or
+        foreign: the effect of foreign processes on a device: "ignore", "avoid" or
             "wait"; see `mind_foreign`.
-        observed: what was last seen on each device; empty until each was looked at
-            once.
+        observed: the last sample of each device; empty before the first round.
     """
 
     def __init__(
@@ -252,13 +250,12 @@ class DeviceMonitor:
 
         Args:
             loop: runs the timers.
-            scheduler: knows which worker has which share.
-            thread: looks at the devices; it is started here.
-            roots: returns the processes whose descendants, themselves included, belong
-                to a worker, each with the worker's id.
-            feed: tells the core which devices are sick, or well.
-            lessees: returns the process ids of programs that have a lease of a device,
-                each with the holder's id.
+            scheduler: knows the shares of workers.
+            thread: samples the devices; it is started here.
+            roots: returns the root processes of workers: process id to worker id. A
+                root and its descendants belong to the worker.
+            feed: tells the core which devices are sick or well.
+            lessees: returns the programs that lease a device: process id to holder id.
         """
         self.foreign = IGNORE
         self._has_looked = loop.create_future()
@@ -272,7 +269,7 @@ class DeviceMonitor:
         self._owners = ProcessAttribution()
         self._health = {key: DeviceHealth() for key in thread.devices}
         self._mute: set[str] = set()
-        self._told: dict[Key, str] = {}
+        self._reported: dict[Key, str] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._sampler = DeviceSampler(loop, thread, self.on_round)
         self.guard = GpuMemoryGuard(scheduler, thread, self._sampler.watch)
@@ -283,12 +280,12 @@ class DeviceMonitor:
             self._listen()
 
     def quiet(self) -> None:
-        """Tell the core no more of what is seen; `release` still does its work."""
+        """Stop reporting to the core; `release` goes on."""
         self._feed = None
         self._sampler.close()
 
     def quit(self) -> None:
-        """Stop reporting to the core, and let the thread end by itself."""
+        """Stop all reports, and let the thread end by itself."""
         self.quiet()
         if self._timer is not None:
             self._timer.cancel()
@@ -296,25 +293,26 @@ class DeviceMonitor:
         self._thread.quit()
 
     async def close(self) -> None:
-        """Do so, and wait until the drivers are shut down."""
+        """Stop all reports, and wait until the drivers are shut down."""
         self.quit()
         await self._thread.close()
 
     def _listen(self) -> None:
-        """Check whether the thread waits for a driver that hangs."""
+        """Check if the thread waits for a driver that hangs."""
         self._timer = self._loop.call_later(SILENT / LISTENS, self._listen)
-        waits = self._thread.mute_for()
-        if waits is None or waits[1] < SILENT:
+        pending = self._thread.mute_for()
+        if pending is None or pending[1] < SILENT:
             return
-        self.release.on_mute(waits[0], SILENT)
-        if waits[0] not in self._mute:
-            self._mute.add(waits[0])
+        kind = pending[0]
+        self.release.on_mute(kind, SILENT)
+        if kind not in self._mute:
+            self._mute.add(kind)
             for key in self._health:
                 self._conclude(key)
 
     def on_round(self, seen: Look) -> None:
-        """Process what the thread has seen in one round."""
-        if not self.observed:  # the first: no worker has had a device before
+        """Process the samples of one round."""
+        if not self.observed:  # the first round: no worker has had a device yet
             self.release.idle = dict(seen.samples)
         if self._feed is None:
             return
@@ -324,17 +322,17 @@ class DeviceMonitor:
         roots = self._roots() if seen.origins else {}
         for key, sample in seen.samples.items():
             known = {**self._lessees(key), **roots}
-            found = self._owners.sort(key[0], sample, seen.origins, known)
+            owners = self._owners.sort(key[0], sample, seen.origins, known)
             self.observed[key] = Observed(
                 seen=when,
                 used=sample.used,
                 utilisation=sample.utilisation,
                 temperature=sample.temperature,
                 power=sample.power,
-                others=found.others,
-                workers={worker: use.memory for worker, use in found.workers.items()},
-                outgrown=self.guard.check(key, found.workers, self._feed),
-                unknown=found.unknown,
+                others=owners.others,
+                workers={worker: use.memory for worker, use in owners.workers.items()},
+                outgrown=self.guard.check(key, owners.workers, self._feed),
+                unknown=owners.unknown,
             )
             self._note_others(key)
         for key, health in seen.health.items():
@@ -349,7 +347,7 @@ class DeviceMonitor:
     async def mind_foreign(self, foreign: str) -> None:
         """Use devices with foreign processes last ("avoid"), or not at all ("wait").
 
-        Return once these devices are known, because tasks may come at once.
+        Returns once these devices are known, because tasks may follow at once.
         """
         self.foreign = foreign
         if foreign != IGNORE and self._health and self._thread.is_alive:
@@ -358,50 +356,50 @@ class DeviceMonitor:
                 self._note_others(key)
 
     def _note_others(self, key: Key) -> None:
-        """Tell the core of the foreign processes on a device, when they change."""
+        """Tell the core when the foreign processes on a device have changed."""
         if not self._has_looked.done():
             self._has_looked.set_result(None)
         if self.foreign == IGNORE or self._feed is None:
             return
-        # This program is not foreign: its tasks would wait for itself.
+        # This program is not foreign: its tasks would wait for the program itself.
         others = [
             process
             for process in self.observed[key].others or ()
             if process.pid != os.getpid()
         ]
-        told = ""
+        reason = ""
         if others:
             names = (f"{each.name} (pid {each.pid})".lstrip() for each in others)
-            told = f"others' processes are on it: {listing(names, len(others))}"
-        if told != self._occupied.get(key, ""):
-            self._occupied[key] = told
+            reason = f"foreign processes are on it: {listing(names, len(others))}"
+        if reason != self._occupied.get(key, ""):
+            self._occupied[key] = reason
             self._feed(
                 Scheduler.device_changed,
                 *key,
                 Cause.FOREIGN,
-                told or None,
+                reason or None,
                 self.foreign == AVOID,
             )
 
     def _conclude(self, key: Key) -> None:
-        """Tell the core that a device is sick, sick for another reason, or well."""
+        """Tell the core when a device becomes sick or well, or the reason changes."""
         reason = self._health[key].reason
         if reason is None and key[0] in self._mute:
             reason = f"the driver has not answered for {SILENT:g} s"
-        if reason == self._told.get(key) or self._feed is None:
+        if reason == self._reported.get(key) or self._feed is None:
             return
         name, (kind, index) = self._thread.name_of(key), key
         if reason is None:
-            del self._told[key]
+            del self._reported[key]
             _log.warning("! %s is well again", name)
             self._feed(Scheduler.device_changed, kind, index, Cause.SICK, None)
         else:
-            self._told[key] = reason
+            self._reported[key] = reason
             _log.warning("! %s gets no new tasks until it is well: %s", name, reason)
             self._feed(Scheduler.device_changed, kind, index, Cause.SICK, reason)
 
     def on_failed(self) -> None:
-        """Handle the end of the thread by a bug: what was seen is out of date."""
+        """Handle the end of the thread by a bug: the samples are out of date."""
         self.release.give_up()
         self.quiet()
         self.observed.clear()

@@ -1,9 +1,8 @@
 """The thread that asks the drivers of a node's devices.
 
-Drivers block, so they get one daemon thread, which exists only if there is a driver to
-ask. The event loop orders looks at devices and never waits for them. It can see which
-driver is being asked, and so one that never answers. What a driver cannot tell is
-logged once per reason. A driver that hangs affects only its own devices.
+Calls of drivers block, so one daemon thread makes them; it exists only if there is a
+driver to ask. The event loop orders looks at devices and never waits for them. It can
+see which driver is being asked for how long, and so notice a driver that hangs.
 """
 
 from __future__ import annotations
@@ -35,11 +34,11 @@ class Look:
     """The samples of devices from one look.
 
     Attributes:
-        when: when the look ended, by `time.monotonic`.
-        samples: what is on the devices.
-        health: the health of the devices, if it was asked for.
-        origins: the live processes on them that can be seen from here.
-        cost: how many seconds the look took.
+        when: the end of the look, by `time.monotonic`.
+        samples: the samples of the devices.
+        health: the health of the devices, if requested.
+        origins: the origins of the live processes on them that are visible here.
+        cost: the seconds that the look took.
     """
 
     when: float
@@ -50,11 +49,11 @@ class Look:
 
 
 CLOSE_LIMIT: Final = 1.0
-"""Seconds that a closing node waits for the thread; a driver may hang."""
+"""Most seconds that a closing node waits for the thread; a driver may hang."""
 
 
 Order = tuple[Sequence[Key], bool, Callable[[Look], None]]
-"""Devices to look at, whether to ask for their health, and who is told."""
+"""Devices to sample, True to ask for their health, and the callback."""
 
 
 class DeviceThread:
@@ -62,7 +61,7 @@ class DeviceThread:
 
     Attributes:
         devices: the devices that a driver can be asked about. Devices without a
-            vendor's id are logical: there is nobody to ask.
+            vendor's id are logical, and have no driver.
     """
 
     def __init__(
@@ -78,18 +77,18 @@ class DeviceThread:
             device_sets: the node's devices.
             accelerators: the vendors whose drivers are asked.
         """
-        sets = [held for held in device_sets if held.devices]
-        kinds = {held.kind for held in sets}
+        sets = [device_set for device_set in device_sets if device_set.devices]
+        kinds = {device_set.kind for device_set in sets}
         watches = {
             vendor.kind: vendor.watch()
             for vendor in accelerators
             if vendor.kind in kinds
         }
         self.devices: dict[Key, Device] = {
-            (held.kind, index): device
-            for held in sets
-            for index, device in enumerate(held.devices)
-            if held.kind in watches and watches[held.kind].knows(device)
+            (each.kind, index): device
+            for each in sets
+            for index, device in enumerate(each.devices)
+            if each.kind in watches and watches[each.kind].knows(device)
         }
         self._watches = {kind: watches[kind] for kind, _ in self.devices}
         self._loop = loop
@@ -102,15 +101,15 @@ class DeviceThread:
 
     @property
     def is_alive(self) -> bool:
-        """True if it carries out orders."""
+        """True if the thread carries out orders."""
         return self._thread is not None and self._thread.is_alive()
 
     def name_of(self, key: Key) -> str:
-        """Return the name of a device for people: "GPU 0"."""
+        """Return the name of a device for messages: "GPU 0"."""
         return f"{key[0]} {self.devices[key].id}"
 
     def start(self, on_failed: Callable[[], None]) -> None:
-        """Start asking; `on_failed` is called if a bug of aiogpu ends the thread."""
+        """Start the thread; `on_failed` is called if a bug of aiogpu ends it."""
         if self.devices:
             self._thread = threading.Thread(
                 target=self._run, args=(on_failed,), name="aiogpu-devices", daemon=True
@@ -124,7 +123,7 @@ class DeviceThread:
         *,
         is_checked: bool = False,
     ) -> None:
-        """Look at devices, after all earlier orders; then call back on the loop.
+        """Sample devices, after all earlier orders; then call back on the loop.
 
         `is_checked`: also ask for their health.
         """
@@ -140,7 +139,7 @@ class DeviceThread:
         self._orders.put(None)
 
     async def close(self) -> None:
-        """Shut the drivers down; wait for them for `CLOSE_LIMIT` seconds at most."""
+        """Shut the drivers down; wait for at most `CLOSE_LIMIT` seconds."""
         self.quit()
         if self._thread is None:
             return
@@ -157,10 +156,10 @@ class DeviceThread:
             while order := self._orders.get():
                 keys, is_checked, then = order
                 self._loop.call_soon_threadsafe(then, self._look(keys, is_checked))
-        except Exception:  # noqa: BLE001 - a thread has nobody else to tell
-            # A loop that was closed without its node is told no more.
+        except Exception:  # noqa: BLE001 - a thread has no caller
+            # The loop may have been closed without its node.
             if not self._loop.is_closed():
-                _log.exception("! devices are not watched any more")
+                _log.exception("! devices are no longer monitored")
                 self._loop.call_soon_threadsafe(on_failed)
         finally:
             for kind, watch in self._watches.items():
@@ -168,7 +167,7 @@ class DeviceThread:
                     with self._asking(kind):
                         watch.close()
                 except Exception:  # noqa: BLE001 - a user's vendor may raise anything
-                    _log.exception("! the driver of %s could not be let go", kind)
+                    _log.exception("! the driver of %s could not be shut down", kind)
             with suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._note_ended)
 
@@ -205,8 +204,8 @@ class DeviceThread:
             return
         if not sample.is_lost and sample.problem not in self._problems.values():
             _log.warning(
-                "! %s cannot be asked what is on it: %s. While that is so, its shares "
-                "come back when their processes have ended, and nobody verifies it.",
+                "! %s cannot be inspected: %s. Until it can, its shares are free as "
+                "soon as their processes have ended, without a check of the device.",
                 self.name_of(key),
                 sample.problem,
             )

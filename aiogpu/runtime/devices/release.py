@@ -1,9 +1,9 @@
 """Decides when the devices of an ended worker are free.
 
-When a worker's processes have all ended, its driver may still hold their memory for a
-moment. So the device is looked at, first at short and then at longer intervals, until
-one pure rule (`verdict`) says that the next task may have it. After a time limit the
-device is set aside until it recovers. The core is told once per worker.
+After the end of a worker's processes, the driver may hold their memory for a moment.
+So the device is sampled, first at short and then at longer intervals, until one pure
+rule (`verdict`) says that it is free for the next task. After a time limit the device
+is set aside until it recovers. The core is notified once per worker.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from functools import partial
-from typing import Final
+from typing import Final, NamedTuple
 
 from aiogpu.accelerators.base import Sample
 from aiogpu.core.model.ids import WorkerId
@@ -30,8 +30,8 @@ _log: Final = logging.getLogger(__name__)
 
 
 TOLERANCE: Final = 100 << 20
-"""Bytes above the earlier memory use that are not attributed to a worker: drivers leave
-some memory behind for the next context."""
+"""Bytes above the earlier memory use that are not attributed to a worker: drivers keep
+some memory for the next context."""
 
 
 class State(Enum):
@@ -43,9 +43,8 @@ class State(Enum):
     LOST = auto()
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """A state; for a device that is not free, also the reason for people."""
+class Verdict(NamedTuple):
+    """A state; if the device is not free, also the reason in words."""
 
     state: State
     reason: str = ""
@@ -62,31 +61,31 @@ def verdict(
 ) -> Verdict:
     """Decide whether a device may be given to the next task.
 
-    All processes of the worker have ended: `waitpid` has said so. The driver frees
-    their memory later, and lists them until it has. The rules:
+    All processes of the worker have ended (`waitpid`). The driver frees their memory
+    later, and lists them until then. The rules:
 
     1. A lost device is LOST; no task gets it.
     2. If the driver fails to answer, the device is UNVERIFIED.
-    3. A whole device whose memory use is as before, up to `TOLERANCE`, is FREE, no
-       matter which processes are listed.
-    4. A listed process may be the worker's if its id is in `pids`, or if it neither
-       lives nor was listed before: the worker's descendants have ended, and their ids
-       are not known. A live process belongs to somebody else.
+    3. A whole device with the same memory use as before, up to `TOLERANCE`, is FREE,
+       even if processes are listed.
+    4. A listed process may be the worker's if its id is in `pids`, or if the process
+       neither lives nor was listed before: the worker's descendants have ended, and
+       their ids are not known. A live process is not the worker's.
     5. If no listed process may be the worker's, the device is FREE, provided the list
-       can be believed: its ids are those seen here, or it lists any process. In a
-       container an empty list may be a blind one: then a whole device is HELD by the
-       memory that is not back, and a fraction is UNVERIFIED.
+       can be trusted: its ids are those seen here, or it lists any process. In a
+       container the driver may list nothing: then a whole device is HELD while memory
+       is missing, and a fraction is UNVERIFIED.
     6. If a listed process may be the worker's, a whole device is HELD. So is a fraction
        if the id is in `pids`. With another id, a fraction is HELD only if ids can be
-       believed; otherwise the process may just as well be a neighbour's, and the
-       fraction is UNVERIFIED.
+       trusted; otherwise the process may be a neighbour's, and the fraction is
+       UNVERIFIED.
     7. A device whose processes cannot be listed is judged by its memory if it is whole,
        and is UNVERIFIED otherwise.
 
     Args:
-        before: the device when the worker got it, or when it was last idle.
-        now: the device now.
-        pids: ids of the worker's processes, as far as they are known.
+        before: the sample when the worker got the device, or when it was last idle.
+        now: the sample now.
+        pids: the known process ids of the worker.
         is_whole: the worker had the whole device.
     """
     if now.is_lost:
@@ -104,7 +103,7 @@ def verdict(
 def _by_list(
     before: Sample, now: Sample, pids: Collection[int], is_whole: bool
 ) -> Verdict | None:
-    """Apply the rules 4 to 6; return None if the list may be a blind one."""
+    """Apply the rules 4 to 6; return None if the empty list cannot be trusted."""
     processes, listed_before = now.processes or {}, before.processes or {}
     known = [pid for pid in processes if pid in pids]
     unknown = [
@@ -133,10 +132,10 @@ def _by_memory(extra: int | None) -> Verdict:
     return Verdict(State.HELD, f"{_mib(extra)} more are in use than before the task")
 
 
-def _listing(processes: Mapping[int, int | None], left: list[int]) -> str:
-    told = ", ".join(_process(pid, processes[pid]) for pid in left[:3])
-    more = f" and {len(left) - 3} more" if len(left) > 3 else ""
-    return f"of what has ended, the driver still lists {told}{more}"
+def _listing(processes: Mapping[int, int | None], pids: list[int]) -> str:
+    names = ", ".join(_process(pid, processes[pid]) for pid in pids[:3])
+    more = f" and {len(pids) - 3} more" if len(pids) > 3 else ""
+    return f"the driver still lists ended processes: {names}{more}"
 
 
 def _process(pid: int, size: int | None) -> str:
@@ -160,29 +159,29 @@ ASIDE: Final = 1.0
 
 
 LATE: Final = 0.05
-"""Seconds in which a worker may already have allocated memory: a look that takes place
-later does not show the device before the worker."""
+"""A worker may have allocated memory after this many seconds, so a later look does not
+show the device before the worker."""
 
 
 @dataclass(slots=True, eq=False)
 class Claim:
-    """The devices that an ended worker may still hold.
+    """The devices that an ended worker may still occupy.
 
     Attributes:
-        left: its devices that may not be free yet.
-        whole: the devices of which it had all.
-        pids: its processes, as far as they are known.
-        before: the look at `whole` when the worker got them; empty for none.
-        deadline: until when the devices are waited for.
-        clean: its devices that are free, of which the core was not told yet.
+        occupied: the devices that may not be free yet.
+        whole: the devices that the worker had completely.
+        pids: the known process ids of the worker.
+        before: the samples of `whole` when the worker got them; empty if unknown.
+        deadline: loop time at which the devices are set aside.
+        clean: the free devices that the core was not notified of yet.
         looks: the number of looks so far.
-        is_verified: whether the driver has confirmed each free device.
-        is_stuck: the deadline has passed; its devices are set aside.
-        timer: calls for the next look.
+        is_verified: the driver has confirmed each free device.
+        is_stuck: the deadline has passed; the devices are set aside.
+        timer: the timer of the next look.
     """
 
     worker: WorkerId
-    left: tuple[Key, ...]
+    occupied: tuple[Key, ...]
     whole: frozenset[Key]
     pids: Collection[int]
     before: Mapping[Key, Sample]
@@ -198,7 +197,7 @@ class DeviceRelease:
     """Finds out when the devices of ended workers are free, for one node.
 
     Attributes:
-        idle: what was on each device when no worker of this node had it.
+        idle: the last sample of each device without a worker of this node.
     """
 
     def __init__(
@@ -214,10 +213,9 @@ class DeviceRelease:
         Args:
             loop: runs the timers.
             thread: asks the drivers.
-            feed: tells the core.
-            on_reserved: is told of each lease that reserves device memory.
-            limit: seconds to wait for a device before it is set aside; `LIMIT` if
-                None.
+            feed: passes events to the core.
+            on_reserved: called with each lease that reserves device memory.
+            limit: seconds until a device is set aside; `LIMIT` if None.
         """
         self.idle: dict[Key, Sample] = {}
         self._loop = loop
@@ -228,11 +226,11 @@ class DeviceRelease:
         self._before: dict[WorkerId, dict[Key, Sample]] = {}
         self._claims: dict[WorkerId, Claim] = {}
         self._reads_pids: set[str] = set()
-        # The thread may live on for a moment after it has failed.
+        # The thread may be alive for a moment after a failure.
         self._has_failed = False
 
     def begin(self, worker: WorkerId, lease: Lease) -> None:
-        """Look at the whole devices that a worker gets, before it uses them."""
+        """Sample the whole devices that a worker gets, before it uses them."""
         shares = self._shares(lease)
         if shares and lease.request.gpu_memory:
             self._on_reserved(lease)
@@ -247,16 +245,16 @@ class DeviceRelease:
             before.update(look.samples)
 
     def end(self, worker: WorkerId, lease: Lease, pids: Collection[int]) -> bool:
-        """Begin to wait for the devices of a worker that has ended with all below it.
+        """Start to wait for the devices of an ended worker.
 
         Args:
-            worker: its id.
-            lease: what it had.
-            pids: its processes, as far as they are known.
+            worker: the id of the worker.
+            lease: the lease of the worker.
+            pids: the known process ids of the worker; all its processes have ended.
 
         Returns:
-            Whether a driver is asked. If so, the core is told once that the worker's
-            devices are free or set aside. If not, they are free as far as is known.
+            True if a driver is asked; then the core is notified once that the worker's
+            devices are free or set aside. False if they are free as far as is known.
         """
         shares = self._shares(lease)
         if not shares:
@@ -274,7 +272,7 @@ class DeviceRelease:
         self._before.pop(worker, None)
 
     def _shares(self, lease: Lease) -> Mapping[Key, int]:
-        """Return those parts of a lease that a driver can be asked about."""
+        """Return the devices of a lease that a driver can be asked about."""
         if not lease.shares or self._has_failed or not self._thread.is_alive:
             return {}
         return {
@@ -285,57 +283,57 @@ class DeviceRelease:
         }
 
     def _look(self, claim: Claim) -> None:
-        self._thread.look(claim.left, partial(self._on_look, claim))
+        self._thread.look(claim.occupied, partial(self._on_look, claim))
 
     def _on_look(self, claim: Claim, look: Look) -> None:
-        """Release the devices that a worker has left; sample the others again."""
+        """Release the free devices of a worker; sample the other devices again."""
         if self._feed is None:
             return
-        held: dict[Key, str] = {}
+        reasons: dict[Key, str] = {}
         is_lost = False
-        for key in claim.left:
+        for key in claim.occupied:
             now = self._as_read(key, look.samples[key], claim.pids)
             is_whole, before = key in claim.whole, self._sample_before(claim, key)
-            found = verdict(before, now, claim.pids, is_whole=is_whole)
+            state, reason = verdict(before, now, claim.pids, is_whole=is_whole)
             is_unknown = claim.is_stuck and now.problem is not None
-            if found.state in (State.FREE, State.UNVERIFIED) and not is_unknown:
-                claim.is_verified &= found.state is State.FREE
-                if is_whole and found.state is State.FREE:
+            if state in (State.FREE, State.UNVERIFIED) and not is_unknown:
+                claim.is_verified &= state is State.FREE
+                if is_whole and state is State.FREE:
                     self.idle[key] = now
             else:
-                held[key] = f"{self._thread.name_of(key)}: {found.reason}"
-                is_lost = is_lost or found.state is State.LOST
+                reasons[key] = f"{self._thread.name_of(key)}: {reason}"
+                is_lost = is_lost or state is State.LOST
         # A lost device does not come back by itself.
         is_late = is_lost or self._loop.time() >= claim.deadline
-        if held and is_late and not claim.is_stuck:
-            self._set_aside(claim, "; ".join(held.values()))
-        claim.clean += tuple(key for key in claim.left if key not in held)
-        claim.left = tuple(held)
-        if claim.is_stuck or not held:
+        if reasons and is_late and not claim.is_stuck:
+            self._set_aside(claim, "; ".join(reasons.values()))
+        claim.clean += tuple(key for key in claim.occupied if key not in reasons)
+        claim.occupied = tuple(reasons)
+        if claim.is_stuck or not reasons:
             self._release(claim)
-        if held:
+        if reasons:
             pause = PAUSES[min(claim.looks, len(PAUSES) - 1)]
             claim.looks += 1
-            left = max(0.0, claim.deadline - self._loop.time())
-            pause = ASIDE if claim.is_stuck else min(pause, left)
+            remaining = max(0.0, claim.deadline - self._loop.time())
+            pause = ASIDE if claim.is_stuck else min(pause, remaining)
             claim.timer = self._loop.call_later(pause, self._look, claim)
 
     def _sample_before(self, claim: Claim, key: Key) -> Sample:
-        """Return what was on a device before the worker, never the worker itself."""
+        """Return the sample of a device before the worker, without the worker."""
         idle = self.idle.get(key, Sample())
-        begun = claim.before.get(key)
-        if begun is None or begun.problem is not None:
+        before = claim.before.get(key)
+        if before is None or before.problem is not None:
             return idle
-        processes = begun.processes or {}
+        processes = before.processes or {}
         if any(pid in processes for pid in claim.pids):
             others = {
                 pid: size for pid, size in processes.items() if pid not in claim.pids
             }
-            return replace(begun, processes=others, used=idle.used)
-        return begun
+            return replace(before, processes=others, used=idle.used)
+        return before
 
     def _as_read(self, key: Key, sample: Sample, pids: Collection[int]) -> Sample:
-        """Believe a driver's process ids once it has listed a worker of ours."""
+        """Trust a driver's process ids once it has listed a worker of this node."""
         kind = key[0]
         if sample.processes and any(pid in sample.processes for pid in pids):
             self._reads_pids.add(kind)
@@ -350,9 +348,9 @@ class DeviceRelease:
             self._feed(Scheduler.devices_stuck, claim.worker, reason)
 
     def _release(self, claim: Claim) -> None:
-        """Tell the core which devices are free of a worker, if it was the last one."""
+        """Tell the core which devices of an ended worker are free."""
         keys, claim.clean = claim.clean, ()
-        if not claim.left:
+        if not claim.occupied:
             del self._claims[claim.worker]
         if self._feed is None:
             return
@@ -361,25 +359,25 @@ class DeviceRelease:
             return
         stuck = [each for each in self._claims.values() if each.is_stuck]
         for key in keys:
-            if not any(key in each.left for each in stuck):
+            if not any(key in each.occupied for each in stuck):
                 _log.warning("! %s has recovered", self._thread.name_of(key))
                 self._feed(Scheduler.device_changed, *key, Cause.UNSETTLED, None)
 
     def on_mute(self, kind: str, seconds: float) -> None:
         """Set aside all devices of a driver that hangs."""
         for claim in list(self._claims.values()):
-            keys = [key for key in claim.left if key[0] == kind]
+            keys = [key for key in claim.occupied if key[0] == kind]
             if keys and not claim.is_stuck:
                 names = ", ".join(map(self._thread.name_of, keys))
-                told = f"{names}: the driver has not answered for {seconds:g} s"
-                self._set_aside(claim, told)
+                reason = f"{names}: the driver has not answered for {seconds:g} s"
+                self._set_aside(claim, reason)
 
     def give_up(self) -> None:
         """Release all devices: the thread has failed, not a device."""
         self._has_failed = True
         self._stop_timers()
         for claim in list(self._claims.values()):
-            claim.clean, claim.left = claim.clean + claim.left, ()
+            claim.clean, claim.occupied = claim.clean + claim.occupied, ()
             claim.is_verified = False
             self._release(claim)
         self._before.clear()

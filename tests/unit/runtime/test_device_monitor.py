@@ -334,8 +334,8 @@ async def test_task_that_exceeds_its_reserved_memory_is_logged_once(
         story.see({101: 7 * GIB + 1, 102: 30 * GIB})
         assert story.monitor.observed[ZERO].outgrown == {1}
     assert [record.message for record in caplog.records] == [
-        "! big uses 7.1GiB of GPU 0, and had asked for 6GiB (gpu_memory=); beside it "
-        "there: small. It goes on; init(gpu_memory_enforce=True) would end it."
+        "! big uses 7.1GiB of GPU 0, but has asked for 6GiB (gpu_memory=); it shares "
+        "the device with small. It goes on; init(gpu_memory_enforce=True) would end it."
     ]
     assert story.reported == []
     assert story.guard.explain(1, 1) is None
@@ -415,4 +415,4 @@ async def test_driver_that_fails_to_close_does_not_delay_the_node(
     started = loop.time()
     await thread.close()
     assert loop.time() - started < 20.0
-    assert "driver of GPU could not be let go" in caplog.text
+    assert "driver of GPU could not be shut down" in caplog.text

@@ -117,7 +117,7 @@ def test_reason_names_processes_and_bytes() -> None:
         (host(CHILD, MINE), f"pid 100 {size}"),  # the worker, not its child
     ):
         reason = verdict(IDLE, sample, {MINE}, is_whole=True).reason
-        assert reason == f"of what has ended, the driver still lists {processes}"
+        assert reason == f"the driver still lists ended processes: {processes}"
 
 
 ZERO, ONE = ("GPU", 0), ("GPU", 1)
@@ -252,9 +252,9 @@ def test_driver_without_an_answer_is_logged_once(
     assert story.end(keys=(ZERO, ONE), is_whole=False) == [free(1, False)]
     (record,) = caplog.records
     assert record.getMessage() == (
-        "! GPU 0 cannot be asked what is on it: NVML does not start: Driver Not "
-        "Loaded. While that is so, its shares come back when their processes have "
-        "ended, and nobody verifies it."
+        "! GPU 0 cannot be inspected: NVML does not start: Driver Not Loaded. Until it "
+        "can, its shares are free as soon as their processes have ended, without a "
+        "check of the device."
     )
 
 
@@ -422,7 +422,7 @@ async def test_error_in_a_driver_is_logged_and_ends_the_sampling(
     assert await story.next() == ("settled", WORKER_1, False)
     await asyncio.get_running_loop().run_in_executor(None, join_all)
     assert not story.device_release.end(WORKER_2, PART, [MINE]), "no thread samples"
-    assert "devices are not watched any more" in caplog.text
+    assert "devices are no longer monitored" in caplog.text
     await story.close()
 
 

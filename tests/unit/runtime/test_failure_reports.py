@@ -133,14 +133,14 @@ def test_gpu_memory_error_names_the_request_and_the_neighbours(node: Scheduler) 
     worker_of(node, None, lease_of(0, share=1000))
     worker_of(node, "on CPUs", None)
     error = gpu_out_of_memory(
-        "train", worker, node, peak=5 * GIB, told="ran out of GPU memory: CUDA out."
+        "train", worker, node, peak=5 * GIB, what="ran out of GPU memory: CUDA out."
     )
     assert str(error) == (
         "train ran out of GPU memory: CUDA out. It had asked for num_gpus=0.25, "
         "gpu_memory='6GiB' of GPU 0 (80GiB), could use 6GiB of it, and used 5GiB at "
-        "its peak; serve had a share there as well. Ask for more with gpu_memory=, for "
-        "fewer neighbours with num_gpus=, or have it tried once more with a GPU of its "
-        "own by retry_oom='exclusive'."
+        "its peak; serve also had a share. Ask for more with gpu_memory=, for fewer "
+        "neighbours with num_gpus=, or let it be retried alone on a GPU by "
+        "retry_oom='exclusive'."
     )
     assert (error.asked, error.limit, error.peak) == (6 * GIB, 6 * GIB, 5 * GIB)
     assert error.devices == (0,)
@@ -154,7 +154,7 @@ def test_gpu_memory_error_of_a_worker_without_a_lease_has_no_devices(
     node: Scheduler,
 ) -> None:
     worker = WorkerRecord(WorkerId(9))
-    error = gpu_out_of_memory("train", worker, node, peak=3, told="ran out")
+    error = gpu_out_of_memory("train", worker, node, peak=3, what="ran out")
     assert (error.asked, error.limit, error.peak, error.devices) == (0, 0, 3, ())
     assert error.neighbours == ()
 
@@ -165,4 +165,4 @@ FAILED = Failed(
 
 
 def test_failure_of_an_ended_worker_is_unchanged(node: Scheduler) -> None:
-    assert Shortages(node).told(1, "train", FAILED) is FAILED
+    assert Shortages(node).explain(1, "train", FAILED) is FAILED
