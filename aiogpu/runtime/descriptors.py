@@ -1,9 +1,9 @@
 """The limit on this process's open descriptors, which is raised while a node is open.
 
-A slot needs five: the connection of its keeper, one or (with shared memory) two of its
-worker, and two pipes for raw output. The usual limit of 1024 is soon reached.
-Processes that nodes start get the original limit, and so does the program after its
-last node: `select` takes no descriptor above 1023, and some code loops over all.
+A slot needs five descriptors: a connection for the keeper, one or (with shared memory)
+two for the worker, and two pipes for raw output. The usual limit of 1024 is soon
+reached. Child processes of nodes get the original limit, and so does the program after
+its last node: `select` takes no descriptor above 1023, and some code loops over all.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ RESERVE: Final = 32
 
 
 FEW: Final = 8
-"""Workers below which a warning is logged: a few actors would occupy them all."""
+"""With fewer workers a warning is logged: a few actors would occupy them all."""
 
 
 NOFILE: Final = resource.RLIMIT_NOFILE
 
 
 def used_descriptors() -> int:
-    """Return how many descriptors this process has open."""
+    """Return the number of open descriptors of this process."""
     return len(os.listdir("/proc/self/fd"))
 
 
 def soft_limit() -> int:
-    """Return the number below which every descriptor of this process must be."""
+    """Return the soft limit: all descriptors of this process are below it."""
     soft, _ = resource.getrlimit(NOFILE)
     return soft if soft != resource.RLIM_INFINITY else 1 << 30
 
 
 def values_limit() -> int:
-    """Return the number from which on no descriptor is kept open for a value.
+    """Return the lowest descriptor number that is not kept open for a value.
 
-    An eighth of all descriptors is left to future workers and to the program.
+    An eighth of all descriptors is reserved for future workers and the program.
     """
     soft = soft_limit()
     return soft - RESERVE // 2 - soft // 8
@@ -65,7 +65,7 @@ def raised(soft: int, hard: int, used: int) -> int:
 
 
 def slots_within(soft: int, used: int) -> int:
-    """Return for how many slots there is room."""
+    """Return the number of slots that fit within a soft limit."""
     if soft == resource.RLIM_INFINITY:
         return SLOTS
     return min(SLOTS, max(0, soft - used - RESERVE) // PER_SLOT)
@@ -77,8 +77,8 @@ def warn_of_few(workers: int) -> None:
         return
     soft, hard = resource.getrlimit(NOFILE)
     _log.warning(
-        "! workers at a time: %d at most. Each actor has one for its life, and tasks "
-        "that need more wait: %s",
+        "! this node can have only %d workers at a time. An actor occupies one for its "
+        "life, and further tasks wait: %s",
         workers,
         _too_few(soft, used_descriptors(), hard),
     )
@@ -87,7 +87,7 @@ def warn_of_few(workers: int) -> None:
 def _too_few(soft: int, used: int, hard: int) -> str:
     return (
         f"this process may have {soft} descriptors open and has {used}; a node needs "
-        f"{RESERVE}, and {PER_SLOT} for each worker. Close some, or raise the hard "
+        f"{RESERVE}, and {PER_SLOT} for each worker. Close files, or raise the hard "
         f"limit ({hard}): `ulimit -Hn`, LimitNOFILE= of systemd, --ulimit nofile= of a "
         f"container."
     )
@@ -107,10 +107,10 @@ class DescriptorLimit:
         return f"<DescriptorLimit {self._before} -> {self._ours}, {self._nodes} nodes>"
 
     def acquire(self) -> int:
-        """Raise the limit for a node; return for how many slots there is room.
+        """Raise the limit for a node; return the number of slots that fit.
 
         Raises:
-            NodeStartError: there is no room for a single slot.
+            NodeStartError: not a single slot fits.
         """
         with self._lock:
             used = used_descriptors()
@@ -153,7 +153,7 @@ class DescriptorLimit:
         try:
             resource.setrlimit(NOFILE, (soft, hard))
         except (OSError, ValueError) as error:
-            _log.warning("! the limit on descriptors cannot be %d: %s", soft, error)
+            _log.warning("! cannot set the limit on descriptors to %d: %s", soft, error)
             return False
         return True
 

@@ -2,9 +2,8 @@
 
 Its own directory holds the sockets of its workers. It is private, has a short path, and
 is removed with the node. Programs find the node's socket, pidfile and logs in the
-meeting directory, mode 0700. Any user may create directories in /tmp, so its owner and
-mode are checked before anything in it is used: by the node, by programs that join and
-by each command.
+meeting directory, mode 0700. Any user may create directories in /tmp, so nodes,
+programs and commands check its owner and mode before they use a file in it.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ LOGS: Final = "logs"
 
 
 BACKLOG: Final = 256
-"""Programs that may wait to be accepted at the same time; others try again."""
+"""Most programs that wait to be accepted; further programs try again."""
 
 
 OWN_NAMES: Final = (".sock", ".pid", LOGS)
-"""Ends of the names of a node's files."""
+"""Suffixes of the names of a node's files."""
 
 
 SHARED: Final = 0o077
@@ -49,7 +48,7 @@ class Unfit(NamedTuple):
 
 
 def meeting_directory() -> str:
-    """Return `$XDG_RUNTIME_DIR/aiogpu`, or `/tmp/aiogpu-<uid>` if that is not set."""
+    """Return `$XDG_RUNTIME_DIR/aiogpu`, or `/tmp/aiogpu-<uid>` if it is not set."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     if runtime and os.path.isabs(runtime):
         return f"{runtime}/aiogpu"
@@ -62,13 +61,13 @@ def default_socket() -> str:
 
 
 def logs_beside(socket: str) -> str:
-    """Return the default log directory of the node with that socket.
+    """Return the default log directory of a node, next to its socket.
 
     Two nodes of one user may share a directory: `b.sock` has its logs in `b-logs`.
     """
     directory, name = os.path.split(os.path.abspath(socket))
-    beside = LOGS if name == SOCKET else f"{name.removesuffix('.sock')}-{LOGS}"
-    return f"{directory}/{beside}"
+    logs = LOGS if name == SOCKET else f"{name.removesuffix('.sock')}-{LOGS}"
+    return f"{directory}/{logs}"
 
 
 def unfit_directory(path: str, forbidden: int = SHARED) -> Unfit | None:
@@ -81,58 +80,58 @@ def unfit_directory(path: str, forbidden: int = SHARED) -> Unfit | None:
     Raises:
         OSError: the directory cannot be inspected.
     """
-    found = os.lstat(path)
-    mode = stat.S_IMODE(found.st_mode)
-    if stat.S_ISLNK(found.st_mode):
+    status = os.lstat(path)
+    mode = stat.S_IMODE(status.st_mode)
+    if stat.S_ISLNK(status.st_mode):
         problem = "is a symbolic link, which is not followed here"
-        return Unfit(problem, "Make a directory of it")
-    if not stat.S_ISDIR(found.st_mode):
-        problem = f"is {kind(found)}, where a directory is needed"
+        return Unfit(problem, "Replace it with a directory")
+    if not stat.S_ISDIR(status.st_mode):
+        problem = f"is {kind(status)}, where a directory is needed"
         return Unfit(problem, "Move it away")
-    if mode & stat.S_ISVTX and found.st_uid in {0, os.geteuid()}:  # such as /tmp
+    if mode & stat.S_ISVTX and status.st_uid in {0, os.geteuid()}:  # such as /tmp
         return Unfit(
-            f"is everybody's (mode {mode:04o}); a node needs a directory of its own",
-            "Make one in it by `mkdir -m 700`",
+            f"is open to all users (mode {mode:04o}); a node needs a private directory",
+            "Make a subdirectory by `mkdir -m 700`",
         )
-    if found.st_uid != os.geteuid():
+    if status.st_uid != os.geteuid():
         return Unfit(
-            f"belongs to {user(found.st_uid)}, and this is {user(os.geteuid())}: a "
-            f"node's files lie only in a directory of its own user",
-            "Have that user remove it",
+            f"belongs to {user(status.st_uid)}, and this is {user(os.geteuid())}: a "
+            f"node's files must be in a directory of its own user",
+            "Ask that user to remove it",
         )
     if mode & forbidden:
-        # Not of /etc, say, which root may own.
+        # Do not advise chmod for a directory like /etc, which root may own.
         has_others = any(not name.endswith(OWN_NAMES) for name in os.listdir(path))
         return Unfit(
-            f"has mode {mode:04o}, so others can reach into it; a node needs 0700",
+            f"has mode {mode:04o}, so other users have access; a node needs 0700",
             "Make a directory for it by `mkdir -m 700`"
             if has_others
-            else f"Run `chmod 700 {path}` if nobody else needs it",
+            else f"Run `chmod 700 {path}` if no other user needs access",
         )
     return None
 
 
 def check_socket(path: str) -> None:
-    """Check that a socket may be connected to. A missing one passes.
+    """Check that connecting to a socket is safe. A missing socket passes.
 
     Raises:
-        NodeError: it is no socket, or as `check_meeting` says.
+        NodeError: the file is no socket, or as in `check_meeting`.
     """
     with suppress(OSError):
-        found = os.lstat(path)
-        if not (stat.S_ISSOCK(found.st_mode) or stat.S_ISLNK(found.st_mode)):
+        status = os.lstat(path)
+        if not (stat.S_ISSOCK(status.st_mode) or stat.S_ISLNK(status.st_mode)):
             raise NodeError(
-                f"{path} is {kind(found)}, and not the socket of a node. Give the path "
-                f"that `aiogpu start` has printed, or 'auto' for the usual one."
+                f"{path} is {kind(status)}, not the socket of a node. Give the path "
+                f"that `aiogpu start` has printed, or 'auto' for the default socket."
             )
     check_meeting(path)
 
 
 def check_meeting(path: str) -> None:
-    """Check that no other user may control a node's file, before it is used.
+    """Check that no other user controls a node's file, before it is used.
 
     Args:
-        path: the node's socket, pidfile or log directory. A missing one passes: the
+        path: the node's socket, pidfile or log directory. A missing file passes: the
             caller finds out by using it.
 
     Raises:
@@ -143,35 +142,35 @@ def check_meeting(path: str) -> None:
     unfit: Unfit | None = None
     try:
         unfit = unfit_directory(directory)
-        found = os.lstat(path)
+        status = os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
         return
     except PermissionError as error:
         if unfit is None:
             raise NodeError(
-                f"it cannot be determined who owns {path}: {error.strerror}. Give the "
+                f"cannot determine the owner of {path}: {error.strerror}. Give the "
                 f"socket of a node that {user(os.geteuid())} has started."
             ) from error
         raise _refused(directory, unfit) from error
     if unfit is not None:
         raise _refused(directory, unfit)
-    if stat.S_ISLNK(found.st_mode):
+    if stat.S_ISLNK(status.st_mode):
         problem = "is a symbolic link, which is not followed here"
-        raise _refused(path, Unfit(problem, "Name the file that it leads to"))
-    if found.st_uid != os.geteuid():
-        problem = f"belongs to {user(found.st_uid)}, and this is {user(os.geteuid())}"
-        raise _refused(path, Unfit(problem, "Have that user remove it"))
+        raise _refused(path, Unfit(problem, "Give the path of its target"))
+    if status.st_uid != os.geteuid():
+        problem = f"belongs to {user(status.st_uid)}, and this is {user(os.geteuid())}"
+        raise _refused(path, Unfit(problem, "Ask that user to remove it"))
 
 
 def _refused(path: str, unfit: Unfit) -> NodeError:
     return NodeError(
-        f"{path} {unfit.problem}. Nothing there is used. {unfit.remedy}, "
-        f"or use a node elsewhere: set XDG_RUNTIME_DIR to a directory of this user, or "
-        f"give the address of the node's socket."
+        f"{path} {unfit.problem}, so it is not used. {unfit.remedy}, or use a node "
+        f"elsewhere: set XDG_RUNTIME_DIR to a directory of this user, or give the "
+        f"address of the node's socket."
     )
 
 
-def kind(found: os.stat_result) -> str:
+def kind(status: os.stat_result) -> str:
     """Return the type of a file in words."""
     words = {
         stat.S_IFREG: "a regular file",
@@ -180,23 +179,23 @@ def kind(found: os.stat_result) -> str:
         stat.S_IFIFO: "a named pipe",
         stat.S_IFSOCK: "a socket",
     }
-    return words.get(stat.S_IFMT(found.st_mode), "a device")
+    return words.get(stat.S_IFMT(status.st_mode), "a device")
 
 
 LONGEST: Final = 75
 """Most bytes of the path in which a node's directory is made.
 
 A socket's path has at most 107 bytes (unix(7)), and `/aiogpu-`, twelve digits and
-`/memory.sock` come behind.
+`/memory.sock` are appended.
 """
 
 
 def places_of(environ: Mapping[str, str]) -> list[str]:
-    """Return where a program with these variables makes a node's directory.
+    """Return the places for a node's directory, for a program with these variables.
 
-    The first place is taken that can be written to.
+    The program uses the first writable place.
     """
-    # `tempfile` takes 10 ms to import, and its other rules are not needed.
+    # Not `tempfile`: its import takes 10 ms, and its other rules are not needed.
     named = [environ.get(name) for name in ("XDG_RUNTIME_DIR", "TMPDIR")]
     places = [os.path.abspath(place) for place in (*named, "/tmp") if place]
     return [place for place in places if len(os.fsencode(place)) <= LONGEST]
@@ -206,7 +205,7 @@ def create_directory() -> str:
     """Make a directory that only this user may enter (mode 0700).
 
     Raises:
-        NodeStartError: no place can be written to.
+        NodeStartError: no place is writable.
     """
     places = places_of(os.environ)
     problem: OSError | None = None
@@ -219,14 +218,13 @@ def create_directory() -> str:
         else:
             return path
     raise NodeStartError(
-        f"no directory for the node's socket can be made in "
-        f"{', '.join(places)}: {problem}. Set "
-        f"XDG_RUNTIME_DIR or TMPDIR to a directory that you may write to."
+        f"cannot make a directory for the node's socket in {', '.join(places)}: "
+        f"{problem}. Set XDG_RUNTIME_DIR or TMPDIR to a writable directory."
     )
 
 
 def remove_directory(path: str) -> None:
-    """Remove a directory with its content, if it exists."""
+    """Remove a directory and its content, if it exists."""
     import shutil
 
     shutil.rmtree(path, ignore_errors=True)

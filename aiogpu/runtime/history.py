@@ -312,8 +312,8 @@ class History:
             if type(item) is _Row:
                 if task not in item.tasks:
                     continue
-                found = [Entry(*row) for row in item.entries() if row[0] == task]
-                return _ended(found[0], now)
+                row = next(row for row in item.entries() if row[0] == task)
+                return _ended(Entry(*row), now)
             entry = Entry(*item)
             is_final = entry.request is not None and not entry.is_attempt
             if entry.task == task and is_final:

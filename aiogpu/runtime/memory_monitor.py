@@ -216,8 +216,8 @@ def choose_victim(weighed: Iterable[Weighed], limit: int) -> Weighed | None:
 
     Workers within their requests come last. None if ending no worker would help.
     """
-    worth = [each for each in weighed if each.used * WORTH >= limit]
-    return max(worth, key=_excess, default=None)
+    candidates = [worker for worker in weighed if worker.used * WORTH >= limit]
+    return max(candidates, key=_excess, default=None)
 
 
 def _excess(weighed: Weighed) -> tuple[int, int, int]:

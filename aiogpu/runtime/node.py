@@ -1,14 +1,7 @@
 """Starts a node's parts in order, and stops them in reverse.
 
-Directory, socket, zygote, pool, driver. A start that fails half-way takes back what it
-has made; a stop is bounded in time and leaves nothing behind.
-
-A service stays awake for a moment where the next message is about to come
-(`BusyPoll`). Between a client and a worker a node has nothing to do for some tens of
-microseconds, and waking it costs more than that: measured on two cores, a call through
-the service takes 102 to 130 us with this and 290 us without. It costs CPU only while
-messages follow each other so closely that it pays, and a node of a program's own, on a
-loop that is not ours, never does it.
+The parts are: directory, socket, zygote, pool, driver. A failed start undoes its steps;
+a stop is bounded in time and leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -47,28 +40,33 @@ if TYPE_CHECKING:
 
 
 SHORT: Final = 300e-6
-"""Seconds; after a pause between two messages that was no longer, it stays awake."""
+"""Most seconds between two messages after which the loop stays awake."""
 
 
 AWAKE: Final = 100e-6
-"""Seconds for which it does, from the last message on."""
+"""Seconds for which the loop stays awake after a message."""
 
 
 class BusyPoll:
-    """Keeps the loop awake where the next message is about to come."""
+    """Keeps a service's loop awake for a moment while messages follow each other.
+
+    Between a client and a worker a node is idle for some tens of microseconds, and
+    waking it takes longer: measured on two cores, a call through the service takes 102
+    to 130 us with this class and 290 us without. It uses CPU only while messages come
+    at short intervals. A node inside a program, on the program's loop, never uses it.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._last = 0.0
         self._is_awake = False
-        # With one CPU it would only keep the others from running.
+        # With one CPU, polling would only delay the other processes.
         self._may = len(os.sched_getaffinity(0)) > 1
 
     def note(self, count: int) -> None:
-        """Note that `count` messages came together.
+        """Note that `count` messages arrived together.
 
-        Several are a flood: there the next ones are long under way, and whoever sends
-        them needs the CPU.
+        If several did, the sender is busy and needs the CPU more than this process.
         """
         if count != 1:
             self._last = 0.0
@@ -79,7 +77,7 @@ class BusyPoll:
             self._loop.call_soon(self._look)
 
     def _look(self) -> None:
-        """Have the loop look again at once, instead of sleeping."""
+        """Keep the loop from sleeping until `AWAKE` has passed."""
         if perf_counter() - self._last < AWAKE:
             self._loop.call_soon(self._look)
         else:
@@ -87,12 +85,12 @@ class BusyPoll:
 
 
 SLACK: Final = 5.0
-"""Seconds that a stop may take beyond the grace that the core gives."""
+"""Seconds that a stop may take beyond the grace of its tasks."""
 
 
 @dataclass(slots=True, eq=False)
 class Parts:
-    """All that a node is made of while it runs."""
+    """The parts of a running node."""
 
     console: Console
     driver: Driver
@@ -102,15 +100,15 @@ class Parts:
 
 
 class Supervisor:
-    """The life of one node's processes and sockets.
+    """Starts and stops the processes and sockets of one node.
 
     Args:
-        loop: runs it.
-        make_viewers: makes what answers commands on the node's own socket, when the
-            first one comes; returns None while the node is only starting.
+        loop: the event loop of the node.
+        make_viewers: makes the `Viewers` of the node, for the first command; returns
+            None while the node is starting.
 
     Attributes:
-        clients: the programs that have joined; None where none can.
+        clients: the programs that have joined; None if programs cannot join.
     """
 
     def __init__(
@@ -136,8 +134,8 @@ class Supervisor:
     ) -> None:
         """Make the directory and the socket, and start the zygote.
 
-        It is not waited for: the caller has a ledger to find out meanwhile. After
-        a failure, `stop` takes back what was made.
+        Does not wait for the zygote, so the caller can detect resources meanwhile.
+        After a failure, `stop` undoes the start.
 
         Raises:
             NodeStartError: there is no place for the directory, or no interpreter.
@@ -157,14 +155,14 @@ class Supervisor:
         check: Check,
         log_to_driver: bool,
     ) -> Driver:
-        """Wait for the zygote; from here on tasks can run.
+        """Make the driver and wait for the zygote; then tasks can run.
 
         Args:
-            scheduler: decides.
-            assignment: tells workers their devices.
+            scheduler: makes the decisions.
+            assignment: builds the `Bind` that tells a worker its devices.
             store: keeps values and shared memory.
-            check: raises where a call can never be served.
-            log_to_driver: whether what workers print is shown.
+            check: raises if a call can never be served.
+            log_to_driver: True to show the output of workers.
 
         Raises:
             PreloadError: a module to preload cannot be imported.
@@ -188,13 +186,13 @@ class Supervisor:
         make_zygotes = partial(Zygotes, *shared, self._wants_program)
         make_pool = partial(Pool, self._loop, make_zygotes, console, store, slots)
         watch: DeviceFactory | None = None
-        if any(held.devices for held in scheduler.ledger.device_sets.values()):
+        if any(each.devices for each in scheduler.ledger.device_sets.values()):
             from aiogpu.runtime.devices.monitor import DeviceMonitor
             from aiogpu.runtime.devices.probe_thread import DeviceThread
 
             sets = scheduler.ledger.device_sets.values()
             thread = DeviceThread(self._loop, sets, assignment.accelerators)
-            # Before the zygote is ready: a driver may take seconds to start.
+            # Before the zygote is ready, since NVML may take seconds to start.
             watch = partial(DeviceMonitor, self._loop, scheduler, thread, self._roots)
         driver = Driver(
             *(self._loop, scheduler, assignment, check, make_pool),
@@ -208,13 +206,13 @@ class Supervisor:
             partial(self._accept, partial(self._greeted, pool)),
             sock=self._bootstrap.listening,
         )
-        # While the zygote starts: nothing can have died yet.
+        # While the zygote starts: no worker can have died yet.
         pool.autopsy.begin()
         parts.descriptor_server = DescriptorServer(
             self._loop, descriptor_path(self.directory), store
         )
         if pool.zygotes.plain.current.ready is None:
-            # A program's first function needs it, and now there is time.
+            # Import it now, while the zygote starts: the first function needs it.
             import aiogpu.serialization.pickler  # noqa: F401
         await pool.zygotes.plain.ready()
         return driver
@@ -230,23 +228,23 @@ class Supervisor:
         return peer
 
     def _greeted(self, pool: Pool, peer: Peer, hello: Hello) -> Recipient | None:
-        # Late, like all that reads frames: the zygote's start need not wait for it.
+        # Late, as all frame code: the start of the zygote need not wait for it.
         from aiogpu.wire.connection import CLIENT
 
         if hello.role != CLIENT:
             return pool.greeted(peer, hello)
         self._viewers = self._viewers or self._make_viewers()
         if self._viewers is None:
-            peer.refuse("the node is only starting; ask in a moment")
+            peer.refuse("the node is still starting; try again in a moment")
             return None
         return self._viewers.greeted(peer)
 
     def _wants_program(self, program: str) -> bool:
-        """Return whether anything lives of a program that has left."""
+        """Return True if a detached actor of a departed program lives on."""
         return self.clients is not None and self.clients.wants(program)
 
     def _warn_owner(self, client: int, text: str) -> bool:
-        """Have another program log a warning; False if it is this one or has gone."""
+        """Send another program a warning; False if it is not connected."""
         return self.clients is not None and self.clients.routes.warn(client, text)
 
     def _log_failure(self, client: int, task: int, label: str, text: str) -> None:
@@ -260,7 +258,7 @@ class Supervisor:
 
     @cached_property
     def requests(self) -> Requests:
-        """Takes in what tasks and programs ask; few programs have tasks that do."""
+        """The handler of requests; made on first use, since few programs need it."""
         from aiogpu.runtime.callers.requests import Requests
 
         parts = self._open_parts
@@ -281,10 +279,10 @@ class Supervisor:
         """Let other programs join over a socket.
 
         Args:
-            listening: it is bound, and listens.
-            server_info: what they find here.
-            answers: what they can ask of the node.
-            logs: directory for what their tasks print; None for no log of it.
+            listening: the socket, which is bound and listens.
+            server_info: the facts sent to each program.
+            answers: the questions about the node that programs may ask, by name.
+            logs: directory for the log of tasks' output; None for no log.
         """
         from aiogpu.runtime.callers.programs import Clients
         from aiogpu.runtime.output import TaskLog
@@ -332,23 +330,23 @@ class Supervisor:
         if self._viewers is not None:
             self._viewers.close()
         if self.clients is not None:
-            # Told by now how all of theirs has ended.
+            # They have got the outcomes of all their tasks.
             self.clients.close()
             await self.clients.routes.close()
         descriptor_limit.release()
         pool.autopsy.close()
         if parts.descriptor_server is not None:
             parts.descriptor_server.close()
-        # Before the zygote is asked to end: if we are killed now, it does this. From
-        # here on nobody can come.
+        # Before the zygote ends: if this process is killed now, the zygote cleans up.
+        # From here on no process can connect.
         remove_directory(self.directory)
-        # Whoever has connected and not said who it is, such as a late keeper; the loop
-        # may have let it in, and not have made its connection yet.
+        # A process such as a late keeper may have connected without sending `Hello`.
+        # The loop may have accepted it, but not have called `_accept` yet.
         self._is_over = True
         await pool.zygotes.close()
         for peer in list(self._peers):
             peer.abort()
-        # Not before: asyncio loses whom a server has let in as it closes.
+        # Last, because a closing asyncio server loses connections just accepted.
         if parts.server is not None:
             parts.server.close()
         await pool.zygotes.cgroup.remove()
@@ -356,7 +354,7 @@ class Supervisor:
         console.close()
 
     def close_now(self) -> None:
-        """Close without an event loop; workers notice by themselves."""
+        """Close without an event loop; workers end when they notice it."""
         self._undo_start.close()
         parts = self._parts
         if parts is None or self._is_ending:
@@ -370,18 +368,18 @@ class Supervisor:
 
     @property
     def pids(self) -> dict[int, int]:
-        """Process ids of the live workers, by worker id, and of holders of leases."""
+        """Process ids of live workers and of holders of leases, by id."""
         if self._parts is None:
             return {}
         driver = self._parts.driver
         return {**driver.holders, **driver.pool.pids}
 
     async def guard_devices(self, enforces: bool, foreign: str) -> None:
-        """Say what follows from what is seen on devices; see `NodeOptions`.
+        """Set the reactions to the state of devices; see `NodeOptions`.
 
         Args:
-            enforces: whether to end who uses more device memory than it reserved.
-            foreign: what becomes of devices with others' processes.
+            enforces: end workers that use more device memory than they reserved.
+            foreign: the use of devices with foreign processes.
         """
         devices = self._open_parts.driver.devices
         if devices is not None:
@@ -389,10 +387,10 @@ class Supervisor:
             await devices.mind_foreign(foreign)
 
     def _roots(self) -> dict[int, int]:
-        """The processes whose descendants are a worker's, with the worker's id."""
+        """Return the root processes of workers: process id to worker id."""
         live = self._parts.driver.workers if self._parts is not None else {}
         workers = live.values()
-        # A keeper adopts what its worker orphans.
+        # A keeper adopts the orphans of its worker.
         keepers = {w.slot.keeper_pid: int(w.id) for w in workers if w.slot.keeper_pid}
         return keepers | {w.pid: int(w.id) for w in workers if w.pid}
 

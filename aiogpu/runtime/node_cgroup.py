@@ -1,7 +1,7 @@
-"""The cgroup of a node, in which its slots have theirs.
+"""The cgroup of a node, with a child cgroup for each slot.
 
-It is used beside the keepers, not instead of them: it ends what outlives a zygote and a
-keeper that were both killed.
+It is a backup for the keepers: it ends the processes of a slot whose zygote and keeper
+were both killed.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from aiogpu.linux.cgroup import Cgroup, find_cgroup
 _log: Final = logging.getLogger(__name__)
 
 LIMIT: Final = 2.0
-"""Seconds for which the end of what is in it is waited for."""
+"""Most seconds to wait for the end of the processes in a cgroup."""
 
 FIRST_LOOK: Final = 1e-3
-"""Seconds until the first look at whether it has become empty; then twice that."""
+"""Seconds until the first check if a cgroup is empty; each next pause is doubled."""
 
 
 class NodeCgroup:
-    """The cgroup of one node, with one below it for each slot.
+    """The cgroup of one node.
 
     Attributes:
-        path: where it is or would be, "" where there can be none.
-        reason: why there can be none, "" if there can.
+        path: the path, "" if cgroups cannot be used.
+        reason: why cgroups cannot be used, "" if they can.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -40,20 +40,21 @@ class NodeCgroup:
         return f"<NodeCgroup {self.path or self.reason}>"
 
     def choose(self, node: str) -> None:
-        """Say where that of a node of this name is; its zygote makes it with a slot's.
+        """Choose the path for a node of this name.
 
-        So there is nothing to remove where a zygote ends before it has forked.
+        The zygote makes the cgroup together with the first slot's. So there is nothing
+        to remove if the zygote ends before it has forked.
         """
         place = find_cgroup()
         self.reason = place.reason
         if place.directory is not None:
-            # The process id tells a reader whose it is.
+            # The process id shows users to which program the cgroup belongs.
             self.path = f"{place.directory}/{node}-{os.getpid()}"
 
     def end_slot(self, slot: int, then: Callable[[], None]) -> None:
-        """End all that is in a slot's group, its keeper too; then call back.
+        """End all processes of a slot, including the keeper; then call back.
 
-        At once if nobody is there; otherwise when all have gone or `LIMIT` is over.
+        Calls back at once if there are none, else when all have ended or after `LIMIT`.
         """
         if not self.path:
             then()
@@ -67,21 +68,21 @@ class NodeCgroup:
     ) -> None:
         if group.is_populated:
             if self._loop.time() < deadline:
-                # Once more, for kernels that must end them one by one.
+                # Again: without cgroup.kill, new processes may have been forked.
                 group.kill()
                 self._loop.call_later(
                     pause, self._look, group, then, 2 * pause, deadline
                 )
                 return
             _log.warning(
-                "! processes %s of an ended worker do not die of SIGKILL; they may "
-                "hold devices",
+                "! processes %s of an ended worker have not died of SIGKILL; they may "
+                "still use devices",
                 group.pids(),
             )
         then()
 
     async def remove(self) -> None:
-        """End the processes that are left and remove it with all below, in `LIMIT`."""
+        """End all remaining processes and remove the cgroups, within `LIMIT`."""
         if not self.path:
             return
         node, self.path = Cgroup(self.path), ""

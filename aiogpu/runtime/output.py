@@ -623,12 +623,12 @@ def _is_screen(file: TextIO) -> bool:
     return type(file).__module__.startswith("ipykernel.")
 
 
-def _is_same(one: TextIO, other: TextIO) -> bool:
+def _is_same(first: TextIO, second: TextIO) -> bool:
     """Return True if both are the same screen, as stdout and stderr often are."""
-    return one is other or (
-        one.isatty()
-        and other.isatty()
-        and os.path.sameopenfile(one.fileno(), other.fileno())
+    return first is second or (
+        first.isatty()
+        and second.isatty()
+        and os.path.sameopenfile(first.fileno(), second.fileno())
     )
 
 

@@ -261,12 +261,12 @@ class Results:
         self._log(client, actor, name, site, failure)
 
     def client_of(self, task: int) -> int:
-        """The program whose a task is that has not ended, or an actor."""
+        """Return the program that owns a task or actor that has not ended."""
         call = self._calls.get(TaskId(task))
         return OWN if call is None else call.client
 
     def on_items(self, worker: LiveWorker, message: Items) -> None:
-        """A worker's generator has yielded: a task's, or that of an actor's call."""
+        """Pass on items from the generator of a task, or of a call of an actor."""
         if worker.actor is not None:
             call: Call | ActorCall | None = worker.actor.calls.get(message.task)
         else:

@@ -279,7 +279,7 @@ def test_a_directory_that_others_can_reach_is_refused(
         choices = [[f"--pid={train.pid}"], [f"--address={train.address}"], []]
         for choice in choices:
             _, err = run("status", *choice, code=1)
-            assert f"{train.directory} has mode 0770, so others can reach into" in err
+            assert f"{train.directory} has mode 0770, so other users have access" in err
         if os.geteuid() == 0:
             os.chmod(train.directory, 0o700)
             os.chown(train.directory, NOBODY, NOBODY)

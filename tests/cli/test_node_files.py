@@ -85,7 +85,7 @@ def test_a_directory_that_others_may_enter_is_refused(tmp_path: Path) -> None:
 def test_a_public_directory_is_refused_without_advising_chmod(tmp_path: Path) -> None:
     tmp_path.chmod(0o1777)
     told = refusal_of(Place.at(f"{tmp_path}/node.sock"))
-    assert "is everybody's (mode 1777)" in told
+    assert "is open to all users (mode 1777)" in told
     assert "`mkdir -m 700`, or name another place by --socket" in told
     assert "chmod" not in told
 

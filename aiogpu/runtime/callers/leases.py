@@ -283,13 +283,13 @@ class Leases:
 
     def reclaim(self, effect: effects.Reclaim) -> None:
         """Return a lease to the core once all processes that use it have ended."""
-        held, holder = self._held.get(effect.holder), effect.holder
-        if held is None:
+        lease, holder = self._held.get(effect.holder), effect.holder
+        if lease is None:
             # The lease was never granted to the program.
             self._feed(Scheduler.lease_returned, holder)
             return
-        held.remains = LeaseProcessWatcher(
-            self._loop, held.mark, lambda pids: self._give_back(holder, pids)
+        lease.remains = LeaseProcessWatcher(
+            self._loop, lease.mark, lambda pids: self._give_back(holder, pids)
         )
 
     def _give_back(self, holder: WorkerId, pids: Collection[int]) -> None:

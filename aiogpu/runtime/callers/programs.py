@@ -211,7 +211,7 @@ class Clients:
         )
 
     def _on_slow(self, client: Client, is_slow: bool) -> None:
-        """Note whether a client reads too slowly; pause or resume its output."""
+        """Note if a client reads too slowly; pause or resume its output."""
         client.is_slow = is_slow
         if is_slow:
             self._watch_backlog(client)
@@ -499,7 +499,9 @@ class Clients:
         clients = self.by_id.values()
         calls = (number for client in clients for _, number in client.asked.values())
         counts = {
-            "task": sum(len(each.children) - len(each.leases) for each in clients),
+            "task": sum(
+                len(client.children) - len(client.leases) for client in clients
+            ),
             "call": sum(number > 0 for number in calls),
             "lease": sum(len(client.leases) for client in clients),
         }

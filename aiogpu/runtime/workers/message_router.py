@@ -91,16 +91,16 @@ class InlinePoller:
 
     def look(self) -> None:
         """Read workers' messages, if a poll is due."""
-        begun, self.count = perf_counter(), 0
-        if begun < self._due:
+        started, self.count = perf_counter(), 0
+        if started < self._due:
             return
         self.count = PROCESSING
         try:
             self._before()
-            begun = perf_counter()
+            started = perf_counter()
             ready = self._ready()
-            took = perf_counter() - begun
-            self._read(ready, begun + took + LONGEST)
+            took = perf_counter() - started
+            self._read(ready, started + took + LONGEST)
         finally:
             self.count = 0
         self._due = perf_counter() + max(EVERY, took * SHARE)

@@ -76,15 +76,15 @@ class Pool:
         events: WorkerEvents,
         send_signal: Callable[[int, int], None] = os.kill,
     ) -> None:
-        """Prepare.
+        """Make an empty pool.
 
         Args:
             loop: runs the timers.
-            make_zygotes: makes the zygotes, which tell this pool what becomes of them.
-            console: shows what workers print.
-            store: keeps their values and shared memory.
-            slots: where they run.
-            events: is told what becomes of workers, and what they say.
+            make_zygotes: makes the zygotes, which report their events to this pool.
+            console: shows the output of workers.
+            store: keeps the values and shared memory of workers.
+            slots: the slots of the workers.
+            events: receives the events and messages of workers.
             send_signal: sends a signal to a process group.
         """
         self.workers = events.workers

@@ -189,7 +189,7 @@ async def test_processes_that_do_not_die_are_logged(
         node.end_slot(3, is_reported.set)
         async with asyncio.timeout(60):
             await is_reported.wait()
-        assert f"processes [{pid}] of an ended worker do not die" in caplog.text
+        assert f"processes [{pid}] of an ended worker have not died" in caplog.text
         path = node.path
         await node.remove()
         assert f"{path} cannot be removed: [{pid}]" in caplog.text
