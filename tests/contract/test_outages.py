@@ -107,7 +107,9 @@ def test_init_warns_if_there_is_room_for_very_few_workers() -> None:
     """An actor needs a worker for its life: the next task might wait for ever."""
     body = "assert (await pid.remote())[0]"
     output = program(body, "64 64", "sys.stderr = sys.stdout; asyncio.run")
-    warning = r"at a time: \d at most.* may have 64 .*limit \(64\): `ulimit -Hn`"
+    warning = (
+        r"have only \d workers at a time.* may have 64 .*limit \(64\): `ulimit -Hn`"
+    )
     assert re.search(warning, output)
     assert output.endswith("ok\n")
 

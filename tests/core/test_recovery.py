@@ -244,7 +244,7 @@ def test_one_whose_worker_never_starts_has_had_its_turn():
 
 SICK = "XID 79"
 WHO = "others are on it: python (pid 4711)"
-REASON = "GPU 0: of what has ended, the driver still lists pid 7"
+REASON = "GPU 0: the driver still lists ended processes: pid 7"
 
 
 def note(w: World, index: int, reason: str | None, cause=Cause.SICK, **how) -> None:
