@@ -177,15 +177,14 @@ def test_missing_library_is_not_reported(tmp_path: Path):
     assert done.stdout.endswith(", false]\n")
 
 
+NO_COUNT = {"fail": {"nvmlDeviceGetCount_v2": 999}}
+
+
 @pytest.mark.parametrize(
     ("state", "setup", "problem"),
     [
         ({"init_error": 9}, "", "NVML does not start: Driver Not Loaded"),
-        (
-            {"fail": {"nvmlDeviceGetCount_v2": 999}},
-            "",
-            "NVML cannot count the GPUs: Unknown Error",
-        ),
+        (NO_COUNT, "", "NVML cannot count the GPUs: Unknown Error"),
         ({}, 'sys.modules["pynvml"] = None', "pynvml cannot be imported: "),
     ],
     ids=["start", "count", "no pynvml"],

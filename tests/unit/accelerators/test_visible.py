@@ -209,29 +209,15 @@ def test_entry_that_may_be_a_silent_device_is_accepted():
 
 
 @pytest.mark.parametrize(
-    ("wanted", "text", "message"),
+    ("wanted", "text", "names"),
     [
-        (
-            3,
-            "0,1",
-            "num_gpus=3, but CUDA_VISIBLE_DEVICES='0,1' names 2 devices; ask for at "
-            "most 2, or name more.",
-        ),
-        (
-            2,
-            "0,-1,1",
-            "num_gpus=2, but CUDA_VISIBLE_DEVICES='0,-1,1' names 1 device; ask for at "
-            "most 1, or name more.",
-        ),
-        (
-            1,
-            "",
-            "num_gpus=1, but CUDA_VISIBLE_DEVICES='' names no device; ask for "
-            "num_gpus=0, or name some.",
-        ),
+        (3, "0,1", "names 2 devices; ask for at most 2, or name more."),
+        (2, "0,-1,1", "names 1 device; ask for at most 1, or name more."),
+        (1, "", "names no device; ask for num_gpus=0, or name some."),
     ],
 )
-def test_request_for_more_devices_than_named_is_refused(wanted, text, message):
+def test_request_for_more_devices_than_named_is_refused(wanted, text, names):
     with pytest.raises(DeviceError) as caught:
         require("num_gpus", wanted, VISIBLE, text, len(entries(text)))
-    assert str(caught.value) == message
+    request = f"num_gpus={wanted}, but CUDA_VISIBLE_DEVICES={text!r}"
+    assert str(caught.value) == f"{request} {names}"

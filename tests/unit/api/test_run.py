@@ -38,17 +38,9 @@ aiogpu.run(main())
 def test_run_works_without_standard_descriptors(closed: str, tmp_path: object) -> None:
     """libuv aborts a process that lets it have descriptor 0, 1 or 2."""
     result = f"{tmp_path}/result"
+    shell = ["sh", "-c", f'exec "$@" {closed}', "sh"]
     ended = subprocess.run(
-        [
-            "sh",
-            "-c",
-            f'exec "$@" {closed}',
-            "sh",
-            sys.executable,
-            "-c",
-            PROGRAM,
-            result,
-        ],
+        [*shell, sys.executable, "-c", PROGRAM, result],
         stdin=subprocess.DEVNULL,
         env=environment(),
         timeout=60,

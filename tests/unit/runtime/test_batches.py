@@ -24,7 +24,7 @@ from aiogpu.core.resources.ledger import Ledger
 from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.errors import InternalError, TaskTimeoutError
 from aiogpu.runtime import node as runtime_node
-from aiogpu.runtime.callers.caller import Child, Client
+from aiogpu.runtime.callers.caller import Client
 from aiogpu.runtime.callers.requests import Requests
 from aiogpu.runtime.driver import Driver
 from aiogpu.runtime.node import AWAKE, SHORT, BusyPoll
@@ -181,18 +181,16 @@ async def test_result_that_needs_extra_work_is_handled_alone(
     node.submit(*range(2, 40))
     node.end(1)
     _, second, *_ = node.commands.sent
-    call = node.driver.call_of(second)  # type: ignore[arg-type]
-    assert call is not None
+    call: Any = node.driver.call_of(second)  # type: ignore[arg-type]
     child = call.receiver
-    assert isinstance(child, Child)
     results: list[bytes] = []
     payloads = {}
     if reason == "values":
-        child.values = [(RecordingReceiver(results), -1)]  # type: ignore[list-item]
+        child.values = [(RecordingReceiver(results), -1)]
     elif reason == "large":
         payloads[f"_{second}"] = bytes(LARGE)
     elif reason == "other":
-        call.receiver = RecordingReceiver(results)  # type: ignore[assignment]
+        call.receiver = RecordingReceiver(results)
     else:
         node.client.fetched[5] = SimpleNamespace()  # type: ignore[assignment]
     node.end(4, **payloads)
@@ -258,9 +256,7 @@ class StalledNode:
 
     async def look(self) -> None:
         """Let the driver check the worker, whose time to start the task is over."""
-        record = self.scheduler.workers.get(WorkerId(1))
-        assert record is not None
-        assert record.task is not None
+        record: Any = self.scheduler.workers.get(WorkerId(1))
         record.is_revoking, record.revocations = True, 1
         self.driver.revoke(Revoke(WorkerId(1), 1))
         async with asyncio.timeout(60):
@@ -275,8 +271,7 @@ async def test_task_that_may_not_have_arrived_is_not_revoked(is_large: bool) -> 
     stalled.commands.reaches = is_large
     await stalled.look()
     assert stalled.commands.revoked == []
-    record = stalled.scheduler.workers.get(WorkerId(1))
-    assert record is not None
+    record: Any = stalled.scheduler.workers.get(WorkerId(1))
     assert record.task is not None, "the worker still has its task"
 
 

@@ -12,6 +12,7 @@ from aiogpu.runtime.connection import AT_ONCE, Peer, Recipient
 from aiogpu.wire.codec import LARGE, encode
 from aiogpu.wire.connection import CLIENT, KEEPER, WORKER, Connection, greeting
 from aiogpu.wire.messages import ChildDone, Done, Ended, Exit, Fork, Hello, Log, Message
+from tests.support.until import until
 from tests.unit.runtime.fakes import FakeTransport
 
 
@@ -67,25 +68,17 @@ def test_connection_of_another_user_is_refused(
     assert transport.calls == ["abort"]
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"\xff\xff\xff\xff",
-        encode(Done(1, b"")),
-        greeting(WORKER, 1, 1) + greeting(WORKER, 1, 1),
-        greeting(KEEPER, 1, 1) + encode(Done(1, b"")),
-        greeting("stranger", 1, 1),
-        greeting(WORKER, 1, 1) + b"\x01\x00\x00\x00\xc1",
-    ],
-    ids=[
-        "too long",
-        "no greeting",
-        "two greetings",
-        "wrong role",
-        "role",
-        "not msgpack",
-    ],
-)
+BROKEN = {
+    "too long": b"\xff\xff\xff\xff",
+    "no greeting": encode(Done(1, b"")),
+    "two greetings": greeting(WORKER, 1, 1) + greeting(WORKER, 1, 1),
+    "wrong role": greeting(KEEPER, 1, 1) + encode(Done(1, b"")),
+    "role": greeting("stranger", 1, 1),
+    "no msgpack": greeting(WORKER, 1, 1) + b"\x01\x00\x00\x00\xc1",
+}
+
+
+@pytest.mark.parametrize("data", BROKEN.values(), ids=BROKEN)
 def test_peer_that_breaks_the_protocol_is_cut_off_alone(
     data: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -115,8 +108,7 @@ async def test_flood_of_messages_is_handled_in_parts() -> None:
     assert pool.parts == [], "not even the first part blocks the loop"
     assert transport.calls == ["pause"]
     peer.data_received(encode(Log(1, 1, b"last")))
-    while len(pool.heard) < len(flood) + 1:
-        await asyncio.sleep(0)
+    await until(lambda: len(pool.heard) == len(flood) + 1)
     assert pool.parts == [AT_ONCE, AT_ONCE, 2]
     assert pool.heard == [*flood, Log(1, 1, b"last")]
     assert transport.calls[-1] == "resume"
@@ -129,16 +121,13 @@ async def test_messages_of_a_peer_that_ends_during_a_write_are_read() -> None:
     theirs.sendall(greeting(WORKER, 1, 1))
     loop = asyncio.get_running_loop()
     _, peer = await loop.create_connection(lambda: Peer(pool.greeted), sock=ours)
-    async with asyncio.timeout(60):
-        while not pool.greetings:
-            await asyncio.sleep(0)
-        last = [Done(task, b"x") for task in range(3)]
-        # Results, the end and a write come without a turn of the loop in between.
-        theirs.sendall(b"".join(map(encode, last)))
-        theirs.close()
-        peer.send(Exit())
-        while not pool.lost:
-            await asyncio.sleep(0)
+    await until(lambda: pool.greetings)
+    last = [Done(task, b"x") for task in range(3)]
+    # Results, the end and a write come without a turn of the loop in between.
+    theirs.sendall(b"".join(map(encode, last)))
+    theirs.close()
+    peer.send(Exit())
+    await until(lambda: pool.lost)
     assert pool.heard == last
 
 

@@ -83,10 +83,9 @@ def test_pickles_of_the_user_are_never_loaded() -> None:
     unloadable = b"cno_such_module\nNoError\n."
     acting = ActorTerms(SERIAL, {DEFAULT_GROUP: 1}, {}, interface=unloadable)
     ours = replace(func_of(), retried=unloadable, actor=acting)
-    theirs = load_spec(dump_spec(ours), fakes.function())
+    theirs: Any = load_spec(dump_spec(ours), fakes.function())
     assert theirs.retried == unloadable
     assert theirs.actor == acting
-    assert theirs.actor is not None
     assert theirs.actor.packed_interface() == unloadable
 
 
@@ -94,13 +93,9 @@ def test_pickles_of_the_user_are_never_loaded() -> None:
     "wrong",
     [
         {"scalars": (("CPU", -1),)},
-        {"scalars": (("a", 1), ("a", 1))},
-        {"scalars": (("b", 1), ("a", 1))},
-        {"gpu_memory": -2},
-        {"max_calls": -1},
-        {"timeout": float("nan")},
-        {"cancel_grace": float("inf")},
-        {"is_lease": True},
+        *({"scalars": ((name, 1), ("a", 1))} for name in "ab"),
+        *({"gpu_memory": -2}, {"max_calls": -1}, {"is_lease": True}),
+        *({"timeout": float("nan")}, {"cancel_grace": float("inf")}),
     ],
     ids=str,
 )
@@ -114,8 +109,7 @@ def test_impossible_requests_are_refused(wrong: dict[str, Any]) -> None:
 def test_run_limits_of_methods_survive_encoding() -> None:
     terms = ActorTerms(SERIAL, {}, {}, interface=b"")
     ours = replace(fakes.func(), actor=terms._replace(run_limits={"slow": 0.5}))
-    actor = load_spec(dump_spec(ours), fakes.function()).actor
-    assert actor is not None
+    actor: Any = load_spec(dump_spec(ours), fakes.function()).actor
     assert actor.run_limits == {"slow": 0.5}
     for wrong in ({"slow": 0.0}, {"slow": float("inf")}, {"slow": "soon"}, ["slow"]):
         theirs = replace(ours, actor=terms._replace(run_limits=cast("Any", wrong)))

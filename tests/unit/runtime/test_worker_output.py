@@ -133,7 +133,7 @@ ONE, TWO = 1 << 26, (1 << 26) + 1
 
 @dataclass
 class FakeReader:
-    peer: FakePeer | None = field(default_factory=FakePeer)
+    peer: FakePeer = field(default_factory=FakePeer)
     shows: bool = True
     is_slow: bool = False
 
@@ -171,9 +171,8 @@ class RoutedNode:
         return self.routes.take(1, "embed pid=4", text, self.source, worker, task)
 
     def seen(self, client: int) -> list[str]:
-        peer = self.readers[client].peer
-        assert peer is not None
-        return [line.text for line in peer.sent if isinstance(line, Printed)]
+        sent = self.readers[client].peer.sent
+        return [line.text for line in sent if isinstance(line, Printed)]
 
 
 @pytest.fixture
@@ -341,16 +340,8 @@ async def test_progress_in_a_notebook_is_erased_with_spaces(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     notebook, errors = Notebook(), Notebook()
-    lines = [
-        (1, 7, "10%\r"),
-        (1, 7, "20%\r"),
-        (1, 7, "done"),
-        (1, 7, "30%\r"),
-        (1, 7, "\r"),
-        (1, 7, "40%\r"),
-        (2, 7, "an error"),
-        (1, 7, "end"),
-    ]
+    progress = ["10%\r", "20%\r", "done", "30%\r", "\r", "40%\r"]
+    lines = [*((1, 7, text) for text in progress), (2, 7, "an error"), (1, 7, "end")]
     await shown(lines, notebook, errors, monkeypatch)
     assert notebook.getvalue() == (
         "10%\r   \r20%\r   \rdone\n30%\r   \r40%\r   \rend\n"

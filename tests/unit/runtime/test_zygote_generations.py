@@ -475,37 +475,29 @@ async def test_new_generation_serves_if_the_old_one_is_dead(
 
 
 @pytest.mark.parametrize(
-    ("status", "unfit", "is_late", "error", "message"),
+    ("end", "error", "message"),
     [
-        (1, None, False, NodeStartError, "status 1"),
+        (1, NodeStartError, "status 1"),
+        (-9, PreloadError, "'named', and the imports did not"),
         (
-            0,
             Unfit("named", "ModuleNotFoundError: named", True),
-            False,
-            PreloadError,
-            "'named', which cannot be imported",
+            *(PreloadError, "'named', which cannot be imported"),
         ),
-        (-9, None, True, PreloadError, "'named', and the imports did not"),
         # A sitecustomize may start a thread; another start would not help.
         (
-            0,
             Unfit("cloudpickle", "it left 1 threads running", False),
-            False,
-            NodeStartError,
-            "cannot be forked here: it left 1 thr",
+            *(NodeStartError, "cannot be forked here: it left 1 thr"),
         ),
     ],
-    ids=["death", "missing module", "imports too long", "unfit interpreter"],
+    ids=["death", "imports too long", "missing module", "unfit interpreter"],
 )
 async def test_first_zygote_that_fails_is_an_error(
-    status: int,
-    unfit: Unfit | None,
-    is_late: bool,
-    error: type[NodeStartError],
-    message: str,
+    end: int | Unfit, error: type[NodeStartError], message: str
 ) -> None:
+    """It ends with a status, or because a module is unfit; -9 after a time limit."""
     generations = Generations(("named",))
-    generations.last.is_late = is_late
+    generations.last.is_late = end == -9
+    status, unfit = (end, None) if isinstance(end, int) else (0, end)
     generations.last.die(status, unfit)
     with pytest.raises(error, match=message):
         await generations.zygotes.ready()
@@ -533,17 +525,14 @@ async def test_node_closed_now_leaves_no_directory(
 ) -> None:
     async with aiogpu.init(num_cpus=1, num_gpus=0) as session:
         supervisor: Supervisor = session._session._engine._supervisor  # type: ignore[attr-defined]
-        parts = supervisor._parts
-        assert parts is not None
+        parts: Any = supervisor._parts
         pool, memory = parts.driver.pool, parts.descriptor_server
         supervisor.close_now()
         supervisor.close_now()
         assert os.listdir(runtime_directory) == []
         await pool.close()
         await pool.zygotes.close()
-        assert parts.server is not None
         parts.server.close()
-        assert memory is not None
         memory.close()
 
 

@@ -270,11 +270,10 @@ def test_search_through_causes_is_limited() -> None:
     first, second = ValueError("a"), ValueError("b")
     first.__cause__, second.__cause__ = second, first
     assert not has_run_out(first)
-    error: Exception = RuntimeError(NO_MEMORY)
+    error: Any = RuntimeError(NO_MEMORY)
     for _ in range(MOST_CAUSES):
         error = raised_from(ValueError("x"), error)
     assert not has_run_out(error)
-    assert error.__cause__ is not None
     assert has_run_out(error.__cause__)
 
 
