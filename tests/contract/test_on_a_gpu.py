@@ -73,9 +73,7 @@ async def test_each_task_sees_its_own_device_alone(framework: str, gpus: float) 
         assert seen["uuids"] == [cards[device]]
 
 
-async def test_torch_sees_no_device_without_num_gpus(
-    needs_torch: None, gpus: float
-) -> None:
+async def test_torch_sees_no_gpu_by_default(needs_torch: None, gpus: float) -> None:
     """[B25]"""
     blind = aiogpu.remote(gpu_tasks.see)
     assert (await blind.remote("torch"))["uuids"] == []
@@ -102,9 +100,7 @@ async def test_a_leak_does_not_harm_the_next_task(framework: str, gpus: float) -
     assert await free.remote(framework) > before - SLACK
 
 
-async def test_four_quarters_run_at_once(
-    framework: str, gpus: float, gate: Gate
-) -> None:
+async def test_quarters_run_at_once(framework: str, gpus: float, gate: Gate) -> None:
     """[B22] All four run on one GPU, each with its own memory."""
     hold = aiogpu.remote(num_gpus=0.25)(gpu_tasks.compute_at_gate)
     names = [f"quarter-{number}" for number in range(4)]
@@ -120,12 +116,11 @@ async def test_a_fork_of_a_zygote_with_torch_uses_cuda(needs_torch: None) -> Non
     """[B28] The zygote has imported torch, and its forks can still start CUDA."""
     async with aiogpu.init(preload=("torch",)):
         ask = aiogpu.remote(num_gpus=0.5)(gpu_tasks.was_loaded_before)
-        assert await asyncio.gather(*(ask.remote("torch") for _ in range(4))) == (
-            [True] * 4
-        )
+        answers = await asyncio.gather(*(ask.remote("torch") for _ in range(4)))
+        assert answers == [True] * 4
 
 
-async def test_cancel_ends_a_task_amid_a_long_kernel(
+async def test_cancel_ends_a_long_kernel(
     needs_torch: None, gpus: float, gate: Gate
 ) -> None:
     """[B15] A task that waits in C for the GPU ignores interrupts: it is killed."""
@@ -156,23 +151,18 @@ async def test_a_memory_limit_holds(framework: str, gpus: float, gate: Gate) -> 
     assert await neighbour == 1
 
 
-async def test_a_task_that_ran_out_is_retried_alone(
-    framework: str, gpus: float
-) -> None:
+async def test_a_retry_on_a_whole_gpu_succeeds(framework: str, gpus: float) -> None:
     """[B44] A quarter of a GPU is too little; a whole GPU is enough."""
     total = Nvidia().devices({}, None)[0].memory
-    take = aiogpu.remote(num_gpus=0.25, gpu_memory="share", retry_oom="exclusive")(
-        gpu_tasks.leak
-    )
+    leak = aiogpu.remote(gpu_tasks.leak).options(num_gpus=0.25, gpu_memory="share")
+    take = leak.options(retry_oom="exclusive")
     assert await take.remote(framework, total // 2) == 1
     assert await take.options(retry_oom=None).remote(framework, total // 8) == 1
     with pytest.raises(aiogpu.GpuOutOfMemoryError):
         await take.options(retry_oom=None).remote(framework, total // 2)
 
 
-async def test_a_task_that_outgrows_its_share_is_ended(
-    needs_torch: None, gate: Gate
-) -> None:
+async def test_a_task_beyond_its_share_is_ended(needs_torch: None, gate: Gate) -> None:
     """[B44] If no framework limits the task, the driver's figures do."""
     async with aiogpu.init(gpu_memory_enforce=True):
         run = aiogpu.remote(

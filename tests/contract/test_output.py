@@ -68,9 +68,7 @@ async def test_lines_come_on_their_stream_while_the_task_runs(
         assert stderr + err == f"(mixed_output pid={pid}) to stderr\n"
 
 
-async def test_raw_bytes_carry_the_workers_name(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+async def test_raw_bytes_name_their_worker(capsys: pytest.CaptureFixture[str]) -> None:
     async with aiogpu.init(num_cpus=1, num_gpus=1):
         for round_ in range(20):
             await tasks.raw_output.remote(f"a {round_}\nrest")
@@ -80,9 +78,7 @@ async def test_raw_bytes_carry_the_workers_name(
         assert "from a fresh process\n" in capsys.readouterr().out
 
 
-async def test_log_to_driver_switches_output_off(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+async def test_log_to_driver_hides_output(capsys: pytest.CaptureFixture[str]) -> None:
     async with aiogpu.init(num_cpus=1, log_to_driver=False):
         await tasks.output.remote(["x"])
         await tasks.raw_output.remote("y\n")
@@ -128,9 +124,7 @@ def slow_stdout(monkeypatch: pytest.MonkeyPatch) -> SlowTerminal:
     return terminal
 
 
-async def test_a_slow_terminal_slows_only_the_task(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_slow_terminal_slows_its_task(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = slow_stdout(monkeypatch)
     lines = 30_000
     async with aiogpu.init(num_cpus=2) as session:
@@ -183,9 +177,7 @@ async def test_a_blocked_terminal_holds_no_gpu(
         assert "a line\n" in terminal.getvalue()
 
 
-async def test_items_wait_for_the_lines_before_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_items_wait_for_earlier_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = slow_stdout(monkeypatch)
 
     @aiogpu.remote
@@ -344,9 +336,7 @@ def test_output_is_written_after_the_loop_has_ended() -> None:
     assert "x" * 100 in output
 
 
-async def test_cancel_reaches_a_task_whose_output_waits(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_cancel_works_while_output_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """The worker has ended, but the result waits for the output."""
     terminal = slow_stdout(monkeypatch)
     async with aiogpu.init(num_cpus=2, num_gpus=1):

@@ -51,9 +51,7 @@ async def test_tasks_run_on_the_devices_of_their_bundle(node: Node) -> None:
     await until_free(GPU=3, CPU=4)
 
 
-async def test_tasks_wait_until_their_placement_is_ready(
-    address: str, node: Node
-) -> None:
+async def test_tasks_wait_for_their_placement(address: str, node: Node) -> None:
     async with aiogpu.placement([{"GPU": 0.5}]):
         group = aiogpu.placement([{"GPU": 1}], name="group")
         handle = member(group).remote()
@@ -144,9 +142,7 @@ async def test_a_timeout_withdraws_the_request_for_a_placement(node: Node) -> No
 
 @pytest.mark.parametrize("kind", ["parent", "plain_parent"])
 @pytest.mark.aiogpu(num_gpus=2, num_cpus=4)
-async def test_children_run_in_the_placement_of_their_parent(
-    node: Node, kind: str
-) -> None:
+async def test_children_run_in_their_parents_placement(node: Node, kind: str) -> None:
     async with aiogpu.placement([{"GPU": 1, "CPU": 1}]) as group:
         function = getattr(device_tasks, kind).options(placement=group, bundle=0)
         assert await function.remote(group) == [0]
@@ -173,9 +169,7 @@ async def test_a_placement_that_can_never_fit_is_refused(node: Node) -> None:
             await aiogpu.placement(bundles, strategy)  # type: ignore[arg-type]
 
 
-async def test_a_placement_may_be_asked_for_before_the_node_is_open(
-    address: str,
-) -> None:
+async def test_a_placement_may_precede_its_node(address: str) -> None:
     async def init() -> None:
         await aiogpu.init(address=address, num_gpus=1, num_cpus=2)
 
@@ -333,9 +327,7 @@ async def test_a_lease_limits_gpu_memory_like_a_task(node: Node) -> None:
 
 
 @LEASES
-async def test_a_lease_that_is_given_up_while_it_waits_holds_nothing(
-    node: Node,
-) -> None:
+async def test_a_lease_given_up_while_it_waits_holds_nothing(node: Node) -> None:
     async with aiogpu.lease(num_gpus=1):
         with pytest.raises(aiogpu.TaskTimeoutError, match=r"timeout of 0\.01 s"):
             await aiogpu.lease(num_gpus=1, timeout=0.01)

@@ -68,9 +68,7 @@ async def test_no_process_outlives_its_tasks_share(way: str, gate: Gate) -> None
         assert await tasks.add.remote(1) == 2
 
 
-async def test_a_task_that_ignores_signals_is_killed_after_its_grace(
-    gate: Gate,
-) -> None:
+async def test_a_task_that_ignores_signals_is_killed(gate: Gate) -> None:
     async with aiogpu.init(num_cpus=2, num_gpus=1, cancel_grace=0.05):
         handle = wild_tasks.never_return_deaf.remote(gate.path)
         await gate.entered("daemon", "deaf")
@@ -135,9 +133,7 @@ async def leaving_a_daemon(gate: Gate, **options: Any) -> AsyncIterator[Family]:
         yield Family(gate, handle)
 
 
-async def test_a_worker_starts_in_the_cgroup_of_its_slot(
-    has_cgroup: bool, gate: Gate
-) -> None:
+async def test_a_worker_starts_in_its_cgroup(has_cgroup: bool, gate: Gate) -> None:
     async with leaving_a_daemon(gate) as family:
         (group,) = {
             group_of(process.pid)
@@ -205,9 +201,7 @@ async def test_a_cgroup_ends_a_daemon_without_zygote_and_keeper(
         assert await tasks.add.options(num_gpus=1).remote(1) == 2
 
 
-async def test_a_node_closes_while_a_slot_is_being_ended(
-    has_cgroup: bool, gate: Gate
-) -> None:
+async def test_a_node_closes_while_a_slot_ends(has_cgroup: bool, gate: Gate) -> None:
     async with leaving_a_daemon(gate) as family:
         family.zygote.kill()
         await until_ended(family.zygote)
@@ -245,7 +239,7 @@ FIRST: dict[str, Callable[[Family], object]] = {
 
 
 @pytest.mark.parametrize("killed", FIRST)
-async def test_a_killed_driver_leaves_no_process(
+async def test_killed_drivers_leave_no_process(
     killed: str, has_cgroup: bool, gate: Gate
 ) -> None:
     # An old driver with the same process id may have left groups.
@@ -309,7 +303,7 @@ Stop = Callable[[psutil.Process], None]
 
 @pytest.mark.usefixtures("soon")
 @pytest.mark.parametrize("stop", WAYS)
-async def test_a_stopped_keeper_does_not_hold_the_gpu_of_a_cancelled_task(
+async def test_a_stopped_keeper_holds_no_cancelled_tasks_gpu(
     stop: Stop, gate: Gate
 ) -> None:
     """The GPU is free when all that the task has started is gone."""
@@ -321,9 +315,7 @@ async def test_a_stopped_keeper_does_not_hold_the_gpu_of_a_cancelled_task(
 
 
 @pytest.mark.usefixtures("soon")
-async def test_a_stopped_keeper_does_not_hold_the_gpu_of_an_ended_task(
-    gate: Gate,
-) -> None:
+async def test_a_stopped_keeper_does_not_hold_an_ended_tasks_gpu(gate: Gate) -> None:
     """The worker ends by itself, and only its keeper could say so."""
     async with asyncio.timeout(60), aiogpu.init(num_cpus=2, num_gpus=1):
         handle = tasks.gated.options(num_gpus=1).remote(gate.path, "in")
@@ -423,7 +415,7 @@ async def test_the_next_task_finds_the_process_state_restored(
             gate.forget("in")
 
 
-async def test_the_next_task_finds_its_variables_restored(
+async def test_the_next_task_finds_its_variables(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """New variables stay, since libraries rely on them."""

@@ -162,9 +162,7 @@ KILLED: Final = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", list(KILLED))
-async def test_a_program_that_is_killed_leaves_nothing(
-    node: Service, kind: str
-) -> None:
+async def test_a_killed_program_leaves_nothing(node: Service, kind: str) -> None:
     source = f"def say(): print('here', flush=True)\n{KILLED[kind]}\n"
     source += "await asyncio.Event().wait()"
     async with watching(node):
@@ -287,7 +285,7 @@ asyncio.run(main())
 
 
 @pytest.mark.slow
-async def test_each_program_has_its_own_modules_and_directory(
+async def test_each_program_has_its_modules_and_cwd(
     node: Service, tmp_path: Path
 ) -> None:
     running = []
@@ -303,9 +301,7 @@ async def test_each_program_has_its_own_modules_and_directory(
         assert out == f"{name} {tmp_path / name} {name}\n"
 
 
-async def test_a_value_can_be_dropped_when_the_node_has_just_ended(
-    node: Service,
-) -> None:
+async def test_a_value_can_be_dropped_after_its_node(node: Service) -> None:
     """The connection for descriptors may end before the other one."""
 
     @aiogpu.remote
@@ -395,9 +391,7 @@ await asyncio.to_thread(sys.stdin.readline)
 
 
 @pytest.mark.parametrize("is_killed", [False, True])
-async def test_an_actor_ends_with_the_program_that_made_it(
-    is_killed: bool, here: Here
-) -> None:
+async def test_an_actor_ends_with_its_program(is_killed: bool, here: Here) -> None:
     """It ends although another program holds a handle."""
     maker = begin("-c", program(here.path, MAKES))
     pid = await read_line(maker)
@@ -452,9 +446,7 @@ async def test_joining_and_leaving_leaves_nothing(rounds: int, no_leaks: None) -
         await until(lambda: all(map(le, footprint(node), most)))
 
 
-async def test_a_cancelled_handle_fails_the_tasks_that_need_it(
-    no_leaks: None, gate: Gate
-) -> None:
+async def test_a_cancelled_handle_fails_dependents(no_leaks: None, gate: Gate) -> None:
     """Only the program tells the node of the cancel."""
     with service(num_cpus=3) as node:
         async with watching(node), asyncio.timeout(LIMIT):

@@ -112,9 +112,7 @@ async def test_a_cancelled_get_loses_no_item() -> None:
 @pytest.mark.parametrize("how", ["cancel", "kill"])
 @pytest.mark.needs("processes", "interrupts")
 @pytest.mark.aiogpu(num_cpus=2)
-async def test_a_consumer_that_ends_takes_no_item(
-    task: str, how: str, gate: Gate
-) -> None:
+async def test_an_ended_consumer_takes_no_item(task: str, how: str, gate: Gate) -> None:
     queue: aiogpu.Queue[int] = aiogpu.Queue()
     await queue.size()
     consumer = getattr(q, task).options(max_retries=0).remote(queue, gate.path, "w")

@@ -136,9 +136,7 @@ async def test_a_restarted_actor_releases_its_arguments(node: Node) -> None:
 
 
 @pytest.mark.parametrize("holder", ["actor", "task"])
-async def test_plain_code_releases_calls_it_did_not_await(
-    node: Node, holder: str
-) -> None:
+async def test_plain_code_releases_unawaited_calls(node: Node, holder: str) -> None:
     # The actor is idle afterwards, and so is the worker of the task.
     idle = await Serial.remote() if holder == "actor" else None
     for method in let_go_tasks.UNAWAITED:
@@ -156,9 +154,7 @@ async def test_plain_code_releases_calls_it_did_not_await(
 
 @pytest.mark.aiogpu(num_cpus=1)
 @pytest.mark.needs("processes")
-async def test_an_idle_worker_releases_the_frames_of_its_last_error(
-    node: Node, gate: Gate
-) -> None:
+async def test_an_idle_worker_releases_its_last_error(node: Node, gate: Gate) -> None:
     """No task follows, and no garbage collector runs."""
     for task in (let_go_tasks.fail_with, let_go_tasks.fail_softly_with):
         name = task.__name__
@@ -172,9 +168,7 @@ async def test_an_idle_worker_releases_the_frames_of_its_last_error(
 
 
 @pytest.mark.parametrize("holder", ["actor", "task"])
-async def test_an_unawaited_result_releases_the_actor_inside_it(
-    node: Node, holder: str
-) -> None:
+async def test_unawaited_results_release_their_actors(node: Node, holder: str) -> None:
     making = await Serial.remote()
     idle = await Serial.remote() if holder == "actor" else None
     for _ in range(2):
@@ -214,9 +208,7 @@ COUNT = 8
 
 @pytest.mark.parametrize("way", ["items", "results", "values"])
 @pytest.mark.parametrize("task", [let_go_tasks.take, let_go_tasks.take_softly])
-async def test_a_long_task_releases_values_it_dropped(
-    task: object, way: str, gate: Gate
-) -> None:
+async def test_a_long_task_releases_values(task: object, way: str, gate: Gate) -> None:
     assert isinstance(task, aiogpu.types.RemoteFunction)
     async with aiogpu.init(num_cpus=1) as session:
         taking = task.remote(gate.path, way, COUNT, SHARED_FROM)
@@ -230,7 +222,7 @@ async def test_a_long_task_releases_values_it_dropped(
         await taking
 
 
-async def test_a_long_task_releases_an_actor_it_dropped(gate: Gate) -> None:
+async def test_a_long_task_releases_an_actor(gate: Gate) -> None:
     async with aiogpu.init(num_cpus=1):
         taking = let_go_tasks.drop_an_actor.remote(gate.path)
         await gate.entered("taken")

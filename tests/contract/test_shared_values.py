@@ -78,9 +78,7 @@ async def test_arrays_of_all_kinds_survive_the_way(node: Node) -> None:
         assert np.array_equal(back, array)
 
 
-async def test_a_value_is_unpickled_once_and_only_if_awaited(
-    node: Node, tmp_path: Path
-) -> None:
+async def test_a_value_is_unpickled_once_if_awaited(node: Node, tmp_path: Path) -> None:
     log = tmp_path / "seen"
     log.touch()
     first = v.sighted.remote(str(log))
@@ -97,9 +95,7 @@ async def test_a_value_is_unpickled_once_and_only_if_awaited(
 
 @pytest.mark.parametrize("end", [v.Explosive, v.Ending])
 @pytest.mark.needs("processes")
-async def test_a_value_that_cannot_be_unpickled_leaves_nothing(
-    end: Any, node: Node
-) -> None:
+async def test_an_unreadable_value_leaves_nothing(end: Any, node: Node) -> None:
     box: Any = [end(), np.ones(LARGE)]
     give = v.give.options(max_retries=0)
     with pytest.raises((errors.DeserializationError, aiogpu.WorkerDiedError)):
@@ -530,9 +526,7 @@ async def test_a_childs_result_is_lost_with_a_parent_that_dies(points: Points) -
 
 
 @pytest.mark.parametrize("giver", ["task", "coroutine", "actor"])
-async def test_a_childs_handle_outlives_a_parent_that_ends(
-    giver: str, points: Points
-) -> None:
+async def test_a_childs_handle_outlives_its_parent(giver: str, points: Points) -> None:
     if giver == "actor":
         actor = await Parent.remote()
         stream = actor.hand_on_and_leave.remote(points)

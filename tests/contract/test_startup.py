@@ -57,14 +57,11 @@ async def test_tasks_have_the_programs_directory_path_and_variables(
         directory, path = await tasks.surroundings.remote()
         assert directory == str(tmp_path)
         assert str(tmp_path) in path
-        assert variables == await tasks.environment.options(num_gpus=1).remote(
-            *variables
-        )
+        environment = tasks.environment.options(num_gpus=1)
+        assert await environment.remote(*variables) == variables
 
 
-async def test_visible_devices_restrict_the_node(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_visible_devices_limit_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
     """[B4]"""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,3")
     async with aiogpu.init(num_cpus=2):
@@ -206,9 +203,7 @@ async def test_what_a_preloaded_module_prints_is_shown(
     assert err.endswith(") hello\n")
 
 
-async def test_init_refuses_an_executable_that_is_no_python(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_init_refuses_what_is_no_python(monkeypatch: pytest.MonkeyPatch) -> None:
     for executable, message in (
         ("/bin/false", "status 1"),
         ("", r"sys\.executable"),
@@ -256,9 +251,7 @@ IMPLICIT = """
 
 
 @pytest.mark.parametrize("way", ["asyncio.run", "aiogpu.run", "bare loop"])
-def test_an_unclosed_node_ends_with_its_loop_or_program(
-    way: str, runtime_directory: Path
-) -> None:
+def test_an_unclosed_node_ends_with_its_loop(way: str, runtime_directory: Path) -> None:
     """[B5] [B6]"""
     assert run(IMPLICIT, way, PYTHONWARNINGS="ignore::ResourceWarning") == "2\n"
     wait_until_gone(30, str(runtime_directory))
@@ -365,9 +358,7 @@ async def test_remote_after_shutdown_opens_another_node() -> None:
     await aiogpu.shutdown()
 
 
-async def test_the_environment_may_name_the_address(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_variable_may_name_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
     """[B1]"""
     monkeypatch.setenv("AIOGPU_ADDRESS", "nowhere")
     with pytest.raises(aiogpu.OptionError, match="nowhere"):
@@ -442,9 +433,7 @@ async def test_a_silent_connection_ends_with_the_node(runtime_directory: Path) -
 # The end
 
 
-async def test_a_closing_node_logs_no_unretrieved_errors(
-    address: str, gate: Gate
-) -> None:
+async def test_a_closing_node_logs_no_lost_errors(address: str, gate: Gate) -> None:
     """[B6] Neither of running or waiting tasks, nor of results, calls and items."""
     async with no_complaints():
         async with aiogpu.init(address=address, num_cpus=1):
@@ -465,9 +454,7 @@ async def test_a_closing_node_logs_no_unretrieved_errors(
         del actor, running, dropped
 
 
-async def test_a_draining_node_says_so_and_admits_no_program(
-    here: Here, gate: Gate
-) -> None:
+async def test_a_draining_node_admits_no_program(here: Here, gate: Gate) -> None:
     async with here.join():
         assert (await aiogpu.status()).draining is None
         running = tasks.gated.remote(gate.path, "a")

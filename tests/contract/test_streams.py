@@ -112,9 +112,7 @@ async def test_an_early_end_interrupts_a_producer_amid_its_code(
 
 
 @pytest.mark.needs("processes")
-async def test_a_producer_that_ignores_its_end_is_killed(
-    node: Node, gate: Gate
-) -> None:
+async def test_a_producer_that_will_not_end_is_killed(node: Node, gate: Gate) -> None:
     """[B15]"""
     async for _ in stream_tasks.deaf.remote(gate.path):
         await gate.entered("deaf")
@@ -124,7 +122,7 @@ async def test_a_producer_that_ignores_its_end_is_killed(
 
 @pytest.mark.parametrize("generator", stream_tasks.GATED)
 @pytest.mark.needs("at once")
-async def test_an_item_comes_while_its_producer_goes_on(
+async def test_items_come_while_tasks_go_on(
     node: Node, gate: Gate, generator: Any
 ) -> None:
     stream = generator.remote(gate.path)
@@ -138,7 +136,7 @@ async def test_an_item_comes_while_its_producer_goes_on(
 
 
 @pytest.mark.parametrize("generator", stream_tasks.ENDLESS)
-async def test_a_cancelled_consumer_stops_the_producer(
+async def test_a_cancel_stops_the_producer(
     node: Node, gate: Gate, generator: Any
 ) -> None:
     """[B15] The consumer was the only one to wait for the next item."""
@@ -161,9 +159,7 @@ async def test_a_cancelled_consumer_stops_the_producer(
 
 @pytest.mark.needs("at once")
 @pytest.mark.aiogpu(num_cpus=2)
-async def test_a_waiting_consumer_learns_of_cancel_and_aclose(
-    node: Node, gate: Gate
-) -> None:
+async def test_a_waiting_consumer_learns_of_the_end(node: Node, gate: Gate) -> None:
     streams = [stream_tasks.gated_softly.remote(gate.path) for _ in range(2)]
     assert [await anext(stream) for stream in streams] == [1, 1]
     waiters = [asyncio.ensure_future(anext(stream, "over")) for stream in streams]
@@ -232,7 +228,7 @@ async def test_the_timeout_counts_from_remote(node: Node, gate: Gate) -> None:
     ],
 )
 @pytest.mark.aiogpu(num_cpus=2)
-async def test_a_task_may_leave_its_childs_stream_early(
+async def test_a_task_may_leave_a_stream_early(
     node: Node, gate: Gate, parent: Any
 ) -> None:
     handle = parent.remote(gate.path)
@@ -264,9 +260,7 @@ async def test_a_closing_node_ends_its_streams(address: str, gate: Gate) -> None
             pass
 
 
-async def test_why_tells_what_a_stream_waits_for(
-    address: str, node: Node, gate: Gate
-) -> None:
+async def test_why_explains_a_stream(address: str, node: Node, gate: Gate) -> None:
     stream = stream_tasks.endless.options(max_buffered=2).remote(gate.path)
     await gate.entered("begun-1")
     async with asyncio.timeout(30):
@@ -284,9 +278,7 @@ async def test_why_tells_what_a_stream_waits_for(
 
 
 @pytest.mark.parametrize("generator", stream_tasks.FAILING)
-async def test_an_error_comes_after_the_items_before_it(
-    node: Node, generator: Any
-) -> None:
+async def test_an_error_comes_after_its_items(node: Node, generator: Any) -> None:
     for good in (0, 1, 200):
         stream = generator.remote(good)
         items, error = await drained(stream)
@@ -301,9 +293,7 @@ async def test_an_error_comes_after_the_items_before_it(
     assert await tasks.add.remote(1) == 2
 
 
-async def test_an_item_that_cannot_be_pickled_closes_the_producer(
-    node: Node, gate: Gate
-) -> None:
+async def test_an_unpicklable_item_ends_its_producer(node: Node, gate: Gate) -> None:
     """So does an item that cannot be unpickled; an error in `finally` is raised."""
     for task, sent, kind, message in (
         ("unsendable", [1], "Serial", r"unsendable ran, but item 2 .*generator"),
@@ -326,7 +316,7 @@ async def test_an_item_that_cannot_be_pickled_closes_the_producer(
 
 
 @pytest.mark.parametrize("way", ["plain", "coroutine"])
-async def test_a_task_consumes_its_childs_stream(node: Node, way: str) -> None:
+async def test_tasks_read_their_childrens_streams(node: Node, way: str) -> None:
     """[B12] The node has one CPU, which the parent gives back while it waits."""
     soft = "_softly" if way == "coroutine" else ""
     total: Any = getattr(stream_tasks, f"total{soft}")
@@ -403,7 +393,7 @@ KINDS = pytest.mark.parametrize(
 
 
 @KINDS
-async def test_methods_stream_items_errors_and_early_ends(
+async def test_methods_stream_items_and_errors(
     node: Node, kind: Any, gate: Gate
 ) -> None:
     """[B29] The actor goes on after each."""
@@ -429,7 +419,7 @@ async def test_methods_stream_items_errors_and_early_ends(
 
 
 @KINDS
-async def test_a_method_stays_within_its_window(
+async def test_methods_stay_within_their_window(
     node: Node, kind: Any, gate: Gate
 ) -> None:
     """Streams interleave if calls do; otherwise a stream occupies its actor."""
@@ -455,9 +445,7 @@ async def test_a_method_stays_within_its_window(
 
 
 @KINDS
-async def test_a_task_consumes_an_actors_stream(
-    address: str, node: Node, kind: Any
-) -> None:
+async def test_tasks_read_actors_streams(address: str, node: Node, kind: Any) -> None:
     actor = kind.remote()
     assert await stream_tasks.sum_softly.remote(actor) == sum(range(500))
     if not (address == "inline" and kind is stream_tasks.Async):
@@ -486,9 +474,7 @@ async def test_a_restarted_actor_repeats_no_item(node: Node, kind: Any) -> None:
 
 @pytest.mark.needs("processes")
 @pytest.mark.parametrize("kind", [stream_tasks.Threaded, stream_tasks.Async])
-async def test_a_stream_ends_when_another_call_ends_its_actor(
-    node: Node, kind: Any
-) -> None:
+async def test_a_stream_ends_with_its_actor(node: Node, kind: Any) -> None:
     actor = await kind.remote()
     method = actor.count if kind is stream_tasks.Threaded else actor.count_softly
     stream = method.remote(10_000)

@@ -43,9 +43,7 @@ async def test_a_task_runs(address: str) -> None:
     await session.shutdown()
 
 
-async def test_a_second_init_raises_unless_told_to_join(
-    address: str, node: Node
-) -> None:
+async def test_a_second_init_raises_or_joins(address: str, node: Node) -> None:
     """[B6]"""
     with pytest.raises(errors.NodeRunningError, match="ignore_reinit_error"):
         await aiogpu.init(address=address)
@@ -194,9 +192,8 @@ async def test_a_switch_leaves_the_device_variables_alone(node: Node) -> None:
     assert (facts["ids"], facts["visible"]) == ([], "")
     for gpus, assigned in ((0, ""), (1, "0")):
         for switch, visible in (("1", untouched), ("0", assigned)):
-            task = tasks.where.options(
-                num_gpus=gpus, runtime_env={"env_vars": {noset: switch}}
-            )
+            variables = {"env_vars": {noset: switch}}
+            task = tasks.where.options(num_gpus=gpus, runtime_env=variables)
             facts = await task.remote()
             assert facts["visible"] == visible
             assert facts["ids"] == [0] * gpus
@@ -289,9 +286,7 @@ async def test_errors_with_their_own_constructor_keep_their_type(node: Node) -> 
         await tasks.fail_with_status.remote(holds_lock=True)
 
 
-async def test_errors_that_control_the_interpreter_become_task_errors(
-    node: Node,
-) -> None:
+async def test_control_flow_errors_become_task_errors(node: Node) -> None:
     """[B37]"""
     kinds = (StopIteration, SystemExit, KeyboardInterrupt, GeneratorExit)
     for kind in (*kinds, asyncio.CancelledError):
@@ -485,9 +480,7 @@ async def test_a_thousand_tasks_run(node: Node) -> None:
         NamedAsync,
     ],
 )
-async def test_a_call_is_named_after_its_actor_and_method(
-    node: Node, kind: Any
-) -> None:
+async def test_calls_are_named_after_actor_and_method(node: Node, kind: Any) -> None:
     """[B20]"""
     own = kind.__name__
     actor = await kind.remote()

@@ -49,7 +49,7 @@ async def test_run_timeout_stops_code(node: Node, kind: str, gate: Gate) -> None
     elif kind == "stream":
         work = of_stream(option_tasks.items.options(**limit).remote(gate.path, "in"))
     elif kind == "map":
-        task = option_tasks.task.options(**limit)
+        task = option_tasks.each.options(**limit)
         work = of_stream(task.map([gate.path] * 2, chunk=2))
     else:
         work = option_tasks.parent.remote(gate.path, "in", limit)
@@ -104,7 +104,7 @@ async def test_a_timeout_tells_the_wait_and_the_run(
 
 CALLS: dict[str, tuple[type, dict[str, int], str]] = {
     "one at a time": (option_tasks.Timed, {}, "It is being stopped"),
-    "coroutines": (option_tasks.TimedCoroutines, {}, "cancelled where it next awaits"),
+    "coroutines": (option_tasks.TimedCoroutines, {}, "cancelled at its next await"),
     "threads": (option_tasks.Timed, {"max_concurrency": 2}, "its code goes on"),
 }
 
@@ -118,9 +118,7 @@ CALLS: dict[str, tuple[type, dict[str, int], str]] = {
         pytest.param("threads", marks=pytest.mark.needs("at once")),
     ],
 )
-async def test_run_timeout_stops_a_call_of_an_actor(
-    node: Node, kind: str, gate: Gate
-) -> None:
+async def test_run_timeout_stops_actor_calls(node: Node, kind: str, gate: Gate) -> None:
     cls, options, what_next = CALLS[kind]
     name = "coroutine" if kind == "coroutines" else "plain"
     actor = aiogpu.remote(**options)(cls).remote()  # type: ignore[call-overload]
@@ -144,17 +142,15 @@ async def test_run_timeout_stops_a_call_of_an_actor(
 
 
 @pytest.mark.needs("run times", "at once")
-async def test_run_timeout_limits_a_stream_and_a_chunk_as_a_whole(
-    node: Node, gate: Gate
-) -> None:
+async def test_run_timeout_limits_streams_and_chunks(node: Node, gate: Gate) -> None:
     actor = aiogpu.remote(option_tasks.Timed).remote()
     items = actor.items.remote(gate.path, "stream")
     assert await anext(items) == 0
     with pytest.raises(aiogpu.TaskTimeoutError, match=r"Timed\.items did not"):
         await anext(items)
-    with pytest.raises(aiogpu.TaskTimeoutError, match=r"Timed\.task did not"):
-        await of_stream(actor.task.map([gate.path] * 2, chunk=2))
-    assert "task" in gate.pids
+    with pytest.raises(aiogpu.TaskTimeoutError, match=r"Timed\.each did not"):
+        await of_stream(actor.each.map([gate.path] * 2, chunk=2))
+    assert "each" in gate.pids
 
 
 @pytest.mark.needs("run times", "at once")
@@ -171,7 +167,7 @@ async def test_queued_calls_keep_their_full_run_timeout(node: Node, gate: Gate) 
 
 
 @pytest.mark.needs("stop graces")
-async def test_stop_grace_delays_the_close_of_the_node(
+async def test_stop_grace_delays_the_close(
     address: str, node: Node, gate: Gate
 ) -> None:
     kinds: dict[str, Any] = {"soft": option_tasks.save}
@@ -224,9 +220,7 @@ async def test_cancel_gives_no_stop_grace(node: Node, kind: str, gate: Gate) -> 
             assert await actor.is_stopping.remote() is False
 
 
-async def test_only_tasks_of_the_leaving_program_stop(
-    tmp_path: Path, gate: Gate
-) -> None:
+async def test_only_the_leaving_programs_tasks_stop(tmp_path: Path, gate: Gate) -> None:
     """Its detached tasks go on, and so do tasks of other programs."""
     async with node_here(tmp_path) as here:
         async with here.join() as leaves:

@@ -153,9 +153,7 @@ async def test_a_handle_arrives_as_its_value(way: str, node: Node) -> None:
         *((v.hand_on_boxed, 2), (v.hand_on_boxed_softly, 2)),
     ],
 )
-async def test_a_task_reads_and_passes_on_a_nested_handle(
-    task: Any, expected: int, node: Node
-) -> None:
+async def test_tasks_use_nested_handles(task: Any, expected: int, node: Node) -> None:
     """The task gets the handle's value, or its error."""
     handle = v.add.remote(1)
     for _ in range(2):
@@ -224,9 +222,7 @@ async def test_a_childs_failure_fails_its_dependents(way: str, node: Node) -> No
 
 @BOTH
 @pytest.mark.needs("interrupts", "at once")
-async def test_a_task_cancels_what_its_other_child_needs(
-    way: str, node: Node, gate: Gate
-) -> None:
+async def test_a_task_cancels_an_argument(way: str, node: Node, gate: Gate) -> None:
     soft = "" if way == "plain" else "_softly"
     argument: Any = getattr(v, f"cancel_an_argument{soft}")
     copy: Any = getattr(v, f"cancel_a_copy{soft}")
@@ -234,9 +230,7 @@ async def test_a_task_cancels_what_its_other_child_needs(
     assert await copy.remote(gate.path) == "cancelled"
 
 
-async def test_a_failed_argument_fails_its_call(
-    node: Node, complaints: list[str]
-) -> None:
+async def test_failed_arguments_fail_calls(node: Node, complaints: list[str]) -> None:
     """A failure counts as retrieved if a dependent has told it."""
     with pytest.raises(v.LoudError, match="once"):
         await v.add.remote(v.add.remote(v.fail.remote("once")))
@@ -333,9 +327,7 @@ async def test_a_dependent_fails_alike_and_never_runs(
     assert "then" not in gate.inside
 
 
-async def test_cancelling_a_dependent_leaves_its_argument_alone(
-    node: Node, gate: Gate
-) -> None:
+async def test_cancel_leaves_the_argument_alone(node: Node, gate: Gate) -> None:
     slow = v.gated.remote(gate.path, "slow", 5)
     then, other = v.tell.remote(gate.path, "then", slow), v.give.remote(slow)
     await gate.entered("slow")
@@ -347,9 +339,7 @@ async def test_cancelling_a_dependent_leaves_its_argument_alone(
     assert "then" not in gate.inside
 
 
-async def test_cancelling_an_argument_fails_its_dependents(
-    node: Node, gate: Gate
-) -> None:
+async def test_cancelled_arguments_fail_dependents(node: Node, gate: Gate) -> None:
     slow = v.gated.remote(gate.path, "slow", 5)
     await gate.entered("slow")
     async with v.Serial.remote() as actor:
@@ -469,7 +459,7 @@ async def long_node(
 
 @pytest.mark.parametrize("has_actor", [False, True], ids=["tasks", "actor"])
 @pytest.mark.parametrize("how", ENDS)
-async def test_every_link_of_a_chain_ends_like_its_head(
+async def test_links_end_like_their_head(
     how: str, has_actor: bool, long_node: str
 ) -> None:
     """The node goes on and serves other calls."""
@@ -494,7 +484,7 @@ async def test_every_link_of_a_chain_ends_like_its_head(
 @pytest.mark.parametrize(
     "code", [c.end_softly, c.end_plainly], ids=["softly", "plainly"]
 )
-async def test_every_link_of_a_tasks_chain_ends_like_its_head(
+async def test_links_in_a_task_end_like_their_head(
     code: Any, how: str, has_actor: bool, long_node: str
 ) -> None:
     if long_node == "joined":

@@ -147,7 +147,7 @@ async def test_a_program_may_not_join_an_embedded_node(node: Embedded) -> None:
             assert refusal in await refusal_of(client)
 
 
-async def test_a_silent_client_is_sent_away(
+async def test_silent_clients_are_cut_off(
     node: Embedded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(viewers, "WITHIN", 0.05)
@@ -192,9 +192,7 @@ async def test_a_flood_of_questions_takes_little_time(node: Embedded) -> None:
 
 
 @pytest.mark.parametrize("asks", [0, 1, MANY])
-async def test_a_viewer_that_does_not_read_delays_no_close(
-    node: Embedded, asks: int
-) -> None:
+async def test_a_stalled_viewer_delays_no_close(node: Embedded, asks: int) -> None:
     with RawClient(node.service) as viewer:
         await asyncio.to_thread(viewer.joined, only_looks=True)
         sent = asyncio.ensure_future(asyncio.to_thread(ask, viewer, asks))

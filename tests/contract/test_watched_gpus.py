@@ -78,9 +78,7 @@ def watches() -> bool:
 
 
 @pytest.mark.parametrize("share", [1, 0.5])
-async def test_a_share_is_held_while_nvml_lists_its_process(
-    share: float, nvml: StubNvml
-) -> None:
+async def test_shares_wait_until_nvml_agrees(share: float, nvml: StubNvml) -> None:
     async with aiogpu.init(num_cpus=2):
         assert (await aiogpu.cluster_resources())["GPU"] == 1
         await leave_behind.options(num_gpus=share).remote()
@@ -256,9 +254,7 @@ async def test_a_gpu_with_an_xid_gets_no_task_until_it_recovers(
         assert await visible.options(**share).remote() == "0"
 
 
-async def test_a_task_beyond_its_reservation_is_ended_alone(
-    watched: StubNvml, gate: Gate
-) -> None:
+async def test_only_the_oversized_task_is_ended(watched: StubNvml, gate: Gate) -> None:
     async with aiogpu.init(num_cpus=3, gpu_memory_enforce=True):
         share = stay.options(num_gpus=0.25)
         big = share.options(gpu_memory="6GiB", name="big").remote(gate.path, "big")
@@ -330,9 +326,8 @@ async def test_a_leases_gpu_is_free_when_nvml_agrees(watched: StubNvml) -> None:
     show()
     async with aiogpu.init(num_cpus=3):
         async with aiogpu.lease(num_gpus=1) as gpu:
-            process = await asyncio.create_subprocess_exec(
-                "sleep", "600", env={**os.environ, **gpu.environ}
-            )
+            environ = {**os.environ, **gpu.environ}
+            process = await asyncio.create_subprocess_exec("sleep", "600", env=environ)
             show({process.pid: 3})
             await until(lambda status: status.devices[0].holders[0].used)
         status = await until(lambda status: status.tasks[0].state == "stopping")

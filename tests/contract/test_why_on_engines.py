@@ -27,9 +27,7 @@ pytestmark = [
 
 @pytest.mark.needs("holders", "at once")
 @pytest.mark.aiogpu(num_cpus=8, num_gpus=2)
-async def test_why_names_the_short_resource_and_its_holders(
-    node: Node, gate: Gate
-) -> None:
+async def test_why_names_short_resources_and_holders(node: Node, gate: Gate) -> None:
     most = tasks.gated.options(num_gpus=0.7)
     a = most.options(name="first").remote(gate.path, "a")
     b = most.options(name="second").remote(gate.path, "b")
@@ -71,9 +69,8 @@ async def test_why_names_the_children_a_task_waits_for(node: Node, gate: Gate) -
     assert (why.state, why.children) == ("blocked", ("child",))
     assert "waits for its child child; meanwhile it holds no CPU" in str(why)
     (status, _) = (await aiogpu.status()).tasks
-    assert (status.state, status.reason) == (
-        *("blocked", "waits for its children: child"),
-    )
+    assert status.state == "blocked"
+    assert status.reason == "waits for its children: child"
     gate.release("child")
     assert await handle == "child"
 
@@ -302,7 +299,7 @@ async def test_why_tells_the_outcome_by_number(node: Node, gate: Gate) -> None:
 @pytest.mark.usefixtures("each_engine")
 @pytest.mark.parametrize("number", [-1, "3", True, 1.5])
 async def test_why_refuses_what_is_no_number(number: int) -> None:
-    message = r"asks for a task's number.*handle\.why"
+    message = r"must be a task's number.*handle\.why"
     with pytest.raises(aiogpu.OptionError, match=message):
         await aiogpu.why(number)
 

@@ -58,9 +58,7 @@ def having(task: Any, **variables: str) -> Any:
 # Environments
 
 
-async def test_variables_that_python_reads_at_start_need_a_zygote(
-    tmp_path: Path,
-) -> None:
+async def test_variables_read_at_start_need_a_zygote(tmp_path: Path) -> None:
     async with aiogpu.init(num_cpus=4, preload=()) as session:
         zygotes = zygotes_of(session)
         plain = await flags.remote()
@@ -94,9 +92,7 @@ async def test_a_preloaded_module_sees_the_tasks_variables(
         assert await having(load, OTHER="x").remote("reader_module") is True
 
 
-async def test_an_environment_that_cannot_start_raises(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+async def test_a_broken_environment_raises(capfd: pytest.CaptureFixture[str]) -> None:
     async with aiogpu.init(num_cpus=2, preload=()) as session:
         broken = having(tasks.add, PYTHONHOME="/no/such/place")
         for _ in range(2):
@@ -111,9 +107,8 @@ async def test_an_environment_that_cannot_start_raises(
 async def test_a_preload_that_fails_in_an_environment_raises(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "moody_module.py").write_text(
-        "import os\nif os.environ.get('MOOD'): raise ValueError('in a mood')\n"
-    )
+    source = "import os\nif os.environ.get('MOOD'): raise ValueError('in a mood')\n"
+    (tmp_path / "moody_module.py").write_text(source)
     monkeypatch.syspath_prepend(str(tmp_path))
     async with aiogpu.init(num_cpus=2, preload=["moody_module"]):
         with pytest.raises(aiogpu.WorkerDiedError, match="in a mood"):
@@ -121,9 +116,7 @@ async def test_a_preload_that_fails_in_an_environment_raises(
         assert await tasks.add.remote(1) == 2
 
 
-async def test_the_number_of_environments_is_limited(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_environments_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(zygote_generations, "MOST_OTHERS", 2)
     async with aiogpu.init(num_cpus=4, preload=()) as session:
         zygotes = zygotes_of(session)
@@ -171,9 +164,7 @@ async def test_an_environment_in_use_is_kept(
 # Threads and randomness
 
 
-async def test_thread_pools_have_the_tasks_whole_cpus(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_thread_pools_match_num_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """A variable of the task or of the program overrides the number."""
 
     async def pools(task: Any) -> tuple[str | None, set[int]]:
@@ -606,7 +597,7 @@ def imported(module: str, place: Path, run: Path) -> str:
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
-def test_an_unguarded_main_module_is_named(
+def test_an_unguarded_module_is_named(
     ending: str, tmp_path: Path, runtime_directory: Path
 ) -> None:
     """Otherwise each worker would start another one that imports the module."""
@@ -618,7 +609,7 @@ def test_an_unguarded_main_module_is_named(
     assert "under `if __name__ == '__main__':`" in error
 
 
-def test_a_guarded_main_module_may_call_tasks(
+def test_guarded_modules_may_call_tasks(
     tmp_path: Path, runtime_directory: Path
 ) -> None:
     guarded = BEGINNING + "if __name__ == '__main__':\n    asyncio.run(work.remote())\n"
