@@ -409,7 +409,7 @@ async def test_no_program_joins_in_another_users_directory(
             await aiogpu.init(address=path if is_named else "auto")
         assert f"{place}/aiogpu belongs to uid {NOBODY}" in str(error.value)
         assert f"and this is uid {os.geteuid()}" in str(error.value)
-        assert "have that user remove it" in str(error.value).lower()
+        assert "ask that user to remove it" in str(error.value).lower()
         assert await asyncio.to_thread(forger.sent) == 0
     assert not os.path.exists(trap)
 
