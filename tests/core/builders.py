@@ -1,4 +1,4 @@
-"""Shared by the tests of core: requests, placement groups, and what can be asked."""
+"""Helpers of the core tests: requests, placement groups, worlds that play stories."""
 
 import re
 from ast import literal_eval
@@ -43,7 +43,7 @@ OPTIONS = {"cpus": "num_cpus", "gpus": "num_gpus"}
 
 
 def value(word: str) -> Any:
-    """What a word of a story means: a number, True, or a name."""
+    """Parse a word of a story: a number, True, or a name."""
     try:
         return literal_eval(word)
     except (SyntaxError, ValueError):
@@ -51,7 +51,7 @@ def value(word: str) -> Any:
 
 
 def option(key: str, text: str) -> Any:
-    """The value of an option: `X:1,Y:2` for variables, `a,b` for tasks."""
+    """Parse the value of an option: `X:1,Y:2` for variables, `a,b` for tasks."""
     if key == "needs":
         return text.split(",")
     if ":" not in text:
@@ -63,50 +63,50 @@ def option(key: str, text: str) -> Any:
 
 
 def pids_of(w: testing.World) -> dict[int, int]:
-    """Worker 1 has process 101 once it has started, and so on."""
+    """Return the process ids: 101 for worker 1 once it has started, and so on."""
     held = dict.fromkeys([*w.leases.values(), *w.placement_groups.values()], HOLDER)
     workers = [worker.id for worker in w.workers.values() if worker.has_started]
     return {worker: 100 + worker for worker in workers} | held
 
 
 def status_of(w: testing.World, **more) -> NodeStatus:
-    """What `status()` shows."""
+    """Return the node's status."""
     return snapshot(w.scheduler, pids_of(w), w.now, **more)
 
 
 def record_of(w: testing.World, name: str) -> TaskRecord:
-    """What the scheduler knows of a task."""
+    """Return the scheduler's record of a task."""
     return w.scheduler.tasks[w.tasks[name].id]
 
 
 def why_of(w: testing.World, name: str) -> Why:
-    """What `why()` says of a task."""
+    """Return the `Why` of a task."""
     return why(w.scheduler, record_of(w, name), pids_of(w), w.now)
 
 
 def pass_over(w: testing.World) -> None:
-    """Let a task come and go, so that all that wait are looked at."""
+    """Run an empty task, so that the scheduler considers all waiting tasks."""
     name = f"passes {len(w.tasks)}"
     w.submit(name, num_cpus=0)
     w.finish(name)
 
 
 def kinds(w: testing.World) -> list[type]:
-    """The classes of the effects of the last event."""
+    """Return the classes of the last event's effects."""
     return [type(effect) for effect in w.effects]
 
 
 def request_of(
     amounts: dict[str, float], accelerator_type: str | None = None, **options
 ) -> Request:
-    """What asks for these amounts of resources by name."""
+    """Make a request from amounts by name."""
     scalars = {name: quantity(name, n) for name, n in amounts.items() if name != GPU}
     devices = {GPU: device_quantity(GPU, amounts.get(GPU, 0))}
     return Request.of(scalars, devices, accelerator_type, **options)
 
 
 def bundle(amounts: dict[str, float]) -> Request:
-    """A bundle of these amounts; one of "type" says of which type its devices are."""
+    """Make a bundle from amounts by name; "type" names the type of its devices."""
     amounts = dict(amounts)
     memory = amounts.pop("gpu_memory", 0)
     of_type = amounts.pop("type", None)
@@ -116,12 +116,12 @@ def bundle(amounts: dict[str, float]) -> Request:
 def placement_group_of(
     *bundles: dict[str, float], strategy: str = PACK, name="gang"
 ) -> PlacementGroupSpec:
-    """A placement group of that name, which is its key as well."""
+    """Make a placement group whose key is its name."""
     return PlacementGroupSpec(name, name, strategy, tuple(map(bundle, bundles)))
 
 
 def box(count: int, *pairs: tuple[int, int], parents: dict[int, str] | None = None):
-    """Devices of which these pairs are linked."""
+    """Make devices with links between pairs."""
     return [
         Device(
             index,
@@ -134,37 +134,37 @@ def box(count: int, *pairs: tuple[int, int], parents: dict[int, str] | None = No
 
 
 def starve(w: testing.World, name: str) -> None:
-    """A task is killed for want of main memory."""
+    """Kill a task because host memory runs out."""
     w.tell(Scheduler.kill_for_memory, w.worker_of(name), Memory.HOST)
 
 
 def outgrow(w: testing.World, name: str) -> None:
-    """A task uses more of its device's memory than it has reserved."""
+    """Kill a task because it exceeds its reserved device memory."""
     w.tell(Scheduler.kill_for_memory, w.worker_of(name), Memory.DEVICE)
 
 
 def sicken(w: testing.World, index: int) -> None:
-    """A GPU fails."""
+    """Report that a GPU is sick."""
     w.tell(Scheduler.device_changed, GPU, index, Cause.SICK, "XID 79")
 
 
 def heal(w: testing.World, index: int) -> None:
-    """A GPU is well again."""
+    """Report that a GPU has recovered."""
     w.tell(Scheduler.device_changed, GPU, index, Cause.SICK, None)
 
 
 def settle(w: testing.World) -> None:
-    """The devices of the worker that went first are seen free."""
+    """Report that the devices of the first settling worker are free."""
     w.tell(Scheduler.devices_free, w.unsettled[0])
 
 
 def bound(w: testing.World, most: int) -> None:
-    """There may be so many workers."""
+    """Set the limit of workers."""
     w.scheduler.worker_limit.bound(most)
 
 
 def let(w: testing.World, **behaviour: Any) -> None:
-    """Change what happens by itself, as `starts=False`."""
+    """Set attributes of the world, such as `starts=False`."""
     for name, how in behaviour.items():
         setattr(w, name, how)
 
@@ -173,14 +173,14 @@ VERBS = {
     each.__name__: each
     for each in (starve, outgrow, pass_over, sicken, heal, settle, bound, let)
 }
-"""Events beside the methods of a world."""
+"""Events in addition to the methods of a world."""
 
 
 class World(testing.World):
-    """Knows placement groups by their names, and plays a story that is written down."""
+    """A world that plays written stories and knows placement groups by name."""
 
     def play(self, story: str) -> Self:
-        """Play a story, whose lines consist of steps, and hold it to what it says.
+        """Play the steps of a story, and check its expectations.
 
         `submit a b gpus=0.5; finish a` are events: a method, the names it is called
         with in turn, and its options. `running = b` and `running has b` are checks.
@@ -236,33 +236,33 @@ class World(testing.World):
 
     @property
     def kept(self) -> str | None:
-        """The task for which something is reserved."""
+        """The name of the task that has the reservation, or None."""
         reservation = self.scheduler.reservation
         return reservation.record.spec.name if reservation else None
 
     @property
     def warned(self) -> list[str]:
-        """The tasks whose programs were warned."""
+        """The names of the tasks with a warning."""
         return [name for name, _ in self.warnings]
 
     @property
     def worker_count(self) -> int:
-        """How many workers there are."""
+        """The number of workers."""
         return len(self.workers)
 
     @property
     def left(self) -> int:
-        """How many tasks have not ended."""
+        """The number of unfinished tasks."""
         return len(self.scheduler.tasks)
 
     @property
     def is_closed(self) -> bool:
-        """Whether the node has closed."""
+        """True if the node has closed."""
         return self.scheduler.is_closed
 
     @property
     def deadline(self) -> float | None:
-        """When the scheduler wants to be woken."""
+        """The time of the scheduler's next alarm."""
         return self.scheduler.deadline()
 
     def placement_group(
@@ -274,7 +274,7 @@ class World(testing.World):
         client: int = 0,
         key: str | None = None,
     ) -> None:
-        """Ask for a placement group, as `lease` does for a lease."""
+        """Request a placement group."""
         placement_group = placement_group_of(*bundles, strategy=strategy, name=name)
         placement_group = placement_group._replace(key=key or name)
         spec = TaskSpec(
@@ -302,7 +302,7 @@ class World(testing.World):
         request: Request | None = None,
         **options,
     ) -> None:
-        """Submit a task by a new name that takes what it asks for from a bundle."""
+        """Submit a task that takes its resources from a bundle."""
         request = request or request_of({CPU: num_cpus, GPU: num_gpus})
         request = replace(
             request, placement_group=BundleRef(placement_group, placement_group, index)
@@ -314,6 +314,6 @@ class World(testing.World):
 
 
 def submit(w: World, names: str | Sequence[str], **asked: Any) -> None:
-    """Submit several tasks, named in a line or a list, that ask for the same."""
+    """Submit several tasks with the same request."""
     for name in names.split() if isinstance(names, str) else names:
         w.submit(name, **asked)

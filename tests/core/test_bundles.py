@@ -1,4 +1,4 @@
-"""Placement groups in the ledger: whole or not at all, a ledger for each bundle."""
+"""Placement groups in the ledger: all bundles or none, each with its own ledger."""
 
 from dataclasses import replace
 from itertools import product
@@ -63,7 +63,7 @@ def take_in(ledger, index=ANY, key="gang", **amounts):
 
 
 def where(lease):
-    """The devices of each bundle of a placement group's lease."""
+    """Return the devices of each bundle of a lease."""
     return [
         sorted({at for kind in part.masks for at in _in(part.masks[kind])})
         for part in lease.parts
@@ -75,11 +75,11 @@ def _in(mask):
 
 
 def within(key, index=ANY, **amounts):
-    """A request of a member."""
+    """Make the request of a member."""
     return replace(request_of(amounts), placement_group=BundleRef(key, key, index))
 
 
-def test_a_group_holds_all_of_its_bundles_or_takes_nothing():
+def test_group_takes_all_bundles_or_nothing():
     ledger = ledger_of(gpus=2)
     assert take_in(ledger, GPU=0.5) is None, "there is no group yet"
     assert ledger.homes(within("gang", GPU=0.5)) == ()
@@ -108,8 +108,8 @@ def test_a_group_holds_all_of_its_bundles_or_takes_nothing():
     ],
     ids=str,
 )
-def test_where_bundles_are_laid_out(strategy, taken, bundles, devices):
-    """The greatest first; spread ones on different devices while there are some."""
+def test_bundles_are_placed_by_strategy(strategy, taken, bundles, devices):
+    """The largest bundle goes first; SPREAD uses different devices while possible."""
     ledger = ledger_of()
     for amount in taken:
         ledger.take(request_of({"GPU": amount}))
@@ -117,11 +117,11 @@ def test_where_bundles_are_laid_out(strategy, taken, bundles, devices):
     assert where(lease) == devices
 
 
-def test_another_layout_is_tried_where_the_best_fit_fails():
+def test_layout_backtracks_when_the_best_fit_fails():
     ledger = ledger_of(gpus=2)
     shares = ledger.device_sets["GPU"]
     shares.take([(0, 1000), (1, 4000)])
-    # Best fit has 0.5 and then 0.4 of the first two apart, and no place for two of 0.3.
+    # Best fit puts 0.5 and 0.4 on different devices, with no room for two of 0.3.
     lease = take_grouped(
         ledger,
         placement_group_of(*({"GPU": n} for n in (0.5, 0.4, 0.3, 0.3))).request(),
@@ -129,7 +129,7 @@ def test_another_layout_is_tried_where_the_best_fit_fails():
     assert where(lease) == [[0], [0], [1], [1]]
 
 
-def test_a_member_takes_from_its_bundle_or_from_the_first_that_has_it():
+def test_member_takes_from_its_bundle_or_the_first_with_room():
     ledger = ledger_of()
     take(ledger, {"GPU": 0.5}, {"GPU": 0.5, "CPU": 1})
     one = take_in(ledger, 1, GPU=0.25, CPU=1)
@@ -143,7 +143,7 @@ def test_a_member_takes_from_its_bundle_or_from_the_first_that_has_it():
     assert take_in(ledger, GPU=0.25) is None
 
 
-def test_a_bundle_of_a_type_has_its_members_on_that():
+def test_members_of_a_typed_bundle_run_on_devices_of_the_type():
     ledger = ledger_of(gpus=2, types=("T4", "A100"))
     lease = take(ledger, {"GPU": 1, "type": "A100"}, {"GPU": 1})
     assert where(lease) == [[1], [0]]
@@ -170,14 +170,14 @@ def test_a_bundle_of_a_type_has_its_members_on_that():
         ([{"GPU": 1, "CPU": 1}, {"GPU": 0.5}], "PACK", None),
     ],
 )
-def test_what_can_never_be_granted(bundles, strategy, reason):
+def test_infeasible_groups_are_explained(bundles, strategy, reason):
     told = why_infeasible(
         ledger_of(), placement_group_of(*bundles, strategy=strategy).request()
     )
     assert told is None if reason is None else reason in told
 
 
-def test_how_many_members_a_group_can_hold():
+def test_room_for_counts_members_of_a_group():
     ledger = ledger_of()
     within = BundleRef("gang", "gang")
     quarter = replace(request_of({"GPU": 0.25, "CPU": 1}), placement_group=within)
@@ -215,11 +215,11 @@ def test_how_many_members_a_group_can_hold():
     ],
     ids=str,
 )
-def test_what_a_bundle_could_hold(of, request_, fits):
+def test_could_hold_compares_a_bundle_with_a_request(of, request_, fits):
     assert bundle(of).could_hold(request_) == fits
 
 
-def test_groups_and_members_in_words():
+def test_groups_and_members_are_printed():
     placement_group = placement_group_of({"GPU": 0.5, "CPU": 2}, {"CPU": 1})
     assert str(placement_group) == "[{CPU: 2, GPU: 0.5}, {CPU: 1}]"
     told = str(placement_group.request())
@@ -231,11 +231,11 @@ def test_groups_and_members_in_words():
     assert placement_group.holding(1, request_of({"CPU": 2})) == []
 
 
-def test_layouts_are_tried_for_a_while_only():
+def test_layout_search_is_bounded():
     ledger = ledger_of(gpus=6, memory=0)
     shares = ledger.device_sets["GPU"]
     shares.take([(at, 50 * at) for at in range(6)])
-    # All but the last fit, in each of many ways.
+    # All bundles but the last fit, in very many ways.
     wanted = [0.31] * 18 + [0.3]
     layout = Layout(ledger, placement_group_of(*({"GPU": n} for n in wanted)), {}, None)
     before = list(shares.free)
@@ -243,7 +243,7 @@ def test_layouts_are_tried_for_a_while_only():
     assert shares.free == before
 
 
-def test_a_group_goes_without_what_is_kept_for_another():
+def test_group_leaves_reserved_resources_alone():
     ledger = ledger_of(gpus=2)
     placement_group = placement_group_of({"GPU": 0.5}, {"CPU": 1}, strategy=SPREAD)
     request = placement_group.request()
@@ -264,7 +264,7 @@ TAKEN = st.lists(st.sampled_from([0.1, 0.2, 0.5, 0.7, 1]), max_size=3)
 
 
 def fits_by_force(free, amounts):
-    """Whether each amount finds a device of its own choice, in any of all ways."""
+    """Search all layouts for one in which every amount fits."""
     parts = [round(amount * UNIT) for amount in amounts]
     for choice in product(range(len(free)), repeat=len(parts)):
         left = list(free)
@@ -281,7 +281,7 @@ def fits_by_force(free, amounts):
     wanted=st.lists(AMOUNTS, min_size=1, max_size=5),
     strategy=st.sampled_from(["PACK", "SPREAD", "STRICT_PACK"]),
 )
-def test_a_group_is_granted_whenever_there_is_a_layout(gpus, taken, wanted, strategy):
+def test_group_is_granted_whenever_a_layout_exists(gpus, taken, wanted, strategy):
     ledger = ledger_of(gpus=gpus)
     for amount in taken:
         ledger.take(request_of({"GPU": amount}))
@@ -302,7 +302,7 @@ def test_a_group_is_granted_whenever_there_is_a_layout(gpus, taken, wanted, stra
 
 
 @given(st.lists(AMOUNTS, min_size=1, max_size=6))
-def test_what_is_feasible_is_what_an_idle_node_grants(wanted):
+def test_feasible_means_granted_by_an_idle_node(wanted):
     placement_group = placement_group_of(*({"GPU": amount} for amount in wanted))
     ledger = ledger_of(gpus=3)
     is_feasible = why_infeasible(ledger, placement_group.request()) is None
@@ -310,7 +310,7 @@ def test_what_is_feasible_is_what_an_idle_node_grants(wanted):
     assert is_feasible == (take_grouped(ledger, placement_group.request()) is not None)
 
 
-def test_bundles_reserve_bytes_of_their_gpus():
+def test_bundles_reserve_gpu_memory():
     ledger = ledger_of(gpus=1, memory=16 * GIB)
     share = {"GPU": 0.5, "gpu_memory": 6 * GIB}
     alone = {"gpu_memory": 5 * GIB}

@@ -1,4 +1,4 @@
-"""What a task costs does not grow with those that wait: calls are counted, not time."""
+"""The cost of a task, in function calls, does not grow with the waiting tasks."""
 
 import gc
 import sys
@@ -25,7 +25,7 @@ HALF = Request.of({"CPU": UNIT}, {"GPU": UNIT // 2})
 
 
 class Node:
-    """A scheduler of four CPUs and one GPU, with workers that do as they are told."""
+    """A scheduler of four CPUs and one GPU, with simulated workers."""
 
     def __init__(self, *specs: TaskSpec, took: float = 0.0, programs: int = 0) -> None:
         gpus = DeviceSet("GPU", [Device(0)])
@@ -40,7 +40,7 @@ class Node:
             self.handle(Scheduler.join, ClientId(number))
 
     def submit(self) -> None:
-        """Submit a task; its spec is the next in turn, and so is its program."""
+        """Submit a task with the next spec and program in turn."""
         spec = self._specs[self._count % len(self._specs)]
         client = ClientId(self._count % self._programs + 1) if self._programs else OWN
         self._count += 1
@@ -48,17 +48,17 @@ class Node:
         self._apply(submit(self.now, task, spec, client=client))
 
     def finish(self) -> None:
-        """End the task that was begun first."""
+        """Finish the oldest running task."""
         worker = min(self.sent, key=lambda w: self.sent[w][0] if self.sent[w] else 1e9)
         task = self.sent[worker].popleft()
         self.handle(Scheduler.finish, task, worker, took=self._took)
 
     def cancel(self, task: TaskId) -> None:
-        """Nobody wants it any more."""
+        """Cancel a task."""
         self.handle(Scheduler.cancel, task)
 
     def handle(self, step, *args, **kwargs) -> None:
-        """Tell the scheduler, and do what it says."""
+        """Pass an event to the scheduler and carry out the effects."""
         self._apply(step(self.scheduler, self.now, *args, **kwargs))
 
     def _apply(self, effects) -> None:
@@ -74,7 +74,7 @@ class Node:
 
 
 def calls_of(work) -> int:
-    """How many functions, of Python and of C, this calls."""
+    """Count the calls of Python and C functions."""
     count = 0
 
     def note(_frame, what, _argument):
@@ -95,7 +95,7 @@ def calls_of(work) -> int:
 def calls_a_round(
     waiting: int, *specs: TaskSpec, took: float = 0.0, age=0.0, programs=0, passes=0.0
 ) -> float:
-    """Calls for a task's whole life while so many wait, who have waited so long."""
+    """Count the calls for one task's life while others wait."""
     node = Node(*specs, took=took, programs=programs)
     for _ in range(waiting):
         node.submit()
@@ -116,7 +116,7 @@ def calls_a_round(
 
 
 def spec(request: Request = CPU, environment=(), **options) -> TaskSpec:
-    """A function that asks for this."""
+    """Make a spec."""
     return TaskSpec("f", Shape(request, environment), **options)
 
 
@@ -133,20 +133,20 @@ def spec(request: Request = CPU, environment=(), **options) -> TaskSpec:
     ],
     ids=["CPU", "GPU", "priorities", "two requests", "three", "environments"],
 )
-def test_a_task_costs_the_same_however_many_wait(specs, age):
+def test_task_cost_does_not_grow_with_waiting_tasks(specs, age):
     few = calls_a_round(FEW, *specs, age=age)
     assert calls_a_round(MANY, *specs, age=age) == pytest.approx(few, abs=2)
     assert few < 300
 
 
-def test_a_task_with_a_timeout_costs_the_same():
-    """But for what its alarm costs, which `heapq` does in one call."""
+def test_cost_with_a_timeout_does_not_grow():
+    """Not counting the alarm, which costs one call of `heapq`."""
     few, many = (calls_a_round(n, spec(timeout=1e6)) for n in (FEW, MANY))
     assert many == pytest.approx(few, abs=8 + 4 * SWEPT)
 
 
-def test_one_that_joins_a_line_costs_the_same_though_something_is_kept():
-    """Nobody is placed anew because of one who stands behind others."""
+def test_submit_cost_does_not_grow_during_a_reservation():
+    """A task behind others causes no placement."""
     calls = []
     for passed in (0.0, 2.0):
         node = Node(spec())
@@ -161,8 +161,8 @@ def test_one_that_joins_a_line_costs_the_same_though_something_is_kept():
 
 
 @pytest.mark.parametrize("is_last_first", [False, True])
-def test_one_that_leaves_costs_the_same(is_last_first):
-    """Which of them is not even looked for."""
+def test_cancel_cost_does_not_grow_with_waiting_tasks(is_last_first):
+    """Cancelling does not search the queue."""
     most = []
     for waiting in (FEW, MANY):
         node = Node(spec())
@@ -178,10 +178,10 @@ def test_one_that_leaves_costs_the_same(is_last_first):
 
 @pytest.mark.parametrize("passes", [1e-6, 0.1], ids=["in a slice", "in turns"])
 @pytest.mark.parametrize("programs", [1, 4, 16])
-def test_a_task_costs_the_same_however_many_wait_in_all_programs(programs, passes):
+def test_task_cost_does_not_grow_with_waiting_tasks_of_programs(programs, passes):
     own = [spec(CPU, (("P", str(number)),)) for number in range(programs)]
     options = {"programs": programs, "passes": passes}
     few = calls_a_round(20 * programs, *own, **options)
     assert calls_a_round(200 * programs, *own, **options) < few * 1.1 + 8
-    # Whose turn it is is asked of each program that waits, and of none within a slice.
+    # The turn is computed over all waiting programs, but not within a slice.
     assert few < (300 if passes < SLICE else 400 + 60 * programs)

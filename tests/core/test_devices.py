@@ -1,4 +1,4 @@
-"""Which devices a share goes to: packing, memory, links, MIG instances.
+"""The choice of devices for a share: packing, memory, links, MIG instances.
 
 That the choice is right in every other case is held by `test_every_small_case` and
 by the machine at the end.
@@ -27,7 +27,7 @@ from tests.support.sampling import examples
 
 
 def gpus(*free: float, types: str = "") -> DeviceSet:
-    """Devices of which these shares are free."""
+    """Make devices with these free shares."""
     kinds = types.split() or [None] * len(free)
     devices = DeviceSet("GPU", [Device(i, kinds[i]) for i in range(len(free))])
     for index, share in enumerate(free):
@@ -42,7 +42,7 @@ def place(
     spread: bool = False,
     barred: int = 0,
 ) -> list[int]:
-    """Take an amount; the indices of the devices that it came from."""
+    """Take an amount; return the indices of its devices."""
     parts = device_quantity("num_gpus", amount)
     request = Request.of({}, {"GPU": parts}, kind, spread=spread)
     shares = devices.choose(parts, request, barred)
@@ -65,14 +65,14 @@ def place(
         ((), [0.5, 1], [[], []]),
     ],
 )
-def test_packing_as_observed_on_ray(free, asked, got):
+def test_packing_matches_ray(free, asked, got):
     devices = gpus(*free)
     assert [place(devices, amount) for amount in asked] == got
 
 
 @pytest.mark.parametrize("index", [0, 1, 2])
 @pytest.mark.parametrize("level", [0, 5_000, UNIT])
-def test_check_notices_a_device_that_is_filed_wrongly(index, level):
+def test_check_detects_a_wrong_index_entry(index, level):
     devices = gpus(0, 0.5, 1)
     devices.check()
     is_so = devices.free[index] == level
@@ -84,7 +84,7 @@ def test_check_notices_a_device_that_is_filed_wrongly(index, level):
             devices.check()
 
 
-def test_a_set_shows_what_is_free_and_finds_no_device_of_a_type_that_it_lacks():
+def test_device_set_shows_free_shares_and_lacks_unknown_types():
     devices = gpus(1, 0.25, types="T4 A100")
     assert repr(devices) == "<DeviceSet GPU: 1.25/2>"
     assert [devices.mask_of_type(kind) for kind in ("T4", "H200", None)] == [1, 0, 3]
@@ -92,7 +92,7 @@ def test_a_set_shows_what_is_free_and_finds_no_device_of_a_type_that_it_lacks():
 
 
 @pytest.mark.parametrize("spoil", ["named", "capacity", "mask", "apart"])
-def test_check_notices_memory_that_is_given_twice(spoil):
+def test_check_detects_memory_reserved_twice(spoil):
     devices = DeviceSet("GPU", [Device(0, memory=80)])
     request = Request.of({}, {"GPU": 2_500}, gpu_memory=40)
     node = Ledger({}, [devices])
@@ -110,14 +110,14 @@ def test_check_notices_memory_that_is_given_twice(spoil):
         devices.check() if spoil != "named" else node.check()
 
 
-def test_which_devices_are_large_enough_is_remembered_for_some_sizes():
+def test_devices_by_size_are_cached_within_a_limit():
     devices = DeviceSet(GPU, [Device(0, memory=80 * GIB), Device(1, memory=300)])
     for size in (*range(1, 400), 300, 301):
         request = Request.of({}, {GPU: 5_000}, gpu_memory=size)
         assert devices.usable(5_000, request) == (0b11 if size <= 300 else 0b01)
 
 
-def test_which_devices_fulfil_a_condition_is_looked_up_once():
+def test_devices_by_condition_are_cached():
     devices = DeviceSet("GPU", [A100, H100])
     asked = []
 
@@ -140,7 +140,7 @@ def mask(*indices: int) -> int:
 
 
 def placed(devices: DeviceSet, count: int, **options) -> list[int]:
-    """Take so many whole devices."""
+    """Take whole devices; return their indices."""
     shares = devices.choose(
         count * UNIT, Request.of({}, {"GPU": count * UNIT}), **options
     )
@@ -148,14 +148,14 @@ def placed(devices: DeviceSet, count: int, **options) -> list[int]:
     return [index for index, _ in shares or ()]
 
 
-def test_of_what_is_left_the_best_joined_are_taken():
+def test_choose_prefers_the_best_linked_free_devices():
     devices = DeviceSet("GPU", box(6, (0, 3), (1, 4), (2, 5)))
     devices.take([(0, UNIT)])
     assert placed(devices, 3) == [1, 2, 4]
     assert placed(devices, 2) == [3, 5]
 
 
-def test_one_end_that_knows_of_a_link_is_enough():
+def test_link_reported_by_one_end_counts():
     devices = [
         Device(0, uuid="GPU-0"),
         Device(1, uuid="GPU-1"),
@@ -168,13 +168,13 @@ def test_one_end_that_knows_of_a_link_is_enough():
     assert placed(DeviceSet("GPU", devices), 2) == [0, 2]
 
 
-def test_a_warm_set_goes_before_links():
+def test_warm_set_goes_before_links():
     devices = DeviceSet("GPU", box(4, (2, 3)))
     assert placed(devices, 2, warm=(0, (mask(0, 1),))) == [0, 1]
     assert placed(devices, 2, warm=(0, (mask(1, 2),))) == [2, 3]
 
 
-def test_what_is_joined_wholly_is_not_searched(monkeypatch):
+def test_fully_linked_devices_are_not_searched(monkeypatch):
     pairs = [(a, b) for a in range(8) for b in range(a)]
     assert not Topology(box(8, *pairs)).matter
     links = Topology(box(9, *pairs))
@@ -184,14 +184,14 @@ def test_what_is_joined_wholly_is_not_searched(monkeypatch):
     assert links.best(mask(*range(1, 5)), 4) == mask(1, 2, 3, 4)
 
 
-def test_in_a_large_box_the_lowest_are_taken(monkeypatch):
+def test_lowest_devices_are_taken_from_a_large_machine(monkeypatch):
     links = Topology(box(24, (0, 23)))
     monkeypatch.setattr("aiogpu.core.resources.topology.combinations", None)
     assert links.best(mask(*range(24)), 8) == mask(*range(8))
     assert TRIED >= 70  # four of eight
 
 
-# The index of the devices, and their links, against a look at every single device.
+# The index of devices, and their links, against a linear search.
 
 COMMON = st.sampled_from([1_000, 2_500, 3_333, 5_000, 7_000])
 
@@ -216,7 +216,7 @@ MASKS = st.one_of(st.just(0), st.integers(0, (1 << 70) - 1))
 def search(
     machine: "IndexMachine", amount: int, request: Request, barred: int
 ) -> tuple[Share, ...] | None:
-    """What `choose` must answer, found by looking at one device after another."""
+    """Return the expected result of `choose`, by a linear search."""
     devices, memory = machine.devices, request.gpu_memory
     usable = [
         index
@@ -232,7 +232,7 @@ def search(
         return whole if len(whole) == wanted else None
     if not usable:
         return None
-    # The fullest first: by parts, and of whole ones those with somebody's memory.
+    # The fullest device first: by parts, then by reserved memory.
     levels = {
         index: (devices.free[index], not machine.named(index))
         if amount
@@ -249,12 +249,12 @@ def search(
 
 
 def _is_tie(level, best) -> bool:
-    """Below the whole, only what is free counts."""
+    """Only the free share counts for a share of a device."""
     return isinstance(level, tuple) and level[0] == best[0] < UNIT
 
 
 class IndexMachine(RuleBasedStateMachine):
-    """Devices of which shares and memory are taken and given back."""
+    """Takes and returns shares and memory at random."""
 
     @initialize(cards=st.lists(st.tuples(TYPES, SIZES), max_size=70))
     def begin(self, cards):
@@ -263,7 +263,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.held: list[tuple[tuple[Share, ...], int]] = []
 
     def on(self, index: int) -> list[tuple[int, int]]:
-        """The shares of a device that are held, each with the bytes that it named."""
+        """Return the held shares of a device, each with its explicit bytes."""
         return [
             (part, memory if part < UNIT else 0)
             for shares, memory in self.held
@@ -275,7 +275,7 @@ class IndexMachine(RuleBasedStateMachine):
         return sum(max(memory, 0) for _, memory in self.on(index))
 
     def free_memory(self, index: int, more: int = 0) -> int:
-        """What is left if a share of so many parts is taken that names nothing."""
+        """Return the free bytes after a further share without explicit bytes."""
         capacity = self.devices.devices[index].memory
         implied = sum(part for part, memory in self.on(index) if memory <= 0)
         return capacity - capacity * (implied + more) // UNIT - self.named(index)
@@ -359,7 +359,7 @@ TestIndex.settings = settings(
 
 @st.composite
 def boxes(draw):
-    """Some devices, their links, and which of them are taken."""
+    """Draw devices, their links, and a mask of taken ones."""
     count = draw(st.integers(2, 8))
     pairs = list(combinations(range(count), 2))
     linked = set(draw(st.lists(st.sampled_from(pairs), unique=True)))
@@ -368,13 +368,13 @@ def boxes(draw):
 
 
 def joined(chosen, linked) -> int:
-    """How many pairs of them are linked."""
+    """Count the linked pairs."""
     return sum(pair in linked for pair in combinations(sorted(chosen), 2))
 
 
 @settings(max_examples=examples(200), derandomize=True, database=None, deadline=None)
 @given(boxes(), st.integers(2, 8))
-def test_the_best_joined_set_is_chosen(box, wanted):
+def test_best_linked_set_is_chosen(box, wanted):
     count, linked, taken = box
     devices = DeviceSet(
         "GPU",

@@ -1,4 +1,4 @@
-"""How a worker comes to its next task, and what is sent ahead and taken back."""
+"""How a worker gets its next task: hand-over, sending ahead, revocation."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SHORT = 1e-5
 
 
 def backlog(count: int, *, took: float = SHORT, cpus: float = 1, **options) -> World:
-    """A node on which t0 has run, t1 runs, and so many in all were submitted."""
+    """A node where t0 has run and t1 runs, of `count` submitted tasks."""
     w = World(cpus=cpus, took=took)
     submit_numbered(w, count, **options)
     w.finish("t0")
@@ -42,12 +42,12 @@ def backlog(count: int, *, took: float = SHORT, cpus: float = 1, **options) -> W
 
 
 def submit_numbered(w: World, count: int, **options) -> None:
-    """Submit so many more: t0, t1, ..."""
+    """Submit `count` tasks named t0, t1, ..."""
     submit(w, [f"t{n}" for n in range(len(w.tasks), len(w.tasks) + count)], **options)
 
 
 def names(*numbers: int) -> set[str]:
-    """The tasks of these numbers."""
+    """Return the names of numbered tasks."""
     return {f"t{number}" for number in numbers}
 
 
@@ -64,12 +64,12 @@ def names(*numbers: int) -> set[str]:
     ],
     ids=["unknown", "half", "long", "short", "longer", "counts calls", "the last"],
 )
-def test_as_many_are_sent_ahead_as_are_done_in_a_moment(count, took, options, queued):
+def test_short_tasks_are_sent_ahead(count, took, options, queued):
     w = backlog(count, took=took, **options)
     assert (w.running, w.queued) == (names(1), names(*range(2, 2 + queued)))
 
 
-def test_more_is_sent_when_half_of_it_is_done():
+def test_queue_is_refilled_when_half_is_done():
     w = backlog(4 * DEEPEST)
     lengths = []
     for number in range(1, 80):
@@ -80,7 +80,7 @@ def test_more_is_sent_when_half_of_it_is_done():
     assert lengths.count(DEEPEST) == 2
 
 
-def test_an_older_task_that_needs_what_the_lease_has_not_holds_nobody_up():
+def test_older_task_with_another_need_does_not_stop_handover():
     w = World(cpus=2, gpus=1, took=1e-5).play("submit training gpus=1")
     w.submit("next-training", num_gpus=1)
     submit_numbered(w, 20)
@@ -89,7 +89,7 @@ def test_an_older_task_that_needs_what_the_lease_has_not_holds_nobody_up():
     w.play("finish training; running has next-training")
 
 
-# Tasks that are submitted and ended in bursts fare as they would one by one.
+# Bursts of submissions and results have the same effect as single ones.
 
 
 ONE = WorkerId(1)
@@ -99,14 +99,14 @@ SHAPE = Shape(Request.of({CPU: UNIT}, {}))
 
 
 def a_spec(**options) -> TaskSpec:
-    """A short function that asks for a CPU."""
+    """Make the spec of a short function on one CPU."""
     spec = TaskSpec("f", SHAPE, **options)
     spec.pace.note(1e-5)
     return spec
 
 
 class Desk:
-    """A scheduler that is told of tasks in rows, or of each by itself.
+    """A scheduler that gets tasks and results in bursts, or one by one.
 
     Attributes:
         sent: by worker, what it was sent and has not ended, in order.
@@ -156,7 +156,7 @@ class Desk:
                     self.tell(Scheduler.worker_gone, worker, began)
 
     def submit(self, count: int, spec: TaskSpec, client: ClientId = OWN) -> None:
-        """Submit so many tasks."""
+        """Submit tasks."""
         while count:
             first = TaskId(self._last + 1)
             row = (self.now, first, count, spec, client)
@@ -170,7 +170,7 @@ class Desk:
             count -= taken
 
     def end(self, worker: WorkerId, count: int) -> int:
-        """A worker ends so many; gives how many of them ended in a row."""
+        """Finish tasks of a worker; return how many `finish_many` ended."""
         ended, self.sent[worker] = self.sent[worker][:count], self.sent[worker][count:]
         done = 0
         if self._in_rows:
@@ -180,7 +180,7 @@ class Desk:
         return done
 
     def run_dry(self) -> None:
-        """Have all end that was submitted; each is told of once."""
+        """Run all tasks to their end; each owner gets one result."""
         while self.scheduler.tasks:
             before = len(self.settled)
             for worker in list(self.sent):
@@ -194,14 +194,14 @@ class Desk:
         assert sorted(self.settled + self.lost) == [*range(1, self._last + 1)]
 
     def finish_many(self, worker: WorkerId, ended) -> list[TaskId]:
-        """Tell of a row; gives what has ended."""
+        """Report a burst of results; return the ended tasks."""
         records = self.scheduler.finish_many(self.now, worker, ended)
         self.settled += [record.id for record in records]
         self.apply(self.scheduler.effects)
         return [record.id for record in records]
 
     def picture(self) -> object:
-        """All that can be seen from outside, and what the books say."""
+        """Return everything observable, and the internal records."""
         scheduler = self.scheduler
         scheduler.check()
         clients = scheduler.clients or ()
@@ -216,7 +216,7 @@ class Desk:
 
 @pytest.mark.parametrize("programs", [0, 1, 3])
 @pytest.mark.parametrize("seed", range(2))
-def test_a_burst_is_as_if_each_were_reported_by_itself(seed: int, programs: int):
+def test_burst_equals_single_reports(seed: int, programs: int):
     chance = Random(seed)
     specs = [a_spec(), a_spec(), a_spec(priority=1), a_spec(timeout=60.0)]
     desks = [
@@ -243,7 +243,7 @@ def test_a_burst_is_as_if_each_were_reported_by_itself(seed: int, programs: int)
     assert in_a_row > 100
 
 
-def test_a_row_waits_only_behind_others_like_it():
+def test_submit_many_queues_only_behind_the_same_shape():
     desk = Desk()
     assert not desk.scheduler.submit_many(0.0, TaskId(1), 3, a_spec())
     desk.submit(2, a_spec())
@@ -259,7 +259,7 @@ def test_a_row_waits_only_behind_others_like_it():
 @pytest.mark.parametrize(
     "limits", [Limits(max_waiting=5), Limits(max_share={CPU: 1.0})]
 )
-def test_of_a_program_with_limits_each_task_is_looked_at(limits: Limits):
+def test_submit_many_refuses_programs_with_limits(limits: Limits):
     desk, client = Desk(programs=1, limits=limits), ClientId(1)
     desk.submit(2, a_spec(), client)
     assert len(desk.scheduler.ready) == 1
@@ -267,7 +267,7 @@ def test_of_a_program_with_limits_each_task_is_looked_at(limits: Limits):
 
 
 def a_worker_with_some_ahead(**options) -> Desk:
-    """Its only worker runs one task and has been sent others of its kind."""
+    """A desk whose only worker runs a task and has others in its queue."""
     desk = Desk(**options)
     desk.submit(8, a_spec(), ClientId(1) if "programs" in options else OWN)
     desk.end(ONE, 1)
@@ -279,7 +279,7 @@ def took(*tasks: int) -> list[tuple[TaskId, float]]:
     return [(TaskId(task), 1e-5) for task in tasks]
 
 
-def test_a_burst_ends_where_the_next_task_is_not_an_ordinary_one():
+def test_finish_many_stops_at_a_special_task():
     desk = a_worker_with_some_ahead()
     first, second, third, *_ = desk.sent[ONE]
     assert desk.finish_many(WorkerId(9), took(first)) == []
@@ -302,7 +302,7 @@ def test_a_burst_ends_where_the_next_task_is_not_an_ordinary_one():
 
 
 @pytest.mark.parametrize("whose", [0, 2, None])
-def test_what_was_kept_for_one_that_is_sent_ahead_is_kept_no_more(whose: int | None):
+def test_sending_a_task_ahead_ends_its_reservation(whose: int | None):
     desk = Desk()
     desk.submit(20, a_spec())
     scheduler = desk.scheduler
@@ -317,7 +317,7 @@ def test_what_was_kept_for_one_that_is_sent_ahead_is_kept_no_more(whose: int | N
     assert scheduler.reservation is (kept if whose is None else None)
 
 
-# Workers that come no further: what they were sent is taken back, by exact rules.
+# Workers without progress: rules of revocation.
 
 LONG = 1 / 64
 
@@ -328,7 +328,7 @@ PATIENCE = SchedulerConfig(
 
 
 def queue_behind(count: int = 10, **options) -> World:
-    """One worker runs t1, with t2, t3, ... queued behind it."""
+    """A world where one worker runs t1, with t2, t3, ... in its queue."""
     w = World(cpus=1, took=SHORT, config=PATIENCE, **options)
     submit(w, [f"t{n}" for n in range(count)], max_retries=0)
     w.play("finish t0; running = t1; queued has t2")
@@ -336,12 +336,12 @@ def queue_behind(count: int = 10, **options) -> World:
 
 
 def settled_once(w: World, *numbers: int) -> bool:
-    """Whether each of these has run once, and its owner has its result."""
+    """Return True if each task has run once and was settled."""
     tasks = [w.tasks[f"t{number}"] for number in numbers]
     return {(task.news, task.runs) for task in tasks} == {("settled", 1)}
 
 
-def test_what_stands_behind_a_long_task_is_taken_back():
+def test_queue_behind_a_long_task_is_revoked():
     w = queue_behind().play(f"advance {LONG / 2}")
     assert w.queued
     w.play(f"advance {LONG / 2}; queued =")
@@ -349,7 +349,7 @@ def test_what_stands_behind_a_long_task_is_taken_back():
     w.play("finish t1; running = t2")
 
 
-def test_nothing_is_queued_behind_a_function_that_was_found_long():
+def test_no_task_is_queued_behind_a_long_function():
     w = queue_behind(100).play(f"advance {LONG}")
     assert w.tasks["t1"].spec.pace.depth == 0
     w.play("let took=1.0; finish t1; running = t2; queued =")
@@ -359,7 +359,7 @@ def test_nothing_is_queued_behind_a_function_that_was_found_long():
     assert w.queued
 
 
-def test_a_worker_without_a_queue_is_looked_at_no_more():
+def test_worker_without_a_queue_is_not_watched():
     w = queue_behind(4)
     for number in range(1, 4):
         w.finish(f"t{number}")
@@ -369,14 +369,14 @@ def test_a_worker_without_a_queue_is_looked_at_no_more():
     w.play("submit long; advance 3600; running = long; killed =; deadline = None")
 
 
-def test_what_stands_behind_a_cancelled_task_is_taken_back():
+def test_queue_behind_a_cancelled_task_is_revoked():
     w = queue_behind(revokes=False).play("cancel t1")
     assert kinds(w) == [Interrupt, Revoke]
     w.play("revoked 1; queued =; finish t1; running = t2")
 
 
-def test_a_task_that_is_killed_takes_nobody_along():
-    """The kill waits until what is queued has been taken back."""
+def test_kill_spares_the_queued_tasks():
+    """The kill waits until the queue has been taken back."""
     w = queue_behind(revokes=False).play("""
         cancel t1; advance 2.5; killed =
         revoked 1; advance 0.1; killed = 1; running = t2; run_dry
@@ -384,7 +384,7 @@ def test_a_task_that_is_killed_takes_nobody_along():
     assert settled_once(w, *range(2, 10))
 
 
-def test_what_stands_behind_one_that_waits_is_taken_back():
+def test_queue_behind_a_blocked_task_is_revoked():
     """[B12]"""
     queue_behind().play("""
         submit child parent=t1; wait_for t1 child; queued =; blocked = t1
@@ -392,12 +392,12 @@ def test_what_stands_behind_one_that_waits_is_taken_back():
     """)
 
 
-def test_a_cancelled_task_in_the_queue_of_a_dead_worker_is_forgotten():
+def test_cancelled_task_queued_on_a_dead_worker_is_forgotten():
     queue_behind(revokes=False).play("cancel t3; die 1; forgotten has t3; running = t2")
 
 
-def test_queued_tasks_that_are_cancelled_never_begin():
-    """Both by one revocation."""
+def test_cancelled_queued_tasks_never_begin():
+    """One revocation serves both."""
     w = queue_behind(revokes=False).play("cancel t3")
     assert kinds(w) == [Revoke]
     w.cancel("t2")
@@ -407,7 +407,7 @@ def test_queued_tasks_that_are_cancelled_never_begin():
     assert settled_once(w, 1, *range(4, 10))
 
 
-def test_a_queued_task_is_cancelled_as_it_begins():
+def test_queued_task_is_cancelled_as_it_begins():
     w = queue_behind(revokes=False).play("finish t1; running = t2; cancel t3")
     w.workers[1].void.popleft()
     w.workers[1].sent.append(w.tasks["t3"])
@@ -420,8 +420,8 @@ def test_a_queued_task_is_cancelled_as_it_begins():
 
 
 @pytest.mark.parametrize("is_late", [False, True])
-def test_a_turn_that_comes_as_it_is_taken_back_is_skipped(is_late):
-    """The worker says so before it is known what was taken back, or after."""
+def test_task_revoked_at_its_turn_is_skipped(is_late):
+    """The worker's report comes before or after `revoked`."""
     w = queue_behind(revokes=False).play(f"advance {LONG}")
     assert kinds(w) == [Revoke]
     w.skip("t1", is_late=is_late)
@@ -429,7 +429,7 @@ def test_a_turn_that_comes_as_it_is_taken_back_is_skipped(is_late):
     assert settled_once(w, *range(10))
 
 
-def test_skipped_tasks_that_were_cancelled_are_forgotten():
+def test_skipped_cancelled_tasks_are_forgotten():
     w = queue_behind(revokes=False).play("""
         cancel t2 t3; skip t1; forgotten = t2
         revoked 1; forgotten = t2 t3; running = t4; run_dry
@@ -437,14 +437,14 @@ def test_skipped_tasks_that_were_cancelled_are_forgotten():
     assert w.tasks["t2"].runs == w.tasks["t3"].runs == 0
 
 
-def test_a_worker_that_has_skipped_all_has_time_for_others():
+def test_worker_that_skipped_all_tasks_becomes_idle():
     w = queue_behind(4, revokes=False).play("cancel t3 t2; skip t1; forgotten = t2 t3")
     assert w.scheduler.workers.idle == 1
     w.submit("next")
     assert w.worker_of("next") == 1
 
 
-def test_a_skipped_task_is_known_wherever_it_stands():
+def test_skipped_task_is_requeued_from_the_middle_of_a_queue():
     w = queue_behind()
     t3 = w.tasks["t3"].id
     w.scheduler.task_skipped(w.now, t3, w.worker_of("t1"))
@@ -452,8 +452,8 @@ def test_a_skipped_task_is_known_wherever_it_stands():
     w.play("waiting has t3; queued has t2")
 
 
-def test_a_stopped_worker_is_given_up_and_its_task_runs_elsewhere_once():
-    """As under SIGSTOP: it was sent a task and does not begin it."""
+def test_task_of_an_unresponsive_worker_runs_elsewhere_once():
+    """As after SIGSTOP: the worker does not begin the task."""
     w = World(cpus=1, config=PATIENCE).play("""
         submit a; finish a; stop 1; submit b max_retries=0; running =
         advance 0.75; killed =; advance 1.25; killed = 1; running = b
@@ -488,7 +488,7 @@ def kinds_of(wanted):
     return [type(effect) for effect in wanted]
 
 
-def test_a_cancelled_task_that_has_begun_before_the_last_ones_answer_is_interrupted():
+def test_cancelled_task_that_began_early_is_interrupted():
     scheduler = one_runs_and_one_is_ahead()
     scheduler.wake(0.02)
     scheduler.cancel(0.02, TaskId(3))
@@ -497,8 +497,8 @@ def test_a_cancelled_task_that_has_begun_before_the_last_ones_answer_is_interrup
     assert kinds_of(late) == [effects.Settle, effects.Interrupt]
 
 
-def test_who_was_killed_over_memory_gets_nothing_more():
-    """Its last answers were under way when it was; then it only ends."""
+def test_worker_killed_for_memory_gets_no_task():
+    """Results sent before the kill arrive; then the worker only ends."""
     scheduler = one_runs_and_one_is_ahead()
     for number in (5, 6):
         scheduler.submit(0.0, TaskId(number), a_short_spec())
@@ -515,7 +515,7 @@ def test_who_was_killed_over_memory_gets_nothing_more():
     assert (type(assigned), assigned.task) == (effects.Assign, 5)
 
 
-def test_one_killed_over_memory_that_has_begun_nothing_gets_nothing_more():
+def test_worker_killed_for_memory_before_its_task_gets_no_task():
     scheduler = one_runs_and_one_is_ahead()
     scheduler.kill_for_memory(0.0, WORKER, Memory.HOST)
     (revoke,) = scheduler.cancel(0.0, TaskId(3))

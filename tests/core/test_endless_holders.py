@@ -1,4 +1,4 @@
-"""What is held without end: leases for code that is no worker's, and residents."""
+"""Resources held without end: leases for other processes, and actors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from aiogpu.core.scheduler.scheduler import Scheduler
 from tests.core.builders import World, status_of, why_of
 
 
-def test_a_lease_is_granted_at_once_and_without_a_worker():
+def test_lease_is_granted_without_a_worker():
     w = World(gpus=2).play("lease mine gpus=1")
     assert set(w.leases) == {"mine"}
     assert w.gpus_of("mine") == [0]
@@ -17,18 +17,18 @@ def test_a_lease_is_granted_at_once_and_without_a_worker():
     w.play("free_gpus = 0 1; give_back mine; free_gpus = 1 1; forgotten = mine; told =")
 
 
-def test_a_lease_is_never_sent_ahead_to_a_worker_of_its_shape():
+def test_lease_is_never_sent_to_a_worker():
     w = World(cpus=1, took=1e-5).play("submit t0 t1 t2 t3; lease lease cpus=1")
     for number in range(4):
         w.finish(f"t{number}")
     assert set(w.leases) == {"lease"}
 
 
-def test_a_lease_needs_no_worker():
+def test_lease_is_granted_at_the_worker_limit():
     World(gpus=2).play("bound 1; submit task; lease lease gpus=1; leases = lease")
 
 
-def test_a_lease_is_withdrawn_while_it_waits_and_else_held_until_its_processes_end():
+def test_cancelled_lease_is_held_until_its_processes_end():
     w = World(gpus=1).play("""
         lease lease waits gpus=1; submit task gpus=1; cancel waits; forgotten = waits
         cancel lease; waiting = task
@@ -41,7 +41,7 @@ def test_a_lease_is_withdrawn_while_it_waits_and_else_held_until_its_processes_e
 
 
 @pytest.mark.parametrize("is_stuck", [False, True])
-def test_its_devices_may_have_to_be_seen_free(is_stuck):
+def test_devices_of_a_returned_lease_settle(is_stuck):
     w = World(gpus=1).play("lease lease cpus=1 gpus=1")
     holder = w.leases["lease"]
     w.play("give_back lease settles=True; free has CPU:16")
@@ -59,7 +59,7 @@ def test_its_devices_may_have_to_be_seen_free(is_stuck):
     assert not w.scheduler.granted
 
 
-def test_closing_ends_all_leases_at_once():
+def test_close_ends_all_leases_at_once():
     w = World(gpus=3).play("""
         lease held reclaimed gpus=1; cancel reclaimed; lease settles gpus=1
         give_back settles settles=True; lease waits gpus=3; close; run_dry
@@ -69,7 +69,7 @@ def test_closing_ends_all_leases_at_once():
     assert not w.scheduler.ledger.leases
 
 
-def test_a_lease_returned_while_the_node_closes_settles_no_more():
+def test_lease_returned_during_close_does_not_settle():
     w = World(gpus=1).play("lease held gpus=1")
     holder = w.leases["held"]
     w.close()
@@ -77,7 +77,7 @@ def test_a_lease_returned_while_the_node_closes_settles_no_more():
     assert not w.scheduler.granted
 
 
-# A resident needs a CPU to be placed, and none from then on [B30].
+# An actor needs a CPU only for its placement [B30].
 
 
 def resident(w: World, name: str = "actor", **options) -> None:
@@ -86,7 +86,7 @@ def resident(w: World, name: str = "actor", **options) -> None:
     w.tell(Scheduler.release_cpus, w.tasks[name].id)
 
 
-def test_the_cpu_of_a_resident_is_anothers_at_once():
+def test_actor_frees_its_cpu_after_its_start():
     w = World(cpus=1, gpus=1).play("""
         submit actor gpus=0.5 max_calls=1 is_endless=True; submit task; waiting = task
     """)
@@ -98,7 +98,7 @@ def test_the_cpu_of_a_resident_is_anothers_at_once():
 
 
 @pytest.mark.parametrize("end", ["finish", "die", "cancel"])
-def test_the_end_of_a_resident_gives_back_no_more_than_it_had(end):
+def test_end_of_an_actor_does_not_free_its_cpu_twice(end):
     w = World(cpus=2)
     resident(w)
     getattr(w, end)("actor")
@@ -109,7 +109,7 @@ def test_the_end_of_a_resident_gives_back_no_more_than_it_had(end):
     w.play("run_dry; free has CPU:2.0")
 
 
-def test_who_waits_for_an_actor_lends_its_cpu():
+def test_task_that_waits_for_an_actor_lends_its_cpu():
     w = World(cpus=1).play("submit task")
     w.tell(Scheduler.wait_for, w.tasks["task"].id, (), elsewhere=True)
     assert (w.blocked, w.free["CPU"]) == ({"task"}, 1.0)
@@ -120,7 +120,7 @@ def test_who_waits_for_an_actor_lends_its_cpu():
 
 
 @pytest.mark.parametrize("closes", [True, False])
-def test_a_resident_has_the_nodes_grace_where_the_node_ends_and_else_its_own(closes):
+def test_actor_has_the_nodes_grace_only_when_the_node_closes(closes):
     w = World(cpus=1).play("submit actor max_calls=1 is_endless=True cancel_grace=0.0")
     if closes:
         w.close()

@@ -25,7 +25,7 @@ WHOLE = 10_000
 
 @dataclass(frozen=True)
 class Card:
-    """A GPU: its type, and the bytes of its memory, 0 where nobody knows them."""
+    """A GPU: its type, and its bytes of memory, 0 if unknown."""
 
     type: str = "A100"
     memory: int = 0
@@ -33,7 +33,7 @@ class Card:
 
 @dataclass(frozen=True)
 class Ask:
-    """What a task writes: `num_gpus`, and more where it matters.
+    """The options of a task: `num_gpus`, and others.
 
     Attributes:
         gpus: as a decimal text, so that it is exact.
@@ -47,28 +47,28 @@ class Ask:
 
     @property
     def parts(self) -> int:
-        """In parts of 1/10 000, finer ones cut off."""
+        """The parts of 1/10 000, truncated."""
         return int(Decimal(self.gpus) * WHOLE)
 
     @property
     def count(self) -> int:
-        """On how many devices it is."""
+        """The number of devices."""
         return max(self.parts // WHOLE, 1)
 
     @property
     def part(self) -> int:
-        """What it takes of each of them."""
+        """The parts of each device."""
         return min(self.parts, WHOLE)
 
     @property
     def names(self) -> int:
-        """The bytes that it names of each; a whole device is all of its memory."""
+        """The explicit bytes of each device; 0 for whole devices."""
         return 0 if self.part == WHOLE or self.memory is None else self.memory
 
 
 @dataclass
 class NaiveNode:
-    """Some GPUs, and who is on each of them."""
+    """A naive model: GPUs, each with its holders."""
 
     cards: list[Card]
     held: list[list[Ask]] = field(default_factory=list)
@@ -77,11 +77,11 @@ class NaiveNode:
         self.held = [[] for _ in self.cards]
 
     def free(self, at: int) -> int:
-        """The parts of a device that nobody has."""
+        """Return the free parts of a device."""
         return WHOLE - sum(ask.part for ask in self.held[at])
 
     def free_bytes(self, at: int, *more: Ask) -> int:
-        """The bytes that nobody has, by name or as the part that his share is."""
+        """Return the bytes reserved neither explicitly nor by a share."""
         on = [*self.held[at], *more]
         named = sum(ask.names for ask in on)
         implied = sum(ask.part for ask in on if not ask.names)
@@ -89,7 +89,7 @@ class NaiveNode:
         return memory - memory * implied // WHOLE - named
 
     def has_room(self, at: int, ask: Ask) -> bool:
-        """Whether a device can be given to a task now."""
+        """Return True if a device has room for a task now."""
         card = self.cards[at]
         if ask.type not in (None, card.type):
             return False
@@ -102,7 +102,7 @@ class NaiveNode:
         return self.free(at) >= ask.part and self.free_bytes(at, ask) >= 0
 
     def choose(self, ask: Ask) -> tuple[int, ...] | None:
-        """The best of all sets of devices that will do, None if none does."""
+        """Return the best set of devices, or None."""
         sets = [
             chosen
             for chosen in combinations(range(len(self.cards)), ask.count)
@@ -111,14 +111,14 @@ class NaiveNode:
         return min(sets, key=lambda chosen: self.rank(chosen, ask), default=None)
 
     def rank(self, chosen: tuple[int, ...], ask: Ask) -> tuple[object, ...]:
-        """The lower the better: the fullest or the emptiest, then the lowest ids."""
+        """Sort key: the fullest or the emptiest, then the lowest ids."""
         at = chosen[0]
         if ask.part == WHOLE:
             return chosen
         if not ask.part:
             fullness = (self.free_bytes(at),)
         else:
-            # One with somebody's memory on it is whole for nobody, so not quite empty.
+            # A device with explicit memory is not free as a whole, so not quite empty.
             is_bare = self.free(at) == WHOLE and not self.held[at]
             fullness = (self.free(at), is_bare)
         if ask.spread:
@@ -126,7 +126,7 @@ class NaiveNode:
         return *fullness, at
 
     def is_feasible(self, ask: Ask) -> bool:
-        """Whether it could ever be given, with nobody else there."""
+        """Return True if an empty node could grant it."""
         return NaiveNode(self.cards).choose(ask) is not None
 
 
@@ -185,17 +185,17 @@ WIDE = {
 
 
 def request_of(ask: Ask) -> Request:
-    """What the core is asked."""
+    """Make the request for the core."""
     devices = {GPU: device_quantity("num_gpus", float(ask.gpus))}
     memory = BY_SHARE if ask.memory is None else ask.memory
     asked = Request.of({}, devices, spread=ask.spread, gpu_memory=memory)
-    # A type is worth a custom resource as well, which is not of interest here.
+    # The custom resource of a type does not matter here.
     return replace(asked, accelerator_type=ask.type)
 
 
 @dataclass
 class Both:
-    """The ledger and the plain model, told the same."""
+    """The ledger and the naive model, with the same operations."""
 
     ledger: Ledger
     naive: NaiveNode
@@ -213,7 +213,7 @@ class Both:
         return cls(ledger, NaiveNode(cards), requests)
 
     def explore(self, depth: int, held: list[tuple[Ask, Lease]]) -> None:
-        """Try all that can happen next, and after that, and undo it."""
+        """Try all next steps recursively, and undo each."""
         self.seen += 1
         free = self.ledger.device_sets[GPU].free
         assert list(free) == [self.naive.free(at) for at in range(len(free))]
@@ -273,7 +273,7 @@ def test_every_sequence_of_five_steps_on_more_cards(kind):
         assert compare(asks, cards, depth=5) > 10_000
 
 
-def test_what_can_never_be_given_is_known():
+def test_infeasible_requests_are_found():
     """[B23], on every box of up to three cards."""
     kinds = [Card(), Card("T4"), Card(memory=10), Card("T4", memory=4)]
     asks = [*PLAIN, *TYPED, *BY_BYTES, Ask("3"), Ask("1", "H100"), Ask("0", memory=11)]
@@ -287,10 +287,8 @@ def test_what_can_never_be_given_is_known():
 
 @pytest.mark.parametrize("amount", [0.5, 1])
 @pytest.mark.parametrize("strategy", ["pack", "spread"])
-def test_whoever_ends_first_a_wide_task_waits_for_those_before_it_alone(
-    amount, strategy
-):
-    """[B24]: under an endless stream, in every order in which tasks may end."""
+def test_wide_task_waits_only_for_tasks_before_it(amount, strategy):
+    """[B24]: under an endless stream, for every order in which tasks end."""
     orders: list[tuple[str, ...]] = [()]
     tried = 0
     while orders:

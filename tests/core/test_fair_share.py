@@ -1,4 +1,4 @@
-"""Programs that share a node: who gets what, whose turn it is, and limits."""
+"""Programs that share a node: shares, turns and limits."""
 
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -16,7 +16,7 @@ from tests.core.builders import GIB, World, status_of, submit, why_of
 
 @dataclass
 class Contender:
-    """A program that always wants more.
+    """A program that always has waiting tasks.
 
     Attributes:
         seconds: how long its tasks take in the mean.
@@ -40,12 +40,12 @@ class Contender:
 
     @property
     def size(self) -> float:
-        """What one task holds of the contended resource."""
+        """The amount of the contended resource that one task holds."""
         return self.gpus or self.cpus
 
 
 class Contest(World):
-    """Lets programs contend, each task for as long as it takes."""
+    """A simulation of contending programs."""
 
     def __init__(self, contenders, seed=0, **options) -> None:
         self._seen = 0
@@ -59,13 +59,13 @@ class Contest(World):
             self.join(each.id, each.weight)
 
     def check(self) -> None:
-        """Look at the books now and then: they are long."""
+        """Check only sometimes: a check is slow."""
         self._seen += 1
         if self._seen % 97 == 0:
             super().check()
 
     def feed(self, contender) -> None:
-        """Have as many of its tasks wait as it floods with."""
+        """Keep the program's number of waiting tasks."""
         missing = contender.flood - contender.waits
         for _ in range(missing):
             name = f"{contender.id}:{len(self.tasks)}"
@@ -83,7 +83,7 @@ class Contest(World):
             )
 
     def play(self, seconds: float) -> None:
-        """Let the contest go on."""
+        """Run the simulation."""
         until = self.now + seconds
         self._note()
         while self._ends and self._ends[0][0] <= until:
@@ -103,7 +103,7 @@ class Contest(World):
         return self.contenders[int(name.split(":")[0])]
 
     def _note(self) -> None:
-        """Those that run now end some time later."""
+        """Plan the ends of the running tasks."""
         for name in sorted(self.running - self._begun.keys()):
             contender = self._whose(name)
             contender.waits -= 1
@@ -116,13 +116,13 @@ class Contest(World):
 
 
 def jain(amounts) -> float:
-    """Jain's index: 1 where all have the same, 1/n where one has all."""
+    """Jain's index: 1 if all shares are equal, 1/n if one program has all."""
     amounts = list(amounts)
     return sum(amounts) ** 2 / (len(amounts) * sum(each**2 for each in amounts))
 
 
 def play(contenders, seconds, **node) -> list[float]:
-    """What each has had, by weight, when all have wanted more all the time."""
+    """Return each program's usage divided by its weight, under full load."""
     contest = Contest(contenders, **node)
     for each in contenders:
         contest.feed(each)
@@ -137,7 +137,7 @@ def play(contenders, seconds, **node) -> list[float]:
         ([Contender(number) for number in range(1, 5)], {"cpus": 3}, 60, 0.99),
         ([Contender(n, weight=n) for n in (1, 2, 3)], {"cpus": 4}, 90, 0.999),
         ([Contender(1, seconds=3), Contender(2, seconds=0.1)], {"cpus": 1}, 60, 0.99),
-        # They are sent ahead; a slice of them is one turn.
+        # Short tasks are sent ahead; a slice of them is one turn.
         (
             [Contender(1, seconds=1e-3, flood=50), Contender(2, seconds=0.05)],
             {"cpus": 2},
@@ -153,7 +153,7 @@ def play(contenders, seconds, **node) -> list[float]:
     ],
     ids=["equal", "by weight", "long and short", "tiny", "wide and narrow"],
 )
-def test_each_program_has_its_share_of_time(contenders, node, seconds, least):
+def test_programs_get_time_by_weight(contenders, node, seconds, least):
     had = play(contenders, seconds, **node)
     assert jain(had) > least
     weights = sum(each.weight * one for each, one in zip(contenders, had, strict=True))
@@ -162,12 +162,12 @@ def test_each_program_has_its_share_of_time(contenders, node, seconds, least):
 
 @pytest.fixture
 def w() -> World:
-    """One CPU, two programs."""
+    """A world of one CPU and two programs."""
     return World(cpus=1).play("join 1 2")
 
 
 def order(w: World, seconds: float = 1.0) -> list[str]:
-    """End what runs, one after the other; the order in which they ran."""
+    """Finish tasks one after the other; return their order."""
     names = []
     while w.running:
         [name] = w.running
@@ -185,13 +185,13 @@ def order(w: World, seconds: float = 1.0) -> list[str]:
     ],
     ids=["a turn each", "a slice is one turn"],
 )
-def test_programs_take_turns_and_each_has_its_own_order(w, seconds, expected):
+def test_programs_take_turns_in_their_own_order(w, seconds, expected):
     for name in ("a1", "a2", "a3", "b1", "b2", "b3"):
         w.submit(name, client=1 if name[0] == "a" else 2)
     assert order(w, seconds) == expected
 
 
-def test_who_holds_less_goes_first_though_it_has_had_more():
+def test_program_that_holds_less_goes_first():
     World(cpus=2).play("""
         join 1 2; submit b0 client=2; advance 50; finish b0; submit a0 a1 a2 a3 client=1
         submit b1 b2 client=2; running = a0 a1
@@ -199,8 +199,8 @@ def test_who_holds_less_goes_first_though_it_has_had_more():
     """)
 
 
-def test_what_does_not_fit_is_not_held_against_what_stands_behind_it():
-    """A program that has all CPUs has no GPU yet, and waits for both."""
+def test_program_may_start_a_later_group_if_its_first_does_not_fit():
+    """Program 1 holds all CPUs but no GPU; its first task needs both."""
     World(cpus=2, gpus=2).play("""
         join 1 2; submit cpus cpus=2 client=1; submit gpu cpus=0 gpus=1 client=2
         submit last cpus=0 gpus=0.6 client=2; submit stuck cpus=1 gpus=0.5 client=1
@@ -209,8 +209,8 @@ def test_what_does_not_fit_is_not_held_against_what_stands_behind_it():
     """)
 
 
-def test_it_waits_no_longer_than_a_task_counts():
-    """Whose tag is lower may be held up by something else for ever."""
+def test_reservation_gives_way_for_a_limited_time():
+    """A program with less virtual time may be blocked for another reason for ever."""
     w = World(cpus=16, gpus=2, config=SchedulerConfig(reserve_after=0.0))
     for number in (1, 2, 3):
         w.join(number)
@@ -225,7 +225,7 @@ def test_it_waits_no_longer_than_a_task_counts():
     assert w.kept == "one"
 
 
-def test_a_higher_priority_may_take_what_is_kept_for_another_program():
+def test_higher_priority_takes_the_reservation_of_another_program():
     w = World(cpus=16, gpus=1, config=SchedulerConfig(reserve_after=0.0)).play("""
         join 1 2; submit half other gpus=0.5 client=1; submit wide gpus=1 client=2
         submit low gpus=0.5 client=1; advance 1; finish half; running = other
@@ -237,8 +237,8 @@ def test_a_higher_priority_may_take_what_is_kept_for_another_program():
     """)
 
 
-def test_who_has_waited_longest_gives_way_to_nobody():
-    """Then what it has had decides, though it holds more than others."""
+def test_program_that_has_waited_longest_does_not_give_way():
+    """Its virtual time decides, although it holds more than others."""
     w = World(cpus=4, gpus=2).play("""
         join 1 2; submit life cpus=0 gpus=1 client=1; submit b0 b1 gpus=0.5 client=2
         submit a gpus=0.5 client=1
@@ -253,7 +253,7 @@ def test_who_has_waited_longest_gives_way_to_nobody():
     assert began >= LONGEST
 
 
-def test_what_runs_when_a_second_program_joins_counts():
+def test_running_tasks_count_when_a_second_program_joins():
     w = World(cpus=2).play("""
         submit a0 lent; submit child parent=lent; wait_for lent child; submit a1; join 7
         submit b0 client=7
@@ -264,7 +264,7 @@ def test_what_runs_when_a_second_program_joins_counts():
     w.play("advance 1; finish child; running = a0 lent; finish a0; running = b0 lent")
 
 
-def test_places_among_workers_go_round_too():
+def test_programs_take_turns_at_the_worker_limit():
     w = World(cpus=4).play("join 1 2")
     w.scheduler.worker_limit.bound(1)
     for name in ("a1", "a2", "b1", "b2"):
@@ -272,7 +272,7 @@ def test_places_among_workers_go_round_too():
     assert order(w) == ["a1", "b1", "a2", "b2"]
 
 
-def test_nobody_gives_way_to_one_that_is_not_helped():
+def test_program_gives_way_only_if_that_helps():
     w = World(cpus=2, gpus=1).play("""
         join 1 2; submit life gpus=1 is_endless=True; submit a0 a1 a2 client=1
         submit b gpus=1 client=2
@@ -284,7 +284,7 @@ def test_nobody_gives_way_to_one_that_is_not_helped():
     assert w.waiting == {"b"}
 
 
-def test_nothing_is_kept_for_one_that_waits_for_what_is_held_for_life():
+def test_no_reservation_for_resources_held_without_end():
     w = World(cpus=4, gpus=2, config=SchedulerConfig(reserve_after=0.0)).play("""
         join 1 2; submit life gpus=1 is_endless=True; submit half gpus=0.5 client=1
         submit wide gpus=1 client=2; advance 1; submit x cpus=0; finish x
@@ -295,7 +295,7 @@ def test_nothing_is_kept_for_one_that_waits_for_what_is_held_for_life():
     assert w.scheduler.reservation.record is kept.record
 
 
-def test_a_device_that_settles_counts_for_its_program_until_it_is_free():
+def test_settling_device_counts_for_its_program():
     w = World(cpus=4, gpus=1)
     w.play("let settles=True; submit before gpus=1 max_calls=1; finish before; join 1")
     assert all(not client.held for client in w.scheduler.clients), "nobody's"
@@ -306,7 +306,7 @@ def test_a_device_that_settles_counts_for_its_program_until_it_is_free():
     assert client.held == {}
 
 
-def test_requests_without_number_are_not_all_remembered(monkeypatch):
+def test_cache_of_shares_is_bounded(monkeypatch):
     monkeypatch.setattr(clients_module, "CACHED", 3)
     w = World(cpus=1).play("join 1")
     for number in range(1, 9):
@@ -315,7 +315,7 @@ def test_requests_without_number_are_not_all_remembered(monkeypatch):
     w.play("run_dry; left = 0")
 
 
-# What one program may have.
+# Limits of one program.
 
 
 @pytest.mark.parametrize(
@@ -343,14 +343,14 @@ def test_requests_without_number_are_not_all_remembered(monkeypatch):
     ],
     ids=str,
 )
-def test_terms_that_mean_nothing_are_refused(terms, match):
+def test_invalid_weights_and_limits_are_refused(terms, match):
     w = World(cpus=2)
     with pytest.raises(OptionError, match=match):
         w.join(1, terms.get("weight", 1.0), Limits(**terms.get("limits", {})))
     assert w.scheduler.clients is None
 
 
-def test_a_program_submits_no_more_than_it_may():
+def test_max_waiting_limits_unfinished_tasks():
     w = World(cpus=1)
     assert Limits(max_waiting=1).max_waiting == 1
     w.join(1, limits=Limits(max_waiting=2))
@@ -368,7 +368,7 @@ def test_a_program_submits_no_more_than_it_may():
         w.submit("child", client=1, parent="b")
 
 
-def test_a_program_holds_no_more_than_it_may_and_others_go_past():
+def test_max_share_limits_a_program_but_not_others():
     w = World(cpus=8, gpus=4)
     w.join(1, limits=Limits(max_share={"GPU": 0.5}))
     w.play("""
@@ -380,7 +380,7 @@ def test_a_program_holds_no_more_than_it_may_and_others_go_past():
     """)
 
 
-def test_memory_of_gpus_is_limited_where_it_is_asked_for_by_name():
+def test_max_share_limits_explicit_gpu_memory():
     w = World(cpus=8, gpus=2, gpu_memory="40GiB")
     w.join(1, limits=Limits(max_share={"gpu_memory": 0.375}))
     w.play("submit a b gpu_memory=20GiB client=1; running = a")
@@ -390,7 +390,7 @@ def test_memory_of_gpus_is_limited_where_it_is_asked_for_by_name():
         w.submit("pair", num_gpus=2, gpu_memory="20GiB", client=1)
 
 
-def test_one_that_waits_for_its_limit_says_so_and_may_get_a_higher_one():
+def test_why_names_the_limit_until_it_is_raised():
     w = World(cpus=8, gpus=4)
     w.join(1, limits=Limits(max_share={"GPU": 0.25, "CPU": 0.25}))
     w.play("submit a cpus=2 gpus=1 client=1; submit b gpus=1 client=1")
@@ -406,7 +406,7 @@ def test_one_that_waits_for_its_limit_says_so_and_may_get_a_higher_one():
     assert w.running == {"a", "b"}
 
 
-def test_a_child_that_its_parent_keeps_from_running_fails():
+def test_child_fails_if_its_parent_uses_up_the_limit():
     w = World(cpus=8, gpus=4)
     w.join(1, limits=Limits(max_share={"GPU": 0.25}))
     w.play("""
@@ -420,7 +420,7 @@ def test_a_child_that_its_parent_keeps_from_running_fails():
     )
 
 
-def test_a_parent_that_waits_does_not_count_its_cpus():
+def test_cpus_of_a_waiting_parent_do_not_count():
     w = World(cpus=8)
     w.join(1, limits=Limits(max_share={"CPU": 0.125}))
     w.play("""
@@ -432,7 +432,7 @@ def test_a_parent_that_waits_does_not_count_its_cpus():
     """)
 
 
-def test_a_retry_with_a_device_of_its_own_keeps_to_the_limit():
+def test_retry_with_a_whole_device_respects_the_limit():
     w = World(cpus=8, gpus=2)
     w.join(1, limits=Limits(max_share={"GPU": 0.25}))
     w.join(2, limits=Limits(max_share={"GPU": 0.5}))
@@ -443,7 +443,7 @@ def test_a_retry_with_a_device_of_its_own_keeps_to_the_limit():
     """)
 
 
-def test_one_that_is_to_run_alone_keeps_to_the_limit():
+def test_exclusive_retry_respects_the_limit():
     w = World(cpus=8, gpus=2)
     w.join(1, limits=Limits(max_share={"GPU": 0.5}))
     w.submit("greedy", num_gpus=0.5, client=1)
@@ -452,7 +452,7 @@ def test_one_that_is_to_run_alone_keeps_to_the_limit():
     w.play("starve greedy; running lacks greedy; join 1; running has greedy")
 
 
-def test_programs_are_forgotten_when_their_last_task_has_ended():
+def test_program_is_forgotten_after_its_last_task():
     w = World(cpus=1, exits=False).play("""
         leave 9; join 1; leave 9; submit a client=1 max_calls=1; leave 1
     """)
@@ -470,7 +470,7 @@ def test_programs_are_forgotten_when_their_last_task_has_ended():
 # A program that does not read its results.
 
 
-def test_nothing_more_is_started_for_one_that_is_behind_until_it_has_caught_up():
+def test_program_that_is_behind_starts_nothing():
     w = World(cpus=2).play("""
         fall_behind 7; join 1 2; fall_behind 7; submit a0 a1 a2 a3 client=1
         submit b client=2

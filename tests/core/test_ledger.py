@@ -1,4 +1,4 @@
-"""Leases are taken whole or not at all; what is free, or can never be had, is exact."""
+"""Leases are taken whole or not at all, in exact amounts."""
 
 import pytest
 
@@ -16,7 +16,7 @@ from tests.core.builders import GIB
 
 
 def ledger(cpus: float = 4, gpus: int = 2, **others: float) -> Ledger:
-    """A node with so many CPUs and GPUs."""
+    """Make a node with CPUs and GPUs."""
     scalars = {"CPU": cpus, **others}
     return Ledger(
         {name: quantity(name, amount) for name, amount in scalars.items()},
@@ -25,14 +25,14 @@ def ledger(cpus: float = 4, gpus: int = 2, **others: float) -> Ledger:
 
 
 def node(*devices: Device, kind: str = "GPU") -> Ledger:
-    """A node of four CPUs and these devices."""
+    """Make a node of four CPUs and these devices."""
     scalars = {"CPU": 4 * UNIT}
     scalars.update({TYPE_PREFIX + one.type: UNIT for one in devices if one.type})
     return Ledger(scalars, [DeviceSet(kind, devices)])
 
 
 def sized(*sizes: int) -> Ledger:
-    """GPUs with so many GiB; 0 for unknown."""
+    """Make a node with GPUs of these GiB; 0 for unknown."""
     cards = [Device(number, memory=size * GIB) for number, size in enumerate(sizes)]
     return Ledger({}, [DeviceSet("GPU", cards)])
 
@@ -40,14 +40,14 @@ def sized(*sizes: int) -> Ledger:
 def cards(
     count: int, kind: str | None = None, memory: int = 0, **facts
 ) -> list[Device]:
-    """Devices that are alike."""
+    """Make equal devices."""
     return [
         Device(number, kind, memory=memory * GIB, **facts) for number in range(count)
     ]
 
 
 def asking(cpus: float = 0, gpus: float = 0, **others) -> Request:
-    """A request in the user's numbers."""
+    """Make a request from the user's numbers."""
     scalars = {"CPU": cpus, **others}
     return Request.of(
         {name: quantity(name, amount) for name, amount in scalars.items()},
@@ -56,13 +56,13 @@ def asking(cpus: float = 0, gpus: float = 0, **others) -> Request:
 
 
 def need(gpus: float, memory=0, *, kind="GPU", gpu_memory=0, **options) -> Request:
-    """A request for devices and so many GiB of each, or so many bytes."""
+    """Make a request for devices with a least memory in GiB, or for bytes."""
     gpu_memory = gpu_memory or (BY_SHARE if memory == BY_SHARE else int(memory * GIB))
     amounts = {kind: int(gpus * UNIT)}
     return Request.of({}, amounts, gpu_memory=gpu_memory, **options)
 
 
-def test_a_lease_is_taken_and_given_back_once():
+def test_lease_is_taken_and_given_back_once():
     node = ledger()
     lease = node.take(asking(1, 0.25))
     assert lease.shares == (((0, 2_500),),)
@@ -76,8 +76,8 @@ def test_a_lease_is_taken_and_given_back_once():
         node.give_back(lease)
 
 
-def test_the_cpus_of_one_who_waits_are_lent_and_taken_back_at_once():
-    """[B12] And nothing else is; others may have them, so less than nothing is free."""
+def test_lent_cpus_are_taken_back_at_once():
+    """[B12] Only CPUs are lent; the free amount can become negative."""
     node = ledger(cpus=2, gpus=1, license=1)
     lent = node.take(asking(2, 0.5, license=1))
     node.lend(lent)
@@ -100,7 +100,7 @@ def test_the_cpus_of_one_who_waits_are_lent_and_taken_back_at_once():
     node.check()
 
 
-def test_a_lease_helps_who_is_short_of_what_it_holds():
+def test_would_help_compares_a_lease_with_the_lack():
     node = ledger(cpus=2, license=1)
     plain, licensed = node.take(asking(1)), node.take(asking(0, license=1))
     assert plain is not None
@@ -111,7 +111,7 @@ def test_a_lease_helps_who_is_short_of_what_it_holds():
 
 
 @pytest.mark.parametrize("what", ["scalar", "device"])
-def test_check_notices_what_nobody_holds(what):
+def test_check_detects_amounts_without_a_lease(what):
     node = ledger()
     node.take(asking(1, 0.5))
     if what == "scalar":
@@ -135,7 +135,7 @@ def test_check_notices_what_nobody_holds(what):
     ],
     ids=str,
 )
-def test_an_idle_node_can_hold_as_many_as_can_be_taken(node, asked, most):
+def test_room_for_equals_the_number_of_leases_taken(node, asked, most):
     assert node.room_for(asked) == most
     leases = [node.take(asked) for _ in range(most or 0)]
     assert all(leases)
@@ -145,7 +145,7 @@ def test_an_idle_node_can_hold_as_many_as_can_be_taken(node, asked, most):
         node.give_back(lease)
 
 
-def test_how_many_a_node_can_hold_of_a_type_or_with_cpus_that_are_lent():
+def test_room_for_counts_types_and_lent_cpus():
     node = ledger(license=3, **{"accelerator_type:A100": 1})
     assert node.room_for(need(0.5, accelerator_type="A100")) == 4
     assert node.room_for(need(0.5, accelerator_type="H100")) == 0
@@ -193,7 +193,7 @@ SPLIT = node(*cards(3, "A100", 20, parent="GPU-1"), *cards(1, "A100", 80))
             "there is no GPU of type 'A100' (there is none at all)",
         ),
         (
-            # Declared as a resource, but no device is of it.
+            # A custom resource names the type, but no device has it.
             Ledger({TYPE_PREFIX + "T4": UNIT}, [DeviceSet("GPU", cards(2, "A100"))]),
             need(1, accelerator_type="T4"),
             "there is no GPU of type 'T4' (there are: 2 x A100)",
@@ -277,12 +277,12 @@ SPLIT = node(*cards(3, "A100", 20, parent="GPU-1"), *cards(1, "A100", 80))
         ),
     ],
 )
-def test_what_a_node_can_never_give_in_words(ledger, request_, reason):
+def test_why_infeasible_explains_the_lack(ledger, request_, reason):
     """[B23]"""
     assert ledger.why_infeasible(request_) == reason
 
 
-def test_of_many_sorts_the_commonest_are_named():
+def test_why_infeasible_lists_the_most_frequent_types():
     devices = [Device(number, memory=number * GIB) for number in range(1, 12)]
     reason = node(*devices).why_infeasible(need(1, where=DeviceSelector(name="x")))
     assert reason.endswith("1 x 8GiB without a name, and others)")

@@ -26,7 +26,7 @@ def filled(window: int = 2, calls: int = 4, is_serial: bool = True) -> Mailbox:
 
 
 class Post(RuleBasedStateMachine):
-    """A process that runs what it is sent, dies now and then, and comes again."""
+    """A process that runs its calls, and sometimes dies and restarts."""
 
     @initialize(window=st.integers(1, 4), is_serial=st.booleans())
     def begin(self, window: int, is_serial: bool) -> None:
@@ -108,7 +108,7 @@ TestPost.settings = settings(
 )
 
 
-def test_a_mailbox_sends_as_much_as_its_window_holds_in_order() -> None:
+def test_mailbox_sends_calls_in_order_within_its_window() -> None:
     mailbox = filled()
     assert not mailbox.post(5)
     assert mailbox.take() == []
@@ -122,7 +122,7 @@ def test_a_mailbox_sends_as_much_as_its_window_holds_in_order() -> None:
     assert [Mailbox(window, is_serial=False).low for window in (1, 2, 9)] == [0, 1, 8]
 
 
-def test_a_mailbox_is_closed_for_good() -> None:
+def test_closed_mailbox_stays_closed() -> None:
     mailbox = filled(window=2, calls=4)
     assert mailbox.cancel(1), "its process must be told"
     assert not mailbox.cancel(1), "it was told"
@@ -144,8 +144,10 @@ def test_a_mailbox_is_closed_for_good() -> None:
         pytest.param(False, 0, (3,), [2], [3, 4], id="all at once, one is retried"),
     ],
 )
-def test_what_is_lost_with_the_process(is_serial, begun, again, lost, waiting):
-    """Of 1, which was cancelled, 2 and 3, which were sent, and 4."""
+def test_lose_requeues_calls_that_have_not_begun(
+    is_serial, begun, again, lost, waiting
+):
+    """Call 1 was cancelled, 2 and 3 were sent, 4 waits."""
     mailbox = filled(window=3, calls=4, is_serial=is_serial)
     mailbox.cancel(1)
     assert mailbox.lose(begun, again) == lost
@@ -156,14 +158,14 @@ def test_what_is_lost_with_the_process(is_serial, begun, again, lost, waiting):
     assert mailbox.post(6) == (len(waiting) == 1), "where there is room"
 
 
-def test_with_one_each_item_waits_for_the_one_before():
+def test_window_of_one_waits_after_each_item():
     window = Window(1)
     assert window.limit == 1
     assert [window.take() for _ in range(3)] == [2, 3, 4]
 
 
 @pytest.mark.parametrize("size", [2, 3, 64, 65])
-def test_few_messages_pass(size):
+def test_window_sends_few_messages(size):
     window = Window(size)
     told = [limit for limit in (window.take() for _ in range(10 * size)) if limit]
     assert len(told) <= 20
@@ -174,7 +176,7 @@ def test_few_messages_pass(size):
 
 
 class Streaming(RuleBasedStateMachine):
-    """A producer, a consumer, and two wires between them that deliver some time."""
+    """A producer and a consumer, with a delayed channel in each direction."""
 
     @initialize(size=st.integers(1, 9))
     def begin(self, size: int) -> None:
@@ -234,7 +236,7 @@ Streaming.TestCase.settings = settings(max_examples=50, deadline=None)
 TestStreaming = Streaming.TestCase
 
 
-def test_a_window_shows_its_counts():
+def test_window_repr_shows_its_counts():
     window = Window(4)
     window.take()
     assert repr(window) == "<Window 1 taken, 4 allowed>"

@@ -50,7 +50,7 @@ from tests.core.builders import A100, GIB, H100
         (MOST_PARTS, MOST_PARTS * UNIT),
     ],
 )
-def test_a_number_becomes_parts_by_its_decimal_text(value, parts):
+def test_quantity_truncates_the_decimal_text(value, parts):
     assert quantity("num_gpus", value) == parts
 
 
@@ -73,13 +73,13 @@ def test_a_number_becomes_parts_by_its_decimal_text(value, parts):
         (5e-324, "num_gpus=5e-324 is finer than 1/10000"),
     ],
 )
-def test_what_is_no_quantity_is_refused_by_name(value, said):
+def test_invalid_quantity_is_refused(value, said):
     with pytest.raises(OptionError, match=re.escape(said)):
         quantity("num_gpus", value)
 
 
 @pytest.mark.parametrize("value", [1.5, 2.0001, 3.9999])
-def test_more_than_one_device_must_be_whole(value):
+def test_several_devices_must_be_whole(value):
     with pytest.raises(OptionError, match="mixes whole devices and a share"):
         device_quantity("num_gpus", value)
 
@@ -92,7 +92,7 @@ def test_more_than_one_device_must_be_whole(value):
         (" 7 B ", 7),
     ],
 )
-def test_a_size_in_bytes_or_with_its_unit(given, count):
+def test_sizes_are_parsed(given, count):
     assert parse_size("memory", given) == count
 
 
@@ -100,7 +100,7 @@ def test_a_size_in_bytes_or_with_its_unit(given, count):
     "given",
     [-1, 1.5, True, None, LARGEST + 1, "6", "", "GiB", "6GiBB", "-1GB", "nanGB"],
 )
-def test_what_is_no_size_is_refused_by_name(given):
+def test_invalid_size_is_refused(given):
     for read in (parse_size, memory_size):
         with pytest.raises(OptionError) as caught:
             read("memory", given)
@@ -109,7 +109,7 @@ def test_what_is_no_size_is_refused_by_name(given):
 
 
 @pytest.mark.parametrize("given", [0, "0B", LEAST, "1MiB", "2GiB", LARGEST])
-def test_a_memory_size_of_a_program(given):
+def test_memory_size_accepts_zero_and_large_sizes(given):
     assert memory_size("memory", given) == parse_size("memory", given)
 
 
@@ -124,7 +124,7 @@ def test_a_memory_size_of_a_program(given):
         ("500KB", "means 500000 bytes,", "give at least 1MiB."),
     ],
 )
-def test_a_memory_size_without_its_unit_is_refused(given, begins, ends):
+def test_memory_size_without_unit_is_refused(given, begins, ends):
     with pytest.raises(OptionError) as caught:
         memory_size("gpu_memory", given)
     assert str(caught.value).startswith(f"gpu_memory={given!r} {begins}")
@@ -139,11 +139,11 @@ def test_a_memory_size_without_its_unit_is_refused(given, begins, ends):
         *[(7170, "2 h"), (360_000, "100 h")],
     ],
 )
-def test_a_span_of_time(seconds, text):
+def test_spans_are_formatted(seconds, text):
     assert span(seconds) == text
 
 
-def test_lists_and_amounts_in_words():
+def test_lists_and_amounts_are_formatted():
     assert [listing(*some) for some in ((["a"], 1), ("abcdefghij", 10), ("ab", 5))] == [
         "a",
         "a, b, c, d, e, f, g, h, and 2 more",
@@ -158,7 +158,7 @@ def test_lists_and_amounts_in_words():
     assert str(memory) == "{CPU: 1, memory: 6GiB}"
 
 
-def test_names_can_do_nothing_to_a_terminal():
+def test_control_characters_are_replaced():
     assert printable("mödel 日本") == "mödel 日本"
     assert printable("a\nb\x1b[31m\u202ec") == "a?b?[31m?c"
 
@@ -175,11 +175,11 @@ def test_names_can_do_nothing_to_a_terminal():
         ),
     ],
 )
-def test_conditions_in_words(where, told):
+def test_conditions_are_formatted(where, told):
     assert str(where) == told
 
 
-def test_conditions_and_a_type_are_both_fulfilled():
+def test_device_must_fulfil_conditions_and_type():
     cards = [A100, H100, Device(2, "A100", memory=40 * GIB)]
     devices = DeviceSet("GPU", cards)
     large = DeviceSelector(least_memory=80 * GIB)
@@ -189,7 +189,7 @@ def test_conditions_and_a_type_are_both_fulfilled():
 
 
 def spec_of(request: Request, *environment: tuple[str, str]) -> TaskSpec:
-    """A spec that asks for this."""
+    """Make a spec with a request."""
     return TaskSpec("f", Shape(request, environment))
 
 
@@ -200,7 +200,7 @@ TABLES = [
 
 
 @pytest.mark.parametrize(("record_class", "table", "first"), TABLES)
-def test_records_move_as_their_table_says_and_may_end(record_class, table, first):
+def test_records_move_only_along_their_tables(record_class, table, first):
     states = list(type(first))
     reached = {first}
     for _ in table:
@@ -220,8 +220,8 @@ def test_records_move_as_their_table_says_and_may_end(record_class, table, first
             assert record.state is before
 
 
-def test_a_worker_is_bound_to_environment_devices_and_memory_limit():
-    """[B27] But not to amounts; a framework is told of its limit once."""
+def test_binding_has_environment_devices_and_memory_limit():
+    """[B27] The binding ignores amounts; a framework reads its limit only once."""
     cards = [Device(0, memory=80), Device(1), Device(2)]
     bindings = []
     for amount, memory in (
@@ -240,15 +240,15 @@ def test_a_worker_is_bound_to_environment_devices_and_memory_limit():
 
 
 def pace(*durations: float) -> DurationEstimate:
-    """What is known after these, in seconds."""
+    """Make an estimate from these durations."""
     made = DurationEstimate()
     for took in durations:
         made.note(took)
     return made
 
 
-def test_the_estimate_follows_what_happens_and_forgives_one_that_was_slow():
-    """Its worker may have been put aside by the system."""
+def test_duration_estimate_follows_and_forgives_an_outlier():
+    """The kernel may have suspended the worker."""
     assert DurationEstimate().depth == 0
     made = pace(*[1e-5] * 50)
     made.note(1.0)

@@ -1,4 +1,4 @@
-"""What `status()` shows, as data and in words: who holds what, what waits and why."""
+"""`status()` as data and as text: holders, waiting tasks, reasons."""
 
 from dataclasses import replace
 
@@ -26,17 +26,17 @@ from tests.core.builders import GIB, World, status_of
 
 
 def reason_of(w: World, name: str) -> str | None:
-    """Why a task waits."""
+    """Return the reason of a waiting task."""
     [status] = [task for task in status_of(w).tasks if task.name == name]
     return status.reason
 
 
 def table(w: World) -> list[str]:
-    """The lines of `print(status)`."""
+    """Return the lines of the printed status."""
     return str(status_of(w)).splitlines()
 
 
-def test_an_idle_node():
+def test_status_of_an_idle_node():
     status = status_of(World(cpus=2, gpu_types=["A100"]))
     assert status.total == {"CPU": 2.0, "GPU": 1.0, "accelerator_type:A100": 1.0}
     assert status.available == status.total
@@ -73,13 +73,13 @@ SHORT = {
 
 
 @pytest.mark.parametrize("reason", SHORT)
-def test_a_task_says_what_is_short(reason):
+def test_status_names_the_shortage_of_a_task(reason):
     node, story = SHORT[reason]
     w = World(**node).play(story)
     assert (reason_of(w, "a"), reason_of(w, "b")) == (None, f"waits for {reason}")
 
 
-def test_a_task_names_the_children_that_it_waits_for():
+def test_status_names_the_awaited_children():
     w = World(cpus=1).play("submit parent")
     children = [f"child{number}" for number in range(10)]
     for name in children:
@@ -95,14 +95,14 @@ def test_a_task_names_the_children_that_it_waits_for():
 
 
 def reserved() -> World:
-    """A world in which something is kept for `big`."""
+    """A world with a reservation for `big`."""
     return World(cpus=4, gpus=2).play("""
         submit long gpus=0.5; submit big gpus=2; pass_over; advance 1; pass_over
         submit small gpus=0.25
     """)
 
 
-def test_a_task_says_for_whom_is_kept_what_it_could_have():
+def test_status_names_the_task_of_the_reservation():
     w = reserved()
     assert reason_of(w, "small") == (
         "waits for GPU 0.25 (free by device: 0: 0.5, 1: 1; kept for big)"
@@ -110,7 +110,7 @@ def test_a_task_says_for_whom_is_kept_what_it_could_have():
     assert reason_of(w, "big") == "waits for GPU 2 (free by device: 0: 0.5, 1: 1)"
 
 
-def test_memory_is_shown_where_somebody_has_asked_for_some():
+def test_status_shows_memory_that_is_used():
     w = World(cpus=2, resources={"memory": 4 << 30}).play("submit a")
     assert "memory" not in str(status_of(w))
     w.submit("b", resources={"memory": 1 << 30})
@@ -118,10 +118,10 @@ def test_memory_is_shown_where_somebody_has_asked_for_some():
     assert "memory 3GiB/4GiB" in repr(status_of(w))
 
 
-# As people read it.
+# The status as text.
 
 
-def test_a_busy_node():
+def test_status_of_a_busy_node():
     w = World(cpus=5, gpu_types=["A100", "A100"], exits=False).play("""
         submit model gpus=0.5 is_endless=True; submit ended gpus=0.25 max_calls=1
         submit train cpus=2; finish ended; advance 2
@@ -154,7 +154,7 @@ def test_a_busy_node():
     ]
 
 
-def test_actors_and_failures_come_last():
+def test_report_ends_with_actors_and_failures():
     status = snapshot(World(cpus=2).scheduler, {}, 0.0)
     actors = (
         ActorStatus(4, "serve", "", "Model", "alive", 2, 1, 101, 3, True),
@@ -175,7 +175,7 @@ def test_actors_and_failures_come_last():
     ]
 
 
-def test_what_is_held_are_tasks_on_workers_and_leases():
+def test_held_tasks_are_on_workers_or_leases():
     asks = {"GPU": 1.0}
     tasks = (
         TaskStatus(1, "train", "running", asks, 7, None, pid=107),
@@ -191,7 +191,7 @@ def test_what_is_held_are_tasks_on_workers_and_leases():
     assert told == [(1, "running"), (2, "leased"), (3, "stopping")]
 
 
-def test_what_was_sent_to_a_cluster_is_listed():
+def test_report_lists_tasks_sent_to_a_cluster():
     status = snapshot(World(cpus=2).scheduler, {}, 0.0)
     tasks = (
         TaskStatus(4, "train", "sent", {"GPU": 1.0}, None, "a second ago"),
@@ -210,7 +210,7 @@ A100 = Device(0, "A100", "GPU-1", "NVIDIA A100-SXM4-80GB", 80 * GIB)
 
 
 def picture(*devices: DeviceStatus) -> list[str]:
-    """The lines that a status has for these devices."""
+    """Return the printed lines of devices."""
     status = NodeStatus({}, {}, devices, (), (), 0, (), 0, None)
     return report(status).splitlines()[2:]
 
@@ -222,7 +222,7 @@ def device(**known: object) -> DeviceStatus:
 LONG = "NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition"
 
 
-def test_what_is_too_wide_stands_on_two_lines():
+def test_wide_device_has_two_lines():
     wide = DeviceStatus("GPU", 0, None, None, LONG, 96 * GIB, 1.0, (), used=95 * GIB)
     busy = DeviceStatus(
         *("GPU", 1, None, None, LONG, 96 * GIB, 1.0, ()), used=0, utilisation=3
@@ -236,7 +236,7 @@ def test_what_is_too_wide_stands_on_two_lines():
     assert all(len(row) <= 100 for row in rows)
 
 
-def test_holders_show_what_they_use():
+def test_report_shows_memory_used_by_holders():
     holders = (
         Holder(0.5, 1, 101, "a", 3.0, used=(100 << 30) + 1, has_outgrown=True),
         Holder(0.25, 2, 102, "b", 12.0, used=1000),
@@ -250,7 +250,7 @@ def test_holders_show_what_they_use():
     ]
 
 
-def test_processes_that_are_not_ours_are_named():
+def test_report_names_foreign_processes():
     others = (
         OtherProcess(7, "Xorg", 120 << 20),
         OtherProcess(9, "", GIB),
@@ -261,12 +261,12 @@ def test_processes_that_are_not_ours_are_named():
     )
 
 
-def test_what_is_not_known_is_said_once():
+def test_report_lists_unknown_values_once():
     rows = picture(device(unknown="all"), device(), device(unknown="all"))
     assert rows[3:] == ["not known of GPU 0, GPU 0: all"]
 
 
-def test_a_node_that_one_program_has_alone_lists_none():
+def test_unshared_node_lists_no_programs():
     w = World().play("submit own")
     assert status_of(w).clients == ()
     w.play("join 1; leave 1")
@@ -281,7 +281,7 @@ def test_a_node_that_one_program_has_alone_lists_none():
 PROGRAMS = {1: Program("train.py", 4711), 2: Program("", 0)}
 
 
-def test_each_program_shows_what_it_runs_wants_and_holds():
+def test_report_shows_each_program():
     w = World(cpus=2, gpus=1)
     limits = Limits(max_waiting=9)
     w.join(1, 2.0, limits)
@@ -307,7 +307,7 @@ def test_each_program_shows_what_it_runs_wants_and_holds():
     ]
 
 
-def test_a_node_that_is_being_stopped_says_so():
+def test_report_shows_that_the_node_is_being_stopped():
     w = World()
     status = replace(status_of(w), draining=12.0)
     told = "is being stopped: no new work; running tasks have 12 s to end"
@@ -315,7 +315,7 @@ def test_a_node_that_is_being_stopped_says_so():
     assert repr(status).startswith(f"<NodeStatus {told}; CPU ")
 
 
-def test_a_task_says_whose_tasks_go_before_it():
+def test_why_names_programs_that_go_first():
     w = World(cpus=1).play("""
         join 1 2; submit own; submit a client=1; submit b client=2; submit own2
     """)
@@ -329,7 +329,7 @@ def test_a_task_says_whose_tasks_go_before_it():
     assert (told.position, told.of) == (1, 1)
 
 
-def test_turns_are_foreseen_by_what_tasks_take():
+def test_expected_order_uses_task_durations():
     w = World(cpus=1).play("""
         join 1; join 2 weight=2; submit own; submit a0 a1 a2 a3 a4 a5 client=1
         submit b0 b1 b2 b3 b4 b5 client=2; submit urgent client=1 priority=1

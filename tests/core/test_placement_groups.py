@@ -1,4 +1,4 @@
-"""Placement groups in the queue, those that run in them, and how both end."""
+"""Placement groups in the queue, their members, and their ends."""
 
 import pytest
 
@@ -10,7 +10,7 @@ from aiogpu.observe.snapshot import snapshot
 from tests.core.builders import World, request_of, status_of, why_of
 
 
-def test_members_wait_for_their_group_and_run_in_its_bundles():
+def test_members_wait_for_the_grant_and_run_in_bundles():
     w = World(cpus=8, gpus=2).play("""
         submit before gpus=1; placement_group gang GPU:1,CPU:1 GPU:1
         submit_in gang first 0 cpus=1 gpus=1; submit_in gang second 1 gpus=0.5
@@ -25,7 +25,7 @@ def test_members_wait_for_their_group_and_run_in_its_bundles():
     w.play("finish second; running = first third")
 
 
-def test_a_member_behind_one_that_was_cancelled_is_placed():
+def test_member_behind_a_cancelled_member_is_placed():
     World(cpus=8, gpus=2).play("""
         submit before gpus=1; placement_group group GPU:1,CPU:1 GPU:1
         submit_in group cancelled 0 gpus=1; submit_in group member 1 gpus=1
@@ -33,7 +33,7 @@ def test_a_member_behind_one_that_was_cancelled_is_placed():
     """)
 
 
-def test_a_group_is_granted_without_a_worker_and_alone_serves_its_members():
+def test_group_is_granted_without_a_worker():
     w = World(cpus=8, gpus=2).play("placement_group gang GPU:1 GPU:0.5")
     assert set(w.placement_groups) == {"gang"}
     assert w.worker_count == 0
@@ -45,7 +45,7 @@ def test_a_group_is_granted_without_a_worker_and_alone_serves_its_members():
     assert not w.scheduler.placement_groups
 
 
-def test_a_group_that_is_removed_ends_its_members():
+def test_removed_group_ends_its_members():
     w = World(cpus=8, gpus=1).play("""
         placement_group gang GPU:1,CPU:2; submit_in gang runs gpus=1 cpus=1
         submit_in gang waits gpus=0.5; submit alone gpus=1; cancel gang
@@ -56,7 +56,7 @@ def test_a_group_that_is_removed_ends_its_members():
     w.play("finish runs; forgotten = gang runs waits; running = alone")
 
 
-def test_a_member_that_is_cancelled_while_its_group_waits_is_gone():
+def test_member_is_cancelled_while_its_group_waits():
     w = World(gpus=1).play("""
         submit before gpus=1; placement_group gang GPU:1; submit_in gang member gpus=1
         cancel member; finish before
@@ -64,7 +64,7 @@ def test_a_member_that_is_cancelled_while_its_group_waits_is_gone():
     w.play("placement_groups = gang; running =")
 
 
-def test_nobody_joins_a_group_that_is_not_there_or_is_being_removed():
+def test_member_of_a_missing_group_is_refused():
     w = World(gpus=1).play("submit_in gang stray gpus=1; told = stray:evicted")
     assert w.tasks["stray"].reason == UNKNOWN
     w.play("""
@@ -76,7 +76,7 @@ def test_nobody_joins_a_group_that_is_not_there_or_is_being_removed():
 
 
 @pytest.mark.parametrize("is_granted", [True, False])
-def test_a_member_that_can_never_run_in_its_group_fails(is_granted):
+def test_member_that_cannot_fit_fails(is_granted):
     w = World(gpus=1)
     if not is_granted:
         w.submit("before", num_gpus=1)
@@ -93,7 +93,7 @@ def test_a_member_that_can_never_run_in_its_group_fails(is_granted):
     assert w.running == {"other"}
 
 
-def test_a_member_waits_for_its_arguments_too():
+def test_member_waits_for_arguments_and_grant():
     w = World(cpus=8, gpus=1).play("""
         submit before gpus=1; submit made; placement_group gang GPU:1
         submit_in gang both gpus=0.5 needs=made
@@ -109,7 +109,7 @@ def test_a_member_waits_for_its_arguments_too():
     """)
 
 
-def test_a_child_that_its_bundle_can_never_hold_beside_its_parent_fails():
+def test_child_fails_if_its_bundle_cannot_hold_it_and_its_parent():
     World(cpus=4, gpus=2).play("""
         placement_group gang GPU:1; submit_in gang parent gpus=0.6
         submit_in gang child gpus=0.6 parent=parent; wait_for parent child
@@ -121,7 +121,7 @@ def test_a_child_that_its_bundle_can_never_hold_beside_its_parent_fails():
     """)
 
 
-def test_a_group_that_its_waiters_keep_from_being_granted_fails_with_its_members():
+def test_group_fails_if_its_waiters_prevent_the_grant():
     World(cpus=4, gpus=1).play("""
         submit parent gpus=0.5; placement_group gang GPU:1
         submit_in gang child gpus=1 parent=parent; wait_for parent child
@@ -131,8 +131,8 @@ def test_a_group_that_its_waiters_keep_from_being_granted_fails_with_its_members
     """)
 
 
-def test_a_member_of_any_bundle_waits_for_one_that_ends():
-    """Not for the first, which is sick or held without end."""
+def test_member_of_any_bundle_waits_for_a_bundle_that_will_be_free():
+    """The other bundles are sick or held without end."""
     World(gpus=3).play("""
         placement_group gang GPU:1 GPU:1 GPU:1
         submit_in gang endless 0 gpus=1 is_endless=True; sicken 1
@@ -143,7 +143,7 @@ def test_a_member_of_any_bundle_waits_for_one_that_ends():
     """)
 
 
-def test_a_member_that_ran_out_of_memory_gets_its_bundles_gpu_whole():
+def test_member_out_of_memory_gets_the_bundles_whole_gpu():
     w = World(cpus=4, gpus=2)
     w.placement_group("gang", {"GPU": 1})
     w.submit_in("gang", "m", num_gpus=0.5, retries_oom=True, max_calls=1)
@@ -158,7 +158,7 @@ def test_a_member_that_ran_out_of_memory_gets_its_bundles_gpu_whole():
     """)
 
 
-def test_a_group_closes_with_its_node():
+def test_group_ends_with_its_node():
     w = World(cpus=4, gpus=2).play("""
         placement_group gang GPU:1; placement_group late GPU:2
         submit_in gang runs gpus=0.5; submit_in gang waits gpus=0.6
@@ -177,7 +177,7 @@ def test_ended_members_are_forgotten():
     assert len(w.scheduler.placement_groups["gang"].members) <= 2 * MIN_ENDED_KEPT
 
 
-def test_a_group_counts_for_its_program_and_its_members_do_not():
+def test_group_counts_for_its_program_but_members_do_not():
     w = World(cpus=8, gpus=4).play("""
         join 1 2; placement_group gang GPU:2 client=1; submit_in gang m gpus=1 client=1
     """)
@@ -190,7 +190,7 @@ def test_a_group_counts_for_its_program_and_its_members_do_not():
     assert clients.of(1).held == {}
 
 
-def test_why_a_group_waits():
+def test_why_explains_a_waiting_group():
     w = World(cpus=4, gpus=2)
     w.play("submit before other gpus=0.7; placement_group gang GPU:0.3 GPU:0.4")
     told = str(why_of(w, "gang"))
@@ -202,7 +202,7 @@ def test_why_a_group_waits():
     assert "GPU 0.1" not in told
 
 
-def test_status_shows_what_a_group_leaves_and_what_its_members_hold():
+def test_status_shows_free_and_used_amounts_of_a_group():
     w = World(cpus=4, gpus=1)
     w.play("placement_group gang GPU:0.5,CPU:2; submit_in gang m gpus=0.2 cpus=1")
     seen = status_of(w)
@@ -215,7 +215,7 @@ def test_status_shows_what_a_group_leaves_and_what_its_members_hold():
     assert held == {"n": 0.3, "m": 0.2}
 
 
-def test_what_is_kept_of_a_bundle_is_nothing_of_the_node():
+def test_reservation_in_a_bundle_does_not_affect_the_node():
     w = World(cpus=1, gpus=1, took=1e-5).play("""
         placement_group gang GPU:1; submit_in gang m0 gpus=1; submit_in gang m1 gpus=1
         submit p0 p1 p2; advance 2.0
@@ -226,7 +226,7 @@ def test_what_is_kept_of_a_bundle_is_nothing_of_the_node():
     w.play("finish p0; running = m0 p1")
 
 
-def test_the_picture_says_for_which_placement_one_waits():
+def test_status_names_the_awaited_placement():
     w = World(cpus=2, gpus=1).play("""
         submit before gpus=1; submit made; placement_group gang GPU:1
         submit_in gang early gpus=1 needs=made; supply early
@@ -240,7 +240,7 @@ def test_the_picture_says_for_which_placement_one_waits():
     assert told["second"].endswith("in any bundle of gang")
 
 
-def test_placements_in_words():
+def test_placements_are_printed():
     w = World(cpus=SHOWN + 1, gpus=2)
     w.placement_group("first", {"GPU": 1, "CPU": 2}, {"GPU": 0.5})
     w.submit_in("first", "m", 0, num_gpus=0.25, num_cpus=1)
@@ -255,7 +255,7 @@ def test_placements_in_words():
     assert "and 1 more" in told
 
 
-def test_a_group_whose_program_has_other_tasks_is_asked_whether_it_fits():
+def test_group_of_a_program_with_other_tasks_is_placed():
     w = World(cpus=4, gpus=2).play("""
         join 1 2; submit all gpus=2 client=2; placement_group g GPU:1 GPU:1 client=1
         submit mine gpus=0.5 client=1; submit theirs gpus=0.25 client=2; finish all
@@ -265,7 +265,7 @@ def test_a_group_whose_program_has_other_tasks_is_asked_whether_it_fits():
     w.scheduler.check()
 
 
-def test_status_shows_what_is_free_of_the_bytes_of_a_bundle():
+def test_status_shows_free_memory_of_a_bundle():
     w = World(cpus=2, gpus=1, gpu_memory=10)
     w.placement_group("gang", {"GPU": 0.5, "gpu_memory": 6}, {"CPU": 1})
     told = status_of(w).placements[0].bundles

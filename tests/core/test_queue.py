@@ -1,4 +1,4 @@
-"""Whose turn is next among those that wait, and how one leaves before its turn."""
+"""The order of waiting tasks, and leaving the queue early."""
 
 import pytest
 from hypothesis import given
@@ -18,13 +18,13 @@ TWO = Shape(Request.of({"CPU": 2 * UNIT}, {}))
 
 
 def task(number: int, *, shape: Shape = ONE, priority: int = 0) -> TaskRecord:
-    """A waiting task."""
+    """Make a waiting task."""
     spec = TaskSpec(f"t{number}", shape, priority=priority)
     return TaskRecord(TaskId(number), spec)
 
 
 def queue(*records: TaskRecord) -> ReadyQueue:
-    """A queue of these, in this order."""
+    """Make a queue of tasks, in this order."""
     ready = ReadyQueue()
     for record in records:
         ready.push(record)
@@ -32,13 +32,13 @@ def queue(*records: TaskRecord) -> ReadyQueue:
 
 
 def leave(ready: ReadyQueue, record: TaskRecord) -> None:
-    """Let a task end while it waits."""
+    """End a waiting task."""
     record.move(TaskState.ENDED)
     ready.discard(record)
 
 
 def drain(ready: ReadyQueue) -> list[int]:
-    """Take all tasks of the one group that waits; their ids in order."""
+    """Take all tasks of the only group; return their ids in order."""
     [group] = ready.groups()
     ids = []
     while (first := group.first()) is not None:
@@ -49,26 +49,26 @@ def drain(ready: ReadyQueue) -> list[int]:
 
 
 def bucket_of(ready: ReadyQueue, shape: Shape) -> Bucket:
-    """The first bucket of a shape."""
+    """Return the first bucket of a shape."""
     lanes = ready.by_shape[OWN, shape]
     return lanes[min(lanes)]
 
 
 def line(count: int) -> tuple[Bucket, list[TaskRecord]]:
-    """One bucket with so many tasks."""
+    """Make a bucket with `count` tasks."""
     records = [task(number) for number in range(count)]
     [bucket] = queue(*records).buckets()
     return bucket, records
 
 
 def quit_line(bucket: Bucket, *records: TaskRecord) -> None:
-    """These wait no longer."""
+    """Let tasks leave the bucket."""
     for record in records:
         record.state = TaskState.ENDED
         bucket.discard()
 
 
-def test_a_position_is_found_by_halves_and_estimated_while_a_bucket_is_swept():
+def test_position_is_bisected_or_estimated():
     bucket, records = line(3 * SEARCHED)
     assert bucket.position(records[SEARCHED + 7]) == SEARCHED + 7
     quit_line(bucket, *records[10:20])
@@ -90,7 +90,7 @@ def test_a_position_is_found_by_halves_and_estimated_while_a_bucket_is_swept():
         assert bucket.position(records[place]) == place
 
 
-def test_the_order_is_priority_then_children_then_arrival():
+def test_order_is_priority_then_children_then_arrival():
     parent, child, grandchild = task(1), task(8), task(9)
     adopt(parent, child)
     adopt(child, grandchild)
@@ -103,12 +103,12 @@ def test_the_order_is_priority_then_children_then_arrival():
 
 
 def test_buckets_with_equal_turns_have_an_order():
-    """A heap compares them where their turns are equal."""
+    """A heap compares buckets with equal turns."""
     one, two = queue(task(1), task(2, shape=TWO)).buckets()
     assert (one < two) != (two < one)
 
 
-def test_a_shape_that_nobody_waits_for_is_forgotten():
+def test_shape_without_waiting_tasks_is_forgotten():
     one, two = task(1), task(2, shape=TWO)
     ready = queue(one, two)
     assert ready.any_task() is one
@@ -139,7 +139,7 @@ MOVES = st.lists(
 
 
 class Line:
-    """A queue, and all that was ever in it."""
+    """A queue and all tasks that were ever in it."""
 
     def __init__(self) -> None:
         self.ready = ReadyQueue()
@@ -174,7 +174,7 @@ class Line:
 
 
 @given(MOVES)
-def test_all_are_seen_in_the_order_of_their_turn(moves):
+def test_in_turn_yields_tasks_in_order(moves):
     line = Line()
     for move in moves:
         line.move(*move)
@@ -192,8 +192,8 @@ def test_all_are_seen_in_the_order_of_their_turn(moves):
 
 
 @given(MOVES)
-def test_looking_changes_nothing(moves):
-    """Two lines with the same story, one of them looked at, go on alike."""
+def test_in_turn_changes_nothing(moves):
+    """Two queues with the same steps stay equal although one was inspected."""
     seen, unseen = Line(), Line()
     for move in moves:
         seen.move(*move)
@@ -210,14 +210,14 @@ def test_looking_changes_nothing(moves):
 
 
 def table(*numbers: int) -> ShardedDict[str]:
-    """Each id with its number as text."""
+    """Make a table of ids and texts."""
     made: ShardedDict[str] = ShardedDict()
     for number in numbers:
         made[TaskId(number)] = str(number)
     return made
 
 
-def test_a_sharded_dict_is_a_dict_of_ids():
+def test_sharded_dict_behaves_like_a_dict():
     assert table(1), "one shard is enough"
     made = table(1, 2, -1, 1 << BITS)
     assert made[TaskId(1)] == "1"
@@ -241,7 +241,7 @@ def test_a_sharded_dict_is_a_dict_of_ids():
 
 
 @pytest.mark.parametrize("first", [1, (1 << BITS) - 2, (3 << BITS) - 1])
-def test_many_are_put_in_found_and_taken_out_together(first: int):
+def test_sharded_dict_handles_many_ids_at_once(first: int):
     made = table()
     count = (2 << BITS) + 3
     ids = [TaskId(first + place) for place in range(count)]
@@ -261,7 +261,7 @@ def test_many_are_put_in_found_and_taken_out_together(first: int):
 
 
 def subjects(timers: Timers, now: float) -> list[int]:
-    """Whom the alarms concern that ring now."""
+    """Return the subjects of the alarms that are due."""
     return [alarm.subject for alarm in timers.due(now)]
 
 
@@ -278,7 +278,7 @@ def test_alarms_ring_in_order_of_time_and_of_setting():
     assert timers.earliest is None
 
 
-def test_of_very_many_alarms_some_ring_in_the_next_go():
+def test_due_yields_a_limited_number_of_alarms():
     timers = Timers()
     for subject in range(AT_ONCE + 2):
         timers.set(1.0, AlarmKind.EXPIRE, subject)
@@ -288,7 +288,7 @@ def test_of_very_many_alarms_some_ring_in_the_next_go():
     assert timers.earliest is None
 
 
-def test_alarms_of_subjects_that_have_gone_are_swept():
+def test_stale_alarms_are_swept():
     timers = Timers()
     for subject in range(100):
         timers.set(60.0, AlarmKind.EXPIRE, subject)
@@ -304,7 +304,7 @@ def test_alarms_of_subjects_that_have_gone_are_swept():
     assert timers.earliest is None
 
 
-def test_a_few_needless_alarms_are_left_to_ring():
+def test_few_stale_alarms_are_not_swept():
     timers = Timers()
     for subject in range(40):
         timers.set(60.0, AlarmKind.EXPIRE, subject)
@@ -312,7 +312,7 @@ def test_a_few_needless_alarms_are_left_to_ring():
     assert len(timers) == 40
 
 
-def test_alarms_ring_in_order_while_they_are_being_swept():
+def test_alarms_keep_their_order_during_a_sweep():
     timers, alive = Timers(), set(range(400))
     for subject in range(400):
         timers.set(float(subject), AlarmKind.EXPIRE, subject)

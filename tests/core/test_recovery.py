@@ -1,4 +1,4 @@
-"""Who is tried again, how soon and with what; and devices that are sick or settle."""
+"""Retries, restarts and exclusive retries; sick and settling devices."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.core.builders import World, status_of, why_of
 @pytest.mark.parametrize(
     "fails", [False, True], ids=["worker dies", "fails, then dies"]
 )
-def test_a_task_is_tried_again_as_often_as_it_may_be(retries, fails):
+def test_task_is_retried_up_to_max_retries(retries, fails):
     w = World(cpus=1)
     w.submit("a", max_retries=retries)
     for number in range(retries):
@@ -30,7 +30,7 @@ def test_a_task_is_tried_again_as_often_as_it_may_be(retries, fails):
     """)
 
 
-def test_three_workers_in_a_row_that_cannot_start_lose_the_task_but_no_retries():
+def test_three_failed_starts_fail_the_task_without_retries():
     w = World(starts=False).play("submit a max_retries=1")
     for starts in (True, False):
         for _ in range(2):
@@ -40,7 +40,7 @@ def test_three_workers_in_a_row_that_cannot_start_lose_the_task_but_no_retries()
     w.play("die a; told = a:lost; worker_count = 0")
 
 
-# What is held without end begins anew.
+# Restarts of actors.
 
 
 PATIENCE = SchedulerConfig(retry_after=1.0, max_retry_delay=8.0, restarts_in_a_row=5)
@@ -53,7 +53,7 @@ def endless(max_retries: int = -1) -> World:
 
 
 def pause(world: World) -> float:
-    """Seconds until it begins anew; it has died just now."""
+    """Return the seconds until the restart of an actor that has just died."""
     began = world.now
     while world.tasks["actor"].news is None:
         if any(worker.task for worker in world.workers.values()):
@@ -71,7 +71,7 @@ def die_and_wait(world: World, times: int, lived: float = 0.0) -> list[float]:
     return pauses
 
 
-def test_pauses_grow_and_then_it_is_given_up() -> None:
+def test_restart_delays_grow_until_the_actor_is_given_up() -> None:
     world = endless()
     assert die_and_wait(world, 6) == [0, 1, 2, 4, 8, -1]
     assert world.tasks["actor"].news == "lost"
@@ -79,28 +79,28 @@ def test_pauses_grow_and_then_it_is_given_up() -> None:
     world.scheduler.check()
 
 
-def test_one_that_has_lived_for_a_while_is_sound() -> None:
+def test_stable_actor_restarts_at_once() -> None:
     world = endless()
     assert die_and_wait(world, 4) == [0, 1, 2, 4]
     assert die_and_wait(world, 8, lived=PATIENCE.stable_after) == [0] * 8
     assert die_and_wait(world, 3) == [1, 2, 4]
 
 
-# A task that ran out of device memory is tried once more, with a device of its own.
+# Retry of an out-of-memory task with a whole device.
 
 
 def outgrow(w: World, name: str) -> None:
-    """The task uses more than it has reserved."""
+    """Kill a task because it exceeds its reserved device memory."""
     w.tell(Scheduler.kill_for_memory, w.worker_of(name), Memory.DEVICE)
 
 
 def asks_for(w: World, name: str) -> str:
-    """What it asks for now."""
+    """Return the present request of a task."""
     return str(w.scheduler.tasks[w.tasks[name].id].spec.shape.request)
 
 
 def fail(w: World, name: str, how: str) -> None:
-    """End a task for want of device memory, in one of two ways."""
+    """Fail a task because device memory ran out, in one of two ways."""
     if how == "raises":
         w.finish(name, ran_out=True)
     else:
@@ -112,7 +112,7 @@ HOWS = pytest.mark.parametrize("how", ["raises", "is ended"])
 
 @HOWS
 @pytest.mark.parametrize("asked", [{"num_gpus": 0.25}, {"gpu_memory": "10GiB"}])
-def test_it_waits_again_at_once_for_a_whole_device_and_has_that_try_once(how, asked):
+def test_out_of_memory_task_gets_one_retry_with_a_whole_device(how, asked):
     w = World(gpus=1, gpu_memory="80GiB")
     w.submit("a", retries_oom=True, max_retries=0, **asked)
     w.submit("b", num_gpus=0.5)
@@ -135,8 +135,8 @@ def test_it_waits_again_at_once_for_a_whole_device_and_has_that_try_once(how, as
         {"num_gpus": 0, "retries_oom": True},
     ],
 )
-def test_without_the_option_or_a_share_it_is_not_tried_again(how, options):
-    """Without the option; with whole devices; without any."""
+def test_no_oom_retry_without_the_option_or_a_share(how, options):
+    """Without the option; with whole devices; without devices."""
     w = World(gpus=2, gpu_memory="80GiB")
     w.submit("a", **options)
     fail(w, "a", how)
@@ -146,8 +146,8 @@ def test_without_the_option_or_a_share_it_is_not_tried_again(how, options):
 
 @HOWS
 @pytest.mark.parametrize("gpus", [1, 2])
-def test_a_task_is_not_made_to_wait_for_what_its_own_parent_holds(how, gpus):
-    """It would wait for ever; on another device it is tried again."""
+def test_no_oom_retry_that_would_deadlock(how, gpus):
+    """The retry would wait for ever; on another device it is possible."""
     w = World(gpus=gpus)
     w.submit("parent", num_gpus=0.5)
     w.submit("child", num_gpus=0.25, retries_oom=True, parent="parent")
@@ -160,10 +160,10 @@ def test_a_task_is_not_made_to_wait_for_what_its_own_parent_holds(how, gpus):
         assert w.gpus_of("child") == [1]
 
 
-# A task that was killed for want of main memory is tried once more, alone.
+# Exclusive retry of a task that was killed for host memory.
 
 
-def test_it_waits_for_the_others_and_they_for_it():
+def test_exclusive_retry_waits_for_others_and_others_for_it():
     World(cpus=4).play("""
         submit a b c; starve a; running = b c; submit d; waiting = d
         finish b; running = c; finish c; running = a; waiting = d
@@ -171,7 +171,7 @@ def test_it_waits_for_the_others_and_they_for_it():
     """)
 
 
-def test_it_has_one_more_try_if_it_may_run_twice():
+def test_exclusive_retry_needs_max_retries():
     w = World()
     assert repr(w.scheduler.exclusive) == "<ExclusiveRetries None, then 0>"
     w.play("""
@@ -187,14 +187,14 @@ def test_it_has_one_more_try_if_it_may_run_twice():
     assert worker in w.workers, "it runs nothing"
 
 
-def test_others_are_held_up_for_a_limited_time():
+def test_exclusive_retry_delays_others_for_a_limited_time():
     World(cpus=4).play("""
         submit a long; starve a; submit later; advance 29; running = long
         advance 2; running = a later long
     """)
 
 
-def test_it_waits_for_its_own_device_to_come_back():
+def test_exclusive_retry_waits_for_its_device():
     w = World(cpus=2, gpus=1).play("let settles=True; submit a gpus=1")
     worker = w.worker_of("a")
     w.play("starve a; submit b; running =")
@@ -203,7 +203,7 @@ def test_it_waits_for_its_own_device_to_come_back():
     w.play("let settles=False; advance 31; running = a (his time was up while he ran)")
 
 
-def test_children_of_those_that_run_are_not_held_up():
+def test_exclusive_retry_does_not_delay_children_of_running_tasks():
     World(cpus=2).play("""
         submit parent a; starve a; submit child parent=parent; running = child parent
         wait_for parent child; finish child parent; running = a
@@ -211,7 +211,7 @@ def test_children_of_those_that_run_are_not_held_up():
     """)
 
 
-def test_it_can_be_cancelled_while_it_waits_and_while_it_runs_alone():
+def test_exclusive_retry_can_be_cancelled():
     World(cpus=2).play("""
         submit a b; starve a; cancel a; submit c; running = b c
         finish b; starve c; submit d; cancel c; running = c
@@ -219,7 +219,7 @@ def test_it_can_be_cancelled_while_it_waits_and_while_it_runs_alone():
     """)
 
 
-def test_status_and_why_say_that_others_wait_for_it():
+def test_why_names_the_exclusive_retry():
     w = World(cpus=2).play("submit a b; starve a; submit c")
     reasons = {task.name: task.reason for task in status_of(w).tasks}
     assert "run alone" in reasons["c"]
@@ -227,20 +227,20 @@ def test_status_and_why_say_that_others_wait_for_it():
     assert "run alone" in str(why_of(w, "c"))
 
 
-def test_who_fails_while_he_runs_alone_has_had_his_turn():
+def test_exclusive_retry_that_dies_is_retried_normally():
     World(cpus=2).play("""
         submit a; starve a; submit b; running = a; die a; running = b
         advance 0.2; running = a b
     """)
 
 
-def test_one_whose_worker_never_starts_has_had_its_turn():
+def test_exclusive_retry_without_a_worker_is_retried_normally():
     w = World(cpus=2).play("submit a; submit b max_calls=1; starve a")
     w.starts = False
     w.play("finish b; submit c environment=X:1; starting = a; die a; starting = a c")
 
 
-# Devices that settle after a task, are sick, or have processes of others on them.
+# Devices that settle, are sick, or run foreign processes.
 
 SICK = "XID 79"
 WHO = "others are on it: python (pid 4711)"
@@ -248,17 +248,17 @@ REASON = "GPU 0: the driver still lists ended processes: pid 7"
 
 
 def note(w: World, index: int, reason: str | None, cause=Cause.SICK, **how) -> None:
-    """A device has a reason not to be used, or has it no more."""
+    """Set or end a cause for which a device is set aside."""
     w.tell(Scheduler.device_changed, "GPU", index, cause, reason, **how)
 
 
 def shown(w: World) -> list[str | None]:
-    """The reason for which each device is given to nobody."""
+    """Return the reason for which each device is set aside."""
     return [one.aside for one in status_of(w).devices]
 
 
 def gone(gpus=1, count=2):
-    """A world in which a task has ended and its worker's devices are awaited."""
+    """A world where a task has ended and its devices are settling."""
     w = World(cpus=4, gpus=count).play("let settles=True")
     w.submit("a", num_gpus=gpus, max_calls=1)
     worker = w.worker_of("a")
@@ -266,7 +266,7 @@ def gone(gpus=1, count=2):
     return w, worker
 
 
-def test_the_owner_has_its_result_at_once_and_the_share_comes_back_later():
+def test_result_is_delivered_before_the_share_is_free():
     """[B26]"""
     w, worker = gone()
     w.play("""
@@ -279,7 +279,7 @@ def test_the_owner_has_its_result_at_once_and_the_share_comes_back_later():
     assert w.scheduler.ledger.device_sets["GPU"].unverified == set()
 
 
-def test_status_shows_what_settles_and_what_was_not_verified():
+def test_status_shows_settling_and_unverified_devices():
     w, worker = gone(0.5, count=1)
     (device,) = status_of(w).devices
     (holder,) = device.holders
@@ -300,7 +300,7 @@ def test_status_shows_what_settles_and_what_was_not_verified():
     assert not status_of(w).devices[0].is_unverified
 
 
-def test_a_device_that_is_not_given_back_is_set_aside_and_says_why():
+def test_stuck_device_is_set_aside_with_a_reason():
     w, worker = gone()
     w.submit("both", num_gpus=2)
     w.tell(Scheduler.devices_stuck, worker, REASON)
@@ -316,7 +316,7 @@ def test_a_device_that_is_not_given_back_is_set_aside_and_says_why():
     assert w.gpus_of("both") == [0, 1]
 
 
-def test_causes_do_not_end_each_other_and_are_named_once():
+def test_causes_are_independent_and_named_once():
     w, worker = gone(0.5, count=2)
     note(w, 0, "it is lost; XID 79")
     w.tell(Scheduler.devices_stuck, worker, "GPU 0: it is lost (no answer)")
@@ -339,7 +339,7 @@ def test_causes_do_not_end_each_other_and_are_named_once():
     assert w.running == {"b"}
 
 
-def test_cpus_that_were_lent_come_back_with_the_rest():
+def test_lent_cpus_are_freed_with_the_lease():
     w = World(cpus=1, gpus=1)
     w.settles = True
     w.submit("parent", num_gpus=1, max_retries=0)
@@ -350,12 +350,12 @@ def test_cpus_that_were_lent_come_back_with_the_rest():
     assert w.free == {"CPU": 1.0, "GPU": 1.0}
 
 
-def test_the_end_of_the_node_waits_for_no_device():
+def test_close_does_not_wait_for_devices():
     w, _ = gone()
     w.play("close; is_closed = True")
 
 
-def test_a_spoilt_worker_ends_after_its_task_although_it_is_reused():
+def test_spoilt_worker_exits_after_its_task():
     w = World(gpus=1, took=1e-4).play("submit a b c d gpus=1; finish a")
     worker = w.worker_of("b")
     assert w.queued
@@ -365,7 +365,7 @@ def test_a_spoilt_worker_ends_after_its_task_although_it_is_reused():
     assert worker not in w.workers
 
 
-def test_nobody_spoils_a_worker_without_a_task():
+def test_idle_worker_cannot_be_spoilt():
     w = World().play("submit a")
     worker = w.worker_of("a")
     w.finish("a")
@@ -375,8 +375,8 @@ def test_nobody_spoils_a_worker_without_a_task():
     assert w.worker_of("b") == worker
 
 
-def test_a_worker_on_a_sick_device_is_given_no_more_of_the_same():
-    """[B26] Not the next of its line, and not what it was sent ahead."""
+def test_worker_on_a_sick_device_gets_no_further_task():
+    """[B26] Neither a waiting task nor a task of its queue."""
     w = World(cpus=1, gpus=1, took=1e-5).play("""
         submit a b c d e f g h gpus=0.5; finish a
     """)
@@ -386,7 +386,7 @@ def test_a_worker_on_a_sick_device_is_given_no_more_of_the_same():
     assert set(w.told) == set("abcdefgh")
 
 
-def test_nothing_is_kept_on_a_sick_device():
+def test_no_reservation_on_a_sick_device():
     w = World(gpus=2).play("""
         submit a gpus=0.5; submit b gpus=0.5 strategy=spread; submit c gpus=1; advance 2
         submit d gpus=0.25
@@ -396,8 +396,8 @@ def test_nothing_is_kept_on_a_sick_device():
     assert w.scheduler.reservation.barred == {"GPU": 0b10}
 
 
-def test_what_was_opened_on_a_sick_device_is_not_used_again():
-    """A reset ends it, and needs that nobody has the device open."""
+def test_worker_bound_to_a_sick_device_is_retired():
+    """A reset invalidates its context, and needs the device closed."""
     w = World(gpus=2, exits=False).play("""
         submit a b gpus=0.5; submit c gpus=1; submit d
     """)
@@ -413,7 +413,7 @@ def test_what_was_opened_on_a_sick_device_is_not_used_again():
 
 
 @pytest.mark.parametrize("cause", [Cause.SICK, Cause.FOREIGN, Cause.UNSETTLED])
-def test_a_task_whose_worker_is_being_forked_goes_elsewhere(cause):
+def test_starting_task_leaves_a_sick_device(cause):
     w, worker = gone(0.5)
     w.play("let starts=False; submit b gpus=0.5")
     if cause is Cause.UNSETTLED:
@@ -424,8 +424,8 @@ def test_a_task_whose_worker_is_being_forked_goes_elsewhere(cause):
     assert w.worker_count == 1, "the same worker, which had no device yet"
 
 
-def test_what_was_busy_on_a_sick_device_all_the_while_is_not_used_again():
-    """What it has opened there is from before the device was well again."""
+def test_busy_worker_on_a_sick_device_is_retired_later():
+    """The worker's context is older than the device's recovery."""
     w = World(gpus=1, exits=False).play("submit a b gpus=0.5")
     held = w.worker_of("a")
     w.play("sicken 0; heal 0; retired =; submit c gpus=0.5; finish a")
@@ -433,7 +433,7 @@ def test_what_was_busy_on_a_sick_device_all_the_while_is_not_used_again():
     assert w.waiting == {"c"}, "it has its share until it has ended"
 
 
-def test_who_avoids_devices_with_others_on_them_takes_them_if_there_is_nothing_else():
+def test_avoided_device_is_taken_last():
     w = World(gpus=3)
     note(w, 0, WHO, Cause.FOREIGN, is_avoided=True)
     w.play("submit a gpus=0.5; submit b c gpus=1")

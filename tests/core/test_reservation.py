@@ -1,4 +1,4 @@
-"""What waits meets what is free; nobody waits for ever while others pass [B24]."""
+"""Reservations: no task waits for ever while others overtake it [B24]."""
 
 from collections import deque
 
@@ -33,7 +33,7 @@ LASTS = 2.0
 
 
 class Stream:
-    """Quarter tasks without end: as one ends, another comes; 16 run on four GPUs."""
+    """An endless stream of quarter-GPU tasks; 16 run on four GPUs."""
 
     def __init__(self, w: World, **options) -> None:
         self.w = w
@@ -50,7 +50,7 @@ class Stream:
         self._running.append(name)
 
     def step(self) -> None:
-        """An eighth of a second passes, and with it the oldest task."""
+        """Advance by 1/8 s and finish the oldest task."""
         self.w.advance(STEP)
         if self._running[0] in self.w.running:
             self.w.finish(self._running.popleft())
@@ -58,7 +58,7 @@ class Stream:
 
 
 def kept_after(w: World, seconds: float = AFTER) -> dict[str, int] | None:
-    """The devices that are kept, once those that wait now have done so for long."""
+    """Return the reserved devices after the waiting tasks have waited long."""
     pass_over(w)
     w.advance(seconds)
     pass_over(w)
@@ -67,15 +67,15 @@ def kept_after(w: World, seconds: float = AFTER) -> dict[str, int] | None:
 
 
 def ready_for_two(**options) -> World:
-    """On two GPUs "long" holds one and "big" waits for both; its second is over."""
+    """Two GPUs: "long" holds one, "big" has waited a second for both."""
     w = World(gpus=2, config=PATIENCE)
     w.submit("long", num_gpus=1, **options)
     w.play(f"submit big gpus=2; pass_over; advance {AFTER}")
     return w
 
 
-def test_big_tasks_run_one_after_the_other_under_an_endless_stream_of_quarters():
-    """Each waits for its second, for the next end, and for what runs then."""
+def test_big_tasks_run_under_an_endless_stream_of_small_ones():
+    """Each waits one second, for the next end, and for the tasks that run then."""
     w = World(cpus=64, gpus=4, config=PATIENCE)
     stream = Stream(w)
     submit(w, [f"big {n}" for n in range(3)], num_gpus=4)
@@ -92,8 +92,8 @@ def test_big_tasks_run_one_after_the_other_under_an_endless_stream_of_quarters()
 @pytest.mark.parametrize(
     ("timeout", "passes"), [(4.0, True), (7.0, True), (7.5, False), (None, False)]
 )
-def test_who_gives_back_in_time_goes_past(timeout, passes):
-    """ "long" has ended at 10 + 2 s, so now, at 3 s, there are 9 s less the grace."""
+def test_task_that_ends_in_time_passes_the_reservation(timeout, passes):
+    """ "long" ends at 12 s at the latest; at 3 s, 9 s minus the grace remain."""
     w = ready_for_two(timeout=10.0).play("pass_over")
     assert w.scheduler.reservation.until == 12.0
     w.advance(2.0)
@@ -102,15 +102,15 @@ def test_who_gives_back_in_time_goes_past(timeout, passes):
     assert w.waiting == ({"big"} if passes else {"big", "small"})
 
 
-def test_what_was_promised_stands_though_an_urgent_task_came_between():
+def test_renewed_reservation_keeps_its_promised_time():
     w = ready_for_two(timeout=10.0).play("pass_over; submit urgent gpus=0.5 priority=1")
     w.play(f"advance {REPLAN_AFTER}; pass_over")
     assert w.scheduler.reservation.until == 12.0
     w.play("submit small gpus=0.5 timeout=4.0; running = long small urgent")
 
 
-def test_a_plan_stands_for_a_while():
-    """It looks at all workers, so it is not made anew at every event."""
+def test_plan_is_kept_for_a_while():
+    """Planning costs O(workers), so it is not repeated at every event."""
     w = ready_for_two().play("pass_over")
     plan = w.scheduler.reservation
     w.play(f"advance {REPLAN_AFTER / 2}; pass_over")
@@ -120,7 +120,7 @@ def test_a_plan_stands_for_a_while():
     assert w.kept == "big"
 
 
-def test_what_is_held_for_life_is_never_waited_for():
+def test_no_reservation_for_resources_held_by_endless_tasks():
     w = ready_for_two(is_endless=True).play("pass_over")
     w.play("kept = None; submit small gpus=0.5; running = long small")
     w = World(cpus=3, gpus=2, config=PATIENCE).play("""
@@ -132,7 +132,7 @@ def test_what_is_held_for_life_is_never_waited_for():
     w.play(f"advance {STEP}; pass_over; kept = all-cpus")
 
 
-def test_the_latest_end_that_is_needed_counts_and_the_device_that_serves_sooner():
+def test_plan_ends_with_the_latest_needed_lease():
     w = World(cpus=4, gpus=2, config=PATIENCE)
     for seconds in (30.0, 10.0, 20.0):
         w.submit(f"{seconds:g}", timeout=seconds)
@@ -152,7 +152,7 @@ def test_the_latest_end_that_is_needed_counts_and_the_device_that_serves_sooner(
     assert kept_after(w) == {"GPU": 0b01}, "it gives back at once"
 
 
-def test_each_kind_of_device_is_kept_by_itself():
+def test_each_kind_of_device_is_reserved_separately():
     kinds = [DeviceSet(kind, [Device(0), Device(1)]) for kind in ("GPU", "NPU")]
     scheduler = Scheduler(Ledger({}, kinds))
     for number, (gpus, npus) in enumerate([(5_000, UNIT), (UNIT, 0), (0, 2 * UNIT)]):
@@ -167,15 +167,15 @@ def test_each_kind_of_device_is_kept_by_itself():
 @pytest.mark.parametrize(
     "options", [{"priority": 1}, {"priority": -7, "parent": "long"}]
 )
-def test_higher_priority_and_children_of_those_that_run_take_what_is_kept(options):
-    """Their parents may be the ones that are waited for."""
+def test_priority_and_children_pass_the_reservation(options):
+    """The reservation may wait for their parents."""
     w = ready_for_two().play("pass_over; submit small gpus=0.5; submit cpu")
     w.submit("urgent", num_gpus=0.5, **options)
     assert (w.running, w.waiting) == ({"long", "urgent", "cpu"}, {"big", "small"})
 
 
 @pytest.mark.parametrize("how", ["cancelled", "expired", "granted"])
-def test_what_was_kept_is_free_when_the_task_is_gone_or_runs(how):
+def test_reservation_ends_with_its_task(how):
     w = World(gpus=2, config=PATIENCE)
     w.play("submit long gpus=1; submit big gpus=2 timeout=2.0")
     assert kept_after(w) == {"GPU": 0b11}
@@ -189,8 +189,8 @@ def test_what_was_kept_is_free_when_the_task_is_gone_or_runs(how):
     w.play("kept = None; running has small")
 
 
-def test_cpus_serve_others_while_devices_are_awaited():
-    """A GPU may be held for an hour; who needs CPUs alone shall not wait for that."""
+def test_cpus_are_not_reserved_while_devices_are_awaited():
+    """A GPU may be held for an hour; tasks that need only CPUs must not wait for it."""
     w = World(cpus=2, gpus=1).play("submit training gpus=1")
     w.submit("next-training", num_gpus=1)
     w.play("submit step; finish step; advance 60; submit first; finish first")
@@ -198,7 +198,7 @@ def test_cpus_serve_others_while_devices_are_awaited():
     w.play("submit second; running has second")
 
 
-def test_they_are_kept_once_the_devices_are_there():
+def test_cpus_are_reserved_once_the_devices_are_free():
     World(cpus=2, gpus=1).play("""
         submit long cpus=1; submit wide cpus=2 gpus=1; submit step; finish step
         advance 2; submit late; waiting = late wide
@@ -206,8 +206,8 @@ def test_they_are_kept_once_the_devices_are_there():
     """)
 
 
-def test_what_is_only_tried_does_not_change_a_plan():
-    """A group that does not fit takes one bundle and gives it back, at each look."""
+def test_failed_trials_do_not_change_a_plan():
+    """A group that does not fit takes and returns a bundle at each attempt."""
     w = World(gpus=3, config=PATIENCE)
     w.play("submit long gpus=1; placement_group gang GPU:0.7 GPU:0.7 GPU:0.6")
     w.advance(AFTER)
@@ -219,10 +219,10 @@ def test_what_is_only_tried_does_not_change_a_plan():
     assert w.scheduler.reservation is plan
 
 
-# What waits meets what is free: order, shares, and the memory of devices.
+# Placement: order, shares, and device memory.
 
 
-def test_the_order_is_priority_and_arrival_over_all_shapes():
+def test_order_over_shapes_is_priority_then_arrival():
     w = World(cpus=1, resources={"license": 1}).play("""
         submit running first second; submit urgent resources=license:1 priority=1
         submit least priority=-1
@@ -232,7 +232,7 @@ def test_the_order_is_priority_and_arrival_over_all_shapes():
         w.finish(name)
 
 
-def test_one_that_does_not_fit_holds_up_its_own_shape_only():
+def test_task_that_does_not_fit_blocks_only_its_shape():
     w = World(cpus=2).play("submit one; submit two cpus=2")
     w.play("""
         submit two-again cpus=2; submit one-more; submit nothing cpus=0
@@ -240,15 +240,15 @@ def test_one_that_does_not_fit_holds_up_its_own_shape_only():
     """)
 
 
-# [B44] Memory of devices.
+# [B44] Device memory.
 
 
 def reason(w: World) -> str:
-    """Why the first of those that wait does, in a line."""
+    """Return the reason of the first waiting task."""
     return status_of(w).shapes[0].reason
 
 
-def test_a_task_that_asks_for_memory_waits_for_it_and_says_who_holds_it():
+def test_why_names_the_holders_of_gpu_memory():
     w = World(gpus=2, gpu_memory="80GiB").play("""
         submit zeroth cpus=0; submit a gpu_memory=60GiB
         submit b gpus=0.25 gpu_memory=70GiB; submit c gpu_memory=40GiB
@@ -275,7 +275,7 @@ BYTES = {
 
 
 @pytest.mark.parametrize("short", BYTES)
-def test_shares_and_bytes_are_both_waited_for(short):
+def test_task_waits_for_shares_and_memory(short):
     held, asked = BYTES[short]
     w = World(gpus=1, gpu_memory="80GiB").play(f"submit a {held}; submit b {asked}")
     assert reason(w) == f"waits for {short}"

@@ -1,4 +1,4 @@
-"""Stories of one node: what becomes of a task in each state, and how a node closes."""
+"""The life of a task in each state, and how a node closes."""
 
 from typing import get_args
 
@@ -33,7 +33,7 @@ def fails(effect: Effect, failure: Failure) -> bool:
     return isinstance(effect, Fail) and effect.failure is failure
 
 
-def test_a_task_from_its_submission_to_its_answer():
+def test_task_runs_from_submit_to_settle():
     w = World(cpus=2, gpus=1, starts=False).play("submit a gpus=0.5")
     assert kinds(w) == [Spawn]
     w.play("starting = a; free_gpus = 0.5; start a")
@@ -49,7 +49,7 @@ def test_a_task_from_its_submission_to_its_answer():
     assert (w.effects, w.told) == ([], {"a": "settled"})
 
 
-def test_a_task_that_waits_or_starts_is_cancelled_at_once():
+def test_cancel_ends_a_waiting_or_starting_task_at_once():
     w = World(cpus=2, starts=False).play("submit a; submit b c cpus=2")
     for name in ("b", "a"):
         w.cancel(name)
@@ -57,7 +57,7 @@ def test_a_task_that_waits_or_starts_is_cancelled_at_once():
     w.play("starting = c; start c; running = c")
 
 
-def test_a_running_task_is_interrupted_again_and_then_killed():
+def test_cancel_interrupts_a_running_task_then_kills():
     w = World(cpus=1, config=PATIENCE).play("submit a; cancel a")
     attempts = []
     for _ in range(3):
@@ -68,7 +68,7 @@ def test_a_running_task_is_interrupted_again_and_then_killed():
 
 
 @pytest.mark.parametrize("state", ["waits", "starts", "runs", "runs again"])
-def test_a_timeout_ends_a_task_in_each_state(state):
+def test_timeout_ends_a_task_in_each_state(state):
     w = World(cpus=1, config=PATIENCE, starts=state != "starts")
     if state == "waits":
         w.submit("before")
@@ -84,8 +84,8 @@ def test_a_timeout_ends_a_task_in_each_state(state):
     assert (w.running | w.starting) == ({"before"} if state == "waits" else {"b"})
 
 
-def test_a_run_timeout_counts_from_where_the_code_begins():
-    """Neither the wait in the queue nor the start of its process is of its time."""
+def test_run_timeout_counts_from_the_begin_of_the_code():
+    """The wait in the queue and the start of the process do not count."""
     w = World(cpus=1, config=PATIENCE, starts=False).play("""
         submit before; submit a run_timeout=1.0; start before; advance 5.0
         finish before; advance 3.0; begin a ago=0.5; advance 0.4; told lacks a
@@ -97,7 +97,7 @@ def test_a_run_timeout_counts_from_where_the_code_begins():
     w.play("finish a; forgotten = a")
 
 
-def test_each_try_has_all_of_its_run_timeout():
+def test_each_attempt_has_the_full_run_timeout():
     w = World(cpus=1, config=PATIENCE).play("""
         submit a run_timeout=1.0 max_retries=2; begin a; advance 0.6; die a; running = a
         advance 0.6; told = (that was the time of its first try)
@@ -107,8 +107,8 @@ def test_each_try_has_all_of_its_run_timeout():
     assert failed.reason.endswith("(with 1 earlier tries) and ran 1.0 s")
 
 
-def test_who_begins_unasked_or_too_late_is_not_timed():
-    """A worker may report a task without such a limit, or one that it lost."""
+def test_unexpected_began_sets_no_timer():
+    """A worker may report a task without a limit, or a task that it has lost."""
     w = World(cpus=1, config=PATIENCE).play("submit free; begin free")
     worker = w.worker_of("free")
     w.play("finish free; submit a run_timeout=1.0")
@@ -121,7 +121,7 @@ def test_who_begins_unasked_or_too_late_is_not_timed():
 
 
 @pytest.mark.parametrize("limit", ["timeout", "run_timeout"])
-def test_timeouts_of_tasks_that_ended_do_not_pile_up(limit):
+def test_timers_of_ended_tasks_do_not_pile_up(limit):
     w = World(cpus=1)
     most = 0
     for number in range(300):
@@ -132,10 +132,10 @@ def test_timeouts_of_tasks_that_ended_do_not_pile_up(limit):
     assert most < 100
 
 
-# How a node closes.
+# Closing.
 
 
-def test_closing_in_every_state():
+def test_close_ends_tasks_in_every_state():
     w = World(cpus=3, starts=False, exits=False, config=PATIENCE)
     for name in ("answered", "running", "stopping"):
         w.submit(name)
@@ -157,7 +157,7 @@ def test_closing_in_every_state():
     w.play("die 4; is_closed = True; forgotten = running starting stopping waiting")
 
 
-def test_closing_tries_nothing_again_and_abandons_what_comes_later():
+def test_close_retries_nothing_and_refuses_new_tasks():
     w = World(config=PATIENCE).play("submit a b max_retries=-1; close; close")
     assert w.effects == []
     w.play("finish a retry=True; die b; told = a:abandoned b:abandoned; submit c")
@@ -166,8 +166,8 @@ def test_closing_tries_nothing_again_and_abandons_what_comes_later():
     assert w.is_closed
 
 
-def test_closing_reports_to_those_who_wait_in_slices():
-    """The loop has time for other things in between."""
+def test_close_fails_waiting_tasks_in_batches():
+    """The event loop can do other things in between."""
     w = World(cpus=1, config=PATIENCE)
     for number in range(2 * ABANDON_BATCH + 10):
         w.scheduler.submit(w.now, TaskId(number), SPEC)
@@ -192,7 +192,7 @@ def test_closing_reports_to_those_who_wait_in_slices():
 
 
 @pytest.mark.parametrize("state", ["runs", "idle", "starts"])
-def test_closing_at_once_without_closing_before(state):
+def test_close_at_once_kills_workers(state):
     w = World(cpus=1, config=PATIENCE, starts=state != "starts")
     w.play("submit a cancel_grace=60; submit waits")
     [worker] = w.scheduler.workers
@@ -203,10 +203,10 @@ def test_closing_at_once_without_closing_before(state):
     w.play("is_closed = True; left = 0")
 
 
-# Events about what is not there any more, and the scheduler's own checks.
+# Events about unknown ids, and the scheduler's own checks.
 
 
-def test_events_about_what_is_not_there_change_nothing():
+def test_events_about_unknown_ids_change_nothing():
     scheduler: Scheduler = World().scheduler
     for step, *args in (
         (Scheduler.cancel, TaskId(9)),
@@ -223,7 +223,7 @@ def test_events_about_what_is_not_there_change_nothing():
         scheduler.check()
 
 
-def test_events_about_a_worker_that_has_another_task_change_nothing():
+def test_events_about_an_old_task_of_a_worker_change_nothing():
     w = World().play("submit a b")
     a, b = (w.tasks[name].id for name in "ab")
     worker = w.worker_of("b")
@@ -243,7 +243,7 @@ TOLD = ("settled", "lost", "expired", "deadlocked", "disowned")
 
 
 class Diary(World):
-    """Notes every effect, whatever led to it."""
+    """A world that records every effect."""
 
     def __init__(self, *arguments, **options):
         self.seen = []
@@ -254,7 +254,7 @@ class Diary(World):
         super()._apply(effect)
 
 
-def test_a_short_life_shows_every_effect():
+def test_short_run_shows_every_effect():
     w = Diary(cpus=2, gpus=1, config=SchedulerConfig(cancel_grace=1.0)).play("""
         submit settled; finish settled; submit lost max_retries=0; die lost
         submit expired timeout=1.0; advance 2.0; submit parent gpus=1
@@ -327,13 +327,13 @@ SPOILT = {
 
 
 @pytest.mark.parametrize("spoil", SPOILT.values(), ids=SPOILT)
-def test_what_is_broken_is_noticed(w, spoil):
+def test_check_detects_broken_records(w, spoil):
     spoil(w)
     with pytest.raises(AssertionError):
         w.scheduler.check()
 
 
-def test_who_waits_cannot_run(w):
+def test_check_detects_a_running_task_that_waits(w):
     parent = record_of(w, "parent")
     parent.state = RUNNING
     w.scheduler.ledger.resume(parent.worker.lease)
@@ -341,8 +341,8 @@ def test_who_waits_cannot_run(w):
         w.scheduler.check()
 
 
-def test_who_has_a_stop_grace_is_interrupted_when_it_has_passed():
-    """It counts from where the stop was announced, and only if one was."""
+def test_task_is_interrupted_after_its_stop_grace():
+    """The grace counts from the announcement, if there was one."""
     w = World(cpus=4, config=PATIENCE)
     w.play("submit cancelled stop_grace=5.0; cancel cancelled")
     assert w.tasks["cancelled"].interrupts == 1, "nothing stops but this task"
@@ -361,7 +361,7 @@ def test_who_has_a_stop_grace_is_interrupted_when_it_has_passed():
     w.play("advance 2.0; running =")
 
 
-def test_a_program_that_stops_concerns_its_own_tasks():
+def test_announced_stop_of_a_program_concerns_only_its_tasks():
     w = World(cpus=4, config=PATIENCE)
     w.announce_stop(7)  # of a node that knows of no programs
     w.join(1)

@@ -1,4 +1,4 @@
-"""Whatever happens, in whatever order: no share is lost, every owner is told once.
+"""Properties under random events: no share is lost, each owner gets one answer.
 
 `World.check()` holds the scheduler to its invariants after every single event;
 the rules only choose what happens. At the end all that runs is let end, and then
@@ -104,7 +104,7 @@ PATIENCE = st.builds(
     start_retry_after=st.sampled_from([0.05, 1.0]),
     max_start_retry_delay=st.sampled_from([0.05, 5.0]),
     warn_after=st.sampled_from([0.5, 5.0]),
-    # Any float would be drawn otherwise; of a pause of 1e-130 seconds there is no end.
+    # Drawing any float would include pauses of 1e-130 s, which never end.
     long_task=st.sampled_from([0.01, 0.1]),
     unresponsive_after=st.sampled_from([0.1, 1.0]),
     max_retry_delay=st.just(10.0),
@@ -125,7 +125,7 @@ BEGUN = (TaskState.STARTING, TaskState.RUNNING)
 
 
 class Judge(World):
-    """A world that holds every single event to the rules of precedence."""
+    """A world that checks the rules of precedence after every event."""
 
     def __init__(self, **options) -> None:
         self._waited: set[str] = set()
@@ -135,7 +135,7 @@ class Judge(World):
         super().__init__(**options)
 
     def check(self) -> None:
-        """Look at what the last event has begun."""
+        """Check the tasks that the last event has started."""
         super().check()
         scheduler = self.scheduler
         is_kept = scheduler.reservation is not None
@@ -168,11 +168,11 @@ class Judge(World):
 
     @property
     def has_room(self) -> bool:
-        """Whether nobody has to wait for a worker."""
+        """Return True if no task has to wait for a worker."""
         return len(self.scheduler.workers) < self.scheduler.worker_limit.now
 
     def _is_in_its_slice(self, record: TaskRecord) -> bool:
-        """Whether its program went on with a lease, and need not ask whose turn it is.
+        """Return True if the program kept a lease within its slice.
 
         It must be its own turn all the same, among those of its program.
         """
@@ -180,17 +180,17 @@ class Judge(World):
         return begun is not None and self.now - begun < SLICE
 
     def _may_hold(self, record: TaskRecord) -> bool:
-        """Whether its program's limits let it run, and its worker could be started."""
+        """Return True if the program's limits allow a task and its worker can start."""
         clients = self.scheduler.clients
         if record.state is TaskState.WAITING:
-            # A lease needs no worker, but stands in line with tasks that ask the same.
+            # A lease needs no worker, but waits behind tasks of the same shape.
             lanes = self.scheduler.ready.by_shape[record.client, record.spec.shape]
             if self.scheduler.has_outage(lanes[min(lanes)].head()):
                 return False
         return clients is None or not clients.bars(record)
 
     def _check_shares(self, begun: list[TaskRecord], still: list[TaskRecord]) -> None:
-        """Nobody went past a program that would have held no more than it did."""
+        """Check that no program was overtaken although it would have held no more."""
         clients, ledger = self.scheduler.clients, self.scheduler.ledger
         if clients is None or not self.has_room:
             return
@@ -210,7 +210,7 @@ class Judge(World):
                     and sort_key(other)[0] == sort_key(record)[0]
                     and self._may_hold(other)
                     and share_then(clients, other) <= had
-                    # Else its program counted by another task, when it was asked.
+                    # Otherwise the program was represented by another task.
                     and not any(goes_before(each, other) for each in begun)
                 ]
                 if passed:
@@ -225,7 +225,7 @@ class Judge(World):
                     lease.usage = usage
 
     def _check_turn(self, record: TaskRecord, still: list[TaskRecord]) -> None:
-        """Nobody who comes first could have had what this one got."""
+        """Check that no earlier task could have taken this lease."""
         turn = precedence(record)
         passed = [
             other
@@ -248,7 +248,7 @@ class Judge(World):
 
 
 def could_take(ledger: Ledger, record: TaskRecord) -> bool:
-    """Whether what a task asks for is free."""
+    """Return True if a task's request is free."""
     lease = take_grouped(ledger, record.spec.shape.request)
     if lease is None:
         return False
@@ -257,17 +257,17 @@ def could_take(ledger: Ledger, record: TaskRecord) -> bool:
 
 
 def goes_before(record: TaskRecord, other: TaskRecord) -> bool:
-    """Whether it is of the same program, and its turn comes first."""
+    """Return True if a task of the same program goes first."""
     return record.client == other.client and precedence(record) < precedence(other)
 
 
 def lies_in_bundles(request: Request) -> bool:
-    """Whether it asks for a placement group, whose bundles may share devices."""
+    """Return True for a placement group, whose bundles may share devices."""
     return isinstance(request.placement_group, PlacementGroupSpec)
 
 
 def share(clients, id_, record, less) -> float:
-    """What a program held, by weight, of what a task asks for, before it had `less`."""
+    """Return a program's share, by weight, of a task's resources, without `less`."""
     client = clients.of(id_)
     amounts = clients.portion_of(record.spec.shape.request).amounts
     held = [(client.held.get(n, 0) - less[n]) * one for n, _, one in amounts]
@@ -275,7 +275,7 @@ def share(clients, id_, record, less) -> float:
 
 
 def share_then(clients, record) -> float:
-    """What the program of a waiting task would hold, by weight, if it got it."""
+    """Return the share that a program would have with a waiting task."""
     client = clients.of(record.client)
     return clients.share_of(client, record.spec.shape.request)[1]
 
@@ -290,7 +290,7 @@ def take_again(ledger: Ledger, lease: Lease) -> None:
 
 
 def could_serve(options) -> int:
-    """How many of the devices a task with these options may use."""
+    """Count the devices that a task with these options may use."""
     where, memory = options.get("where", DeviceSelector()), options.get("gpu_memory", 0)
     least = 0 if memory in (0, "share") else parse_size("gpu_memory", memory)
     return sum(
@@ -309,7 +309,7 @@ BEGINNING = {
 
 
 class NodeMachine(RuleBasedStateMachine):
-    """A node of three GPUs to which anything may happen."""
+    """Random events on a node of three GPUs."""
 
     @initialize(
         **BEGINNING, programs=st.lists(st.sampled_from([1.0, 0.5, 3.0]), max_size=2)
@@ -330,7 +330,7 @@ class NodeMachine(RuleBasedStateMachine):
             self.w.join(number, weight, LIMITS[number])
 
     def joined(self, client):
-        """This program; the node's own before any other has joined."""
+        """Draw a program; the node's own if none has joined."""
         return client if self.w.scheduler.clients is not None else 0
 
     def of_joined(self, options):
@@ -627,7 +627,7 @@ class NodeMachine(RuleBasedStateMachine):
         assert not scheduler.is_closing
         assert record.state is TaskState.WAITING
         assert self.w.now - record.since >= scheduler.config.reserve_after
-        # Undivided resources serve others until the devices are there.
+        # Scalars serve others until the devices are free.
         whole = dict(request.scalars)
         assert reservation.kept in ([whole, {}] if request.devices else [whole])
         for kind, amount in request.devices if not lies_in_bundles(request) else ():
@@ -636,7 +636,7 @@ class NodeMachine(RuleBasedStateMachine):
 
     @invariant()
     def every_owner_is_told_once_and_then_never_again(self):
-        """`World` refuses a second word; this sees to the first."""
+        """`World` refuses a second answer; this checks for the first."""
         for name, task in self.w.tasks.items():
             is_over = task.id not in self.w.scheduler.tasks
             assert not is_over or task.news or task.is_cancelled, name
@@ -646,7 +646,7 @@ class NodeMachine(RuleBasedStateMachine):
     def nothing_that_has_run_to_its_end_runs_again(self):
         for task in self.w.tasks.values():
             retries = task.spec.max_retries
-            # With a device of its own, once, beside these.
+            # One retry with a whole device, in addition.
             most = 1 + retries + task.spec.retries_oom
             assert retries < 0 or task.runs <= most, task
 
@@ -677,7 +677,7 @@ class NodeMachine(RuleBasedStateMachine):
                 shares += 1
         for index, device in enumerate(DEVICES):
             held = ledger.device_sets[GPU].memory_reserved(index)
-            # Each share's part is rounded down, and all of them together are.
+            # Each share's part is rounded down, and their sum as well.
             assert reserved[index] <= held <= reserved[index] + shares
             assert held <= device.memory
 
@@ -694,7 +694,7 @@ class NodeMachine(RuleBasedStateMachine):
 
     @invariant()
     def nobody_is_placed_on_what_was_set_aside(self):
-        """Who had a share of it keeps that; a new lease has none."""
+        """Holders keep their shares; no new lease gets one."""
         gpus = self.w.scheduler.ledger.device_sets[GPU]
         for lease in self.w.scheduler.ledger.leases.values():
             held = {index for shares in lease.shares for index, _ in shares}
@@ -745,14 +745,14 @@ SETTINGS = settings(
 
 
 class TestNode(NodeMachine.TestCase):
-    """The same stories each time, in some seconds."""
+    """The same examples each time, in some seconds."""
 
     settings = SETTINGS
 
 
 @pytest.mark.slow
 class TestNodeAtLength(NodeMachine.TestCase):
-    """Other stories each time. Write what it finds into `test_replays`."""
+    """New examples each time. Write what it finds into `test_replays`."""
 
     settings = settings(SETTINGS, derandomize=False, max_examples=2_500)
 
@@ -776,12 +776,12 @@ BUNDLES = st.lists(
 
 
 def is_placement_group(task) -> bool:
-    """Whether a paper task is a placement group."""
+    """Return True if a simulated task is a placement group."""
     return lies_in_bundles(task.spec.shape.request)
 
 
 class SharedGroupMachine(NodeMachine):
-    """A node of several programs, some of which ask for placement groups."""
+    """Random events on a node of several programs with placement groups."""
 
     @rule(
         bundles=BUNDLES,
@@ -832,24 +832,24 @@ class SharedGroupMachine(NodeMachine):
 
 
 class GroupMachine(SharedGroupMachine):
-    """The same where one program has the node."""
+    """The same for a node of one program."""
 
     @initialize(**BEGINNING)
     def begin(self, starts, exits, revokes, config, most) -> None:
         super().begin(starts, exits, revokes, config, most, [])
 
     def join(self) -> None:
-        """Nobody else joins."""
+        """No other program joins."""
 
 
 class TestGroups(GroupMachine.TestCase):
-    """The same stories each time, in some seconds."""
+    """The same examples each time, in some seconds."""
 
     settings = settings(SETTINGS, max_examples=examples(150))
 
 
 @pytest.mark.slow
 class TestGroupsAtLength(SharedGroupMachine.TestCase):
-    """Other stories each time."""
+    """New examples each time."""
 
     settings = settings(SETTINGS, derandomize=False, max_examples=1_000)

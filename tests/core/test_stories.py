@@ -1,4 +1,4 @@
-"""The way stories are written down: what is not so fails, at the step that says it."""
+"""Written stories: a false expectation fails at its step."""
 
 import pytest
 
@@ -14,7 +14,7 @@ from tests.core.builders import World
         *("free_gpus = 0 1", "free_gpus has 0", "gpus_of a = 1"),
     ],
 )
-def test_what_is_not_so_fails(wrong):
+def test_false_expectation_in_a_story_fails(wrong):
     w = World(cpus=3, gpus=2).play("""
         submit a gpus=0.25 environment=X:1; submit c b cpus=0.5 (they are small)
         finish c; running = a b; running has b; running lacks c; told = c:settled

@@ -1,4 +1,4 @@
-"""Tasks that start tasks or need their results: who goes first, ends when [B12].
+"""Parents, children and dependencies: order, ends, deadlocks [B12].
 
 And waits that can never end, which are found out.
 """
@@ -15,13 +15,13 @@ PATIENCE = SchedulerConfig(cancel_grace=2.0, interrupt_every=0.5)
 
 
 def tree(**options) -> World:
-    """On one CPU a parent waits for its child, which runs."""
+    """A world of one CPU where a parent waits for its running child."""
     return World(cpus=1, gpus=1, config=PATIENCE, **options).play("""
         submit parent gpus=0.5; submit child parent=parent; wait_for parent child
     """)
 
 
-def test_who_waits_for_what_is_not_its_child_keeps_its_cpus():
+def test_task_that_waits_for_no_child_keeps_its_cpus():
     w = World(cpus=4).play("""
         submit a b; wait_for a b; wait_for a; blocked = (it has started nobody)
     """)
@@ -34,14 +34,14 @@ def test_who_waits_for_what_is_not_its_child_keeps_its_cpus():
     assert w.blocked == set()
 
 
-def test_who_is_being_stopped_does_not_begin_to_wait():
+def test_stopping_task_does_not_begin_to_wait():
     World(config=PATIENCE).play("""
         submit parent; submit child parent=parent is_detached=True; cancel parent
         wait_for parent child; blocked =; free has CPU:14.0
     """)
 
 
-def test_a_child_goes_before_those_who_came_earlier():
+def test_child_goes_before_earlier_tasks():
     w = World(cpus=1).play("submit parent other; submit child parent=parent")
     w.play("""
         submit child-2 parent=parent; wait_for parent child child-2
@@ -56,7 +56,7 @@ def test_a_child_goes_before_those_who_came_earlier():
     ("of_parent", "of_child", "first"),
     [(1, 0, "child"), (0, 2, "child"), (0, 0, "urgent"), (1, -5, "child")],
 )
-def test_a_child_is_as_urgent_as_its_parent_at_least(of_parent, of_child, first):
+def test_child_has_at_least_its_parents_priority(of_parent, of_child, first):
     w = World(cpus=1)
     w.submit("parent", priority=of_parent)
     w.submit("urgent", priority=1)
@@ -83,7 +83,7 @@ def end_by_retry(w):
 
 
 def end_while_blocked(w):
-    """Its wait was cancelled in the worker, and its answer was quicker."""
+    """The wait was cancelled in the worker, and the result came first."""
     w.finish("parent")
 
 
@@ -94,7 +94,7 @@ def end_while_blocked(w):
         *[(end_by_retry, None), (end_while_blocked, "settled")],
     ],
 )
-def test_however_a_task_ends_what_it_has_started_ends_with_it(end, outcome):
+def test_children_end_with_their_parent(end, outcome):
     w = World(cpus=1, gpus=1, config=PATIENCE).play("""
         submit parent gpus=0.5 timeout=10.0; submit child parent=parent
         wait_for parent child; submit waits parent=child
@@ -113,11 +113,11 @@ def test_however_a_task_ends_what_it_has_started_ends_with_it(end, outcome):
     w.play("run_dry; free = CPU:1.0 GPU:1.0")
 
 
-def test_a_child_whose_owner_has_cancelled_it_is_not_disowned_as_well():
+def test_cancelled_child_is_not_disowned():
     tree().play("cancel child parent; told =; finish child; forgotten = child")
 
 
-def test_a_detached_child_outlives_its_parent():
+def test_detached_child_outlives_its_parent():
     w = World(cpus=1).play("""
         submit parent; submit runs cpus=0 parent=parent is_detached=True
         submit waits parent=parent is_detached=True; finish parent
@@ -127,7 +127,7 @@ def test_a_detached_child_outlives_its_parent():
 
 
 @pytest.mark.parametrize("is_over", [True, False], ids=["ended", "being stopped"])
-def test_a_task_that_has_ended_or_is_being_stopped_starts_nobody(is_over):
+def test_ended_or_stopping_task_cannot_start_children(is_over):
     w = World(config=PATIENCE).play("submit parent")
     (w.finish if is_over else w.cancel)("parent")
     w.submit("child", parent="parent")
@@ -136,7 +136,7 @@ def test_a_task_that_has_ended_or_is_being_stopped_starts_nobody(is_over):
     assert w.told["child"] == "disowned"
 
 
-def test_a_child_whose_handle_is_in_the_result_goes_on():
+def test_child_whose_handle_is_in_the_result_continues():
     w = World().play("submit parent; submit child other parent=parent")
     child = w.tasks["child"].id
     w.tell(Scheduler.detach, child)
@@ -151,7 +151,7 @@ def test_a_child_whose_handle_is_in_the_result_goes_on():
     assert "alone" in w.running
 
 
-# Tasks whose arguments are results of others that are not there yet.
+# Tasks with missing arguments.
 
 
 def state_of(w, name):
@@ -159,7 +159,7 @@ def state_of(w, name):
     return record and record.state
 
 
-def test_it_begins_in_its_turn_when_all_is_there_and_holds_nothing_before():
+def test_task_with_missing_arguments_holds_nothing():
     w = World(cpus=1).play("submit first; submit then needs=first; submit later")
     assert state_of(w, "then") is TaskState.EXPECTING
     w.play("finish first; running = later; supply then then; submit last")
@@ -181,7 +181,7 @@ def test_it_begins_in_its_turn_when_all_is_there_and_holds_nothing_before():
     ],
     ids=["cancelled", "expired", "its parent ends", "close", "close at once"],
 )
-def test_one_that_expects_arguments_can_end(end, outcome):
+def test_task_with_missing_arguments_can_end(end, outcome):
     w = World().play("submit parent")
     parent = "parent" if outcome == "disowned" else None
     w.submit("a", parent=parent, needs=[], timeout=1.0)
@@ -192,7 +192,7 @@ def test_one_that_expects_arguments_can_end(end, outcome):
     assert not w.scheduler.expecting
 
 
-def test_a_wait_through_an_expected_result_that_can_never_end_fails():
+def test_deadlock_through_an_expected_result_fails():
     w = World(gpus=1).play("""
         submit parent gpus=1; submit needed parent=parent gpus=1
         submit one two parent=parent needs=needed; wait_for parent one two
@@ -204,7 +204,7 @@ def test_a_wait_through_an_expected_result_that_can_never_end_fails():
     w.play("told lacks third; supply third; told has third:deadlocked")
 
 
-def test_status_and_why_name_what_it_waits_for():
+def test_why_names_the_expected_results():
     w = World().play("submit load; submit train needs=load")
     found = why_of(w, "train")
     assert (found.state, found.children, found.count) == ("expecting", ("load",), 1)
@@ -219,16 +219,16 @@ def test_status_and_why_name_what_it_waits_for():
     assert task.reason == "waits for results that are its arguments"
 
 
-# Waits that can never end fail with the reason; no other wait does. All of [B12].
+# Waits that can never end fail with the reason; no other wait does [B12].
 
 
 def wait(w: World, parent: str, child: str, **options) -> None:
-    """A task starts another and waits for it."""
+    """Submit a child, and let its parent wait for it."""
     w.submit(child, parent=parent, **options)
     w.wait_for(parent, child)
 
 
-def test_a_child_that_needs_what_its_parent_holds():
+def test_deadlock_of_a_child_with_its_parent_fails():
     w = World(gpus=1).play("submit train gpus=1")
     wait(w, "train", "evaluate", num_gpus=0.5)
     assert w.told == {"evaluate": "deadlocked"}
@@ -239,7 +239,7 @@ def test_a_child_that_needs_what_its_parent_holds():
     w.play("blocked =; finish train; free has GPU:1.0")
 
 
-def test_a_grandchild_that_needs_what_its_ancestors_hold_together():
+def test_deadlock_of_a_grandchild_with_its_ancestors_fails():
     w = World(gpus=1).play("submit a gpus=0.5")
     wait(w, "a", "b", num_gpus=0.25)
     wait(w, "b", "c", num_gpus=0.5)
@@ -252,7 +252,7 @@ def test_a_grandchild_that_needs_what_its_ancestors_hold_together():
     w.play("blocked = a; finish b a")
 
 
-def test_all_have_to_fail_that_can_never_run_and_no_more():
+def test_deadlock_fails_as_few_tasks_as_possible():
     World(gpus=2).play("""
         submit parent gpus=2; submit x y z gpus=1 parent=parent
         submit cpu parent=parent; wait_for parent x y z cpu
@@ -261,7 +261,7 @@ def test_all_have_to_fail_that_can_never_run_and_no_more():
     """)
 
 
-def test_a_task_that_runs_or_goes_on_will_give_back_what_is_needed():
+def test_no_deadlock_while_a_running_task_will_free_resources():
     w = World(gpus=2).play("submit a b gpus=1")
     wait(w, "a", "below a", num_gpus=1)
     wait(w, "b", "below b")
@@ -271,8 +271,8 @@ def test_a_task_that_runs_or_goes_on_will_give_back_what_is_needed():
     assert w.running == {"a", "below a"}
 
 
-def test_one_that_waits_for_what_is_still_to_run_will_go_on():
-    """The banker lets them end one after the other, in whatever order that takes."""
+def test_no_deadlock_if_the_awaited_tasks_can_run():
+    """The banker's algorithm finds an order in which all tasks can end."""
     w = World(cpus=1, gpus=3).play("submit a b c cpus=0 gpus=1; submit busy")
     wait(w, "a", "below a", num_gpus=2)
     wait(w, "b", "below b", num_gpus=1)

@@ -1,4 +1,4 @@
-"""[B23] Why a task is where it is, as data and in words; and what it is warned of."""
+"""[B23] `why()` as data and as text; and warnings of stalls."""
 
 import pytest
 
@@ -15,12 +15,12 @@ from tests.core.builders import World, record_of, submit, why_of
 
 
 def zeroth(w: World) -> World:
-    """Use up number 0, which no real task has, and worker 1 with it."""
+    """Use up task number 0, which no real task has, and worker 1."""
     w.play("submit zeroth max_calls=1; finish zeroth; worker_count = 0")
     return w
 
 
-def test_a_task_says_what_is_short_and_who_holds_it():
+def test_why_names_shortage_and_holders():
     w = zeroth(World(cpus=4, gpus=2)).play("""
         submit first second gpus=0.7; advance 30; submit third gpus=0.5; advance 0.5
     """)
@@ -50,8 +50,8 @@ def test_a_task_says_what_is_short_and_who_holds_it():
 
 
 @pytest.mark.parametrize("left", [0, 3 * SEARCHED])
-def test_the_place_of_one_that_waits_behind_thousands_is_found(left):
-    """Those who have left before it may count, but not beyond the end of the line."""
+def test_why_finds_a_position_behind_thousands(left):
+    """Tasks that have left may count, but not beyond the end of the queue."""
     w = World(cpus=1).play("submit runs head")
     spec = w.scheduler.tasks.get(w.tasks["head"].id).spec
     last = 4 * SEARCHED
@@ -66,7 +66,7 @@ def test_the_place_of_one_that_waits_behind_thousands_is_found(left):
         assert told.position == (number if not left else last - left)
 
 
-def test_a_process_that_ends_and_one_that_begins_hold_what_they_have():
+def test_why_names_ending_and_starting_workers():
     w = zeroth(World(cpus=1))
     w.play("let exits=False; submit a max_calls=1; submit b; finish a")
     assert str(why_of(w, "b")).splitlines()[2] == (
@@ -80,7 +80,7 @@ def test_a_process_that_ends_and_one_that_begins_hold_what_they_have():
 
 
 def reserved(**options: object) -> World:
-    """A world in which something is kept for `big`."""
+    """A world with a reservation for `big`."""
     w = zeroth(World(cpus=4, gpus=2))
     w.submit("long", num_gpus=0.5, **options)
     w.play("""
@@ -90,14 +90,14 @@ def reserved(**options: object) -> World:
     return w
 
 
-def test_it_says_by_when_where_that_is_known():
+def test_why_says_when_the_reserved_task_begins():
     told = why_of(reserved(timeout=10), "big")
     assert told.reservation is not None
     assert told.reservation.seconds == 11
     assert str(told).endswith("kept for it: devices GPU 0, 1; it begins within 11 s")
 
 
-def test_the_others_name_the_one_that_goes_first():
+def test_why_names_the_task_that_goes_first():
     w = reserved()
     told = why_of(w, "small")
     assert told.reservation is not None
@@ -111,7 +111,7 @@ def test_the_others_name_the_one_that_goes_first():
     ]
 
 
-def test_a_reservation_of_what_it_does_not_lack_is_no_matter():
+def test_why_ignores_an_unrelated_reservation():
     w = zeroth(World(cpus=4, gpus=1, resources={"license": 1})).play("""
         submit holds cpus=0 resources=license:1; submit long big gpus=1
         submit licensed cpus=0 resources=license:1; pass_over; advance 1; pass_over
@@ -120,7 +120,7 @@ def test_a_reservation_of_what_it_does_not_lack_is_no_matter():
     assert why_of(w, "licensed").reservation is None
 
 
-def test_other_programs_that_go_first_are_told_with_their_processes():
+def test_why_names_rival_programs_with_their_pids():
     w = zeroth(World(cpus=1)).play("""
         join 7 8; submit holds; submit theirs client=7; submit mine client=8
     """)
@@ -130,7 +130,7 @@ def test_other_programs_that_go_first_are_told_with_their_processes():
     assert "  tasks of other programs go before it: prog.py (pid 4711)" in str(told)
 
 
-def test_what_is_held_without_end_is_named_and_nothing_is_kept():
+def test_why_names_holders_without_end():
     w = zeroth(World(gpus=2)).play("""
         submit model gpus=0.5 is_endless=True; submit task gpus=0.5; submit big gpus=2
         advance 5; submit tick gpus=0.5
@@ -148,7 +148,7 @@ def test_what_is_held_without_end_is_named_and_nothing_is_kept():
     assert not why_of(w, "fits").is_held_endlessly
 
 
-def test_a_running_task_says_where_and_for_how_long():
+def test_why_describes_a_running_task():
     w = zeroth(World(cpus=1)).play("submit a; advance 3")
     told = why_of(w, "a")
     assert (told.state, told.worker, told.pid, told.runs_for) == ("running", 2, 102, 3)
@@ -156,14 +156,14 @@ def test_a_running_task_says_where_and_for_how_long():
     assert str(told) == "a (task 1) runs on worker 2 (pid 102), for 3.0 s now."
 
 
-def test_a_task_whose_worker_is_being_forked_says_so():
+def test_why_describes_a_starting_task():
     w = World(starts=False).play("submit zeroth; submit a cpus=2")
     assert str(why_of(w, "a")) == (
         "a (task 1) holds {CPU: 2}; a worker is being forked for it."
     )
 
 
-def test_a_task_that_was_sent_ahead_names_those_before_it():
+def test_why_describes_a_queued_task():
     w = World(cpus=1, took=1e-5).play("submit zeroth a b c d e f; finish zeroth")
     told = why_of(w, "c")
     assert (told.state, told.behind, told.count) == ("queued", ("a", "b"), 2)
@@ -173,7 +173,7 @@ def test_a_task_that_was_sent_ahead_names_those_before_it():
     )
 
 
-def test_a_task_that_waits_for_its_children_names_them():
+def test_why_describes_a_blocked_task():
     w = zeroth(World(cpus=1)).play("""
         submit parent; submit child parent=parent; wait_for parent child
     """)
@@ -187,14 +187,14 @@ def test_a_task_that_waits_for_its_children_names_them():
     assert "its children child, c0, c1, c2, c3, c4, c5, c6, and 3 more;" in str(told)
 
 
-def test_a_task_that_is_being_stopped_says_so():
+def test_why_describes_a_stopping_task():
     w = zeroth(World()).play("submit a; cancel a")
     assert str(why_of(w, "a")) == (
         "a (task 1) is being stopped; its code on worker 2 (pid 102) has not ended yet."
     )
 
 
-def test_on_a_node_that_closes_a_task_waits_for_its_turn():
+def test_why_on_a_closing_node():
     w = World(cpus=1, exits=False).play("submit a")
     submit(w, [f"t{n}" for n in range(ABANDON_BATCH + 1)])
     w.play("close; finish a")
@@ -204,7 +204,7 @@ def test_on_a_node_that_closes_a_task_waits_for_its_turn():
     assert str(told) == f"{last} (task 501) has waited 0.0 s for its turn: 0 before it"
 
 
-def test_what_has_ended_or_not_begun_needs_no_node():
+def test_why_without_a_node():
     assert str(Why("a", 0, "opening")) == (
         "a waits for its node, which is being opened."
     )
@@ -213,7 +213,7 @@ def test_what_has_ended_or_not_begun_needs_no_node():
     assert str(ended) == "a (task 7) has ended: it was cancelled."
 
 
-def test_what_a_cluster_says_comes_below():
+def test_why_shows_the_notes_of_a_cluster():
     sent = Why("f", 3, "sent", 2.0, {"GPU": 0.5}, notes=("nothing waits", "so it runs"))
     assert str(sent).splitlines() == [
         "f (task 3) asks for {GPU: 0.5} and was sent 2.0 s ago.",
@@ -228,20 +228,20 @@ def test_what_a_cluster_says_comes_below():
     ]
 
 
-# What waits for what is held without end is warned of by itself, once.
+# Warnings of tasks that wait for resources held without end.
 
 
 AFTER = SchedulerConfig().warn_after
 
 
 def held() -> World:
-    """One GPU, of which an actor holds half."""
+    """A world of one GPU, of which an actor holds half."""
     w = World(gpus=1).play("submit server gpus=0.5 is_endless=True")
     w.advance(2 * AFTER)
     return w
 
 
-def test_a_task_that_needs_more_than_an_actor_has_left():
+def test_stalled_task_is_warned_of():
     w = held().play("submit train gpus=1")
     w.play(f"advance {AFTER - 0.01}; warned =; advance 0.01")
     ((name, text),) = w.warnings
@@ -255,7 +255,7 @@ def test_a_task_that_needs_more_than_an_actor_has_left():
     assert w.deadline is None
 
 
-def test_a_line_is_warned_once_until_it_is_empty():
+def test_group_is_warned_once_until_it_is_empty():
     w = held()
     submit(w, [f"train {n}" for n in range(3)], num_gpus=1)
     w.play(f"submit other gpus=0.75; advance {3 * AFTER}")
@@ -271,7 +271,7 @@ def test_a_line_is_warned_once_until_it_is_empty():
     assert [name for name, _ in w.warnings[2:]] == ["again"]
 
 
-def test_amounts_and_leases_are_named():
+def test_warning_names_amounts_and_leases():
     w = World(cpus=4, resources={"license": 1}).play(f"""
         submit server cpus=0 resources=license:1 is_endless=True; lease shell cpus=3
         advance {AFTER}; submit train cpus=2 resources=license:1; advance {AFTER}
@@ -281,7 +281,7 @@ def test_amounts_and_leases_are_named():
     assert "server holds license 1" in text
 
 
-def test_workers_that_are_all_held_are_named():
+def test_warning_names_workers_held_without_end():
     w = World(cpus=4).play(f"""
         bound 1; submit server cpus=0 is_endless=True; advance {AFTER}; submit train
         advance {AFTER}
@@ -291,14 +291,14 @@ def test_workers_that_are_all_held_are_named():
     assert "there are 1, each is held without end" in text
 
 
-def test_a_programs_own_limit_is_no_stall():
+def test_no_warning_for_a_programs_own_limit():
     w = held()
     w.join(7, limits=Limits(max_share={"GPU": 0.5}))
     w.submit("mine", num_gpus=0.5, is_endless=True, client=7)
     w.play(f"submit more gpus=0.25 client=7; advance {3 * AFTER}; warned =")
 
 
-def test_one_alarm_serves_all_that_wait():
+def test_one_alarm_serves_all_groups():
     w = held()
     before = len(w.scheduler.timers)
     for number in range(GROUPS_PER_CHECK + 20):
@@ -310,7 +310,7 @@ def test_one_alarm_serves_all_that_wait():
     assert len(w.warnings) == GROUPS_PER_CHECK + 20
 
 
-def test_time_goes_on_where_a_figure_is_rounded():
+def test_rounded_times_do_not_stop_the_clock():
     w = World(gpus=1).play(f"""
         advance {1 / 3}; submit long gpus=0.5; submit train gpus=1; advance 10000.0
         submit server gpus=0.5 is_endless=True priority=1; advance {AFTER + 1e-06}
@@ -320,7 +320,7 @@ def test_time_goes_on_where_a_figure_is_rounded():
     assert len(w.warnings) == 1
 
 
-def test_others_wait_for_what_is_not_held_without_end():
+def test_no_warning_for_resources_held_by_finite_tasks():
     World(cpus=4, gpus=1, resources={"license": 1}).play(f"""
         submit server gpus=1 is_endless=True
         submit long train cpus=0 resources=license:1; advance {10 * AFTER}; warned =
@@ -328,7 +328,7 @@ def test_others_wait_for_what_is_not_held_without_end():
     """)
 
 
-def test_each_is_warned_of_when_it_has_waited_long_enough():
+def test_each_group_is_warned_after_its_own_wait():
     w = held().play("submit first gpus=1")
     w.play(f"""
         advance {AFTER / 2}; submit second gpus=0.75; advance {AFTER / 2}
@@ -336,7 +336,7 @@ def test_each_is_warned_of_when_it_has_waited_long_enough():
     """)
 
 
-def test_a_holder_that_is_younger_than_the_wait_is_given_time():
+def test_young_holder_delays_the_warning():
     w = World(cpus=4, gpus=2)
     w.submit("long", num_gpus=2)
     w.play("submit server gpus=1 is_endless=True; submit train gpus=2 priority=-1")

@@ -1,4 +1,4 @@
-"""Which process runs what: reuse, isolation, affinity, spares, and too few workers."""
+"""Workers: reuse, isolation, affinity, spares, limits and outages."""
 
 import pytest
 
@@ -11,7 +11,7 @@ from aiogpu.core.scheduler.workers import MAX_ENVIRONMENTS, WorkerLimit, Workers
 from tests.core.builders import World, kinds, status_of, why_of
 
 
-def test_a_worker_keeps_its_devices():
+def test_worker_keeps_its_devices():
     """[B27]"""
     w = World(gpus=2).play("submit on-0 on-1 gpus=1")
     first, second = w.worker_of("on-0"), w.worker_of("on-1")
@@ -23,7 +23,7 @@ def test_a_worker_keeps_its_devices():
     assert w.worker_of("on-0-again") == first
 
 
-def test_an_isolated_task_has_a_process_of_its_own_and_its_share_until_that_is_gone():
+def test_isolated_task_keeps_its_share_until_its_process_is_gone():
     """[B26]"""
     w = World(gpus=1, exits=False).play("submit a gpus=1")
     worker = w.worker_of("a")
@@ -42,7 +42,7 @@ def test_an_isolated_task_has_a_process_of_its_own_and_its_share_until_that_is_g
 
 
 @pytest.mark.parametrize("options", [{"max_calls": 1}, {"max_calls": 0}])
-def test_a_worker_that_does_not_exit_in_time_is_killed(options):
+def test_worker_that_does_not_exit_in_time_is_killed(options):
     config = SchedulerConfig(exit_grace=5.0, idle_workers=0)
     w = World(exits=False, config=config)
     w.submit("a", **options)
@@ -53,7 +53,7 @@ def test_a_worker_that_does_not_exit_in_time_is_killed(options):
     w.play("advance 60; deadline = None")
 
 
-def test_a_worker_ends_after_so_many_calls_of_the_function():
+def test_worker_exits_after_max_calls():
     w = World(exits=False).play("submit f function=1 max_calls=2")
     worker = w.worker_of("f")
     w.play("finish f; submit g function=2 max_calls=2")
@@ -66,7 +66,7 @@ def test_a_worker_ends_after_so_many_calls_of_the_function():
     assert w.worker_of("next") != worker
 
 
-def test_no_worker_can_be_taken_where_none_is_idle():
+def test_pop_idle_raises_without_an_idle_worker():
     workers = Workers()
     assert workers.take_clean(()) is None
     assert workers.take_bound(((), ())) is None
@@ -79,7 +79,7 @@ def test_no_worker_can_be_taken_where_none_is_idle():
 
 
 def warm(w, name, gpus, **options):
-    """Leave an idle worker behind."""
+    """Create an idle worker with devices."""
     w.submit(name, num_gpus=gpus, **options)
     worker, held = w.worker_of(name), w.gpus_of(name)
     w.finish(name)
@@ -91,7 +91,7 @@ def warm(w, name, gpus, **options):
     [{"max_calls": 1}, {"environment": {"X": "1"}}, None],
     ids=["isolated", "environment", "gone"],
 )
-def test_a_worker_that_cannot_be_used_or_has_gone_does_not_count(options):
+def test_affinity_ignores_unusable_workers(options):
     w = World(gpus=2).play("submit x gpus=1 max_retries=0")
     worker, _ = warm(w, "a", 1)
     w.finish("x")
@@ -101,7 +101,7 @@ def test_a_worker_that_cannot_be_used_or_has_gone_does_not_count(options):
     assert w.gpus_of("b") == [0]
 
 
-def test_two_workers_of_one_device_are_both_remembered():
+def test_affinity_counts_two_workers_of_one_device():
     w = World(gpus=2).play("""
         submit x gpus=1 max_retries=0; submit a b gpus=0.5; finish a b; die x
     """)
@@ -121,7 +121,7 @@ def world(spares=2, **options):
     return World(cpus=4, gpus=2, config=config, **options)
 
 
-def test_one_goes_for_each_that_needs_another_and_no_more():
+def test_one_idle_worker_is_evicted_for_each_task():
     w = crowded(most=3, gpus=1, exits=False).play("""
         submit a b c; finish a b c; submit x y gpus=1
     """)
@@ -139,7 +139,7 @@ def spares_of(w: World, environment=X) -> int:
     return w.scheduler.workers.spares(environment)
 
 
-def test_spares_are_wanted_once_a_task_has_a_process_of_its_own():
+def test_spares_are_kept_after_a_task_took_its_own_process():
     w = world()
     assert repr(w.scheduler.spares) == "<Spares 2 for each of 0 environments>"
     w.play("submit reused gpus=0.5; finish reused")
@@ -156,7 +156,7 @@ def test_spares_are_wanted_once_a_task_has_a_process_of_its_own():
     assert none.scheduler.spares.wanted == {}
 
 
-def test_the_task_that_has_taken_one_is_let_alone_for_a_moment():
+def test_spares_are_refilled_after_a_delay():
     w = World(cpus=4, config=SchedulerConfig(spare_workers=2, refill_after=0.002))
     w.play("""
         submit a max_calls=1; worker_count = 1
@@ -167,7 +167,7 @@ def test_the_task_that_has_taken_one_is_let_alone_for_a_moment():
     assert not [e for e in w.effects if isinstance(e, Spawn)]
 
 
-def test_spares_do_not_count_among_the_idle():
+def test_spares_do_not_count_as_idle_workers():
     config = SchedulerConfig(spare_workers=2, idle_workers=1)
     w = World(cpus=4, config=config).play("""
         submit a max_calls=1; submit b c; finish b c
@@ -177,7 +177,7 @@ def test_spares_do_not_count_among_the_idle():
     assert len(w.retired) == 1
 
 
-def test_outdated_ones_are_replaced_unless_the_node_closes():
+def test_outdated_spares_are_replaced_unless_the_node_closes():
     w = world().play("submit a max_calls=1")
     before = set(w.workers) - {w.worker_of("a")}
     w.tell(Scheduler.environment_outdated, ())
@@ -188,7 +188,7 @@ def test_outdated_ones_are_replaced_unless_the_node_closes():
     assert w.worker_count == 3
 
 
-def test_an_outdated_one_that_starts_is_retired_and_given_to_nobody():
+def test_outdated_starting_worker_is_retired():
     w = world().play("submit a max_calls=1")
     first = set(w.workers)
     w.play("let starts=False; submit b max_calls=1")
@@ -202,7 +202,7 @@ def test_an_outdated_one_that_starts_is_retired_and_given_to_nobody():
     assert w.scheduler.workers.get(late) is None
 
 
-def test_the_alarm_rings_for_the_one_that_was_used_first():
+def test_spares_alarm_is_set_for_the_oldest_use():
     w = World(cpus=9, config=SchedulerConfig(spare_workers=1, spares_for=10.0))
     for n in range(3):
         w.submit(f"t{n}", max_calls=1, environment={"N": str(n)})
@@ -215,8 +215,8 @@ def test_the_alarm_rings_for_the_one_that_was_used_first():
     assert left == [[0, 1, 2], [0, 1, 2], [0, 2], [0], [], []]
 
 
-def test_an_alarm_for_spares_is_not_set_again_for_the_moment_at_which_it_rings():
-    """0.2 + 0.5 - 0.2 is less than 0.5; a node woke without end."""
+def test_spares_alarm_is_not_set_again_for_the_same_time():
+    """0.2 + 0.5 - 0.2 is less than 0.5; the alarm was set again without end."""
     w = World(cpus=4, config=SchedulerConfig(spare_workers=1, spares_for=0.5))
     w.clock.advance_to(0.2)
     w.submit("a", max_calls=1, environment=dict(X))
@@ -227,7 +227,7 @@ def test_an_alarm_for_spares_is_not_set_again_for_the_moment_at_which_it_rings()
     assert spares_of(w) == 0
 
 
-def test_so_many_environments_have_spares_and_no_more():
+def test_number_of_environments_with_spares_is_limited():
     w = World(cpus=100, config=SchedulerConfig(spare_workers=1, spares_for=10.0))
     for n in range(MAX_ENVIRONMENTS + 2):
         w.submit(f"t{n}", max_calls=1, environment={"N": str(n)})
@@ -238,8 +238,8 @@ def test_so_many_environments_have_spares_and_no_more():
     assert spares_of(w, (("N", str(MAX_ENVIRONMENTS)),)) == 1
 
 
-def test_spares_of_an_environment_whose_zygote_has_made_way_are_not_replaced():
-    """Or two environments would give up each other's zygotes for ever."""
+def test_spares_of_a_replaced_zygote_are_not_refilled():
+    """Otherwise two environments replace each other's zygotes for ever."""
     w = world().play("submit a max_calls=1 environment=X:1")
     w.tell(Scheduler.environment_outdated, X)
     assert spares_of(w) == 0
@@ -248,7 +248,7 @@ def test_spares_of_an_environment_whose_zygote_has_made_way_are_not_replaced():
     assert spares_of(w) == 2
 
 
-def test_a_spare_that_fails_concerns_its_own_environment():
+def test_failed_spare_concerns_its_own_environment():
     w = world(starts=False).play("submit a max_calls=1 environment=X:1")
     for worker in set(w.workers) - {w.worker_of("a")}:
         w.die(worker)
@@ -259,7 +259,7 @@ def test_a_spare_that_fails_concerns_its_own_environment():
     assert spares_of(w) == 2
 
 
-# Workers that cannot be had: so many and no more, or none for an environment [B46].
+# The worker limit, and failed starts of workers [B46].
 
 START_RETRY_AFTER = SchedulerConfig().start_retry_after
 
@@ -270,7 +270,7 @@ def crowded(most: int = 2, cpus: float = 100, **options) -> World:
     return w
 
 
-def test_spares_are_kept_where_they_may_be_and_make_way():
+def test_spares_make_room_at_the_worker_limit():
     w = World(cpus=100, config=SchedulerConfig(spare_workers=2), exits=False).play("""
         bound 3; submit a max_calls=1; worker_count = 3
         submit b max_calls=1 environment=X:1
@@ -285,7 +285,7 @@ def test_spares_are_kept_where_they_may_be_and_make_way():
     assert set(w.told.values()) == {"settled"}
 
 
-def test_why_a_task_waits_that_lacks_nothing_but_a_worker():
+def test_why_explains_a_task_that_lacks_only_a_worker():
     w = crowded(most=1).play("submit zeroth b; advance 0.5")
     assert str(why_of(w, "b")) == (
         "b (task 1) has waited 0.5 s for its turn: 0 before it\n"
@@ -297,7 +297,7 @@ def test_why_a_task_waits_that_lacks_nothing_but_a_worker():
     w.play("finish zeroth b")
 
 
-def test_a_worker_that_cannot_be_had_is_no_failure_where_there_are_others():
+def test_crowded_start_requeues_the_task():
     w = World(cpus=100, starts=False).play("submit a; start a; submit b")
     for _ in range(2 * STARTS_ALLOWED):
         w.tell(Scheduler.worker_gone, w.worker_of("b"), is_crowded=True)
@@ -311,7 +311,7 @@ def test_a_worker_that_cannot_be_had_is_no_failure_where_there_are_others():
     w.play("start b; finish a b; told has b:settled")
 
 
-def test_a_worker_that_dies_lets_another_be_tried():
+def test_dead_worker_makes_room_for_another():
     w = World(cpus=100, starts=False)
     for name in ("a", "other"):
         w.submit(name, max_retries=0)
@@ -321,7 +321,7 @@ def test_a_worker_that_dies_lets_another_be_tried():
     w.play("waiting = b; die other; starting = b")
 
 
-def test_why_nothing_starts_where_there_is_no_worker():
+def test_why_explains_that_no_worker_starts():
     w = World(cpus=100, starts=False).play("submit a")
     w.tell(Scheduler.worker_gone, min(w.workers), is_crowded=True, outage="no process")
     told = "no worker can be started: no process (1 try has failed in 0.0 s; next try"
@@ -338,7 +338,7 @@ def test_why_nothing_starts_where_there_is_no_worker():
     assert status_of(w).outages == (), "b waits for a's worker"
 
 
-def test_failures_are_forgotten_when_nothing_fails_any_more():
+def test_start_failures_are_forgotten_after_success():
     w = World(cpus=100, starts=False).play("bound 1; submit a")
     w.tell(Scheduler.worker_gone, min(w.workers), is_crowded=True, outage="no process")
     w.play("cancel a; advance 10")
@@ -346,7 +346,7 @@ def test_failures_are_forgotten_when_nothing_fails_any_more():
     assert w.deadline is None
 
 
-def test_a_spare_that_cannot_be_had_is_asked_for_no_more():
+def test_failed_spare_is_not_forked_again():
     w = World(cpus=100, starts=False, config=SchedulerConfig(spare_workers=1))
     w.play("submit a max_calls=1; start a")
     (spare,) = set(w.workers) - {w.worker_of("a")}
@@ -354,7 +354,7 @@ def test_a_spare_that_cannot_be_had_is_asked_for_no_more():
     w.play("worker_count = 1; advance 10; worker_count = 1")
 
 
-def test_the_bound_comes_back_step_by_step():
+def test_worker_limit_rises_step_by_step():
     room = WorkerLimit()
     room.bound(20)
     assert room.shrink(10, "", 0.0)
@@ -370,7 +370,7 @@ def test_the_bound_comes_back_step_by_step():
 
 
 @pytest.mark.parametrize("most", [1, 3])
-def test_a_tree_that_needs_more_workers_than_there_can_be(most: int):
+def test_deadlock_at_the_worker_limit_fails(most: int):
     w = crowded(most=most).play("submit t0")
     for depth in range(most):
         assert w.told == {}
@@ -387,7 +387,7 @@ def test_a_tree_that_needs_more_workers_than_there_can_be(most: int):
         w.finish(f"t{depth}")
 
 
-def test_no_spare_is_forked_while_somebody_lacks_a_worker():
+def test_no_spare_is_forked_while_a_task_lacks_a_worker():
     w = World(cpus=1, starts=False, config=SchedulerConfig(spare_workers=2))
     w.play("submit runs max_calls=1; submit waits")
     node = w.scheduler
@@ -399,7 +399,7 @@ def test_no_spare_is_forked_while_somebody_lacks_a_worker():
         assert bool(node.effects) == is_forked
 
 
-# An environment for which no worker can be started.
+# Outages of an environment.
 
 
 BROKEN = {"X": "1"}
@@ -409,13 +409,13 @@ WHY = "the zygote ended with status -9"
 
 
 def fail(w: World, whom: str | int) -> None:
-    """The zygote dies that was to fork a worker."""
+    """Report that a worker could not be started."""
     w.tell(Scheduler.worker_gone, w.worker_of(whom), outage=WHY)
 
 
 @pytest.mark.parametrize("is_crowded", [False, True])
-def test_it_is_tried_again_for_ever_with_pauses_up_to_a_bound(is_crowded: bool):
-    """Alone as well, where no worker could make room: once, 40 tries were all."""
+def test_outage_is_retried_with_growing_delays(is_crowded: bool):
+    """Also if no worker could make room: attempts once ended after 40."""
     config = SchedulerConfig(start_retry_after=0.5, max_start_retry_delay=3.0)
     w = World(cpus=4, starts=False, config=config).play("submit a b environment=X:1")
     pauses = []
@@ -433,7 +433,7 @@ def test_it_is_tried_again_for_ever_with_pauses_up_to_a_bound(is_crowded: bool):
     assert w.scheduler.worker_limit.failures == 0
 
 
-def test_one_at_a_time_is_tried_and_the_others_follow():
+def test_outage_is_retried_with_one_worker():
     w = World(cpus=4, starts=False).play("submit a b c environment=X:1")
     for name in ("a", "b", "c"):
         fail(w, name)
@@ -443,7 +443,7 @@ def test_one_at_a_time_is_tried_and_the_others_follow():
     w.play("submit d environment=X:1; waiting has d; start a; starting = b c d")
 
 
-def test_what_was_reserved_is_let_go_once_it_cannot_start():
+def test_outage_ends_the_reservation():
     w = World(cpus=4, gpus=2, starts=False).play("submit long gpus=1; start long")
     w.submit("a", num_gpus=2, environment=BROKEN)
     w.play("advance 60.0; submit late gpus=1; kept = a; submit first environment=X:1")
@@ -451,7 +451,7 @@ def test_what_was_reserved_is_let_go_once_it_cannot_start():
     w.play("kept = None; starting has late")
 
 
-def test_what_nobody_waits_for_is_forgotten():
+def test_outage_without_waiting_tasks_is_forgotten():
     w = World(cpus=4, starts=False).play("submit a environment=X:1")
     fail(w, "a")
     w.cancel("a")
@@ -462,7 +462,7 @@ def test_what_nobody_waits_for_is_forgotten():
     w.play("submit b environment=X:1; starting = b")
 
 
-def test_what_is_to_run_alone_waits_while_no_worker_can_be_started():
+def test_exclusive_retry_waits_during_an_outage():
     w = World(cpus=4, starts=False).play("""
         submit a environment=X:1; start a; submit b environment=X:1; submit other
         start other
@@ -474,7 +474,7 @@ def test_what_is_to_run_alone_waits_while_no_worker_can_be_started():
     w.play("advance 6.0; starting = a")
 
 
-def test_status_and_why_say_what_failed_and_when_it_is_tried_again():
+def test_why_describes_an_outage():
     w = World(cpus=4, starts=False)
     variables = {**BROKEN, PROGRAM: "key"}
     w.submit("a", environment=variables)
@@ -497,7 +497,7 @@ def test_status_and_why_say_what_failed_and_when_it_is_tried_again():
     assert "(2 tries have failed in 0.1 s; next try in 0.1 s)" in str(again)
 
 
-def test_environments_are_tried_again_each_at_its_own_time():
+def test_outages_of_environments_are_independent():
     config = SchedulerConfig(start_retry_after=1.0, max_start_retry_delay=1.0)
     w = World(cpus=4, starts=False, config=config).play("submit a environment=X:1")
     fail(w, "a")

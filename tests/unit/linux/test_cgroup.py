@@ -1,4 +1,4 @@
-"""Cgroups: limits and places in made-up trees, one group, that of a slot."""
+"""Cgroups: limits and hierarchies in fake trees, real groups, slots."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def made() -> Iterator[Cgroup]:
 
 
 def enter(made: Cgroup) -> int:
-    """Have a process that ignores signals in it, in a session of its own."""
+    """Fork a process into the group; it ignores signals and has its own session."""
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -53,7 +53,7 @@ def enter(made: Cgroup) -> int:
 
 
 @needs_cgroup
-def test_who_is_in_it(made: Cgroup) -> None:
+def test_pids_lists_the_processes_of_a_group(made: Cgroup) -> None:
     assert (made.pids(), made.is_populated) == ([], False)
     assert made.wait_until_empty(0)
     below = made.child("below")
@@ -70,7 +70,7 @@ def test_who_is_in_it(made: Cgroup) -> None:
 
 @needs_cgroup
 @pytest.mark.parametrize("way", ["at once", "one by one"])
-def test_all_in_it_and_below_are_ended(
+def test_kill_ends_a_group_and_its_descendants(
     way: str, made: Cgroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     below = made.child("below")
@@ -89,7 +89,7 @@ def test_all_in_it_and_below_are_ended(
     assert made.wait_until_empty(10)
 
 
-def test_one_that_is_not_there(tmp_path: Path) -> None:
+def test_missing_group_is_empty(tmp_path: Path) -> None:
     gone = Cgroup(f"{tmp_path}/gone")
     assert repr(gone) == f"<Cgroup {tmp_path}/gone>"
     assert (gone.pids(), gone.children(), gone.is_populated) == ([], [], False)
@@ -107,7 +107,7 @@ def node() -> Iterator[Cgroup]:
 
 
 def fork_into(node: Cgroup) -> tuple[str, int]:
-    """Fork a slot's keeper; the group that it finds itself in, and its exit code."""
+    """Fork a slot's keeper; return its group and its exit code."""
     reading, writing = os.pipe()
     pid = fork_into_slot(node.path, 3)
     if pid == 0:
@@ -123,7 +123,7 @@ def fork_into(node: Cgroup) -> tuple[str, int]:
 
 
 @needs_cgroup
-def test_a_keeper_is_born_in_its_group(node: Cgroup) -> None:
+def test_keeper_is_born_in_its_group(node: Cgroup) -> None:
     before = len(os.listdir("/proc/self/fd"))
     assert fork_into(node) == ("3", 7)
     assert fork_into(node) == ("3", 7)
@@ -131,7 +131,7 @@ def test_a_keeper_is_born_in_its_group(node: Cgroup) -> None:
 
 
 @needs_cgroup
-def test_a_kernel_that_cannot_do_so(
+def test_keeper_is_forked_normally_without_clone3(
     node: Cgroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gc.collect()  # what earlier tests have left is not to go meanwhile
@@ -169,7 +169,7 @@ PROGRAM = """
 
 
 @needs_cgroup
-def test_all_but_the_keeper_are_ended() -> None:
+def test_end_others_spares_the_keeper() -> None:
     source = """
     reading, writing = os.pipe()
     for _ in range(2):
@@ -194,8 +194,8 @@ def test_all_but_the_keeper_are_ended() -> None:
 
 
 @needs_cgroup
-def test_what_runs_away_by_forking_is_caught() -> None:
-    """A chain of daemons, each gone before it can be signalled."""
+def test_end_others_catches_forking_processes() -> None:
+    """A chain of daemons, each of which forks and exits at once."""
     source = """
     kernel.kill = lambda pid, number=9: True
     reading, writing = os.pipe()
@@ -215,7 +215,7 @@ def test_what_runs_away_by_forking_is_caught() -> None:
     run(PROGRAM + source)
 
 
-def test_without_a_group_nothing_is_done(tmp_path: object) -> None:
+def test_slot_without_a_group_does_nothing(tmp_path: object) -> None:
     for node in ("", f"{tmp_path}/no/cgroup2"):
         slot = SlotCgroup(node, 3)
         assert not slot.has_others
@@ -237,7 +237,7 @@ HYBRID = """\
 
 
 class FakeProc:
-    """A made-up /proc."""
+    """A fake /proc."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -266,7 +266,7 @@ def proc(tmp_path: Path) -> FakeProc:
         ("/..", "/", "/m", False),
     ],
 )
-def test_a_mount_may_show_a_part_of_the_hierarchy(
+def test_hierarchy_may_be_mounted_in_part(
     root: str, path: str, own: str, is_visible: bool, proc: FakeProc
 ) -> None:
     proc.write(f"41 31 0:38 {root} /m rw - cgroup2 cgroup2 rw\n", f"0::{path}\n")
@@ -283,7 +283,7 @@ def test_escaped_and_undecodable_names_are_read(proc: FakeProc) -> None:
     assert found.own == "/a b\\/caf\xe9"
 
 
-def test_a_missing_or_garbled_file_gives_no_hierarchy(proc: FakeProc) -> None:
+def test_missing_or_garbled_file_gives_no_hierarchy(proc: FakeProc) -> None:
     assert find_hierarchy(UNIFIED, proc.root) is None
     proc.write("garbage\n\n1 2 - cgroup2\n", "0::/\n")
     assert find_hierarchy(UNIFIED, proc.root) is None
@@ -292,7 +292,7 @@ def test_a_missing_or_garbled_file_gives_no_hierarchy(proc: FakeProc) -> None:
 
 
 class CpuTree:
-    """A made-up machine: its affinity, its cgroup files."""
+    """A fake machine with an affinity and cgroup files."""
 
     def __init__(self, root: Path) -> None:
         self.proc, self.cgroups = root / "proc", root / "cgroup"
@@ -300,7 +300,7 @@ class CpuTree:
         self.cgroups.mkdir()
 
     def belongs_to(self, *lines: str, root: str = "/") -> None:
-        """Say which groups it is in, by lines of `/proc/self/cgroup`, and mount them.
+        """Write `/proc/self/cgroup` and mount its hierarchies.
 
         Args:
             lines: one for each hierarchy.
@@ -347,13 +347,13 @@ def cpu_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CpuTree:
         ("many few\n", 8.0),
     ],
 )
-def test_a_quota_of_version_2(cpu_tree: CpuTree, text: str, cpus: float) -> None:
+def test_quota_of_version_2(cpu_tree: CpuTree, text: str, cpus: float) -> None:
     cpu_tree.belongs_to("0::/user.slice/mine")
     cpu_tree.has({"user.slice/mine/cpu.max": text})
     assert cpu_tree.cpus == cpus
 
 
-def test_the_tightest_of_a_group_and_its_parents_counts(cpu_tree: CpuTree) -> None:
+def test_tightest_quota_of_all_ancestors_counts(cpu_tree: CpuTree) -> None:
     cpu_tree.belongs_to("0::/a/b/c")
     cpu_tree.has({"a/b/c/cpu.max": "max 100000", "a/cpu.max": "300000 100000"})
     assert cpu_tree.cpus == 3.0
@@ -367,7 +367,7 @@ def test_the_tightest_of_a_group_and_its_parents_counts(cpu_tree: CpuTree) -> No
     ("quota", "period", "cpus"),
     [("250000", "100000", 2.5), ("-1", "100000", 8.0), ("100000", "0", 8.0)],
 )
-def test_a_quota_of_version_1(
+def test_quota_of_version_1(
     cpu_tree: CpuTree, quota: str, period: str, cpus: float
 ) -> None:
     cpu_tree.belongs_to(
@@ -385,8 +385,8 @@ def test_a_quota_of_version_1(
     assert cpu_tree.cpus == cpus
 
 
-def test_a_hierarchy_is_where_it_is_mounted(cpu_tree: CpuTree) -> None:
-    """It once was taken to be at /sys/fs/cgroup, and a quota elsewhere was not seen."""
+def test_hierarchy_is_found_at_its_mount_point(cpu_tree: CpuTree) -> None:
+    """Regression: /sys/fs/cgroup was assumed, and a quota elsewhere ignored."""
     cpu_tree.belongs_to("0::/mine")
     text = (cpu_tree.proc / "self/mountinfo").read_text()
     moved = text.replace(str(cpu_tree.cgroups), f"{cpu_tree.cgroups}/else\\040where")
@@ -396,7 +396,7 @@ def test_a_hierarchy_is_where_it_is_mounted(cpu_tree: CpuTree) -> None:
     assert cpu_tree.cpus == 3.0
 
 
-def test_a_hybrid_machine_has_both(cpu_tree: CpuTree) -> None:
+def test_hybrid_machine_uses_both_versions(cpu_tree: CpuTree) -> None:
     cpu_tree.belongs_to("4:cpu:/v1", "0::/v2")
     cpu_tree.has(
         {
@@ -408,7 +408,7 @@ def test_a_hybrid_machine_has_both(cpu_tree: CpuTree) -> None:
     assert cpu_tree.cpus == 3.0
 
 
-def test_a_group_whose_path_is_not_utf8(cpu_tree: CpuTree) -> None:
+def test_group_path_may_be_no_utf8(cpu_tree: CpuTree) -> None:
     cpu_tree.belongs_to("0::/")
     (cpu_tree.proc / "self/cgroup").write_bytes(b"0::/caf\xe9:with:colons\n")
     folder = cpu_tree.cgroups / "caf\udce9:with:colons"
@@ -418,7 +418,7 @@ def test_a_group_whose_path_is_not_utf8(cpu_tree: CpuTree) -> None:
 
 
 class GroupTree:
-    """A made-up machine with a cgroup2 at one place."""
+    """A fake machine with a cgroup2 mount."""
 
     def __init__(self, root: Path) -> None:
         self.proc, self.top = root / "proc", root / "cgroup"
@@ -439,13 +439,13 @@ def group_tree(tmp_path: Path) -> GroupTree:
     return GroupTree(tmp_path)
 
 
-def test_the_own_group_is_the_place_for_a_node(group_tree: GroupTree) -> None:
+def test_own_group_is_the_parent_of_the_nodes_group(group_tree: GroupTree) -> None:
     assert find_cgroup(group_tree.proc) == Place(str(group_tree.own))
     (group_tree.own / "cgroup.type").write_text("domain\n")
     assert find_cgroup(group_tree.proc) == Place(str(group_tree.own))
 
 
-def test_a_reason_is_given_where_no_group_can_be_made(
+def test_find_cgroup_explains_why_no_group_can_be_made(
     group_tree: GroupTree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def reason() -> str:

@@ -1,4 +1,4 @@
-"""What /proc and the kernel's log say of memory, parents and deaths."""
+"""Memory, ancestors and deaths, from /proc and the kernel's log."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GIB = 1 << 30
 
 
 class MemoryTree:
-    """16 GiB, 3 of them in use, and cgroups of both versions."""
+    """A fake machine: 16 GiB, 3 GiB in use, cgroups of both versions."""
 
     def __init__(self, root: Path) -> None:
         self.proc, self.v1, self.v2 = (root / name for name in ("proc", "v1", "v2"))
@@ -80,7 +80,7 @@ def memory_tree(tmp_path: Path) -> MemoryTree:
     return MemoryTree(tmp_path)
 
 
-def test_the_machine_counts_where_nothing_else_limits(memory_tree: MemoryTree) -> None:
+def test_machine_is_the_limit_without_cgroup_limits(memory_tree: MemoryTree) -> None:
     assert memory_tree.usage == ("machine", 3 * GIB, 16 * GIB)
     assert MemoryBounds(memory_tree.proc).safe_limit() == int(16 * GIB * 0.95)
     assert MemoryBounds(memory_tree.proc).safe_limit(0.5) == 8 * GIB
@@ -89,7 +89,7 @@ def test_the_machine_counts_where_nothing_else_limits(memory_tree: MemoryTree) -
     assert memory_tree.usage.where == "machine"
 
 
-def test_the_place_with_the_least_room_counts(memory_tree: MemoryTree) -> None:
+def test_limit_with_the_least_room_counts(memory_tree: MemoryTree) -> None:
     memory_tree.limit_v1("a/b", 4 * GIB, 1 * GIB, 1 * GIB)
     own = (str(memory_tree.v1 / "a/b"), 2 * GIB, 4 * GIB)
     assert memory_tree.usage == own
@@ -104,7 +104,7 @@ def test_the_place_with_the_least_room_counts(memory_tree: MemoryTree) -> None:
     assert memory_tree.usage.where == "machine"
 
 
-def test_without_files_nothing_is_limited(tmp_path: Path) -> None:
+def test_no_limit_without_files(tmp_path: Path) -> None:
     bounds = MemoryBounds(tmp_path)
     usage = bounds.tightest()
     assert (usage.where, usage.used) == ("machine", 0)
@@ -113,7 +113,7 @@ def test_without_files_nothing_is_limited(tmp_path: Path) -> None:
     assert not bounds.has(1)
 
 
-def test_a_process_is_counted_with_all_below_it(memory_tree: MemoryTree) -> None:
+def test_used_by_counts_descendants(memory_tree: MemoryTree) -> None:
     memory_tree.has_process(10, 100, 1, t10="11 12 ", t20="13")
     memory_tree.has_process(11, 10, t11="")
     memory_tree.has_process(12, 20, 2, t12="14")
@@ -140,7 +140,7 @@ def write_stat(proc: Path, pid: int, parent: int, name: str = "x") -> None:
     (proc / str(pid) / "stat").write_text(f"{pid} ({name}) S {parent} 1 1 0 -1\n")
 
 
-def test_what_has_ended_is_left_out(tmp_path: Path) -> None:
+def test_ended_processes_are_left_out(tmp_path: Path) -> None:
     write_stat(tmp_path, 30, 20)
     (tmp_path / "50").mkdir()
     (tmp_path / "50" / "stat").write_text("")
@@ -148,7 +148,7 @@ def test_what_has_ended_is_left_out(tmp_path: Path) -> None:
 
 
 class DeathTree:
-    """A machine of both versions of cgroups, and its kernel's log."""
+    """A fake machine with cgroups of both versions and a kernel log."""
 
     def __init__(self, root: Path) -> None:
         self.proc = root / "proc"
@@ -190,7 +190,7 @@ def death_tree(tmp_path: Path):  # type: ignore[no-untyped-def]
     death_tree.close()
 
 
-def test_counters_are_compared_with_what_was_before(death_tree: DeathTree) -> None:
+def test_oom_counters_are_compared_with_earlier_values(death_tree: DeathTree) -> None:
     death_tree.count(v1=3, v2=4, death_tree=9)
     assert death_tree.evidence.examine(12) == Findings(), "nobody knows since when"
     death_tree.evidence.begin()
@@ -203,7 +203,7 @@ def test_counters_are_compared_with_what_was_before(death_tree: DeathTree) -> No
     assert death_tree.evidence.examine(15) == Findings(1, 1)
 
 
-def test_without_files_nothing_is_known(tmp_path: Path) -> None:
+def test_no_evidence_without_files(tmp_path: Path) -> None:
     blind = ExitEvidence(tmp_path / "proc", tmp_path / "kmsg")
     assert blind.examine(12) == Findings()
     blind.begin()
@@ -211,17 +211,17 @@ def test_without_files_nothing_is_known(tmp_path: Path) -> None:
     blind.close()
 
 
-def test_files_that_are_garbage(death_tree: DeathTree) -> None:
+def test_garbled_files_give_no_evidence(death_tree: DeathTree) -> None:
     death_tree.count()
     (death_tree.v2 / "me/memory.events").write_bytes(b"\xff\noom_kill many\n")
     death_tree.evidence.begin()
     assert death_tree.evidence.examine(12) == Findings()
 
 
-def test_the_log_is_searched_for_the_process(
+def test_kernel_log_is_searched_for_the_process(
     death_tree: DeathTree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A pipe gives all records at once, so each is read by its length here."""
+    """A pipe returns all records at once, so each is read by its length."""
     death_tree.count()
     death_tree.evidence.begin()
     records = [
@@ -251,7 +251,7 @@ def test_the_log_is_searched_for_the_process(
     assert death_tree.evidence.examine(4713).log == ""
 
 
-def test_records_of_the_log() -> None:
+def test_kernel_log_records_are_parsed() -> None:
     assert message_of(b"6,1,2,-;a; b\\x0a\n KEY=value\n") == "a; b\\x0a"
     assert message_of(b"garbage") == ""
     assert names("Memory cgroup out of memory: Killed process 12 (x)", 12)

@@ -1,4 +1,4 @@
-"""Linux facilities that change a process, and who is at the end of a socket."""
+"""System calls that change a process, and credentials of a socket's peer."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from aiogpu.worker.zygote.keeper import Watch
 from tests.support.program import run
 
 
-def test_children_are_found_in_both_ways() -> None:
-    """With awkward names, zombies included; grandchildren are not ours."""
+def test_children_are_found_both_ways() -> None:
+    """With awkward names and zombies, without grandchildren."""
     source = """
     import os, signal
     import sys
@@ -84,13 +84,13 @@ def test_orphans_are_adopted() -> None:
     assert run(source) == "7\n"
 
 
-def test_a_kernel_that_cannot_adopt_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adopt_orphans_raises_on_an_old_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel, "_prctl", lambda *_: -1)
     with pytest.raises(OSError, match="subreaper"):
         kernel.adopt_orphans()
 
 
-def test_a_child_dies_with_its_parent() -> None:
+def test_child_dies_with_its_parent() -> None:
     source = """
     import os, signal
     from aiogpu.linux import syscalls as kernel
@@ -112,7 +112,7 @@ def test_a_child_dies_with_its_parent() -> None:
     assert run(source) == "[-9, -9]\n"
 
 
-def test_a_child_whose_parent_has_gone_ends_at_once() -> None:
+def test_child_without_a_parent_exits_at_once() -> None:
     pid = os.fork()
     if pid == 0:
         kernel.die_with_parent(1 << 30)
@@ -120,7 +120,7 @@ def test_a_child_whose_parent_has_gone_ends_at_once() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
 
 
-def test_where_it_cannot_be_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unwritable_oom_score_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     def forbidden(*_: object) -> int:
         raise PermissionError
 
@@ -140,14 +140,14 @@ OTHER = 3_000_000_000
 """A user id without a name; such large ones come from directory services."""
 
 
-def test_the_kernel_tells_who_is_there() -> None:
+def test_peer_credentials_identify_the_peer() -> None:
     one, other = socket.socketpair()
     with one, other:
         told = peer_credentials(one)
     assert told == (os.getpid(), os.geteuid(), os.getegid())
 
 
-def test_users_are_named_where_they_have_a_name() -> None:
+def test_user_ids_are_shown_with_names() -> None:
     assert user(0) == "uid 0 (root)"
     assert user(OTHER) == f"uid {OTHER}"
 
@@ -170,7 +170,7 @@ def connect_descriptors(path: str) -> None:
 @pytest.mark.parametrize(
     "connect", [connect_channel, connect_watch, connect_descriptors]
 )
-def test_a_worker_says_nothing_to_another_user(
+def test_server_of_another_user_is_refused(
     connect: Callable[[str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = str(tmp_path / "s")

@@ -1,4 +1,4 @@
-"""A node in numbers, in spans and in a trace; and what it reports, without pickle."""
+"""Metrics, history, traces, and the encoding of reports."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def held(path: str) -> None:
 
 
 async def status_of(gate: Gate) -> Seen:
-    """A node on which one task runs and one waits."""
+    """Return the data of a node where one task runs and one waits."""
     async with aiogpu.init(address="local", num_cpus=1, num_gpus=1):
         handles = [held.remote(gate.path) for _ in range(2)]
         await gate.entered("held")
@@ -57,7 +57,7 @@ async def test_metrics_of_a_node(gate: Gate) -> None:
     assert told["aiogpu_device_aside", "GPU", "0"] == 0
 
 
-async def test_metrics_are_served_on_this_machine_alone(gate: Gate) -> None:
+async def test_metrics_are_served_only_on_this_machine(gate: Gate) -> None:
     found = await status_of(gate)
     server = MetricsServer(0, lambda: found)
     try:
@@ -71,7 +71,7 @@ async def test_metrics_are_served_on_this_machine_alone(gate: Gate) -> None:
     assert "# TYPE aiogpu_tasks gauge" in text
 
 
-def test_a_port_in_use_is_named() -> None:
+def test_metrics_port_in_use_is_named() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -80,7 +80,7 @@ def test_a_port_in_use_is_named() -> None:
             MetricsServer(port, lambda: Seen(None, {}))  # type: ignore[arg-type]
 
 
-def test_without_prometheus_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_prometheus_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     real = builtins.__import__
 
     def fail(name: str, *rest: Any) -> Any:
@@ -114,7 +114,7 @@ def record(task: int, since: float = 0.0) -> TaskRecord:
 
 @pytest.fixture
 def history() -> History:
-    """One with room for five tasks, and a worker on GPU 3 that has begun at 2."""
+    """A history of five tasks, with a worker on GPU 3 that started at 2."""
     found = History(most=5)
     found.occupy(7, 99, LEASE)
     found.sites[7].began = 2.0
@@ -127,7 +127,7 @@ def end(
     history.add(task, SPEC, 5, history.sites[7], 1.0, now, outcome, *failure)
 
 
-def test_a_task_is_a_span_and_an_ended_task(history: History) -> None:
+def test_ended_task_has_a_span_and_a_history_entry(history: History) -> None:
     end(history, 1, "failed", 4.0, FAILURE)
     (span,) = history.spans([], now=9.0, epoch=100.0)
     assert span == Span(
@@ -143,7 +143,7 @@ def test_a_task_is_a_span_and_an_ended_task(history: History) -> None:
     assert history.find(2, 9.0) is None
 
 
-def test_a_running_task_is_a_span_and_has_not_ended(history: History) -> None:
+def test_running_task_has_a_span_only(history: History) -> None:
     worker, unknown = WorkerRecord(WorkerId(7)), WorkerRecord(WorkerId(8))
     worker.task = unknown.task = record(1)
     (span,) = history.spans([worker, unknown], 9.0, 0.0)
@@ -151,7 +151,7 @@ def test_a_running_task_is_a_span_and_has_not_ended(history: History) -> None:
     assert history.ended(9.0) == ()
 
 
-def test_an_attempt_is_in_the_timeline_and_has_not_ended_the_task(
+def test_retried_attempt_has_a_span_only(
     history: History,
 ) -> None:
     for outcome in ("retried", "died"):
@@ -163,7 +163,7 @@ def test_an_attempt_is_in_the_timeline_and_has_not_ended_the_task(
     assert [one.state for one in history.ended(9.0)] == ["failed"]
 
 
-def test_what_was_cancelled_has_not_failed_and_need_not_have_run(
+def test_cancelled_task_is_not_a_failure(
     history: History,
 ) -> None:
     history.add(1, SPEC, 5, history.sites[0], 1.0, 4.0, "cancelled", FAILURE)
@@ -172,7 +172,7 @@ def test_what_was_cancelled_has_not_failed_and_need_not_have_run(
     assert history.failures(5.0) == ()
 
 
-def test_the_oldest_are_dropped_first(history: History) -> None:
+def test_oldest_history_entries_are_dropped_first(history: History) -> None:
     for task in range(4):
         end(history, task, "failed", float(task), FAILURE)
     for first in range(4, 12, 4):
@@ -183,7 +183,7 @@ def test_the_oldest_are_dropped_first(history: History) -> None:
     assert history.outcomes == {"failed": 4, "finished": 8, "cancelled": 1}
 
 
-def test_long_texts_are_cut_and_cost_older_tasks_their_place() -> None:
+def test_long_texts_are_cut_and_displace_older_entries() -> None:
     long = Failure.of("E", "x" * 999, "a" * 50_000 + "b" * 50_000)
     assert len(long.message) == LONGEST
     assert len(long.traceback) < LONGEST_TRACE + 100
@@ -196,7 +196,7 @@ def test_long_texts_are_cut_and_cost_older_tasks_their_place() -> None:
     assert [one.task for one in history.ended(9.0)] == [8, 7, 6, 5, 4, 3, 2]
 
 
-def test_however_tasks_end_no_more_than_twice_as_many_are_held(
+def test_history_size_is_bounded(
     history: History,
 ) -> None:
     task = 0
@@ -223,7 +223,7 @@ def span(task: int, worker: int, started: float, ended: float, *gpus: int) -> Sp
 
 
 def rows(trace: dict[str, Any], group: int) -> dict[str, list[str]]:
-    """The names of what is in each row, by the row's name."""
+    """Return the names of the spans in each row, by row name."""
     names = {
         event["tid"]: event["args"]["name"]
         for event in trace["traceEvents"]
@@ -236,7 +236,7 @@ def rows(trace: dict[str, Any], group: int) -> dict[str, list[str]]:
     return found
 
 
-def test_tasks_that_share_a_device_have_a_row_each() -> None:
+def test_tasks_that_share_a_device_have_separate_rows() -> None:
     spans = [
         span(1, 7, 1.0, 3.0, 0),
         span(2, 8, 2.0, 4.0, 0),
@@ -250,7 +250,7 @@ def test_tasks_that_share_a_device_have_a_row_each() -> None:
     }
 
 
-def test_what_a_trace_says_of_a_task() -> None:
+def test_trace_event_describes_a_task() -> None:
     trace = json.loads(json.dumps(trace_of([span(1, 7, 1.0, 1.25, 0)])))
     event = next(event for event in trace["traceEvents"] if event["ph"] == "X")
     assert (event["ts"], event["dur"], event["cat"]) == (1e6, 250e3, "finished")
@@ -277,13 +277,13 @@ PLAIN = {"Mapping", "None"}
 
 
 @pytest.mark.parametrize("record", status_codec.classes)
-def test_every_class_that_a_report_contains_is_known(record: type) -> None:
+def test_status_codec_knows_every_class(record: type) -> None:
     told = " ".join(str(field.type) for field in fields(record))
     named = set(re.findall(r"\b[A-Z]\w+", told))
     assert named - PLAIN <= KNOWN
 
 
-def test_a_ledger_arrives_whole() -> None:
+def test_ledger_info_round_trips() -> None:
     gpus = [
         Device(0, "A100", "GPU-1", "NVIDIA A100", 80 << 30, (8, 0), "0:3B:00.0"),
         Device("MIG-2", links=frozenset({"GPU-1", "GPU-3"}), parent="GPU-1"),
@@ -300,6 +300,6 @@ def test_a_ledger_arrives_whole() -> None:
 @pytest.mark.parametrize(
     "told", [(), ({"CPU": "4"}, (), {}), ({}, (("GPU", ((),)),), {})]
 )
-def test_what_is_no_capacity_is_refused(told: tuple[object, ...]) -> None:
+def test_invalid_ledger_info_is_refused(told: tuple[object, ...]) -> None:
     with pytest.raises(ProtocolError):
         unpack_capacity(status_codec.dump(told))

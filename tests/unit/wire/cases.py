@@ -1,4 +1,4 @@
-"""A case of the fuzzer: bytes for one reader of aiogpu's, and what must hold of it.
+"""Cases of the fuzzer: bytes for one of aiogpu's readers, and their invariants.
 
 Whatever comes, a reader gives messages that its peer may say, or raises the wire's own
 error and takes no more. It never needs more steps than the bytes are worth, nor more
@@ -91,7 +91,7 @@ class Case(NamedTuple):
     data: bytes
 
     def pack(self) -> bytes:
-        """The case as a file: what it is for in words, then the bytes."""
+        """Encode a case as a file: a header in words, then the bytes."""
         return f"{self.target} {self.cut}\n".encode() + self.data
 
     @classmethod
@@ -103,7 +103,7 @@ class Case(NamedTuple):
 
     @property
     def chunks(self) -> list[bytes]:
-        """The bytes as they come."""
+        """Yield the bytes in chunks."""
         if not self.cut:
             return [self.data]
         starts = range(0, len(self.data), self.cut)
@@ -111,19 +111,19 @@ class Case(NamedTuple):
 
     @property
     def steps(self) -> int:
-        """Lines of code that it may take."""
+        """The most lines of code that the case may execute."""
         chunks = STEPS_A_CHUNK * len(self.chunks)
         return STEPS + STEPS_A_BYTE * len(self.data) + chunks
 
     @property
     def memory(self) -> int:
-        """Bytes of memory that it may take."""
+        """The most bytes of memory that the case may take."""
         size = len(self.data)
         return MEMORY + MEMORY_A_BYTE * size + AHEAD * min(size, MOST_AHEAD)
 
 
 def kept() -> dict[str, Case]:
-    """The cases that are kept, by the names of their files."""
+    """Return the kept cases by file name."""
     paths = sorted(path for path in CORPUS.iterdir() if path.is_file())
     return {path.name: Case.unpack(path.read_bytes()) for path in paths}
 
@@ -146,12 +146,12 @@ SIMPLEST: Final[dict[object, object]] = {
 
 
 def example(kind: type[Message]) -> Message:
-    """A message of that kind, with the simplest value in each field."""
+    """Make a message with the simplest value in each field."""
     return kind._make(SIMPLEST[hint] for hint in get_type_hints(kind).values())
 
 
 class Step(NamedTuple):
-    """What a case has gone through: a step from line to line, or what came of it."""
+    """A step of a case: a jump from line to line, or a result."""
 
     place: str
     before: object
@@ -174,7 +174,7 @@ def run(case: Case) -> frozenset[Step]:
 
 
 def _shape(told: str) -> str:
-    """What was told, without what differs for each."""
+    """Return an error text without its varying parts."""
     return re.sub(r"\d+|'[^']*'|\([^)]*\)", "#", told)[:160]
 
 
@@ -243,7 +243,7 @@ def _passed(
 
 
 class _Watch:
-    """What the code of the readers does meanwhile."""
+    """Traces the readers' code."""
 
     def __init__(self) -> None:
         self.seen: set[Step] = set()
@@ -251,7 +251,7 @@ class _Watch:
         self.memory = 0
 
     def enter(self, frame: FrameType, _what: str, _argument: object) -> Any:
-        """Follow it if it is a reader's."""
+        """Trace a frame if it belongs to a reader."""
         name = frame.f_code.co_filename
         if not name.startswith(_ROOTS):
             return None

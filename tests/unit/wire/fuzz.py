@@ -1,4 +1,4 @@
-"""Seeks bytes that a reader of aiogpu's cannot bear: valid ones, spoilt with purpose.
+"""Fuzzes aiogpu's readers with mutations of valid bytes.
 
     python -m tests.unit.wire.fuzz --seconds 60 --seed 1
     python -m tests.unit.wire.fuzz --seconds 600 --seed 2 --keep
@@ -56,7 +56,7 @@ LEAST: Final = 3
 
 
 def valid() -> list[Case]:
-    """Conversations without a fault, and what else is read."""
+    """Return valid conversations, and other valid input."""
     found = []
     for role in ROLES:
         said = sorted(FROM_PEER[role], key=TAGS.__getitem__)
@@ -80,7 +80,7 @@ def valid() -> list[Case]:
 
 
 class Fuzzer:
-    """Spoils cases, and remembers those that show something new.
+    """Mutates cases, and keeps those that reach new code.
 
     Attributes:
         cases: those that have, and what they have gone through.
@@ -95,18 +95,18 @@ class Fuzzer:
         self._random = random.Random(seed)
 
     def begin(self) -> None:
-        """Run what was kept and what is valid."""
+        """Run the kept cases and the valid ones."""
         for case in (*kept().values(), *valid()):
             self.try_out(case)
 
     def spoil(self) -> None:
-        """Run one more, made of those that are known."""
+        """Run one mutation of the known cases."""
         source = self._random
         pool = self._pools[source.choice(TARGETS)]
         self.try_out(spoilt(source.choice(pool), source.choice(pool), source))
 
     def try_out(self, case: Case) -> None:
-        """Run a case, and keep it in mind if it shows something new.
+        """Run a case, and remember it if it reaches new code.
 
         Raises:
             AssertionError: it breaks what a reader promises; the case is a note of it.
@@ -125,19 +125,19 @@ class Fuzzer:
 
 
 def note(case: Case) -> Path:
-    """Write down a case that is to be looked at; gives where."""
+    """Write a failing case to a file; return the path."""
     path = Path(f"fuzz-{name_of(case)}")
     path.write_bytes(case.pack())
     return path
 
 
 def name_of(case: Case) -> str:
-    """What the file of a case is called: by what it holds."""
+    """Return the file name of a case, from its content."""
     return f"{case.target}-{crc32(case.pack()):08x}"
 
 
 def few(cases: dict[Case, frozenset[Step]]) -> list[Case]:
-    """Short cases that together go through all that the short ones of these do."""
+    """Choose few short cases with the coverage of all short ones."""
     left = {case: went for case, went in cases.items() if len(case.data) <= KEPT}
     missing = set().union(*left.values())
     chosen = []
@@ -150,7 +150,7 @@ def few(cases: dict[Case, frozenset[Step]]) -> list[Case]:
 
 
 def shortened(case: Case, needed: frozenset[Step] | set[Step]) -> Case:
-    """The same without what is not needed to go through these."""
+    """Shorten a case without losing the needed steps."""
     if case.target in (NODE, *ROLES):
         frames = frames_in(case.data)
         for place in reversed(range(len(frames))):
@@ -172,7 +172,7 @@ def shortened(case: Case, needed: frozenset[Step] | set[Step]) -> Case:
 
 
 def keep(cases: dict[Case, frozenset[Step]]) -> None:
-    """Have tests/unit/wire/corpus be few of these."""
+    """Replace tests/unit/wire/corpus by a few of these cases."""
     chosen = few(cases)
     for path in CORPUS.iterdir():
         path.unlink()
@@ -182,7 +182,7 @@ def keep(cases: dict[Case, frozenset[Step]]) -> None:
 
 
 def fuzz(seconds: float, seed: int, tell: Callable[[str], object] = print) -> Fuzzer:
-    """Seek for so long; raises what a case that breaks a promise raises."""
+    """Fuzz for some seconds; raise the error of the first failing case."""
     fuzzer, ends = Fuzzer(seed), time.monotonic() + seconds
     fuzzer.begin()
     try:
@@ -197,7 +197,7 @@ def fuzz(seconds: float, seed: int, tell: Callable[[str], object] = print) -> Fu
 
 
 def main() -> None:
-    """See above."""
+    """Run the fuzzer from the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--seed", type=int, default=0)

@@ -1,4 +1,4 @@
-"""Ways to spoil a valid case: as bytes, as frames, as the msgpack within a frame."""
+"""Mutations of a valid case: of its bytes, its frames, or the msgpack in a frame."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Source = random.Random
 
 
 def spoilt(case: Case, other: Case, source: Source) -> Case:
-    """A case made of one that is known, and of another for the same reader."""
+    """Mutate a case, with parts of another case for the same reader."""
     data = case.data
     ways = [*BYTES]
     if case.target in (NODE, *ROLES):
@@ -88,7 +88,7 @@ Way = Callable[[bytes, bytes, Source], bytes]
 
 
 def frames_in(data: bytes) -> list[bytes]:
-    """Its frames, with their headers; the last may be less, or anything."""
+    """Return the frames with headers; the last may be incomplete."""
     found, start = [], 0
     while start < len(data):
         head = data[start : start + HEADER]
@@ -99,12 +99,12 @@ def frames_in(data: bytes) -> list[bytes]:
 
 
 def framed(body: bytes) -> bytes:
-    """A frame that says how long it is."""
+    """Make a frame with the right length."""
     return struct.pack("<I", len(body)) + body
 
 
 def _of_one(change: Callable[[bytes, Source], bytes]) -> Way:
-    """Spoil the array in one frame, whose length is right again."""
+    """Mutate the array in one frame, and correct the length."""
 
     def way(data: bytes, _other: bytes, source: Source) -> bytes:
         frames = frames_in(data) or [b""]
@@ -149,7 +149,7 @@ def _deep(body: bytes, source: Source) -> bytes:
 
 
 def _announced(body: bytes, source: Source) -> bytes:
-    """Billions of items that do not come, in each of many levels."""
+    """Announce billions of missing items, on many levels."""
     kind = source.choice(ANNOUNCED)
     count = source.choice((*HUGE, 50_000, len(body), len(body) + 1))
     wide = kind[-1:] == b"I"
@@ -160,7 +160,7 @@ def _announced(body: bytes, source: Source) -> bytes:
 
 
 def _field(body: bytes, source: Source) -> bytes:
-    """One field of the message is another, or of another type, or one too many."""
+    """Change, retype or add a field of the message."""
     try:
         fields: Any = msgpack.unpackb(body, strict_map_key=False)
     except (ValueError, TypeError, RecursionError):
@@ -182,7 +182,7 @@ def _field(body: bytes, source: Source) -> bytes:
 
 
 def _many(body: bytes, source: Source) -> bytes:
-    """A list of the message has very many items."""
+    """Fill a list of the message with very many items."""
     try:
         fields: Any = msgpack.unpackb(body, strict_map_key=False)
     except (ValueError, TypeError, RecursionError):
@@ -214,12 +214,12 @@ FRAMES: Final = (
 
 
 def _of_rest(change: Callable[[bytes, Source], bytes]) -> Way:
-    """Spoil the array of a parcel, behind its mark."""
+    """Mutate the array of a parcel, behind its mark."""
     return lambda data, _other, source: data[:1] + change(data[1:], source)
 
 
 def _opcodes(data: bytes, _other: bytes, source: Source) -> bytes:
-    """Instructions of a pickle, which may refer to anything and be very many."""
+    """Insert pickle opcodes, possibly very many."""
     place = _place(data, source)
     huge = struct.pack("<I", source.choice(HUGE))
     long = struct.pack("<Q", source.choice(HUGE))

@@ -1,4 +1,4 @@
-"""Who may send what, and when: one end of a connection, with its peer's bytes."""
+"""Connection: greeting, directions of messages, limits."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def greeted(role: str) -> Connection:
 
 
 def refuses(connection: Connection, data: bytes) -> bool:
-    """Return whether these bytes close the connection for good."""
+    """Return True if these bytes close the connection for good."""
     with pytest.raises(ProtocolError):
         connection.receive(data)
     return (
@@ -42,7 +42,7 @@ def refuses(connection: Connection, data: bytes) -> bool:
     )
 
 
-def test_each_message_is_sent_by_one_side_to_one_kind_of_peer():
+def test_each_message_has_one_direction():
     assert set(FROM_PEER) == set(TO_PEER) == {ZYGOTE, KEEPER, WORKER, CLIENT}
     said, heard = (frozenset().union(*table.values()) for table in (FROM_PEER, TO_PEER))
     assert said | heard | {Hello} == set(TAGS)
@@ -50,7 +50,7 @@ def test_each_message_is_sent_by_one_side_to_one_kind_of_peer():
     assert Hello not in said | heard
 
 
-def test_a_worker_connects_works_and_leaves():
+def test_worker_connection_opens_works_and_closes():
     driver, worker = Connection(), Connection(WORKER)
     assert repr(driver) == "<Connection greeting with unknown>"
     assert worker.state is ConnectionState.OPEN
@@ -73,7 +73,7 @@ def test_a_worker_connects_works_and_leaves():
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_each_side_sends_only_what_the_role_of_the_peer_allows(role):
+def test_peer_may_send_only_messages_of_its_role(role):
     for kind in TAGS:
         data = encode(example(kind))
         for end, allowed in (greeted(role), FROM_PEER), (Connection(role), TO_PEER):
@@ -86,23 +86,23 @@ def test_each_side_sends_only_what_the_role_of_the_peer_allows(role):
     assert refuses(Connection(), greeting(role, 1, 2) * 2)
 
 
-def test_only_a_greeting_comes_first():
+def test_first_message_must_be_a_greeting():
     for kind in set(TAGS) - {Hello}:
         assert refuses(Connection(), encode(example(kind)))
 
 
 @pytest.mark.parametrize("version", [VERSION + 1, VERSION - 1, -1, 2**64 - 1])
-def test_another_version_is_refused(version):
+def test_other_version_is_refused(version):
     hello = Hello(version, WORKER, 1, 2)
     assert refuses(Connection(), encode(hello))
 
 
 @pytest.mark.parametrize("role", ["", "driver", "Worker", "\udcff", "x" * 10_000])
-def test_an_unknown_role_is_refused(role):
+def test_unknown_role_is_refused(role):
     assert refuses(Connection(), greeting(role, 1, 2))
 
 
-def test_a_refusal_names_the_peer():
+def test_error_names_the_peer():
     driver = Connection()
     driver.receive(greeting(KEEPER, 3, 4))
     with pytest.raises(ProtocolError, match=r"Done out of turn on .* keeper 3>"):
@@ -110,29 +110,29 @@ def test_a_refusal_names_the_peer():
 
 
 @pytest.mark.parametrize("length", [LIMIT + 1, 2**31, 2**32 - 1])
-def test_too_long_a_frame_is_refused_before_any_of_it_arrives(length):
+def test_long_frame_is_refused_by_its_header(length):
     assert refuses(greeted(WORKER), struct.pack("<I", length))
 
 
-def test_a_peer_may_be_held_to_shorter_frames():
+def test_limit_frames_refuses_longer_frames():
     connection = greeted(CLIENT)
     connection.limit_frames(64)
     assert connection.state is ConnectionState.OPEN
     assert refuses(connection, struct.pack(">I", 65))
 
 
-def test_the_longest_frame_is_waited_for():
+def test_longest_frame_is_accepted():
     connection = greeted(WORKER)
     assert connection.receive(struct.pack("<I", LIMIT)) == []
     assert connection.missing == LIMIT
 
 
-def test_what_precedes_a_fault_in_the_same_chunk_is_dropped_with_it():
+def test_messages_before_a_fault_in_the_chunk_are_dropped():
     connection = greeted(WORKER)
     assert refuses(connection, encode(Done(1, b"")) + encode(Exit()))
 
 
-def test_after_a_fault_in_the_middle_of_a_frame_the_rest_is_not_read():
+def test_nothing_is_read_after_a_fault():
     connection = Connection(WORKER)
     data = encode(Run(1, 2, b"payload", False))
     assert connection.receive(data[:6]) == []

@@ -1,4 +1,4 @@
-"""What the fuzzer has found is read as it must be; see `tests/unit/wire/fuzz.py`."""
+"""The kept cases of the fuzzer `tests/unit/wire/fuzz.py`."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ KEPT = kept()
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_what_was_found_is_read_as_it_must_be(target: str) -> None:
+def test_corpus_cases_keep_their_promises(target: str) -> None:
     cases = [case for case in KEPT.values() if case.target == target]
     assert cases
     for case in cases:
         run(case)
-    # Nor has it spoilt anything for those that come after.
+    # The case does not affect later cases.
     for one in valid():
         if one.target == target and target not in (DESCRIPTORS, "grant"):
             assert not [step for step in run(one) if " " in str(step.after)], one
@@ -31,14 +31,14 @@ def test_what_was_found_is_read_as_it_must_be(target: str) -> None:
 @pytest.mark.parametrize(
     "announced", [b"\xdd\0\1\0\0", b"\xdf\0\1\0\0", b"\xdc\xff\xff"]
 )
-def test_much_that_is_announced_and_does_not_come(
+def test_announced_but_missing_items_take_little_memory(
     target: str, announced: bytes
 ) -> None:
     body = announced * 1000 + bytes(70_000)
     run(Case(target, 0, framed(body)))
 
 
-def test_a_broken_promise_is_reported_with_its_case(
+def test_broken_promise_is_reported_with_its_case(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -52,7 +52,7 @@ def test_a_broken_promise_is_reported_with_its_case(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
-def test_nothing_new_is_found(
+def test_short_fuzzing_finds_nothing_new(
     seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

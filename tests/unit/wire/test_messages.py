@@ -1,4 +1,4 @@
-"""Messages to frames and back, however the bytes are cut or damaged."""
+"""Encoding and decoding of messages, also cut or damaged."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ PLAIN = {
     int: st.integers(-(2**63), 2**64 - 1),
     float: st.floats(allow_nan=False),
     bool: st.booleans(),
-    # Also lone surrogates, as undecodable file names have them.
+    # Also lone surrogates, as in undecodable file names.
     str: st.text(st.characters(exclude_categories=()), max_size=20),
     bytes: st.binary(max_size=100),
     type(None): st.none(),
@@ -91,7 +91,7 @@ MESSAGES = st.one_of(*map(messages_of, KINDS))
 
 
 def same(found: list[Message], wanted: list[Message]) -> bool:
-    # Named tuples of different kinds are equal where their fields are.
+    # Named tuples of different classes are equal if their fields are.
     return found == wanted and list(map(type, found)) == list(map(type, wanted))
 
 
@@ -106,20 +106,20 @@ def feed_all(reader: FrameReader, chunks: list[bytes]) -> list[Message]:
 # Whole
 
 
-def test_a_called_method_is_named_without_its_group_and_chunks():
+def test_plain_name_strips_group_and_chunk_suffix():
     assert [plain_name(f"add{end}") for end in ("", CHUNKED, f"{IN_GROUP}io")] == (
         ["add"] * 3
     )
 
 
-def test_a_frame_is_a_length_and_an_array_that_begins_with_the_tag():
+def test_frame_is_a_length_and_a_tagged_array():
     assert encode(Keep(3)) == b"\x03\0\0\0" + msgpack.packb([TAGS[Keep], 3])
     assert set(TAGS) == set(get_args(Message))
     assert sorted(TAGS.values()) == list(range(1, len(TAGS) + 1))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_message_arrives_whatever_the_cut(kind):
+def test_message_arrives_however_the_stream_is_cut(kind):
     message, data = example(kind), encode(example(kind))
     for cut in range(len(data) + 1):
         assert same(feed_all(FrameReader(), [data[:cut], data[cut:]]), [message])
@@ -129,7 +129,7 @@ def test_a_message_arrives_whatever_the_cut(kind):
 
 @steady
 @given(st.lists(MESSAGES, max_size=8), st.lists(st.integers(0, 2000), max_size=12))
-def test_any_messages_arrive_whatever_the_cuts(messages, cuts):
+def test_any_messages_arrive_however_the_stream_is_cut(messages, cuts):
     data = b"".join(map(encode, messages))
     edges = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
     chunks = [data[a:b] for a, b in pairwise(edges)]
@@ -137,8 +137,8 @@ def test_any_messages_arrive_whatever_the_cuts(messages, cuts):
 
 
 @pytest.mark.parametrize("size", [0, 3, LARGE - 1, LARGE, 3 * LARGE])
-def test_messages_of_any_size_are_sent_together(size: int) -> None:
-    """Those that are encoded already may be among them."""
+def test_messages_of_any_size_are_encoded_together(size: int) -> None:
+    """Some messages may be encoded already."""
     messages = [Done(1, bytes(size)), Exit(), Done(2, b"x")]
     whole = b"".join(map(encode, messages))
     assert FrameReader().feed(whole) == messages
@@ -147,7 +147,7 @@ def test_messages_of_any_size_are_sent_together(size: int) -> None:
     assert encode_all([]) == b""
 
 
-def test_what_is_missing_is_the_rest_of_the_header_and_then_of_the_frame():
+def test_missing_counts_the_rest_of_header_or_frame():
     ends = []
     data = b""
     for message in (Done(1, bytes(50)), Exit(), Done(2, b"x")):
@@ -175,8 +175,8 @@ def test_what_is_missing_is_the_rest_of_the_header_and_then_of_the_frame():
         Failed(1, "raised", "x" * 100, "", "", None),
     ],
 )
-def test_a_message_above_the_limit_is_not_sent(message):
-    """Whichever field is long: a reader would refuse the frame and all after it."""
+def test_message_above_the_limit_is_refused(message):
+    """For any long field: a reader would close the connection."""
     size = len(encode(message)) - HEADER
     whole = encode_all([Exit(), message], limit=size)
     assert FrameReader(limit=size).feed(whole) == [Exit(), message]
@@ -195,7 +195,7 @@ def nested(depth: int) -> dict[str, object]:
     return value
 
 
-def test_a_value_that_msgpack_refuses_is_not_sent_and_spoils_nothing():
+def test_value_that_msgpack_refuses_leaves_the_packer_usable():
     deep = Define(1, 1, "f", nested(2000), b"")
     with pytest.raises(SerializationError, match="too large for a frame"):
         encode(deep)
@@ -210,7 +210,7 @@ def test_a_value_that_msgpack_refuses_is_not_sent_and_spoils_nothing():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_message_with_a_damaged_byte_is_another_or_refused(kind):
+def test_damaged_message_is_another_message_or_refused(kind):
     data = encode(example(kind))
     for position in range(len(data)):
         for mask in (0x01, 0x10, 0x80, 0xFF):
@@ -251,7 +251,7 @@ MSGPACK = st.recursive(
         lambda drawn: msgpack.packb([drawn[0], *drawn[1]])
     )
 )
-def test_any_bytes_and_any_fields_are_a_message_or_refused(body):
+def test_any_bytes_are_a_message_or_refused(body):
     assert only_messages_or_refusal(body)
     assert only_messages_or_refusal(framed(body))
 
@@ -276,7 +276,7 @@ def test_wrong_field_types_are_refused(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_a_field_holds_is_of_its_type(kind):
+def test_wrong_item_types_are_refused(kind):
     tag, *fields = TAGS[kind], *example(kind)
     for position, (name, hint) in enumerate(get_type_hints(kind).items()):
         for other in (None, (), {"k": ()}, -1.5, True):
@@ -300,7 +300,7 @@ def test_deeply_nested_msgpack_is_refused(opening, depth):
         FrameReader().feed(framed(opening * depth + b"\xc0"))
 
 
-def test_a_refusal_is_short_however_large_the_frame():
+def test_error_text_is_short_for_a_large_frame():
     huge = "x" * 100_000
     for fields in ([huge], [3, huge], [3, *[1] * 10_000], [huge] * 3):
         with pytest.raises(ProtocolError) as caught:
@@ -329,7 +329,7 @@ def test_a_refusal_is_short_however_large_the_frame():
         ((TAGS[Done], *[1] * 50), r"Done does not take \(int(, int){7}\)"),
     ],
 )
-def test_a_refusal_says_what_is_wrong(fields, complaint):
+def test_error_text_says_what_is_wrong(fields, complaint):
     with pytest.raises(ProtocolError, match=complaint):
         from_fields(fields)
 
@@ -360,7 +360,7 @@ CODEC = RecordCodec(Part)
         {"a": (Part("b"), {1: Part("\udcff")}), 2: ()},
     ],
 )
-def test_records_arrive_by_their_fields(value):
+def test_records_round_trip_by_their_fields(value):
     assert CODEC.load(CODEC.dump(value)) == value
 
 
@@ -370,7 +370,7 @@ def test_sequences_become_tuples():
 
 
 @pytest.mark.parametrize("value", [object(), {1, 2}, 1 << 64, nested(2000)])
-def test_what_has_no_plain_form_is_not_packed(value):
+def test_unknown_classes_are_not_packed(value):
     with pytest.raises(SerializationError, match="cannot be packed"):
         CODEC.dump(value)
 
@@ -388,12 +388,12 @@ def test_what_has_no_plain_form_is_not_packed(value):
         msgpack.packb(msgpack.ExtType(1, msgpack.packb(["a"]))),
     ],
 )
-def test_what_is_no_record_is_refused(data):
+def test_bytes_that_are_no_record_are_refused(data):
     with pytest.raises(ProtocolError, match="cannot be read"):
         CODEC.load(data)
 
 
-def test_records_within_records_without_end_is_refused():
+def test_deeply_nested_records_are_refused():
     value: object = Part("a")
     for _ in range(MAX_DEPTH - 1):
         value = Part("a", (value,))  # type: ignore[arg-type]
@@ -413,7 +413,7 @@ GRANT = Bind(
 )
 
 
-def test_a_grant_arrives():
+def test_grant_round_trips():
     assert unpack_as(Bind, pack(GRANT)) == GRANT
     assert unpack_as(Bind, pack(Bind({}, {}))) == Bind({}, {})
 
@@ -431,7 +431,7 @@ def test_a_grant_arrives():
         pickle.dumps(GRANT),
     ],
 )
-def test_what_is_no_grant_is_refused(data):
+def test_bytes_that_are_no_grant_are_refused(data):
     with pytest.raises(ProtocolError):
         unpack_as(Bind, data)
 
@@ -450,11 +450,11 @@ def test_what_is_no_grant_is_refused(data):
         (b"\r", b""),
     ],
 )
-def test_what_is_visible_of_a_line(line: bytes, shown: bytes) -> None:
+def test_visible_part_of_a_line(line: bytes, shown: bytes) -> None:
     assert visible(line) == shown
 
 
-def test_a_setup_is_handed_over_as_plain_values_and_names_the_files_of_its_node():
+def test_setup_is_plain_values():
     given = Setup(["/src"], "node", "/run/node", driver=1, page=3, preload=["json"])
     assert Setup(*eval(repr(tuple(given)))) == given
     assert socket_path("/run/node") == "/run/node/node.sock"
