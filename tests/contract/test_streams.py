@@ -18,7 +18,7 @@ from aiogpu import errors
 from aiogpu.types import Node
 from tests.contract import stream_tasks, tasks
 from tests.support.gate import Gate
-from tests.support.until import until_free
+from tests.support.until import until, until_free
 
 pytestmark = [
     pytest.mark.usefixtures("no_leaks"),
@@ -68,8 +68,8 @@ async def test_an_early_end_closes_the_producer_at_its_yield(
 ) -> None:
     stream = generator.options(max_buffered=1).remote(gate.path)
     assert await anext(stream) == 0
-    while "has 1 items" not in repr(stream):
-        await asyncio.sleep(0)  # until the producer waits at its yield
+    # Until the producer waits at its yield.
+    await until(lambda: "1 items to take" in repr(stream))
     if how == "break":
         async for item in stream:
             if item == 7:

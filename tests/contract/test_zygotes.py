@@ -377,8 +377,9 @@ async def test_a_broken_edit_keeps_the_old_module(
         assert await value_of.remote("edited") == "old"
         path.write_text("value = (\n")
         os.utime(path, (2, 2))
-        while "cannot be imported again: SyntaxError" not in caplog.text:
-            assert await value_of.remote("edited") == "old"
+        async with asyncio.timeout(60):
+            while "cannot be imported again: SyntaxError" not in caplog.text:
+                assert await value_of.remote("edited") == "old"
         path.write_text("value = 'mended'\n")
         os.utime(path, (3, 3))
         await load.remote("json")
