@@ -187,8 +187,8 @@ class StatusNode:
     async def failed_calls(self, actor: int) -> tuple[EndedTask, ...]:
         return ()
 
-    async def stop(self, what: str, number: int) -> tuple[str, aiogpu.types.Why | None]:
-        self.stopped.append((what, number))
+    async def stop(self, kind: str, number: int) -> tuple[str, aiogpu.types.Why | None]:
+        self.stopped.append((kind, number))
         try:
             why = await self.why(number)
         except aiogpu.errors.NoSuchTaskError:

@@ -119,7 +119,7 @@ def test_visible_devices_are_those_shown() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (["--share", "1.5"], "Invalid value for --share: num_gpus=1.5 mixes"),
         (["--share", "0"], "Invalid value for --share: a share is above 0."),
@@ -132,20 +132,20 @@ def test_visible_devices_are_those_shown() -> None:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_bad_options_are_named(options: list[str], said: str) -> None:
+def test_bad_options_are_named(options: list[str], message: str) -> None:
     ran = CliRunner().invoke(demo_command, options)
     assert (ran.exit_code, ran.stdout) == (2, "")
-    assert said in ran.stderr
+    assert message in ran.stderr
 
 
 def test_more_than_there_is_is_bad_input() -> None:
-    for options, variables, said in (
+    for options, variables, message in (
         (["--share", "3"], {}, "asks for {CPU: 1, GPU: 3}"),
         ([], {"CUDA_VISIBLE_DEVICES": "0"}, "Error: num_gpus=2, but CUDA_VISIBLE_DEVI"),
     ):
         ran = in_pipe(*SMALL, "--gpus", "2", *options, **variables)
         assert (ran.returncode, ran.stdout) == (2, "")
-        assert said in ran.stderr
+        assert message in ran.stderr
         assert "Traceback" not in ran.stderr
 
 
@@ -207,12 +207,12 @@ def test_spans_lie_in_as_few_lanes_as_do_not_overlap(
     times: list[tuple[int, int]],
 ) -> None:
     spans = [span(n, begin, begin + long) for n, (begin, long) in enumerate(times)]
-    found = lanes(spans, 0)
+    drawn = lanes(spans, 0)
     at_once = [sum(s.begin <= t < s.end for s in spans) for t in range(26)]
-    assert len(found) == max(at_once)
-    assert sorted(s for lane in found for s in lane) == sorted(spans)
-    for lane in found:
-        assert all(one.end <= other.begin for one, other in pairwise(lane))
+    assert len(drawn) == max(at_once)
+    assert sorted(s for lane in drawn for s in lane) == sorted(spans)
+    for lane in drawn:
+        assert all(first.end <= second.begin for first, second in pairwise(lane))
 
 
 def test_labels_are_short() -> None:

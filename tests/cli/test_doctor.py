@@ -112,10 +112,10 @@ def environment() -> dict[str, str]:
 
 def names(lines: list[str]) -> list[str]:
     """The mechanisms in the lines; all GPUs count as one."""
-    told = [LINE.fullmatch(each) for each in lines]
-    assert all(told), lines
-    found = [match[2] for match in told if match]
-    return [name for name in found if not name.startswith("gpu ")]
+    matches = [LINE.fullmatch(line) for line in lines]
+    assert all(matches), lines
+    mechanisms = [match[2] for match in matches if match]
+    return [name for name in mechanisms if not name.startswith("gpu ")]
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +149,7 @@ def test_doctor_in_a_pipe_prints_plain_lines(printed: str) -> None:
     *lines, end = printed.splitlines()
     assert names(lines)[:3] == ["python", "directory", "node"]
     assert re.fullmatch(r"Nodes can start here: \d+ ok, \d+ warn, \d+ missing\.", end)
-    for name, found in (
+    for name, fact in (
         ("python", re.escape(sys.executable)),
         ("directory", ", mode 700"),
         ("node", "started in "),
@@ -160,7 +160,7 @@ def test_doctor_in_a_pipe_prints_plain_lines(printed: str) -> None:
         ("cpus", "to share out"),
         ("memory", "GiB by "),
     ):
-        wanted = rf"^(ok|warn) +{name} .*({found})"
+        wanted = rf"^(ok|warn) +{name} .*({fact})"
         assert re.search(wanted, printed, re.MULTILINE), (name, printed)
 
 
@@ -276,13 +276,13 @@ def test_a_check_that_hangs_is_abandoned() -> None:
         gate.wait(20)
         yield from ()
 
-    found = list(examine([Check("a", hang, limit=0.01), Check("b", list)]))
+    result = list(examine([Check("a", hang, limit=0.01), Check("b", list)]))
     gate.set()
-    assert one(found).found == "no answer within 0.01 s"
+    assert one(result).found == "no answer within 0.01 s"
 
 
 @pytest.mark.parametrize(
-    ("source", "said"),
+    ("source", "message"),
     [
         ("import sys; sys.exit('no luck')", "exit code 1: no luck"),
         ("raise ValueError(3)", "exit code 1: ValueError: 3"),
@@ -290,10 +290,10 @@ def test_a_check_that_hangs_is_abandoned() -> None:
         ("print('no json')", "exit code 0: it says nothing"),
     ],
 )
-def test_a_failed_trial_gives_the_reason(source: str, said: str) -> None:
+def test_a_failed_trial_gives_the_reason(source: str, message: str) -> None:
     with pytest.raises(CheckError) as caught:
         try_out(source, limit=20)
-    assert str(caught.value) == said
+    assert str(caught.value) == message
 
 
 def test_a_hanging_trial_is_killed_with_its_processes() -> None:
@@ -363,7 +363,7 @@ def test_the_socket_directory_is_private(runtime_directory: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("soft", "hard", "level", "told"),
+    ("soft", "hard", "level", "text"),
     [
         (1024, 1024, OK, "1024 may be open; room for 180 workers"),
         (256, 4096, OK, "256 may be open, 4096 while there is a node; room for 794 w"),
@@ -373,16 +373,16 @@ def test_the_socket_directory_is_private(runtime_directory: Path) -> None:
     ],
 )
 def test_a_low_limit_of_descriptors_is_found(
-    soft: int, hard: int, level: Level, told: str
+    soft: int, hard: int, level: Level, text: str
 ) -> None:
     finding = run_check("descriptors", check_descriptors, (soft, hard), used=10)
     assert (finding.level, finding.is_fatal) == (level, level is MISSING)
-    assert finding.found.startswith(told)
+    assert finding.found.startswith(text)
     assert (f"limit ({hard})" in finding.advice) is (level is not OK)
 
 
 @pytest.mark.parametrize(
-    ("most", "level", "told"),
+    ("most", "level", "text"),
     [
         ("max", OK, "no limit"),
         ("1000", OK, "1000 by {file}, 21 are there; room for about 489 workers at a "),
@@ -394,7 +394,7 @@ def test_a_low_limit_of_descriptors_is_found(
     ("group", "kind"), [("0::/a", "cgroup2 x rw"), ("4:pids:/a", "cgroup x rw,pids")]
 )
 def test_a_low_limit_of_processes_is_found(
-    most: str, level: Level, told: str, group: str, kind: str, tmp_path: Path
+    most: str, level: Level, text: str, group: str, kind: str, tmp_path: Path
 ) -> None:
     proc, file = tmp_path / "proc", tmp_path / "cgroup/a/pids.max"
     (proc / "self").mkdir(parents=True)
@@ -405,7 +405,7 @@ def test_a_low_limit_of_processes_is_found(
     file.with_name("pids.current").write_text("21\n")
     finding = run_check("processes", check_processes, proc, euid=0)
     assert finding.level is level
-    assert finding.found.startswith(told.format(file=file))
+    assert finding.found.startswith(text.format(file=file))
     if level is WARN:
         checked_advice(finding, WARN)
 
@@ -479,8 +479,8 @@ def test_a_cgroup_can_be_killed() -> None:
     if place.directory is None:
         pytest.skip(f"this machine has no cgroup2 for us: {place.reason}")
     assert "was killed in" in check_cgroup()
-    left = Path(place.directory).glob("aiogpu-doctor-*")
-    assert list(left) == []
+    remaining = Path(place.directory).glob("aiogpu-doctor-*")
+    assert list(remaining) == []
 
 
 def test_a_cgroup_that_kills_no_process_is_found(
@@ -496,14 +496,14 @@ def test_a_cgroup_that_kills_no_process_is_found(
 def test_a_forbidden_cgroup_is_found(tmp_path: Path) -> None:
     nowhere = tmp_path / "file"
     nowhere.write_text("")
-    for place, told in (
+    for place, text in (
         (Place(str(nowhere)), "Not a directory"),
         (Place(None, "none here"), "none here"),
         # A plain folder, unlike a cgroup, cannot be removed while it has files.
         (Place(str(tmp_path)), "cannot be removed"),
     ):
-        found = run_check("cgroup2", check_cgroup, lambda place=place: place)
-        assert checked_advice(found, WARN).found.endswith(told)
+        result = run_check("cgroup2", check_cgroup, lambda place=place: place)
+        assert checked_advice(result, WARN).found.endswith(text)
 
 
 # GPUs.
@@ -541,9 +541,9 @@ def gpu_findings(
 ) -> list[Finding]:
     devices = tuple(Device(i, uuid=f"GPU-{i}", name=A100) for i in range(len(on)))
     there, watch = Inventory(devices, len(on), problem), FakeNvml(*on, action=action)
-    found = list(check_gpus(lambda: there, lambda: watch))
+    result = list(check_gpus(lambda: there, lambda: watch))
     assert watch.calls == ["open", "close"]
-    return found
+    return result
 
 
 def test_gpus_with_all_readings() -> None:
@@ -557,7 +557,7 @@ def test_gpus_with_all_readings() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sample", "said"),
+    ("sample", "message"),
     [
         (Sample(problem="GPU is lost", is_lost=True), "It is set aside."),
         (Sample(problem="Unknown Error"), "`unverified`"),
@@ -566,9 +566,9 @@ def test_gpus_with_all_readings() -> None:
         (Sample({}, used=5), "`unverified`"),
     ],
 )
-def test_gpus_with_missing_readings(sample: Sample, said: str) -> None:
+def test_gpus_with_missing_readings(sample: Sample, message: str) -> None:
     _, gpu = gpu_findings(sample)
-    assert said in checked_advice(gpu, WARN).means
+    assert message in checked_advice(gpu, WARN).means
 
 
 def test_unhealthy_gpus_are_found() -> None:
@@ -592,11 +592,11 @@ def test_unhealthy_gpus_are_found() -> None:
 
 
 def test_cuda_visible_devices_is_read_as_by_a_node() -> None:
-    told = "CUDA_VISIBLE_DEVICES='': a node shares out none"
-    assert check_visible({"CUDA_VISIBLE_DEVICES": ""}) == told
+    text = "CUDA_VISIBLE_DEVICES='': a node shares out none"
+    assert check_visible({"CUDA_VISIBLE_DEVICES": ""}) == text
     assert check_visible({}).startswith("CUDA_VISIBLE_DEVICES is not set: ")
-    found = run_check("visible gpus", check_visible, {"CUDA_VISIBLE_DEVICES": "0,0"})
-    assert "'0'" in checked_advice(found, WARN).found
+    result = run_check("visible gpus", check_visible, {"CUDA_VISIBLE_DEVICES": "0,0"})
+    assert "'0'" in checked_advice(result, WARN).found
 
 
 def test_libraries_are_imported_as_by_a_zygote(
@@ -727,12 +727,12 @@ def test_a_running_node_is_shown_with_its_limits(place: SharedNode, child: int) 
 
 def test_a_silent_node_is_found(place: SharedNode, child: int) -> None:
     place.note(child, is_alive=True)
-    said = "No such file or directory, though process"
-    assert f"{said} {child} lives" in place.one(WARN)
+    message = "No such file or directory, though process"
+    assert f"{message} {child} lives" in place.one(WARN)
     Path(place.path).with_suffix(".pid").unlink()
     place.bind().close()
-    said = "Connection refused; a node that has ended has left it"
-    assert said in place.one(WARN)
+    message = "Connection refused; a node that has ended has left it"
+    assert message in place.one(WARN)
 
 
 def test_a_full_listen_queue_is_found(
@@ -750,8 +750,8 @@ def test_a_full_listen_queue_is_found(
                 visitor.connect(place.path)
             except BlockingIOError:
                 is_full = True
-        told = place.one(WARN)
-    assert f"no answer within 0.01 s, though process {child} lives" in told
+        text = place.one(WARN)
+    assert f"no answer within 0.01 s, though process {child} lives" in text
 
 
 def test_a_directory_of_another_user_is_found(
@@ -759,15 +759,15 @@ def test_a_directory_of_another_user_is_found(
 ) -> None:
     directory = os.path.dirname(place.path)
     os.chmod(directory, 0o755)
-    told = place.one(WARN)
-    assert f"{directory} has mode 0755" in told
-    assert f"chmod 700 {directory}" in told
+    text = place.one(WARN)
+    assert f"{directory} has mode 0755" in text
+    assert f"chmod 700 {directory}" in text
     owner = os.geteuid()
     with monkeypatch.context() as patch:
         patch.setattr(os, "geteuid", lambda: 3_000_000_000)
-        told = place.one(WARN)
-    assert f"belongs to uid {owner}" in told
-    assert "and this is uid 3000000000" in told
+        text = place.one(WARN)
+    assert f"belongs to uid {owner}" in text
+    assert "and this is uid 3000000000" in text
     os.rmdir(directory)
     Path(directory).write_text("")
     assert "is a regular file, where a directory is needed" in place.one(WARN)

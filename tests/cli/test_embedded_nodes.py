@@ -144,16 +144,16 @@ def test_commands_list_all_nodes_and_select_one(sandbox: Sandbox, run: Command) 
             "GPUS",
             "ADDRESS",
         ]
-        for row, one, name in (
+        for row, each, name in (
             (first, train, "train.py"),
             (second, serve, "serve.py"),
         ):
-            assert row[:2] == [str(one.pid), name]
-            assert row[-6:] == ["1", "1", "1", "of", "2", one.address]
+            assert row[:2] == [str(each.pid), name]
+            assert row[-6:] == ["1", "1", "1", "of", "2", each.address]
         assert advice[-4:] == ["such", "as", "--pid", f"{train.pid}."]
         data = json.loads(run("status", "--json", "--check")[0])
         assert data["healthy"] is True
-        assert [one["pid"] for one in data["nodes"]] == [train.pid, serve.pid]
+        assert [each["pid"] for each in data["nodes"]] == [train.pid, serve.pid]
         assert data["nodes"][1]["status"]["waiting"]["tasks"] == 1
         out, _ = run("list", "nodes", "--name", "serve*", AIOGPU_ADDRESS="auto")
         assert [row[0] for row in rows(out)] == ["PID", str(serve.pid)]
@@ -213,7 +213,7 @@ def test_commands_list_all_nodes_and_select_one(sandbox: Sandbox, run: Command) 
             assert run("status", choice)[0].startswith("CPU      1 of 1 free\n")
         assert run("logs", "-n1") == ("", "")
         sandbox.run("stop")
-    assert [one for one in os.listdir(sandbox.directory) if one[:7] == "aiogpu-"] == []
+    assert not any(name[:7] == "aiogpu-" for name in os.listdir(sandbox.directory))
 
 
 def test_commands_use_the_only_living_node(sandbox: Sandbox, run: Command) -> None:
@@ -266,7 +266,7 @@ def test_pid_finds_a_node_in_another_runtime_directory(
 def test_a_bad_choice_of_a_node_is_explained(
     run: Command, arguments: list[str], code: int, message: str
 ) -> None:
-    words = [one.format(self=os.getpid()) for one in arguments]
+    words = [each.format(self=os.getpid()) for each in arguments]
     _, err = run("status", *words, code=code)
     assert message in err
 

@@ -115,7 +115,7 @@ def test_gpus_in_a_pipe_prints_plain_lines(two: StubNvml) -> None:
     ids=["table", "lines"],
 )
 def test_gpus_fits_the_terminal(two: StubNvml, columns: int, wanted: list[str]) -> None:
-    shown = pexpect.spawn(
+    terminal = pexpect.spawn(
         COMMAND[0],
         COMMAND[1:],
         env=without_colours(two.environ),  # type: ignore[arg-type]
@@ -124,14 +124,14 @@ def test_gpus_fits_the_terminal(two: StubNvml, columns: int, wanted: list[str]) 
         timeout=100,
     )
     for each in wanted:
-        shown.expect(each)
-    shown.expect(pexpect.EOF)
-    shown.close()
-    assert shown.exitstatus == 0
+        terminal.expect(each)
+    terminal.expect(pexpect.EOF)
+    terminal.close()
+    assert terminal.exitstatus == 0
 
 
 @pytest.mark.parametrize(
-    ("state", "variables", "told"),
+    ("state", "variables", "text"),
     [
         (
             {},
@@ -161,23 +161,23 @@ def test_gpus_fits_the_terminal(two: StubNvml, columns: int, wanted: list[str]) 
     ids=["order", "hidden", "no driver", "lost", "none visible"],
 )
 def test_a_missing_reading_is_explained_once(
-    nvml: StubNvml, state: dict[str, Any], variables: dict[str, str], told: str
+    nvml: StubNvml, state: dict[str, Any], variables: dict[str, str], text: str
 ) -> None:
     nvml.write(gpus(2), **state)
     ran = on_stub(nvml, **variables)
     assert (ran.returncode, ran.stderr) == (0, "")
-    assert ran.stdout.splitlines()[-1] == told
-    assert ran.stdout.count(told) == 1
+    assert ran.stdout.splitlines()[-1] == text
+    assert ran.stdout.count(text) == 1
 
 
 def test_gpus_as_json_lists_usable_devices(two: StubNvml) -> None:
     ran = on_stub(two, "--json", CUDA_VISIBLE_DEVICES="1")
     assert (ran.returncode, ran.stderr) == (0, "")
-    told = json.loads(ran.stdout)
-    [device] = told["devices"]
+    data = json.loads(ran.stdout)
+    [device] = data["devices"]
     assert (device["id"], device["action"], device["links"]) == (1, "GPU reset", [])
     assert (device["used"], device["processes"]) == (0, [])
-    assert told["notes"] == ["CUDA_VISIBLE_DEVICES='1' hides 1 of 2 GPUs."]
+    assert data["notes"] == ["CUDA_VISIBLE_DEVICES='1' hides 1 of 2 GPUs."]
 
 
 def test_an_unknown_device_is_an_error(two: StubNvml) -> None:
@@ -210,7 +210,7 @@ def test_a_device_without_a_driver_shows_known_facts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sample", "health", "told"),
+    ("sample", "health", "text"),
     [
         (Sample({}), Health(action=""), "well"),
         (Sample({}), Health(), "answers"),
@@ -223,12 +223,12 @@ def test_a_device_without_a_driver_shows_known_facts() -> None:
         (Sample({}), Health(("XID 79",), is_lost=True), "XID 79; lost"),
     ],
 )
-def test_health_is_described(sample: Sample, health: Health, told: str) -> None:
-    assert facts_of(DetectedDevice("GPU", A100, sample, health))["health"] == told
+def test_health_is_described(sample: Sample, health: Health, text: str) -> None:
+    assert facts_of(DetectedDevice("GPU", A100, sample, health))["health"] == text
 
 
 @pytest.mark.parametrize(
-    ("processes", "told"),
+    ("processes", "text"),
     [
         (None, "not listed by its driver"),
         ((), "none"),
@@ -240,10 +240,10 @@ def test_health_is_described(sample: Sample, health: Health, told: str) -> None:
     ],
 )
 def test_processes_are_described(
-    processes: tuple[OtherProcess, ...] | None, told: str
+    processes: tuple[OtherProcess, ...] | None, text: str
 ) -> None:
     seen = DetectedDevice("GPU", A100, Sample({}), Health(), processes)
-    assert facts_of(seen)["processes"] == told
+    assert facts_of(seen)["processes"] == text
 
 
 def test_the_numa_node_is_read_from_the_kernel(tmp_path: Path) -> None:
@@ -274,8 +274,8 @@ BOX = DeviceReport(
 
 
 def test_the_lines_name_the_holders() -> None:
-    told = [line.split(None, 1)[1] for line in lines(BOX, SHARES) if " held " in line]
-    assert told == [
+    held = [line.split(None, 1)[1] for line in lines(BOX, SHARES) if " held " in line]
+    assert held == [
         "0.5 Model 'serve', 0.25 train; 0.25 free",
         "1 whole; 0 free",
         "set aside: XID 79 (the GPU has fallen off the bus)",
@@ -285,7 +285,7 @@ def test_the_lines_name_the_holders() -> None:
 def test_json_names_the_holders_of_a_nodes_devices() -> None:
     first, *_, last = as_data(BOX, SHARES)["devices"]
     assert (first["free"], first["aside"]) == (0.25, None)
-    assert [one["task"] for one in first["holders"]] == ["Model 'serve'", "train"]
+    assert [each["task"] for each in first["holders"]] == ["Model 'serve'", "train"]
     assert "holders" not in last
     assert as_data(BOX) == as_data(BOX, NodeDevices())
 
@@ -319,5 +319,5 @@ async def test_gpus_reports_a_node_that_does_not_answer(
         raise aiogpu.NodeDiedError("the node has ended. Start it anew.")
 
     monkeypatch.setattr(connect, "joined", fail)
-    told = (await ask_node()).note
-    assert told == "Who holds what is not known: the node has ended."
+    text = (await ask_node()).note
+    assert text == "Who holds what is not known: the node has ended."

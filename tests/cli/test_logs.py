@@ -114,7 +114,7 @@ def test_logs_of_an_unknown_program(place: Path) -> None:
 
 
 def test_bad_options_of_logs_are_errors() -> None:
-    for arguments, code, told in (
+    for arguments, code, text in (
         (["--address", "/no/such/node.sock"], 1, "no logs in /no/such/logs"),
         (["--node", "--task", "3"], 2, "--node has no tasks"),
         (["--task", "0"], 2, "Invalid value for '--task'"),
@@ -122,7 +122,7 @@ def test_bad_options_of_logs_are_errors() -> None:
     ):
         ran = CliRunner().invoke(logs, arguments)
         assert ran.exit_code == code
-        assert told in ran.output
+        assert text in ran.output
 
 
 def start_logs(place: Path, *arguments: str) -> subprocess.Popen[str]:
@@ -254,12 +254,12 @@ def test_timeline_writes_through_a_link(tmp_path: Path) -> None:
 def test_timeline_writes_to_a_device_without_replacing_it(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    heard: list[str] = []
-    listener = Thread(target=lambda: heard.append(pipe.read_text()))
+    received: list[str] = []
+    listener = Thread(target=lambda: received.append(pipe.read_text()))
     listener.start()
     _write(str(pipe), "text")
     listener.join()
-    assert heard == ["text\n"]
+    assert received == ["text\n"]
     assert stat.S_ISFIFO(pipe.stat().st_mode)
     with pytest.raises(OSError, match="No space left"):
         _write("/dev/full", "text")
@@ -298,10 +298,10 @@ def test_records_go_to_the_file_and_the_terminal(
 ) -> None:
     assert root
     file, terminal = tmp_path / "node.log", io.StringIO()
-    begun = Journal.begin(str(tmp_path), terminal)
+    node_log = Journal.begin(str(tmp_path), terminal)
     assert not file.exists(), "the log is opened late"
     log.info("ready at %s", "there")
-    begun.close()
+    node_log.close()
     log.info("afterwards")
     assert terminal.getvalue() == file.read_text()
     pages = RotatingLog(str(file))
@@ -414,12 +414,12 @@ def test_the_log_reports_lines_that_were_dropped(
 def test_a_record_that_cannot_be_formatted_is_dropped() -> None:
     disk = HangingHandler()
     disk.go.set()
-    begun = Journal(disk)
+    node_log = Journal(disk)
     bad = record("%d")
     bad.args = ("text",)
-    begun.handle(bad)
-    begun.handle(record("next"))
-    begun.close()
+    node_log.handle(bad)
+    node_log.handle(record("next"))
+    node_log.close()
     assert disk.seen == ["next"]
 
 

@@ -59,26 +59,26 @@ def ran(
 
 
 def test_help_names_the_commands(ran: Callable[..., tuple[object, str, str]]) -> None:
-    code, told, err = ran()
+    code, text, err = ran()
     assert (code, err) == (0, "")
-    assert ran("--help") == ran("-h") == (0, told, "")
-    assert re.search(r"\n  demo +Compute a picture", told)
-    assert re.search(r"\n  doctor +Test the mechanisms", told)
-    assert re.search(r"\n  gpus +Show the GPUs", told)
+    assert ran("--help") == ran("-h") == (0, text, "")
+    assert re.search(r"\n  demo +Compute a picture", text)
+    assert re.search(r"\n  doctor +Test the mechanisms", text)
+    assert re.search(r"\n  gpus +Show the GPUs", text)
     for name in command.COMMANDS:
-        code, told, err = ran(name, "--help")
+        code, text, err = ran(name, "--help")
         assert (code, err) == (0, "")
-        assert told.startswith(f"Usage: aiogpu {name}")
+        assert text.startswith(f"Usage: aiogpu {name}")
         if name in {"start", "run"}:
-            assert ran(name, "-h") == (0, told, "")
+            assert ran(name, "-h") == (0, text, "")
         if name in {"completion", "list", "status", "top", "why"}:
-            assert "\n  Examples:\n" in told
+            assert "\n  Examples:\n" in text
 
 
 def test_a_mistyped_command_gets_a_suggestion(
     ran: Callable[..., tuple[object, str, str]],
 ) -> None:
-    for typed, said in (
+    for typed, message in (
         ("dmo", "No such command 'dmo'"),
         ("statu", "Did you mean 'status'"),
         ("list tasks nonsense", "extra argument"),
@@ -86,22 +86,22 @@ def test_a_mistyped_command_gets_a_suggestion(
     ):
         code, out, err = ran(*typed.split())
         assert (code, out) == (2, "")
-        assert said in err
+        assert message in err
 
 
 def test_addresses_are_the_same_for_all_commands(
     tmp_path: Path, ran: Callable[..., tuple[object, str, str]]
 ) -> None:
     where = f"unix:{tmp_path}/none.sock"
-    told = f"there is no socket {tmp_path}/none.sock. Start one by"
+    text = f"there is no socket {tmp_path}/none.sock. Start one by"
     for line in ("status", "list tasks", "why 1", "top", "timeline -"):
         first, *rest = line.split()
         code, _, err = ran(first, f"--socket={where}", *rest)
-        assert told in err, line
+        assert text in err, line
         assert code == 1, line
     # The command blocks signals for good, so it runs in its own process.
     ended = shell(f"aiogpu run --socket={where} true")
-    assert told in ended.stderr
+    assert text in ended.stderr
     assert ended.returncode == 125
     assert (
         f"there are no logs in {tmp_path}/none-logs. "
@@ -111,7 +111,7 @@ def test_addresses_are_the_same_for_all_commands(
 
 
 @pytest.mark.parametrize(
-    ("error", "code", "said"),
+    ("error", "code", "message"),
     [
         (InfeasibleError("asked for too much"), 2, "Error: asked for too much\n"),
         (NodeStartError("no directory"), 1, "Error: no directory\n"),
@@ -125,7 +125,7 @@ def test_addresses_are_the_same_for_all_commands(
 def test_exit_codes(
     error: BaseException,
     code: int,
-    said: str,
+    message: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -136,7 +136,7 @@ def test_exit_codes(
     with pytest.raises(SystemExit) as end:
         command.main()
     assert end.value.code == code
-    assert capsys.readouterr().err == said
+    assert capsys.readouterr().err == message
 
 
 def test_version_imports_no_subcommand_and_no_asyncio() -> None:
@@ -147,8 +147,8 @@ def test_version_imports_no_subcommand_and_no_asyncio() -> None:
         "finally: print({'asyncio', 'numpy', 'rich', 'aiogpu.cli.demo'} "
         "& set(sys.modules))\n"
     )
-    told = run_program(program).splitlines()
-    assert told == [f"aiogpu, version {aiogpu.__version__}", "set()"]
+    lines = run_program(program).splitlines()
+    assert lines == [f"aiogpu, version {aiogpu.__version__}", "set()"]
 
 
 # Streams that are closed or full, or have no reader.
@@ -240,7 +240,7 @@ def test_completion_offers_matching_words(
     assert runtime_directory
     *before, last = words
     shell = ShellComplete(command.cli, {}, "aiogpu", command.COMPLETE)
-    assert [one.value for one in shell.get_completions(before, last)] == offered
+    assert [each.value for each in shell.get_completions(before, last)] == offered
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

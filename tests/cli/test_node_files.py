@@ -38,9 +38,9 @@ def test_a_place_names_its_files(
         "/run/user/7/aiogpu/node.drain",
         "/run/user/7/aiogpu/logs",
     )
-    one, other = Place.at("/there/node.sock"), Place.at("/there/b.sock")
-    assert not set(one) & set(other), "two places in one directory share nothing"
-    assert (other.pidfile, other.logs) == ("/there/b.pid", "/there/b-logs")
+    first, second = Place.at("/there/node.sock"), Place.at("/there/b.sock")
+    assert not set(first) & set(second), "two places in one directory share nothing"
+    assert (second.pidfile, second.logs) == ("/there/b.pid", "/there/b-logs")
     monkeypatch.chdir(tmp_path)
     place = Place.at("a.sock", "l")
     assert (place.socket, place.logs) == (f"{tmp_path}/a.sock", f"{tmp_path}/l")
@@ -70,24 +70,24 @@ def test_a_directory_that_others_may_enter_is_refused(tmp_path: Path) -> None:
     directory = tmp_path / "d"
     directory.mkdir()
     directory.chmod(0o710)
-    told = refusal_of(Place.at(f"{directory}/node.sock"))
-    assert "has mode 0710" in told
-    assert "chmod 700" in told
-    assert "--socket" in told
+    text = refusal_of(Place.at(f"{directory}/node.sock"))
+    assert "has mode 0710" in text
+    assert "chmod 700" in text
+    assert "--socket" in text
     assert not list(directory.iterdir())
     (directory / "passwd").write_text("is read by all")
-    told = refusal_of(Place.at(f"{directory}/node.sock"))
-    assert "has mode 0710" in told
-    assert "mkdir -m 700" in told
-    assert "chmod" not in told
+    text = refusal_of(Place.at(f"{directory}/node.sock"))
+    assert "has mode 0710" in text
+    assert "mkdir -m 700" in text
+    assert "chmod" not in text
 
 
 def test_a_public_directory_is_refused_without_advising_chmod(tmp_path: Path) -> None:
     tmp_path.chmod(0o1777)
-    told = refusal_of(Place.at(f"{tmp_path}/node.sock"))
-    assert "is open to all users (mode 1777)" in told
-    assert "`mkdir -m 700`, or name another place by --socket" in told
-    assert "chmod" not in told
+    text = refusal_of(Place.at(f"{tmp_path}/node.sock"))
+    assert "is open to all users (mode 1777)" in text
+    assert "`mkdir -m 700`, or name another place by --socket" in text
+    assert "chmod" not in text
 
 
 def test_a_file_in_place_of_a_directory_is_refused(tmp_path: Path) -> None:
@@ -95,14 +95,14 @@ def test_a_file_in_place_of_a_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("d")
     (tmp_path / "file").write_text("mine")
     (tmp_path / "d" / "node.sock").write_text("mine")
-    for path, said in (
+    for path, message in (
         ("d", f"is to listen at {tmp_path}/d, but that is a directory"),
         ("link/node.sock", "is a symbolic link"),
         ("file/node.sock", "is a regular file"),
         ("no/such/node.sock", "cannot be made: No such file or directory"),
         ("d/node.sock", "is a regular file, which is left as it is"),
     ):
-        assert said in refusal_of(Place.at(f"{tmp_path}/{path}"))
+        assert message in refusal_of(Place.at(f"{tmp_path}/{path}"))
     for file in (tmp_path / "file", tmp_path / "d" / "node.sock"):
         assert file.read_text() == "mine"
 
@@ -124,16 +124,16 @@ def test_a_directory_of_another_user_is_refused(
 ) -> None:
     owner, other = os.geteuid(), 3_000_000_000
     monkeypatch.setattr(os, "geteuid", lambda: other)
-    told = refusal_of(Place.at(f"{tmp_path}/node.sock"))
-    assert f"belongs to uid {owner}" in told
-    assert f"and this is uid {other}: a node's files" in told
+    text = refusal_of(Place.at(f"{tmp_path}/node.sock"))
+    assert f"belongs to uid {owner}" in text
+    assert f"and this is uid {other}: a node's files" in text
 
 
 @pytest.mark.skipif(os.getuid() == 0, reason="root may write everywhere")
 def test_a_read_only_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "d").mkdir(0o500)
-    told = refusal_of(Place.at(f"{tmp_path}/d/node.sock"))
-    assert "may not be written to by this user" in told
+    text = refusal_of(Place.at(f"{tmp_path}/d/node.sock"))
+    assert "may not be written to by this user" in text
 
 
 def test_an_existing_socket_is_accepted(

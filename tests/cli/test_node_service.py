@@ -169,7 +169,7 @@ async def test_a_stopping_node_finishes_tasks_and_refuses_new_ones(
         stopping = asyncio.create_task(stopped(sandbox))
         await until_refused()
         out, _ = await asyncio.to_thread(sandbox.run, "status")
-        assert out.startswith("is being stopped: no new work; what runs has ")
+        assert out.startswith("is being stopped: no new work; running tasks have ")
         gate.release("one")
         assert await asyncio.gather(running, waiting) == ["one", 42]
         out, _ = await stopping

@@ -102,10 +102,10 @@ def test_a_progress_bar_moves_in_place(
         assert sum("step" in line for line in lines) == 1, lines
         release(path)
     lines = terminal.has("all done")
-    shown = [line for line in lines if "pid=" in line]
-    bars = [line for line in shown if "step" in line]
+    printed = [line for line in lines if "pid=" in line]
+    bars = [line for line in printed if "step" in line]
     if how == "vanishes":
-        assert shown == []
+        assert printed == []
     else:
         assert len(bars) == 1, lines
         assert re.fullmatch(r"\(train pid=\d+\) step 2/2", bars[0].rstrip())
@@ -148,10 +148,10 @@ def test_a_bar_moves_below_the_line_of_another_task(
             logged, _ = sandbox.run("logs")
             assert logged.count("step") == 1
             assert "step 2/2" in logged
-    shown = [line for line in lines if "pid=" in line]
-    assert len(shown) == 2, lines
-    assert re.fullmatch(r"\(talk pid=\d+\) another task", shown[0])
-    assert re.fullmatch(r"\(train pid=\d+\) step 2/2", shown[1])
+    printed = [line for line in lines if "pid=" in line]
+    assert len(printed) == 2, lines
+    assert re.fullmatch(r"\(talk pid=\d+\) another task", printed[0])
+    assert re.fullmatch(r"\(train pid=\d+\) step 2/2", printed[1])
     assert "all done" in lines
 
 
@@ -166,8 +166,8 @@ def test_a_bar_on_stderr_survives_lines_on_stdout(
     wait_until_below(terminal, "a line of its own", "step 2/2")
     release(paths[1])
     lines = terminal.has("all done")
-    shown = [line.rstrip() for line in lines if "pid=" in line]
-    assert [line.partition(") ")[2] for line in shown] == [
+    printed = [line.rstrip() for line in lines if "pid=" in line]
+    assert [line.partition(") ")[2] for line in printed] == [
         "a line of its own",
         "a line of its own",
         "step 2/2",

@@ -113,7 +113,7 @@ def test_run_passes_gpu_input_and_exit_code(node: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "told"),
+    ("arguments", "code", "text"),
     [
         (["nosuchcommand"], 127, "nosuchcommand: No such file"),
         (["/etc/passwd"], 126, "/etc/passwd: Permission denied"),
@@ -131,11 +131,11 @@ def test_run_passes_gpu_input_and_exit_code(node: str) -> None:
     ],
 )
 def test_exit_codes_of_run(
-    node: str, arguments: list[str], code: int, told: str
+    node: str, arguments: list[str], code: int, text: str
 ) -> None:
     ended = run(node, *arguments)
     assert ended.returncode == code, ended
-    assert told in ended.stderr
+    assert text in ended.stderr
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR2])
@@ -310,7 +310,7 @@ def test_run_counts_as_a_program_of_the_node(node: str) -> None:
             while (await aiogpu.available_resources())["GPU"]:
                 await asyncio.sleep(0)
             late = await asyncio.to_thread(run, node, "--timeout=0.01", "true")
-            pids = [one.pid for one in (await aiogpu.status()).clients]
+            pids = [each.pid for each in (await aiogpu.status()).clients]
             assert running.pid in pids
             running.communicate()
             while len((await aiogpu.status()).clients) == len(pids):

@@ -24,14 +24,14 @@ from aiogpu.daemon.start import quoted, unit
 def plans(monkeypatch: pytest.MonkeyPatch, runtime_directory: Path) -> list[Plan]:
     """The plans that `start` would carry out."""
     assert runtime_directory
-    found: list[Plan] = []
+    result: list[Plan] = []
 
     def note(plan: Plan) -> Ready:
-        found.append(plan)
+        result.append(plan)
         return Ready(4711, {"CPU": 2.0}, plan.place.socket, plan.place.logs)
 
     monkeypatch.setattr(start_command, "start_detached", note)
-    return found
+    return result
 
 
 def given(*arguments: str) -> Result:
@@ -93,7 +93,7 @@ def test_missing_options_have_defaults(plans: list[Plan]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ([], "write `aiogpu start --head`"),
         (["--head", "--resources=x"], "'x' is no JSON object"),
@@ -120,11 +120,11 @@ def test_missing_options_have_defaults(plans: list[Plan]) -> None:
     ],
 )
 def test_bad_options_of_start_are_errors(
-    plans: list[Plan], arguments: list[str], said: str
+    plans: list[Plan], arguments: list[str], message: str
 ) -> None:
     ran = given(*arguments)
     assert ran.exit_code == 2
-    assert said in " ".join(ran.output.split())
+    assert message in " ".join(ran.output.split())
     assert not plans
 
 

@@ -72,9 +72,9 @@ def test_status_as_json_has_ordered_keys() -> None:
     assert told["reservation"]["devices"] == {"GPU": [1]}
     assert told["healthy"] is False
     assert told["problems"] == [f"GPU 2 is set aside: {BUSY.devices[2].aside}"]
-    assert [one["pid"] for one in told["tasks"]] == [101, 102, 103, None]
+    assert [each["pid"] for each in told["tasks"]] == [101, 102, 103, None]
     first = told["devices"][0]
-    assert [one["task"] for one in first["holders"]] == ["Model 'serve'", "train"]
+    assert [each["task"] for each in first["holders"]] == ["Model 'serve'", "train"]
     assert first["others"] == [{"pid": 13, "name": "Xorg", "memory": 2 << 30}]
     assert told["devices"][2]["others"] is None
 
@@ -216,7 +216,7 @@ def test_list_filters_and_limits_rows(
 ) -> None:
     told = json.loads(ran("list", *question, "--json").stdout)
     assert list(told) == ["version", "left_out", question[0]]
-    assert [one["id"] for one in told[question[0]]] == ids
+    assert [each["id"] for each in told[question[0]]] == ids
     assert told["left_out"] == left_out
 
 
@@ -227,14 +227,14 @@ def test_list_says_how_many_rows_are_left_out() -> None:
     assert result.stderr == "and 3 more\n"
     result = ran("list", "workers", "--state", "ending")
     assert (result.stdout, result.stderr) == ("", "There are no workers that fit.\n")
-    for what, state, first in (
+    for kind, state, first in (
         ("tasks", "wating", "waiting, expecting"),
         ("gpus", "idle", "free, shared"),
     ):
-        result = ran("list", what, "--state", state)
+        result = ran("list", kind, "--state", state)
         assert result.exit_code == 2
-        said = f"{what} are never {state!r}. There are: {first}"
-        assert said in result.stderr
+        message = f"{kind} are never {state!r}. There are: {first}"
+        assert message in result.stderr
 
 
 @pytest.mark.usefixtures("busy")
@@ -251,7 +251,7 @@ def test_why_takes_a_number_or_a_name() -> None:
 def test_list_shows_ended_tasks_by_state() -> None:
     def listed(*more: str) -> list[int]:
         told = json.loads(ran("list", "tasks", "--json", *more).stdout)
-        return [one["task"] for one in told["tasks"]]
+        return [each["task"] for each in told["tasks"]]
 
     assert listed("--state", "failed") == [6, 5]
     assert listed("--state", "failed", "--name", "tr*") == [5]
@@ -271,12 +271,12 @@ def test_why_as_json_describes_the_last_ended_task() -> None:
     )
     assert task["ended"]["error"] == "torch.OutOfMemoryError"
     several = json.loads(ran("why", "train", "--json").stdout)["tasks"]
-    assert [one["task"] for one in several] == [7, 12], "those that live go first"
+    assert [each["task"] for each in several] == [7, 12], "those that live go first"
 
 
 @pytest.mark.usefixtures("busy")
 @pytest.mark.parametrize(
-    ("line", "code", "said", "error"),
+    ("line", "code", "message", "error"),
     [
         ("cancel 7 6", 0, "cancelled train (task 7)\nload (task 6) has ended", ""),
         ("cancel whole", 1, "", "whole is held by the program that has asked for it"),
@@ -295,11 +295,11 @@ def test_why_as_json_describes_the_last_ended_task() -> None:
     ],
 )
 def test_cancel_and_kill_report_what_they_did(
-    line: str, code: int, said: str, error: str
+    line: str, code: int, message: str, error: str
 ) -> None:
     result = ran(*line.split())
     assert result.exit_code == code
-    assert result.stdout.startswith(said)
+    assert result.stdout.startswith(message)
     assert error in result.stderr
     assert bool(result.stderr) is bool(error)
 
@@ -322,7 +322,7 @@ def test_why_of_an_unknown_task_is_an_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["list"], "Missing argument"),
         (["list", "tsks"], "'tsks' is not one of"),
@@ -335,10 +335,10 @@ def test_why_of_an_unknown_task_is_an_error() -> None:
     ],
     ids=" ".join,
 )
-def test_bad_input_is_an_error(arguments: list[str], said: str) -> None:
+def test_bad_input_is_an_error(arguments: list[str], message: str) -> None:
     result = ran(*arguments)
     assert result.exit_code == 2
-    assert said in result.stderr
+    assert message in result.stderr
 
 
 def test_a_view_starts_no_node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -364,8 +364,8 @@ def test_a_view_starts_no_node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 def test_without_an_address_the_users_own_node_is_shown(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for given, meant in (("inline", "auto"), ("", "auto"), ("/run/x", "/run/x")):
-        monkeypatch.setenv("AIOGPU_ADDRESS", given)
+    for arguments, meant in (("inline", "auto"), ("", "auto"), ("/run/x", "/run/x")):
+        monkeypatch.setenv("AIOGPU_ADDRESS", arguments)
         assert connect.default_address() == meant
 
 
@@ -389,7 +389,7 @@ def test_list_shows_placements_with_their_bundles() -> None:
     status = placements()
     kind = KINDS["placements"]
     entries = kind.entries(status)
-    assert [(kind.names(one)[0], kind.state(one)) for one in entries] == [
+    assert [(kind.names(each)[0], kind.state(each)) for each in entries] == [
         ("held", "ready"),
         ("ends", "removing"),
         ("waits", "waiting"),
@@ -500,11 +500,11 @@ async def test_commands_show_a_real_node(tmp_path: Path, gate: Gate) -> None:
         seen = json.loads(told[1])
         assert seen["resources"]["GPU"] == {"total": 1.0, "free": 0.25}
         (device,) = seen["devices"]
-        assert [one["task"] for one in device["holders"]] == ["gated"]
+        assert [each["task"] for each in device["holders"]] == ["gated"]
         assert seen["waiting"]["tasks"] == 1
-        errors = [one["error"] for one in seen["failures"]]
+        errors = [each["error"] for each in seen["failures"]]
         assert errors == ["TypeError", "TypeError", "KeyError"]
-        assert [one["name"] for one in seen["actors"]] == ["tally"]
+        assert [each["name"] for each in seen["actors"]] == ["tally"]
         assert listed[1].splitlines()[1].split()[1:4] == ["tally", "Counter", "alive"]
         assert why[1].startswith(f"gated (task {number}) has waited")
         assert "0.75 of GPU 0: held by gated" in why[1]
@@ -554,7 +554,7 @@ async def test_commands_end_tasks_and_actors_of_a_real_node(
         cancelled = await view("cancel", *numbers, "--address", path)
         assert cancelled == (
             0,
-            "".join(f"cancelled gated_coroutine (task {one})\n" for one in numbers),
+            "".join(f"cancelled gated_coroutine (task {each})\n" for each in numbers),
             "",
         )
         for handle in (runs, waits):
@@ -581,12 +581,12 @@ async def test_commands_end_tasks_and_actors_of_a_real_node(
 
 def test_a_socket_without_a_listener_is_an_error(tmp_path: Path) -> None:
     path = str(tmp_path / "s")
-    with socket.socket(socket.AF_UNIX) as left:
-        left.bind(path)
+    with socket.socket(socket.AF_UNIX) as remaining:
+        remaining.bind(path)
     result = ran("status", "--address", path)
     assert (result.exit_code, result.stdout) == (1, "")
-    said = f"Error: no node can be reached at {path}: Connection ref"
-    assert result.stderr.startswith(said)
+    message = f"Error: no node can be reached at {path}: Connection ref"
+    assert result.stderr.startswith(message)
     assert "aiogpu start --head" in result.stderr
     assert os.path.exists(path)
 
@@ -672,7 +672,9 @@ def test_any_part_of_a_table_fits_any_width() -> None:
     assert list(plain(TABLE.part(0, 2))) == ["TASK  NAME   PID", "   1  train  101"]
     assert list(plain(TABLE.part(2, 9))) == ["20  a-long-name  waits for its turn"]
     segments = Console(width=12).render_lines(TABLE)[-1]
-    assert [one.text for one in segments if one.style and one.style.color] == ["a-lon…"]
+    assert [each.text for each in segments if each.style and each.style.color] == [
+        "a-lon…"
+    ]
 
 
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")

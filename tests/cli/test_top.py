@@ -194,8 +194,8 @@ def test_the_last_minute_of_a_device_is_drawn() -> None:
     for now, busy in ((39.0, 100), (41.0, 0), (75.0, 100), (79.0, 0), (99.5, 99)):
         note(now, busy)
     assert history.line(gpu, 6, 100.0) == "▁  ▅ █"
-    shown = render_screen(BUSY, View(), 140, 24, "", lambda *_: "▁  ▅ █")
-    assert list(plain(shown, 140))[1].endswith("40GB  ▁  ▅ █")
+    printed = render_screen(BUSY, View(), 140, 24, "", lambda *_: "▁  ▅ █")
+    assert list(plain(printed, 140))[1].endswith("40GB  ▁  ▅ █")
 
 
 # In a terminal.
@@ -211,12 +211,12 @@ def start_top(terminal: Screen, name: str) -> None:
 
 def check_restored(terminal: Screen) -> None:
     """Check that the shell has its screen, its cursor and its line editing back."""
-    told = terminal.has(PROMPT)
-    assert not any("q quit" in line for line in told)
+    output = terminal.has(PROMPT)
+    assert not any("q quit" in line for line in output)
     terminal.send("clear; stty -a", "Enter")
-    told = terminal.until(lambda lines: any("echoke" in line for line in lines))
+    output = terminal.until(lambda lines: any("echoke" in line for line in lines))
     assert terminal.tmux("display", "-p", "#{cursor_flag}#{alternate_on}") == "10\n"
-    text = " ".join(told)
+    text = " ".join(output)
     assert " icanon" in text
     assert " echo " in text
     terminal.send("clear", "Enter")

@@ -71,12 +71,12 @@ async def wait_for_line(
 ) -> None:
     """Read the server's output until it contains this text."""
     assert process.stderr is not None
-    said = ""
+    message = ""
     async with asyncio.timeout(LIMIT):
-        while said.count(words) < times:
+        while message.count(words) < times:
             line = (await process.stderr.readline()).decode()
-            assert line, said
-            said += line
+            assert line, message
+            message += line
 
 
 async def ended(process: asyncio.subprocess.Process) -> None:
@@ -95,11 +95,11 @@ async def clients(
     sandbox: Sandbox, workers: int, but: Collection[int] = ()
 ) -> AsyncIterator[dict[int, httpx.AsyncClient]]:
     """A connection to each worker, by process id, except to the old ones in `but`."""
-    found: dict[int, httpx.AsyncClient] = {}
+    result: dict[int, httpx.AsyncClient] = {}
     opened = []
     try:
         async with asyncio.timeout(LIMIT):
-            while len(found) < workers:
+            while len(result) < workers:
                 transport = httpx.AsyncHTTPTransport(uds=f"{sandbox.directory}/web")
                 client = httpx.AsyncClient(
                     transport=transport, base_url="http://box", timeout=LIMIT
@@ -107,8 +107,8 @@ async def clients(
                 opened.append(client)
                 pid = int((await client.get("/pid")).text)
                 if pid not in but:
-                    found[pid] = client
-        yield found
+                    result[pid] = client
+        yield result
     finally:
         for client in opened:
             await client.aclose()
@@ -192,12 +192,12 @@ async def test_a_reload_and_a_shutdown_answer_pending_requests(
 
         async with clients(sandbox, 2, but=old) as new:
             gate.forget("reload")
-            left, stopped = (
+            remaining, stopped = (
                 request_half_a_gpu(each, gate, pid) for pid, each in new.items()
             )
             names = [str(pid) for pid in new]
             await gate.entered(*names)
-            left.cancel()  # its task is stopped
+            remaining.cancel()  # its task is stopped
             while (await aiogpu.status()).devices[0].free < 0.5:
                 await asyncio.sleep(0)
             server.terminate()

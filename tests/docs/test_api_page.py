@@ -75,8 +75,8 @@ def test_the_api_page_has_every_public_name_once() -> None:
         *(f"aiogpu.accelerators.{name}" for name in vendors),
         *(f"aiogpu.testing.{name}" for name in testing.__all__),
     ]
-    found = re.findall(r"^::: (\S+)$", API.read_text(), re.MULTILINE)
-    assert sorted(found) == sorted(public)
+    result = re.findall(r"^::: (\S+)$", API.read_text(), re.MULTILINE)
+    assert sorted(result) == sorted(public)
 
 
 def test_the_page_of_exceptions_lists_each_with_its_builtin_base() -> None:

@@ -105,8 +105,8 @@ def compact(text: str) -> str:
 def test_parts_of_an_example_are_in_the_example(block):
     remaining = compact(source_of(block.kind.partition("from=")[2]))
     for part in compact(block.text).split("...\n"):
-        _, found, remaining = remaining.partition(part)
-        assert found, part
+        _, result, remaining = remaining.partition(part)
+        assert result, part
 
 
 def test_commands_and_their_options_are_known():

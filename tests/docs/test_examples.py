@@ -149,9 +149,9 @@ def test_an_example_prints_the_same_on_a_ray_cluster() -> None:
 
 def test_every_example_has_an_expected_text() -> None:
     texts = {path.stem for path in (EXAMPLES / "expected").iterdir()}
-    shown = [*PROGRAMS, *EXAMPLES.glob("*.sh")]
-    assert {path.stem[:2] for path in shown} == texts
-    assert len(shown) == len(texts)
+    printed = [*PROGRAMS, *EXAMPLES.glob("*.sh")]
+    assert {path.stem[:2] for path in printed} == texts
+    assert len(printed) == len(texts)
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda path: path.stem)

@@ -43,17 +43,17 @@ CONSOLE = blocks("cli.md", "console")
 PROMPT = re.compile(r"^\$ aiogpu (.*)\n", re.MULTILINE)
 
 
-@pytest.mark.parametrize("shown", CONSOLE, ids=lambda text: text.splitlines()[0])
+@pytest.mark.parametrize("display", CONSOLE, ids=lambda text: text.splitlines()[0])
 def test_commands_print_the_text_on_the_page(
-    shown: str, monkeypatch: pytest.MonkeyPatch
+    display: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answer_with(monkeypatch, BUSY)
     printed = [
         f"$ aiogpu {line}\n{CliRunner().invoke(cli, line.split()).stdout}"
-        for line in PROMPT.findall(shown)
+        for line in PROMPT.findall(display)
     ]
     assert printed
-    assert "".join(printed) == shown
+    assert "".join(printed) == display
 
 
 def test_every_command_is_named_on_the_page() -> None:

@@ -26,12 +26,12 @@ def failing(name, text, level=None):
 def test_doctor_prints_the_text_on_the_page(capsys, monkeypatch):
     monkeypatch.setattr(checks, "try_out", lambda *a, **k: (120, 6.1, 0.21, 10))
     library = "libnvidia-ml.so.1: cannot open shared object file"
-    shown = [
+    printed = [
         BY_NAME["node"],
         failing("cgroup2", f"/sys/fs/cgroup is not writable; {_DELEGATE}"),
         failing("nvml", f"NVML cannot be loaded: {library}", Level.MISSING),
     ]
-    assert doctor.run(shown) == 0
+    assert doctor.run(printed) == 0
     assert capsys.readouterr().out == SHOWN
 
 

@@ -21,10 +21,12 @@ def wait_until_gone(seconds: float, directory: str, *, but_files: bool = False) 
         AssertionError: something is left after this time.
     """
     ends = time.monotonic() + seconds
-    while (left := belonging(directory)) or (not but_files and os.listdir(directory)):
+    while (processes := belonging(directory)) or (
+        os.listdir(directory) and not but_files
+    ):
         assert time.monotonic() < ends, (processes_of(directory), os.listdir(directory))
-        if left:
-            _wait_for_exit(left[0].pid)
+        if processes:
+            _wait_for_exit(processes[0].pid)
 
 
 def _wait_for_exit(pid: int) -> None:

@@ -51,10 +51,10 @@ def examples(full: int) -> int:
 def covering(cases: Mapping[str, frozenset[Value]]) -> set[str]:
     """Names of a few cases that together have each value of each parameter."""
     missing = set().union(*cases.values())
-    left = dict(sorted(cases.items(), key=lambda case: crc32(case[0].encode())))
+    remaining = dict(sorted(cases.items(), key=lambda case: crc32(case[0].encode())))
     drawn = set()
     while missing:
-        best = max(left, key=lambda name: len(missing & left[name]))
-        missing -= left.pop(best)
+        best = max(remaining, key=lambda name: len(missing & remaining[name]))
+        missing -= remaining.pop(best)
         drawn.add(best)
     return drawn

@@ -46,7 +46,7 @@ class Checked:
         for task in started:
             self._waiting.remove(task)
             self._running.add(task)
-        assert all(0 <= left <= UNIT for left in self.free)
+        assert all(0 <= remaining <= UNIT for remaining in self.free)
         held = sum(self._amounts[task] for task in self._running)
         assert sum(self.free) == len(self.free) * UNIT - held
         return started

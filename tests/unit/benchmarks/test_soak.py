@@ -89,8 +89,8 @@ async def test_a_file_that_is_left_is_reported(tmp_path: Path) -> None:
     sandbox = Sandbox(str(tmp_path))
     assert await sandbox.left() == []
     Path(sandbox.environ["TMPDIR"], "spilled").touch()
-    (left,) = await sandbox.left()
-    assert left.endswith("/spilled")
+    (remaining,) = await sandbox.left()
+    assert remaining.endswith("/spilled")
 
 
 SCENARIO = """
