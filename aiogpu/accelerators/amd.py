@@ -89,13 +89,13 @@ class Amd(ListedAccelerator):
     def detect(self, environ: Mapping[str, str]) -> list[Device]:
         """Return the GPUs that KFD shows to this process."""
         del environ
-        found: list[Device] = []
+        gpus: list[Device] = []
         for _, node in numbered("", self.root, NODES):
             # A CPU has the id 0; the id of a GPU of another container cannot be read.
             if read(node, "gpu_id") not in ("", "0"):
                 facts = _facts(read(node, "properties"))
-                found.append(_device(len(found), node, facts))
-        return found
+                gpus.append(_device(len(gpus), node, facts))
+        return gpus
 
 
 def _facts(text: str) -> dict[str, int]:

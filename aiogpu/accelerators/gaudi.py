@@ -45,19 +45,19 @@ class Gaudi(ListedAccelerator):
         The variable counts modules too.
         """
         del environ
-        found: list[Device] = []
+        devices: list[Device] = []
         for prefix, folder in CLASSES:
             for _, path in numbered(prefix, self.root, folder):
                 device = os.path.join(path, "device")
                 if read(device, "vendor").lower() == VENDOR:
                     module = read(device, "module_id")
-                    found.append(
+                    devices.append(
                         Device(
-                            int(module) if module.isdigit() else len(found),
+                            int(module) if module.isdigit() else len(devices),
                             type=self.type_of(read(device, "device")),
                             pci=pci_address(device),
                         )
                     )
-            if found:
+            if devices:
                 break
-        return sorted(found, key=lambda device: int(device.id))
+        return sorted(devices, key=lambda device: int(device.id))

@@ -81,7 +81,7 @@ class IntelGpu(ListedAccelerator):
 
     def detect(self, environ: Mapping[str, str]) -> list[Device]:
         """Return the cards, and the parts of cards that the mask names."""
-        found: list[tuple[str, str | None]] = []
+        named_cards: list[tuple[str, str | None]] = []
         for _, card in numbered("card", self.root, CARDS):
             device = os.path.join(card, "device")
             driver = os.path.basename(os.path.realpath(os.path.join(device, "driver")))
@@ -92,11 +92,11 @@ class IntelGpu(ListedAccelerator):
                 and pci is not None
                 and pci.split(":")[1] != "00"
             ):
-                found.append((pci, NAMES.get(_number(device, "device"))))
+                named_cards.append((pci, NAMES.get(_number(device, "device"))))
         # Level Zero counts by the bus.
         cards = [
             Device(number, type=self.type_of(name), name=name, pci=pci)
-            for number, (pci, name) in enumerate(sorted(found))
+            for number, (pci, name) in enumerate(sorted(named_cards))
         ]
         listed = self.listed(environ, cards)
         return cards if listed is None else cards + _parts(cards, listed[2])

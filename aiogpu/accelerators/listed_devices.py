@@ -172,8 +172,8 @@ def split(text: str) -> list[str]:
     """Split a variable's value into its entries, stripped. "-1" ends the list."""
     if text.strip() in NONE:
         return []
-    found = [entry.strip() for entry in text.split(",")]
-    return list(takewhile(lambda entry: entry != "-1", found))
+    items = [entry.strip() for entry in text.split(",")]
+    return list(takewhile(lambda entry: entry != "-1", items))
 
 
 def require(
@@ -212,7 +212,7 @@ def entries(
     Raises:
         DeviceError: an entry is ill-formed, or names a device for the second time.
     """
-    found: dict[Id, None] = {}
+    ids: dict[Id, None] = {}
     for entry in split(text):
         named = parse(entry)
         if not named:
@@ -221,13 +221,13 @@ def entries(
                 f"the entry."
             )
         for id_ in named:
-            if id_ in found:
+            if id_ in ids:
                 raise DeviceError(
                     f"{variable}={text!r}: {entry!r} names the device {id_} for the "
                     f"second time. Name each device once."
                 )
-            found[id_] = None
-    return tuple(found)
+            ids[id_] = None
+    return tuple(ids)
 
 
 def joined(ids: Iterable[Id]) -> str:
@@ -319,12 +319,12 @@ def numbered(prefix: str, *folder: str) -> list[tuple[int, str]]:
         names = os.listdir(place)
     except OSError:
         return []
-    found = (
+    numbers = (
         (name.removeprefix(prefix), name) for name in names if name.startswith(prefix)
     )
     return sorted(
         (int(digits), os.path.join(place, name))
-        for digits, name in found
+        for digits, name in numbers
         if digits.isascii() and digits.isdigit()
     )
 

@@ -130,13 +130,13 @@ def _cores(output: str) -> list[Device]:
     chips: Any = loads(output) if output.strip() else []
     if not isinstance(chips, list) or not all(isinstance(chip, dict) for chip in chips):
         raise ValueError("it wrote no list of chips")
-    found: list[Device] = []
+    devices: list[Device] = []
     for chip in chips:
         cores, memory = chip.get("nc_count", 0), chip.get("memory_size", 0)
         if not all(type(number) is int and number >= 0 for number in (cores, memory)):
             raise ValueError(f"it wrote {cores!r} cores with {memory!r} bytes")
-        pci, first = chip.get("bdf"), len(found)
-        found += (
+        pci, first = chip.get("bdf"), len(devices)
+        devices += (
             Device(
                 number,
                 type=AWS_NEURON_CORE,
@@ -145,4 +145,4 @@ def _cores(output: str) -> list[Device]:
             )
             for number in range(first, first + cores)
         )
-    return found
+    return devices

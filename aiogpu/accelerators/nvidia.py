@@ -120,16 +120,16 @@ def _all_of(there: Inventory, wanted: int | None, by_bus: bool) -> tuple[Device,
     # An index is ambiguous if a device does not answer (CUDA may or may not count it),
     # beside MIG, and under an order that NVML does not know.
     indexed = by_bus and not there.mig and (there.count is None or there.is_complete)
-    found = [
+    devices = [
         device if indexed else replace(device, id=device.uuid or device.id)
         for device in there.devices
     ]
     if wanted is None:
-        return _among(found)
+        return _among(devices)
     taken = {device.id for device in (*there.devices, *(mig.gpu for mig in there.mig))}
     logical = (Device(index) for index in count() if index not in taken)
-    found += islice(logical, max(0, wanted - len(found)))
-    return _among(found[:wanted])
+    devices += islice(logical, max(0, wanted - len(devices)))
+    return _among(devices[:wanted])
 
 
 def _among(devices: Sequence[Device]) -> tuple[Device, ...]:

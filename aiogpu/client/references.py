@@ -172,7 +172,7 @@ class Loans:
                 self._recycle(message.segments)
                 has_recycled = True
         if has_recycled:
-            return [one for one in messages if type(one) is not Recycle]
+            return [kept for kept in messages if type(kept) is not Recycle]
         return messages
 
     def take_payload(self, payload: bytes) -> bytes:
@@ -238,9 +238,9 @@ class Loans:
             if type(field) is Payload:
                 self._name(field)
             elif type(field) is tuple:
-                for one in field:
-                    if type(one) is Payload:
-                        self._name(one)
+                for part in field:
+                    if type(part) is Payload:
+                        self._name(part)
 
     def _name(self, parcel: Payload) -> None:
         self.unnamed.discard(parcel.contents.segment)

@@ -110,11 +110,11 @@ def _is_possible(spec: TaskSpec) -> bool:
         for bundle in request.placement_group.bundles:
             tables += bundle.scalars, bundle.devices
     times = spec.timeout, spec.run_timeout, spec.cancel_grace, spec.stop_grace
-    seconds = [one for one in times if one is not None]
+    limits = [seconds for seconds in times if seconds is not None]
     return (
         all(list(dict(table)) == sorted(name for name, _ in table) for table in tables)
         and all(amount >= 0 for table in tables for _, amount in table)
-        and all(0 <= one < float("inf") for one in seconds)
+        and all(0 <= seconds < float("inf") for seconds in limits)
         and spec.max_calls >= 0
         and min(request.gpu_memory, spec.max_retries) >= -1
         and (spec.is_endless or not spec.is_lease)

@@ -138,7 +138,7 @@ def place_of(pci: str | None, bus: str | Path = BUS) -> tuple[int | None, str]:
 
 def _notes(seen: list[DetectedDevice], environ: Mapping[str, str]) -> list[str]:
     """Explain which GPUs the report omits."""
-    shown = [one.device for one in seen if one.kind == GPU]
+    shown = [detected.device for detected in seen if detected.kind == GPU]
     text = environ.get(VISIBLE)
     if text is not None and not shown and not entries(text):
         return [f"No GPUs: {VISIBLE}={text!r} names none."]

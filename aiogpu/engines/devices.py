@@ -297,11 +297,11 @@ def _completed(
 ) -> DeviceSet:
     """Return the GPUs with declared facts where detection found none."""
     memory = options.gpu_memory or 0
-    given = {
+    declared_options = {
         "accelerator_type": options.accelerator_type,
         "gpu_memory": options.gpu_memory and size(options.gpu_memory),
     }
-    unused = [f"{name}={value!r}" for name, value in given.items() if value]
+    unused = [f"{name}={value!r}" for name, value in declared_options.items() if value]
     if unused and not gpus.devices:
         _log.warning(
             "! init(%s) has no effect, since this node has no GPUs; pass num_gpus= "

@@ -119,14 +119,14 @@ def _weight() -> float:
     Raises:
         OptionError: the value is no number above 0.
     """
-    given = os.environ.get("AIOGPU_WEIGHT") or "1"
+    text = os.environ.get("AIOGPU_WEIGHT") or "1"
     try:
-        weight = float(given)
+        weight = float(text)
     except ValueError:
         weight = 0.0
     if not 0 < weight < float("inf"):
         raise OptionError(
-            f"AIOGPU_WEIGHT={given!r} is not a weight; give a number above 0, such as "
+            f"AIOGPU_WEIGHT={text!r} is not a weight; give a number above 0, such as "
             f"2 for twice the share of another program, or leave it out."
         )
     return weight
@@ -719,8 +719,8 @@ class RemoteEngine(NodeClient):
                     f"the node was shut down before {name} had ended."
                 )
             )
-            left = max(0.0, until - self.loop.time())
-            await asyncio.wait([self._departed], timeout=left)
+            remaining = max(0.0, until - self.loop.time())
+            await asyncio.wait([self._departed], timeout=remaining)
         self._end(NodeClosedError("this node is shut down; join one by aiogpu.init()."))
         if self._terminal is not None:
             await self._terminal.close()
@@ -832,7 +832,7 @@ class RemoteEngine(NodeClient):
         """Return the times and places of executed tasks; see `runtime.history`."""
         from aiogpu.observe.trace import Span
 
-        return [Span(*one) for one in await self._inquire(TIMELINE)]
+        return [Span(*fields) for fields in await self._inquire(TIMELINE)]
 
     async def ended(self, actor: int = 0) -> tuple[EndedTask, ...]:
         """Return the last ended tasks of the node, latest first.

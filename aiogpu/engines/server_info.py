@@ -192,8 +192,8 @@ def unpack_capacity(packed: bytes) -> tuple[Ledger, Policies]:
 
 
 def _device_set(kind: str, devices: tuple[Device, ...]) -> DeviceSet:
-    found = (_with_links(device, frozenset(device.links)) for device in devices)
-    return DeviceSet(kind, tuple(found))
+    linked = (_with_links(device, frozenset(device.links)) for device in devices)
+    return DeviceSet(kind, tuple(linked))
 
 
 def _with_links(device: Device, links: Any) -> Device:

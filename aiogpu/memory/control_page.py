@@ -55,9 +55,9 @@ class ControlPage:
         os.ftruncate(descriptor, PAGE_SIZE)
         return descriptor
 
-    def note_left(self, left: int) -> None:
+    def note_left(self, free: int) -> None:
         """Driver: set the free bytes for values of all workers."""
-        self._of_node[0] = left + 1
+        self._of_node[0] = free + 1
 
     def left(self) -> int:
         """Worker: return the free bytes for values."""

@@ -157,11 +157,11 @@ def walk(
     """
     trail = [value]
     for _ in range(MAX_DEPTH):
-        found = next((pair for pair in _new_parts(trail) if is_wanted(*pair)), None)
-        if found is None:
+        next_part = next((pair for pair in _new_parts(trail) if is_wanted(*pair)), None)
+        if next_part is None:
             break
-        path += found[0]
-        trail.append(found[1])
+        path += next_part[0]
+        trail.append(next_part[1])
     return path, trail[-1]
 
 

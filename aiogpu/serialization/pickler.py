@@ -30,10 +30,10 @@ def _reduce_cache(cached: _lru_cache_wrapper[Any]) -> str | tuple[object, ...]:
     module = cached.__module__ or _PROGRAM
     name = getattr(cached, "__qualname__", "")  # a partial object has none
     if module != _PROGRAM and not is_sent_by_value(module):
-        found: object = modules.get(module)
+        target: object = modules.get(module)
         for step in name.split("."):
-            found = getattr(found, step, None)
-        if found is cached:
+            target = getattr(target, step, None)
+        if target is cached:
             return name
     terms = cached.cache_parameters()
     return _make_cached, (cached.__wrapped__, terms["maxsize"], terms["typed"])

@@ -155,10 +155,10 @@ def collect_references(are_actors: bool = False) -> Iterator[list[Any]]:
         are_actors: only handles to actors are allowed, as in functions and exceptions.
     """
     before = _collector.found, _collector.actors
-    found: list[Any] = []
-    _collector.found, _collector.actors = None if are_actors else found, found
+    references: list[Any] = []
+    _collector.found, _collector.actors = None if are_actors else references, references
     try:
-        yield found
+        yield references
     finally:
         _collector.found, _collector.actors = before
 

@@ -452,9 +452,9 @@ class World:
     def check(self) -> None:
         """Assert that the scheduler's state is consistent and agrees with `World`."""
         self.scheduler.check()
-        held = {*self.leases.values(), *self.placement_groups.values()}
+        holders = {*self.leases.values(), *self.placement_groups.values()}
         known_workers = {holder.id for holder in self.scheduler.holders}
-        assert known_workers == {*self.workers, *held, *self.unsettled}
+        assert known_workers == {*self.workers, *holders, *self.unsettled}
         states = (
             *(TaskState.QUEUED, TaskState.RUNNING, TaskState.BLOCKED),
             TaskState.STOPPING,
@@ -464,7 +464,7 @@ class World:
         names = {task.spec.name for task in seen} | self.leases.keys()
         names |= self.placement_groups.keys()
         assert known == names, (known, names)
-        assert len(seen) + len(held) == len(names), "a task was sent to two workers"
+        assert len(seen) + len(holders) == len(names), "a task was sent to two workers"
         for task in self._by_id:
             is_over = task.is_forgotten or task.news == "settled"
             assert is_over == (task.id not in self.scheduler.tasks), task

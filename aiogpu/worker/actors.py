@@ -238,8 +238,8 @@ class ThreadedActor(Invoker):
                 stream = self._executor.new_stream(call, message)
                 self._streams[call] = ThreadWindow(stream)
             pool = self._pools[self._groups.get(message.method, DEFAULT_GROUP)]
-            begun = self._waiting[call] = pool.submit(self._call, [message])
-            begun.add_done_callback(partial(self._forget, call))
+            submitted = self._waiting[call] = pool.submit(self._call, [message])
+            submitted.add_done_callback(partial(self._forget, call))
         elif type(message) is Drop:
             future = self._waiting.get(message.call)
             # A running call goes on: a thread cannot be interrupted safely.

@@ -147,7 +147,8 @@ class Threads:
         self._scanned = loaded
         self._controller = ThreadpoolController()
         self._set = {
-            each.filepath: each.num_threads for each in self._controller.lib_controllers
+            library.filepath: library.num_threads
+            for library in self._controller.lib_controllers
         }
 
     def begin_with_one(self) -> None:

@@ -121,8 +121,8 @@ def _by_index(limits: tuple[int, ...], count: int) -> list[tuple[int, int]]:
         return list(enumerate(limits))
     # The user controls the visibility variable, so PyTorch sees all GPUs of the node.
     ids = current.accelerators.get("GPU", ())
-    found = zip(ids, limits, strict=False)
-    return [(index, limit) for index, limit in found if isinstance(index, int)]
+    pairs = zip(ids, limits, strict=False)
+    return [(index, limit) for index, limit in pairs if isinstance(index, int)]
 
 
 def _complain(error: Exception) -> None:

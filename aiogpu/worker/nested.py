@@ -165,7 +165,7 @@ class TaskClient(NodeClient):
         waits = list(self._waits.values())
         if len(waits) > 1:
             children = tuple(
-                {child: None for some in (bound, *waits) for child in some}
+                {child: None for waited_for in (bound, *waits) for child in waited_for}
             )
         else:
             children = waits[0] if waits else ()

@@ -59,8 +59,8 @@ def variables() -> Mapping[bytes, bytes]:
     Reads the dict behind `os.environ`, which calls four functions per variable: 0.1 ms
     for fifty variables in every fresh process.
     """
-    found: Mapping[bytes, bytes] = getattr(os.environ, "_data", os.environb)
-    return found
+    environ: Mapping[bytes, bytes] = getattr(os.environ, "_data", os.environb)
+    return environ
 
 
 @contextmanager

@@ -114,7 +114,8 @@ class Xid:
         if self.gpu != gpu:
             return False
         return place is None or all(
-            its in (WHOLE, mine) for its, mine in zip(self.instance, place, strict=True)
+            event_id in (WHOLE, device_id)
+            for event_id, device_id in zip(self.instance, place, strict=True)
         )
 
 
@@ -164,8 +165,8 @@ class XidEvents:
         Raises:
             NVMLError: NVML was shut down.
         """
-        found: list[Xid] = []
-        while self._set is not None and len(found) < AT_ONCE:
+        xids: list[Xid] = []
+        while self._set is not None and len(xids) < AT_ONCE:
             try:
                 event = nvml.nvmlEventSetWait_v2(self._set, 0)
             except nvml.NVMLError_Uninitialized:
@@ -177,8 +178,8 @@ class XidEvents:
                 break
             if event.eventType == nvml.nvmlEventTypeXidCriticalError:
                 place = (event.gpuInstanceId, event.computeInstanceId)
-                found.append(Xid(event.eventData, self._gpu(nvml, event.device), place))
-        return found
+                xids.append(Xid(event.eventData, self._gpu(nvml, event.device), place))
+        return xids
 
     def _gpu(self, nvml: ModuleType, handle: object) -> str | None:
         known = self._gpus.get(_address(handle))
@@ -262,8 +263,8 @@ class NvmlHealth:
         ):  # Reported below, with the XIDs that led to it.
             self._events.register(nvml, part.gpu, part.handle)
         for xid in self._events.take(nvml):
-            for known, its in self._parts.items():
-                if xid.concerns(its.gpu, its.place):
+            for known, part_of_known in self._parts.items():
+                if xid.concerns(part_of_known.gpu, part_of_known.place):
                     self._xids.setdefault(known, {})[xid.number] = None
         action, is_lost = _action(nvml, part.handle)
         if is_lost:

@@ -167,7 +167,7 @@ class Survey:
             self.sees_mig = False
             self._note(f"whether GPU {gpu.id} is in MIG mode is unknown", error)
             return None
-        found = {}
+        instances = {}
         for index in range(room):
             try:
                 instance = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
@@ -185,8 +185,8 @@ class Survey:
                 continue
             place, device = self._describe_instance(nvml, instance, gpu)
             if device is not None:
-                found[place or f"?/{index}"] = device
-        return found
+                instances[place or f"?/{index}"] = device
+        return instances
 
     def _describe_instance(
         self, nvml: ModuleType, handle: object, gpu: Device

@@ -197,10 +197,10 @@ class NvmlWatch:
         processes: dict[int, int | None] = {}
         is_listed = False
         for name in LISTS:
-            found = self._list(nvml, name, uuid, handle)
-            if found is not None:
+            listed = self._list(nvml, name, uuid, handle)
+            if listed is not None:
                 is_listed = is_listed or name == COMPUTE
-                _merge(processes, found)
+                _merge(processes, listed)
         living = frozenset(pid for pid in processes if is_alive(pid))
         if uuid not in self._looked_at:
             self._looked_at.add(uuid)
@@ -242,7 +242,7 @@ class NvmlWatch:
             return None
         for version in [known] if known else VERSIONS:
             try:
-                found = _read(nvml, getattr(nvml, name + version), handle)
+                processes = _read(nvml, getattr(nvml, name + version), handle)
             except (
                 nvml.NVMLError_FunctionNotFound,
                 nvml.NVMLError_NotSupported,
@@ -250,7 +250,7 @@ class NvmlWatch:
             ):
                 continue
             self._versions[key] = version
-            return found
+            return processes
         self._versions[key] = None
         return None
 
@@ -293,9 +293,9 @@ def _read(
     return question(handle)
 
 
-def _merge(processes: dict[int, int | None], found: Iterable[Any]) -> None:
+def _merge(processes: dict[int, int | None], listed: Iterable[Any]) -> None:
     """Merge one list into `processes`; a process may be on several lists."""
-    for process in found:
+    for process in listed:
         size = process.usedGpuMemory
         before = processes.get(process.pid)
         if before is not None and (size is None or size < before):

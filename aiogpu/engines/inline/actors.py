@@ -580,10 +580,10 @@ class InlineActors(Actors):
         Raises:
             ActorDiedError: the actor has ended and has no handle.
         """
-        found = self.get(actor)
-        if found is None:
+        known = self.get(actor)
+        if known is None:
             raise self.unknown(actor)
-        return found
+        return known
 
     # Calls.
 
@@ -684,16 +684,16 @@ class InlineActors(Actors):
 
     def kill(self, actor: int, no_restart: bool = True) -> None:
         """End an actor; without restarts left it is dead before its code has ended."""
-        found = self.get(actor)
-        record = self._node.scheduler.tasks.get(TaskId(found.id)) if found else None
+        known = self.get(actor)
+        record = self._node.scheduler.tasks.get(TaskId(known.id)) if known else None
         is_last = record is not None and not record.retries_left
         is_ended = is_last and not no_restart
-        if is_ended and found is not None and found.state is ActorState.ALIVE:
-            found.is_killed = True
-            died = ActorDiedError(f"{found.name} was killed.", found.name)
-            found.settle(died)
-            self._results.note_stop(found.id, type(died).__name__, str(died))
-            self._node.cancel(found.id)
+        if is_ended and known is not None and known.state is ActorState.ALIVE:
+            known.is_killed = True
+            died = ActorDiedError(f"{known.name} was killed.", known.name)
+            known.settle(died)
+            self._results.note_stop(known.id, type(died).__name__, str(died))
+            self._node.cancel(known.id)
         super().kill(actor, no_restart)
 
     def collect_soon(self) -> None:

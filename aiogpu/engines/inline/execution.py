@@ -165,8 +165,8 @@ class TaskHost:
         if children:
             self._check("aiogpu.get()")
         self.end_wait(waiter)
-        found = [self._node.jobs.get(TaskId(child)) for child in children]
-        self._awaited = [job for job in found if job is not None]
+        jobs = [self._node.jobs.get(TaskId(child)) for child in children]
+        self._awaited = [job for job in jobs if job is not None]
         self._awaited_calls = [child for child in children if child >= FIRST_CALL]
         for call in self._awaited_calls:
             self._node.begin_wait(call)
@@ -360,13 +360,16 @@ class TaskTracker:
     def _make(
         self, loop: asyncio.AbstractEventLoop, coroutine: AnyCoroutine, **options: Any
     ) -> asyncio.Future[Any]:
-        job, begun = running_job.get(), None
+        job, started = running_job.get(), None
         if job is not None and job.has_ended:
             job = None
         if job is None:
             job = actor_job.get()
             if job is not None and type(coroutine) is CoroutineType:
-                begun, coroutine = coroutine, self._executor.drive_task(job, coroutine)
+                started, coroutine = (
+                    coroutine,
+                    self._executor.drive_task(job, coroutine),
+                )
         make = self._program_factory
         task: asyncio.Task[Any]
         if make is not None:
@@ -376,14 +379,14 @@ class TaskTracker:
         if job is not None:
             job.started.add(task)
             task.add_done_callback(job.started.discard)
-        if begun is not None:
+        if started is not None:
             # The task may be cancelled before its first step.
-            task.add_done_callback(partial(_close, begun))
+            task.add_done_callback(partial(_close, started))
         return task
 
 
-def _close(begun: Coroutine[Any, Any, Any], _task: asyncio.Task[Any]) -> None:
-    begun.close()
+def _close(started: Coroutine[Any, Any, Any], _task: asyncio.Task[Any]) -> None:
+    started.close()
 
 
 async def end_started(job: Job) -> None:
@@ -537,12 +540,12 @@ class InlineExecutor:
 
     @coroutine
     def drive(
-        self, job: Job, begun: Coroutine[Any, Any, Any]
+        self, job: Job, started: Coroutine[Any, Any, Any]
     ) -> Generator[Any, Any, Any]:
         """Drive a coroutine, with `_step` around each of its steps."""
         # A list, so that no local variable of this frame keeps a thrown error: the
         # error's traceback holds this frame, which would be a cycle.
-        next_step: list[Callable[[], Any]] = [partial(begun.send, None)]
+        next_step: list[Callable[[], Any]] = [partial(started.send, None)]
         while True:
             with self._step(job):
                 try:
@@ -550,14 +553,14 @@ class InlineExecutor:
                 except StopIteration as ended:
                     return ended.value
             try:
-                next_step.append(partial(begun.send, (yield awaited)))
+                next_step.append(partial(started.send, (yield awaited)))
             except GeneratorExit:
                 # The coroutine was abandoned and its loop is closed: it cannot await.
                 job.started.clear()
-                begun.close()
+                started.close()
                 raise
             except BaseException as error:  # noqa: BLE001 - thrown into the coroutine
-                next_step.append(partial(begun.throw, error))
+                next_step.append(partial(started.throw, error))
 
     @contextmanager
     def _step(self, job: Job) -> Iterator[None]:
@@ -570,9 +573,9 @@ class InlineExecutor:
             stack.enter_context(self.ctrl_c.watched())
             yield
 
-    async def drive_task(self, job: Job, begun: Coroutine[Any, Any, Any]) -> Any:
+    async def drive_task(self, job: Job, started: Coroutine[Any, Any, Any]) -> Any:
         """Await a coroutine that an actor's code has started, in its environment."""
-        return await self.drive(job, begun)
+        return await self.drive(job, started)
 
 
 def _users_frames(error: BaseException) -> TracebackType | None:

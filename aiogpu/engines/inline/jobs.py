@@ -239,8 +239,10 @@ class Job:
         record = self.record
         kin = None if record is None else record.kin
         jobs = self.node.jobs
-        found = [jobs[child] for child in kin.children] if kin is not None else []
-        return [child for child in found if child.parent is self]
+        jobs_of_children = (
+            [jobs[child] for child in kin.children] if kin is not None else []
+        )
+        return [child for child in jobs_of_children if child.parent is self]
 
     def target(self) -> tuple[Callables, Any]:
         """Return the table of callables, and the name of the job's callable."""
@@ -559,9 +561,9 @@ class JobLoop:
             self._alarm = None
         if moment is not None and not self.loop.is_closed():
             # Loops keep clocks of their own.
-            left = max(moment - time.monotonic(), 0.0)
+            delay = max(moment - time.monotonic(), 0.0)
             self._alarm = self.loop.call_later(
-                left, self._on_alarm, context=self._context
+                delay, self._on_alarm, context=self._context
             )
 
     def _on_alarm(self) -> None:
@@ -667,8 +669,8 @@ class JobLoop:
         timer = None
         if deadline is not None:
             # Loops keep clocks of their own.
-            left = deadline - time.monotonic()
-            timer = self.loop.call_later(left, self.loop.stop, context=self._context)
+            delay = deadline - time.monotonic()
+            timer = self.loop.call_later(delay, self.loop.stop, context=self._context)
         try:
             self.loop.run_forever()
         finally:

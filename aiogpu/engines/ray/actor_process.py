@@ -80,7 +80,7 @@ class ActorProcess:
     # A class attribute, since Ray calls `repr` even if `__init__` never runs, after the
     # failure of an argument.
 
-    def __init__(self, code: RemoteCode, given: Sequence[Any]) -> None:
+    def __init__(self, code: RemoteCode, arguments: Sequence[Any]) -> None:
         self._name = code.name
         self._failure: TaskFailure | None = None
         self._object: Any = None
@@ -90,7 +90,7 @@ class ActorProcess:
         current.actor = int(cluster.process_ids()[2][:12], 16)
         constructor = Constructor(code.functions, self._keep)
         try:
-            call = call_user(constructor, 0, given)
+            call = call_user(constructor, 0, arguments)
             result_of(self._name, run_now(call))
         except TaskFailure as failure:
             self._failure = TaskFailure(*not_made(self._name, failure.failed))
@@ -107,11 +107,11 @@ class ActorProcess:
             raise self._failure
 
     def _invoke(
-        self, method: str, given: Sequence[Any], *, is_stream: bool = False
+        self, method: str, arguments: Sequence[Any], *, is_stream: bool = False
     ) -> Coroutine[Any, Any, Done | Raised]:
         """Return the coroutine that calls a method; see `call_user`."""
         method_called.set((method, 0))
-        return call_user(self._methods, method, given, is_stream=is_stream)
+        return call_user(self._methods, method, arguments, is_stream=is_stream)
 
     def _drop(self) -> None:
         """Release the object, so that its own cleanup runs."""
@@ -126,9 +126,9 @@ class ActorProcess:
 class PlainActorProcess(ActorProcess):
     """An actor whose methods are plain: one at a time, or each in a thread."""
 
-    def __init__(self, code: RemoteCode, *given: Any) -> None:
+    def __init__(self, code: RemoteCode, *arguments: Any) -> None:
         self._leaving = count(1)
-        super().__init__(code, given)
+        super().__init__(code, arguments)
         self._is_threaded = len(code.limits) > 1
 
     def ready(self) -> Place:
@@ -136,7 +136,7 @@ class PlainActorProcess(ActorProcess):
         self._begin()
         return self._place
 
-    def call(self, encoded: bytes, *given: Any) -> Any:
+    def call(self, encoded: bytes, *arguments: Any) -> Any:
         """Call a method of the object."""
         self._begin()
         method, payload = decode_call(encoded)
@@ -144,19 +144,19 @@ class PlainActorProcess(ActorProcess):
             # Ray's threads have no names, which logs would show.
             group = self._groups.get(method, DEFAULT_GROUP)
             threading.current_thread().name = f"aiogpu-{group}"
-        outcome = run_now(self._invoke(method, given or (payload,)))
+        outcome = run_now(self._invoke(method, arguments or (payload,)))
         if has_left(outcome):
             leave_now()
         return result_of(self._name, outcome)
 
-    def stream(self, encoded: bytes, *given: Any) -> Iterator[Any]:
+    def stream(self, encoded: bytes, *arguments: Any) -> Iterator[Any]:
         """Call a method that is a generator; end it after an item if it is cancelled.
 
         Ray does not interrupt plain methods. It only marks the call as cancelled.
         """
         self._begin()
         method, payload = decode_call(encoded)
-        call = self._invoke(method, given or (payload,), is_stream=True)
+        call = self._invoke(method, arguments or (payload,), is_stream=True)
         items = call.__await__()
         try:
             while not cluster.is_cancelled():
@@ -178,8 +178,8 @@ class AsyncActorProcess(ActorProcess):
     This class enforces the limits of concurrency groups.
     """
 
-    def __init__(self, code: RemoteCode, *given: Any) -> None:
-        super().__init__(code, given)
+    def __init__(self, code: RemoteCode, *arguments: Any) -> None:
+        super().__init__(code, arguments)
         self._running: set[asyncio.Task[Any]] = set()
         self._present = 0
         self._is_idle = asyncio.Event()
@@ -224,23 +224,23 @@ class AsyncActorProcess(ActorProcess):
                 raise self._ended or cancelled(self._name)
         return result_of(self._name, outcome)
 
-    async def call(self, encoded: bytes, *given: Any) -> Any:
+    async def call(self, encoded: bytes, *arguments: Any) -> Any:
         """Call a method of the object."""
         method, payload = decode_call(encoded)
         async with self._place_of(method):
-            outcome = await self._invoke(method, given or (payload,))
+            outcome = await self._invoke(method, arguments or (payload,))
         if has_left(outcome):
             await self._exit()
         return self._result_of(outcome)
 
-    async def stream(self, encoded: bytes, *given: Any) -> AsyncIterator[Any]:
+    async def stream(self, encoded: bytes, *arguments: Any) -> AsyncIterator[Any]:
         """Call a method that is a plain or async generator.
 
         `invoke` suspends with an item, or with a future for the loop.
         """
         method, payload = decode_call(encoded)
         async with self._place_of(method):
-            running = self._invoke(method, given or (payload,), is_stream=True)
+            running = self._invoke(method, arguments or (payload,), is_stream=True)
             go_on = partial(running.send, None)
             while True:
                 try:

@@ -198,11 +198,11 @@ class RayActor:
 
     def release(self) -> None:
         """Send the held-back calls: the constructor has returned or failed."""
-        held, self._held = self._held or (), None
-        for do in held:
+        callbacks, self._held = self._held or (), None
+        for do in callbacks:
             do()
 
-    def _send(self, number: int, method: str, given: tuple[Any, ...]) -> None:
+    def _send(self, number: int, method: str, arguments: tuple[Any, ...]) -> None:
         calls = self._calls
         call = calls.live.get(number)
         if call is None:
@@ -211,15 +211,15 @@ class RayActor:
             calls.end(number, self.end)
             return
         window = window_of(call.receiver)
-        returns = given[2] if len(given) > 2 else 0
+        returns = arguments[2] if len(arguments) > 2 else 0
         remote = self._methods.get((method, returns, window))
         if remote is None:
             remote = self._method(method, returns, window)
         is_async = self.reference.terms[0] == ASYNC
-        if len(given) == 1:
-            made = remote(actor_process.encode_call(method.encode(), given[0]))
+        if len(arguments) == 1:
+            made = remote(actor_process.encode_call(method.encode(), arguments[0]))
         else:
-            made = remote(actor_process.encode_call(method.encode()), *given)
+            made = remote(actor_process.encode_call(method.encode()), *arguments)
         if window:
             Stream(calls, number, made, window, may_wait=not is_async)
             return
@@ -292,10 +292,10 @@ class RayActor:
         except NodeError as error:
             receiver.settle(error)
 
-    def _await_process(self, receiver: Receiver, pid: int, left: float) -> None:
+    def _await_process(self, receiver: Receiver, pid: int, seconds: float) -> None:
         """Wait for the end of its process, which Ray reports as dead."""
-        if pid and left > 0 and os.path.exists(f"/proc/{pid}"):
-            look = partial(self._await_process, receiver, pid, left - PROCESS_LOOK)
+        if pid and seconds > 0 and os.path.exists(f"/proc/{pid}"):
+            look = partial(self._await_process, receiver, pid, seconds - PROCESS_LOOK)
             self._calls.call_later(PROCESS_LOOK, look)
         else:
             receiver.settle(NONE)

@@ -113,11 +113,11 @@ class SerialThread:
 
 def _run(call: Callable[[], T], result: Future[T]) -> None:
     try:
-        found = call()
+        value = call()
     except BaseException as error:  # noqa: BLE001 - raised at the caller
         result.set_exception(error)
     else:
-        result.set_result(found)
+        result.set_result(value)
 
 
 # Tasks, actors and objects
@@ -369,7 +369,7 @@ def start(options: Mapping[str, Any]) -> str:
         DeviceError: more GPUs are requested than this process may use.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = None if visible is None else [one for one in visible.split(",") if one]
+    names = None if visible is None else [name for name in visible.split(",") if name]
     num_gpus = options.get("num_gpus") or 0
     if names is not None and num_gpus > len(names):
         raise DeviceError(
@@ -715,8 +715,8 @@ connection: Final = RayConnection()
 
 
 def _check_options(options: NodeOptions) -> None:
-    given, defaults = options._asdict(), NodeOptions()._asdict()
-    for name, value in given.items():
+    chosen, defaults = options._asdict(), NodeOptions()._asdict()
+    for name, value in chosen.items():
         if value != defaults[name] and name not in START_OPTIONS + JOIN_OPTIONS:
             raise OptionError(
                 f"init(address='ray', {name}=...): a Ray cluster has no such option; "
@@ -725,8 +725,8 @@ def _check_options(options: NodeOptions) -> None:
 
 
 def _check_release() -> None:
-    found = tuple(int(part) for part in ray.__version__.split(".")[:2])
-    if found < OLDEST:
+    release = tuple(int(part) for part in ray.__version__.split(".")[:2])
+    if release < OLDEST:
         oldest = ".".join(map(str, OLDEST))
         raise NodeError(
             f"Ray {ray.__version__} is installed, and aiogpu needs {oldest} or newer: "

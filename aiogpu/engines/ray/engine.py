@@ -165,7 +165,7 @@ class RayEngine:
             for number, call in self.calls.live.items()
             if call.request is not None and not self.overview.may_run(call.request)
         ]
-        for name, request in {one[1:] for one in unfit}:
+        for name, request in {(name, request) for _, name, request in unfit}:
             _log.warning(
                 "%s asks for %s, and the last node of the Ray cluster that could give "
                 "it has left. It fails after %g s unless such a node joins.",
@@ -272,17 +272,19 @@ class RayEngine:
         options = self._groups.add_strategy(task_options(func), request)
         return cluster.remote(run, options)
 
-    def _send(self, number: int, func: FunctionSpec, given: tuple[Any, ...]) -> None:
+    def _send(
+        self, number: int, func: FunctionSpec, arguments: tuple[Any, ...]
+    ) -> None:
         if number not in self.calls.live:
             return
         function = self._function(func)
         if func.window:
-            Stream(self.calls, number, function.remote(*given), func.window)
-        elif len(given) > 2 and given[2] > 1:
-            refs = function.options(num_returns=given[2]).remote(*given)
+            Stream(self.calls, number, function.remote(*arguments), func.window)
+        elif len(arguments) > 2 and arguments[2] > 1:
+            refs = function.options(num_returns=arguments[2]).remote(*arguments)
             self.calls.watch(number, refs)
         else:
-            self.calls.watch(number, (function.remote(*given),))
+            self.calls.watch(number, (function.remote(*arguments),))
 
     def demand(self, task: int, limit: int) -> None:
         """Set a stream's number of items; see `Engine.demand`."""

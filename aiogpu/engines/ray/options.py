@@ -74,8 +74,8 @@ def _refuse(spec: TaskSpec, option: str) -> None:
 
 def amounts(request: Request | None) -> dict[str, int]:
     """Return the requested amounts above 0, in parts of 1/10 000."""
-    asked = () if request is None else (*request.scalars, *request.devices)
-    return {name: parts for name, parts in asked if parts}
+    requested = () if request is None else (*request.scalars, *request.devices)
+    return {name: parts for name, parts in requested if parts}
 
 
 def as_float(parts: int) -> float:

@@ -168,11 +168,11 @@ class PlacementGroups:
         call, own = self._calls.live.get(number), self._own.get(number)
         if own is None:
             return None
-        held = own.spec.request().as_numbers()
+        request = own.spec.request().as_numbers()
         if call is None:
-            return Why(own.spec.name, number, "running", request=held)
+            return Why(own.spec.name, number, "running", request=request)
         seconds = self._calls.loop.time() - call.since
-        return Why(own.spec.name, number, "waiting", seconds, held)
+        return Why(own.spec.name, number, "waiting", seconds, request)
 
     def fail(self, error: Exception) -> None:
         """Fail the receivers of granted groups."""

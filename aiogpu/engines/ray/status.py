@@ -71,11 +71,13 @@ def room(nodes: Iterable[ClusterNode], requested: Mapping[str, int]) -> int:
     )
 
 
-def describe_shortage(nodes: Sequence[ClusterNode], asked: Mapping[str, int]) -> str:
+def describe_shortage(
+    nodes: Sequence[ClusterNode], requested: Mapping[str, int]
+) -> str:
     """Describe what every node lacks: "each lacks GPU 4 of 2 at most"."""
     if not nodes:
         return "it has no nodes"
-    shortages = list(_shortages(nodes, asked))
+    shortages = list(_shortages(nodes, requested))
     return (
         f"each lacks {in_words(shortages)}"
         if shortages
@@ -83,8 +85,10 @@ def describe_shortage(nodes: Sequence[ClusterNode], asked: Mapping[str, int]) ->
     )
 
 
-def _shortages(nodes: Sequence[ClusterNode], asked: Mapping[str, int]) -> Iterator[str]:
-    for name, parts in asked.items():
+def _shortages(
+    nodes: Sequence[ClusterNode], requested: Mapping[str, int]
+) -> Iterator[str]:
+    for name, parts in requested.items():
         most = max(node.total.get(name, 0.0) for node in nodes)
         if to_parts(most) < parts:
             wanted = f"{units.spoken(name)} {units.written(name, units.number(parts))}"
@@ -97,13 +101,13 @@ def _shortages(nodes: Sequence[ClusterNode], asked: Mapping[str, int]) -> Iterat
             yield f"{wanted} {had}{hint}"
 
 
-def describe_nodes(nodes: Sequence[ClusterNode], asked: Mapping[str, int]) -> str:
+def describe_nodes(nodes: Sequence[ClusterNode], requested: Mapping[str, int]) -> str:
     """Describe the nodes, grouped by resources: "2 x {CPU: 4, GPU: 1}"."""
     counts = Counter(
         terms(
             (name, amount)
             for name, amount in public_resources(node.total).items()
-            if name != units.MEMORY or units.MEMORY in asked
+            if name != units.MEMORY or units.MEMORY in requested
         )
         for node in nodes
     )
@@ -157,10 +161,10 @@ class Overview:
 
     def room_for(self, request: Request) -> int | None:
         """Return how many such requests fit at the same time; None for any number."""
-        asked = amounts(request)
-        if not asked or (self._may_have_changed() and not self.nodes):
+        requested = amounts(request)
+        if not requested or (self._may_have_changed() and not self.nodes):
             return None
-        return room(self.nodes, asked)
+        return room(self.nodes, requested)
 
     def check_request(self, name: str, request: Request) -> None:
         """Check that a node of the cluster can meet the request of the task `name`.
@@ -171,15 +175,15 @@ class Overview:
         Raises:
             InfeasibleError: no node can meet the request.
         """
-        asked = amounts(request)
-        if fits(self.nodes, asked):
+        requested = amounts(request)
+        if fits(self.nodes, requested):
             return
-        if self._may_have_changed() or fits(self.nodes, asked):
+        if self._may_have_changed() or fits(self.nodes, requested):
             return
         raise InfeasibleError(
             f"{name} asks for {request}, which no node of this Ray cluster can give: "
-            f"{describe_shortage(self.nodes, asked)}. There are "
-            f"{describe_nodes(self.nodes, asked)}. Ask for less, or add a node."
+            f"{describe_shortage(self.nodes, requested)}. There are "
+            f"{describe_nodes(self.nodes, requested)}. Ask for less, or add a node."
         )
 
     def check_together(self, name: str, requests: Sequence[Request]) -> None:
@@ -188,21 +192,25 @@ class Overview:
         Raises:
             InfeasibleError: the nodes cannot meet all requests together.
         """
-        asked: Counter[str] = Counter()
+        requested: Counter[str] = Counter()
         for request in requests:
-            asked.update(amounts(request))
-        if self._has_all(asked) or self._may_have_changed() or self._has_all(asked):
+            requested.update(amounts(request))
+        if (
+            self._has_all(requested)
+            or self._may_have_changed()
+            or self._has_all(requested)
+        ):
             return
         raise InfeasibleError(
             f"{name} asks for bundles that do not all fit at once on this Ray cluster. "
-            f"There are {describe_nodes(self.nodes, asked)}. Ask for less, or add a "
-            f"node."
+            f"There are {describe_nodes(self.nodes, requested)}. Ask for less, or add "
+            f"a node."
         )
 
-    def _has_all(self, asked: Mapping[str, int]) -> bool:
+    def _has_all(self, requested: Mapping[str, int]) -> bool:
         return all(
             sum(to_parts(node.total.get(name, 0.0)) for node in self.nodes) >= parts
-            for name, parts in asked.items()
+            for name, parts in requested.items()
         )
 
     def count_nodes(self) -> float:
@@ -257,7 +265,7 @@ async def status(calls: Calls) -> NodeStatus:
         available=await free_resources(total),
         devices=(),
         workers=(),
-        tasks=tuple(_task(*one, now) for one in islice(calls.live.items(), LISTED)),
+        tasks=tuple(_task(*item, now) for item in islice(calls.live.items(), LISTED)),
         waiting_count=sum(not call.is_sent for call in calls.live.values()),
         shapes=(),
         shape_count=0,

@@ -404,10 +404,10 @@ class TaskClient:
     @property
     def task_loop(self) -> TaskLoop:
         """The event loop of this thread."""
-        found: TaskLoop | None = getattr(self._loops, "loop", None)
-        if found is None:
-            found = self._loops.loop = TaskLoop(self.calls)
-        return found
+        task_loop: TaskLoop | None = getattr(self._loops, "loop", None)
+        if task_loop is None:
+            task_loop = self._loops.loop = TaskLoop(self.calls)
+        return task_loop
 
     def end_task(self) -> None:
         """End the task's asyncio tasks and children."""
@@ -726,11 +726,11 @@ class RemoteCode:
 def make_runner(code: RemoteCode, *, is_stream: bool) -> Callable[..., Any]:
     """Return the function, or the generator function, that Ray runs as a task."""
 
-    def run(*given: Any) -> Any:
-        return run_task(code, given)
+    def run(*arguments: Any) -> Any:
+        return run_task(code, arguments)
 
-    def stream(*given: Any) -> Any:
-        yield from stream_task(code, given)
+    def stream(*arguments: Any) -> Any:
+        yield from stream_task(code, arguments)
 
     runner = stream if is_stream else run
     runner.__name__ = runner.__qualname__ = code.name
@@ -794,7 +794,7 @@ def _task_context(code: RemoteCode) -> Iterator[None]:
 def call_user(
     functions: Callables,
     name: Any,
-    given: Sequence[Any],
+    arguments: Sequence[Any],
     *,
     is_stream: bool = False,
 ) -> Coroutine[Any, Any, Done | Raised]:
@@ -803,13 +803,13 @@ def call_user(
     Args:
         functions: holds the function or method.
         name: its name there.
-        given: its arguments from Ray; see `from_arguments`.
+        arguments: its arguments from Ray; see `from_arguments`.
         is_stream: the coroutine suspends with the items that the call yields.
 
     Raises:
         TaskFailure: an argument has failed.
     """
-    payload = from_arguments(*given)
+    payload = from_arguments(*arguments)
     return invoke(_invoker, 0, functions, name, payload, is_stream or None)
 
 
@@ -838,7 +838,7 @@ def result_of(name: str, outcome: Done | Raised, retried: bytes = b"") -> Any:
     raise (RetriedFailure if failed.is_retried else TaskFailure)(*failed)
 
 
-def run_task(code: RemoteCode, given: Sequence[Any]) -> Any:
+def run_task(code: RemoteCode, arguments: Sequence[Any]) -> Any:
     """Run a task; return the value that Ray stores, or a tuple for several results.
 
     Raises:
@@ -846,13 +846,13 @@ def run_task(code: RemoteCode, given: Sequence[Any]) -> Any:
     """
     with _task_context(code):
         try:
-            outcome = run_now(call_user(code.functions, 0, given))
-        except BaseException as error:  # noqa: BLE001 - an interrupt, amid code of ours
+            outcome = run_now(call_user(code.functions, 0, arguments))
+        except BaseException as error:  # noqa: BLE001 - an interrupt in library code
             outcome = Raised(UNREADABLE, error)
         return result_of(code.name, outcome, code.retried)
 
 
-def stream_task(code: RemoteCode, given: Sequence[Any]) -> Iterator[Any]:
+def stream_task(code: RemoteCode, arguments: Sequence[Any]) -> Iterator[Any]:
     """Run a generator, which Ray makes wait for its consumer.
 
     Raises:
@@ -860,10 +860,10 @@ def stream_task(code: RemoteCode, given: Sequence[Any]) -> Iterator[Any]:
     """
     with _task_context(code):
         try:
-            running = call_user(code.functions, 0, given, is_stream=True)
+            running = call_user(code.functions, 0, arguments, is_stream=True)
             outcome = yield from running.__await__()
         except GeneratorExit:
             raise
-        except BaseException as error:  # noqa: BLE001 - an interrupt, amid code of ours
+        except BaseException as error:  # noqa: BLE001 - an interrupt in library code
             outcome = Raised(UNREADABLE, error)
         result_of(code.name, outcome, code.retried)

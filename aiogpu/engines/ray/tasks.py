@@ -191,8 +191,8 @@ class PendingCall:
         receiver = self.receiver
         if receiver is None:
             return
-        found = [self.found[index] for index in range(len(self.refs))]
-        for value in found:
+        received = [self.found[index] for index in range(len(self.refs))]
+        for value in received:
             failure = (
                 self.outcome_of(value) if isinstance(value, BaseException) else value
             )
@@ -202,7 +202,7 @@ class PendingCall:
         if self.result is not None:
             receiver.settle(self.result)
             return
-        parts = tuple(map(values.from_stored, found, self.refs))
+        parts = tuple(map(values.from_stored, received, self.refs))
         if len(parts) == 1:
             receiver.settle(parts[0])
         else:
@@ -300,9 +300,9 @@ class Calls:
 
     # Delivering
 
-    def _arrive(self, number: int, index: int, found: Any) -> None:
+    def _arrive(self, number: int, index: int, received: Any) -> None:
         """Receive an object's value, in one of Ray's threads."""
-        self.call_soon(partial(self._take, number, index, found))
+        self.call_soon(partial(self._take, number, index, received))
 
     def call_soon(self, callback: Callable[[], object]) -> None:
         """Run a callback on the loop, from any thread."""
@@ -326,11 +326,11 @@ class Calls:
                 self._arrived.popleft()()
             self.note_delivered()
 
-    def _take(self, number: int, index: int, found: Any) -> None:
+    def _take(self, number: int, index: int, received: Any) -> None:
         call = self.live.get(number) or self.ending.get(number)
         if call is None:
             return
-        call.found[index] = found
+        call.found[index] = received
         if len(call.found) == len(call.refs):
             self.live.pop(number, None)
             self.ending.pop(number, None)
@@ -563,10 +563,10 @@ class Stream:
                     self._cancel()
                     return
                 self._item = ref
-                found = await ref
-                self._deliver(found, ref)
+                item = await ref
+                self._deliver(item, ref)
                 self._item = None
-                del ref, found
+                del ref, item
                 while self.is_held:
                     self._limit_changed.clear()
                     await self._limit_changed.wait()
@@ -581,12 +581,12 @@ class Stream:
         with self._calls.lock:
             self._calls.end(self._number, outcome)
 
-    def _deliver(self, found: Any, ref: Ref) -> None:
+    def _deliver(self, item: Any, ref: Ref) -> None:
         with self._calls.lock:
             receiver = self._call.receiver
             if receiver is not None:
                 self._taken += 1
-                items = (values.from_stored(found, ref),)
+                items = (values.from_stored(item, ref),)
                 cast("ItemReceiver", receiver).receive_items(items)
                 self._calls.note_delivered()
 

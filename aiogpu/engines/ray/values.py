@@ -226,7 +226,10 @@ class PayloadSource:
     def views(self, _contents: Contents) -> list[memoryview]:
         """Return the pickle and its buffers from the store; see `Source`."""
         stored: StoredValue = cluster.get(self.ref)
-        return [memoryview(stored.stream), *(memoryview(one) for one in stored.buffers)]
+        return [
+            memoryview(stored.stream),
+            *(memoryview(buffer) for buffer in stored.buffers),
+        ]
 
 
 def source_of(payload: bytes | None) -> PayloadSource | None:
@@ -241,8 +244,14 @@ def _payload_of(
     needs: tuple[SharedValue, ...] = (),
     ref: Ref | None = None,
 ) -> Payload:
-    actors = tuple(one for one in references if isinstance(one, ActorReference))
-    values = tuple(one for one in references if not isinstance(one, ActorReference))
+    actors = tuple(
+        reference for reference in references if isinstance(reference, ActorReference)
+    )
+    values = tuple(
+        reference
+        for reference in references
+        if not isinstance(reference, ActorReference)
+    )
     source = PayloadSource(ref, values, actors)
     return Payload.of(contents, (*references,), source, needs, MARK)
 
@@ -270,7 +279,7 @@ def pack_copy(outgoing: PickledValue, *, may_store: bool) -> Payload:
     payload = pack(outgoing)
     source = source_of(payload)
     assert source is not None, payload
-    is_pending = any(one.is_pending for one in source.references)
+    is_pending = any(reference.is_pending for reference in source.references)
     if outgoing.is_large and may_store and not is_pending:
         source.ref = cluster.put(to_stored(payload))
         payload.contents = payload.contents._replace(
@@ -288,8 +297,10 @@ def to_stored(payload: bytes) -> Any:
     if source is None:
         return payload
     contents = payload.contents  # type: ignore[attr-defined]
-    references = tuple((one.id, one.as_ref()) for one in source.references)
-    actors = tuple((one.handle, one.terms) for one in source.actors)
+    references = tuple(
+        (reference.id, reference.as_ref()) for reference in source.references
+    )
+    actors = tuple((reference.handle, reference.terms) for reference in source.actors)
     return StoredValue(contents.stream, contents.buffers, references, actors)
 
 
@@ -300,31 +311,31 @@ def to_arguments(payload: bytes) -> tuple[Any, ...]:
         return (payload,)
     head = to_stored(payload) if source.ref is None else source.ref
     contents = payload.contents  # type: ignore[attr-defined]
-    values = [one.as_argument() for one in payload.needs]  # type: ignore[attr-defined]
+    values = [value.as_argument() for value in payload.needs]  # type: ignore[attr-defined]
     return head, contents.places, contents.returns, *values
 
 
-def from_stored(found: Any, ref: Ref | None = None) -> bytes:
+def from_stored(stored: Any, ref: Ref | None = None) -> bytes:
     """Return the payload of a value from Ray, which must be no `Failed`.
 
     Args:
-        found: the value from Ray.
+        stored: the value from Ray.
         ref: its object, used if the payload is passed on.
     """
-    if not isinstance(found, StoredValue):
-        return found  # type: ignore[no-any-return]
+    if not isinstance(stored, StoredValue):
+        return stored  # type: ignore[no-any-return]
     references: list[SharedValue | ActorReference] = []
-    for identity, ref_of_value in found.references:
+    for identity, ref_of_value in stored.references:
         value = _values.get(identity)
         if value is None:
             value = SharedValue(identity)
             value.set_ref(ref_of_value)
         references.append(value)
-    references += [refer_to(*actor) for actor in found.actors]
+    references += [refer_to(*actor) for actor in stored.actors]
     contents = Contents(
-        found.stream,
-        buffers=tuple(found.buffers),
-        values=tuple(identity for identity, _ in found.references),
+        stored.stream,
+        buffers=tuple(stored.buffers),
+        values=tuple(identity for identity, _ in stored.references),
     )
     return _payload_of(contents, references, ref=ref)
 

@@ -71,8 +71,8 @@ def _fields(record: logging.LogRecord) -> dict[str, Any]:
         if name not in ("args", "exc_info", "message", "msg")
     }
     msg, args = record.msg, record.args
-    given = chain(*args.items()) if isinstance(args, dict) else args or ()
-    is_plain = type(msg) is str and all(map(_is_plain, given))
+    arguments = chain(*args.items()) if isinstance(args, dict) else args or ()
+    is_plain = type(msg) is str and all(map(_is_plain, arguments))
     fields["msg"] = msg if is_plain else record.getMessage()
     fields["args"] = args if is_plain else None
     name = current.name
@@ -96,9 +96,9 @@ def _plain(value: Any, depth: int) -> Any:
         return value
     if depth < _DEEPEST:
         if isinstance(value, list | tuple):
-            return [_plain(one, depth + 1) for one in value]
+            return [_plain(item, depth + 1) for item in value]
         if isinstance(value, dict):
-            return {str(key): _plain(one, depth + 1) for key, one in value.items()}
+            return {str(key): _plain(item, depth + 1) for key, item in value.items()}
     return repr(value)
 
 

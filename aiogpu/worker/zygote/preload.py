@@ -466,9 +466,9 @@ class Imports:
 
     def take(self) -> Imported:
         """Return and forget the recorded imports."""
-        found, self.found = self.found, []
+        imports, self.found = self.found, []
         return Imported(
-            tuple(name for name, _ in found), tuple(cost for _, cost in found)
+            tuple(name for name, _ in imports), tuple(cost for _, cost in imports)
         )
 
     def watch(self) -> bool:
