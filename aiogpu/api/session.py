@@ -54,9 +54,9 @@ def refuse_in_worker(what: str) -> None:
         MisuseError: this process is a worker that is importing a module.
     """
     if current.worker or current.is_loading:
-        from aiogpu.worker.nested import refuse_to_begin_anew
+        from aiogpu.worker.nested import refuse_while_importing
 
-        refuse_to_begin_anew()
+        refuse_while_importing()
     if current.worker:
         raise NodeError(
             f"{what} is not available inside a task or in a process that a task "

@@ -248,7 +248,7 @@ class Loans:
             if type(part) is Payload:
                 self._name(part)
 
-    def tell(self) -> Returned | None:
+    def take_report(self) -> Returned | None:
         """Return the message that reports ended loans; None if no loan has ended."""
         if not self.over:
             return None
@@ -272,11 +272,11 @@ class Loans:
                     self._own_segments().discard(identity)
         return Returned(tuple(ended), tuple(ended.values())) if ended else None
 
-    def tell_to(self, say: Callable[[Message], object]) -> None:
-        """Report ended loans by `say`, if there are any."""
-        returned = self.tell()
+    def report_to(self, send: Callable[[Message], object]) -> None:
+        """Report ended loans by `send`, if there are any."""
+        returned = self.take_report()
         if returned is not None:
-            say(returned)
+            send(returned)
 
     def views(self, contents: Contents) -> list[memoryview]:
         """Map the buffers of a payload, read-only; see `Source`."""

@@ -511,7 +511,7 @@ class RemoteEngine(NodeClient):
         self._is_private = (
             False  # the node is inside a program, and only answers queries
         )
-        self._is_telling = False
+        self._is_report_scheduled = False
         self._is_leaving = False
         self._error: NodeError | None = None
         self._terminal: Terminal | None = None
@@ -654,17 +654,17 @@ class RemoteEngine(NodeClient):
 
     def _on_over(self) -> None:
         """Schedule a report of ended loans; called in any thread."""
-        if not self._is_telling:
-            self._is_telling = True
+        if not self._is_report_scheduled:
+            self._is_report_scheduled = True
             with suppress(RuntimeError):  # the loop is closed
-                self.loop.call_soon_threadsafe(self._tell_over)
+                self.loop.call_soon_threadsafe(self._report_ended_loans)
 
-    def _tell_over(self) -> None:
-        self._is_telling = False
+    def _report_ended_loans(self) -> None:
+        self._is_report_scheduled = False
         if not self._line.is_open:
             return
         try:
-            returned = self._loans.tell()
+            returned = self._loans.take_report()
         except (NodeClosedError, ConnectionResetError):
             return  # the node has gone, which the other connection reports next
         if returned is not None:

@@ -83,19 +83,19 @@ class ControlPage:
         self._of_node.release()
         self._memory.close()
 
-    def ask(self, slot: int, task: int) -> None:
+    def cancel(self, slot: int, task: int) -> None:
         """Driver: name the task that is to stop."""
         self._words[slot * _WORDS] = task
 
-    def asked(self, slot: int) -> int:
+    def cancelled(self, slot: int) -> int:
         """Worker: return the task that is to stop, 0 for none."""
         return self._words[slot * _WORDS]
 
-    def hear(self, slot: int, task: int) -> None:
+    def acknowledge(self, slot: int, task: int) -> None:
         """Worker: acknowledge the cancel of this task."""
         self._words[slot * _WORDS + 1] = task
 
-    def heard(self, slot: int) -> int:
+    def acknowledged(self, slot: int) -> int:
         """Driver: return the last task that acknowledged a cancel."""
         return self._words[slot * _WORDS + 1]
 

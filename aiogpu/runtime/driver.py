@@ -608,7 +608,7 @@ class Driver:
         if call is None or type(call.payload) is not Payload:
             return
         if record is None or not record.retries_left:
-            call.payload.let_go_of_actors()
+            call.payload.release_actors()
 
     def _send_ahead(self, effect: effects.Ahead) -> None:
         tasks = effect.tasks

@@ -132,7 +132,7 @@ class Payload(bytes):
         self.parts = self.holds = self.needs = ()
         self.source = None
 
-    def let_go_of_actors(self) -> None:
+    def release_actors(self) -> None:
         """Release the actors to which it has handles."""
         holds = self.holds
         self.holds = tuple(hold for hold in holds if type(hold) is not ActorReference)

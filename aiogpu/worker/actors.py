@@ -108,9 +108,9 @@ class SerialActor:
                     self._channel.send(dropped(call))
                     continue
                 executor.answer(self._call(message))
-                # The message holds references whose release `tell_dropped` reports.
+                # The message holds references, whose release is reported next.
                 del message
-                executor.client.tell_dropped()
+                executor.client.report_ended_loans()
                 if executor.has_left:
                     return
             elif type(message) is Drop:
@@ -258,7 +258,7 @@ class ThreadedActor(Invoker):
             return  # the driver fails all calls at once
         self._executor.answer(self._run(messages.pop()))
         # After `_run`, whose frame held the arguments.
-        self._executor.client.tell_dropped()
+        self._executor.client.report_ended_loans()
 
     def _run(self, message: Invoke) -> Done | Failed:
         call, window = message.call, self._streams.get(message.call)

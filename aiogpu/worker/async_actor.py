@@ -47,7 +47,7 @@ class AsyncActor(Invoker):
         self._is_over = False
         self._waits_since = 0.0
         self._is_awake = False
-        self._is_telling = False
+        self._is_report_scheduled = False
         self._awake_until = 0.0
         self._flushed_at = 0.0
         self._took: dict[str, float] = {}  # seconds, a decaying maximum by method
@@ -59,7 +59,7 @@ class AsyncActor(Invoker):
         asyncio.set_event_loop(loop)
         client.loop, client.wake = loop, self._obey_soon
         if loans is not None:
-            loans.on_over = self._tell_soon
+            loans.on_over = self._report_soon
         loop.add_reader(self._channel.fileno(), self._read)
         loop.call_soon(self._obey)
         try:
@@ -199,30 +199,30 @@ class AsyncActor(Invoker):
         """Answer at once if no other call runs, else with later answers."""
         if self._channel.is_closed or not (self._running or self._answers):
             self._executor.answer(answer)
-            self._executor.client.tell_dropped()
+            self._executor.client.report_ended_loans()
             self._wait()
         else:
             if not self._answers:
                 self._loop.call_soon(self._flush)
             self._answers.append(answer)
 
-    def _tell_soon(self) -> None:
+    def _report_soon(self) -> None:
         """Schedule the release of references that have just been dropped."""
-        if not self._is_telling:
-            self._is_telling = True
+        if not self._is_report_scheduled:
+            self._is_report_scheduled = True
             with suppress(RuntimeError):  # the loop is closed
-                self._loop.call_soon_threadsafe(self._tell)
+                self._loop.call_soon_threadsafe(self._report)
 
-    def _tell(self) -> None:
-        self._is_telling = False
-        self._executor.client.tell_dropped()
+    def _report(self) -> None:
+        self._is_report_scheduled = False
+        self._executor.client.report_ended_loans()
 
     def _flush(self) -> None:
         answers, self._answers = self._answers, []
         self._flushed_at = perf_counter()
         if answers:
             self._executor.answer_all(answers)
-            self._executor.client.tell_dropped()
+            self._executor.client.report_ended_loans()
 
 
 def close_method(actor: object) -> Callable[[], Coroutine[Any, Any, object]] | None:

@@ -17,7 +17,7 @@ from aiogpu.serialization.exceptions import RAISED, ChunkOutcome, pack_failure
 from aiogpu.serialization.serializer import load_function
 from aiogpu.wire.messages import CHUNKED, plain_name
 from aiogpu.worker.gpu import poisoned_by
-from aiogpu.worker.invoke import CO_COROUTINE, OWN_FRAMES, explain_quit, let_go
+from aiogpu.worker.invoke import CO_COROUTINE, OWN_FRAMES, clear_frames, explain_quit
 
 METHOD_MARK: Final = "__aiogpu_method__"
 """Attribute that holds the options of `@aiogpu.method`."""
@@ -98,7 +98,7 @@ def _packed(error: BaseException, client: object) -> tuple[Any, ...]:
             raise error
     explain_quit(error)
     packed = tuple(pack_failure(0, RAISED, error, OWN_FRAMES))
-    let_go(error)
+    clear_frames(error)
     return packed
 
 

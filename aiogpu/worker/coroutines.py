@@ -121,8 +121,8 @@ class Coroutines:
 
     def _cancel(self, task: asyncio.Task[Any], task_id: int) -> None:
         """Cancel the task once: a second cancel would interrupt its cleanup."""
-        if not (task.done() or self._interrupts.has_heard(task_id)):
-            self._interrupts.hear(task_id)
+        if not (task.done() or self._interrupts.has_acknowledged(task_id)):
+            self._interrupts.acknowledge(task_id)
             task.cancel()
 
     def _end_rest(self) -> None:

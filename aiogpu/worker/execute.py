@@ -48,10 +48,10 @@ from aiogpu.worker.invoke import (
     Raised,
     RetryRules,
     StreamSender,
+    clear_frames,
     explain_quit,
     invoke,
     is_coroutine,
-    let_go,
     open_arguments,
     pack_value,
     send_all,
@@ -178,7 +178,7 @@ class Executor(Invoker):
         interrupts = self.interrupts
         interrupts.entered = number
         outcome: Done | Raised
-        if interrupts.is_asked(number):
+        if interrupts.is_cancelled(number):
             outcome = Raised(UNREADABLE, KeyboardInterrupt())
         else:
             try:
@@ -241,8 +241,8 @@ class Executor(Invoker):
         if (current.exits and has_exited()) or type(error) is ActorExit:
             kind = LEFT
             self.has_left = True
-        elif self.interrupts.is_asked(number):
-            self.interrupts.hear(number)
+        elif self.interrupts.is_cancelled(number):
+            self.interrupts.acknowledge(number)
             kind = STOPPED
             end_collecting()
         elif has_devices and has_run_out(error):
@@ -252,7 +252,7 @@ class Executor(Invoker):
         failed = pack_failure(number, kind, error, OWN_FRAMES, pack)
         if peak >= 0 or is_spoilt:
             failed = failed._replace(peak=peak, is_spoilt=is_spoilt)
-        let_go(error)
+        clear_frames(error)
         return failed
 
     def answer(self, answer: Done | Failed | Created) -> None:
@@ -324,12 +324,12 @@ class MainThreadWindow:
             NodeClosedError: the driver has gone.
         """
         flow, interrupts = self._flow, self._interrupts
-        if interrupts.is_asked(flow.task):
+        if interrupts.is_cancelled(flow.task):
             self._stop()
         while flow.is_held:
             if self._has_demand():
                 return
-            if interrupts.is_asked(flow.task):
+            if interrupts.is_cancelled(flow.task):
                 self._stop()
             try:
                 self._wait()
@@ -351,7 +351,7 @@ class MainThreadWindow:
 
     def _stop(self) -> NoReturn:
         """Raise the interrupt at the generator's `yield`."""
-        self._interrupts.hear(self._flow.task)
+        self._interrupts.acknowledge(self._flow.task)
         # Its cleanup may take any time, and is not interrupted again.
         self._interrupts.entered = 0
         raise KeyboardInterrupt(f"task {self._flow.task} was cancelled")

@@ -37,12 +37,12 @@ def limit_torch(limits: Sequence[int]) -> None:
     """
     cuda = sys.modules.get(MODULE)
     if cuda is not None:
-        leave_with(cuda, limits)
+        set_limits(cuda, limits)
         return
-    sys.meta_path.insert(0, Watching(partial(leave_with, limits=tuple(limits))))
+    sys.meta_path.insert(0, ImportWatcher(partial(set_limits, limits=tuple(limits))))
 
 
-class Watching:
+class ImportWatcher:
     """A finder that waits for the import of PyTorch's module, then calls back.
 
     It finds no module itself. It stays in `sys.meta_path`: a thread that iterates over
@@ -93,7 +93,7 @@ class Watching:
         self._call(module)
 
 
-def leave_with(cuda: Any, limits: Sequence[int]) -> None:
+def set_limits(cuda: Any, limits: Sequence[int]) -> None:
     """Set the limits when PyTorch initialises CUDA, or now if it already has."""
     try:
         set_all = partial(_set_all, cuda, tuple(limits))

@@ -46,7 +46,7 @@ class Interrupts:
         self.soften: Callable[[FrameType], bool] | None = None
         self._shield = Shield(self.catch_up)
         # Called right after `entered` is set, so these frames are spared too.
-        self._own = {self.is_asked.__code__, page.asked.__code__}
+        self._own = {self.is_cancelled.__code__, page.cancelled.__code__}
         self._handler = self._on_signal
         self._is_installed = False
         self._main = get_ident()
@@ -60,7 +60,7 @@ class Interrupts:
         """Never interrupt frames that run this code."""
         self._own.update(own)
 
-    def attend(self, slot: int) -> None:
+    def use_slot(self, slot: int) -> None:
         """Read the shared page at this slot from now on."""
         self._slot = slot
 
@@ -80,9 +80,9 @@ class Interrupts:
         if _signal.getsignal(_SIGINT) is not self._handler and self._is_installed:
             signal.signal(signal.SIGINT, self._handler)
 
-    def is_asked(self, task: int) -> bool:
+    def is_cancelled(self, task: int) -> bool:
         """Return whether this task is to stop."""
-        return self._page.asked(self._slot) == task
+        return self._page.cancelled(self._slot) == task
 
     def is_stopping(self, task: int) -> bool:
         """Return whether this task, its program or its node is to stop."""
@@ -101,13 +101,13 @@ class Interrupts:
         """The number of calls sent to this process that were dropped."""
         return self._page.dropped(self._slot)
 
-    def has_heard(self, task: int) -> bool:
+    def has_acknowledged(self, task: int) -> bool:
         """Return whether this task has acknowledged its cancel."""
-        return self._page.heard(self._slot) == task
+        return self._page.acknowledged(self._slot) == task
 
-    def hear(self, task: int) -> None:
+    def acknowledge(self, task: int) -> None:
         """Acknowledge the task's cancel: the driver sends no further signal."""
-        self._page.hear(self._slot, task)
+        self._page.acknowledge(self._slot, task)
 
     def _on_signal(self, _number: int, frame: FrameType | None) -> None:
         if self._shield.depth:
@@ -119,18 +119,18 @@ class Interrupts:
         task = self.entered
         # The driver may repeat the signal just before it sees the acknowledgement: a
         # second interrupt must not cut the task's cleanup short.
-        if task == 0 or not self.is_asked(task) or self.has_heard(task):
+        if task == 0 or not self.is_cancelled(task) or self.has_acknowledged(task):
             return
         if frame is None or self._is_open_to_it(frame):
             self._raise(task)
 
     def _is_open_to_it(self, frame: FrameType) -> bool:
-        if frame.f_code in self._own or imports(frame) or _lets_go(frame):
+        if frame.f_code in self._own or is_importing(frame) or _is_finalizing(frame):
             return False
         return self.soften is None or not self.soften(frame)
 
     def _raise(self, task: int) -> None:
-        self.hear(task)
+        self.acknowledge(task)
         raise KeyboardInterrupt(f"task {task} was cancelled")
 
     def shielded(self) -> AbstractContextManager[None]:
@@ -179,7 +179,7 @@ class Shield:
             self._catch_up(_getframe(1))
 
 
-def imports(frame: FrameType | None) -> bool:
+def is_importing(frame: FrameType | None) -> bool:
     """Return whether an import runs, which must not be interrupted.
 
     An interrupted import leaves parts behind, and the module cannot be imported in this
@@ -192,7 +192,7 @@ def imports(frame: FrameType | None) -> bool:
     return False
 
 
-def _lets_go(frame: FrameType) -> bool:
+def _is_finalizing(frame: FrameType) -> bool:
     """Return whether this library's code runs in a finalizer.
 
     An exception in a finalizer is printed and dropped. The cancel would be lost, and so

@@ -10,10 +10,10 @@ The rest is about failures:
 
 - `RetryRules` decides whether a failure is retried. The worker decides, because it has
   the user's classes, and only once something has failed.
-- `let_go` clears the frames of an error after the report. A traceback keeps the frames
-  that an error has passed, with all objects in their variables. If one of these objects
-  refers to the error, as a failed handle does, only the garbage collector frees them.
-  In an idle process it never runs, and a failed task would keep actors and values
+- `clear_frames` clears the frames of an error after the report. A traceback keeps the
+  frames that an error has passed, with all objects in their variables. If one of these
+  objects refers to the error, as a failed handle does, only the garbage collector frees
+  them. In an idle process it never runs, and a failed task would keep actors and values
   alive.
 - `explain_quit` explains that a debugger finds no terminal in a worker.
 """
@@ -485,7 +485,7 @@ class RetryRules:
             return False
 
 
-def let_go(error: BaseException) -> None:
+def clear_frames(error: BaseException) -> None:
     """Clear the frames that an error, its causes and its contexts have passed.
 
     Frames of generators and coroutines stay: a generator may have caught the error and

@@ -79,7 +79,7 @@ class Worker:
                 # The message holds the arguments, whose release is reported to the
                 # driver.
                 del message
-                self._client.tell_dropped()
+                self._client.report_ended_loans()
                 if has_run and (is_last or self._executor.is_spoilt):
                     return
             elif type(message) is Define:
@@ -127,10 +127,10 @@ class Worker:
         actor = executor.make(message)
         if isinstance(actor, Failed):
             executor.answer(actor)
-            client.tell_dropped()
+            client.report_ended_loans()
         else:
             executor.answer(Created(message.task))
-            client.tell_dropped()
+            client.report_ended_loans()
             _serve(executor, actor, message)
             # Now, so that finalizers are still interruptible and their output is sent.
             del actor

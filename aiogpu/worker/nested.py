@@ -3,7 +3,7 @@
 Code that waits for an answer reads the socket itself: the worker has no other thread.
 Messages for the worker stay on the channel until the task has ended. A module that a
 worker imports must not start the program again: each worker would start another
-program, without end (`refuse_to_begin_anew`).
+program, without end (`refuse_while_importing`).
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class TaskClient(NodeClient):
 
     def _check(self, func: FunctionSpec, payload: bytes) -> None:
         if current.is_loading:
-            refuse_to_begin_anew()
+            refuse_while_importing()
         super()._check(func, payload)
 
     def declare(self, func: FunctionSpec) -> None:
@@ -94,7 +94,7 @@ class TaskClient(NodeClient):
             MisuseError: a module that a task imports would start the same task again.
         """
         if func.spec.name == current.name:
-            refuse_to_begin_anew()
+            refuse_while_importing()
         super().declare(func)
 
     def _prepare(self, name: str) -> None:
@@ -102,33 +102,33 @@ class TaskClient(NodeClient):
         if not self._has_any:
             self._begin()
         if self._unwanted:
-            self._tell_unwanted()
-        self.tell_amid()
+            self._withdraw_unwanted()
+        self.report_ended_loans_in_task()
 
     def _begin(self) -> None:
         self._has_any = True
         self._channel.on_child = self.take
         loans = self._channel.loans
         if loans is None or loans.on_over is None:
-            self._channel.on_idle = self.tell_dropped
+            self._channel.on_idle = self.report_ended_loans
         self._channel.admit_guests(True)
 
-    def tell_dropped(self) -> None:
+    def report_ended_loans(self) -> None:
         """Report ended loans between tasks."""
         loans = self._channel.loans
         if loans is not None and loans.over:
-            loans.tell_to(self._channel.send)
+            loans.report_to(self._channel.send)
 
-    def tell_amid(self) -> None:
+    def report_ended_loans_in_task(self) -> None:
         """Report ended loans while a task runs, which may take days."""
         loans = self._channel.loans
         if loans is not None and loans.over:
             with self._channel.uncut():
-                loans.tell_to(self._channel.send)
+                loans.report_to(self._channel.send)
 
     def demand(self, number: int, limit: int) -> None:
         """Set the number of items that a stream may yield in all."""
-        self.tell_amid()
+        self.report_ended_loans_in_task()
         super().demand(number, limit)
 
     def cancel(self, question: int) -> None:
@@ -142,7 +142,7 @@ class TaskClient(NodeClient):
         else:
             self.withdraw(child)
 
-    def _tell_unwanted(self) -> None:
+    def _withdraw_unwanted(self) -> None:
         while self._unwanted:
             self.withdraw(self._unwanted.popleft())
 
@@ -154,8 +154,8 @@ class TaskClient(NodeClient):
         The task as a whole waits for the children of all its threads and loops. `Wait`
         explains which children its main thread is bound to.
         """
-        self._tell_unwanted()
-        self.tell_amid()
+        self._withdraw_unwanted()
+        self.report_ended_loans_in_task()
         self.end_wait(waiter)
         if children:
             self._waits[waiter] = children
@@ -265,8 +265,8 @@ class LoopWaits:
         self._client = client
         self._loop = loop
         self._waits: dict[int, int] = {}
-        self._is_told = True
-        self._has_told = False
+        self._is_reported = True
+        self._has_reported = False
         self._task = current.task
         if client.loop is not loop:
             # A loop that user code runs, in a plain function or a thread.
@@ -289,7 +289,7 @@ class LoopWaits:
         """Note that code on the loop waits for a child."""
         self._waits[child] = self._waits.get(child, 0) + 1
         if self._waits[child] == 1:
-            self._tell_soon()
+            self._report_soon()
 
     def end_wait(self, child: int) -> None:
         """Note that code stops waiting although the child has not ended."""
@@ -297,23 +297,23 @@ class LoopWaits:
             self._waits[child] -= 1
             if not self._waits[child]:
                 del self._waits[child]
-                self._tell_soon()
+                self._report_soon()
 
     def settle(self, child: int) -> None:
         """Settle a child that has ended."""
         self._waits.pop(child, None)
 
-    def _tell_soon(self) -> None:
-        if self._is_told:
-            self._is_told = False
-            self._loop.call_soon(self._tell)
+    def _report_soon(self) -> None:
+        if self._is_reported:
+            self._is_reported = False
+            self._loop.call_soon(self._report)
 
-    def _tell(self) -> None:
-        self._is_told = True
+    def _report(self) -> None:
+        self._is_reported = True
         # For the driver, a wait that ended within the same turn never existed.
-        if self.is_current and (self._waits or self._has_told):
+        if self.is_current and (self._waits or self._has_reported):
             self._client.note_wait(self, tuple(self._waits))
-            self._has_told = bool(self._waits)
+            self._has_reported = bool(self._waits)
 
 
 def abandoned(name: str) -> TaskCancelledError:
@@ -332,7 +332,7 @@ def task_client() -> TaskClient:
     return cast("TaskClient", client_of_process())
 
 
-def refuse_to_begin_anew() -> None:
+def refuse_while_importing() -> None:
     """Refuse to start the program from a module that this thread is importing.
 
     Raises:

@@ -132,7 +132,7 @@ class ConstructorJob(Job):
     def end(self) -> None:
         """End the job: its constructor has failed, or the actor is not needed."""
         if self.instance is not None:
-            self.instance.let_go()
+            self.instance.release()
         super().end()
 
 
@@ -366,7 +366,7 @@ class ActorInstance:
         """Release the object, now or as soon as none of its code runs."""
         self._is_ending = True
         if self._running is None and not self.is_over:
-            self.let_go()
+            self.release()
             creation, node = self.creation, self.creation.node
             creation.is_over, creation.instance = True, None
             if not self._is_restarting:
@@ -376,7 +376,7 @@ class ActorInstance:
             node.lose(self.worker.id)
             node.wake()
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Release the object and stop the tasks that it has started."""
         self.is_over, self.worker.peer = True, None
         if self.creation.environment is not None:
@@ -510,13 +510,13 @@ class AsyncActorInstance(ActorInstance):
         )
         self.force_close()
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Release the object and stop the tasks that it has started."""
         if self._alarm is not None:
             self._alarm.cancel()
         if self.worker.peer is not None:
             self._runner.task_tracker.end()
-        super().let_go()
+        super().release()
 
 
 def _raise(error: BaseException) -> NoReturn:

@@ -49,7 +49,7 @@ from aiogpu.wire.messages import (
     Done,
     Items,
 )
-from aiogpu.worker.interrupts import imports
+from aiogpu.worker.interrupts import is_importing
 from aiogpu.worker.invoke import (
     OWN_FRAMES,
     Arguments,
@@ -59,13 +59,13 @@ from aiogpu.worker.invoke import (
     Raised,
     RetryRules,
     StreamSender,
+    clear_frames,
     invoke,
     is_coroutine,
-    let_go,
     open_arguments,
     run_now,
 )
-from aiogpu.worker.nested import refuse_to_begin_anew
+from aiogpu.worker.nested import refuse_while_importing
 from aiogpu.worker.private_hooks import set_running_loop
 
 if TYPE_CHECKING:
@@ -210,7 +210,7 @@ class Interrupts:
             if time.monotonic() < self._since + UNHEARD:
                 self._wake()
                 return
-        if not imports(frame) and self.take():
+        if not is_importing(frame) and self.take():
             raise KeyboardInterrupt
 
 
@@ -584,7 +584,7 @@ def _on_this_loop(receiver: Receiver) -> Any:
 def _check_running(name: str) -> None:
     """Refuse requests of ended tasks and of modules that are being imported."""
     if current.is_loading:
-        refuse_to_begin_anew()
+        refuse_while_importing()
     if current.actor is None:
         check_task_runs(name)
 
@@ -834,7 +834,7 @@ def result_of(name: str, outcome: Done | Raised, retried: bytes = b"") -> Any:
     failed = pack_failure(0, outcome.kind, error, OWN_FRAMES)
     if retried and failed.kind == RAISED:
         failed = _retry_rules.mark(failed, name, retried, error)
-    let_go(error)
+    clear_frames(error)
     raise (RetriedFailure if failed.is_retried else TaskFailure)(*failed)
 
 

@@ -154,8 +154,8 @@ class WorkerCommands:
         if worker is None or worker.status is not None:
             return
         slot = worker.slot
-        self._page.ask(slot.index, task)
-        if self._page.heard(slot.index) == task:
+        self._page.cancel(slot.index, task)
+        if self._page.acknowledged(slot.index) == task:
             return
         if is_coroutine and attempt == 0:
             if worker.peer is not None:

@@ -154,7 +154,7 @@ class WorkerTemplate:
         for reseed in self._seeds:
             reseed()
         current.worker = worker
-        self._interrupts.attend(slot)
+        self._interrupts.use_slot(slot)
         self._channel.loans = self._loans
         process = self._worker
         process.begin()

@@ -280,7 +280,7 @@ def test_control_page_shares_the_words_of_each_slot(
     assert not os.get_inheritable(descriptor)
     words = [word for page in (driver, worker) for word in readers(page)]
     assert {read(slot) for read in words for slot in range(SLOTS)} == {0}
-    writers = (driver.ask, driver.hear, driver.begin, driver.revoke)
+    writers = (driver.cancel, driver.acknowledge, driver.begin, driver.revoke)
     for number, write in enumerate(writers, start=1):
         write(0, number)
         write(SLOTS - 1, 2**64 - 1)
@@ -294,16 +294,16 @@ def test_control_page_shares_the_words_of_each_slot(
         assert worker.left() == left
     pid = os.fork()
     if pid == 0:
-        worker.hear(5, 42)
+        worker.acknowledge(5, 42)
         os._exit(0)
     os.waitpid(pid, 0)
     worker.close()
-    assert driver.heard(5) == 42
+    assert driver.acknowledged(5) == 42
     driver.close()
 
 
 def readers(page: ControlPage) -> tuple[Callable[[int], int], ...]:
-    return page.asked, page.heard, page.begun, page.revoked
+    return page.cancelled, page.acknowledged, page.begun, page.revoked
 
 
 @pytest.fixture

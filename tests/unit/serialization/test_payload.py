@@ -234,7 +234,7 @@ def test_each_pickle_and_each_thread_has_its_own_list_of_references():
 def test_arguments_can_release_their_actors():
     other = object()
     payload = Payload.of(Contents(actors=(5,)), (ActorReference(5, None), other))
-    payload.let_go_of_actors()
+    payload.release_actors()
     assert payload.holds == (other,)
 
 

@@ -85,7 +85,7 @@ def interrupts(page: ControlPage) -> Iterator[Interrupts]:
     """The interrupts of slot 3, which handle SIGINT while the test runs."""
     before = signal.getsignal(signal.SIGINT)
     interrupts = Interrupts(page)
-    interrupts.attend(3)
+    interrupts.use_slot(3)
     interrupts.install()
     yield interrupts
     signal.signal(signal.SIGINT, before)

@@ -116,7 +116,7 @@ def test_result_holds_the_actors_in_it_until_it_is_sent(
     channel.loans = Loans("", "", page, Interrupts(page), press=bool)
     driver.send(Invoke(1, "give", dump_arguments("give", (), {})), Leave())
     serve(executor, Giver(children))
-    children.tell_dropped()
+    children.report_ended_loans()
     hold, done, returned = (driver.next() for _ in range(3))
     assert (hold, returned) == (Hold(5), Returned((5,), (1,)))
     assert isinstance(done, Done)

@@ -79,7 +79,7 @@ def interrupt() -> None:
 @pytest.fixture
 def cancelled(interrupts: Interrupts, page: ControlPage) -> Iterator[None]:
     """Task 7 runs, and its cancellation is requested."""
-    page.ask(3, 7)
+    page.cancel(3, 7)
     interrupts.entered = 7
     yield
     interrupts.entered = 0
@@ -110,7 +110,7 @@ def test_interrupts_of_an_idle_loop_cancel_the_task_once(
     with pytest.raises(asyncio.CancelledError):
         coroutines.run(careful(), 7)
     assert seen == ["cleaned up"]
-    assert page.heard(3) == 7
+    assert page.acknowledged(3) == 7
     assert coroutines._loop is loop, "the next task can use the loop"
 
 
@@ -123,7 +123,7 @@ def test_code_that_blocks_the_loop_is_interrupted(
 
     def hold() -> None:
         interrupt()
-        heard.append(page.heard(3))
+        heard.append(page.acknowledged(3))
         interrupt()
         raise AssertionError
 

@@ -131,11 +131,11 @@ def no_value() -> object:
 def test_task_cancelled_before_its_start_does_not_run(
     runner: Runner, page: ControlPage
 ) -> None:
-    page.ask(3, 7)
+    page.cancel(3, 7)
     runner.use(fresh_object)
     assert runner.fail().kind == STOPPED
-    assert page.heard(3) == 7
-    page.ask(3, 8)
+    assert page.acknowledged(3) == 7
+    page.cancel(3, 8)
     assert value(runner.run()) == "fresh"
 
 
@@ -175,7 +175,7 @@ def test_cancel_at_any_opcode_ends_only_the_task(
             steps_left -= 1
             if steps_left == 0:
                 sys.settrace(None)
-                page.ask(3, 7)
+                page.cancel(3, 7)
                 handler = signal.getsignal(signal.SIGINT)
                 assert callable(handler)
                 handler(signal.SIGINT, frame)  # its exception is raised in the frame
@@ -188,8 +188,8 @@ def test_cancel_at_any_opcode_ends_only_the_task(
     step = steps_left = 0
     while steps_left <= 0:
         steps_left = step = step + stride
-        page.ask(3, 7 if first else 0)
-        page.hear(3, 0)
+        page.cancel(3, 7 if first else 0)
+        page.acknowledge(3, 0)
         sys.settrace(trace)
         try:
             answer = runner.run()

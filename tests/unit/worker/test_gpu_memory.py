@@ -17,7 +17,7 @@ from aiogpu.client.current import Context
 from aiogpu.errors import GpuOutOfMemoryError, RemoteTraceback
 from aiogpu.worker.gpu import (
     MOST_CAUSES,
-    Watching,
+    ImportWatcher,
     explain_poisoned,
     has_run_out,
     limit_torch,
@@ -72,7 +72,7 @@ def load() -> Any:
 
 
 def is_watched() -> bool:
-    watching = [finder for finder in sys.meta_path if isinstance(finder, Watching)]
+    watching = [finder for finder in sys.meta_path if isinstance(finder, ImportWatcher)]
     return any(finder.is_waiting for finder in watching)
 
 
@@ -155,10 +155,10 @@ def test_torch_without_lazy_calls_is_reported_as_unlimited(
 def test_loader_that_cannot_be_wrapped_is_reported(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    Watching(print)._listen(object())
+    ImportWatcher(print)._listen(object())
     assert "could not be limited: AttributeError" in capsys.readouterr().err
     before = dict(vars(BuiltinImporter))
-    Watching(print)._listen(BuiltinImporter)
+    ImportWatcher(print)._listen(BuiltinImporter)
     assert "which loads others too" in capsys.readouterr().err
     assert dict(vars(BuiltinImporter)) == before
 

@@ -51,7 +51,7 @@ def own_around_user_code() -> None:
 @pytest.fixture
 def cancelled(page: ControlPage, interrupts: Interrupts) -> None:
     """Task 7 runs, and its cancellation is requested."""
-    page.ask(3, 7)
+    page.cancel(3, 7)
     interrupts.entered = 7
 
 
@@ -59,10 +59,10 @@ def cancelled(page: ControlPage, interrupts: Interrupts) -> None:
 def test_interrupt_hits_the_cancelled_task(
     page: ControlPage, interrupts: Interrupts
 ) -> None:
-    assert interrupts.is_asked(7)
+    assert interrupts.is_cancelled(7)
     with pytest.raises(KeyboardInterrupt, match="task 7 was cancelled"):
         interrupt()
-    assert page.heard(3) == 7
+    assert page.acknowledged(3) == 7
 
 
 @pytest.mark.parametrize(
@@ -72,10 +72,10 @@ def test_interrupt_hits_the_cancelled_task(
 def test_interrupt_does_not_hit_other_tasks_and_slots(
     asked: int, entered: int, slot: int, page: ControlPage, interrupts: Interrupts
 ) -> None:
-    page.ask(slot, asked)
+    page.cancel(slot, asked)
     interrupts.entered = entered
     interrupt()
-    assert page.heard(3) == 0
+    assert page.acknowledged(3) == 0
 
 
 @pytest.mark.usefixtures("cancelled")
@@ -84,7 +84,7 @@ def test_frames_of_the_worker_are_not_interrupted(
 ) -> None:
     interrupts.spare(own.__code__, own_around_user_code.__code__)
     assert own() == "to its end"
-    assert page.heard(3) == 0, "the driver will ask again"
+    assert page.acknowledged(3) == 0, "the driver will ask again"
     with pytest.raises(KeyboardInterrupt):
         own_around_user_code()
 
@@ -98,12 +98,12 @@ def test_shield_delays_the_interrupt(page: ControlPage, interrupts: Interrupts) 
             interrupt()
             interrupt()
             steps.append("still here")
-            assert page.heard(3) == 0
+            assert page.acknowledged(3) == 0
 
     with pytest.raises(KeyboardInterrupt):
         shielded()
     assert steps == ["still here"]
-    assert page.heard(3) == 7
+    assert page.acknowledged(3) == 7
     with interrupts.shielded():
         steps.append("no more pending")
     assert len(steps) == 2
@@ -128,7 +128,7 @@ def test_inner_shield_does_not_end_the_outer_one(interrupts: Interrupts) -> None
 
 def test_install_unblocks_the_signal(interrupts: Interrupts) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-    interrupts.attend(3)
+    interrupts.use_slot(3)
     interrupts.install()
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
@@ -191,7 +191,7 @@ def test_import_is_not_interrupted(
     monkeypatch.delitem(sys.modules, "module_under_interrupt", raising=False)
     module = importlib.import_module("module_under_interrupt")
     assert module.is_whole
-    assert page.heard(3) == 0, "the driver will ask again"
+    assert page.acknowledged(3) == 0, "the driver will ask again"
     with pytest.raises(KeyboardInterrupt):
         interrupt()
 
@@ -328,7 +328,7 @@ def test_sent_payload_is_not_returned(
     else:
         channel.send(Done(7, payload, 1))
     del payload, outgoing
-    assert loans.tell() is None
+    assert loans.take_report() is None
     assert driver.next()
 
 
@@ -342,11 +342,11 @@ def test_payload_that_cannot_be_sent_is_returned(
     monkeypatch.setattr(frames.encode, "__defaults__", (8,))
     with pytest.raises(SerializationError, match="limit of 8"):
         channel.send(Done(7, payload))
-    assert loans.tell() is None, "the payload may be sent in another way"
+    assert loans.take_report() is None, "the payload may be sent in another way"
     del payload
     gc.collect()
-    assert loans.tell() == Returned((number,), (1,))
-    assert loans.tell() is None
+    assert loans.take_report() == Returned((number,), (1,))
+    assert loans.take_report() is None
 
 
 @pytest.mark.parametrize("kind", ["Loan", "Written", "finalized"])
@@ -365,8 +365,8 @@ def test_dropped_loan_is_returned_during_an_interrupt(
     del value
     gc.collect()
     assert interrupter.is_called
-    assert page.heard(3) == 0, "the driver will ask again"
-    assert loans.tell() is not None
+    assert page.acknowledged(3) == 0, "the driver will ask again"
+    assert loans.take_report() is not None
     with pytest.raises(KeyboardInterrupt, match="task 7"):
         interrupt()
 

@@ -53,7 +53,7 @@ def test_interrupt_waits_until_the_message_is_sent(
     def interrupt_midway() -> None:
         size = len(encode(message))
         received.append(driver.socket.recv(1000))
-        page.ask(3, 7)
+        page.cancel(3, 7)
         signal.pthread_kill(main, signal.SIGINT)
         while sum(map(len, received)) < size:
             received.append(driver.socket.recv(1 << 20))
