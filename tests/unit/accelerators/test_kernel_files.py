@@ -240,9 +240,7 @@ def test_each_neuron_core_is_a_device(neuron: Neuron, tmp_path: Path) -> None:
     )
 
 
-def test_machine_without_neuron_ls_or_cores_has_no_devices(
-    neuron: Neuron, tmp_path: Path
-) -> None:
+def test_machine_without_neuron_has_no_devices(neuron: Neuron, tmp_path: Path) -> None:
     assert neuron.devices({"PATH": "/nowhere::"}, None) == ()
     for chips in ([], "", [{"neuron_device": 0}]):
         assert neuron.devices(listing(tmp_path, chips), None) == ()

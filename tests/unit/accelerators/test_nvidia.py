@@ -189,9 +189,7 @@ NO_COUNT = {"fail": {"nvmlDeviceGetCount_v2": 999}}
     ],
     ids=["start", "count", "no pynvml"],
 )
-def test_devices_are_logical_without_an_answer_of_nvml(
-    nvml: StubNvml, state, setup, problem
-):
+def test_devices_are_logical_without_answers(nvml: StubNvml, state, setup, problem):
     nvml.write(gpus(4), **state)
     *ids, message = nvml.run(setup + OUTCOME)
     assert ids == [[], [0, 1], [7, "GPU-ab"]]

@@ -131,9 +131,7 @@ result += [busy(5, fail={{"nvmlDeviceGetUtilizationRates": 999}}), look()[3]]
     ]
 
 
-def test_temperature_and_power_are_read_where_they_are_supported(
-    nvml: StubNvml,
-) -> None:
+def test_temperature_and_power_are_read_where_supported(nvml: StubNvml) -> None:
     snippet = f"""{WATCH}
 def read(first, **how):
     nvml.write([first, StubGpu(ONE)], **how)
@@ -350,9 +348,7 @@ def test_failing_calls_give_the_right_health(
     assert nvml.run(f"{WATCH}result = [check(), log.getvalue()]") == [health, ""]
 
 
-def test_nvml_that_the_program_shut_down_is_started_again(
-    nvml: StubNvml,
-) -> None:
+def test_nvml_that_the_program_shut_down_is_started_again(nvml: StubNvml) -> None:
     nvml.write(gpus(1))
     snippet = f"""{WATCH}
 result = [check()]

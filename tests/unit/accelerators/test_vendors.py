@@ -227,9 +227,7 @@ def test_incomplete_vendor_is_refused(missing: dict[str, object], message: str) 
         ),
     ],
 )
-def test_kind_and_variable_belong_to_one_vendor(
-    changes: dict[str, object], message: str
-) -> None:
+def test_kind_belongs_to_one_vendor(changes: dict[str, object], message: str) -> None:
     register(Fpga())
     with pytest.raises(OptionError, match=message):
         register(type("Other", (Fpga,), changes)())

@@ -39,9 +39,7 @@ async def ends_of(handles: list[Any]) -> list[Any]:
 # Which actor takes a call.
 
 
-async def test_call_goes_to_the_actor_with_the_fewest_unanswered_calls(
-    actors: FakeActors,
-) -> None:
+async def test_call_goes_to_the_actor_with_the_fewest_calls(actors: FakeActors) -> None:
     pool = await ready_pool(actors, 3)
     handles = call(pool, 5)
     assert actors.loads == [2, 2, 1]
@@ -54,9 +52,7 @@ async def test_call_goes_to_the_actor_with_the_fewest_unanswered_calls(
     assert actors.links[1].arguments[0] == ("embed", "1")
 
 
-async def test_ended_calls_do_not_count_as_load(
-    actors: FakeActors,
-) -> None:
+async def test_ended_calls_do_not_count_as_load(actors: FakeActors) -> None:
     pool = await ready_pool(actors, 2)
     first, second = call(pool, 2)
     first.cancel()
@@ -200,9 +196,7 @@ async def test_replacement_that_cannot_be_made_is_tried_again(
 
 
 @pytest.mark.parametrize("seed", range(8))
-async def test_counts_are_right_after_random_events(
-    actors: FakeActors, seed: int
-) -> None:
+async def test_counts_hold_after_random_events(actors: FakeActors, seed: int) -> None:
     chance = Random(seed)
     pool = await ready_pool(actors, 2, min_size=1, max_size=5, idle_after=0)
     scheduler = pool._finalizer.scheduler
@@ -351,9 +345,7 @@ async def test_dropped_pool_ends_its_actors_after_their_calls(
         (lambda: Remote, "returned <RemoteClass .*>; it must return an actor's handle"),
     ],
 )
-async def test_pool_refuses_arguments_that_make_no_actors(
-    argument: Any, message: str
-) -> None:
+async def test_pool_refuses_other_arguments(argument: Any, message: str) -> None:
     with pytest.raises(MisuseError, match=message):
         aiogpu.ActorPool(argument, 2)
     if isinstance(argument, list):

@@ -147,9 +147,7 @@ async def test_first_call_waits_at_most_max_wait_for_others(model: Model) -> Non
 
 
 @pytest.mark.parametrize("is_due", [True, False])
-async def test_call_during_a_batch_waits_its_own_max_wait(
-    model: Model, is_due: bool
-) -> None:
+async def test_call_during_a_batch_waits_max_wait(model: Model, is_due: bool) -> None:
     loop = asyncio.get_running_loop()
     callers = start(model.later, 1, 2, 3)
     await model.until_started(1)
@@ -364,15 +362,13 @@ class Item:
 
 
 @pytest.mark.usefixtures("no_garbage_collection")
-@pytest.mark.parametrize(
-    "end", ["result", "error", "item error", "cancel", "cancel early"]
-)
+@pytest.mark.parametrize("end", ["result", "error", "item error", "cancel", "early"])
 async def test_ended_calls_leave_no_references(end: str) -> None:
     model = Model()
     items = [Item(), Item()]
     references = [weakref.ref(thing) for thing in (model, *items)]
     callers = start(model.soon, *items)
-    if end == "cancel early":
+    if end == "early":
         await asyncio.sleep(0)
     else:
         await model.until_started(1)

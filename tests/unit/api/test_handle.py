@@ -59,9 +59,7 @@ async def work() -> Work:
 
 
 @pytest.mark.parametrize("kind", ["failed", "unreadable"])
-async def test_error_raised_again_does_not_grow_its_traceback(
-    work: Work, kind: str
-) -> None:
+async def test_repeated_error_keeps_its_traceback(work: Work, kind: str) -> None:
     work.handle.settle(KeyError("a") if kind == "failed" else UNREADABLE)
     lengths = set()
     for _ in range(3):
@@ -308,9 +306,7 @@ async def test_late_wake_does_not_end_the_stream(producer: Producer) -> None:
     assert await waiting == 2
 
 
-async def test_stream_raises_its_error_once_and_names_it_later(
-    producer: Producer,
-) -> None:
+async def test_stream_raises_its_error_once(producer: Producer) -> None:
     stream = new_stream(producer)
     stream.items.settle(KeyError("k"))
     assert (await stream.why()).outcome == "it failed with KeyError"

@@ -90,9 +90,7 @@ def test_arguments_that_are_too_large_are_refused(
 # Coroutines: waits are reported to the node once per turn of the loop.
 
 
-async def test_wait_for_a_child_lasts_while_it_has_a_waiter(
-    loop_channel: FakeChannel,
-) -> None:
+async def test_child_is_waited_for_with_a_waiter(loop_channel: FakeChannel) -> None:
     one, two = start_children(2)
     waiters = [await started(one) for _ in range(2)]
     waiters[0].cancel()
@@ -126,7 +124,7 @@ async def test_callbacks_count_as_waits(loop_channel: FakeChannel) -> None:
     two.cancel()
 
 
-async def test_awaited_children_are_cancelled_when_their_task_ends(
+async def test_children_are_cancelled_with_their_task(
     loop_channel: FakeChannel,
 ) -> None:
     """The next task on the loop gets the results of its own children."""

@@ -190,9 +190,7 @@ async def test_async_iterable_that_fails_late_wakes_the_consumer(
 # The reader of an async iterable.
 
 
-async def test_dropped_map_ends_the_reader_of_its_async_iterable(
-    engine: FakeEngine,
-) -> None:
+async def test_dropped_map_ends_its_async_iterable(engine: FakeEngine) -> None:
     numbers, before = PausedIterable(), asyncio.all_tasks()
     results = train.map(numbers)
     task = await started(anext(results))
@@ -227,9 +225,7 @@ async def test_invalid_options_are_refused(
         train.map([1], **options)
 
 
-async def test_invalid_arguments_and_a_second_consumer_are_refused(
-    engine: FakeEngine,
-) -> None:
+async def test_invalid_arguments_and_consumers_are_refused(engine: FakeEngine) -> None:
     handle = train.remote(1)
     for given, message in (
         ([5], "takes an iterable or an async iterable, not 5"),
@@ -291,9 +287,7 @@ def end(
 
 @pytest.mark.parametrize("kind", [lambda: count(1), AsyncNumbers])
 @ordered_or_not
-async def test_chunk_is_sent_as_one_call(
-    engine: FakeEngine, kind: Any, ordered: bool
-) -> None:
+async def test_chunk_is_one_call(engine: FakeEngine, kind: Any, ordered: bool) -> None:
     async with train.map(kind(), chunk=3, limit=7, ordered=ordered) as results:
         task = await started(anext(results))
         assert chunks(engine) == [[1, 2, 3], [4, 5, 6]], "no room for a third chunk"
@@ -357,9 +351,7 @@ class Unpicklable:
         raise TypeError("never")
 
 
-async def test_chunk_that_cannot_be_pickled_wakes_the_consumer(
-    engine: FakeEngine,
-) -> None:
+async def test_unpicklable_chunk_wakes_the_consumer(engine: FakeEngine) -> None:
     async def unsendable() -> AsyncIterator[Any]:
         yield Unpicklable()
         await asyncio.Event().wait()
@@ -419,9 +411,7 @@ def grown(seconds: float, most: int = MOST) -> Sizes:
     ("seconds", "size"),
     [
         *((seconds, TARGET / seconds) for seconds in (1e-6, 1e-5, 1e-4, 1e-3)),
-        *(
-            (seconds, 1) for seconds in (TARGET, 0.1, 1000.0)
-        ),  # slow items are sent alone
+        *((seconds, 1) for seconds in (TARGET, 0.1, 1000.0)),  # slow items go alone
         *((seconds, MOST) for seconds in (0.0, 1e-12)),
     ],
 )

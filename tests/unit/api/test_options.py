@@ -398,7 +398,7 @@ def test_task_cannot_set_variables_that_reorder_devices(
         ({"resources": {"neuron_cores": 1, "TPU": 1}}, "resources['neuron_cores'] and"),
     ],
 )
-def test_request_for_devices_of_two_vendors_is_refused(
+def test_devices_of_two_vendors_are_refused(
     options: dict[str, Any], names: str
 ) -> None:
     """The effective options count."""
@@ -414,9 +414,7 @@ def test_request_for_devices_of_two_vendors_is_refused(
     task.options(resources={"neuron_cores": 0, "license": 1})
 
 
-def test_worker_knows_the_device_kinds_of_its_node(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_worker_knows_the_kinds_of_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
     assert spec(resources={"FPGA": 0.5}).shape.request.devices == ()
     monkeypatch.setattr(current, "accelerators", {"GPU": (), "FPGA": ()})
     assert spec(resources={"FPGA": 0.5}).shape.request.devices == (("FPGA", 5_000),)
@@ -647,9 +645,7 @@ def test_invalid_placements_are_refused(
         ({"placement": [{"CPU": 1}]}, "must be the result of aiogpu.placement"),
     ],
 )
-def test_request_for_a_missing_bundle_is_refused(
-    options: dict[str, Any], message: str
-) -> None:
+def test_missing_bundle_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         request(**{"placement": group({"CPU": 1}), **options})
     assert request(placement=None, bundle=None) == request()

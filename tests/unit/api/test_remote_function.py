@@ -86,18 +86,14 @@ def test_remote_function_has_the_name_of_its_function() -> None:
         (Plain().method, "method", False),
     ],
 )
-def test_all_callables_can_be_remote(
-    function: Any, name: str, is_coroutine: bool
-) -> None:
+def test_callables_can_be_remote(function: Any, name: str, is_coroutine: bool) -> None:
     definition = Definition(function)
     assert aiogpu.remote(function).__name__ == name
     assert callable(load_function(definition.pickled().payload))
     assert definition.is_coroutine is is_coroutine
 
 
-async def test_generic_alias_makes_a_remote_class(
-    inline_node: aiogpu.types.Node,
-) -> None:
+async def test_generic_alias_is_a_remote_class(inline_node: aiogpu.types.Node) -> None:
     """Generic aliases like `list[int]` are callable, but they are no classes."""
     boxes = aiogpu.remote(Box[int])
     assert isinstance(boxes, RemoteClass)
@@ -157,9 +153,7 @@ def test_function_with_a_large_closure_is_warned_of_once() -> None:
 
 
 @pytest.mark.parametrize("thing", [documented, Counter], ids=["function", "class"])
-def test_remote_object_of_a_module_is_pickled_by_name_with_its_options(
-    thing: Any,
-) -> None:
+def test_object_of_a_module_is_pickled_by_name_with_its_options(thing: Any) -> None:
     stream = pickle.dumps(thing)
     assert len(stream) < 700, "only the name is pickled"
     for copied in (pickle.loads(stream), pickle.loads(ForkingPickler.dumps(thing))):
@@ -172,9 +166,7 @@ def test_remote_object_of_a_module_is_pickled_by_name_with_its_options(
     assert vars(copied).get("_interface") is vars(thing).get("_interface")
 
 
-def test_class_that_is_plain_on_the_other_side_becomes_remote(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_plain_class_becomes_remote_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A program may keep the plain class under its own name."""
     remote = aiogpu.remote(Plain)
     monkeypatch.setattr(sys.modules[__name__], "Plain", remote)
@@ -197,9 +189,7 @@ def local_things() -> list[Any]:
 
 
 @pytest.mark.parametrize("thing", local_things(), ids=repr)
-def test_local_remote_object_is_pickled_by_value_but_not_by_plain_pickle(
-    thing: Any,
-) -> None:
+def test_local_object_is_pickled_by_value_but_not_by_plain_pickle(thing: Any) -> None:
     """The error for multiprocessing says what to do."""
     with pytest.raises(SerializationError) as caught:
         ForkingPickler.dumps(thing)
@@ -218,9 +208,7 @@ def test_local_remote_object_is_pickled_by_value_but_not_by_plain_pickle(
 # Calls.
 
 
-async def test_function_that_could_not_be_pickled_can_be_called_later(
-    engine: FakeEngine,
-) -> None:
+async def test_unpicklable_function_can_be_called_later(engine: FakeEngine) -> None:
     """[B39]"""
     state: dict[str, object] = {"lock": threading.Lock()}
 

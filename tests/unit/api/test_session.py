@@ -60,9 +60,7 @@ def call(session: Session, name: str = "train") -> Any:
 # Opening, calls, closing.
 
 
-async def test_early_calls_are_submitted_in_order_after_the_opening(
-    engine: FakeEngine,
-) -> None:
+async def test_early_calls_are_submitted_after_the_opening(engine: FakeEngine) -> None:
     engine.infeasible.add("huge")
     engine.may_open.clear()
     session = opening(engine)
@@ -105,9 +103,7 @@ async def test_error_of_the_opening_fails_all_calls(
 
 
 @pytest.mark.parametrize("is_failing", [True, False])
-async def test_shutdown_abandons_an_opening(
-    engine: FakeEngine, is_failing: bool
-) -> None:
+async def test_shutdown_stops_an_opening(engine: FakeEngine, is_failing: bool) -> None:
     """`shutdown` does not wait, because the opening may hang in an import."""
     engine.may_open.clear()
     engine.open_error = OSError("ignored") if is_failing else None
@@ -149,9 +145,7 @@ async def test_second_shutdown_can_force_the_first(engine: FakeEngine) -> None:
     assert engine.story == ["open", "opened", "close", "force_close", "closed"]
 
 
-async def test_error_of_the_close_is_raised_and_frees_the_loop(
-    engine: FakeEngine,
-) -> None:
+async def test_error_of_close_is_raised_and_frees_the_loop(engine: FakeEngine) -> None:
     session = await opened(engine)
     engine.close_error = OSError("busy")
     with pytest.raises(OSError, match="busy"):
@@ -291,9 +285,7 @@ async def test_init_opens_and_shutdown_closes_a_node(engines: Engines) -> None:
 
 
 @pytest.mark.parametrize("wait", [aiogpu.init, aiogpu.cluster_resources, aiogpu.status])
-async def test_shutdown_by_another_task_fails_waiting_calls(
-    wait: Any, engines: Engines
-) -> None:
+async def test_shutdown_fails_waiting_calls(wait: Any, engines: Engines) -> None:
     """The waiting task gets an error, because it was not cancelled itself."""
     engines.made[0].may_open.clear()
     task = await started(wait())

@@ -94,9 +94,7 @@ async def node(inline_node: aiogpu.types.Node) -> aiogpu.types.Node:
 
 
 @pytest.mark.parametrize("use", [loop_over, list, tuple, first, sorted])
-async def test_map_without_async_for_is_refused(
-    node: aiogpu.types.Node, use: Use
-) -> None:
+async def test_map_in_a_plain_for_is_refused(node: aiogpu.types.Node, use: Use) -> None:
     assert "write `async for item in pair.map(...)`" in await message_of(
         use, pair.map([])
     )
@@ -104,9 +102,7 @@ async def test_map_without_async_for_is_refused(
     assert "`[item async for item in pair.map(...)]`" in message
 
 
-async def test_stream_does_not_count_as_a_plain_iterable(
-    node: aiogpu.types.Node,
-) -> None:
+async def test_stream_does_not_count_as_an_iterable(node: aiogpu.types.Node) -> None:
     """Libraries that accept both kinds may check for the plain one first."""
     httpx = pytest.importorskip("httpx", reason="httpx is not installed")
     assert not isinstance(count.remote(), Iterable)
@@ -250,9 +246,7 @@ async def test_method_as_a_task_is_refused(node: aiogpu.types.Node) -> None:
     assert " method is a method of Plain: put @aiogpu.remote above the class" in message
 
 
-async def test_init_of_an_open_node_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_init_of_an_open_node_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AIOGPU_ADDRESS", "inline")
     calls: list[tuple[Callable[[], Any], str]] = [
         (
@@ -284,9 +278,7 @@ async def test_use_of_a_remote_object_without_a_call_is_refused(
     assert f"write {advice}" in await message_of(use, thing)
 
 
-async def test_wrong_use_of_methods_of_actors_and_pools_is_refused(
-    node: aiogpu.types.Node,
-) -> None:
+async def test_wrong_use_of_actor_methods_is_refused(node: aiogpu.types.Node) -> None:
     counter: Any = Counter.remote()
     assert "write `await actor.add.remote(...)`" in await message_of(
         wait_for, counter.add
@@ -366,9 +358,7 @@ async def test_task_group_refuses_a_handle(node: aiogpu.types.Node) -> None:
         (lambda: pair.remote(), ".remote()"),
     ],
 )
-def test_call_without_a_loop_is_refused_by_name(
-    use: Callable[[], Any], name: str
-) -> None:
+def test_call_without_loop_is_refused(use: Callable[[], Any], name: str) -> None:
     with pytest.raises(aiogpu.NoLoopError) as raised:
         use()
     assert str(raised.value).startswith(f"{name} needs a running event loop")
@@ -377,9 +367,7 @@ def test_call_without_a_loop_is_refused_by_name(
 
 
 @pytest.mark.usefixtures("no_leaks")
-async def test_call_after_the_block_is_warned_of_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_call_after_a_block_warns_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "aiogpu"):
         async with aiogpu.init(address="inline", num_cpus=1):
             assert await same.remote(2) == 2
@@ -430,9 +418,7 @@ MISSPELT: dict[str, tuple[Callable[..., object], str]] = {
 
 
 @pytest.mark.parametrize("of_what", MISSPELT)
-def test_misspelt_option_gets_a_suggestion_and_a_list(
-    of_what: str,
-) -> None:
+def test_misspelt_option_gets_a_suggestion_and_a_list(of_what: str) -> None:
     call, names = MISSPELT[of_what]
     misspelt, _, nearest = names.partition(" ")
     with pytest.raises(OptionError) as caught:

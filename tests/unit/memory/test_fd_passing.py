@@ -125,7 +125,7 @@ class Cut:
     ("sizes", "reads"),
     [([1], [4000]), ([3], [5]), ([7, 0, 1], [13, 2]), ([0, 9], [1]), ([20, 5], [5])],
 )
-def test_messages_cut_anywhere_are_joined(
+def test_cut_messages_are_joined(
     ends: Ends, sizes: list[int], reads: list[int]
 ) -> None:
     ends.sender._sock = Cut(ends.one, sizes)
@@ -225,9 +225,7 @@ def test_descriptor_that_cannot_be_queued_is_refused_at_once(ends: Ends) -> None
     assert ends.sender.waiting == 1
 
 
-def test_numbers_without_descriptors_are_refused(
-    ends: Ends,
-) -> None:
+def test_numbers_without_descriptors_are_refused(ends: Ends) -> None:
     before = open_descriptors()
     send(ends.sender, 1, 3)
     ends.one.send(bytes(8))

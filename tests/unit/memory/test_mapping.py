@@ -192,9 +192,7 @@ def test_written_page_differs_from_read_pages(
         assert not is_as_mapped(address_of(mapping), SIZE)
 
 
-def test_spans_of_views_are_found_unless_they_were_changed(
-    reader: Reader, large: Segment
-) -> None:
+def test_spans_of_unchanged_views_are_found(reader: Reader, large: Segment) -> None:
     shown, half = reader.mappings.shown, SIZE // 2
     assert shown([memoryview(bytes(SIZE))]) is None
     (view,) = reader.views(large, (0, SIZE))

@@ -193,9 +193,7 @@ def test_segment_that_cannot_be_made_raises_the_system_error(tmp_path: Path) -> 
 # Readers
 
 
-def test_segment_counts_as_read_while_a_descriptor_or_mapping_exists(
-    directory: str | None,
-) -> None:
+def test_segment_is_read_while_descriptors_exist(directory: str | None) -> None:
     segment = Segment.create(1, PAGE, directory)
     assert not segment.is_read
     first, second = segment.share(), segment.share()
@@ -212,9 +210,7 @@ def test_segment_counts_as_read_while_a_descriptor_or_mapping_exists(
     segment.close()
 
 
-def test_segment_counts_as_read_if_the_kernel_cannot_tell(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_segment_is_read_if_kernel_cannot_tell(monkeypatch: pytest.MonkeyPatch) -> None:
     real = fcntl.fcntl
 
     def refuse(fd: int, command: int, argument: bytes | int = 0) -> bytes | int:
@@ -229,9 +225,7 @@ def test_segment_counts_as_read_if_the_kernel_cannot_tell(
     segment.close()
 
 
-def test_segment_works_without_seal_and_populate(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_segment_works_without_kernel_help(monkeypatch: pytest.MonkeyPatch) -> None:
     # The kernel refuses these numbers of seals and advice with EINVAL.
     monkeypatch.setattr(segments, "_F_SEAL_FUTURE_WRITE", 0x8000)
     monkeypatch.setattr(segments, "_MADV_POPULATE_WRITE", 9999)
@@ -272,9 +266,7 @@ def descriptor() -> Iterator[int]:
     os.close(descriptor)
 
 
-def test_control_page_shares_the_words_of_each_slot(
-    descriptor: int,
-) -> None:
+def test_control_page_shares_the_words_of_each_slot(descriptor: int) -> None:
     driver, worker = ControlPage.open(descriptor), ControlPage.open(descriptor)
     assert os.fstat(descriptor).st_size == PAGE_SIZE
     assert not os.get_inheritable(descriptor)
@@ -320,9 +312,7 @@ def sums(pool: SegmentPool) -> tuple[int, int, int]:
     return counts[0] // PAGE, counts[1] // PAGE, counts[2] // PAGE
 
 
-def test_returned_segment_is_reused_in_place(
-    pool: SegmentPool,
-) -> None:
+def test_returned_segment_is_reused_in_place(pool: SegmentPool) -> None:
     segment = pool.take(3 * PAGE)
     assert [pool.take(PAGE).id for _ in range(2)] == [1001, 1002]
     segment.write([memoryview(b"first")])
@@ -383,9 +373,7 @@ def test_pool_puts_segments_on_disk_when_memory_is_scarce(tmp_path: Path) -> Non
     assert sums(pool) == (0, 0, 0)
 
 
-def test_memory_error_says_what_was_asked_what_there_is_and_what_to_do(
-    pool: SegmentPool,
-) -> None:
+def test_memory_error_names_the_request_and_advice(pool: SegmentPool) -> None:
     pool.take(2 * PAGE)
     with pytest.raises(ObjectMemoryError) as caught:
         pool.take(3 << 20, is_scarce=True)
@@ -408,9 +396,7 @@ def test_missing_spill_directory_is_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_scarce", [False, True])
-def test_too_many_descriptors_raise_the_system_error(
-    tmp_path: Path, is_scarce: bool
-) -> None:
+def test_too_many_descriptors_are_an_error(tmp_path: Path, is_scarce: bool) -> None:
     pool = SegmentPool(1, 0, lambda: str(tmp_path))
     with (
         at_most(resource.RLIMIT_NOFILE, 0),
@@ -428,9 +414,7 @@ def test_too_many_descriptors_raise_the_system_error(
     limit=st.integers(0, 12),
     steps=st.lists(st.tuples(st.sampled_from("tsgdr"), st.integers(1, 9)), max_size=40),
 )
-def test_sums_of_the_pool_agree_with_its_segments(
-    limit: int, steps: list[tuple[str, int]]
-) -> None:
+def test_sums_agree_with_segments(limit: int, steps: list[tuple[str, int]]) -> None:
     pool = SegmentPool(1, limit * PAGE, lambda: None)
     used: list[Segment] = []
     seen: dict[int, Segment] = {}

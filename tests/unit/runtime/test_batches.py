@@ -175,7 +175,7 @@ async def test_receiver_that_raises_harms_no_other_receiver(
 
 
 @pytest.mark.parametrize("reason", ["values", "large", "other", "fetched"])
-async def test_result_that_needs_extra_work_is_handled_alone(
+async def test_result_with_extra_work_is_alone(
     node: OneWorkerNode, reason: str
 ) -> None:
     node.submit(*range(2, 40))
@@ -323,9 +323,7 @@ class BusyReceiver:
         self.during = scheduler.events[before:]
 
 
-async def test_nested_event_is_handled_after_the_current_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_nested_event_is_handled_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """Events keep their order, and no decision is made during another one."""
     # The driver calls the methods of the class `Scheduler`.
     for name, method in {
@@ -499,9 +497,7 @@ def test_loop_polls_while_answers_come_quickly(monkeypatch: pytest.MonkeyPatch) 
     assert not clock.soon
 
 
-def test_loop_sleeps_in_a_flood_and_with_one_cpu(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_loop_sleeps_in_flood_or_with_one_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = ManualClock(monkeypatch)
     for _ in range(3):
         clock.poll.note(1)

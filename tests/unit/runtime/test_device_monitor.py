@@ -88,7 +88,7 @@ class HealthStory:
         ),
     ],
 )
-def test_bad_report_makes_a_device_sick(
+def test_bad_report_makes_device_sick(
     health: Health, sample: Sample, reason: str
 ) -> None:
     story = HealthStory()
@@ -292,9 +292,7 @@ class MonitorStory:
         self.monitor.on_round(Look(self.when, samples, healths, origins))
 
 
-async def test_devices_are_sick_while_their_driver_hangs(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_devices_of_hung_driver_are_sick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SILENT", 0.03)
     story = MonitorStory()
     story.start("a")
@@ -372,10 +370,8 @@ def attribute(owners: ProcessAttribution, sample: Sample) -> Sorted:
 def test_reused_process_id_is_attributed_again() -> None:
     owners = ProcessAttribution()
     attribute(owners, listed(WORKER_PID))
-    processes = owners.sort(
-        "GPU", listed(WORKER_PID), {WORKER_PID: Origin("x", ())}, {}
-    )
-    assert processes.others == (OtherProcess(WORKER_PID, "x", GIB),)
+    sorted_ = owners.sort("GPU", listed(WORKER_PID), {WORKER_PID: Origin("x", ())}, {})
+    assert sorted_.others == (OtherProcess(WORKER_PID, "x", GIB),)
     assert owners.sort("GPU", listed(WORKER_PID), {}, {}) == Sorted()
 
 

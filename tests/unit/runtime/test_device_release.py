@@ -66,12 +66,7 @@ def foreign(*pids: int, used: int | None = 2 * GIB) -> Sample:
         (IDLE, host(OTHER), FREE, FREE),
         (IDLE, host(OTHER, CHILD), HELD, HELD),
         (IDLE, host(MINE, living=(MINE,)), HELD, HELD),  # its id was reused
-        (
-            host(CHILD, used=GIB),
-            host(CHILD),
-            FREE,
-            FREE,
-        ),  # listed earlier
+        (host(CHILD, used=GIB), host(CHILD), FREE, FREE),  # listed earlier
         (host(MINE, used=GIB), host(MINE), HELD, HELD),  # an earlier process had its id
         (IDLE, host(MINE, used=GIB), FREE, HELD),
         (IDLE, host(MINE, used=GIB + TOLERANCE), FREE, HELD),
@@ -226,9 +221,7 @@ def test_each_device_of_a_worker_recovers_by_itself() -> None:
     assert story.step() == [(Scheduler.device_changed, *ONE, Cause.UNSETTLED, None)]
 
 
-def test_late_sample_is_not_used_as_the_idle_sample(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_late_sample_is_not_the_idle_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("aiogpu.runtime.devices.release.LATE", -1.0)
     story = ReleaseStory()
     story.put(Sample(used=2 * GIB))
@@ -243,9 +236,7 @@ def test_idle_sample_that_lists_the_worker_is_corrected() -> None:
     assert story.end() == []
 
 
-def test_driver_without_an_answer_is_logged_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_driver_without_answer_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     failing = Sample(problem="NVML does not start: Driver Not Loaded")
     story = ReleaseStory(failing, failing)
     assert story.end() == [free(1, False)]
@@ -367,9 +358,7 @@ class Hanging(FakeWatch):
         return super().look(device)
 
 
-async def test_driver_that_hangs_does_not_delay_other_workers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_hung_driver_delays_no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_thread, "CLOSE_LIMIT", 0.02)
     watch = Hanging()
     story = start_release(watch, limit=0.01)
@@ -389,7 +378,7 @@ async def test_driver_that_hangs_does_not_delay_other_workers(
     await story.close()
 
 
-async def test_close_does_not_wait_for_a_driver_that_hangs(
+async def test_close_does_not_wait_for_hung_driver(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(device_thread, "CLOSE_LIMIT", 0.02)

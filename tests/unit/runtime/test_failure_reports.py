@@ -150,9 +150,7 @@ def test_gpu_memory_error_names_the_request_and_the_neighbours(node: Scheduler) 
     assert vars(again) == vars(error)
 
 
-def test_gpu_memory_error_of_a_worker_without_a_lease_has_no_devices(
-    node: Scheduler,
-) -> None:
+def test_memory_error_of_a_worker_without_lease_has_no_devices(node: Scheduler) -> None:
     worker = WorkerRecord(WorkerId(9))
     error = gpu_out_of_memory("train", worker, node, peak=3, what="ran out")
     assert (error.asked, error.limit, error.peak, error.devices) == (0, 0, 3, ())

@@ -49,7 +49,7 @@ def weighed(worker: int, used: int, asked: int = 0) -> Weighed:
         ([weighed(1, 10), weighed(2, 900, asked=900)], 2),
     ],
 )
-def test_victim_is_the_worker_whose_end_helps_most(
+def test_victim_is_the_best_worker_to_end(
     workers: list[Weighed], victim: int | None
 ) -> None:
     chosen = choose_victim(workers, LIMIT)
@@ -148,7 +148,7 @@ def test_guard_checks_only_while_tasks_run(machine: FakeMachine) -> None:
     machine.watch.close()
 
 
-def test_worker_that_does_not_end_protects_the_others_for_a_limited_time(
+def test_victim_that_does_not_end_protects_others_for_a_time(
     machine: FakeMachine,
 ) -> None:
     machine.start(1, 300)

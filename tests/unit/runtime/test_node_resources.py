@@ -46,9 +46,7 @@ ENDLESS = resource.RLIM_INFINITY
         (ENDLESS, ENDLESS, ENDLESS),
     ],
 )
-def test_limit_is_raised_as_far_as_slots_need(
-    soft: int, hard: int, expected: int
-) -> None:
+def test_limit_is_raised_as_slots_need_it(soft: int, hard: int, expected: int) -> None:
     assert raised(soft, hard, used=100) == expected
 
 
@@ -80,9 +78,7 @@ def child_limit(limit: DescriptorLimit) -> int:
     return soft
 
 
-def test_limit_is_raised_for_the_first_node_and_restored_after_the_last(
-    low: int,
-) -> None:
+def test_limit_is_raised_for_the_first_node_and_restored_at_the_end(low: int) -> None:
     _, hard = resource.getrlimit(NOFILE)
     limit = DescriptorLimit()
     assert child_limit(limit) == low
@@ -116,9 +112,7 @@ def test_limit_that_cannot_be_raised_is_used_unchanged(
     assert soft_limit() == low + PER_SLOT
 
 
-def test_limit_too_low_for_one_worker_is_an_error(
-    low: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_low_limit_is_an_error(low: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("aiogpu.runtime.descriptors.raised", lambda soft, *_: soft)
     with pytest.raises(
         NodeStartError, match=f"(?s)may have {low} descriptors open.*`ulimit -Hn`"
@@ -126,9 +120,7 @@ def test_limit_too_low_for_one_worker_is_an_error(
         DescriptorLimit().acquire()
 
 
-def test_sockets_fit_into_the_longest_directory_name(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_sockets_fit_into_longest_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     with tempfile.TemporaryDirectory(dir="/tmp", prefix="ag") as short:
         for length, is_used in ((LONGEST, True), (LONGEST + 1, False)):
             folder = f"{short}/{'x' * (length - len(short) - 1)}"
@@ -142,9 +134,7 @@ def test_sockets_fit_into_the_longest_directory_name(
                     listening.bind(name)
 
 
-def test_directory_error_lists_all_places_that_were_tried(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_directory_error_lists_places_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(path: str, _mode: int) -> None:
         raise PermissionError(13, "Permission denied", path)
 
@@ -200,9 +190,7 @@ async def test_processes_that_do_not_die_are_logged(
     assert groups_of(os.getpid()) == []
 
 
-async def test_node_without_a_cgroup_ends_slots_at_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_node_without_cgroup_ends_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_cgroup, "find_cgroup", lambda: Place(None, "why not"))
     node = NodeCgroup(asyncio.get_running_loop())
     assert repr(node) == "<NodeCgroup the node has not started>"

@@ -52,9 +52,7 @@ def test_peer_aborted_before_its_connection_is_made_is_cut_off() -> None:
     assert transport.calls == ["abort"]
 
 
-def test_connection_of_another_user_is_refused(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_connection_of_other_user_is_refused(caplog: pytest.LogCaptureFixture) -> None:
     pool = FakePool()
     peer, transport = pool.connect(uid=os.geteuid() + 1)
     assert transport.calls == ["abort"]

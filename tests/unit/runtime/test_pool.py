@@ -21,16 +21,7 @@ from aiogpu.runtime.workers.pool import Pool
 from aiogpu.runtime.workers.slots import MARGIN, SITES_KEPT, LiveWorker, Slot, Slots
 from aiogpu.wire.connection import KEEPER, WORKER
 from aiogpu.wire.connection import ZYGOTE as ZYGOTE_ROLE
-from aiogpu.wire.messages import (
-    Close,
-    Define,
-    End,
-    Ended,
-    Forget,
-    Fork,
-    Forked,
-    Hello,
-)
+from aiogpu.wire.messages import Close, Define, End, Ended, Forget, Fork, Forked, Hello
 from tests.support.until import until
 from tests.unit.runtime import fakes
 from tests.unit.runtime.fakes import (
@@ -83,7 +74,7 @@ async def test_slot_serves_only_its_own_zygote(slots: Slots) -> None:
 
 
 @pytest.mark.parametrize("slots", [2], indirect=True)
-async def test_free_slot_of_another_zygote_is_closed_when_slots_run_out(
+async def test_free_slot_of_another_zygote_closes_if_slots_run_out(
     slots: Slots,
 ) -> None:
     other: Any = FakeZygote()
@@ -214,9 +205,7 @@ async def test_unknown_peers_are_cut_off(node: FakeNode) -> None:
     assert node.zygotes.peers == [zygote]
 
 
-async def test_late_end_of_a_keeper_does_not_affect_its_successor(
-    node: FakeNode,
-) -> None:
+async def test_late_end_of_keeper_does_not_affect_its_successor(node: FakeNode) -> None:
     first, _ = node.start(1)
     node.pool.on_lost_slot(0)
     second, _ = node.start(2)

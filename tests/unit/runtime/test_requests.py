@@ -82,9 +82,7 @@ def declaration(
     return Declare(func, declared.spec.name, dump_spec(declared), payload)
 
 
-def test_equal_declarations_of_two_workers_share_one_function(
-    story: RequestStory,
-) -> None:
+def test_equal_declarations_of_workers_share_one_function(story: RequestStory) -> None:
     """So `max_calls`, sent functions and durations count for all workers."""
     (worker_1, _), (worker_2, _) = story.worker(1), story.worker(2)
     story.receive(worker_1, declaration(7), declaration(8), Submit(3, 1, 7, b""))
@@ -133,9 +131,7 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
         process.kill()
 
 
-def test_search_finds_processes_with_the_mark_of_a_lease(
-    sleeper: subprocess.Popen[bytes],
-) -> None:
+def test_search_finds_processes_by_their_mark(sleeper: subprocess.Popen[bytes]) -> None:
     assert find_marked(f"AIOGPU_LEASE={os.getpid()}.2") == (sleeper.pid,)
     assert find_marked(f"AIOGPU_LEASE={os.getpid()}") == ()
     assert find_marked(f"OTHER={os.getpid()}.2") == ()
@@ -157,7 +153,7 @@ def test_search_finds_a_process_during_its_exec(
 
 
 @pytest.mark.either_loop
-async def test_watcher_without_pidfds_repeats_the_search(
+async def test_watcher_repeats_search_without_pidfds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def refuse(_: int) -> int:
@@ -173,9 +169,7 @@ async def test_watcher_without_pidfds_repeats_the_search(
 
 
 @pytest.mark.either_loop
-async def test_watcher_repeats_a_search_that_fails(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_watcher_repeats_a_failed_search(monkeypatch: pytest.MonkeyPatch) -> None:
     rounds: list[tuple[int, ...]] = [()]
 
     def find(_: str) -> tuple[int, ...]:
@@ -193,9 +187,7 @@ async def test_watcher_repeats_a_search_that_fails(
 
 
 @pytest.mark.either_loop
-async def test_closed_watcher_reports_nothing(
-    sleeper: subprocess.Popen[bytes],
-) -> None:
+async def test_closed_watcher_reports_nothing(sleeper: subprocess.Popen[bytes]) -> None:
     loop, ended = asyncio.get_running_loop(), list[Collection[int]]()
     watcher = LeaseProcessWatcher(loop, f"AIOGPU_LEASE={os.getpid()}.2", ended.append)
     await until(lambda: "1 processes" in repr(watcher))

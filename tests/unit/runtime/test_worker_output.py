@@ -107,9 +107,7 @@ async def test_next_worker_of_a_paused_slot_is_paused(tmp_path: Path) -> None:
     output.close()
 
 
-async def test_output_that_cannot_be_created_leaves_no_files_and_descriptors(
-    tmp_path: Path,
-) -> None:
+async def test_output_that_fails_to_open_leaves_no_resources(tmp_path: Path) -> None:
     before = sorted(os.listdir("/proc/self/fd"))
     (tmp_path / "0.2").touch()
     with pytest.raises(FileExistsError):
@@ -267,9 +265,7 @@ async def end(console: Console) -> None:
         console._thread.join(20)
 
 
-async def test_actions_wait_for_their_line_and_keep_their_order(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_actions_follow_lines_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = slow_terminal(monkeypatch)
     console, source = Console(asyncio.get_running_loop(), True), FakeSource()
     actions: list[str] = []
@@ -297,9 +293,7 @@ async def test_characters_that_the_terminal_cannot_encode_are_escaped(
     assert raw.getvalue() == b"plain\n\\xfcn\\xef\n"
 
 
-def test_console_writes_its_lines_after_the_loop_closed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_console_writes_after_the_loop_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = slow_terminal(monkeypatch)
     loop = asyncio.new_event_loop()
     console = Console(loop, True)
@@ -336,9 +330,7 @@ async def shown(
     await end(console)
 
 
-async def test_progress_in_a_notebook_is_erased_with_spaces(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_notebook_progress_is_erased(monkeypatch: pytest.MonkeyPatch) -> None:
     notebook, errors = Notebook(), Notebook()
     progress = ["10%\r", "20%\r", "done", "30%\r", "\r", "40%\r"]
     lines = [*((1, 7, text) for text in progress), (2, 7, "an error"), (1, 7, "end")]
@@ -376,7 +368,7 @@ async def test_stream_with_write_only_gets_lines_without_progress(
 DONE = ChildDone(1, b"")
 
 
-async def test_terminal_releases_messages_when_the_node_is_gone(
+async def test_terminal_releases_messages_at_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     screen, taken = SlowTerminal(), list[Message]()

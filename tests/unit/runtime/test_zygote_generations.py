@@ -52,9 +52,7 @@ huggingface_hub HF_TOKEN, jax XLA_FLAGS, jax JAX_PLATFORMS, mine MINE_DEBUG"""
 
 
 @pytest.mark.parametrize("name", [*AT_START.split(), *IN_WORKER.split()])
-def test_zygote_gets_the_variables_that_libraries_read_at_their_start(
-    name: str,
-) -> None:
+def test_zygote_gets_variables_that_libraries_read_at_their_start(name: str) -> None:
     early = ((name, "1"),) if name in AT_START.split() else ()
     assert early_variables(((name, "1"),), (), ()) == early
 
@@ -109,9 +107,7 @@ def test_zygote_gets_the_options_of_the_interpreter() -> None:
             assert option.removeprefix("-W") in childs
 
 
-def test_zygote_does_not_get_options_that_print_at_exit(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_zygote_gets_no_options_that_print(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "_xoptions", {"importtime": True, "dev": True})
     flags = list(interpreter_flags())
     assert flags[flags.index("-X") :][:2] == ["-X", "dev"]
@@ -340,9 +336,7 @@ async def generations() -> AsyncIterator[Generations]:
     generations.zygotes.end()
 
 
-async def test_module_learnt_during_a_start_makes_another_generation(
-    generations: Generations,
-) -> None:
+async def test_module_learnt_during_a_start_is_added(generations: Generations) -> None:
     generations.zygotes.note_imports(LEARNT)
     second = await generations.follower()
     generations.zygotes.note_imports(Imported(("late",), (DEAR,)))
@@ -379,9 +373,7 @@ async def test_new_modules_of_a_generation_that_dies_are_left_out(
     assert (generations.current, len(generations.made)) == (0, 2)
 
 
-async def test_zygote_that_dies_is_replaced_with_proven_modules_only(
-    generations: Generations,
-) -> None:
+async def test_dead_zygote_keeps_only_proven_modules(generations: Generations) -> None:
     generations.zygotes.note_imports(LEARNT)
     (await generations.follower()).become_ready()
     generations.last.die()
@@ -422,9 +414,7 @@ async def test_zygote_is_restarted_on_request_only_after_too_many_deaths(
     assert warnings[-1].startswith("workers can be started again: zygote ")
 
 
-async def test_replacement_that_cannot_be_started_is_tried_again(
-    generations: Generations,
-) -> None:
+async def test_replacement_that_fails_is_tried_again(generations: Generations) -> None:
     zygotes = generations.zygotes
     generations.fault = NodeStartError("python cannot be started: no file")
     generations.last.die()
@@ -459,9 +449,7 @@ async def test_first_zygote_is_tried_again_if_resources_were_short(number: int) 
     assert generations.zygotes.problem is not None
 
 
-async def test_new_generation_serves_if_the_old_one_is_dead(
-    generations: Generations,
-) -> None:
+async def test_new_generation_serves_if_old_is_dead(generations: Generations) -> None:
     generations.zygotes.note_imports(LEARNT)
     follower = await generations.follower()
     for _ in range(INTENSITY + 1):
@@ -520,9 +508,7 @@ async def test_no_generation_starts_after_the_end(generations: Generations) -> N
 
 
 @pytest.mark.usefixtures("no_leaks")
-async def test_node_closed_now_leaves_no_directory(
-    runtime_directory: Path,
-) -> None:
+async def test_node_closed_now_leaves_no_directory(runtime_directory: Path) -> None:
     async with aiogpu.init(num_cpus=1, num_gpus=0) as session:
         supervisor: Supervisor = session._session._engine._supervisor  # type: ignore[attr-defined]
         parts: Any = supervisor._parts

@@ -239,9 +239,7 @@ def test_warning_of_torch_is_silenced_only_the_first_time(torch, monkeypatch):
         (2, 1, ("cuda", 1)),
     ],
 )
-def test_cuda_tensor_arrives_at_the_same_index_or_on_the_cpu(
-    torch, cards, index, place
-):
+def test_cuda_tensor_arrives_at_its_index_or_on_the_cpu(torch, cards, index, place):
     with pytest.warns(AiogpuWarning, match="through host memory"):
         stream, buffers = dump(Tensor(np.arange(EDGE), "cuda", index))
     assert len(buffers) == 1

@@ -115,9 +115,7 @@ def test_interrupts_of_an_idle_loop_cancel_the_task_once(
 
 
 @pytest.mark.usefixtures("cancelled")
-def test_code_that_blocks_the_loop_is_interrupted(
-    coroutines: Coroutines, page: ControlPage
-) -> None:
+def test_blocked_loop_is_interrupted(coroutines: Coroutines, page: ControlPage) -> None:
     """The first interrupt asks the loop to cancel, which the loop cannot do."""
     heard = []
 
@@ -137,9 +135,7 @@ def test_code_that_blocks_the_loop_is_interrupted(
 
 
 @pytest.mark.usefixtures("cancelled")
-def test_interrupt_closes_the_loop(
-    coroutines: Coroutines, interrupts: Interrupts
-) -> None:
+def test_interrupt_closes_loop(coroutines: Coroutines, interrupts: Interrupts) -> None:
     async def busy() -> None:
         interrupt()
 

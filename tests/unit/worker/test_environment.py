@@ -37,9 +37,7 @@ def test_bound_variables_are_restored_after_a_task() -> None:
     assert os.environ["AIOGPU_TEST_B"] == "changed", "a variable of the user"
 
 
-def test_random_generators_of_loaded_libraries_are_seeded(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_loaded_random_generators_are_seeded(monkeypatch: pytest.MonkeyPatch) -> None:
     seeded: list[str] = []
     monkeypatch.delitem(sys.modules, "numpy.random", raising=False)
     monkeypatch.delitem(sys.modules, "torch", raising=False)
@@ -62,9 +60,7 @@ def test_random_generators_of_loaded_libraries_are_seeded(
 
 
 @pytest.mark.usefixtures("own_environment")
-def test_binding_pins_the_worker_to_its_cpus(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_binding_pins_a_worker_to_its_cpus(capsys: pytest.CaptureFixture[str]) -> None:
     before = os.sched_getaffinity(0)
     first = min(before)
     try:
@@ -172,7 +168,7 @@ def test_library_imported_by_a_task_gets_the_number_of_threads(
     assert (openblas.sets, machine.scans) == ([3], 1)
 
 
-def test_torch_threads_are_set_by_torch(
+def test_torch_sets_its_threads(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sets: list[int] = []
@@ -227,8 +223,6 @@ def test_thread_variables_of_the_task_override_those_of_the_program(
     assert (os.environ[OWN], openblas.num_threads) == (omp, blas)
 
 
-def test_imports_are_not_wrapped_if_python_lacks_the_hook(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_imports_are_unwrapped_without_a_hook(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(private_hooks, "_FIND", "another_way")
     assert not private_hooks.wrap_imports(lambda find: find)

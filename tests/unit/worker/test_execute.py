@@ -128,9 +128,7 @@ def no_value() -> object:
 
 
 @pytest.mark.usefixtures("context")
-def test_task_cancelled_before_its_start_does_not_run(
-    runner: Runner, page: ControlPage
-) -> None:
+def test_task_cancelled_early_does_not_run(runner: Runner, page: ControlPage) -> None:
     page.cancel(3, 7)
     runner.use(fresh_object)
     assert runner.fail().kind == STOPPED
@@ -273,9 +271,7 @@ def test_answer_that_cannot_be_sent_spoils_no_other_answer(
 
 
 @pytest.mark.usefixtures("context")
-def test_fork_of_a_worker_sends_no_answer(
-    executor_on: Callable[[FakeChannel], Executor],
-) -> None:
+def test_fork_sends_no_answer(executor_on: Callable[[FakeChannel], Executor]) -> None:
     channel = FakeChannel()
     channel.is_closed = True
     with pytest.raises(ForkEnded):
@@ -380,9 +376,7 @@ def test_chunk_ends_early_when_its_seconds_are_over(
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, GeneratorExit])
-def test_exception_that_stops_a_task_stops_the_whole_chunk(
-    kind: type[BaseException],
-) -> None:
+def test_exception_that_stops_a_task_stops_the_chunk(kind: type[BaseException]) -> None:
     def stop(number: int) -> None:
         raise kind
 
@@ -412,9 +406,7 @@ def test_cancelled_coroutine_stops_the_whole_chunk() -> None:
     ],
     ids=["a spoilt device", "no memory left"],
 )
-def test_device_error_fails_the_whole_chunk(
-    text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_device_error_fails_a_chunk(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def use(number: int) -> None:
         raise RuntimeError(text)
 

@@ -152,9 +152,7 @@ def test_torch_without_lazy_calls_is_reported_as_unlimited(
     assert "_lazy_call" in line
 
 
-def test_loader_that_cannot_be_wrapped_is_reported(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_loader_without_a_hook_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     ImportWatcher(print)._listen(object())
     assert "could not be limited: AttributeError" in capsys.readouterr().err
     before = dict(vars(BuiltinImporter))
@@ -351,7 +349,7 @@ stacktrace below might be incorrect."""
         (None, Mute()),
     ],
 )
-def test_errors_that_spoil_the_device_are_recognized(
+def test_errors_that_spoil_a_device_are_known(
     name: str | None, error: Exception
 ) -> None:
     assert poisoned_by(error) == name

@@ -56,9 +56,7 @@ def cancelled(page: ControlPage, interrupts: Interrupts) -> None:
 
 
 @pytest.mark.usefixtures("cancelled")
-def test_interrupt_hits_the_cancelled_task(
-    page: ControlPage, interrupts: Interrupts
-) -> None:
+def test_interrupt_hits_its_task(page: ControlPage, interrupts: Interrupts) -> None:
     assert interrupts.is_cancelled(7)
     with pytest.raises(KeyboardInterrupt, match="task 7 was cancelled"):
         interrupt()
@@ -79,9 +77,7 @@ def test_interrupt_does_not_hit_other_tasks_and_slots(
 
 
 @pytest.mark.usefixtures("cancelled")
-def test_frames_of_the_worker_are_not_interrupted(
-    page: ControlPage, interrupts: Interrupts
-) -> None:
+def test_worker_frames_are_spared(page: ControlPage, interrupts: Interrupts) -> None:
     interrupts.spare(own.__code__, own_around_user_code.__code__)
     assert own() == "to its end"
     assert page.acknowledged(3) == 0, "the driver will ask again"
@@ -133,24 +129,18 @@ def test_install_unblocks_the_signal(interrupts: Interrupts) -> None:
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
-def test_handler_changed_by_a_task_is_restored(
-    page: ControlPage, interrupts: Interrupts
-) -> None:
+def test_changed_handler_is_restored(page: ControlPage, interrupts: Interrupts) -> None:
     rehearsed = Interrupts(page)
     interrupts.install()
     handler = signal.getsignal(signal.SIGINT)
     rehearsed.restore()
-    assert signal.getsignal(signal.SIGINT) is handler, (
-        "this handler was never installed"
-    )
+    assert signal.getsignal(signal.SIGINT) is handler, "it was never installed"
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     interrupts.restore()
     assert signal.getsignal(signal.SIGINT) is handler
 
 
-def test_task_that_is_not_revoked_may_start(
-    page: ControlPage, interrupts: Interrupts
-) -> None:
+def test_unrevoked_task_may_start(page: ControlPage, interrupts: Interrupts) -> None:
     page.revoke(3, 7)
     page.revoke(2, 100)
     assert interrupts.begin(7) == BEGUN

@@ -132,9 +132,7 @@ def test_end_of_a_worker_is_reported_after_its_orphans_ended(slot: Slot) -> None
 def test_keeper_ends_and_interrupts_only_its_worker(slot: Slot) -> None:
     slot.run(2)
     slot.driver.send(End(3), Signal(3), Fork(5), Signal(2))
-    assert slot.driver.next() == Ended(2, 55 << 8), (
-        "orders for other workers are ignored"
-    )
+    assert slot.driver.next() == Ended(2, 55 << 8), "orders for others are ignored"
     slot.run(6)
     slot.driver.send(End(6))
     assert slot.driver.next() == Ended(6, int(signal.SIGKILL))

@@ -18,14 +18,7 @@ from aiogpu.memory.control_page import ControlPage
 from aiogpu.serialization.payload import unpack
 from aiogpu.serialization.references import ActorReference
 from aiogpu.serialization.serializer import NO_ARGUMENTS
-from aiogpu.wire.messages import (
-    Cancel,
-    Declare,
-    Hold,
-    Returned,
-    Submit,
-    Wait,
-)
+from aiogpu.wire.messages import Cancel, Declare, Hold, Returned, Submit, Wait
 from aiogpu.worker.connection import Channel
 from aiogpu.worker.interrupts import Interrupts
 from aiogpu.worker.nested import TaskClient
@@ -88,9 +81,7 @@ def test_wait_message_lists_bound_children_of_the_main_thread_first(
     ]
 
 
-def test_loop_of_the_task_is_woken_by_another_reader(
-    children: TaskClient, driver: DriverEnd
-) -> None:
+def test_loop_is_woken_by_any_reader(children: TaskClient, driver: DriverEnd) -> None:
     woken: list[bool] = []
     children.submit(TRAIN, b"", FakeReceiver())
     children.wake = lambda: woken.append(True)

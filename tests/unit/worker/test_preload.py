@@ -105,9 +105,7 @@ for module in (own_a, odd, object()):
 """Each story runs in a fork of an interpreter without these modules."""
 
 
-def test_costs_of_imports_are_attributed_to_installed_modules(
-    directories: tuple[str, str],
-) -> None:
+def test_import_costs_belong_to_installed_modules(directories: tuple[str, str]) -> None:
     source = f"""{WATCHING}
     import os
     for name, story in {STORIES!r}.items():
@@ -284,9 +282,7 @@ REASONS = {
 }
 
 
-def test_probe_names_unfit_modules_and_accepts_the_others(
-    module_directory: str,
-) -> None:
+def test_probe_names_unfit_modules_and_accepts_others(module_directory: str) -> None:
     reasons = {n: r.format(directory=module_directory) for n, r in REASONS.items()}
     out = run(PROBING, module_directory, "good", *REASONS, "better", "spawns")
     assert out.splitlines() == [
@@ -327,9 +323,7 @@ PRELOAD = """
 """
 
 
-def test_import_sees_one_thread_and_no_devices_only_while_it_lasts(
-    tmp_path: Path,
-) -> None:
+def test_import_sees_one_thread_and_no_devices_until_its_end(tmp_path: Path) -> None:
     (tmp_path / "curious.py").write_text(
         "import os\n"
         "print(os.environ['OMP_NUM_THREADS'], repr(os.environ['CUDA_VISIBLE_DEVICES']))"
@@ -353,9 +347,7 @@ ZYGOTE = """
 
 
 @pytest.mark.parametrize("exists", [False, True], ids=["removed", "closed"])
-def test_zygote_of_a_closed_node_ends_silently(
-    exists: bool, runtime_directory: Path
-) -> None:
+def test_zygote_of_closed_node_is_quiet(exists: bool, runtime_directory: Path) -> None:
     """Its driver may live: the user knows the error, or the driver called exec."""
     directory = runtime_directory / "node"
     if exists:

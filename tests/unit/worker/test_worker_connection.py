@@ -23,9 +23,7 @@ from aiogpu.worker.stdio import BURST, LONGEST, LineSender
 from tests.unit.worker.conftest import DriverEnd
 
 
-def test_end_of_the_driver_ends_the_connection(
-    driver: DriverEnd, channel: Channel
-) -> None:
+def test_end_of_driver_ends_connection(driver: DriverEnd, channel: Channel) -> None:
     driver.send(Forget())
     driver.hang_up()
     assert channel.next() == Forget()
@@ -35,9 +33,7 @@ def test_end_of_the_driver_ends_the_connection(
         channel.send(Done(1, b""))
 
 
-def test_message_that_a_worker_cannot_get_is_refused(
-    driver: DriverEnd, channel: Channel
-) -> None:
+def test_message_for_others_is_refused(driver: DriverEnd, channel: Channel) -> None:
     driver.send(Fork(1))
     with pytest.raises(ProtocolError, match="Fork out of turn"):
         channel.next()
