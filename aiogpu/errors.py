@@ -69,7 +69,7 @@ class TaskError(AiogpuError, RuntimeError):
     """A task failed with an exception that cannot be raised in this process.
 
     Raised in place of an exception that cannot be pickled, and of an exception that
-    would break the event loop: `StopIteration` and every one that is no `Exception`.
+    would break the event loop: `StopIteration`, or one that is not an `Exception`.
 
     Attributes:
         type_name: qualified name of the exception's class in the worker.

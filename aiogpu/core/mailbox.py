@@ -114,7 +114,7 @@ class Mailbox:
         return self.take()
 
     def cancel(self, call: CallId) -> bool:
-        """Cancel a call; return True if its process must be told."""
+        """Cancel a call; return True if the process must be notified."""
         if call in self.sent:
             is_new = self.sent[call]
             self.sent[call] = False

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from aiogpu.core.model.request import Device
 from aiogpu.core.model.text import terms
-from aiogpu.core.model.units import CPU, GPU, MEMORY, TYPE_PREFIX, size, written
+from aiogpu.core.model.units import CPU, GPU, MEMORY, TYPE_PREFIX, format_amount, size
 from aiogpu.core.resources.devices import DeviceSet
 from aiogpu.core.resources.ledger import Ledger
 from aiogpu.engines.base import NodeOptions
@@ -78,7 +78,7 @@ def _unmet(
         there = total.get(name, 0)
         if amount is not None and there < amount:
             text = repr(size(amount)) if name == MEMORY else f"{amount:g}"
-            yield option, text, f"{name} {written(name, there)}"
+            yield option, text, f"{name} {format_amount(name, there)}"
     short = [
         name
         for name, amount in options.resources.items()

@@ -12,8 +12,16 @@ from types import MappingProxyType
 from typing import Final, NamedTuple, TypeVar
 
 from aiogpu.core.model.ids import OWN
-from aiogpu.core.model.text import SHOWN, aligned, in_words, listing, rest, span, terms
-from aiogpu.core.model.units import GPU_MEMORY, MEMORY, size, written
+from aiogpu.core.model.text import (
+    SHOWN,
+    aligned,
+    count_hidden,
+    in_words,
+    listing,
+    span,
+    terms,
+)
+from aiogpu.core.model.units import GPU_MEMORY, MEMORY, format_amount, size
 from aiogpu.core.queue.fair_share import Limits
 from aiogpu.core.records import TaskState
 
@@ -183,7 +191,7 @@ class ReservationStatus:
             for kind, ids in self.devices.items()
         ]
         parts += [
-            f"{written(name, kept)} {name}" for name, kept in self.amounts.items()
+            f"{format_amount(name, kept)} {name}" for name, kept in self.amounts.items()
         ]
         return in_words(parts)
 
@@ -625,7 +633,7 @@ def state_of(task: TaskStatus) -> str:
 def summary(status: NodeStatus) -> str:
     """Summarise resources, workers and tasks in one line."""
     resources = ", ".join(
-        f"{name} {written(name, free)}/{written(name, total)}"
+        f"{name} {format_amount(name, free)}/{format_amount(name, total)}"
         for name, free, total in _notable_resources(status)
     )
     drain = "" if status.draining is None else f"{_draining(status.draining)}; "
@@ -643,7 +651,10 @@ def overview(status: NodeStatus) -> Iterator[str]:
     yield from aligned(
         [
             *(
-                (name, f"{written(name, free)} of {written(name, total)} free")
+                (
+                    name,
+                    f"{format_amount(name, free)} of {format_amount(name, total)} free",
+                )
                 for name, free, total in _notable_resources(status)
             ),
             ("workers", workers or "none"),
@@ -751,7 +762,7 @@ def _section(
     if entries and title:
         yield title
     yield from aligned(map(cells, entries[:SHOWN]), indent="  ")
-    yield from rest(len(entries) - SHOWN)
+    yield from count_hidden(len(entries) - SHOWN)
 
 
 def _task_cells(task: TaskStatus, *where: str) -> Sequence[str]:
@@ -771,8 +782,8 @@ def _placement_rows(placements: Sequence[PlacementStatus]) -> Iterator[str]:
             yield f"    {group.reason}"
         for index, bundle in enumerate(group.bundles[:SHOWN]):
             yield f"    bundle {index}: {bundle}"
-        yield from (f"  {line}" for line in rest(len(group.bundles) - SHOWN))
-    yield from rest(len(placements) - SHOWN)
+        yield from (f"  {line}" for line in count_hidden(len(group.bundles) - SHOWN))
+    yield from count_hidden(len(placements) - SHOWN)
 
 
 def _shape_rows(status: NodeStatus) -> Iterator[str]:
@@ -787,7 +798,7 @@ def _shape_rows(status: NodeStatus) -> Iterator[str]:
             f"{shape.first} first, the oldest for {span(shape.seconds)}"
         )
         yield f"    {shape.reason}"
-    yield from rest(status.shape_count - len(status.shapes[:SHOWN]))
+    yield from count_hidden(status.shape_count - len(status.shapes[:SHOWN]))
 
 
 def asked_for(shape: ShapeStatus) -> str:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from aiogpu.core.model.text import SHOWN, listing, span, terms
-from aiogpu.core.model.units import GPU_MEMORY, spoken, written
+from aiogpu.core.model.units import GPU_MEMORY, display_name, format_amount
 from aiogpu.observe.status import (
     DeviceStatus,
     EndedTask,
@@ -26,7 +26,7 @@ SHORT_WAIT: Final = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
-    """A resource of which a waiting task cannot get what it asks for.
+    """A resource that a waiting task lacks.
 
     Attributes:
         resource: its name, "CPU" or "GPU"; "gpu_memory" if enough shares of GPUs are
@@ -320,24 +320,25 @@ def _describe_rivals(why: Why) -> Iterator[str]:
 
 def _brief_shortage(shortage: Shortage, why: Why) -> str:
     name = shortage.resource
-    free = f"free: {written(name, shortage.free)}"
+    free = f"free: {format_amount(name, shortage.free)}"
     if shortage.devices:
         free = f"free by device: {_by_device(shortage)}"
     if shortage.kept and why.reservation is not None:
         free += f"; kept for {why.reservation.name}"
-    return f"{spoken(name)} {written(name, shortage.asked)} ({free})"
+    return f"{display_name(name)} {format_amount(name, shortage.asked)} ({free})"
 
 
 def _describe_shortage(shortage: Shortage) -> Iterator[str]:
     """Describe a shortage, the devices that are set aside, and the holders."""
     name = shortage.resource
     line = (
-        f"  {spoken(name)} {written(name, shortage.asked)}: "
-        f"{written(name, shortage.free)} of {written(name, shortage.total)} free"
+        f"  {display_name(name)} {format_amount(name, shortage.asked)}: "
+        f"{format_amount(name, shortage.free)} of "
+        f"{format_amount(name, shortage.total)} free"
     )
     if shortage.devices:
         line += f" ({_by_device(shortage)})"
-    kept = written(name, shortage.kept)
+    kept = format_amount(name, shortage.kept)
     yield f"{line}, {kept} of it kept" if shortage.kept else line
     for device in [each for each in shortage.devices if each.aside][:SHOWN]:
         # Some reasons contain the name of the device.
@@ -363,7 +364,7 @@ def _free_on(device: DeviceStatus, name: str) -> str:
     if device.aside:
         return "set aside"
     if name == GPU_MEMORY:
-        return written(name, device.memory - device.memory_reserved)
+        return format_amount(name, device.memory - device.memory_reserved)
     return f"{device.free:g}"
 
 
@@ -377,9 +378,9 @@ def _holders(shortage: Shortage) -> Sequence[tuple[DeviceStatus | None, Holder]]
 
 def _describe_holder(holder: Holder, name: str, device: DeviceStatus | None) -> str:
     """Describe a holder with its amount and its device, if there is one."""
-    amount = written(name, holder.share)
+    amount = format_amount(name, holder.share)
     if name == GPU_MEMORY or not holder.share:
-        amount = written(GPU_MEMORY, holder.memory)
+        amount = format_amount(GPU_MEMORY, holder.memory)
     share = amount if device is None else f"{amount} of {device.kind} {device.id}"
     if holder.is_settling:
         return f"{share}: held until the driver confirms that its process has ended"
@@ -422,9 +423,9 @@ def stall_in_words(why: Why) -> str:
         for device, holder in _holders(shortage):
             if holder.is_endless:
                 name = shortage.resource
-                amount = f"{name} {written(name, holder.share)}"
+                amount = f"{name} {format_amount(name, holder.share)}"
                 if device is not None:
-                    share = written(device.kind, holder.share)
+                    share = format_amount(device.kind, holder.share)
                     amount = f"{share} of {device.kind} {device.id}"
                 held.append(f"{holder.task} holds {amount}")
     return (

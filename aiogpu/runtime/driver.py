@@ -781,4 +781,4 @@ class Driver:
         if worker.actor is not None:
             self.actors.on_began(worker.actor, began.task, when)
             return
-        self.feed(Scheduler.began, task, WorkerId(worker.id), when)
+        self.feed(Scheduler.task_began, task, WorkerId(worker.id), when)

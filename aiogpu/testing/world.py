@@ -226,7 +226,7 @@ class World:
     def begin(self, name: str, *, ago: float = 0.0) -> None:
         """Report that the code of a task has begun, `ago` seconds ago."""
         worker, when = self.worker_of(name), self.now - ago
-        self._happen(event(Scheduler.began, self.tasks[name].id, worker, when))
+        self._happen(event(Scheduler.task_began, self.tasks[name].id, worker, when))
 
     def finish(self, name: str, *, retry: bool = False, ran_out: bool = False) -> None:
         """Answer a running task.

@@ -64,9 +64,9 @@ def option(key: str, text: str) -> Any:
 
 def pids_of(w: testing.World) -> dict[int, int]:
     """Return the process ids: 101 for worker 1 once it has started, and so on."""
-    held = dict.fromkeys([*w.leases.values(), *w.placement_groups.values()], HOLDER)
+    holders = dict.fromkeys([*w.leases.values(), *w.placement_groups.values()], HOLDER)
     workers = [worker.id for worker in w.workers.values() if worker.has_started]
-    return {worker: 100 + worker for worker in workers} | held
+    return {worker: 100 + worker for worker in workers} | holders
 
 
 def status_of(w: testing.World, **more) -> NodeStatus:
@@ -213,26 +213,26 @@ class World(testing.World):
                 step(self, name, **options)
 
     def _look(self, what: str, how: str, words: list[str], done: list[str]) -> None:
-        seen = getattr(self, what)
+        actual = getattr(self, what)
         if how == "lacks":
-            assert not set(words) & set(seen), (done, seen)
+            assert not set(words) & set(actual), (done, actual)
             return
-        if isinstance(seen, dict) and ":" not in "".join(words):
-            seen = set(seen)
-        if seen is None or isinstance(seen, str | int | float):
-            [said] = map(value, words)
-        elif isinstance(seen, dict):
-            said: Any = {
+        if isinstance(actual, dict) and ":" not in "".join(words):
+            actual = set(actual)
+        if actual is None or isinstance(actual, str | int | float):
+            [expected] = map(value, words)
+        elif isinstance(actual, dict):
+            expected: Any = {
                 key: value(text) for key, text in (word.split(":") for word in words)
             }
-            part: Any = {key: seen.get(key) for key in said}
+            part: Any = {key: actual.get(key) for key in expected}
         else:
-            said = type(seen)(map(value, words))
-            part = [each for each in seen if each in said]
+            expected = type(actual)(map(value, words))
+            part = [each for each in actual if each in expected]
         if how == "has":
-            assert not isinstance(seen, str | int | float)
-            seen = type(seen)(part)
-        assert seen == said, (done, seen)
+            assert not isinstance(actual, str | int | float)
+            actual = type(actual)(part)
+        assert actual == expected, (done, actual)
 
     @property
     def kept(self) -> str | None:

@@ -35,7 +35,7 @@ def ledger_of(gpus=2, cpus=4, types=(), memory=0, **scalars) -> Ledger:
     ]
     amounts = {"CPU": cpus * UNIT, **{name: n * UNIT for name, n in scalars.items()}}
     return Ledger(
-        amounts | {f"accelerator_type:{one}": UNIT for one in types},
+        amounts | {f"accelerator_type:{type_}": UNIT for type_ in types},
         [DeviceSet("GPU", devices)],
     )
 
@@ -83,10 +83,10 @@ def test_group_takes_all_bundles_or_nothing():
     ledger = ledger_of(gpus=2)
     assert take_in(ledger, GPU=0.5) is None, "there is no group yet"
     assert ledger.homes(within("gang", GPU=0.5)) == ()
-    held = ledger.take(request_of({"GPU": 0.1}))
+    lease = ledger.take(request_of({"GPU": 0.1}))
     assert take(ledger, {"GPU": 1}, {"GPU": 1}) is None
     assert ledger.available()["GPU"] == pytest.approx(1.9)
-    ledger.give_back(held)
+    ledger.give_back(lease)
     lease = take(ledger, {"GPU": 1, "CPU": 2}, {"GPU": 0.5})
     assert where(lease) == [[0], [1]]
     assert ledger.available() == {"CPU": 2.0, "GPU": 0.5}
@@ -132,12 +132,12 @@ def test_layout_backtracks_when_the_best_fit_fails():
 def test_member_takes_from_its_bundle_or_the_first_with_room():
     ledger = ledger_of()
     take(ledger, {"GPU": 0.5}, {"GPU": 0.5, "CPU": 1})
-    one = take_in(ledger, 1, GPU=0.25, CPU=1)
-    assert one.shares == take_in(ledger, 1, GPU=0.25).shares == (((0, 2500),),)
+    lease = take_in(ledger, 1, GPU=0.25, CPU=1)
+    assert lease.shares == take_in(ledger, 1, GPU=0.25).shares == (((0, 2500),),)
     assert take_in(ledger, 1, GPU=0.1) is None
     assert take_in(ledger, 1, CPU=0.5) is None
     assert ledger.available() == {"CPU": 3.0, "GPU": 1.0}
-    ledger.give_back(one)
+    ledger.give_back(lease)
     assert take_in(ledger, GPU=0.5).home.index == 0
     assert take_in(ledger, GPU=0.25).home.index == 1
     assert take_in(ledger, GPU=0.25) is None
@@ -267,10 +267,10 @@ def fits_by_force(free, amounts):
     """Search all layouts for one in which every amount fits."""
     parts = [round(amount * UNIT) for amount in amounts]
     for choice in product(range(len(free)), repeat=len(parts)):
-        left = list(free)
+        remaining = list(free)
         for at, amount in zip(choice, parts, strict=True):
-            left[at] -= amount
-        if min(left) >= 0:
+            remaining[at] -= amount
+        if min(remaining) >= 0:
             return True
     return False
 
@@ -325,8 +325,8 @@ def test_bundles_reserve_gpu_memory():
     bare = take_in(ledger, 1, gpu_memory=5 * GIB)
     assert ledger.reserved(bare) == (("GPU", 0, 5 * GIB),)
     assert take_in(ledger, 1, gpu_memory=1) is None
-    for one in (half, named, bare):
-        ledger.give_back(one)
+    for request in (half, named, bare):
+        ledger.give_back(request)
         ledger.check()
     ledger.give_back(lease)
     ledger.check()

@@ -210,7 +210,10 @@ class Desk:
             self.sent,
             sorted((task.id, task.began) for task in scheduler.tasks.values()),
             [(record.id, record.since) for record in scheduler.ready.in_turn()],
-            [(one.id, one.unfinished, one.held, one.virtual_time) for one in clients],
+            [
+                (client.id, client.unfinished, client.held, client.virtual_time)
+                for client in clients
+            ],
         )
 
 
@@ -510,7 +513,7 @@ def test_worker_killed_for_memory_gets_no_task():
     ]
     assert not {effects.Ahead, effects.Assign} & {*kinds_of(told)}
     told = scheduler.worker_gone(0.0, WORKER, None)
-    (spawned,) = [one.worker for one in told if type(one) is effects.Spawn]
+    (spawned,) = [effect.worker for effect in told if type(effect) is effects.Spawn]
     (assigned,) = scheduler.worker_started(0.0, spawned)
     assert (type(assigned), assigned.task) == (effects.Assign, 5)
 
@@ -523,6 +526,6 @@ def test_worker_killed_for_memory_before_its_task_gets_no_task():
     assert not {effects.Ahead, effects.Assign} & {*kinds_of(told)}
     assert not scheduler.workers.idle
     told = scheduler.worker_gone(0.0, WORKER, None)
-    (spawned,) = [one.worker for one in told if type(one) is effects.Spawn]
+    (spawned,) = [effect.worker for effect in told if type(effect) is effects.Spawn]
     (assigned,) = scheduler.worker_started(0.0, spawned)
     assert assigned.task == 2

@@ -93,8 +93,8 @@ def test_actor_frees_its_cpu_after_its_start():
     for who in (w.tasks["actor"].id, w.tasks["actor"].id, 99):
         w.tell(Scheduler.release_cpus, who)
     assert (w.running, w.free) == ({"actor", "task"}, {"CPU": 0.0, "GPU": 0.5})
-    held = {task.name: task.request for task in status_of(w).tasks}
-    assert held == {"actor": {"GPU": 0.5}, "task": {"CPU": 1.0}}
+    requests = {task.name: task.request for task in status_of(w).tasks}
+    assert requests == {"actor": {"GPU": 0.5}, "task": {"CPU": 1.0}}
 
 
 @pytest.mark.parametrize("end", ["finish", "die", "cancel"])

@@ -156,7 +156,9 @@ def play(contenders, seconds, **node) -> list[float]:
 def test_programs_get_time_by_weight(contenders, node, seconds, least):
     had = play(contenders, seconds, **node)
     assert jain(had) > least
-    weights = sum(each.weight * one for each, one in zip(contenders, had, strict=True))
+    weights = sum(
+        each.weight * amount for each, amount in zip(contenders, had, strict=True)
+    )
     assert weights > 0.85 * seconds * node.get("gpus", node["cpus"])
 
 

@@ -27,7 +27,9 @@ def ledger(cpus: float = 4, gpus: int = 2, **others: float) -> Ledger:
 def node(*devices: Device, kind: str = "GPU") -> Ledger:
     """Make a node of four CPUs and these devices."""
     scalars = {"CPU": 4 * UNIT}
-    scalars.update({TYPE_PREFIX + one.type: UNIT for one in devices if one.type})
+    scalars.update(
+        {TYPE_PREFIX + device.type: UNIT for device in devices if device.type}
+    )
     return Ledger(scalars, [DeviceSet(kind, devices)])
 
 

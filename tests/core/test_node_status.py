@@ -273,7 +273,7 @@ def test_unshared_node_lists_no_programs():
     assert len(status_of(w).clients) == 1
     assert "programs" not in str(status_of(w))
     w = World().play("join 1")
-    assert [one.id for one in status_of(w).clients] == [1], "its own does nothing"
+    assert [client.id for client in status_of(w).clients] == [1], "its own does nothing"
 
 
 # Programs that share the node.

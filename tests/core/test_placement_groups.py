@@ -205,14 +205,14 @@ def test_why_explains_a_waiting_group():
 def test_status_shows_free_and_used_amounts_of_a_group():
     w = World(cpus=4, gpus=1)
     w.play("placement_group gang GPU:0.5,CPU:2; submit_in gang m gpus=0.2 cpus=1")
-    seen = status_of(w)
-    held = {one.task: one.share for one in seen.devices[0].holders}
-    assert held == {"gang": 0.3, "m": 0.2}
-    assert seen.devices[0].free == 0.5
+    status = status_of(w)
+    shares = {holder.task: holder.share for holder in status.devices[0].holders}
+    assert shares == {"gang": 0.3, "m": 0.2}
+    assert status.devices[0].free == 0.5
     w.submit_in("gang", "n", num_gpus=0.3, num_cpus=1)
-    seen = status_of(w)
-    held = {one.task: one.share for one in seen.devices[0].holders}
-    assert held == {"n": 0.3, "m": 0.2}
+    status = status_of(w)
+    shares = {holder.task: holder.share for holder in status.devices[0].holders}
+    assert shares == {"n": 0.3, "m": 0.2}
 
 
 def test_reservation_in_a_bundle_does_not_affect_the_node():
@@ -231,12 +231,12 @@ def test_status_names_the_awaited_placement():
         submit before gpus=1; submit made; placement_group gang GPU:1
         submit_in gang early gpus=1 needs=made; supply early
     """)
-    seen = status_of(w)
-    told = {one.name: one.reason for one in seen.waiting}
+    status = status_of(w)
+    told = {one.name: one.reason for one in status.waiting}
     assert told["early"] == "waits for gang, its placement"
     w.play("finish before; submit_in gang second gpus=0.5")
-    seen = status_of(w)
-    told = {one.name: one.reason for one in seen.waiting}
+    status = status_of(w)
+    told = {one.name: one.reason for one in status.waiting}
     assert told["second"].endswith("in any bundle of gang")
 
 

@@ -104,18 +104,18 @@ def test_order_is_priority_then_children_then_arrival():
 
 def test_buckets_with_equal_turns_have_an_order():
     """A heap compares buckets with equal turns."""
-    one, two = queue(task(1), task(2, shape=TWO)).buckets()
-    assert (one < two) != (two < one)
+    first, second = queue(task(1), task(2, shape=TWO)).buckets()
+    assert (first < second) != (second < first)
 
 
 def test_shape_without_waiting_tasks_is_forgotten():
-    one, two = task(1), task(2, shape=TWO)
-    ready = queue(one, two)
-    assert ready.any_task() is one
-    leave(ready, two)
+    first, second = task(1), task(2, shape=TWO)
+    ready = queue(first, second)
+    assert ready.any_task() is first
+    leave(ready, second)
     assert repr(ready) == "<ReadyQueue 1 tasks of 1 shapes>"
     assert repr(bucket_of(ready, ONE)) == "<Bucket of 1 asking for {CPU: 1}>"
-    leave(ready, one)
+    leave(ready, first)
     assert not ready.by_shape
     assert ready.any_task() is None
 
@@ -194,16 +194,16 @@ def test_in_turn_yields_tasks_in_order(moves):
 @given(MOVES)
 def test_in_turn_changes_nothing(moves):
     """Two queues with the same steps stay equal although one was inspected."""
-    seen, unseen = Line(), Line()
+    inspected, untouched = Line(), Line()
     for move in moves:
-        seen.move(*move)
-        unseen.move(*move)
-        next(seen.ready.in_turn(), None)
-        next(seen.ready.heads_in_turn(), None)
-        assert [r.id for r in seen.waiting] == [r.id for r in unseen.waiting]
+        inspected.move(*move)
+        untouched.move(*move)
+        next(inspected.ready.in_turn(), None)
+        next(inspected.ready.heads_in_turn(), None)
+        assert [r.id for r in inspected.waiting] == [r.id for r in untouched.waiting]
         for one, other in zip(
-            seen.ready.groups(),
-            unseen.ready.groups(),
+            inspected.ready.groups(),
+            untouched.ready.groups(),
             strict=True,
         ):
             assert one.first()[1].id == other.first()[1].id

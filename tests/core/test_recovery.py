@@ -254,7 +254,7 @@ def note(w: World, index: int, reason: str | None, cause=Cause.SICK, **how) -> N
 
 def shown(w: World) -> list[str | None]:
     """Return the reason for which each device is set aside."""
-    return [one.aside for one in status_of(w).devices]
+    return [device.aside for device in status_of(w).devices]
 
 
 def gone(gpus=1, count=2):
@@ -427,9 +427,9 @@ def test_starting_task_leaves_a_sick_device(cause):
 def test_busy_worker_on_a_sick_device_is_retired_later():
     """The worker's context is older than the device's recovery."""
     w = World(gpus=1, exits=False).play("submit a b gpus=0.5")
-    held = w.worker_of("a")
+    worker = w.worker_of("a")
     w.play("sicken 0; heal 0; retired =; submit c gpus=0.5; finish a")
-    assert w.retired == [held]
+    assert w.retired == [worker]
     assert w.waiting == {"c"}, "it has its share until it has ended"
 
 

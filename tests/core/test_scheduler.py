@@ -112,8 +112,8 @@ def test_unexpected_began_sets_no_timer():
     w = World(cpus=1, config=PATIENCE).play("submit free; begin free")
     worker = w.worker_of("free")
     w.play("finish free; submit a run_timeout=1.0")
-    w.tell(Scheduler.began, w.tasks["a"].id, WorkerId(99), 0.0)
-    w.tell(Scheduler.began, w.tasks["free"].id, worker, 0.0)
+    w.tell(Scheduler.task_began, w.tasks["a"].id, WorkerId(99), 0.0)
+    w.tell(Scheduler.task_began, w.tasks["free"].id, worker, 0.0)
     w.play("""
         advance 5.0; told = free:settled
         begin a; cancel a; advance 1.0; told lacks a (it is being stopped)
@@ -367,7 +367,7 @@ def test_announced_stop_of_a_program_concerns_only_its_tasks():
     w.join(1)
     w.announce_stop(7)  # one that has left, or never asked for a task
     w.join(2)
-    assert [one.id for one in w.scheduler.clients or ()] == [0, 1, 2]
+    assert [client.id for client in w.scheduler.clients or ()] == [0, 1, 2]
     for client in (1, 2):
         w.submit(f"of {client}", client=client, stop_grace=3.0)
     w.play("submit detached client=1 is_detached=True; submit waits client=1 cpus=3")

@@ -140,13 +140,13 @@ class Judge(World):
         scheduler = self.scheduler
         is_kept = scheduler.reservation is not None
         tasks = scheduler.tasks.values()
-        waited = [one for one in tasks if one.spec.name in self._waited]
-        still = [one for one in waited if one.state is TaskState.WAITING]
-        begun = [one for one in waited if one.state in BEGUN]
+        waited = [task for task in tasks if task.spec.name in self._waited]
+        still = [task for task in waited if task.state is TaskState.WAITING]
+        begun = [task for task in waited if task.state in BEGUN]
         begun = [
-            one
-            for one in begun
-            if not (one.spec.is_grouped or self._is_in_its_slice(one))
+            task
+            for task in begun
+            if not (task.spec.is_grouped or self._is_in_its_slice(task))
         ]
         if begun and scheduler.ledger.is_overdrawn:
             for record in begun:
@@ -159,7 +159,7 @@ class Judge(World):
             self._check_shares(begun, still)
         self._kept = is_kept
         self._waited = self.waiting
-        self._since = {one.id: one.since for one in scheduler.clients or ()}
+        self._since = {c.id: c.since for c in scheduler.clients or ()}
         self._slices = {
             lease.id: lease.usage.turn_since
             for lease in scheduler.ledger.leases.values()
@@ -658,12 +658,12 @@ class NodeMachine(RuleBasedStateMachine):
 
     @invariant()
     def no_device_is_shared_beyond_the_whole(self):
-        held = [0] * len(TYPES)
+        shares = [0] * len(TYPES)
         for lease in self.w.scheduler.ledger.leases.values():
             for _, (index, parts), memory in lease.held():
                 assert parts > 0 or memory > 0
-                held[index] += parts
-        assert all(parts <= 10_000 for parts in held), held
+                shares[index] += parts
+        assert all(parts <= 10_000 for parts in shares), shares
         assert all(0 <= share <= 1 for share in self.w.free_gpus)
 
     @invariant()

@@ -206,10 +206,10 @@ def test_deadlock_through_an_expected_result_fails():
 
 def test_why_names_the_expected_results():
     w = World().play("submit load; submit train needs=load")
-    found = why_of(w, "train")
-    assert (found.state, found.children, found.count) == ("expecting", ("load",), 1)
-    assert str(found) == (
-        f"train (task {found.task}) waits for its arguments: the result of load."
+    why = why_of(w, "train")
+    assert (why.state, why.children, why.count) == ("expecting", ("load",), 1)
+    assert str(why) == (
+        f"train (task {why.task}) waits for its arguments: the result of load."
     )
     w.finish("load")
     assert "an actor's call" in str(why_of(w, "train"))

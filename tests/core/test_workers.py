@@ -81,9 +81,9 @@ def test_pop_idle_raises_without_an_idle_worker():
 def warm(w, name, gpus, **options):
     """Create an idle worker with devices."""
     w.submit(name, num_gpus=gpus, **options)
-    worker, held = w.worker_of(name), w.gpus_of(name)
+    worker, gpus = w.worker_of(name), w.gpus_of(name)
     w.finish(name)
-    return worker, held
+    return worker, gpus
 
 
 @pytest.mark.parametrize(
@@ -208,11 +208,11 @@ def test_spares_alarm_is_set_for_the_oldest_use():
         w.submit(f"t{n}", max_calls=1, environment={"N": str(n)})
         w.advance(2)
     w.submit("again", max_calls=1, environment={"N": "0"})
-    left = []
+    remaining = []
     for _ in range(6):
         w.advance(2)
-        left.append([n for n in range(3) if spares_of(w, (("N", str(n)),))])
-    assert left == [[0, 1, 2], [0, 1, 2], [0, 2], [0], [], []]
+        remaining.append([n for n in range(3) if spares_of(w, (("N", str(n)),))])
+    assert remaining == [[0, 1, 2], [0, 1, 2], [0, 2], [0], [], []]
 
 
 def test_spares_alarm_is_not_set_again_for_the_same_time():
@@ -326,11 +326,11 @@ def test_why_explains_that_no_worker_starts():
     w.tell(Scheduler.worker_gone, min(w.workers), is_crowded=True, outage="no process")
     told = "no worker can be started: no process (1 try has failed in 0.0 s; next try"
     assert told in str(why_of(w, "a"))
-    seen = status_of(w)
-    assert [told in str(one) for one in seen.outages] == [True]
-    assert told in seen.shapes[0].reason
-    assert told in str(seen)
-    assert repr(seen).startswith("<NodeStatus no worker can be started; CPU 100/100")
+    status = status_of(w)
+    assert [told in str(outage) for outage in status.outages] == [True]
+    assert told in status.shapes[0].reason
+    assert told in str(status)
+    assert repr(status).startswith("<NodeStatus no worker can be started; CPU 100/100")
     w.play(f"advance {START_RETRY_AFTER}; start a; submit b; advance 6.0")
     w.tell(
         Scheduler.worker_gone, w.worker_of("b"), is_crowded=True, outage="no process"
@@ -360,10 +360,10 @@ def test_worker_limit_rises_step_by_step():
     assert room.shrink(10, "", 0.0)
     assert not room.shrink(12, "", 0.0), "it is lowered already"
     assert repr(room) == "<WorkerLimit 10 of 20>"
-    seen = []
+    limits = []
     while room.grow():
-        seen.append(room.now)
-    assert seen == [11, 13, 17]
+        limits.append(room.now)
+    assert limits == [11, 13, 17]
     assert room.now == 20
     assert room.shrink(0, "", 0.0)
     assert room.now == 0
@@ -485,10 +485,10 @@ def test_why_describes_an_outage():
         "zygote ended with status -9 (1 try has failed in 0.0 s; next try in 0.1 s)"
     )
     assert str(why_of(w, "a")) == f"a has waited 0.0 s for a worker\n  {told}"
-    seen = status_of(w)
-    assert [str(one) for one in seen.outages] == [told]
-    assert [shape.reason for shape in seen.shapes] == [told]
-    assert told in str(seen).splitlines()
+    status = status_of(w)
+    assert [str(outage) for outage in status.outages] == [told]
+    assert [shape.reason for shape in status.shapes] == [told]
+    assert told in str(status).splitlines()
     w.advance(0.05)
     (trying,) = status_of(w).outages
     assert str(trying).endswith("(1 try has failed in 0.1 s; next try now)")

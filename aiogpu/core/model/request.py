@@ -21,9 +21,9 @@ from aiogpu.core.model.units import (
     TYPE_PREFIX,
     TYPE_SHARE,
     UNIT,
+    format_amount,
     number,
     size,
-    written,
 )
 
 
@@ -286,7 +286,8 @@ class Request:
 
     def __str__(self) -> str:
         terms = [
-            f"{name}: {written(name, number(parts))}" for name, parts in self._amounts()
+            f"{name}: {format_amount(name, number(parts))}"
+            for name, parts in self._amounts()
         ]
         if self.gpu_memory:
             is_share = self.gpu_memory == BY_SHARE

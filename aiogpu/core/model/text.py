@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Final
 
-from aiogpu.core.model.units import written
+from aiogpu.core.model.units import format_amount
 
 SHOWN: Final = 8
 """Entries of a list that are shown; the others are counted."""
@@ -46,7 +46,7 @@ def in_words(parts: Sequence[str]) -> str:
 
 def terms(numbers: Iterable[tuple[str, float]]) -> str:
     """Format amounts by name like a request: "{CPU: 1, GPU: 0.5}"."""
-    items = (f"{name}: {written(name, value)}" for name, value in numbers)
+    items = (f"{name}: {format_amount(name, value)}" for name, value in numbers)
     return "{" + ", ".join(items) + "}"
 
 
@@ -59,7 +59,7 @@ def aligned(rows: Iterable[Sequence[str]], indent: str = "") -> Iterator[str]:
         yield (indent + "  ".join(cells)).rstrip()
 
 
-def rest(count: int) -> Iterator[str]:
+def count_hidden(count: int) -> Iterator[str]:
     """Yield a line that counts the entries that are not shown, if there are any."""
     if count > 0:
         yield f"  and {count} more"

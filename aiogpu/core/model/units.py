@@ -190,12 +190,12 @@ def number(parts: int) -> float:
     return parts / UNIT
 
 
-def written(name: str, value: float) -> str:
+def format_amount(name: str, value: float) -> str:
     """Format an amount of a resource: "0.25", or "3.2GiB" for memory."""
     return size(value) if name in _IN_BYTES else f"{value:g}"
 
 
-def spoken(name: str) -> str:
+def display_name(name: str) -> str:
     """Return a resource's name as written in a sentence."""
     return "GPU memory" if name == GPU_MEMORY else name
 

@@ -28,10 +28,10 @@ from aiogpu.core.model.units import (
     GPU,
     GPU_MEMORY,
     UNIT,
+    display_name,
+    format_amount,
     number,
     quantity,
-    spoken,
-    written,
 )
 from aiogpu.core.records import TaskRecord
 from aiogpu.core.resources.ledger import Lease, Ledger
@@ -380,9 +380,10 @@ class Clients:
         for name, parts in self.beyond(client, request, {}):
             limit = _amount(name, client.most[name])
             raise InfeasibleError(
-                f"the task asks for {_amount(name, parts)} {spoken(name)}, but this "
-                f"program may hold only {limit} at once on this node: the task would "
-                f"wait for ever. Ask for less, or join the node with a higher limit."
+                f"the task asks for {_amount(name, parts)} {display_name(name)}, but "
+                f"this program may hold only {limit} at once on this node: the task "
+                f"would wait for ever. Ask for less, or join the node with a higher "
+                f"limit."
             )
 
     def bars(self, record: TaskRecord) -> bool:
@@ -410,7 +411,7 @@ class Clients:
         return in_words(
             [
                 f"{_amount(name, client.held.get(name, 0))} of at most "
-                f"{_amount(name, client.most[name])} {spoken(name)}"
+                f"{_amount(name, client.most[name])} {display_name(name)}"
                 for name, _ in self.beyond(
                     client, record.spec.shape.request, client.held
                 )
@@ -493,4 +494,4 @@ class Clients:
 
 
 def _amount(name: str, parts: int) -> str:
-    return written(name, number(parts))
+    return format_amount(name, number(parts))

@@ -160,8 +160,8 @@ class DeviceSet:
         self._combinable = self._mask(device.parent is None for device in self.devices)
         self.free_mask = self._mask(part == UNIT for part in self.free)
         self.unverified: set[int] = set()
-        # The rest, unless nothing is free of it: masks by free amount, none of them
-        # empty, and the amounts in order.
+        # Devices with a free share below 1: non-empty masks by free amount, and the
+        # amounts in order.
         self._at: dict[int, int] = {}
         for bit, part in zip(self._bits, self.free, strict=True):
             if 0 < part < UNIT:
@@ -175,11 +175,14 @@ class DeviceSet:
         return sum(bit for bit, is_in in zip(self._bits, are_in, strict=True) if is_in)
 
     def mask_of_type(self, accelerator_type: str | None) -> int:
-        """The devices of that type, or all of them for None."""
+        """Return the devices of a type; for None, all devices."""
         return self._of_type.get(accelerator_type, 0)
 
     def wanted_type(self, request: Request) -> str | None:
-        """The type that a request asks of this kind; beside GPUs it is for these."""
+        """Return the type that a request asks of this kind of device, or None.
+
+        If the request includes GPUs, its type refers to the GPUs.
+        """
         if self._has_memory or all(kind != GPU for kind, _ in request.devices):
             return request.accelerator_type
         return None
@@ -190,13 +193,13 @@ class DeviceSet:
         if request.where is None or not self._has_memory:
             return mask
         key = request.accelerator_type, request.where
-        known = self._where.get(key)
-        if known is None:
+        fitting = self._where.get(key)
+        if fitting is None:
             if len(self._where) >= _CACHED:
                 self._where.clear()
             fits = request.where.fits
-            known = self._where[key] = mask & self._mask(map(fits, self.devices))
-        return known
+            fitting = self._where[key] = mask & self._mask(map(fits, self.devices))
+        return fitting
 
     def demand(self, request: Request) -> int:
         """Return the memory that a request needs on each device of this kind, or 0."""
@@ -212,13 +215,13 @@ class DeviceSet:
         return mask
 
     def _with_capacity(self, least: int) -> int:
-        known = self._of_size.get(least)
-        if known is None:
+        large = self._of_size.get(least)
+        if large is None:
             if len(self._of_size) >= _CACHED:
                 self._of_size.clear()
-            known = self._mask(size >= least for size in self.capacity)
-            self._of_size[least] = known
-        return known
+            large = self._mask(size >= least for size in self.capacity)
+            self._of_size[least] = large
+        return large
 
     def room_for(self, amount: int, request: Request) -> int:
         """Return how many leases of `amount` fit at once if nothing is taken."""

@@ -13,9 +13,9 @@ from aiogpu.core.model.units import (
     GPU,
     TYPE_PREFIX,
     UNIT,
+    format_amount,
     number,
     size,
-    written,
 )
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def find_infeasible(
         if total < asked:
             if kinds and wanted is not None and name == TYPE_PREFIX + wanted:
                 return _no_such_type(device_sets[kinds[0]], wanted)
-            needed, present = (written(name, number(n)) for n in (asked, total))
+            needed, present = (format_amount(name, number(n)) for n in (asked, total))
             known = {*capacity, *device_sets} if not total else set()
             similar = _similar(name, known - {name})
             hint = f" (did you mean {similar[0]!r}?)" if similar else ""

@@ -21,8 +21,8 @@ from aiogpu.core.model.units import (
     GPU_MEMORY,
     TYPE_PREFIX,
     UNIT,
+    format_amount,
     number,
-    written,
 )
 from aiogpu.core.resources.devices import COLD, Affinity, DeviceSet, Share
 from aiogpu.core.resources.feasibility import find_infeasible
@@ -112,7 +112,7 @@ class Ledger:
     def __repr__(self) -> str:
         totals = self.totals()
         amounts = (
-            f"{name} {written(name, free)}/{written(name, totals[name])}"
+            f"{name} {format_amount(name, free)}/{format_amount(name, totals[name])}"
             for name, free in self.available().items()
         )
         return f"<Ledger {', '.join(amounts)}; {len(self.leases)} leases>"

@@ -350,7 +350,7 @@ class Scheduler(SchedulerState):
         if before is not None and self.reservation is not before:
             self._place()
 
-    def began(
+    def task_began(
         self, now: float, task: TaskId, worker: WorkerId, when: float
     ) -> Sequence[Effect]:
         """The code of a task with a `run_timeout` has begun.

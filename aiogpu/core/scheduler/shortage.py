@@ -184,7 +184,7 @@ def warn_of_stalls(node: SchedulerState) -> None:
 
 
 def _held_endlessly(node: SchedulerState) -> set[str]:
-    """Return the names of resources of which some are held without end."""
+    """Return the names of the resources that endless tasks hold."""
     return {
         name
         for worker in node.holders

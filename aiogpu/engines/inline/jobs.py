@@ -467,7 +467,7 @@ class JobDriver(Driver):
         assert job is not None, self
         assert job.worker is not None, job
         worker = WorkerId(job.worker.id)
-        self.feed(Scheduler.began, job.task, worker, time.monotonic())
+        self.feed(Scheduler.task_began, job.task, worker, time.monotonic())
 
     def feed(
         self,

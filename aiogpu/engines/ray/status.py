@@ -91,8 +91,9 @@ def _shortages(
     for name, parts in requested.items():
         most = max(node.total.get(name, 0.0) for node in nodes)
         if to_parts(most) < parts:
-            wanted = f"{units.spoken(name)} {units.written(name, units.number(parts))}"
-            had = f"of {units.written(name, most)} at most" if most else "of 0"
+            amount = units.format_amount(name, units.number(parts))
+            wanted = f"{units.display_name(name)} {amount}"
+            had = f"of {units.format_amount(name, most)} at most" if most else "of 0"
             known = {
                 resource for node in nodes for resource in public_resources(node.total)
             }

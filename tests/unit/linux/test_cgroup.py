@@ -270,17 +270,17 @@ def test_hierarchy_may_be_mounted_in_part(
     root: str, path: str, own: str, is_visible: bool, proc: FakeProc
 ) -> None:
     proc.write(f"41 31 0:38 {root} /m rw - cgroup2 cgroup2 rw\n", f"0::{path}\n")
-    found = find_hierarchy(UNIFIED, proc.root)
-    assert found is not None
-    assert (found.own, found.is_visible) == (own, is_visible)
-    assert found.groups[-1] == "/m"
+    hierarchy = find_hierarchy(UNIFIED, proc.root)
+    assert hierarchy is not None
+    assert (hierarchy.own, hierarchy.is_visible) == (own, is_visible)
+    assert hierarchy.groups[-1] == "/m"
 
 
 def test_escaped_and_undecodable_names_are_read(proc: FakeProc) -> None:
     proc.write("41 31 0:38 / /a\\040b\\134 rw - cgroup2 none rw\n", "0::/caf\xe9\n")
-    found = find_hierarchy(UNIFIED, proc.root)
-    assert found is not None
-    assert found.own == "/a b\\/caf\xe9"
+    hierarchy = find_hierarchy(UNIFIED, proc.root)
+    assert hierarchy is not None
+    assert hierarchy.own == "/a b\\/caf\xe9"
 
 
 def test_missing_or_garbled_file_gives_no_hierarchy(proc: FakeProc) -> None:

@@ -115,10 +115,10 @@ def record(task: int, since: float = 0.0) -> TaskRecord:
 @pytest.fixture
 def history() -> History:
     """A history of five tasks, with a worker on GPU 3 that started at 2."""
-    found = History(most=5)
-    found.occupy(7, 99, LEASE)
-    found.sites[7].began = 2.0
-    return found
+    history = History(most=5)
+    history.occupy(7, 99, LEASE)
+    history.sites[7].began = 2.0
+    return history
 
 
 def end(
@@ -156,11 +156,11 @@ def test_retried_attempt_has_a_span_only(
 ) -> None:
     for outcome in ("retried", "died"):
         end(history, 1, outcome, 3.0)
-    assert [one.outcome for one in history.spans([], 9.0, 0.0)] == ["retried", "died"]
+    assert [span.outcome for span in history.spans([], 9.0, 0.0)] == ["retried", "died"]
     assert history.ended(9.0) == ()
     assert history.find(1, 9.0) is None
     end(history, 1, "died", 4.0, FAILURE)
-    assert [one.state for one in history.ended(9.0)] == ["failed"]
+    assert [task.state for task in history.ended(9.0)] == ["failed"]
 
 
 def test_cancelled_task_is_not_a_failure(
@@ -179,7 +179,7 @@ def test_oldest_history_entries_are_dropped_first(history: History) -> None:
         row = [record(task) for task in range(first, first + 4)]
         history.add_row(7, row, [0] * 4, float(first))
     end(history, 12, "cancelled", 40.0)
-    assert [one.task for one in history.ended(99.0)] == [12, 11, 10, 9, 8]
+    assert [task.task for task in history.ended(99.0)] == [12, 11, 10, 9, 8]
     assert history.outcomes == {"failed": 4, "finished": 8, "cancelled": 1}
 
 
@@ -193,7 +193,7 @@ def test_long_texts_are_cut_and_displace_older_entries() -> None:
     history = History(room=8 * long.size)
     for task in range(9):
         end(history, task, "failed", float(task), long)
-    assert [one.task for one in history.ended(9.0)] == [8, 7, 6, 5, 4, 3, 2]
+    assert [task.task for task in history.ended(9.0)] == [8, 7, 6, 5, 4, 3, 2]
 
 
 def test_history_size_is_bounded(

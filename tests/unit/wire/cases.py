@@ -184,16 +184,16 @@ def _converse(case: Case) -> Iterator[str]:
     for chunk in case.chunks:
         was_open = connection.state is not ConnectionState.CLOSED
         try:
-            found = connection.receive(chunk)
+            messages = connection.receive(chunk)
         except ProtocolError as error:
             assert was_open, "one error ends it"
             assert connection.state is ConnectionState.CLOSED
             yield str(error)
             continue
-        assert was_open or not found, "it is closed"
+        assert was_open or not messages, "it is closed"
         role = connection.peer.role if connection.peer else ""
         may = FROM_PEER.get(role, frozenset()) if is_node else TO_PEER[case.target]
-        for message in found:
+        for message in messages:
             kind = type(message)
             assert kind in may or (kind is Hello and message is connection.peer)
             assert from_fields((TAGS[kind], *message)) == message

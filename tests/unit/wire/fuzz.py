@@ -57,26 +57,26 @@ LEAST: Final = 3
 
 def valid() -> list[Case]:
     """Return valid conversations, and other valid input."""
-    found = []
+    cases = []
     for role in ROLES:
-        said = sorted(FROM_PEER[role], key=TAGS.__getitem__)
+        kinds = sorted(FROM_PEER[role], key=TAGS.__getitem__)
         heard = sorted(TO_PEER[role], key=TAGS.__getitem__)
         says = greeting(role, 1 << 26, 4711) + b"".join(
-            encode(example(k)) for k in said
+            encode(example(k)) for k in kinds
         )
         hears = b"".join(encode(example(kind)) for kind in heard)
-        found += [Case(NODE, 0, says), Case(role, 0, hears), Case(role, 7, hears)]
+        cases += [Case(NODE, 0, says), Case(role, 0, hears), Case(role, 7, hears)]
     whole = Contents(
         *(b"pickle", 1 << 60, 4096, (0, 10, 64, 20), (b"a", b"b"), (1, 2), (0, "x")),
         *((b"part", pack(Contents(b"within"))), (3, -4), 2),
     )
-    found += [Case("parcel", 0, pack(one)) for one in (Contents(b"p"), whole)]
-    found.append(Case("terms", 0, dump_spec(fakes.func())))
+    cases += [Case("parcel", 0, pack(one)) for one in (Contents(b"p"), whole)]
+    cases.append(Case("terms", 0, dump_spec(fakes.func())))
     grant = Bind({"A": "1"}, {"gpu": (0, "MIG-1")}, (5,), (0, 1))
-    found.append(Case("grant", 0, pack_fields(grant)))
-    found.append(Case("grant", 0, pack_fields((1, {}, (), {}))))
-    found.append(Case(DESCRIPTORS, 0, b"\1\10" + bytes(8) + b"\2\20" + bytes(16)))
-    return found
+    cases.append(Case("grant", 0, pack_fields(grant)))
+    cases.append(Case("grant", 0, pack_fields((1, {}, (), {}))))
+    cases.append(Case(DESCRIPTORS, 0, b"\1\10" + bytes(8) + b"\2\20" + bytes(16)))
+    return cases
 
 
 class Fuzzer:

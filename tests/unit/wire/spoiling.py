@@ -89,13 +89,13 @@ Way = Callable[[bytes, bytes, Source], bytes]
 
 def frames_in(data: bytes) -> list[bytes]:
     """Return the frames with headers; the last may be incomplete."""
-    found, start = [], 0
+    frames, start = [], 0
     while start < len(data):
         head = data[start : start + HEADER]
         end = start + HEADER + int.from_bytes(head, "little")
-        found.append(data[start:end])
+        frames.append(data[start:end])
         start = end
-    return found
+    return frames
 
 
 def framed(body: bytes) -> bytes:
@@ -154,9 +154,11 @@ def _announced(body: bytes, source: Source) -> bytes:
     count = source.choice((*HUGE, 50_000, len(body), len(body) + 1))
     wide = kind[-1:] == b"I"
     count = min(count, 0xFFFF_FFFF if wide else 0xFFFF)
-    one = kind[:1] + struct.pack(">I" if wide else ">H", count)
+    header = kind[:1] + struct.pack(">I" if wide else ">H", count)
     rest = bytes(source.choice((0, 0, 0, 0, 100, 100, 20_000, 60_000)))
-    return source.choice((b"", b"\x95\x01")) + one * source.choice((1, 2, 1000)) + rest
+    return (
+        source.choice((b"", b"\x95\x01")) + header * source.choice((1, 2, 1000)) + rest
+    )
 
 
 def _field(body: bytes, source: Source) -> bytes:
@@ -187,7 +189,11 @@ def _many(body: bytes, source: Source) -> bytes:
         fields: Any = msgpack.unpackb(body, strict_map_key=False)
     except (ValueError, TypeError, RecursionError):
         return body
-    lists = [one for one in fields if isinstance(one, list)] if _is_list(fields) else []
+    lists = (
+        [field for field in fields if isinstance(field, list)]
+        if _is_list(fields)
+        else []
+    )
     if not lists:
         return body
     source.choice(lists).extend([source.choice(ODD)] * source.choice((10, 3000)))

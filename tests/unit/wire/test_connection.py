@@ -44,10 +44,12 @@ def refuses(connection: Connection, data: bytes) -> bool:
 
 def test_each_message_has_one_direction():
     assert set(FROM_PEER) == set(TO_PEER) == {ZYGOTE, KEEPER, WORKER, CLIENT}
-    said, heard = (frozenset().union(*table.values()) for table in (FROM_PEER, TO_PEER))
-    assert said | heard | {Hello} == set(TAGS)
-    assert not said & heard
-    assert Hello not in said | heard
+    sent, received = (
+        frozenset().union(*table.values()) for table in (FROM_PEER, TO_PEER)
+    )
+    assert sent | received | {Hello} == set(TAGS)
+    assert not sent & received
+    assert Hello not in sent | received
 
 
 def test_worker_connection_opens_works_and_closes():
@@ -78,8 +80,8 @@ def test_peer_may_send_only_messages_of_its_role(role):
         data = encode(example(kind))
         for end, allowed in (greeted(role), FROM_PEER), (Connection(role), TO_PEER):
             if kind in allowed[role]:
-                (found,) = end.receive(data)
-                assert (type(found), found) == (kind, example(kind))
+                (message,) = end.receive(data)
+                assert (type(message), message) == (kind, example(kind))
             else:
                 assert refuses(end, data)
     assert refuses(greeted(role), greeting(role, 1, 2))

@@ -22,9 +22,9 @@ def test_corpus_cases_keep_their_promises(target: str) -> None:
     for case in cases:
         run(case)
     # The case does not affect later cases.
-    for one in valid():
-        if one.target == target and target not in (DESCRIPTORS, "grant"):
-            assert not [step for step in run(one) if " " in str(step.after)], one
+    for case in valid():
+        if case.target == target and target not in (DESCRIPTORS, "grant"):
+            assert not [step for step in run(case) if " " in str(step.after)], case
 
 
 @pytest.mark.parametrize("target", [NODE, *ROLES])
