@@ -1,4 +1,4 @@
-"""The classes of the actors' tests: light to import, since workers import them."""
+"""Classes for tests of actors. Light to import, since workers import them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Plain:
-    """What the remote classes below have in common."""
+    """The methods that most remote classes below share."""
 
     def __init__(self, start: int = 0) -> None:
         self.count = start
@@ -30,8 +30,8 @@ class Plain:
         self.count += k
         return self.count
 
-    def note(self, what: object) -> int:
-        self.seen.append(what)
+    def note(self, value: object) -> int:
+        self.seen.append(value)
         return len(self.seen)
 
     def notes(self) -> list[object]:
@@ -71,7 +71,7 @@ class Plain:
         threading.Event().wait()
 
     def die_until(self, path: str, times: int) -> int:
-        """End the process `times` times, counting in a file; then give the count."""
+        """End the process `times` times, counting in a file; then return the count."""
         with open(path, "a+") as file:
             file.write("x")
             file.flush()
@@ -91,7 +91,7 @@ class Plain:
             raise
 
     def swallow(self, path: str, name: str) -> str:
-        """Go on after an interrupt, until the gate lets it pass."""
+        """Go on after an interrupt, until the test releases the call."""
         try:
             pass_gate(path, name)
         except KeyboardInterrupt:
@@ -107,7 +107,7 @@ class Plain:
             deque(repeat(None), maxlen=0)
 
     def fork(self, way: str) -> int:
-        """Fork; the child comes back from the method in that way."""
+        """Fork; the child leaves the method in the given way."""
         child = os.fork()
         if child:
             _, status = os.waitpid(child, 0)
@@ -150,7 +150,7 @@ class Async(Plain):
         return self.count
 
     async def wait(self, path: str, name: str) -> str:
-        """The gate's visitor as a coroutine."""
+        """Wait at the gate in a coroutine."""
         await pass_gate_softly(path, name)
         self.seen.append(name)
         return name
@@ -193,7 +193,7 @@ class Async(Plain):
                 await asyncio.Event().wait()
         except TimeoutError:
             return "given up"
-        return "it came"
+        return "not given up"
 
     def hidden_coroutine(self) -> Any:
         """A plain function that gives a coroutine, as decorators make them."""
@@ -230,7 +230,7 @@ class Methods:
 
 
 def shout(function: Callable[..., str]) -> Callable[..., str]:
-    """A decorator that takes another argument than what it decorates."""
+    """A decorator that adds an argument to the function."""
 
     @functools.wraps(function)
     def louder(*args: Any, times: int = 1) -> str:
@@ -276,12 +276,12 @@ class Odd:
 
 @aiogpu.remote
 class Table(dict[str, int]):
-    """Its methods are a builtin's."""
+    """An actor with the methods of a builtin class."""
 
 
 @aiogpu.remote
 class Broken:
-    """Its constructor fails."""
+    """An actor whose constructor fails."""
 
     def __init__(self, kind: type[BaseException], path: str = "") -> None:
         if path:
@@ -295,7 +295,7 @@ class Broken:
 
 @aiogpu.remote
 class Slow(Plain):
-    """Its constructor waits at a gate."""
+    """An actor whose constructor waits at a gate."""
 
     def __init__(self, path: str, name: str = "constructor") -> None:
         super().__init__()
@@ -303,7 +303,7 @@ class Slow(Plain):
 
 
 class Mourned(Plain):
-    """Says at a gate that it goes."""
+    """Reports at a gate when the actor is deleted."""
 
     def __init__(self, path: str, name: str) -> None:
         super().__init__()
@@ -389,7 +389,7 @@ def facts() -> tuple[int | None, dict[str, float]]:
 
 @aiogpu.remote
 class Knowing:
-    """Knows its id, and what it holds."""
+    """Returns its id and its resources."""
 
     def __init__(self) -> None:
         self.at_first = facts()
@@ -432,7 +432,7 @@ class Named:
 
 @aiogpu.remote(concurrency_groups={"one": 1})
 class SoftGroups:
-    """A group of coroutines."""
+    """A group of coroutines with a limit of one."""
 
     def __init__(self) -> None:
         import asyncio
@@ -514,7 +514,7 @@ class Grouped:
 
 @aiogpu.remote
 class Line:
-    """Has methods of the names of a pool's own."""
+    """An actor with methods that a pool has too."""
 
     def push(self, item: int) -> int:
         return item

@@ -1,4 +1,4 @@
-"""Tasks of which many stand in a queue: light to import, since workers import them."""
+"""Tasks that tests queue in large numbers. Light to import, as workers import them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.gate import pass_gate, say
 
 @aiogpu.remote(max_retries=0)
 def act(place: str, number: int, path: str = "", how: str = "") -> int:
-    """Note that it runs; then return, or do what is told."""
+    """Note the number; then return, or stop in the given way."""
     descriptor = os.open(place, os.O_APPEND | os.O_WRONLY | os.O_CREAT)
     os.write(descriptor, b"%d\n" % number)
     os.close(descriptor)
@@ -39,7 +39,7 @@ def act(place: str, number: int, path: str = "", how: str = "") -> int:
 
 @aiogpu.remote
 def fill(path: str, name: str, mebibytes: int) -> int:
-    """Use so much memory, and keep it until the test lets go."""
+    """Use so much memory until the test releases the task."""
     filled = bytearray(os.urandom(1 << 20)) * mebibytes
     pass_gate(path, name)
     return len(filled) >> 20
@@ -68,37 +68,37 @@ def number(value: int) -> int:
 
 @aiogpu.remote
 def number_behind(_text: bytes, value: int) -> int:
-    """Its arguments are long, and travel in the frame."""
+    """Return a number that is sent behind a long argument in the frame."""
     return value
 
 
 @aiogpu.remote
 def tell_fifo(path: str, value: int) -> int:
-    """Open a FIFO, for which the test waits in plain code."""
+    """Open a FIFO for which the test waits in plain code."""
     with open(path, "wb"):
         return value
 
 
 @aiogpu.remote
 def first_of(view: memoryview, _text: bytes) -> int:
-    """The number at the beginning of a large buffer."""
+    """Return the number at the start of a large buffer."""
     return int.from_bytes(view[:4], "little")
 
 
 @aiogpu.remote(max_concurrency=16)
 class Choir:
-    """Its threads answer at the same time."""
+    """An actor whose threads answer at the same time."""
 
     def __init__(self) -> None:
         self.begun = threading.Event()
 
     def large(self, byte: int, size: int) -> bytes:
-        """Wait for the sign, then answer."""
+        """Wait for `begin`, then answer."""
         self.begun.wait()
         return bytes([byte]) * size
 
     def begin(self, path: str, fifo: str) -> None:
-        """Give the sign when a byte comes."""
+        """Release the waiting calls when a byte comes."""
         say(path, "ready")
         with open(fifo, "rb") as file:
             file.read(1)

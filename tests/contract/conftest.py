@@ -1,4 +1,4 @@
-"""Which engines a test is for, and what each of them cannot do."""
+"""The engines of the tests, what each lacks, and the nodes of tests."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LACKS: Final = {
     "local": {},
     "node": {
         "same turn": "the node is another process, and goes on while it is asked",
-        "own objects": "what the node makes is made in another process",
+        "own objects": "the node makes its objects in another process",
         "own vendors": "a node knows the vendors that its own process has registered",
     },
     "ray": {
@@ -33,24 +33,24 @@ LACKS: Final = {
         "priority": "Ray has no priorities",
         "spread": "Ray packs the shares of a device",
         "holders": "Ray does not tell which of its processes holds what",
-        "leases": "a cluster's devices are handed to nobody but Ray's own",
+        "leases": "a cluster gives its devices only to tasks of Ray",
         "device memory": "Ray reserves no memory of devices",
-        "ledger": "what nodes of Ray lack is told in other words",
+        "ledger": "errors name missing resources of Ray in other words",
         "placing CPUs": "an actor on Ray that asks for more is placed without a CPU",
         "blocked ends": "Ray waits for the end of a call that is blocked in C",
         "plain cancels": "Ray loses an actor's order if it cancels a plain method",
         "orphans": "an actor on Ray ends with the process that has made it",
-        "orderly close": "who leaves a Ray cluster ends the actors it has at once",
-        "deadlocks": "Ray lets wait what can never run",
-        "books": "Ray tells of what is free a moment later",
-        "modules": "workers of Ray import what the program's path has",
+        "orderly close": "a program that leaves a cluster ends its actors at once",
+        "deadlocks": "a task that can never run waits on Ray",
+        "books": "Ray reports free resources with a delay",
+        "modules": "workers of Ray import from the program's path",
         "processes": "the processes are Ray's",
         "own vendors": "Ray knows the kinds of devices that it was made for",
-        "stop graces": "Ray stops what it is told to stop at once",
-        "run times": "Ray does not tell when a task has begun",
-        "told of": "Ray tells nobody that a placement group was removed",
-        "listed actors": "Ray tells of its actors by its dashboard only",
-        "detection": "Ray looks itself for the devices of its nodes",
+        "stop graces": "Ray stops tasks at once",
+        "run times": "Ray does not report when a task begins",
+        "told of": "Ray does not report that a placement group was removed",
+        "listed actors": "Ray lists its actors only on its dashboard",
+        "detection": "Ray detects the devices of its nodes itself",
     },
     "inline": {
         "processes": "all tasks are in this process, and none can be ended with it",
@@ -58,28 +58,28 @@ LACKS: Final = {
         "at once": "tasks run one after the other",
         "priority": "tasks run in the order of submission",
         "threads": "all code runs in the thread of the loop",
-        "interrupts": "code that blocks has the loop's thread, so nobody else acts",
-        "blocking": "code that blocks has the loop's thread, so nobody else acts",
+        "interrupts": "blocking code runs in the loop's thread, so no other code runs",
+        "blocking": "blocking code runs in the loop's thread, so no other code runs",
     },
 }
-"""What an engine lacks by its nature, and why. `@pytest.mark.needs(...)` names it."""
+"""Abilities that an engine lacks by its nature, and why; see `@pytest.mark.needs`."""
 
 
 DRAWN: Final = 12
-"""Of so many cases on a service one is run, and all in the full check."""
+"""Of this many cases on a service one runs; all run in the full check."""
 ON_RAY: Final = frozenset({"test_tasks.py", "test_cancel.py"})
-"""The files of which some cases run on a Ray cluster; all, in the full check."""
+"""Files of which some cases run on a Ray cluster; all run in the full check."""
 WHOLE_ON_RAY: Final = "test_every_option.py"
-"""The file all of whose cases run on a Ray cluster."""
+"""The file of which all cases run on a Ray cluster."""
 DRAWN_ON_RAY: Final = 4
-"""Of so many of these cases one is run."""
+"""Of this many cases of `ON_RAY` one runs."""
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
-    """What an engine lacks is skipped; a service for each case takes its time."""
+    """Skip cases that an engine cannot run; mark most cases with a service as slow."""
     for item in items:
         spec = getattr(item, "callspec", None)
         engine = spec.params.get("address") if spec is not None else None
@@ -89,7 +89,7 @@ def pytest_collection_modifyitems(
                     reason = f"{engine}: {LACKS[engine][ability]}"
                     item.add_marker(pytest.mark.skip(reason=reason))
     if any("[" in argument for argument in config.args):
-        return  # who names a case shall have it
+        return  # a case that is named on the command line runs
     for item in items:
         spec = getattr(item, "callspec", None)
         engine = None if spec is None else spec.params.get("address")
@@ -106,7 +106,7 @@ def pytest_collection_modifyitems(
 
 @pytest.fixture(params=ENGINES)
 def address(request: pytest.FixtureRequest) -> str:
-    """The engines that must pass; each issue that builds one adds its address."""
+    """The address of each engine."""
     engine = str(request.param)
     if engine == "node":
         request.getfixturevalue("served")
@@ -117,11 +117,11 @@ def address(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="session")
 def ray_clusters() -> Iterator[None]:
-    """Has a Ray cluster run for each test that wants one."""
+    """Start a Ray cluster for each test that needs one."""
     pytest.importorskip("ray", reason="Ray is not installed: pip install 'aiogpu[ray]'")
     from tests.contract import rayed
 
-    # Ray asks once in a process whether clusters have tokens.
+    # Ray reads this once in a process.
     os.environ["RAY_AUTH_MODE"] = "disabled"
     rayed.clusters = rayed.Clusters()
     yield
@@ -130,7 +130,7 @@ def ray_clusters() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def in_no_cluster(ray_clusters: None) -> None:
-    """This process is in none when the module's tests begin, which have their own."""
+    """Leave the Ray cluster of earlier tests before the tests of a module."""
     from tests.contract import rayed
 
     rayed.leave()
@@ -138,7 +138,7 @@ def in_no_cluster(ray_clusters: None) -> None:
 
 @pytest.fixture(scope="session")
 def service_forker() -> Iterator[None]:
-    """Has a service forked for each test that wants one."""
+    """Fork a service for each test that needs one."""
     serving.forker = serving.Forker()
     yield
     serving.forker.close()
@@ -146,7 +146,7 @@ def service_forker() -> Iterator[None]:
 
 @pytest.fixture
 def rayed(ray_clusters: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`init(address="ray")` joins a cluster that has what it was told."""
+    """Make `init(address="ray")` join a cluster with the given options."""
     from tests.contract.rayed import RayedEngine
 
     monkeypatch.setattr(sessions, "create_engine", instead_of("ray", RayedEngine))
@@ -154,12 +154,12 @@ def rayed(ray_clusters: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def served(service_forker: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`init(address="node")` starts a service of its own, and joins it."""
+    """Make `init(address="node")` start a service and join it."""
     monkeypatch.setattr(sessions, "create_engine", instead_of("node", ServedEngine))
 
 
 def instead_of(name: str, made: Callable[..., Engine]) -> Callable[..., Engine]:
-    """Makes engines as ever, but for one address."""
+    """Return a `create_engine` with another engine for one address."""
 
     def create(
         address: str | None, options: NodeOptions, loop: asyncio.AbstractEventLoop
@@ -197,5 +197,5 @@ async def here(no_leaks: None, runtime_directory: Path) -> AsyncIterator[Here]:
 
 @pytest.fixture
 def each_engine(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same for tests that open their node without an address."""
+    """Make `init()` without an address open each engine."""
     monkeypatch.setenv("AIOGPU_ADDRESS", address)

@@ -1,4 +1,4 @@
-"""What runs in placements, on several machines and on devices of several kinds."""
+"""Tasks in placements, on several machines and on devices of several kinds."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def plain() -> list[int | str]:
 
 
 @aiogpu.remote(num_gpus=0.5)
-async def forever(begun: Path) -> None:
-    begun.touch()
+async def forever(started: Path) -> None:
+    started.touch()
     import asyncio
 
     await asyncio.get_running_loop().create_future()
@@ -34,8 +34,7 @@ async def forever(begun: Path) -> None:
 
 @aiogpu.remote(num_gpus=0.5)
 async def parent(group: aiogpu.types.Placement) -> list[int | str]:
-    found = await where.options(placement=group, bundle=0).remote()
-    return found[0]
+    return (await where.options(placement=group, bundle=0).remote())[0]
 
 
 @aiogpu.remote(num_gpus=0.5)
@@ -77,7 +76,7 @@ VARIABLES = ("CUDA_VISIBLE_DEVICES", "NEURON_RT_VISIBLE_CORES", "FPGA_VISIBLE")
 
 @aiogpu.remote
 def seen() -> dict[str, Any]:
-    """Its devices by kind, those it has, and the variables that say so."""
+    """Return the devices of this task by kind, its resources and the variables."""
     context = aiogpu.get_runtime_context()
     ids = context.get_accelerator_ids()
     return {
@@ -99,7 +98,7 @@ class Holder:
 
 @aiogpu.remote
 def starts_another() -> dict[str, list[str]]:
-    """A task of which only the node knows the kind that it asks for."""
+    """Start a task with a device kind that only the node knows."""
 
     @aiogpu.remote(num_cpus=0, resources={"FPGA": 1})
     def inner() -> dict[str, list[str]]:

@@ -1,4 +1,4 @@
-"""Tasks on GPUs: what limits they find, how they run out of memory, what cards do."""
+"""Tasks on GPUs: their limits, out-of-memory errors, and work on real cards."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ PROBE = "import os; print(sorted(os.sched_getaffinity(0)))"
 
 @aiogpu.remote(num_gpus=1)
 def cpus() -> tuple[list[int], str]:
-    """Those of this process, and of one that it starts."""
-    found = subprocess.run(
+    """Return the CPUs of this process, and of a process that it starts."""
+    probe = subprocess.run(
         [sys.executable, "-Sc", PROBE], check=True, capture_output=True, text=True
     )
-    return sorted(os.sched_getaffinity(0)), found.stdout.strip()
+    return sorted(os.sched_getaffinity(0)), probe.stdout.strip()
 
 
 @aiogpu.remote
@@ -43,19 +43,19 @@ class Holder:
 
 @aiogpu.remote(num_gpus=0.25)
 def fractions() -> dict[int, float]:
-    """What the paper PyTorch was told, as soon as CUDA begins."""
+    """Return the memory fractions that the fake PyTorch gets when CUDA starts."""
     cuda = importlib.import_module("torch.cuda")
     assert cuda.fractions == {}
     cuda.init()
-    found: dict[int, float] = cuda.fractions
-    return found
+    fractions: dict[int, float] = cuda.fractions
+    return fractions
 
 
 TEXT = "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has 79.15 GiB."
 
 
 class OutOfMemoryError(RuntimeError):
-    """As PyTorch's is called."""
+    """The error of PyTorch, by its name."""
 
 
 @aiogpu.remote(num_gpus=0.5)
@@ -76,7 +76,7 @@ def yield_and_run_out() -> Iterator[int]:
 
 @aiogpu.remote(num_gpus=0.5, retry_exceptions=[OutOfMemoryError], max_retries=1)
 def run_out_once(path: str) -> str:
-    """Raise if it is the first to come."""
+    """Raise at the first call."""
     try:
         os.close(os.open(path, os.O_CREAT | os.O_EXCL))
     except FileExistsError:
@@ -96,7 +96,7 @@ def fail_without_a_gpu() -> None:
 
 @aiogpu.remote(num_gpus=0.25)
 async def start_and_catch() -> tuple[str, tuple[object, ...]]:
-    """What a parent sees of its child."""
+    """Return the error of a child as its parent sees it."""
     try:
         await run_out.remote()
     except aiogpu.GpuOutOfMemoryError as error:
@@ -106,13 +106,13 @@ async def start_and_catch() -> tuple[str, tuple[object, ...]]:
 
 @aiogpu.remote(num_gpus=0.25)
 async def start_and_fail() -> None:
-    """Fail as its child does."""
+    """Fail with the error of a child."""
     await run_out.remote()
 
 
 @aiogpu.remote(num_gpus=0.5)
 class Model:
-    """Runs out when it is told to."""
+    """Runs out of memory in its constructor or in `predict`."""
 
     def __init__(self, text: str = "") -> None:
         if text:
@@ -144,7 +144,7 @@ def double(number: int) -> int:
 
 @aiogpu.remote(num_gpus=0.5, max_retries=0, retry_oom="exclusive")
 def run_out_beside_others(path: str, times: int) -> tuple[int, str | None, float]:
-    """Raise so often; then tell how often, what limits it, and which share it has."""
+    """Raise `times` times; then return the count, the limit and the share."""
     descriptor = os.open(path, os.O_CREAT | os.O_APPEND | os.O_RDWR)
     count = os.fstat(descriptor).st_size
     os.write(descriptor, b".")
@@ -157,17 +157,17 @@ def run_out_beside_others(path: str, times: int) -> tuple[int, str | None, float
 
 @aiogpu.remote(num_gpus=0.5)
 def hold(path: str) -> str:
-    """Have half a GPU until let on."""
+    """Hold half a GPU until the test releases the task."""
     return pass_gate(path, "hold")
 
 
 GIB = 1 << 30
 kept: list[Any] = []
-"""What a task leaks, for as long as its process lives."""
+"""Memory that a task leaks until its process ends."""
 
 
-def taken(framework: str, count: int) -> Any:
-    """So many bytes of the first visible device, written to."""
+def allocate(framework: str, count: int) -> Any:
+    """Allocate and write that many bytes on the first visible device."""
     if framework == "torch":
         import torch
 
@@ -178,12 +178,12 @@ def taken(framework: str, count: int) -> Any:
 
 
 def first(framework: str, piece: Any) -> int:
-    """One element, for which all that was started on the device must have ended."""
+    """Read one element; so all earlier work on the device has ended."""
     return int(piece[0].item() if framework == "torch" else piece[0].get())
 
 
 def see(framework: str) -> dict[str, Any]:
-    """What a framework says of the devices that it sees."""
+    """Return the devices that a framework sees."""
     import aiogpu
 
     if framework == "torch":
@@ -204,12 +204,12 @@ def see(framework: str) -> dict[str, Any]:
 
 def compute(framework: str, size: int = 1 << 20) -> int:
     """Use the device a little."""
-    return first(framework, taken(framework, size))
+    return first(framework, allocate(framework, size))
 
 
 def compute_at_gate(framework: str, path: str, name: str) -> int:
-    """Hold some of the device's memory, and wait to be let on."""
-    piece = taken(framework, 1 << 24)
+    """Hold some of the device's memory until the test releases the task."""
+    piece = allocate(framework, 1 << 24)
     assert first(framework, piece) == 1
     pass_gate(path, name)
     return first(framework, piece)
@@ -217,12 +217,12 @@ def compute_at_gate(framework: str, path: str, name: str) -> int:
 
 def leak(framework: str, count: int) -> int:
     """Take memory and never give it back."""
-    kept.append(taken(framework, count))
+    kept.append(allocate(framework, count))
     return first(framework, kept[-1])
 
 
 def free_bytes(framework: str) -> int:
-    """What the device says is free."""
+    """Return the free memory of the device."""
     if framework == "torch":
         import torch
 
@@ -233,7 +233,7 @@ def free_bytes(framework: str) -> int:
 
 
 def spin(path: str) -> None:
-    """Have a kernel run for about an hour, and wait for its end in C."""
+    """Run a kernel for about an hour, and wait for its end in C."""
     import torch
 
     compute("torch")
@@ -243,7 +243,7 @@ def spin(path: str) -> None:
 
 
 def was_loaded_before(framework: str) -> bool:
-    """Whether the process had a module before the task, and can use the device."""
+    """Return if the framework was imported before the task, and can use the device."""
     import sys
 
     was_there = framework in sys.modules

@@ -1,4 +1,4 @@
-"""Tasks and actors that are given handles, or make actors: light to import."""
+"""Tasks and actors that get handles, or make actors. Light to import."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def add_twice(counter: Any, k: int) -> list[int]:
 
 @aiogpu.remote
 async def add_soon(counter: Any, k: int) -> int:
-    """The same in a coroutine."""
+    """Call an actor in a coroutine."""
     return int(await counter.add.remote(k))
 
 
@@ -46,7 +46,7 @@ def make_one(start: int) -> Any:
 
 @aiogpu.remote
 def pass_on(start: int) -> Any:
-    """Give away what another task has made."""
+    """Give away an actor that another task has made."""
     return aiogpu.get(make_one.remote(start))
 
 
@@ -58,7 +58,7 @@ def add_to_named(name: str, k: int) -> int:
 
 @aiogpu.remote
 def make_too_large() -> None:
-    """Ask for more than there is."""
+    """Make an actor that needs more GPUs than the node has."""
     aiogpu.get(Counter.options(num_gpus=64).remote().add.remote())
 
 
@@ -99,7 +99,7 @@ class Holder:
 
 @aiogpu.remote
 class AsyncHolder:
-    """The same, with a loop."""
+    """Keeps a handle, and has a loop."""
 
     def __init__(self, counter: Any = None) -> None:
         self.counter = counter
@@ -217,7 +217,7 @@ HOLDERS = [
 
 @aiogpu.remote
 async def find_soon(name: str) -> int:
-    """The same in a coroutine."""
+    """Find an actor twice in a coroutine."""
     actor = await aiogpu.get_actor(name)
     again = await aiogpu.get_actor(name)
     return int(await actor.add.remote(1)) + int(await again.add.remote(1))
@@ -229,7 +229,7 @@ def raise_with(counter: Any) -> None:
 
 
 class CarryingError(Exception):
-    """Holds a handle."""
+    """An error with a handle."""
 
 
 @aiogpu.remote
@@ -295,10 +295,10 @@ class Asking:
     """Waits in its constructor."""
 
     def __init__(self, others: list[Any]) -> None:
-        self.told = aiogpu.get(others[0].answer.remote())
+        self.heard = aiogpu.get(others[0].answer.remote())
 
     def answer(self) -> str:
-        return str(self.told)
+        return str(self.heard)
 
 
 @aiogpu.remote

@@ -1,4 +1,4 @@
-"""Tasks for maps, waits and calls that are refused: light, as workers import them."""
+"""Tasks for maps, waits and refused calls. Light to import, as workers import them."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Plus:
 
 @aiogpu.remote
 def sum_of(count: int) -> list[int]:
-    """Children of a plain task, both ways."""
+    """Wait for the children of a plain task by `wait` and `as_completed`."""
     handles: list[Any] = [tasks.add.remote(number) for number in range(count)]
     ready, pending = aiogpu.wait(handles, num_returns=2)
     assert len(ready) == 2
@@ -101,7 +101,7 @@ def sum_of(count: int) -> list[int]:
 
 @aiogpu.remote
 async def sum_of_later(count: int) -> list[int]:
-    """The same in a coroutine."""
+    """Wait for the children of a coroutine by `wait` and `as_completed`."""
     handles: list[Any] = [tasks.add.remote(number) for number in range(count)]
     ready, pending = await aiogpu.wait(handles, num_returns=2)
     assert len(ready) == 2
@@ -111,7 +111,7 @@ async def sum_of_later(count: int) -> list[int]:
 
 @aiogpu.remote
 def sum_of_given(handles: list[Any]) -> int:
-    """What others have started."""
+    """Wait for handles that the program has started."""
     ready, pending = aiogpu.wait(handles, num_returns=2)
     assert (len(ready), len(pending)) == (2, 1)
     return sum(aiogpu.get(handle) for handle in aiogpu.as_completed(handles))

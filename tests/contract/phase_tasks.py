@@ -1,6 +1,6 @@
-"""Tasks that are found in one phase of their life, and say so at the gate.
+"""Tasks that stay in one phase of their life, and report it at the gate.
 
-Each notes in the file `place` that it has begun and, where its code can, that it has
+Each notes in the file `place` that it has begun and, if its code can, that it has
 stopped. Light to import, since workers import it.
 """
 
@@ -27,16 +27,16 @@ BEGUN: Final = "begun"
 STOPPED: Final = "stopped"
 
 
-def note(place: str, what: str) -> None:
+def note(place: str, word: str) -> None:
     """Append a word to a file, in one write."""
     descriptor = os.open(place, os.O_APPEND | os.O_WRONLY | os.O_CREAT)
-    os.write(descriptor, f"{what}\n".encode())
+    os.write(descriptor, f"{word}\n".encode())
     os.close(descriptor)
 
 
 @contextmanager
 def noted(place: str) -> Iterator[None]:
-    """The task's own code: from here to where it has stopped."""
+    """Note the begin and the end of the task's own code."""
     note(place, BEGUN)
     try:
         yield
@@ -58,7 +58,7 @@ def loop(path: str, name: str, place: str) -> None:
 
 @aiogpu.remote
 async def coroutine(path: str, name: str, place: str) -> None:
-    """Clears up by what needs its loop."""
+    """Clear up by a step of the loop."""
     import asyncio
 
     with noted(place):
@@ -121,7 +121,7 @@ def in_finally(path: str, name: str, place: str) -> None:
 
 
 class Dying:
-    """Busy for ever while it is finalised."""
+    """An object whose finaliser never ends."""
 
     def __init__(self, path: str, name: str) -> None:
         self.path, self.name = path, name
@@ -133,7 +133,7 @@ class Dying:
 
 @aiogpu.remote
 def in_del(path: str, name: str, place: str) -> None:
-    """Python swallows what a `__del__` raises; the code after it goes on."""
+    """Python ignores an error of `__del__`; the code after it goes on."""
     sys.unraisablehook = lambda _: None
     with noted(place):
         dying = Dying(path, name)
@@ -168,7 +168,7 @@ def swallowed() -> Iterator[None]:
 
 @aiogpu.remote
 def in_foreign_code(path: str, name: str, place: str) -> None:
-    """A mutex that is locked twice: no signal makes this call return."""
+    """Lock a mutex twice; no signal makes this call return."""
     note(place, BEGUN)
     mutex = ctypes.create_string_buffer(64)
     library = ctypes.CDLL(None)
@@ -215,7 +215,7 @@ while True:
 
 
 class Reducing:
-    """Does not let itself be pickled: it takes for ever."""
+    """An object that takes for ever to pickle."""
 
     def __init__(self, path: str, name: str, place: str) -> None:
         self.fields = path, name, place
@@ -233,19 +233,19 @@ def packing(path: str, name: str, place: str) -> object:
 
 
 def refused(*_: object) -> int:
-    """As memfd_create(2) does where there are too many descriptors."""
+    """Fail as memfd_create(2) does without free descriptors."""
     raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
 
 class Large:
-    """32 MB, and a word on the way out."""
+    """A value of 32 MB that reports when it is pickled."""
 
     def __init__(self, path: str, name: str) -> None:
         self.fields = path, name
 
     def __reduce__(self) -> Any:
         say(*self.fields)
-        # Where there is no descriptor to spare the frame has it all.
+        # Without free descriptors the frame carries all of the value.
         os.memfd_create = refused  # type: ignore[assignment]
         return len, (b"x" * (1 << 25),)
 
@@ -258,7 +258,7 @@ def dispatcher(path: str, name: str, place: str) -> object:
 
 @aiogpu.remote
 def leaving(path: str, name: str, place: str, is_endless: bool = False) -> int:
-    """Its result is sent before its process says that it leaves."""
+    """Send the result before the process reports that it leaves."""
 
     def leave() -> None:
         with noted(place):
@@ -279,7 +279,7 @@ def begins(place: str) -> int:
 
 @aiogpu.remote
 def relay(depth: int, phase: str, options: dict[str, Any], args: list[str]) -> object:
-    """Plain tasks, one in another, with a phase at the bottom."""
+    """Nest plain tasks, with a phase at the bottom."""
     if depth:
         return aiogpu.get(relay.remote(depth - 1, phase, options, args))
     return aiogpu.get(PHASES[phase].options(**options).remote(*args))
@@ -289,7 +289,7 @@ def relay(depth: int, phase: str, options: dict[str, Any], args: list[str]) -> o
 async def relay_softly(
     depth: int, phase: str, options: dict[str, Any], args: list[str]
 ) -> object:
-    """The same by coroutines."""
+    """Nest coroutines, with a phase at the bottom."""
     if depth:
         return await relay_softly.remote(depth - 1, phase, options, args)
     return await PHASES[phase].options(**options).remote(*args)
@@ -306,7 +306,7 @@ INTERRUPTED: Final[list[Callable[..., Any]]] = [
     in_del,
     packing,
 ]
-"""Their code stops when it is asked to, and their worker goes on."""
+"""Tasks whose code an interrupt stops, and whose worker goes on."""
 KILLED: Final[list[Callable[..., Any]]] = [
     in_del_for_ever,
     swallowing,
@@ -315,7 +315,7 @@ KILLED: Final[list[Callable[..., Any]]] = [
     blocking_signals,
     importing,
 ]
-"""Nothing stops their code but the end of its process."""
+"""Tasks that only the end of their process stops."""
 PHASES: Final[dict[str, Any]] = {
     each.__name__: each for each in [*INTERRUPTED, *KILLED, dispatcher, begins]
 }
@@ -342,7 +342,7 @@ async def count_softly(number: int, until: int) -> int:
 
 @aiogpu.remote
 def clean_up(path: str, seconds: float) -> None:
-    """It takes so long to stop when it is asked to."""
+    """Take so many seconds to stop after an interrupt."""
     try:
         say(path, "in")
         spin()
@@ -354,10 +354,10 @@ def clean_up(path: str, seconds: float) -> None:
 
 
 class Cleaner:
-    """Its `finally` takes its time."""
+    """A class with a `finally` that waits at a gate."""
 
     def clean(self, path: str, cleaned: str) -> None:
-        """Wait to be interrupted, then clean up as long as the gate holds."""
+        """Wait for an interrupt, then clean up until the test releases the call."""
         try:
             pass_gate(path, "runs")
         finally:
@@ -365,7 +365,7 @@ class Cleaner:
             Path(cleaned).touch()
 
     def rest(self) -> None:
-        """Come after what was called before."""
+        """Do nothing, after the earlier calls."""
 
 
 @aiogpu.remote

@@ -1,4 +1,4 @@
-"""[B32] Actors found by name; a node of another process is asked as the loop turns."""
+"""[B32] Actors found by name, also before a node of another process answers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import pickle
 import signal
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ def node(no_leaks: None) -> Iterator[Service]:
 
 @contextmanager
 def stopped(node: Service) -> Iterator[None]:
-    """The node answers nobody."""
+    """Suspend the node, so that it does not answer."""
     os.kill(node.pid, signal.SIGSTOP)
     try:
         yield
@@ -47,9 +47,9 @@ def stopped(node: Service) -> Iterator[None]:
         os.kill(node.pid, signal.SIGCONT)
 
 
-async def test_the_loop_turns_while_the_node_has_yet_to_answer(node: Service) -> None:
+async def test_names_are_looked_up_without_blocking_the_loop(node: Service) -> None:
     async with aiogpu.init(address=node.path, log_to_driver=False):
-        it = await Methods.options(name="it", num_cpus=0).remote()
+        methods = await Methods.options(name="it", num_cpus=0).remote()
         doomed = await Counter.options(name="doomed", num_cpus=0).remote()
         with stopped(node):
             found = aiogpu.get_actor("it")
@@ -73,12 +73,14 @@ async def test_the_loop_turns_while_the_node_has_yet_to_answer(node: Service) ->
         )
         await raises(errors.ActorNameError, taken, match="'it' exists already")
         await raises(errors.ActorDiedError, lambda: doomed.add.remote(), match="killed")
-        assert await it.one.remote(7) == 7
+        assert await methods.one.remote(7) == 7
 
 
-async def test_what_cannot_be_known_before_the_answer_is_told(node: Service) -> None:
+async def test_a_wrong_use_of_an_actor_before_the_answer_is_reported(
+    node: Service,
+) -> None:
     async with aiogpu.init(address=node.path, log_to_driver=False):
-        it = await Methods.options(name="it").remote()
+        methods = await Methods.options(name="it").remote()
         with stopped(node):
             found = aiogpu.get_actor("it")
             late = found.many
@@ -98,23 +100,23 @@ async def test_what_cannot_be_known_before_the_answer_is_told(node: Service) -> 
                 lambda: anext(found.one.map([1, 2], chunk=2)),
                 match="Await the handle first",
             )
-        for told, call in refused.items():
-            await raises((errors.MisuseError, AttributeError), call, match=told)
-        # Now it is known, and a method that was taken before is what it is.
+        for message, call in refused.items():
+            await raises((errors.MisuseError, AttributeError), call, match=message)
+        # Now the class is known, also to a method that was taken before.
         assert [item async for item in found.many.remote()] == [0, 1, 2]
         assert [item async for item in late.remote()] == [0, 1, 2]
         assert await asyncio.gather(*found.two.remote()) == [1, 2]
         with pytest.raises(AttributeError, match="Methods has no method nothing"):
             found.nothing  # noqa: B018
         assert await tasks.echo.remote([found]) is not None
-        assert await it.one.remote() == 1
+        assert await methods.one.remote() == 1
 
 
-async def test_what_is_dropped_before_the_answer_is_held_by_nobody(
+async def test_a_handle_dropped_before_the_answer_keeps_no_actor(
     node: Service,
 ) -> None:
     async with no_complaints(), aiogpu.init(address=node.path, log_to_driver=False):
-        it = await Methods.options(name="it", num_gpus=1).remote()
+        methods = await Methods.options(name="it", num_gpus=1).remote()
         with stopped(node):
             found = aiogpu.get_actor("it")
             call = found.one.remote(3)
@@ -122,16 +124,16 @@ async def test_what_is_dropped_before_the_answer_is_held_by_nobody(
             gc.collect()
             aiogpu.get_actor("nobody")
         assert await call == 3
-        del it, call
+        del methods, call
         await all_is_free()
 
 
 async def nothing_is_left(runtime_directory: Path) -> None:
-    """The zygotes of a killed node have removed its directory, which takes a moment."""
+    """Wait until the zygotes of a killed node have removed its directory."""
     await until(lambda: not os.listdir(runtime_directory))
 
 
-async def test_the_node_dies_before_the_answer(
+async def test_a_node_that_dies_before_the_answer_fails_the_calls(
     node: Service, runtime_directory: Path
 ) -> None:
     async with no_complaints():
@@ -147,7 +149,9 @@ async def test_the_node_dies_before_the_answer(
     await nothing_is_left(runtime_directory)
 
 
-async def test_an_actor_of_another_class_has_that_ones_methods(node: Service) -> None:
+async def test_an_actor_found_by_another_class_has_its_own_methods(
+    node: Service,
+) -> None:
     async with aiogpu.init(address=node.path, log_to_driver=False):
         await (first := Counter.options(name="one").remote(1))
         with stopped(node):
@@ -165,9 +169,9 @@ async def test_an_actor_of_another_class_has_that_ones_methods(node: Service) ->
 async def left_before_the_answer(
     node: Service, *, dies: bool = False
 ) -> AsyncIterator[None]:
-    """Join; leave at the end of the block, which the node answers only after that.
+    """Join; leave at the end of the block, before the node answers.
 
-    A node that dies has left whenever the end of its connection is seen.
+    A node that dies may end the program's shutdown at any time.
     """
     async with no_complaints():
         await aiogpu.init(address=node.path, log_to_driver=False)
@@ -182,7 +186,7 @@ async def left_before_the_answer(
 DETACHED: Any = Counter.options(name="kept", lifetime="detached")
 
 
-async def test_a_node_that_never_answers_is_left(
+async def test_a_program_leaves_a_node_that_never_answers(
     node: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("aiogpu.engines.remote.DEPART_LIMIT", 0.05)
@@ -195,7 +199,7 @@ async def test_a_node_that_never_answers_is_left(
             await raises(errors.NodeClosedError, call)
 
 
-async def test_a_node_that_dies_while_it_is_left(
+async def test_a_node_may_die_while_a_program_leaves(
     node: Service, runtime_directory: Path
 ) -> None:
     async with left_before_the_answer(node, dies=True):
@@ -207,42 +211,39 @@ async def test_a_node_that_dies_while_it_is_left(
 
 
 @pytest.mark.usefixtures("each_engine")
-async def test_names() -> None:
+async def test_a_name_belongs_to_one_actor_in_its_namespace() -> None:
     """[B32]"""
     named = Counter.options(name="bob")
+    get = aiogpu.get_actor
     async with aiogpu.init(num_cpus=1):
         bob = named.remote(1)
         assert repr(bob) == "<ActorHandle Counter 'bob'>"
-        assert await aiogpu.get_actor("bob").add.remote() == 2
-        with pytest.raises(errors.ActorNameError, match="'bob' exists already"):
-            await named.remote()
+        assert await get("bob").add.remote() == 2
+        taken = "'bob' exists already"
+        await raises(errors.ActorNameError, lambda: named.remote(), match=taken)
         assert await named.options(get_if_exists=True).remote(7).add.remote() == 3
-        await raises(
-            errors.ActorNameError,
-            lambda: aiogpu.get_actor("eve"),
-            match="no actor named 'eve' on",
-        )
+        absent = "no actor named 'eve' on"
+        await raises(errors.ActorNameError, lambda: get("eve"), match=absent)
         elsewhere = named.options(namespace="other").remote(10)
-        assert await aiogpu.get_actor("bob", "other").add.remote() == 11
-        with pytest.raises(errors.ActorNameError, match="'nowhere'"):
-            await aiogpu.get_actor("bob", "nowhere")
-        # One that another class has made has the other's methods.
+        assert await get("bob", "other").add.remote() == 11
+        absent = "'nowhere'"
+        await raises(errors.ActorNameError, lambda: get("bob", "nowhere"), match=absent)
+        # An actor that another class has made has the methods of that class.
         found: Any = await Async.options(name="bob", get_if_exists=True).remote()
         assert await found.pid.remote() == await bob.pid.remote()
         with pytest.raises(AttributeError, match="Counter has no method later"):
             found.later.remote()
         aiogpu.kill(bob)
-        await raises(errors.ActorNameError, lambda: aiogpu.get_actor("bob"))
+        await raises(errors.ActorNameError, lambda: get("bob"))
         second = named.remote(5)
         assert await second.add.remote() == 6
         del second
         async with asyncio.timeout(20):
-            while True:
-                try:
-                    third = named.remote(50)
-                    break
-                except errors.ActorNameError:
-                    await asyncio.sleep(0)
+            third = None
+            while third is None:
+                await asyncio.sleep(0)
+                with suppress(errors.ActorNameError):
+                    third = await named.remote(50)
         assert await third.add.remote() == 51
         assert await elsewhere.add.remote() == 12
     with pytest.raises(errors.OptionError, match="give name="):
@@ -250,20 +251,20 @@ async def test_names() -> None:
 
 
 async def make_kept(node: Service) -> None:
-    """By a program that leaves it behind."""
+    """Make the detached actor in a program that leaves it."""
     async with aiogpu.init(address=node.path, log_to_driver=False):
         await DETACHED.remote()
 
 
 async def kept_is_gone(node: Service) -> None:
-    """Nobody finds the detached actor, and nothing of it is left."""
+    """Check that the detached actor is not found, and that all is free."""
     async with aiogpu.init(address=node.path, log_to_driver=False):
         with pytest.raises(errors.ActorNameError, match="no actor named 'kept'"):
             await aiogpu.get_actor("kept")
         await all_is_free()
 
 
-async def test_what_is_done_right_before_the_program_leaves(
+async def test_calls_right_before_the_program_leaves_are_carried_out(
     node: Service, gate: Gate
 ) -> None:
     for find in (
@@ -274,13 +275,13 @@ async def test_what_is_done_right_before_the_program_leaves(
         async with left_before_the_answer(node):
             aiogpu.kill(find())
         await kept_is_gone(node)
-    # What is dropped is held by nobody.
+    # Dropped handles keep no actor.
     async with left_before_the_answer(node):
         aiogpu.get_actor("nobody")
         Counter.options(name="kept", get_if_exists=True, num_gpus=1).remote()
         gc.collect()
     await kept_is_gone(node)
-    # It is made, and called; the answer is not waited for.
+    # An actor is made and called without waiting for the answer.
     async with left_before_the_answer(node):
         DETACHED.options(get_if_exists=True).remote(1)
     async with left_before_the_answer(node):
@@ -310,7 +311,7 @@ async with aiogpu.init():
     ("how", "run"),
     [("by its name", "asyncio.run"), ("at the end of a block", "aiogpu.run")],
 )
-async def test_killed_by_the_last_line_of_a_program(
+async def test_the_last_line_of_a_program_kills_an_actor(
     node: Service, monkeypatch: pytest.MonkeyPatch, how: str, run: str
 ) -> None:
     monkeypatch.setenv("AIOGPU_ADDRESS", node.path)

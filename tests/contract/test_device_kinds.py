@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,26 +23,26 @@ from aiogpu.engines.devices import build_ledger, detect, in_thread
 from aiogpu.errors import DeviceError, InfeasibleError
 from aiogpu.linux.cgroup import usable_cpus
 from tests.contract.device_tasks import Holder, seen, starts_another
-from tests.support.until import LIMIT
+from tests.support.until import until_free
 from tests.unit.accelerators.vendors import Fpga, listing
 
 pytestmark = pytest.mark.either_loop
 
 
-# Vendors are asked beside each other, and one of them has the node's GPUs
+# All vendors list their devices at the same time; one of them has the node's GPUs
 
 
 @dataclass
 class Paper:
-    """A vendor with devices on paper; what it is asked is kept."""
+    """A vendor with made-up devices; it records the calls."""
 
     kind: str
     name: str
-    there: tuple[Device, ...] = ()
+    present: tuple[Device, ...] = ()
     error: BaseException | None = None
     hangs: bool = False
     given: Any = field(default_factory=dict)
-    asked: list[int | None] = field(default_factory=list)
+    calls: list[int | None] = field(default_factory=list)
     may_end: threading.Event = field(default_factory=threading.Event)
 
     option = "num_paper"
@@ -55,15 +54,15 @@ class Paper:
     def devices(
         self, environ: Mapping[str, str], wanted: int | None
     ) -> tuple[Device, ...]:
-        self.asked.append(wanted)
+        self.calls.append(wanted)
         if self.hangs:
             self.may_end.wait()
         if self.error is not None:
             raise self.error
         if wanted is None:
-            return self.there
-        logical = (Device(number) for number in range(len(self.there), wanted))
-        return (*self.there, *logical)[:wanted]
+            return self.present
+        logical = (Device(number) for number in range(len(self.present), wanted))
+        return (*self.present, *logical)[:wanted]
 
     def assignment(self, ids: Sequence[int | str], environ: Mapping[str, str]) -> Any:
         return self.given
@@ -76,40 +75,40 @@ def cards(number: int) -> tuple[Device, ...]:
 async def found(
     *vendors: Paper, limit: float = 60, **wanted: int
 ) -> list[tuple[str, int]]:
-    told = await detect(vendors, {}, wanted, limit)  # type: ignore[arg-type]
-    return [(repr(each.vendor), len(each.devices)) for each in told]
+    sets = await detect(vendors, {}, wanted, limit)  # type: ignore[arg-type]
+    return [(repr(each.vendor), len(each.devices)) for each in sets]
 
 
-SPOKEN = Paper("GPU", "A", (Device(0), Device(1)))
+DECLARED = Paper("GPU", "A", (Device(0), Device(1)))
 ONE = Paper("GPU", "A", cards(1))
 A0, A1, B2 = ("<A>", 0), ("<A>", 1), ("<B>", 2)
 CASES: list[tuple[list[Paper], dict[str, int], list[tuple[str, int]]]] = [
-    # The first with devices has the GPUs; without any, the first.
+    # The first vendor with devices has the GPUs; without any, the first vendor.
     ([Paper("GPU", "A"), Paper("GPU", "B", cards(2)), Paper("GPU", "C")], {}, [B2]),
     ([Paper("GPU", "A"), Paper("GPU", "B")], {}, [("<A>", 0)]),
-    # A given number is of who has cards, else of the first.
+    # A given number is of the vendor with cards, else of the first.
     ([Paper("GPU", "A"), Paper("GPU", "B", cards(2))], {"GPU": 3}, [("<B>", 3)]),
     ([Paper("GPU", "A"), Paper("GPU", "B")], {"GPU": 3}, [("<A>", 3)]),
     ([Paper("GPU", "A", cards(1)), Paper("GPU", "B", cards(2))], {"GPU": 0}, [A0]),
-    # What a variable names, and nobody could check, is less than a card.
-    ([SPOKEN, Paper("GPU", "B", cards(1))], {}, [("<B>", 1)]),
-    ([SPOKEN, Paper("GPU", "B")], {}, [("<A>", 2)]),
-    # Other kinds stand beside the GPUs.
+    # A card counts more than devices that only a variable names.
+    ([DECLARED, Paper("GPU", "B", cards(1))], {}, [("<B>", 1)]),
+    ([DECLARED, Paper("GPU", "B")], {}, [("<A>", 2)]),
+    # Other kinds are there beside the GPUs.
     ([ONE, Paper("cores", "N", cards(2)), Paper("TPU", "T")], {}, [A1, ("<N>", 2)]),
     ([ONE, Paper("cores", "N", cards(2))], {"cores": 1}, [A1, ("<N>", 1)]),
-    # An error of who has not the GPUs is nobody's.
+    # An error of a vendor without the GPUs is ignored.
     ([ONE, Paper("GPU", "B", error=DeviceError("not there"))], {}, [A1]),
 ]
 
 
-@pytest.mark.parametrize(("vendors", "wanted", "told"), CASES)
-async def test_who_has_which_devices(
-    vendors: list[Paper], wanted: dict[str, int], told: list[tuple[str, int]]
+@pytest.mark.parametrize(("vendors", "wanted", "expected"), CASES)
+async def test_one_vendor_has_the_gpus(
+    vendors: list[Paper], wanted: dict[str, int], expected: list[tuple[str, int]]
 ) -> None:
-    assert await found(*vendors, **wanted) == told
+    assert await found(*vendors, **wanted) == expected
 
 
-async def test_another_that_has_some_is_told_of(
+async def test_gpus_of_a_second_vendor_are_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     one, two = Paper("GPU", "A", cards(1)), Paper("GPU", "B", cards(2))
@@ -126,13 +125,13 @@ async def test_a_vendor_that_fails_is_an_error() -> None:
         await found(Paper("GPU", "A"), Paper("GPU", "B", error=error))
     assert caught.value is error
     for raised in (error, KeyError("a"), TimeoutError("mine")):
-        told = "not there" if raised is error else r"<N> cannot list.*: \w+: "
-        with pytest.raises(DeviceError, match=told) as caught:
+        message = "not there" if raised is error else r"<N> cannot list.*: \w+: "
+        with pytest.raises(DeviceError, match=message) as caught:
             await found(ONE, Paper("cores", "N", error=raised))
         assert raised in (caught.value, caught.value.__cause__)
 
 
-async def test_a_vendor_that_hangs_costs_the_wait(
+async def test_a_vendor_that_hangs_is_skipped_after_a_limit(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     gpus, cores = Paper("GPU", "A", cards(1)), Paper("cores", "N", hangs=True)
@@ -144,7 +143,7 @@ async def test_a_vendor_that_hangs_costs_the_wait(
     cores.may_end.set()
 
 
-async def test_what_was_asked_of_one_that_hangs_is_an_error() -> None:
+async def test_devices_wanted_of_a_vendor_that_hangs_are_an_error() -> None:
     gpus = Paper("GPU", "A", hangs=True)
     with pytest.raises(
         DeviceError,
@@ -154,8 +153,8 @@ async def test_what_was_asked_of_one_that_hangs_is_an_error() -> None:
     gpus.may_end.set()
 
 
-async def test_all_are_asked_at_once() -> None:
-    """Each waits until the other is asked."""
+async def test_vendors_are_asked_at_the_same_time() -> None:
+    """Each vendor waits until the other is asked."""
     together = threading.Barrier(2)
 
     class Meeting(Paper):
@@ -179,7 +178,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> Paper:
 
 
 @pytest.mark.parametrize(
-    ("there", "given", "wanted", "why"),
+    ("present", "given", "wanted", "why"),
     [
         ((1, 2), {}, {}, r"devices\(\) returned \(1, 2\), which are no Devices"),
         ((Device(0), Device(0)), {}, {}, r"the ids \[0, 0\], one of them twice"),
@@ -189,17 +188,17 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> Paper:
 )
 async def test_a_users_vendor_is_checked_before_a_task_needs_it(
     registered: Paper,
-    there: tuple[Any, ...],
+    present: tuple[Any, ...],
     given: object,
     wanted: dict[str, int],
     why: str,
 ) -> None:
-    registered.there, registered.given = there, given
+    registered.present, registered.given = present, given
     with pytest.raises(DeviceError, match=f"<M> cannot list.*{why}"):
         await found(Paper("GPU", "A"), registered, **wanted)
 
 
-async def test_a_users_vendor_gives_as_many_as_are_wanted(registered: Paper) -> None:
+async def test_a_users_vendor_must_give_the_wanted_number(registered: Paper) -> None:
     assert await found(Paper("GPU", "A"), registered, mine=3) == [
         ("<A>", 0),
         ("<M>", 3),
@@ -211,18 +210,18 @@ async def test_a_users_vendor_gives_as_many_as_are_wanted(registered: Paper) -> 
         await found(Paper("GPU", "A"), registered, mine=3)
 
 
-# What a node has: the ledger that is built, and the threads that detect
+# The ledger of a node, and the threads that detect
 
 
 def gpus(*types: str | None) -> list[DeviceSet]:
     return [DeviceSet("GPU", [Device(i, type=t) for i, t in enumerate(types)])]
 
 
-def test_what_was_asked_for_is_what_there_is() -> None:
+def test_a_node_has_the_resources_of_its_options() -> None:
     options = NodeOptions(num_cpus=2.5, resources={"license": 2})
     ledger = build_ledger(options, gpus(None, None))
-    told = {"CPU": 2.5, "license": 2.0, "GPU": 2.0}
-    assert told.items() <= ledger.totals().items()
+    expected = {"CPU": 2.5, "license": 2.0, "GPU": 2.0}
+    assert expected.items() <= ledger.totals().items()
 
 
 def test_detected_types_become_resources() -> None:
@@ -238,13 +237,13 @@ def test_detected_types_become_resources() -> None:
         NodeOptions(num_cpus=1, resources={"accelerator_type:A100": 1}),
     ],
 )
-def test_a_declared_type_is_that_of_devices_without_one(options: NodeOptions) -> None:
+def test_a_declared_type_is_for_devices_without_a_type(options: NodeOptions) -> None:
     ledger = build_ledger(options, gpus(None, "T4"))
     types = [device.type for device in ledger.device_sets["GPU"].devices]
     assert types == ["A100", "T4"]
 
 
-async def test_a_blocking_function_runs_elsewhere() -> None:
+async def test_a_blocking_function_runs_in_a_thread() -> None:
     thread = await in_thread(threading.current_thread)
     assert thread is not threading.current_thread()
     with pytest.raises(KeyError):
@@ -252,7 +251,7 @@ async def test_a_blocking_function_runs_elsewhere() -> None:
 
 
 @pytest.mark.parametrize("type_", ["A100", "T4"])
-def test_what_is_declared_does_not_change_what_is_detected(type_: str) -> None:
+def test_a_declared_type_does_not_change_a_detected_type(type_: str) -> None:
     options = NodeOptions(
         num_cpus=1, accelerator_type=type_, resources={f"accelerator_type:{type_}": 3}
     )
@@ -264,7 +263,7 @@ def test_what_is_declared_does_not_change_what_is_detected(type_: str) -> None:
     assert totals["accelerator_type:H100"] == 1.0
 
 
-def test_two_declared_types_say_of_no_device_which_it_is() -> None:
+def test_two_declared_types_give_no_device_a_type() -> None:
     resources = {"accelerator_type:A100": 1, "accelerator_type:T4": 1}
     ledger = build_ledger(NodeOptions(num_cpus=1, resources=resources), gpus(None))
     assert ledger.device_sets["GPU"].devices[0].type is None
@@ -276,10 +275,10 @@ def test_the_cpus_are_those_usable_unless_given() -> None:
 
 
 class Halt(BaseException):
-    """What is no `Exception` comes out of the thread as well."""
+    """An error that is no `Exception`."""
 
 
-async def test_whatever_a_thread_raises_is_raised_at_the_await() -> None:
+async def test_any_error_of_a_thread_is_raised_at_the_await() -> None:
     error = Halt()
 
     def fail() -> None:
@@ -298,7 +297,7 @@ def both_kinds(*types: str | None) -> list[DeviceSet]:
     return [*gpus(*types), cores]
 
 
-def test_what_is_declared_of_gpus_is_of_no_other_kind() -> None:
+def test_options_of_gpus_apply_to_no_other_kind() -> None:
     """[B35]"""
     options = NodeOptions(
         num_cpus=1,
@@ -314,16 +313,16 @@ def test_what_is_declared_of_gpus_is_of_no_other_kind() -> None:
     totals = ledger.totals()
     assert totals["accelerator_type:aws-neuron-core"] == 1.0
     assert (totals["GPU"], totals["neuron_cores"]) == (1.0, 1.0)
-    assert "neuron_cores" not in ledger.capacity, "it comes as single devices"
+    assert "neuron_cores" not in ledger.capacity, "the cores are single devices"
 
 
-def test_the_type_of_another_kind_says_nothing_of_gpus() -> None:
+def test_a_type_of_another_kind_does_not_apply_to_gpus() -> None:
     resources = {"accelerator_type:aws-neuron-core": 1}
     ledger = build_ledger(NodeOptions(resources=resources), both_kinds(None))
     assert ledger.device_sets["GPU"].devices[0].type is None
 
 
-def test_a_kind_that_is_declared_as_none_is_not_there() -> None:
+def test_a_kind_that_is_declared_as_0_is_absent() -> None:
     options = NodeOptions(num_cpus=1, resources={"neuron_cores": 0})
     assert "neuron_cores" not in build_ledger(options, gpus()).totals()
 
@@ -331,10 +330,10 @@ def test_a_kind_that_is_declared_as_none_is_not_there() -> None:
 @pytest.mark.parametrize(
     ("detected", "warned"), [(79 * GIB, False), (80 * GIB, False), (40 * GIB, True)]
 )
-def test_declared_memory_is_that_of_gpus_of_which_none_is_known(
+def test_declared_memory_is_for_gpus_without_known_memory(
     detected: int, warned: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What was detected counts, and who says something else is told."""
+    """Detected memory counts; a different declaration is logged."""
     sets = [DeviceSet("GPU", [Device(0), Device(1, memory=detected)])]
     ledger = build_ledger(NodeOptions(gpu_memory=80 * GIB), sets)
     memory = [device.memory for device in ledger.device_sets["GPU"].devices]
@@ -348,7 +347,7 @@ def test_declared_memory_is_that_of_gpus_of_which_none_is_known(
 @pytest.mark.parametrize(
     ("types", "warned"), [(["A100", "H100"], True), (["T4", "H100"], False)]
 )
-def test_a_declared_type_that_no_gpu_has_is_told(
+def test_a_declared_type_that_no_gpu_has_is_logged(
     types: list[str], warned: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     sets = [DeviceSet("GPU", [Device(n, type_) for n, type_ in enumerate(types)])]
@@ -359,7 +358,7 @@ def test_a_declared_type_that_no_gpu_has_is_told(
     ] * warned
 
 
-def test_what_is_said_of_gpus_where_there_are_none_is_told(
+def test_options_of_gpus_on_a_node_without_gpus_are_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     options = NodeOptions(accelerator_type="A100", gpu_memory=GIB)
@@ -370,7 +369,7 @@ def test_what_is_said_of_gpus_where_there_are_none_is_told(
     ]
 
 
-# What a node can never give is refused in a sentence that says what to do
+# Requests that a node can never fulfil are refused with advice
 
 
 CARDS = [Device(number, "A100", memory=80 * GIB) for number in range(2)]
@@ -381,13 +380,13 @@ NODE = Ledger(
 
 
 def asking(request: Request) -> FunctionSpec:
-    """A function that asks for this."""
+    """Return a function with this request."""
     spec = TaskSpec("work", Shape(request))
     return FunctionSpec(1, Function(1, b""), spec, {}, {}, False, False)
 
 
 @pytest.mark.parametrize(
-    ("request_", "said"),
+    ("request_", "message"),
     [
         (
             Request.of({"CPU": UNIT}, {"GPU": 3 * UNIT}),
@@ -413,18 +412,20 @@ def asking(request: Request) -> FunctionSpec:
         ),
     ],
 )
-def test_what_is_asked_and_what_there_is_are_told(request_: Request, said: str) -> None:
+def test_a_refusal_names_the_request_and_the_resources(
+    request_: Request, message: str
+) -> None:
     with pytest.raises(InfeasibleError) as caught:
         check_func(asking(request_), NODE)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
-def test_without_any_gpu_it_says_that_more_than_there_are_may_be_declared() -> None:
+def test_a_refusal_without_gpus_names_num_gpus() -> None:
     with pytest.raises(InfeasibleError, match="num_gpus=, which may be more GPUs than"):
         check_func(asking(Request.of({}, {"GPU": UNIT})), Ledger({"CPU": UNIT}, []))
 
 
-def test_what_a_node_can_give_is_admitted() -> None:
+def test_a_request_that_fits_the_node_is_accepted() -> None:
     check_func(asking(Request.of({"CPU": UNIT}, {"GPU": 2 * UNIT}, "A100")), NODE)
 
 
@@ -436,28 +437,21 @@ CORES = "NEURON_RT_VISIBLE_CORES"
 
 @pytest.fixture
 def plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No variable of this machine changes what a program sees."""
+    """Remove variables of this machine that change what a program sees."""
     for name in ("CUDA_VISIBLE_DEVICES", CORES):
         monkeypatch.delenv(name, raising=False)
 
 
-async def cores_are_free() -> None:
-    """Return when those that a process has had are given back: it ends afterwards."""
-    async with asyncio.timeout(LIMIT):
-        while (await aiogpu.available_resources())["neuron_cores"] != 4:
-            await asyncio.sleep(0)
-
-
 @usual
-async def test_a_node_with_both(address: str) -> None:
-    """Each task has the devices of one kind, and the other's are hidden."""
+async def test_a_node_has_gpus_and_cores(address: str) -> None:
+    """Each task has devices of one kind; devices of the other kind are hidden."""
     resources = {"neuron_cores": 4, "license": 1}
     async with aiogpu.init(
         address=address, num_cpus=2, num_gpus=2, resources=resources
     ):
         total = await aiogpu.cluster_resources()
-        told = {"GPU": 2.0, "neuron_cores": 4.0, "license": 1.0}
-        assert told.items() <= total.items()
+        expected = {"GPU": 2.0, "neuron_cores": 4.0, "license": 1.0}
+        assert expected.items() <= total.items()
         assert total[f"accelerator_type:{AWS_NEURON_CORE}"] == 1.0
         cores = await seen.options(resources={"neuron_cores": 2}).remote()
         assert cores["ids"] == {"neuron_cores": ["0", "1"]}
@@ -472,7 +466,7 @@ async def test_a_node_with_both(address: str) -> None:
         typed = seen.options(
             resources={"neuron_cores": 1}, accelerator_type=AWS_NEURON_CORE
         )
-        await cores_are_free()
+        await until_free(neuron_cores=4)  # the process of `cores` has ended
         assert (await typed.remote())["ids"] == {"neuron_cores": ["0"]}
         with pytest.raises(aiogpu.InfeasibleError, match="neuron_cores 5 of 4"):
             await seen.options(resources={"neuron_cores": 5}).remote()
@@ -483,7 +477,7 @@ async def test_a_node_with_both(address: str) -> None:
 @pytest.mark.needs("processes")
 @usual
 async def test_a_task_with_cores_has_a_process_of_its_own(address: str) -> None:
-    """[B26] And so has every other that has devices, unless it says otherwise."""
+    """[B26] Like every task with devices, unless its options say otherwise."""
     async with aiogpu.init(
         address=address, num_cpus=1, num_gpus=0, resources={"neuron_cores": 1}
     ):
@@ -530,8 +524,8 @@ async def test_cores_are_detected_by_their_tool(
 
 
 @usual
-async def test_a_node_without_a_kind_leaves_its_variable_alone(address: str) -> None:
-    """[B25] What is absent is nobody's affair; GPUs are hidden as ever."""
+async def test_a_node_without_cores_leaves_their_variable_alone(address: str) -> None:
+    """[B25] GPUs are hidden all the same."""
     async with aiogpu.init(address=address, num_cpus=1, num_gpus=0):
         facts = await seen.remote()
         assert (facts[CORES], facts["CUDA_VISIBLE_DEVICES"]) == (None, "")
@@ -539,7 +533,7 @@ async def test_a_node_without_a_kind_leaves_its_variable_alone(address: str) -> 
 
 
 class Counted(Fpga):
-    """A user's vendor: two boards, of which a task has whole ones."""
+    """A user's vendor with two boards, which tasks have whole."""
 
     def devices(
         self, environ: Mapping[str, str], wanted: int | None
@@ -560,7 +554,7 @@ def counted() -> Iterator[None]:
 @pytest.mark.usefixtures("counted")
 @pytest.mark.needs("own vendors")
 @usual
-async def test_a_vendor_of_ones_own(address: str) -> None:
+async def test_tasks_have_devices_of_a_users_vendor(address: str) -> None:
     async with aiogpu.init(address=address, num_cpus=2, num_gpus=1):
         assert (await aiogpu.cluster_resources())["FPGA"] == 2.0
         both = seen.options(num_gpus=1, resources={"FPGA": 2})
@@ -569,10 +563,10 @@ async def test_a_vendor_of_ones_own(address: str) -> None:
         assert (facts["FPGA_VISIBLE"], facts["CUDA_VISIBLE_DEVICES"]) == ("0,1", "0")
         none = await seen.remote()
         assert none["FPGA_VISIBLE"] == ""
-        assert "FPGA" in none["knows"], "its worker is told of it by the node"
+        assert "FPGA" in none["knows"], "its worker knows the kind from the node"
         assert await starts_another.remote() == {"FPGA": ["0"]}
         typed = seen.options(accelerator_type="U280", resources={"FPGA": 1})
-        # The other board's process may not have ended yet.
+        # The process of the first task may still hold its board.
         assert (await typed.remote())["ids"] in ({"FPGA": ["0"]}, {"FPGA": ["1"]})
     async with aiogpu.init(address=address, resources={"FPGA": 3}, num_gpus=0):
         assert (await aiogpu.cluster_resources())["FPGA"] == 3.0

@@ -1,8 +1,7 @@
-"""The programs and promises of Ray's GPU page, as aiogpu keeps them.
+"""The programs and promises of Ray's GPU page, on aiogpu.
 
-`docs/ray-gpu-page.md` goes through that page statement by statement and cites these
-tests. Where another file has the test already, it cites that one. GPUs are logical
-here, but for those of the stub of NVML.
+`docs/ray-gpu-page.md` goes through that page and cites these tests and tests of other
+files. The GPUs are logical, except those of the NVML stub.
 """
 
 from __future__ import annotations
@@ -57,8 +56,8 @@ DETECTED = """
 """
 
 
-def test_gpus_are_detected_and_the_number_may_be_overridden(nvml: StubNvml) -> None:
-    """[B3] [B34] And a type chooses among the cards of a box with several kinds."""
+def test_gpus_are_detected_unless_num_gpus_is_given(nvml: StubNvml) -> None:
+    """[B3] [B34] A type chooses among cards of several kinds."""
     cards = gpus(3)
     cards[1] = replace(cards[1], name="Tesla T4")
     nvml.write(cards)
@@ -74,7 +73,7 @@ def test_gpus_are_detected_and_the_number_may_be_overridden(nvml: StubNvml) -> N
 
 @pytest.mark.usefixtures("each_engine")
 async def test_more_gpus_than_there_are_may_be_declared() -> None:
-    """[B3] Trouble begins only where a task touches one that is not there."""
+    """[B3] Only a task that uses a missing GPU fails."""
     async with aiogpu.init(num_cpus=1, num_gpus=64):
         facts = await tasks.where.options(num_gpus=64).remote()
         assert facts["ids"] == list(range(64))
@@ -84,7 +83,7 @@ async def test_more_gpus_than_there_are_may_be_declared() -> None:
 async def test_a_preset_variable_gives_devices_1_and_3(
     monkeypatch: pytest.MonkeyPatch, gate: Gate
 ) -> None:
-    """[B4] Ids are integers, where Ray has texts under a preset variable."""
+    """[B4] Ids are integers; Ray gives texts under a preset variable."""
     monkeypatch.setenv(VISIBLE, "1,3")
     async with aiogpu.init(num_cpus=3, num_gpus=2):
         holder = tasks.where_gated.options(num_gpus=1).remote(gate.path, "holder")
@@ -101,7 +100,7 @@ async def test_a_preset_variable_gives_devices_1_and_3(
 async def test_num_gpus_counts_among_the_preset_devices(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """[B4] The first of them are used; more than there are is an error."""
+    """[B4] The first of them are used; more is an error."""
     monkeypatch.setenv(VISIBLE, "1,3")
     async with aiogpu.init(num_cpus=1, num_gpus=1):
         assert (await tasks.where.options(num_gpus=1).remote())["ids"] == [1]
@@ -111,7 +110,7 @@ async def test_num_gpus_counts_among_the_preset_devices(
         await aiogpu.init(num_gpus=3)
 
 
-async def test_the_second_taker_of_a_gpu_prints_gpu_1(
+async def test_the_second_task_with_a_gpu_prints_gpu_1(
     gate: Gate, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """[B13] [B19] [B20] The page's first program; a task stands for its actor."""
@@ -150,8 +149,8 @@ async def test_four_quarters_at_once_need_four_cpus(gate: Gate) -> None:
     async with aiogpu.init(num_cpus=4, num_gpus=1):
         handles = [f.remote(gate.path, f"with-4-{i}") for i in range(4)]
         await gate.entered(*(f"with-4-{i}" for i in range(4)))
-        found = await aiogpu.available_resources()
-        assert {"CPU": 0.0, "GPU": 0.0}.items() <= found.items()
+        free = await aiogpu.available_resources()
+        assert {"CPU": 0.0, "GPU": 0.0}.items() <= free.items()
         gate.release(*(f"with-4-{i}" for i in range(4)))
         await asyncio.gather(*handles)
 
@@ -174,8 +173,8 @@ async def test_four_quarters_at_once_need_four_cpus(gate: Gate) -> None:
         await asyncio.gather(*handles)
 
 
-async def test_a_share_waits_where_only_the_sum_would_do(gate: Gate) -> None:
-    """[B22] Two devices have 0.3 each; 0.5 waits, and 0.3 goes past it."""
+async def test_a_share_waits_when_only_the_sum_of_two_gpus_fits(gate: Gate) -> None:
+    """[B22] Two devices have 0.3 free each; 0.5 waits, and 0.3 overtakes it."""
     async with aiogpu.init(num_cpus=4, num_gpus=2):
         most = tasks.where_gated.options(num_gpus=0.7)
         handles = [most.remote(gate.path, name) for name in ("a", "b")]
@@ -195,7 +194,7 @@ async def test_a_share_waits_where_only_the_sum_would_do(gate: Gate) -> None:
 
 
 async def test_a_third_fits_three_times_on_one_gpu(gate: Gate) -> None:
-    """[B21] It is 0.3333, so that 0.0001 is left, as in Ray."""
+    """[B21] A third is 0.3333, so that 0.0001 is left, as in Ray."""
     async with aiogpu.init(num_cpus=3, num_gpus=1):
         third = tasks.where_gated.options(num_gpus=1 / 3)
         handles = [third.remote(gate.path, name) for name in "abc"]
@@ -206,22 +205,22 @@ async def test_a_third_fits_three_times_on_one_gpu(gate: Gate) -> None:
 
 
 @pytest.mark.usefixtures("each_engine")
-async def test_what_is_used_up_is_told_as_zero(gate: Gate) -> None:
+async def test_available_resources_keeps_keys_at_zero(gate: Gate) -> None:
     """[B8] Ray leaves the key out."""
     async with aiogpu.init(num_cpus=1, num_gpus=1):
         everything = tasks.gated_coroutine.options(num_gpus=1)
         handle = everything.remote(gate.path, "all")
         await gate.entered("all")
-        found = await aiogpu.available_resources()
-        assert {"CPU": 0.0, "GPU": 0.0}.items() <= found.items()
+        free = await aiogpu.available_resources()
+        assert {"CPU": 0.0, "GPU": 0.0}.items() <= free.items()
         gate.release("all")
         await handle
 
 
-async def test_what_a_task_leaves_behind_is_gone_unless_workers_are_reused() -> None:
-    """[B26] The page's program of a task that does not clean up after itself.
+async def test_leaks_of_a_task_are_gone_unless_workers_are_reused() -> None:
+    """[B26] The page's program of a task that does not clean up.
 
-    Nothing keeps a task from ignoring its assignment, either.
+    A task may also ignore its assignment.
     """
 
     def leak() -> bool:
@@ -257,8 +256,8 @@ async def test_isolation_follows_the_effective_options() -> None:
         assert len({await on_gpu.remote() for _ in range(2)}) == 2
 
 
-async def test_a_share_is_free_only_when_the_process_is_gone(gate: Gate) -> None:
-    """[B26] The task has answered, and its process takes its time to leave."""
+async def test_a_share_is_free_only_when_the_process_has_ended(gate: Gate) -> None:
+    """[B26] The task has answered, and its process has yet to end."""
 
     @aiogpu.remote(num_gpus=1)
     def leave_slowly(path: str) -> int:

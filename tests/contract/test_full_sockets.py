@@ -1,6 +1,6 @@
-"""[B2] [B45] Sockets and queues that are full: nothing is torn or lost, all are served.
+"""[B2] [B45] Full sockets and queues: nothing is torn or lost, and all are served.
 
-Their other end does not read, or a node that many knock at is stopped for a while.
+The other end does not read, or a node with many waiting programs is suspended.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ pytestmark = [
 ]
 
 LONG = 200_000
-"""Bytes that fit into a frame, twice of which no socket takes; see `SHARED_FROM`."""
+"""Bytes that fit into a frame. A socket does not take two such frames."""
 
 
-async def test_frames_of_a_program_do_not_mix(no_leaks: None) -> None:
-    """Its node is stopped, so that a frame has gone in part only."""
+async def test_frames_to_a_suspended_node_do_not_mix(no_leaks: None) -> None:
+    """A frame is sent only in part before the node is suspended."""
     with service(num_cpus=2) as node:
         async with asyncio.timeout(LIMIT), aiogpu.init(address=node.path):
             assert await tasks.number.remote(0) == 0
@@ -55,12 +55,12 @@ async def test_frames_of_a_program_do_not_mix(no_leaks: None) -> None:
             assert await asyncio.gather(*handles) == [*range(40)]
 
 
-async def test_what_comes_while_plain_code_waits_for_room_is_not_lost(
+async def test_answers_that_come_while_a_send_waits_are_not_lost(
     no_leaks: None, tmp_path: Path
 ) -> None:
-    """More descriptors than their socket takes are sent in one turn of the loop.
+    """The program sends more descriptors than the socket takes in one turn of the loop.
 
-    Its node reads them when it is told, and what it has answered before is read first.
+    The send waits until the node reads, and reads the node's earlier answers meanwhile.
     """
     fifo, many = tmp_path / "fifo", 300
     os.mkfifo(fifo)
@@ -70,7 +70,7 @@ async def test_what_comes_while_plain_code_waits_for_room_is_not_lost(
             early = [tasks.number.remote(value) for value in range(20)]
             early.append(tasks.tell_fifo.remote(str(fifo), 20))
             await turns()
-            # The loop stands still from here on; the answers are on their way.
+            # The loop does not turn from here on; the answers are on their way.
             fifo.read_bytes()
             text, rest = b"-" * LONG, bytes(SHARED_FROM - 4)
             large = [
@@ -84,7 +84,7 @@ async def test_what_comes_while_plain_code_waits_for_room_is_not_lost(
 
 
 async def test_frames_of_threads_do_not_mix(gate: Gate, tmp_path: Path) -> None:
-    """All answer at once, while the program does not read."""
+    """All threads answer at once, while the program does not read."""
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     async with asyncio.timeout(LIMIT), aiogpu.init(num_cpus=1):
@@ -92,7 +92,7 @@ async def test_frames_of_threads_do_not_mix(gate: Gate, tmp_path: Path) -> None:
         answers = [choir.large.remote(byte, LONG) for byte in range(10)]
         begun = choir.begin.remote(gate.path, str(fifo))
         await gate.entered("ready")
-        # The loop stands still from here on, until no thread has anything to do.
+        # The loop does not turn from here on, until all threads sleep.
         fifo.write_bytes(b".")
         wait_until_asleep(gate.pids["ready"])
         for byte, answer in enumerate(answers):
@@ -100,15 +100,15 @@ async def test_frames_of_threads_do_not_mix(gate: Gate, tmp_path: Path) -> None:
         await begun
 
 
-# More large values at a time than the kernel lets be under way between two processes:
-# their descriptors go ahead of what names them, and are read when that is heard of
+# More large values than the kernel queues between two processes: the descriptors travel
+# before the message that names them, and are read when that message arrives.
 
 MANY = 400
-"""A Unix socket takes 278 messages that nobody reads."""
+"""A Unix socket takes 278 unread messages."""
 
 
-async def test_results_of_one_task() -> None:
-    """One message names them all, and comes after the last one's descriptor."""
+async def test_a_task_gives_many_large_results() -> None:
+    """One message names them all, and comes after the last descriptor."""
     async with asyncio.timeout(60), aiogpu.init(num_cpus=1):
         task = shared_tasks.make_many.options(num_returns=MANY)
         views = await asyncio.gather(*task.remote(MANY, SHARED_FROM))
@@ -116,8 +116,8 @@ async def test_results_of_one_task() -> None:
         assert found == [*range(MANY)]
 
 
-async def test_arguments_of_tasks_that_are_started_in_one_turn(served: None) -> None:
-    """What names them waits for the loop, as it is more than the socket takes."""
+async def test_tasks_started_in_one_turn_have_large_arguments(served: None) -> None:
+    """The messages wait for the loop, as they are more than the socket takes."""
     text = "-" * SHARED_FROM
     async with aiogpu.init(address="node", num_cpus=4):
         handles = [
@@ -129,7 +129,7 @@ async def test_arguments_of_tasks_that_are_started_in_one_turn(served: None) -> 
         assert await asyncio.gather(*handles) == [*range(MANY)]
 
 
-# A queue of programs that wait to be let in
+# Programs that wait for the node to accept their connection
 
 
 @pytest.fixture
@@ -140,13 +140,13 @@ def node(no_leaks: None) -> Iterator[Service]:
 
 @contextmanager
 def full_queue(path: str) -> Iterator[int]:
-    """So many wait to be let in that nobody else may; nobody else knows them."""
+    """Fill the queue of connections that a node has not accepted; give their number."""
     with ExitStack() as waiting:
         for count in range(8 * BACKLOG):
-            visitor = waiting.enter_context(socket.socket(socket.AF_UNIX))
-            visitor.setblocking(False)
+            connection = waiting.enter_context(socket.socket(socket.AF_UNIX))
+            connection.setblocking(False)
             try:
-                visitor.connect(path)
+                connection.connect(path)
             except BlockingIOError:
                 yield count
                 return
@@ -158,7 +158,7 @@ async def join_and_add(path: str) -> int:
         return await plain.add.remote(1, 2)
 
 
-async def test_a_program_waits_until_there_is_room(node: Service) -> None:
+async def test_a_program_waits_for_a_place_in_the_queue(node: Service) -> None:
     os.kill(node.pid, signal.SIGSTOP)
     with full_queue(node.path) as count:
         assert count >= BACKLOG
@@ -170,7 +170,7 @@ async def test_a_program_waits_until_there_is_room(node: Service) -> None:
         assert await joining == 3
 
 
-async def test_a_program_that_gives_up_leaves_nothing(node: Service) -> None:
+async def test_a_program_may_give_up_its_wait_for_the_queue(node: Service) -> None:
     os.kill(node.pid, signal.SIGSTOP)
     with full_queue(node.path):
         joining = asyncio.create_task(join_and_add(node.path))

@@ -1,4 +1,4 @@
-"""[B44] What a task with GPUs is given, and running out of device memory."""
+"""[B44] Limits of tasks with GPUs, and running out of device memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from aiogpu.types import Node
 from tests.contract import gpu_tasks as tasks
 from tests.support.errors import raises
 from tests.support.gate import Gate
-from tests.support.until import LIMIT
+from tests.support.until import LIMIT, until_free
 from tests.unit.worker.test_gpu_memory import TORCH_SOURCE as TORCH
 
 pytestmark = [
@@ -36,7 +36,7 @@ GIB = 1 << 30
 
 @pytest.fixture
 def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A logical GPU with memory, and a place on the bus."""
+    """A logical GPU with memory and a PCI address."""
     device = Device(0, memory=80 * GIB, pci="00000000:3B:00.0")
     monkeypatch.setattr(Nvidia, "devices", lambda *_: (device,))
 
@@ -64,7 +64,7 @@ async def test_a_worker_stays_on_the_cpus_near_its_gpus(one_cpu: int) -> None:
 
 
 @pytest.mark.usefixtures("one_gpu")
-async def test_limits_reach_the_frameworks(
+async def test_memory_limits_reach_the_frameworks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch = tmp_path / "torch"
@@ -88,7 +88,7 @@ async def test_limits_reach_the_frameworks(
 
 
 @pytest.mark.usefixtures("one_gpu")
-async def test_threads_go_by_the_cpus_of_a_task_with_gpus(
+async def test_a_task_with_gpus_has_as_many_threads_as_cpus(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     name = "OMP_NUM_THREADS"
@@ -107,7 +107,7 @@ async def test_threads_go_by_the_cpus_of_a_task_with_gpus(
 
 
 @pytest.mark.usefixtures("one_gpu")
-async def test_a_worker_is_used_again_for_the_same_limit_alone() -> None:
+async def test_a_worker_is_reused_only_for_the_same_limit() -> None:
     name = "CUPY_GPU_MEMORY_LIMIT"
     small = tasks.variables.options(gpu_memory="1GiB", max_calls=0)
     large = tasks.variables.options(gpu_memory="2GiB", max_calls=0)
@@ -116,7 +116,7 @@ async def test_a_worker_is_used_again_for_the_same_limit_alone() -> None:
             assert await task.remote(name) == {name: str(limit)}
 
 
-async def test_shares_are_told_to_an_mps_server(
+async def test_shares_reach_an_mps_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device = Device(0, memory=80 * GIB, uuid="GPU-abc")
@@ -137,7 +137,7 @@ OOM = errors.GpuOutOfMemoryError
 ORIGINAL = "tests.contract.gpu_tasks.OutOfMemoryError"
 
 
-async def test_who_waits_is_told_what_was_asked(node: Node) -> None:
+async def test_an_out_of_memory_error_names_task_and_request(node: Node) -> None:
     caught = await raises(OOM, lambda: tasks.run_out.remote())
     error = caught
     assert str(error).startswith(
@@ -150,14 +150,12 @@ async def test_who_waits_is_told_what_was_asked(node: Node) -> None:
     assert "raise OutOfMemoryError(text)" in str(error.__cause__)
     with pytest.raises(OOM, match="ValueError: the model does not fit"):
         await tasks.run_out_softly.remote()
-    # What is no such failure is told as it was.
+    # Other errors stay as they are.
     with pytest.raises(MemoryError, match="Unable") as other:
         await tasks.run_out_of_main_memory.remote()
     assert type(other.value) is MemoryError
     await raises(tasks.OutOfMemoryError, lambda: tasks.fail_without_a_gpu.remote())
-    async with asyncio.timeout(60):  # the worker's end is awaited by nobody else
-        while (await aiogpu.available_resources())["GPU"] != 1.0:
-            await asyncio.sleep(0)
+    await until_free(GPU=1.0)  # the test has no other wait for the worker's end
 
 
 async def test_streams_chunks_and_children_run_out_of_memory(node: Node) -> None:
@@ -196,9 +194,7 @@ async def test_actors_run_out_of_memory(node: Node) -> None:
     assert died.value.__cause__.devices == (1,)
 
 
-async def test_retries_go_by_either_name_of_the_error(
-    node: Node, tmp_path: Path
-) -> None:
+async def test_either_class_of_the_error_is_retried(node: Node, tmp_path: Path) -> None:
     assert await tasks.run_out_once.remote(str(tmp_path / "a")) == "second"
     ours = tasks.run_out_once.options(retry_exceptions=[OOM])
     assert await ours.remote(str(tmp_path / "b")) == "second"
@@ -207,7 +203,7 @@ async def test_retries_go_by_either_name_of_the_error(
 
 
 @pytest.mark.needs("processes")
-async def test_one_more_try_with_a_gpu_of_its_own(
+async def test_retry_oom_tries_once_more_on_a_whole_gpu(
     tmp_path: Path, address: str, gate: Gate
 ) -> None:
     beside = tasks.run_out_beside_others.options(gpu_memory="20GiB")
@@ -220,10 +216,10 @@ async def test_one_more_try_with_a_gpu_of_its_own(
             while not shapes:
                 await asyncio.sleep(0)
                 shapes = (await aiogpu.status()).shapes
-        assert shapes[0].request["GPU"] == 1.0, "it waits for the whole GPU"
+        assert shapes[0].request["GPU"] == 1.0, "the retry waits for the whole GPU"
         gate.release("hold")
         assert await neighbour == "hold"
-        assert await handle == (1, None, 1.0), "all of it, without a limit"
+        assert await handle == (1, None, 1.0), "the whole GPU, without a limit"
         with pytest.raises(OOM, match=r"It had GPU 0 .* to itself") as caught:
             await beside.remote(str(tmp_path / "b"), 2)
         assert ", retried alone on a GPU, ran out" in str(caught.value)
@@ -234,10 +230,10 @@ async def test_one_more_try_with_a_gpu_of_its_own(
 
 
 @pytest.mark.needs("processes")
-async def test_a_try_alone_does_not_wait_for_an_actors_end(
+async def test_retry_oom_does_not_wait_for_an_actors_end(
     tmp_path: Path, address: str
 ) -> None:
-    """[B24] What is held for life is never waited for."""
+    """[B24] An actor holds its share for life."""
     beside = tasks.run_out_beside_others.options(gpu_memory="20GiB")
     async with aiogpu.init(address=address, num_cpus=4, num_gpus=1, gpu_memory="80GiB"):
         model = tasks.Model.remote()

@@ -1,4 +1,4 @@
-"""`aiogpu.fastapi` by the messages that a server and an application exchange."""
+"""`aiogpu.fastapi`, driven by the messages between a server and an application."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.either_loop
 
 
 class Exchange:
-    """One request to an application, and what the application has sent."""
+    """One request to an application, and the messages that the application sends."""
 
     def __init__(
         self, app: FastAPI, path: str, body: bytes = b"", kind: str = ""
@@ -60,7 +60,7 @@ class Exchange:
         self.head.set()
 
     async def leave(self) -> None:
-        """Hang up, and wait until the application is done with it."""
+        """Disconnect, and wait until the application has ended."""
         self._left.set()
         await self.done
 
@@ -70,7 +70,7 @@ class Exchange:
 
     @property
     def text(self) -> str:
-        return b"".join(one.get("body", b"") for one in self.sent).decode()
+        return b"".join(message.get("body", b"") for message in self.sent).decode()
 
     @property
     def is_complete(self) -> bool:
@@ -115,7 +115,7 @@ shared: list[Any] = []
 
 @app.post("/wait")
 async def wait(request: Request) -> str:
-    """Wait for a task at the gate whose path is the body, and for any shared one."""
+    """Wait for the shared task, or for a task at the gate whose path is the body."""
     path = (await request.body()).decode()
     call = shared[0] if shared else waiting.remote(path, "call")
     answer: str = await helpers.cancel_on_disconnect(request, call)
@@ -124,13 +124,13 @@ async def wait(request: Request) -> str:
 
 @app.post("/read")
 async def read(request: Request) -> str:
-    """Read the body as a form is read: nothing of it is left."""
+    """Read the body as a form is read, so that nothing of it is left."""
     text = b"".join([part async for part in request.stream()]).decode()
     both = asyncio.gather(*(echo.remote(text) for _ in range(2)))
     return " ".join(await helpers.cancel_on_disconnect(request, both))
 
 
-async def test_streams_are_sent_as_they_come(aiogpu_node: Any) -> None:
+async def test_items_of_a_stream_are_sent_at_once(aiogpu_node: Any) -> None:
     assert (await answered(app, "/items/text")).text == "abé"
     nothing = await answered(app, "/items/none")
     assert (nothing.status, nothing.text, nothing.is_complete) == (200, "", True)
@@ -139,12 +139,17 @@ async def test_streams_are_sent_as_they_come(aiogpu_node: Any) -> None:
     assert (b"cache-control", b"no-store") in events.sent[0]["headers"]
 
 
-async def test_an_error_before_the_first_item_has_a_status(aiogpu_node: Any) -> None:
+async def test_only_an_error_before_the_first_item_has_a_status(
+    aiogpu_node: Any,
+) -> None:
     early = await answered(app, "/items/at once")
     assert (early.status, early.text) == (422, "no")
-    for name, told in (("later", "response already started"), ("other", "str and byt")):
+    for name, message in (
+        ("later", "response already started"),
+        ("other", "str and byt"),
+    ):
         broken = Exchange(app, f"/items/{name}")
-        await raises((RuntimeError, errors.MisuseError), broken.done, match=told)
+        await raises((RuntimeError, errors.MisuseError), broken.done, match=message)
     late = Exchange(app, "/items/later")
     await asyncio.wait([late.done])
     assert late.done.exception() is not None
@@ -174,7 +179,7 @@ async def test_a_call_stops_with_its_client(aiogpu_node: Any, gate: Gate) -> Non
     assert exchange.text == f'"call {len(body)}"'
     gate.forget("call")
 
-    # So it does when the server stops waiting.
+    # The call also stops when the server stops waiting.
     exchange = Exchange(app, "/wait", body)
     await gate.entered("call")
     exchange.done.cancel()
@@ -182,7 +187,7 @@ async def test_a_call_stops_with_its_client(aiogpu_node: Any, gate: Gate) -> Non
     await gate.entered("call-cancelled")
 
 
-async def test_work_that_others_await_goes_on(aiogpu_node: Any, gate: Gate) -> None:
+async def test_work_with_another_waiter_runs_on(aiogpu_node: Any, gate: Gate) -> None:
     shared[:] = [waiting.remote(gate.path, "shared")]
     try:
         first, second = (Exchange(app, "/wait", b"any") for _ in range(2))
@@ -195,7 +200,7 @@ async def test_work_that_others_await_goes_on(aiogpu_node: Any, gate: Gate) -> N
         shared.clear()
 
 
-async def test_several_calls_for_a_body_that_was_read(aiogpu_node: Any) -> None:
+async def test_a_handler_that_has_read_its_body_awaits_calls(aiogpu_node: Any) -> None:
     assert (await answered(app, "/read", b"hi")).text == '"hi hi"'
 
 
@@ -222,7 +227,7 @@ async def test_a_node_lives_as_long_as_the_application(
         assert not aiogpu.is_initialized()
 
 
-async def test_mistakes_are_told() -> None:
+async def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(errors.MisuseError, match=r"takes the .*, not 'auto'"):
         helpers.lifespan("auto")  # type: ignore[arg-type]
     with pytest.raises(errors.MisuseError, match=r"takes the stream .*, not 'abc'"):
@@ -232,7 +237,7 @@ async def test_mistakes_are_told() -> None:
             pass
 
 
-def test_without_starlette_it_says_what_to_install() -> None:
+def test_the_import_without_starlette_says_what_to_install() -> None:
     code = "import sys; sys.modules['starlette'] = None; import aiogpu.fastapi"
     ran = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False

@@ -1,7 +1,6 @@
-"""A step in which aiogpu itself fails costs what it concerns, and no more.
+"""A failure inside aiogpu costs the task concerned, and nothing else.
 
-The steps are made to fail in the node's own table of what it does for each effect, as
-nothing from outside is known to do it.
+The tests make handlers of the node's effects fail, as no known input does so.
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ OURS: Final = "a bug in aiogpu, not in your program"
 
 
 class Broken:
-    """A node of which some steps fail.
+    """A node some of whose effects fail.
 
     Attributes:
-        driver: its own.
-        failed: what was not carried out.
+        driver: of the node.
+        failed: effects that were not carried out.
     """
 
     def __init__(self, driver: Driver) -> None:
@@ -47,7 +46,7 @@ class Broken:
     def fail(
         self, kind: type[Effect], when: Callable[[Any], bool], *, times: int = 1
     ) -> None:
-        """Have effects of a kind fail, of those that it is asked about."""
+        """Make the first effects of a kind fail for which `when` is true."""
         carry_out = self.driver.handlers[kind]
 
         def way(effect: Effect) -> None:
@@ -60,7 +59,7 @@ class Broken:
 
 
 class Logged(logging.Handler):
-    """Keeps what is logged."""
+    """Keeps the records."""
 
     def __init__(self) -> None:
         super().__init__(logging.ERROR)
@@ -72,7 +71,7 @@ class Logged(logging.Handler):
 
 @pytest.fixture
 async def broken() -> AsyncIterator[Broken]:
-    """One CPU and one GPU, free again in the end; what has failed is logged."""
+    """A node with one CPU and one GPU, free in the end; failures are logged."""
     logged, log = Logged(), logging.getLogger("aiogpu")
     log.addHandler(logged)
     async with (
@@ -89,39 +88,41 @@ async def broken() -> AsyncIterator[Broken]:
         driver.scheduler.check()
         assert not driver._calls
     log.removeHandler(logged)
-    told = [record for record in logged.records if "failed to" in record.getMessage()]
-    assert len(told) == len(broken.failed)
-    assert all(record.exc_info for record in told)
+    records = [each for each in logged.records if "failed to" in each.getMessage()]
+    assert len(records) == len(broken.failed)
+    assert all(record.exc_info for record in records)
 
 
 async def refused(handle: Any) -> None:
-    """The owner is told whose fault it is, and what was raised."""
+    """The caller gets the cause, and that it is a bug in aiogpu."""
     error = await raises(errors.InternalError, handle, match=OURS)
     assert "OverflowError: Integer value out of range" in str(error)
     assert isinstance(error.__cause__, OverflowError)
 
 
 @pytest.mark.parametrize("is_reused", [False, True])
-async def test_a_task_that_cannot_be_sent(is_reused: bool, broken: Broken) -> None:
-    """It is told so at once; a worker that has run others goes on."""
+async def test_a_task_that_cannot_be_sent_fails_at_once(
+    is_reused: bool, broken: Broken
+) -> None:
+    """A worker that has run other tasks goes on."""
     before = await tasks.pid.remote() if is_reused else 0
-    broken.fail(effects.Assign, lambda it: it.is_first is not is_reused)
+    broken.fail(effects.Assign, lambda effect: effect.is_first is not is_reused)
     await refused(tasks.pid.remote())
     after = await tasks.pid.remote()
     assert len(broken.failed) == 1
     assert not is_reused or after == before
 
 
-async def test_a_task_with_a_gpu_that_cannot_be_sent(broken: Broken) -> None:
-    """Its worker was to be its own, and ends; the next one has another."""
-    broken.fail(effects.Assign, lambda it: bool(it.lease.shares))
+async def test_a_gpu_task_that_cannot_be_sent_fails_at_once(broken: Broken) -> None:
+    """Its worker was for this task alone, and ends; the next task gets another."""
+    broken.fail(effects.Assign, lambda effect: bool(effect.lease.shares))
     on_gpu = tasks.add.options(num_gpus=1)
     await refused(on_gpu.remote(1))
     assert await on_gpu.remote(1) == 2
 
 
-async def test_an_actor_that_cannot_be_sent(broken: Broken) -> None:
-    broken.fail(effects.Assign, lambda it: True)
+async def test_an_actor_that_cannot_be_sent_dies(broken: Broken) -> None:
+    broken.fail(effects.Assign, lambda _: True)
     counter = Counter.remote()
     await raises(errors.ActorDiedError, counter, match=OURS)
     await raises(errors.ActorDiedError, lambda: counter.add.remote(1), match=OURS)
@@ -129,12 +130,11 @@ async def test_an_actor_that_cannot_be_sent(broken: Broken) -> None:
         assert await other.add.remote(1) == 1
 
 
-async def test_tasks_that_cannot_be_sent_ahead_together(
+async def test_tasks_that_cannot_be_sent_together_are_sent_one_by_one(
     broken: Broken,
 ) -> None:
-    """They are sent one by one: nobody hears of it."""
     assert await tasks.add.remote(1) == 2
-    broken.fail(effects.Ahead, lambda it: True)
+    broken.fail(effects.Ahead, lambda _: True)
     assert await asyncio.gather(*map(tasks.add.remote, range(200))) == [
         i + 1 for i in range(200)
     ]
@@ -142,9 +142,11 @@ async def test_tasks_that_cannot_be_sent_ahead_together(
 
 
 @pytest.mark.parametrize("times", [1, 9])
-async def test_a_worker_that_cannot_be_asked_for(times: int, broken: Broken) -> None:
-    """Another one is; a task for which none can be had is given up."""
-    broken.fail(effects.Spawn, lambda it: it.environment, times=times)
+async def test_a_worker_that_cannot_be_requested_is_requested_again(
+    times: int, broken: Broken
+) -> None:
+    """After some failures the task fails."""
+    broken.fail(effects.Spawn, lambda effect: effect.environment, times=times)
     own = tasks.add.options(runtime_env={"env_vars": {"OWN": "1"}}, max_retries=0)
     if times == 1:
         assert await own.remote(1) == 2
@@ -154,11 +156,11 @@ async def test_a_worker_that_cannot_be_asked_for(times: int, broken: Broken) -> 
 
 
 @pytest.mark.parametrize("kind", [effects.Interrupt, effects.Kill])
-async def test_a_worker_that_cannot_be_told_to_stop(
+async def test_a_worker_that_cannot_be_stopped_is_ended(
     kind: type[Effect], broken: Broken, gate: Gate
 ) -> None:
-    """It is ended, and what it held is free."""
-    broken.fail(kind, lambda it: True)
+    """Its resources are free."""
+    broken.fail(kind, lambda _: True)
     deaf = tasks.block_in_c.options(cancel_grace=0.1).remote(gate.path, "deaf")
     await gate.entered("deaf")
     deaf.cancel()
@@ -167,10 +169,10 @@ async def test_a_worker_that_cannot_be_told_to_stop(
 
 
 @pytest.mark.parametrize("kind", [Done, Failed, Wait, Submit, Put])
-async def test_what_a_worker_says_that_cannot_be_taken_in(
+async def test_a_message_of_a_worker_that_cannot_be_handled_fails_its_task(
     kind: type[Message], broken: Broken
 ) -> None:
-    """Not the function is to blame, nor what it does with its descriptors."""
+    """The error does not blame the function, or its use of descriptors."""
     assert await nested_tasks.several.remote([1, 2]) == [2, 3]
     driver: Any = broken.driver
     is_answer = kind in {Done, Failed}
@@ -208,23 +210,23 @@ async def test_what_a_worker_says_that_cannot_be_taken_in(
 
 
 class Clumsy:
-    """Takes no result; told of an error, it keeps that."""
+    """Fails to take a result; keeps an error."""
 
     def __init__(self) -> None:
-        self.told: asyncio.Future[Exception] = asyncio.Future()
+        self.error: asyncio.Future[Exception] = asyncio.Future()
 
     def settle(self, outcome: object) -> None:
         if not isinstance(outcome, Exception):
             raise OverflowError("Integer value out of range")
-        self.told.set_result(outcome)
+        self.error.set_result(outcome)
 
 
 @pytest.mark.parametrize("is_shared", [False, True])
 @pytest.mark.parametrize("how", ["gives", "fails"])
-async def test_a_result_that_cannot_be_passed_on(
+async def test_a_result_that_cannot_be_delivered_becomes_an_error(
     how: str, is_shared: bool, broken: Broken
 ) -> None:
-    """It is replaced by an error, also where it comes by another's result."""
+    """Also a result that arrives as part of another result."""
     clumsy = Clumsy()
     head: Any = tasks.add.remote(1) if how == "gives" else tasks.fail.remote(KeyError)
     if is_shared:
@@ -234,7 +236,7 @@ async def test_a_result_that_cannot_be_passed_on(
         call = broken.driver.call_of(head.task_id)
         assert call is not None
         call.receiver = clumsy
-    error = await clumsy.told
+    error = await clumsy.error
     assert isinstance(error, errors.InternalError)
     assert isinstance(error.__cause__, OverflowError)
     broken.failed.append(effects.Settle(head.task_id))
@@ -242,19 +244,19 @@ async def test_a_result_that_cannot_be_passed_on(
         head.cancel()
 
 
-async def test_a_question_that_cannot_be_taken_in(
+async def test_a_request_that_cannot_be_handled_fails_alone(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A program that has joined is told, and is not cut off."""
+    """The program that has joined stays connected."""
     async with asyncio.timeout(60), node_here(tmp_path) as here, here.join():
         driver = here.engine._open_driver
         submit, failed = driver.submit, []
 
-        def broken(*what: Any) -> int:
+        def broken(*arguments: Any) -> int:
             if not failed:
-                failed.append(what)
+                failed.append(arguments)
                 raise OverflowError("Integer value out of range")
-            return submit(*what)
+            return submit(*arguments)
 
         driver.submit = broken  # type: ignore[method-assign]
         first, second = tasks.add.remote(1), tasks.add.remote(2)

@@ -1,4 +1,4 @@
-"""A program's connection to its node: nothing is lost, torn or copied again."""
+"""A program's connection to its node loses, tears and recopies nothing."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from aiogpu.errors import ProtocolError
 from aiogpu.wire.codec import FrameReader, encode
 from aiogpu.wire.connection import CLIENT, greeting
 from aiogpu.wire.messages import ChildDone, Depart, Message, Submit
+from tests.support.until import until
 
 GREETED = greeting(CLIENT, 1, 1)
 LARGE = bytes(8 * CHUNK)
 
 
 class Far:
-    """The node's end, which reads when the test says so."""
+    """The node's end, which reads when the test calls it."""
 
     def __init__(self, connected: socket.socket) -> None:
         connected.setblocking(False)
@@ -30,7 +31,7 @@ class Far:
         self._reader = FrameReader()
 
     def read(self, size: int = CHUNK) -> int:
-        """Read once; gives how many bytes there were."""
+        """Read once, and return the number of bytes."""
         try:
             data = self.socket.recv(size)
         except BlockingIOError:
@@ -39,26 +40,26 @@ class Far:
         return len(data)
 
     def read_all(self) -> None:
-        """Read all that is there now."""
+        """Read until there are no bytes."""
         while self.read():
             pass
 
     @property
     def numbers(self) -> list[int]:
-        """Of the tasks that were submitted."""
+        """Numbers of the submitted tasks that were read."""
         return [one.child for one in self.heard if isinstance(one, Submit)]
 
 
 @asynccontextmanager
 async def joined(
     directory: Path,
-    told: list[Message] | None = None,
+    heard: list[Message] | None = None,
     lost: list[Exception | None] | None = None,
 ) -> AsyncIterator[tuple[NodeConnection, Far]]:
-    """A line and its other end; the lists get what is said, and the loss."""
+    """Connect; the lists get the messages for the program, and its loss."""
     path = str(directory / "s")
-    told, lost = [] if told is None else told, [] if lost is None else lost
-    line = NodeConnection(asyncio.get_running_loop(), told.extend, lost.append)
+    heard, lost = [] if heard is None else heard, [] if lost is None else lost
+    line = NodeConnection(asyncio.get_running_loop(), heard.extend, lost.append)
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(path)
         listening.listen()
@@ -74,7 +75,7 @@ async def joined(
 
 
 async def settled() -> None:
-    """Let the loop look at its descriptors, and do what follows."""
+    """Let the loop poll its descriptors and run the callbacks."""
     for _ in range(3):
         await asyncio.sleep(0)
 
@@ -84,14 +85,14 @@ def submit(number: int, payload: bytes = b"") -> Submit:
 
 
 async def until_heard(far: Far, count: int, size: int = CHUNK) -> None:
-    """Read on, a little at a time, until so many tasks were heard of."""
+    """Read in small pieces until this number of tasks has arrived."""
     async with asyncio.timeout(60):
         while len(far.numbers) < count:
             far.read(size)
             await asyncio.sleep(0)
 
 
-async def test_who_reads_slowly_hears_all_in_order(tmp_path: Path) -> None:
+async def test_a_slow_reader_gets_all_messages_in_order(tmp_path: Path) -> None:
     async with joined(tmp_path) as (line, far):
         for number in range(40):
             line.send(submit(number, LARGE if number % 20 == 3 else bytes(number)))
@@ -106,7 +107,7 @@ async def test_who_reads_slowly_hears_all_in_order(tmp_path: Path) -> None:
 
 @pytest.fixture
 def offered(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bytes | memoryview]]:
-    """All that was given to the socket, sent or not."""
+    """All data that was offered to the socket, sent or not."""
     offered: list[bytes | memoryview] = []
     send = NodeConnection._send_now
 
@@ -121,7 +122,7 @@ def offered(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bytes | memoryview
     offered.clear()
 
 
-async def test_what_waits_for_room_is_never_copied_again(
+async def test_waiting_data_is_copied_only_once(
     tmp_path: Path, offered: list[bytes | memoryview]
 ) -> None:
     async with joined(tmp_path) as (line, far):
@@ -131,12 +132,12 @@ async def test_what_waits_for_room_is_never_copied_again(
         offered.clear()
         await until_heard(far, 200, size=AT_ONCE)
         views = [data for data in offered if isinstance(data, memoryview)]
-        assert len(views) > 10, "it took many times"
+        assert len(views) > 10, "the data left in many pieces"
         whole = {id(view.obj) for view in views}
-        assert len(whole) <= 2, "the first one, and all that came after it"
+        assert len(whole) <= 2, "the first message, and all that follow"
 
 
-async def test_a_long_turn_of_the_program_does_not_hold_up_the_node(
+async def test_a_long_turn_of_the_loop_does_not_delay_the_node(
     tmp_path: Path,
 ) -> None:
     async with joined(tmp_path) as (line, far):
@@ -149,20 +150,18 @@ async def test_a_long_turn_of_the_program_does_not_hold_up_the_node(
         assert far.numbers == [*range(many)]
 
 
-async def test_what_was_not_sent_ends_with_the_node(tmp_path: Path) -> None:
+async def test_unsent_data_is_dropped_when_the_node_ends(tmp_path: Path) -> None:
     lost: list[Exception | None] = []
     async with joined(tmp_path, lost=lost) as (line, far):
         line.send(submit(0, LARGE))
         far.socket.close()
         line.send(submit(1))
-        async with asyncio.timeout(60):
-            while not lost:
-                await asyncio.sleep(0)
+        await until(lambda: lost)
         assert not line.is_open
         line.send(submit(2))
 
 
-async def test_what_waits_for_room_goes_in_the_midst_of_a_turn(tmp_path: Path) -> None:
+async def test_press_sends_waiting_data_within_a_turn(tmp_path: Path) -> None:
     async with joined(tmp_path) as (line, far):
         line.send(submit(1, LARGE))
         line.send(submit(2))
@@ -172,47 +171,45 @@ async def test_what_waits_for_room_goes_in_the_midst_of_a_turn(tmp_path: Path) -
         assert far.numbers == [1, 2]
 
 
-async def test_what_comes_meanwhile_is_told_in_its_turn(tmp_path: Path) -> None:
-    told: list[Message] = []
-    async with joined(tmp_path, told) as (line, far):
+async def test_messages_that_press_reads_are_delivered_in_order_later(
+    tmp_path: Path,
+) -> None:
+    heard: list[Message] = []
+    async with joined(tmp_path, heard) as (line, far):
         for number in range(3):
             far.socket.send(encode(ChildDone(number, b"")))
             if number < 2:
                 line.press()
-        assert told == []
+        assert heard == []
         await settled()
-        assert [one.child for one in told if type(one) is ChildDone] == [0, 1, 2]
+        assert [each.child for each in heard if type(each) is ChildDone] == [0, 1, 2]
 
 
-@pytest.mark.parametrize("said", [encode(Depart())[:-1] + b"\xff", b""])
-async def test_a_node_that_is_gone_or_mad_amid_a_turn(
-    said: bytes, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("data", [encode(Depart())[:-1] + b"\xff", b""])
+async def test_press_reports_a_lost_or_broken_node(data: bytes, tmp_path: Path) -> None:
     lost: list[Exception | None] = []
     async with joined(tmp_path, lost=lost) as (line, far):
-        far.socket.send(said)
+        far.socket.send(data)
         far.socket.shutdown(socket.SHUT_WR)
         line.press()
         line.press()
         await settled()
-        assert [type(one) for one in lost] == [ProtocolError if said else type(None)]
+        assert [*map(type, lost)] == [ProtocolError if data else type(None)]
 
 
 @pytest.mark.parametrize("sends", [False, True])
-async def test_a_node_that_dies_with_what_it_has_not_read(
+async def test_the_last_messages_of_a_dead_node_are_read(
     sends: bool, tmp_path: Path
 ) -> None:
-    """Its last words are read, and then its end, which uvloop reports only once."""
-    told: list[Message] = []
+    """Then its end is read, which uvloop reports only once."""
+    heard: list[Message] = []
     lost: list[Exception | None] = []
-    async with joined(tmp_path, told, lost) as (line, far):
+    async with joined(tmp_path, heard, lost) as (line, far):
         line.send(submit(1))
         far.socket.send(encode(ChildDone(1, b"")))
         far.socket.close()
         if sends:
             line.send(submit(2))
-        async with asyncio.timeout(60):
-            while not lost:
-                await asyncio.sleep(0)
-        assert [type(one) for one in told] == [ChildDone]
+        await until(lambda: lost)
+        assert [*map(type, heard)] == [ChildDone]
         assert lost == [None]

@@ -22,7 +22,7 @@ pytestmark = [
 ]
 
 
-async def test_results_as_arguments(node: Node) -> None:
+async def test_results_are_arguments_of_other_tasks(node: Node) -> None:
     a, b = v.split.options(num_returns=2).remote([1, 2])
     assert await v.total.remote(a, b, x=a) == 4
     assert await a == 1
@@ -30,7 +30,7 @@ async def test_results_as_arguments(node: Node) -> None:
     assert await v.await_nested.remote({"handle": b}) == 2
 
 
-async def test_methods_have_several(node: Node) -> None:
+async def test_methods_have_several_results(node: Node) -> None:
     for kind in (v.Serial, v.Soft):
         async with kind.remote() as actor:
             a, b = actor.both.remote([1, 2])
@@ -41,7 +41,7 @@ async def test_methods_have_several(node: Node) -> None:
             await raises(ValueError, b, match="num_returns=2")
 
 
-async def test_the_work_stops_when_nobody_wants_any_of_them(
+async def test_the_work_stops_when_all_results_are_cancelled(
     node: Node, gate: Gate
 ) -> None:
     a, b = v.gated_split.options(num_returns=2).remote(gate.path, "slow", [1, 2])
@@ -53,8 +53,8 @@ async def test_the_work_stops_when_nobody_wants_any_of_them(
     await gate.entered("slow-cancelled")
 
 
-async def test_one_is_cancelled_and_the_other_comes(node: Node, gate: Gate) -> None:
-    """Of a task that runs; and of an actor that is not there yet."""
+async def test_a_cancel_of_one_result_leaves_the_other(node: Node, gate: Gate) -> None:
+    """Of a task that runs, and of an actor that is not made yet."""
     a, b = v.gated_split.options(num_returns=2).remote(gate.path, "slow", [1, 2])
     needs_a = v.give.remote(a)
     await gate.entered("slow")
@@ -70,7 +70,7 @@ async def test_one_is_cancelled_and_the_other_comes(node: Node, gate: Gate) -> N
 
 @pytest.mark.needs("at once")
 @pytest.mark.parametrize("task", [v.cancel_a_part, v.cancel_a_part_plainly])
-async def test_a_task_cancels_one_and_the_other_comes(
+async def test_a_task_cancels_one_result_and_gets_the_other(
     task: Any, node: Node, gate: Gate
 ) -> None:
     running = task.remote(gate.path)
@@ -79,7 +79,7 @@ async def test_a_task_cancels_one_and_the_other_comes(
     assert await running == 2
 
 
-async def test_many_and_large(node: Node) -> None:
+async def test_results_may_be_many_and_large(node: Node) -> None:
     parts = v.split.options(num_returns=500).remote(list(range(500)))
     assert await v.total.remote(*parts) == sum(range(500))
     large = [bytes([i]) * 400_000 for i in range(3)]
@@ -89,7 +89,7 @@ async def test_many_and_large(node: Node) -> None:
 
 
 async def test_each_result_has_a_handle(node: Node) -> None:
-    """Of any iterable that has so many."""
+    """Of any iterable of the right length."""
     for task in (v.split, v.split_softly):
         a, b, c = task.options(num_returns=3).remote([1, "two", [3]])
         assert [await a, await b, await c] == [1, "two", [3]]
@@ -100,7 +100,9 @@ async def test_each_result_has_a_handle(node: Node) -> None:
     assert await asyncio.gather(*named) == ["x", "y", "z"]
 
 
-async def test_results_that_are_not_as_many_or_fail(node: Node) -> None:
+async def test_a_wrong_number_of_results_and_errors_reach_each_handle(
+    node: Node,
+) -> None:
     for value, told in (
         ([1], "returned 1 objects, but num_returns=2"),
         ([1, 2, 3], "returned 3 objects, but num_returns=2"),
@@ -124,16 +126,16 @@ async def test_results_that_are_not_as_many_or_fail(node: Node) -> None:
 
 
 @pytest.mark.parametrize("task", [v.add_parts, v.add_parts_softly, v.add_gotten_parts])
-async def test_results_of_children_as_arguments(task: Any, node: Node) -> None:
+async def test_a_task_passes_results_of_children_on(task: Any, node: Node) -> None:
     factor = 2 if task is v.add_gotten_parts else 1
     assert await task.remote([1, 20, 300]) == 321 * factor
 
 
-# Handles of either kind are given to others while their node is still opening
+# Handles are arguments while their node is still opening
 
 
 @pytest.mark.usefixtures("each_engine")
-async def test_a_handle_whose_task_is_not_started() -> None:
+async def test_a_handle_is_an_argument_before_its_task_starts() -> None:
     first = v.add.remote(1, 1)
     one, two = both.remote(5)
     waiting = [v.add.remote(first, first), v.add.remote(one, two), first]
@@ -143,14 +145,14 @@ async def test_a_handle_whose_task_is_not_started() -> None:
 
 
 @pytest.mark.usefixtures("each_engine")
-async def test_one_that_is_never_started() -> None:
+async def test_a_task_with_an_argument_that_never_starts_fails() -> None:
     never = v.add.options(num_gpus=1000).remote(1, 1)
     cancelled = v.add.remote(1, 1)
     waiting = [v.add.remote(never, 1), v.add.remote(cancelled, 1)]
     cancelled.cancel()
     async with asyncio.timeout(60):
-        found = await asyncio.gather(*waiting, never, return_exceptions=True)
-    assert list(map(type, found)) == [
+        outcomes = await asyncio.gather(*waiting, never, return_exceptions=True)
+    assert list(map(type, outcomes)) == [
         errors.InfeasibleError,
         errors.TaskCancelledError,
         errors.InfeasibleError,

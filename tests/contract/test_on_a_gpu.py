@@ -180,5 +180,5 @@ def _outgrow(path: str) -> None:
     import torch
 
     torch.cuda.set_per_process_memory_fraction(1.0)
-    gpu_tasks.kept.append(gpu_tasks.taken("torch", 6 * GIB))
+    gpu_tasks.kept.append(gpu_tasks.allocate("torch", 6 * GIB))
     gpu_tasks.pass_gate(path, "outgrown")
