@@ -57,7 +57,7 @@ class Recipient(NamedTuple):
     on_slow: Callable[[bool], None] | None = None
 
 
-Greeted = Callable[["Peer", Hello], Recipient | None]
+OnHello = Callable[["Peer", Hello], Recipient | None]
 """Called with a peer's `Hello`; returns its recipient, or None after refusing it."""
 
 
@@ -65,20 +65,20 @@ class Peer(asyncio.Protocol):
     """The connection of one zygote, keeper, worker or program."""
 
     def __init__(
-        self, greeted: Greeted, on_heard: Callable[[int], object] | None = None
+        self, on_hello: OnHello, on_data: Callable[[int], object] | None = None
     ) -> None:
         """Make the protocol of one connection.
 
         Args:
-            greeted: called with the peer's `Hello`.
-            on_heard: called after data has arrived, with the number of messages.
+            on_hello: called with the peer's `Hello`.
+            on_data: called after data has arrived, with the number of messages.
         """
         # Before `Hello` and after `end` everything is ignored.
         self._on_messages: Handler = _ignore
         self._on_lost: Callable[[], None] = _nothing
         self._on_slow: Callable[[bool], None] | None = None
-        self._greeted = greeted
-        self._on_heard = on_heard
+        self._on_hello = on_hello
+        self._on_data = on_data
         self._connection = Connection()
         self._transport: asyncio.Transport | None = None
         self._descriptor = -1
@@ -121,8 +121,8 @@ class Peer(asyncio.Protocol):
                 self.abort()
             return
         if messages and type(messages[0]) is Hello:
-            # The codec guarantees that `Hello` comes first, and only once.
-            recipient = self._greeted(self, messages.pop(0))  # type: ignore[arg-type]
+            # `wire.Connection` guarantees that `Hello` comes first, and only once.
+            recipient = self._on_hello(self, messages.pop(0))  # type: ignore[arg-type]
             if recipient is not None:
                 self._on_messages, self._on_lost, self._on_slow = recipient
         count = len(messages)
@@ -130,8 +130,8 @@ class Peer(asyncio.Protocol):
             self._put_off(messages)
         elif count:
             self._on_messages(messages)
-        if self._on_heard is not None:
-            self._on_heard(count)
+        if self._on_data is not None:
+            self._on_data(count)
 
     @property
     def readable(self) -> int:

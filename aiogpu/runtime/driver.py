@@ -1,12 +1,8 @@
 """The one place where decisions meet I/O: events to the core, effects to the pool.
 
-The driver keeps what the core must not see: the payload, receiver and answer of each
-task. It finishes one event before it looks at the next. An event that arrives while
-effects are carried out waits in a queue, so the stack stays flat.
-
-If tasks of a function already wait, further calls of it in a row are submitted to the
-core together (`SubmitBatch`). None of them can start, so the core has nothing to
-decide. That halves the cost of a submission in the core.
+The driver keeps the data that the core must not see: the payload, receiver and answer
+of each task. It finishes one event before it handles the next. An event that arrives
+while effects are carried out is queued, so the stack stays flat.
 """
 
 from __future__ import annotations
@@ -63,6 +59,9 @@ if TYPE_CHECKING:
 
 class SubmitBatch:
     """Consecutive calls of one function that are submitted to the core together.
+
+    A batch is used while tasks of the function already wait. None of its calls can
+    start, so the core has nothing to decide, and a submission costs half as much.
 
     Attributes:
         func: the function that is called; None if the next call is submitted alone.

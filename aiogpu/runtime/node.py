@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from aiogpu.runtime.callers.programs import Clients, ServerInfo
     from aiogpu.runtime.callers.requests import Requests
     from aiogpu.runtime.callers.viewers import Answer, Viewers
-    from aiogpu.runtime.connection import Greeted, Peer, Recipient
+    from aiogpu.runtime.connection import OnHello, Peer, Recipient
     from aiogpu.runtime.devices.binding import Assignment
     from aiogpu.runtime.driver import DeviceFactory, Driver
     from aiogpu.runtime.objects.store import DescriptorServer, Store
@@ -203,7 +203,7 @@ class Supervisor:
         parts = self._parts = Parts(console, driver, store)
         self._undo_start.pop_all()
         parts.server = await self._loop.create_unix_server(
-            partial(self._accept, partial(self._greeted, pool)),
+            partial(self._accept, partial(self._on_hello, pool)),
             sock=self._bootstrap.listening,
         )
         # While the zygote starts: no worker can have died yet.
@@ -217,27 +217,27 @@ class Supervisor:
         await pool.zygotes.plain.ready()
         return driver
 
-    def _accept(self, greeted: Greeted) -> Peer:
+    def _accept(self, on_hello: OnHello) -> Peer:
         from aiogpu.runtime.connection import Peer
 
         poll = self._poll
-        peer = Peer(greeted, None if poll is None else poll.note)
+        peer = Peer(on_hello, None if poll is None else poll.note)
         self._peers.add(peer)
         if self._is_over:
             peer.abort()
         return peer
 
-    def _greeted(self, pool: Pool, peer: Peer, hello: Hello) -> Recipient | None:
+    def _on_hello(self, pool: Pool, peer: Peer, hello: Hello) -> Recipient | None:
         # Late, as all frame code: the start of the zygote need not wait for it.
         from aiogpu.wire.connection import CLIENT
 
         if hello.role != CLIENT:
-            return pool.greeted(peer, hello)
+            return pool.on_hello(peer, hello)
         self._viewers = self._viewers or self._make_viewers()
         if self._viewers is None:
             peer.refuse("the node is still starting; try again in a moment")
             return None
-        return self._viewers.greeted(peer)
+        return self._viewers.on_hello(peer)
 
     def _wants_program(self, program: str) -> bool:
         """Return True if a detached actor of a departed program lives on."""
@@ -321,7 +321,7 @@ class Supervisor:
         if self.clients is not None:
             self.clients.stop_listening()
         if driver.devices is not None:
-            driver.devices.quiet()
+            driver.devices.stop_reporting()
         config = driver.scheduler.config
         await driver.close(config.cancel_grace + config.exit_grace + SLACK)
         if driver.devices is not None:
@@ -330,7 +330,7 @@ class Supervisor:
         if self._viewers is not None:
             self._viewers.close()
         if self.clients is not None:
-            # They have got the outcomes of all their tasks.
+            # Programs have received the outcomes of all their tasks by now.
             self.clients.close()
             await self.clients.routes.close()
         descriptor_limit.release()
@@ -384,7 +384,7 @@ class Supervisor:
         devices = self._open_parts.driver.devices
         if devices is not None:
             devices.guard.enforces = enforces
-            await devices.mind_foreign(foreign)
+            await devices.set_foreign(foreign)
 
     def _roots(self) -> dict[int, int]:
         """Return the root processes of workers: process id to worker id."""

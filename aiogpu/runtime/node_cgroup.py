@@ -61,9 +61,9 @@ class NodeCgroup:
             return
         group = Cgroup(f"{self.path}/{slot}")
         group.kill()
-        self._look(group, then, FIRST_LOOK, self._loop.time() + LIMIT)
+        self._wait_until_empty(group, then, FIRST_LOOK, self._loop.time() + LIMIT)
 
-    def _look(
+    def _wait_until_empty(
         self, group: Cgroup, then: Callable[[], None], pause: float, deadline: float
     ) -> None:
         if group.is_populated:
@@ -71,7 +71,7 @@ class NodeCgroup:
                 # Again: without cgroup.kill, new processes may have been forked.
                 group.kill()
                 self._loop.call_later(
-                    pause, self._look, group, then, 2 * pause, deadline
+                    pause, self._wait_until_empty, group, then, 2 * pause, deadline
                 )
                 return
             _log.warning(

@@ -2,18 +2,8 @@
 
 Bytes that a worker writes to descriptors 1 and 2 arrive in two named pipes
 (`LinePipe`). Output of `print` in tasks arrives as messages, on the same connection as
-the answer, and so before it. Keepers open the pipes by name: the zygote that forks them
-was started earlier, and asyncio cannot pass descriptors. `Output` merges both for one
-slot, adds a prefix, and keeps the last lines for the error if the worker dies.
-
-`Console` writes to the driver's terminal from its own thread, since a terminal may
-block for any time. Lines are numbered, so that an answer can be delayed until the lines
-before it are written. A source that prints faster than the terminal is paused.
-
-On a shared node, `Routes` sends the lines of a task to the program that owns the task,
-on the same connection as the answer. Other lines stay with the node. `TaskLog` keeps a
-copy in files of bounded size. If the disk is full, slow or gone, lines are lost and
-counted, and the count is logged later; the loop never waits for the disk.
+the answer, and so before it. `Output` merges both for one slot; `Console` writes to the
+terminal; on a shared node `Routes` sends lines to the task's owner and to `TaskLog`.
 """
 
 from __future__ import annotations
@@ -131,7 +121,10 @@ class Entry(NamedTuple):
 
 
 class TaskLog:
-    """The log of tasks' output. Its thread starts with the first line.
+    """The log of tasks' output, in files of bounded size.
+
+    Its thread starts with the first line. If the disk is full, slow or gone, lines are
+    lost and counted, and the count is logged later: the loop never waits for the disk.
 
     Attributes:
         lost: lines lost since the last batch because too many waited.
@@ -265,6 +258,9 @@ class Reader(Protocol):
 
 class Routes:
     """Sends the lines of tasks to the programs that own the tasks.
+
+    Lines use the same connection as the answer, and so arrive before it. Lines without
+    a task stay with the node.
 
     Attributes:
         log: stores all lines of other programs' tasks; None for no log.
@@ -406,7 +402,11 @@ def _is_logged(entry: tuple[int, str]) -> bool:
 
 
 class Console:
-    """The driver's terminal. Its thread starts with the first line.
+    """The driver's terminal, written by a thread, since a terminal may block.
+
+    The thread starts with the first line. Lines are numbered, so that an answer can be
+    delayed until the lines before it are written. A source that prints faster than the
+    terminal is paused.
 
     Attributes:
         written: the number of the last written line.
@@ -829,6 +829,9 @@ KEPT: Final = 20
 
 class Output:
     """Both output streams of a slot.
+
+    Keepers open the pipes by name: their zygote was started earlier, and asyncio cannot
+    pass descriptors. The last lines are kept for the error if the worker dies.
 
     Attributes:
         label: the name of the worker that writes to the pipes: "worker-3 pid=4711".

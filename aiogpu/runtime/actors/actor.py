@@ -138,15 +138,15 @@ class OrderedCallQueue:
     def __init__(self, actor: Actor) -> None:
         self.callers: dict[int, deque[WaitingCall]] = {}
         self._actor = actor
-        self._later: dict[CallId, CallId] = {}
+        self._new_numbers: dict[CallId, CallId] = {}
 
     def number_of(self, known_as: CallId) -> CallId:
         """Translate the caller's number for a call to the current number."""
-        return self._later.get(known_as, known_as)
+        return self._new_numbers.get(known_as, known_as)
 
     def forget(self, known_as: CallId) -> None:
         """Forget the caller's number for an answered call."""
-        self._later.pop(known_as, None)
+        self._new_numbers.pop(known_as, None)
 
     def holds_back(self, caller: int, payload: bytes) -> bool:
         """Return True if a call with this payload from this caller has to wait."""
@@ -158,15 +158,17 @@ class OrderedCallQueue:
         self.callers.setdefault(caller, deque()).append(waiting)
         if type(payload) is Payload:
             waiting.is_due = False
-            await_arguments(payload, partial(self._note, caller, waiting))
+            await_arguments(payload, partial(self._on_arguments, caller, waiting))
         else:
-            self._go_on(caller)
+            self._send_due(caller)
 
-    def _note(self, caller: int, waiting: WaitingCall, failed: Value | None) -> None:
+    def _on_arguments(
+        self, caller: int, waiting: WaitingCall, failed: Value | None
+    ) -> None:
         waiting.is_due, waiting.failed = True, failed
-        self._go_on(caller)
+        self._send_due(caller)
 
-    def _go_on(self, caller: int) -> None:
+    def _send_due(self, caller: int) -> None:
         """Send the calls that are due; fail the calls with a failed argument."""
         queue, actor = self.callers.get(caller), self._actor
         while queue and queue[0].is_due:
@@ -177,12 +179,12 @@ class OrderedCallQueue:
             if waiting.failed is None:
                 # A new number: the call comes after the calls sent meanwhile.
                 call.known_as = waiting.number
-                later = self._later[waiting.number] = actor.owner.new_number()
+                later = self._new_numbers[waiting.number] = actor.owner.new_number()
                 actor.calls[later] = call
                 actor.post(later, call.mailbox)
             elif call.receiver is not None:
                 waiting.failed.pass_to(call.receiver)
-                actor.look_if_idle()
+                actor.end_if_idle()
         if queue is not None and not queue:
             self.callers.pop(caller, None)
 
@@ -538,7 +540,7 @@ class Actor:
             receiver.settle(NONE_PAYLOAD)
         for mailbox in self.mailboxes.values():
             self._send(mailbox.open())
-        self.look_if_idle()
+        self.end_if_idle()
 
     def on_answer(self, answer: wire.Done | wire.Failed) -> None:
         """Handle the answer to a call."""
@@ -561,7 +563,7 @@ class Actor:
         elif type(answer) is wire.Failed:
             self._reject(receiver, answer)
         if not self.holders or self.is_ending:
-            self.look_if_idle()
+            self.end_if_idle()
 
     def _reject(self, receiver: Receiver | None, failed: wire.Failed) -> None:
         if failed.kind == LEFT:
@@ -598,7 +600,7 @@ class Actor:
         if call.receiver is not None:
             doing = f"sent a call of {self.name}.{call.method}"
             settle(call.receiver, internal_error(doing, error))
-        self.look_if_idle()
+        self.end_if_idle()
 
     def cancel(self, number: CallId) -> bool:
         """Cancel a call; return True if its process must be notified."""
@@ -615,9 +617,9 @@ class Actor:
     def release(self) -> None:
         """Count one handle less."""
         self.holders -= 1
-        self.look_if_idle()
+        self.end_if_idle()
 
-    def look_if_idle(self) -> None:
+    def end_if_idle(self) -> None:
         """End the actor if it has no handles and no unanswered calls."""
         if (self.holders and not self.is_ending) or len(self.calls) > self._unwanted:
             return

@@ -191,7 +191,7 @@ class Actors(Register):
             self._commands.drop(worker, number, found.drops)
             if found.is_serial:
                 self._interrupt(found, worker, number, is_first=True)
-        found.look_if_idle()
+        found.end_if_idle()
 
     def demand(self, actor: int, number: int, limit: int) -> None:
         """Let a stream yield `limit` items in total."""
@@ -257,7 +257,7 @@ class Actors(Register):
         found = self._actors.get(actor)
         if found is not None:
             found.is_ending = True
-            found.look_if_idle()
+            found.end_if_idle()
 
     def creation(self, worker: LiveWorker, task: TaskId, call: Call) -> Create:
         """Return the message that turns a worker into an actor."""
@@ -309,7 +309,7 @@ class Actors(Register):
                 receiver.settle(describe_loss(actor.name, cause, is_restarting))
             if actor.state is ActorState.DEAD:
                 actor.note_gone()
-            actor.look_if_idle()
+            actor.end_if_idle()
 
         return tell
 
@@ -464,7 +464,7 @@ class WaitGraph:
         """
         numbers = caller.bound
         is_known = (
-            number in caller.asked
+            number in caller.actor_calls
             or number in caller.children
             or number in caller.fetched
             for number in numbers
@@ -498,8 +498,8 @@ class WaitGraph:
 
     def _awaited(self, waiter: Caller, number: int) -> Caller | None:
         """Return the process that has to go on before a call or a child can end."""
-        if number in waiter.asked:
-            actor = self._actors.get(waiter.asked[number][0])
+        if number in waiter.actor_calls:
+            actor = self._actors.get(waiter.actor_calls[number][0])
             if actor is None:
                 return None
             # A constructor occupies the main thread, whatever runs the methods.
@@ -539,7 +539,7 @@ class WaitGraph:
 
     def _call_of(self, edge: Edge) -> tuple[Actor | None, int, ActorCall | None]:
         """Return the awaited actor, number and call; (None, 0, None) for a task."""
-        public, number = edge.waiter.asked.get(edge.number, (0, 0))
+        public, number = edge.waiter.actor_calls.get(edge.number, (0, 0))
         actor = self._actors.get(public)
         if actor is None:
             return None, 0, None

@@ -44,7 +44,7 @@ class Caller(Borrower):
             node's own.
         declared: the declared functions, by number.
         children: ids of the child tasks that have not ended, by number.
-        asked: actor and call number of each unanswered call, by number.
+        actor_calls: actor and call number of each unanswered call, by number.
         waits_for: numbers of the children and calls that a worker's task waits for.
         waits_elsewhere: the part of `waits_for` that is not a child task and has not
             been answered: calls of actors, and values.
@@ -60,7 +60,7 @@ class Caller(Borrower):
         default_factory=dict, kw_only=True
     )
     children: dict[int, int] = field(default_factory=dict, kw_only=True)
-    asked: dict[int, tuple[int, int]] = field(default_factory=dict, kw_only=True)
+    actor_calls: dict[int, tuple[int, int]] = field(default_factory=dict, kw_only=True)
     waits_for: tuple[int, ...] = field(default=(), kw_only=True)
     waits_elsewhere: set[int] = field(default_factory=set, kw_only=True)
     bound: tuple[int, ...] = field(default=(), kw_only=True)

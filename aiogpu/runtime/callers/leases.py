@@ -108,7 +108,7 @@ class LeaseProcessWatcher:
         self._find = find
         self._pidfds: set[int] = set()
         self._timer: asyncio.TimerHandle | None = None
-        self._look()
+        self._start_search()
 
     def __repr__(self) -> str:
         return f"<LeaseProcessWatcher of {self._mark}: {len(self._pidfds)} processes>"
@@ -121,32 +121,32 @@ class LeaseProcessWatcher:
         for pidfd in list(self._pidfds):
             self._forget(pidfd)
 
-    def _look(self) -> None:
+    def _start_search(self) -> None:
         self._timer = None
-        Thread(target=self._run, name="aiogpu-remains", daemon=True).start()
+        Thread(target=self._search, name="aiogpu-remains", daemon=True).start()
 
-    def _run(self) -> None:
+    def _search(self) -> None:
         pids: Collection[int] | None = None
         with suppress(OSError):  # there are too many open files
             pids = self._find(self._mark)
         with suppress(RuntimeError):  # the loop may have been closed
-            self._loop.call_soon_threadsafe(self._note, pids)
+            self._loop.call_soon_threadsafe(self._on_search_done, pids)
 
-    def _note(self, pids: Collection[int] | None) -> None:
+    def _on_search_done(self, pids: Collection[int] | None) -> None:
         if self._on_gone is None:
             return
         if pids is None:
-            self._timer = self._loop.call_later(AGAIN, self._look)
+            self._timer = self._loop.call_later(AGAIN, self._start_search)
             return
         self.pids.update(pids)
         unseen = [pid for pid in pids if not self._watch(pid)]
         if self._pidfds:
             return
         if unseen:
-            self._timer = self._loop.call_later(AGAIN, self._look)
+            self._timer = self._loop.call_later(AGAIN, self._start_search)
             return
         if pids:
-            self._look()  # they have ended, but may have started other processes
+            self._start_search()  # they have ended, but may have started others
             return
         on_gone, self._on_gone = self._on_gone, None
         on_gone(self.pids)
@@ -166,7 +166,7 @@ class LeaseProcessWatcher:
     def _on_end(self, pidfd: int) -> None:
         self._forget(pidfd)
         if not self._pidfds:
-            self._look()
+            self._start_search()
 
     def _forget(self, pidfd: int) -> None:
         self._pidfds.discard(pidfd)

@@ -149,15 +149,15 @@ class Clients:
         return f"<Clients {len(self.by_id)}>"
 
     async def listen(
-        self, listening: socket.socket, on_heard: Callable[[int], object]
+        self, listening: socket.socket, on_data: Callable[[int], object]
     ) -> None:
         """Let programs join over a socket that is bound and listens.
 
-        `on_heard` is called when data has arrived, with the number of messages.
+        `on_data` is called when data has arrived, with the number of messages.
         """
 
         def accept() -> Peer:
-            peer = Peer(self._greeted, on_heard)
+            peer = Peer(self._on_hello, on_data)
             late = self._loop.call_later(WITHIN, self._turn_away, peer)
             self._unnamed[peer] = late
             return peer
@@ -181,7 +181,7 @@ class Clients:
         if late is not None:
             late.cancel()
 
-    def _greeted(self, peer: Peer, hello: wire.Hello) -> Recipient | None:
+    def _on_hello(self, peer: Peer, hello: wire.Hello) -> Recipient | None:
         is_client = (
             hello.role == CLIENT and wire.FIRST_CLIENT <= hello.id < wire.END_OF_CLIENTS
         )
@@ -422,7 +422,7 @@ class Clients:
     def _give_up(self, client: Client) -> None:
         """Stop a client's tasks and actors; processes with its leases may go on."""
         actors = self._driver.actors
-        for number in list(client.asked):
+        for number in list(client.actor_calls):
             self._requests.withdraw_call(client, number)
         client.fetched.clear()
         leases, client.leases = client.leases, set()
@@ -497,7 +497,9 @@ class Clients:
     def remains(self) -> str:
         """The clients' unfinished work in words; "" for none."""
         clients = self.by_id.values()
-        calls = (number for client in clients for _, number in client.asked.values())
+        calls = (
+            number for client in clients for _, number in client.actor_calls.values()
+        )
         counts = {
             "task": sum(
                 len(client.children) - len(client.leases) for client in clients

@@ -121,7 +121,7 @@ class Requests:
         declared.pop(message.func, None)
         declared[message.func] = func
         if len(declared) > KEPT:
-            # Drop the oldest. The caller has forgotten it too, and will declare again.
+            # Drop the oldest. By now the caller would declare it again.
             del declared[next(iter(declared))]
 
     def _func_of(self, message: wire.Declare, program: str) -> FunctionSpec:
@@ -237,8 +237,8 @@ class Requests:
         number = message.child
         if number in caller.children:
             self._driver.demand(caller.children[number], message.limit)
-        elif number in caller.asked:
-            self._actors.demand(*caller.asked[number], message.limit)
+        elif number in caller.actor_calls:
+            self._actors.demand(*caller.actor_calls[number], message.limit)
 
     def _withdraw(self, caller: Caller, message: wire.Withdraw) -> None:
         number = message.child
@@ -276,7 +276,9 @@ class Requests:
         known = map(caller.children.get, waits)
         children = tuple(TaskId(child) for child in known if child is not None)
         caller.waits_elsewhere = {
-            child for child in waits if child in caller.asked or child in caller.fetched
+            child
+            for child in waits
+            if child in caller.actor_calls or child in caller.fetched
         }
         is_elsewhere = bool(caller.waits_elsewhere)
         self._driver.wait(TaskId(task), children, is_elsewhere)
@@ -286,7 +288,7 @@ class Requests:
 
         One event per wait suffices, even if a task waits for ten thousand calls.
         """
-        caller.asked.pop(child, None)
+        caller.actor_calls.pop(child, None)
         elsewhere = caller.waits_elsewhere
         if child in elsewhere:
             elsewhere.discard(child)
@@ -298,7 +300,7 @@ class Requests:
         if not actor.is_serial:
             return
         for child in caller.waits_for:
-            public, number = caller.asked.get(child, (0, 0))
+            public, number = caller.actor_calls.get(child, (0, 0))
             call = actor.calls.get(number)
             if call is None or self._actors.get(public) is not actor:
                 continue
@@ -337,7 +339,7 @@ class Requests:
             receiver_of = partial(self._driver.receiver_of, TaskId(child))
             stop = partial(self._driver.cancel, child)
         else:
-            actor, number = caller.asked.get(message.child, (0, 0))
+            actor, number = caller.actor_calls.get(message.child, (0, 0))
             receiver_of = partial(self._actors.receiver_of, actor, number)
             stop = partial(self._actors.cancel, actor, number)
         if child is None and not number:
@@ -437,7 +439,7 @@ class Requests:
         if actor is None:
             receiver.settle(self._actors.unknown(message.actor))
             return
-        caller.asked[child] = message.actor, 0
+        caller.actor_calls[child] = message.actor, 0
         if message.method == wire.READY:
             actor.await_ready(receiver)
             return
@@ -448,12 +450,12 @@ class Requests:
             self._actors.tell_room(actor.id, receiver)
             return
         number = actor.call(message.method, message.payload, receiver, caller.id)
-        if child in caller.asked:
-            caller.asked[child] = message.actor, number
+        if child in caller.actor_calls:
+            caller.actor_calls[child] = message.actor, number
 
     def withdraw_call(self, caller: Caller, child: int) -> None:
         """Cancel a call of an actor."""
-        call = caller.asked.pop(child, None)
+        call = caller.actor_calls.pop(child, None)
         if call is not None:
             caller.waits_elsewhere.discard(child)
             self._actors.cancel(*call)

@@ -102,7 +102,7 @@ class Viewers:
     def __repr__(self) -> str:
         return f"<Viewers {len(self._viewers)}>"
 
-    def greeted(self, peer: Peer) -> Recipient | None:
+    def on_hello(self, peer: Peer) -> Recipient | None:
         """Accept the connection of a client that has sent `Hello`; None if refused."""
         if self._is_closed:
             peer.abort()

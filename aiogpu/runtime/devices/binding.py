@@ -48,7 +48,7 @@ class Affinity:
         self._near: tuple[frozenset[int], ...] = ()
         # If the user has pinned this process to some CPUs, its workers keep them all.
         if any(device.pci for device in devices) and self.usable >= unpinned_cpus(root):
-            self._near = tuple(_local(device, root) for device in devices)
+            self._near = tuple(_cpus_near(device, root) for device in devices)
 
     def near(self, indices: Iterable[int]) -> tuple[int, ...]:
         """Return the CPUs for a worker with these devices; empty for no restriction."""
@@ -61,7 +61,7 @@ class Affinity:
         return () if near == self.usable else tuple(sorted(near))
 
 
-def _local(device: Device, root: StrPath) -> frozenset[int]:
+def _cpus_near(device: Device, root: StrPath) -> frozenset[int]:
     """Return the CPUs near a device; empty if the kernel does not know them."""
     if device.pci is None:
         return frozenset()
@@ -262,13 +262,13 @@ class Assignment:
             kind = accelerator.kind
             ids = assigned.setdefault(kind, ())
             if self._has_mps and kind == GPU:
-                ids = tuple(gpu.uuid or gpu.id for gpu in self._named(shares))
+                ids = tuple(gpu.uuid or gpu.id for gpu in self._devices_at(shares))
             variables |= accelerator.assignment(ids, seen)
         if not shares:
             return Bind(variables, assigned)
         limits = limits_of(lease, self._gpus)
         if limits:
-            capacities = [gpu.memory for gpu in self._named(shares)]
+            capacities = [gpu.memory for gpu in self._devices_at(shares)]
             variables |= variables_of(limits, capacities, seen)
         if self._has_mps:
             part = min(shares.values())
@@ -283,7 +283,7 @@ class Assignment:
         asked = dict(lease.request.scalars).get(CPU, 0)
         return cpus if asked <= len(cpus) * UNIT else ()
 
-    def _named(self, indices: Iterable[int]) -> list[Device]:
+    def _devices_at(self, indices: Iterable[int]) -> list[Device]:
         devices = self._ledger.device_sets[GPU].devices
         return [devices[index] for index in indices]
 

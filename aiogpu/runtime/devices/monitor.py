@@ -88,7 +88,7 @@ class DeviceHealth:
         if health.action is not None:
             self._action = health.action
         if is_lost or health.errors or health.action:
-            self.reason = self._wording()
+            self.reason = self._describe()
             self._bad_at = now
         elif not self._is_good(sample, health):
             self._bad_at = now
@@ -103,7 +103,7 @@ class DeviceHealth:
             return False
         return health.action is not None or not (self._errors or self._action)
 
-    def _wording(self) -> str:
+    def _describe(self) -> str:
         parts = ["the driver calls it lost"] if self._is_lost else []
         parts += self._errors[:LISTED]
         if len(self._errors) > LISTED:
@@ -233,7 +233,7 @@ class DeviceMonitor:
         guard: compares memory use with reservations.
         release: finds out when the devices of an ended worker are free.
         foreign: the effect of foreign processes on a device: "ignore", "avoid" or
-            "wait"; see `mind_foreign`.
+            "wait"; see `set_foreign`.
         observed: the last sample of each device; empty before the first round.
     """
 
@@ -277,16 +277,16 @@ class DeviceMonitor:
         thread.start(self.on_failed)
         if self._health:
             self._sampler.begin()
-            self._listen()
+            self._check_silence()
 
-    def quiet(self) -> None:
+    def stop_reporting(self) -> None:
         """Stop reporting to the core; `release` goes on."""
         self._feed = None
         self._sampler.close()
 
     def quit(self) -> None:
         """Stop all reports, and let the thread end by itself."""
-        self.quiet()
+        self.stop_reporting()
         if self._timer is not None:
             self._timer.cancel()
         self.release.close()
@@ -297,9 +297,9 @@ class DeviceMonitor:
         self.quit()
         await self._thread.close()
 
-    def _listen(self) -> None:
+    def _check_silence(self) -> None:
         """Check if the thread waits for a driver that hangs."""
-        self._timer = self._loop.call_later(SILENT / LISTENS, self._listen)
+        self._timer = self._loop.call_later(SILENT / LISTENS, self._check_silence)
         pending = self._thread.mute_for()
         if pending is None or pending[1] < SILENT:
             return
@@ -308,7 +308,7 @@ class DeviceMonitor:
         if kind not in self._mute:
             self._mute.add(kind)
             for key in self._health:
-                self._conclude(key)
+                self._report(key)
 
     def on_round(self, seen: Look) -> None:
         """Process the samples of one round."""
@@ -337,14 +337,14 @@ class DeviceMonitor:
             self._note_others(key)
         for key, health in seen.health.items():
             self._health[key].note(seen.samples[key], health, seen.when)
-            self._conclude(key)
+            self._report(key)
         if seen.health:
             self._owners.end_round(
                 {pid for each in seen.samples.values() for pid in each.processes or ()}
             )
             self.guard.tidy()
 
-    async def mind_foreign(self, foreign: str) -> None:
+    async def set_foreign(self, foreign: str) -> None:
         """Use devices with foreign processes last ("avoid"), or not at all ("wait").
 
         Returns once these devices are known, because tasks may follow at once.
@@ -381,7 +381,7 @@ class DeviceMonitor:
                 self.foreign == AVOID,
             )
 
-    def _conclude(self, key: Key) -> None:
+    def _report(self, key: Key) -> None:
         """Tell the core when a device becomes sick or well, or the reason changes."""
         reason = self._health[key].reason
         if reason is None and key[0] in self._mute:
@@ -401,5 +401,5 @@ class DeviceMonitor:
     def on_failed(self) -> None:
         """Handle the end of the thread by a bug: the samples are out of date."""
         self.release.give_up()
-        self.quiet()
+        self.stop_reporting()
         self.observed.clear()

@@ -92,7 +92,7 @@ def verdict(
         return Verdict(State.LOST, f"the driver calls it lost ({now.problem})")
     if now.problem is not None:
         return UNVERIFIED
-    extra = _more(before, now) if is_whole else None
+    extra = _extra_memory(before, now) if is_whole else None
     if extra is not None and extra <= TOLERANCE:
         return FREE
     if now.processes is None:
@@ -119,7 +119,7 @@ def _by_list(
     return None if is_blind else FREE
 
 
-def _more(before: Sample, now: Sample) -> int | None:
+def _extra_memory(before: Sample, now: Sample) -> int | None:
     """Return how many more bytes are in use than before; None if unknown."""
     if before.used is None or now.used is None:
         return None
@@ -292,7 +292,7 @@ class DeviceRelease:
         reasons: dict[Key, str] = {}
         is_lost = False
         for key in claim.occupied:
-            now = self._as_read(key, look.samples[key], claim.pids)
+            now = self._trust_pids(key, look.samples[key], claim.pids)
             is_whole, before = key in claim.whole, self._sample_before(claim, key)
             state, reason = verdict(before, now, claim.pids, is_whole=is_whole)
             is_unknown = claim.is_stuck and now.problem is not None
@@ -332,7 +332,7 @@ class DeviceRelease:
             return replace(before, processes=others, used=idle.used)
         return before
 
-    def _as_read(self, key: Key, sample: Sample, pids: Collection[int]) -> Sample:
+    def _trust_pids(self, key: Key, sample: Sample, pids: Collection[int]) -> Sample:
         """Trust a driver's process ids once it has listed a worker of this node."""
         kind = key[0]
         if sample.processes and any(pid in sample.processes for pid in pids):

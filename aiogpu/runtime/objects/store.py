@@ -199,12 +199,12 @@ class Store:
                 os.close(descriptor)
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             shared = SharedSegment(segment.id, descriptor, segment.size)
-            return self._in_use(shared), spans
+            return self._register(shared), spans
         except BaseException:
             self._warm.discard(segment.id)
             raise
 
-    def _in_use(self, shared: SharedSegment) -> SharedSegment:
+    def _register(self, shared: SharedSegment) -> SharedSegment:
         shared.counted = self.memory.take(shared.size if shared.is_memory else 0)
         shared.on_free = partial(self._do_soon, self._reclaim)
         self._segments[shared.id] = shared
@@ -271,7 +271,7 @@ class Store:
         return parcel
 
     def _adopt(self, caller: Borrower, contents: Contents) -> SharedSegment:
-        shared = self._received(caller, contents.segment)
+        shared = self._receive(caller, contents.segment)
         if not 0 < contents.size <= shared.size:
             raise ProtocolError(
                 f"the segment {shared.id} has {shared.size} bytes, not {contents.size}"
@@ -279,9 +279,9 @@ class Store:
         shared.size = contents.size
         if shared.copy is not None:
             self._close_original(shared.id)
-        return self._in_use(shared)
+        return self._register(shared)
 
-    def _received(self, caller: Borrower, segment: int) -> SharedSegment:
+    def _receive(self, caller: Borrower, segment: int) -> SharedSegment:
         """Return a segment that a worker has written and sent."""
         if (segment - FIRST_SEGMENT) >> OWNER_BITS != caller.id:
             raise ProtocolError(f"the segment {segment} is not in use any more")
@@ -303,7 +303,7 @@ class Store:
             self.borrowers(caller).read_descriptors()
         for unknown in self.borrowers(caller).take_back(things, counts):
             with suppress(ProtocolError):  # the worker has not sent it
-                self._received(caller, unknown)
+                self._receive(caller, unknown)
 
     def dispatch(self, caller: Borrower, payload: bytes) -> bytes:
         """Lend the references in a payload; return the payload for the worker."""
@@ -482,9 +482,9 @@ class DescriptorServer:
         if peer_credentials(connected).uid != os.geteuid():
             connected.close()
             return True
-        late = self._loop.call_later(WITHIN, self._turn_away, connected)
+        late = self._loop.call_later(WITHIN, self._drop_late, connected)
         self._greeting[connected] = late
-        self._loop.add_reader(connected.fileno(), partial(self._greet, connected))
+        self._loop.add_reader(connected.fileno(), partial(self._read_id, connected))
         return True
 
     def catch_up(self) -> None:
@@ -495,15 +495,15 @@ class DescriptorServer:
         while self._accept():
             pass
         for connected in list(self._greeting):
-            self._greet(connected)
+            self._read_id(connected)
 
-    def _turn_away(self, connected: socket.socket) -> None:
+    def _drop_late(self, connected: socket.socket) -> None:
         """Close a connection that has not sent an id in time."""
         self._loop.remove_reader(connected.fileno())
         del self._greeting[connected]
         connected.close()
 
-    def _greet(self, connected: socket.socket) -> None:
+    def _read_id(self, connected: socket.socket) -> None:
         data = b""
         try:
             data = connected.recv(ID)

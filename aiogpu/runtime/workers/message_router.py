@@ -3,11 +3,6 @@
 A receiver in this program gets a result after the lines that the task has printed. The
 terminal may block forever, so the core and other processes get the result at once, and
 the task's resources are free.
-
-`[f.remote(x) for x in many]` keeps the loop busy until its end. Workers would run out
-of tasks meanwhile: they would be idle for a third of the time of short gathered calls.
-So an `InlinePoller` reads their answers in between, and they are sent more tasks.
-Awaiting code is resumed by the loop, as always.
 """
 
 from __future__ import annotations
@@ -61,7 +56,11 @@ PROCESSING: Final = -(1 << 60)
 
 
 class InlinePoller:
-    """Reads workers' messages while the program submits tasks; see above.
+    """Reads workers' answers while the program submits tasks, so workers get more.
+
+    `[f.remote(x) for x in many]` keeps the loop busy until its end. Without polling,
+    workers would be idle for a third of the time of short gathered calls. Awaiting code
+    is still resumed by the loop.
 
     Attributes:
         count: submissions since the last messages or the last look at the clock;

@@ -108,10 +108,10 @@ class Pool:
         """Process ids of the live workers, by worker id."""
         return {worker.id: worker.pid for worker in self.workers.values()}
 
-    def greeted(self, peer: Peer, hello: wire.Hello) -> Recipient | None:
+    def on_hello(self, peer: Peer, hello: wire.Hello) -> Recipient | None:
         """Accept a connection that has sent `Hello`; None if refused."""
         if hello.role == ZYGOTE:
-            return self.zygotes.greeted(peer, hello)
+            return self.zygotes.on_hello(peer, hello)
         if hello.role == KEEPER:
             return self._on_new_keeper(peer, hello)
         return self._on_new_worker(peer, hello)
@@ -273,7 +273,7 @@ class Pool:
         if worker.status:
             # Nothing receives the answers to its calls of actors. (A process that ends
             # in order may have sent calls without waiting for them.)
-            for number in list(worker.asked):
+            for number in list(worker.actor_calls):
                 self._events.requests.withdraw_call(worker, number)
         worker.return_loans()
         if death.known == cause.CROWDED:
@@ -334,7 +334,7 @@ class Pool:
         if slot.worker is not None and slot.worker.pid:
             with suppress(ProcessLookupError):
                 self._send_signal(-slot.worker.pid, signal.SIGKILL)
-        lose = partial(self._lose, slot, is_reused)
+        lose = partial(self._forget_slot, slot, is_reused)
         self.zygotes.cgroup.end_slot(slot.index, lose)
 
     def on_lost_slot(self, index: int, unforked: str = "") -> None:
@@ -346,9 +346,9 @@ class Pool:
         if slot is not None:
             if unforked and slot.worker is not None:
                 slot.worker.end = Death(reason=unforked, known=cause.CROWDED)
-            self._lose(slot)
+            self._forget_slot(slot)
 
-    def _lose(self, slot: Slot, is_reused: bool = True) -> None:
+    def _forget_slot(self, slot: Slot, is_reused: bool = True) -> None:
         # The keeper's connection may not have been read to the end yet.
         slot.keeper = None
         if not self.slots.holds(slot):

@@ -255,7 +255,7 @@ class Slots:
             self._free_indices.append(index)
             raise
         slot = self._slots[index] = Slot(index, zygote, output)
-        zygote.keep(index)
+        zygote.request_keeper(index)
         return slot
 
     def _take_index(self) -> int:

@@ -1,14 +1,9 @@
 """The configuration of a zygote (program, environment, modules), and its start.
 
-On a shared node each program has its own zygotes. To the core a program is one more
-variable in the environment of its tasks, so tasks never match workers of other
-programs. Some variables take effect only at exec or at the import of a module, so
-setting them in a fork of a zygote would do nothing. Tasks with such a variable get a
-zygote that starts with it (`early_variables`); other tasks share the plain zygote.
-
-This module imports little: the interpreter starts while the driver imports the rest,
-which takes as long. So the first result comes after 120 ms instead of 190 ms. The
-driver never forks: a fresh interpreter is started through vfork and exec.
+On a shared node each program has its own zygotes. This module imports little: the
+interpreter starts while the driver imports the rest, which takes as long. So the first
+result comes after 120 ms instead of 190 ms. The driver never forks: a fresh interpreter
+is started through vfork and exec.
 """
 
 from __future__ import annotations
@@ -112,6 +107,10 @@ def early_variables(
 ) -> Environment:
     """Return the variables of a task that its zygote must be started with.
 
+    Some variables take effect only at exec or at the import of a module, so setting
+    them in a fork would do nothing. Tasks without such variables share the plain
+    zygote.
+
     Args:
         environment: all variables of the task's `runtime_env`.
         modules: top-level modules that the plain zygote has imported.
@@ -138,6 +137,9 @@ VOLATILE: Final = frozenset({"_", "OLDPWD", "PWD", "SHLVL", "COLUMNS", "LINES"})
 
 class Program(NamedTuple):
     """A program whose tasks this node runs.
+
+    To the core a program is one more variable in the environment of its tasks, so tasks
+    never match workers of other programs.
 
     Attributes:
         executable: the interpreter.

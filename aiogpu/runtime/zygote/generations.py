@@ -1,18 +1,8 @@
 """All zygotes of a node: one per environment, replaced after a death or new modules.
 
 The plain zygote exists from the start. A zygote for another environment is started when
-a task needs it, and ends when it has not been used for a while.
-
-A zygote that dies is replaced at once, but only a few times in a short period; after
-that, when a worker is needed. If that fails too, the caller gets `UnavailableError`,
-and the core tries again at growing intervals. An environment is broken, and its tasks
-fail with the reason, only if none of its zygotes ever served and the interpreter fails
-by itself.
-
-Workers report the modules that they import, with the time each took. The next
-generation preloads a module if its import was slow once, or not fast in two workers,
-unless the module is unfit. While a new generation imports, the old generation serves;
-it ends with its last worker.
+a task needs it, and ends when it has not been used for a while. While a new generation
+imports, the old generation serves; it ends with its last worker.
 """
 
 from __future__ import annotations
@@ -80,6 +70,10 @@ sees no devices, they would find none."""
 
 class Learning:
     """The modules that a zygote should import, learnt from workers' imports.
+
+    Workers report the modules that they import, with the time each took. The next
+    generation preloads a module if its import was slow once, or not fast in two
+    workers, unless the module is unfit.
 
     Attributes:
         modules: modules that a zygote should import, in this order.
@@ -181,6 +175,12 @@ Make = Callable[[Environment, Modules, ZygoteEvents], Zygote]
 
 class ZygoteGenerations:
     """The successive zygotes of one environment.
+
+    A zygote that dies is replaced at once, but only a few times in a short period;
+    after that, when a worker is needed. If that fails too, the caller gets
+    `UnavailableError`, and the core tries again at growing intervals. An environment is
+    broken, and its tasks fail with the reason, only if none of its zygotes ever served
+    and the interpreter fails by itself.
 
     Attributes:
         environment: variables that the zygotes start with.
@@ -306,13 +306,13 @@ class ZygoteGenerations:
         self.last_report, self._is_failing = zygote.ready, False
         if zygote is self._next:
             self._next = None
-            self._follow(zygote)
+            self._switch_to(zygote)
         elif not self._ready.done():
             self._ready.set_result(None)
         if self._is_wanted:
             self._renew_soon()
 
-    def _follow(self, zygote: Zygote) -> None:
+    def _switch_to(self, zygote: Zygote) -> None:
         """Let a new generation serve, if it has imported further modules."""
         old = self.current
         gained = set(zygote.learnt) - set(old.learnt) - set(self.learning.left_out)
@@ -552,19 +552,19 @@ class Zygotes:
         """
         report = self.plain.last_report or Ready((), ())
         early = early_variables(environment, report.modules, report.variables)
-        generations = self._environments.get(early) or self._begin(early)
+        generations = self._environments.get(early) or self._add_environment(early)
         zygote = generations.serving()
         generations.used_at = self._loop.time()
         zygote.check()
         return zygote
 
-    def greeted(self, peer: Peer, hello: Hello) -> Recipient | None:
+    def on_hello(self, peer: Peer, hello: Hello) -> Recipient | None:
         """Accept the connection of a zygote that has sent `Hello`."""
         zygote = self._zygotes.get(hello.id)
         if zygote is None:
             peer.abort()
             return None
-        return zygote.greeted(peer)
+        return zygote.on_hello(peer)
 
     def note_imports(self, zygote: Zygote, imported: Imported) -> None:
         """Learn from the imports of a worker of this zygote."""
@@ -614,7 +614,7 @@ class Zygotes:
 
     # Other environments
 
-    def _begin(self, environment: Environment) -> ZygoteGenerations:
+    def _add_environment(self, environment: Environment) -> ZygoteGenerations:
         """Add an environment.
 
         Raises:

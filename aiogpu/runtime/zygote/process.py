@@ -122,7 +122,7 @@ class Zygote:
         self._peer: Peer | None = None
         self._checked = loop.time()
         self._has_exited = False
-        self._is_silent = False
+        self._is_disconnected = False
         self._is_retired = False
         self._timer: asyncio.TimerHandle | None = None
         self._ended = loop.create_future()
@@ -174,12 +174,12 @@ class Zygote:
         assert self._output is not None, text
         self._console.write(2, f"({label}) {text}", self._output)
 
-    def greeted(self, peer: Peer) -> Recipient:
+    def on_hello(self, peer: Peer) -> Recipient:
         """Accept the zygote's connection."""
         self._peer = peer
-        return Recipient(self._on_messages, self._on_silent)
+        return Recipient(self._on_messages, self._on_disconnected)
 
-    def keep(self, slot: int) -> None:
+    def request_keeper(self, slot: int) -> None:
         """Request a keeper, now or as soon as the zygote can fork."""
         self.slots.add(slot)
         if self._peer is not None and self.ready is not None:
@@ -212,7 +212,7 @@ class Zygote:
         if self._child is None:
             return
         if self._has_exited:
-            self._conclude()
+            self._finish()
         elif self._peer is not None and self.ready is not None:
             self._peer.send(Close())
             # The process may have been stopped by SIGSTOP.
@@ -237,7 +237,7 @@ class Zygote:
                 if not self._has_exited:
                     self._stop_timer()
                 for slot in list(self.slots):
-                    self.keep(slot)
+                    self.request_keeper(slot)
                 self._events.on_ready(self)
             elif isinstance(message, Unfit):
                 self.unfit = message
@@ -258,15 +258,15 @@ class Zygote:
         os.close(pidfd)
         self.status = child.wait()
         self._has_exited = True
-        if self.is_closing or self._is_silent:
-            self._conclude()
+        if self.is_closing or self._is_disconnected:
+            self._finish()
         else:
-            self._set_timer(LAST_WORD, self._conclude)
+            self._set_timer(LAST_WORD, self._finish)
 
-    def _on_silent(self) -> None:
-        self._is_silent = True
+    def _on_disconnected(self) -> None:
+        self._is_disconnected = True
         if self._has_exited:
-            self._conclude()
+            self._finish()
 
     def _set_timer(self, seconds: float, action: Callable[[], None]) -> None:
         self._stop_timer()
@@ -276,7 +276,7 @@ class Zygote:
         if self._timer is not None:
             self._timer.cancel()
 
-    def _conclude(self) -> None:
+    def _finish(self) -> None:
         self._stop_timer()
         if self._peer is not None:
             self._peer.cut_off()

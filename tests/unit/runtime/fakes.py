@@ -280,7 +280,7 @@ class FakeZygote:
         self.kept: list[int] = [] if kept is None else kept
         self.released: list[int] = []
 
-    def keep(self, slot: int) -> None:
+    def request_keeper(self, slot: int) -> None:
         self.kept.append(slot)
 
     def release(self, slot: int) -> None:
@@ -302,7 +302,7 @@ class FakeZygotes:
     def serving(self, _environment: object) -> FakeZygote:
         return self.current
 
-    def greeted(self, peer: object, _hello: Hello) -> None:
+    def on_hello(self, peer: object, _hello: Hello) -> None:
         self.peers.append(peer)
 
     def note_imports(self, zygote: FakeZygote, imported: Imported) -> None:

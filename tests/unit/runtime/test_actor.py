@@ -205,7 +205,7 @@ class ActorMachine(RuleBasedStateMachine):
             else:
                 self.was_ended = True
                 self.actor.settle(RuntimeError("it has crashed"))
-        self.actor.look_if_idle()
+        self.actor.end_if_idle()
 
     @precondition(lambda self: self.process and self.process.is_to_leave)
     @rule()
@@ -257,7 +257,7 @@ class ActorMachine(RuleBasedStateMachine):
         self.callers[number].has_cancelled = not self.callers[number].outcomes
         must_tell = self.actor.cancel(number)
         assert not must_tell or (self.process and number in self.process.sent)
-        self.actor.look_if_idle()
+        self.actor.end_if_idle()
         self.read()
 
     @precondition(lambda self: 0 < self.holders < 3)
@@ -277,7 +277,7 @@ class ActorMachine(RuleBasedStateMachine):
     @rule()
     def terminate(self) -> None:
         self.actor.is_ending = True
-        self.actor.look_if_idle()
+        self.actor.end_if_idle()
         self.read()
 
     @precondition(lambda self: self.is_late)

@@ -25,7 +25,7 @@ class FakePool:
         self.parts: list[int] = []
         self.lost = 0
 
-    def greeted(self, _peer: Peer, hello: Hello) -> Recipient:
+    def on_hello(self, _peer: Peer, hello: Hello) -> Recipient:
         self.greetings.append(hello)
         return Recipient(self.hear, self.note_lost)
 
@@ -37,7 +37,7 @@ class FakePool:
         self.lost += 1
 
     def connect(self, uid: int | None = None) -> tuple[Peer, FakeTransport]:
-        peer, transport = Peer(self.greeted), FakeTransport(uid)
+        peer, transport = Peer(self.on_hello), FakeTransport(uid)
         peer.connection_made(transport)
         return peer, transport
 
@@ -45,7 +45,7 @@ class FakePool:
 def test_peer_aborted_before_its_connection_is_made_is_cut_off() -> None:
     """A node may close while its loop accepts a connection."""
     pool = FakePool()
-    peer, transport = Peer(pool.greeted), FakeTransport()
+    peer, transport = Peer(pool.on_hello), FakeTransport()
     peer.abort()
     assert transport.calls == []
     peer.connection_made(transport)
@@ -118,7 +118,7 @@ async def test_messages_of_a_peer_that_ends_during_a_write_are_read() -> None:
     ours, theirs = socket.socketpair()
     theirs.sendall(greeting(WORKER, 1, 1))
     loop = asyncio.get_running_loop()
-    _, peer = await loop.create_connection(lambda: Peer(pool.greeted), sock=ours)
+    _, peer = await loop.create_connection(lambda: Peer(pool.on_hello), sock=ours)
     await until(lambda: pool.greetings)
     last = [Done(task, b"x") for task in range(3)]
     # Results, the end and a write come without a turn of the loop in between.

@@ -160,7 +160,7 @@ class FakeNode:
     def greet(self, role: str, identity: int, pid: int = 0) -> FakePeer:
         peer = FakePeer()
         hello = Hello(1, role, identity, pid)
-        recipient = self.pool.greeted(peer, hello)  # type: ignore[arg-type]
+        recipient = self.pool.on_hello(peer, hello)  # type: ignore[arg-type]
         if recipient is not None:
             peer.on_messages, peer.on_lost, _ = recipient
         return peer
