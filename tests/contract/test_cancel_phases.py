@@ -45,7 +45,7 @@ pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.either_loop]
 
 GRACE = 0.05
 IS_KILLED = {task.__name__ for task in KILLED}
-NAMES = [*(task.__name__ for task in INTERRUPTED), *IS_KILLED]
+NAMES = [task.__name__ for task in [*INTERRUPTED, *KILLED]]
 WHOLE = {"num_gpus": 1, "max_calls": 0}
 
 

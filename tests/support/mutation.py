@@ -180,22 +180,27 @@ class Copy:
                     if str(self.place).encode() in told:
                         yield int(entry.name)
 
-    def pytest(self, *arguments: str, limit: float) -> tuple[str, str]:
+    def pytest(self, *tests: str, limit: float) -> tuple[str, str]:
         """Run tests up to the first failure: what ended them, and the test."""
         shutil.rmtree(self.place / ".hypothesis", ignore_errors=True)
         log = self.place / "pytest.log"
         options = "-m pytest -vvxp no:cacheprovider -p unshrunk --tb=no -rfE"
         options += " --hypothesis-seed=0"
-        ended = self.run(*options.split(), *arguments, limit=limit, log=log)
+        ended = self.run(*options.split(), *tests, limit=limit, log=log)
         text = log.read_text(errors="replace")
         if ended in {"0", "5", "limit"}:
             return ended, ""
-        if named := re.findall(r"^(?:FAILED|ERROR) (\S+)", text, re.MULTILINE):
-            return "failed", str(named[-1])
         if ended == "4" and "not found: " in text:
             raise RuntimeError(text[-2000:])
-        begun = re.findall(r"^(tests/\S+::\S+)", text, re.MULTILINE)
-        return ended, str(begun[-1]) if begun else "pytest itself"
+        if named := re.findall(r"^(?:FAILED|ERROR) (.+)", text, re.MULTILINE):
+            ended = "failed"
+        else:
+            named = re.findall(r"^(tests/\S+::.+)", text, re.MULTILINE)
+        # A name may contain spaces, so it is one of those that were given.
+        for test in sorted(tests, key=len, reverse=True):
+            if named and named[-1].startswith(test):
+                return ended, test
+        return ended, "pytest itself"
 
 
 def judge(copy: Copy, tests: Sequence[Record], limit: float) -> tuple[str, str]:
@@ -220,13 +225,14 @@ def judge(copy: Copy, tests: Sequence[Record], limit: float) -> tuple[str, str]:
                 verdict = "survived: time limit"
             if not killer:
                 break
-            if ended != "failed" or package_of(killer) == "core":
+            is_certain = killer not in chosen or package_of(killer) == "core"
+            if ended != "failed" or is_certain:
                 return f"killed: {ended}", killer
             # A test that drives processes or waits may have failed by chance.
             ended, repeated = copy.pytest(killer, limit=2 * ENDLESS)
             if repeated or ended == "limit":
                 return f"killed: {ended}", killer
-            chosen.remove(killer)
+            chosen = [test for test in chosen if test != killer]
     return verdict, ""
 
 
