@@ -60,8 +60,8 @@ class Amd(ListedAccelerator):
 
         Raises:
             DeviceError: an entry is ill-formed or repeated; or
-                `ROCR_VISIBLE_DEVICES` is set alone, which renumbers the devices
-                beneath HIP.
+                `ROCR_VISIBLE_DEVICES` is set alone, which renumbers the devices below
+                HIP.
         """
         if self.variable in environ:
             text = environ[self.variable]

@@ -226,11 +226,11 @@ class Definition:
             SerializationError: with the path to what cannot be pickled.
         """
         from aiogpu.client.function_spec import Function, new_function_id
-        from aiogpu.worker.chunk import Sent
+        from aiogpu.worker.chunk import PickledChunk
 
         chunked = Definition(self.function)
         pickled = self.pickled()
-        payload = dump_function(self.name, Sent(pickled.payload))
+        payload = dump_function(self.name, PickledChunk(pickled.payload))
         chunked._pickled = Function(new_function_id(), payload, pickled.actors)
         chunked.parameters = Parameters(self.name, None)
         return chunked

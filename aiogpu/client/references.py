@@ -46,10 +46,10 @@ if TYPE_CHECKING:
     from aiogpu.memory.segment_pool import SegmentPool
 
 
-class Uncut(Protocol):
+class InterruptShield(Protocol):
     """Defers interrupts while this process handles shared memory."""
 
-    def if_open(self) -> AbstractContextManager[None]:
+    def shielded_if_open(self) -> AbstractContextManager[None]:
         """Context manager: defer interrupts, if this thread can be interrupted."""
         ...
 
@@ -123,7 +123,7 @@ class Loans:
         path: str,
         spill: str,
         page: ControlPage,
-        interrupts: Uncut,
+        interrupts: InterruptShield,
         press: Callable[[], object],
         owner: int = 0,
     ) -> None:
@@ -202,7 +202,7 @@ class Loans:
 
     def own(self, identity: int) -> Loan:
         """Return the loan of a value that this process has created."""
-        with self._interrupts.if_open():
+        with self._interrupts.shielded_if_open():
             # The `__del__` of a half-made loan would raise.
             return self._note(identity)
 
@@ -262,7 +262,7 @@ class Loans:
                 loan.count += count
             else:
                 ended[identity] = ended.get(identity, 0) + count
-        with self._interrupts.if_open(), self._lock:
+        with self._interrupts.shielded_if_open(), self._lock:
             # An unread descriptor in the socket keeps its segment alive.
             self.descriptors.take_in()
             for identity in ended:
@@ -282,7 +282,7 @@ class Loans:
         """Map the buffers of a payload, read-only; see `Source`."""
         identity, flat = contents.segment, contents.spans
         spans = list(zip(flat[::2], flat[1::2], strict=True))
-        with self._interrupts.if_open(), self._lock:
+        with self._interrupts.shielded_if_open(), self._lock:
             if self._mappings is None:
                 from aiogpu.memory.mapping import Mappings
 
@@ -376,7 +376,7 @@ class Loans:
         from aiogpu.memory.segment import Segment
 
         room = Segment.room_for(buffer.nbytes for buffer in buffers)
-        with self._interrupts.if_open(), self._lock:
+        with self._interrupts.shielded_if_open(), self._lock:
             warm = self._own_segments()
             segment = warm.take(room, is_scarce=room > self._page.left())
             try:
@@ -404,7 +404,7 @@ class Loans:
         return self._spill or spill_directory()
 
     def _recycle(self, segments: tuple[int, ...]) -> None:
-        with self._interrupts.if_open(), self._lock:
+        with self._interrupts.shielded_if_open(), self._lock:
             for identity in segments:
                 if identity < 0:
                     self._own_segments().discard(-identity)
@@ -412,20 +412,27 @@ class Loans:
                     with suppress(KeyError):  # it was closed in this process
                         self._own_segments().give_back(identity)
 
-    def move_in(self, connected: socket.socket, spill: str, page: ControlPage) -> None:
-        """Set what a worker has from its start; `connected` carries descriptors."""
+    def connect(self, connected: socket.socket, spill: str, page: ControlPage) -> None:
+        """Set the node's facts, which a worker has from its start.
+
+        Args:
+            connected: socket for descriptors.
+            spill: directory for values beyond the memory limit, "" for the system's
+                choice.
+            page: shows how much memory is left for values.
+        """
         self._spill, self._page = spill, page
         self.descriptors.use(connected)
 
     def close(self) -> None:
         """Close all segments and the socket; mappings stay while they are used."""
-        with self._interrupts.if_open(), self._lock:
+        with self._interrupts.shielded_if_open(), self._lock:
             if self._warm is not None:
                 self._warm.close()
             self.descriptors.close_all()
 
     def leave(self) -> None:
-        """This process is a fork of the worker: it must not speak for it."""
+        """Close the socket in a fork, which must not send for the worker."""
         self.descriptors.leave()
 
 
@@ -560,6 +567,6 @@ class Descriptors:
         return self._socket
 
     def leave(self) -> None:
-        """This process is a fork of the worker: it must not speak for it."""
+        """Close the socket in a fork, which must not send for the worker."""
         if self._socket is not None:
             self._socket.close()

@@ -531,7 +531,7 @@ class RemoteEngine(NodeClient):
             await self._join()
         except BaseException:
             self._line.close()
-            self._move_out()
+            self._release_memory()
             raise
 
     async def _join(self) -> None:
@@ -544,7 +544,7 @@ class RemoteEngine(NodeClient):
                 await self._line.connect(self._path, greeted, joining)
                 if not self._options.only_looks:
                     _import_early()
-                await self._move_in(await self._welcome)
+                await self._enter(await self._welcome)
         except TimeoutError:
             raise NodeDiedError(
                 f"the node at {self._path} has not answered within {limit:g} s. "
@@ -560,7 +560,7 @@ class RemoteEngine(NodeClient):
                 raise
             raise NodeDiedError(unreachable(self._path, error)) from error
 
-    async def _move_in(self, welcome: Welcome) -> None:
+    async def _enter(self, welcome: Welcome) -> None:
         from aiogpu.engines.server_info import check_joining_options, unpack_capacity
 
         ledger, policies = unpack_capacity(welcome.ledger)
@@ -575,7 +575,7 @@ class RemoteEngine(NodeClient):
             self._page.close()
             self._page = ControlPage.open(descriptor)
             os.close(descriptor)
-        self._loans.move_in(connected, welcome.spill, self._page)
+        self._loans.connect(connected, welcome.spill, self._page)
 
     @property
     def _address(self) -> str:
@@ -724,7 +724,7 @@ class RemoteEngine(NodeClient):
         self._end(NodeClosedError("this node is shut down; join one by aiogpu.init()."))
         if self._terminal is not None:
             await self._terminal.close()
-        self._move_out()
+        self._release_memory()
 
     async def _finish_lookups(self, limit: float) -> None:
         """Wait until the node has answered all lookups.
@@ -738,7 +738,7 @@ class RemoteEngine(NodeClient):
         first, either = asyncio.FIRST_COMPLETED, [answered, self._departed]
         await asyncio.wait(either, timeout=limit, return_when=first)
 
-    def _move_out(self) -> None:
+    def _release_memory(self) -> None:
         self._loans.close()
         self._page.close()
 

@@ -250,7 +250,7 @@ class ThreadedActor(Invoker):
         elif type(message) is Demand:
             window = self._streams.get(message.task)
             if window is not None:
-                window.flow.rise(message.limit)
+                window.flow.raise_limit(message.limit)
         return is_end(message)
 
     def _call(self, messages: list[Invoke]) -> None:

@@ -130,7 +130,7 @@ class AsyncActor(Invoker):
             elif type(message) is Demand:
                 stream = self._streams.get(message.task)
                 if stream is not None:
-                    stream.rise(message.limit)
+                    stream.raise_limit(message.limit)
             elif is_end(message):
                 self._stop()
 

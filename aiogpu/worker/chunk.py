@@ -107,7 +107,7 @@ def load_chunk(payload: bytes) -> Chunk:
     return Chunk(load_function(payload))
 
 
-class Sent:
+class PickledChunk:
     """A pickled function that unpickles as a `Chunk`."""
 
     def __init__(self, payload: bytes) -> None:

@@ -282,7 +282,7 @@ class Channel:
         message = Report(number, older.lost + 1 if older is not None else 0, payload)
         poll = select.poll()
         poll.register(self._socket, select.POLLOUT)
-        with self.uncut():
+        with self.without_interrupts():
             # Another thread may hold the lock while it waits for room.
             if self._lock.acquire(timeout=MOMENT * self._has_room):
                 try:
@@ -294,9 +294,9 @@ class Channel:
                     self._lock.release()
             self._unsent[number] = message
 
-    def uncut(self) -> AbstractContextManager[None]:
+    def without_interrupts(self) -> AbstractContextManager[None]:
         """Context manager: no interrupt is raised in this thread in the block."""
-        return self._interrupts.if_open()
+        return self._interrupts.shielded_if_open()
 
     def _send_unsent(self) -> None:
         while self._unsent:

@@ -117,7 +117,7 @@ class Coroutines:
         if flow is not None:
             for message in self._channel.take(Demand):
                 if isinstance(message, Demand) and message.task == flow.task:
-                    flow.rise(message.limit)
+                    flow.raise_limit(message.limit)
 
     def _cancel(self, task: asyncio.Task[Any], task_id: int) -> None:
         """Cancel the task once: a second cancel would interrupt its cleanup."""

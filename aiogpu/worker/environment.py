@@ -21,7 +21,7 @@ from aiogpu.worker.private_hooks import variables
 _given: Final[set[str]] = set()
 
 
-_found: Final[dict[bytes, bytes]] = {}
+_recorded: Final[dict[bytes, bytes]] = {}
 """The variables at the start of each task; see `restore`."""
 
 
@@ -59,18 +59,18 @@ def is_given(names: Iterable[str]) -> bool:
 def keep(name: str, value: str) -> None:
     """Set a variable that is restored for each task."""
     os.environ[name] = value
-    _found[os.fsencode(name)] = os.fsencode(value)
+    _recorded[os.fsencode(name)] = os.fsencode(value)
 
 
 def drop(name: str) -> None:
     """Unset a variable, and stop restoring it."""
-    _found.pop(os.fsencode(name), None)
+    _recorded.pop(os.fsencode(name), None)
     os.environ.pop(name, None)
 
 
-def find() -> None:
+def record() -> None:
     """Record the variables before the worker's first task."""
-    _found.update(variables())
+    _recorded.update(variables())
 
 
 def restore() -> None:
@@ -80,9 +80,9 @@ def restore() -> None:
     libraries set variables at their import, once in a process, and read them later.
     """
     now = variables()
-    if now == _found:
+    if now == _recorded:
         return
-    for name, value in _found.items():
+    for name, value in _recorded.items():
         if now.get(name) != value:
             os.environb[name] = value
 
@@ -213,7 +213,7 @@ class TaskStateReset:
         self._directory = -1
         self._mask = -1
 
-    def find(self) -> None:
+    def record(self) -> None:
         """Record the directory and the umask, in the zygote for all workers."""
         # The directory may be unreadable or removed.
         try:

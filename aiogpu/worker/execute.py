@@ -340,7 +340,7 @@ class MainThreadWindow:
         flow = self._flow
         for message in self._channel.take(Demand):
             if isinstance(message, Demand) and message.task == flow.task:
-                flow.rise(message.limit)
+                flow.raise_limit(message.limit)
         return not flow.is_held
 
     def _wait(self) -> None:

@@ -140,7 +140,7 @@ class Interrupts:
         """
         return self._shield
 
-    def if_open(self) -> AbstractContextManager[None]:
+    def shielded_if_open(self) -> AbstractContextManager[None]:
         """Return `shielded()` if this thread runs interruptible code."""
         if self.entered and get_ident() == self._main:
             return self._shield

@@ -310,7 +310,7 @@ class StreamSender:
         """True if the consumer must take items before the next item is produced."""
         return self._count >= self.limit
 
-    def rise(self, limit: int) -> None:
+    def raise_limit(self, limit: int) -> None:
         """Raise the limit, since the consumer has taken items."""
         if limit > self.limit:
             self.limit = limit

@@ -23,7 +23,7 @@ from aiogpu.wire.messages import (
     Skipped,
 )
 from aiogpu.worker.connection import Channel
-from aiogpu.worker.environment import TaskStateReset, Threads, bind, find, restore
+from aiogpu.worker.environment import TaskStateReset, Threads, bind, record, restore
 from aiogpu.worker.execute import Executor
 from aiogpu.worker.interrupts import Interrupts
 from aiogpu.worker.nested import TaskClient
@@ -86,9 +86,9 @@ class Worker:
                 self._executor.define(message)
             elif type(message) is Bind:
                 bind(message)
-                find()
+                record()
             elif type(message) is Create:
-                if self._be_actor(message):
+                if self._serve_actor(message):
                     return
             elif type(message) is Forget:
                 self._executor.forget()
@@ -118,7 +118,7 @@ class Worker:
         self._stdio.restore()
         return True
 
-    def _be_actor(self, message: Create) -> bool:
+    def _serve_actor(self, message: Create) -> bool:
         """Serve an actor until it ends; False if its creation was revoked."""
         if not self._claim(message):
             return False

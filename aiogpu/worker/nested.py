@@ -123,7 +123,7 @@ class TaskClient(NodeClient):
         """Report ended loans while a task runs, which may take days."""
         loans = self._channel.loans
         if loans is not None and loans.over:
-            with self._channel.uncut():
+            with self._channel.without_interrupts():
                 loans.report_to(self._channel.send)
 
     def demand(self, number: int, limit: int) -> None:

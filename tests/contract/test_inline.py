@@ -57,7 +57,7 @@ async def node() -> AsyncIterator[Node]:
         yield session
         gc.collect()  # errors that the test caught hold its handles
         inline = session._session._engine._node  # type: ignore[attr-defined]
-        await until(lambda: not inline.actors.are_there)
+        await until(lambda: not inline.actors.has_living)
         await until(lambda: not inline.scheduler.tasks)
         free = await session.available_resources()
         assert (free["CPU"], free["GPU"]) == (1.0, 2.0)

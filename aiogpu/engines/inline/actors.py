@@ -269,7 +269,7 @@ class ActorInstance:
             self._queue.append(message)
             self._actors.note_calls(self)
         elif type(message) is Demand:
-            self.creation.node.streams.rise(message.task, message.limit)
+            self.creation.node.streams.raise_limit(message.task, message.limit)
 
     def send(self, message: Message) -> None:
         """End in an orderly way on `Leave`."""
@@ -548,7 +548,7 @@ class InlineActors(Actors):
         self._with_calls: dict[ActorInstance, None] = {}
 
     @property
-    def are_there(self) -> bool:
+    def has_living(self) -> bool:
         """True if an actor has not ended."""
         return any(isinstance(job, ConstructorJob) for job in self._node.jobs.values())
 

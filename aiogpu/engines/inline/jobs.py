@@ -412,11 +412,11 @@ class Streams:
         """Forget a job whose attempt has ended; False if it had not entered."""
         return self.jobs.pop(job.id, None) is not None
 
-    def rise(self, task: int, limit: int) -> None:
+    def raise_limit(self, task: int, limit: int) -> None:
         """Set the number of items that a generator may yield in all."""
         sender = self.senders.get(task)
         if sender is not None:
-            sender.rise(limit)
+            sender.raise_limit(limit)
 
 
 class JobDriver(Driver):

@@ -63,7 +63,7 @@ class ActorsPort(Protocol):
         ...
 
     @property
-    def are_there(self) -> bool:
+    def has_living(self) -> bool:
         """True if an actor has not ended."""
 
     def job_of(self, task: TaskId, func: FunctionSpec, actor: object, /) -> Job:
@@ -193,7 +193,7 @@ class InlinePool:
 
     def demand(self, _worker: int, task: int, limit: int) -> None:
         """Set the number of items that a task's generator may yield in all."""
-        self._node.streams.rise(task, limit)
+        self._node.streams.raise_limit(task, limit)
 
     def begun(self, worker: int) -> int:
         """Return the number of a worker's last begun request, 0 for none."""
@@ -514,7 +514,7 @@ class InlineNode(JobDriver):
             for waiter, awaited in pairwise(chain)
         )
         wanted = job.func.spec.shape.request
-        others = " and actors" if self.actors.are_there else ""
+        others = " and actors" if self.actors.has_living else ""
         return (
             f"{job.name} asks for {wanted}, which waiting tasks{others} hold: {waits}"
         )

@@ -139,7 +139,7 @@ class WorkerTemplate:
             partial(self._channel.send, READ_DESCRIPTORS),
         )
         self._worker = Worker(self._channel, self._interrupts, imports, threads)
-        self._worker.task_state.find()
+        self._worker.task_state.record()
         self._seeds = seeds()
         current.node = current.home = setup.node
         self._warmup = Warmup()

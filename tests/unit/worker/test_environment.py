@@ -20,7 +20,7 @@ from aiogpu.worker.environment import TaskStateReset, Threads
 
 @pytest.fixture
 def own_environment(monkeypatch: pytest.MonkeyPatch, context: Context) -> None:
-    monkeypatch.setattr(environ, "_found", {})
+    monkeypatch.setattr(environ, "_recorded", {})
     monkeypatch.setenv("AIOGPU_TEST_A", "before")
     monkeypatch.setenv("AIOGPU_TEST_B", "before")
 
@@ -91,7 +91,7 @@ def test_directory_and_umask_are_restored_after_a_task(
     monkeypatch.chdir(tmp_path)
     calls = []
     task_state = TaskStateReset(lambda: calls.append("handler"))
-    task_state.find()
+    task_state.record()
     os.chdir("/")
     os.umask(0)
     task_state.restore()
@@ -104,7 +104,7 @@ def test_directory_and_umask_are_restored_after_a_task(
 def test_reset_without_a_saved_state_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A zygote, which rehearses tasks, never calls `find`."""
+    """A zygote, which rehearses tasks, never calls `record`."""
     task_state = TaskStateReset(lambda: None)
     monkeypatch.chdir(tmp_path)
     task_state.restore()
@@ -143,7 +143,7 @@ class Machine:
 def machine(monkeypatch: pytest.MonkeyPatch, context: Context) -> Machine:
     """A process without loaded libraries and without variables for threads."""
     machine = Machine()
-    monkeypatch.setattr(environ, "_found", {})
+    monkeypatch.setattr(environ, "_recorded", {})
     monkeypatch.setattr(environ, "_given", set())
     for name in (OWN, *environ.OF_LIBRARY.values()):
         monkeypatch.setenv(name, "")

@@ -436,7 +436,7 @@ def test_stream_in_a_thread_waits_for_its_reader() -> None:
     producer = threading.Thread(target=produce)
     producer.start()
     for limit in (1, 2, 3):
-        window.flow.rise(limit)
+        window.flow.raise_limit(limit)
         assert sent.get(timeout=60).task == 7
     window.stop()
     producer.join(timeout=60)

@@ -111,7 +111,7 @@ def test_inner_shield_does_not_end_the_outer_one(interrupts: Interrupts) -> None
 
     def shielded() -> None:
         with interrupts.shielded():
-            with interrupts.if_open():
+            with interrupts.shielded_if_open():
                 interrupt()
             interrupt()
             steps.append("still here")
