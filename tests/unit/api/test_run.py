@@ -101,7 +101,7 @@ async def clean_up(done: list[str]) -> None:
             done.append("cleaned up")
 
 
-def test_cleanup_can_await_after_second_ctrl_c(
+def test_cleanup_can_await_after_a_second_ctrl_c(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     done: list[str] = []

@@ -74,7 +74,7 @@ def first(thing: Any) -> Any:
     return thing[0]
 
 
-async def message_of(use: Use, thing: Any) -> str:
+async def refusal(use: Use, thing: Any) -> str:
     """Return the message of the error that a use raises."""
     try:
         result = use(thing)
@@ -95,10 +95,8 @@ async def node(inline_node: aiogpu.types.Node) -> aiogpu.types.Node:
 
 @pytest.mark.parametrize("use", [loop_over, list, tuple, first, sorted])
 async def test_map_in_a_plain_for_is_refused(node: aiogpu.types.Node, use: Use) -> None:
-    assert "write `async for item in pair.map(...)`" in await message_of(
-        use, pair.map([])
-    )
-    message = await message_of(wait_for, pair.map([]))
+    assert "write `async for item in pair.map(...)`" in await refusal(use, pair.map([]))
+    message = await refusal(wait_for, pair.map([]))
     assert "`[item async for item in pair.map(...)]`" in message
 
 
@@ -132,14 +130,14 @@ BLOCKS: dict[str, Callable[[], object]] = {
 
 @pytest.mark.parametrize("call", BLOCKS)
 async def test_plain_with_is_refused(node: aiogpu.types.Node, call: str) -> None:
-    message = await message_of(enter, BLOCKS[call]())
+    message = await refusal(enter, BLOCKS[call]())
     assert message.endswith(f"write `async with {call}`, inside an `async def`.")
 
 
 async def test_plain_with_on_a_node_is_refused(node: aiogpu.types.Node) -> None:
     opening = aiogpu.init(ignore_reinit_error=True)
     for thing in (opening, node):
-        assert "write `async with aiogpu.init(...)`" in await message_of(enter, thing)
+        assert "write `async with aiogpu.init(...)`" in await refusal(enter, thing)
     assert await opening is node
 
 
@@ -165,11 +163,11 @@ async def test_use_of_a_handle_as_its_result_is_refused(
         start = (
             f"a handle is not its result and {reason}; write `await` before pair.rem"
         )
-        assert (await message_of(use, handle)).startswith(start)
-    message = await message_of(list, handle.reports())
+        assert (await refusal(use, handle)).startswith(start)
+    message = await refusal(list, handle.reports())
     assert "write `async for item in handle.reports()`" in message
     assert await handle == [1, 2]
-    message = await message_of(len, await aiogpu.put([1, 2]))
+    message = await refusal(len, await aiogpu.put([1, 2]))
     assert (
         message == "a handle is not its result and has no length; write `await handle`."
     )
@@ -241,7 +239,7 @@ class Plain:
 
 async def test_method_as_a_task_is_refused(node: aiogpu.types.Node) -> None:
     plain: Any = Plain()
-    message = await message_of(lambda instance: instance.method.remote(1), plain)
+    message = await refusal(lambda instance: instance.method.remote(1), plain)
     assert message.startswith("method(self, number: 'int') -> 'int' was called with wr")
     assert " method is a method of Plain: put @aiogpu.remote above the class" in message
 
@@ -275,16 +273,14 @@ async def test_init_of_an_open_node_is_refused(monkeypatch: pytest.MonkeyPatch) 
 async def test_use_of_a_remote_object_without_a_call_is_refused(
     use: Use, thing: object, advice: str
 ) -> None:
-    assert f"write {advice}" in await message_of(use, thing)
+    assert f"write {advice}" in await refusal(use, thing)
 
 
 async def test_wrong_use_of_actor_methods_is_refused(node: aiogpu.types.Node) -> None:
     counter: Any = Counter.remote()
-    assert "write `await actor.add.remote(...)`" in await message_of(
-        wait_for, counter.add
-    )
+    assert "write `await actor.add.remote(...)`" in await refusal(wait_for, counter.add)
     for use in (loop_on, loop_over, wait_for, lambda method: method()):
-        message = await message_of(use, counter.each)
+        message = await refusal(use, counter.each)
         assert "write `async for item in actor.each.remote(...)`" in message
     with pytest.raises(SerializationError) as raised:
         same.remote(counter.add)
@@ -294,9 +290,9 @@ async def test_wrong_use_of_actor_methods_is_refused(node: aiogpu.types.Node) ->
     assert cause in str(raised.value)
     assert "`actor.add.remote(...)` there." in str(raised.value)
     async with aiogpu.ActorPool(Counter, 1) as pool:
-        message = await message_of(wait_for, pool.add)
+        message = await refusal(wait_for, pool.add)
         assert "write `await pool.add.remote(...)`" in message
-        message = await message_of(lambda add: add.options(num_returns=2), pool.add)
+        message = await refusal(lambda add: add.options(num_returns=2), pool.add)
         assert message.startswith(pool.add.__name__)
         assert "`@aiogpu.method(num_returns=2)` above the method" in message
         with pytest.raises(OptionError, match="name is not an option"):
@@ -315,7 +311,7 @@ async def test_wait_without_await_is_refused(node: aiogpu.types.Node) -> None:
         _ready, _pending = thing
 
     for use in unpack, loop_over:
-        message = await message_of(use, aiogpu.wait([handle]))
+        message = await refusal(use, aiogpu.wait([handle]))
         assert message.endswith("write `ready, pending = await aiogpu.wait(handles)`.")
     for waits in (
         asyncio.create_task(aiogpu.wait([handle])),  # type: ignore[arg-type]

@@ -50,9 +50,7 @@ async def test_wait_returns_ended_handles_after_its_timeout(
     assert await aiogpu.wait([a], timeout=timeout) == ([], [a])
     assert (callbacks(a), owner.cancelled) == (0, [])
     asyncio.get_running_loop().call_soon(c.settle, UNREADABLE)
-    assert await aiogpu.wait([c], timeout=timeout) == ([c], []), (
-        "a result that arrived is read"
-    )
+    assert await aiogpu.wait([c], timeout=timeout) == ([c], []), "it has arrived"
 
 
 # `as_completed` on a loop.

@@ -225,7 +225,7 @@ def test_segment_is_read_if_kernel_cannot_tell(monkeypatch: pytest.MonkeyPatch) 
     segment.close()
 
 
-def test_segment_works_without_kernel_help(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_segment_works_on_older_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     # The kernel refuses these numbers of seals and advice with EINVAL.
     monkeypatch.setattr(segments, "_F_SEAL_FUTURE_WRITE", 0x8000)
     monkeypatch.setattr(segments, "_MADV_POPULATE_WRITE", 9999)

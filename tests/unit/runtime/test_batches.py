@@ -175,7 +175,7 @@ async def test_receiver_that_raises_harms_no_other_receiver(
 
 
 @pytest.mark.parametrize("reason", ["values", "large", "other", "fetched"])
-async def test_result_with_extra_work_is_alone(
+async def test_result_with_extra_work_is_handled_separately(
     node: OneWorkerNode, reason: str
 ) -> None:
     node.submit(*range(2, 40))

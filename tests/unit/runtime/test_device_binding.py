@@ -133,9 +133,7 @@ def test_memory_limits_become_variables_of_the_frameworks() -> None:
     )
     both = bound(0, 1, gpu_memory=6 * GIB)
     assert both.gpu_memory == (6 * GIB, 6 * GIB)
-    assert both.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.075", (
-        "the smallest GPU counts"
-    )
+    assert both.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.075", "smallest GPU"
     unknown = bound(0, 2, gpu_memory=6 * GIB)
     assert unknown.gpu_memory == (6 * GIB, 6 * GIB)
     assert "XLA_PYTHON_CLIENT_MEM_FRACTION" not in unknown.environ

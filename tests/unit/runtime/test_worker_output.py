@@ -368,7 +368,7 @@ async def test_stream_with_write_only_gets_lines_without_progress(
 DONE = ChildDone(1, b"")
 
 
-async def test_terminal_releases_messages_at_end(
+async def test_terminal_releases_messages_when_the_node_is_gone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     screen, taken = SlowTerminal(), list[Message]()

@@ -71,9 +71,7 @@ def test_binding_pins_a_worker_to_its_cpus(capsys: pytest.CaptureFixture[str]) -
         assert os.sched_getaffinity(0) == {first}
         assert "could not be pinned to CPUs (4095,)" in capsys.readouterr().err
         environ.bind(Bind({}, {}))
-        assert os.sched_getaffinity(0) == {first}, (
-            "a binding without CPUs changes nothing"
-        )
+        assert os.sched_getaffinity(0) == {first}, "no CPUs were bound"
     finally:
         os.sched_setaffinity(0, before)
 
@@ -223,6 +221,6 @@ def test_thread_variables_of_the_task_override_those_of_the_program(
     assert (os.environ[OWN], openblas.num_threads) == (omp, blas)
 
 
-def test_imports_are_unwrapped_without_a_hook(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_imports_stay_unwrapped_without_hook(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(private_hooks, "_FIND", "another_way")
     assert not private_hooks.wrap_imports(lambda find: find)

@@ -414,9 +414,7 @@ def test_device_error_fails_a_chunk(text: str, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(current, "accelerators", {"GPU": (0,)})
     with pytest.raises(RuntimeError, match="CUDA"):
         Chunk(use)(0, 1)
-    assert type(error_in(run(double, 0, -1))) is ValueError, (
-        "other errors belong to their items"
-    )
+    assert type(error_in(run(double, 0, -1))) is ValueError, "an error of its item"
 
 
 def test_stream_in_a_thread_waits_for_its_reader() -> None:

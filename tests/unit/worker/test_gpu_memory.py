@@ -349,7 +349,7 @@ stacktrace below might be incorrect."""
         (None, Mute()),
     ],
 )
-def test_errors_that_spoil_a_device_are_known(
+def test_errors_that_spoil_a_device_are_recognized(
     name: str | None, error: Exception
 ) -> None:
     assert poisoned_by(error) == name

@@ -33,7 +33,7 @@ def test_end_of_driver_ends_connection(driver: DriverEnd, channel: Channel) -> N
         channel.send(Done(1, b""))
 
 
-def test_message_for_others_is_refused(driver: DriverEnd, channel: Channel) -> None:
+def test_message_for_keeper_is_refused(driver: DriverEnd, channel: Channel) -> None:
     driver.send(Fork(1))
     with pytest.raises(ProtocolError, match="Fork out of turn"):
         channel.next()
@@ -110,9 +110,7 @@ def test_long_line_without_an_end_is_sent_in_pieces() -> None:
     sender.write(b"\n")
     assert channel.lines[2:] == [b"x" * 5]
     sender.write(b"y" * (LONGEST + 1) + b"\n")
-    assert channel.lines[3:] == [b"y" * (LONGEST + 1)], (
-        "a line that has ended is sent whole"
-    )
+    assert channel.lines[3:] == [b"y" * (LONGEST + 1)], "it has ended"
 
 
 @pytest.mark.parametrize(
