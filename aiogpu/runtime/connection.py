@@ -95,7 +95,7 @@ class Peer(asyncio.Protocol):
         """Accept the peer if it runs as the same user."""
         # The transports of uvloop do not derive from those of asyncio.
         stream = cast("asyncio.Transport", transport)
-        uid = peer_uid(stream)
+        uid = peer_credentials(stream.get_extra_info("socket")).uid
         if uid != os.geteuid():
             _log.warning("! refused a connection of user %d", uid)
             self._connection.close()
@@ -352,11 +352,6 @@ class Peer(asyncio.Protocol):
                     signal.pidfd_send_signal(process, signal.SIGKILL)
         finally:
             os.close(process)
-
-
-def peer_uid(transport: asyncio.Transport) -> int:
-    """Return the user id at the other end of a Unix socket (SO_PEERCRED, unix(7))."""
-    return peer_credentials(transport.get_extra_info("socket")).uid
 
 
 def _ignore(_messages: list[Message]) -> None:
