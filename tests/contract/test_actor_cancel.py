@@ -184,9 +184,7 @@ async def test_a_plain_method_is_interrupted_and_its_actor_lives_on(gate: Gate) 
 
 
 @pytest.mark.needs("blocking", "plain cancels")
-async def test_a_loop_passes_results_and_cancels_between_plain_methods(
-    gate: Gate,
-) -> None:
+async def test_a_loop_serves_cancels_between_plain_methods(gate: Gate) -> None:
     actor = await Async.remote()
     first, second, dropped, last = (actor.gated.remote(gate.path, n) for n in "abcd")
     await gate.entered("a")

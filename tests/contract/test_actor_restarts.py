@@ -156,9 +156,7 @@ async def test_a_killed_actor_may_restart(gate: Gate) -> None:
     assert await waiting.add.remote() == 1
 
 
-async def test_a_constructor_that_fails_at_a_restart_ends_the_actor(
-    tmp_path: Path,
-) -> None:
+async def test_a_constructor_that_fails_again_ends_the_actor(tmp_path: Path) -> None:
     path = str(tmp_path / "lives")
 
     @aiogpu.remote(max_restarts=-1)

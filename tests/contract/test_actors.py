@@ -240,9 +240,7 @@ async def test_gpus_are_held_for_life_and_known_before_the_import(
 
 @pytest.mark.needs("blocking", "placing CPUs")
 @pytest.mark.aiogpu(num_cpus=1, num_gpus=1)
-async def test_an_actor_needs_a_cpu_to_be_placed_and_does_not_hold_it(
-    gate: Gate,
-) -> None:
+async def test_an_actor_needs_a_cpu_only_to_be_placed(gate: Gate) -> None:
     """[B30]"""
     busy = tasks.gated.remote(gate.path, "busy")
     await gate.entered("busy")
@@ -395,9 +393,7 @@ async def test_a_constructor_that_fails_is_not_retried(tmp_path: Path) -> None:
 
 
 @pytest.mark.needs("blocking")
-async def test_a_timeout_of_the_caller_does_not_end_a_slow_constructor(
-    gate: Gate,
-) -> None:
+async def test_a_callers_timeout_leaves_a_slow_constructor(gate: Gate) -> None:
     for name in ("returns", "never returns"):
         slow = Slow.remote(gate.path, "constructor")
         call = slow.add.remote()
@@ -567,9 +563,7 @@ def wait_at(path: str) -> Any:
 
 
 @pytest.mark.aiogpu(num_cpus=2)
-async def test_a_pool_of_given_actors_gives_results_in_either_order(
-    gate: Gate,
-) -> None:
+async def test_a_pool_gives_results_in_either_order(gate: Gate) -> None:
     """An actor takes a call when it is idle. The actors outlive the pool."""
     actors = [await Async.remote() for _ in range(2)]
     pool: Any = await aiogpu.ActorPool(actors)

@@ -271,7 +271,7 @@ def helpers(name: str) -> list[psutil.Process]:
 
 @pytest.mark.parametrize("by", ["cancel", "timeout"])
 @pytest.mark.parametrize("fate", ["goes on", "stands still"])
-async def test_a_task_stopped_in_the_socket_of_its_worker_never_runs(
+async def test_a_task_stopped_before_its_worker_reads_never_runs(
     by: str, fate: str, place: Path
 ) -> None:
     """The task was sent, and its stopped worker has not read it."""

@@ -217,7 +217,7 @@ async def test_available_resources_keeps_keys_at_zero(gate: Gate) -> None:
         await handle
 
 
-async def test_leaks_of_a_task_are_gone_unless_workers_are_reused() -> None:
+async def test_leaks_of_a_task_need_a_reused_worker() -> None:
     """[B26] The page's program of a task that does not clean up.
 
     A task may also ignore its assignment.

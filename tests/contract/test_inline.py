@@ -144,9 +144,7 @@ async def test_a_breakpoint_stops_in_the_task(
     assert "(Pdb) 42\n" in out.getvalue()
 
 
-async def test_a_function_sent_by_value_lives_as_long_as_in_a_worker(
-    node: Node,
-) -> None:
+async def test_a_function_sent_by_value_lives_as_in_a_worker(node: Node) -> None:
     def make() -> Any:
         count = 0
 
@@ -526,9 +524,7 @@ def cancel_itself() -> None:
     assert handle.cancel()
 
 
-async def test_a_task_is_cancelled_by_itself_or_before_its_first_step(
-    node: Node,
-) -> None:
+async def test_a_task_cancelled_early_or_by_itself_ends(node: Node) -> None:
     """No warning about a coroutine that was made and never ran."""
     itself = cancel_itself.remote()
     seen.append(itself)
@@ -572,7 +568,7 @@ async def test_output_has_no_prefix(
     assert (out.split(), err) == ([*shown, "mine"], "b\n" * is_shown)
 
 
-async def test_closing_at_once_restores_the_variables(
+async def test_closing_at_once_restores_variables(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As at the interpreter's exit, where no loop runs any more."""
@@ -713,9 +709,7 @@ def add_by_a_child(counter: Any, k: int) -> int:
     return int(aiogpu.get(handed_on.add_soon.remote(counter, k)))
 
 
-async def test_plain_code_cannot_wait_for_an_actor_that_only_the_program_frees(
-    node: Node,
-) -> None:
+async def test_plain_code_cannot_wait_for_the_programs_actor(node: Node) -> None:
     holder = await Counter.options(num_gpus=2).remote()
     waits = Counter.options(num_gpus=1).remote()
     for task in (handed_on.add_to, add_by_a_child):

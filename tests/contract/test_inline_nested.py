@@ -105,9 +105,7 @@ async def test_a_coroutine_of_a_plain_task_runs_on_its_own_loop(node: Node) -> N
     assert count() == before
 
 
-async def test_a_paused_child_leaves_the_context_of_its_parent(
-    node: Node,
-) -> None:
+async def test_a_paused_child_leaves_its_parents_context(node: Node) -> None:
     @aiogpu.remote(num_gpus=1)
     def parent() -> list[object]:
         def look() -> tuple[object, ...]:
@@ -208,9 +206,7 @@ def leave_a_loop_unfinished(is_closed: bool) -> int:
 
 
 @pytest.mark.parametrize("is_closed", [True, False])
-async def test_children_on_a_loop_that_stops_are_cancelled(
-    is_closed: bool, node: Node
-) -> None:
+async def test_a_stopped_loop_cancels_its_children(is_closed: bool, node: Node) -> None:
     assert await leave_a_loop_unfinished.remote(is_closed) == 2
     handle = seen[0]
     if is_closed:
@@ -363,9 +359,7 @@ async def waiting_parent() -> None:
         seen.append("parent ends")
 
 
-async def test_cancel_of_a_parent_cancels_the_child_it_awaits(
-    node: Node,
-) -> None:
+async def test_cancel_of_a_parent_cancels_its_child(node: Node) -> None:
     before = dict(os.environ)
     handle = waiting_parent.remote()
     await until(lambda: seen)
@@ -469,9 +463,7 @@ def use_threads() -> list[str]:
     return messages
 
 
-async def test_threads_of_a_task_cannot_start_or_await_tasks(
-    node: Node,
-) -> None:
+async def test_threads_of_a_task_cannot_use_tasks(node: Node) -> None:
     words = [
         "only in its own thread",
         "no task of aiogpu runs",

@@ -130,9 +130,7 @@ async def test_an_actor_that_cannot_be_sent_dies(broken: Broken) -> None:
         assert await other.add.remote(1) == 1
 
 
-async def test_tasks_that_cannot_be_sent_together_are_sent_one_by_one(
-    broken: Broken,
-) -> None:
+async def test_tasks_that_cannot_be_sent_together_are_sent(broken: Broken) -> None:
     assert await tasks.add.remote(1) == 2
     broken.fail(effects.Ahead, lambda _: True)
     assert await asyncio.gather(*map(tasks.add.remote, range(200))) == [
@@ -142,9 +140,7 @@ async def test_tasks_that_cannot_be_sent_together_are_sent_one_by_one(
 
 
 @pytest.mark.parametrize("times", [1, 9])
-async def test_a_worker_that_cannot_be_requested_is_requested_again(
-    times: int, broken: Broken
-) -> None:
+async def test_a_request_for_a_worker_is_repeated(times: int, broken: Broken) -> None:
     """After some failures the task fails."""
     broken.fail(effects.Spawn, lambda effect: effect.environment, times=times)
     own = tasks.add.options(runtime_env={"env_vars": {"OWN": "1"}}, max_retries=0)
@@ -169,7 +165,7 @@ async def test_a_worker_that_cannot_be_stopped_is_ended(
 
 
 @pytest.mark.parametrize("kind", [Done, Failed, Wait, Submit, Put])
-async def test_a_message_of_a_worker_that_cannot_be_handled_fails_its_task(
+async def test_a_bad_message_of_a_worker_fails_its_task(
     kind: type[Message], broken: Broken
 ) -> None:
     """The error does not blame the function, or its use of descriptors."""

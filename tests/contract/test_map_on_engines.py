@@ -517,9 +517,7 @@ async def test_a_task_waits_for_its_children(address: str, task: Any) -> None:
 
 @pytest.mark.needs("at once")
 @pytest.mark.aiogpu(num_cpus=3)
-async def test_a_wait_gives_the_first_tasks_and_leaves_the_others_running(
-    gate: Gate,
-) -> None:
+async def test_a_wait_gives_the_first_tasks_that_end(gate: Gate) -> None:
     """[B15]"""
     handles = [tasks.gated.remote(gate.path, name) for name in "abc"]
     await gate.entered("a", "b", "c")

@@ -55,9 +55,7 @@ async def test_a_deep_recursion_runs_on_one_cpu(address: str) -> None:
         await until_free(CPU=1)
 
 
-async def test_the_program_and_a_task_call_the_same_function(
-    node: Node,
-) -> None:
+async def test_program_and_task_call_the_same_function(node: Node) -> None:
     """In either order."""
     first = tasks.add.options(name="first in a task")
     second = tasks.add.options(name="first in the program")
@@ -88,9 +86,7 @@ async def test_errors_of_children_reach_the_parent(kind: str, node: Node) -> Non
     assert name == "LookupError"
 
 
-async def test_a_parent_may_raise_and_catch_an_error_of_a_child_twice(
-    node: Node,
-) -> None:
+async def test_a_parent_gets_an_error_of_a_child_twice(node: Node) -> None:
     with pytest.raises(LookupError, match="of the child") as caught:
         await nested_tasks.plain_fails_by_child.remote()
     assert "raise kind(*args)" in str(caught.value.__cause__)
@@ -101,9 +97,7 @@ async def test_a_parent_may_raise_and_catch_an_error_of_a_child_twice(
     assert first[0] == "DeserializationError"
 
 
-async def test_a_wait_that_times_out_leaves_the_child_running(
-    node: Node, gate: Gate
-) -> None:
+async def test_a_timeout_of_a_wait_leaves_the_child(node: Node, gate: Gate) -> None:
     failures, is_done = await nested_tasks.plain_times_out.remote(gate.path)
     said = "say_and_wait did not end within {} s; it goes on"
     for (name, text), seconds in zip(failures, ["0.05", "0.01"], strict=True):
@@ -123,7 +117,7 @@ async def test_a_parent_cancels_children(node: Node, gate: Gate) -> None:
 
 
 @pytest.mark.needs("deadlocks")
-async def test_a_wait_that_can_never_end_gets_an_error(node: Node) -> None:
+async def test_a_wait_that_can_never_end_fails(node: Node) -> None:
     failures = await nested_tasks.plain_greedy.remote()
     assert [name for name, _ in failures] == ["DeadlockError"] * 3
     assert failures[0][1] == (
@@ -146,9 +140,7 @@ async def test_a_child_without_a_waiter_is_no_deadlock(kind: str, node: Node) ->
 
 
 @pytest.mark.parametrize("kind", ["plain", "soft"])
-async def test_children_end_with_their_parent(
-    kind: str, node: Node, gate: Gate
-) -> None:
+async def test_children_end_with_a_parent(kind: str, node: Node, gate: Gate) -> None:
     """A child that runs, and a child that may not have begun."""
     handle = getattr(nested_tasks, f"{kind}_leaves").remote(gate.path)
     if kind == "soft":
@@ -243,9 +235,7 @@ async def test_errors_keep_their_type_through_levels(local: Node) -> None:
     assert trace.count("LostError: 7") >= 2, trace
 
 
-async def test_the_first_failure_ends_a_wait_for_several(
-    local: Node, gate: Gate
-) -> None:
+async def test_the_first_failure_ends_a_wait(local: Node, gate: Gate) -> None:
     path = gate.path
 
     def work() -> list[str]:
@@ -375,9 +365,7 @@ async def test_loops_in_threads_start_tasks(local: Node) -> None:
     assert await run_here.remote(plainly) == [435] * 4
 
 
-async def test_a_cancel_reaches_the_loop_past_a_waiting_thread(
-    local: Node, gate: Gate
-) -> None:
+async def test_a_cancel_passes_a_waiting_thread(local: Node, gate: Gate) -> None:
     """The thread may read the cancel that is for the task's loop."""
     path = gate.path
 
@@ -400,9 +388,7 @@ async def test_a_cancel_reaches_the_loop_past_a_waiting_thread(
     assert await tasks.add.remote(1) == 2
 
 
-async def test_a_thread_that_outlives_its_task_gets_errors(
-    local: Node, gate: Gate
-) -> None:
+async def test_a_thread_that_outlives_its_task_fails(local: Node, gate: Gate) -> None:
     pid = await nested_tasks.outlive.remote(gate.path)
     await gate.entered("TaskCancelledError", "MisuseError")
     assert gate.pids["MisuseError"] == pid
@@ -528,9 +514,7 @@ def fail(path):
 """
 
 
-async def test_a_retry_class_that_only_a_worker_can_import_is_refused(
-    tmp_path: Path,
-) -> None:
+async def test_a_retry_class_of_a_worker_alone_is_refused(tmp_path: Path) -> None:
     (tmp_path / "only_there.py").write_text(ONLY_THERE)
     count = str(tmp_path / "count")
 
@@ -610,9 +594,7 @@ async def test_a_detached_child_outlives_its_parent(
     await until_free()
 
 
-async def test_a_parent_waits_for_and_cancels_detached_children(
-    local: Node, gate: Gate
-) -> None:
+async def test_a_parent_controls_detached_children(local: Node, gate: Gate) -> None:
     path = gate.path
 
     def work() -> int:
@@ -631,7 +613,7 @@ async def test_a_parent_waits_for_and_cancels_detached_children(
 
 
 @pytest.mark.parametrize("lifetime", [None, "detached"])
-async def test_the_end_of_the_node_ends_a_deep_tree(
+async def test_a_closing_node_ends_a_deep_tree(
     lifetime: str | None, gate: Gate
 ) -> None:
     async with aiogpu.init(num_cpus=2):
