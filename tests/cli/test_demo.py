@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from aiogpu.cli.demo import Span, device_label, lanes, thumbnail, timeline
 from aiogpu.cli.demo import demo as demo_command
+from tests.support.program import clean_environment, run_command
 
 COMMAND = [sys.executable, "-m", "aiogpu", "demo"]
 
@@ -29,29 +30,19 @@ GONE_WITHIN = 30.0
 """Seconds; a bound for a failing test, not a wait: `wait_procs` returns at once."""
 
 
-def environment(**changes: str) -> dict[str, str]:
-    """This process's environment without what would change the demo's output."""
-    left_out = ("CUDA_", "AIOGPU_", "PYTHONIOENCODING", "NO_COLOR", "FORCE_COLOR")
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(left_out)}
-    return {**kept, "TERM": "xterm-256color", "COLUMNS": "80", **changes}
+TERMINAL = {"TERM": "xterm-256color", "COLUMNS": "80"}
 
 
 def in_pipe(*options: str, **changes: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*COMMAND, *options],
-        env=environment(**changes),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    variables = clean_environment(**TERMINAL | changes)
+    return run_command(*COMMAND, *options, env=variables)
 
 
 def in_terminal(*options: str, **changes: str) -> pexpect.spawn[str]:
     return pexpect.spawn(
         COMMAND[0],
         [*COMMAND[1:], *options],
-        env=environment(**changes),
+        env=clean_environment(**TERMINAL | changes),
         dimensions=(50, 80),
         encoding="utf-8",
         # A terminal drops what it has not shown yet at Ctrl-C, also half characters.
@@ -177,7 +168,10 @@ def test_reader_that_leaves_is_no_traceback() -> None:
     reader, writer = os.pipe()
     os.close(reader)
     with subprocess.Popen(
-        [*COMMAND, *SMALL], env=environment(), stdout=writer, stderr=subprocess.PIPE
+        [*COMMAND, *SMALL],
+        env=clean_environment(**TERMINAL),
+        stdout=writer,
+        stderr=subprocess.PIPE,
     ) as demo:
         os.close(writer)
         _, error = demo.communicate(timeout=60)

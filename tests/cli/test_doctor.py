@@ -63,6 +63,7 @@ from aiogpu.core.model.request import Device
 from aiogpu.daemon.place import Record, start_time
 from aiogpu.errors import NodeStartError
 from aiogpu.linux.cgroup import Place, find_cgroup
+from tests.support.program import clean_environment, run_command
 
 COMMAND = [sys.executable, "-m", "aiogpu", "doctor"]
 PAGE = Path(__file__).parents[2] / "docs" / "troubleshooting.md"
@@ -103,13 +104,6 @@ def no_process_left() -> Iterator[None]:
 # The command.
 
 
-def environment() -> dict[str, str]:
-    """This process's environment without what changes colours and widths."""
-    left_out = ("CUDA_", "AIOGPU_", "NO_COLOR", "FORCE_COLOR", "COLUMNS")
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(left_out)}
-    return {**kept, "TERM": "xterm-256color"}
-
-
 def names(lines: list[str]) -> list[str]:
     """The mechanisms in the lines; all GPUs count as one."""
     matches = [LINE.fullmatch(line) for line in lines]
@@ -122,18 +116,11 @@ def names(lines: list[str]) -> list[str]:
 def variables() -> Iterator[dict[str, str]]:
     """Variables of a user without a node."""
     with tempfile.TemporaryDirectory(prefix="agt-", dir="/tmp") as place:
-        yield {**environment(), "XDG_RUNTIME_DIR": place}
+        yield clean_environment(TERM="xterm-256color", XDG_RUNTIME_DIR=place)
 
 
 def in_pipe(variables: dict[str, str], *options: str) -> str:
-    ran = subprocess.run(
-        [*COMMAND, *options],
-        env=variables,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    ran = run_command(*COMMAND, *options, env=variables)
     assert (ran.returncode, ran.stderr) == (0, "")
     return ran.stdout
 

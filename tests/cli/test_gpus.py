@@ -22,6 +22,7 @@ from aiogpu.core.model.request import Device
 from aiogpu.engines.device_report import DetectedDevice, DeviceReport, place_of
 from aiogpu.observe.status import OtherProcess
 from tests.cli.status_examples import BUSY, answer_with
+from tests.support.program import run_command
 from tests.unit.accelerators.stub_fixtures import nvml, stub_library
 from tests.unit.accelerators.stub_nvml import GIB, StubNvml, gpus
 
@@ -37,14 +38,8 @@ A100 = Device(0, "A100", "GPU-0", "NVIDIA A100-SXM4-40GB", 40 * GIB)
 def on_stub(
     nvml: StubNvml, *options: str, **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*COMMAND, *options],
-        env={**without_colours(nvml.environ), **variables},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    environ = {**without_colours(nvml.environ), **variables}
+    return run_command(*COMMAND, *options, env=environ)
 
 
 def without_colours(environ: Mapping[str, str]) -> dict[str, str]:

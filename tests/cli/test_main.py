@@ -22,22 +22,14 @@ from aiogpu.cli import main as command
 from aiogpu.cli.status import known_tasks
 from aiogpu.errors import InfeasibleError, NodeStartError
 from tests.cli.status_examples import BUSY, answer_with
-from tests.support.program import environment
+from tests.support.program import environment, run_command
 from tests.support.program import run as run_program
 
 
 def shell(line: str, **options: Any) -> subprocess.CompletedProcess[str]:
     """Run a line of bash in which `aiogpu` is this interpreter's."""
     begin = f'aiogpu() {{ "{sys.executable}" -m aiogpu "$@"; }}\n'
-    return subprocess.run(
-        ["bash", "-c", begin + line],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-        env=environment(),
-        **options,
-    )
+    return run_command("bash", "-c", begin + line, env=environment(), **options)
 
 
 @pytest.fixture

@@ -12,15 +12,18 @@ from pathlib import Path
 import pytest
 
 from tests.cli.sandbox import open_sandbox
-from tests.support.program import documented_environment, output_of, without_pids
+from tests.support.program import (
+    clean_environment,
+    output_of,
+    run_command,
+    without_pids,
+)
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SERVERS = {"08_serve", "23_workers"}
 """Servers print nothing; `test_serve.py` has their tests."""
 ANY_ENGINE = "14_anywhere"
 """Prints the same on each engine."""
-LIMIT = 120
-"""Seconds after which a program that starts a Ray cluster hangs."""
 JOINING = "12_service"
 """Joins a running node."""
 PROGRAMS = sorted(
@@ -65,7 +68,7 @@ def test_a_stopped_example_continues_from_its_checkpoint(
 ) -> None:
     program, state = EXAMPLES / f"{STOPPED}.py", str(tmp_path / "state.txt")
     with ExitStack() as stack:
-        variables = documented_environment()
+        variables = clean_environment()
         if where == "on a node":
             sandbox = stack.enter_context(open_sandbox())
             sandbox.run("start", "--head", "--num-gpus=1")
@@ -88,14 +91,8 @@ def test_the_tour_of_the_commands_prints_the_expected_text() -> None:
     program = EXAMPLES / "20_commands.sh"
     with open_sandbox() as sandbox:
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-        ran = subprocess.run(
-            ["sh", str(program)],
-            env={**sandbox.variables, "PATH": path},
-            capture_output=True,
-            text=True,
-            timeout=LIMIT,
-            check=False,
-        )
+        environ = {**sandbox.variables, "PATH": path}
+        ran = run_command("sh", str(program), env=environ)
         assert sandbox.node is None
     assert ran.returncode == 0, ran.stderr
     assert (ran.stdout, ran.stderr) == (expected(program), "")
@@ -119,14 +116,7 @@ def test_porting_a_ray_program_changes_one_line(tmp_path: Path) -> None:
     assert source.count("import aiogpu.sync as ray") == 1
     before = tmp_path / "before.py"
     before.write_text(source.replace("import aiogpu.sync as ray", "import ray"))
-    ran = subprocess.run(
-        [sys.executable, str(before)],
-        env=documented_environment(),
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-        check=False,
-    )
+    ran = run_command(sys.executable, str(before), env=clean_environment())
     assert (ran.stdout, ran.returncode) == (expected(program), 0), ran.stderr
 
 
@@ -134,15 +124,8 @@ def test_porting_a_ray_program_changes_one_line(tmp_path: Path) -> None:
 def test_an_example_prints_the_same_on_a_ray_cluster() -> None:
     pytest.importorskip("ray", reason="Ray is not installed: pip install 'aiogpu[ray]'")
     program = EXAMPLES / f"{ANY_ENGINE}.py"
-    variables = {**documented_environment(), "AIOGPU_ADDRESS": "ray"}
-    ran = subprocess.run(
-        [sys.executable, str(program)],
-        env=variables,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-        check=False,
-    )
+    variables = clean_environment(AIOGPU_ADDRESS="ray")
+    ran = run_command(sys.executable, str(program), env=variables)
     # Ray itself writes about its start to stderr.
     assert (ran.stdout, ran.returncode) == (expected(program), 0), ran.stderr
 

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from tests.cli.sandbox import open_sandbox
+from tests.support.program import clean_environment
 
 httpx = pytest.importorskip("httpx", reason="httpx is not installed")
 pytest.importorskip("fastapi", reason="fastapi is not installed")
@@ -81,16 +82,15 @@ class Server:
 async def running_server(
     place: Path,
     *command: str,
-    variables: Mapping[str, str] = os.environ,
+    variables: Mapping[str, str] | None = None,
     processes: int = 1,
 ) -> AsyncIterator[Server]:
     path = f"{place}/s"
-    left_out = ("CUDA_", "AIOGPU_")
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         *(command or (str(PROGRAM),)),
         path,
-        env={k: v for k, v in variables.items() if not k.startswith(left_out)},
+        env=variables or clean_environment(),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
         start_new_session=True,

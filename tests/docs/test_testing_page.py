@@ -1,12 +1,12 @@
 """The module and the tests on `docs/testing.md` work as the page says."""
 
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.program import clean_environment, run_command
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "testing.md").read_text()
@@ -27,17 +27,9 @@ def directory(tmp_path):
 
 
 def run_pytest(directory, *arguments, typed="", plain=WITH_PLUGIN):
-    environ = {k: v for k, v in os.environ.items() if not k.startswith(("CUDA", "AIO"))}
-    return subprocess.run(
-        [sys.executable, "-m", "pytest", *plain, *arguments],
-        cwd=directory,
-        env=environ | {"PYTHONPATH": str(ROOT)},
-        input=typed,
-        text=True,
-        capture_output=True,
-        timeout=120,
-        check=False,
-    )
+    command = sys.executable, "-m", "pytest", *plain, *arguments
+    environ = clean_environment(PYTHONPATH=str(ROOT))
+    return run_command(*command, cwd=directory, env=environ, input=typed)
 
 
 def test_the_tests_of_the_page_pass(directory):

@@ -1,6 +1,5 @@
 """The import contracts hold, and each one reports every import that it forbids."""
 
-import os
 import shutil
 import subprocess
 import sys
@@ -10,6 +9,8 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+
+from tests.support.program import clean_environment, run_command
 
 ROOT = Path(__file__).parents[2]
 CONTRACTS = {
@@ -21,14 +22,9 @@ CONTRACTS = {
 
 
 def lint(root: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [Path(sys.executable).with_name("lint-imports"), "--no-cache"],
-        cwd=root,
-        env={**os.environ, "COLUMNS": "400", "NO_COLOR": "1"},
-        text=True,
-        capture_output=True,
-        check=False,
-    )
+    command = str(Path(sys.executable).with_name("lint-imports")), "--no-cache"
+    environ = clean_environment(COLUMNS="400", NO_COLOR="1")
+    return run_command(*command, cwd=root, env=environ)
 
 
 def forbidden_imports(contract: dict) -> Iterator[tuple[str, str]]:

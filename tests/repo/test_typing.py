@@ -2,12 +2,13 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+
+from tests.support.program import run_command
 
 ROOT = Path(__file__).parents[2]
 CASES = Path(__file__).with_name("typing")
@@ -32,14 +33,8 @@ class Report(NamedTuple):
 
 
 def checked_by(*command: str) -> str:
-    ran = subprocess.run(
-        [sys.executable, "-m", *command, str(GOOD), str(BAD)],
-        cwd=ROOT,
-        env=os.environ | OFFLINE,
-        text=True,
-        capture_output=True,
-        check=False,
-    )
+    words = sys.executable, "-m", *command, str(GOOD), str(BAD)
+    ran = run_command(*words, cwd=ROOT, env=os.environ | OFFLINE)
     assert ran.returncode == 1, ran.stdout + ran.stderr
     return ran.stdout
 

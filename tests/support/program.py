@@ -9,8 +9,14 @@ import sys
 import textwrap
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
+CHANGES_OUTPUT = (
+    *("CUDA_", "AIOGPU_", "NO_COLOR", "FORCE_COLOR"),
+    *("COLUMNS", "LINES", "PYTHONIOENCODING"),
+)
+"""Prefixes of variables that change what programs print."""
 
 
 def environment(**variables: str) -> dict[str, str]:
@@ -50,25 +56,25 @@ def output_of(
 ) -> str:
     """Run a script of the documentation; return its output, with process ids as N.
 
-    The default of `variables` is `documented_environment()`. The program must end
-    without an error and write nothing to stderr.
+    The default of `variables` is `clean_environment()`. The program must end without
+    an error and write nothing to stderr.
     """
-    ran = subprocess.run(
-        [sys.executable, str(program), *arguments],
-        env=variables or documented_environment(),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    command = sys.executable, str(program), *arguments
+    ran = run_command(*command, env=variables or clean_environment())
     assert (ran.returncode, ran.stderr) == (0, "")
     return without_pids(ran.stdout)
 
 
-def documented_environment() -> dict[str, str]:
-    """This process's environment without variables that change outputs."""
-    left_out = ("CUDA_", "AIOGPU_")
-    return {k: v for k, v in os.environ.items() if not k.startswith(left_out)}
+def run_command(*words: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end, and capture its output as text."""
+    options = {"timeout": 120, "check": False, **options}
+    return subprocess.run(words, capture_output=True, text=True, **options)
+
+
+def clean_environment(**variables: str) -> dict[str, str]:
+    """This process's environment without variables that change output, with these."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(CHANGES_OUTPUT)}
+    return {**kept, **variables}
 
 
 def without_pids(text: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from functools import cache
 
@@ -19,7 +18,7 @@ from benchmarks.counts import (
     load,
     lower,
 )
-from tests.support.program import environment
+from tests.support.program import environment, run_command
 
 RETRIES = 2
 """Counts that are too high are taken again: on a busy machine a process that comes
@@ -29,12 +28,8 @@ late reads items one by one that would have come together."""
 @cache
 def counted(*names: str, attempt: int = 0) -> dict[str, Count]:
     """Counts, by default all, of a program of their own."""
-    ran = subprocess.run(
-        [sys.executable, "-m", "benchmarks.counts", "--json", *names],
-        env=environment(),
-        text=True,
-        capture_output=True,
-    )
+    command = sys.executable, "-m", "benchmarks.counts", "--json", *names
+    ran = run_command(*command, env=environment(), timeout=None)
     assert ran.returncode == 0, ran.stderr
     return {name: Count(*each) for name, each in json.loads(ran.stdout).items()}
 
