@@ -1,8 +1,9 @@
-"""Checks of this machine: each tries one mechanism, harmlessly and in bounded time.
+"""Checks of this machine for `aiogpu doctor`.
 
-For `aiogpu doctor`. `CHECKS` has a row for each mechanism. A check returns what it has
-seen, or yields findings, and prints nothing; it leaves no process, file or group
-behind. What may hang or end a process is tried in a child process (`try_out`).
+`CHECKS` has a row for each mechanism. A check tries one mechanism, harmlessly and in
+bounded time. It returns an observation or yields findings, prints nothing, and leaves
+no process, file or group behind. Code that may hang or end the process runs in a child
+process (`try_out`).
 """
 
 from __future__ import annotations
@@ -53,15 +54,15 @@ class Level(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One mechanism, tried.
+    """The result of trying a mechanism.
 
     Attributes:
         name: the mechanism, in two or three words.
-        level: whether it works, works in part, or is not there.
-        found: what was seen, in one line.
-        means: what that means for a user, one sentence; empty if all is well.
-        advice: what to do about it, one sentence; empty if nothing.
-        is_essential: no node starts without it.
+        level: `ok` if it works, `warn` if it works in part, `missing` if not.
+        found: the observation, in one line.
+        means: a sentence about the consequence for users; empty if all is well.
+        advice: a sentence about what to do; empty if nothing.
+        is_essential: True if no node can start without the mechanism.
     """
 
     name: str
@@ -73,17 +74,17 @@ class Finding:
 
     @property
     def is_fatal(self) -> bool:
-        """True if aiogpu cannot work on this machine because of it."""
+        """True if aiogpu cannot work on this machine because of this finding."""
         return self.is_essential and self.level is Level.MISSING
 
 
 class CheckError(Exception):
-    """A mechanism does not work; the text says what was seen.
+    """A mechanism does not work; the message is the observation.
 
     Attributes:
-        means: what that means, in place of the words of the check; "" for those.
-        advice: what to do about it; likewise.
-        level: how bad it is; None for the level of the check.
+        means: the consequence; "" for the text of the check.
+        advice: what to do; used only with `means`.
+        level: the severity; None for the severity of the check.
     """
 
     def __init__(
@@ -95,16 +96,16 @@ class CheckError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One mechanism to try.
+    """A mechanism to try.
 
     Attributes:
         name: the mechanism.
-        run: tries it; returns what was seen if all is well, or findings. Any exception
-            becomes a finding.
-        means: what a failure means.
-        advice: what to do about it.
+        run: tries the mechanism; returns an observation if all is well, or findings.
+            An exception becomes a finding.
+        means: the consequence of a failure.
+        advice: what to do after a failure.
         limit: seconds after which the check counts as hung.
-        is_essential: no node starts if it fails.
+        is_essential: True if no node can start after a failure.
     """
 
     name: str
@@ -115,7 +116,7 @@ class Check:
     is_essential: bool = False
 
     def failed(self, error: Exception) -> Finding:
-        """The finding for an exception."""
+        """Return the finding for an exception."""
         level = Level.MISSING if self.is_essential else Level.WARN
         means, advice, found = self.means, self.advice, str(error)
         if isinstance(error, CheckError):
@@ -129,18 +130,18 @@ class Check:
         return Finding(self.name, level, found, means, advice, self.is_essential)
 
     def collect(self, findings: list[Finding]) -> None:
-        """Run it and append what it finds."""
+        """Run the check and append its findings."""
         try:
             found = self.run()
             if isinstance(found, str):
                 found = [_ok(self.name, found, self.is_essential)]
             findings.extend(found)
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is reported
+        except Exception as error:  # noqa: BLE001 - any error is a finding
             findings.append(self.failed(error))
 
 
 def examine(checks: Iterable[Check]) -> Iterator[Finding]:
-    """Run the checks one after the other, each in a thread that may be given up."""
+    """Run the checks one by one, each in a thread that is abandoned if it hangs."""
     for check in checks:
         findings: list[Finding] = []
         thread = threading.Thread(
@@ -167,20 +168,20 @@ def try_out(
     limit: float = 20.0,
     executable: str = sys.executable,
 ) -> Any:
-    """Run a program that prints one line of JSON last, and return the value.
+    """Run a Python program whose last line of output is JSON; return the value.
 
-    It has a session of its own, which is killed as a whole when time is up.
+    The program runs in a session of its own, which is killed when the time is up.
 
     Args:
-        source: the text of the program.
-        arguments: its `sys.argv[1:]`.
-        limit: seconds.
+        source: the source of the program.
+        arguments: the program's `sys.argv[1:]`.
+        limit: seconds that the program has.
         executable: the interpreter.
 
     Raises:
-        CheckError: it cannot be started, fails, hangs, or prints something else.
+        CheckError: the program cannot be started, fails, hangs, or prints no JSON.
     """
-    # The program can import what this one can.
+    # The program has the import path of this process.
     path = os.pathsep.join(path for path in sys.path if path)
     try:
         child = subprocess.Popen(
@@ -205,7 +206,7 @@ def try_out(
     try:
         return json.loads(out.splitlines()[-1])
     except (IndexError, ValueError):
-        last = (err.strip().splitlines() or ["it says nothing"])[-1]
+        last = (err.strip().splitlines() or ["no error message"])[-1]
         code = child.returncode
         ended = f"exit code {code}"
         if code < 0:
@@ -214,7 +215,7 @@ def try_out(
 
 
 def try_mechanism(source: str, works: str, executable: str = sys.executable) -> str:
-    """Run a program that says what fails; returns `works` if nothing does."""
+    """Run a program that prints a problem or ""; return `works` for ""."""
     if problem := try_out(source, executable=executable):
         raise CheckError(problem)
     return works
@@ -228,21 +229,21 @@ def check_python(
     executable: str = sys.executable,
     platform: str = sys.platform,
 ) -> str:
-    """The interpreter, which every node starts once more."""
-    told = ".".join(map(str, version))
+    """Check the interpreter, which every node starts again for its workers."""
+    name = ".".join(map(str, version))
     if tuple(version[:2]) < OLDEST or platform != "linux":
         raise CheckError(
-            f"{told} on {platform}",
+            f"{name} on {platform}",
             "aiogpu is for Python 3.11 and later, on Linux.",
             "Use a newer Python, or a Linux machine.",
         )
     if not os.access(executable or "-", os.X_OK):
-        raise CheckError(f"{told}, sys.executable is {executable!r}")
-    return f"{told}, {executable}"
+        raise CheckError(f"{name}, sys.executable is {executable!r}")
+    return f"{name}, {executable}"
 
 
 def check_directory(create: Callable[[], str] = directories.create_directory) -> str:
-    """Make the directory of a node's socket, bind there, remove it."""
+    """Make the directory of a node's socket, bind a socket in it, remove it."""
     directory = create()
     try:
         mode = os.stat(directory).st_mode & 0o777
@@ -255,15 +256,15 @@ def check_directory(create: Callable[[], str] = directories.create_directory) ->
     if mode & 0o077:
         raise CheckError(
             f"{directory} has mode {mode:o}, not 700",
-            "Other users can see a node's socket; they are still turned away there.",
-            f"Set {PARENT} to a directory on a filesystem that keeps modes.",
+            "Other users can see a node's socket, but the node still refuses them.",
+            f"Set {PARENT} to a directory on a filesystem that supports modes.",
             Level.WARN,
         )
     return f"{os.path.dirname(directory)}, mode {mode:o}"
 
 
 PARENT: Final = "XDG_RUNTIME_DIR" if os.environ.get("XDG_RUNTIME_DIR") else "TMPDIR"
-"""The variable that says where a node's directory is made."""
+"""The variable that decides where a node's directory is made."""
 NODE: Final = """
 import asyncio, json, time
 import aiogpu
@@ -288,15 +289,15 @@ async def main():
 
 asyncio.run(main())
 """
-"""Opens a node, runs two tasks, closes it; says what each has cost in milliseconds."""
+"""Opens a node, runs two tasks, closes it; prints the milliseconds of each step."""
 
 
 def check_node(limit: float = 60.0, executable: str = sys.executable) -> str:
-    """A real node: zygote, fork, task, end."""
+    """Open a real node, run two tasks and close it."""
     start, first, second, end = try_out(NODE, limit=limit, executable=executable)
     return (
-        f"started in {start:.0f} ms, first task with its fork {first:.1f} ms, next "
-        f"task {second:.2f} ms, closed in {end:.0f} ms"
+        f"started in {start:.0f} ms, first task (with a fork) in {first:.1f} ms, next "
+        f"task in {second:.2f} ms, closed in {end:.0f} ms"
     )
 
 
@@ -314,7 +315,7 @@ for orphan in orphans:
     os.waitpid(orphan, 0)
 print(json.dumps("" if orphans else "the orphan went to another process"))
 """
-"""Adopts an orphan; says what fails."""
+"""Adopts an orphan; prints the problem, or ""."""
 PIDFD: Final = """
 import json, os, select, signal, subprocess
 
@@ -325,9 +326,9 @@ with subprocess.Popen(["/bin/sleep", "20"]) as child:
         ended = select.select([pidfd], [], [], 5)[0]
     finally:
         child.kill()
-print(json.dumps("" if ended else "it does not show a process's end"))
+print(json.dumps("" if ended else "a pidfd does not show the end of its process"))
 """
-"""Ends a child through its pidfd; says what fails."""
+"""Ends a child through its pidfd; prints the problem, or ""."""
 ADJUST: Final = """
 import json
 with open("/proc/self/oom_score_adj", "r+") as file:
@@ -335,11 +336,11 @@ with open("/proc/self/oom_score_adj", "r+") as file:
     file.write(str(min(before + 1, 1000)))
     file.seek(0)
     fails = int(file.read()) <= before != 1000
-print(json.dumps("it stays what it was" if fails else ""))
+print(json.dumps("a write does not change the value" if fails else ""))
 """
-"""Raises its own `oom_score_adj` by one; says what fails."""
+"""Raises its own `oom_score_adj` by one; prints the problem, or ""."""
 LIMIT: Final = 5.0
-"""Seconds for which the end of what was killed is waited for."""
+"""Seconds to wait for the end of a killed process."""
 
 
 def check_cgroup(
@@ -348,12 +349,12 @@ def check_cgroup(
     """Make a group, move a sleeping process into it, kill the group, remove it."""
     place = find()
     if place.directory is None:
-        raise CheckError(place.reason)  # which says what to do as well
+        raise CheckError(place.reason)  # contains advice
     group = Cgroup(f"{place.directory}/aiogpu-doctor-{os.getpid()}")
     group.make()
     program = [sys.executable, "-S", "-c", "import signal; signal.pause()"]
     try:
-        # Its output ends with it, so its end is seen without polling.
+        # The pipe closes when the process ends, so its end is seen without polling.
         with subprocess.Popen(program, stdout=subprocess.PIPE) as sleeper:
             try:
                 Path(group.path, "cgroup.procs").write_text(str(sleeper.pid))
@@ -362,8 +363,10 @@ def check_cgroup(
                 sleeper.communicate(timeout=LIMIT)
                 seconds = time.perf_counter() - begin
             except subprocess.TimeoutExpired:
-                told = f"{place.directory}: killing a group ended nobody"
-                raise CheckError(f"{told} within {LIMIT:g} s") from None
+                raise CheckError(
+                    f"{place.directory}: killing a group did not end its process "
+                    f"within {LIMIT:g} s"
+                ) from None
             finally:
                 sleeper.kill()
     finally:
@@ -375,35 +378,35 @@ def check_cgroup(
 
 
 def check_cpus(
-    there: int | None = None, affinity: int | None = None, usable: float | None = None
+    total: int | None = None, affinity: int | None = None, usable: float | None = None
 ) -> str:
-    """The CPUs that a node shares out unless `num_cpus` says otherwise."""
-    there = there or os.cpu_count() or 1
+    """Return the number of CPUs of a node, unless `num_cpus` is given."""
+    total = total or os.cpu_count() or 1
     affinity = affinity or len(os.sched_getaffinity(0))
     usable = usable or cgroups.usable_cpus()
-    why = []
-    if affinity < there:
-        why.append(f"affinity allows {affinity}")
+    reasons = []
+    if affinity < total:
+        reasons.append(f"affinity allows {affinity}")
     if usable < affinity:
-        why.append("a cgroup's quota allows less")
-    told = f" of {there}: {', '.join(why)}" if why else ""
-    return f"{usable:g} to share out{told}"
+        reasons.append("a cgroup's quota allows less")
+    of_total = f" of {total}: {', '.join(reasons)}" if reasons else ""
+    return f"{usable:g} usable{of_total}"
 
 
 FEW: Final = 64
-"""Workers below which a limit is reported."""
+"""Number of workers below which a limit is reported."""
 
 
 def _enough(workers: int, found: str, advice: str) -> str:
-    """Return `found` if there is room for enough workers."""
+    """Return `found` if there is room for enough workers, else raise."""
     if workers >= FEW:
         return found
-    means = "Tasks that would need more workers wait for one."
+    means = "Tasks beyond that number of workers wait."
     raise CheckError(found, means, advice, Level.WARN if workers else None)
 
 
 def _workers(soft: int, hard: int, used: int) -> int:
-    """For how many workers limits on descriptors have room."""
+    """Return the number of workers that limits on descriptors allow."""
     slots = slots_within(raised(soft, hard, used), used)
     return most_workers(slots) if slots else 0
 
@@ -411,16 +414,16 @@ def _workers(soft: int, hard: int, used: int) -> int:
 def check_descriptors(
     limits: tuple[int, int] | None = None, used: int | None = None
 ) -> str:
-    """The limit on open files, and for how many workers there is room."""
+    """Check the limit on open files, and the number of workers that it allows."""
     soft, hard = limits or resource.getrlimit(resource.RLIMIT_NOFILE)
     used = used_descriptors() if used is None else used
     reached, workers = raised(soft, hard, used), _workers(soft, hard, used)
-    found = "no limit" if soft == resource.RLIM_INFINITY else f"{soft} may be open"
+    found = "no limit" if soft == resource.RLIM_INFINITY else f"limit {soft}"
     if reached != soft:
-        found += f", {reached} while there is a node"
+        found += f", a node raises it to {reached}"
     return _enough(
         workers,
-        f"{found}; room for {workers} workers at a time, {PER_SLOT} for each",
+        f"{found}; room for {workers} workers at a time, with {PER_SLOT} for each",
         f"Raise the hard limit ({hard}): `ulimit -Hn`, LimitNOFILE= of systemd, "
         f"--ulimit nofile= of a container.",
     )
@@ -429,16 +432,16 @@ def check_descriptors(
 def check_processes(
     proc: cgroups.StrPath = cgroups.PROC, euid: int | None = None
 ) -> str:
-    """Check the limit on processes: each worker needs two, its keeper and itself."""
+    """Check the limit on processes: each worker needs two, itself and its keeper."""
     bounds = list(_process_limits(proc, os.geteuid() if euid is None else euid))
     if not bounds:
         return "no limit"
-    limit, there, source = min(bounds, key=lambda bound: bound[0] - bound[1])
-    workers = max(0, limit - there - 1) // 2
+    limit, used, source = min(bounds, key=lambda bound: bound[0] - bound[1])
+    workers = max(0, limit - used - 1) // 2
     return _enough(
         workers,
-        f"{limit} by {source}, {there} are there; room for about {workers} workers at "
-        f"a time, 2 for each",
+        f"limit {limit} by {source}, {used} used; room for about {workers} workers at "
+        f"a time, with 2 for each",
         "Raise `ulimit -u`, TasksMax= of systemd, --pids-limit of a container.",
     )
 
@@ -446,19 +449,19 @@ def check_processes(
 def _process_limits(proc: cgroups.StrPath, euid: int) -> Iterator[tuple[int, int, str]]:
     """Yield each limit on processes: (limit, current number, source)."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
-    if euid and soft != resource.RLIM_INFINITY:  # root has none
+    if euid and soft != resource.RLIM_INFINITY:  # root has no limit
         yield soft, _threads_of(proc, euid), "ulimit -u"
     for controller in (cgroups.UNIFIED, "pids"):
         hierarchy = cgroups.find_hierarchy(controller, proc)
         for group in hierarchy.groups if hierarchy else ():
             limit = cgroups.read_limit(f"{group}/pids.max")
-            there = cgroups.read_limit(f"{group}/pids.current")
-            if limit is not None and there is not None:
-                yield limit, there, f"{group}/pids.max"
+            current = cgroups.read_limit(f"{group}/pids.current")
+            if limit is not None and current is not None:
+                yield limit, current, f"{group}/pids.max"
 
 
 def _threads_of(proc: cgroups.StrPath, euid: int) -> int:
-    """Count a user's threads, which is what the kernel limits (setrlimit(2))."""
+    """Count a user's threads; the kernel limits threads, see setrlimit(2)."""
     count = 0
     for process in os.scandir(proc):
         with suppress(OSError):
@@ -468,14 +471,14 @@ def _threads_of(proc: cgroups.StrPath, euid: int) -> int:
 
 
 BOUNDLESS: Final = 1 << 60
-"""Bytes from which on a limit on memory is none."""
+"""Bytes from which a limit on memory counts as no limit."""
 
 
 def check_memory(proc: cgroups.StrPath = cgroups.PROC) -> str:
     """Find the tightest limit on memory, and its source."""
     usage = MemoryBounds(proc).tightest()
     if usage.limit >= BOUNDLESS:
-        raise CheckError(f"neither {proc}/meminfo nor a cgroup says how much there is")
+        raise CheckError(f"neither {proc}/meminfo nor a cgroup shows a limit")
     return f"{usage.limit / 2**30:.1f} GiB by {usage.where}"
 
 
@@ -490,90 +493,90 @@ def check_kernel_log(path: str = "/dev/kmsg") -> str:
     return f"{path} is readable"
 
 
-UNVERIFIED: Final = "Shares come back when their processes end, and are `unverified`."
+UNVERIFIED: Final = "Shares are free when their processes end, and are `unverified`."
 
 
 def check_gpus(
     take: Callable[[], Inventory] = inventory,
     make_watch: Callable[[], NvmlWatch] = NvmlWatch,
 ) -> Iterator[Finding]:
-    """NVML, and each GPU."""
-    there = take()
-    if there.count is None:
-        raise CheckError(there.problem or "it says nothing", level=Level.MISSING)
+    """Check NVML and each GPU."""
+    gpus = take()
+    if gpus.count is None:
+        raise CheckError(gpus.problem or "no answer", level=Level.MISSING)
     watch = make_watch()
     watch.open()
     try:
         version = watch.driver_version or "of unknown version"
-        told = f"driver {version}, {there.count} GPU{'s' * (there.count != 1)}"
-        if there.problem is None:
-            yield _ok("nvml", told)
+        driver = f"driver {version}, {gpus.count} GPU{'s' * (gpus.count != 1)}"
+        if gpus.problem is None:
+            yield _ok("nvml", driver)
         else:
             yield _warn(
                 "nvml",
-                f"{told}; {there.problem}",
-                "A GPU that does not answer is not shared out.",
+                f"{driver}; {gpus.problem}",
+                "Nodes do not use a GPU that does not answer.",
                 NVIDIA_SMI,
             )
-        for mig in there.mig:
+        for mig in gpus.mig:
             if not mig.instances:
-                told = f"{mig.gpu.name or UNNAMED}: in MIG mode, without an instance"
-                means = "No task can use it, and it is not shared out."
+                found = f"{mig.gpu.name or UNNAMED}: in MIG mode, without an instance"
+                means = "No task can use it."
                 advice = "Make instances (`nvidia-smi mig -cgi`), or leave MIG mode."
-                yield _warn(f"gpu {mig.gpu.id}", told, means, advice)
-        for device in there.devices:
+                yield _warn(f"gpu {mig.gpu.id}", found, means, advice)
+        for device in gpus.devices:
             yield _device(device, watch.look(device), watch.check(device))
     finally:
         watch.close()
 
 
 UNNAMED: Final = "without a name"
-NVIDIA_SMI: Final = "See what `nvidia-smi` says of it."
+NVIDIA_SMI: Final = "Check the output of `nvidia-smi`."
 
 
 def _device(device: Device, sample: Sample, health: Health) -> Finding:
-    name, told = f"gpu {device.id}", device.name or UNNAMED
+    name, found = f"gpu {device.id}", device.name or UNNAMED
     if sample.problem is not None:
         means = "It is set aside." if sample.is_lost else UNVERIFIED
-        return _warn(name, f"{told}: {sample.problem}", means, NVIDIA_SMI)
+        return _warn(name, f"{found}: {sample.problem}", means, NVIDIA_SMI)
     if health.action:
         return _warn(
             name,
-            f"{told}: its driver asks for this: {health.action}",
-            "It is not given to tasks until that is done.",
-            "See what `nvidia-smi -q` says of it.",
+            f"{found}: the driver requests: {health.action}",
+            "Tasks do not get this GPU until that is done.",
+            "Check the output of `nvidia-smi -q`.",
         )
     if sample.used is not None:
-        told += f", {sample.used / 2**30:.1f} GiB in use"
+        found += f", {sample.used / 2**30:.1f} GiB in use"
     if sample.processes is None:
-        means = "A share of it comes back `unverified`."
+        means = "Freed shares of this GPU are `unverified`."
         if sample.used is None:
             means = UNVERIFIED
-        return _warn(name, f"{told}; it lists no processes", means)
-    told += f", {len(sample.processes)} processes listed"
+        return _warn(name, f"{found}; the driver lists no processes", means)
+    found += f", {len(sample.processes)} processes listed"
     if not sample.reads_pids:
         return _warn(
             name,
-            f"{told}; whether their ids are ours is unknown before a task of ours "
-            f"is listed",
-            "Until then a share of it comes back `unverified`.",
-            "To have it verified, run the container with `--pid=host`.",
+            f"{found}; unknown whether the listed process ids are of this container, "
+            f"until a task is listed",
+            "Until then, freed shares of this GPU are `unverified`.",
+            "To verify them, run the container with `--pid=host`.",
         )
-    return _ok(name, told)
+    return _ok(name, found)
 
 
 def check_visible(environ: Mapping[str, str] = os.environ) -> str:
-    """Describe the devices that a node would share out, by the node's own rules."""
-    text = environ.get(VISIBLE)
+    """Describe the GPUs that a node would use, by the node's own rules."""
+    value = environ.get(VISIBLE)
     devices = Nvidia().devices(environ, None)
     ids = ", ".join(str(device.id) for device in devices) or "none"
-    said = f"{VISIBLE}={text!r}" if text is not None else f"{VISIBLE} is not set"
-    return f"{said}: a node shares out {ids}"
+    setting = f"{VISIBLE}={value!r}" if value is not None else f"{VISIBLE} is not set"
+    return f"{setting}: a node uses {ids}"
 
 
 SERVICE: Final = "service"
 PATIENCE: Final = 2.0
-"""Seconds in which a running node accepts a connection."""
+"""Seconds that a running node has to accept a connection."""
 LINGER: Final = Path("/var/lib/systemd/linger")
 RUN_USER: Final = "/run/user/"
 START: Final = "`aiogpu start --head` starts one"
@@ -582,57 +585,59 @@ START: Final = "`aiogpu start --head` starts one"
 def check_service(
     socket_path: str | None = None, linger: Path = LINGER
 ) -> Iterator[Finding]:
-    """A node serves this user's programs, or could; what stands in its way.
+    """Check that a shared node of this user runs, or could start.
 
     Args:
-        socket_path: where `aiogpu start` listens unless given.
-        linger: where systemd notes whose services outlive their logins.
+        socket_path: the socket of the node; None for the default of `aiogpu start`.
+        linger: the directory where systemd notes users whose services outlive logins.
     """
     place = Place.at(socket_path)
     path, directory = place.socket, os.path.dirname(place.socket)
-    with suppress(OSError):  # it is made when a node starts
+    with suppress(OSError):  # a node makes the directory when it starts
         if unfit := directories.unfit_directory(directory):
             raise CheckError(
                 f"{directory} {unfit.problem}",
-                "No node starts there, and no program joins one there.",
-                f"{unfit.remedy}, or name another place by `aiogpu start --socket`.",
+                "No shared node can start there, and no program can join one.",
+                f"{unfit.remedy}, or give another path by `aiogpu start --socket`.",
             )
     record, problem = read_record(place.pidfile), _reach(path)
     living = record if record is not None and record.is_alive else None
     if problem is None:
         yield _running(path, record)
-        with suppress(OSError):  # it has ended meanwhile
+        with suppress(OSError):  # the node has ended meanwhile
             if living is not None:
                 limits = Check(f"{SERVICE} limits", partial(_service_limits, living))
                 yield from examine([limits])
         yield from _lingers(path, linger)
     elif living is not None:
         raise CheckError(
-            f"{path}: {problem}, though process {living.pid} lives",
-            "Programs cannot join the node, if it is one.",
-            f"See its logs, or end it: `aiogpu stop --force`, `kill {living.pid}`.",
+            f"{path}: {problem}, but process {living.pid} is alive",
+            "Programs cannot join the node.",
+            f"Read its logs, or end it: `aiogpu stop --force`, `kill {living.pid}`.",
         )
     elif os.path.lexists(path):
         raise CheckError(
-            f"{path}: {problem}; a node that has ended has left it",
-            "Programs that would join are told that none runs.",
-            "`aiogpu start --head` takes its place; nothing need be removed.",
+            f"{path}: {problem}; the socket was left by a node that has ended",
+            "Programs that join get an error: no node runs.",
+            "Run `aiogpu start --head`, which replaces the socket.",
         )
     elif record is not None:
         yield _ok(
             SERVICE,
-            f"none runs; a pidfile of one that was process {record.pid} is left at "
-            f"{directory}, and is replaced by the next; {START}",
+            f"no shared node runs; the pidfile of process {record.pid}, which has "
+            f"ended, is left in {directory}, and the next node replaces it; {START}",
         )
     else:
-        yield _ok(SERVICE, f"none runs, and none need; {START} at {path}")
+        yield _ok(
+            SERVICE, f"no shared node runs, and none is needed; {START} at {path}"
+        )
 
 
 def _reach(path: str) -> str | None:
-    """Return why no node answers at a socket; None if one does."""
+    """Return why no node answers on a socket; None if one answers."""
     with socket.socket(socket.AF_UNIX) as caller:
-        # Not `settimeout`: without blocking, a full queue of connections is EAGAIN at
-        # once, and not only after that time; see unix(7).
+        # Not `settimeout`, which makes `connect` fail at once (EAGAIN) if the queue of
+        # connections is full; see unix(7).
         limit = struct.pack("ll", int(PATIENCE), int(PATIENCE % 1 * 1e6))
         caller.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         try:
@@ -650,14 +655,14 @@ def _running(path: str, record: Record | None) -> Finding:
         return _ok(SERVICE, found)
     return _warn(
         SERVICE,
-        f"{found}; it runs aiogpu {record.version}, this is {aiogpu.__version__}",
-        "Programs of another version are turned away.",
-        "Start the node anew: `aiogpu stop`, then `aiogpu start --head`.",
+        f"{found}, with aiogpu {record.version}; this is {aiogpu.__version__}",
+        "The node refuses programs of another version.",
+        "Restart the node: `aiogpu stop`, then `aiogpu start --head`.",
     )
 
 
 def _service_limits(node: Record) -> str:
-    """For how many workers the running node has room."""
+    """Check the number of workers that the limits of the running node allow."""
     soft, hard = resource.prlimit(node.pid, resource.RLIMIT_NOFILE)
     tasks, _ = resource.prlimit(node.pid, resource.RLIMIT_NPROC)
     used = len(os.listdir(f"/proc/{node.pid}/fd"))
@@ -665,14 +670,14 @@ def _service_limits(node: Record) -> str:
     processes = "any number of" if tasks < 0 else str(tasks)
     return _enough(
         workers,
-        f"{soft} may be open, {used} are; room for {workers} workers, "
+        f"limit of {soft} open files, {used} used; room for {workers} workers, "
         f"{processes} processes",
         "Start the node with a higher `ulimit -Hn`, or LimitNOFILE= in its unit.",
     )
 
 
 def _lingers(path: str, linger: Path) -> Iterator[Finding]:
-    """Warn if systemd removes the directory when the user has logged out."""
+    """Warn if systemd removes the directory when the user logs out."""
     if not path.startswith(RUN_USER) or not linger.parent.is_dir():
         return
     with suppress(KeyError):
@@ -680,9 +685,9 @@ def _lingers(path: str, linger: Path) -> Iterator[Finding]:
         if os.geteuid() and not (linger / user).exists():
             yield _warn(
                 f"{SERVICE} linger",
-                f"{path} is taken away when you log out for the last time",
-                "The node ends then, with all that runs on it.",
-                f"To have it go on: `loginctl enable-linger {user}`.",
+                f"systemd removes {path} when your last session ends",
+                "The node and its tasks end then.",
+                f"To keep the node running: `loginctl enable-linger {user}`.",
             )
 
 
@@ -700,23 +705,23 @@ seconds = time.perf_counter() - begin
 version = str(getattr(module, "__version__", ""))
 print(json.dumps([seconds, version, unfit_to_fork()]))
 """
-"""Imports as a zygote does, and proves what a zygote proves."""
+"""Imports a module like a zygote, and checks that the process may still fork."""
 
 
 def check_import(library: str) -> str:
-    """Import one library in a throw-away process."""
+    """Import a library in a separate process."""
     seconds, version, reason = try_out(IMPORT, library, limit=IMPORT_LIMIT)
-    told = f"{version} in {seconds:.1f} s".strip()
+    found = f"{version} in {seconds:.1f} s".strip()
     if reason is not None:
         raise CheckError(
-            f"{told}; {reason}",
-            "It is not preloaded: workers import it themselves, each for that long.",
+            f"{found}; {reason}",
+            "It cannot be preloaded: each worker imports it, in that time.",
         )
-    return f"{told}; it may be preloaded"
+    return f"{found}; it can be preloaded"
 
 
 IMPORT_LIMIT: Final = 120.0
-"""Seconds that one import may take."""
+"""Seconds that an import may take."""
 KERNEL: Final = (
     "Use Linux 5.4 or newer, and a container whose seccomp profile allows it."
 )
@@ -725,20 +730,20 @@ CHECKS: Final = (
     essential(
         "python",
         check_python,
-        "Workers are started from that path, and it cannot be run.",
+        "Workers are started from that path, which cannot be run.",
         "Set sys.executable to a Python interpreter that can import aiogpu.",
     ),
     essential(
         "directory",
         check_directory,
         "A node has no place for its socket.",
-        f"Set {PARENT} to a short path that you may write to.",
+        f"Set {PARENT} to a short path that you can write to.",
     ),
     essential(
         "node",
         check_node,
-        "No node starts on this machine.",
-        "Please report it, with this line.",
+        "No node can start on this machine.",
+        "Please report this line as a bug.",
         limit=70,
     ),
     essential(
@@ -746,9 +751,9 @@ CHECKS: Final = (
         partial(
             try_mechanism,
             SUBREAPER,
-            "a keeper adopts what its worker leaves behind",
+            "a keeper adopts the processes that its worker leaves behind",
         ),
-        "What a task starts could outlive it.",
+        "Processes that a task starts could outlive it.",
         KERNEL,
         limit=30,
     ),
@@ -757,16 +762,17 @@ CHECKS: Final = (
         partial(
             try_mechanism,
             PIDFD,
-            "a process's end is seen at once, and no other is taken for it",
+            "the end of a process is seen at once, without mistaken pids",
         ),
-        "Nobody would see a driver or a zygote end.",
+        "The end of a driver or a zygote would go unnoticed.",
         KERNEL,
         limit=30,
     ),
     Check(
         "cgroup2",
         check_cgroup,
-        "Nodes work without, by keepers; both killed at once may leave a process.",
+        "Nodes work without it: keepers end processes. If a keeper and the zygote are "
+        "killed at once, a process may stay.",
         limit=20,
     ),
     Check("cpus", check_cpus),
@@ -775,49 +781,49 @@ CHECKS: Final = (
     Check(
         "memory",
         check_memory,
-        "Nothing can end a task before the kernel does.",
+        "Nodes cannot end a task before the kernel's OOM killer does.",
         "Mount the proc filesystem.",
     ),
     Check(
         "oom_score_adj",
-        partial(try_mechanism, ADJUST, "a worker may raise its own"),
-        "Where memory runs out, the kernel may end the driver instead of a worker.",
-        "Mount /proc writable, or set memory= on tasks that need much.",
+        partial(try_mechanism, ADJUST, "a worker can raise its own value"),
+        "When memory runs out, the kernel may end the driver instead of a worker.",
+        "Mount /proc writable, or set memory= on tasks that use much memory.",
         limit=30,
     ),
     Check(
         "kernel log",
         check_kernel_log,
-        "That the kernel ended a worker for memory is known from cgroups alone.",
-        "It is not needed; to have it, set kernel.dmesg_restrict=0.",
+        "Only cgroups show that the kernel ended a worker for lack of memory.",
+        "Not needed; to enable it, set kernel.dmesg_restrict=0.",
     ),
     Check(
         "nvml",
         check_gpus,
-        "GPUs are not detected; `num_gpus=` makes logical ones.",
-        "Install NVIDIA's driver, or give the container `--gpus all`.",
+        "GPUs are not detected; `num_gpus=` makes logical GPUs.",
+        "Install NVIDIA's driver, or run the container with `--gpus all`.",
         limit=30,
     ),
     Check(
         "visible gpus",
         check_visible,
-        "A node does not start, unless num_gpus=0.",
+        "A node cannot start, unless with num_gpus=0.",
         f"Correct {VISIBLE}.",
         limit=30,
     ),
     Check(SERVICE, check_service),
 )
-"""What is tried on every machine, in the order of the report."""
+"""The checks for every machine, in the order of the report."""
 
 
 def import_checks() -> list[Check]:
-    """A check for each of the usual libraries that is installed; takes seconds each."""
+    """Return a check for each common library that is installed; each takes seconds."""
     return [
         Check(
             f"import {library}",
             partial(check_import, library),
             "It cannot be preloaded, and tasks that import it fail as well.",
-            f"See what `python -c 'import {library}'` says.",
+            f"Run `python -c 'import {library}'` to see the error.",
             limit=IMPORT_LIMIT + 10,
         )
         for library in LIBRARIES

@@ -1,9 +1,8 @@
-"""Joins the node that a command asks, and defines option types for quantities.
+"""Joins a node for a command, and defines option types for quantities.
 
-A command that is not told which node takes the only one that there is: the service, or
-the node inside a program of this user.
-
-The option types name themselves for users: click would call one "float range".
+If no option names a node, a command uses the only node of this user: the service, or
+the node inside a program. The option types have names for users; click would call one
+"float range".
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class Seconds(click.FloatRange):
     name = "number of seconds"
 
     def get_metavar(self, *_: Any, **__: Any) -> str:
-        """The placeholder in the help."""
+        """Return the placeholder for the help."""
         return "SECONDS"
 
 
@@ -64,34 +63,34 @@ class Whole(click.IntRange):
     name = "whole number"
 
     def get_metavar(self, *_: Any, **__: Any) -> str:
-        """The placeholder in the help."""
+        """Return the placeholder for the help."""
         return "NUMBER"
 
 
 def size(text: str) -> str | int:
-    """An amount of memory: with a unit, or in bytes as in Ray's command.
+    """Parse an amount of memory: with a unit, or in bytes as in Ray's command.
 
     Raises:
-        BadParameter: it is not an amount of memory.
+        BadParameter: the text is not an amount of memory.
     """
     is_bytes = text.isdecimal()
     try:
         count = parse_size("", int(text) if is_bytes else text)
     except OptionError:
         raise click.BadParameter(
-            f"{text!r} is not an amount of memory; write it with a unit, such as 64GiB "
-            f"or 500MB, or in bytes."
+            f"{text!r} is not an amount of memory; write one with a unit, such as "
+            f"64GiB or 500MB, or in bytes."
         ) from None
-    if count and (meant := too_small(count)):
-        advice = f"write it with its unit, such as {meant}"
+    if count and (suggestion := too_small(count)):
+        advice = f"write it with a unit, such as {suggestion}"
         if not is_bytes:
-            advice = f"give {told_size(LEAST)} at least"
-        raise click.BadParameter(f"{text!r} is read as {byte_count(count)}; {advice}.")
+            advice = f"the minimum is {told_size(LEAST)}"
+        raise click.BadParameter(f"{text!r} means {byte_count(count)}; {advice}.")
     return count if is_bytes else text
 
 
 def size_or_share(text: str) -> str | int:
-    """An amount of GPU memory, or "share": in proportion to the share of the GPU."""
+    """Parse an amount of GPU memory, or "share": in proportion to the GPU's share."""
     return text if text == "share" else size(text)
 
 
@@ -99,13 +98,13 @@ AUTO: Final = "auto"
 UNIX: Final = "unix:"
 """Optional prefix of a socket's path, as in `aiogpu.init`."""
 ANY: Final = "any"
-"""The only node that there is, if none is named."""
+"""The address if no option names a node: the only node of this user."""
 OF_PROCESS: Final = "pid:"
-"""The node of a process, whose number follows."""
+"""Prefix of an address that is the number of a process."""
 EMBEDDED: Final = ("local", "inline")
-"""Addresses by which a program opens a node inside itself; they name none."""
+"""Addresses by which a program opens a node inside itself; no command can join them."""
 PATIENCE: Final = 15.0
-"""Seconds that a node has for an answer; a busy one needs a tenth of a second."""
+"""Seconds that a node has to answer; a busy node needs a tenth of a second."""
 ADVICE: Final = "Start one by `aiogpu start --head`"
 T = TypeVar("T")
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -115,7 +114,7 @@ class Node:
     """The node that this loop has joined.
 
     Each method raises TimeoutError if the node does not answer within `patience`
-    seconds; None waits without limit.
+    seconds; a patience of None waits without limit.
     """
 
     def __init__(self, patience: float | None) -> None:
@@ -135,17 +134,17 @@ class Node:
                 raise no_such_task(task_id, "`aiogpu list tasks`") from None
 
     async def timeline(self) -> list[Span]:
-        """The last tasks that have run on it."""
+        """Return the last tasks that ran on the node."""
         async with asyncio.timeout(self._patience):
             return await self._engine.timeline()
 
     async def ended(self) -> tuple[EndedTask, ...]:
-        """The last tasks that have ended on it, the latest first."""
+        """Return the last tasks that ended on the node, the latest first."""
         async with asyncio.timeout(self._patience):
             return await self._engine.ended()
 
     async def failed_calls(self, actor: int) -> tuple[EndedTask, ...]:
-        """The last call of each method of an actor that has failed, with traceback."""
+        """Return the last failed call of each method of an actor, with traceback."""
         async with asyncio.timeout(self._patience):
             return await self._engine.ended(actor)
 
@@ -162,22 +161,22 @@ class Node:
 
 
 def service_option(command: Command) -> Command:
-    """Add the option that names a service."""
+    """Add the option `--address` for a service."""
     return click.option(
         "--address",
         "--socket",
         "address",
         metavar="SOCKET",
         callback=_checked,
-        help="The node's socket; if not given, AIOGPU_ADDRESS, or where "
-        "`aiogpu start` listens.",
+        help="Socket of the node; default AIOGPU_ADDRESS, or the default socket of "
+        "`aiogpu start`.",
     )(command)
 
 
 def address_option(command: Command) -> Command:
-    """Add the options that name the node to ask, whether a service or in a program.
+    """Add the options `--address` and `--pid`, for a service or a node in a program.
 
-    The command gets `address`, which is for `joined` and `ask`, or for `resolved`.
+    The command gets the parameter `address` for `joined`, `ask` or `resolved`.
     """
     by_pid = click.option(
         "--pid",
@@ -187,7 +186,7 @@ def address_option(command: Command) -> Command:
         expose_value=False,
         callback=_note_pid,
         shell_complete=_pids,
-        help="The process that the node is in: a program, or a service.",
+        help="Process of the node: a program or a service.",
     )
     by_address = click.option(
         "--address",
@@ -195,8 +194,8 @@ def address_option(command: Command) -> Command:
         "address",
         metavar="SOCKET",
         callback=_chosen,
-        help="The node's socket; if neither is given, AIOGPU_ADDRESS, or the only "
-        "node that this user has.",
+        help="Socket of the node; default AIOGPU_ADDRESS, or the only node of this "
+        "user.",
     )
     return by_pid(by_address(command))
 
@@ -204,8 +203,8 @@ def address_option(command: Command) -> Command:
 def _checked(_ctx: click.Context, _option: click.Parameter, value: str | None) -> str:
     if value in EMBEDDED:
         raise click.BadParameter(
-            f"{value!r} is a node inside a program, which runs that program's tasks "
-            f"alone. Give the socket of one that `aiogpu start` has started."
+            f"{value!r} means a node inside a program, which other programs cannot "
+            f"use. Give the socket of a node of `aiogpu start`."
         )
     return value or default_address()
 
@@ -213,13 +212,13 @@ def _checked(_ctx: click.Context, _option: click.Parameter, value: str | None) -
 def _chosen(ctx: click.Context, _option: click.Parameter, value: str | None) -> str:
     pid = ctx.meta.get(OF_PROCESS)
     if pid is not None and value:
-        raise click.UsageError("--pid and --address both name a node: give one.", ctx)
+        raise click.UsageError("--pid and --address exclude each other: give one.", ctx)
     if pid is not None:
         return f"{OF_PROCESS}{pid}"
     if value in EMBEDDED:
         raise click.BadParameter(
-            f"{value!r} is how a program opens a node inside itself, and names none. "
-            f"Give that program's --pid, or the socket of a node."
+            f"{value!r} means any node inside a program. Give the program's --pid, or "
+            f"the socket of a node."
         )
     return value or named_address() or ANY
 
@@ -229,7 +228,7 @@ def _note_pid(ctx: click.Context, _option: click.Parameter, pid: int | None) -> 
 
 
 def check_unnamed(why: str) -> None:
-    """Raise `UsageError` if the running command was given a node by an option."""
+    """Raise `UsageError` if an option of the running command names a node."""
     ctx = click.get_current_context()
     source = ctx.get_parameter_source("address")
     if ctx.meta.get(OF_PROCESS) or source is ParameterSource.COMMANDLINE:
@@ -237,78 +236,78 @@ def check_unnamed(why: str) -> None:
 
 
 def _pids(
-    _context: click.Context, _option: click.Parameter, begun: str
+    _context: click.Context, _option: click.Parameter, prefix: str
 ) -> list[CompletionItem]:
-    """Processes with a node whose numbers begin so."""
+    """Return the processes with a node whose numbers begin with a prefix."""
     try:
-        found = find_nodes().nodes
+        nodes = find_nodes().nodes
     except aiogpu.errors.NodeError:
-        return []  # a shell has no place to show why
+        return []  # a shell cannot show the error
     return [
-        CompletionItem(str(one.pid), help=one.program)
-        for one in found
-        if one.pid and str(one.pid).startswith(begun)
+        CompletionItem(str(node.pid), help=node.program)
+        for node in nodes
+        if node.pid and str(node.pid).startswith(prefix)
     ]
 
 
 def named_address() -> str | None:
-    """The address in AIOGPU_ADDRESS, if that names a node of another process."""
-    named = os.environ.get("AIOGPU_ADDRESS")
-    return None if named in EMBEDDED else named or None
+    """Return the address in AIOGPU_ADDRESS, if it names a node of another process."""
+    value = os.environ.get("AIOGPU_ADDRESS")
+    return None if value in EMBEDDED else value or None
 
 
 def default_address() -> str:
-    """The address of the service if none is given."""
+    """Return the address of a service if no option gives one."""
     return named_address() or AUTO
 
 
 def resolved(address: str) -> str:
-    """Return the address of one node, where `ANY` or a process was given.
+    """Return the address of one node, for `ANY` or a process too.
 
     Raises:
-        SeveralNodesError: there are several.
-        ClickException: that process has none.
+        SeveralNodesError: there are several nodes.
+        ClickException: there is no node, or the process has none.
     """
     if address == ANY:
         return _only_node()
     if not address.startswith(OF_PROCESS):
         return address
     pid = int(address.removeprefix(OF_PROCESS))
-    found, refused = find_nodes(pid)
-    if not found:
-        reasons = "".join(f" {one}" for one in refused)
+    nodes, refused = find_nodes(pid)
+    if not nodes:
+        reasons = "".join(f" {reason}" for reason in refused)
         raise click.ClickException(
-            f"process {pid} ({program_name(pid)}) has no node that can be asked: it "
-            f"has opened none, or has left it, or its node is an inline one or Ray's."
-            f"{reasons} `aiogpu status` without --pid finds the nodes that there are."
+            f"process {pid} ({program_name(pid)}) has no node that answers commands: "
+            f"it has not opened one, has closed it, or uses an inline node or Ray."
+            f"{reasons} `aiogpu status` without --pid finds all nodes."
         )
-    return _the_one(found, pid)
+    return _single(nodes, pid)
 
 
 def _only_node() -> str:
-    """The address of the only node; that of the service if nobody listens anywhere."""
-    found, refused = find_nodes()
+    """Return the address of the only node; of the service if no node listens."""
+    nodes, refused = find_nodes()
     path = default_socket()
-    if not found and not os.path.lexists(path):
-        reasons = "".join(f". {one.rstrip('.')}" for one in refused)
+    if not nodes and not os.path.lexists(path):
+        reasons = "".join(f". {reason.rstrip('.')}" for reason in refused)
         raise NoNodeError(
-            f"there is no socket {path}, and no program's in "
+            f"there is no socket {path}, and no socket of a program in "
             f"{place_of(os.environ)}{reasons}"
         )
-    return _the_one(found) if found else AUTO
+    return _single(nodes) if nodes else AUTO
 
 
-def _the_one(found: Sequence[FoundNode], pid: int | None = None) -> str:
-    if len(found) > 1:
-        raise SeveralNodesError(found, pid)
-    return found[0].address
+def _single(nodes: Sequence[FoundNode], pid: int | None = None) -> str:
+    if len(nodes) > 1:
+        raise SeveralNodesError(nodes, pid)
+    return nodes[0].address
 
 
 class SeveralNodesError(click.ClickException):
-    """There are several nodes, and none was named.
+    """There are several nodes, and no option names one.
 
     Attributes:
-        pid: the process that all of them are in, if that was named.
+        pid: the process of all the nodes, if --pid names it.
     """
 
     exit_code = 2
@@ -322,41 +321,41 @@ class SeveralNodesError(click.ClickException):
 
 
 def how_to_choose(nodes: Sequence[FoundNode]) -> str:
-    """Say that there are several nodes, and which option names one of them."""
-    pids = Counter(one.pid for one in nodes)
+    """Return a sentence that says which option chooses one of several nodes."""
+    pids = Counter(node.pid for node in nodes)
     if len(pids) < 2:
-        of = f"process {''.join(map(str, pids)) or 0} has {len(nodes)} nodes"
-        such = f", such as --address {nodes[0].address}" if nodes else ""
-        return f"{of}; name one by --address{such}."
-    ways = []
-    for one in nodes:
-        if one.program != SERVICE and one.pid and pids[one.pid] == 1:
-            ways.append(f"--pid {one.pid}")
+        count = f"process {''.join(map(str, pids)) or 0} has {len(nodes)} nodes"
+        example = f", such as --address {nodes[0].address}" if nodes else ""
+        return f"{count}; choose one by --address{example}."
+    examples = []
+    for node in nodes:
+        if node.program != SERVICE and node.pid and pids[node.pid] == 1:
+            examples.append(f"--pid {node.pid}")
             break
-    if any(one.program == SERVICE for one in nodes):
-        ways.append(f"--address auto for that of `{SERVICE}`")
-    such = f", such as {', or '.join(ways)}" if ways else ""
+    if any(node.program == SERVICE for node in nodes):
+        examples.append(f"--address auto for the node of `{SERVICE}`")
+    example = f", such as {', or '.join(examples)}" if examples else ""
     return (
-        f"this user has {len(nodes)} nodes here; name one by --pid or --address{such}."
+        f"this user has {len(nodes)} nodes; choose one by --pid or --address{example}."
     )
 
 
 def socket_path(address: str) -> str:
-    """The path of the socket of an address."""
+    """Return the path of the socket of an address."""
     return default_socket() if address == AUTO else address.removeprefix(UNIX)
 
 
 def check_there(address: str) -> None:
-    """Raise an error with advice if no node can be at that address.
+    """Raise an error with advice if no node can be at an address.
 
     Raises:
         ClickException: there is no socket.
-        NodeError: another user may control the place.
+        NodeError: another user may control the directory of the socket.
     """
     if address == "ray" or address.startswith("ray://"):
         raise click.ClickException(
-            f"{address!r} is a Ray cluster, which Ray's own `ray status` tells of; "
-            f"give the --address of a node that `aiogpu start` has started."
+            f"{address!r} is a Ray cluster; use Ray's own command, such as `ray "
+            f"status`, or give the --address of a node of `aiogpu start`."
         )
     path = socket_path(address)
     check_socket(path)
@@ -369,22 +368,22 @@ def check_there(address: str) -> None:
 
 
 class NoNodeError(click.ClickException):
-    """There is no node to ask."""
+    """There is no node."""
 
     def __init__(self, why: str) -> None:
         super().__init__(
-            f"no node runs: {why}. {ADVICE}, or name another node by --address."
+            f"no node runs: {why}. {ADVICE}, or give another node by --address."
         )
 
 
 def no_answer_error(address: str, patience: float | None) -> click.ClickException:
-    """The error for a node that does not answer."""
+    """Return the error for a node that does not answer."""
     within = "" if patience is None else f" within {patience:g} s"
     path = socket_path(address)
     advice = (
-        "the event loop of its program is held up, or the program is stopped"
+        "the event loop of its program is blocked, or the program is stopped"
         if is_private(path)
-        else "`aiogpu doctor` says how it stands, and `aiogpu stop --force` ends it"
+        else "`aiogpu doctor` checks it, and `aiogpu stop --force` ends it"
     )
     return click.ClickException(
         f"the node at {path} has not answered{within}; {advice}."
@@ -392,7 +391,7 @@ def no_answer_error(address: str, patience: float | None) -> click.ClickExceptio
 
 
 def joining(address: str) -> Opening:
-    """Return an `Opening` that joins a node to look at it, not to run tasks."""
+    """Return an `Opening` that joins a node only to view it, not to run tasks."""
     options = NodeOptions(only_looks=True, log_to_driver=False)
     return Opening(address, options, ignore_reinit_error=False)
 
@@ -401,15 +400,15 @@ def joining(address: str) -> Opening:
 async def joined(
     address: str, patience: float | None = PATIENCE
 ) -> AsyncIterator[Node]:
-    """Join the node at an address for the length of the block.
+    """Join the node at an address for the time of the block.
 
     Args:
-        address: its socket, or what `address_option` gives.
-        patience: seconds that it has for each answer; None for ever.
+        address: the node's socket, or an address of `address_option`.
+        patience: seconds that the node has for each answer; None for no limit.
 
     Raises:
-        ClickException: none runs there, or it does not answer, or there are several.
-        NodeError: another user may control the place.
+        ClickException: no node runs there, it does not answer, or there are several.
+        NodeError: another user may control the directory of the socket.
     """
     address = resolved(address)
     check_there(address)
@@ -427,20 +426,20 @@ async def joined(
     except TimeoutError:
         raise no_answer_error(address, patience) from None
     finally:
-        # Nothing of a view has to stop first, and the node may not answer any more.
+        # A view has no tasks to stop, and the node may not answer any more.
         await node.shutdown(at_once=True)
 
 
 LISTED_WITHIN: Final = 3.0
-"""Seconds that each of several nodes has for its answer."""
+"""Seconds that each of several nodes has to answer."""
 
 
-async def look_at_all(nodes: Sequence[FoundNode]) -> list[SeenNode]:
+async def status_of_all(nodes: Sequence[FoundNode]) -> list[SeenNode]:
     """Ask several nodes at the same time for their status."""
-    return list(await asyncio.gather(*map(_look_at, nodes)))
+    return list(await asyncio.gather(*map(_status_of, nodes)))
 
 
-async def _look_at(node: FoundNode) -> SeenNode:
+async def _status_of(node: FoundNode) -> SeenNode:
     options = NodeOptions(only_looks=True, log_to_driver=False)
     engine = RemoteEngine(node.address, options, asyncio.get_running_loop())
     try:
@@ -461,7 +460,7 @@ def ask(
     question: Callable[[Node], Awaitable[T]],
     patience: float | None = PATIENCE,
 ) -> T:
-    """Join a node, await `question(node)`, leave, and return the answer."""
+    """Join a node, await `question(node)`, leave the node, and return the answer."""
 
     async def main() -> T:
         async with joined(address, patience) as node:

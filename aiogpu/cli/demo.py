@@ -1,8 +1,7 @@
-"""`aiogpu demo`: a fan-out of tasks on fractional GPUs, watched and checked.
+"""`aiogpu demo`: a fan-out of tasks on fractional GPUs, with a live display.
 
-Uses public names of aiogpu alone. It runs the example `julia_set`: each task computes
-one band of a picture; at the end the picture is computed again without tasks, and
-compared.
+Uses only public names of aiogpu. Runs the example `julia_set`: each task computes one
+band of a picture; at the end the picture is computed again without tasks and compared.
 """
 
 from __future__ import annotations
@@ -34,14 +33,14 @@ if TYPE_CHECKING:
 
 
 class Span(NamedTuple):
-    """One task's time in its worker.
+    """The time of a task in its worker.
 
     Attributes:
-        task: its number.
-        gpus: the devices that it held.
-        pid: its process.
-        begin: when its code began, by `time.monotonic()`.
-        end: when it ended.
+        task: the task's number.
+        gpus: the devices that the task held.
+        pid: the task's process.
+        begin: time of the start on the clock `time.monotonic`.
+        end: time of the end on the same clock.
     """
 
     task: int
@@ -54,23 +53,23 @@ class Span(NamedTuple):
 def lanes(spans: Iterable[Span], gpu: int | str) -> list[list[Span]]:
     """Spread the spans of a device over the fewest lanes without overlap.
 
-    There are as many lanes as tasks ran on the device at the same time.
+    The number of lanes is the most tasks that ran on the device at the same time.
     """
-    found: list[list[Span]] = []
+    rows: list[list[Span]] = []
     for span in sorted(spans, key=lambda span: span.begin):
         if gpu not in span.gpus:
             continue
-        for lane in found:
+        for lane in rows:
             if lane[-1].end <= span.begin:
                 lane.append(span)
                 break
         else:
-            found.append([span])
-    return found
+            rows.append([span])
+    return rows
 
 
 def device_label(gpu: int | str) -> str:
-    """A short name: an index with its kind, or the beginning of a UUID."""
+    """Return a short name: an index with its kind, or the beginning of a UUID."""
     return gpu[:12] if isinstance(gpu, str) else f"GPU {gpu}"
 
 
@@ -81,13 +80,13 @@ SHADES: Final = tuple(
     for n in range(16)
 )
 PREVIEW: Final = (48, 24)
-"""Columns and rows of pixels; two rows go into one line of text."""
+"""Columns and rows of pixels of the preview; a line of text shows two rows."""
 
 
 def timeline(
     spans: Sequence[Span], gpus: Mapping[Gpu, str], width: int, *, is_ascii: bool
 ) -> Text:
-    """One row per device and place on it; a bar begins with its task's number."""
+    """Draw a row for each lane of each device; a bar begins with its task's number."""
     idle, fill = (".", "=") if is_ascii else ("·", "█")
     margin = max(map(len, gpus.values()), default=0) + 2
     columns = max(10, width - margin - 1)
@@ -112,7 +111,7 @@ def timeline(
 
 
 def _bar(span: Span, width: int, fill: str) -> Text:
-    """A bar with its task's number, if that has room."""
+    """Draw a bar, with its task's number if there is room."""
     number = str(span.task)
     label = number if len(number) <= width else ""
     color = COLORS[span.task % len(COLORS)]
@@ -120,10 +119,10 @@ def _bar(span: Span, width: int, fill: str) -> Text:
 
 
 def thumbnail(levels: Sequence[Sequence[int]]) -> Text:
-    """Two rows of pixels a line: the upper half of each character, and the lower."""
+    """Draw two rows of pixels per line, in the upper and lower half of characters."""
     text = Text(no_wrap=True)
     for upper, lower in zip(levels[::2], levels[1::2], strict=True):
-        # Runs of one colour are joined: a frame is a tenth of its size then.
+        # Joining runs of one colour makes a frame ten times smaller.
         for (above, below), run in groupby(zip(upper, lower, strict=True)):
             style = f"{SHADES[above]} on {SHADES[below]}"
             text.append("▀" * len(list(run)), style)
@@ -164,7 +163,7 @@ class Display:
         self._live.stop()
 
     def print(self, line: str) -> None:
-        """Print a line, in a terminal above the drawing."""
+        """Print a line; in a terminal it appears above the drawing."""
         self._console.print(line, markup=False)
 
     def begin(self, gpus: Sequence[Gpu], now: float) -> None:
@@ -187,7 +186,7 @@ class Display:
         self._live.update(Group(*picture, chart), refresh=True)
 
     def finish(self, finished: Sequence[Span]) -> None:
-        """Draw the chart, if it was not live."""
+        """Draw the chart, unless the display was live."""
         if not self._is_live:
             self._console.print(self._timeline(finished))
 
@@ -205,16 +204,16 @@ class Display:
 
 
 LOGICAL: Final = 2
-"""GPUs of the demo's node on a machine that has none."""
+"""GPUs of the demo's node on a machine without GPUs."""
 AT_ONCE: Final = 64
-"""Tasks that run at the same time at most, however small their shares."""
+"""Most tasks that run at the same time, however small their shares."""
 TASK_NAME: Final = "band-"
 """The name of a task without its number."""
 VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
 
 
 class Outcome(NamedTuple):
-    """The result of a fan-out, beside the picture."""
+    """The result of a fan-out, apart from the picture."""
 
     spans: list[Span]
     gpus: tuple[int | str, ...]
@@ -226,7 +225,7 @@ class Outcome(NamedTuple):
     "--gpus",
     type=click.IntRange(1, 64),
     metavar="NUMBER",
-    help=f"GPUs to share out; if not given, those detected, or {LOGICAL} logical ones.",
+    help=f"GPUs to use; default those detected, or {LOGICAL} logical ones.",
 )
 @click.option(
     "--tasks",
@@ -234,14 +233,14 @@ class Outcome(NamedTuple):
     metavar="NUMBER",
     default=32,
     show_default=True,
-    help="How many bands the picture is cut into.",
+    help="Number of bands of the picture.",
 )
 @click.option(
     "--share",
     type=float,
     default=0.25,
     show_default=True,
-    help="What each task holds: a part of one GPU, or whole ones.",
+    help="GPUs of each task: a fraction of one GPU, or whole GPUs.",
 )
 @click.option(
     "--size",
@@ -251,17 +250,19 @@ class Outcome(NamedTuple):
     show_default=True,
     help="Width and height of the picture in pixels.",
 )
-@click.option("--seed", type=int, default=7, show_default=True, help="Its shape.")
+@click.option(
+    "--seed", type=int, default=7, show_default=True, help="Shape of the picture."
+)
 def demo(gpus: int | None, tasks: int, share: float, size: int, seed: int) -> None:
-    """Compute a picture by tasks on fractional GPUs, watch them, check the result.
+    """Compute a picture by tasks on fractional GPUs, show them, check the result.
 
-    Each task computes one band. The GPUs are shared out but not computed on: numpy
-    runs on the CPU, with a GPU and without. At most 64 tasks run at the same time.
+    Each task computes one band. The tasks only reserve their GPUs: numpy computes on
+    the CPU, also on machines with GPUs. At most 64 tasks run at the same time.
     """
     if tasks > size:
         raise click.UsageError(
             f"--tasks {tasks} is more than the {size} rows of the picture, and each "
-            f"band has one at least. Ask for fewer tasks or for a larger --size."
+            f"band needs one. Give fewer tasks or a larger --size."
         )
     find_example()
     from julia_set import Picture, Scene, band
@@ -271,7 +272,7 @@ def demo(gpus: int | None, tasks: int, share: float, size: int, seed: int) -> No
     except aiogpu.OptionError as error:
         raise click.BadParameter(str(error), param_hint="--share") from None
     if share == 0:
-        raise click.BadParameter("a share is above 0.", param_hint="--share")
+        raise click.BadParameter("it must be above 0.", param_hint="--share")
     picture, screen = Picture(Scene.of(size, seed)), Display()
     with screen:
         outcome = aiogpu.run(fan_out(task, tasks, gpus, picture, screen))
@@ -280,7 +281,7 @@ def demo(gpus: int | None, tasks: int, share: float, size: int, seed: int) -> No
 
 
 def find_example() -> None:
-    """Make `julia_set` importable here and in workers, and check that it is."""
+    """Make `julia_set` importable in this process and in workers, and import it."""
     files = [Path(str(file.locate())) for file in metadata.files("aiogpu") or ()]
     installed = [file for file in files if file.name == "julia_set.py"]
     checkout = Path(aiogpu.__file__).parents[1] / "examples" / "julia_set.py"
@@ -289,14 +290,14 @@ def find_example() -> None:
         import_module("julia_set")
     except ImportError as error:
         raise click.ClickException(
-            f"the demo computes with numpy, which cannot be imported here ({error}). "
-            f"Install it by: pip install 'aiogpu[demo]'"
+            f"the demo needs numpy, which cannot be imported ({error}). Install it by: "
+            f"pip install 'aiogpu[demo]'"
         ) from None
 
 
 @asynccontextmanager
 async def open_node(gpus: int | None) -> AsyncIterator[None]:
-    """Open a node with that many GPUs, with those detected, or with logical ones."""
+    """Open a node with the given, the detected, or logical GPUs."""
     init = partial(aiogpu.init, num_cpus=AT_ONCE, preload=("julia_set",))
     if gpus is None:
         async with init():
@@ -304,8 +305,8 @@ async def open_node(gpus: int | None) -> AsyncIterator[None]:
                 yield
                 return
         if not os.environ.get(VISIBLE, "-").strip():
-            # An empty list hides all GPUs, and logical ones would be an error; but
-            # there is nothing to hide from a computation that touches none.
+            # An empty list hides all GPUs, so logical GPUs would be an error. The demo
+            # does not touch GPUs, so the list is not needed.
             del os.environ[VISIBLE]
     async with init(num_gpus=gpus or LOGICAL):
         yield
@@ -314,7 +315,7 @@ async def open_node(gpus: int | None) -> AsyncIterator[None]:
 async def fan_out(
     task: Task, count: int, gpus: int | None, picture: Picture, screen: Display
 ) -> Outcome:
-    """Run a task for each band; show each end as it comes."""
+    """Run a task for each band; update the display as tasks end."""
     async with open_node(gpus):
         node = await aiogpu.status()
         ids = tuple(device.id for device in node.devices)
@@ -351,7 +352,7 @@ def headline(scene: Scene, node: aiogpu.types.NodeStatus) -> str:
 def running_spans(
     node: aiogpu.types.NodeStatus, before: Mapping[int, Span]
 ) -> dict[int, Span]:
-    """The running tasks by process; a span begins when it was first seen."""
+    """Return the running tasks by process; a span begins when it is first seen."""
     now = time.monotonic()
     running: dict[int, Span] = {}
     for device in node.devices:

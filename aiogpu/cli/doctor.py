@@ -1,9 +1,9 @@
-"""`aiogpu doctor` and `aiogpu gpus`: what this machine allows, and what is in it.
+"""`aiogpu doctor` and `aiogpu gpus`: checks of this machine, and its devices.
 
 `doctor` prints one line for each mechanism; a failed check says what it means and what
-to do (`aiogpu.cli.checks`). `gpus` prints the devices and what runs on them
-(`aiogpu.engines.device_report`): a table if the terminal is wide enough, else lines, or
-JSON. The holders of shares come from the user's shared node, if one runs.
+to do (`aiogpu.cli.checks`). `gpus` prints the devices and the processes on them
+(`aiogpu.engines.device_report`): as a table if the terminal is wide enough, else as
+lines, or as JSON. The holders of shares come from the user's shared node, if one runs.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ STYLES: Final = {Level.OK: "green", Level.WARN: "yellow", Level.MISSING: "red"}
 @click.option(
     "--imports",
     is_flag=True,
-    help="Also import numpy, torch and similar, each in a process of its own.",
+    help="Also import numpy, torch and similar, each in a separate process.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
 def doctor(imports: bool, as_json: bool) -> int:
-    """Test the mechanisms that a node needs, and say what to do about failures.
+    """Check the mechanisms that a node needs, and advise on failures.
 
-    Nothing is changed or left behind. The exit code is 1 if no node can start here,
-    0 otherwise.
+    The checks change nothing and leave nothing behind. The exit code is 1 if no node
+    can start on this machine, 0 otherwise.
     """
     return run([*CHECKS, *(import_checks() if imports else ())], as_json=as_json)
 
 
 def run(checks: Sequence[Check], *, as_json: bool = False) -> int:
-    """Run checks and print what they find; returns the exit code."""
-    # A check reports as a finding what it also logs.
+    """Run checks and print their findings; return the exit code."""
+    # Checks report their warnings as findings, so they need not be logged as well.
     logging.getLogger("aiogpu").addHandler(logging.NullHandler())
     screen = Console(highlight=False)
     findings = []
@@ -64,25 +64,25 @@ def run(checks: Sequence[Check], *, as_json: bool = False) -> int:
         click.echo(json.dumps([asdict(finding) for finding in findings], indent=1))
         return int(is_fatal)
     counts = Counter(finding.level for finding in findings)
-    told = ", ".join(f"{counts[level]} {level.value}" for level in Level)
+    summary = ", ".join(f"{counts[level]} {level.value}" for level in Level)
     verdict = "No node can start here" if is_fatal else "Nodes can start here"
-    screen.print(f"{verdict}: {told}.", soft_wrap=True)
+    screen.print(f"{verdict}: {summary}.", soft_wrap=True)
     return int(is_fatal)
 
 
 def line(finding: Finding) -> Text:
-    """One finding on one line."""
-    told = finding.found.rstrip(".")
-    after = [part for part in (finding.means, finding.advice) if part]
+    """Return a finding as one line."""
+    observation = finding.found.rstrip(".")
+    details = [part for part in (finding.means, finding.advice) if part]
     return Text.assemble(
         (f"{finding.level.value:<8}", STYLES[finding.level]),
         (f"{finding.name:<14}  ", "bold"),
-        " ".join([f"{told}.", *after]) if after else told,
+        " ".join([f"{observation}.", *details]) if details else observation,
     )
 
 
 PATIENCE: Final = 5.0
-"""Seconds in which the node has to answer."""
+"""Seconds that the node has to answer."""
 
 
 class NodeDevices(NamedTuple):
@@ -90,7 +90,7 @@ class NodeDevices(NamedTuple):
 
     Attributes:
         devices: the devices of the node.
-        note: why the node could not be asked; "" if it answered or none runs.
+        note: why the node did not answer; "" if it answered or no node runs.
     """
 
     devices: tuple[DeviceStatus, ...] = ()
@@ -98,59 +98,61 @@ class NodeDevices(NamedTuple):
 
     def of(self, kind: str, device: Device) -> DeviceStatus | None:
         """Return the node's status of a device; None if the node does not have it."""
-        for one in self.devices:
-            is_known = one.uuid is not None and device.uuid is not None
-            is_it = one.uuid == device.uuid if is_known else one.id == device.id
-            if one.kind == kind and is_it:
-                return one
+        for status in self.devices:
+            has_uuids = status.uuid is not None and device.uuid is not None
+            is_same = (
+                status.uuid == device.uuid if has_uuids else status.id == device.id
+            )
+            if status.kind == kind and is_same:
+                return status
         return None
 
-    def told(self, kind: str, device: Device) -> str:
-        """Describe the holders of a device and the share that is free."""
-        found = self.of(kind, device)
-        if found is None:
+    def holders(self, kind: str, device: Device) -> str:
+        """Describe the holders of a device and its free share."""
+        status = self.of(kind, device)
+        if status is None:
             return ""
-        if found.aside is not None:
-            return f"set aside: {found.aside}"
-        holders = ", ".join(held_by(found, with_others=False))
-        free = f"{found.free:g} free"
+        if status.aside is not None:
+            return f"set aside: {status.aside}"
+        holders = ", ".join(held_by(status, with_others=False))
+        free = f"{status.free:g} free"
         return f"{holders}; {free}" if holders else free
 
 
 async def ask_node() -> NodeDevices:
-    """Ask the user's node for its devices; without a node there are none."""
+    """Ask the user's node for its devices; return no devices without a node."""
     address = connect.default_address()
     try:
         connect.check_there(address)
     except click.ClickException:
         return NodeDevices()
     except aiogpu.errors.NodeError as error:
-        told = str(error)
+        message = str(error)
     else:
         try:
             async with connect.joined(address, PATIENCE) as node:
                 return NodeDevices((await node.status()).devices)
         except click.ClickException as error:
-            told = error.message
+            message = error.message
         except aiogpu.AiogpuError as error:
-            told = str(error)
-    why = told.partition(". ")[0].rstrip(".")
-    return NodeDevices(note=f"Who holds what is not known: {why}.")
+            message = str(error)
+    reason = message.partition(". ")[0].rstrip(".")
+    return NodeDevices(note=f"The holders of devices are unknown: {reason}.")
 
 
 SHOWN: Final = 4
-"""Processes of a device that are named."""
+"""Most processes of a device that are listed."""
 NOTHING: Final = NodeDevices()
 
 
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
 def gpus(as_json: bool) -> int:
-    """Show the GPUs and other devices that a node would share out.
+    """Show the GPUs and other devices that a node would use.
 
-    Without devices the reason is printed, and the exit code is 0. It is 2 if a
-    variable, such as CUDA_VISIBLE_DEVICES, names a device that does not exist. If a
-    node of `aiogpu start` runs, the holders of each device are shown.
+    If there are no devices, the reason is printed and the exit code is 0. The exit code
+    is 2 if a variable such as CUDA_VISIBLE_DEVICES names a device that does not exist.
+    If a node of `aiogpu start` runs, the holders of each device are shown.
 
     \b
     Examples:
@@ -178,19 +180,19 @@ def gpus(as_json: bool) -> int:
     if report.seen:
         screen.print(table)
     for seen in report.seen:
-        told = health(seen)
-        style = "green" if told in ("well", "answers") else "red"
-        screen.print(text(f"{seen.kind} {seen.device.id}: {told}", style))
+        state = health(seen)
+        style = "green" if state in ("well", "answers") else "red"
+        screen.print(text(f"{seen.kind} {seen.device.id}: {state}", style))
     for note in report.notes:
         screen.print(note, markup=False)
     return 0
 
 
 class Warnings(logging.Handler):
-    """Collects the warnings of detection, each once, to be shown as notes.
+    """Collects the warnings of detection, each once, to show them as notes.
 
     Attributes:
-        lines: their texts.
+        lines: the texts of the warnings.
     """
 
     def __init__(self) -> None:
@@ -202,7 +204,7 @@ class Warnings(logging.Handler):
         self.lines[record.getMessage().removeprefix("! ")] = None
 
     def added_to(self, report: DeviceReport) -> DeviceReport:
-        """Return the report with those warnings that its notes do not contain."""
+        """Return the report with the warnings that its notes do not contain."""
         notes = "\n".join(report.notes)
         fresh = [line for line in self.lines if line.partition(";")[0] not in notes]
         return report._replace(notes=(*fresh, *report.notes))
@@ -213,9 +215,9 @@ def as_data(report: DeviceReport, node: NodeDevices = NOTHING) -> dict[str, Any]
     devices = []
     for seen in report.seen:
         data = _device_data(seen)
-        if held := node.of(seen.kind, seen.device):
-            data["free"], data["aside"] = held.free, held.aside
-            data["holders"] = data_of(held.holders)
+        if status := node.of(seen.kind, seen.device):
+            data["free"], data["aside"] = status.free, status.aside
+            data["holders"] = data_of(status.holders)
         devices.append(data)
     return {"devices": devices, "notes": list(report.notes)}
 
@@ -240,8 +242,8 @@ def _device_data(seen: DetectedDevice) -> dict[str, Any]:
         "processes": None
         if seen.processes is None
         else [
-            {"pid": one.pid, "name": one.name or None, "memory": one.memory}
-            for one in seen.processes
+            {"pid": other.pid, "name": other.name or None, "memory": other.memory}
+            for other in seen.processes
         ],
         "problem": None if sample is None else sample.problem,
         "errors": [] if health is None else list(health.errors),
@@ -255,8 +257,8 @@ def lines(report: DeviceReport, node: NodeDevices = NOTHING) -> Iterator[str]:
     for seen in report.seen:
         name = seen.device.name or seen.device.type or "without a name"
         yield f"{seen.kind} {seen.device.id}  {name}"
-        for name, told in facts(seen, report, node):
-            yield f"  {name:<11} {told}"
+        for name, fact in facts(seen, report, node):
+            yield f"  {name:<11} {fact}"
     yield from report.notes
 
 
@@ -273,28 +275,28 @@ def facts(
         ("capability", capability and ".".join(map(str, capability))),
         ("pci", device.pci),
         ("part of", device.parent),
-        ("held", printable(node.told(seen.kind, device))),
+        ("held", printable(node.holders(seen.kind, device))),
         ("memory", memory_use(None if sample is None else sample.used, device.memory)),
         ("busy", None if busy is None else f"{busy} %"),
         (
             "linked to",
             ", ".join(
-                str(one.device.id)
-                for one in report.seen
-                if one.device.uuid in device.links
+                str(other.device.id)
+                for other in report.seen
+                if other.device.uuid in device.links
             ),
         ),
         ("near", near(seen)),
         ("health", health(seen)),
         ("processes", processes(seen)),
     )
-    for name, told in known:
-        if told:
-            yield name, told
+    for name, fact in known:
+        if fact:
+            yield name, fact
 
 
 def near(seen: DetectedDevice) -> str:
-    """Describe the NUMA node and the CPUs that the device is attached to."""
+    """Describe the NUMA node and the CPUs near a device."""
     node = "" if seen.numa_node is None else f"NUMA node {seen.numa_node}"
     cpus = f"CPUs {seen.cpus}" if seen.cpus else ""
     return ", ".join(filter(None, (node, cpus)))
@@ -303,17 +305,17 @@ def near(seen: DetectedDevice) -> str:
 def health(seen: DetectedDevice) -> str:
     """Describe the health of a device as its driver reports it."""
     if seen.sample is None or seen.health is None:
-        return "not known: its driver is not asked"
+        return "unknown: aiogpu does not ask its driver"
     problem = seen.sample.problem
-    told = [*seen.health.errors]
+    parts = [*seen.health.errors]
     if seen.sample.is_lost or seen.health.is_lost:
-        told.append(f"lost ({problem})" if problem else "lost")
+        parts.append(f"lost ({problem})" if problem else "lost")
     elif problem is not None:
-        told.append(f"cannot be asked what is on it ({problem})")
+        parts.append(f"the driver does not report its use ({problem})")
     if seen.health.action:
-        told.append(f"the driver asks for this: {seen.health.action}")
-    if told:
-        return "; ".join(told)
+        parts.append(f"the driver requests: {seen.health.action}")
+    if parts:
+        return "; ".join(parts)
     return "well" if seen.health.action is not None else "answers"
 
 
@@ -323,15 +325,15 @@ def processes(seen: DetectedDevice) -> str:
         return ""
     if seen.processes is None:
         return "not listed by its driver"
-    told = [_process(one) for one in seen.processes[:SHOWN]]
+    listed = [_process(process) for process in seen.processes[:SHOWN]]
     if len(seen.processes) > SHOWN:
-        told.append(f"and {len(seen.processes) - SHOWN} more")
-    return ", ".join(told) or "none"
+        listed.append(f"and {len(seen.processes) - SHOWN} more")
+    return ", ".join(listed) or "none"
 
 
 def _process(process: OtherProcess) -> str:
-    told = " ".join(filter(None, (process.name, f"pid {process.pid}")))
-    return told if process.memory is None else f"{told} {amount(process.memory, '0')}"
+    name = " ".join(filter(None, (process.name, f"pid {process.pid}")))
+    return name if process.memory is None else f"{name} {amount(process.memory, '0')}"
 
 
 def device_table(report: DeviceReport, node: NodeDevices) -> Table:

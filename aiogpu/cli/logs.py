@@ -1,6 +1,6 @@
-"""`aiogpu logs` and `aiogpu timeline`: what tasks have printed, and when they ran.
+"""`aiogpu logs` and `aiogpu timeline`: the output of tasks, and when tasks ran.
 
-The lines of a log come oldest first, across the files that it was rotated into.
+The lines of a log come oldest first, across its rotated files.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ CHUNK: Final = 1 << 16
 
 
 class LogReader:
-    """Reads a rotated log: `path.2`, `path.1`, `path`, and then what is appended.
+    """Reads a rotated log: `path.2`, `path.1`, `path`, and then appended lines.
 
-    The current file may be renamed or removed while it is read. It is recognised by its
-    inode and stays open until it was read to its end.
+    The current file may be renamed or removed while it is read. The reader knows it by
+    its inode, and keeps it open until its end.
     """
 
     def __init__(self, path: str) -> None:
@@ -44,9 +44,9 @@ class LogReader:
         return f"<LogReader {self._path}>"
 
     def read(self) -> Iterator[str]:
-        """The complete lines since the last reading, without line ends."""
+        """Yield the complete lines since the last call, without line ends."""
         while True:
-            # First, so that nothing written before the rotation is missed.
+            # Looked up first, so that no line before a rotation is missed.
             following = self._following()
             while data := self._file.read(CHUNK) if self._file is not None else b"":
                 *lines, self._rest = (self._rest + data).split(b"\n")
@@ -61,23 +61,23 @@ class LogReader:
             self._file = following
 
     def _following(self) -> BinaryIO | None:
-        """The file after the current one, or the oldest; None if there is none."""
-        found: BinaryIO | None = None
+        """Return the file after the current one, or the oldest; None without one."""
+        newer: BinaryIO | None = None
         for number in count():
             name = f"{self._path}.{number}" if number else self._path
             try:
                 file = open(name, "rb", buffering=0)  # noqa: SIM115
             except OSError:
                 if number:
-                    return found
-                continue  # between two files there may be none for a moment
+                    return newer
+                continue  # during a rotation `path` may be missing for a moment
             if self._file and os.path.sameopenfile(file.fileno(), self._file.fileno()):
                 file.close()
-                return found
-            if found is not None:
-                found.close()
-            found = file
-        return found
+                return newer
+            if newer is not None:
+                newer.close()
+            newer = file
+        return newer
 
     def close(self) -> None:
         """Close the current file."""
@@ -91,9 +91,9 @@ NODE: Final = "node.log"
 USUAL: Final = 1000
 """Lines that are shown by default."""
 LISTED: Final = 8
-"""Programs that an error names at most."""
+"""Most programs that an error lists."""
 EVERY: Final = 200
-"""Milliseconds between two looks for new lines."""
+"""Milliseconds between two checks for new lines."""
 _LINE: Final = re.compile(r"\S+ \S+ client=(\d+) task=(\d+) ")
 _BEGIN: Final = re.compile(r"\S+ \S+ client=0 task=0 out \(node ")
 Wanted = Callable[[str], bool]
@@ -101,27 +101,29 @@ Wanted = Callable[[str], bool]
 
 @click.command()
 @click.option("--follow", "-f", is_flag=True, help="Keep printing new lines.")
-@click.option("--task", type=connect.Whole(1), metavar="ID", help="Only of this task.")
+@click.option(
+    "--task", type=connect.Whole(1), metavar="ID", help="Only lines of this task."
+)
 @click.option(
     "--client",
     type=connect.Whole(1),
     metavar="ID",
-    help="Only of this program; `aiogpu list clients` shows its ID.",
+    help="Only lines of this program; `aiogpu list clients` shows its ID.",
 )
-@click.option("--node", is_flag=True, help="The log of the node itself.")
+@click.option("--node", is_flag=True, help="Show the log of the node itself.")
 @click.option(
     "--lines",
     "-n",
     type=connect.Whole(0),
     default=USUAL,
     show_default=True,
-    help="How many of the last lines to show.",
+    help="Show at most so many of the last lines.",
 )
 @connect.address_option
 @click.option(
     "--log-dir",
     metavar="DIRECTORY",
-    help="The directory of the logs, if not beside the socket.",
+    help="Directory of the logs, if it is not beside the socket.",
 )
 def logs(
     follow: bool,
@@ -132,9 +134,9 @@ def logs(
     address: str,
     log_dir: str | None,
 ) -> None:
-    """Show what tasks have printed, with the time, the program and the task.
+    """Show the output of tasks, with the time, the program and the task.
 
-    This reads files, so it also works after the node has ended.
+    The command reads files, so it also works after the node has ended.
 
     \b
     Examples:
@@ -145,36 +147,38 @@ def logs(
     \b
     Exit codes:
       0    everything was shown
-      1    no node has logged there, or nothing of that program
+      1    there is no log, or it has no lines of that program
       2    bad input
       130  --follow was ended by Ctrl-C
     """  # noqa: D301 - click's mark for lines to be left as they are
     if node and (task or client):
-        raise click.UsageError("--node has no tasks: leave out --task and --client.")
+        raise click.UsageError(
+            "the log of --node has no lines of tasks: leave out --task and --client."
+        )
     directory = _directory_of(address) if log_dir is None else log_dir
     if not os.path.isdir(directory):
         raise click.ClickException(
-            f"there are no logs in {directory}. A node that `aiogpu start --head` has "
-            f"started writes them beside its socket: name that by --address, or the "
-            f"directory by --log-dir."
+            f"there are no logs in {directory}. A node of `aiogpu start --head` writes "
+            f"them beside its socket: give the socket by --address, or the directory "
+            f"by --log-dir."
         )
     reader = LogReader(os.path.join(directory, NODE if node else FILE))
     known: set[int] = set()
     try:
-        wanted, last = _wanted(task, client, known), deque[str](maxlen=lines)
+        is_wanted, last = _wanted(task, client, known), deque[str](maxlen=lines)
         for line in reader.read():
             if task is not None and _BEGIN.match(line):
-                last.clear()  # what follows is of another node
-            elif wanted(line):
+                last.clear()  # the next lines belong to another node
+            elif is_wanted(line):
                 last.append(line)
         _show(last)
         if client is not None and client not in known and not follow:
             raise _no_lines(client, known, directory)
         if task is not None and lines and not last and not follow:
             click.echo(
-                f"No line of task {task} is kept in {directory}: it has printed "
-                f"nothing, or its lines were dropped. `aiogpu why {task}` says what "
-                f"the node knows of it.",
+                f"There is no line of task {task} in {directory}: the task has printed "
+                f"nothing, or its lines were dropped. `aiogpu why {task}` shows its "
+                f"state.",
                 err=True,
             )
         while follow and _wait():
@@ -184,14 +188,14 @@ def logs(
 
 
 def _directory_of(address: str) -> str:
-    """The directory of a node's logs.
+    """Return the directory of a node's logs.
 
     Raises:
-        ClickException: the node is inside a program, and has none.
-        NodeError: another user may control the place.
+        ClickException: the node is inside a program, and has no logs.
+        NodeError: another user may control the directory.
     """
     if address == connect.ANY and os.path.isdir(logs_beside(default_socket())):
-        address = connect.AUTO  # also of a service that has ended
+        address = connect.AUTO  # even if the service has ended
     elif address == connect.ANY or address.startswith(connect.OF_PROCESS):
         try:
             address = connect.resolved(address)
@@ -201,10 +205,9 @@ def _directory_of(address: str) -> str:
     if is_private(path):
         check_meeting(path)
         raise click.ClickException(
-            f"the node at {path} is inside a program and keeps no log: what its tasks "
-            f"print goes where the program itself prints{_output_of(path)}. A node "
-            f"that `aiogpu start --head` has started keeps one: name its socket by "
-            f"--address."
+            f"the node at {path} is inside a program and keeps no log: the output of "
+            f"its tasks goes to the output of the program{_output_of(path)}. For a "
+            f"node of `aiogpu start --head`, which keeps a log, give --address."
         )
     directory = logs_beside(path)
     check_meeting(directory)
@@ -212,22 +215,22 @@ def _directory_of(address: str) -> str:
 
 
 def _output_of(path: str) -> str:
-    """The standard output of the process that listens at a socket, if it is a file."""
+    """Describe the standard output of the process of a node, if it is a file."""
     node = node_at(path)
     with suppress(OSError):
         output = os.readlink(f"/proc/{node.pid if node is not None else 0}/fd/1")
-        return f", to {output}" if output.startswith("/") else ""
+        return f", {output}" if output.startswith("/") else ""
     return ""
 
 
 def _no_lines(client: int, known: set[int], directory: str) -> click.ClickException:
-    """The error for a program of which there is no line."""
-    told = ", ".join(map(str, sorted(known)[:LISTED]))
+    """Return the error for a program without lines in the log."""
+    listed = ", ".join(map(str, sorted(known)[:LISTED]))
     more = " and others" if len(known) > LISTED else ""
-    there = f"There are lines of {told}{more}" if known else "There are no lines at all"
+    lines = f"There are lines of {listed}{more}" if known else "There are no lines"
     return click.ClickException(
-        f"no line of program {client} is kept in {directory}. {there}; `aiogpu list "
-        f"clients` shows the ID of each program that is there now."
+        f"there is no line of program {client} in {directory}. {lines}; `aiogpu list "
+        f"clients` shows the IDs of the present programs."
     )
 
 
@@ -237,12 +240,12 @@ def _wanted(task: int | None, client: int | None, known: set[int]) -> Wanted:
         return lambda _line: True
 
     def is_of(line: str) -> bool:
-        found = _LINE.match(line)
-        if found is None:
+        match = _LINE.match(line)
+        if match is None:
             return False
-        of_client, of_task = map(int, found.groups())
-        known.add(of_client)
-        return task in (None, of_task) and client in (None, of_client)
+        line_client, line_task = map(int, match.groups())
+        known.add(line_client)
+        return task in (None, line_task) and client in (None, line_client)
 
     return is_of
 
@@ -257,7 +260,7 @@ def _show(lines: Iterable[str]) -> None:
 
 
 def _wait() -> bool:
-    """Wait a moment; raises `BrokenPipeError` once the output is a broken pipe."""
+    """Wait a moment; raise `BrokenPipeError` once the output is a broken pipe."""
     poll = select.poll()
     poll.register(sys.stdout.fileno(), 0)
     if any(event & select.POLLERR for _, event in poll.poll(EVERY)):
@@ -272,10 +275,10 @@ STDOUT: Final = "-"
 @click.argument("out", metavar="FILE", type=click.Path(dir_okay=False))
 @connect.address_option
 def timeline(out: str, address: str) -> None:
-    """Write what has run on the node to FILE, or to stdout for `-`.
+    """Write a timeline of the tasks that ran on the node to FILE, `-` for stdout.
 
-    FILE has JSON in the Trace Event Format: open it at https://ui.perfetto.dev. It has
-    the last 10 000 tasks, with a row for each device and for each worker.
+    FILE gets JSON in the Trace Event Format: open it at https://ui.perfetto.dev. The
+    timeline has the last 10 000 tasks, with a row for each device and each worker.
 
     \b
     Example:
@@ -297,15 +300,16 @@ def timeline(out: str, address: str) -> None:
     except OSError as error:
         raise click.ClickException(f"{out}: {error.strerror}") from None
     click.echo(
-        f"{len(spans)} tasks are in {out}; open it at https://ui.perfetto.dev", err=True
+        f"Wrote {len(spans)} tasks to {out}; open it at https://ui.perfetto.dev",
+        err=True,
     )
 
 
 def _write(path: str, text: str) -> None:
-    """Write to a temporary file and rename it, so that nobody reads half of it.
+    """Write a temporary file and rename it, so that readers never see half a file.
 
-    A pipe, or something else that is not a regular file, is written to directly; a link
-    stays a link.
+    Pipes and other files that are not regular are written directly; a link stays a
+    link.
     """
     path = os.path.realpath(path)
     if os.path.exists(path) and not os.path.isfile(path):

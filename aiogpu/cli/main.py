@@ -1,4 +1,4 @@
-"""The `aiogpu` command: finds the subcommand and ends with the right exit code.
+"""The `aiogpu` command: finds the subcommand and exits with the right code.
 
 Subcommands are imported when they are used, so that `aiogpu --version` is quick. Exit
 codes: 0 success, 1 failure, 2 bad input, 130 interrupt, 141 broken pipe. Each standard
@@ -23,21 +23,21 @@ import aiogpu
 from aiogpu.errors import AiogpuError, DeviceError, InfeasibleError, OptionError
 
 BROKEN_PIPE: Final = 141
-"""The code that shells report for a program ended by SIGPIPE: 128 + 13."""
+"""The exit code that shells report for a program ended by SIGPIPE: 128 + 13."""
 NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def open_streams() -> None:
-    """Open /dev/null in place of standard streams that are closed, as by `>&-`.
+    """Open /dev/null in place of closed standard streams, as after `>&-`.
 
-    Otherwise the next socket that is opened becomes the standard output. Characters
-    that the encoding lacks, such as bars in ASCII, become question marks.
+    Otherwise the next socket to be opened becomes the standard output. Characters that
+    the encoding lacks, such as bars in ASCII, are printed as question marks.
     """
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
-            # A command that is run, or a node, inherits it.
+            # `aiogpu run` and `aiogpu start` pass it on to their processes.
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
     sys.stdin = sys.stdin or os.fdopen(0, encoding="utf-8", closefd=False)
     sys.stdout = sys.stdout or os.fdopen(1, "w", encoding="utf-8", closefd=False)
@@ -62,7 +62,7 @@ def flushed_output() -> Iterator[None]:
 
 
 def discard_output() -> None:
-    """Discard what is still buffered, so that the exit does not try to write it."""
+    """Redirect the standard output, so that the exit can flush its buffer."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
@@ -83,21 +83,21 @@ COMMANDS: Final = {
     "top": ("top", "top"),
     "why": ("status", "why"),
 }
-"""For each command its module in `aiogpu.cli`, and its name there."""
+"""The module in `aiogpu.cli` of each command, and its name in the module."""
 COMPLETE: Final = "_AIOGPU_COMPLETE"
-"""The variable by which a shell asks for completions; see `completion`."""
+"""The environment variable by which a shell requests completions."""
 BAD_INPUT: Final = (OptionError, DeviceError, InfeasibleError)
 INTERRUPTED: Final = 130
-"""The code that shells report for a program ended by SIGINT: 128 + 2."""
+"""The exit code that shells report for a program ended by SIGINT: 128 + 2."""
 
 
 class LateGroup(click.Group):
     """A group whose commands are imported by name."""
 
-    def make_context(self, *given: Any, **more: Any) -> click.Context:
-        """See click; `--help` is printed here."""
+    def make_context(self, *args: Any, **extra: Any) -> click.Context:
+        """See click; prints `--help`, which may hit a broken pipe."""
         with flushed_output():
-            return super().make_context(*given, **more)
+            return super().make_context(*args, **extra)
 
     def invoke(self, ctx: click.Context) -> Any:
         """See click."""
@@ -107,30 +107,30 @@ class LateGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """See click; the error for a mistyped command suggests similar ones."""
+        """See click; suggest similar commands for an unknown one."""
         try:
             return super().resolve_command(ctx, args)
         except click.UsageError as error:
             from difflib import get_close_matches
 
-            like = get_close_matches(args[0], COMMANDS)
-            if not like:
+            similar = get_close_matches(args[0], COMMANDS)
+            if not similar:
                 raise
-            meant = " or ".join(map(repr, like))
-            told = f"{error.message.rstrip('.')}. Did you mean {meant}?"
-            raise click.UsageError(told, ctx) from None
+            hint = " or ".join(map(repr, similar))
+            message = f"{error.message.rstrip('.')}. Did you mean {hint}?"
+            raise click.UsageError(message, ctx) from None
 
     def list_commands(self, _ctx: click.Context) -> list[str]:
-        """The names, in the order of the help."""
+        """Return the names of the commands, in the order of the help."""
         return list(COMMANDS)
 
     def get_command(self, _ctx: click.Context, name: str) -> click.Command | None:
-        """Import the command; None if there is none of that name."""
+        """Import a command by name; return None for an unknown name."""
         if name not in COMMANDS:
             return None
         module, attribute = COMMANDS[name]
-        found: click.Command = getattr(import_module(f"aiogpu.cli.{module}"), attribute)
-        return found
+        imported = import_module(f"aiogpu.cli.{module}")
+        return getattr(imported, attribute)  # type: ignore[no-any-return]
 
 
 @click.group(
@@ -164,7 +164,7 @@ def main() -> NoReturn:
         if error.errno not in NO_ROOM:
             raise
         discard_output()
-        click.echo(f"Error: what is printed has no room: {error.strerror}.", err=True)
+        click.echo(f"Error: cannot write the output: {error.strerror}.", err=True)
         code = 1
     sys.exit(code or 0)
 
@@ -175,10 +175,10 @@ SHELLS: Final = ("bash", "zsh", "fish")
 @click.command()
 @click.argument("shell", type=click.Choice(SHELLS))
 def completion(shell: str) -> None:
-    """Print the script that makes a shell complete `aiogpu` commands.
+    """Print a shell script that enables completion of `aiogpu` commands.
 
-    After `aiogpu why`, `cancel` and `kill`, tasks and actors of the running node are
-    completed too.
+    After `aiogpu why`, `cancel` and `kill`, the names of tasks and actors of the
+    running node are completed too.
 
     \b
     Examples:
@@ -186,8 +186,8 @@ def completion(shell: str) -> None:
       eval "$(aiogpu completion zsh)"         in ~/.zshrc, after compinit
       aiogpu completion fish | source         in ~/.config/fish/config.fish
     """  # noqa: D301 - click's mark for lines to be left as they are
-    known = get_completion_class(shell)
-    assert known is not None, shell
-    script = known(cli, {}, "aiogpu", COMPLETE)
-    # Its own `source()` starts a bash first, to see how old that is.
+    shell_class = get_completion_class(shell)
+    assert shell_class is not None, shell
+    script = shell_class(cli, {}, "aiogpu", COMPLETE)
+    # Not `script.source()`, which starts bash to check its version.
     click.echo(script.source_template % script.source_vars())

@@ -1,8 +1,9 @@
-"""Finds the nodes of this user on this machine: the service, and those in programs.
+"""Finds the nodes of this user on this machine: the service, and nodes in programs.
 
-A node inside a program listens in a private directory (`runtime.directories`), in the
-first place that the program could write to. A directory to which others have access is
-never used. One that a killed program has left has a socket without a listener.
+A node inside a program listens in a private directory (`runtime.directories`), made in
+the first place that the program could write to. Directories that other users can
+access are never used. The directory of a killed program has a socket without a
+listener.
 """
 
 from __future__ import annotations
@@ -27,22 +28,22 @@ from aiogpu.runtime.directories import check_meeting, default_socket, places_of
 from aiogpu.wire.messages import socket_path
 
 PRIVATE: Final = re.compile(r"aiogpu-[0-9a-f]{12}")
-"""Names of directories that nodes make for their own sockets."""
+"""The names of the directories that nodes make for their sockets."""
 SERVICE: Final = "aiogpu start"
 CONNECTS_WITHIN: Final = 0.5
-"""Seconds that a program's full queue of connections has to get room."""
+"""Seconds to wait for room in a program's full queue of connections."""
 _TAKE_A_VALUE: Final = ("-W", "-X")
-"""Options of Python with a value in the next word."""
+"""Options of Python whose value is the next word."""
 
 
 class FoundNode(NamedTuple):
-    """A node that listens.
+    """A node that listens on a socket.
 
     Attributes:
-        address: the path of its socket.
-        pid: the process that it is in; 0 if that is unknown, as in another container.
-        program: the name of that program; `SERVICE` for the node of `aiogpu start`.
-        seconds: how long it has been there.
+        address: the path of the socket.
+        pid: the node's process; 0 if unknown, as in another container.
+        program: the name of the node's program; `SERVICE` for a node of `aiogpu start`.
+        seconds: the time since the node was opened.
     """
 
     address: str
@@ -52,11 +53,11 @@ class FoundNode(NamedTuple):
 
 
 class FoundNodes(NamedTuple):
-    """All nodes that were found, the service first, then the oldest.
+    """The result of `find_nodes`.
 
     Attributes:
-        nodes: those that listen.
-        refused: why directories of this user were not used, in words.
+        nodes: the nodes that listen, the service first, then the oldest.
+        refused: for each unused directory of this user, the reason.
     """
 
     nodes: list[FoundNode]
@@ -64,12 +65,12 @@ class FoundNodes(NamedTuple):
 
 
 class SeenNode(NamedTuple):
-    """A node with what it says of itself.
+    """A node with its status.
 
     Attributes:
-        found: where it is.
-        status: its answer; None if it was not asked, or has not answered.
-        problem: why it has not answered, "" if it has or was not asked.
+        found: the node.
+        status: the node's status; None if it was not asked or has not answered.
+        problem: why the node has not answered; "" if it has, or was not asked.
     """
 
     found: FoundNode
@@ -78,22 +79,22 @@ class SeenNode(NamedTuple):
 
 
 def is_private(address: str) -> bool:
-    """Return whether an address is that of a node's own socket."""
+    """Return whether an address is the private socket of a node in a program."""
     directory = os.path.dirname(address)
-    is_named_so = PRIVATE.fullmatch(os.path.basename(directory))
-    return is_named_so is not None and address == socket_path(directory)
+    match = PRIVATE.fullmatch(os.path.basename(directory))
+    return match is not None and address == socket_path(directory)
 
 
 def find_nodes(pid: int | None = None) -> FoundNodes:
     """Find the nodes of this user.
 
     Args:
-        pid: only those of this process, which may have other variables than this one;
-            None for all that were opened with this process's variables.
+        pid: find only nodes of this process, whose environment may differ from this
+            one's; None for all nodes that the variables of this process lead to.
 
     Raises:
-        ClickException: there is no such process, or it is another user's.
-        NodeError: another user may control the place of the service.
+        ClickException: there is no such process, or it belongs to another user.
+        NodeError: another user may control the directory of the service.
     """
     places = {place_of(os.environ)}
     if pid is not None:
@@ -113,28 +114,28 @@ def find_nodes(pid: int | None = None) -> FoundNodes:
             found.nodes.append(node)
     service = _service(pid is not None)
     if service is not None and service.pid:
-        # It has a private directory as well.
-        found.nodes[:] = [one for one in found.nodes if one.pid != service.pid]
-    found.nodes.sort(key=lambda one: -one.seconds)
+        # The service has a private directory as well.
+        found.nodes[:] = [node for node in found.nodes if node.pid != service.pid]
+    found.nodes.sort(key=lambda node: -node.seconds)
     if service is not None:
         found.nodes.insert(0, service)
     if pid is not None:
-        found.nodes[:] = [one for one in found.nodes if one.pid == pid]
+        found.nodes[:] = [node for node in found.nodes if node.pid == pid]
     return FoundNodes(found.nodes, refused)
 
 
 def place_of(environ: Mapping[str, str]) -> str:
-    """The place in which a program with these variables makes a node's directory."""
+    """Return where a program with these variables makes the directory of a node."""
     places = places_of(environ)
     usable = (place for place in places if os.access(place, os.W_OK | os.X_OK))
     return next(usable, places[-1])
 
 
 def _environ_of(pid: int) -> dict[str, str]:
-    """The variables that a process was started with.
+    """Return the environment that a process was started with.
 
     Raises:
-        ClickException: there is no such process, or it is another user's.
+        ClickException: there is no such process, or it belongs to another user.
     """
     try:
         with open(f"{PROC}/{pid}/environ", "rb") as file:
@@ -142,19 +143,18 @@ def _environ_of(pid: int) -> dict[str, str]:
     except PermissionError:
         owner = user(os.stat(f"{PROC}/{pid}").st_uid)
         raise click.ClickException(
-            f"this process, of {user(os.geteuid())}, may not look at process {pid}, of "
-            f"{owner}. A node answers its own user alone."
+            f"process {pid} belongs to {owner}, and this command runs as "
+            f"{user(os.geteuid())}. A node answers only its own user."
         ) from None
     except OSError:
         raise click.ClickException(
-            f"there is no process {pid}. `aiogpu status` without --pid finds the nodes "
-            f"that there are."
+            f"there is no process {pid}. `aiogpu status` without --pid finds all nodes."
         ) from None
     return dict(word.split("=", 1) for word in words if "=" in word)
 
 
 def _sockets_in(place: str) -> Iterator[str]:
-    """The sockets of nodes that made their directories there."""
+    """Yield the sockets of nodes whose directories are in a place."""
     try:
         names = os.listdir(place)
     except OSError:
@@ -165,7 +165,7 @@ def _sockets_in(place: str) -> Iterator[str]:
 
 
 def _service(is_optional: bool) -> FoundNode | None:
-    """The node of `aiogpu start`, if it listens where it does by default."""
+    """Return the node of `aiogpu start`, if it listens on its default socket."""
     address = default_socket()
     try:
         check_meeting(address)
@@ -178,30 +178,31 @@ def _service(is_optional: bool) -> FoundNode | None:
 
 
 def node_at(address: str) -> FoundNode | None:
-    """The node that listens at a socket; None if none does.
+    """Return the node that listens on a socket; None without a listener.
 
     Raises:
-        NodeError: another user listens there.
+        NodeError: another user listens on the socket.
     """
     with socket.socket(socket.AF_UNIX) as caller:
-        # Not `settimeout`, with which a full queue of connections is EAGAIN at once.
+        # Not `settimeout`, which makes `connect` fail at once (EAGAIN) if the queue of
+        # connections is full.
         limit = struct.pack("ll", 0, int(CONNECTS_WITHIN * 1e6))
         caller.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         try:
-            began = os.stat(address).st_mtime
+            opened = os.stat(address).st_mtime
             caller.connect(address)
             check_server(caller, address)
             pid = peer_credentials(caller).pid
         except BlockingIOError:
-            pid = 0  # its loop is held up
+            pid = 0  # the node's event loop is blocked
         except OSError:
             return None
-    seconds = max(0.0, time.time() - began)
+    seconds = max(0.0, time.time() - opened)
     return FoundNode(address, pid, program_name(pid), seconds)
 
 
 def program_name(pid: int) -> str:
-    """The name of a program for people: that of its script, if Python runs one."""
+    """Return the name of a program; for Python, the name of the script or module."""
     line = read_bytes(f"{PROC}/{pid}/cmdline")
     command, *words = os.fsdecode(line.rstrip(b"\0")).split("\0")
     name = os.path.basename(command)

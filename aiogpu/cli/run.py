@@ -1,12 +1,12 @@
 """`aiogpu run -- COMMAND`: run a command under a lease of the user's node.
 
 The lease is held until the command and every process that it started have ended. Exit
-codes: 125 this program failed, 124 the lease was not granted in time; 126, 127 and all
-others as from a shell.
+codes: 125 if this program failed, 124 if the lease was not granted in time; 126, 127
+and all others as from a shell.
 
-The command stays in this process group: the kernel sends the signals of the terminal,
-Ctrl-C or Ctrl-Z, to both, and the shell does job control with both. Signals that are
-sent to this process alone are passed on.
+The command stays in this process group: the kernel sends signals of the terminal, such
+as Ctrl-C and Ctrl-Z, to both processes, and job control of the shell acts on both. This
+process passes on signals that only it received.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ SENT_ON: Final = (
 ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 """Signals that end this process."""
 STOP_DELAY: Final = 0.05
-"""Seconds to wait for a SIGSTOP of this process after the command was stopped."""
+"""Seconds between a stop of the command and the stop of this process."""
 NOT_FOUND: Final = 127
 NOT_EXECUTABLE: Final = 126
 
@@ -56,27 +56,27 @@ class SignalListener:
     """Delivers the signals of this process on its event loop, with their senders.
 
     The signals are blocked and a thread waits for them, so that none is lost before the
-    loop runs. `siginfo` tells which of them the kernel also sent to the command.
+    loop runs. `siginfo` says which signals the kernel sent to the command as well.
     """
 
     def __init__(self) -> None:
-        # A signal that is ignored here, as by nohup(1), stays ignored in the command.
-        wanted = {s for s in SENT_ON if signal.getsignal(s) is not signal.SIG_IGN}
-        self._awaited = {*wanted, signal.SIGCHLD}
+        # A signal that this process ignores, as by nohup(1), stays ignored.
+        handled = {s for s in SENT_ON if signal.getsignal(s) is not signal.SIG_IGN}
+        self._awaited = {*handled, signal.SIGCHLD}
         self.mask = signal.pthread_sigmask(signal.SIG_BLOCK, self._awaited)
         self.on_signal: Callable[[signal.Signals, bool], object] = lambda *_: None
 
     def listen(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Call `on_signal` for each: the signal, and whether the kernel sent it."""
+        """Call `on_signal(signal, is_from_kernel)` on the loop for each signal."""
         run = Thread(target=self._run, args=(loop,), name="signals", daemon=True)
         run.start()
 
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
         while True:
             info = signal.sigwaitinfo(self._awaited)
-            told = signal.Signals(info.si_signo), info.si_code > 0
+            event = signal.Signals(info.si_signo), info.si_code > 0
             try:
-                loop.call_soon_threadsafe(lambda told: self.on_signal(*told), told)
+                loop.call_soon_threadsafe(lambda event: self.on_signal(*event), event)
             except RuntimeError:
                 return  # the loop is closed
 
@@ -85,9 +85,9 @@ class Command:
     """A running command, and the processes that it starts.
 
     Attributes:
-        status: its wait status, once it has ended.
-        ended: done when it has ended.
-        all_ended: done when every process that it started has ended.
+        status: the wait status of the command, once it has ended.
+        ended: done when the command has ended.
+        all_ended: done when every process that the command started has ended.
     """
 
     def __init__(
@@ -96,15 +96,15 @@ class Command:
         environ: Mapping[str, str],
         mask: Iterable[int],
     ) -> None:
-        """Start the command, on the loop that calls `hear`.
+        """Start the command; call this on the loop that calls `on_signal`.
 
         Args:
-            arguments: its name and its arguments.
-            environ: all its variables.
-            mask: the signals that are blocked in it.
+            arguments: the name of the command and its arguments.
+            environ: the environment of the command.
+            mask: the signals that are blocked in the command.
 
         Raises:
-            OSError: it does not exist, or cannot be executed.
+            OSError: the command does not exist, or cannot be executed.
         """
         loop = asyncio.get_running_loop()
         self.status = 0
@@ -113,7 +113,7 @@ class Command:
         self._loop = loop
         self._stopping: asyncio.TimerHandle | None = None
         adopt_orphans()
-        # Python ignores these two; the command is not to inherit that.
+        # Python ignores these two signals; the command must not inherit that.
         own = (signal.SIGPIPE, signal.SIGXFSZ)
         self.pid = os.posix_spawnp(
             *(arguments[0], list(arguments), dict(environ)),
@@ -121,11 +121,11 @@ class Command:
             setsigdef=own,
         )
 
-    def hear(self, number: signal.Signals, is_kernels: bool) -> None:
-        """This process got a signal; see `SignalListener`."""
+    def on_signal(self, number: signal.Signals, is_from_kernel: bool) -> None:
+        """Reap children, or pass a signal on; see `SignalListener`."""
         if number is signal.SIGCHLD:
             self._reap()
-        elif not is_kernels and not self.ended.done():
+        elif not is_from_kernel and not self.ended.done():
             with suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
@@ -153,18 +153,18 @@ class Command:
             self.status = status
             self.ended.set_result(None)
 
-    def left(self) -> list[int]:
+    def left_behind(self) -> list[int]:
         """Return the descendants of this process that have not ended."""
-        return [one.pid for one in descendants(os.getpid()) if one.state != "Z"]
+        return [stat.pid for stat in descendants(os.getpid()) if stat.state != "Z"]
 
 
 def _stop_as_well() -> None:
-    """Stop this process too, so that its shell sees that the command was stopped."""
+    """Stop this process too, so that its shell sees that the command is stopped."""
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def end_like(status: int) -> int:
-    """End by the signal that ended a command; without one, return its exit code."""
+    """End by the same signal as a command; without a signal return its exit code."""
     if not os.WIFSIGNALED(status):
         return os.waitstatus_to_exitcode(status)
     import resource
@@ -172,7 +172,7 @@ def end_like(status: int) -> int:
     number = os.WTERMSIG(status)
     sys.stdout.flush()
     sys.stderr.flush()
-    # The core of the command is useful, that of this process is not.
+    # A core dump of the command is useful, a core dump of this process is not.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if number not in (signal.SIGKILL, signal.SIGSTOP):
         signal.signal(number, signal.SIG_DFL)
@@ -184,15 +184,15 @@ def end_like(status: int) -> int:
 FAILED: Final = 125
 NOT_IN_TIME: Final = 124
 SHOWN_AFTER: Final = 0.3
-"""Seconds of waiting after which the reason is shown; then each second."""
+"""Seconds of waiting before the reason is shown; then it is updated each second."""
 KILLED_AFTER: Final = 2.0
 """Seconds between SIGTERM and SIGKILL for processes that a command left behind."""
 NAMED: Final = 40
-"""Characters of the command line that become the name of its lease."""
+"""Most characters of the command line in the name of its lease."""
 
 
 class RunUsageError(click.UsageError):
-    """A usage error of `aiogpu run`. Not 2, which may be the code of the command."""
+    """A usage error of `aiogpu run`; not 2, which may be the command's own code."""
 
     exit_code = FAILED
 
@@ -200,10 +200,10 @@ class RunUsageError(click.UsageError):
 class RunCommand(click.Command):
     """A click command whose usage errors are `RunUsageError`."""
 
-    def make_context(self, *given: Any, **more: Any) -> click.Context:
+    def make_context(self, *args: Any, **extra: Any) -> click.Context:
         """See click; usage errors get another exit code."""
         try:
-            return super().make_context(*given, **more)
+            return super().make_context(*args, **extra)
         except click.UsageError as error:
             raise RunUsageError(error.format_message(), error.ctx) from None
 
@@ -212,35 +212,46 @@ class RunCommand(click.Command):
 @click.option(
     "--num-gpus",
     type=Number(0),
-    help="Share of a GPU, or whole ones; 1 if nothing else is asked for.",
+    help="Share of one GPU below 1, or whole GPUs; default 1 if no other resource is "
+    "given.",
 )
-@click.option("--num-cpus", type=Number(0), help="CPUs to keep from others. [0]")
+@click.option("--num-cpus", type=Number(0), help="CPUs to reserve; default 0.")
 @click.option(
     "--gpu-memory",
     type=size_or_share,
     metavar="SIZE",
-    help="Memory of each GPU, beside or instead of --num-gpus: 6GiB, or `share` for "
-    "the same share of it. JAX, CuPy and TensorFlow are limited to it.",
+    help="Memory on each GPU, with or instead of --num-gpus: 6GiB, or `share` for the "
+    "same fraction as --num-gpus. JAX, CuPy and TensorFlow are limited to it.",
 )
-@click.option("--gpu-type", metavar="TYPE", help="Only such GPUs, as in `aiogpu gpus`.")
-@click.option("--resources", metavar="JSON", help="""Others: '{"license": 1}'.""")
-@click.option("--priority", type=int, default=0, help="Higher goes first. [0]")
-@click.option("--name", help="For `aiogpu status`; the command unless given.")
+@click.option(
+    "--gpu-type", metavar="TYPE", help="Only GPUs of this type, as in `aiogpu gpus`."
+)
+@click.option(
+    "--resources", metavar="JSON", help="""Other resources: '{"license": 1}'."""
+)
+@click.option(
+    "--priority",
+    type=int,
+    default=0,
+    help="Commands with a higher number go first; default 0.",
+)
+@click.option("--name", help="Name in `aiogpu status`; default the command.")
 @click.option(
     "--timeout",
     type=Seconds(0, min_open=True),
-    help="How long to wait at most; then exit code 124.",
+    help="Longest wait for the resources; then exit with 124.",
 )
 @service_option
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 @click.pass_context
 def run(ctx: click.Context, /, command: Sequence[str], **options: Any) -> None:
-    """Run COMMAND with its own GPUs, as soon as they are free.
+    """Run COMMAND with reserved GPUs, as soon as they are free.
 
-    Variables such as CUDA_VISIBLE_DEVICES tell it which GPUs. It holds them until it
-    and every process that it started have ended. While it waits, a line in the terminal
-    says why. Input, output and process group are its own, and signals are passed on to
-    it: SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2, SIGWINCH and SIGCONT.
+    Variables such as CUDA_VISIBLE_DEVICES name the GPUs. COMMAND holds them until it
+    and every process that it started have ended. During the wait, a line in the
+    terminal shows the reason. COMMAND inherits the input, output and process group,
+    and gets these signals: SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2, SIGWINCH
+    and SIGCONT.
 
     \b
     Example:
@@ -249,16 +260,16 @@ def run(ctx: click.Context, /, command: Sequence[str], **options: Any) -> None:
     \b
     Exit codes are those of COMMAND (if a signal ends COMMAND, the same signal), or:
       124  --timeout has passed
-      125  no node, more than the node has, or a bad option
+      125  no node runs, the node has too few resources, or an option is bad
       126  COMMAND cannot be executed
-      127  COMMAND is not there
+      127  COMMAND is not found
     """  # noqa: D301 - click's mark for lines to be left as they are
     address = options.pop("address")
     leased = _LeasedCommand(command, SignalListener())
     try:
-        asked = _asked(command, **options)
+        lease_options = _lease_options(command, **options)
         check_there(address)
-        code = asyncio.run(leased.take(Lease(*lease_func(asked)), address))
+        code = asyncio.run(leased.run(Lease(*lease_func(lease_options)), address))
     except TaskTimeoutError as error:
         code = _print(str(error), NOT_IN_TIME)
     except click.ClickException as error:
@@ -268,27 +279,27 @@ def run(ctx: click.Context, /, command: Sequence[str], **options: Any) -> None:
     ctx.exit(code if code is not None else end_like(leased.status))
 
 
-def _asked(
+def _lease_options(
     command: Sequence[str], gpu_type: str | None, resources: str | None, **rest: Any
 ) -> dict[str, Any]:
-    """The options of the lease."""
-    asked = {option: value for option, value in rest.items() if value is not None}
+    """Return the options of the lease."""
+    options = {option: value for option, value in rest.items() if value is not None}
     if gpu_type is not None:
-        asked["accelerator_type"] = gpu_type
+        options["accelerator_type"] = gpu_type
     if resources is not None:
         try:
-            asked["resources"] = json.loads(resources)
+            options["resources"] = json.loads(resources)
         except ValueError as error:
             raise OptionError(
-                f"--resources={resources!r} is no JSON ({error}); write it such as "
+                f"--resources={resources!r} is not JSON ({error}); write it such as "
                 f"--resources='{{\"license\": 1}}'."
             ) from None
-    if not asked.keys() & {"num_gpus", "num_cpus", "gpu_memory", "resources"}:
-        asked["num_gpus"] = 1
-    if not asked.get("name"):
+    if not options.keys() & {"num_gpus", "num_cpus", "gpu_memory", "resources"}:
+        options["num_gpus"] = 1
+    if not options.get("name"):
         line = shlex.join(command)
-        asked["name"] = line if len(line) <= NAMED else line[: NAMED - 3] + "..."
-    return asked
+        options["name"] = line if len(line) <= NAMED else line[: NAMED - 3] + "..."
+    return options
 
 
 def _print(text: str, code: int = 0) -> int:
@@ -300,7 +311,7 @@ class _LeasedCommand:
     """Acquires the lease, runs the command, waits for the processes that it started.
 
     Attributes:
-        status: the wait status to end with: that of a signal, or of the command.
+        status: the wait status to end with, of the command or of an ending signal.
     """
 
     def __init__(self, command: Sequence[str], signals: SignalListener) -> None:
@@ -308,22 +319,22 @@ class _LeasedCommand:
         self._arguments = command
         self._signals = signals
 
-    async def take(self, lease: Lease, address: str) -> int | None:
-        """Do all that; return the exit code, or None to end with `status`."""
+    async def run(self, lease: Lease, address: str) -> int | None:
+        """Join the node and run; return the exit code, or None to end with `status`."""
         self._signals.listen(asyncio.get_running_loop())
         node = joining(address)
         if not await self._finishes_before_signal(node.__aenter__()):
             return None
         try:
-            telling = asyncio.ensure_future(_show_reason(lease))
+            display = asyncio.ensure_future(_show_reason(lease))
             try:
                 if not await self._finishes_before_signal(lease.__aenter__()):
                     return None
             finally:
-                telling.cancel()
-                await asyncio.wait([telling])
+                display.cancel()
+                await asyncio.wait([display])
             try:
-                return await self._run(lease)
+                return await self._run_command(lease)
             finally:
                 await lease.release()
         finally:
@@ -335,7 +346,7 @@ class _LeasedCommand:
 
         def on_signal(number: signal.Signals, _: bool) -> None:
             if number in ENDING:
-                self.status = number  # the wait status of a process that it ended
+                self.status = number  # the wait status of a process ended by it
                 awaited.cancel()
 
         self._signals.on_signal = on_signal
@@ -346,9 +357,9 @@ class _LeasedCommand:
         self.status = 0
         return True
 
-    async def _run(self, lease: Lease) -> int | None:
+    async def _run_command(self, lease: Lease) -> int | None:
         name = self._arguments[0]
-        # A lease within a lease is marked as both.
+        # A process in nested leases carries the marks of both.
         environ = {**os.environ, **lease.environ}
         if outer := os.environ.get(LEASE_MARK):
             environ[LEASE_MARK] = f"{outer},{lease.environ[LEASE_MARK]}"
@@ -358,8 +369,8 @@ class _LeasedCommand:
             is_missing = isinstance(error, FileNotFoundError)
             code = NOT_FOUND if is_missing else NOT_EXECUTABLE
             return _print(f"{name}: {error.strerror}", code)
-        self._signals.on_signal = command.hear
-        command.hear(signal.SIGCHLD, True)  # it may have ended already
+        self._signals.on_signal = command.on_signal
+        command.on_signal(signal.SIGCHLD, True)  # the command may have ended already
         watching = asyncio.ensure_future(_watch(lease, name))
         try:
             await command.ended
@@ -371,30 +382,30 @@ class _LeasedCommand:
 
     async def _await_rest(self, command: Command, lease: Lease, name: str) -> None:
         """Wait for processes that the command left; an ending signal kills them."""
-        left = command.left()
+        left = command.left_behind()
         if command.all_ended.done() or not left:
             return
-        held = ", ".join(f"GPU {each}" for each in lease.ids) or "its lease"
+        devices = ", ".join(f"GPU {each}" for each in lease.ids) or "its lease"
         pids = ", ".join(map(str, left[:8])) + (", ..." if len(left) > 8 else "")
         _print(
-            f"{name} has ended, but processes that it has started have not, and hold "
-            f"{held}: pid {pids}. Ctrl-C ends them."
+            f"{name} has ended, but processes that it started still run and hold "
+            f"{devices}: pid {pids}. Ctrl-C ends them."
         )
-        is_asked = False
+        is_ending = False
 
         def kill(number: signal.Signals) -> None:
-            for pid in command.left():
+            for pid in command.left_behind():
                 with suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, number)
 
-        def on_signal(number: signal.Signals, is_kernels: bool) -> None:
-            nonlocal is_asked
+        def on_signal(number: signal.Signals, is_from_kernel: bool) -> None:
+            nonlocal is_ending
             if number not in ENDING:
-                command.hear(number, is_kernels)
-            elif is_asked:
+                command.on_signal(number, is_from_kernel)
+            elif is_ending:
                 kill(signal.SIGKILL)
             else:
-                is_asked = True
+                is_ending = True
                 kill(signal.SIGTERM)
                 loop = asyncio.get_running_loop()
                 loop.call_later(KILLED_AFTER, kill, signal.SIGKILL)
@@ -407,12 +418,13 @@ async def _watch(lease: Lease, name: str) -> None:
     """Print a warning if the lease is lost."""
     error = await lease.lost()
     _print(
-        f"{name} goes on, but its lease is gone and others may get its GPUs: {error}"
+        f"{name} goes on, but its lease is lost and other programs may get its GPUs: "
+        f"{error}"
     )
 
 
 async def _show_reason(lease: Lease) -> None:
-    """Keep one line of the terminal with the reason for the wait, until cancelled."""
+    """Show the reason for the wait on one line of the terminal, until cancelled."""
     if not sys.stderr.isatty():
         return
     is_shown = False
@@ -421,16 +433,16 @@ async def _show_reason(lease: Lease) -> None:
         while True:
             why = await lease.why()
             if why.state == "waiting":
-                told = "; ".join(map(str.strip, str(why).splitlines()))
+                reason = "; ".join(map(str.strip, str(why).splitlines()))
                 width = max(shutil.get_terminal_size().columns - 1, 20)
-                text = f"aiogpu run: {told}"
+                text = f"aiogpu run: {reason}"
                 text = text if len(text) <= width else text[: width - 3] + "..."
                 sys.stderr.write(f"\r{text}\x1b[K")
                 sys.stderr.flush()
                 is_shown = True
             await asyncio.sleep(1.0)
     except AiogpuError:
-        pass  # the wait for the lease raises it as well
+        pass  # the wait for the lease raises the same error
     finally:
         if is_shown:
             sys.stderr.write("\r\x1b[K")

@@ -1,6 +1,6 @@
 """`aiogpu start --head` and `aiogpu stop`: a node that all programs of a user share.
 
-Options have Ray's names if they mean the same. `aiogpu.daemon` is the node.
+Options with the same meaning as in Ray have Ray's names. `aiogpu.daemon` is the node.
 """
 
 from __future__ import annotations
@@ -27,39 +27,53 @@ from aiogpu.daemon.stop import stop as stop_node
 FOREIGN: Final = click.Choice(["ignore", "avoid", "wait"])
 SWITCH: Final = click.Choice(["auto", "off"])
 PATH: Final = click.Path(readable=False)
-"""Not checked here: later errors say what to do."""
+"""A path that click does not check, because later errors say more."""
 NO_HEAD: Final = (
-    "write `aiogpu start --head`: it starts the node of this machine. Programs join "
-    "that node by aiogpu.init(address='auto')."
+    "write `aiogpu start --head`, which starts the node of this machine. Programs join "
+    "it by aiogpu.init(address='auto')."
 )
 
 
 def option(
-    names: str, text: str, default: Any = None, **more: Any
+    names: str, text: str, default: Any = None, **settings: Any
 ) -> Callable[[Command], Command]:
-    """An option; the help shows its default, if it has one."""
+    """Return a click option; the help shows its default, if it has one."""
     if default is not None:
-        more |= {"default": default, "show_default": True}
-    return click.option(*names.split(), help=text, **more)
+        settings |= {"default": default, "show_default": True}
+    return click.option(*names.split(), help=text, **settings)
 
 
 OPTIONS: Final = (
-    option("--num-cpus", "CPUs to share out.", type=Number(min=0)),
+    option(
+        "--num-cpus",
+        "CPUs of the node; default those that it may use.",
+        type=Number(min=0),
+    ),
     option(
         "--num-gpus",
-        "GPUs to share out; by default those detected.",
+        "GPUs of the node; default those detected.",
         type=Whole(min=0),
     ),
-    option("--resources", """Others: '{"license": 2}'.""", metavar="JSON"),
-    option("--memory", "Main memory for tasks that ask: 64GiB.", type=size),
+    option("--resources", """Other resources: '{"license": 2}'.""", metavar="JSON"),
+    option(
+        "--memory",
+        "Main memory for tasks that ask for some, such as 64GiB.",
+        type=size,
+    ),
     option(
         "--object-memory --object-store-memory object_memory",
         "Shared memory for large values, such as 8GiB.",
         type=size,
     ),
-    option("--spill-directory", "Where values go beyond that.", type=PATH),
-    option("--accelerator-type", "Type of GPUs that were not detected: A100."),
-    option("--gpu-memory", "Memory of each such GPU: 80GiB.", type=size),
+    option(
+        "--spill-directory", "Directory for values beyond --object-memory.", type=PATH
+    ),
+    option("--accelerator-type", "Type of GPUs that are not detected, such as A100."),
+    option(
+        "--gpu-memory",
+        "Memory of each GPU that is not detected, such as 80GiB.",
+        type=size,
+    ),
     option(
         "--gpu-memory-enforce",
         "End tasks that use more GPU memory than they asked for.",
@@ -67,36 +81,45 @@ OPTIONS: Final = (
     ),
     option(
         "--foreign",
-        "GPUs that processes outside of aiogpu use: ignore that, avoid the GPUs, or "
-        "wait until the processes have ended.",
+        "What to do about processes outside aiogpu on a GPU: ignore them, avoid the "
+        "GPU, or wait until they have ended.",
         "ignore",
         type=FOREIGN,
     ),
     option(
-        "--mps", "NVIDIA's Multi-Process Service for shared GPUs.", "off", type=SWITCH
+        "--mps",
+        "Use NVIDIA's Multi-Process Service, if it runs, for shared GPUs.",
+        "off",
+        type=SWITCH,
     ),
     option(
         "--cpu-affinity",
-        "Whether GPU tasks run on the CPUs near their GPU.",
+        "Keep GPU tasks on the CPUs near their GPU.",
         "auto",
         type=SWITCH,
     ),
     option(
         "--preload",
-        "Modules that workers are forked with, by commas; auto: those slow to import.",
+        "Modules to import before workers fork, separated by commas; default auto: "
+        "modules that are slow to import.",
         multiple=True,
         metavar="MODULES",
     ),
     option(
         "--cancel-grace",
-        "Seconds that cancelled work has to stop.",
+        "Seconds between the cancel of a task and the kill of its process.",
         2.0,
         type=Seconds(min=0, min_open=True),
     ),
-    option("--spare-workers", "Clean workers that stand ready.", 2, type=Whole(min=0)),
+    option(
+        "--spare-workers",
+        "Processes kept ready for tasks that need a fresh one.",
+        2,
+        type=Whole(min=0),
+    ),
     option(
         "--memory-guard/--no-memory-guard",
-        "End a task that fills the memory, before the kernel ends something.",
+        "Before memory runs out, end the largest task and retry it alone.",
         True,
     ),
 )
@@ -111,13 +134,13 @@ def options(command: Command) -> Command:
 
 
 @click.command()
-@option("--head", "Start the node of this box; there is no other kind.", is_flag=True)
+@option("--head", "Start the node of this machine (required).", is_flag=True)
 @options
-@option("--socket", "Where it listens, such as a place for a second node.", type=PATH)
-@option("--log-dir", "Where its logs go, if not beside the socket.", type=PATH)
+@option("--socket", "Socket of the node, for example of a second node.", type=PATH)
+@option("--log-dir", "Directory for logs; default beside the socket.", type=PATH)
 @option(
     "--drain",
-    "Seconds for running tasks when it is asked to stop.",
+    "Seconds that running tasks have to end when the node is stopped.",
     DRAIN,
     type=Seconds(0),
 )
@@ -136,13 +159,16 @@ def options(command: Command) -> Command:
 )
 @option(
     "--max-share",
-    "What one program may hold of a resource: '{\"GPU\": 0.5}' for half. More waits.",
+    "Largest fraction of a resource that one program may hold: '{\"GPU\": 0.5}' for "
+    "half. Tasks beyond it wait.",
     metavar="JSON",
 )
 @option(
-    "--block", "Stay in the foreground; Ctrl-C stops it, twice at once.", is_flag=True
+    "--block",
+    "Stay in the foreground. Ctrl-C stops the node; a second Ctrl-C ends it at once.",
+    is_flag=True,
 )
-@option("--systemd", "Print a user unit, and start nothing.", is_flag=True)
+@option("--systemd", "Print a systemd user unit, and start nothing.", is_flag=True)
 def start(
     head: bool,
     socket: str | None,
@@ -157,9 +183,9 @@ def start(
 ) -> None:
     """Start a node that all your programs on this machine share.
 
-    They join it by aiogpu.init(address="auto"). It is ready when this command ends,
-    and runs in the background until `aiogpu stop`. The exit code is 1 if it could not
-    start.
+    Programs join it by aiogpu.init(address="auto"). The node is ready when this command
+    ends, and runs in the background until `aiogpu stop`. The exit code is 1 if the node
+    could not start.
 
     \b
     Examples:
@@ -199,40 +225,40 @@ def start(
 
 
 def check_absolute(*paths: str | None) -> None:
-    """Refuse relative paths: a service starts in another directory."""
+    """Refuse relative paths, because systemd starts a service in another directory."""
     for path in paths:
         if path is not None and not os.path.isabs(path):
             raise click.UsageError(
-                f"a service starts in another directory than this one, so with "
-                f"--systemd paths begin with a slash: {os.path.abspath(path)} instead "
-                f"of {path}."
+                f"with --systemd a path must be absolute, because the service starts "
+                f"in another directory: write {os.path.abspath(path)} instead of "
+                f"{path}."
             )
 
 
 def amounts(text: str | None, option: str, example: str) -> dict[str, Any] | None:
-    """Amounts by name, None if not given; the names are checked later."""
+    """Parse amounts by name; return None if not given. Names are checked later."""
     if text is None:
         return None
     try:
-        found = json.loads(text)
+        parsed = json.loads(text)
     except ValueError as error:
-        found = error
-    if not isinstance(found, dict):
+        parsed = error
+    if not isinstance(parsed, dict):
         raise click.BadParameter(
-            f"{text!r} is no JSON object of names and amounts; write it as "
+            f"{text!r} is not a JSON object of names and amounts; write one such as "
             f"'{example}', in single quotes for the shell.",
             param_hint=option,
         )
-    return found
+    return parsed
 
 
 def import_path() -> tuple[str, ...]:
     """Return the import path of this process, as absolute paths."""
-    found = []
+    absolute = []
     for path in sys.path:
-        with suppress(OSError):  # it is relative to a directory that was removed
-            found.append(os.path.abspath(path))
-    return tuple(found)
+        with suppress(OSError):  # relative to a directory that was removed
+            absolute.append(os.path.abspath(path))
+    return tuple(absolute)
 
 
 def print_ready(ready: Ready) -> None:
@@ -242,7 +268,7 @@ def print_ready(ready: Ready) -> None:
 
 
 def ready_lines(ready: Ready) -> list[str]:
-    """The lines that are printed after a start."""
+    """Return the lines that are printed after a start."""
     address, stop = how_to_use(ready.socket)
     return [
         f"The node runs: pid {ready.pid}, {terms(ready.resources.items())}.",
@@ -254,7 +280,7 @@ def ready_lines(ready: Ready) -> list[str]:
 
 
 def unit_of(plan: Plan) -> str:
-    """A systemd unit for the given command, in the foreground."""
+    """Return a systemd unit that runs this command in the foreground."""
     given = [word for word in sys.argv[1:] if word not in ("--systemd", "--block")]
     return unit(
         [sys.executable, "-m", "aiogpu", *given, "--block"],
@@ -266,20 +292,21 @@ def unit_of(plan: Plan) -> str:
 
 @click.command()
 @connect.service_option
-@click.option("--force", is_flag=True, help="Kill it, with everything that runs on it.")
+@click.option("--force", is_flag=True, help="Kill the node and all its tasks at once.")
 @click.option(
     "--drain",
     type=Seconds(0),
-    help="Seconds for running tasks; by default those of `aiogpu start`.",
+    help="Seconds that running tasks have to end; default as given to `aiogpu start`.",
 )
 def stop(address: str, force: bool, drain: float | None) -> None:
-    """Stop the node that `aiogpu start` has started.
+    """Stop the node of `aiogpu start`.
 
-    It takes no new work, gives running tasks time to end, then ends them. A second
-    `aiogpu stop` ends it at once. The exit code is 0 if no node runs afterwards.
+    The node accepts no new tasks, gives running tasks time to end, then ends them. A
+    second `aiogpu stop` ends the node at once. The exit code is 0 if no node runs
+    afterwards.
     """
     if force and drain is not None:
-        raise click.UsageError("--force leaves no time for --drain; give one of them.")
+        raise click.UsageError("--force and --drain exclude each other: give one.")
     place = Place.at(connect.socket_path(address))
     ended = stop_node(place, force=force, drain=drain, on_wait=_print_wait)
     if ended is None:
@@ -294,7 +321,7 @@ def stop(address: str, force: bool, drain: float | None) -> None:
 
 def _print_wait(record: Record, seconds: float) -> None:
     click.echo(
-        f"Stopping the node at {record.socket} (pid {record.pid}); what runs has "
+        f"Stopping the node at {record.socket} (pid {record.pid}); running tasks have "
         f"{span(seconds)} to end.",
         err=True,
     )

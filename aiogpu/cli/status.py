@@ -1,8 +1,8 @@
-"""`aiogpu status`, `list` and `why`: who holds what, what waits and why.
+"""`aiogpu status`, `list` and `why`: which tasks hold or wait for what, and why.
 
-The docstrings of the JSON objects become `docs/service-json.md`. Names and meanings
-stay while `VERSION` does; new names are added, and readers ignore names that they do
-not know. All numbers are in base units: bytes, seconds, whole devices.
+`docs/service-json.md` is generated from the docstrings of the JSON objects. Names and
+meanings stay the same within a `VERSION`; new names may be added, and readers ignore
+unknown names. All numbers are in base units: bytes, seconds, whole devices.
 """
 
 from __future__ import annotations
@@ -56,16 +56,16 @@ Data = dict[str, Any]
 
 
 class StatusData(TypedDict):
-    """What `aiogpu status --json` prints of one node.
+    """The output of `aiogpu status --json` for one node.
 
     Attributes:
         version: 1, the version of this format.
-        aiogpu: the version of the command that prints it.
+        aiogpu: the version of the command.
         healthy: false if a device is set aside, or no worker can be started.
-        problems: what is not well, each a sentence.
+        problems: a sentence for each problem.
         resources: `total` and `free` of each resource.
-        waiting: `tasks`: how many wait; `shapes`: how many different requests they
-            make; `first`: the first 100 of these requests.
+        waiting: `tasks`: number of waiting tasks; `shapes`: number of their different
+            requests; `first`: the first 100 of these requests.
     """
 
     version: int
@@ -87,15 +87,16 @@ class StatusData(TypedDict):
 
 
 class NodeData(TypedDict):
-    """One of several nodes, and an entry of `aiogpu list nodes --json`.
+    """An entry for one of several nodes, also in `aiogpu list nodes --json`.
 
     Attributes:
-        address: its socket.
-        pid: its process.
-        program: the name of its program.
-        seconds: how long it has been there.
-        problem: why it has not answered.
-        status: what `aiogpu status --json` prints of it; null if it has not answered.
+        address: the node's socket.
+        pid: the node's process.
+        program: the name of the node's program.
+        seconds: the time since the node was opened.
+        problem: why the node has not answered.
+        status: the output of `aiogpu status --json` for the node; null if the node has
+            not answered.
     """
 
     address: str
@@ -107,13 +108,13 @@ class NodeData(TypedDict):
 
 
 class NodesData(TypedDict):
-    """What `aiogpu status --json` prints if there are several nodes and none was named.
+    """The output of `aiogpu status --json` if there are several nodes and no address.
 
     Attributes:
         version: 1, the version of this format.
-        aiogpu: the version of the command that prints it.
-        healthy: whether all of them are.
-        problems: what is not well, each a sentence.
+        aiogpu: the version of the command.
+        healthy: true if all nodes are healthy.
+        problems: a sentence for each problem.
         nodes: the nodes.
     """
 
@@ -154,7 +155,7 @@ def status_data(status: NodeStatus) -> StatusData:
 
 
 class Nodes(tuple[SeenNode, ...]):
-    """Several nodes, of which none was named."""
+    """Several nodes, if no option names one of them."""
 
     __slots__ = ()
 
@@ -166,12 +167,12 @@ def nodes_data(nodes: Nodes) -> NodesData:
         "aiogpu": aiogpu.__version__,
         "healthy": not problems(nodes),
         "problems": problems(nodes),
-        "nodes": [node_data(one) for one in nodes],
+        "nodes": [node_data(node) for node in nodes],
     }
 
 
 def node_data(node: SeenNode) -> NodeData:
-    """Return one of several nodes as JSON has it."""
+    """Return the JSON entry for one of several nodes."""
     found, status = node.found, node.status
     return {
         "address": found.address,
@@ -184,13 +185,13 @@ def node_data(node: SeenNode) -> NodeData:
 
 
 def problems(seen: NodeStatus | Nodes) -> list[str]:
-    """Problems: devices that are set aside, and workers that cannot be started."""
+    """Return a sentence for each device set aside and each failure to start workers."""
     if isinstance(seen, Nodes):
         return [
-            f"{one.found.program} (pid {one.found.pid}): {problem}"
-            for one in seen
-            if one.status is not None
-            for problem in problems(one.status)
+            f"{node.found.program} (pid {node.found.pid}): {problem}"
+            for node in seen
+            if node.status is not None
+            for problem in problems(node.status)
         ]
     return [*_set_aside(seen), *map(str, seen.outages)]
 
@@ -202,7 +203,7 @@ def _set_aside(status: NodeStatus) -> Iterator[str]:
 
 
 NAMES: Final = {"class_name": "class", "is_behind": "program_behind"}
-"""Fields with another name in JSON; all others lose `is_` and `has_`."""
+"""Fields with another name in JSON. Other fields lose the prefix `is_` or `has_`."""
 
 ABSENT: Final[frozenset[object]] = frozenset(
     {
@@ -210,15 +211,15 @@ ABSENT: Final[frozenset[object]] = frozenset(
         *((ClientStatus, "name"), (DeviceStatus, "memory"), (OtherProcess, "name")),
     }
 )
-"""Fields that are null instead of 0 or empty: unknown, or absent."""
+"""Fields that are null in JSON instead of 0 or empty: unknown or absent values."""
 
 
 def data_of(thing: Any) -> Any:
-    """A part of a `NodeStatus` as JSON has it."""
+    """Return a part of a `NodeStatus` as JSON data."""
     if isinstance(thing, Mapping):
         return {name: data_of(value) for name, value in thing.items()}
     if isinstance(thing, tuple):
-        return [data_of(one) for one in thing]
+        return [data_of(item) for item in thing]
     if not is_dataclass(thing):
         return thing
     data: Data = {}
@@ -243,18 +244,18 @@ def json_name(kind: type, name: str) -> str:
 
 
 def sections(status: NodeStatus | Nodes) -> Iterator[RenderableType]:
-    """Resources, then a table for each kind of thing that there is any of.
+    """Yield the resources, then each table that is not empty.
 
-    Of several nodes, a line of each.
+    For several nodes, yield one table with a line for each.
     """
     if isinstance(status, Nodes):
         yield tables.node_table(status)
-        yield text(connect.how_to_choose([one.found for one in status]), "dim")
+        yield text(connect.how_to_choose([node.found for node in status]), "dim")
         return
     for line in overview(status):
         yield text(line)
-    for told in _set_aside(status):
-        yield text(told, "bold red")
+    for problem in _set_aside(status):
+        yield text(problem, "bold red")
     for title, table, count in (
         ("", tables.device_table(status.devices, status), 0),
         ("programs", tables.client_table(shown_clients(status), status), 0),
@@ -278,13 +279,17 @@ def sections(status: NodeStatus | Nodes) -> Iterator[RenderableType]:
 
 
 UNHEALTHY: Final = 3
-"""Exit code of `--check` where a device is set aside."""
+"""Exit code of `--check` if the node is not healthy."""
 
 
 @click.command()
 @connect.address_option
 @click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
-@click.option("--check", is_flag=True, help="Exit with 3 if a device is set aside.")
+@click.option(
+    "--check",
+    is_flag=True,
+    help="Exit with 3 if a device is set aside, or no worker can be started.",
+)
 @click.option("--watch", is_flag=True, help="Repeat until Ctrl-C.")
 @click.option(
     "--interval",
@@ -296,33 +301,33 @@ UNHEALTHY: Final = 3
 def status(
     address: str, as_json: bool, check: bool, watch: bool, interval: float
 ) -> int:
-    """Show who holds what on the running node, what waits and why.
+    """Show which tasks hold or wait for what on the running node, and why.
 
-    The node is that of `aiogpu start`, or the one inside a program of this user. Where
-    there are several and none is named, each has one line.
+    The node is the one of `aiogpu start`, or the one inside a program of this user. If
+    there are several nodes and no option names one, each is shown on one line.
 
-    Tables in a terminal, plain lines elsewhere. --json prints one object, see
-    docs/service-json.md; with --watch one object on each line.
+    A terminal shows tables; other outputs get plain lines. --json prints one object,
+    see docs/service-json.md; with --watch one object per line.
 
     \b
     Examples:
       aiogpu status
       aiogpu status --json | jq .waiting.tasks
-      aiogpu status --check > /dev/null || echo "a GPU is ill"
+      aiogpu status --check > /dev/null || echo "a GPU has failed"
 
     \b
     Exit codes:
       0  the node has answered
       1  no node runs
       2  bad input
-      3  --check: a device is set aside
+      3  --check: a device is set aside, or no worker can be started
     """  # noqa: D301 - click's mark for lines to be left as they are
-    found = aiogpu.run(_look(address, as_json, interval if watch else None))
-    return UNHEALTHY if check and found else 0
+    found_problems = aiogpu.run(_look(address, as_json, interval if watch else None))
+    return UNHEALTHY if check and found_problems else 0
 
 
 async def _look(address: str, as_json: bool, interval: float | None) -> list[str]:
-    """Show one node, or a line of each of several; return the problems."""
+    """Show one node, or a line for each of several; return the problems."""
     try:
         async with connect.joined(address) as node:
             return await _show_status(node.status, as_json, interval)
@@ -332,8 +337,8 @@ async def _look(address: str, as_json: bool, interval: float | None) -> list[str
 
 
 async def all_nodes(pid: int | None = None) -> Nodes:
-    """All nodes of this user, or of one process, with what they say of themselves."""
-    return Nodes(await connect.look_at_all(find_nodes(pid).nodes))
+    """Return all nodes of this user, or of one process, with their status."""
+    return Nodes(await connect.status_of_all(find_nodes(pid).nodes))
 
 
 async def _show_status(
@@ -341,13 +346,13 @@ async def _show_status(
     as_json: bool,
     interval: float | None,
 ) -> list[str]:
-    """Show it once, or until Ctrl-C."""
+    """Show a status once, or repeatedly until Ctrl-C; return the problems."""
     seen = await look()
     is_drawn = is_terminal() and not as_json
     if interval is None and is_drawn:
         show(*sections(seen))
     elif interval is None:
-        click.echo(_told(seen, as_json, indent=1))
+        click.echo(_as_text(seen, as_json, indent=1))
     if interval is None:
         return problems(seen)
     screen = live()
@@ -356,13 +361,13 @@ async def _show_status(
             if is_drawn:
                 screen.update(Group(*sections(seen)), refresh=True)
             else:
-                click.echo(_told(seen, as_json) + "\n" * (not as_json))
+                click.echo(_as_text(seen, as_json) + "\n" * (not as_json))
             await asyncio.sleep(interval)
             seen = await look()
 
 
-def _told(seen: NodeStatus | Nodes, as_json: bool, indent: int | None = None) -> str:
-    """A picture as it is printed if there is no terminal."""
+def _as_text(seen: NodeStatus | Nodes, as_json: bool, indent: int | None = None) -> str:
+    """Return a status as JSON or plain text, for output that is not a terminal."""
     if as_json:
         data = nodes_data(seen) if isinstance(seen, Nodes) else status_data(seen)
         return json.dumps(data, indent=indent)
@@ -377,15 +382,15 @@ def plain_report(seen: NodeStatus) -> str:
 
 
 class Kind(NamedTuple):
-    """A kind of thing that can be listed.
+    """A kind of entries for `aiogpu list`.
 
     Attributes:
-        entries: finds them in a status, or among all nodes.
-        table: shows them.
-        states: every state that one of them may have.
-        names: the names that `--name` compares.
-        state: the state of one of them.
-        total: how many there are, listed or not; None if all are listed.
+        entries: returns the entries of a status, or of all nodes.
+        table: makes a table of entries.
+        states: all states of entries.
+        names: returns the names of an entry, for `--name`.
+        state: returns the state of an entry.
+        total: returns the number of all entries; None if a status has all of them.
     """
 
     entries: Callable[[Any], Sequence[Any]]
@@ -397,7 +402,7 @@ class Kind(NamedTuple):
 
 
 ENDED: Final = ("finished", "failed", "cancelled")
-"""States of tasks that have ended, which the node keeps for a while."""
+"""States of ended tasks, whose records the node keeps for a while."""
 
 
 KINDS: Final[dict[str, Kind]] = {
@@ -431,25 +436,28 @@ KINDS: Final[dict[str, Kind]] = {
         lambda status: status.devices,
         tables.device_table,
         ("free", "shared", "full", "set aside"),
-        lambda one: (one.name, one.type, str(one.id), tables.device_name(one)),
+        lambda device: (
+            *(device.name, device.type, str(device.id)),
+            tables.device_name(device),
+        ),
         state=tables.device_state,
     ),
     "clients": Kind(
         shown_clients,
         partial(tables.client_table, with_ids=True),
         ("there", "left"),
-        lambda one: (one.name, str(one.pid)),
-        state=lambda one: "left" if one.has_left else "there",
+        lambda client: (client.name, str(client.pid)),
+        state=lambda client: "left" if client.has_left else "there",
     ),
     "nodes": Kind(
         tuple,
         tables.node_table,
         ("there", "silent"),
-        lambda one: (one.found.program, str(one.found.pid)),
-        state=lambda one: "silent" if one.status is None else "there",
+        lambda node: (node.found.program, str(node.found.pid)),
+        state=lambda node: "silent" if node.status is None else "there",
     ),
 }
-"""What can be listed."""
+"""The kinds of entries of `aiogpu list`."""
 
 
 @click.command("list")
@@ -461,10 +469,10 @@ KINDS: Final[dict[str, Kind]] = {
     type=Whole(min=1),
     default=100,
     show_default=True,
-    help="How many at most.",
+    help="Show at most so many.",
 )
-@click.option("--state", metavar="STATE", help='Only those in that state: "waiting".')
-@click.option("--name", metavar="PATTERN", help='Only those named so: "train*".')
+@click.option("--state", metavar="STATE", help="Only entries in this state.")
+@click.option("--name", metavar="PATTERN", help="Only names that match: 'train*'.")
 def list_command(
     what: str,
     address: str,
@@ -473,13 +481,13 @@ def list_command(
     state: str | None,
     name: str | None,
 ) -> None:
-    """List tasks, actors and so on of the running node, one on each line.
+    """List tasks, actors and so on of the running node, one per line.
 
-    Of the waiting tasks the first 100 are listed; `aiogpu status` counts all of them.
-    Tasks that have ended are listed if that state is asked for: the node keeps the
-    last 10 000, fewer if their errors are long. "gpus" are devices of any kind,
-    "clients" the programs that share the node. "nodes" are all nodes of this user, with
-    what each has to do.
+    The list has the first 100 waiting tasks; `aiogpu status` counts all of them. Ended
+    tasks are listed with --state finished, failed or cancelled: the node keeps records
+    of the last 10 000, fewer if their errors are long. "gpus" are devices of any kind,
+    "clients" are the programs that use the node, and "nodes" are all nodes of this
+    user.
 
     \b
     States:
@@ -501,7 +509,7 @@ def list_command(
 
     \b
     Exit codes:
-      0  the node has answered, even if there are none
+      0  the node has answered, even if the list is empty
       1  no node runs
       2  bad input
     """  # noqa: D301 - click's mark for lines to be left as they are
@@ -509,25 +517,27 @@ def list_command(
     states = [*kind.states, *(ENDED if what == "tasks" else ())]
     if state is not None and state not in states:
         raise click.BadParameter(
-            f"{what} are never {state!r}. There are: {', '.join(states)}.",
+            f"{what} have no state {state!r}. The states are: {', '.join(states)}.",
             param_hint="'--state'",
         )
     status: NodeStatus | Nodes
     if what == "nodes":
-        connect.check_unnamed(f"`aiogpu list {what}` shows all of them")
+        connect.check_unnamed("`aiogpu list nodes` shows all nodes")
         status = aiogpu.run(all_nodes())
     elif state in ENDED:
         status, ended = connect.ask(address, _with_ended)
-        kind = Kind(lambda _: ended, tables.ended_table, ENDED, lambda one: (one.name,))
+        kind = Kind(
+            lambda _: ended, tables.ended_table, ENDED, lambda task: (task.name,)
+        )
     else:
         status = connect.ask(address, lambda node: node.status())
     entries = [
-        one
-        for one in kind.entries(status)
-        if (state is None or kind.state(one) == state)
+        entry
+        for entry in kind.entries(status)
+        if (state is None or kind.state(entry) == state)
         and (
             name is None
-            or any(it is not None and fnmatchcase(it, name) for it in kind.names(one))
+            or any(fnmatchcase(known, name) for known in kind.names(entry) if known)
         )
     ]
     shown, count = entries[:limit], len(entries)
@@ -535,17 +545,18 @@ def list_command(
         count = kind.total(cast("NodeStatus", status))
     left_out = count - len(shown)
     if as_json:
-        data = [node_data(one) if what == "nodes" else data_of(one) for one in shown]
-        told = {"version": VERSION, "left_out": left_out, what: data}
-        click.echo(json.dumps(told, indent=1))
+        to_data = node_data if what == "nodes" else data_of
+        data = [to_data(entry) for entry in shown]
+        output = {"version": VERSION, "left_out": left_out, what: data}
+        click.echo(json.dumps(output, indent=1))
         return
     if shown:
         show(kind.table(shown, status))
     if left_out:
         click.echo(f"and {left_out} more", err=True)
     if not shown:
-        told_of = " that fit" if state or name else ""
-        click.echo(f"There are no {what}{told_of}.", err=True)
+        matching = "matching " if state or name else ""
+        click.echo(f"There are no {matching}{what}.", err=True)
 
 
 async def _with_ended(
@@ -559,22 +570,25 @@ COMPLETED: Final = 1.0
 
 
 def known_tasks(
-    context: click.Context, _argument: click.Parameter, begun: str
+    context: click.Context, _argument: click.Parameter, prefix: str
 ) -> list[str]:
-    """Tasks and actors of the running node that begin so; none without a node."""
+    """Return names and numbers of tasks and actors that begin with a prefix.
+
+    Without a node the list is empty.
+    """
     address = context.params.get("address") or connect.ANY
 
     async def names(node: connect.Node) -> list[str]:
         status = await node.status()
-        actors = [one.name for one in status.actors if one.name is not None]
-        tasks = [told for one in status.tasks for told in (str(one.id), one.name)]
+        actors = [actor.name for actor in status.actors if actor.name is not None]
+        tasks = [word for task in status.tasks for word in (str(task.id), task.name)]
         return sorted({*actors, *tasks})
 
     try:
         known = connect.ask(address, names, COMPLETED)
     except (click.ClickException, aiogpu.AiogpuError, OSError):
-        return []  # a shell has no place to show why
-    return [name for name in known if name.startswith(begun) and name.isprintable()]
+        return []  # a shell cannot show the error
+    return [name for name in known if name.startswith(prefix) and name.isprintable()]
 
 
 @click.command()
@@ -582,13 +596,13 @@ def known_tasks(
 @connect.address_option
 @click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
 def why(task: str, address: str, as_json: bool) -> None:
-    """Say why TASK waits, who holds what it needs, and whose turn it is.
+    """Explain why TASK waits, which tasks hold what it needs, and which go first.
 
-    For a task that has ended it says how, when and where, with the traceback. TASK is a
+    For an ended task, tell how, when and where it ended, with the traceback. TASK is a
     number, as `aiogpu status` shows it, or the name of a task or an actor. If several
-    tasks that wait or run have that name, they are listed, each with its reason; if
-    none has, the last task of that name that has ended is shown, or the last failed
-    call of an actor, such as Model.predict.
+    waiting or running tasks have the name, they are listed with their reasons. If none
+    has the name, the last ended task with the name is shown, or the last failed call of
+    an actor, such as Model.predict.
 
     \b
     Examples:
@@ -599,77 +613,77 @@ def why(task: str, address: str, as_json: bool) -> None:
     \b
     Exit codes:
       0  the reason was printed
-      1  no node runs, or it has no such task
+      1  no node runs, or there is no such task
       2  bad input
     """  # noqa: D301 - click's mark for lines to be left as they are
     if not task:
-        raise click.BadParameter("is empty.", param_hint="TASK")
+        raise click.BadParameter("it is empty.", param_hint="TASK")
     connect.ask(address, lambda node: _explain(node, task, as_json))
 
 
-async def _explain(node: connect.Node, named: str, as_json: bool) -> None:
-    status, told = None, list[aiogpu.types.Why]()
-    if is_number(named):
-        found = [int(named)]
+async def _explain(node: connect.Node, name: str, as_json: bool) -> None:
+    status, answers = None, list[aiogpu.types.Why]()
+    if is_number(name):
+        numbers = [int(name)]
     else:
         status = await node.status()
-        found = [one.id for one in tasks_named(status, named)]
-        if not found:
-            told = [await _why_ended(node, status, named)]
-    if as_json or told or len(found) == 1:
-        told = told or [await node.why(number) for number in found]
+        numbers = [task.id for task in tasks_named(status, name)]
+        if not numbers:
+            answers = [await _why_ended(node, status, name)]
+    if as_json or answers or len(numbers) == 1:
+        answers = answers or [await node.why(number) for number in numbers]
         if as_json:
-            data = {"version": VERSION, "tasks": data_of(tuple(told))}
+            data = {"version": VERSION, "tasks": data_of(tuple(answers))}
             click.echo(json.dumps(data, indent=1))
         else:
-            click.echo(in_lines(told[0]))
-            if told[0].ended is None and told[0].task:
-                for call in (await node.failed_calls(told[0].task))[:1]:
+            click.echo(in_lines(answers[0]))
+            if answers[0].ended is None and answers[0].task:
+                for call in (await node.failed_calls(answers[0].task))[:1]:
                     click.echo(_failed_call(call))
     elif status is not None:
-        show(tables.task_table(tasks_named(status, named), status))
+        show(tables.task_table(tasks_named(status, name), status))
 
 
 async def _why_ended(
-    node: connect.Node, status: NodeStatus, named: str
+    node: connect.Node, status: NodeStatus, name: str
 ) -> aiogpu.types.Why:
-    """Tell of the last ended task or failed call of a name.
+    """Describe the last ended task or failed call with a name.
 
     Raises:
         ClickException: there is none.
     """
-    ended = next(ended_named(await node.ended(), named), None)
+    ended = next(ended_named(await node.ended(), name), None)
     if ended is None:
-        raise nothing_named(status, named)
+        raise nothing_named(status, name)
     if not ended.is_call:
         return await node.why(ended.task)
     calls = await node.failed_calls(ended.task)
-    call = next((one for one in calls if one.name == ended.name), ended)
+    call = next((call for call in calls if call.name == ended.name), ended)
     return aiogpu.types.Why(call.name, call.task, "ended", call.seconds, ended=call)
 
 
 def ended_named(ended: Iterable[EndedTask], name: str) -> Iterator[EndedTask]:
-    """What has ended and has a name.
+    """Yield ended tasks, actors and calls with a name.
 
-    An actor "Model 'serve'" has that of its class as well as its own, and so has its
+    An actor "Model 'serve'" has two names, of its class and its own, and so has its
     call "Model 'serve'.predict".
     """
     end = f" {name!r}"
-    for one in ended:
-        is_its = one.name == name or one.name.endswith(end)
-        if is_its or (one.is_call and name in _short_names(one)):
-            yield one
+    for task in ended:
+        is_match = task.name == name or task.name.endswith(end)
+        if is_match or (task.is_call and name in _short_names(task)):
+            yield task
 
 
 def _short_names(call: EndedTask) -> list[str]:
-    """Names of a call by its actor's class, and by its actor's own name if any."""
+    """Return the names of a call by its actor's class and by the actor's own name."""
     actor, _, method = call.name.rpartition(".")
-    kind, _, own = actor.partition(" ")
-    return [f"{one}.{method}" for one in (kind, own[1:-1]) if one]
+    class_name, _, own_name = actor.partition(" ")
+    return [f"{owner}.{method}" for owner in (class_name, own_name[1:-1]) if owner]
 
 
 def _failed_call(call: EndedTask) -> str:
-    """Tell of the last call of an actor that has failed, in one line."""
+    """Describe a failed call of an actor in one line."""
     error = f"{call.error}: {call.message}" if call.message else call.error
     method = _short_names(call)[-1]
     return printable(
@@ -678,50 +692,52 @@ def _failed_call(call: EndedTask) -> str:
     )
 
 
-def in_lines(told: aiogpu.types.Why) -> str:
-    """Return it in words, without control characters; a traceback has its lines."""
-    trace = "" if told.ended is None else told.ended.traceback
-    words = str(printable_all(told if not trace else _without_trace(told)))
+def in_lines(why: aiogpu.types.Why) -> str:
+    """Return an explanation as text without control characters, with its traceback."""
+    trace = "" if why.ended is None else why.ended.traceback
+    text = str(printable_all(why if not trace else _without_trace(why)))
     lines = (f"  {printable(line)}" for line in trace.rstrip().splitlines())
-    return "\n".join((words, *lines))
+    return "\n".join((text, *lines))
 
 
-def _without_trace(told: aiogpu.types.Why) -> aiogpu.types.Why:
-    assert told.ended is not None, told
-    return replace(told, ended=replace(told.ended, traceback=""))
+def _without_trace(why: aiogpu.types.Why) -> aiogpu.types.Why:
+    assert why.ended is not None, why
+    return replace(why, ended=replace(why.ended, traceback=""))
 
 
-def is_number(named: str) -> bool:
-    """Return whether what a user has named is a task's number."""
-    return named.isdecimal() and named.isascii()
+def is_number(word: str) -> bool:
+    """Return whether an argument is the number of a task."""
+    return word.isdecimal() and word.isascii()
 
 
 def tasks_named(status: NodeStatus, name: str) -> list[TaskStatus]:
-    """The tasks that wait or run, and the actors, of a name."""
-    named = {
-        one.id for one in status.actors if name in (one.name, tables.full_name(one))
+    """Return the waiting and running tasks and the actors with a name."""
+    actors = {
+        actor.id
+        for actor in status.actors
+        if name in (actor.name, tables.full_name(actor))
     }
-    return [one for one in status.tasks if one.name == name or one.id in named]
+    return [task for task in status.tasks if task.name == name or task.id in actors]
 
 
 def nothing_named(status: NodeStatus, name: str) -> click.ClickException:
-    """The error where nothing has that name."""
-    known = "the first 100 of those that wait are known by name"
-    left = status.waiting_count > len(status.waiting)
-    told = f"{f'; {known}' if left else ''}. `aiogpu list tasks` shows what there is."
+    """Return the error for an unknown name."""
+    advice = "`aiogpu list tasks` shows the tasks."
+    if status.waiting_count > len(status.waiting):
+        advice += " Only the first 100 waiting tasks are known by name."
     owner = name.rpartition(".")[0]
-    called = [
-        str(one.id)
-        for one in status.actors
-        if owner and owner in (one.class_name, one.name, tables.full_name(one))
+    actors = [
+        str(actor.id)
+        for actor in status.actors
+        if owner and owner in (actor.class_name, actor.name, tables.full_name(actor))
     ]
-    if called:
-        others = f" (others: {listing(called[1:], len(called) - 1)})"
-        told = (
-            f". Calls of actors are not listed one by one, unless they have failed; "
-            f"`aiogpu why {called[0]}` tells of the actor"
-            f"{others if called[1:] else ''}."
+    if actors:
+        others = f" (others: {listing(actors[1:], len(actors) - 1)})"
+        advice = (
+            f"Calls of actors are not listed one by one, unless they have failed; "
+            f"`aiogpu why {actors[0]}` explains the actor"
+            f"{others if actors[1:] else ''}."
         )
     return click.ClickException(
-        f"no task and no actor named {printable(name)!r} waits or runs{told}"
+        f"no task and no actor named {printable(name)!r} waits or runs. {advice}"
     )

@@ -18,8 +18,8 @@ from aiogpu.core.model.text import listing, printable
 from aiogpu.observe.why import Why, end_in_brief
 from aiogpu.wire.messages import CANCEL, KILL
 
-WANTED: Final = {CANCEL: "task", KILL: "actor"}
-"""What each command ends; the rest it leaves alone."""
+KINDS: Final = {CANCEL: "task", KILL: "actor"}
+"""The kind of work that each command ends."""
 DONE: Final = {CANCEL: "cancelled", KILL: "killed"}
 
 
@@ -27,18 +27,21 @@ DONE: Final = {CANCEL: "cancelled", KILL: "killed"}
 @click.argument(
     "tasks", metavar="TASK...", nargs=-1, required=True, shell_complete=known_tasks
 )
-@click.option("--all", "all_named", is_flag=True, help="All tasks of a name.")
+@click.option(
+    "--all", "all_named", is_flag=True, help="Cancel all tasks with the name."
+)
 @connect.address_option
 @click.pass_context
 def cancel(
     ctx: click.Context, tasks: tuple[str, ...], all_named: bool, address: str
 ) -> None:
-    """Cancel tasks of any program of the node, whether they wait or run.
+    """Cancel waiting or running tasks of any program that uses the node.
 
-    TASK is a number, as `aiogpu list tasks` shows it, or a name; if several tasks have
-    that name, none is cancelled without --all. The caller gets a TaskCancelledError.
-    Code that runs is interrupted, and its process is killed if that does not help
-    within the task's cancel_grace. Leases and placements end with their program only.
+    TASK is a task's number, as `aiogpu list tasks` shows it, or its name; if several
+    tasks have the name, --all is needed. The caller gets a TaskCancelledError. Running
+    code is interrupted, and its process is killed if the code does not stop within
+    the task's cancel_grace. Leases and placements cannot be cancelled; they end with
+    their program.
 
     \b
     Examples:
@@ -48,8 +51,8 @@ def cancel(
 
     \b
     Exit codes:
-      0  all of them are cancelled, or had ended already
-      1  no node runs, it has no such task, or one was left alone
+      0  all tasks are cancelled, or had already ended
+      1  no node runs, there is no such task, or a task was not cancelled
       2  bad input
     """  # noqa: D301 - click's mark for lines to be left as they are
     ctx.exit(connect.ask(address, lambda node: _stop(node, CANCEL, tasks, all_named)))
@@ -62,10 +65,10 @@ def cancel(
 @connect.address_option
 @click.pass_context
 def kill(ctx: click.Context, actors: tuple[str, ...], address: str) -> None:
-    """Kill actors of any program of the node, at once and without a restart.
+    """Kill actors of any program that uses the node, at once and without a restart.
 
-    ACTOR is a number, as `aiogpu list actors` shows it, or a name. Its calls, and those
-    that come later, get an ActorDiedError.
+    ACTOR is an actor's number, as `aiogpu list actors` shows it, or its name. The
+    actor's present and later calls get an ActorDiedError.
 
     \b
     Examples:
@@ -74,8 +77,8 @@ def kill(ctx: click.Context, actors: tuple[str, ...], address: str) -> None:
 
     \b
     Exit codes:
-      0  all of them are killed, or had ended already
-      1  no node runs, it has no such actor, or one was left alone
+      0  all actors are killed, or had already ended
+      1  no node runs, there is no such actor, or an actor was not killed
       2  bad input
     """  # noqa: D301 - click's mark for lines to be left as they are
     ctx.exit(connect.ask(address, lambda node: _stop(node, KILL, actors, False)))
@@ -84,7 +87,7 @@ def kill(ctx: click.Context, actors: tuple[str, ...], address: str) -> None:
 async def _stop(
     node: connect.Node, what: str, named: tuple[str, ...], all_named: bool
 ) -> int:
-    """Stop what was named, one after the other; returns the exit code."""
+    """Stop the named tasks or actors one by one; return the exit code."""
     code = 0
     for name in named:
         try:
@@ -99,52 +102,52 @@ async def _stop(
 async def _numbers(
     node: connect.Node, what: str, name: str, all_named: bool
 ) -> list[int]:
-    """The numbers of what a user has named.
+    """Return the numbers of the tasks or actors with a name.
 
     Raises:
-        ClickException: nothing has that name, or several have.
+        ClickException: no task has the name, or several have it.
     """
     if not name:
-        raise click.BadParameter("is empty.", param_hint=WANTED[what].upper())
+        raise click.BadParameter("it is empty.", param_hint=KINDS[what].upper())
     if is_number(name):
         return [int(name)]
     status = await node.status()
-    found = [one.id for one in tasks_named(status, name)]
-    if not found:
+    numbers = [task.id for task in tasks_named(status, name)]
+    if not numbers:
         for ended in ended_named(await node.ended(), name):
-            # A name of its own is an actor's.
+            # A name of its own, not only of its class, means an actor.
             if not ended.is_call and (what == CANCEL or ended.name != name):
                 return [ended.task]
         raise nothing_named(status, name)
-    if len(found) > 1 and not all_named:
-        told = listing(map(str, found), len(found))
-        every = " or all of them by --all" if what == CANCEL else ""
+    if len(numbers) > 1 and not all_named:
+        listed = listing(map(str, numbers), len(numbers))
+        or_all = ", or give --all" if what == CANCEL else ""
         raise click.ClickException(
-            f"{len(found)} tasks are named {printable(name)}: {told}. Name one by its "
-            f"number{every}."
+            f"{len(numbers)} tasks are named {printable(name)}: {listed}. Give a "
+            f"number{or_all}."
         )
-    return found
+    return numbers
 
 
 async def stop_one(node: connect.Node, what: str, number: int) -> str:
-    """Cancel a task or kill an actor; return what was done, in words.
+    """Cancel a task or kill an actor; return a sentence about the result.
 
     Raises:
-        ClickException: there is none of that number, or it is something else.
+        ClickException: the number is unknown, or belongs to something else.
     """
     kind, why = await node.stop(what, number)
     if why is None:
         raise click.ClickException(
-            f"the node knows no {WANTED[what]} {number}. `aiogpu list "
-            f"{WANTED[what]}s` shows what there is."
+            f"the node has no {KINDS[what]} {number}. `aiogpu list {KINDS[what]}s` "
+            f"lists the {KINDS[what]}s."
         )
-    who = f"{printable(why.name)} ({WANTED[what]} {number})"
-    if kind == WANTED[what]:
-        return f"{DONE[what]} {who}"
+    target = f"{printable(why.name)} ({KINDS[what]} {number})"
+    if kind == KINDS[what]:
+        return f"{DONE[what]} {target}"
     if kind == "stopping":
-        return f"{who} is being stopped already"
+        return f"{target} is already being stopped"
     if why.ended is not None:
-        return f"{who} has ended already: {end_in_brief(why.ended)}"
+        return f"{target} has already ended: {end_in_brief(why.ended)}"
     raise click.ClickException(_refusal(kind, why, number))
 
 
@@ -152,8 +155,8 @@ def _refusal(kind: str, why: Why, number: int) -> str:
     name = printable(why.name)
     match kind:
         case "actor":
-            return f"{name} is an actor: end it by `aiogpu kill {number}`."
+            return f"{name} is an actor: to end it, run `aiogpu kill {number}`."
         case "task":
-            return f"{name} is a task: end it by `aiogpu cancel {number}`."
-    of = f", pid {why.pid}" if why.pid else ""
-    return f"{name} is held by the program that has asked for it{of}, and ends with it."
+            return f"{name} is a task: to end it, run `aiogpu cancel {number}`."
+    pid = f" (pid {why.pid})" if why.pid else ""
+    return f"{name} is held by a program{pid}; it ends when that program releases it."

@@ -1,6 +1,7 @@
-"""Shows the parts of a `NodeStatus` as rich tables, one for each kind.
+"""Tables of the parts of a `NodeStatus`, one function for each kind.
 
-rich cuts cells, but cannot leave columns out: `Table` does, if the screen has no room.
+rich can cut cells, but not leave out columns; `Table` leaves out columns for which the
+screen has no room.
 """
 
 from __future__ import annotations
@@ -48,14 +49,14 @@ WIDE: Final = 10_000
 
 
 class Column(NamedTuple, Generic[T]):
-    """One column of a table.
+    """A column of a table.
 
     Attributes:
-        name: its heading.
+        name: the heading.
         cell: returns the cell of an entry: text, or text with a style.
-        is_number: whether its cells are aligned to the right.
-        least: to how few characters its cells may be cut; 0 if they are never cut.
-        rank: the higher it is, the sooner the column is left out; 0 for never.
+        is_number: True to align the cells to the right.
+        least: fewest characters to which cells may be cut; 0 to never cut them.
+        rank: columns with a higher rank are left out first; 0 to never leave it out.
     """
 
     name: str
@@ -66,31 +67,33 @@ class Column(NamedTuple, Generic[T]):
 
 
 class Table:
-    """A row for each entry.
+    """A table with a row for each entry.
 
     Attributes:
-        columns: its columns.
-        rows: their cells.
-        has_head: whether the headings are shown.
+        columns: the columns.
+        rows: the cells of each row.
+        has_head: True to show the headings.
     """
 
     def __init__(self, entries: Iterable[T], *columns: Column[T]) -> None:
         self.columns: tuple[Column[Any], ...] = columns
-        self.rows = [[text(one.cell(entry)) for one in columns] for entry in entries]
+        self.rows = [
+            [text(column.cell(entry)) for column in columns] for entry in entries
+        ]
         self.has_head = True
 
     def part(self, first: int, last: int) -> Table:
-        """The lines from `first` to before `last`; line 0 has the headings."""
-        found = Table((), *self.columns)
-        found.has_head = first == 0
-        found.rows = self.rows[max(first - 1, 0) : max(last - 1, 0)]
-        return found
+        """Return the lines from `first` to before `last`; line 0 has the headings."""
+        part = Table((), *self.columns)
+        part.has_head = first == 0
+        part.rows = self.rows[max(first - 1, 0) : max(last - 1, 0)]
+        return part
 
     def __rich_console__(
         self, _console: Console, options: ConsoleOptions
     ) -> Iterator[RichTable]:
         cells = [[row[at] for row in self.rows] for at in range(len(self.columns))]
-        # A column in which every cell is empty is left out.
+        # Leave out columns without text.
         natural = {
             at: max(len(column.name), *(cell.cell_len for cell in cells[at]))
             for at, column in enumerate(self.columns)
@@ -99,7 +102,7 @@ class Table:
         least = {
             at: min(self.columns[at].least or has, has) for at, has in natural.items()
         }
-        # So is what has no room, the least important first.
+        # Leave out columns without room, the least important first.
         for at in sorted(natural, key=lambda at: -self.columns[at].rank):
             needed = sum(least.values()) + GAP * (len(least) - 1)
             if needed <= options.max_width or not self.columns[at].rank:
@@ -124,43 +127,43 @@ class Table:
         yield table
 
 
-def text(told: str | Text, style: str = "") -> Text:
-    """A text of one line that can do nothing to a terminal."""
-    if isinstance(told, Text):
-        return told
-    return Text(printable(told), style, no_wrap=True, overflow="ellipsis")
+def text(content: str | Text, style: str = "") -> Text:
+    """Return a text of one line, without control characters."""
+    if isinstance(content, Text):
+        return content
+    return Text(printable(content), style, no_wrap=True, overflow="ellipsis")
 
 
-def printable_all(told: T, done: dict[int, Any] | None = None) -> T:
-    """A status, or a part of it, with every text made `printable`.
+def printable_all(value: T, done: dict[int, Any] | None = None) -> T:
+    """Return a status, or a part of it, with every text made `printable`.
 
-    Otherwise a name of two lines would make two of one line. What was one object stays
-    one.
+    Otherwise a line break in a name would break a line of the output. An object that
+    occurs twice is copied once.
     """
     done = {} if done is None else done
-    if isinstance(told, str):
-        return cast("T", printable(told))
-    if id(told) in done:
-        return cast("T", done[id(told)])
-    found: Any = told
-    if isinstance(told, Mapping):
-        items = told.items()
-        found = {printable_all(name): printable_all(it, done) for name, it in items}
-    elif isinstance(told, tuple | list):
-        parts = [printable_all(one, done) for one in told]
-        found = getattr(told, "_make", type(told))(parts)
-    elif is_dataclass(told) and not isinstance(told, type):
-        values = {it.name: getattr(told, it.name) for it in fields(told)}
-        values = {name: printable_all(it, done) for name, it in values.items()}
-        found = replace(told, **values)
-    done[id(told)] = found
-    return cast("T", found)
+    if isinstance(value, str):
+        return cast("T", printable(value))
+    if id(value) in done:
+        return cast("T", done[id(value)])
+    copy: Any = value
+    if isinstance(value, Mapping):
+        items = value.items()
+        copy = {printable_all(name): printable_all(item, done) for name, item in items}
+    elif isinstance(value, tuple | list):
+        parts = [printable_all(item, done) for item in value]
+        copy = getattr(value, "_make", type(value))(parts)
+    elif is_dataclass(value) and not isinstance(value, type):
+        values = {field.name: getattr(value, field.name) for field in fields(value)}
+        values = {name: printable_all(item, done) for name, item in values.items()}
+        copy = replace(value, **values)
+    done[id(value)] = copy
+    return cast("T", copy)
 
 
-def plain(drawn: RenderableType, width: int = WIDE) -> Iterator[str]:
-    """The lines of what rich draws, without their styles."""
+def plain(renderable: RenderableType, width: int = WIDE) -> Iterator[str]:
+    """Yield the lines that rich renders, without their styles."""
     console = Console(width=width, height=WIDE, file=io.StringIO(), highlight=False)
-    for line in console.render_lines(drawn, pad=False):
+    for line in console.render_lines(renderable, pad=False):
         yield "".join(segment.text for segment in line).rstrip()
 
 
@@ -180,12 +183,12 @@ def live(*, is_whole_screen: bool = False) -> Live:
     )
 
 
-def show(*drawn: RenderableType) -> None:
-    """Print as wide as the terminal is, or in full if there is no terminal."""
+def show(*renderables: RenderableType) -> None:
+    """Print in the width of the terminal, or in full if there is no terminal."""
     if is_terminal():
-        Console(highlight=False).print(Group(*drawn))
+        Console(highlight=False).print(Group(*renderables))
     else:
-        click.echo("\n".join(plain(Group(*drawn))))
+        click.echo("\n".join(plain(Group(*renderables))))
 
 
 STATE_STYLES: Final = {
@@ -201,7 +204,7 @@ STATE_STYLES: Final = {
 
 
 def state(word: str) -> Text:
-    """A cell for a state."""
+    """Return a cell for a state."""
     return text(word, STATE_STYLES.get(word, ""))
 
 
@@ -210,7 +213,9 @@ class Programs(dict[int, str]):
 
     def __init__(self, status: NodeStatus) -> None:
         super().__init__(
-            (one.id, f"{one.name} {one.pid}") for one in status.clients if one.name
+            (client.id, f"{client.name} {client.pid}")
+            for client in status.clients
+            if client.name
         )
         self[OWN] = ""
 
@@ -219,7 +224,7 @@ class Programs(dict[int, str]):
 
 
 def number(count: int) -> str:
-    """A process id or a count, nothing for 0."""
+    """Return a process id or a count as text, "" for 0."""
     return str(count or "")
 
 
@@ -228,29 +233,29 @@ def task_table(
     status: NodeStatus,
     holders: Mapping[tuple[int, str | None], Holder] | None = None,
 ) -> Table:
-    """Tasks that have not ended.
+    """Build a table of tasks that have not ended.
 
     Args:
         tasks: the tasks.
-        status: the status that they are from.
-        holders: what they hold of devices, by process id and name; None if that is not
-            to be shown.
+        status: the status of the node.
+        holders: the shares of devices, by process id and name of the task; None to
+            leave them out.
     """
     programs = Programs(status)
     nothing = Holder(0.0, 0, 0, None)
 
-    def held(task: TaskStatus) -> Holder:
+    def holder_of(task: TaskStatus) -> Holder:
         return (holders or {}).get((task.pid, task.name), nothing)
 
     def seconds(task: TaskStatus) -> str:
-        known = held(task).seconds
-        return "" if known is None else span(known)
+        held_for = holder_of(task).seconds
+        return "" if held_for is None else span(held_for)
 
     def used(task: TaskStatus) -> str:
-        known = held(task).used
-        return "" if known is None else amount(known, "0")
+        size = holder_of(task).used
+        return "" if size is None else amount(size, "0")
 
-    asked = "ASKS FOR" if holders is None else "HOLDS"
+    heading = "ASKS FOR" if holders is None else "HOLDS"
     return Table(
         tasks,
         Column("TASK", lambda task: str(task.id), is_number=True),
@@ -258,7 +263,7 @@ def task_table(
         Column("STATE", lambda task: state(state_of(task))),
         Column("PID", lambda task: number(task.pid), is_number=True, rank=2),
         Column("PROGRAM", lambda task: programs[task.client], least=8, rank=3),
-        Column(asked, lambda task: terms(task.request.items()), least=12, rank=4),
+        Column(heading, lambda task: terms(task.request.items()), least=12, rank=4),
         Column("FOR", seconds, is_number=True, rank=1),
         Column("MEMORY", used, is_number=True, rank=5),
         Column("WHY", lambda task: task.reason or "", least=10, rank=6),
@@ -266,7 +271,7 @@ def task_table(
 
 
 def node_table(nodes: Iterable[SeenNode], _status: object = None) -> Table:
-    """Nodes of this user, and how much each has to do."""
+    """Build a table of nodes of this user, with the load of each."""
 
     def running(status: NodeStatus) -> int:
         return len(status.tasks) - len(status.waiting)
@@ -275,24 +280,24 @@ def node_table(nodes: Iterable[SeenNode], _status: object = None) -> Table:
         total = status.total.get(GPU, 0)
         return f"{status.available.get(GPU, 0):g} of {total:g}" if total else ""
 
-    def of(tell: Callable[[NodeStatus], object]) -> Callable[[SeenNode], str]:
-        return lambda one: "" if one.status is None else str(tell(one.status))
+    def of(value: Callable[[NodeStatus], object]) -> Callable[[SeenNode], str]:
+        return lambda node: "" if node.status is None else str(value(node.status))
 
     return Table(
         nodes,
-        Column("PID", lambda one: number(one.found.pid), is_number=True),
-        Column("PROGRAM", lambda one: one.found.program, least=8),
-        Column("SINCE", lambda one: span(one.found.seconds), is_number=True, rank=2),
+        Column("PID", lambda node: number(node.found.pid), is_number=True),
+        Column("PROGRAM", lambda node: node.found.program, least=8),
+        Column("SINCE", lambda node: span(node.found.seconds), is_number=True, rank=2),
         Column("RUN", of(running), is_number=True),
         Column("WAIT", of(lambda status: status.waiting_count), is_number=True),
         Column("FREE GPUS", of(free), is_number=True, rank=1),
-        Column("ADDRESS", lambda one: one.found.address, least=12, rank=3),
-        Column("", lambda one: text(one.problem, "red"), least=12),
+        Column("ADDRESS", lambda node: node.found.address, least=12, rank=3),
+        Column("", lambda node: text(node.problem, "red"), least=12),
     )
 
 
 def worker_table(workers: Iterable[WorkerStatus], _status: NodeStatus) -> Table:
-    """Worker processes."""
+    """Build a table of worker processes."""
     return Table(
         workers,
         Column("WORKER", lambda worker: str(worker.id), is_number=True),
@@ -303,7 +308,7 @@ def worker_table(workers: Iterable[WorkerStatus], _status: NodeStatus) -> Table:
 
 
 def actor_table(actors: Iterable[ActorStatus], status: NodeStatus) -> Table:
-    """Actors that have not ended."""
+    """Build a table of actors that have not ended."""
     programs = Programs(status)
     return Table(
         actors,
@@ -319,14 +324,14 @@ def actor_table(actors: Iterable[ActorStatus], status: NodeStatus) -> Table:
 
 
 def full_name(actor: ActorStatus) -> str:
-    """An actor's name with its namespace, "" without a name."""
+    """Return an actor's name with its namespace, "" without a name."""
     if actor.name is None:
         return ""
     return f"{actor.namespace}/{actor.name}" if actor.namespace else actor.name
 
 
 def placement_table(groups: Iterable[PlacementStatus], status: NodeStatus) -> Table:
-    """Placements, with what each of their bundles holds."""
+    """Build a table of placements, with the resources of each bundle."""
     programs = Programs(status)
     return Table(
         groups,
@@ -347,38 +352,38 @@ def placement_table(groups: Iterable[PlacementStatus], status: NodeStatus) -> Ta
 def client_table(
     clients: Iterable[ClientStatus], _status: NodeStatus, with_ids: bool = False
 ) -> Table:
-    """The programs that share the node.
+    """Build a table of the programs that use the node.
 
     Args:
         clients: the programs.
-        with_ids: show what `aiogpu logs --client` wants; a screen has no room for it.
+        with_ids: True to show the IDs for `aiogpu logs --client`.
     """
 
-    def id_of(one: ClientStatus) -> str:
-        return str(one.id) if with_ids and one.id != OWN else ""
+    def id_of(client: ClientStatus) -> str:
+        return str(client.id) if with_ids and client.id != OWN else ""
+
+    def holds(client: ClientStatus) -> str:
+        return terms(client.holds.items()) if client.holds else ""
+
+    def weight(client: ClientStatus) -> str:
+        return f"{client.weight:g}" if client.weight != 1 else ""
 
     return Table(
         clients,
         Column("PROGRAM", client_name, least=8),
-        Column("PID", lambda one: number(one.pid), is_number=True, rank=1),
+        Column("PID", lambda client: number(client.pid), is_number=True, rank=1),
         Column("ID", id_of, is_number=True),
-        Column("RUN", lambda one: str(one.running), is_number=True),
-        Column("WAIT", lambda one: str(one.waiting), is_number=True),
+        Column("RUN", lambda client: str(client.running), is_number=True),
+        Column("WAIT", lambda client: str(client.waiting), is_number=True),
+        Column("HOLDS", holds, least=10),
+        Column("WEIGHT", weight, is_number=True, rank=4),
         Column(
-            "HOLDS",
-            lambda one: terms(one.holds.items()) if one.holds else "",
-            False,
-            10,
+            "MAY HAVE",
+            lambda client: ", ".join(bounds(client.limits)),
+            least=10,
+            rank=5,
         ),
-        Column(
-            "WEIGHT",
-            lambda one: f"{one.weight:g}" if one.weight != 1 else "",
-            True,
-            0,
-            4,
-        ),
-        Column("MAY HAVE", lambda one: ", ".join(bounds(one.limits)), least=10, rank=5),
-        Column("", lambda one: "has left" if one.has_left else "", rank=3),
+        Column("", lambda client: "has left" if client.has_left else "", rank=3),
     )
 
 
@@ -400,33 +405,35 @@ def device_state(device: DeviceStatus) -> str:
 
 
 def device_name(device: DeviceStatus) -> str:
-    """The device's id with its kind, "GPU 0"."""
+    """Return a device's id with its kind, "GPU 0"."""
     return f"{device.kind} {device.id}"
 
 
 def memory(device: DeviceStatus) -> str:
     """Describe the used and the total memory of a device, as far as known."""
-    there = amount(device.memory)
+    total = amount(device.memory)
     if device.used is None:
-        return there
-    return f"{amount(device.used, '0')}/{there}" if there else amount(device.used, "0")
+        return total
+    return f"{amount(device.used, '0')}/{total}" if total else amount(device.used, "0")
 
 
 def device_table(devices: Iterable[DeviceStatus], _status: NodeStatus) -> Table:
-    """Devices, and who holds them."""
+    """Build a table of devices, with the holders of each."""
 
-    def busy(one: DeviceStatus) -> str:
-        return "" if one.utilisation is None else f"{one.utilisation} %"
+    def busy(device: DeviceStatus) -> str:
+        return "" if device.utilisation is None else f"{device.utilisation} %"
 
-    def holders(one: DeviceStatus) -> str:
-        return ", ".join(held_by(one)) or (one.aside or "")
+    def holders(device: DeviceStatus) -> str:
+        return ", ".join(held_by(device)) or (device.aside or "")
 
     return Table(
         devices,
         Column("DEVICE", device_name, least=6),
-        Column("NAME", lambda one: one.name or one.type or "", least=6, rank=3),
-        Column("STATE", lambda one: state(device_state(one))),
-        Column("FREE", lambda one: f"{one.free:g}", is_number=True),
+        Column(
+            "NAME", lambda device: device.name or device.type or "", least=6, rank=3
+        ),
+        Column("STATE", lambda device: state(device_state(device))),
+        Column("FREE", lambda device: f"{device.free:g}", is_number=True),
         Column("MEMORY", memory, is_number=True, rank=1),
         Column("BUSY", busy, is_number=True, rank=2),
         Column("HELD BY", holders, least=10),
@@ -434,10 +441,10 @@ def device_table(devices: Iterable[DeviceStatus], _status: NodeStatus) -> Table:
 
 
 def held_by(device: DeviceStatus, *, with_others: bool = True) -> Iterator[str]:
-    """Each holder of a device with its share; then other processes on it."""
-    for one in device.holders:
-        share = f"{one.share:g}" if one.share else amount(one.memory)
-        yield f"{share} {one.task or '(ending)'}"
+    """Yield each holder of a device with its share, then the processes of others."""
+    for holder in device.holders:
+        share = f"{holder.share:g}" if holder.share else amount(holder.memory)
+        yield f"{share} {holder.task or '(ending)'}"
     for other in (device.others or ()) if with_others else ():
         yield f"not ours: {other.name or 'pid'} {other.pid}"
 
@@ -459,12 +466,12 @@ def failure_table(failures: Iterable[EndedTask], status: NodeStatus) -> Table:
     programs = Programs(status)
     return Table(
         failures,
-        Column("AGO", lambda one: span(one.seconds), is_number=True),
-        Column("TASK", lambda one: str(one.task), is_number=True, rank=3),
-        Column("NAME", lambda one: one.name, least=8),
-        Column("PROGRAM", lambda one: programs[one.client], least=8, rank=2),
+        Column("AGO", lambda task: span(task.seconds), is_number=True),
+        Column("TASK", lambda task: str(task.task), is_number=True, rank=3),
+        Column("NAME", lambda task: task.name, least=8),
+        Column("PROGRAM", lambda task: programs[task.client], least=8, rank=2),
         Column("ERROR", error, least=12),
-        Column("SAYS", lambda one: one.message, least=16, rank=1),
+        Column("SAYS", lambda task: task.message, least=16, rank=1),
     )
 
 
@@ -472,27 +479,27 @@ def ended_table(ended: Iterable[EndedTask], status: NodeStatus) -> Table:
     """Build a table of tasks that have ended, the latest first."""
     programs = Programs(status)
 
-    def ran(one: EndedTask) -> str:
-        return "" if one.ran is None else duration(one.ran)
+    def ran(task: EndedTask) -> str:
+        return "" if task.ran is None else duration(task.ran)
 
-    def devices(one: EndedTask) -> str:
-        return ", ".join(f"{kind} {index}" for kind, index in one.devices)
+    def devices(task: EndedTask) -> str:
+        return ", ".join(f"{kind} {index}" for kind, index in task.devices)
 
     return Table(
         ended,
-        Column("TASK", lambda one: str(one.task), is_number=True),
-        Column("NAME", lambda one: one.name, least=8),
-        Column("STATE", lambda one: state(one.state)),
-        Column("AGO", lambda one: span(one.seconds), is_number=True),
+        Column("TASK", lambda task: str(task.task), is_number=True),
+        Column("NAME", lambda task: task.name, least=8),
+        Column("STATE", lambda task: state(task.state)),
+        Column("AGO", lambda task: span(task.seconds), is_number=True),
         Column("RAN", ran, is_number=True, rank=1),
-        Column("PID", lambda one: number(one.pid), is_number=True, rank=5),
-        Column("PROGRAM", lambda one: programs[one.client], least=8, rank=4),
+        Column("PID", lambda task: number(task.pid), is_number=True, rank=5),
+        Column("PROGRAM", lambda task: programs[task.client], least=8, rank=4),
         Column("ON", devices, rank=6),
         Column("ERROR", error, least=12, rank=2),
-        Column("SAYS", lambda one: one.message, least=16, rank=3),
+        Column("SAYS", lambda task: task.message, least=16, rank=3),
     )
 
 
-def error(one: EndedTask) -> Text:
-    """A cell for the type of an error."""
-    return text(one.error.rpartition(".")[2], "red")
+def error(task: EndedTask) -> Text:
+    """Return a cell for the type of an error."""
+    return text(task.error.rpartition(".")[2], "red")

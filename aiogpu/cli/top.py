@@ -1,7 +1,7 @@
-r"""`aiogpu top`: the running node, live, on the whole screen.
+r"""`aiogpu top`: a live view of the running node on the whole screen.
 
-Keys are read as they are pressed, and the terminal is restored at the end. Ctrl-C,
-Ctrl-Z and Ctrl-\ remain signals.
+Keys are read without Enter, and the terminal is restored at the end. Ctrl-C, Ctrl-Z and
+Ctrl-\ remain signals.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import aiogpu
 from aiogpu.cli import connect, tables
 from aiogpu.cli.connect import Seconds
 from aiogpu.cli.status import plain_report
-from aiogpu.cli.stop import WANTED, stop_one
+from aiogpu.cli.stop import KINDS, stop_one
 from aiogpu.cli.tables import GAP, Table, is_terminal, live, text
 from aiogpu.core.model.text import printable, span
 from aiogpu.observe.status import (
@@ -46,7 +46,7 @@ from aiogpu.wire.messages import CANCEL, KILL
 KEY: Final = re.compile(
     rb"\x1b(?:O(.)|\[([^@-~]{0,13}[@-~]|[^@-~]{14})|(?=[^O\[]))|([^\x1b])", re.DOTALL
 )
-"""A key as terminals send it; for an endless sequence, its first 16 bytes."""
+"""A key as terminals send it. A longer sequence is cut after 16 bytes."""
 SEQUENCES: Final = {
     b"A": "up",
     b"B": "down",
@@ -57,22 +57,22 @@ SEQUENCES: Final = {
     b"5~": "page up",
     b"6~": "page down",
 }
-"""The ends of escape sequences of keys; source: xterm's "ctlseqs"."""
+"""Keys by the end of their escape sequence; source: xterm's "ctlseqs"."""
 
 
 class KeyDecoder:
-    """Decodes what a terminal sends, in pieces of any size, into keys."""
+    """Decodes the bytes of a terminal, in pieces of any size, into keys."""
 
     def __init__(self) -> None:
         self._rest = b""
 
     def keys(self, sent: bytes) -> Iterator[str]:
-        """The keys that are complete now."""
+        """Yield the keys that are complete."""
         self._rest += sent
-        while found := KEY.match(self._rest):
-            self._rest = self._rest[found.end() :]
-            sequence = found[1] or found[2] or b""
-            key = SEQUENCES.get(sequence) or (found[3] or b"").decode("ascii", "ignore")
+        while match := KEY.match(self._rest):
+            self._rest = self._rest[match.end() :]
+            sequence = match[1] or match[2] or b""
+            key = SEQUENCES.get(sequence) or (match[3] or b"").decode("ascii", "ignore")
             if key:
                 yield key
 
@@ -96,7 +96,7 @@ class Keyboard:
         self._loop.add_reader(self._fd, self._read)
 
     def close(self) -> None:
-        """Give the terminal back as it was."""
+        """Restore the terminal."""
         before, self._before = self._before, None
         if before is not None:
             self._loop.remove_reader(self._fd)
@@ -118,23 +118,23 @@ class Keyboard:
 
 @dataclass(slots=True)
 class Prompt:
-    """A question for the number of what is to be cancelled or killed.
+    """A prompt for the number of a task to cancel, or of an actor to kill.
 
     Attributes:
         what: `CANCEL` or `KILL`.
         number: the digits so far.
-        is_asked: whether the number is complete, and a "y" is awaited.
-        is_confirmed: whether that was given.
+        is_complete: True if the number is complete; then "y" confirms.
+        is_confirmed: True if "y" was pressed.
     """
 
     what: str
     number: str = ""
-    is_asked: bool = False
+    is_complete: bool = False
     is_confirmed: bool = False
 
     def press(self, key: str) -> bool:
-        """Handle a key; returns False if the question is over."""
-        if self.is_asked:
+        """Handle a key; return False if the prompt is over."""
+        if self.is_complete:
             self.is_confirmed = key == "y"
             return self.is_confirmed
         if key.isdecimal() and key.isascii():
@@ -142,40 +142,40 @@ class Prompt:
         elif key in ("\x7f", "\b"):
             self.number = self.number[:-1]
         else:
-            self.is_asked = key in ("\r", "\n") and bool(self.number)
-            return self.is_asked
+            self.is_complete = key in ("\r", "\n") and bool(self.number)
+            return self.is_complete
         return True
 
     def line(self, status: NodeStatus) -> str:
-        """What is asked, for the last line of the screen."""
-        kind = WANTED[self.what]
-        if not self.is_asked:
-            return f"{self.what} {kind} number: {self.number}_  Enter; q leaves it"
-        names = (one.name for one in status.tasks if str(one.id) == self.number)
+        """Return the text of the prompt, for the last line of the screen."""
+        kind = KINDS[self.what]
+        if not self.is_complete:
+            return f"{self.what} {kind} number: {self.number}_  Enter; q aborts"
+        names = (task.name for task in status.tasks if str(task.id) == self.number)
         name = next(names, "")
-        who = f"{name} ({kind} {self.number})" if name else f"{kind} {self.number}"
-        return f"{self.what} {who}?  y does it, any other key leaves it"
+        target = f"{name} ({kind} {self.number})" if name else f"{kind} {self.number}"
+        return f"{self.what} {target}?  y confirms, any other key aborts"
 
 
 LONGEST_NUMBER: Final = 18
-"""Digits of a number."""
+"""Most digits of a number."""
 ORDERS: Final = ("number", "name", "memory", "time")
 """Orders of the tasks on workers."""
 
 
 @dataclass(slots=True)
 class View:
-    """Which part of the status is shown; keys change it.
+    """The visible part of the status; keys change it.
 
     Attributes:
-        is_paused: whether updates are suspended.
-        has_ended: whether the user has quit.
-        offset: how many lines are scrolled off above the screen.
+        is_paused: True if updates are suspended.
+        has_ended: True if the user has quit.
+        offset: number of lines scrolled off above the screen.
         order: one of `ORDERS`.
-        bottom: the offset that shows the last line; noted when it is drawn.
-        page: how many lines are shown at once.
-        prompt: asks what is to be cancelled or killed; None while nothing is asked.
-        told: what was done last, in the last line until the next key.
+        bottom: the offset that shows the last line; set by drawing.
+        page: number of lines shown at once.
+        prompt: the prompt in the last line; None without one.
+        message: the result of the last command, in the last line until the next key.
     """
 
     is_paused: bool = False
@@ -185,7 +185,7 @@ class View:
     bottom: int = 0
     page: int = 1
     prompt: Prompt | None = None
-    told: str = ""
+    message: str = ""
 
     def fit(self, count: int, room: int) -> None:
         """Limit the offset to `count` lines on a screen with room for `room`."""
@@ -195,7 +195,7 @@ class View:
 
     def press(self, key: str) -> None:
         """Handle a key; unknown keys do nothing."""
-        self.told = ""
+        self.message = ""
         if self.prompt is not None:
             if not self.prompt.press(key):
                 self.prompt = None
@@ -230,9 +230,9 @@ COLORS: Final = ("cyan", "magenta", "green", "yellow", "blue")
 """Colours of successive holders."""
 FULL, EMPTY = "█", "░"
 NARROW_BARS: Final = 60
-"""Columns below which there is one bar."""
+"""Columns below which each device has only one bar."""
 WIDE: Final = 110
-"""Columns from which on bars are long and followed by the name of the device."""
+"""Columns from which bars are long and followed by the name of the device."""
 
 
 def device_lines(
@@ -240,12 +240,12 @@ def device_lines(
     width: int,
     history: Callable[[DeviceStatus, int], str] | None = None,
 ) -> Iterator[Text]:
-    """A line of bars for each device, and one for its holders.
+    """Yield a line of bars for each device, and a line with its holders.
 
     Args:
         devices: the devices.
         width: columns of the screen.
-        history: gives how busy one was in the last minute, in so many characters.
+        history: draws how busy a device was in the last minute, in a given width.
     """
     names = [tables.device_name(device) for device in devices]
     margin = min(max(map(len, names), default=0), max(8, width // 4))
@@ -256,8 +256,8 @@ def device_lines(
         line = text("")
         line.append_text(head)
         if device.aside is None:
-            for told, style in _bars(device, width):
-                line.append(told, style)
+            for part, style in _bars(device, width):
+                line.append(part, style)
             room = min(LONGEST_HISTORY, width - line.cell_len - GAP)
             if history is not None and room >= LEAST_HISTORY:
                 line.append(f"  {history(device, room)}".rstrip(), "green")
@@ -283,25 +283,25 @@ def _bars(device: DeviceStatus, width: int) -> Iterator[tuple[str, str]]:
             yield ("  ", "")
             yield from part_bar(device.utilisation / 100, long // 2, "green")
         yield (f" {device.utilisation:>3} % busy", "")
-    if width >= NARROW_BARS and (told := heat_and_power(device)):
-        yield (f"  {told}", "")
+    if width >= NARROW_BARS and (heat := heat_and_power(device)):
+        yield (f"  {heat}", "")
     if width >= WIDE and (device.name or device.type):
         yield (f"  {printable(device.name or device.type or '')}", "dim")
 
 
 def share_bar(device: DeviceStatus, width: int) -> Iterator[tuple[str, str]]:
     """Yield a bar with each holder's share in its own colour, then the free share."""
-    at, held = 0, 0.0
+    at, share = 0, 0.0
     for number, holder in enumerate(device.holders):
-        held += holder.share
-        end = min(width, max(at + (holder.share > 0), round(held * width)))
+        share += holder.share
+        end = min(width, max(at + (holder.share > 0), round(share * width)))
         yield (FULL * (end - at), COLORS[number % len(COLORS)])
         at = end
     yield (EMPTY * (width - at), "dim")
 
 
 def part_bar(part: float, width: int, style: str) -> Iterator[tuple[str, str]]:
-    """A bar of which a part is full."""
+    """Yield a bar that is full up to a fraction, `part`."""
     full = round(min(max(part, 0.0), 1.0) * width)
     yield (FULL * full, style)
     yield (EMPTY * (width - full), "dim")
@@ -310,32 +310,32 @@ def part_bar(part: float, width: int, style: str) -> Iterator[tuple[str, str]]:
 KEYS: Final = "q quit  p pause  s sort  j/k scroll  c cancel  x kill"
 KEYS_IN_BRIEF: Final = "q p s j/k c x"
 LONGEST_HISTORY: Final = 20
-"""Characters of the last minute of a device."""
+"""Most characters of a device's history."""
 LEAST_HISTORY: Final = 5
-"""Characters of it below which there is none."""
+"""Fewest characters of a device's history; with less room it is left out."""
 MINUTE: Final = 60.0
 """Seconds of a device's history."""
 LEVELS: Final = "▁▂▃▄▅▆▇█"
-"""Characters of a history: an eighth of 100 % more each."""
+"""Characters of a history, in steps of an eighth of 100 %."""
 
 
 class BusyHistory:
-    """How busy each device was in the last minute."""
+    """The utilisation of each device in the last minute."""
 
     def __init__(self) -> None:
         self._seen: dict[str, deque[tuple[float, int]]] = {}
 
     def note(self, status: NodeStatus, now: float) -> None:
-        """Take in a status that was seen at a time, in seconds."""
+        """Add the utilisations of a status at a time in seconds."""
         for device in status.devices:
             if device.utilisation is not None:
-                seen = self._seen.setdefault(tables.device_name(device), deque())
-                seen.append((now, device.utilisation))
-                while seen[0][0] <= now - MINUTE:
-                    seen.popleft()
+                samples = self._seen.setdefault(tables.device_name(device), deque())
+                samples.append((now, device.utilisation))
+                while samples[0][0] <= now - MINUTE:
+                    samples.popleft()
 
     def line(self, device: DeviceStatus, width: int, now: float) -> str:
-        """The minute in `width` characters, the mean of each; blank where unseen."""
+        """Draw the minute in `width` characters, each a mean; blank if unknown."""
         parts: list[list[int]] = [[] for _ in range(width)]
         for when, busy in self._seen.get(tables.device_name(device), ()):
             at = width - 1 - int((now - when) / MINUTE * width)
@@ -361,40 +361,40 @@ def render_screen(
 
     Args:
         status: the status to show.
-        view: what of it is shown; is told how many lines there are.
+        view: the visible part; gets the number of lines.
         width: columns of the screen.
         height: lines of the screen.
-        note: what else is to be said, on top.
+        note: an additional text for the heading.
         history: see `device_lines`.
     """
     body = list(render_body(status, view.order, width, history))
-    heights = [len(one.rows) + 1 if isinstance(one, Table) else 1 for one in body]
+    heights = [len(part.rows) + 1 if isinstance(part, Table) else 1 for part in body]
     room = max(1, height - 2)
     view.fit(sum(heights), room)
-    # Only what is seen is drawn: a node may have thousands of tasks.
+    # Draw only visible lines: a node may have thousands of tasks.
     shown: list[Text | Table] = []
     first, last = view.offset, view.offset + room
-    for one, lines in zip(body, heights, strict=True):
-        if first < lines and last > 0 and isinstance(one, Table):
-            shown.append(one.part(max(first, 0), last))
+    for part, lines in zip(body, heights, strict=True):
+        if first < lines and last > 0 and isinstance(part, Table):
+            shown.append(part.part(max(first, 0), last))
         elif first < lines and last > 0:
-            shown.append(one)
+            shown.append(part)
         first, last = first - lines, last - lines
     shown += [Text()] * last
-    said = " PAUSED " * view.is_paused + (f" {note}" if note else "")
+    marks = " PAUSED " * view.is_paused + (f" {note}" if note else "")
     top = text(f"aiogpu  {summary(status)}", "bold")
-    top.truncate(max(0, width - len(said)), overflow="ellipsis", pad=True)
-    top = Text.assemble(top, (said, "bold reverse yellow"))
+    top.truncate(max(0, width - len(marks)), overflow="ellipsis", pad=True)
+    top = Text.assemble(top, (marks, "bold reverse yellow"))
     total = sum(heights)
-    seen = min(view.offset + view.page, total)
-    place = f"  {view.offset + 1}-{seen} of {total}" if view.bottom else ""
+    end = min(view.offset + view.page, total)
+    place = f"  {view.offset + 1}-{end} of {total}" if view.bottom else ""
     place = f"  by {view.order}{place}"
-    known = KEYS if len(KEYS + place) <= width else KEYS_IN_BRIEF
-    keys = text(known + place, "reverse")
+    help_text = KEYS if len(KEYS + place) <= width else KEYS_IN_BRIEF
+    keys = text(help_text + place, "reverse")
     if view.prompt is not None:
         keys = text(view.prompt.line(status), "bold reverse yellow")
-    elif view.told:
-        keys = text(view.told, "bold reverse")
+    elif view.message:
+        keys = text(view.message, "bold reverse")
     for line in (top, keys):
         line.truncate(width, overflow="ellipsis", pad=True)
     return Group(top, *shown, keys)
@@ -424,18 +424,18 @@ def render_body(
         (f"placements: {len(groups)}", tables.placement_table(groups, status)),
         (f"programs: {len(clients)}", tables.client_table(clients, status)),
         (f"actors: {len(status.actors)}", tables.actor_table(status.actors, status)),
-        ("failed lately", tables.failure_table(status.failures, status)),
+        ("failed recently", tables.failure_table(status.failures, status)),
     ):
         if table.rows:
             yield Text()
             yield text(title, "bold underline")
             yield table
         if status.reservation is not None and title.startswith("waiting"):
-            told = f"kept for {status.reservation.name}: {status.reservation}"
-            yield text(told, "cyan")
+            kept = f"kept for {status.reservation.name}: {status.reservation}"
+            yield text(kept, "cyan")
     if not tasks and not status.waiting_count:
         yield Text()
-        yield text("Nothing runs, and nothing waits.", "dim")
+        yield text("No task runs or waits.", "dim")
 
 
 def sorted_tasks(
@@ -443,7 +443,7 @@ def sorted_tasks(
     holders: Mapping[tuple[int, str | None], Holder],
     order: str,
 ) -> list[TaskStatus]:
-    """Sort tasks by the order of the view; the largest, or oldest, first."""
+    """Sort tasks by the order of the view, the largest or oldest first."""
 
     def key(task: TaskStatus) -> tuple[str | float, int]:
         holder = holders.get((task.pid, task.name))
@@ -451,14 +451,14 @@ def sorted_tasks(
             return task.name, task.id
         if order == "number" or holder is None:
             return 1.0, task.id
-        much = holder.used if order == "memory" else holder.seconds
-        return -(much or 0.0), task.id
+        value = holder.used if order == "memory" else holder.seconds
+        return -(value or 0.0), task.id
 
     return sorted(tasks, key=key)
 
 
 LATE: Final = 3.0
-"""Seconds without an answer after which the screen says so."""
+"""Seconds without an answer before the screen says so."""
 ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
@@ -472,17 +472,17 @@ ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
     help="Seconds between two updates.",
 )
 def top(address: str, interval: float) -> int:
-    """Watch the running node: devices, their holders, what waits, what has failed.
+    """Watch the running node: devices and their holders, waiting and failed tasks.
 
     Without a terminal, the status is printed once as plain lines.
 
     \b
     Keys:
       q                 quit
-      p                 pause, and go on
+      p                 pause or go on
       s                 sort tasks by number, name, memory or time
-      c                 cancel a task: its number, Enter, then y
-      x                 kill an actor, likewise
+      c                 cancel a task: type its number, Enter, then y
+      x                 kill an actor: type its number, Enter, then y
       j k, arrows       scroll by a line; space and b by a page, g and G to the ends
 
     \b
@@ -492,8 +492,8 @@ def top(address: str, interval: float) -> int:
 
     \b
     Exit codes:
-      0    you have quit
-      1    no node runs, or it has ended
+      0    you quit
+      1    no node runs, or the node has ended
       2    bad input
       130  Ctrl-C
     """  # noqa: D301 - click's mark for lines to be left as they are
@@ -522,10 +522,10 @@ class Top:
             self._keyboard = Keyboard(sys.stdin.fileno(), self._loop, self._press)
 
     async def run(self) -> int:
-        """Show it until the user quits or a signal comes; returns the exit code.
+        """Show the node until the user quits or a signal comes; return the exit code.
 
         Raises:
-            AiogpuError: the node cannot be asked any more.
+            AiogpuError: the node has closed or died.
         """
         self._see(await self._node.status())
         asking = self._loop.create_task(self._ask())
@@ -557,11 +557,11 @@ class Top:
         is_late = age > LATE + self._interval and not self._view.is_paused
         note = f"no answer for {span(age)}" if is_late else ""
         size = self._screen.console.size
-        drawn = render_screen(
+        picture = render_screen(
             *(self._seen, self._view, size.width, size.height, note),
             lambda device, room: self._history.line(device, room, self._seen_at),
         )
-        self._screen.update(drawn, refresh=True)
+        self._screen.update(picture, refresh=True)
 
     async def _ask(self) -> None:
         """Ask for the status at each interval."""
@@ -581,19 +581,20 @@ class Top:
         if prompt is not None and prompt.is_confirmed:
             self._view.prompt = None
             if self._stopping is not None and not self._stopping.done():
-                self._view.told = "the node has not answered the last one yet"
+                self._view.message = "the node has not answered the last command yet"
                 return
             stop = self._stop_one(prompt.what, int(prompt.number))
             self._stopping = self._loop.create_task(stop)
         self._changed.set()
 
     async def _stop_one(self, what: str, number: int) -> None:
-        """Cancel a task or kill an actor, and say what was done."""
+        """Cancel a task or kill an actor, and show the result."""
         try:
-            self._view.told = await stop_one(self._node, what, number)
-        except (click.ClickException, aiogpu.AiogpuError, TimeoutError) as error:
-            told = error.message if isinstance(error, click.ClickException) else error
-            self._view.told = str(told) or "the node has not answered"
+            self._view.message = await stop_one(self._node, what, number)
+        except click.ClickException as error:
+            self._view.message = error.message
+        except (aiogpu.AiogpuError, TimeoutError) as error:
+            self._view.message = str(error) or "the node has not answered"
         self._changed.set()
 
     def _enter(self) -> None:
@@ -602,7 +603,7 @@ class Top:
         self._screen.start()
 
     def _leave(self) -> None:
-        """Give the terminal back."""
+        """Restore the terminal."""
         try:
             self._screen.stop()
         finally:
@@ -615,12 +616,12 @@ class Top:
         self._changed.set()
 
     def _stop(self) -> None:
-        """Ctrl-Z: give the terminal back to the shell until `fg`."""
+        """Restore the terminal and stop until `fg`; called at Ctrl-Z."""
         self._leave()
         self._loop.remove_signal_handler(signal.SIGTSTP)
         signal.signal(signal.SIGTSTP, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTSTP)
-        # Here it goes on after `fg`.
+        # The process goes on here after `fg`.
         self._loop.add_signal_handler(signal.SIGTSTP, self._stop)
         self._enter()
         self._changed.set()

@@ -144,7 +144,7 @@ def test_doctor_in_a_pipe_prints_plain_lines(printed: str) -> None:
         ("pidfd", ""),
         ("descriptors", "; room for"),
         ("processes", "room for about|no limit"),
-        ("cpus", "to share out"),
+        ("cpus", "usable"),
         ("memory", "GiB by "),
     ):
         wanted = rf"^(ok|warn) +{name} .*({fact})"
@@ -188,13 +188,13 @@ def test_doctor_as_json_with_imports(
     keys = {"name", "level", "found", "means", "advice", "is_essential"}
     assert all(set(each) == keys for each in findings)
     (numpy,) = (each for each in findings if each["name"] == "import numpy")
-    assert numpy["found"].endswith(" may be preloaded")
+    assert numpy["found"].endswith(" can be preloaded")
 
 
 ESSENTIAL = Finding("node", Level.MISSING, "no luck", "None.", "Try.", True)
 
 
-GOOD = Finding("cpus", Level.OK, "2 to share out")
+GOOD = Finding("cpus", Level.OK, "2 usable")
 
 
 POOR = Finding("nvml", Level.MISSING, "not here", "No GPUs.", "Get some.")
@@ -205,7 +205,7 @@ def test_the_exit_code_depends_on_essential_mechanisms(
 ) -> None:
     assert run([Check("a", lambda: [GOOD, POOR])]) == 0
     assert capsys.readouterr().out.splitlines() == [
-        "ok      cpus            2 to share out",
+        "ok      cpus            2 usable",
         "missing nvml            not here. No GPUs. Get some.",
         "Nodes can start here: 1 ok, 0 warn, 1 missing.",
     ]
@@ -273,8 +273,8 @@ def test_a_check_that_hangs_is_abandoned() -> None:
     [
         ("import sys; sys.exit('no luck')", "exit code 1: no luck"),
         ("raise ValueError(3)", "exit code 1: ValueError: 3"),
-        ("import os; os.kill(os.getpid(), 11)", "killed by SIGSEGV: it says nothing"),
-        ("print('no json')", "exit code 0: it says nothing"),
+        ("import os; os.kill(os.getpid(), 11)", "killed by SIGSEGV: no error message"),
+        ("print('no json')", "exit code 0: no error message"),
     ],
 )
 def test_a_failed_trial_gives_the_reason(source: str, message: str) -> None:
@@ -352,11 +352,11 @@ def test_the_socket_directory_is_private(runtime_directory: Path) -> None:
 @pytest.mark.parametrize(
     ("soft", "hard", "level", "text"),
     [
-        (1024, 1024, OK, "1024 may be open; room for 180 workers"),
-        (256, 4096, OK, "256 may be open, 4096 while there is a node; room for 794 w"),
-        (64, 256, WARN, "64 may be open, 256 while there is a node; room for 31 work"),
-        (40, 40, MISSING, "40 may be open; room for 0 workers at a time, 5 for each"),
-        (-1, -1, OK, "no limit; room for 4080 workers at a time, 5 for each"),
+        (1024, 1024, OK, "limit 1024; room for 180 workers"),
+        (256, 4096, OK, "limit 256, a node raises it to 4096; room for 794 w"),
+        (64, 256, WARN, "limit 64, a node raises it to 256; room for 31 work"),
+        (40, 40, MISSING, "limit 40; room for 0 workers at a time, with 5 for each"),
+        (-1, -1, OK, "no limit; room for 4080 workers at a time, with 5 for each"),
     ],
 )
 def test_a_low_limit_of_descriptors_is_found(
@@ -372,9 +372,9 @@ def test_a_low_limit_of_descriptors_is_found(
     ("most", "level", "text"),
     [
         ("max", OK, "no limit"),
-        ("1000", OK, "1000 by {file}, 21 are there; room for about 489 workers at a "),
-        ("24", WARN, "24 by {file}, 21 are there; room for about 1 workers at a time"),
-        ("20", WARN, "20 by {file}, 21 are there; room for about 0 workers at a time"),
+        ("1000", OK, "limit 1000 by {file}, 21 used; room for about 489 workers at a "),
+        ("24", WARN, "limit 24 by {file}, 21 used; room for about 1 workers at a time"),
+        ("20", WARN, "limit 20 by {file}, 21 used; room for about 0 workers at a time"),
     ],
 )
 @pytest.mark.parametrize(
@@ -407,9 +407,9 @@ def test_processes_of_the_user_count(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_cpu_quota_is_shown() -> None:
-    assert check_cpus(8, 8, 8) == "8 to share out"
+    assert check_cpus(8, 8, 8) == "8 usable"
     assert check_cpus(8, 4, 1.5) == (
-        "1.5 to share out of 8: affinity allows 4, a cgroup's quota allows less"
+        "1.5 usable of 8: affinity allows 4, a cgroup's quota allows less"
     )
 
 
@@ -452,13 +452,15 @@ def test_unreadable_memory_and_kernel_log_are_findings(tmp_path: Path) -> None:
 
 def test_a_worker_can_raise_its_oom_score() -> None:
     (row,) = (each for each in CHECKS if each.name == "oom_score_adj")
-    assert one(examine([row])).found == "a worker may raise its own"
+    assert one(examine([row])).found == "a worker can raise its own value"
     finding = run_check("oom_score_adj", try_mechanism, ADJUST, "", executable=FALSE)
     assert "exit code" in checked_advice(finding, WARN).found
     refused = ADJUST.replace("before + 1", "before")
     if int(Path("/proc/self/oom_score_adj").read_text()) < 1000:
         finding = run_check("oom_score_adj", try_mechanism, refused, "")
-        assert checked_advice(finding, WARN).found == "it stays what it was"
+        assert (
+            checked_advice(finding, WARN).found == "a write does not change the value"
+        )
 
 
 def test_a_cgroup_can_be_killed() -> None:
@@ -476,7 +478,7 @@ def test_a_cgroup_that_kills_no_process_is_found(
     """The sleeper ends all the same, as `no_process_left` checks."""
     monkeypatch.setattr(checks, "LIMIT", 0.05)
     monkeypatch.setattr(checks.Cgroup, "kill", lambda _: None)
-    with pytest.raises(CheckError, match=r"ended nobody within 0\.05 s"):
+    with pytest.raises(CheckError, match=r"did not end its process within 0\.05 s"):
         check_cgroup(lambda: Place(str(tmp_path)))
 
 
@@ -561,7 +563,7 @@ def test_gpus_with_missing_readings(sample: Sample, message: str) -> None:
 def test_unhealthy_gpus_are_found() -> None:
     well = Sample({}, frozenset(), True, 0)
     _, gpu = gpu_findings(well, action="GPU reset")
-    assert "asks for this: GPU reset" in checked_advice(gpu, WARN).found
+    assert "the driver requests: GPU reset" in checked_advice(gpu, WARN).found
     _, gpu = gpu_findings(well, action=None)
     assert gpu.level == OK
     there = Inventory((), 1, mig=(MigGpu(Device(0, uuid="GPU-0", name=A100)),))
@@ -579,7 +581,7 @@ def test_unhealthy_gpus_are_found() -> None:
 
 
 def test_cuda_visible_devices_is_read_as_by_a_node() -> None:
-    text = "CUDA_VISIBLE_DEVICES='': a node shares out none"
+    text = "CUDA_VISIBLE_DEVICES='': a node uses none"
     assert check_visible({"CUDA_VISIBLE_DEVICES": ""}) == text
     assert check_visible({}).startswith("CUDA_VISIBLE_DEVICES is not set: ")
     result = run_check("visible gpus", check_visible, {"CUDA_VISIBLE_DEVICES": "0,0"})
@@ -681,16 +683,20 @@ def child() -> Iterator[int]:
 
 
 def test_a_missing_shared_node_is_fine(place: SharedNode, child: int) -> None:
-    assert place.one(OK).startswith("none runs, and none need; `aiogpu start")
+    assert place.one(OK).startswith(
+        "no shared node runs, and none is needed; `aiogpu start"
+    )
     # Another process with the same pid is not the node.
     place.note(child, is_alive=False)
-    assert f"one that was process {child} is left" in place.one(OK)
+    assert f"the pidfile of process {child}, which has ended, is left" in place.one(OK)
     pidfile = Path(place.path).with_suffix(".pid")
     pidfile.write_text("garbage")
-    assert "none need" in place.one(OK)
+    assert "none is needed" in place.one(OK)
     pidfile.unlink()
     os.rmdir(os.path.dirname(place.path))
-    assert place.one(OK).startswith("none runs, and none need; `aiogpu start")
+    assert place.one(OK).startswith(
+        "no shared node runs, and none is needed; `aiogpu start"
+    )
 
 
 @pytest.mark.usefixtures("listening")
@@ -703,22 +709,24 @@ def test_a_running_node_is_shown_with_its_limits(place: SharedNode, child: int) 
     assert (service.name, service.level) == ("service", OK)
     assert (limits.name, limits.level) == ("service limits", OK)
     used = len(os.listdir(f"/proc/{child}/fd"))
-    assert limits.found.startswith(f"4096 may be open, {used} are; room for 79")
+    assert limits.found.startswith(
+        f"limit of 4096 open files, {used} used; room for 79"
+    )
     resource.prlimit(child, resource.RLIMIT_NOFILE, (64, 256))
     _, limits = place.found()
     assert limits.level is WARN
     assert "LimitNOFILE=" in limits.advice
     place.note(8, version="0.9", is_alive=False)
-    assert f"it runs aiogpu 0.9, this is {__version__}" in place.one(WARN)
+    assert f"with aiogpu 0.9; this is {__version__}" in place.one(WARN)
 
 
 def test_a_silent_node_is_found(place: SharedNode, child: int) -> None:
     place.note(child, is_alive=True)
-    message = "No such file or directory, though process"
-    assert f"{message} {child} lives" in place.one(WARN)
+    message = "No such file or directory, but process"
+    assert f"{message} {child} is alive" in place.one(WARN)
     Path(place.path).with_suffix(".pid").unlink()
     place.bind().close()
-    message = "Connection refused; a node that has ended has left it"
+    message = "Connection refused; the socket was left by a node"
     assert message in place.one(WARN)
 
 
@@ -738,7 +746,7 @@ def test_a_full_listen_queue_is_found(
             except BlockingIOError:
                 is_full = True
         text = place.one(WARN)
-    assert f"no answer within 0.01 s, though process {child} lives" in text
+    assert f"no answer within 0.01 s, but process {child} is alive" in text
 
 
 def test_a_directory_of_another_user_is_found(

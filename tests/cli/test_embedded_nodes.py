@@ -245,7 +245,10 @@ def test_pid_finds_a_node_in_another_runtime_directory(
     ) as far:
         assert far.directory.startswith(f"{elsewhere}/")
         _, err = run("status", code=1)
-        assert f"there is no socket {sandbox.place.socket}, and no program's in" in err
+        assert (
+            f"there is no socket {sandbox.place.socket}, and no socket of a program in"
+            in err
+        )
         out, _ = run("status", f"--pid={far.pid}")
         assert [row[1] for row in rows(out)[1:3]] == ["far.py", "far.py"]
         _, err = run("list", "tasks", f"--pid={far.pid}", code=2)

@@ -82,7 +82,7 @@ def test_gpus_in_a_pipe_prints_plain_lines(two: StubNvml) -> None:
         "  memory      0 used of 40 GiB",
         "  busy        0 %",
         "  linked to   0",
-        "  health      the driver asks for this: GPU reset",
+        "  health      the driver requests: GPU reset",
         "  processes   none",
     ]
 
@@ -96,7 +96,7 @@ def test_gpus_in_a_pipe_prints_plain_lines(two: StubNvml) -> None:
                 "linked to",
                 "NVIDIA A100-SXM4-40GB +3 GiB used of 40 GiB +37 %",
                 "\x1b\\[32mGPU 0: well",
-                "\x1b\\[31mGPU 1: the driver asks for this: GPU reset",
+                "\x1b\\[31mGPU 1: the driver requests: GPU reset",
             ],
         ),
         (
@@ -192,7 +192,7 @@ def facts_of(seen: DetectedDevice) -> dict[str, str]:
 def test_a_device_without_a_driver_shows_known_facts() -> None:
     seen = DetectedDevice("TPU", Device(3), numa_node=1, cpus="8-15")
     assert facts_of(seen) == {
-        "health": "not known: its driver is not asked",
+        "health": "unknown: aiogpu does not ask its driver",
         "near": "NUMA node 1, CPUs 8-15",
     }
     assert list(lines(DeviceReport((seen,), ("why",))))[:: len(facts_of(seen)) + 1] == [
@@ -213,7 +213,7 @@ def test_a_device_without_a_driver_shows_known_facts() -> None:
         (
             Sample(problem="Unknown"),
             Health(),
-            "cannot be asked what is on it (Unknown)",
+            "the driver does not report its use (Unknown)",
         ),
         (Sample({}), Health(("XID 79",), is_lost=True), "XID 79; lost"),
     ],
@@ -290,7 +290,7 @@ def test_devices_are_matched_by_uuid() -> None:
     assert SHARES.of("GPU", other) is BUSY.devices[1]
     assert SHARES.of("GPU", replace(other, uuid=None)) is BUSY.devices[0]
     assert SHARES.of("neuron_cores", other) is None
-    assert NodeDevices((replace(BUSY.devices[0], holders=(), free=1.0),)).told(
+    assert NodeDevices((replace(BUSY.devices[0], holders=(), free=1.0),)).holders(
         "GPU", Device(0)
     ) == ("1 free")
 
@@ -315,4 +315,4 @@ async def test_gpus_reports_a_node_that_does_not_answer(
 
     monkeypatch.setattr(connect, "joined", fail)
     text = (await ask_node()).note
-    assert text == "Who holds what is not known: the node has ended."
+    assert text == "The holders of devices are unknown: the node has ended."

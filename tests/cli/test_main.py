@@ -55,7 +55,7 @@ def test_help_names_the_commands(ran: Callable[..., tuple[object, str, str]]) ->
     assert (code, err) == (0, "")
     assert ran("--help") == ran("-h") == (0, text, "")
     assert re.search(r"\n  demo +Compute a picture", text)
-    assert re.search(r"\n  doctor +Test the mechanisms", text)
+    assert re.search(r"\n  doctor +Check the mechanisms", text)
     assert re.search(r"\n  gpus +Show the GPUs", text)
     for name in command.COMMANDS:
         code, text, err = ran(name, "--help")
@@ -159,9 +159,7 @@ def test_a_closed_pipe_ends_a_command_silently(command: str) -> None:
 def test_a_full_disk_is_an_error(command: str) -> None:
     ran = shell(f"aiogpu {command} > /dev/full")
     assert ran.returncode == 1
-    assert ran.stderr == (
-        "Error: what is printed has no room: No space left on device.\n"
-    )
+    assert ran.stderr == ("Error: cannot write the output: No space left on device.\n")
 
 
 @pytest.mark.parametrize("closed", ["2>&-", "<&- >&- 2>&-"])

@@ -96,19 +96,22 @@ def test_missing_options_have_defaults(plans: list[Plan]) -> None:
     ("arguments", "message"),
     [
         ([], "write `aiogpu start --head`"),
-        (["--head", "--resources=x"], "'x' is no JSON object"),
-        (["--head", "--resources=[1]"], "'[1]' is no JSON object"),
+        (["--head", "--resources=x"], "'x' is not a JSON object"),
+        (["--head", "--resources=[1]"], "'[1]' is not a JSON object"),
         (["--head", "--drain=-1"], "--drain"),
         (["--head", "--drain=5m"], "'5m' is not a valid number of seconds"),
         (["--head", "--num-gpus=2.5"], "'2.5' is not a valid whole number"),
         (["--head", "--num-gpus=-1"], "-1 is not in the range x>=0"),
-        (["--head", "--memory=64G"], "'64G' is not an amount of memory; write it with"),
+        (
+            ["--head", "--memory=64G"],
+            "'64G' is not an amount of memory; write one with",
+        ),
         (
             ["--head", "--gpu-memory=2"],
-            "'2' is read as 2 bytes; write it with its unit",
+            "'2' means 2 bytes; write it with a unit",
         ),
-        (["--head", "--memory=64B"], "is read as 64 bytes; give 1MiB at least."),
-        (["--head", "--object-store-memory=1"], "'1' is read as 1 byte; write it with"),
+        (["--head", "--memory=64B"], "means 64 bytes; the minimum is 1MiB."),
+        (["--head", "--object-store-memory=1"], "'1' means 1 byte; write it with"),
         (
             ["--head", "--gpu-memory=-1"],
             "--gpu-memory': '-1' is not an amount of memory",
@@ -116,7 +119,10 @@ def test_missing_options_have_defaults(plans: list[Plan]) -> None:
         (["--head", "--socket="], "--socket: it is empty"),
         (["--head", "--log-dir="], "--log-dir: it is empty"),
         (["--head", "--mps=on"], "--mps"),
-        (["--head", "--systemd", "--socket=a.sock"], "paths begin with a slash: /"),
+        (
+            ["--head", "--systemd", "--socket=a.sock"],
+            "must be absolute, because the service",
+        ),
     ],
 )
 def test_bad_options_of_start_are_errors(
@@ -176,7 +182,7 @@ def test_stop_by_force_does_not_drain(runtime_directory: Path) -> None:
     assert runtime_directory
     ran = CliRunner().invoke(stop, ["--force", "--drain=1"])
     assert ran.exit_code == 2
-    assert "give one of them" in ran.output
+    assert "exclude each other" in ran.output
 
 
 # The unit that `aiogpu start --systemd` prints.

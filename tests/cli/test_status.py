@@ -226,14 +226,14 @@ def test_list_says_how_many_rows_are_left_out() -> None:
     assert len(result.stdout.splitlines()) == 4
     assert result.stderr == "and 3 more\n"
     result = ran("list", "workers", "--state", "ending")
-    assert (result.stdout, result.stderr) == ("", "There are no workers that fit.\n")
+    assert (result.stdout, result.stderr) == ("", "There are no matching workers.\n")
     for kind, state, first in (
         ("tasks", "wating", "waiting, expecting"),
         ("gpus", "idle", "free, shared"),
     ):
         result = ran("list", kind, "--state", state)
         assert result.exit_code == 2
-        message = f"{kind} are never {state!r}. There are: {first}"
+        message = f"{kind} have no state {state!r}. The states are: {first}"
         assert message in result.stderr
 
 
@@ -258,7 +258,10 @@ def test_list_shows_ended_tasks_by_state() -> None:
     assert listed("--state", "finished") == [4]
     assert listed("--state", "cancelled", "--limit", "1") == [3]
     result = ran("list", "actors", "--state", "failed")
-    assert (result.exit_code, "actors are never 'failed'" in result.stderr) == (2, True)
+    assert (result.exit_code, "actors have no state 'failed'" in result.stderr) == (
+        2,
+        True,
+    )
 
 
 @pytest.mark.usefixtures("busy")
@@ -278,18 +281,28 @@ def test_why_as_json_describes_the_last_ended_task() -> None:
 @pytest.mark.parametrize(
     ("line", "code", "message", "error"),
     [
-        ("cancel 7 6", 0, "cancelled train (task 7)\nload (task 6) has ended", ""),
-        ("cancel whole", 1, "", "whole is held by the program that has asked for it"),
-        ("cancel serve", 1, "", "is an actor: end it by `aiogpu kill 1`"),
-        ("cancel train", 1, "", "2 tasks are named train: 7, 12. Name one by its num"),
+        (
+            "cancel 7 6",
+            0,
+            "cancelled train (task 7)\nload (task 6) has already ended",
+            "",
+        ),
+        ("cancel whole", 1, "", "whole is held by a program (pid "),
+        ("cancel serve", 1, "", "is an actor: to end it, run `aiogpu kill 1`"),
+        (
+            "cancel train",
+            1,
+            "",
+            "2 tasks are named train: 7, 12. Give a number, or give --all",
+        ),
         ("cancel --all train", 0, "cancelled train (task 7)\ncancelled", ""),
-        ("cancel 99 7", 1, "cancelled train (task 7)", "knows no task 99. `aiogpu li"),
+        ("cancel 99 7", 1, "cancelled train (task 7)", "has no task 99. `aiogpu li"),
         ("cancel nobody", 1, "", "no task and no actor named 'nobody' waits or runs"),
-        ("cancel load", 0, "load (task 6) has ended already: failed 2.0 s ago\n", ""),
-        ("cancel embed 4", 0, "embed (task 4) has ended already: finished", ""),
+        ("cancel load", 0, "load (task 6) has already ended: failed 2.0 s ago\n", ""),
+        ("cancel embed 4", 0, "embed (task 4) has already ended: finished", ""),
         ("cancel", 2, "", "Missing argument 'TASK...'"),
         ("kill 1", 0, "killed Model 'serve' (actor 1)", ""),
-        ("kill 7", 1, "", "train is a task: end it by `aiogpu cancel 7`"),
+        ("kill 7", 1, "", "train is a task: to end it, run `aiogpu cancel 7`"),
         ("kill load", 1, "", "no task and no actor named 'load' waits or runs"),
         ("kill", 2, "", "Missing argument 'ACTOR...'"),
     ],
@@ -309,14 +322,15 @@ def test_why_of_an_unknown_task_is_an_error() -> None:
     result = ran("why", "nobody")
     assert result.exit_code == 1
     assert (
-        "no task and no actor named 'nobody' waits or runs; the first" in result.stderr
-    )
+        "no task and no actor named 'nobody' waits or runs. `aiogpu list tasks` "
+        "shows the tasks. Only the first"
+    ) in result.stderr
     assert isinstance(ran("why", "99").exception, aiogpu.errors.NoSuchTaskError)
     for name in "Model.hang", "serve.hang":
         assert ran("why", name).stderr == (
             f"Error: no task and no actor named '{name}' waits or runs. Calls of "
             f"actors are not listed one by one, unless they have failed; `aiogpu why "
-            f"1` tells of the actor.\n"
+            f"1` explains the actor.\n"
         )
     assert ran("why", "").exit_code == 2
 
@@ -331,7 +345,7 @@ def test_why_of_an_unknown_task_is_an_error() -> None:
         (["logs", "--client", "x"], "'x' is not a valid whole number"),
         (["top", "--interval", "soon"], "'soon' is not a valid number of seconds"),
         (["why"], "Missing argument 'TASK'"),
-        (["status", "--address", "inline"], "Give that program's --pid"),
+        (["status", "--address", "inline"], "Give the program's --pid"),
     ],
     ids=" ".join,
 )
@@ -349,16 +363,19 @@ def test_a_view_starts_no_node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
         assert result.exit_code == 1
         assert result.stderr == (
             f"Error: no node runs: there is no socket {tmp_path}/"
-            f"aiogpu/node.sock, and no program's in {tmp_path}. Start one by `aiogpu "
-            f"start --head`, or name another node by --address.\n"
+            f"aiogpu/node.sock, and no socket of a program in {tmp_path}. "
+            f"Start one by `aiogpu start --head`, or give another node by --address.\n"
         )
     for address in ("ray", "ray://host:10001"):
         monkeypatch.setenv("AIOGPU_ADDRESS", address)
         result = ran("status")
         assert result.exit_code == 1
-        assert f"{address!r} is a Ray cluster, which Ray's own `ray" in result.stderr
+        assert (
+            f"{address!r} is a Ray cluster; use Ray's own command, such as `ray"
+            in result.stderr
+        )
     result = ran("status", "--address", str(tmp_path))
-    assert f"{tmp_path} is a directory, and not the socket" in str(result.exception)
+    assert f"{tmp_path} is a directory, not the socket" in str(result.exception)
 
 
 def test_without_an_address_the_users_own_node_is_shown(
@@ -573,10 +590,10 @@ async def test_commands_end_tasks_and_actors_of_a_real_node(
         assert again[0] == 0
         for line in again[1].splitlines():
             assert line.startswith("gated_coroutine (task ")
-            assert ") has ended already: cancelled " in line
+            assert ") has already ended: cancelled " in line
         killed = await view("kill", "tally", "--address", path)
         assert killed[0] == 0
-        assert killed[1].startswith(f"{name} has ended already: cancelled ")
+        assert killed[1].startswith(f"{name} has already ended: cancelled ")
 
 
 def test_a_socket_without_a_listener_is_an_error(tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def test_top_draws_a_screen() -> None:
         "    1  serve  Model  alive    101        2      3",
         "    9         Cache  pending             1         train.py 4711",
         "",
-        "failed lately",
+        "failed recently",
         "  AGO  TASK  NAME   PROGRAM        ERROR             SAYS",
         "2.0 s     6  load                  OutOfMemoryError  no room left",
         " 75 s     5  train  train.py 4711  ValueError        no such key",
@@ -144,7 +144,7 @@ def test_top_fits_any_screen() -> None:
     assert lines[:3] == [
         "aiogpu  CPU 4/4, GPU 0/0; 0 workers; no tasks",
         "",
-        "Nothing runs, and nothing waits.",
+        "No task runs or waits.",
     ]
 
 
@@ -237,7 +237,7 @@ def test_top_in_a_terminal_obeys_keys_and_restores_the_screen(terminal: Screen) 
     terminal.send("y")
     terminal.has("cancelled train (task 7)")
     terminal.send("x", "8", "Enter", "y")
-    terminal.has("whole is held by the program")
+    terminal.has("whole is held by a program")
     terminal.send("G", "s")
     terminal.has("by name  11-32 of 32")
     terminal.send("p")
