@@ -542,7 +542,7 @@ def _device(device: Device, sample: Sample, health: Health) -> Finding:
     if health.action:
         return _warn(
             name,
-            f"{found}: the driver requests: {health.action}",
+            f"{found}: the driver asks for this: {health.action}",
             "Tasks do not get this GPU until that is done.",
             "Check the output of `nvidia-smi -q`.",
         )

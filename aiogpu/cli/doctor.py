@@ -313,7 +313,7 @@ def health(seen: DetectedDevice) -> str:
     elif problem is not None:
         parts.append(f"the driver does not report its use ({problem})")
     if seen.health.action:
-        parts.append(f"the driver requests: {seen.health.action}")
+        parts.append(f"the driver asks for this: {seen.health.action}")
     if parts:
         return "; ".join(parts)
     return "well" if seen.health.action is not None else "answers"

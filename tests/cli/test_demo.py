@@ -113,7 +113,7 @@ def test_visible_devices_are_those_shown() -> None:
     ("options", "message"),
     [
         (["--share", "1.5"], "Invalid value for --share: num_gpus=1.5 mixes"),
-        (["--share", "0"], "Invalid value for --share: a share is above 0."),
+        (["--share", "0"], "Invalid value for --share: it must be above 0."),
         (["--share", "nan"], "Invalid value for --share: num_gpus=nan"),
         (["--share", "much"], "'much' is not a valid float"),
         (["--gpus", "0"], "0 is not in the range"),

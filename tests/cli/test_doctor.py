@@ -563,7 +563,7 @@ def test_gpus_with_missing_readings(sample: Sample, message: str) -> None:
 def test_unhealthy_gpus_are_found() -> None:
     well = Sample({}, frozenset(), True, 0)
     _, gpu = gpu_findings(well, action="GPU reset")
-    assert "the driver requests: GPU reset" in checked_advice(gpu, WARN).found
+    assert "the driver asks for this: GPU reset" in checked_advice(gpu, WARN).found
     _, gpu = gpu_findings(well, action=None)
     assert gpu.level == OK
     there = Inventory((), 1, mig=(MigGpu(Device(0, uuid="GPU-0", name=A100)),))

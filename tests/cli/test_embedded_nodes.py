@@ -164,7 +164,7 @@ def test_commands_list_all_nodes_and_select_one(sandbox: Sandbox, run: Command) 
             out, err = run(*view, code=2)
             assert out == ""
             assert err.startswith(
-                f"Error: this user has 2 nodes here; name one by --pid or --address, "
+                f"Error: this user has 2 nodes; choose one by --pid or --address, "
                 f"such as --pid {train.pid}.\n"
             )
             assert f"{serve.pid}  serve.py" in err
@@ -202,9 +202,9 @@ def test_commands_list_all_nodes_and_select_one(sandbox: Sandbox, run: Command) 
         sandbox.run("start", "--head", "--num-gpus=1", "--num-cpus=1")
         assert sandbox.node is not None
         assert (
-            f"such as --pid {train.pid}, or --address auto for that of `aiogpu start`."
-            in run("list", "tasks", code=2)[1]
-        )
+            f"such as --pid {train.pid}, or --address auto for the node of "
+            f"`aiogpu start`."
+        ) in run("list", "tasks", code=2)[1]
         service, *others = rows(run("list", "nodes")[0])[1:]
         assert service[:3] == [str(sandbox.node.pid), "aiogpu", "start"]
         assert service[-1] == sandbox.place.socket
@@ -252,7 +252,7 @@ def test_pid_finds_a_node_in_another_runtime_directory(
         out, _ = run("status", f"--pid={far.pid}")
         assert [row[1] for row in rows(out)[1:3]] == ["far.py", "far.py"]
         _, err = run("list", "tasks", f"--pid={far.pid}", code=2)
-        assert f"process {far.pid} has 2 nodes; name one by --address, such" in err
+        assert f"process {far.pid} has 2 nodes; choose one by --address, such" in err
         run("list", "tasks", f"--address={far.address}")
 
 
@@ -261,8 +261,8 @@ def test_pid_finds_a_node_in_another_runtime_directory(
     [
         (["--pid=0"], 2, "0 is not in the range x>=1"),
         (["--pid=me"], 2, "'me' is not a valid whole number"),
-        (["--pid={self}", "--address=auto"], 2, "both name a node: give one"),
-        (["--pid={self}"], 1, "has no node that can be asked"),
+        (["--pid={self}", "--address=auto"], 2, "exclude each other: give one"),
+        (["--pid={self}"], 1, "has no node that answers commands"),
     ],
     ids=["zero", "word", "both", "none"],
 )

@@ -82,7 +82,7 @@ def test_gpus_in_a_pipe_prints_plain_lines(two: StubNvml) -> None:
         "  memory      0 used of 40 GiB",
         "  busy        0 %",
         "  linked to   0",
-        "  health      the driver requests: GPU reset",
+        "  health      the driver asks for this: GPU reset",
         "  processes   none",
     ]
 
@@ -96,7 +96,7 @@ def test_gpus_in_a_pipe_prints_plain_lines(two: StubNvml) -> None:
                 "linked to",
                 "NVIDIA A100-SXM4-40GB +3 GiB used of 40 GiB +37 %",
                 "\x1b\\[32mGPU 0: well",
-                "\x1b\\[31mGPU 1: the driver requests: GPU reset",
+                "\x1b\\[31mGPU 1: the driver asks for this: GPU reset",
             ],
         ),
         (

@@ -120,7 +120,7 @@ def test_run_passes_gpu_input_and_exit_code(node: str) -> None:
         (["--num-gpus=5", "true"], 125, "lacks GPU 5 of 2"),
         (["--num-gpus=1.5", "true"], 125, "num_gpus=1.5"),
         (["--gpu-memory=share", "--num-gpus=0.5", "true"], 125, "how much memory"),
-        (["--resources={", "true"], 125, "is no JSON"),
+        (["--resources={", "true"], 125, "is not JSON"),
         ([], 125, "Missing argument"),
         (["--num-gpu=1", "true"], 125, "No such option '--num-gpu'"),
         (["--timeout=1m", "true"], 125, "'1m' is not a valid number of seconds"),
@@ -212,7 +212,7 @@ def test_the_command_continues_without_its_node(tmp_path: Path) -> None:
             service.kill()
             service.wait()
             assert process.stderr is not None
-            assert "sh goes on, but its lease is gone" in process.stderr.readline()
+            assert "sh goes on, but its lease is lost" in process.stderr.readline()
             assert process.communicate("done\n")[0] == "done\n"
             assert process.returncode == 0
 

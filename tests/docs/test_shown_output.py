@@ -119,7 +119,7 @@ def test_the_status_of_gpus_is_the_text_on_the_page() -> None:
 def test_warnings_of_gpus_are_on_the_page() -> None:
     warning = describe_outgrowth("train", "GPU 0", Use(9 * GIB, 1), 6 * GIB, ["serve"])
     assert f"! {warning} {LEFT_ALONE}\n" == OUTGROWN
-    reason = f"{xid_in_words(79)}; the driver the driver requests: GPU reset"
+    reason = f"{xid_in_words(79)}; the driver asks for this: GPU reset"
     assert f"! GPU 0 gets no new tasks until it is well: {reason}\n" in SICK
 
 
