@@ -209,7 +209,7 @@ class Scheduler(SchedulerState):
 
     @event
     def supply(self, task: TaskId) -> None:
-        """The missing arguments of a task have arrived: queue the task."""
+        """Queue a task whose missing arguments have arrived."""
         if resolve(self, task):
             task_tree.end_deadlocks(self)
 
@@ -236,7 +236,7 @@ class Scheduler(SchedulerState):
         took: float = 0.0,
         ran_out: bool = False,
     ) -> Sequence[Effect]:
-        """A worker has sent the result of a task; the task's code has stopped.
+        """Handle the result of a task, whose code has stopped.
 
         Args:
             now: the time.
@@ -281,7 +281,7 @@ class Scheduler(SchedulerState):
         worker_id: WorkerId,
         finished: Iterable[tuple[TaskId, float]],
     ) -> list[TaskRecord]:
-        """A worker has finished several tasks of its queue, without failures.
+        """Handle the results of several tasks of one worker, without failures.
 
         Args:
             now: the time.
@@ -353,7 +353,7 @@ class Scheduler(SchedulerState):
     def task_began(
         self, now: float, task: TaskId, worker: WorkerId, when: float
     ) -> Sequence[Effect]:
-        """The code of a task with a `run_timeout` has begun.
+        """Start the `run_timeout` of a task whose code has begun.
 
         Args:
             now: the time.
@@ -375,7 +375,7 @@ class Scheduler(SchedulerState):
     def wait_for(
         self, task: TaskId, children: tuple[TaskId, ...], elsewhere: bool = False
     ) -> None:
-        """A task's code blocks until all `children` have ended.
+        """Block a task until all `children` have ended.
 
         Without children the task has stopped waiting, unless it waits `elsewhere`: for
         something that the scheduler does not know.
@@ -403,7 +403,7 @@ class Scheduler(SchedulerState):
     # Workers
 
     def worker_started(self, now: float, worker: WorkerId) -> Sequence[Effect]:
-        """A worker that was forked by `Spawn` has connected."""
+        """Handle the connection of a worker that was forked by `Spawn`."""
         started = self.workers.get(worker)
         if started is None or started.state is not WorkerState.STARTING:
             return NOTHING
@@ -416,7 +416,7 @@ class Scheduler(SchedulerState):
 
     @event
     def worker_spoilt(self, worker: WorkerId) -> None:
-        """A worker will exit after its current task and accepts no other.
+        """Give no more tasks to a worker that will exit after its current task.
 
         Must be called before `finish` for that task.
         """
@@ -425,14 +425,14 @@ class Scheduler(SchedulerState):
 
     @event
     def task_skipped(self, task: TaskId, worker: WorkerId) -> None:
-        """A worker skipped a task that a `Revoke` had taken back."""
+        """Requeue a task that a worker skipped because of a `Revoke`."""
         skipper, record = self.workers.get(worker), self.tasks.get(task)
         if skipper is not None and record is not None:
             revocation.on_skipped(self, skipper, record)
 
     @event
     def revoked(self, worker: WorkerId, number: int, began: TaskId | None) -> None:
-        """The answer to `Revoke`: the worker will begin nothing after `began`.
+        """Handle the answer to `Revoke`: the worker begins nothing after `began`.
 
         Args:
             worker: the worker.
@@ -459,7 +459,7 @@ class Scheduler(SchedulerState):
         is_crowded: bool = False,
         outage: str = "",
     ) -> None:
-        """A worker's process and all its descendants have ended.
+        """Handle the end of a worker's process and all its descendants.
 
         Args:
             worker: the worker.
@@ -542,7 +542,7 @@ class Scheduler(SchedulerState):
 
     @event
     def devices_free(self, worker: WorkerId, is_verified: bool = True) -> None:
-        """The devices of a worker that is gone, or of a returned lease, are free.
+        """Free the devices of a worker that is gone or of a returned lease.
 
         `is_verified`: the driver has checked; otherwise it has no means to check.
         """
@@ -554,14 +554,14 @@ class Scheduler(SchedulerState):
 
     @event
     def devices_stuck(self, worker: WorkerId, reason: str) -> None:
-        """The devices of a worker that is gone are still in use: set them aside."""
+        """Set aside the devices of a gone worker, which are still in use."""
         for devices, index in recovery.returned_devices(self, worker):
             devices.availability.note(index, Cause.UNSETTLED, reason)
         self._requeue_from_unfit_devices()
 
     @event
     def lease_returned(self, holder: WorkerId, settles: bool = False) -> None:
-        """The processes that used a granted lease have ended; end the lease.
+        """End a granted lease; the processes that used it have ended.
 
         `settles`: the lease's devices have yet to be checked; one of `devices_free`
         and `devices_stuck` follows for this holder.
@@ -611,13 +611,13 @@ class Scheduler(SchedulerState):
 
     @event
     def leave(self, client: ClientId) -> None:
-        """A program submits no more tasks; its submitted tasks continue."""
+        """Note that a program submits no more tasks; its submitted tasks continue."""
         if self.clients is not None:
             self.clients.leave(client)
 
     @event
     def set_behind(self, client: ClientId, is_behind: bool) -> None:
-        """A program does not read its messages, or has caught up.
+        """Note that a program does not read its messages, or has caught up.
 
         While it is behind, none of its tasks start: their results would pile up.
         """
@@ -626,7 +626,7 @@ class Scheduler(SchedulerState):
 
     @event
     def announce_stop(self, client: ClientId | None) -> None:
-        """A program is about to stop its tasks, or the node all tasks.
+        """Note that a program is about to stop its tasks, or the node all tasks.
 
         The `stop_grace` of each task begins now; a stopped task is interrupted when its
         grace has passed. A detached task outlives its program.
@@ -654,7 +654,7 @@ class Scheduler(SchedulerState):
 
     @event
     def wake(self) -> None:
-        """The time returned by `deadline()` has come: handle all due alarms."""
+        """Handle all due alarms; to be called at the time of `deadline()`."""
         for alarm in self.timers.due(self.now):
             self._handle_alarm(alarm)
 

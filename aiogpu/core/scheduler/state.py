@@ -394,7 +394,7 @@ class SchedulerState:
         return spec.max_calls != 1 and self.workers.has_bound(binding_of(spec, lease))
 
     def note_crowded(self, reason: str) -> None:
-        """A worker did not start for lack of room: allow no more for a while."""
+        """Lower the worker limit for a while: a start failed for lack of room."""
         if self.worker_limit.shrink(len(self.workers), reason, self.now):
             self._grow_later()
 

@@ -208,7 +208,7 @@ class WorkerLimit:
         return self._is_awaited
 
     def note_change(self) -> None:
-        """A worker has started or ended: the next attempt may succeed."""
+        """Forget the failures after a worker has started or ended."""
         self.failures = 0
         self._is_counted = False
 
