@@ -85,7 +85,7 @@ async def spell(text: str, request: Request) -> StreamResponse:
 
 @app.get("/healthz")
 async def healthz(request: Request) -> list[dict[str, object]]:
-    """Whether all models answer, on which GPUs, and how busy they are."""
+    """Check that all models answer; return their GPUs and their load."""
     try:
         async with asyncio.timeout(1):
             asked = [model.health.remote() for model in request.app.state.models]

@@ -24,7 +24,7 @@ class Model:
         return len(text)
 
     def count(self) -> int:
-        """How many texts it has scored for all programs."""
+        """Return the number of texts scored for all programs."""
         return self.asked
 
 

@@ -7,7 +7,7 @@ import aiogpu
 
 @aiogpu.remote(num_gpus=1)
 def train(rank: int, batch: list[int]) -> str:
-    """One rank's step."""
+    """Run one step of a rank."""
     gpu = aiogpu.get_gpu_ids()[0]
     return f"rank {rank} on GPU {gpu} has seen {sum(batch)}"
 

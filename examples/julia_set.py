@@ -28,7 +28,7 @@ Counts = NDArray[np.uint16]
 
 
 class Scene(NamedTuple):
-    """What is computed: z → z² + c on a square of `size` by `size` points."""
+    """A picture to compute: z → z² + c on a square of `size` by `size` points."""
 
     size: int
     c_x: float

@@ -1,6 +1,6 @@
 """`python -m aiogpu.daemon SOCKET PIPE`: the process that `aiogpu start` detaches.
 
-The socket is named for those who read process lists; the plan comes by stdin.
+The plan comes on stdin. The socket is an argument only to show it in process lists.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from aiogpu.daemon.process import Plan, run_detached
 
 
 def main() -> int:
-    """Be the node of the plan on stdin; gives the exit code."""
+    """Run the node of the plan on stdin; return the exit code."""
     if len(sys.argv) != 3:
         print("A node is started by: aiogpu start --head", file=sys.stderr)  # noqa: T201
         return 2

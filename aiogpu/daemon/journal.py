@@ -1,7 +1,7 @@
 """The log of the node itself: files of bounded size, written by a thread.
 
-If the disk is full, slow or gone, lines are lost and counted; the node never stops, and
-its loop never waits.
+If the disk is full, slow or gone, lines are lost and counted; the node goes on, and its
+loop never waits.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Final, TextIO
 
 FILE: Final = "node.log"
 SIZE: Final = 4 << 20
-"""Bytes of one file; then it becomes `node.log.1`, and so on."""
+"""Most bytes of a file; a full file is renamed to `node.log.1`, and so on."""
 KEPT: Final = 4
-"""Old files kept beside the one that is written."""
+"""Number of old files that are kept."""
 WAITING: Final = 10_000
-"""Lines that may wait for the disk; further ones are lost."""
+"""Most lines that wait for the disk; more lines are lost."""
 PATIENCE: Final = 2.0
 """Seconds for writing the last lines at the end."""
 FORMAT: Final = "%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -34,7 +34,7 @@ class RotatingLog(RotatingFileHandler):
     """The log files, mode 0600. Lines that cannot be written are counted and reported.
 
     Attributes:
-        lost: lines since the last one that was written.
+        lost: number of lines lost since the last written line.
     """
 
     def __init__(self, path: str, size: int = SIZE, kept: int = KEPT) -> None:
@@ -48,7 +48,7 @@ class RotatingLog(RotatingFileHandler):
         return io.TextIOWrapper(buffer, encoding="utf-8", errors="backslashreplace")
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a line; before it, how many were lost."""
+        """Write a line, after a line with the number of lost lines, if any."""
         lost, self.lost = self.lost, 0
         if lost:
             text = f"! {lost} lines are missing here: they could not be written"
@@ -79,7 +79,7 @@ class Journal(QueueHandler):
     """Handler of the root logger: queues lines for a thread that writes them.
 
     Attributes:
-        lost: lines that were dropped because the queue was full, or were not text.
+        lost: number of lines dropped because the queue was full or formatting failed.
     """
 
     def __init__(self, *to: logging.Handler) -> None:
@@ -111,17 +111,17 @@ class Journal(QueueHandler):
         self.lost += 1
 
     def _write_all(self) -> None:
-        told = 0
+        reported = 0
         while (record := self._lines.get()) is not None:
             lost = self.lost
             for handler in self._to:
                 if isinstance(handler, RotatingLog):
-                    handler.lost += lost - told
+                    handler.lost += lost - reported
                 handler.handle(record)
-            told = lost
+            reported = lost
 
     def close(self) -> None:
-        """Write the remaining lines, for `PATIENCE` seconds at most."""
+        """Write the remaining lines, in at most `PATIENCE` seconds."""
         root = logging.getLogger()
         if self in root.handlers:
             root.removeHandler(self)
@@ -145,7 +145,7 @@ class TerminalLog(logging.StreamHandler[TextIO]):
         self.setFormatter(logging.Formatter(FORMAT))
 
     def handleError(self, _record: logging.LogRecord) -> None:  # noqa: N802 - theirs
-        """Ignore it: the terminal was closed."""
+        """Ignore the error: the terminal was closed."""
 
 
 class StreamToLog(io.TextIOBase):
@@ -156,11 +156,11 @@ class StreamToLog(io.TextIOBase):
         self._rest = ""
 
     def writable(self) -> bool:
-        """True: it is for writing only."""
+        """Return True; the stream cannot be read."""
         return True
 
     def write(self, text: str) -> int:
-        """Log the lines that are complete."""
+        """Log all complete lines."""
         *lines, self._rest = (self._rest + text).split("\n")
         for line in lines:
             self._log.info("%s", line)

@@ -23,7 +23,7 @@ from aiogpu.runtime.directories import (
 )
 
 MAX_SOCKET_PATH: Final = 107
-"""Bytes of a socket's path; the kernel has 108 with the zero at its end (unix(7))."""
+"""Most bytes of a socket's path; the kernel allows 108 with a final zero (unix(7))."""
 _SUFFIX: Final = ".sock"
 
 
@@ -31,10 +31,10 @@ class Place(NamedTuple):
     """The files of one node; all but the logs are in one directory of mode 0700.
 
     Attributes:
-        socket: where it listens.
-        pidfile: names its process, and is locked while the node lives.
-        drain_file: `aiogpu stop --drain` writes the seconds there for the node.
-        logs: the directory of its logs.
+        socket: the node's socket.
+        pidfile: the file with the node's pid, locked while the node lives.
+        drain_file: the file in which `aiogpu stop --drain` passes its seconds.
+        logs: the directory of the node's logs.
     """
 
     socket: str
@@ -44,11 +44,12 @@ class Place(NamedTuple):
 
     @classmethod
     def at(cls, socket: str | None = None, logs: str | None = None) -> Place:
-        """Return the files of the node that listens at a socket.
+        """Return the files of the node that listens on a socket.
 
         Args:
-            socket: its path; None for the one that `address="auto"` joins.
-            logs: the directory for its logs; beside the socket unless given.
+            socket: the socket's path; None for the default, which `address="auto"`
+                joins.
+            logs: the directory for logs; None for a directory beside the socket.
         """
         path = default_socket() if socket is None else os.path.abspath(socket)
         directory, name = os.path.split(path)
@@ -88,15 +89,15 @@ def check_length(socket: str) -> None:
 
 
 def prepare_directory(path: str, option: str, forbidden: int) -> None:
-    """Make a directory of mode 0700, or check the one that is there.
+    """Make a directory of mode 0700, or check an existing directory.
 
     Args:
-        path: the directory; the one above it must be there.
-        option: what names another one, for the message.
-        forbidden: bits of the mode that it must not have.
+        path: the directory; its parent must exist.
+        option: the option that sets another path, for the message.
+        forbidden: bits that the directory's mode must not have.
 
     Raises:
-        NodeStartError: it cannot be made, or is not this user's alone.
+        NodeStartError: the directory cannot be made, or other users can access it.
     """
     try:
         os.mkdir(path, 0o700)
@@ -135,7 +136,7 @@ def check_socket(path: str) -> None:
 
 RECORD_SIZE: Final = 1 << 16
 WRITTEN_WITHIN: Final = 5.0
-"""Seconds from taking the lock until the pidfile is written, at most."""
+"""Most seconds between taking the lock and writing the pidfile."""
 _PAUSE: Final = 0.01
 
 
@@ -144,12 +145,12 @@ class Record(NamedTuple):
 
     Attributes:
         pid: the node's process.
-        started: when that began, in ticks since the machine's start.
-        socket: where it listens.
-        logs: the directory of its logs.
-        drain: seconds that running tasks get when it is asked to stop.
-        ends_within: seconds that its end takes after that, at most.
-        version: of aiogpu.
+        started: the start time of the process, in ticks since boot.
+        socket: the node's socket.
+        logs: the directory of the node's logs.
+        drain: seconds that running tasks have when the node is stopped.
+        ends_within: most seconds that the node needs to end after that.
+        version: the version of aiogpu.
     """
 
     pid: int
@@ -162,7 +163,7 @@ class Record(NamedTuple):
 
     @classmethod
     def of_this_process(cls, place: Place, drain: float, ends_within: float) -> Record:
-        """The record of this process."""
+        """Return the record of this process."""
         from aiogpu import __version__
 
         pid = os.getpid()
@@ -173,7 +174,7 @@ class Record(NamedTuple):
 
     @property
     def is_alive(self) -> bool:
-        """True if that process, and not another one of its number, is alive."""
+        """True if the process is alive, and its pid was not given to another one."""
         return start_time(self.pid) == self.started
 
 
@@ -184,12 +185,12 @@ def start_time(pid: int) -> int | None:
 
 
 def read_record(path: str) -> Record | None:
-    """Read a pidfile; None if there is none, or if it is not valid.
+    """Read a pidfile; return None without a valid one.
 
     Raises:
-        PermissionError: it is another user's.
+        PermissionError: the file belongs to another user.
     """
-    # O_NONBLOCK: opening a named pipe would wait for a writer.
+    # O_NONBLOCK, because opening a named pipe waits for a writer.
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         with open(path, "rb", 0, opener=lambda name, _: os.open(name, flags)) as file:
@@ -203,7 +204,7 @@ def read_record(path: str) -> Record | None:
 
 
 def living_node(path: str) -> Record | None:
-    """The node that serves at a pidfile's place; None if none does."""
+    """Return the living node of a pidfile; None without one."""
     record = read_record(path)
     return record if record is not None and record.is_alive else None
 
@@ -216,7 +217,7 @@ def holds_pidfile(pid: int, path: str) -> bool:
 
     Args:
         pid: the process; the caller holds a pidfd of it.
-        path: of the pidfile.
+        path: the path of the pidfile.
     """
     try:
         if os.stat(f"/proc/{pid}").st_uid != os.geteuid():
@@ -226,7 +227,7 @@ def holds_pidfile(pid: int, path: str) -> bool:
     except OSError:
         return False
     for descriptor in descriptors:
-        with suppress(OSError):  # it was closed meanwhile
+        with suppress(OSError):  # the descriptor was closed meanwhile
             if os.path.samestat(os.stat(f"/proc/{pid}/fd/{descriptor}"), pidfile):
                 return True
     return False
@@ -245,10 +246,10 @@ class PidfileLock:
 
     @classmethod
     def take(cls, place: Place) -> PidfileLock:
-        """Take the lock; the files of a dead node are taken over.
+        """Take the lock, and take over the files of a dead node.
 
         Raises:
-            NodeRunningError: another node holds it.
+            NodeRunningError: another node holds the lock.
             NodeStartError: the pidfile cannot be made.
         """
         path = place.pidfile
@@ -266,13 +267,13 @@ class PidfileLock:
                 raise _already_running(place) from None
             if _is_there(path, descriptor):
                 return cls(path, descriptor, _hold_directory(path))
-            os.close(descriptor)  # its node has just removed it: there is a next one
+            os.close(descriptor)  # the last node has just removed the file; try again
 
     def write(self, record: Record) -> None:
         """Write the pidfile.
 
         Raises:
-            NodeStartError: it cannot be written, as on a full disk.
+            NodeStartError: the file cannot be written, as on a full disk.
         """
         text = json.dumps(record._asdict()).encode()
         try:
@@ -283,7 +284,7 @@ class PidfileLock:
             raise _no_pidfile(self._path, error) from error
 
     def release(self) -> None:
-        """Remove the file, then give up the lock."""
+        """Remove the file, then release the lock."""
         if _is_there(self._path, self._descriptor):
             with suppress(OSError):
                 os.unlink(self._path)
@@ -298,7 +299,7 @@ class PidfileLock:
 
 
 def _is_there(path: str, descriptor: int) -> bool:
-    """Return whether the open file is still the one of that name."""
+    """Return whether the path still refers to the open file."""
     try:
         return os.path.samestat(os.lstat(path), os.fstat(descriptor))
     except FileNotFoundError:
@@ -306,7 +307,7 @@ def _is_there(path: str, descriptor: int) -> bool:
 
 
 def _hold_directory(path: str) -> int:
-    """Lock the directory, so that systemd-tmpfiles(8) lets old files in it be."""
+    """Lock the directory, so that systemd-tmpfiles(8) removes no old files in it."""
     directory = os.open(os.path.dirname(path), os.O_RDONLY | os.O_CLOEXEC)
     with suppress(OSError):
         fcntl.flock(directory, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -339,7 +340,7 @@ def _already_running(place: Place) -> NodeRunningError:
 
 
 def how_to_use(socket: str) -> tuple[str, str]:
-    """The address by which programs join the node of a socket, and what stops it."""
+    """Return the address by which programs join a node, and the command to stop it."""
     if socket == default_socket():
         return "auto", "aiogpu stop"
     return socket, f"aiogpu stop --socket {socket}"

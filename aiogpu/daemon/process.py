@@ -1,9 +1,9 @@
-"""The process of a node that programs share, from its start to its end.
+"""The process of a shared node, from its start to its end.
 
 The process is detached and has no terminal, or it is `aiogpu start --block` itself. Its
 `Plan` comes from the command line. The first request to stop drains the node, which
-gives running tasks time to end; the second one ends it at once. Of the daemon only this
-module imports uvloop.
+gives running tasks time to end; the second request ends the node at once. Of the daemon
+only this module imports uvloop.
 """
 
 from __future__ import annotations
@@ -39,28 +39,28 @@ if TYPE_CHECKING:
 
 
 DRAIN: Final = 30.0
-"""Seconds that running tasks get when the node is asked to stop."""
+"""Seconds that running tasks have to end when the node is stopped."""
 CLOSING: Final = 20.0
-"""Seconds that closing takes at most, plus the grace period of cancelled tasks."""
+"""Most seconds of the close, without the grace period of cancelled tasks."""
 OPENING: Final = 120.0
-"""Seconds until a node is ready, at most."""
+"""Most seconds until a node is ready."""
 IMPORTING: Final = 60.0
-"""Seconds more for each module that is preloaded."""
+"""Additional seconds for each preloaded module."""
 CRASH_LOG: Final = "node.err"
 """File beside the log for output from below Python, such as a crash report."""
 
 
 class Plan(NamedTuple):
-    """How to start a node.
+    """The settings of a shared node.
 
     Attributes:
-        options: what it has.
-        place: its files.
-        drain: seconds for running tasks when it is asked to stop.
-        sys_path: where it finds modules.
-        metrics: port of 127.0.0.1 for Prometheus; None for none.
-        max_waiting: unfinished tasks that a program may have; None for no limit.
-        max_share: the part that a program may hold of a resource, by its name.
+        options: the options of the node.
+        place: the files of the node.
+        drain: seconds that running tasks have to end when the node is stopped.
+        sys_path: the import path of the node.
+        metrics: port of 127.0.0.1 for Prometheus; None for no metrics.
+        max_waiting: most unfinished tasks of a program; None for no limit.
+        max_share: largest fraction of each resource that a program may hold.
     """
 
     options: NodeOptions
@@ -78,12 +78,12 @@ class Plan(NamedTuple):
 
     @property
     def ends_within(self) -> float:
-        """Seconds that its end takes at most, after the drain."""
+        """Most seconds that the node needs to end after the drain."""
         return CLOSING + self.options.cancel_grace
 
     @property
     def opens_within(self) -> float:
-        """Seconds until it is ready, at most."""
+        """Most seconds until the node is ready."""
         return OPENING + IMPORTING * len(self.options.preload)
 
     def packed(self) -> bytes:
@@ -95,7 +95,7 @@ class Plan(NamedTuple):
 
     @classmethod
     def unpacked(cls, data: bytes) -> Plan:
-        """Read the bytes of `packed`; `ValueError` or `TypeError` for others."""
+        """Read the bytes of `packed`; raise `ValueError` or `TypeError` for others."""
         fields = json.loads(data)
         options = NodeOptions(**fields.pop("options"))
         place = Place(**fields.pop("place"))
@@ -113,18 +113,18 @@ MakeNode = Callable[[NodeOptions, asyncio.AbstractEventLoop], "LocalEngine"]
 
 
 def make_node(options: NodeOptions, loop: asyncio.AbstractEventLoop) -> LocalEngine:
-    """A node of this machine."""
+    """Return a node of this machine."""
     from aiogpu.engines.local import LocalEngine
 
     return LocalEngine(options, loop)
 
 
 class Service:
-    """One node and its socket.
+    """A shared node and its socket.
 
     Args:
-        plan: what it is.
-        notifier: tells the service manager.
+        plan: the settings of the node.
+        notifier: sends messages to the service manager.
         make: makes the node.
     """
 
@@ -140,7 +140,7 @@ class Service:
         self._hurried = asyncio.Event()
 
     def ask_to_stop(self, why: str) -> None:
-        """Drain and end; if asked again, end at once.
+        """Drain the node and end; at the second call end at once.
 
         Args:
             why: the signal's name, for the log.
@@ -155,7 +155,7 @@ class Service:
                 self._node.force_close()
 
     def hang_up(self) -> None:
-        """Stop after the terminal has gone: shell and kernel may both send SIGHUP."""
+        """Stop at SIGHUP; shell and kernel may both send it as the terminal closes."""
         if not self._asked.is_set():
             self.ask_to_stop("SIGHUP")
 
@@ -163,12 +163,12 @@ class Service:
         """Serve until the node is asked to stop; the caller releases the lock.
 
         Args:
-            lock: the lock on its files.
-            on_ready: called as soon as clients can join.
+            lock: the lock on the node's files.
+            on_ready: called as soon as programs can join.
 
         Raises:
-            NodeError: it could not start.
-            DeviceError: the devices asked for are not there.
+            NodeError: the node could not start.
+            DeviceError: the requested devices do not exist.
         """
         plan, loop = self._plan, asyncio.get_running_loop()
         lock.write(Record.of_this_process(plan.place, plan.drain, plan.ends_within))
@@ -189,7 +189,7 @@ class Service:
                 await self._drain(node)
             finally:
                 if self._metrics is not None:
-                    # Its thread may wait for this loop.
+                    # The thread of the metrics server may wait for this loop.
                     await loop.run_in_executor(None, self._metrics.close)
                 begun = time.monotonic()
                 await node.close()
@@ -216,7 +216,7 @@ class Service:
         _log.info("metrics at http://%s:%d/metrics", ADDRESS, self._metrics.port)
 
     async def _open(self, node: LocalEngine) -> None:
-        """Open the node, unless it is asked to stop first."""
+        """Open the node; raise if a request to stop comes first."""
         opening = asyncio.ensure_future(node.open())
         if not await _ends_before(opening, self._asked):
             raise NodeClosedError("the node was asked to stop before it was ready.")
@@ -262,10 +262,10 @@ async def _ends_before(work: asyncio.Future[Any], event: asyncio.Event) -> bool:
 
 
 def bind(path: str) -> socket.socket:
-    """A socket at that path, for this user alone; replaces the socket of a dead node.
+    """Bind a socket that only this user can use; replace the socket of a dead node.
 
     Raises:
-        NodeStartError: something else is there, or the socket cannot be made.
+        NodeStartError: the path is another file, or the socket cannot be made.
     """
     check_socket(path)
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -284,7 +284,7 @@ def bind(path: str) -> socket.socket:
 
 
 def remove(path: str) -> None:
-    """Remove a file if it exists and may be removed."""
+    """Remove a file; ignore errors."""
     with suppress(OSError):
         os.unlink(path)
 
@@ -304,18 +304,18 @@ def drain_seconds(place: Place, otherwise: float) -> float:
 
 
 NAME: Final = "aiogpu-node"
-"""Its name in process lists."""
+"""The name of the node's process in process lists."""
 COLLECTED: Final = 10_000
-"""Threshold of the youngest generation of the garbage collector. The objects of a task
-are in no cycle and are freed with it: the default of 700 cost 4 % of the work."""
+"""Threshold of the youngest generation of the garbage collector. A task's objects are
+in no cycle and are freed without it; the default of 700 costs 4 % of the work."""
 
 
 def run_detached(plan: Plan, pipe: int, make: MakeNode = make_node) -> int:
     """Run a node without a terminal; return the exit code.
 
     Args:
-        plan: how to start it.
-        pipe: descriptor on which to report that it is ready, or why it is not.
+        plan: the settings of the node.
+        pipe: descriptor for the report that the node is ready, or why it failed.
         make: makes the node.
     """
 
@@ -341,16 +341,16 @@ def run_detached(plan: Plan, pipe: int, make: MakeNode = make_node) -> int:
 def run_here(
     plan: Plan, on_ready: Callable[[Ready], None], make: MakeNode = make_node
 ) -> None:
-    """Run a node in the foreground: Ctrl-C drains it, a second one ends it at once.
+    """Run a node in the foreground: Ctrl-C drains it, a second Ctrl-C ends it at once.
 
     Args:
-        plan: how to start it.
-        on_ready: called when clients can join.
+        plan: the settings of the node.
+        on_ready: called as soon as programs can join.
         make: makes the node.
 
     Raises:
-        NodeError: it could not start.
-        DeviceError: the devices asked for are not there.
+        NodeError: the node could not start.
+        DeviceError: the requested devices do not exist.
     """
     _run_node(plan, on_ready, make, is_detached=False)
 
@@ -410,4 +410,4 @@ def _detach_from_terminal(logs: str) -> None:
     os.close(nothing)
     faulthandler.enable(2)
     log_standard_streams()
-    os.chdir("/")  # or the file system that it was started on could not be unmounted
+    os.chdir("/")  # so that the file system of the old directory can be unmounted

@@ -1,7 +1,7 @@
 """Reports that a node is ready, or why it failed, to its starter and to systemd.
 
-The starter reads one line of JSON from a pipe. A pipe that ends without one means that
-the process has died.
+The starter reads one line of JSON from a pipe. If the pipe ends without a line, the
+process has died.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class Ready(NamedTuple):
     """The report of a node that is ready.
 
     Attributes:
-        pid: its process.
-        resources: what it has, by name.
-        socket: where it listens.
-        logs: the directory of its logs.
+        pid: the node's process.
+        resources: the node's resources by name.
+        socket: the node's socket.
+        logs: the directory of the node's logs.
     """
 
     pid: int
@@ -53,27 +53,27 @@ def _tell(pipe: int, fields: dict[str, object]) -> None:
 
 
 def wait_for_report(pipe: int, seconds: float) -> Ready | None:
-    """Wait for the report of a node; return None if it ends without one.
+    """Wait for the report of a node; return None if the node ends without a report.
 
     Raises:
-        AiogpuError: why it did not start.
+        AiogpuError: the reason why the node did not start.
         TimeoutError: no report within `seconds`.
     """
-    ends, said = time.monotonic() + seconds, b""
-    while not said.endswith(b"\n"):
-        left = max(0.0, ends - time.monotonic())
-        if not select.select([pipe], [], [], left)[0]:
+    deadline, line = time.monotonic() + seconds, b""
+    while not line.endswith(b"\n"):
+        remaining = max(0.0, deadline - time.monotonic())
+        if not select.select([pipe], [], [], remaining)[0]:
             raise TimeoutError
         part = os.read(pipe, CHUNK)
         if not part:
             return None
-        said += part
-    fields = json.loads(said)
+        line += part
+    fields = json.loads(line)
     if "ready" in fields:
         return Ready(**fields["ready"])
     kind = getattr(errors, fields["failed"], None)
     if not (isinstance(kind, type) and issubclass(kind, errors.AiogpuError)):
-        kind = errors.NodeStartError  # a newer version may have others
+        kind = errors.NodeStartError  # a newer version may have other errors
     raise kind(fields["text"])
 
 
@@ -83,10 +83,10 @@ _WATCHDOG: Final = ("WATCHDOG_USEC", "WATCHDOG_PID")
 
 
 class Notifier:
-    """Sends messages to the service manager; without one they are dropped.
+    """Sends messages to the service manager, if there is one.
 
     Attributes:
-        interval: seconds between two watchdog messages; 0 if none are asked for.
+        interval: seconds between watchdog messages; 0 without a watchdog.
     """
 
     def __init__(self, address: str = "", interval: float = 0.0) -> None:
@@ -95,11 +95,11 @@ class Notifier:
 
     @classmethod
     def take(cls, environ: MutableMapping[str, str]) -> Notifier:
-        """Read the variables of sd_notify(3), and remove them: no task may use them."""
+        """Read the variables of sd_notify(3), and remove them for all tasks."""
         address = environ.pop(_SOCKET, "")
         usec, pid = (environ.pop(name, "") for name in _WATCHDOG)
         is_ours = not pid or pid == str(os.getpid())
-        # Half of what it allows, as sd_watchdog_enabled(3) advises.
+        # Half of the watchdog's limit, as sd_watchdog_enabled(3) advises.
         interval = int(usec) / 2e6 if is_ours and usec.isdecimal() else 0.0
         if address[:1] not in ("/", "@", ""):
             _log.warning("! %s=%s is not understood; nothing is told", _SOCKET, address)

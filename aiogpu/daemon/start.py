@@ -1,8 +1,7 @@
-"""Starts a node: detached, and waits until it is ready; or as a unit of systemd.
+"""Starts a detached node and waits until it is ready, or writes a unit for systemd.
 
-Detached, it is a fresh interpreter in a session of its own, not a fork: a process with
-threads must not fork, and programs of users may start a node too. For the unit see
-systemd.service(5).
+A detached node is a fresh interpreter in a session of its own, not a fork: a process
+with threads must not fork. For the unit see systemd.service(5).
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ CARRIED: Final = (
     "TMPDIR",
     *(entry.variable for entry in KNOWN),
 )
-"""Variables that services of a user do not inherit, and that a node may need."""
+"""Variables that a node may need and that a user's services do not inherit."""
 _UNIT: Final = """\
 # One node for all programs of this user. Install it by
 #   aiogpu start --head ... --systemd > ~/.config/systemd/user/{name}
@@ -70,13 +69,13 @@ def unit(
     opens_within: float,
     ends_within: float,
 ) -> str:
-    """A user unit.
+    """Return a user unit.
 
     Args:
-        command: what starts the node in the foreground.
-        environ: variables; the unit gets those that a node may need.
-        opens_within: seconds until it is ready, at most.
-        ends_within: seconds that its end takes at most, with the drain.
+        command: the command that starts the node in the foreground.
+        environ: the environment; the unit gets the variables in `CARRIED`.
+        opens_within: most seconds until the node is ready.
+        ends_within: most seconds that the node needs to end, with the drain.
     """
     kept = (f"{name}={environ[name]}" for name in CARRIED if name in environ)
     return _UNIT.format(
@@ -97,7 +96,7 @@ def quoted(word: str) -> str:
 
 
 GIVE_UP: Final = 10.0
-"""Seconds that a process gets to end before it is killed."""
+"""Seconds that a process has to end before it is killed."""
 _TAIL: Final = 4096
 
 
@@ -105,9 +104,9 @@ def start_detached(plan: Plan) -> Ready:
     """Start the node and wait until programs can join it.
 
     Raises:
-        NodeError: it did not start.
-        DeviceError: the devices asked for are not there.
-        KeyboardInterrupt: the wait was interrupted; no node is left either.
+        NodeError: the node did not start.
+        DeviceError: the requested devices do not exist.
+        KeyboardInterrupt: the wait was interrupted, and the node was ended.
     """
     reading, writing = os.pipe()
     output = os.memfd_create("aiogpu-output", os.MFD_CLOEXEC)
@@ -135,7 +134,7 @@ def start_detached(plan: Plan) -> Ready:
     finally:
         os.close(reading)
         os.close(output)
-    child.returncode = 0  # it lives on: Popen must not wait for it
+    child.returncode = 0  # the node lives on, so Popen must not wait for it
     return ready
 
 
@@ -160,15 +159,15 @@ def _start(plan: Plan, pipe: int, output: int) -> subprocess.Popen[bytes]:
 
 
 def _safe() -> tuple[str, ...]:
-    """`-P` keeps the directory off `python -m`'s path, if it was not on ours."""
+    """Return `-P` to keep the directory off the import path, unless it is on ours."""
     try:
         return () if os.getcwd() in sys.path else ("-P",)
     except FileNotFoundError:
-        return ("-P",)  # it was removed
+        return ("-P",)  # the directory was removed
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
-    """End it: SIGTERM twice, which means at once; then SIGKILL."""
+    """End the node: SIGTERM twice, which means at once; then SIGKILL."""
     child.send_signal(signal.SIGTERM)
     child.send_signal(signal.SIGTERM)
     try:
@@ -179,7 +178,7 @@ def _end(child: subprocess.Popen[bytes]) -> None:
 
 
 def _death(plan: Plan, status: int, output: int) -> NodeStartError:
-    """The error for a process that died without a report."""
+    """Return the error for a process that died without a report."""
     ended = signal.Signals(-status).name if status < 0 else f"exit code {status}"
     said = _tail(output)
     with suppress(OSError), open(f"{plan.place.logs}/{CRASH_LOG}", "rb") as file:

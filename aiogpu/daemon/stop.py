@@ -1,8 +1,8 @@
 """Stops a shared node and waits for its end.
 
 The pidfile names the process. The signal is sent by pidfd, and only to a process of
-this user that has the pidfile open, so that a process that has got the same number
-meanwhile is never hit.
+this user that has the pidfile open, so never to another process that has got the same
+pid meanwhile.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from aiogpu.linux.sockets import user
 from aiogpu.runtime.directories import check_meeting
 
 SLACK: Final = 5.0
-"""Seconds to wait beyond the time that the node needs by its own account."""
+"""Seconds to wait beyond the time that the node's record gives."""
 KILLED_WITHIN: Final = 10.0
-"""Seconds that the kernel needs, at most, to end a killed process."""
+"""Most seconds that the kernel needs to end a killed process."""
 
 
 class Stopped(NamedTuple):
     """A node that has ended.
 
     Attributes:
-        record: its pidfile.
-        seconds: how long the end took.
-        is_forced: whether it was killed.
+        record: the content of the node's pidfile.
+        seconds: the time that the end took.
+        is_forced: True if the node was killed.
     """
 
     record: Record
@@ -48,17 +48,17 @@ def stop(
     drain: float | None = None,
     on_wait: Callable[[Record, float], None] = lambda _record, _seconds: None,
 ) -> Stopped | None:
-    """End the node; None if there is none.
+    """End the node; return None without a node.
 
     Args:
-        place: where it serves.
-        force: kill it; otherwise running tasks get time to end.
-        drain: seconds for that; if None, those of its start.
-        on_wait: called with its record and the seconds that tasks get.
+        place: the files of the node.
+        force: True to kill the node; otherwise running tasks have time to end.
+        drain: seconds for that; None for the seconds given at the start.
+        on_wait: called with the record and the seconds that tasks have.
 
     Raises:
-        NodeError: it has not ended, or may not be asked; or the place is another
-            user's, or its pidfile names a process that is not the node.
+        NodeError: the node has not ended, it or its files belong to another user, or
+            the pidfile names a process that is not the node.
     """
     check_meeting(place.pidfile)
     try:
@@ -74,7 +74,7 @@ def stop(
             f"{user(os.geteuid())}; a node is stopped by the user who has started it."
         ) from error
     try:
-        # The pidfd holds the process that has that number now.
+        # The pidfd refers to the process that has the pid now.
         if not record.is_alive or not _is_node(node, record, place):
             return None
         begun = time.monotonic()
@@ -105,7 +105,7 @@ def _is_node(node: int, record: Record, place: Place) -> bool:
     """Return whether the pidfile's process is the node; False if it has just ended.
 
     Raises:
-        NodeError: it is another process, which must not be signalled.
+        NodeError: the process is not the node, and must not be signalled.
     """
     if holds_pidfile(record.pid, place.pidfile):
         return True
@@ -124,7 +124,7 @@ def _signal(node: int, record: Record, number: signal.Signals) -> None:
     try:
         signal.pidfd_send_signal(node, number)
     except ProcessLookupError:
-        pass  # it has ended by itself in this very moment
+        pass  # the node has ended by itself meanwhile
     except PermissionError as error:
         raise NodeError(
             f"the node at {record.socket} (pid {record.pid}) is another user's; only "
@@ -133,7 +133,7 @@ def _signal(node: int, record: Record, number: signal.Signals) -> None:
 
 
 def _write_drain_seconds(place: Place, drain: float) -> None:
-    """Write how long the drain may take: a signal cannot carry it."""
+    """Write the seconds of the drain to a file, as a signal cannot carry them."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         with open(
@@ -149,7 +149,7 @@ def _write_drain_seconds(place: Place, drain: float) -> None:
 
 
 def _clear(place: Place) -> None:
-    """Remove what a killed node has left, unless another node has started there."""
+    """Remove the files of a killed node, unless another node has started there."""
     with suppress(NodeRunningError), PidfileLock.take(place):
         remove(place.socket)
         remove(place.drain_file)
