@@ -63,6 +63,17 @@ class Plain:
         return count
 
 
+class DiesOnce:
+    """An actor whose first call prints, and ends the process."""
+
+    def run(self, marker: str) -> None:
+        if not os.path.exists(marker):
+            open(marker, "x").close()
+            print("dies", flush=True)
+            os._exit(1)
+        aiogpu.report(step=0)
+
+
 class Coroutines:
     async def run(self, count: int) -> int:
         import asyncio

@@ -537,8 +537,9 @@ async def test_a_pool_larger_than_its_node_is_refused(size: int) -> None:
     """Each of its actors alone could live, and some of them do."""
     half = Counter.options(num_gpus=0.5)
     refusal = rf"pool of {size} Counter, each with .*GPU.*0.5.* room for 2 at once"
-    with pytest.raises(errors.InfeasibleError, match=refusal):
-        await aiogpu.ActorPool(half, size)
+    pool = aiogpu.ActorPool(half, size)
+    await raises(errors.InfeasibleError, pool, match=refusal)
+    await raises(errors.MisuseError, pool, match="pool of Counter is closed")
     with pytest.raises(errors.InfeasibleError, match=refusal):
         async with aiogpu.ActorPool(half, min_size=size, max_size=9):
             raise AssertionError("the block has begun")

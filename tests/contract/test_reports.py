@@ -150,6 +150,22 @@ async def test_a_report_carries_plain_values(node: Node) -> None:
         assert re.search(words, await tasks.refusal.remote(case)), case
 
 
+@pytest.mark.parametrize("address", ["local", "node"], indirect=True)
+async def test_a_call_that_a_new_process_repeats_reports(
+    address: str, tmp_path: Path
+) -> None:
+    """The repeated call's receiver is one that waits for the output of the first."""
+    async with aiogpu.init(address=address, num_cpus=1):
+        actor: Any = (
+            aiogpu.remote(tasks.DiesOnce)
+            .options(max_restarts=1, max_task_retries=1)
+            .remote()
+        )
+        call = actor.run.remote(str(tmp_path / "died"))
+        assert await read(call) == STEPS[:1]
+        assert await call is None
+
+
 @OWN
 async def test_report_is_refused_outside_of_tasks(address: str) -> None:
     with pytest.raises(MisuseError, match="outside of a task"):

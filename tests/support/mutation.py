@@ -29,7 +29,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from queue import SimpleQueue
@@ -203,8 +203,23 @@ class Copy:
         return ended, "pytest itself"
 
 
-def judge(copy: Copy, tests: Sequence[Record], limit: float) -> tuple[str, str]:
-    """Return the verdict on a copy's mutant, and the test that killed it.
+@dataclass
+class Judgement:
+    """What the tests said of a mutant.
+
+    Attributes:
+        verdict: "killed" or "survived", and how.
+        killer: the test that killed it.
+        outside: whether that test is one from outside.
+    """
+
+    verdict: str
+    killer: str = ""
+    outside: bool = False
+
+
+def judge(copy: Copy, tests: Sequence[Record], limit: float) -> Judgement:
+    """Run a mutant's tests in its copy, up to the one that kills it.
 
     Of the tests from outside run those that take `limit` seconds in all, and so of the
     others.
@@ -227,13 +242,13 @@ def judge(copy: Copy, tests: Sequence[Record], limit: float) -> tuple[str, str]:
                 break
             is_certain = killer not in chosen or package_of(killer) == "core"
             if ended != "failed" or is_certain:
-                return f"killed: {ended}", killer
+                return Judgement(f"killed: {ended}", killer, outside)
             # A test that drives processes or waits may have failed by chance.
             ended, repeated = copy.pytest(killer, limit=2 * ENDLESS)
             if repeated or ended == "limit":
-                return f"killed: {ended}", killer
+                return Judgement(f"killed: {ended}", killer, outside)
             chosen = [test for test in chosen if test != killer]
-    return verdict, ""
+    return Judgement(verdict)
 
 
 def line_map(root: Path, options: argparse.Namespace) -> LineMap:
@@ -334,16 +349,15 @@ def run(root: Path, options: argparse.Namespace) -> list[Any]:
         copy, began = copies.get(), time.monotonic()
         source = (copy.place / mutant.file).read_bytes()
         copy.write(mutant.file, mutant.apply(source))
-        verdict, killer = judge(copy, tests_of(mutant), options.limit)
+        judgement = judge(copy, tests_of(mutant), options.limit)
         copy.write(mutant.file, source)
         copies.put(copy)
         where = f"{mutant.file}:{mutant.line}: {mutant.text[:60]} [{mutant.change}]"
-        print(f"{verdict} {killer}\n    {where}", flush=True)
-        before = earlier.get(mutant.key, {"verdict": verdict})["verdict"]
-        if before.partition(":")[0] != verdict.partition(":")[0]:
+        print(f"{judgement.verdict} {judgement.killer}\n    {where}", flush=True)
+        before = earlier.get(mutant.key, {"verdict": judgement.verdict})["verdict"]
+        if before.partition(":")[0] != judgement.verdict.partition(":")[0]:
             print(f"    CHANGED: was {before}", flush=True)
-        result = asdict(mutant) | {"verdict": verdict, "killer": killer}
-        result["outside"] = is_outside(root, killer.partition("::")[0])
+        result = asdict(mutant) | asdict(judgement)
         result["seconds"] = round(time.monotonic() - began, 1)
         if options.out:
             with options.out.open("a") as out:
