@@ -204,6 +204,8 @@ def test_outdated_starting_worker_is_retired():
 
 def test_spares_alarm_is_set_for_the_oldest_use():
     w = World(cpus=9, config=SchedulerConfig(spare_workers=1, spares_for=10.0))
+    w.submit("plain", max_calls=1)
+    assert spares_of(w, ()) == 1, "these are kept"
     for n in range(3):
         w.submit(f"t{n}", max_calls=1, environment={"N": str(n)})
         w.advance(2)
