@@ -224,7 +224,7 @@ class Service:
 
     async def _drain(self, node: LocalEngine) -> None:
         seconds = drain_seconds(self._plan.place, self._plan.drain)
-        _log.info("what runs has %s to end", span(seconds))
+        _log.info("running tasks have %s to end", span(seconds))
         begun = time.monotonic()
         draining = asyncio.ensure_future(node.drain(seconds))
         if await _ends_before(draining, self._hurried):

@@ -219,7 +219,7 @@ async def test_ctrl_c_drains_a_service_and_a_second_one_ends_it(
             await gate.entered("one")
             terminal.sendintr()
             await wait_for_text(terminal, "SIGINT: no new work from now on")
-            await wait_for_text(terminal, "what runs has 30 s to end")
+            await wait_for_text(terminal, "running tasks have 30 s to end")
             terminal.sendintr()
             await wait_for_text(terminal, "SIGINT again: at once")
             with pytest.raises(aiogpu.errors.NodeError):

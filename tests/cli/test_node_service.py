@@ -48,13 +48,13 @@ def test_start_and_stop_of_a_service(sandbox: Sandbox) -> None:
     out, err = sandbox.run("stop", "--drain=5")
 
     node_name = f"the node at {sandbox.place.socket} (pid {node.pid})"
-    assert err == f"Stopping {node_name}; what runs has 5.0 s to end.\n"
+    assert err == f"Stopping {node_name}; running tasks have 5.0 s to end.\n"
     assert re.fullmatch(rf"Stopped {re.escape(node_name)} in [\d.]+ s\.\n", out)
     assert processes_of(sandbox.directory) == []
     assert sandbox.files == []
     log = Path(f"{sandbox.place.logs}/node.log").read_text()
     assert f"ready at {sandbox.place.socket}" in log
-    assert "what runs has 5.0 s to end" in log
+    assert "running tasks have 5.0 s to end" in log
 
     out, _ = sandbox.run("stop")
     assert out == f"No node runs at {sandbox.place.socket}.\n"

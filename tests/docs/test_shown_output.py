@@ -140,5 +140,5 @@ def test_a_line_of_the_log_is_on_the_page() -> None:
 def test_stop_prints_the_text_on_the_page() -> None:
     at = "the node at /run/user/1000/aiogpu/node.sock (pid 4711)"
     first, second = STOPPED.splitlines()[1:]
-    assert first == f"Stopping {at}; what runs has {process.DRAIN:.0f} s to end."
+    assert first == f"Stopping {at}; running tasks have {process.DRAIN:.0f} s to end."
     assert re.fullmatch(rf"Stopped {re.escape(at)} in [\d.]+ s\.", second)
