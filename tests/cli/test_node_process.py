@@ -43,7 +43,7 @@ from aiogpu.errors import (
 from tests.cli.fake_node import FakeNode
 from tests.cli.sandbox import Sandbox
 from tests.support.program import environment
-from tests.support.until import until
+from tests.support.waits import until
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from tests.cli.sandbox import LIMIT, Sandbox
 from tests.contract import tasks
 from tests.faults.leftovers import processes_of
 from tests.support.gate import Gate
-from tests.support.until import until
+from tests.support.waits import until
 
 
 def test_start_and_stop_of_a_service(sandbox: Sandbox) -> None:

@@ -28,7 +28,7 @@ from tests.contract.actor_classes import (
 )
 from tests.support.errors import raises
 from tests.support.gate import Gate
-from tests.support.until import until
+from tests.support.waits import until
 
 pytestmark = [
     pytest.mark.usefixtures("no_leaks", "each_engine", "node"),

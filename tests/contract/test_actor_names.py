@@ -22,8 +22,7 @@ from tests.contract.raw_client import Service, all_is_free, program, service
 from tests.support.errors import raises
 from tests.support.gate import Gate
 from tests.support.program import run as run_program
-from tests.support.turns import no_complaints, turns
-from tests.support.until import until
+from tests.support.waits import no_complaints, turns, until
 
 pytestmark = [
     pytest.mark.usefixtures("service_forker", "no_leaks"),

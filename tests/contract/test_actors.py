@@ -17,7 +17,7 @@ from tests.contract import handed_on, tasks
 from tests.contract.actor_classes import Async, Broken, Counter, Methods, Slow, Threads
 from tests.support.errors import raises
 from tests.support.gate import Gate
-from tests.support.until import until, until_free
+from tests.support.waits import until, until_free
 
 pytestmark = [
     pytest.mark.usefixtures("no_leaks", "each_engine", "node"),

@@ -39,7 +39,7 @@ from tests.contract.phase_tasks import (
 )
 from tests.support.errors import raises
 from tests.support.gate import Gate
-from tests.support.until import until, until_free, wait_until_asleep
+from tests.support.waits import until, until_free, wait_until_asleep
 
 pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.either_loop]
 

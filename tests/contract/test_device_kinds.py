@@ -23,7 +23,7 @@ from aiogpu.engines.devices import build_ledger, detect, in_thread
 from aiogpu.errors import DeviceError, InfeasibleError
 from aiogpu.linux.cgroup import usable_cpus
 from tests.contract.device_tasks import Holder, seen, starts_another
-from tests.support.until import until_free
+from tests.support.waits import until_free
 from tests.unit.accelerators.vendors import Fpga, listing
 
 pytestmark = pytest.mark.either_loop

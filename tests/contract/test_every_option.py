@@ -26,7 +26,7 @@ from tests.contract.node_here import node_here
 from tests.contract.option_tasks import Actor, Grouped, TimedCoroutines
 from tests.support.errors import raises
 from tests.support.gate import Gate
-from tests.support.until import until
+from tests.support.waits import until
 
 pytestmark = [pytest.mark.usefixtures("forked_zygotes"), pytest.mark.either_loop]
 

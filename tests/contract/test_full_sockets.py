@@ -24,8 +24,7 @@ from tests.contract import tasks as plain
 from tests.contract.raw_client import LIMIT, Service, service
 from tests.support.errors import raises
 from tests.support.gate import Gate
-from tests.support.turns import turns
-from tests.support.until import wait_until_asleep
+from tests.support.waits import turns, wait_until_asleep
 
 pytestmark = [
     pytest.mark.usefixtures("service_forker", "no_leaks"),

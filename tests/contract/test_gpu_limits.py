@@ -20,7 +20,7 @@ from aiogpu.types import Node
 from tests.contract import gpu_tasks as tasks
 from tests.support.errors import raises
 from tests.support.gate import Gate
-from tests.support.until import LIMIT, until_free
+from tests.support.waits import LIMIT, until_free
 from tests.unit.worker.test_gpu_memory import TORCH_SOURCE as TORCH
 
 pytestmark = [

@@ -33,7 +33,7 @@ from tests.contract import handed_on, tasks
 from tests.contract.actor_classes import Async, Broken, Counter, Groups, Threads
 from tests.support.errors import raises
 from tests.support.gate import Gate
-from tests.support.until import until
+from tests.support.waits import until
 
 pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.either_loop]
 

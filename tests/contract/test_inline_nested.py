@@ -19,7 +19,7 @@ from aiogpu import errors
 from aiogpu.types import Node
 from tests.contract import tasks
 from tests.support.errors import raises
-from tests.support.until import until
+from tests.support.waits import until
 
 pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.either_loop]
 

@@ -20,7 +20,7 @@ from tests.contract import map_tasks, tasks
 from tests.contract.map_tasks import Adder, LaterAdder, check, check_later, fill
 from tests.support.errors import raises
 from tests.support.gate import Gate, pass_gate
-from tests.support.until import until
+from tests.support.waits import until
 
 pytestmark = [
     pytest.mark.usefixtures("no_leaks", "node"),

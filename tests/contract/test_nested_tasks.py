@@ -24,7 +24,7 @@ from tests.contract import nested_tasks, tasks
 from tests.contract.nested_tasks import LostError, await_here, refusal, run_here
 from tests.support.errors import raises
 from tests.support.gate import Gate, pass_gate
-from tests.support.until import until_free
+from tests.support.waits import until_free
 
 pytestmark = [
     pytest.mark.usefixtures("no_leaks"),

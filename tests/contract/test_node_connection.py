@@ -15,7 +15,7 @@ from aiogpu.errors import ProtocolError
 from aiogpu.wire.codec import FrameReader, encode
 from aiogpu.wire.connection import CLIENT, greeting
 from aiogpu.wire.messages import ChildDone, Depart, Message, Submit
-from tests.support.until import until
+from tests.support.waits import until
 
 GREETED = greeting(CLIENT, 1, 1)
 LARGE = bytes(8 * CHUNK)

@@ -21,7 +21,7 @@ from aiogpu.observe.status import OutageStatus
 from tests.contract import tasks
 from tests.support.gate import Gate
 from tests.support.program import run
-from tests.support.until import until
+from tests.support.waits import until
 
 pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.either_loop]
 

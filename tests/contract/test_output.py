@@ -28,7 +28,7 @@ from tests.contract.node_here import node_here
 from tests.contract.report_tasks import Logs, fail, flood, log_by_child, parent, talk
 from tests.support.gate import Gate, pass_gate
 from tests.support.program import run, start
-from tests.support.until import until
+from tests.support.waits import until
 
 pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.either_loop]
 

@@ -16,7 +16,7 @@ import aiogpu
 from aiogpu.errors import MisuseError, NodeClosedError, NodeError, PlacementRemovedError
 from aiogpu.types import Node
 from tests.contract import device_tasks, tasks
-from tests.support.until import LIMIT, until, until_free
+from tests.support.waits import LIMIT, until, until_free
 
 pytestmark = [
     pytest.mark.usefixtures("no_leaks"),

@@ -27,7 +27,7 @@ from tests.contract import phase_tasks, tasks, wild_tasks
 from tests.support.cgroups import PLACE, all_groups, groups_of, needs_cgroup
 from tests.support.gate import Gate
 from tests.support.program import start
-from tests.support.until import until
+from tests.support.waits import until
 
 pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.either_loop]
 

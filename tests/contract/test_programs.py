@@ -50,8 +50,7 @@ from tests.contract.raw_client import (
 )
 from tests.support.gate import Gate
 from tests.support.program import environment, start
-from tests.support.turns import no_complaints, turns
-from tests.support.until import until
+from tests.support.waits import no_complaints, turns, until
 
 pytestmark = [
     pytest.mark.usefixtures("service_forker", "no_leaks"),

@@ -29,7 +29,7 @@ from tests.contract.ray_actor_classes import (
     pid_of,
 )
 from tests.support.gate import Gate
-from tests.support.until import LIMIT
+from tests.support.waits import LIMIT
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("rayed")]
 

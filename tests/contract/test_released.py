@@ -25,7 +25,7 @@ from tests.contract import let_go_tasks, tasks
 from tests.contract.let_go_tasks import Model, Serial, Soft
 from tests.support.gate import Gate
 from tests.support.program import run
-from tests.support.until import LIMIT, until, until_free
+from tests.support.waits import LIMIT, until, until_free
 
 pytestmark = [
     pytest.mark.usefixtures("no_leaks"),

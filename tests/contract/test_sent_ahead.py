@@ -24,7 +24,7 @@ from aiogpu.errors import NodeClosedError
 from tests.contract import tasks
 from tests.contract.backlog_tasks import act, number_here, parent
 from tests.support.gate import Gate
-from tests.support.until import until_free
+from tests.support.waits import until_free
 
 pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.either_loop]
 

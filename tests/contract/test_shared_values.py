@@ -27,7 +27,7 @@ from tests.contract.shared_tasks import Parent, Points, make_slow_value
 from tests.faults.leftovers import wait_until_gone
 from tests.support.gate import Gate
 from tests.support.program import start
-from tests.support.until import until
+from tests.support.waits import until
 
 np = pytest.importorskip("numpy")
 

@@ -25,8 +25,7 @@ from tests.contract.node_here import Here
 from tests.faults.leftovers import wait_until_gone
 from tests.support.gate import Gate
 from tests.support.program import run, start
-from tests.support.turns import no_complaints
-from tests.support.until import LIMIT, until
+from tests.support.waits import LIMIT, no_complaints, until
 
 pytestmark = [
     pytest.mark.usefixtures("no_leaks"),

@@ -18,7 +18,7 @@ from aiogpu import errors
 from aiogpu.types import Node
 from tests.contract import stream_tasks, tasks
 from tests.support.gate import Gate
-from tests.support.until import until, until_free
+from tests.support.waits import until, until_free
 
 pytestmark = [
     pytest.mark.usefixtures("no_leaks"),

@@ -56,7 +56,7 @@ from tests.contract.node_here import Here
 from tests.contract.raw_client import RawClient, Service, all_is_free, service, watching
 from tests.support.gate import Gate
 from tests.support.program import start
-from tests.support.until import until
+from tests.support.waits import until
 from tests.unit.wire.cases import CLIENT, NODE, WORKER, Case, kept
 from tests.unit.wire.spoiling import frames_in
 

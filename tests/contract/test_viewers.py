@@ -34,7 +34,7 @@ from aiogpu.wire.messages import (
 )
 from tests.contract import tasks
 from tests.contract.raw_client import RawClient, Service
-from tests.support.until import until
+from tests.support.waits import until
 
 pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.either_loop]
 MANY = 20_000

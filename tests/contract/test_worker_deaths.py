@@ -23,7 +23,7 @@ from tests.contract.let_go_tasks import Fragile
 from tests.contract.wild_tasks import Crowd, Debugged, break_context, debug
 from tests.support.gate import Gate
 from tests.support.program import run
-from tests.support.until import until
+from tests.support.waits import until
 
 pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.either_loop]
 

@@ -30,7 +30,7 @@ from tests.contract.zygote_tasks import flags, load, numbers, threads, value_of
 from tests.faults.leftovers import wait_until_gone
 from tests.support.gate import Gate
 from tests.support.program import ROOT, environment, start
-from tests.support.until import until
+from tests.support.waits import until
 
 pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.either_loop]
 

@@ -1,4 +1,8 @@
-"""The import contracts hold, and each one reports every import that it forbids."""
+"""No modules import each other, and the import contracts hold.
+
+Each contract reports every import that it forbids. Imports inside functions and under
+`TYPE_CHECKING` count as cycles: a reader follows them too.
+"""
 
 import shutil
 import subprocess
@@ -10,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.repo.code_metrics import code_lines, cycles, imports
 from tests.support.program import clean_environment, run_command
 
 ROOT = Path(__file__).parents[2]
@@ -89,3 +94,28 @@ def test_every_package_belongs_to_a_layer():
         if path.suffix == ".py" or (path / "__init__.py").exists()
     }
     assert packages - {"aiogpu.__init__", "aiogpu.__main__"} == layered
+
+
+def test_the_package_has_no_import_cycles() -> None:
+    assert cycles(imports()) == []
+
+
+def test_import_cycles_are_found() -> None:
+    edges = {
+        "a": {"b"},
+        "b": {"c", "d"},
+        "c": {"a"},
+        "d": {"e"},
+        "e": {"d"},
+        "f": {"a", "f"},
+    }
+    assert cycles(edges) == [["a", "b", "c"], ["d", "e"]]
+    assert cycles({"a": {"b"}, "b": set()}) == []
+
+
+def test_code_lines_leave_out_comments_and_docstrings() -> None:
+    source = (
+        '"""Of\nthe module."""\n\n# why\n'
+        'def f():\n    """Do."""\n    return (\n        1\n    )'
+    )
+    assert code_lines(source) == 4

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from aiogpu.client.current import Context, current
-from tests.support.turns import no_complaints
+from tests.support.waits import no_complaints
 from tests.unit.api.fakes import (
     FakeActors,
     FakeChannel,

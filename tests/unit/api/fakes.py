@@ -29,7 +29,7 @@ from aiogpu.serialization.exceptions import RAISED, pack_failure
 from aiogpu.serialization.serializer import NONE_PAYLOAD, dump_result, load_arguments
 from aiogpu.wire.messages import ChildDone, ChildFailed, Message, Submit, Wait
 from aiogpu.worker.nested import TaskClient
-from tests.support.turns import turns
+from tests.support.waits import turns
 
 UNREADABLE = b"no pickle"
 """A result that cannot be unpickled."""

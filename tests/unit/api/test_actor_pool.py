@@ -14,7 +14,7 @@ import pytest
 import aiogpu
 from aiogpu.api.actors.pool import PoolLimits, check_bounds
 from aiogpu.errors import ActorDiedError, InfeasibleError, MisuseError, OptionError
-from tests.support.turns import turns
+from tests.support.waits import turns
 from tests.unit.api.fakes import FakeActor, FakeActors, Model, started
 
 Remote: Any = aiogpu.remote(Model)

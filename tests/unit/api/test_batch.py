@@ -23,7 +23,7 @@ import aiogpu
 from aiogpu.api import batch as module
 from aiogpu.api.batch import BatchQueue
 from aiogpu.errors import MisuseError, NoLoopError, OptionError
-from tests.support.turns import no_complaints, turns
+from tests.support.waits import no_complaints, turns
 from tests.unit.api.fakes import outcome
 
 FOREVER = 3600.0

@@ -21,7 +21,7 @@ from aiogpu.api.results.stream import Stream
 from aiogpu.errors import DeserializationError, MisuseError, NodeClosedError
 from aiogpu.observe.why import Why
 from aiogpu.serialization.serializer import dump_result
-from tests.support.turns import turns
+from tests.support.waits import turns
 from tests.unit.api.fakes import UNREADABLE, Owner, outcome, started
 
 loads = 0

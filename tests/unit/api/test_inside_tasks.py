@@ -18,7 +18,7 @@ from aiogpu.errors import (
 )
 from aiogpu.wire.messages import ChildDone, Withdraw
 from aiogpu.worker.nested import TaskClient
-from tests.support.turns import turns
+from tests.support.waits import turns
 from tests.unit.api.fakes import UNREADABLE, FakeChannel, done, start_children, started
 
 # Plain tasks.

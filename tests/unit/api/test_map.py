@@ -22,7 +22,7 @@ from aiogpu.serialization.exceptions import (
     pack_failure,
 )
 from aiogpu.serialization.serializer import dump_result
-from tests.support.turns import turns
+from tests.support.waits import turns
 from tests.unit.api.fakes import FakeEngine, listed, outcome, started
 
 

@@ -25,7 +25,7 @@ from aiogpu.errors import (
     NodeError,
     NoLoopError,
 )
-from tests.support.turns import turns
+from tests.support.waits import turns
 from tests.unit.api.fakes import (
     FakeEngine,
     function_spec,

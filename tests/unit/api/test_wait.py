@@ -17,7 +17,7 @@ from aiogpu.api.results.handle import ChildHandle, Handle
 from aiogpu.client.current import current
 from aiogpu.errors import MisuseError, NoLoopError, OptionError
 from aiogpu.serialization.serializer import dump_result
-from tests.support.turns import turns
+from tests.support.waits import turns
 from tests.unit.api.fakes import (
     UNREADABLE,
     FakeChannel,

@@ -37,7 +37,7 @@ from aiogpu.runtime.devices.monitor import (
     DeviceSampler,
 )
 from aiogpu.runtime.devices.probe_thread import DeviceThread, Key, Look
-from tests.support.until import until
+from tests.support.waits import until
 from tests.unit.runtime.fakes import FakeVendor, FakeWatch, HandLoop, PromptThread
 
 pytestmark = pytest.mark.either_loop

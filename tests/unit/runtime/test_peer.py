@@ -12,7 +12,7 @@ from aiogpu.runtime.connection import AT_ONCE, Peer, Recipient
 from aiogpu.wire.codec import LARGE, encode
 from aiogpu.wire.connection import CLIENT, KEEPER, WORKER, Connection, greeting
 from aiogpu.wire.messages import ChildDone, Done, Ended, Exit, Fork, Hello, Log, Message
-from tests.support.until import until
+from tests.support.waits import until
 from tests.unit.runtime.fakes import FakeTransport
 
 

@@ -22,7 +22,7 @@ from aiogpu.runtime.workers.slots import MARGIN, SITES_KEPT, LiveWorker, Slot, S
 from aiogpu.wire.connection import KEEPER, WORKER
 from aiogpu.wire.connection import ZYGOTE as ZYGOTE_ROLE
 from aiogpu.wire.messages import Close, Define, End, Ended, Forget, Fork, Forked, Hello
-from tests.support.until import until
+from tests.support.waits import until
 from tests.unit.runtime import fakes
 from tests.unit.runtime.fakes import (
     FakeConsole,

@@ -23,7 +23,7 @@ from aiogpu.runtime.callers.leases import LeaseProcessWatcher, find_marked
 from aiogpu.runtime.callers.requests import Requests
 from aiogpu.runtime.workers.slots import LiveWorker
 from aiogpu.wire.messages import ChildFailed, Declare, Message, Submit
-from tests.support.until import until
+from tests.support.waits import until
 from tests.unit.runtime import fakes
 from tests.unit.runtime.fakes import FakePeer
 

@@ -38,7 +38,7 @@ from aiogpu.runtime.zygote.process import ZygoteEvents
 from aiogpu.wire.messages import READ_DESCRIPTORS, Imported, LeftOut, Ready, Unfit
 from tests.contract import tasks
 from tests.support.program import run
-from tests.support.until import until
+from tests.support.waits import until
 
 pytestmark = [pytest.mark.usefixtures("runtime_directory"), pytest.mark.either_loop]
 

@@ -1,17 +1,39 @@
-"""Waits for a condition, where a test cannot place a gate."""
+"""Waits, where a test cannot place a gate: for turns of the loop, for a condition."""
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from inspect import isawaitable
 from pathlib import Path
+from typing import Any
 
 import aiogpu
 
 LIMIT = 60.0
+
+
+async def turns(count: int = 5) -> None:
+    """Let all callbacks and tasks run that are ready."""
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+@asynccontextmanager
+async def no_complaints() -> AsyncIterator[None]:
+    """Check at the end that asyncio has reported no error."""
+    errors: list[dict[str, Any]] = []
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: errors.append(context))
+    yield
+    await turns()
+    gc.collect()
+    await turns()
+    assert errors == []
 
 
 async def until(condition: Callable[[], object]) -> None:
