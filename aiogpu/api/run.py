@@ -88,7 +88,7 @@ def run(main: Coroutine[Any, Any, T], *, debug: bool | None = None) -> T:
         debug: asyncio's debug mode; None for the interpreter's setting.
 
     Raises:
-        ValueError: `main` is a function instead of a coroutine.
+        ValueError: `main` is not a coroutine.
         NoLoopError: an event loop is already running in this thread, as in a notebook.
         SystemExit: SIGTERM cancelled `main`.
     """
@@ -100,19 +100,18 @@ def run(main: Coroutine[Any, Any, T], *, debug: bool | None = None) -> T:
             "or a server: write `await main()`."
         )
     argument: object = main
-    if isinstance(argument, FunctionType):
-        raise ValueError(
-            f"aiogpu.run() takes a coroutine, not {argument!r}: write "
-            f"`aiogpu.run({argument.__name__}())`."
-        )
+    if not asyncio.iscoroutine(argument):
+        advice = "write `aiogpu.run(main())` with an `async def main()`."
+        if isinstance(argument, FunctionType):
+            advice = f"write `aiogpu.run({argument.__name__}())`."
+        raise ValueError(f"aiogpu.run() takes a coroutine, not {argument!r}: {advice}")
     try:
         runner = _with_deferred_interrupt(partial(new_runner, debug))
     except BaseException:
-        if asyncio.iscoroutine(main):
-            main.close()
+        main.close()
         raise
     interrupts = _Interrupts()
-    program = interrupts.counted(main) if asyncio.iscoroutine(main) else main
+    program = interrupts.counted(main)
     try:
         return runner.run(program)
     except RuntimeError:
@@ -125,7 +124,7 @@ def run(main: Coroutine[Any, Any, T], *, debug: bool | None = None) -> T:
         raise
     finally:
         interrupts.are_over = True
-        if program is not main and getcoroutinestate(program) != CORO_SUSPENDED:
+        if getcoroutinestate(program) != CORO_SUSPENDED:
             program.close()  # neither coroutine may have started
             main.close()
         runner.close()

@@ -461,7 +461,7 @@ KINDS: Final[dict[str, Kind]] = {
 
 
 @click.command("list")
-@click.argument("what", type=click.Choice(list(KINDS)))
+@click.argument("what", metavar="KIND", type=click.Choice(list(KINDS)))
 @connect.address_option
 @click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
 @click.option(
@@ -481,11 +481,12 @@ def list_command(
     state: str | None,
     name: str | None,
 ) -> None:
-    """List tasks, actors and so on of the running node, one per line.
+    """List what the running node has, one per line.
 
-    The list has the first 100 waiting tasks; `aiogpu status` counts all of them. Ended
-    tasks are listed with --state finished, failed or cancelled: the node keeps records
-    of the last 10 000, fewer if their errors are long. "gpus" are devices of any kind,
+    KIND is tasks, actors, placements, workers, gpus, clients or nodes. The list of
+    tasks has the first 100 that wait; `aiogpu status` counts all of them. Ended tasks
+    are listed with --state finished, failed or cancelled: the node keeps records of the
+    last 10 000, fewer if their errors are long. "gpus" are devices of any kind,
     "clients" are the programs that use the node, and "nodes" are all nodes of this
     user.
 

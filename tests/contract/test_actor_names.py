@@ -221,7 +221,7 @@ async def test_a_name_belongs_to_one_actor_in_its_namespace() -> None:
         taken = "'bob' exists already"
         await raises(errors.ActorNameError, lambda: named.remote(), match=taken)
         assert await named.options(get_if_exists=True).remote(7).add.remote() == 3
-        absent = "no actor named 'eve' on"
+        absent = "there is no actor named 'eve' on"
         await raises(errors.ActorNameError, lambda: get("eve"), match=absent)
         elsewhere = named.options(namespace="other").remote(10)
         assert await get("bob", "other").add.remote() == 11

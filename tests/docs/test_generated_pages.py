@@ -115,9 +115,14 @@ def cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
 
 
+def context_of(command: click.Command, name: str | None) -> click.Context:
+    """The context in which click runs a command; click keeps its options of help."""
+    return click.Context(command, info_name=name, **command.context_settings)
+
+
 def option_rows(command: click.Command) -> Iterator[str]:
     """A row for each option of a command."""
-    context = click.Context(command, info_name=command.name)
+    context = context_of(command, command.name)
     options = [each for each in command.params if isinstance(each, click.Option)]
     needs_node = {option.name for option in options} >= NODE_OPTIONS
     for option in options:
@@ -142,7 +147,7 @@ def command_page() -> str:
     parts = [COMMANDS_TOP]
     for name in COMMANDS:
         command = command_named(name)
-        context = click.Context(command, info_name=f"aiogpu {name}")
+        context = context_of(command, f"aiogpu {name}")
         usage = " ".join(command.collect_usage_pieces(context))
         text = "\n\n".join(paragraphs(command.help or ""))
         parts += [f"\n## aiogpu {name}\n\n`aiogpu {name} {usage}`\n\n{text}\n"]

@@ -545,7 +545,7 @@ class TaskClient:
             if actor is not None:
                 self._found[actor.id] = actor
         if actor is None:
-            error = ActorNameError(f"no actor named {name!r} lives on this cluster.")
+            error = ActorNameError(f"there is no actor named {name!r} on this cluster.")
             receiver.settle(error)
         else:
             interface = actor.func.actor.packed_interface()

@@ -483,7 +483,9 @@ class Requests:
         actor = self._actors.find((message.namespace, message.name))
         if actor is None:
             receiver.settle(
-                ActorNameError(f"this node has no actor named {message.name!r}.")
+                ActorNameError(
+                    f"there is no actor named {message.name!r} on this node."
+                )
             )
             return
         self._lend(caller, actor.id)

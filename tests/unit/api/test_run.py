@@ -59,9 +59,11 @@ async def test_run_inside_a_loop_is_refused() -> None:
     assert inspect.getcoroutinestate(coroutine) == inspect.CORO_CLOSED
 
 
-def test_run_refuses_a_function_that_was_not_called() -> None:
+def test_run_refuses_what_is_no_coroutine() -> None:
     with pytest.raises(ValueError, match=r"write `aiogpu\.run\(fail\(\)\)`\.$"):
         aiogpu.run(fail)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"not <RemoteFunction .*async def main\(\)`"):
+        aiogpu.run(aiogpu.remote(fail))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("outcome", ["swallowed", "another error"])
