@@ -115,9 +115,13 @@ def cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
 
 
+def settings_of(command: click.Command) -> dict[str, Any]:
+    """The settings with which `aiogpu` runs a command, which keeps what they say."""
+    return {**cli.context_settings, **command.context_settings}
+
+
 def context_of(command: click.Command, name: str | None) -> click.Context:
-    """The context in which click runs a command; click keeps its options of help."""
-    return click.Context(command, info_name=name, **command.context_settings)
+    return click.Context(command, info_name=name, **settings_of(command))
 
 
 def option_rows(command: click.Command) -> Iterator[str]:
@@ -245,7 +249,8 @@ def test_commands_on_pages_are_valid() -> None:
     for line in commands_on_pages():
         _, name, *arguments = shlex.split(line)
         assert name in COMMANDS, line
-        with command_named(name).make_context(f"aiogpu {name}", arguments):
+        command = command_named(name)
+        with command.make_context(f"aiogpu {name}", arguments, **settings_of(command)):
             pass  # no usage error
 
 
