@@ -31,9 +31,9 @@ from tests.support.mutants import Mutant
 
 LOADER: Final = """
 if True:
-    _source = open({recorder!r}).read()
-    exec(compile(_source, "line_recorder", "exec"), {{"PLACE": {place!r}}})
-    del _source
+    with open({recorder!r}) as _recorder:
+        exec(compile(_recorder.read(), "recorder", "exec"), {{"PLACE": {place!r}}})
+    del _recorder
 """
 RECORDS: Final = "lines.records"
 """The file of a run's records, in its copy."""
