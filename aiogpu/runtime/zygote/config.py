@@ -92,12 +92,11 @@ OF_DEVICES: Final = ("_VISIBLE_DEVICES", "_DEVICE_ORDER")
 
 
 ALIASES: Final = {
-    "cupy": ("CUPY_",),
-    "huggingface_hub": ("HF_",),
-    "jax": ("JAX_", "XLA_"),
-    "tensorflow": ("TENSORFLOW_", "TF_"),
-    "torch": ("TORCH_", "PYTORCH_"),
-    "transformers": ("TRANSFORMERS_", "HF_"),
+    "huggingface_hub": "HF_",
+    "jax": "XLA_",
+    "tensorflow": "TF_",
+    "torch": "PYTORCH_",
+    "transformers": "HF_",
 }
 """Prefixes of variables that do not follow from a module's name."""
 
@@ -120,7 +119,8 @@ def early_variables(
         return ()
     prefixes: tuple[str, ...] = AT_EXEC + AT_LOAD
     for module in modules:
-        prefixes += ALIASES.get(module, (f"{module.upper()}_",))
+        own = f"{module.upper()}_"
+        prefixes += (own, ALIASES.get(module, own))
     names = set(read)
     return tuple(
         (name, value)

@@ -236,12 +236,19 @@ class Plain:
     def method(self, number: int) -> int:
         return number
 
+    @staticmethod
+    @aiogpu.remote
+    def function(number: int) -> int:
+        return number
+
 
 async def test_method_as_a_task_is_refused(node: aiogpu.types.Node) -> None:
     plain: Any = Plain()
     message = await refusal(lambda instance: instance.method.remote(1), plain)
     assert message.startswith("method(self, number: 'int') -> 'int' was called with wr")
     assert " method is a method of Plain: put @aiogpu.remote above the class" in message
+    message = await refusal(lambda kind: kind.function.remote(1, 2), Plain)
+    assert "is a method of" not in message
 
 
 async def test_init_of_an_open_node_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
