@@ -264,6 +264,9 @@ _own: Final[list[LoopThread]] = []
 
 _starting: Final = threading.Lock()
 
+_reader: Final = threading.local()
+"""`portal` in a thread that reads the input of a `map`: the portal of the map."""
+
 
 def portal_for(what: str, *, opens: bool = False) -> Portal | None:
     """Return the portal to the program's node; None inside a task, which needs none.
@@ -283,6 +286,9 @@ def portal_for(what: str, *, opens: bool = False) -> Portal | None:
     if is_in_task():
         return None
     refuse_in_worker(what)
+    if (portal := getattr(_reader, "portal", None)) is not None:
+        # After the map's node was shut down, its input must not open another node.
+        return portal  # type: ignore[no-any-return]
     own = _own_loop()
     if own is not None and own.is_here:
         return own
@@ -1123,13 +1129,13 @@ class ThreadIterable(AsyncIterable[Any]):
     """Async iterable over a plain iterable that may block, read in a separate thread.
 
     The thread reads an item when the loop asks for one. It is a daemon, refers only to
-    the iterator, and ends with this object.
+    the iterator and the portal, and ends with this object.
     """
 
-    def __init__(self, iterable: Iterable[Any]) -> None:
+    def __init__(self, iterable: Iterable[Any], portal: Portal) -> None:
         self._wanted: SimpleQueue[asyncio.Future[Any] | None] = SimpleQueue()
         threading.Thread(
-            target=_read, args=(iter(iterable), self._wanted), daemon=True
+            target=_read, args=(iter(iterable), self._wanted, portal), daemon=True
         ).start()
 
     def __aiter__(self) -> AsyncIterator[Any]:
@@ -1149,9 +1155,12 @@ class ThreadIterable(AsyncIterable[Any]):
 
 
 def _read(
-    iterator: Iterator[Any], wanted: SimpleQueue[asyncio.Future[Any] | None]
+    iterator: Iterator[Any],
+    wanted: SimpleQueue[asyncio.Future[Any] | None],
+    portal: Portal,
 ) -> None:
     """Read an item for each future in `wanted`; the thread of a `ThreadIterable`."""
+    _reader.portal = portal
 
     def settle(item: asyncio.Future[Any], value: Any, error: Any) -> None:
         if item.done():
@@ -1184,7 +1193,7 @@ def map_on(
         if isinstance(iterable, Collection) and not is_text:
             items = [unwrap(item) for item in iterable]  # does not block
         elif hasattr(iterable, "__iter__") and not is_text:
-            items = ThreadIterable(iterable)
+            items = ThreadIterable(iterable, portal)
         return ResultIterator(portal, remote.map(items, **options))
 
     return portal.call(start)

@@ -9,6 +9,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from queue import Queue
 from typing import Any
 
 import psutil
@@ -81,6 +82,32 @@ def test_errors_keep_their_type(node: Any) -> None:
         double.remote(threading.Lock())  # type: ignore[arg-type]
 
 
+def test_the_input_of_a_map_opens_no_other_node(forked_zygotes: None) -> None:
+    """Its thread may read an item after the node was shut down."""
+    is_reading, is_shut_down = threading.Event(), threading.Event()
+    calls: Queue[BaseException | None] = Queue()
+
+    def late() -> Iterator[int]:
+        yield 1
+        is_reading.set()
+        is_shut_down.wait(60)
+        try:
+            yield double.remote(1).result()
+        except BaseException as error:
+            calls.put(error)
+            raise
+        calls.put(None)
+
+    with sync.init(address="inline"):
+        results = double.map(late())
+        assert next(results) == 2
+        assert is_reading.wait(60)
+    is_shut_down.set()
+    assert isinstance(calls.get(timeout=60), errors.NodeError)
+    assert not sync.is_initialized()
+    del results
+
+
 def test_streams_and_maps_are_plain_iterators(node: Any) -> None:
     assert list(count.remote(4)) == [0, 1, 2, 3]
     with count.remote(1_000_000) as items:
@@ -88,22 +115,17 @@ def test_streams_and_maps_are_plain_iterators(node: Any) -> None:
     assert list(double.map(range(20))) == [2 * i for i in range(20)]
     assert list(double.map([double.remote(1), double.remote(2)])) == [4, 8]
     assert list(double.map(double.remote(i) for i in range(3))) == [0, 4, 8]
-    read, is_idle = [], threading.Event()
+    read = []
 
     def endless() -> Iterator[int]:
         i = 0
         while True:
-            is_idle.clear()
             read.append(i)
-            item = double.remote(i).result() // 2  # blocks, in a thread of its own
-            is_idle.set()
-            yield item
+            yield double.remote(i).result() // 2  # blocks, in a thread of its own
             i += 1
 
     with double.map(endless(), limit=3) as doubled:
         assert [next(doubled) for _ in range(4)] == [0, 2, 4, 6]
-    # Otherwise its call might come after the node's end, and open another node.
-    assert is_idle.wait(60)
     assert len(read) <= 9
 
     def broken() -> Iterator[int]:
