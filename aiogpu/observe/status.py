@@ -839,7 +839,8 @@ def _device_lines(devices: Sequence[DeviceStatus]) -> Iterator[list[str]]:
         for device in devices
     ]
     readings = [_readings(device) for device in devices]
-    rows = [(*pair[0], *pair[1]) for pair in zip(identities, readings, strict=True)]
+    paired = zip(identities, readings, strict=True)
+    rows = [(*identity, *cells) for identity, cells in paired]
     used = [any(column) for column in zip(*rows, strict=True)]
     joined = aligned(
         [cell for cell, is_used in zip(row, used, strict=True) if is_used]

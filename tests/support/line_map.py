@@ -3,8 +3,7 @@
 Workers end by `_exit` and by signals, so they cannot write a report. Instead all
 processes of a run share a page of memory, a byte for each line, which `line_recorder`
 marks. As a pytest plugin this module clears the page before each test, and stores it
-after the test.
-Needs Python 3.13: `sys.monitoring`, and `mmap` without a descriptor.
+after the test. Needs Python 3.13: `sys.monitoring`, and `mmap` without a descriptor.
 """
 
 from __future__ import annotations
@@ -30,10 +29,9 @@ import pytest
 from tests.support.mutants import Mutant
 
 LOADER: Final = """
-if True:
-    with open({recorder!r}) as _recorder:
-        exec(compile(_recorder.read(), "recorder", "exec"), {{"PLACE": {place!r}}})
-    del _recorder
+with open({recorder!r}) as _recorder:
+    exec(compile(_recorder.read(), "recorder", "exec"), {{"PLACE": {place!r}}})
+del _recorder
 """
 RECORDS: Final = "lines.records"
 """The file of a run's records, in its copy."""

@@ -392,7 +392,10 @@ def test_task_cannot_set_variables_that_reorder_devices(
 @pytest.mark.parametrize(
     ("options", "names"),
     [
-        ({"num_gpus": 1, "resources": {"neuron_cores": 1}}, "num_gpus and resources["),
+        (
+            {"num_gpus": 1, "resources": {"neuron_cores": 1}},
+            "num_gpus and resources['neuron_cores'] ",
+        ),
         ({"num_gpus": 0.5, "resources": {"TPU": 1}}, "num_gpus and resources['TPU'] "),
         ({"gpu_memory": "1GiB", "resources": {"TPU": 1}}, "gpu_memory and resources["),
         ({"resources": {"neuron_cores": 1, "TPU": 1}}, "resources['neuron_cores'] and"),

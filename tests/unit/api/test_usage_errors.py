@@ -161,7 +161,8 @@ async def test_use_of_a_handle_as_its_result_is_refused(
     }
     for use, reason in uses.items():
         start = (
-            f"a handle is not its result and {reason}; write `await` before pair.rem"
+            f"a handle is not its result and {reason}; write `await` before "
+            "pair.remote(...)"
         )
         assert (await refusal(use, handle)).startswith(start)
     message = await refusal(list, handle.reports())
