@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import (
     AbstractAsyncContextManager,
@@ -46,6 +47,10 @@ CLIENT_HAS_GONE: Final = 499
 """The status in logs of a request whose client has left before the response."""
 
 EVENTS: Final = "text/event-stream"
+
+LINE_END: Final = re.compile("\r\n|\r|\n")
+"""The ends of lines in an event stream, by https://html.spec.whatwg.org/#event-stream.
+`str.splitlines` also splits at others, such as U+2028 and U+0085."""
 
 
 def lifespan(
@@ -158,8 +163,9 @@ class StreamResponse(StreamingResponse):
             `map`, or an async generator.
         media_type: "text/plain" (default), or another type: items must be `str` or
             `bytes`, and are sent unchanged. With "text/event-stream", each item is a
-            server-sent event, whose data is the item if it is a `str`, else the item as
-            JSON.
+            server-sent event. Its data is the text, of a `str` or of `bytes` in UTF-8,
+            or else the item as JSON. A client gets the text as it was yielded, except
+            that a carriage return, with or without a line feed, arrives as a line feed.
         status_code: status of the response; default 200.
         headers: additional headers.
         background: a background task of Starlette, run after the response.
@@ -187,7 +193,9 @@ class StreamResponse(StreamingResponse):
             )
         self._items = stream
         headers = dict(headers or {})
-        if media_type == EVENTS:
+        # A media type may have parameters, as in "text/event-stream; charset=utf-8".
+        self._is_of_events = media_type.partition(";")[0].strip().lower() == EVENTS
+        if self._is_of_events:
             headers.setdefault("Cache-Control", "no-store")
         super().__init__(self._chunks(), status_code, headers, media_type, background)
 
@@ -217,7 +225,7 @@ class StreamResponse(StreamingResponse):
             await send(_body(b"", more_body=False))
 
     async def _chunks(self) -> AsyncGenerator[bytes]:
-        encode = _event if self.media_type == EVENTS else self._encoded
+        encode = _event if self._is_of_events else self._encoded
         async for item in self._items:
             yield encode(item)
 
@@ -239,6 +247,25 @@ def _body(chunk: object, more_body: bool) -> dict[str, object]:
 
 def _event(item: object) -> bytes:
     """Return an item as a server-sent event."""
-    text = item if isinstance(item, str) else json.dumps(item)
-    lines = text.splitlines() or [""]
+    lines = LINE_END.split(_text(item))
     return "".join(f"data: {line}\n" for line in lines).encode() + b"\n"
+
+
+def _text(item: object) -> str:
+    """Return the data of the event of an item.
+
+    Raises:
+        MisuseError: the item is neither text nor can be written as JSON.
+    """
+    if isinstance(item, str):
+        return item
+    try:
+        if isinstance(item, bytes | bytearray | memoryview):
+            return bytes(item).decode()
+        return json.dumps(item, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise MisuseError(
+            f"a StreamResponse of {EVENTS} sends text, bytes of UTF-8 text, and items "
+            f"that JSON can express, but the stream yielded {item!r} ({error}); "
+            f"convert items in the generator."
+        ) from error

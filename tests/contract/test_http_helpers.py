@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import aiogpu
 from aiogpu import errors
@@ -137,6 +140,83 @@ async def test_items_of_a_stream_are_sent_at_once(aiogpu_node: Any) -> None:
     events = await answered(app, "/items/events")
     assert events.text == 'data: a\ndata: b\n\ndata: \n\ndata: {"x": 1}\n\n'
     assert (b"cache-control", b"no-store") in events.sent[0]["headers"]
+
+
+async def each(items: list[Any]) -> AsyncGenerator[Any]:
+    for item in items:
+        yield item
+
+
+async def body_of(items: list[Any], media_type: str = "text/event-stream") -> bytes:
+    """Return the body of a response that sends these items."""
+    parts: list[bytes] = []
+
+    async def send(message: Any) -> None:
+        parts.append(message.get("body", b""))
+
+    await helpers.StreamResponse(each(items), media_type).stream_response(send)
+    return b"".join(parts)
+
+
+def received(body: bytes) -> list[str]:
+    """Return the data of each event, as a client reads a stream.
+
+    By https://html.spec.whatwg.org/multipage/server-sent-events.html.
+    """
+    text = body.decode("utf-8-sig")
+    *lines, unfinished = re.split("\r\n|\r|\n", text)
+    assert not unfinished
+    events, data = [], ""
+    for line in lines:
+        field, _, value = line.partition(":")
+        if not line:
+            if data:
+                events.append(data[:-1])
+            data = ""
+        elif field == "data":
+            data += value.removeprefix(" ") + "\n"
+        else:
+            assert not field, f"a client would ignore {line!r}"
+    assert not data, "a client would drop an event without an end"
+    return events
+
+
+NASTY = [
+    *("", " ", "\n", "\n\n", "a\n", "\na", "a\n\nb", " a", "  \n a", ":", "data: x"),
+    *("id: 1\n\nevent: x", "a\0b", "\ufeff", "\u2028", "a\u2029b", "\x85", "\x0b\x0c"),
+    *("\x1c\x1d\x1e", "é\n", "\U0001f600", "\t\n\t"),
+]
+
+
+@pytest.mark.parametrize("text", NASTY, ids=ascii)
+async def test_an_event_has_the_text_that_was_yielded(text: str) -> None:
+    assert received(await body_of([text, "end"])) == [text, "end"]
+    assert received(await body_of([text.encode()])) == [text]
+
+
+@pytest.mark.parametrize("text", ["\r", "\r\n", "a\r", "a\r\nb\rc\n\r\r\n"], ids=ascii)
+async def test_an_event_has_one_kind_of_line_break(text: str) -> None:
+    breaks = text.replace("\r\n", "\n").replace("\r", "\n")
+    assert received(await body_of([text])) == [breaks]
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\r")))
+)
+def test_every_text_comes_back_from_its_event(texts: list[str]) -> None:
+    assert received(asyncio.run(body_of(texts))) == texts
+
+
+async def test_events_are_recognised_by_their_media_type_alone() -> None:
+    for media_type in ("text/event-stream; charset=utf-8", "Text/Event-Stream"):
+        assert received(await body_of(["a\n", [1]], media_type)) == ["a\n", "[1]"]
+
+
+@pytest.mark.parametrize("item", [b"\xff", object(), {1, 2}, float("nan")], ids=repr)
+async def test_an_item_that_is_no_event_is_refused(item: object) -> None:
+    message = "sends text, bytes of UTF-8 text, and items .* but the stream yielded"
+    await raises(errors.MisuseError, body_of([item]), match=message)
 
 
 async def test_only_an_error_before_the_first_item_has_a_status(
