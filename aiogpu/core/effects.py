@@ -155,6 +155,8 @@ class Failure(Enum):
     """Its code has run for its run_timeout."""
     LOST = "lost"
     """Its worker died, and it is not retried."""
+    KILLED = "killed"
+    """It is an actor that was killed before it had a process, without restarts left."""
     DEADLOCKED = "deadlocked"
     """It can never run, because tasks that wait for it hold what it needs."""
     DISOWNED = "disowned"

@@ -19,6 +19,7 @@ from aiogpu.errors import (
     TaskCancelledError,
     TaskTimeoutError,
 )
+from aiogpu.runtime.actors.actor import killed_for_good
 from aiogpu.runtime.history import (
     CANCELLED,
     DIED,
@@ -142,6 +143,10 @@ class Results:
                     error.add_note(reason)
                 self._note(task, call, type(error), str(error), DIED)
                 call.fail(error)
+            case effects.Failure.KILLED:
+                killed = killed_for_good(spec.name)
+                self._note(task, call, type(killed), str(killed), CANCELLED)
+                call.fail(killed)
             case effects.Failure.DEADLOCKED:
                 self._note(task, call, DeadlockError, reason)
                 call.fail_deadlocked(reason)

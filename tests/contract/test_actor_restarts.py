@@ -146,14 +146,6 @@ async def test_a_killed_actor_may_restart(gate: Gate) -> None:
     aiogpu.kill(counter, no_restart=False)
     call = counter.pid.remote()
     await raises(errors.ActorDiedError, call, match="no restarts left")
-    # An actor without a process has nothing to be killed.
-    busy = tasks.gated.remote(gate.path, "busy")
-    await gate.entered("busy")
-    waiting = Counter.remote()
-    aiogpu.kill(waiting, no_restart=False)
-    gate.release("busy")
-    await busy
-    assert await waiting.add.remote() == 1
 
 
 async def test_a_constructor_that_fails_again_ends_the_actor(tmp_path: Path) -> None:

@@ -86,6 +86,31 @@ def test_stable_actor_restarts_at_once() -> None:
     assert die_and_wait(world, 3) == [1, 2, 4]
 
 
+@pytest.mark.parametrize("phase", ["queued", "expecting", "starting", "paused"])
+def test_a_kill_before_the_process_uses_up_a_restart(phase: str) -> None:
+    world = World(cpus=1, config=PATIENCE, starts=phase != "starting")
+    if phase == "queued":
+        world.submit("before")
+    actor = {"max_calls": 1, "is_endless": True, "max_retries": 1}
+    if phase == "paused":
+        actor["max_retries"] = 3
+    needs = ["argument"] if phase == "expecting" else None
+    if needs:
+        world.submit("argument")
+    world.submit("actor", needs=needs, **actor)
+    if phase == "paused":
+        world.die("actor")
+        world.die("actor")
+    kill = Scheduler.use_restart, world.tasks["actor"].id
+    world.tell(*kill)
+    assert world.tasks["actor"].news is None
+    world.tell(*kill)
+    assert world.tasks["actor"].news == "killed"
+    world.tell(*kill)
+    world.scheduler.check()
+    assert world.tasks["actor"].id not in world.scheduler.tasks
+
+
 # Retry of an out-of-memory task with a whole device.
 
 

@@ -486,6 +486,13 @@ class NodeMachine(RuleBasedStateMachine):
         if task.spec.is_endless and task.spec.max_calls == 1:
             self.w.tell(Scheduler.release_cpus, task.id)
 
+    @precondition(lambda self: self.w.tasks)
+    @rule(data=st.data())
+    def use_restart(self, data):
+        task = self.w.tasks[data.draw(st.sampled_from(sorted(self.w.tasks)))]
+        if task.spec.is_endless and not task.is_cancelled:
+            self.w.tell(Scheduler.use_restart, task.id)
+
     @precondition(lambda self: any(w.revoking for w in self.w.workers.values()))
     @rule(data=st.data())
     def revoked(self, data):

@@ -361,6 +361,7 @@ def kill(actor: ActorHandle[Any], *, no_restart: bool = True) -> None:
     Args:
         actor: a handle to the actor.
         no_restart: False to restart the actor if it has restarts left; default True.
+            A restart is used up even if the actor has no process yet.
 
     Raises:
         MisuseError: `actor` is not a handle of an actor.

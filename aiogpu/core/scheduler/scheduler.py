@@ -400,6 +400,20 @@ class Scheduler(SchedulerState):
         if not record.worker.lease.is_lent:
             self.ledger.lend(record.worker.lease)
 
+    @event
+    def use_restart(self, task: TaskId) -> None:
+        """Use up a restart of an actor whose process is killed before it exists.
+
+        The actor keeps its place in the queue, or the process that is being started for
+        it. Without restarts left, the actor ends.
+        """
+        record = self.tasks.get(task)
+        if record is None or record.state is TaskState.STOPPING:
+            return
+        if not recovery.may_retry(record):
+            self.effects.append(Fail(task, Failure.KILLED))
+            task_tree.stop(self, record)
+
     # Workers
 
     def worker_started(self, now: float, worker: WorkerId) -> Sequence[Effect]:

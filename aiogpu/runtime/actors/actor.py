@@ -83,6 +83,11 @@ def died(name: str, why: str) -> ActorDiedError:
     return ActorDiedError(f"{name} is dead: {why}", name)
 
 
+def killed_for_good(name: str) -> ActorDiedError:
+    """Return the error of an actor that was killed and may not restart again."""
+    return died(name, "it was killed, and has no restarts left.")
+
+
 def leaving(name: str) -> ActorDiedError:
     """Return the error of a call to an actor that is about to end."""
     return ActorDiedError(
@@ -531,8 +536,8 @@ class Actor:
 
     def on_created(self) -> None:
         """Handle that the constructor has returned."""
-        if self.state is not ActorState.PENDING:
-            return  # the actor was killed meanwhile
+        if self.state is not ActorState.PENDING or self.is_killed:
+            return  # the actor or this process was killed meanwhile
         self.has_lived = True
         self.state = ActorState.ALIVE
         waiting, self._awaited_by = self._awaited_by, []
@@ -644,6 +649,18 @@ class Actor:
             self.worker.peer.send(wire.Leave())
         self.owner.on_leaving(self)
 
+    def on_killed(self) -> None:
+        """Note that the process was killed, and that the actor restarts.
+
+        From now on the actor waits for its next process: the messages of this one that
+        arrive late change nothing.
+        """
+        self.is_killed = True
+        if self.state is ActorState.ALIVE:
+            self.state = ActorState.PENDING
+        for mailbox in self.mailboxes.values():
+            mailbox.is_open = False  # later calls are for the next process
+
     def lose(self, begun: CallId) -> list[Receiver]:
         """Note that the process has ended; return the receivers of its lost calls.
 
@@ -697,13 +714,11 @@ class Actor:
         self.die(error)
 
     def _death_by(self, error: Exception) -> Exception:
-        if isinstance(error, NodeClosedError):
+        if isinstance(error, NodeClosedError | ActorDiedError):
             return error
         notes = getattr(error, "__notes__", [])
         why = " ".join([str(error), *notes])
-        if self.is_killed:
-            why = "it was killed, and has no restarts left."
-        death = died(self.name, why)
+        death = killed_for_good(self.name) if self.is_killed else died(self.name, why)
         death.__cause__ = error
         return death
 

@@ -236,10 +236,10 @@ class Actors(Register):
             found.die(error)
             self._results.note_stop(found.id, type(error).__name__, str(error))
             self._tasks.cancel(found.id)
-        elif found.worker is not None:
-            found.is_killed = True
-            for mailbox in found.mailboxes.values():
-                mailbox.is_open = False  # later calls are for the next process
+        elif found.worker is None:
+            self._tasks.feed(Scheduler.use_restart, TaskId(found.id))
+        else:
+            found.on_killed()
             self._pool.kill(found.worker.id)
 
     def _end_spoilt(self, worker: LiveWorker) -> None:
