@@ -18,7 +18,7 @@ from contextlib import suppress
 from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, TypeVar
-from weakref import WeakSet
+from weakref import WeakSet, WeakValueDictionary
 
 from aiogpu.api.results.blocking import Owner, StreamOwner
 from aiogpu.api.results.handle import (
@@ -157,6 +157,7 @@ class Session:
         remote_values: the store of values if the node is another process, else None.
         new_handle: makes a handle of this loop.
         opened_by: the call that opened the session, ".remote()"; "" for `init`.
+        actor_watchers: who is told when this program ends an actor, by actor.
     """
 
     opened_by = ""
@@ -179,6 +180,8 @@ class Session:
         self._opening: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
         self._closer: AsyncGenerator[None, None] | None = None
+        self.actor_watchers: WeakValueDictionary[int, WeakSet[Any]]
+        self.actor_watchers = WeakValueDictionary()
         sessions[loop] = self
         shut_down.discard(loop)
 

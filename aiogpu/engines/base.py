@@ -100,6 +100,16 @@ class ActorPort(Protocol):
         """Settle a receiver when the constructor has returned or failed."""
         ...
 
+    def await_loss(self, receiver: Receiver) -> int:
+        """Settle a receiver when the actor's process is lost, or takes no more calls.
+
+        At once if the actor is not ready. The receiver does not keep the actor alive.
+
+        Returns:
+            A number by which `ActorsPort.cancel` withdraws the request.
+        """
+        ...
+
     def await_end(self, receiver: Receiver) -> None:
         """Settle a receiver when the actor's process has ended."""
         ...

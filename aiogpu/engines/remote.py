@@ -52,6 +52,7 @@ from aiogpu.wire.messages import (
     FIRST_CLIENT,
     HISTORY,
     LARGEST_PAYLOAD,
+    LOST,
     READY,
     RESOURCES,
     STATUS,
@@ -349,6 +350,10 @@ class RemoteActor:
     def await_ready(self, receiver: Receiver) -> None:
         """Settle a receiver when the constructor has returned or failed."""
         self.call(READY, NONE_PAYLOAD, receiver)
+
+    def await_loss(self, receiver: Receiver) -> int:
+        """Settle a receiver when the process is lost; see `ActorPort.await_loss`."""
+        return self.call(LOST, NONE_PAYLOAD, receiver)
 
     def await_end(self, receiver: Receiver) -> None:
         """Settle a receiver when the actor's process has ended."""

@@ -516,6 +516,9 @@ READY: Final = " ready"
 ENDED: Final = " ended"
 """Pseudo-method: returns once the actor's process has ended."""
 
+LOST: Final = " lost"
+"""Pseudo-method: returns once the actor's process is lost, or takes no more calls."""
+
 CAPACITY: Final = " capacity"
 """Pseudo-method: returns how many actors with its request can live at once."""
 

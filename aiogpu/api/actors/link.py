@@ -11,8 +11,8 @@ from _thread import get_ident
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, cast
-from weakref import WeakValueDictionary
+from typing import TYPE_CHECKING, Any, Final, Protocol, cast
+from weakref import WeakSet, WeakValueDictionary
 
 from aiogpu.api.actors.methods import ActorInterface, no_method
 from aiogpu.api.calls import (
@@ -30,7 +30,15 @@ from aiogpu.client.current import (
 from aiogpu.client.function_spec import placeholder_func
 from aiogpu.errors import ActorNameError, AiogpuError, MisuseError, NodeClosedError
 from aiogpu.serialization.serializer import NONE_PAYLOAD, load_result
-from aiogpu.wire.messages import AFTER_ALL, AGAIN, AT_ONCE, CAPACITY, ENDED, READY
+from aiogpu.wire.messages import (
+    AFTER_ALL,
+    AGAIN,
+    AT_ONCE,
+    CAPACITY,
+    ENDED,
+    LOST,
+    READY,
+)
 
 if TYPE_CHECKING:
     from asyncio import Future
@@ -85,6 +93,41 @@ def check_late_call(interface: ActorInterface, name: str) -> None:
         )
 
 
+class Watcher(Protocol):
+    """Learns at once that this program ends an actor or an actor's process."""
+
+    def on_ended_here(self, is_final: bool) -> None:
+        """Handle a kill, or the end of an actor's block; `is_final`: no restart."""
+
+
+class LossOwner:
+    """The owner of a wait for the loss of an actor's process.
+
+    Unlike a link, it does not keep the actor alive.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._cancel: Callable[[int], None] | None = None
+
+    def send(self, actors: ActorsPort, receiver: Awaited, actor: ActorPort) -> None:
+        """Send the request, unless it was cancelled."""
+        if not receiver.done():
+            self._cancel = partial(actors.cancel, actor.id)
+            receiver.task_id = actor.await_loss(receiver)
+
+    def cancel(self, number: int) -> None:
+        """Withdraw the request; do nothing in a fork, where it is the parent's."""
+        if self._cancel is not None and number and not self._session.is_forked:
+            self._cancel(number)
+
+    async def why(self, name: str, number: int) -> Why:
+        """Return the state of the request."""
+        from aiogpu.observe.why import Why
+
+        return Why(name, number, "sent")
+
+
 UNCHECKED: Final = 1 << 20
 """Bytes of arguments that are always small enough to be sent."""
 
@@ -112,6 +155,7 @@ class ActorLink:
         self._session = session
         self._actor: ActorPort | None = None
         self._hold: object = None
+        self._watchers: WeakSet[Watcher] | None = None  # `actor_watchers` is weak
         self._actors: ActorsPort  # known when the actor is, or before
         self._error: Exception | None = None
         self._early: EarlyRequests[ActorPort] = EarlyRequests()
@@ -302,6 +346,37 @@ class ActorLink:
         """Return a handle that is settled when the constructor has returned."""
         return self._request(lambda actor, receiver: actor.await_ready(receiver))
 
+    def lost(self) -> Handle[None]:
+        """Return a handle that is settled when the process is lost; see `await_loss`.
+
+        Cancelling the handle withdraws the request.
+        """
+        name, owner = f"{self.name}()", LossOwner(self._session)
+
+        def start(receiver: Any) -> int:
+            def send(actor: ActorPort) -> None:
+                owner.send(self._actors, receiver, actor)
+
+            self._when_known(send, receiver.settle)
+            return int(receiver.task_id)
+
+        client = self._client(f"Awaiting {name}")
+        if client is not None:
+            return request(client, name, start)  # type: ignore[no-any-return]
+        handle = self._session.new_handle(name, owner)
+        start(handle)
+        return handle
+
+    def watch(self, watcher: Watcher) -> None:
+        """Tell the watcher, while it exists, when this program ends the actor."""
+
+        def register(actor: ActorPort) -> None:
+            all_watchers = self._session.actor_watchers
+            self._watchers = all_watchers.setdefault(actor.id, WeakSet())
+            self._watchers.add(watcher)
+
+        self._when_known(register, lambda _: None)
+
     def ended(self) -> Handle[None]:
         """Return a handle that is settled when the actor's process has ended."""
         return self._request(lambda actor, receiver: actor.await_end(receiver))
@@ -347,17 +422,22 @@ class ActorLink:
 
     def kill(self, no_restart: bool) -> None:
         """End the actor's process at once."""
-        self._end(lambda actor: self._actors.kill(actor.id, no_restart))
+        self._end(lambda actor: self._actors.kill(actor.id, no_restart), no_restart)
 
     def terminate(self) -> None:
         """End the actor after the calls made so far."""
-        self._end(lambda actor: self._actors.terminate(actor.id))
+        self._end(lambda actor: self._actors.terminate(actor.id), is_final=True)
 
-    def _end(self, send: Callable[[ActorPort], object]) -> None:
+    def _end(self, send: Callable[[ActorPort], object], is_final: bool) -> None:
+        def send_and_tell(actor: ActorPort) -> None:
+            send(actor)
+            for watcher in tuple(self._session.actor_watchers.get(actor.id, ())):
+                watcher.on_ended_here(is_final)
+
         if not self._session.is_forked:
             what = f"The end of {self.name}, as by kill(),"
             self._session.check_thread(what)
-        self._when_known(send, lambda _: None)
+        self._when_known(send_and_tell, lambda _: None)
 
     def demand(self, number: int, limit: int) -> None:
         """Let a stream of a call yield up to `limit` items in all."""
@@ -414,6 +494,7 @@ class WorkerActorLink:
         self._hold = hold
         self.interface = interface
         self._client = client_of_process()
+        self._watchers: WeakSet[Watcher] = WeakSet()
         _links[self.actor] = self
 
     def __repr__(self) -> str:
@@ -488,6 +569,17 @@ class WorkerActorLink:
         """Return a handle that is settled when the constructor has returned."""
         return self.call(f"{self.name}()", READY, NONE_PAYLOAD)
 
+    def lost(self) -> Any:
+        """Return a handle that is settled when the process is lost; see `await_loss`.
+
+        Cancelling the handle withdraws the request.
+        """
+        return self.call(f"{self.name}()", LOST, NONE_PAYLOAD)
+
+    def watch(self, watcher: Watcher) -> None:
+        """Tell the watcher, while it exists, when this process ends the actor."""
+        self._watchers.add(watcher)
+
     def ended(self) -> Any:
         """Return a handle that is settled when the actor's process has ended."""
         return self.call(f"{self.name}()", ENDED, NONE_PAYLOAD)
@@ -498,11 +590,16 @@ class WorkerActorLink:
 
     def kill(self, no_restart: bool) -> None:
         """End the actor's process at once."""
-        self._client.stop(self.actor, AT_ONCE if no_restart else AGAIN)
+        self._stop(AT_ONCE if no_restart else AGAIN)
 
     def terminate(self) -> None:
         """End the actor after the calls made so far."""
-        self._client.stop(self.actor, AFTER_ALL)
+        self._stop(AFTER_ALL)
+
+    def _stop(self, how: str) -> None:
+        self._client.stop(self.actor, how)
+        for watcher in tuple(self._watchers):
+            watcher.on_ended_here(is_final=how != AGAIN)
 
 
 def _find_request(name: str, namespace: str) -> Any:

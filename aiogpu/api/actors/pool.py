@@ -95,31 +95,57 @@ class PoolActor:
         number: the actor's number in the pool, the lowest that was free.
         handle: the actor's handle.
         link: the handle's link to the actor.
-        ended: settled when the actor's process has ended.
+        scheduler: the pool's scheduler.
+        checked: settled when the actor is ready, or dead; the last such request.
+        lost: settled when the process of a ready actor is lost; None for others.
         calls: unanswered calls of the pool.
         idle_since: loop time of the last answer, or when the actor became ready.
-        is_ready: True if the constructor has returned and the actor is known to live.
+        is_ready: True if the constructor has returned and the process is not lost.
+        is_ended_here: True if this program has told the actor to end.
         has_been_ready: True if the actor was ready at any time.
         has_answered: True if the actor has answered a call.
         on_answer: called at the end of each call.
     """
 
     __slots__ = (
-        *("calls", "ended", "handle", "has_answered", "idle_since"),
-        *("has_been_ready", "is_ready", "link", "number", "on_answer"),
+        *("__weakref__", "calls", "checked", "handle", "has_answered"),
+        *("has_been_ready", "idle_since", "is_ended_here", "is_ready", "link", "lost"),
+        *("number", "on_answer", "scheduler"),
     )
 
-    def __init__(self, number: int, handle: ActorHandle[Any]) -> None:
+    def __init__(
+        self, scheduler: PoolScheduler, number: int, handle: ActorHandle[Any]
+    ) -> None:
+        self.scheduler = scheduler
         self.number = number
         self.handle = handle
         self.link = handle._link
-        self.ended: Handle[None] = self.link.ended()
+        self.checked: Handle[None] | None = None
+        self.lost: Handle[None] | None = None
         self.calls = 0
         self.idle_since = 0.0
         self.is_ready = False
         self.has_been_ready = False
         self.has_answered = False
+        self.is_ended_here = False
         self.on_answer: Callable[[Handle[Any]], None]
+        self.on_answer = partial(scheduler.on_answer, self)
+
+    def on_ended_here(self, is_final: bool) -> None:
+        """See `Watcher`: other actors get the next calls, before the node answers."""
+        self.is_ended_here |= is_final
+        self.scheduler.check_alive(self)
+
+    def leave(self) -> None:
+        """Drop what refers to this object, which has left the pool.
+
+        Otherwise the last handle of a given actor would be released by the garbage
+        collector only.
+        """
+        del self.on_answer
+        lost, self.lost = self.lost, None
+        if lost is not None:
+            lost.cancel()
 
     @property
     def is_idle(self) -> bool:
@@ -179,7 +205,7 @@ class PoolScheduler:
         self._bounds = bounds
         self._actors: list[PoolActor] = []
         self._takers: list[PoolActor] = []
-        self._leaving: set[PoolActor] = set()
+        self._leaving: set[Handle[None]] = set()
         self._calls = 0
         self._last_death: BaseException | None = None
         self._failures = 0
@@ -295,7 +321,8 @@ class PoolScheduler:
         self._calls += 1
         _when_done(handle, actor.on_answer)
 
-    def _on_answer(self, actor: PoolActor, handle: Handle[Any]) -> None:
+    def on_answer(self, actor: PoolActor, handle: Handle[Any]) -> None:
+        """Count the end of a call."""
         actor.calls -= 1
         self._calls -= 1
         if not actor.calls:
@@ -312,7 +339,7 @@ class PoolScheduler:
         # Read the attribute: `exception()` would mark the error as retrieved.
         if isinstance(handle._exception, ActorDiedError):
             if actor.is_ready:
-                self._check_alive(actor)
+                self.check_alive(actor)
         elif not actor.has_answered:
             actor.has_answered = True
             self._failures = 0
@@ -340,14 +367,15 @@ class PoolScheduler:
         self.interface = handle._link.interface
         taken = {actor.number for actor in self._actors}
         number = next(number for number in count() if number not in taken)
-        actor = PoolActor(number, handle)
-        actor.on_answer = partial(self._on_answer, actor)
+        actor = PoolActor(self, number, handle)
         insort(self._actors, actor, key=_number)
-        _when_done(actor.ended, partial(self._on_ended, actor))
-        self._check_alive(actor)
+        actor.link.watch(actor)
+        self.check_alive(actor)
 
-    def _check_alive(self, actor: PoolActor) -> None:
+    def check_alive(self, actor: PoolActor) -> None:
         """Ask the actor whether it is alive; send it no calls until it answers."""
+        if actor not in self._actors:
+            return
         actor.is_ready = False
         self._choose_takers()
         try:
@@ -356,6 +384,7 @@ class PoolScheduler:
             # The node is closed.
             self._remove_dead(actor, error)
             return
+        actor.checked = ready
         _when_done(ready, partial(self._on_ready, actor))
 
     def _choose_takers(self) -> None:
@@ -370,6 +399,13 @@ class PoolScheduler:
         if error is not None:
             self._remove_dead(actor, error)
             return
+        if handle is not actor.checked or actor not in self._actors:
+            return  # it was asked again after this answer, or has been removed
+        try:
+            self._await_loss(actor)
+        except NodeError as closed:
+            self._remove_dead(actor, closed)
+            return
         actor.is_ready = actor.has_been_ready = True
         actor.idle_since = self.loop.time()
         self._choose_takers()
@@ -377,24 +413,40 @@ class PoolScheduler:
         self._settle_starting()
         self._use_idle()
 
+    def _await_loss(self, actor: PoolActor) -> None:
+        if actor.lost is None:
+            actor.lost = actor.link.lost()
+            _when_done(actor.lost, partial(self._on_lost, actor))
+
+    def _on_lost(self, actor: PoolActor, handle: Handle[None]) -> None:
+        """Ask an actor again whose process is lost: it restarts, or is dead."""
+        if not handle.cancelled():
+            handle.exception()  # `link.ready()` reports the cause
+            actor.lost = None
+            self.check_alive(actor)
+
     def remove(self, actor: PoolActor) -> None:
         """Remove an actor from the pool, without ending it."""
         self._actors.remove(actor)
+        actor.leave()
         self._choose_takers()
 
-    def _on_ended(self, actor: PoolActor, handle: Handle[None]) -> None:
-        self._leaving.discard(actor)
-        if actor in self._actors and not handle.cancelled():
-            # `link.ready()` reports the cause.
-            handle.exception()
-            self._check_alive(actor)
+    def _await_end(self, actor: PoolActor) -> None:
+        """Let `ended` wait for the process of an actor that leaves the pool."""
+        actor.leave()
+        with suppress(NodeError):  # the node is closed, and its processes have ended
+            ended = actor.link.ended()
+            self._leaving.add(ended)
+            _when_done(ended, self._leaving.discard)
 
     def _remove_dead(self, actor: PoolActor, error: BaseException) -> None:
         if self.is_closed or actor not in self._actors:
             return
         self._actors.remove(actor)
-        if not (self.is_given or actor.ended.done()):
-            self._leaving.add(actor)
+        if self.is_given:
+            actor.leave()
+        else:
+            self._await_end(actor)
         self._choose_takers()
         self.deaths += 1
         self._last_death = error
@@ -405,8 +457,9 @@ class PoolScheduler:
             return
         if self.is_given and not self._actors:
             self._refuse_waiting()
-        _warn("a pool has lost its actor %d: %s", actor.number, error)
-        if actor.has_answered:
+        if not actor.is_ended_here:
+            _warn("a pool has lost its actor %d: %s", actor.number, error)
+        if actor.has_answered or actor.is_ended_here:
             self._not_before = 0.0
         else:
             self._back_off()
@@ -454,8 +507,8 @@ class PoolScheduler:
                 break
             if actor.is_idle and actor.idle_since <= since:
                 self._actors.remove(actor)
-                self._leaving.add(actor)
                 actor.link.terminate()
+                self._await_end(actor)
         self._choose_takers()
         self._set_idle_timer()
 
@@ -514,21 +567,21 @@ class PoolScheduler:
         self._settle_starting(self._closed())
         actors, self._actors, self._takers = self._actors, [], []
         self._refuse_waiting()
-        if self.is_given:
-            return
-        self._leaving.update(actors)
         for actor in actors:
+            if self.is_given:
+                actor.leave()
+                continue
             if at_once:
                 actor.link.kill(no_restart=True)
             else:
                 actor.link.terminate()
+            self._await_end(actor)
 
     async def ended(self) -> None:
         """Wait until all processes have ended."""
-        ends = [actor.ended for actor in self._leaving]
         from asyncio import gather
 
-        await gather(*ends, return_exceptions=True)
+        await gather(*self._leaving, return_exceptions=True)
 
 
 async def check_room(name: str, links: Sequence[Link]) -> None:
@@ -855,8 +908,8 @@ class ActorPool(EnteredOnLoop, Generic[A]):
     """Several actors of one class that are called as if they were one.
 
     `await pool.method.remote(...)` calls the actor with the fewest unanswered calls;
-    `pool.method.map(items)` does so for each item. Actors that are not ready yet get
-    calls only if no actor is ready.
+    `pool.method.map(items)` does so for each item. Actors that are not ready, because
+    they start or restart, get calls only if no actor is ready.
 
     `await pool` waits until the actors are ready. `async with` waits as well, and ends
     the actors at the end of the block: after the calls made so far, or at once if the
@@ -864,8 +917,9 @@ class ActorPool(EnteredOnLoop, Generic[A]):
 
     With `min_size` below `max_size` the pool grows and shrinks. A dead actor is
     replaced: at once if it had answered a call, else after a delay that doubles up to
-    one minute. Its unanswered calls raise `ActorDiedError`, and a warning is logged. If
-    the pool cannot fit even on an idle node, `await pool` raises `InfeasibleError`.
+    one minute. Its unanswered calls raise `ActorDiedError`, and a warning is logged
+    unless this program ended the actor. If the pool cannot fit even on an idle node,
+    `await pool` raises `InfeasibleError`.
 
     A pool made from a list of actors calls these. It does not end them, nor replace
     dead ones; `push` and `pop_idle` add and remove actors. When all have died, calls

@@ -194,7 +194,7 @@ class RayActor:
             return None if actor is None else actor.explain(error)
 
         receiver = _Answer(partial(_note_made, myself))
-        self._ask(receiver, request=actor_request(self.func), explain=explain)
+        self.ask(receiver, request=actor_request(self.func), explain=explain)
 
     def release(self) -> None:
         """Send the held-back calls: the constructor has returned or failed."""
@@ -249,19 +249,32 @@ class RayActor:
 
     def await_ready(self, receiver: Receiver) -> None:
         """Settle a receiver when the constructor has returned or failed."""
-        if self.end is not None and not self.is_leaving:
+        if self.end is not None:
             receiver.settle(self.end)
         else:
-            self._ask(receiver, result=NONE)
+            self.ask(receiver, result=NONE)
+
+    def await_loss(self, receiver: Receiver) -> int:
+        """Settle a receiver when the process is lost; see `ActorPort.await_loss`.
+
+        Ray does not report this, so the actor is asked for its process now and then.
+        """
+        calls = self._calls
+        number = calls.begin(self._new_call(receiver, explain=None))
+        if self.end is not None:
+            calls.end(number, NONE)
+        else:
+            _look_for_loss(ref(self), calls, number, self.place)
+        return number
 
     def await_end(self, receiver: Receiver) -> None:
         """Settle a receiver when the actor's process has ended."""
         if self.is_gone:
             receiver.settle(NONE)
         else:
-            self._ask(_Answer(partial(self._note_end, receiver)))
+            self.ask(_Answer(partial(self._note_end, receiver)))
 
-    def _ask(self, receiver: Receiver, **attributes: Any) -> None:
+    def ask(self, receiver: Receiver, **attributes: Any) -> None:
         """Query the actor's place; it answers once its constructor has returned."""
         call = self._new_call(receiver, goes_on=True, **attributes)
         self._calls.watch(
@@ -389,6 +402,28 @@ def _note_made(actor: ref[RayActor], answer: Any) -> None:
     if not isinstance(answer, Exception):
         made.place, made.needs = answer, ()
     made.release()
+
+
+def _look_for_loss(
+    known: ref[RayActor], calls: Calls, number: int, place: actor_process.Place
+) -> None:
+    """Ask an actor for its place until it answers with another place, or not at all."""
+    actor = known()
+    if actor is None or number not in calls.live:
+        return
+
+    def note(answer: Any) -> None:
+        is_other = bool(place[1]) and answer != place
+        if is_other or isinstance(answer, Failed | Exception):
+            calls.end(number, NONE)
+        else:
+            again = partial(_look_for_loss, known, calls, number, answer)
+            calls.call_later(LOOK_SELDOM, again, number)
+
+    try:
+        actor.ask(_Answer(note))
+    except NodeError as error:
+        calls.end(number, error)
 
 
 # All actors

@@ -45,6 +45,7 @@ from aiogpu.wire.messages import (
     AGAIN,
     CAPACITY,
     ENDED,
+    LOST,
     READY,
     Done,
     Items,
@@ -489,6 +490,8 @@ class TaskClient:
             called = engine.actors.held(actor)
             if method == READY:
                 called.await_ready(receiver)
+            elif method == LOST:
+                number = called.await_loss(receiver)
             elif method == ENDED:
                 called.await_end(receiver)
             elif method == CAPACITY:

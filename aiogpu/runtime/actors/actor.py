@@ -425,6 +425,7 @@ class Actor:
         self.timers: dict[CallId, asyncio.TimerHandle] = {}
         self._awaited_by: list[Receiver] = []
         self._end_awaited_by: list[Receiver] = []
+        self._loss_awaited_by: dict[CallId, Receiver] = {}
         self._end: Exception | wire.Failed | None = None
         self._why_left = NO_HANDLE
 
@@ -502,12 +503,40 @@ class Actor:
 
     def await_ready(self, receiver: Receiver) -> None:
         """Settle the receiver when the constructor has returned or has failed."""
-        if self._end is not None:
-            self._tell_end(receiver)
+        if self._takes_no_calls:
+            self._refuse(receiver)
         elif self.state is ActorState.PENDING:
             self._awaited_by.append(receiver)
         else:
             receiver.settle(NONE_PAYLOAD)
+
+    def await_loss(self, receiver: Receiver) -> CallId:
+        """Settle the receiver when `await_ready` would wait or fail again.
+
+        Returns:
+            A number for `cancel`; 0 if the receiver was settled.
+        """
+        if self._takes_no_calls or self.state is ActorState.PENDING:
+            receiver.settle(NONE_PAYLOAD)
+            return 0
+        number = self.owner.new_number()
+        self._loss_awaited_by[number] = receiver
+        return number
+
+    def _tell_loss(self) -> None:
+        waiting, self._loss_awaited_by = self._loss_awaited_by, {}
+        for receiver in waiting.values():
+            receiver.settle(NONE_PAYLOAD)
+
+    @property
+    def _takes_no_calls(self) -> bool:
+        is_leaving = self.is_ending or self.state is ActorState.LEAVING
+        return is_leaving or self._end is not None
+
+    def refuse_calls(self) -> None:
+        """Take no more calls: the actor ends after the calls that it was sent."""
+        self.is_ending = True
+        self._tell_loss()
 
     def await_end(self, receiver: Receiver) -> None:
         """Settle the receiver when the actor is dead and its process has ended."""
@@ -533,6 +562,8 @@ class Actor:
         if is_for_all:
             self._awaited_by = [*map(delay, self._awaited_by)]
             self._end_awaited_by = [*map(delay, self._end_awaited_by)]
+            waiting = self._loss_awaited_by.items()
+            self._loss_awaited_by = {number: delay(one) for number, one in waiting}
 
     def on_created(self) -> None:
         """Handle that the constructor has returned."""
@@ -611,6 +642,7 @@ class Actor:
         """Cancel a call; return True if its process must be notified."""
         call = self.calls.get(number)
         if call is None or call.receiver is None:
+            self._loss_awaited_by.pop(number, None)
             return False
         call.receiver = None
         if call.mailbox.cancel(number):
@@ -645,6 +677,7 @@ class Actor:
         if self.state is not ActorState.ALIVE:
             return
         self.state, self._why_left = ActorState.LEAVING, why
+        self._tell_loss()
         if self.worker is not None and self.worker.peer is not None:
             self.worker.peer.send(wire.Leave())
         self.owner.on_leaving(self)
@@ -660,6 +693,7 @@ class Actor:
             self.state = ActorState.PENDING
         for mailbox in self.mailboxes.values():
             mailbox.is_open = False  # later calls are for the next process
+        self._tell_loss()
 
     def lose(self, begun: CallId) -> list[Receiver]:
         """Note that the process has ended; return the receivers of its lost calls.
@@ -671,6 +705,7 @@ class Actor:
         self.worker = None
         if self.state is not ActorState.DEAD:
             self.state = ActorState.PENDING
+        self._tell_loss()
         receivers: list[Receiver] = []
         for mailbox in self.mailboxes.values():
             again = set()
@@ -732,6 +767,7 @@ class Actor:
         waiting, self._awaited_by = self._awaited_by, []
         for mailbox in self.mailboxes.values():
             mailbox.close()
+        self._tell_loss()
         self.owner.on_dead(self)
         receivers = [call.receiver for call in calls.values()]
         for receiver in (*receivers, *waiting):

@@ -256,7 +256,7 @@ class Actors(Register):
         """End an actor after the calls that it was sent, even if handles exist."""
         found = self._actors.get(actor)
         if found is not None:
-            found.is_ending = True
+            found.refuse_calls()
             found.end_if_idle()
 
     def creation(self, worker: LiveWorker, task: TaskId, call: Call) -> Create:
@@ -389,7 +389,7 @@ class Actors(Register):
                 and record.client == client
                 and not record.spec.is_detached
             ):
-                actor.is_ending = True  # refuse calls from other programs
+                actor.refuse_calls()  # from other programs
                 self._leave(actor, why)
                 tasks.append(record.id)
         return tasks

@@ -443,6 +443,11 @@ class Requests:
         if message.method == wire.READY:
             actor.await_ready(receiver)
             return
+        if message.method == wire.LOST:
+            number = actor.await_loss(receiver)
+            if child in caller.actor_calls:
+                caller.actor_calls[child] = message.actor, number
+            return
         if message.method == wire.ENDED:
             actor.await_end(receiver)
             return

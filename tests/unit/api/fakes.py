@@ -238,6 +238,7 @@ class FakeActor:
         self._death: Exception | None = None
         self._readies: list[Handle[None]] = []
         self._ends: list[Handle[None]] = []
+        self._losses: list[Handle[None]] = []
 
     def cancel(self, _task: int) -> None:
         self.cancelled += 1
@@ -273,6 +274,20 @@ class FakeActor:
         self._ends.append(handle)
         return handle
 
+    def lost(self) -> Handle[None]:
+        handle = self._handle("lost")
+        self._losses.append(handle)
+        if self._death is not None or not self._is_ready:
+            self._lose()
+        return handle
+
+    def _lose(self) -> None:
+        for handle in self._losses:
+            handle.settle(NONE_PAYLOAD)
+
+    def watch(self, watcher: object) -> None:
+        """Only the test ends a fake actor."""
+
     def kill(self, no_restart: bool) -> None:
         self.story.append("kill" if no_restart else "restart")
 
@@ -299,6 +314,7 @@ class FakeActor:
     def restart(self) -> None:
         """Let the process die and another one take its place."""
         self._is_ready = False
+        self._lose()
         error = ActorDiedError("it restarts", "Model", is_restarting=True)
         for handle in self.calls:
             handle.settle(error)
@@ -306,6 +322,7 @@ class FakeActor:
     def die(self, why: Exception | str = "it died", is_gone: bool = False) -> None:
         """Let the actor die; its process is gone only with `is_gone`."""
         self._death = ActorDiedError(why, "Model") if isinstance(why, str) else why
+        self._lose()
         for handle in self.calls:
             handle.settle(self._death)
         self._settle_readies()
