@@ -485,7 +485,7 @@ class Results(IteratedOnLoop, EnteredOnLoop, IteratedOnce[R]):
     ) -> None:
         self._name = remote.__name__
         _check_returns(remote)
-        self._values: Iterator[R] = iter(())
+        self._values: deque[R] = deque()
         self._unreleased = 0
         self._error: Exception | None = None
         if limit is not None:
@@ -542,8 +542,8 @@ class Results(IteratedOnLoop, EnteredOnLoop, IteratedOnce[R]):
         return True
 
     async def __anext__(self) -> R:
-        for value in self._values:
-            return value
+        if self._values:
+            return self._values.popleft()
         window = self._window
         self._check()
         try:
@@ -568,9 +568,10 @@ class Results(IteratedOnLoop, EnteredOnLoop, IteratedOnce[R]):
                 else:
                     values, self._error = window.open(handle)
                     self._unreleased = len(values)
-                    self._values = iter(values)
-                    for value in self._values:
-                        return value
+                    self._values.extend(values)
+                    del values  # a result is kept until it is taken
+                    if self._values:
+                        return self._values.popleft()
         except BaseException as error:
             self._end_by(error)
             raise
@@ -607,7 +608,7 @@ class Results(IteratedOnLoop, EnteredOnLoop, IteratedOnce[R]):
 
     def _end(self, how: str) -> None:
         super()._end(how)
-        self._values = iter(())
+        self._values.clear()
         self._unreleased = 0
         self._error = None
 

@@ -140,3 +140,8 @@ class Counter:
 
     def each(self, end: int) -> Iterator[int]:
         yield from range(end)
+
+
+class Echo:
+    def echo(self, item: bytes) -> bytes:
+        return item

@@ -8,6 +8,7 @@ import os
 import threading
 from collections.abc import AsyncIterable, AsyncIterator, Iterator
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -171,6 +172,60 @@ async def test_a_pool_spreads_chunks() -> None:
             return max(await listed(pool.add.map([1] * 20, chunk=5))) < calls
 
         await until(is_spread)
+
+
+MEGABYTE = 1 << 20
+
+
+def held() -> tuple[int, int]:
+    """Return the megabytes and the descriptors of this process."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    memory = pages * os.sysconf("SC_PAGE_SIZE")
+    return memory // MEGABYTE, len(os.listdir("/proc/self/fd"))
+
+
+async def next_results(pool: Any, inputs: Iterator[bytes]) -> AsyncIterator[bytes]:
+    """Let each result be taken before another call is made."""
+    for _ in range(4):
+        pool.submit(lambda actor, item: actor.echo.remote(item), next(inputs))
+    for item in inputs:
+        yield await pool.get_next()
+        pool.submit(lambda actor, value: actor.echo.remote(value), item)
+    while pool.has_next():
+        yield await pool.get_next()
+
+
+WAYS: dict[str, Any] = {
+    "map": lambda pool, items: pool.map(lambda a, item: a.echo.remote(item), items),
+    "map_unordered": lambda pool, items: pool.map_unordered(
+        lambda a, item: a.echo.remote(item), items
+    ),
+    "get_next": next_results,
+    "method": lambda pool, items: pool.echo.map(items, limit=8),
+    "function": lambda _, items: tasks.echo.map(items, limit=8),
+    "chunks": lambda _, items: tasks.echo.map(items, limit=8, chunk=4),
+}
+
+
+@pytest.mark.needs("processes")
+@pytest.mark.parametrize("way", WAYS)
+async def test_a_map_keeps_nothing_that_was_taken(way: str) -> None:
+    calls, most_memory, most_descriptors = 300, 0, 0
+    async with aiogpu.ActorPool(aiogpu.remote(map_tasks.Echo), 2) as pool:
+        inputs = (number.to_bytes(8) * (MEGABYTE // 8) for number in range(calls))
+        results = WAYS[way](pool, inputs)
+        memory, descriptors = held()
+        taken = 0
+        async for result in results:
+            assert len(result) == MEGABYTE
+            taken += 1
+            if not taken % 20:
+                now = held()
+                most_memory = max(most_memory, now[0] - memory)
+                most_descriptors = max(most_descriptors, now[1] - descriptors)
+    assert taken == calls
+    assert most_memory < 150
+    assert most_descriptors < 150
 
 
 @pytest.mark.needs("threads")

@@ -644,12 +644,13 @@ class Submission:
 
     def start(self, actor: PoolActor | None) -> None:
         """Make the call on an actor; None means that there will be no actor."""
+        value, self._value = self._value, None
         if self.error is not None:
             return  # the call was cancelled
         try:
             if actor is None:
                 raise self._scheduler.no_actor()
-            handle = self._function(actor.handle, self._value)
+            handle = self._function(actor.handle, value)
             # Imported late: it imports asyncio.
             from aiogpu.api.results.handle import Handle
 
@@ -673,13 +674,7 @@ class Submission:
             self.handle.cancel()
         else:
             self.error = TaskCancelledError("this call of a pool was cancelled.")
-
-    @property
-    def has_ended(self) -> bool:
-        """True if there is a result or an error."""
-        return self.error is not None or (
-            self.handle is not None and self.handle.done()
-        )
+            self._value = None
 
     def result(self) -> Any:
         """Return the result of a call that has ended, or raise its error."""
@@ -692,12 +687,15 @@ class Submission:
 
 
 class Submissions:
-    """The submitted calls of a pool, whose results are taken one by one."""
+    """The submitted calls of a pool, whose results are taken one by one.
+
+    A call is forgotten when its result is taken.
+    """
 
     def __init__(self, scheduler: PoolScheduler) -> None:
         self._scheduler = scheduler
         self._calls: dict[Submission, None] = {}
-        self._ended: deque[Submission] = deque()
+        self._ended: dict[Submission, None] = {}
         self._waiter: asyncio.Future[None] | None = None
 
     def __len__(self) -> int:
@@ -714,7 +712,7 @@ class Submissions:
             raise
 
     def _on_end(self, call: Submission) -> None:
-        self._ended.append(call)
+        self._ended[call] = None
         waiter, self._waiter = self._waiter, None
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
@@ -743,9 +741,7 @@ class Submissions:
                 f"{what}: no result within {timeout:g} s; call it again to go on "
                 f"waiting."
             ) from None
-        del self._calls[call]
-        if not self._calls:
-            self._ended.clear()
+        del self._calls[call], self._ended[call]
         return call.result()
 
     def _first(self, what: str, is_ordered: bool) -> Submission | None:
@@ -754,14 +750,10 @@ class Submissions:
                 f"{what} has nothing to wait for: all results of submitted calls were "
                 f"taken. Check has_next() first."
             )
-        if is_ordered:
-            first = next(iter(self._calls))
-            return first if first.has_ended else None
-        while self._ended:
-            call = self._ended.popleft()
-            if call in self._calls:
-                return call
-        return None
+        if not is_ordered:
+            return next(iter(self._ended), None)
+        first = next(iter(self._calls))
+        return first if first in self._ended else None
 
     def cancel(self) -> None:
         """Cancel all calls whose results were not taken."""
