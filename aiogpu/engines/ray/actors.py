@@ -252,7 +252,18 @@ class RayActor:
         if self.end is not None:
             receiver.settle(self.end)
         else:
-            self.ask(receiver, result=NONE)
+            self.ask(_Answer(partial(self._note_ready, receiver)))
+
+    def _note_ready(self, receiver: Receiver, answer: Any) -> None:
+        """Ask again if the query was lost with a process that Ray replaces."""
+        if isinstance(answer, ActorDiedError) and answer.is_restarting:
+            again = partial(self._ask_again, self.await_ready, receiver)
+            self._calls.call_later(LOOK_AGAIN, again)
+        elif isinstance(answer, Failed | Exception):
+            receiver.settle(answer)
+        else:
+            self.place = answer
+            receiver.settle(NONE)
 
     def await_loss(self, receiver: Receiver) -> int:
         """Settle a receiver when the process is lost; see `ActorPort.await_loss`.
@@ -288,7 +299,8 @@ class RayActor:
         elif not isinstance(answer, Exception):
             self.place = answer
             again = LOOK_AGAIN if self.end is not None else LOOK_SELDOM
-            self._calls.call_later(again, partial(self._ask_again, receiver))
+            ask_again = partial(self._ask_again, self.await_end, receiver)
+            self._calls.call_later(again, ask_again)
         elif isinstance(answer, ActorDiedError):
             if self.is_leaving:
                 error = died(self.name, "its `async with` block was left.")
@@ -299,9 +311,9 @@ class RayActor:
         else:
             receiver.settle(answer)
 
-    def _ask_again(self, receiver: Receiver) -> None:
+    def _ask_again(self, ask: Callable[[Receiver], None], receiver: Receiver) -> None:
         try:
-            self.await_end(receiver)
+            ask(receiver)
         except NodeError as error:
             receiver.settle(error)
 
