@@ -74,7 +74,7 @@ from aiogpu.errors import (
     TaskTimeoutError,
 )
 from aiogpu.serialization.references import PickledValue
-from aiogpu.serialization.serializer import dump_arguments
+from aiogpu.serialization.serializer import dump_arguments, fix_item
 
 if TYPE_CHECKING:
     from aiogpu.api.actors.pool import PoolMethod
@@ -208,9 +208,13 @@ class LoopThread(Portal):
 
     The thread is a daemon, so that a program can end without closing the node; an exit
     handler closes it.
+
+    Attributes:
+        opener: the id of the thread that started the loop.
     """
 
     def __init__(self) -> None:
+        self.opener = get_ident()
         started: concurrent.futures.Future[asyncio.AbstractEventLoop]
         started = concurrent.futures.Future()
         self._thread = threading.Thread(
@@ -285,11 +289,13 @@ def portal_for(what: str, *, opens: bool = False) -> Portal | None:
     """
     if is_in_task():
         return None
-    refuse_in_worker(what)
+    own = _own_loop()
+    if own is None or get_ident() != own.opener:
+        # The opener is no task's, even while an inline node runs a task.
+        refuse_in_worker(what)
     if (portal := getattr(_reader, "portal", None)) is not None:
         # After the map's node was shut down, its input must not open another node.
         return portal  # type: ignore[no-any-return]
-    own = _own_loop()
     if own is not None and own.is_here:
         return own
     if is_loop_running():
@@ -449,7 +455,15 @@ def call_on(
 
 
 class _OnlyOnLoopError(MisuseError):
-    """A proxy was pickled in a thread other than the loop's."""
+    """A proxy was pickled in a thread other than the loop's.
+
+    Attributes:
+        portal: the portal to the loop.
+    """
+
+    def __init__(self, message: str, portal: Portal) -> None:
+        super().__init__(message)
+        self.portal = portal
 
 
 def call_function(
@@ -491,7 +505,8 @@ def _post(
     """Pickle the arguments in this thread and post the call to the loop.
 
     Waiting for the loop would take ten times as long as the call, because the
-    interpreter runs one thread at a time.
+    interpreter runs one thread at a time. Only large buffers are waited for: the loop
+    copies them to shared memory, and the caller may write to them afterwards [B47].
 
     Returns:
         The handle; None if the arguments contain a handle, which only the loop's thread
@@ -514,7 +529,10 @@ def _post(
             return send(packed_call(name, args, kwargs, payload))
         return send(payload)
 
-    portal.post(partial(handle.start, begin))
+    if isinstance(payload, PickledValue) and payload.buffers:
+        portal.call(handle.start, begin)
+    else:
+        portal.post(partial(handle.start, begin))
     return handle
 
 
@@ -541,7 +559,8 @@ class _Proxy:
         if not self._portal.is_here:
             raise _OnlyOnLoopError(
                 f"{self!r} can only be pickled as an argument of a task or an actor; "
-                f"wait for its value and pickle that."
+                f"wait for its value and pickle that.",
+                self._portal,
             )
         return self._target
 
@@ -1212,6 +1231,17 @@ def apply_each(function: Callable[..., Any], chunk: list[tuple[Any, ...]]) -> li
     return [function(*args) for args in chunk]
 
 
+def _fixed(function: str, argument: Any) -> Any:
+    """Return an argument in a form that later writes to it do not change [B47]."""
+    try:
+        return fix_item(function, argument)
+    except SerializationError as error:
+        if not isinstance(error.__cause__, _OnlyOnLoopError):
+            raise
+        portal: Portal = error.__cause__.portal
+        return portal.call(fix_item, function, argument)
+
+
 KEPT: Final = 256
 """Functions whose pickle an `Executor` keeps."""
 
@@ -1290,7 +1320,11 @@ class Executor(concurrent.futures.Executor):
         """
         if chunksize <= 1:
             return super().map(fn, *iterables, timeout=timeout)
-        calls = zip(*iterables, strict=False)
+        name = getattr(fn, "__name__", type(fn).__name__)
+        calls = (
+            tuple(_fixed(name, argument) for argument in arguments)
+            for arguments in zip(*iterables, strict=False)
+        )
         chunks = iter(lambda: list(islice(calls, chunksize)), [])
         each = partial(apply_each, fn)
         return chain.from_iterable(super().map(each, chunks, timeout=timeout))
