@@ -122,8 +122,9 @@ class RemoteFunction(_Decorated, Generic[P, R]):
         portal = _portal(f"{self._wrapped.__name__}.remote()")
         if portal is None:
             return self._wrapped.remote(*args, **kwargs)  # type: ignore[no-any-return]
-        from aiogpu.api.portal import call_function
+        from aiogpu.api.portal import call_function, warn_of_change
 
+        warn_of_change(self._wrapped._definition)
         return call_function(portal, self._wrapped, args, kwargs)  # type: ignore[no-any-return]
 
     def options(self, **options: Unpack[Options]) -> Self:
@@ -299,6 +300,11 @@ def remote(function: Any = None, /, **options: Any) -> Any:
     For code without an event loop. The options are those of `aiogpu.remote`. A function
     that `aiogpu.remote` already decorates is accepted too:
     `embed = aiogpu.sync.remote(library.embed)`.
+
+    A function that is not in a module is pickled once, at its first `.remote()`. Later
+    calls warn once if an outer variable, global or default then is another object,
+    which tasks do not see. A change inside a list is not noticed. An `Executor` pickles
+    such a function again.
 
     Raises:
         OptionError: an option is unknown or invalid.

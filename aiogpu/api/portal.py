@@ -29,7 +29,7 @@ from collections.abc import (
     Iterator,
 )
 from contextlib import suppress
-from functools import lru_cache, partial
+from functools import partial
 from inspect import isawaitable
 from itertools import chain, islice
 from math import inf
@@ -40,6 +40,7 @@ from typing import (
     Any,
     Final,
     Generic,
+    NamedTuple,
     NoReturn,
     ParamSpec,
     Self,
@@ -47,7 +48,7 @@ from typing import (
     cast,
     overload,
 )
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 from aiogpu.api import node as nodes
 from aiogpu.api.actors import pool as pools
@@ -57,7 +58,7 @@ from aiogpu.api.calls import packed_call
 from aiogpu.api.decorator import remote
 from aiogpu.api.map import Results
 from aiogpu.api.options import check_wait
-from aiogpu.api.remote_function import RemoteFunction, kind_of
+from aiogpu.api.remote_function import Definition, RemoteFunction, kind_of
 from aiogpu.api.results import handle as handles
 from aiogpu.api.results.stream import IteratedOnce, Stream
 from aiogpu.api.run import new_runner
@@ -73,6 +74,8 @@ from aiogpu.errors import (
     TaskCancelledError,
     TaskTimeoutError,
 )
+from aiogpu.serialization.captured import Captured, captured
+from aiogpu.serialization.diagnostics import advise
 from aiogpu.serialization.references import PickledValue
 from aiogpu.serialization.serializer import dump_arguments, fix_item
 
@@ -481,6 +484,35 @@ def call_function(
     if handle is None:
         return call_on(portal, remote.remote, args, kwargs)
     return handle
+
+
+_at_first: Final[WeakKeyDictionary[Definition, Captured | None]] = WeakKeyDictionary()
+"""What functions captured at their first call here; None if nothing is to be warned of:
+workers import the function by its name, or the warning was given."""
+
+
+def warn_of_change(definition: Definition) -> None:
+    """Warn once if a function, which is pickled once, would be pickled differently now.
+
+    Only objects are compared: a change inside a list is not seen.
+    """
+    function = definition.function
+    if type(function) is not FunctionType:
+        return
+    if definition not in _at_first:
+        first = None if definition.reference() else captured(function)
+        _at_first[definition] = first
+        return
+    first = _at_first[definition]
+    if first is None or (change := first.find_change(captured(function))) is None:
+        return
+    _at_first[definition] = None
+    advise(
+        f"{change} has changed since the first .remote() of {definition.name}, which "
+        f"pickled the function, and tasks use the old object. Pass what changes as an "
+        f"argument, or decorate the function again: "
+        f"`aiogpu.sync.remote({definition.name}.__wrapped__).remote(...)`."
+    )
 
 
 def call_method(portal: Portal, remote: RemoteMethod, args: Any, kwargs: Any) -> Any:
@@ -1246,8 +1278,53 @@ KEPT: Final = 256
 """Functions whose pickle an `Executor` keeps."""
 
 
+class _Pickled(NamedTuple):
+    """A function of an executor, as it was pickled."""
+
+    remote: RemoteFunction[..., Any]
+    captured: Captured
+
+
+class _Functions:
+    """The functions of an executor; each is pickled again if it may have changed.
+
+    Used by any thread.
+    """
+
+    def __init__(self, decorate: Callable[[Any], RemoteFunction[..., Any]]) -> None:
+        self._decorate = decorate
+        self._lock = threading.Lock()
+        self._pickled: dict[FunctionType, _Pickled] = {}
+
+    def remote(
+        self, portal: Portal, function: FunctionType
+    ) -> RemoteFunction[..., Any]:
+        """Return the remote function of a function, as the function is now.
+
+        Raises:
+            SerializationError: the function cannot be pickled.
+        """
+        now = captured(function)
+        known = self._pickled.get(function)
+        if known is None:
+            known = _Pickled(self._decorate(function), now)
+        elif not now.is_same(known.captured):
+            # On the loop, since the function may capture handles to actors.
+            known = _Pickled(portal.call(known.remote._renewed), now)
+        with self._lock:
+            # Reinserted at the end, so the first entry is the oldest.
+            self._pickled.pop(function, None)
+            self._pickled[function] = known
+            if len(self._pickled) > KEPT:
+                del self._pickled[next(iter(self._pickled))]
+        return known.remote
+
+
 class Executor(concurrent.futures.Executor):
     """Runs functions as tasks, for libraries that take an executor.
+
+    A function runs as it is when it is submitted, with the outer variables, globals and
+    defaults of that moment. A function of a module is sent by its name.
 
     Args:
         **options: options of a task, such as `num_gpus=0.25`.
@@ -1268,8 +1345,7 @@ class Executor(concurrent.futures.Executor):
                 )
         decorate: Any = remote(**options) if options else remote
         self._call: RemoteFunction[..., Any] = decorate(apply)
-        self._remote_of: Callable[[Any], RemoteFunction[..., Any]]
-        self._remote_of = lru_cache(KEPT)(decorate)
+        self._functions = _Functions(decorate)
         self._pending: WeakSet[Handle[Any]] = WeakSet()
         self._is_closed = False
 
@@ -1282,13 +1358,6 @@ class Executor(concurrent.futures.Executor):
             RuntimeError: the executor is shut down.
             SerializationError: the function or an argument cannot be pickled.
         """
-        if type(fn) is FunctionType and not kind_of(fn)[1]:
-            return self._start(self._remote_of(fn), args, kwargs)
-        return self._start(self._call, (fn, *args), kwargs)
-
-    def _start(
-        self, remote: RemoteFunction[..., Any], args: Any, kwargs: Any
-    ) -> Handle[Any]:
         if self._is_closed:
             raise RuntimeError("cannot schedule new futures after shutdown")
         portal = portal_for("aiogpu.sync.Executor")
@@ -1297,7 +1366,12 @@ class Executor(concurrent.futures.Executor):
                 "aiogpu.sync.Executor is for programs. In a task, start other tasks by "
                 ".remote()."
             )
-        handle: Handle[Any] = call_function(portal, remote, args, kwargs)
+        handle: Handle[Any]
+        if type(fn) is FunctionType and not kind_of(fn)[1]:
+            remote = self._functions.remote(portal, fn)
+            handle = call_function(portal, remote, args, kwargs)
+        else:
+            handle = call_function(portal, self._call, (fn, *args), kwargs)
         self._pending.add(handle)
         return handle
 
