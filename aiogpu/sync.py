@@ -455,14 +455,14 @@ def put(value: R) -> Handle[R]:
 
     See `aiogpu.put`; this function returns the handle at once.
     """
-    from aiogpu.api.calls import put as keep
+    from aiogpu.api.calls import store
 
     portal = _portal("aiogpu.sync.put()")
     if portal is None:
-        return keep(value).handle  # type: ignore[no-any-return]
+        return store(value)  # type: ignore[no-any-return]
     from aiogpu.api.portal import unwrap, wrap
 
-    return portal.call(lambda: wrap(portal, keep(unwrap(value)).handle))  # type: ignore[no-any-return]
+    return portal.call(lambda: wrap(portal, store(unwrap(value))))  # type: ignore[no-any-return]
 
 
 def wait(

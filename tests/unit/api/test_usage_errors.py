@@ -331,7 +331,7 @@ async def test_wait_without_await_is_refused(node: aiogpu.types.Node) -> None:
 
 async def test_put_without_await_is_refused(node: aiogpu.types.Node) -> None:
     # The message gives its advice once, with one full stop.
-    advice = r"await aiogpu\.put\(value\)`.*[^.]\.$"
+    advice = r"await aiogpu\.put\(value\)`\.$"
     for wrapped in (aiogpu.put(1), [aiogpu.put(1)]):
         with pytest.raises(SerializationError, match=advice) as caught:
             same.remote(wrapped)
