@@ -587,9 +587,23 @@ def _entered(what: str, reserve: Callable[[], Any]) -> Iterator[Any]:
             f"{what} is for programs. A task holds resources by its options, such as "
             f"num_gpus=."
         )
-    manager = portal.call(reserve)
-    yield portal.run(what, manager.__aenter__)
-    portal.run(what, lambda: manager.__aexit__(None, None, None))
+    managers: list[Any] = []
+
+    async def enter() -> Any:
+        managers.append(reserve())
+        return await managers[0].__aenter__()
+
+    async def leave() -> None:
+        for manager in managers:
+            await manager.__aexit__(None, None, None)
+
+    try:
+        yield portal.run(what, enter)
+    finally:
+        # Also after a Ctrl-C that came when the loop had entered. If the loop is
+        # closed, its node holds nothing any more.
+        if portal.is_usable:
+            portal.run(what, leave)
 
 
 _LATE: Final = ("ActorPool", "Executor", "Handle", "Queue", "ResultIterator")

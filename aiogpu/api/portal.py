@@ -28,7 +28,7 @@ from collections.abc import (
     Iterable,
     Iterator,
 )
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, suppress
 from functools import partial
 from inspect import isawaitable
 from itertools import chain, islice
@@ -204,6 +204,29 @@ class Portal:
             raise
         finally:
             del ended  # the error's traceback refers to this frame
+
+    def enter(self, what: str, manager: AbstractAsyncContextManager[object]) -> None:
+        """Enter a context manager on the loop; leave it if that fails.
+
+        Python does not call `__exit__` after a failure, such as a Ctrl-C that came when
+        the loop had entered. Raises like `run`.
+        """
+        try:
+            self.run(what, manager.__aenter__)
+        except BaseException as error:
+            self.leave(what, manager, error)
+            raise
+
+    def leave(
+        self, what: str, manager: AbstractAsyncContextManager[object], error: Any
+    ) -> None:
+        """Leave a context manager on the loop, with the error of its block or None.
+
+        If the loop is closed, its node holds nothing any more. Raises like `run`.
+        """
+        if self.is_usable:
+            kind = None if error is None else type(error)
+            self.run(what, lambda: manager.__aexit__(kind, error, None))
 
 
 class LoopThread(Portal):
@@ -865,13 +888,11 @@ class SyncActorHandle(_Proxy, Generic[A]):
         return SyncMethod(self._portal, method)
 
     def __enter__(self) -> Self:
-        self._portal.run("`with` of an actor", self._target.__aenter__)
+        self._portal.enter("`with` of an actor", self._target)
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        self._portal.run(
-            "`with` of an actor", lambda: self._target.__aexit__(kind, error, trace)
-        )
+        self._portal.leave("`with` of an actor", self._target, error)
 
 
 class SyncMethod:
@@ -964,13 +985,11 @@ class ActorPool(Generic[A]):
         return SyncMethod(self._portal, self._portal.call(getattr, self._target, name))
 
     def __enter__(self) -> Self:
-        self._portal.run("`with` of a pool", self._target.__aenter__)
+        self._portal.enter("`with` of a pool", self._target)
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        self._portal.run(
-            "`with` of a pool", lambda: self._target.__aexit__(kind, error, trace)
-        )
+        self._portal.leave("`with` of a pool", self._target, error)
 
     def submit(self, fn: Callable[[ActorHandle[A], T], Any], value: T, /) -> None:
         """Call `fn(actor, value)` as soon as an actor is free.
