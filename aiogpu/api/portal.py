@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from _thread import allocate_lock, get_ident
+from collections import deque
 from collections.abc import (
     AsyncGenerator,
     AsyncIterable,
@@ -33,7 +34,7 @@ from functools import partial
 from inspect import isawaitable
 from itertools import chain, islice
 from math import inf
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from types import FunctionType
 from typing import (
     TYPE_CHECKING,
@@ -48,7 +49,7 @@ from typing import (
     cast,
     overload,
 )
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 from aiogpu.api import node as nodes
 from aiogpu.api.actors import pool as pools
@@ -106,6 +107,7 @@ class Portal:
         self.loop = loop
         self.thread = thread
         self._pid = os.getpid()
+        self._posted: deque[Callable[[], object]] = deque()
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} to {self.loop!r}>"
@@ -137,11 +139,18 @@ class Portal:
             NodeError: the loop is closed, or this process is a fork.
         """
         self.check()
+        self._posted.append(function)
         try:
-            self.loop.call_soon_threadsafe(function)
+            self.loop.call_soon_threadsafe(self._catch_up)
         except RuntimeError:  # the loop was closed meanwhile
             self.check()
             raise
+
+    def _catch_up(self) -> None:
+        """Call the functions that were posted so far, in order."""
+        for _ in range(len(self._posted)):
+            if self._posted:  # a function may have caught up
+                self._posted.popleft()()
 
     def call(self, function: Callable[..., T], /, *args: Any, **named: Any) -> T:
         """Call a function on the loop; return its result or raise its error.
@@ -150,6 +159,7 @@ class Portal:
             NodeError: the loop is closed, or this process is a fork.
         """
         if self.is_here:
+            self._catch_up()  # a callback may use the handle of a posted call
             return function(*args, **named)
         ended = allocate_lock()
         ended.acquire()
@@ -294,8 +304,12 @@ _own: Final[list[LoopThread]] = []
 
 _starting: Final = threading.Lock()
 
-_reader: Final = threading.local()
-"""`portal` in a thread that reads the input of a `map`: the portal of the map."""
+_guest: Final = threading.local()
+"""`portal` of code that a portal runs: a thread that reads the input of a `map`, and a
+callback of a handle."""
+
+_portals: Final[dict[asyncio.AbstractEventLoop, Portal]] = {}
+"""The portals to the program's own loops: one each, so that calls keep their order."""
 
 
 def portal_for(what: str, *, opens: bool = False) -> Portal | None:
@@ -319,7 +333,7 @@ def portal_for(what: str, *, opens: bool = False) -> Portal | None:
     if own is None or get_ident() != own.opener:
         # The opener is no task's, even while an inline node runs a task.
         refuse_in_worker(what)
-    if (portal := getattr(_reader, "portal", None)) is not None:
+    if (portal := getattr(_guest, "portal", None)) is not None:
         # After the map's node was shut down, its input must not open another node.
         return portal  # type: ignore[no-any-return]
     if own is not None and own.is_here:
@@ -369,7 +383,14 @@ def portal_to_program(what: str) -> Portal | None:
         )
     if not sessions:
         return None
-    return Portal(sessions[0].loop, sessions[0].thread)
+    loop, thread = sessions[0].loop, sessions[0].thread
+    with _starting:
+        portal = _portals.get(loop)
+        if portal is None or portal.thread != thread or not portal.is_usable:
+            for closed in [each for each in _portals if each.is_closed()]:
+                del _portals[closed]
+            portal = _portals[loop] = Portal(loop, thread)
+        return portal
 
 
 def _blocks_loop(what: str) -> MisuseError:
@@ -584,7 +605,7 @@ def _post(
             return send(packed_call(name, args, kwargs, payload))
         return send(payload)
 
-    if isinstance(payload, PickledValue) and payload.buffers:
+    if portal.is_here or (isinstance(payload, PickledValue) and payload.buffers):
         portal.call(handle.start, begin)
     else:
         portal.post(partial(handle.start, begin))
@@ -618,6 +639,10 @@ class _Proxy:
                 self._portal,
             )
         return self._target
+
+
+class CallCancelledError(TaskCancelledError, concurrent.futures.CancelledError):
+    """The handle of a call was cancelled; raised by its `result()`."""
 
 
 class Handle(_Proxy, NotItsResult, concurrent.futures.Future[T]):
@@ -674,45 +699,77 @@ class Handle(_Proxy, NotItsResult, concurrent.futures.Future[T]):
         target: handles.Handle[T] | None = getattr(self, "_target", None)
         return 0 if target is None else target.task_id
 
+    def __bool__(self) -> bool:  # type: ignore[override]
+        return True  # as of any future, unlike handles on a loop
+
     def _settle(self, target: handles.Handle[T]) -> None:
-        """Take the outcome of the loop's handle, on the loop."""
+        """Take the outcome of the loop's handle, on the loop; callbacks are called."""
         if self.done():
             return  # `cancel` has settled it
-        if target.cancelled():
-            super().cancel()
-            self.set_running_or_notify_cancel()
-        elif error := target.exception():
-            self.set_exception(error)
-        else:
-            self.set_result(target.result())
+        before = getattr(_guest, "portal", None)
+        _guest.portal = self._portal
+        try:
+            if target.cancelled():
+                self._end_cancelled()
+            elif (error := target.exception()) is not None:
+                self.set_exception(error)
+            else:
+                self.set_result(target.result())
+        finally:
+            _guest.portal = before
+
+    def _end_cancelled(self) -> None:
+        super().cancel()
+        self.set_running_or_notify_cancel()
 
     def cancel(self) -> bool:
-        """Cancel the handle and stop the work; return False if it was done already."""
-        return self._portal.call(self._cancel)
+        """Cancel the handle and stop the work, also if it runs.
 
-    def _cancel(self) -> bool:
-        if not self._target.cancel():
+        Returns:
+            False if the task has ended before, with a result or an error.
+        """
+        if not self.done():
+            if self._portal.is_usable:
+                self._portal.call(self._cancel)
+            else:
+                self._end_cancelled()  # the work has ended with its loop
+        return self.cancelled()
+
+    def _cancel(self) -> None:
+        if self._target.cancel():
+            self._settle(self._target)
+
+    def running(self) -> bool:
+        """Return whether the task runs now; asks the node.
+
+        In a callback, which must not wait for the node, it is False.
+        """
+        if self.done() or self._portal.is_here or not self._portal.is_usable:
             return False
-        self._settle(self._target)
-        return True
+        return self.why().state == "running"
 
     def result(self, timeout: float | None = None) -> T:
         """Wait for the task's result.
 
         Args:
-            timeout: seconds, 0 to return at once; None waits without limit.
+            timeout: seconds, 0 or less to return at once; None waits without limit.
 
         Raises:
             Exception: the error of the task, or the reason why it could not start.
             TaskTimeoutError: the time is up; the task goes on.
-            TaskCancelledError: the task was cancelled.
+            TaskCancelledError: the task was cancelled; the error is a
+                `concurrent.futures.CancelledError` as well.
             MisuseError: called in the loop's own thread, which would block itself.
         """
+        error = None
         try:
             self._wait(timeout)
+            error = super().exception()
+            if error is not None:  # before 3.13 Python tests its truth
+                raise error
             return super().result()
         finally:
-            del self  # the error's traceback refers to this frame
+            del self, error  # the error's traceback refers to this frame
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait until the task ends; return its error or None. Raises like `result`."""
@@ -720,13 +777,21 @@ class Handle(_Proxy, NotItsResult, concurrent.futures.Future[T]):
         return super().exception()
 
     def _wait(self, timeout: float | None) -> None:
-        if not self.done() and next(completed([self], timeout), None) is None:
-            raise TaskTimeoutError(
-                f"{self.task_name} did not end within {timeout:g} s; it goes on. Call "
-                f"handle.cancel() to stop it."
-            )
+        deadline = inf if timeout is None else time.monotonic() + timeout
+        while not self.done():
+            remaining = deadline - time.monotonic()
+            if not remaining > 0:
+                raise TaskTimeoutError(
+                    f"{self.task_name} did not end within {timeout:g} s; it goes on. "
+                    f"Call handle.cancel() to stop it."
+                )
+            if self._portal.is_here:
+                raise _blocks_loop(f"waiting for {self.task_name}")
+            self._portal.check()
+            with suppress(TimeoutError, concurrent.futures.CancelledError):
+                super().exception(min(remaining, CHECK_EVERY))
         if self.cancelled():
-            raise TaskCancelledError(f"{self.task_name} was cancelled.")
+            raise CallCancelledError(f"{self.task_name} was cancelled.")
 
     def __await__(self) -> NoReturn:
         raise MisuseError(
@@ -789,25 +854,24 @@ def completed(
     if timeout is not None:
         check_wait("timeout", timeout)
     deadline = inf if timeout is None else time.monotonic() + timeout
-    ended: SimpleQueue[Handle[Any]] = SimpleQueue()
-    for handle in waited:
-        handle.add_done_callback(ended.put)  # type: ignore[arg-type]
-    pending = set(map(id, waited))
+    ended = [handle for handle in dict.fromkeys(waited) if handle.done()]
+    pending = set(waited).difference(ended)
+    yield from ended
     while pending:
-        remaining = min(CHECK_EVERY, max(0.0, deadline - time.monotonic()))
-        if ended.empty():
-            portal = waited[0]._portal
-            if portal.is_here:
-                raise _blocks_loop(f"waiting for {waited[0].task_name}")
-            portal.check()
+        portal = waited[0]._portal
+        remaining = deadline - time.monotonic()
+        if portal.is_here and remaining > 0:
+            raise _blocks_loop(f"waiting for {waited[0].task_name}")
+        portal.check()
+        step = max(0.0, min(CHECK_EVERY, remaining))
         try:
-            handle = ended.get(timeout=remaining)
-        except Empty:
+            for future in concurrent.futures.as_completed(pending, timeout=step):
+                handle = cast("Handle[Any]", future)
+                pending.discard(handle)
+                yield handle
+        except TimeoutError:
             if time.monotonic() >= deadline:
                 return
-        else:
-            pending.discard(id(handle))
-            yield handle
 
 
 def results_of(given: Any, timeout: float | None) -> Any:
@@ -1179,6 +1243,8 @@ class SyncNode:
         portal = self._portal
         if not portal.is_usable:
             return
+        if portal.is_here:
+            raise _blocks_loop("shutdown() in a callback")
         try:
             portal.run("shutdown()", lambda: self._node.shutdown(at_once))
         except KeyboardInterrupt:
@@ -1230,7 +1296,7 @@ def _read(
     portal: Portal,
 ) -> None:
     """Read an item for each future in `wanted`; the thread of a `ThreadIterable`."""
-    _reader.portal = portal
+    _guest.portal = portal
 
     def settle(item: asyncio.Future[Any], value: Any, error: Any) -> None:
         if item.done():
@@ -1365,7 +1431,8 @@ class Executor(concurrent.futures.Executor):
         decorate: Any = remote(**options) if options else remote
         self._call: RemoteFunction[..., Any] = decorate(apply)
         self._functions = _Functions(decorate)
-        self._pending: WeakSet[Handle[Any]] = WeakSet()
+        self._lock = threading.Lock()
+        self._pending: set[Handle[Any]] = set()
         self._is_closed = False
 
     def submit(
@@ -1377,8 +1444,7 @@ class Executor(concurrent.futures.Executor):
             RuntimeError: the executor is shut down.
             SerializationError: the function or an argument cannot be pickled.
         """
-        if self._is_closed:
-            raise RuntimeError("cannot schedule new futures after shutdown")
+        self._check_open()
         portal = portal_for("aiogpu.sync.Executor")
         if portal is None:
             raise MisuseError(
@@ -1391,8 +1457,23 @@ class Executor(concurrent.futures.Executor):
             handle = call_function(portal, remote, args, kwargs)
         else:
             handle = call_function(portal, self._call, (fn, *args), kwargs)
-        self._pending.add(handle)
+        with self._lock:
+            is_late = self._is_closed
+            if not is_late:
+                self._pending.add(handle)
+        if is_late:
+            handle.cancel()  # a `shutdown` in another thread did not wait for it
+            self._check_open()
+        handle.add_done_callback(self._forget)
         return handle
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise RuntimeError("cannot schedule new futures after shutdown")
+
+    def _forget(self, handle: concurrent.futures.Future[Any]) -> None:
+        with self._lock:
+            self._pending.discard(cast("Handle[Any]", handle))
 
     def map(
         self,
@@ -1428,11 +1509,18 @@ class Executor(concurrent.futures.Executor):
         Args:
             wait: True to return when all calls have ended.
             cancel_futures: True to cancel the calls that have not ended.
+
+        Raises:
+            MisuseError: called in a callback of a handle, which cannot wait for others.
         """
-        self._is_closed = True
-        pending = [handle for handle in self._pending if not handle.done()]
+        with self._lock:
+            pending = [handle for handle in self._pending if not handle.done()]
+            if wait and any(handle._portal.is_here for handle in pending):
+                raise _blocks_loop("shutdown() of an executor")
+            self._is_closed = True
         if cancel_futures:
             for handle in pending:
                 handle.cancel()
         if wait:
-            concurrent.futures.wait(pending)
+            with suppress(NodeError):  # the loop was closed: no call goes on
+                deque(completed(pending), maxlen=0)
