@@ -122,8 +122,9 @@ class RemoteFunction(_Decorated, Generic[P, R]):
         portal = _portal(f"{self._wrapped.__name__}.remote()")
         if portal is None:
             return self._wrapped.remote(*args, **kwargs)  # type: ignore[no-any-return]
-        from aiogpu.api.portal import call_function
+        from aiogpu.api.portal import call_function, warn_of_change
 
+        warn_of_change(self._wrapped._definition)
         return call_function(portal, self._wrapped, args, kwargs)  # type: ignore[no-any-return]
 
     def options(self, **options: Unpack[Options]) -> Self:
@@ -300,6 +301,11 @@ def remote(function: Any = None, /, **options: Any) -> Any:
     that `aiogpu.remote` already decorates is accepted too:
     `embed = aiogpu.sync.remote(library.embed)`.
 
+    A function that is not in a module is pickled once, at its first `.remote()`. Later
+    calls warn once if an outer variable, global or default then is another object,
+    which tasks do not see. A change inside a list is not noticed. An `Executor` pickles
+    such a function again.
+
     Raises:
         OptionError: an option is unknown or invalid.
         MisuseError: the argument is not callable, or remote already.
@@ -449,14 +455,14 @@ def put(value: R) -> Handle[R]:
 
     See `aiogpu.put`; this function returns the handle at once.
     """
-    from aiogpu.api.calls import put as keep
+    from aiogpu.api.calls import store
 
     portal = _portal("aiogpu.sync.put()")
     if portal is None:
-        return keep(value).handle  # type: ignore[no-any-return]
+        return store(value)  # type: ignore[no-any-return]
     from aiogpu.api.portal import unwrap, wrap
 
-    return portal.call(lambda: wrap(portal, keep(unwrap(value)).handle))  # type: ignore[no-any-return]
+    return portal.call(lambda: wrap(portal, store(unwrap(value))))  # type: ignore[no-any-return]
 
 
 def wait(
@@ -581,9 +587,23 @@ def _entered(what: str, reserve: Callable[[], Any]) -> Iterator[Any]:
             f"{what} is for programs. A task holds resources by its options, such as "
             f"num_gpus=."
         )
-    manager = portal.call(reserve)
-    yield portal.run(what, manager.__aenter__)
-    portal.run(what, lambda: manager.__aexit__(None, None, None))
+    managers: list[Any] = []
+
+    async def enter() -> Any:
+        managers.append(reserve())
+        return await managers[0].__aenter__()
+
+    async def leave() -> None:
+        for manager in managers:
+            await manager.__aexit__(None, None, None)
+
+    try:
+        yield portal.run(what, enter)
+    finally:
+        # Also after a Ctrl-C that came when the loop had entered. If the loop is
+        # closed, its node holds nothing any more.
+        if portal.is_usable:
+            portal.run(what, leave)
 
 
 _LATE: Final = ("ActorPool", "Executor", "Handle", "Queue", "ResultIterator")

@@ -353,7 +353,10 @@ def _handle_of(caller: TaskCaller | Session, name: str, reference: Any) -> Any:
 
 
 class PendingPut(Generic[T]):
-    """The result of `put`; `await` it, or pass it to `get`, to get the handle."""
+    """The result of `put` on an event loop; `await` it to get the handle.
+
+    For type checkers `put` returns a `PendingPut` everywhere.
+    """
 
     __slots__ = ("handle",)
 
@@ -366,8 +369,7 @@ class PendingPut(Generic[T]):
     def __reduce__(self) -> NoReturn:
         raise MisuseError(
             "the result of put() must be awaited before it is passed on; write `handle "
-            "= await aiogpu.put(value)`, in a plain task `handle = "
-            "aiogpu.get(aiogpu.put(value))`."
+            "= await aiogpu.put(value)`."
         )
 
     def __await__(self) -> Generator[Any, None, Handle[T]]:
@@ -379,7 +381,7 @@ def put(value: T) -> PendingPut[T]:
     """Store a value, to pass it to many tasks without a copy for each.
 
     `handle = await aiogpu.put(value)`; in a plain function that runs as a task
-    `handle = aiogpu.get(aiogpu.put(value))`. Later changes of the object do not change
+    `handle = aiogpu.put(value)`. Later changes of the object do not change
     the stored value. Large buffers (arrays) are stored in shared memory, and tasks on
     this machine use them without a copy, read-only. The value is freed when the last
     handle to it is dropped.
@@ -393,6 +395,15 @@ def put(value: T) -> PendingPut[T]:
         ObjectMemoryError: there is no room for the value.
         NoLoopError: called neither on an event loop nor in a task.
     """
+    handle = store(value)
+    if type(handle) is BlockingHandle:
+        # Plain code has nothing to await, and `get(put(x))` is `x`.
+        return handle  # type: ignore[return-value]
+    return PendingPut(handle)
+
+
+def store(value: object) -> Any:
+    """Store a value; return its handle. See `put`."""
     if hasattr(type(value), HANDLE_MARK):
         raise MisuseError(
             f"aiogpu.put() was given {value!r}, which is already a handle: pass it to "
@@ -414,7 +425,7 @@ def put(value: T) -> PendingPut[T]:
     if caller.remote_values is not None:
         handle.task_id = NOT_REQUESTED
     handle.settle(payload)
-    return PendingPut(handle)
+    return handle
 
 
 # Payloads.

@@ -105,6 +105,10 @@ def remote(**options: Unpack[AnyKeywords]) -> RemoteDecorator: ...
 def remote(function: Any = None, /, **options: Any) -> Any:
     """Decorator: run a function in workers, or make actors of a class.
 
+    A function or class of a module is sent by its name. Another one is pickled once, at
+    its first `.remote()`, with the globals, defaults and outer variables that it uses:
+    later changes of these do not reach its tasks. Pass what changes as an argument.
+
     Args:
         function: a plain function, an `async def`, a generator of either kind, or a
             class.

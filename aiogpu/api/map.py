@@ -37,6 +37,7 @@ from aiogpu.api.results.stream import IteratedOnce, LoopSource
 from aiogpu.api.usage_errors import EnteredOnLoop, IteratedOnLoop
 from aiogpu.errors import MisuseError, OptionError, TaskError
 from aiogpu.serialization.exceptions import RAISED, ChunkOutcome, unpack_failure
+from aiogpu.serialization.serializer import fix_item
 from aiogpu.wire.messages import Failed
 
 TARGET: Final = 0.004
@@ -118,6 +119,10 @@ class Chunker:
     def size(self) -> int:
         """The number of items of the next chunk."""
         return self._fixed or self._sizes.size
+
+    def add(self, item: Any) -> None:
+        """Add an item to the next chunk, as the item is now."""
+        self.partial.append(fix_item(self._remote.__name__, item))
 
     def send(self, items: tuple[Any, ...]) -> Handle[Any]:
         """Submit a chunk; raise the errors of `.remote()`."""
@@ -379,8 +384,8 @@ class MapWindow(LoopSource, Generic[R]):
             self.ahead += 1
             self._post(handle)
             return
+        chunker.add(item)
         self.ahead += 1
-        chunker.partial.append(item)
         if len(chunker.partial) >= chunker.size or self.ahead == self.limit:
             self._flush()
         elif self._plain is None and self._filling is None:

@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from _thread import allocate_lock, get_ident
+from collections import deque
 from collections.abc import (
     AsyncGenerator,
     AsyncIterable,
@@ -28,18 +29,19 @@ from collections.abc import (
     Iterable,
     Iterator,
 )
-from contextlib import suppress
-from functools import lru_cache, partial
+from contextlib import AbstractAsyncContextManager, suppress
+from functools import partial
 from inspect import isawaitable
 from itertools import chain, islice
 from math import inf
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from types import FunctionType
 from typing import (
     TYPE_CHECKING,
     Any,
     Final,
     Generic,
+    NamedTuple,
     NoReturn,
     ParamSpec,
     Self,
@@ -47,7 +49,7 @@ from typing import (
     cast,
     overload,
 )
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 from aiogpu.api import node as nodes
 from aiogpu.api.actors import pool as pools
@@ -57,7 +59,7 @@ from aiogpu.api.calls import packed_call
 from aiogpu.api.decorator import remote
 from aiogpu.api.map import Results
 from aiogpu.api.options import check_wait
-from aiogpu.api.remote_function import RemoteFunction, kind_of
+from aiogpu.api.remote_function import Definition, RemoteFunction, kind_of
 from aiogpu.api.results import handle as handles
 from aiogpu.api.results.stream import IteratedOnce, Stream
 from aiogpu.api.run import new_runner
@@ -73,8 +75,10 @@ from aiogpu.errors import (
     TaskCancelledError,
     TaskTimeoutError,
 )
+from aiogpu.serialization.captured import Captured, captured
+from aiogpu.serialization.diagnostics import advise
 from aiogpu.serialization.references import PickledValue
-from aiogpu.serialization.serializer import dump_arguments
+from aiogpu.serialization.serializer import dump_arguments, fix_item
 
 if TYPE_CHECKING:
     from aiogpu.api.actors.pool import PoolMethod
@@ -103,6 +107,7 @@ class Portal:
         self.loop = loop
         self.thread = thread
         self._pid = os.getpid()
+        self._posted: deque[Callable[[], object]] = deque()
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} to {self.loop!r}>"
@@ -134,11 +139,18 @@ class Portal:
             NodeError: the loop is closed, or this process is a fork.
         """
         self.check()
+        self._posted.append(function)
         try:
-            self.loop.call_soon_threadsafe(function)
+            self.loop.call_soon_threadsafe(self._catch_up)
         except RuntimeError:  # the loop was closed meanwhile
             self.check()
             raise
+
+    def _catch_up(self) -> None:
+        """Call the functions that were posted so far, in order."""
+        for _ in range(len(self._posted)):
+            if self._posted:  # a function may have caught up
+                self._posted.popleft()()
 
     def call(self, function: Callable[..., T], /, *args: Any, **named: Any) -> T:
         """Call a function on the loop; return its result or raise its error.
@@ -147,6 +159,7 @@ class Portal:
             NodeError: the loop is closed, or this process is a fork.
         """
         if self.is_here:
+            self._catch_up()  # a callback may use the handle of a posted call
             return function(*args, **named)
         ended = allocate_lock()
         ended.acquire()
@@ -202,15 +215,42 @@ class Portal:
         finally:
             del ended  # the error's traceback refers to this frame
 
+    def enter(self, what: str, manager: AbstractAsyncContextManager[object]) -> None:
+        """Enter a context manager on the loop; leave it if that fails.
+
+        Python does not call `__exit__` after a failure, such as a Ctrl-C that came when
+        the loop had entered. Raises like `run`.
+        """
+        try:
+            self.run(what, manager.__aenter__)
+        except BaseException as error:
+            self.leave(what, manager, error)
+            raise
+
+    def leave(
+        self, what: str, manager: AbstractAsyncContextManager[object], error: Any
+    ) -> None:
+        """Leave a context manager on the loop, with the error of its block or None.
+
+        If the loop is closed, its node holds nothing any more. Raises like `run`.
+        """
+        if self.is_usable:
+            kind = None if error is None else type(error)
+            self.run(what, lambda: manager.__aexit__(kind, error, None))
+
 
 class LoopThread(Portal):
     """An event loop in a background thread, for a program without an event loop.
 
     The thread is a daemon, so that a program can end without closing the node; an exit
     handler closes it.
+
+    Attributes:
+        opener: the id of the thread that started the loop.
     """
 
     def __init__(self) -> None:
+        self.opener = get_ident()
         started: concurrent.futures.Future[asyncio.AbstractEventLoop]
         started = concurrent.futures.Future()
         self._thread = threading.Thread(
@@ -264,8 +304,12 @@ _own: Final[list[LoopThread]] = []
 
 _starting: Final = threading.Lock()
 
-_reader: Final = threading.local()
-"""`portal` in a thread that reads the input of a `map`: the portal of the map."""
+_guest: Final = threading.local()
+"""`portal` of code that a portal runs: a thread that reads the input of a `map`, and a
+callback of a handle."""
+
+_portals: Final[dict[asyncio.AbstractEventLoop, Portal]] = {}
+"""The portals to the program's own loops: one each, so that calls keep their order."""
 
 
 def portal_for(what: str, *, opens: bool = False) -> Portal | None:
@@ -285,11 +329,13 @@ def portal_for(what: str, *, opens: bool = False) -> Portal | None:
     """
     if is_in_task():
         return None
-    refuse_in_worker(what)
-    if (portal := getattr(_reader, "portal", None)) is not None:
+    own = _own_loop()
+    if own is None or get_ident() != own.opener:
+        # The opener is no task's, even while an inline node runs a task.
+        refuse_in_worker(what)
+    if (portal := getattr(_guest, "portal", None)) is not None:
         # After the map's node was shut down, its input must not open another node.
         return portal  # type: ignore[no-any-return]
-    own = _own_loop()
     if own is not None and own.is_here:
         return own
     if is_loop_running():
@@ -337,7 +383,14 @@ def portal_to_program(what: str) -> Portal | None:
         )
     if not sessions:
         return None
-    return Portal(sessions[0].loop, sessions[0].thread)
+    loop, thread = sessions[0].loop, sessions[0].thread
+    with _starting:
+        portal = _portals.get(loop)
+        if portal is None or portal.thread != thread or not portal.is_usable:
+            for closed in [each for each in _portals if each.is_closed()]:
+                del _portals[closed]
+            portal = _portals[loop] = Portal(loop, thread)
+        return portal
 
 
 def _blocks_loop(what: str) -> MisuseError:
@@ -449,7 +502,15 @@ def call_on(
 
 
 class _OnlyOnLoopError(MisuseError):
-    """A proxy was pickled in a thread other than the loop's."""
+    """A proxy was pickled in a thread other than the loop's.
+
+    Attributes:
+        portal: the portal to the loop.
+    """
+
+    def __init__(self, message: str, portal: Portal) -> None:
+        super().__init__(message)
+        self.portal = portal
 
 
 def call_function(
@@ -467,6 +528,35 @@ def call_function(
     if handle is None:
         return call_on(portal, remote.remote, args, kwargs)
     return handle
+
+
+_at_first: Final[WeakKeyDictionary[Definition, Captured | None]] = WeakKeyDictionary()
+"""What functions captured at their first call here; None if nothing is to be warned of:
+workers import the function by its name, or the warning was given."""
+
+
+def warn_of_change(definition: Definition) -> None:
+    """Warn once if a function, which is pickled once, would be pickled differently now.
+
+    Only objects are compared: a change inside a list is not seen.
+    """
+    function = definition.function
+    if type(function) is not FunctionType:
+        return
+    if definition not in _at_first:
+        first = None if definition.reference() else captured(function)
+        _at_first[definition] = first
+        return
+    first = _at_first[definition]
+    if first is None or (change := first.find_change(captured(function))) is None:
+        return
+    _at_first[definition] = None
+    advise(
+        f"{change} has changed since the first .remote() of {definition.name}, which "
+        f"pickled the function, and tasks use the old object. Pass what changes as an "
+        f"argument, or decorate the function again: "
+        f"`aiogpu.sync.remote({definition.name}.__wrapped__).remote(...)`."
+    )
 
 
 def call_method(portal: Portal, remote: RemoteMethod, args: Any, kwargs: Any) -> Any:
@@ -491,7 +581,8 @@ def _post(
     """Pickle the arguments in this thread and post the call to the loop.
 
     Waiting for the loop would take ten times as long as the call, because the
-    interpreter runs one thread at a time.
+    interpreter runs one thread at a time. Only large buffers are waited for: the loop
+    copies them to shared memory, and the caller may write to them afterwards [B47].
 
     Returns:
         The handle; None if the arguments contain a handle, which only the loop's thread
@@ -514,7 +605,10 @@ def _post(
             return send(packed_call(name, args, kwargs, payload))
         return send(payload)
 
-    portal.post(partial(handle.start, begin))
+    if portal.is_here or (isinstance(payload, PickledValue) and payload.buffers):
+        portal.call(handle.start, begin)
+    else:
+        portal.post(partial(handle.start, begin))
     return handle
 
 
@@ -541,9 +635,14 @@ class _Proxy:
         if not self._portal.is_here:
             raise _OnlyOnLoopError(
                 f"{self!r} can only be pickled as an argument of a task or an actor; "
-                f"wait for its value and pickle that."
+                f"wait for its value and pickle that.",
+                self._portal,
             )
         return self._target
+
+
+class CallCancelledError(TaskCancelledError, concurrent.futures.CancelledError):
+    """The handle of a call was cancelled; raised by its `result()`."""
 
 
 class Handle(_Proxy, NotItsResult, concurrent.futures.Future[T]):
@@ -600,45 +699,77 @@ class Handle(_Proxy, NotItsResult, concurrent.futures.Future[T]):
         target: handles.Handle[T] | None = getattr(self, "_target", None)
         return 0 if target is None else target.task_id
 
+    def __bool__(self) -> bool:  # type: ignore[override]
+        return True  # as of any future, unlike handles on a loop
+
     def _settle(self, target: handles.Handle[T]) -> None:
-        """Take the outcome of the loop's handle, on the loop."""
+        """Take the outcome of the loop's handle, on the loop; callbacks are called."""
         if self.done():
             return  # `cancel` has settled it
-        if target.cancelled():
-            super().cancel()
-            self.set_running_or_notify_cancel()
-        elif error := target.exception():
-            self.set_exception(error)
-        else:
-            self.set_result(target.result())
+        before = getattr(_guest, "portal", None)
+        _guest.portal = self._portal
+        try:
+            if target.cancelled():
+                self._end_cancelled()
+            elif (error := target.exception()) is not None:
+                self.set_exception(error)
+            else:
+                self.set_result(target.result())
+        finally:
+            _guest.portal = before
+
+    def _end_cancelled(self) -> None:
+        super().cancel()
+        self.set_running_or_notify_cancel()
 
     def cancel(self) -> bool:
-        """Cancel the handle and stop the work; return False if it was done already."""
-        return self._portal.call(self._cancel)
+        """Cancel the handle and stop the work, also if it runs.
 
-    def _cancel(self) -> bool:
-        if not self._target.cancel():
+        Returns:
+            False if the task has ended before, with a result or an error.
+        """
+        if not self.done():
+            if self._portal.is_usable:
+                self._portal.call(self._cancel)
+            else:
+                self._end_cancelled()  # the work has ended with its loop
+        return self.cancelled()
+
+    def _cancel(self) -> None:
+        if self._target.cancel():
+            self._settle(self._target)
+
+    def running(self) -> bool:
+        """Return whether the task runs now; asks the node.
+
+        In a callback, which must not wait for the node, it is False.
+        """
+        if self.done() or self._portal.is_here or not self._portal.is_usable:
             return False
-        self._settle(self._target)
-        return True
+        return self.why().state == "running"
 
     def result(self, timeout: float | None = None) -> T:
         """Wait for the task's result.
 
         Args:
-            timeout: seconds, 0 to return at once; None waits without limit.
+            timeout: seconds, 0 or less to return at once; None waits without limit.
 
         Raises:
             Exception: the error of the task, or the reason why it could not start.
             TaskTimeoutError: the time is up; the task goes on.
-            TaskCancelledError: the task was cancelled.
+            TaskCancelledError: the task was cancelled; the error is a
+                `concurrent.futures.CancelledError` as well.
             MisuseError: called in the loop's own thread, which would block itself.
         """
+        error = None
         try:
             self._wait(timeout)
+            error = super().exception()
+            if error is not None:  # before 3.13 Python tests its truth
+                raise error
             return super().result()
         finally:
-            del self  # the error's traceback refers to this frame
+            del self, error  # the error's traceback refers to this frame
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait until the task ends; return its error or None. Raises like `result`."""
@@ -646,13 +777,21 @@ class Handle(_Proxy, NotItsResult, concurrent.futures.Future[T]):
         return super().exception()
 
     def _wait(self, timeout: float | None) -> None:
-        if not self.done() and next(completed([self], timeout), None) is None:
-            raise TaskTimeoutError(
-                f"{self.task_name} did not end within {timeout:g} s; it goes on. Call "
-                f"handle.cancel() to stop it."
-            )
+        deadline = inf if timeout is None else time.monotonic() + timeout
+        while not self.done():
+            remaining = deadline - time.monotonic()
+            if not remaining > 0:
+                raise TaskTimeoutError(
+                    f"{self.task_name} did not end within {timeout:g} s; it goes on. "
+                    f"Call handle.cancel() to stop it."
+                )
+            if self._portal.is_here:
+                raise _blocks_loop(f"waiting for {self.task_name}")
+            self._portal.check()
+            with suppress(TimeoutError, concurrent.futures.CancelledError):
+                super().exception(min(remaining, CHECK_EVERY))
         if self.cancelled():
-            raise TaskCancelledError(f"{self.task_name} was cancelled.")
+            raise CallCancelledError(f"{self.task_name} was cancelled.")
 
     def __await__(self) -> NoReturn:
         raise MisuseError(
@@ -715,25 +854,24 @@ def completed(
     if timeout is not None:
         check_wait("timeout", timeout)
     deadline = inf if timeout is None else time.monotonic() + timeout
-    ended: SimpleQueue[Handle[Any]] = SimpleQueue()
-    for handle in waited:
-        handle.add_done_callback(ended.put)  # type: ignore[arg-type]
-    pending = set(map(id, waited))
+    ended = [handle for handle in dict.fromkeys(waited) if handle.done()]
+    pending = set(waited).difference(ended)
+    yield from ended
     while pending:
-        remaining = min(CHECK_EVERY, max(0.0, deadline - time.monotonic()))
-        if ended.empty():
-            portal = waited[0]._portal
-            if portal.is_here:
-                raise _blocks_loop(f"waiting for {waited[0].task_name}")
-            portal.check()
+        portal = waited[0]._portal
+        remaining = deadline - time.monotonic()
+        if portal.is_here and remaining > 0:
+            raise _blocks_loop(f"waiting for {waited[0].task_name}")
+        portal.check()
+        step = max(0.0, min(CHECK_EVERY, remaining))
         try:
-            handle = ended.get(timeout=remaining)
-        except Empty:
+            for future in concurrent.futures.as_completed(pending, timeout=step):
+                handle = cast("Handle[Any]", future)
+                pending.discard(handle)
+                yield handle
+        except TimeoutError:
             if time.monotonic() >= deadline:
                 return
-        else:
-            pending.discard(id(handle))
-            yield handle
 
 
 def results_of(given: Any, timeout: float | None) -> Any:
@@ -814,13 +952,11 @@ class SyncActorHandle(_Proxy, Generic[A]):
         return SyncMethod(self._portal, method)
 
     def __enter__(self) -> Self:
-        self._portal.run("`with` of an actor", self._target.__aenter__)
+        self._portal.enter("`with` of an actor", self._target)
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        self._portal.run(
-            "`with` of an actor", lambda: self._target.__aexit__(kind, error, trace)
-        )
+        self._portal.leave("`with` of an actor", self._target, error)
 
 
 class SyncMethod:
@@ -913,13 +1049,11 @@ class ActorPool(Generic[A]):
         return SyncMethod(self._portal, self._portal.call(getattr, self._target, name))
 
     def __enter__(self) -> Self:
-        self._portal.run("`with` of a pool", self._target.__aenter__)
+        self._portal.enter("`with` of a pool", self._target)
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        self._portal.run(
-            "`with` of a pool", lambda: self._target.__aexit__(kind, error, trace)
-        )
+        self._portal.leave("`with` of a pool", self._target, error)
 
     def submit(self, fn: Callable[[ActorHandle[A], T], Any], value: T, /) -> None:
         """Call `fn(actor, value)` as soon as an actor is free.
@@ -1109,6 +1243,8 @@ class SyncNode:
         portal = self._portal
         if not portal.is_usable:
             return
+        if portal.is_here:
+            raise _blocks_loop("shutdown() in a callback")
         try:
             portal.run("shutdown()", lambda: self._node.shutdown(at_once))
         except KeyboardInterrupt:
@@ -1160,7 +1296,7 @@ def _read(
     portal: Portal,
 ) -> None:
     """Read an item for each future in `wanted`; the thread of a `ThreadIterable`."""
-    _reader.portal = portal
+    _guest.portal = portal
 
     def settle(item: asyncio.Future[Any], value: Any, error: Any) -> None:
         if item.done():
@@ -1212,12 +1348,68 @@ def apply_each(function: Callable[..., Any], chunk: list[tuple[Any, ...]]) -> li
     return [function(*args) for args in chunk]
 
 
+def _fixed(function: str, argument: Any) -> Any:
+    """Return an argument in a form that later writes to it do not change [B47]."""
+    try:
+        return fix_item(function, argument)
+    except SerializationError as error:
+        if not isinstance(error.__cause__, _OnlyOnLoopError):
+            raise
+        portal: Portal = error.__cause__.portal
+        return portal.call(fix_item, function, argument)
+
+
 KEPT: Final = 256
 """Functions whose pickle an `Executor` keeps."""
 
 
+class _Pickled(NamedTuple):
+    """A function of an executor, as it was pickled."""
+
+    remote: RemoteFunction[..., Any]
+    captured: Captured
+
+
+class _Functions:
+    """The functions of an executor; each is pickled again if it may have changed.
+
+    Used by any thread.
+    """
+
+    def __init__(self, decorate: Callable[[Any], RemoteFunction[..., Any]]) -> None:
+        self._decorate = decorate
+        self._lock = threading.Lock()
+        self._pickled: dict[FunctionType, _Pickled] = {}
+
+    def remote(
+        self, portal: Portal, function: FunctionType
+    ) -> RemoteFunction[..., Any]:
+        """Return the remote function of a function, as the function is now.
+
+        Raises:
+            SerializationError: the function cannot be pickled.
+        """
+        now = captured(function)
+        known = self._pickled.get(function)
+        if known is None:
+            known = _Pickled(self._decorate(function), now)
+        elif not now.is_same(known.captured):
+            # On the loop, since the function may capture handles to actors.
+            known = _Pickled(portal.call(known.remote._renewed), now)
+        with self._lock:
+            # Reinserted at the end, so the first entry is the oldest.
+            self._pickled.pop(function, None)
+            self._pickled[function] = known
+            if len(self._pickled) > KEPT:
+                del self._pickled[next(iter(self._pickled))]
+        return known.remote
+
+
 class Executor(concurrent.futures.Executor):
     """Runs functions as tasks, for libraries that take an executor.
+
+    A function runs as it is when it is submitted, with the outer variables, globals and
+    defaults of that moment. A function of a module is sent by its name.
 
     Args:
         **options: options of a task, such as `num_gpus=0.25`.
@@ -1238,9 +1430,9 @@ class Executor(concurrent.futures.Executor):
                 )
         decorate: Any = remote(**options) if options else remote
         self._call: RemoteFunction[..., Any] = decorate(apply)
-        self._remote_of: Callable[[Any], RemoteFunction[..., Any]]
-        self._remote_of = lru_cache(KEPT)(decorate)
-        self._pending: WeakSet[Handle[Any]] = WeakSet()
+        self._functions = _Functions(decorate)
+        self._lock = threading.Lock()
+        self._pending: set[Handle[Any]] = set()
         self._is_closed = False
 
     def submit(
@@ -1252,24 +1444,36 @@ class Executor(concurrent.futures.Executor):
             RuntimeError: the executor is shut down.
             SerializationError: the function or an argument cannot be pickled.
         """
-        if type(fn) is FunctionType and not kind_of(fn)[1]:
-            return self._start(self._remote_of(fn), args, kwargs)
-        return self._start(self._call, (fn, *args), kwargs)
-
-    def _start(
-        self, remote: RemoteFunction[..., Any], args: Any, kwargs: Any
-    ) -> Handle[Any]:
-        if self._is_closed:
-            raise RuntimeError("cannot schedule new futures after shutdown")
+        self._check_open()
         portal = portal_for("aiogpu.sync.Executor")
         if portal is None:
             raise MisuseError(
                 "aiogpu.sync.Executor is for programs. In a task, start other tasks by "
                 ".remote()."
             )
-        handle: Handle[Any] = call_function(portal, remote, args, kwargs)
-        self._pending.add(handle)
+        handle: Handle[Any]
+        if type(fn) is FunctionType and not kind_of(fn)[1]:
+            remote = self._functions.remote(portal, fn)
+            handle = call_function(portal, remote, args, kwargs)
+        else:
+            handle = call_function(portal, self._call, (fn, *args), kwargs)
+        with self._lock:
+            is_late = self._is_closed
+            if not is_late:
+                self._pending.add(handle)
+        if is_late:
+            handle.cancel()  # a `shutdown` in another thread did not wait for it
+            self._check_open()
+        handle.add_done_callback(self._forget)
         return handle
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise RuntimeError("cannot schedule new futures after shutdown")
+
+    def _forget(self, handle: concurrent.futures.Future[Any]) -> None:
+        with self._lock:
+            self._pending.discard(cast("Handle[Any]", handle))
 
     def map(
         self,
@@ -1290,7 +1494,11 @@ class Executor(concurrent.futures.Executor):
         """
         if chunksize <= 1:
             return super().map(fn, *iterables, timeout=timeout)
-        calls = zip(*iterables, strict=False)
+        name = getattr(fn, "__name__", type(fn).__name__)
+        calls = (
+            tuple(_fixed(name, argument) for argument in arguments)
+            for arguments in zip(*iterables, strict=False)
+        )
         chunks = iter(lambda: list(islice(calls, chunksize)), [])
         each = partial(apply_each, fn)
         return chain.from_iterable(super().map(each, chunks, timeout=timeout))
@@ -1301,11 +1509,18 @@ class Executor(concurrent.futures.Executor):
         Args:
             wait: True to return when all calls have ended.
             cancel_futures: True to cancel the calls that have not ended.
+
+        Raises:
+            MisuseError: called in a callback of a handle, which cannot wait for others.
         """
-        self._is_closed = True
-        pending = [handle for handle in self._pending if not handle.done()]
+        with self._lock:
+            pending = [handle for handle in self._pending if not handle.done()]
+            if wait and any(handle._portal.is_here for handle in pending):
+                raise _blocks_loop("shutdown() of an executor")
+            self._is_closed = True
         if cancel_futures:
             for handle in pending:
                 handle.cancel()
         if wait:
-            concurrent.futures.wait(pending)
+            with suppress(NodeError):  # the loop was closed: no call goes on
+                deque(completed(pending), maxlen=0)

@@ -165,9 +165,6 @@ def kind_of(function: object) -> tuple[bool, bool]:
     )
 
 
-_MAIN: Final = ("__main__", "__mp_main__")
-
-
 class FunctionName(NamedTuple):
     """The name by which another process can import a function."""
 
@@ -176,8 +173,8 @@ class FunctionName(NamedTuple):
 
 
 _referenced: Final[dict[FunctionName, Definition]] = {}
-"""Definitions that are sent by name. A later definition with the same name, such as a
-redefined function in a notebook, must be sent by value."""
+"""Definitions that are sent by name. A later function with the same name, as in a
+reloaded module, must be sent by value."""
 
 
 class Definition:
@@ -203,21 +200,35 @@ class Definition:
             SerializationError: with the path to what cannot be pickled.
         """
         if self._pickled is None:
-            from aiogpu.client.function_spec import Function, new_function_id
-
-            reference = self.reference()
-            with collect_references(are_actors=True) as actors:
-                payload = (
-                    dump_function(self.name, self.function)
-                    if reference is None
-                    else dump_reference(*reference)
-                )
-            self._pickled = Function(new_function_id(), payload, tuple(actors))
-            if len(payload) > WARNED_FROM:
+            self._pickled = pickled = self._pickle()
+            if len(pickled.payload) > WARNED_FROM:
                 from aiogpu.serialization.large_arguments import advise_on_function
 
-                advise_on_function(self.name, self.function, len(payload))
+                advise_on_function(self.name, self.function, len(pickled.payload))
         return self._pickled
+
+    def _pickle(self) -> Function:
+        from aiogpu.client.function_spec import Function, new_function_id
+
+        reference = self.reference()
+        with collect_references(are_actors=True) as actors:
+            payload = (
+                dump_function(self.name, self.function)
+                if reference is None
+                else dump_reference(*reference)
+            )
+        return Function(new_function_id(), payload, tuple(actors))
+
+    def renewed(self) -> Definition:
+        """Return the function as it is now, pickled again; itself if nothing changed.
+
+        Raises:
+            SerializationError: with the path to what cannot be pickled.
+        """
+        renewed = Definition(self.function)
+        renewed._pickled = renewed._pickle()
+        is_same = renewed._pickled.payload == self.pickled().payload
+        return self if is_same else renewed
 
     def chunked(self) -> Definition:
         """Return a definition that takes a time in seconds and any number of items.
@@ -242,20 +253,16 @@ class Definition:
         `__main__`, not in a module that is pickled by value, not if redefined.
         """
         # Imported late: it imports cloudpickle, and defining a function needs none.
-        from aiogpu.serialization.pickler import is_sent_by_value
+        from aiogpu.serialization.pickler import importable
 
         reference = FunctionName(
             getattr(self.function, "__module__", None) or "__main__",
             getattr(self.function, "__qualname__", self.name),
         )
-        if reference.module in _MAIN or is_sent_by_value(reference.module):
-            return None
-        target: object = sys.modules.get(reference.module)
-        for name in reference.qualname.split("."):
-            target = getattr(target, name, None)
+        target = importable(*reference)
         if getattr(target, "__aiogpu_function__", target) is not self.function:
             return None
-        if _referenced.setdefault(reference, self) is not self:
+        if _referenced.setdefault(reference, self).function is not self.function:
             return None
         return reference
 
@@ -518,6 +525,17 @@ class RemoteFunction(Decorated, Mapper, Generic[P, R]):
             OptionError: an option is unknown or invalid.
         """
         return type(self)(self._definition, merged(self._options, options))
+
+    def _renewed(self) -> Self:
+        """Return the function as it is now, pickled again; itself if nothing changed.
+
+        Raises:
+            SerializationError: with the path to what cannot be pickled.
+        """
+        definition = self._definition.renewed()
+        if definition is self._definition:
+            return self
+        return type(self)(definition, self._options)
 
     def _what_to_write(self) -> str:
         return (

@@ -8,10 +8,9 @@ is: user modules load this file in every worker.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
-from inspect import CO_GENERATOR, CO_VARARGS
+from inspect import CO_VARARGS
 from types import MappingProxyType, ModuleType
 from typing import TYPE_CHECKING, Any, Final, NoReturn, ParamSpec, TypeVar
 
@@ -107,9 +106,8 @@ class NotItsResult:
         def __contains__(self, _: object) -> NoReturn:
             raise self._no("contains no items")
 
-        def __iter__(self) -> Generator[Any, None, Any]:
-            if sys._getframe(1).f_code.co_flags & CO_GENERATOR:
-                return self.__await__()  # `yield from handle`, as of any future
+        def __iter__(self) -> NoReturn:
+            # `yield from` and `for` both call this, so `yield from` needs `__await__`.
             raise self._no(
                 "cannot be iterated",
                 " To get one handle for each of several results, set num_returns=.",

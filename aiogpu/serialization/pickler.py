@@ -22,19 +22,12 @@ import cloudpickle
 
 from aiogpu.serialization.references import PROTOCOL, keep_small_buffers
 
-_PROGRAM: Final = "__main__"
-
 
 def _reduce_cache(cached: _lru_cache_wrapper[Any]) -> str | tuple[object, ...]:
     """Reduce a function wrapped by `lru_cache`; `functools` uses only its name."""
-    module = cached.__module__ or _PROGRAM
     name = getattr(cached, "__qualname__", "")  # a partial object has none
-    if module != _PROGRAM and not is_sent_by_value(module):
-        target: object = modules.get(module)
-        for step in name.split("."):
-            target = getattr(target, step, None)
-        if target is cached:
-            return name
+    if name and importable(cached.__module__ or "", name) is cached:
+        return name
     terms = cached.cache_parameters()
     return _make_cached, (cached.__wrapped__, terms["maxsize"], terms["typed"])
 
@@ -119,6 +112,8 @@ def _set_attributes(error: BaseException, attributes: dict[str, object]) -> None
 _SPAWNED: Final = "__mp_main__"
 """The name of the program's module in a process spawned by multiprocessing."""
 
+_PROGRAMS: Final = ("__main__", _SPAWNED)
+
 _CASTABLE: Final = frozenset("cbB?hHiIlLqQnNfd")
 
 
@@ -174,6 +169,19 @@ def is_sent_by_value(module: str) -> bool:
     """Return True if the user registered the module to be pickled by value."""
     names = cloudpickle.list_registry_pickle_by_value()
     return any(f"{module}.".startswith(f"{name}.") for name in names)
+
+
+def importable(module: str, qualname: str) -> object:
+    """Return the object that workers import by a name; None if it is sent by value.
+
+    Workers have another `__main__`, and cannot import functions inside functions.
+    """
+    if module in _PROGRAMS or is_sent_by_value(module):
+        return None
+    target: object = modules.get(module)
+    for step in qualname.split("."):
+        target = getattr(target, step, None)
+    return target
 
 
 def view(buffer: memoryview | bytes, kind: str, shape: tuple[int, ...]) -> memoryview:

@@ -191,7 +191,7 @@ def add_handle(name: str, share: Callable[[], Reference]) -> int:
     return reference.id
 
 
-def add_reference(reference: Reference) -> bool:
+def add_reference(reference: Reference | ActorReference) -> bool:
     """Add a reference to the value that this thread pickles.
 
     False if no references to values are collected, as in the pickle of a function.

@@ -10,7 +10,7 @@ the user's modules.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from copyreg import dispatch_table
 from importlib import import_module
 from sys import modules
@@ -30,15 +30,19 @@ from aiogpu.serialization.exceptions import (
 )
 from aiogpu.serialization.payload import Payload
 from aiogpu.serialization.references import (
+    HANDLE_MARK,
     PROTOCOL,
     SHARED_FROM,
     PickledValue,
+    add_reference,
     collect_references,
     extract_handles,
     keep_small_buffers,
 )
 
 SCALARS: Final = frozenset({int, float, complex, bool, str, bytes, type(None)})
+
+_FLAT: Final = frozenset({tuple, list, dict, set})
 
 _KINDS: Final = frozenset("biufc")
 """The kinds of numpy's item types that are numbers."""
@@ -141,6 +145,70 @@ def dump_arguments(
             handles=tuple(handles.values()), places=tuple(handles), returns=returns
         )
     return pickled.stream if pickled.is_plain else pickled
+
+
+class PickledItem:
+    """An item of a chunk, pickled when it was read; it unpickles as the item itself.
+
+    A chunk is sent when it is full, and parts of it may be sent again. The producer may
+    refill the same buffer meanwhile, for the next item [B47].
+    """
+
+    __slots__ = ("_pickled",)
+
+    def __init__(self, pickled: PickledValue) -> None:
+        self._pickled = pickled
+
+    def __repr__(self) -> str:
+        return f"<PickledItem of {len(self._pickled.stream)} bytes>"
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        stream, buffers = self._pickled.stream, self._pickled.buffers
+        for reference in self._pickled.references:
+            add_reference(reference)
+        return load_item, (stream, *map(pickle.PickleBuffer, buffers))
+
+
+def load_item(stream: bytes, *buffers: bytes | memoryview) -> Any:
+    """Unpickle a `PickledItem`; errors of unpickling pass through."""
+    return pickle.loads(stream, buffers=buffers)
+
+
+def fix_item(function: str, value: Any) -> Any:
+    """Return an item of a chunk in a form that later writes to it do not change.
+
+    Scalars, arrays of numbers and flat containers are copied: a pickle for each item
+    takes as long as a short call.
+
+    Args:
+        function: the name of the function that gets the item, for the message.
+        value: the item. A handle is returned unchanged.
+
+    Raises:
+        SerializationError: the item cannot be pickled; the text has the path.
+    """
+    kind = type(value)
+    if kind in SCALARS or hasattr(kind, HANDLE_MARK):
+        return value
+    if are_numbers((value,)):
+        array = value.copy(order="K")
+        array.setflags(write=value.flags.writeable)
+        return array
+    if kind in _FLAT and SCALARS.issuperset(map(type, value)):
+        if kind is tuple:
+            return value
+        if kind is not dict or SCALARS.issuperset(map(type, value.values())):
+            return value.copy()
+    try:
+        pickled = _dump(value)
+    except (Exception, SystemExit) as error:
+        what = f"the arguments of {function}.remote()"
+        raise _unpicklable(what, {"args[0]": value}, error) from error
+    copies = [
+        memoryview(bytes(buffer) if buffer.readonly else bytearray(buffer))
+        for buffer in pickled.buffers
+    ]
+    return PickledItem(pickled._replace(buffers=copies))
 
 
 def load_arguments(payload: bytes) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -58,7 +58,7 @@ class Plain:
         models[0].make.remote()
 
     def fail_after_put(self, models: list[Any]) -> None:
-        aiogpu.get(aiogpu.put([models[0]]))
+        aiogpu.put([models[0]])
         raise ValueError
 
 
@@ -235,7 +235,7 @@ def take(path: str, way: str, count: int, size: int) -> None:
         if way == "results":
             _take_one(size)
         elif way == "values":
-            len(aiogpu.get(aiogpu.get(aiogpu.put(memoryview(bytes(size))))))
+            len(aiogpu.get(aiogpu.put(memoryview(bytes(size)))))
     aiogpu.get(make.remote(1))
     pass_gate(path, "taken")
 

@@ -89,3 +89,13 @@ def fail_at(x: int, bad: int) -> int:
     if x == bad:
         raise KeyError(x)
     return x
+
+
+class FalsyError(Exception):
+    def __bool__(self) -> bool:
+        return False
+
+
+@sync.remote
+def fail_falsely() -> None:
+    raise FalsyError("falsy")

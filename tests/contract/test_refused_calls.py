@@ -117,7 +117,7 @@ async def test_put_refuses_a_handle() -> None:
 
     @aiogpu.remote
     def inside() -> str:
-        own: Any = aiogpu.get(aiogpu.put(1))
+        own: Any = aiogpu.put(1)
         with pytest.raises(MisuseError) as caught:
             aiogpu.put(add.remote(own))
         return str(caught.value)

@@ -32,6 +32,13 @@ async def test_a_handle_given_twice_arrives_as_two_copies(node: Node) -> None:
     assert not await v.are_same.remote(handle, handle)
 
 
+async def test_put_gives_a_handle_in_plain_code(node: Node) -> None:
+    """There is nothing to await, and the value of `get(put(x))` is `x`."""
+    expected = ["value", [[1], [2]], (2, 0), [3], [1], True]
+    assert await v.put_and_use_in_plain_code.remote() == expected
+    assert await v.Putting.remote().put_and_use.remote() == expected
+
+
 async def test_falsy_values_are_passed(node: Node) -> None:
     for value in (None, (), {}, "", 0, False, [None], ((), {})):
         assert await v.give.remote(v.give.remote(value)) == value

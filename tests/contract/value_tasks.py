@@ -230,7 +230,7 @@ def chain_of_ended(depth: int) -> int:
 
 @aiogpu.remote
 def put_and_pass(value: Any) -> Any:
-    handle = aiogpu.get(aiogpu.put(value))
+    handle = aiogpu.put(value)
     return aiogpu.get(give.remote(handle))
 
 
@@ -243,13 +243,13 @@ async def put_and_pass_softly(value: Any) -> Any:
 @aiogpu.remote
 def put_and_get(value: Any) -> Any:
     """Read a value in the task that put it."""
-    return aiogpu.get(aiogpu.get(aiogpu.put(value)))
+    return aiogpu.get(aiogpu.put(value))
 
 
 @aiogpu.remote
 def put_and_give(value: Any) -> Any:
     """Return the handle of a put value to the caller."""
-    return {"handle": aiogpu.get(aiogpu.put(value))}
+    return {"handle": aiogpu.put(value)}
 
 
 @aiogpu.remote
@@ -422,7 +422,7 @@ def add_gotten_parts(value: list[Any]) -> Any:
 @aiogpu.remote
 def put_and_keep(value: Any) -> None:
     """Put a value, keep what is read back, and drop the handle."""
-    kept.append(aiogpu.get(aiogpu.get(aiogpu.put(value))))
+    kept.append(aiogpu.get(aiogpu.put(value)))
 
 
 @aiogpu.remote
@@ -496,7 +496,7 @@ def talk_and_pass() -> Any:
 
     for i in range(300):
         print("before", i)
-    handle = aiogpu.get(aiogpu.put(np.ones(1 << 20, np.uint8)))
+    handle = aiogpu.put(np.ones(1 << 20, np.uint8))
     for i in range(300):
         print("after", i)
     return aiogpu.get(give_sum.remote(handle))
@@ -507,7 +507,7 @@ def make_and_kill(size: int) -> Any:
     """Put a large value, and kill the process before it returns."""
     import numpy as np
 
-    kept.append(aiogpu.get(aiogpu.put(np.ones(size))))
+    kept.append(aiogpu.put(np.ones(size)))
     os.kill(os.getpid(), 9)
 
 
@@ -584,3 +584,25 @@ class Soft(Keeper):
 @aiogpu.remote(num_returns=2)
 def both(number: int) -> tuple[int, int]:
     return number, number + 1
+
+
+@aiogpu.remote
+def put_and_use_in_plain_code() -> list[Any]:
+    """Use what `put` returns in each way that a plain task uses a handle."""
+    one, two = aiogpu.put([1]), aiogpu.put([2])
+    ready, pending = aiogpu.wait([one, two], num_returns=2)  # type: ignore[list-item]
+    nested = aiogpu.get(aiogpu.put({"inner": aiogpu.put([3])}))
+    return [
+        aiogpu.get(aiogpu.put("value")),
+        aiogpu.get([one, two]),  # type: ignore[list-item]
+        (len(ready), len(pending)),
+        aiogpu.get(nested["inner"]),
+        aiogpu.get(give.remote(one)),
+        next(iter(aiogpu.as_completed([two]))) is two,  # type: ignore[list-item]
+    ]
+
+
+@aiogpu.remote
+class Putting:
+    def put_and_use(self) -> list[Any]:
+        return put_and_use_in_plain_code.__wrapped__()

@@ -209,7 +209,12 @@ class ActorHandle(EnteredOnLoop, Generic[A]):
         return self
 
     async def __aenter__(self) -> ActorHandle[A]:
-        return await self
+        try:
+            return await self
+        except BaseException:
+            # Python does not call `__aexit__`, and the traceback keeps this handle.
+            self._link.kill(no_restart=True)
+            raise
 
     async def __aexit__(self, kind: object, error: object, trace: object) -> None:
         if error is None:

@@ -29,7 +29,6 @@ from typing import (
     overload,
 )
 
-from aiogpu.api.calls import PendingPut
 from aiogpu.api.options import check_duration, whole_number
 from aiogpu.api.results.blocking import (
     BlockingHandle,
@@ -53,6 +52,7 @@ from aiogpu.errors import (
 if TYPE_CHECKING:
     import asyncio
 
+    from aiogpu.api.calls import PendingPut
     from aiogpu.api.results.handle import Handle
 
 
@@ -67,7 +67,7 @@ GLANCE: Final = 0.001
 
 
 @overload
-def get(handle: Handle[T], /, *, timeout: float | None = None) -> T: ...
+def get(handle: Handle[T] | PendingPut[T], /, *, timeout: float | None = None) -> T: ...
 
 
 @overload
@@ -94,8 +94,6 @@ def get(handle: Any, /, *, timeout: float | None = None, **unknown: Any) -> Any:
     """
     if unknown:
         refuse(unknown, {"timeout": timeout}, "get()")
-    if isinstance(handle, PendingPut):
-        return handle.handle
     if is_loop_running():
         raise blocks_loop("aiogpu.get()")
     are_several = isinstance(handle, list | tuple)

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from multiprocessing.reduction import ForkingPickler
+from types import FunctionType
 from typing import Any, Generic, TypeVar
 
 import cloudpickle
@@ -121,8 +122,11 @@ def test_function_of_a_module_is_sent_by_name(monkeypatch: pytest.MonkeyPatch) -
     assert definition.reference() == FunctionName(__name__, "documented")
     assert load_function(definition.pickled().payload) is documented.__wrapped__
     assert definition.pickled() is definition.pickled()
-    again = Definition(documented.__wrapped__)
-    assert again.reference() is None, "the name belongs to the first definition"
+    assert Definition(documented.__wrapped__).reference() == definition.reference()
+    with monkeypatch.context() as reloaded:
+        function = FunctionType(documented.__wrapped__.__code__, globals())
+        reloaded.setattr(sys.modules[__name__], "documented", function)
+        assert Definition(function).reference() is None, "workers may have the other"
     for name in ("__main__", "__mp_main__"):
         monkeypatch.setattr(documented.__wrapped__, "__module__", name)
         assert Definition(documented.__wrapped__).reference() is None

@@ -70,6 +70,21 @@ async def wait_for(thing: Any) -> None:
     await thing
 
 
+def loop_in_a_generator(thing: Any) -> None:
+    def items() -> Iterator[Any]:
+        for item in thing:
+            yield [item]
+
+    list(items())
+
+
+def delegate(thing: Any) -> None:
+    def items() -> Iterator[Any]:
+        yield from thing
+
+    list(items())
+
+
 def first(thing: Any) -> Any:
     return thing[0]
 
@@ -150,6 +165,8 @@ async def test_use_of_a_handle_as_its_result_is_refused(
         await handle
     uses: dict[Use, str] = {
         loop_over: "cannot be iterated",
+        loop_in_a_generator: "cannot be iterated",
+        delegate: "cannot be iterated",
         list: "cannot be iterated",
         first: "has no items",
         len: "has no length",
@@ -177,7 +194,7 @@ async def test_use_of_a_handle_as_its_result_is_refused(
     def plain() -> list[str]:
         handle: Any = pair.remote()
         messages = []
-        for use in (loop_over, first, len, bool):
+        for use in (loop_over, loop_in_a_generator, delegate, first, len, bool):
             with pytest.raises(MisuseError) as caught:
                 use(handle)
             messages.append(str(caught.value))
@@ -331,7 +348,7 @@ async def test_wait_without_await_is_refused(node: aiogpu.types.Node) -> None:
 
 async def test_put_without_await_is_refused(node: aiogpu.types.Node) -> None:
     # The message gives its advice once, with one full stop.
-    advice = r"await aiogpu\.put\(value\)`.*[^.]\.$"
+    advice = r"await aiogpu\.put\(value\)`\.$"
     for wrapped in (aiogpu.put(1), [aiogpu.put(1)]):
         with pytest.raises(SerializationError, match=advice) as caught:
             same.remote(wrapped)
