@@ -21,6 +21,7 @@ from typing import Final, NamedTuple
 from aiogpu.core.model.ids import PROGRAM
 from aiogpu.core.model.request import Environment
 from aiogpu.errors import NodeStartError
+from aiogpu.linux.interpreter import interpreter_command
 from aiogpu.memory.control_page import ControlPage
 from aiogpu.runtime.descriptors import soft_limit
 from aiogpu.runtime.directories import create_directory, remove_directory
@@ -277,7 +278,7 @@ def start_interpreter(
         os.write(source, marshal.dumps(fields))
         os.lseek(source, 0, os.SEEK_SET)
         return subprocess.Popen(
-            [executable, *flags, "-c", _BOOT],
+            interpreter_command(executable, "-c", _BOOT, flags=flags),
             stdin=source,
             stdout=output,
             stderr=output,
