@@ -7,8 +7,10 @@ Each has one function here, which documents the fallback, and a test in
 from __future__ import annotations
 
 import atexit
+import ctypes
 import importlib
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
@@ -20,6 +22,8 @@ IMPORT: Final = "<frozen importlib._bootstrap>"
 """The file name of CPython's import frames, which tracebacks omit."""
 
 _FIND: Final = "_find_and_load"
+
+_python: Final = ctypes.pythonapi
 
 Find = Callable[..., Any]
 """CPython calls it with a name and `__import__` for each module not in
@@ -51,6 +55,22 @@ def run_exit_functions() -> None:
 def forget_exit_functions() -> None:
     """Unregister all `atexit` functions: they belong to the parent process."""
     atexit._clear()
+
+
+def set_interpreter_flag(name: str, value: bool) -> None:
+    """Set an attribute of `sys.flags`, which Python sets only at its start.
+
+    The standard library reads it, for example to choose the options of child processes.
+    Without ctypes' access to Python, the flag remains as it is.
+    """
+    kind = type(sys.flags)
+    before = getattr(sys.flags, name)
+    if bool(before) == value:
+        return
+    after = ctypes.py_object(type(before)(value))
+    index = ctypes.c_ssize_t(kind.__match_args__.index(name))
+    _python.Py_IncRef(after)  # the next call takes over one reference
+    _python.PyStructSequence_SetItem(ctypes.py_object(sys.flags), index, after)
 
 
 def variables() -> Mapping[bytes, bytes]:

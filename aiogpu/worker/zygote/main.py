@@ -26,6 +26,7 @@ from aiogpu.wire.messages import (
     Ready,
     Setup,
     Stale,
+    Unfit,
     socket_path,
 )
 from aiogpu.worker.environment import Threads
@@ -39,6 +40,7 @@ from aiogpu.worker.zygote.keeper import (
     remove_directory,
 )
 from aiogpu.worker.zygote.preload import Files, Imports, Preload
+from aiogpu.worker.zygote.start_up import StartUp
 
 KEEPER_LIMIT: Final = 1.5
 """Seconds after the driver's end until keepers are killed."""
@@ -57,8 +59,9 @@ no reader, and no process listens at the socket."""
 class Zygote:
     """The zygote of one node; made in a fresh interpreter."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: Setup, start_up: StartUp) -> None:
         self._setup = setup
+        self._start_up = start_up
         self._keepers: dict[int, int] = {}
         self._lost: list[int] = []
         self._threads = Threads()
@@ -116,7 +119,11 @@ class Zygote:
         began = time.time_ns()
         handle_records()
         watch = self._watch
-        ready = Preload(self._setup, watch.send, watch.leave, watch.driver).run()
+        ready = None
+        if self._start_up.problem:
+            watch.send(Unfit("", self._start_up.problem, False))
+        else:
+            ready = Preload(self._setup, watch.send, watch.leave, watch.driver).run()
         if ready is not None:
             self._serve(ready, Files(began))
         watch.close()
@@ -134,7 +141,11 @@ class Zygote:
         if self._setup.learns:
             self._imports.watch()
         self._template = WorkerTemplate(
-            self._setup, self._page, self._imports, self._threads
+            self._setup,
+            self._page,
+            self._imports,
+            self._threads,
+            self._start_up.customize,
         )
         if self._setup.preload or self._setup.learnt:
             gc.collect()  # aiogpu alone leaves 0.3 MB of garbage, which all forks share
@@ -215,7 +226,8 @@ def main(fields: dict[str, object]) -> None:
     """
     status = 0
     try:
-        Zygote(Setup(**fields)).run()  # type: ignore[arg-type]
+        setup = Setup(**fields)  # type: ignore[arg-type]
+        Zygote(setup, StartUp(setup)).run()
     except (OSError, MemoryError) as error:
         if isinstance(error, OSError) and error.errno not in SCARCE:
             raise

@@ -273,7 +273,7 @@ REASONS = {
     "raises": "its import raises ValueError: two lines",
     "exits": "its import raises SystemExit: 3",
     "no_such": "its import raises ModuleNotFoundError: No module named 'no_such'",
-    "threads": "it left 1 threads running",
+    "threads": "it left 1 threads running (Thread-1 (wait))",
     "device": "it opened {directory}/fake_nvidia0",
     "hangs": "its import did not end within 0.5 s",
     "crashes": "its import was ended by SIGSEGV",
@@ -341,8 +341,10 @@ ZYGOTE = """
     from aiogpu.memory.control_page import ControlPage
     from aiogpu.wire.messages import Setup
     from aiogpu.worker.zygote.main import Zygote
+    from aiogpu.worker.zygote.start_up import StartUp
     page = ControlPage.create()
-    Zygote(Setup([], "node", sys.argv[1], os.getppid(), page, [])).run()
+    setup = Setup(sys.path, "node", sys.argv[1], os.getppid(), page, [])
+    Zygote(setup, StartUp(setup)).run()
 """
 
 
