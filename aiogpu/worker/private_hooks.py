@@ -7,7 +7,6 @@ Each has one function here, which documents the fallback, and a test in
 from __future__ import annotations
 
 import atexit
-import ctypes
 import importlib
 import os
 import sys
@@ -22,8 +21,6 @@ IMPORT: Final = "<frozen importlib._bootstrap>"
 """The file name of CPython's import frames, which tracebacks omit."""
 
 _FIND: Final = "_find_and_load"
-
-_python: Final = ctypes.pythonapi
 
 Find = Callable[..., Any]
 """CPython calls it with a name and `__import__` for each module not in
@@ -60,17 +57,19 @@ def forget_exit_functions() -> None:
 def set_interpreter_flag(name: str, value: bool) -> None:
     """Set an attribute of `sys.flags`, which Python sets only at its start.
 
-    The standard library reads it, for example to choose the options of child processes.
-    Without ctypes' access to Python, the flag remains as it is.
+    The standard library reads the flags, for example for the options of child
+    processes. There is no fallback: the function is part of CPython's stable API.
     """
-    kind = type(sys.flags)
     before = getattr(sys.flags, name)
     if bool(before) == value:
         return
+    import ctypes  # late: programs that have joined a node import this module too
+
     after = ctypes.py_object(type(before)(value))
-    index = ctypes.c_ssize_t(kind.__match_args__.index(name))
-    _python.Py_IncRef(after)  # the next call takes over one reference
-    _python.PyStructSequence_SetItem(ctypes.py_object(sys.flags), index, after)
+    index = ctypes.c_ssize_t(type(sys.flags).__match_args__.index(name))
+    python = ctypes.pythonapi
+    python.Py_IncRef(after)  # the next call takes over one reference
+    python.PyStructSequence_SetItem(ctypes.py_object(sys.flags), index, after)
 
 
 def variables() -> Mapping[bytes, bytes]:

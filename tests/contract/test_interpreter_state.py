@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import aiogpu
-from tests.contract.node_here import Here
+from tests.contract.node_here import Here, node_here
 from tests.support.program import environment, run_command
 
 pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.fresh]
@@ -89,22 +89,23 @@ def test_modules_parse_the_programs_arguments(
 
 @pytest.mark.parametrize("preload", ["()", "('parses',)"])
 async def test_modules_parse_the_arguments_of_a_program_that_joins(
-    preload: str, here: Here, tmp_path: Path
+    preload: str, runtime_directory: Path, tmp_path: Path
 ) -> None:
     """[B48] Programs that differ in arguments share a zygote, but no worker.
 
     They share no zygote that has imported their own modules.
     """
-    path = write(tmp_path, f"address={here.path!r}, preload={preload}")
     zygotes, workers = set(), set()
-    for word in (5, 6, 7):
-        arguments = ["--size", str(word), "ünï\udcff"]
-        said = await asyncio.to_thread(lines_of, path, *arguments)
-        assert said[:2] == [ascii((word, arguments))] * 2
-        zygote, worker, *is_a_variable = said[2].split()
-        assert is_a_variable == ["False"]
-        zygotes.add(zygote)
-        workers.add(worker)
+    async with node_here(runtime_directory, learns=False) as here:
+        path = write(tmp_path, f"address={here.path!r}, preload={preload}")
+        for word in (5, 6, 7):
+            arguments = ["--size", str(word), "ünï\udcff"]
+            said = await asyncio.to_thread(lines_of, path, *arguments)
+            assert said[:2] == [ascii((word, arguments))] * 2
+            zygote, worker, *is_a_variable = said[2].split()
+            assert is_a_variable == ["False"]
+            zygotes.add(zygote)
+            workers.add(worker)
     assert len(zygotes) == (1 if preload == "()" else 3)
     assert len(workers) == 3
 
@@ -115,7 +116,8 @@ import aiogpu
 
 def state():
     python = {k: v for k, v in os.environ.items() if k.startswith("PYTHON")}
-    return tuple(sys.flags), sys.warnoptions, sys._xoptions, python
+    is_customized = "sitecustomize" in sys.modules
+    return tuple(sys.flags), sys.warnoptions, sys._xoptions, python, is_customized
 
 async def main():
     async with aiogpu.init(num_cpus=1):
@@ -147,8 +149,10 @@ def test_workers_have_the_options_of_the_program(option: str, tmp_path: Path) ->
     """[B48]"""
     path = tmp_path / "prog.py"
     path.write_text(FLAGS)
+    (tmp_path / "sitecustomize.py").write_text("")
     variables = {"PYTHONHASHSEED": "7", "PYTHONNODEBUGRANGES": "1"}
-    variables["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))  # for -S
+    paths = [str(tmp_path), *filter(None, sys.path)]  # all, because of -S
+    variables["PYTHONPATH"] = os.pathsep.join(paths)
     (said,) = lines_of(option, str(path), **variables)
     assert OPTIONS[option] in said
 

@@ -86,7 +86,7 @@ def states(threads: list[str], seen: object = None) -> list[str]:
 
 DEBUGGERS = {
     "debugpy": ("-Xfrozen_modules=off", "-m", "debugpy", "--listen", "0"),
-    "viztracer": ("-m", "viztracer", "--quiet", "-o", "/dev/null"),
+    "viztracer": ("-m", "viztracer", "--quiet", "-o", "WHERE/trace.json"),
     "coverage": ("-m", "coverage", "run", "--data-file=/dev/null"),
     "pdb": ("-m", "pdb", "-c", "continue"),
     "cProfile": ("-m", "cProfile", "-o", "/dev/null"),
@@ -99,7 +99,9 @@ def test_node_starts_under_a_debugger_and_profilers(
 ) -> None:
     """[B52]"""
     pytest.importorskip(debugger)
-    ran = lines_of(sys.executable, *DEBUGGERS[debugger], str(program))
+    where = str(program.parent)
+    options = [word.replace("WHERE", where) for word in DEBUGGERS[debugger]]
+    ran = lines_of(sys.executable, *options, str(program))
     assert ran[:2] == states(["MainThread"])
 
 

@@ -341,10 +341,8 @@ ZYGOTE = """
     from aiogpu.memory.control_page import ControlPage
     from aiogpu.wire.messages import Setup
     from aiogpu.worker.zygote.main import Zygote
-    from aiogpu.worker.zygote.start_up import StartUp
     page = ControlPage.create()
-    setup = Setup(sys.path, "node", sys.argv[1], os.getppid(), page, [])
-    Zygote(setup, StartUp(setup)).run()
+    Zygote(Setup([], "node", sys.argv[1], os.getppid(), page, [])).run()
 """
 
 
