@@ -746,7 +746,7 @@ CHECKS: Final = (
         "node",
         check_node,
         "No node can start on this machine.",
-        "Please report this line as a bug.",
+        "Do what it says; if it says nothing, please report this line as a bug.",
         limit=70,
     ),
     essential(
