@@ -16,7 +16,7 @@ from aiogpu.memory.control_page import ControlPage
 from aiogpu.wire.messages import Setup
 from aiogpu.worker.environment import Threads
 from aiogpu.worker.zygote import main as zygote
-from aiogpu.worker.zygote.bootstrap import WorkerTemplate
+from aiogpu.worker.zygote.bootstrap import WorkerTemplate, nothing
 from aiogpu.worker.zygote.log_records import handle_records
 from aiogpu.worker.zygote.preload import Files, Imports, Preload
 
@@ -53,7 +53,7 @@ def become(preload: list[str], learns: bool) -> None:
     threads.begin_with_one()
     if learns:
         imports.watch()
-    objects.append(WorkerTemplate(setup, pages, imports, threads))
+    objects.append(WorkerTemplate(setup, pages, imports, threads, nothing))
     gc.collect()
     gc.freeze()
 

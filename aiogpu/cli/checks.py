@@ -38,6 +38,7 @@ from aiogpu.daemon.place import Place, Record, read_record
 from aiogpu.errors import AiogpuError
 from aiogpu.linux import cgroup as cgroups
 from aiogpu.linux.cgroup import Cgroup
+from aiogpu.linux.interpreter import interpreter_command
 from aiogpu.linux.procfs import MemoryBounds
 from aiogpu.runtime import directories
 from aiogpu.runtime.descriptors import PER_SLOT, raised, slots_within, used_descriptors
@@ -185,7 +186,7 @@ def try_out(
     path = os.pathsep.join(path for path in sys.path if path)
     try:
         child = subprocess.Popen(
-            [executable, "-c", source, *arguments],
+            interpreter_command(executable, "-c", source, *arguments),
             env={**os.environ, "PYTHONPATH": path},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -352,7 +353,9 @@ def check_cgroup(
         raise CheckError(place.reason)  # contains advice
     group = Cgroup(f"{place.directory}/aiogpu-doctor-{os.getpid()}")
     group.make()
-    program = [sys.executable, "-S", "-c", "import signal; signal.pause()"]
+    program = interpreter_command(
+        sys.executable, "-c", "import signal; signal.pause()", flags=("-S",)
+    )
     try:
         # The pipe closes when the process ends, so its end is seen without polling.
         with subprocess.Popen(program, stdout=subprocess.PIPE) as sleeper:
@@ -743,7 +746,7 @@ CHECKS: Final = (
         "node",
         check_node,
         "No node can start on this machine.",
-        "Please report this line as a bug.",
+        "Do what it says; if it says nothing, please report this line as a bug.",
         limit=70,
     ),
     essential(

@@ -23,6 +23,7 @@ from aiogpu.daemon.process import DRAIN, Plan
 from aiogpu.daemon.readiness import Ready
 from aiogpu.daemon.start import start_detached, unit
 from aiogpu.daemon.stop import stop as stop_node
+from aiogpu.linux.interpreter import interpreter_command
 
 FOREIGN: Final = click.Choice(["ignore", "avoid", "wait"])
 SWITCH: Final = click.Choice(["auto", "off"])
@@ -283,7 +284,7 @@ def unit_of(plan: Plan) -> str:
     """Return a systemd unit that runs this command in the foreground."""
     given = [word for word in sys.argv[1:] if word not in ("--systemd", "--block")]
     return unit(
-        [sys.executable, "-m", "aiogpu", *given, "--block"],
+        interpreter_command(sys.executable, "-m", "aiogpu", *given, "--block"),
         os.environ,
         opens_within=plan.opens_within,
         ends_within=plan.drain + plan.ends_within,

@@ -11,10 +11,11 @@ from dataclasses import replace
 from typing import Any, Final
 
 from aiogpu.client.function_spec import ActorTerms, Function, FunctionSpec, new_func_id
-from aiogpu.core.model.ids import PROGRAM
+from aiogpu.core.model.ids import is_of_program
 from aiogpu.core.model.request import (
     BundleRef,
     DeviceSelector,
+    Environment,
     PlacementGroupSpec,
     Request,
     Shape,
@@ -36,13 +37,16 @@ def dump_spec(func: FunctionSpec) -> bytes:
     return _codec.dump((spec, func.is_coroutine, func.retried, actor, func.window))
 
 
-def load_spec(data: bytes, function: Function, program: str = "") -> FunctionSpec:
+def load_spec(
+    data: bytes, function: Function, program: Environment = ()
+) -> FunctionSpec:
     """Undo `dump_spec`: return a function of this process.
 
     Args:
         data: the bytes.
         function: the function or class.
-        program: only workers of this program may run it; "" for any worker.
+        program: the variables of the only program whose workers may run it; empty for
+            any worker.
 
     Raises:
         ProtocolError: the bytes are invalid, or the request is one that `@remote` would
@@ -84,7 +88,7 @@ def _has_possible_terms(spec: TaskSpec, actor: ActorTerms | None) -> bool:
     )
 
 
-def _restored(spec: TaskSpec, function: Function, program: str) -> TaskSpec:
+def _restored(spec: TaskSpec, function: Function, program: Environment) -> TaskSpec:
     """Return the spec with its named tuples, sent as plain tuples, and its program."""
     shape = spec.shape
     request, environment = shape.request, shape.environment
@@ -97,8 +101,8 @@ def _restored(spec: TaskSpec, function: Function, program: str) -> TaskSpec:
             group = BundleRef(*group)
         request = replace(request, placement_group=group)
     if program:
-        others = (pair for pair in environment if pair[0] != PROGRAM)
-        environment = tuple(sorted((*others, (PROGRAM, program))))
+        others = (pair for pair in environment if not is_of_program(pair[0]))
+        environment = tuple(sorted((*others, *program)))
     return replace(spec, shape=Shape(request, environment), function=function.id)
 
 

@@ -18,6 +18,7 @@ from aiogpu.accelerators.registry import KNOWN
 from aiogpu.daemon.process import CRASH_LOG, Plan
 from aiogpu.daemon.readiness import Ready, wait_for_report
 from aiogpu.errors import NodeStartError
+from aiogpu.linux.interpreter import interpreter_command
 from aiogpu.runtime.zygote.config import interpreter_flags
 
 NAME: Final = "aiogpu.service"
@@ -100,6 +101,16 @@ GIVE_UP: Final = 10.0
 _TAIL: Final = 4096
 
 
+_BOOT: Final = (
+    "import json, sys; plan = sys.stdin.buffer.read(); "
+    "sys.path[:] = json.loads(plan)['sys_path']; "
+    "from aiogpu.daemon.process import Plan, run_detached; "
+    "sys.exit(run_detached(Plan.unpacked(plan), int(sys.argv[2])))"
+)
+"""The program of a detached node. The plan comes on stdin. The arguments are the
+socket, only to show it in process lists, and the descriptor for the report."""
+
+
 def start_detached(plan: Plan) -> Ready:
     """Start the node and wait until programs can join it.
 
@@ -139,13 +150,16 @@ def start_detached(plan: Plan) -> Ready:
 
 
 def _start(plan: Plan, pipe: int, output: int) -> subprocess.Popen[bytes]:
-    command = [sys.executable, *interpreter_flags(), *_safe(), "-m", "aiogpu.daemon"]
     source = os.memfd_create("aiogpu-plan", os.MFD_CLOEXEC)
     try:
         os.write(source, plan.packed())
         os.lseek(source, 0, os.SEEK_SET)
         return subprocess.Popen(
-            [*command, plan.place.socket, str(pipe)],
+            interpreter_command(
+                sys.executable,
+                *("-c", _BOOT, plan.place.socket, str(pipe)),
+                flags=interpreter_flags(),
+            ),
             stdin=source,
             stdout=output,
             stderr=output,
@@ -156,14 +170,6 @@ def _start(plan: Plan, pipe: int, output: int) -> subprocess.Popen[bytes]:
         raise NodeStartError(f"{sys.executable} cannot be started: {error}") from error
     finally:
         os.close(source)
-
-
-def _safe() -> tuple[str, ...]:
-    """Return `-P` to keep the directory off the import path, unless it is on ours."""
-    try:
-        return () if os.getcwd() in sys.path else ("-P",)
-    except FileNotFoundError:
-        return ("-P",)  # the directory was removed
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:

@@ -37,7 +37,7 @@ from aiogpu.linux.sockets import keep_pages
 from aiogpu.memory.control_page import ControlPage
 from aiogpu.runtime.directories import check_socket, default_socket
 from aiogpu.runtime.output import Console, LoggedText, Source
-from aiogpu.runtime.zygote.config import interpreter_flags
+from aiogpu.runtime.zygote.config import arguments, interpreter_flags
 from aiogpu.serialization.exceptions import error_of, unpack_failure
 from aiogpu.serialization.references import add_actor
 from aiogpu.serialization.serializer import NONE_PAYLOAD, load_result
@@ -104,6 +104,7 @@ def join_of(options: NodeOptions) -> Join:
         name=_name(),
         executable=sys.executable,
         flags=tuple(interpreter_flags()),
+        argv=() if only_looks else tuple(arguments()),
         sys_path=() if only_looks else tuple(sys_path),
         directory=_directory(),
         environ={} if only_looks else dict(os.environ),

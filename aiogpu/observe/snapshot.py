@@ -16,7 +16,7 @@ from itertools import islice, takewhile
 from math import inf
 from typing import Any, Final
 
-from aiogpu.core.model.ids import OWN, PROGRAM, ClientId
+from aiogpu.core.model.ids import OWN, PROGRAM, ClientId, is_of_program
 from aiogpu.core.model.request import (
     BundleRef,
     Environment,
@@ -226,7 +226,7 @@ def _shapes(node: SchedulerState, reasons: _Reasons) -> Iterator[ShapeStatus]:
         yield ShapeStatus(
             request=shape.request.as_numbers(),
             strategy="spread" if shape.request.spread else "pack",
-            variables=tuple(name for name, _ in shape.environment if name != PROGRAM),
+            variables=_shown(shape.environment),
             count=sum(bucket.size for bucket in lanes),
             first=first.spec.name,
             seconds=reasons.now - since,
@@ -576,6 +576,11 @@ def _outage(
     return _crowding(node, now)
 
 
+def _shown(environment: Environment) -> tuple[str, ...]:
+    """Return the names of the user's variables."""
+    return tuple(name for name, _ in environment if not is_of_program(name))
+
+
 def _outage_status(
     environment: Environment, outage: Outage, now: float
 ) -> OutageStatus:
@@ -584,7 +589,7 @@ def _outage_status(
         outage.failures,
         now - outage.since,
         max(outage.retry_at - now, 0.0) if outage.is_paused else 0.0,
-        tuple(name for name, _ in environment if name != PROGRAM),
+        _shown(environment),
         any(name == PROGRAM for name, _ in environment),
     )
 

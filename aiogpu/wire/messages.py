@@ -18,7 +18,7 @@ integers here.
 from collections.abc import Sequence
 from typing import Final, NamedTuple, get_args
 
-VERSION: Final = 16
+VERSION: Final = 17
 """Version of the protocol. The greeting carries it; both ends must have the same."""
 
 
@@ -81,6 +81,10 @@ class Setup(NamedTuple):
         learnt: further modules to import, if the zygote can still fork afterwards.
         proven: the modules of `learnt` after whose import forking has worked before.
         spill: directory for values that do not fit into memory.
+        argv: the program's `sys.argv`.
+        flags: the program's command-line options.
+        environ: variables that are another for the start of the interpreter, with
+            their values in the program; None: not set.
     """
 
     sys_path: list[str]
@@ -95,6 +99,9 @@ class Setup(NamedTuple):
     learnt: Sequence[str] = ()
     proven: Sequence[str] = ()
     spill: str = ""
+    argv: Sequence[str] = ("",)
+    flags: Sequence[str] = ()
+    environ: Sequence[tuple[str, str | None]] = ()
 
 
 def socket_path(directory: str) -> str:
@@ -232,6 +239,15 @@ class Bind(NamedTuple):
 LEASE_MARK: Final = "AIOGPU_LEASE"
 """Environment variable that marks the processes that use a lease. All of them inherit
 the variable, so the node can find them."""
+
+
+ARGUMENTS: Final = "AIOGPU_PROGRAM_ARGUMENTS"
+"""Name in `Bind.environ` for the `sys.argv` of a joined program, separated by NUL.
+
+Programs that differ in it alone share a zygote, but no worker: a module may have parsed
+the arguments when it was imported. Workers of the node's own program have them from the
+zygote.
+"""
 
 
 class Define(NamedTuple):
@@ -786,16 +802,17 @@ END_OF_CLIENTS: Final = FIRST_CLIENT + (1 << 24)
 class Join(NamedTuple):
     """Client to node: I join; start my tasks' workers with these settings.
 
-    `release`: the client's version of aiogpu. `executable`, `flags`, `sys_path`,
-    `directory` and `environ`: those of its process. `preload`: modules for its zygote.
-    `shows`: send it the output of its tasks. `only_looks`: it will run nothing.
-    `weight`: its share, relative to a client of weight 1.
+    `release`: the client's version of aiogpu. `executable`, `flags`, `argv`,
+    `sys_path`, `directory` and `environ`: those of its process. `preload`: modules for
+    its zygote. `shows`: send it the output of its tasks. `only_looks`: it will run
+    nothing. `weight`: its share, relative to a client of weight 1.
     """
 
     release: str
     name: str
     executable: str
     flags: tuple[str, ...]
+    argv: tuple[str, ...]
     sys_path: tuple[str, ...]
     directory: str
     environ: dict[str, str]

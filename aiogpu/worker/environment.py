@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 from aiogpu.client.current import current
-from aiogpu.wire.messages import Bind
+from aiogpu.wire.messages import ARGUMENTS, Bind
 from aiogpu.worker.private_hooks import variables
 
 _given: Final[set[str]] = set()
@@ -27,6 +27,9 @@ _recorded: Final[dict[bytes, bytes]] = {}
 
 def bind(message: Bind) -> None:
     """Set the environment and the devices of this worker, for its whole life."""
+    arguments = message.environ.pop(ARGUMENTS, None)
+    if arguments is not None:
+        sys.argv[:] = arguments.split("\0")
     for name, value in message.environ.items():
         keep(name, value)
     _given.update(message.environ)

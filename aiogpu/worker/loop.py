@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Callable
 
 from aiogpu.client.current import current
 from aiogpu.memory.control_page import BEGUN, TOO_LATE
@@ -45,7 +46,17 @@ class Worker:
         interrupts: Interrupts,
         imports: Imports,
         threads: Threads,
+        customize: Callable[[], None],
     ) -> None:
+        """Prepare a worker.
+
+        Args:
+            channel: the connection to the driver.
+            interrupts: interrupts the tasks.
+            imports: records the imports.
+            threads: sets the threads of numeric libraries.
+            customize: runs the start-up code of Python that the zygote has not run.
+        """
         self._channel = channel
         self._interrupts = interrupts
         self._stdio = Stdio(channel)
@@ -53,6 +64,7 @@ class Worker:
         self._executor = Executor(
             channel, interrupts, threads, imports, self._stdio, self._client
         )
+        self._customize = customize
         self.task_state = TaskStateReset(interrupts.restore)
 
     def begin(self) -> None:
@@ -86,6 +98,7 @@ class Worker:
                 self._executor.define(message)
             elif type(message) is Bind:
                 bind(message)
+                self._customize()
                 record()
             elif type(message) is Create:
                 if self._serve_actor(message):

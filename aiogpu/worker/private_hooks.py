@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import importlib
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
@@ -51,6 +52,24 @@ def run_exit_functions() -> None:
 def forget_exit_functions() -> None:
     """Unregister all `atexit` functions: they belong to the parent process."""
     atexit._clear()
+
+
+def set_interpreter_flag(name: str, value: bool) -> None:
+    """Set an attribute of `sys.flags`, which Python sets only at its start.
+
+    The standard library reads the flags, for example for the options of child
+    processes. There is no fallback: the function is part of CPython's stable API.
+    """
+    before = getattr(sys.flags, name)
+    if bool(before) == value:
+        return
+    import ctypes  # late: programs that have joined a node import this module too
+
+    after = ctypes.py_object(type(before)(value))
+    index = ctypes.c_ssize_t(type(sys.flags).__match_args__.index(name))
+    python = ctypes.pythonapi
+    python.Py_IncRef(after)  # the next call takes over one reference
+    python.PyStructSequence_SetItem(ctypes.py_object(sys.flags), index, after)
 
 
 def variables() -> Mapping[bytes, bytes]:

@@ -43,7 +43,7 @@ def test_start_and_stop_of_a_service(sandbox: Sandbox) -> None:
     assert os.readlink(f"/proc/{node.pid}/cwd") == "/"
     assert Path(f"/proc/{node.pid}/comm").read_text() == "aiogpu-node\n"
     command = Path(f"/proc/{node.pid}/cmdline").read_bytes().split(b"\0")
-    assert {b"aiogpu.daemon", sandbox.place.socket.encode()} <= set(command)
+    assert {b"-P", sandbox.place.socket.encode()} <= set(command)
 
     out, err = sandbox.run("stop", "--drain=5")
 

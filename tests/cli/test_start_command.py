@@ -149,7 +149,8 @@ def test_a_unit_has_the_same_options(
     arguments = ["--head", "--systemd", "--drain=5", "--num-gpus=2"]
     monkeypatch.setattr(sys, "argv", ["aiogpu", "start", *arguments])
     ran = given(*arguments)
-    assert f"ExecStart={sys.executable} -m aiogpu start --head --drain=5 " in ran.output
+    command = f"{sys.executable} -P -m aiogpu start --head --drain=5 "
+    assert f"ExecStart={command}" in ran.output
     assert " --num-gpus=2 --block\n" in ran.output
     assert "\nTimeoutStopSec=27\n" in ran.output
     assert not plans

@@ -305,7 +305,7 @@ UNFIT = {
     "threads": (
         "import threading\n"
         "threading.Thread(target=threading.Event().wait, daemon=True).start()\n",
-        "it left 1 threads running",
+        "it left 1 threads running (Thread-1 (wait))",
     ),
     "crashes": (
         "import os, signal\n"

@@ -77,6 +77,18 @@ def swallowing(source: str) -> Iterator[int]:
     return (node.lineno for node in ast.walk(ast.parse(source)) if swallows(node))
 
 
+def interpreters(source: str) -> Iterator[int]:
+    """Lines with a command line that starts an interpreter."""
+    return (
+        node.lineno
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.List | ast.Tuple)
+        and node.elts
+        and "executable" in names_in(node.elts[0])
+        and any(ast.unparse(element).startswith("'-") for element in node.elts)
+    )
+
+
 def mocks(module: ast.Module) -> Iterator[str]:
     """Imports of mocks."""
     return (
@@ -98,6 +110,12 @@ def sleeps_and_mocks(source: str) -> Iterator[int | str]:
 @pytest.mark.parametrize("folder", source_folders("aiogpu"), ids=relative)
 def test_no_exception_is_swallowed(folder):
     assert search(folder, swallowing) == {}
+
+
+@pytest.mark.parametrize("folder", source_folders("aiogpu"), ids=relative)
+def test_only_one_function_builds_the_command_of_an_interpreter(folder):
+    found = search(folder, interpreters)
+    assert set(found) <= {"aiogpu/linux/interpreter.py"}, found
 
 
 @pytest.mark.parametrize("folder", source_folders("aiogpu", "tests"), ids=relative)

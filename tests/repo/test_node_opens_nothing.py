@@ -20,7 +20,6 @@ OPENERS = {
 }
 """Functions that unpickle, by module."""
 ALLOWED = {
-    ("config.py", "marshal"),  # writes its own code
     ("requests.py", "unpack_failure"),  # for a refusal that the node itself has packed
 }
 

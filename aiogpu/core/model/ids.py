@@ -17,3 +17,11 @@ OWN = ClientId(0)
 
 PROGRAM = "AIOGPU_PROGRAM"
 """The environment variable that names a task's program, if several share the node."""
+
+
+def is_of_program(variable: str) -> bool:
+    """Return True for the variables of a program, which children of tasks inherit.
+
+    They are no variables of the user's, and are not shown.
+    """
+    return variable.startswith(PROGRAM)

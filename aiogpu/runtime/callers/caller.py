@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from aiogpu.core.model.ids import OWN, ClientId, TaskId
+from aiogpu.core.model.request import Environment
 from aiogpu.core.queue.fair_share import Limits
 from aiogpu.errors import (
     AiogpuError,
@@ -40,8 +41,7 @@ class Caller(Borrower):
 
     Attributes:
         client: the program that owns the tasks started without a parent.
-        program: the key of the `Program` that its workers start from; "" for the
-            node's own.
+        program: the variables of its `Program`; empty for the node's own.
         declared: the declared functions, by number.
         children: ids of the child tasks that have not ended, by number.
         actor_calls: actor and call number of each unanswered call, by number.
@@ -55,7 +55,7 @@ class Caller(Borrower):
     """
 
     client: ClientId = field(default=OWN, kw_only=True)
-    program: str = field(default="", kw_only=True)
+    program: Environment = field(default=(), kw_only=True)
     declared: dict[int, FunctionSpec | wire.Failed] = field(
         default_factory=dict, kw_only=True
     )

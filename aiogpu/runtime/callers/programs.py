@@ -33,7 +33,7 @@ from aiogpu.runtime.driver import Driver
 from aiogpu.runtime.objects.store import Store
 from aiogpu.runtime.output import Routes, TaskLog
 from aiogpu.runtime.pending_tasks import internal_error
-from aiogpu.runtime.zygote.config import Program
+from aiogpu.runtime.zygote.config import Program, program_of
 from aiogpu.runtime.zygote.generations import Zygotes
 from aiogpu.serialization.exceptions import pack_own_error
 from aiogpu.serialization.payload import MARK
@@ -340,7 +340,7 @@ class Clients:
             return
         program = Program(
             *(join.executable, join.sys_path, join.directory, join.environ),
-            *(join.preload, join.flags),
+            *(join.preload, join.flags, join.argv),
         )
         client.name, client.shows = join.name, join.shows
         client.only_looks = join.only_looks
@@ -348,8 +348,8 @@ class Clients:
         if client.only_looks:
             client.pending_join = joined
         else:
-            client.program = program.key
-            self._zygotes.join(client.program, program)
+            client.program = program.variables
+            self._zygotes.join(program.key, program)
             self._driver.feed(Scheduler.join, *joined)
         client.is_joined = True
         self._reply_with(self._welcome(client))
@@ -361,7 +361,7 @@ class Clients:
             return  # the program has disconnected
         try:
             if not client.only_looks:
-                await self._zygotes.joined(client.program)
+                await self._zygotes.joined(program_of(client.program))
         except Exception as error:  # noqa: BLE001 - sent to the program
             peer.send_one(wire.ChildFailed(0, *pack_own_error(error).why))
             return
@@ -417,7 +417,7 @@ class Clients:
             # Its detached actors live on, and their processes may be restarted.
             client.declared.clear()
             self._left[client.client] = client
-            self._zygotes.leave(client.program)
+            self._zygotes.leave(program_of(client.program))
 
     def _give_up(self, client: Client) -> None:
         """Stop a client's tasks and actors; processes with its leases may go on."""
@@ -485,7 +485,8 @@ class Clients:
 
     def wants(self, program: str) -> bool:
         """Return True if a detached actor still needs the zygote of a program."""
-        return any(left.program == program for left in self._survived().values())
+        left = self._survived().values()
+        return any(program_of(client.program) == program for client in left)
 
     @property
     def programs(self) -> dict[int, tuple[str, int]]:

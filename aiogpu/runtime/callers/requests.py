@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final, cast
 from aiogpu.client.function_spec import Function, FunctionSpec, new_function_id
 from aiogpu.client.spec_codec import load_spec
 from aiogpu.core.model.ids import OWN, ClientId, TaskId
+from aiogpu.core.model.request import Environment
 from aiogpu.errors import (
     ActorNameError,
     AiogpuError,
@@ -75,7 +76,7 @@ class Requests:
         self._actors = driver.actors
         self._store = store
         self._functions: dict[bytes, Function] = {}
-        self._funcs: dict[tuple[int, bytes, str], FunctionSpec] = {}
+        self._funcs: dict[tuple[int, bytes, Environment], FunctionSpec] = {}
         self._handlers: Final[dict[type[wire.Message], Callable[..., object]]] = {
             wire.Declare: self._declare,
             wire.Submit: self.submit,
@@ -124,7 +125,7 @@ class Requests:
             # Drop the oldest. By now the caller would declare it again.
             del declared[next(iter(declared))]
 
-    def _func_of(self, message: wire.Declare, program: str) -> FunctionSpec:
+    def _func_of(self, message: wire.Declare, program: Environment) -> FunctionSpec:
         """Return a declared function; the same object if declared before."""
         functions, funcs = self._functions, self._funcs
         if len(functions) + len(funcs) > 2 * KEPT:

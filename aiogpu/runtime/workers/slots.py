@@ -28,7 +28,7 @@ from aiogpu.runtime.workers.death import (
     NoCapacityError,
     may_be_kernels,
 )
-from aiogpu.runtime.zygote.config import program_of
+from aiogpu.runtime.zygote.config import program_variables
 from aiogpu.runtime.zygote.process import Zygote
 from aiogpu.wire.messages import Close, Define, Forget, Message, output_path
 
@@ -68,7 +68,7 @@ class LiveWorker(Caller):
     is_gone: bool = False
 
     def __post_init__(self) -> None:
-        self.program = program_of(self.environment)
+        self.program = program_variables(self.environment)
 
     def blame(self, cause: str) -> None:
         """Note the cause of the end; the first cause stands."""

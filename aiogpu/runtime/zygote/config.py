@@ -18,26 +18,35 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Final, NamedTuple
 
-from aiogpu.core.model.ids import PROGRAM
+from aiogpu.core.model.ids import PROGRAM, is_of_program
 from aiogpu.core.model.request import Environment
 from aiogpu.errors import NodeStartError
+from aiogpu.linux.interpreter import interpreter_command
 from aiogpu.memory.control_page import ControlPage
 from aiogpu.runtime.descriptors import soft_limit
 from aiogpu.runtime.directories import create_directory, remove_directory
 from aiogpu.runtime.node_cgroup import NodeCgroup
-from aiogpu.wire.messages import LOG_LEVEL, Setup, socket_path
+from aiogpu.wire.messages import ARGUMENTS, LOG_LEVEL, Setup, socket_path
 
-_FLAGS: Final = (("optimize", "O"), ("dont_write_bytecode", "B"), ("no_user_site", "s"))
-
-
-_CARRIED: Final = frozenset(
-    {
-        *("dev", "faulthandler", "frozen_modules", "int_max_str_digits"),
-        *("no_debug_ranges", "pycache_prefix", "tracemalloc", "utf8"),
-        "warn_default_encoding",
-    }
+_FLAGS: Final = (
+    ("bytes_warning", "b"),
+    ("debug", "d"),
+    ("dont_write_bytecode", "B"),
+    ("ignore_environment", "E"),
+    ("isolated", "I"),
+    ("no_site", "S"),
+    ("no_user_site", "s"),
+    ("optimize", "O"),
+    ("quiet", "q"),
+    ("safe_path", "P"),
 )
-"""Options after -X that workers inherit; the other options print something at exit."""
+"""Attributes of `sys.flags` with their options. Not -v, which prints each import, and
+not -i, which would read commands."""
+
+
+_NOT_INHERITED: Final = frozenset({"importtime", "showrefcount", LOG_LEVEL})
+"""Options after -X that workers do not inherit: the first two print at imports or at
+exit, the last may have changed."""
 
 
 def _log_level() -> Sequence[str]:
@@ -59,10 +68,15 @@ def interpreter_flags() -> Sequence[str]:
         if getattr(sys.flags, name)
     ]
     for name, value in sys._xoptions.items():
-        if name in _CARRIED:
+        if name not in _NOT_INHERITED:
             options += ["-X", name if value is True else f"{name}={value}"]
     options += [f"-W{option}" for option in sys.warnoptions]
     return [*options, *_log_level()]
+
+
+def arguments() -> list[str]:
+    """Return this program's `sys.argv`, which programs may change or not have."""
+    return [word for word in getattr(sys, "argv", ()) if isinstance(word, str)]
 
 
 AT_EXEC: Final = ("LD_", "PYTHON", "MALLOC_", "GLIBC_")
@@ -148,6 +162,7 @@ class Program(NamedTuple):
         environ: the environment variables.
         preload: modules that the zygote imports.
         flags: command-line options of the interpreter.
+        argv: its `sys.argv`.
     """
 
     executable: str
@@ -156,12 +171,20 @@ class Program(NamedTuple):
     environ: Mapping[str, str]
     preload: Sequence[str] = ()
     flags: Sequence[str] = ()
+    argv: Sequence[str] = ()
+
+    @property
+    def variables(self) -> Environment:
+        """The variables of its tasks; equal for programs that may share workers."""
+        return ((ARGUMENTS, "\0".join(self.argv)), (PROGRAM, self.key))
 
     @property
     def key(self) -> str:
-        """A hash that is equal for programs that may share workers."""
+        """A hash that is equal for programs that may share a zygote."""
         parts: list[str] = [self.executable, self.directory, *self.sys_path, "", ""]
         parts += [*self.preload, "", "", *self.flags, "", ""]
+        if self.preload:
+            parts += [*self.argv, "", ""]  # the user's modules may parse them
         for name, value in sorted(self.environ.items()):
             if name not in VOLATILE:
                 parts += [name, value]
@@ -186,6 +209,7 @@ class ZygoteConfig(NamedTuple):
         cgroup: the node's cgroup, chosen before the first start.
         learns: workers report their imports.
         spill: directory for values beyond the memory limit, "" for the default.
+        seed: PYTHONHASHSEED of all zygotes, unless the user has set it.
         own: the node's own program; `launch` fills in interpreter and options.
         programs: the programs that have joined, by key; each has its own zygotes.
     """
@@ -196,6 +220,7 @@ class ZygoteConfig(NamedTuple):
     cgroup: NodeCgroup
     learns: bool
     spill: str
+    seed: str
     own: Program
     programs: dict[str, Program]
 
@@ -211,9 +236,11 @@ class ZygoteConfig(NamedTuple):
         # Python ignores entries that are no strings, such as a `Path`.
         sys_path = [str(path) for path in sys.path if isinstance(path, str)]
         working = "" if place is None else f"/proc/self/fd/{place}"
-        own = Program("", sys_path, working, dict(os.environ))
+        own = Program("", sys_path, working, dict(os.environ), argv=arguments())
+        # 0 would make hashes predictable.
+        seed = str(int.from_bytes(os.urandom(4), "little") or 1)
         page = ControlPage.create()
-        return cls(directory, page, place, cgroup, learns, spill, own, {})
+        return cls(directory, page, place, cgroup, learns, spill, seed, own, {})
 
     def close(self) -> None:
         """Close the descriptors."""
@@ -227,18 +254,27 @@ def program_of(environment: Iterable[tuple[str, str]]) -> str:
     return next((value for name, value in environment if name == PROGRAM), "")
 
 
+def program_variables(environment: Environment) -> Environment:
+    """Return the variables of the program to which these variables belong."""
+    return tuple(pair for pair in environment if is_of_program(pair[0]))
+
+
 _EMBEDS: Final = (
     "this program embeds Python and sys.executable is empty; set it to a Python "
     "interpreter that can import aiogpu."
 )
 
 
-_BOOT: Final = (
-    "import gc, marshal, os, sys; gc.disable(); "
-    "fields = marshal.loads(os.read(0, 1 << 24)); "
-    "sys.path[:] = fields['sys_path']; "
-    "from aiogpu.worker.zygote.main import main; main(fields)"
-)
+_BOOT: Final = """
+import gc, sys
+gc.disable()
+del __file__
+sys.path[:] = fields["sys_path"]
+from aiogpu.worker.zygote.main import main
+main(fields)
+"""
+"""The program of a zygote, after a line that assigns its fields. `__file__` would be
+<stdin>, which multiprocessing tries to open."""
 
 
 def start_interpreter(
@@ -252,10 +288,12 @@ def start_interpreter(
 ) -> subprocess.Popen[bytes]:
     """Start a fresh interpreter that calls `aiogpu.worker.zygote.main.main(fields)`.
 
-    The fields are sent on standard input, since any user can read a command line.
+    The program is sent on standard input. Any user can read a command line, and
+    debuggers and profilers (pydevd, viztracer) rewrite the command lines of Python
+    programs that are named on them, so that these run under the debugger.
 
     Args:
-        fields: plain values that marshal supports.
+        fields: plain values that have literals.
         page: descriptor that the child inherits under the same number.
         output: descriptor that becomes stdout and stderr.
         environ: the environment variables; default: as in this process.
@@ -266,18 +304,16 @@ def start_interpreter(
     Raises:
         NodeStartError: there is no interpreter, or it cannot be started.
     """
-    import marshal
-
     executable = executable or sys.executable
     if not executable:
         raise NodeStartError(_EMBEDS)
     source = -1
     try:
         source = os.memfd_create("aiogpu-setup", os.MFD_CLOEXEC)
-        os.write(source, marshal.dumps(fields))
+        os.write(source, f"fields = {fields!a}{_BOOT}".encode())
         os.lseek(source, 0, os.SEEK_SET)
         return subprocess.Popen(
-            [executable, *flags, "-c", _BOOT],
+            interpreter_command(executable, "-", flags=flags),
             stdin=source,
             stdout=output,
             stderr=output,
@@ -291,6 +327,15 @@ def start_interpreter(
     finally:
         if source >= 0:
             os.close(source)
+
+
+def is_script(executable: str) -> bool:
+    """Return whether an interpreter is a script that starts another one."""
+    try:
+        with open(executable, "rb") as file:
+            return file.read(2) == b"#!"
+    except OSError:
+        return False
 
 
 def fitting(
@@ -310,6 +355,34 @@ def fitting(
     if own is None or own == before.get("PYTHONWARNINGS"):
         return flags
     return [flag for flag in flags if not flag.startswith("-W")]
+
+
+HASH_SEED: Final = "PYTHONHASHSEED"
+
+
+_IGNORING: Final = ("-E", "-I")
+"""Options for which Python ignores its variables, the hash seed among them."""
+
+
+def start_variables(
+    variables: Mapping[str, str], flags: Sequence[str], seed: str
+) -> dict[str, str]:
+    """Return the variables that an interpreter with these options is started with.
+
+    Text has equal hashes in processes with equal seeds, and only a variable sets the
+    seed. So Python's variables are left out, instead of ignored.
+
+    Args:
+        variables: the variables of its program.
+        flags: the options.
+        seed: the hash seed, unless the variables set it.
+    """
+    started = dict(variables)
+    if not set(flags).isdisjoint(_IGNORING):
+        started = {k: v for k, v in variables.items() if not k.startswith("PYTHON")}
+    if started.get(HASH_SEED, "") in ("", "random"):
+        started[HASH_SEED] = seed
+    return started
 
 
 BACKLOG: Final = 64
@@ -370,6 +443,11 @@ def launch(
             executable=sys.executable, flags=interpreter_flags()
         )
     first = own["PYTHONPATH"].split(os.pathsep) if "PYTHONPATH" in own else ()
+    variables = {**program.environ, **own}
+    flags = fitting(program.flags, program.environ, variables)
+    started = start_variables(variables, flags, config.seed)
+    # A zygote of several programs takes on the arguments of none.
+    argv = program.argv if program.preload or not program_of(environment) else ("",)
     setup = Setup(
         sys_path=[*first, *program.sys_path],
         node=os.path.basename(config.directory),
@@ -383,18 +461,24 @@ def launch(
         learnt=list(modules.learnt),
         proven=list(modules.proven),
         spill=config.spill,
+        argv=tuple(argv),
+        flags=tuple(flags),
+        environ=tuple(
+            (name, variables.get(name))
+            for name in {**variables, **started}
+            if variables.get(name) != started.get(name)
+        ),
     )
     reading, writing = _open_pipe()
-    variables = {**program.environ, **own}
     try:
         child = start_interpreter(
             setup._asdict(),
             config.page,
             writing,
-            variables,
+            started,
             program.directory or None,
             program.executable,
-            fitting(program.flags, program.environ, variables),
+            [flag for flag in flags if flag not in _IGNORING],
         )
     except NodeStartError:
         os.close(reading)

@@ -29,6 +29,7 @@ from aiogpu.runtime.zygote.config import (
     Program,
     ZygoteConfig,
     early_variables,
+    is_script,
     program_of,
 )
 from aiogpu.runtime.zygote.process import IMPORT_LIMIT, Zygote, ZygoteEvents
@@ -408,6 +409,11 @@ class ZygoteGenerations:
         else:
             lines = "".join(f"\n  {line}" for line in zygote.last)
             text = f"the zygote ended with status {zygote.status}:{lines}"
+            if is_script(zygote.executable):
+                text += (
+                    f"\nsys.executable is {zygote.executable!r}, a script, perhaps of "
+                    f"a profiler; set it to Python's own file before the node starts."
+                )
             problem = NodeStartError(text)
             is_from_outside = zygote.status in FROM_OUTSIDE
         if problem is None:
@@ -429,8 +435,7 @@ class ZygoteGenerations:
             self._leave_out(unfit.module, unfit.reason)
         elif unfit.module not in self._preload:
             return NodeStartError(
-                f"a bare interpreter cannot be forked here: {unfit.reason}. Check what "
-                f"it runs at startup (sitecustomize, a debugger, a profiler)."
+                f"a bare interpreter cannot be forked here: {unfit.reason}."
             )
         elif unfit.is_missing:
             return PreloadError(

@@ -10,6 +10,7 @@ import asyncio
 import os
 import signal
 import subprocess
+import sys
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -20,7 +21,13 @@ from aiogpu.errors import NodeStartError
 from aiogpu.runtime.connection import Peer, Recipient
 from aiogpu.runtime.descriptors import descriptor_limit
 from aiogpu.runtime.output import Console, LinePipe
-from aiogpu.runtime.zygote.config import Launched, Modules, ZygoteConfig, launch
+from aiogpu.runtime.zygote.config import (
+    Launched,
+    Modules,
+    ZygoteConfig,
+    launch,
+    program_of,
+)
 from aiogpu.wire.messages import Check, Close, Keep, Lost, Message, Ready, Unfit
 
 CHECKS: Final = 1.0
@@ -134,6 +141,12 @@ class Zygote:
     def is_started(self) -> bool:
         """True after the process was started successfully."""
         return self._output is not None
+
+    @property
+    def executable(self) -> str:
+        """The interpreter that it is started with."""
+        program = self._config.programs.get(program_of(self.environment))
+        return sys.executable if program is None else program.executable
 
     @property
     def takes_work(self) -> bool:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+from collections.abc import Callable
 from functools import partial
 from typing import Final
 
@@ -113,7 +114,7 @@ class Warmup:
             channel = Channel(interrupts)
             channel.use(theirs)
             ours.sendall(self._script)
-            Worker(channel, interrupts, Imports(), UnchangedThreads()).serve()
+            Worker(channel, interrupts, Imports(), UnchangedThreads(), nothing).serve()
 
 
 ROUNDS: Final = 20
@@ -128,7 +129,12 @@ class WorkerTemplate:
     """The state of every worker of a node at its fork; made in the zygote."""
 
     def __init__(
-        self, setup: Setup, page: ControlPage, imports: Imports, threads: Threads
+        self,
+        setup: Setup,
+        page: ControlPage,
+        imports: Imports,
+        threads: Threads,
+        customize: Callable[[], None],
     ) -> None:
         self._path = socket_path(setup.directory)
         self._interrupts = Interrupts(page)
@@ -138,7 +144,9 @@ class WorkerTemplate:
             *(descriptor_path(setup.directory), setup.spill, page, self._interrupts),
             partial(self._channel.send, READ_DESCRIPTORS),
         )
-        self._worker = Worker(self._channel, self._interrupts, imports, threads)
+        self._worker = Worker(
+            self._channel, self._interrupts, imports, threads, customize
+        )
         self._worker.task_state.record()
         self._seeds = seeds()
         current.node = current.home = setup.node

@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from typing import Final, NoReturn
 
 from aiogpu.linux import syscalls as kernel
@@ -26,11 +27,16 @@ from aiogpu.wire.messages import (
     Ready,
     Setup,
     Stale,
+    Unfit,
     socket_path,
 )
 from aiogpu.worker.environment import Threads
-from aiogpu.worker.private_hooks import forget_exit_functions, run_exit_functions
-from aiogpu.worker.zygote.bootstrap import WorkerTemplate
+from aiogpu.worker.private_hooks import (
+    forget_exit_functions,
+    run_exit_functions,
+    set_interpreter_flag,
+)
+from aiogpu.worker.zygote.bootstrap import WorkerTemplate, nothing
 from aiogpu.worker.zygote.keeper import (
     Keeper,
     Watch,
@@ -38,7 +44,7 @@ from aiogpu.worker.zygote.keeper import (
     is_served,
     remove_directory,
 )
-from aiogpu.worker.zygote.preload import Files, Imports, Preload
+from aiogpu.worker.zygote.preload import Files, Imports, Preload, unfit_to_fork
 
 KEEPER_LIMIT: Final = 1.5
 """Seconds after the driver's end until keepers are killed."""
@@ -57,8 +63,22 @@ no reader, and no process listens at the socket."""
 class Zygote:
     """The zygote of one node; made in a fresh interpreter."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(
+        self,
+        setup: Setup,
+        problem: str = "",
+        customize: Callable[[], None] = nothing,
+    ) -> None:
+        """Connect to the driver.
+
+        Args:
+            setup: the configuration.
+            problem: why this process may not be forked, "" if it may.
+            customize: start-up code of Python that each worker runs first.
+        """
         self._setup = setup
+        self._problem = problem
+        self._customize = customize
         self._keepers: dict[int, int] = {}
         self._lost: list[int] = []
         self._threads = Threads()
@@ -116,7 +136,11 @@ class Zygote:
         began = time.time_ns()
         handle_records()
         watch = self._watch
-        ready = Preload(self._setup, watch.send, watch.leave, watch.driver).run()
+        ready = None
+        if self._problem:
+            watch.send(Unfit("", self._problem, False))
+        else:
+            ready = Preload(self._setup, watch.send, watch.leave, watch.driver).run()
         if ready is not None:
             self._serve(ready, Files(began))
         watch.close()
@@ -134,7 +158,11 @@ class Zygote:
         if self._setup.learns:
             self._imports.watch()
         self._template = WorkerTemplate(
-            self._setup, self._page, self._imports, self._threads
+            self._setup,
+            self._page,
+            self._imports,
+            self._threads,
+            self._customize,
         )
         if self._setup.preload or self._setup.learnt:
             gc.collect()  # aiogpu alone leaves 0.3 MB of garbage, which all forks share
@@ -215,7 +243,16 @@ def main(fields: dict[str, object]) -> None:
     """
     status = 0
     try:
-        Zygote(Setup(**fields)).run()  # type: ignore[arg-type]
+        setup = Setup(**fields)  # type: ignore[arg-type]
+        problem = ""
+        customize: Callable[[], None] = nothing
+        if unfit_to_fork() or sys.flags.no_site:
+            # Late: most environments have no code that prevents a fork.
+            from aiogpu.worker.zygote.start_up import postpone
+
+            problem, customize = postpone(setup.flags)
+        _become_like_program(setup)
+        Zygote(setup, problem, customize).run()
     except (OSError, MemoryError) as error:
         if isinstance(error, OSError) and error.errno not in SCARCE:
             raise
@@ -223,6 +260,22 @@ def main(fields: dict[str, object]) -> None:
         sys.excepthook(*sys.exc_info())
         status = os.EX_TEMPFAIL
     _leave(status)
+
+
+def _become_like_program(setup: Setup) -> None:
+    """Give this interpreter the program's path, arguments, variables and flags."""
+    sys.path[:] = setup.sys_path
+    sys.argv[:] = setup.argv
+    for name, value in setup.environ:
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    is_isolated = "-I" in setup.flags
+    set_interpreter_flag("isolated", is_isolated)
+    set_interpreter_flag("ignore_environment", is_isolated or "-E" in setup.flags)
+    set_interpreter_flag("safe_path", "-P" in setup.flags)
+    set_interpreter_flag("no_site", "-S" in setup.flags)
 
 
 def _leave(status: int) -> NoReturn:

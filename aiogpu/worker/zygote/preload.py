@@ -18,7 +18,7 @@ import sys
 import time
 from _thread import _local, get_ident
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from time import perf_counter
 from types import ModuleType
 from typing import Any, Final
@@ -402,7 +402,7 @@ def unfit_to_fork() -> str | None:
     """Return the reason why this process may not fork, None if it may."""
     threads = len(os.listdir("/proc/self/task"))
     if threads > 1:
-        return f"it left {threads - 1} threads running"
+        return f"it left {threads - 1} threads running ({', '.join(_thread_names())})"
     for descriptor in os.listdir("/proc/self/fd"):
         try:
             target = os.readlink(f"/proc/self/fd/{descriptor}")
@@ -414,6 +414,23 @@ def unfit_to_fork() -> str | None:
     if torch is not None and has_begun_cuda(torch):
         return "it made torch look for CUDA devices"
     return None
+
+
+def _thread_names() -> list[str]:
+    """Return the names of up to eight other threads, Python's name where it has one."""
+    threading = sys.modules.get("threading")
+    python = threading.enumerate() if threading is not None else ()
+    known = {str(thread.native_id): thread.name for thread in python}
+    names = []
+    for number in os.listdir("/proc/self/task"):
+        if number == str(os.getpid()):
+            continue
+        if number in known:
+            names.append(known[number])
+        else:
+            with suppress(OSError), open(f"/proc/self/task/{number}/comm") as file:
+                names.append(file.read().strip())
+    return sorted(names)[:8]
 
 
 def has_begun_cuda(torch: ModuleType) -> bool:
@@ -438,6 +455,10 @@ NOISE: Final = 1000
 
 
 _STANDARD: Final = f"{os.path.dirname(os.__file__)}{os.sep}"
+
+
+START_UP: Final = frozenset({"sitecustomize", "usercustomize"})
+"""Modules that Python runs before a program; only their effects are of use."""
 
 
 _SITES: Final = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
@@ -504,7 +525,7 @@ def is_installed(module: ModuleType) -> bool:
     """Return whether a module belongs to Python or to an installed package."""
     spec = getattr(module, "__spec__", None)
     origin = getattr(spec, "origin", None)
-    if not isinstance(origin, str):
+    if not isinstance(origin, str) or getattr(spec, "name", "") in START_UP:
         return False
     if origin in ("built-in", "frozen") or origin.startswith(_STANDARD):
         return True

@@ -24,6 +24,7 @@ from aiogpu.runtime.zygote.config import (
     fitting,
     interpreter_flags,
     start_interpreter,
+    start_variables,
 )
 from aiogpu.runtime.zygote.generations import (
     DEAR,
@@ -121,6 +122,23 @@ def test_warning_filters_of_the_environment_replace_inherited_ones() -> None:
     assert fitting(flags, before, before) == flags
     assert fitting(flags, before, {"PYTHONWARNINGS": "ignore"}) == ["-O"]
     assert fitting(flags, {}, {"PYTHONWARNINGS": "ignore"}) == ["-O"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "variables", "started"),
+    [
+        ([], {}, {"PYTHONHASHSEED": "9"}),
+        (["-I"], {"PYTHONX": "1", "A": "1"}, {"A": "1", "PYTHONHASHSEED": "9"}),
+        (["-E"], {"PYTHONHASHSEED": "5"}, {"PYTHONHASHSEED": "9"}),
+        ([], {"PYTHONHASHSEED": "random"}, {"PYTHONHASHSEED": "9"}),
+        ([], {"PYTHONHASHSEED": ""}, {"PYTHONHASHSEED": "9"}),
+        (["-O"], {"PYTHONHASHSEED": "0"}, {"PYTHONHASHSEED": "0"}),
+    ],
+)
+def test_the_hash_seed_is_the_nodes_unless_the_user_has_chosen_one(
+    flags: list[str], variables: dict[str, str], started: dict[str, str]
+) -> None:
+    assert start_variables(variables, flags, "9") == started
 
 
 @pytest.mark.parametrize("program", ["", "/no/such/python", "/etc/passwd"])
@@ -246,6 +264,7 @@ class FakeProcess:
         self.unfit: Unfit | None = None
         self.problem: Exception | None = None
         self.status, self.last = 0, ("last words",)
+        self.executable = sys.executable
         self.is_closing = self.is_over = self.is_stale = self.is_late = False
         self.is_started = False
         self.calls: list[str] = []

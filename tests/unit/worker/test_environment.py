@@ -16,6 +16,7 @@ from aiogpu.wire.messages import Bind
 from aiogpu.worker import environment as environ
 from aiogpu.worker import private_hooks
 from aiogpu.worker.environment import TaskStateReset, Threads
+from tests.support.program import run
 
 
 @pytest.fixture
@@ -224,3 +225,26 @@ def test_thread_variables_of_the_task_override_those_of_the_program(
 def test_imports_stay_unwrapped_without_hook(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(private_hooks, "_FIND", "another_way")
     assert not private_hooks.wrap_imports(lambda find: find)
+
+
+SETS_FLAGS = """
+    import subprocess, sys
+    from aiogpu.worker.private_hooks import set_interpreter_flag
+    before = list(sys.flags)
+    for name in ("isolated", "ignore_environment", "safe_path", "no_site"):
+        kind = type(getattr(sys.flags, name))
+        for value in (True, False, True, True):
+            set_interpreter_flag(name, value)
+            assert getattr(sys.flags, name) == value
+            assert type(getattr(sys.flags, name)) is kind, name
+    assert "-I" in subprocess._args_from_interpreter_flags()
+    set_interpreter_flag("isolated", False)
+    set_interpreter_flag("ignore_environment", False)
+    set_interpreter_flag("safe_path", False)
+    set_interpreter_flag("no_site", False)
+    assert list(sys.flags) == before
+"""
+
+
+def test_flags_of_the_interpreter_are_set() -> None:
+    run(SETS_FLAGS)

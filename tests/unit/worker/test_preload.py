@@ -273,7 +273,7 @@ REASONS = {
     "raises": "its import raises ValueError: two lines",
     "exits": "its import raises SystemExit: 3",
     "no_such": "its import raises ModuleNotFoundError: No module named 'no_such'",
-    "threads": "it left 1 threads running",
+    "threads": "it left 1 threads running (Thread-1 (wait))",
     "device": "it opened {directory}/fake_nvidia0",
     "hangs": "its import did not end within 0.5 s",
     "crashes": "its import was ended by SIGSEGV",
