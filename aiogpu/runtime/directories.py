@@ -3,7 +3,8 @@
 Its own directory holds the sockets of its workers. It is private, has a short path, and
 is removed with the node. Programs find the node's socket, pidfile and logs in the
 meeting directory, mode 0700. Any user may create directories in /tmp, so nodes,
-programs and commands check its owner and mode before they use a file in it.
+programs and commands check its owner and mode before they use a file in it. No other
+user may be able to replace either directory, or one above it (`linux.files`).
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ import os
 import stat
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Final, NamedTuple
+from typing import Final
 
 from aiogpu.errors import NodeError, NodeStartError
+from aiogpu.linux.files import Unfit, kind, replaceable
 from aiogpu.linux.sockets import user
 
 SOCKET: Final = "node.sock"
@@ -33,18 +35,6 @@ OWN_NAMES: Final = (".sock", ".pid", LOGS)
 
 SHARED: Final = 0o077
 """Bits of a directory's mode that give other users access."""
-
-
-class Unfit(NamedTuple):
-    """The reason why a directory or file is not used.
-
-    Attributes:
-        problem: what is wrong, as a predicate: "is a symbolic link".
-        remedy: what to do, as the beginning of a sentence.
-    """
-
-    problem: str
-    remedy: str
 
 
 def meeting_directory() -> str:
@@ -108,7 +98,7 @@ def unfit_directory(path: str, forbidden: int = SHARED) -> Unfit | None:
             if has_others
             else f"Run `chmod 700 {path}` if no other user needs access",
         )
-    return None
+    return replaceable(os.path.dirname(os.path.abspath(path)))
 
 
 def check_socket(path: str) -> None:
@@ -170,18 +160,6 @@ def _refused(path: str, unfit: Unfit) -> NodeError:
     )
 
 
-def kind(status: os.stat_result) -> str:
-    """Return the type of a file in words."""
-    words = {
-        stat.S_IFREG: "a regular file",
-        stat.S_IFDIR: "a directory",
-        stat.S_IFLNK: "a symbolic link",
-        stat.S_IFIFO: "a named pipe",
-        stat.S_IFSOCK: "a socket",
-    }
-    return words.get(stat.S_IFMT(status.st_mode), "a device")
-
-
 LONGEST: Final = 75
 """Most bytes of the path in which a node's directory is made.
 
@@ -205,7 +183,8 @@ def create_directory() -> str:
     """Make a directory that only this user may enter (mode 0700).
 
     Raises:
-        NodeStartError: no place is writable.
+        NodeStartError: no place is writable, or other users could replace what is in
+            the first writable place.
     """
     places = places_of(os.environ)
     problem: OSError | None = None
@@ -213,10 +192,18 @@ def create_directory() -> str:
         path = f"{place}/aiogpu-{os.urandom(6).hex()}"
         try:
             os.mkdir(path, 0o700)
+            unfit = replaceable(place)
         except OSError as error:
             problem = error
-        else:
+            continue
+        if unfit is None:
             return path
+        os.rmdir(path)
+        raise NodeStartError(
+            f"{place} {unfit.problem}, so the directory of the node's socket is not "
+            f"made there. {unfit.remedy}, or set XDG_RUNTIME_DIR to a directory of "
+            f"this user."
+        )
     raise NodeStartError(
         f"cannot make a directory for the node's socket in {', '.join(places)}: "
         f"{problem}. Set XDG_RUNTIME_DIR or TMPDIR to a writable directory."
