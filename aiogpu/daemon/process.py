@@ -204,7 +204,8 @@ class Service:
     def _begin_metrics(self, node: LocalEngine) -> None:
         if self._plan.metrics is None:
             return
-        from aiogpu.observe.metrics import ADDRESS, MetricsServer, Seen
+        from aiogpu.observe.metrics import MetricsServer, Seen
+        from aiogpu.observe.metrics_server import ADDRESS
 
         loop = asyncio.get_running_loop()
 
