@@ -30,6 +30,7 @@ from aiogpu.cli.nodes import (
     place_of,
     program_name,
 )
+from aiogpu.core.model.text import printable
 from aiogpu.core.model.units import LEAST, byte_count, parse_size, too_small
 from aiogpu.core.model.units import size as told_size
 from aiogpu.engines.base import NodeOptions
@@ -244,7 +245,7 @@ def _pids(
     except aiogpu.errors.NodeError:
         return []  # a shell cannot show the error
     return [
-        CompletionItem(str(node.pid), help=node.program)
+        CompletionItem(str(node.pid), help=printable(node.program))
         for node in nodes
         if node.pid and str(node.pid).startswith(prefix)
     ]
@@ -276,8 +277,9 @@ def resolved(address: str) -> str:
     nodes, refused = find_nodes(pid)
     if not nodes:
         reasons = "".join(f" {reason}" for reason in refused)
+        program = printable(program_name(pid))
         raise click.ClickException(
-            f"process {pid} ({program_name(pid)}) has no node that answers commands: "
+            f"process {pid} ({program}) has no node that answers commands: "
             f"it has not opened one, has closed it, or uses an inline node or Ray."
             f"{reasons} `aiogpu status` without --pid finds all nodes."
         )

@@ -14,6 +14,7 @@ from aiogpu.cli.status import (
     nothing_named,
     tasks_named,
 )
+from aiogpu.cli.terminal import echo, show_error
 from aiogpu.core.model.text import listing, printable
 from aiogpu.observe.why import Why, end_in_brief
 from aiogpu.wire.messages import CANCEL, KILL
@@ -92,9 +93,9 @@ async def _stop(
     for name in named:
         try:
             for number in await _numbers(node, what, name, all_named):
-                click.echo(await stop_one(node, what, number))
+                echo(await stop_one(node, what, number))
         except click.ClickException as error:
-            error.show()
+            show_error(error)
             code = 1
     return code
 
