@@ -38,7 +38,7 @@ from aiogpu.engines.remote import RemoteEngine
 from aiogpu.errors import NoSuchTaskError, OptionError
 from aiogpu.observe.status import EndedTask, NodeStatus
 from aiogpu.observe.trace import Span
-from aiogpu.observe.why import Why
+from aiogpu.observe.why import StopReport, Why
 from aiogpu.runtime.directories import check_socket, default_socket
 
 
@@ -153,6 +153,13 @@ class Node:
         """Cancel a task or kill an actor; see `RemoteEngine.stop_task`."""
         async with asyncio.timeout(self._patience):
             return await self._engine.stop_task(what, number)
+
+    async def stop_named(self, what: str, name: str) -> StopReport:
+        """Stop the tasks with a name, without a limit of time: they may be a million.
+
+        See `RemoteEngine.stop_named`.
+        """
+        return await self._engine.stop_named(what, name)
 
     @property
     def _engine(self) -> RemoteEngine:

@@ -721,10 +721,18 @@ def tasks_named(status: NodeStatus, name: str) -> list[TaskStatus]:
     return [task for task in status.tasks if task.name == name or task.id in actors]
 
 
-def nothing_named(status: NodeStatus, name: str) -> click.ClickException:
-    """Return the error for an unknown name."""
+def nothing_named(
+    status: NodeStatus, name: str, *, knows_all: bool = False
+) -> click.ClickException:
+    """Return the error for an unknown name.
+
+    Args:
+        status: the status of the node.
+        name: the name.
+        knows_all: the name was looked for among all tasks, not only those of `status`.
+    """
     advice = "`aiogpu list tasks` shows the tasks."
-    if status.waiting_count > len(status.waiting):
+    if not knows_all and status.waiting_count > len(status.waiting):
         advice += " Only the first 100 waiting tasks are known by name."
     owner = name.rpartition(".")[0]
     actors = [
