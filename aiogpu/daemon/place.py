@@ -12,8 +12,8 @@ from contextlib import suppress
 from typing import Final, NamedTuple
 
 from aiogpu.errors import NodeRunningError, NodeStartError
-from aiogpu.linux.files import kind
 from aiogpu.linux.procfs import read_stat
+from aiogpu.linux.sockets import kind
 from aiogpu.runtime.directories import (
     LOGS,
     SHARED,

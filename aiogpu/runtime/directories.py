@@ -3,21 +3,26 @@
 Its own directory holds the sockets of its workers. It is private, has a short path, and
 is removed with the node. Programs find the node's socket, pidfile and logs in the
 meeting directory, mode 0700. Any user may create directories in /tmp, so nodes,
-programs and commands check its owner and mode before they use a file in it. No other
-user may be able to replace either directory, or one above it (`linux.files`).
+programs and commands check its owner and mode before they use a file in it.
+
+A user who may write to a directory may rename its entries and put others in their
+place. So a private directory is safe only if this holds for each directory above it, up
+to the root: it belongs to root or to this user, and no other user may write to it. In a
+directory with the sticky bit, such as /tmp, only the owners of the directory and of an
+entry may rename the entry (inode(7)).
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from typing import Final
+from typing import Final, NamedTuple
 
 from aiogpu.errors import NodeError, NodeStartError
-from aiogpu.linux.files import Unfit, kind, replaceable
-from aiogpu.linux.sockets import user
+from aiogpu.linux.sockets import is_trusted, kind, user
 
 SOCKET: Final = "node.sock"
 
@@ -35,6 +40,18 @@ OWN_NAMES: Final = (".sock", ".pid", LOGS)
 
 SHARED: Final = 0o077
 """Bits of a directory's mode that give other users access."""
+
+
+class Unfit(NamedTuple):
+    """The reason why a directory or file is not used.
+
+    Attributes:
+        problem: what is wrong, as a predicate: "is a symbolic link".
+        remedy: what to do, as the beginning of a sentence.
+    """
+
+    problem: str
+    remedy: str
 
 
 def meeting_directory() -> str:
@@ -99,6 +116,98 @@ def unfit_directory(path: str, forbidden: int = SHARED) -> Unfit | None:
             else f"Run `chmod 700 {path}` if no other user needs access",
         )
     return replaceable(os.path.dirname(os.path.abspath(path)))
+
+
+def replaceable(path: str) -> Unfit | None:
+    """Return why another user could replace what is in a directory; None if not.
+
+    Args:
+        path: the absolute path of the directory.
+
+    Raises:
+        OSError: a part does not exist, or cannot be inspected.
+    """
+    for part in _parts(path):
+        status = os.lstat(part)
+        mode = status.st_mode
+        if not is_trusted(status.st_uid):
+            return Unfit(
+                f"is not safe: {part} belongs to {user(status.st_uid)}, who could "
+                f"replace what is in it, and this is {user(os.geteuid())}",
+                "Unset XDG_RUNTIME_DIR and TMPDIR if they are another user's, as after "
+                "`su` or `sudo -E`",
+            )
+        if stat.S_ISLNK(mode) or mode & stat.S_ISVTX:
+            continue
+        if mode & stat.S_IWOTH:
+            who = "all users"
+        elif mode & stat.S_IWGRP and not _is_private_group(status.st_gid):
+            who = _group(status.st_gid)
+        else:
+            continue
+        return Unfit(
+            f"is not safe: {who} may write to {part} (mode {stat.S_IMODE(mode):04o}) "
+            f"and could replace what is in it",
+            f"Have the sticky bit set by `chmod +t {part}`",
+        )
+    return None
+
+
+LINKS: Final = 40
+"""Symbolic links that the kernel follows in one path."""
+
+
+def _parts(path: str) -> Iterator[str]:
+    """Yield the directories and links by which the kernel resolves a path."""
+    yield "/"
+    current, links = "/", 0
+    rest = path.split("/")[::-1]
+    while rest:
+        name = rest.pop()
+        if name == "..":
+            current = os.path.dirname(current)
+        elif name not in {"", "."}:
+            part = os.path.join(current, name)
+            yield part
+            try:
+                target = os.readlink(part)
+            except OSError:
+                current = part
+                continue
+            links += 1
+            if links > LINKS:
+                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
+            if target.startswith("/"):
+                current = "/"
+            rest += target.split("/")[::-1]
+
+
+def _is_private_group(gid: int) -> bool:
+    """Return True if only this user and root are in a group.
+
+    Many systems give each user a group of the same name, and a umask that lets it write
+    (useradd(8)). The group of root has no other members.
+    """
+    if gid == 0:
+        return True
+    import grp
+    import pwd
+
+    try:
+        group, account = grp.getgrgid(gid), pwd.getpwuid(os.geteuid())
+    except KeyError:
+        return False
+    is_of_user = (group.gr_name, gid) == (account.pw_name, account.pw_gid)
+    return is_of_user and set(group.gr_mem) <= {account.pw_name}
+
+
+def _group(gid: int) -> str:
+    import grp
+
+    try:
+        return f"group {gid} ({grp.getgrgid(gid).gr_name})"
+    except KeyError:
+        return f"group {gid}"
 
 
 def check_socket(path: str) -> None:

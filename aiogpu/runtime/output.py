@@ -33,7 +33,7 @@ from typing import Any, Final, NamedTuple, Protocol, Self, TextIO, TypeVar, cast
 from aiogpu.core.model.ids import TaskId, WorkerId
 from aiogpu.core.records import TaskRecord
 from aiogpu.core.scheduler.state import SchedulerState
-from aiogpu.linux.files import is_own, open_checked
+from aiogpu.linux.sockets import is_own, open_checked
 from aiogpu.runtime.connection import Peer
 from aiogpu.wire.codec import unpack
 from aiogpu.wire.messages import PROGRESS, Logged, Printed, Warned, visible

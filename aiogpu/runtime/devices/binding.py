@@ -26,7 +26,7 @@ from aiogpu.core.model.units import BY_SHARE, CPU, GPU, UNIT
 from aiogpu.core.resources.devices import DeviceSet
 from aiogpu.core.resources.ledger import BundleLedger, Lease, Ledger
 from aiogpu.linux.cgroup import StrPath, read_cpus, unpinned_cpus
-from aiogpu.linux.files import UnexpectedFileError, is_trusted, open_checked
+from aiogpu.linux.sockets import UnexpectedFileError, is_trusted, open_checked
 from aiogpu.wire.messages import Bind
 
 if TYPE_CHECKING:

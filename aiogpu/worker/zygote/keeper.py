@@ -27,8 +27,7 @@ from typing import Final
 from aiogpu.errors import ProtocolError
 from aiogpu.linux import syscalls as kernel
 from aiogpu.linux.cgroup import SlotCgroup, end_node
-from aiogpu.linux.files import is_own, open_checked
-from aiogpu.linux.sockets import check_server
+from aiogpu.linux.sockets import check_server, is_own, open_checked
 from aiogpu.wire.codec import encode
 from aiogpu.wire.connection import KEEPER, Connection, greeting
 from aiogpu.wire.messages import (

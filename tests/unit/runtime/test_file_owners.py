@@ -11,14 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from aiogpu.linux.files import (
-    LINKS,
+from aiogpu.linux.sockets import (
     UnexpectedFileError,
     is_own,
     is_trusted,
     open_checked,
-    replaceable,
 )
+from aiogpu.runtime.directories import LINKS, replaceable
 
 OTHER = 54321
 
@@ -158,7 +157,7 @@ def test_a_file_of_another_user_is_not_opened(place: Path) -> None:
 
 
 def test_a_socket_has_a_name(place: Path) -> None:
-    from aiogpu.linux.files import kind
+    from aiogpu.linux.sockets import kind
 
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(f"{place}/s")
