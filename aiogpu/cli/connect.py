@@ -30,6 +30,7 @@ from aiogpu.cli.nodes import (
     place_of,
     program_name,
 )
+from aiogpu.core.model.text import printable
 from aiogpu.core.model.units import LEAST, byte_count, parse_size, too_small
 from aiogpu.core.model.units import size as told_size
 from aiogpu.engines.base import NodeOptions
@@ -37,7 +38,7 @@ from aiogpu.engines.remote import RemoteEngine
 from aiogpu.errors import NoSuchTaskError, OptionError
 from aiogpu.observe.status import EndedTask, NodeStatus
 from aiogpu.observe.trace import Span
-from aiogpu.observe.why import Why
+from aiogpu.observe.why import StopReport, Why
 from aiogpu.runtime.directories import check_socket, default_socket
 
 
@@ -153,6 +154,13 @@ class Node:
         async with asyncio.timeout(self._patience):
             return await self._engine.stop_task(what, number)
 
+    async def stop_named(self, what: str, name: str) -> StopReport:
+        """Stop the tasks with a name, without a limit of time: they may be a million.
+
+        See `RemoteEngine.stop_named`.
+        """
+        return await self._engine.stop_named(what, name)
+
     @property
     def _engine(self) -> RemoteEngine:
         engine = current_session().engine
@@ -244,7 +252,7 @@ def _pids(
     except aiogpu.errors.NodeError:
         return []  # a shell cannot show the error
     return [
-        CompletionItem(str(node.pid), help=node.program)
+        CompletionItem(str(node.pid), help=printable(node.program))
         for node in nodes
         if node.pid and str(node.pid).startswith(prefix)
     ]
@@ -276,8 +284,9 @@ def resolved(address: str) -> str:
     nodes, refused = find_nodes(pid)
     if not nodes:
         reasons = "".join(f" {reason}" for reason in refused)
+        program = printable(program_name(pid))
         raise click.ClickException(
-            f"process {pid} ({program_name(pid)}) has no node that answers commands: "
+            f"process {pid} ({program}) has no node that answers commands: "
             f"it has not opened one, has closed it, or uses an inline node or Ray."
             f"{reasons} `aiogpu status` without --pid finds all nodes."
         )

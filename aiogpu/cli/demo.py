@@ -1,7 +1,8 @@
 """`aiogpu demo`: a fan-out of tasks on fractional GPUs, with a live display.
 
-Uses only public names of aiogpu. Runs the example `julia_set`: each task computes one
-band of a picture; at the end the picture is computed again without tasks and compared.
+Its tasks use only public names of aiogpu. Runs the example `julia_set`: each task
+computes one band of a picture; at the end the picture is computed again without tasks
+and compared.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from rich.live import Live
 from rich.text import Text
 
 import aiogpu
+from aiogpu.cli.tables import console as terminal_console
 
 if TYPE_CHECKING:
     from julia_set import Band, Picture, Scene
@@ -138,7 +140,7 @@ class Display:
     """
 
     def __init__(self, console: Console | None = None) -> None:
-        self._console = console or Console(highlight=False, soft_wrap=True)
+        self._console = console or terminal_console(soft_wrap=True)
         self._is_ascii = self._console.options.ascii_only
         self._is_live = self._console.is_terminal and not self._console.is_dumb_terminal
         has_pixels = (

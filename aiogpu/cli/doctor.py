@@ -17,14 +17,14 @@ from dataclasses import asdict
 from typing import Any, Final, NamedTuple
 
 import click
-from rich.console import Console
 from rich.text import Text
 
 import aiogpu
 from aiogpu.cli import connect
 from aiogpu.cli.checks import CHECKS, Check, Finding, Level, examine, import_checks
 from aiogpu.cli.status import data_of
-from aiogpu.cli.tables import Column, Table, held_by, plain, text
+from aiogpu.cli.tables import Column, Table, console, held_by, plain, text
+from aiogpu.cli.terminal import echo
 from aiogpu.core.model.request import Device
 from aiogpu.core.model.text import printable
 from aiogpu.engines.device_report import DetectedDevice, DeviceReport, probe_devices
@@ -53,7 +53,7 @@ def run(checks: Sequence[Check], *, as_json: bool = False) -> int:
     """Run checks and print their findings; return the exit code."""
     # Checks report their warnings as findings, so they need not be logged as well.
     logging.getLogger("aiogpu").addHandler(logging.NullHandler())
-    screen = Console(highlight=False)
+    screen = console()
     findings = []
     for finding in examine(checks):
         findings.append(finding)
@@ -61,7 +61,7 @@ def run(checks: Sequence[Check], *, as_json: bool = False) -> int:
             screen.print(line(finding), soft_wrap=True)
     is_fatal = any(finding.is_fatal for finding in findings)
     if as_json:
-        click.echo(json.dumps([asdict(finding) for finding in findings], indent=1))
+        echo(json.dumps([asdict(finding) for finding in findings], indent=1))
         return int(is_fatal)
     counts = Counter(finding.level for finding in findings)
     summary = ", ".join(f"{counts[level]} {level.value}" for level in Level)
@@ -170,12 +170,12 @@ def gpus(as_json: bool) -> int:
     finally:
         log.removeHandler(warnings)
     if as_json:
-        click.echo(json.dumps(as_data(report, node), indent=1))
+        echo(json.dumps(as_data(report, node), indent=1))
         return 0
-    screen, table = Console(highlight=False), device_table(report, node)
+    screen, table = console(), device_table(report, node)
     has_room = max(map(len, plain(table)), default=0) <= screen.width
     if not (screen.is_terminal and has_room):
-        click.echo("\n".join(lines(report, node)))
+        echo("\n".join(lines(report, node)))
         return 0
     if report.seen:
         screen.print(table)

@@ -21,6 +21,7 @@ import click
 
 from aiogpu.cli import connect
 from aiogpu.cli.nodes import is_private, node_at
+from aiogpu.cli.terminal import echo, is_terminal
 from aiogpu.observe.trace import trace_of
 from aiogpu.runtime.directories import check_meeting, default_socket, logs_beside
 from aiogpu.runtime.output import FILE
@@ -51,11 +52,11 @@ class LogReader:
             while data := self._file.read(CHUNK) if self._file is not None else b"":
                 *lines, self._rest = (self._rest + data).split(b"\n")
                 for line in lines:
-                    yield line.decode("utf-8", "backslashreplace")
+                    yield line.decode("utf-8", "surrogateescape")
             if following is None:
                 return
             if self._rest:
-                yield self._rest.decode("utf-8", "backslashreplace")
+                yield self._rest.decode("utf-8", "surrogateescape")
                 self._rest = b""
             self.close()
             self._file = following
@@ -119,6 +120,11 @@ Wanted = Callable[[str], bool]
     show_default=True,
     help="Show at most so many of the last lines.",
 )
+@click.option(
+    "--raw",
+    is_flag=True,
+    help="Let the output of tasks control the terminal, for example with colours.",
+)
 @connect.address_option
 @click.option(
     "--log-dir",
@@ -131,12 +137,15 @@ def logs(
     client: int | None,
     node: bool,
     lines: int,
+    raw: bool,
     address: str,
     log_dir: str | None,
 ) -> None:
     """Show the output of tasks, with the time, the program and the task.
 
-    The command reads files, so it also works after the node has ended.
+    The command reads files, so it also works after the node has ended. A terminal shows
+    control characters as escapes, unless --raw is given; a pipe or a file gets the
+    bytes of the log.
 
     \b
     Examples:
@@ -164,6 +173,7 @@ def logs(
         )
     reader = LogReader(os.path.join(directory, NODE if node else FILE))
     known: set[int] = set()
+    is_raw = raw or not is_terminal()
     try:
         is_wanted, last = _wanted(task, client, known), deque[str](maxlen=lines)
         for line in reader.read():
@@ -171,18 +181,19 @@ def logs(
                 last.clear()  # the next lines belong to another node
             elif is_wanted(line):
                 last.append(line)
-        _show(last)
+        _show(last, is_raw)
         if client is not None and client not in known and not follow:
             raise _no_lines(client, known, directory)
         if task is not None and lines and not last and not follow:
-            click.echo(
+            echo(
                 f"There is no line of task {task} in {directory}: the task has printed "
                 f"nothing, or its lines were dropped. `aiogpu why {task}` shows its "
                 f"state.",
                 err=True,
             )
         while follow and _wait():
-            _show(filter(_wanted(task, client, known), reader.read()))
+            wanted = filter(_wanted(task, client, known), reader.read())
+            _show(wanted, is_raw)
     finally:
         reader.close()
 
@@ -250,12 +261,14 @@ def _wanted(task: int | None, client: int | None, known: set[int]) -> Wanted:
     return is_of
 
 
-def _show(lines: Iterable[str]) -> None:
+def _show(lines: Iterable[str], is_raw: bool) -> None:
+    """Print lines: as they are in the file, or as a terminal may show them."""
     out = sys.stdout
-    encoding = out.encoding or "utf-8"
     for line in lines:
-        raw = line.encode(encoding, "backslashreplace")
-        out.write(raw.decode(encoding, "replace") + "\n")
+        if is_raw:
+            out.buffer.write(f"{line}\n".encode("utf-8", "surrogateescape"))
+        else:
+            out.write(f"{line}\n")
     out.flush()
 
 
@@ -293,13 +306,13 @@ def timeline(out: str, address: str) -> None:
     spans = connect.ask(address, lambda node: node.timeline(), patience=None)
     text = json.dumps(trace_of(spans), separators=(",", ":"))
     if out == STDOUT:
-        click.echo(text)
+        echo(text)
         return
     try:
         _write(out, text)
     except OSError as error:
         raise click.ClickException(f"{out}: {error.strerror}") from None
-    click.echo(
+    echo(
         f"Wrote {len(spans)} tasks to {out}; open it at https://ui.perfetto.dev",
         err=True,
     )

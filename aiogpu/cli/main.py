@@ -8,7 +8,6 @@ stream may be closed, a broken pipe, or a file on a full disk.
 from __future__ import annotations
 
 import errno
-import io
 import os
 import sys
 from collections.abc import Iterator
@@ -20,30 +19,12 @@ import click
 from click.shell_completion import get_completion_class
 
 import aiogpu
+from aiogpu.cli.terminal import echo, open_streams, show_error
 from aiogpu.errors import AiogpuError, DeviceError, InfeasibleError, OptionError
 
 BROKEN_PIPE: Final = 141
 """The exit code that shells report for a program ended by SIGPIPE: 128 + 13."""
 NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-
-
-def open_streams() -> None:
-    """Open /dev/null in place of closed standard streams, as after `>&-`.
-
-    Otherwise the next socket to be opened becomes the standard output. Characters that
-    the encoding lacks, such as bars in ASCII, are printed as question marks.
-    """
-    for number in range(3):
-        try:
-            os.fstat(number)
-        except OSError:
-            # `aiogpu run` and `aiogpu start` pass it on to their processes.
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
-    sys.stdin = sys.stdin or os.fdopen(0, encoding="utf-8", closefd=False)
-    sys.stdout = sys.stdout or os.fdopen(1, "w", encoding="utf-8", closefd=False)
-    sys.stderr = sys.stderr or os.fdopen(2, "w", encoding="utf-8", closefd=False)
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")
 
 
 @contextmanager
@@ -143,7 +124,7 @@ class LateGroup(click.Group):
 def cli(ctx: click.Context) -> None:
     """Run tasks on fractional GPUs from your own event loop."""
     if ctx.invoked_subcommand is None:
-        click.echo(ctx.get_help())
+        echo(ctx.get_help())
 
 
 def main() -> NoReturn:
@@ -152,19 +133,19 @@ def main() -> NoReturn:
     try:
         code = cli.main(standalone_mode=False, complete_var=COMPLETE)
     except click.ClickException as error:
-        error.show()
+        show_error(error)
         code = error.exit_code
     except (click.Abort, KeyboardInterrupt):
-        click.echo("Interrupted.", err=True)
+        echo("Interrupted.", err=True)
         code = INTERRUPTED
     except AiogpuError as error:
-        click.echo(f"Error: {error}", err=True)
+        echo(f"Error: {error}", err=True)
         code = 2 if isinstance(error, BAD_INPUT) else 1
     except OSError as error:
         if error.errno not in NO_ROOM:
             raise
         discard_output()
-        click.echo(f"Error: cannot write the output: {error.strerror}.", err=True)
+        echo(f"Error: cannot write the output: {error.strerror}.", err=True)
         code = 1
     sys.exit(code or 0)
 
@@ -190,4 +171,4 @@ def completion(shell: str) -> None:
     assert shell_class is not None, shell
     script = shell_class(cli, {}, "aiogpu", COMPLETE)
     # Not `script.source()`, which starts bash to check its version.
-    click.echo(script.source_template % script.source_vars())
+    echo(script.source_template % script.source_vars())

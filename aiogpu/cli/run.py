@@ -34,6 +34,7 @@ from aiogpu.cli.connect import (
     service_option,
     size_or_share,
 )
+from aiogpu.cli.terminal import echo, rewrite_line
 from aiogpu.errors import AiogpuError, OptionError, TaskTimeoutError
 from aiogpu.linux.procfs import descendants
 from aiogpu.linux.syscalls import adopt_orphans
@@ -303,7 +304,7 @@ def _lease_options(
 
 
 def _print(text: str, code: int = 0) -> int:
-    click.echo(f"aiogpu run: {text}", err=True)
+    echo(f"aiogpu run: {text}", err=True)
     return code
 
 
@@ -437,13 +438,11 @@ async def _show_reason(lease: Lease) -> None:
                 width = max(shutil.get_terminal_size().columns - 1, 20)
                 text = f"aiogpu run: {reason}"
                 text = text if len(text) <= width else text[: width - 3] + "..."
-                sys.stderr.write(f"\r{text}\x1b[K")
-                sys.stderr.flush()
+                rewrite_line(text)
                 is_shown = True
             await asyncio.sleep(1.0)
     except AiogpuError:
         pass  # the wait for the lease raises the same error
     finally:
         if is_shown:
-            sys.stderr.write("\r\x1b[K")
-            sys.stderr.flush()
+            rewrite_line("")

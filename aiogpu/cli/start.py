@@ -17,6 +17,7 @@ import click
 from aiogpu.api.node import check_node_options
 from aiogpu.cli import connect
 from aiogpu.cli.connect import Command, Number, Seconds, Whole, size
+from aiogpu.cli.terminal import echo
 from aiogpu.core.model.text import span, terms
 from aiogpu.daemon.place import Place, Record, how_to_use
 from aiogpu.daemon.process import DRAIN, Plan
@@ -216,7 +217,7 @@ def start(
     _ = plan.limits  # raises for an invalid limit, before the node is started
     if systemd:
         check_absolute(socket, log_dir, given["spill_directory"])
-        click.echo(unit_of(plan), nl=False)
+        echo(unit_of(plan).rstrip("\n"))
     elif block:
         from aiogpu.daemon.process import run_here
 
@@ -265,7 +266,7 @@ def import_path() -> tuple[str, ...]:
 def print_ready(ready: Ready) -> None:
     """Print how to use the node; a closed terminal is not an error."""
     with suppress(OSError):
-        click.echo("\n".join(ready_lines(ready)))
+        echo("\n".join(ready_lines(ready)))
 
 
 def ready_lines(ready: Ready) -> list[str]:
@@ -311,17 +312,17 @@ def stop(address: str, force: bool, drain: float | None) -> None:
     place = Place.at(connect.socket_path(address))
     ended = stop_node(place, force=force, drain=drain, on_wait=_print_wait)
     if ended is None:
-        click.echo(f"No node runs at {place.socket}.")
+        echo(f"No node runs at {place.socket}.")
         return
     how = "Killed" if ended.is_forced else "Stopped"
-    click.echo(
+    echo(
         f"{how} the node at {ended.record.socket} (pid {ended.record.pid}) in "
         f"{span(ended.seconds)}."
     )
 
 
 def _print_wait(record: Record, seconds: float) -> None:
-    click.echo(
+    echo(
         f"Stopping the node at {record.socket} (pid {record.pid}); running tasks have "
         f"{span(seconds)} to end.",
         err=True,

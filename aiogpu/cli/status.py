@@ -26,13 +26,13 @@ from aiogpu.cli.connect import Seconds, Whole
 from aiogpu.cli.nodes import SeenNode, find_nodes
 from aiogpu.cli.tables import (
     Table,
-    is_terminal,
     live,
     plain,
     printable_all,
     show,
     text,
 )
+from aiogpu.cli.terminal import echo, is_terminal
 from aiogpu.core.model.text import SHOWN, listing, printable
 from aiogpu.core.records import TaskState, WorkerState
 from aiogpu.observe.status import (
@@ -352,7 +352,7 @@ async def _show_status(
     if interval is None and is_drawn:
         show(*sections(seen))
     elif interval is None:
-        click.echo(_as_text(seen, as_json, indent=1))
+        echo(_as_text(seen, as_json, indent=1))
     if interval is None:
         return problems(seen)
     screen = live()
@@ -361,7 +361,7 @@ async def _show_status(
             if is_drawn:
                 screen.update(Group(*sections(seen)), refresh=True)
             else:
-                click.echo(_as_text(seen, as_json) + "\n" * (not as_json))
+                echo(_as_text(seen, as_json) + "\n" * (not as_json))
             await asyncio.sleep(interval)
             seen = await look()
 
@@ -549,15 +549,15 @@ def list_command(
         to_data = node_data if what == "nodes" else data_of
         data = [to_data(entry) for entry in shown]
         output = {"version": VERSION, "left_out": left_out, what: data}
-        click.echo(json.dumps(output, indent=1))
+        echo(json.dumps(output, indent=1))
         return
     if shown:
         show(kind.table(shown, status))
     if left_out:
-        click.echo(f"and {left_out} more", err=True)
+        echo(f"and {left_out} more", err=True)
     if not shown:
         matching = "matching " if state or name else ""
-        click.echo(f"There are no {matching}{what}.", err=True)
+        echo(f"There are no {matching}{what}.", err=True)
 
 
 async def _with_ended(
@@ -635,12 +635,12 @@ async def _explain(node: connect.Node, name: str, as_json: bool) -> None:
         answers = answers or [await node.why(number) for number in numbers]
         if as_json:
             data = {"version": VERSION, "tasks": data_of(tuple(answers))}
-            click.echo(json.dumps(data, indent=1))
+            echo(json.dumps(data, indent=1))
         else:
-            click.echo(in_lines(answers[0]))
+            echo(in_lines(answers[0]))
             if answers[0].ended is None and answers[0].task:
                 for call in (await node.failed_calls(answers[0].task))[:1]:
-                    click.echo(_failed_call(call))
+                    echo(_failed_call(call))
     elif status is not None:
         show(tables.task_table(tasks_named(status, name), status))
 
@@ -721,10 +721,18 @@ def tasks_named(status: NodeStatus, name: str) -> list[TaskStatus]:
     return [task for task in status.tasks if task.name == name or task.id in actors]
 
 
-def nothing_named(status: NodeStatus, name: str) -> click.ClickException:
-    """Return the error for an unknown name."""
+def nothing_named(
+    status: NodeStatus, name: str, *, knows_all: bool = False
+) -> click.ClickException:
+    """Return the error for an unknown name.
+
+    Args:
+        status: the status of the node.
+        name: the name.
+        knows_all: the name was looked for among all tasks, not only those of `status`.
+    """
     advice = "`aiogpu list tasks` shows the tasks."
-    if status.waiting_count > len(status.waiting):
+    if not knows_all and status.waiting_count > len(status.waiting):
         advice += " Only the first 100 waiting tasks are known by name."
     owner = name.rpartition(".")[0]
     actors = [

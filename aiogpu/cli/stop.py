@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, NamedTuple
 
 import click
 
@@ -12,11 +12,17 @@ from aiogpu.cli.status import (
     is_number,
     known_tasks,
     nothing_named,
-    tasks_named,
 )
+from aiogpu.cli.terminal import echo, show_error
 from aiogpu.core.model.text import listing, printable
 from aiogpu.observe.why import Why, end_in_brief
-from aiogpu.wire.messages import CANCEL, KILL
+from aiogpu.wire.messages import (
+    CANCEL,
+    CANCEL_ALL,
+    CANCEL_NAMED,
+    KILL,
+    KILL_NAMED,
+)
 
 KINDS: Final = {CANCEL: "task", KILL: "actor"}
 """The kind of work that each command ends."""
@@ -41,7 +47,8 @@ def cancel(
     tasks have the name, --all is needed. The caller gets a TaskCancelledError. Running
     code is interrupted, and its process is killed if the code does not stop within
     the task's cancel_grace. Leases and placements cannot be cancelled; they end with
-    their program.
+    their program. If one of them has the name too, --all reports it, cancels the tasks,
+    and exits with 1.
 
     \b
     Examples:
@@ -91,42 +98,66 @@ async def _stop(
     code = 0
     for name in named:
         try:
-            for number in await _numbers(node, what, name, all_named):
-                click.echo(await stop_one(node, what, number))
+            if not name:
+                raise click.BadParameter("it is empty.", param_hint=KINDS[what].upper())
+            if is_number(name):
+                echo(await stop_one(node, what, int(name)))
+            elif not await _stop_named(node, what, name, all_named):
+                code = 1
         except click.ClickException as error:
-            error.show()
+            show_error(error)
             code = 1
     return code
 
 
-async def _numbers(
+async def _stop_named(
     node: connect.Node, what: str, name: str, all_named: bool
-) -> list[int]:
-    """Return the numbers of the tasks or actors with a name.
+) -> bool:
+    """Stop tasks or actors by name; return whether none was refused.
 
     Raises:
         ClickException: no task has the name, or several have it.
     """
-    if not name:
-        raise click.BadParameter("it is empty.", param_hint=KINDS[what].upper())
-    if is_number(name):
-        return [int(name)]
-    status = await node.status()
-    numbers = [task.id for task in tasks_named(status, name)]
-    if not numbers:
+    how = KILL_NAMED if what == KILL else CANCEL_ALL if all_named else CANCEL_NAMED
+    report = await node.stop_named(how, name)
+    if not report.count:
         for ended in ended_named(await node.ended(), name):
             # A name of its own, not only of its class, means an actor.
             if not ended.is_call and (what == CANCEL or ended.name != name):
-                return [ended.task]
-        raise nothing_named(status, name)
-    if len(numbers) > 1 and not all_named:
-        listed = listing(map(str, numbers), len(numbers))
+                echo(await stop_one(node, what, ended.task))
+                return True
+        raise nothing_named(await node.status(), name, knows_all=True)
+    if not report.counts:
         or_all = ", or give --all" if what == CANCEL else ""
         raise click.ClickException(
-            f"{len(numbers)} tasks are named {printable(name)}: {listed}. Give a "
-            f"number{or_all}."
+            f"{report.count} tasks are named {printable(name)}: "
+            f"{listing(map(str, report.numbers), report.count)}. Give a number{or_all}."
         )
-    return numbers
+    is_done = True
+    for kind, count in report.counts.items():
+        shown = [why for each, why in report.first if each == kind]
+        outcomes = [_outcome(what, kind, why) for why in shown]
+        if count > len(shown):
+            outcomes.append(_of_more(what, kind, count - len(shown), printable(name)))
+        for outcome in outcomes:
+            if outcome.is_refused:
+                show_error(click.ClickException(outcome.text))
+                is_done = False
+            else:
+                echo(outcome.text)
+    return is_done
+
+
+class Outcome(NamedTuple):
+    """What became of a task or actor that was to be stopped.
+
+    Attributes:
+        text: a sentence.
+        is_refused: True if it cannot be stopped in this way, and goes on.
+    """
+
+    text: str
+    is_refused: bool = False
 
 
 async def stop_one(node: connect.Node, what: str, number: int) -> str:
@@ -141,22 +172,44 @@ async def stop_one(node: connect.Node, what: str, number: int) -> str:
             f"the node has no {KINDS[what]} {number}. `aiogpu list {KINDS[what]}s` "
             f"lists the {KINDS[what]}s."
         )
-    target = f"{printable(why.name)} ({KINDS[what]} {number})"
-    if kind == KINDS[what]:
-        return f"{DONE[what]} {target}"
-    if kind == "stopping":
-        return f"{target} is already being stopped"
-    if why.ended is not None:
-        return f"{target} has already ended: {end_in_brief(why.ended)}"
-    raise click.ClickException(_refusal(kind, why, number))
+    outcome = _outcome(what, kind, why)
+    if outcome.is_refused:
+        raise click.ClickException(outcome.text)
+    return outcome.text
 
 
-def _refusal(kind: str, why: Why, number: int) -> str:
+def _outcome(what: str, kind: str, why: Why) -> Outcome:
+    """Describe the result of `RemoteEngine.stop_task`, with the state before."""
     name = printable(why.name)
+    target = f"{name} ({KINDS[what]} {why.task})"
+    if kind == KINDS[what]:
+        return Outcome(f"{DONE[what]} {target}")
     match kind:
+        case "stopping":
+            return Outcome(f"{target} is already being stopped")
+        case "":
+            end = "" if why.ended is None else f": {end_in_brief(why.ended)}"
+            return Outcome(f"{target} has already ended{end}")
         case "actor":
-            return f"{name} is an actor: to end it, run `aiogpu kill {number}`."
+            text = f"{name} is an actor: to end it, run `aiogpu kill {why.task}`."
         case "task":
-            return f"{name} is a task: to end it, run `aiogpu cancel {number}`."
-    pid = f" (pid {why.pid})" if why.pid else ""
-    return f"{name} is held by a program{pid}; it ends when that program releases it."
+            text = f"{name} is a task: to end it, run `aiogpu cancel {why.task}`."
+        case _:
+            pid = f" (pid {why.pid})" if why.pid else ""
+            text = (
+                f"{name} is held by a program{pid}; it ends when that program releases "
+                f"it."
+            )
+    return Outcome(text, is_refused=True)
+
+
+def _of_more(what: str, kind: str, count: int, name: str) -> Outcome:
+    """Describe further tasks with a name that had the same outcome."""
+    if kind == KINDS[what]:
+        return Outcome(f"{DONE[what]} {count} more {kind}s named {name}")
+    match kind:
+        case "stopping":
+            return Outcome(f"{count} more are already being stopped")
+        case "":
+            return Outcome(f"{count} more have already ended")
+    return Outcome(f"{count} more {kind}s named {name} go on.", is_refused=True)

@@ -12,15 +12,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, Final, Generic, NamedTuple, TypeVar, cast
 
-import click
 from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.live import Live
+from rich.segment import Segment
 from rich.table import Table as RichTable
 from rich.text import Text
 
 from aiogpu.cli.nodes import SeenNode
+from aiogpu.cli.terminal import echo, is_terminal, unescaped
 from aiogpu.core.model.ids import OWN
-from aiogpu.core.model.text import printable, span, terms
+from aiogpu.core.model.text import escaped, printable, span, terms
 from aiogpu.core.model.units import GPU
 from aiogpu.core.queue.fair_share import Limits
 from aiogpu.observe.status import (
@@ -160,22 +161,37 @@ def printable_all(value: T, done: dict[int, Any] | None = None) -> T:
     return cast("T", copy)
 
 
+class SafeConsole(Console):
+    """A console of rich that escapes control characters in what it shows."""
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
+        """See rich; all texts pass here, and so do rich's own control sequences."""
+        for segment in super().render(renderable, options):
+            if segment.control:
+                yield segment
+            else:
+                yield Segment(escaped(segment.text), segment.style)
+
+
+def console(**settings: Any) -> SafeConsole:
+    """Return a console for the standard output, or for the `file` of the settings."""
+    settings.setdefault("file", unescaped(sys.stdout))
+    return SafeConsole(highlight=False, **settings)
+
+
 def plain(renderable: RenderableType, width: int = WIDE) -> Iterator[str]:
     """Yield the lines that rich renders, without their styles."""
-    console = Console(width=width, height=WIDE, file=io.StringIO(), highlight=False)
-    for line in console.render_lines(renderable, pad=False):
+    paper = console(width=width, height=WIDE, file=io.StringIO())
+    for line in paper.render_lines(renderable, pad=False):
         yield "".join(segment.text for segment in line).rstrip()
-
-
-def is_terminal() -> bool:
-    """Return whether the output is a terminal."""
-    return sys.stdout.isatty()
 
 
 def live(*, is_whole_screen: bool = False) -> Live:
     """Return a live display that `update` redraws in place."""
     return Live(
-        console=Console(highlight=False),
+        console=console(),
         auto_refresh=False,
         screen=is_whole_screen,
         redirect_stdout=False,
@@ -186,9 +202,9 @@ def live(*, is_whole_screen: bool = False) -> Live:
 def show(*renderables: RenderableType) -> None:
     """Print in the width of the terminal, or in full if there is no terminal."""
     if is_terminal():
-        Console(highlight=False).print(Group(*renderables))
+        console().print(Group(*renderables))
     else:
-        click.echo("\n".join(plain(Group(*renderables))))
+        echo("\n".join(plain(Group(*renderables))))
 
 
 STATE_STYLES: Final = {

@@ -29,7 +29,8 @@ from aiogpu.cli import connect, tables
 from aiogpu.cli.connect import Seconds
 from aiogpu.cli.status import plain_report
 from aiogpu.cli.stop import KINDS, stop_one
-from aiogpu.cli.tables import GAP, Table, is_terminal, live, text
+from aiogpu.cli.tables import GAP, Table, live, text
+from aiogpu.cli.terminal import echo, is_terminal
 from aiogpu.core.model.text import printable, span
 from aiogpu.observe.status import (
     DeviceStatus,
@@ -498,7 +499,7 @@ def top(address: str, interval: float) -> int:
       130  Ctrl-C
     """  # noqa: D301 - click's mark for lines to be left as they are
     if not is_terminal() or os.environ.get("TERM", "dumb") == "dumb":
-        click.echo(plain_report(connect.ask(address, lambda node: node.status())))
+        echo(plain_report(connect.ask(address, lambda node: node.status())))
         return 0
     return connect.ask(address, lambda node: Top(node, interval).run(), patience=None)
 

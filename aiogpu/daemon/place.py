@@ -13,12 +13,12 @@ from typing import Final, NamedTuple
 
 from aiogpu.errors import NodeRunningError, NodeStartError
 from aiogpu.linux.procfs import read_stat
+from aiogpu.linux.sockets import kind
 from aiogpu.runtime.directories import (
     LOGS,
     SHARED,
     SOCKET,
     default_socket,
-    kind,
     unfit_directory,
 )
 

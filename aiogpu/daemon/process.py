@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from aiogpu.core.model.text import span, terms
 from aiogpu.core.queue.fair_share import Limits
+from aiogpu.daemon.init import become_init
 from aiogpu.daemon.journal import Journal, log_standard_streams
 from aiogpu.daemon.place import PidfileLock, Place, Record, check_socket
 from aiogpu.daemon.readiness import Notifier, Ready, report_failure, report_ready
@@ -204,7 +205,8 @@ class Service:
     def _begin_metrics(self, node: LocalEngine) -> None:
         if self._plan.metrics is None:
             return
-        from aiogpu.observe.metrics import ADDRESS, MetricsServer, Seen
+        from aiogpu.observe.metrics import MetricsServer, Seen
+        from aiogpu.observe.metrics_server import ADDRESS
 
         loop = asyncio.get_running_loop()
 
@@ -343,6 +345,8 @@ def run_here(
 ) -> None:
     """Run a node in the foreground: Ctrl-C drains it, a second Ctrl-C ends it at once.
 
+    As the first process of a container, this also reaps orphans.
+
     Args:
         plan: the settings of the node.
         on_ready: called as soon as programs can join.
@@ -352,6 +356,7 @@ def run_here(
         NodeError: the node could not start.
         DeviceError: the requested devices do not exist.
     """
+    become_init()
     _run_node(plan, on_ready, make, is_detached=False)
 
 

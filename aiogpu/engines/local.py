@@ -16,7 +16,7 @@ from aiogpu.linux.sockets import keep_pages
 from aiogpu.runtime.node import Supervisor
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from aiogpu.client.function_spec import FunctionSpec
     from aiogpu.client.interface import Receiver
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from aiogpu.core.scheduler.scheduler import Scheduler
     from aiogpu.observe.status import EndedTask, NodeStatus, Observations, Program
     from aiogpu.observe.trace import Span
-    from aiogpu.observe.why import Why
+    from aiogpu.observe.why import StopReport, Why
     from aiogpu.runtime.actors.actor import Actor
     from aiogpu.runtime.actors.registry import Actors
     from aiogpu.runtime.callers.leases import LeaseReceiver
@@ -331,52 +331,89 @@ class LocalEngine(DriverEngine):
         """Return the queries that other programs can send to the node, by name."""
         from aiogpu.wire import messages as names
 
-        async def total(_number: int) -> object:
+        async def total(_: names.Inquire) -> object:
             return await self.total()
 
-        async def available(_number: int) -> object:
+        async def available(_: names.Inquire) -> object:
             return await self.available()
 
-        async def status(_number: int) -> object:
+        async def status(_: names.Inquire) -> object:
             return await self.status()
 
-        async def timeline(_number: int) -> object:
+        async def why(inquiry: names.Inquire) -> object:
+            return await self.why(inquiry.number)
+
+        async def timeline(_: names.Inquire) -> object:
             return [tuple(span) for span in self.spans()]
 
-        async def ended(number: int) -> object:
-            return self.ended(number)
+        async def ended(inquiry: names.Inquire) -> object:
+            return self.ended(inquiry.number)
 
-        async def cancel(number: int) -> object:
-            return await self._cancel_for_user(number)
+        async def cancel(inquiry: names.Inquire) -> object:
+            return await self._stop_for_user(requests.cancel, inquiry.number)
 
-        async def kill(number: int) -> object:
-            return await self._kill_for_user(number)
+        async def kill(inquiry: names.Inquire) -> object:
+            return await self._stop_for_user(requests.kill, inquiry.number)
+
+        async def cancel_named(inquiry: names.Inquire) -> object:
+            return await self._stop_named(requests.cancel, inquiry.name)
+
+        async def cancel_all(inquiry: names.Inquire) -> object:
+            return await self._stop_named(requests.cancel, inquiry.name, is_all=True)
+
+        async def kill_named(inquiry: names.Inquire) -> object:
+            return await self._stop_named(requests.kill, inquiry.name)
+
+        requests = self._supervisor.requests
 
         return {
             names.RESOURCES: total,
             names.AVAILABLE: available,
             names.STATUS: status,
-            names.WHY: self.why,
-            names.WHY_TASK: self.why,
+            names.WHY: why,
+            names.WHY_TASK: why,
             names.TIMELINE: timeline,
             names.HISTORY: ended,
             names.CANCEL: cancel,
             names.KILL: kill,
+            names.CANCEL_NAMED: cancel_named,
+            names.CANCEL_ALL: cancel_all,
+            names.KILL_NAMED: kill_named,
         }
 
-    async def _cancel_for_user(self, number: int) -> tuple[str, Why | None]:
-        """Cancel a task of any program: every program on the node is this user's.
+    async def _stop_for_user(
+        self, stop: Callable[[int], str], number: int
+    ) -> tuple[str, Why | None]:
+        """Stop a task or actor of any program: all belong to the node's user.
 
         Returns:
-            The result of `Requests.cancel`, and the task's state before.
+            The result of `stop`, and the state before.
         """
         before = await self.why(number)
-        return self._supervisor.requests.cancel(number), before
+        return stop(number), before
 
-    async def _kill_for_user(self, number: int) -> tuple[str, Why | None]:
-        """Kill an actor of any program; returns like `_cancel_for_user`."""
-        before = await self.why(number)
-        return self._supervisor.requests.kill(number), before
+    async def _stop_named(
+        self, stop: Callable[[int], str], name: str, is_all: bool = False
+    ) -> StopReport:
+        """Stop the task or actor with a name, or all of them."""
+        from aiogpu.core.model.text import SHOWN
+        from aiogpu.observe.why import StopReport
+
+        requests = self._supervisor.requests
+        numbers = await requests.named(name)
+        report = StopReport(tuple(numbers[:SHOWN]), len(numbers))
+        if len(numbers) > 1 and not is_all:
+            return report
+        before = {number: await self.why(number) for number in report.numbers}
+        results = await requests.stop_all(stop, numbers)
+        first = [
+            (kind, why)
+            for kind, stopped in results.items()
+            for number in stopped[:SHOWN]
+            if (why := before.get(number) or await self.why(number)) is not None
+        ]
+        counts = {kind: len(stopped) for kind, stopped in results.items()}
+        return replace(report, counts=counts, first=tuple(first))
 
     def spans(self) -> list[Span]:
         """Return the times and places of executed tasks."""

@@ -87,7 +87,7 @@ if TYPE_CHECKING:
     from aiogpu.core.resources.ledger import Ledger
     from aiogpu.observe.status import EndedTask, NodeStatus
     from aiogpu.observe.trace import Span
-    from aiogpu.observe.why import Why
+    from aiogpu.observe.why import StopReport, Why
     from aiogpu.runtime.callers.leases import LeaseReceiver
     from aiogpu.serialization.references import PickledValue
 
@@ -863,15 +863,25 @@ class RemoteEngine(NodeClient):
         answer: tuple[str, Why | None] = await self._inquire(what, number)
         return answer
 
+    async def stop_named(self, what: str, name: str) -> StopReport:
+        """Stop the task or actor of any program with a name, or all such tasks.
+
+        Args:
+            what: `CANCEL_NAMED`, `CANCEL_ALL` or `KILL_NAMED`.
+            name: the name.
+        """
+        answer: StopReport = await self._inquire(what, name=name)
+        return answer
+
     async def why_task(self, number: int) -> Why | None:
         """Return why any program's task waits; see `Engine.why_task`."""
         answer: Why | None = await self._inquire(WHY_TASK, number)
         return answer
 
-    async def _inquire(self, what: str, number: int = 0) -> Any:
+    async def _inquire(self, what: str, number: int = 0, name: str = "") -> Any:
         self.check_open()
         receiver = FutureReceiver(self.loop.create_future())
-        self.send(Inquire(self.expect(receiver), what, number))
+        self.send(Inquire(self.expect(receiver), what, number, name))
         return await receiver.future
 
 

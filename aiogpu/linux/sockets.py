@@ -1,4 +1,4 @@
-"""Checks the peer of a Unix socket, and tunes the heap for large messages.
+"""Checks who serves a Unix socket or owns a file; tunes the heap for large messages.
 
 The kernel records the credentials of a client when it connects, and those of a server
 when it calls listen(2). Neither side can forge them (unix(7)).
@@ -6,8 +6,11 @@ when it calls listen(2). Neither side can forge them (unix(7)).
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
+import stat
+from collections.abc import Callable
 from struct import Struct
 from typing import Final, NamedTuple
 
@@ -65,6 +68,80 @@ def user(uid: int) -> str:
         return f"uid {uid} ({pwd.getpwuid(uid).pw_name})"
     except KeyError:
         return f"uid {uid}"
+
+
+class UnexpectedFileError(OSError):
+    """A file is not of the expected kind, or belongs to another user."""
+
+
+def kind(status: os.stat_result) -> str:
+    """Return the type of a file in words."""
+    words = {
+        stat.S_IFREG: "a regular file",
+        stat.S_IFDIR: "a directory",
+        stat.S_IFLNK: "a symbolic link",
+        stat.S_IFIFO: "a named pipe",
+        stat.S_IFSOCK: "a socket",
+    }
+    return words.get(stat.S_IFMT(status.st_mode), "a device")
+
+
+def is_own(uid: int) -> bool:
+    """Return True for this user."""
+    return uid == os.geteuid()
+
+
+def is_trusted(uid: int) -> bool:
+    """Return True for root and this user, whose files no other user can replace.
+
+    A user namespace that does not map root, as in a container of a plain user, shows
+    root's files as those of the overflow uid. All users that are not mapped look alike,
+    so files of the others are trusted there as well; see user_namespaces(7).
+    """
+    return uid == 0 or is_own(uid) or _is_unmapped(uid)
+
+
+def _is_unmapped(uid: int) -> bool:
+    try:
+        with open("/proc/sys/kernel/overflowuid", encoding="ascii") as file:
+            if uid != int(file.read()):
+                return False
+        with open("/proc/self/uid_map", encoding="ascii") as file:
+            ranges = [tuple(map(int, line.split())) for line in file]
+    except (OSError, ValueError):
+        return False
+    return not any(first <= uid < first + count for first, _, count in ranges)
+
+
+def open_checked(
+    path: str,
+    flags: int,
+    is_kind: Callable[[int], bool],
+    is_owner: Callable[[int], bool],
+) -> int:
+    """Open a file, check what was opened, and return the descriptor.
+
+    Symbolic links are not followed, and the call does not wait for the other end of a
+    named pipe. The descriptor is in non-blocking mode.
+
+    Args:
+        path: the file.
+        flags: flags of open(2), without `O_CREAT`.
+        is_kind: a function of `stat` that accepts the file's mode.
+        is_owner: accepts the file's uid: `is_own` or `is_trusted`.
+
+    Raises:
+        UnexpectedFileError: the file is of another kind or of another user.
+        OSError: the file cannot be opened.
+    """
+    extra = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    descriptor = os.open(path, flags | extra)
+    status = os.fstat(descriptor)
+    if is_kind(status.st_mode) and is_owner(status.st_uid):
+        return descriptor
+    os.close(descriptor)
+    found = f"it is {kind(status)} of {user(status.st_uid)}"
+    raise UnexpectedFileError(errno.EPERM, found, path)
 
 
 KEPT: Final = 1 << 20

@@ -11,12 +11,11 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from aiogpu.errors import NodeStartError
+from aiogpu.observe.metrics_server import ADDRESS, HttpServer
 
 if TYPE_CHECKING:
     from aiogpu.observe.status import NodeStatus
 
-ADDRESS: Final = "127.0.0.1"
-"""Only this machine can read the metrics: they name what runs on it."""
 METRICS: Final = {
     "aiogpu_resource_total": "Capacity of a resource.",
     "aiogpu_resource_free": "Free amount of a resource.",
@@ -97,7 +96,7 @@ def amounts(seen: Seen) -> Iterator[Amount]:
 
 
 class MetricsServer:
-    """Serves the metrics in a thread of prometheus_client."""
+    """Serves the metrics in threads."""
 
     def __init__(self, port: int, see: Callable[[], Seen]) -> None:
         """Listen on 127.0.0.1.
@@ -110,7 +109,7 @@ class MetricsServer:
             NodeStartError: prometheus_client is missing, or the port is taken.
         """
         try:
-            from prometheus_client import CollectorRegistry, start_http_server
+            from prometheus_client import CollectorRegistry, make_wsgi_app
         except ImportError:
             raise NodeStartError(
                 "--metrics needs prometheus_client, which is not installed; run "
@@ -119,7 +118,7 @@ class MetricsServer:
         registry = CollectorRegistry()
         registry.register(_Collector(see))
         try:
-            self._server, self._thread = start_http_server(port, ADDRESS, registry)
+            self._server = HttpServer(port, make_wsgi_app(registry))
         except OSError as error:
             raise NodeStartError(
                 f"metrics cannot be served on {ADDRESS}:{port}: "
@@ -132,9 +131,7 @@ class MetricsServer:
 
     def close(self) -> None:
         """Stop serving."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        self._server.close()
 
 
 class _Collector:

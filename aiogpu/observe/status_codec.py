@@ -27,12 +27,13 @@ from aiogpu.observe.status import (
     TaskStatus,
     WorkerStatus,
 )
-from aiogpu.observe.why import Shortage, Why
+from aiogpu.observe.why import Shortage, StopReport, Why
 from aiogpu.wire.codec import RecordCodec
 
 status_codec: Final = RecordCodec(
     *(NodeStatus, TaskStatus, WorkerStatus, ShapeStatus, ClientStatus, Limits),
     *(ActorStatus, EndedTask, PlacementStatus, BundleStatus, ReservationStatus),
     *(DeviceStatus, Holder, OtherProcess, Why, Shortage, OutageStatus, Machine),
+    StopReport,
 )
 """Reads and writes the answers to `Inquire`; classes are identified by their index."""

@@ -144,6 +144,26 @@ class Why:
         return explain(self)
 
 
+@dataclass(frozen=True, slots=True)
+class StopReport:
+    """What became of the tasks or actors with a name that were to be stopped.
+
+    Attributes:
+        numbers: the numbers of the first ones with the name, at most eight.
+        count: how many have the name. If there are several and not all were to be
+            stopped, nothing was done, and the other fields are empty.
+        counts: how many of each kind there were; for the kinds see
+            `RemoteEngine.stop_task`.
+        first: the first ones of each kind, at most eight, with their state before; also
+            fewer, as the states of thousands are not looked up.
+    """
+
+    numbers: tuple[int, ...]
+    count: int
+    counts: Mapping[str, int] = field(default_factory=dict)
+    first: tuple[tuple[str, Why], ...] = ()
+
+
 def brief(why: Why) -> str | None:
     """Return why a task's code does not run, in one line; None if it runs."""
     match why.state:

@@ -4,18 +4,25 @@ Its own directory holds the sockets of its workers. It is private, has a short p
 is removed with the node. Programs find the node's socket, pidfile and logs in the
 meeting directory, mode 0700. Any user may create directories in /tmp, so nodes,
 programs and commands check its owner and mode before they use a file in it.
+
+A user who may write to a directory may rename its entries and put others in their
+place. So a private directory is safe only if this holds for each directory above it, up
+to the root: it belongs to root or to this user, and no other user may write to it. In a
+directory with the sticky bit, such as /tmp, only the owners of the directory and of an
+entry may rename the entry (inode(7)).
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Final, NamedTuple
 
 from aiogpu.errors import NodeError, NodeStartError
-from aiogpu.linux.sockets import user
+from aiogpu.linux.sockets import is_trusted, kind, user
 
 SOCKET: Final = "node.sock"
 
@@ -108,7 +115,99 @@ def unfit_directory(path: str, forbidden: int = SHARED) -> Unfit | None:
             if has_others
             else f"Run `chmod 700 {path}` if no other user needs access",
         )
+    return replaceable(os.path.dirname(os.path.abspath(path)))
+
+
+def replaceable(path: str) -> Unfit | None:
+    """Return why another user could replace what is in a directory; None if not.
+
+    Args:
+        path: the absolute path of the directory.
+
+    Raises:
+        OSError: a part does not exist, or cannot be inspected.
+    """
+    for part in _parts(path):
+        status = os.lstat(part)
+        mode = status.st_mode
+        if not is_trusted(status.st_uid):
+            return Unfit(
+                f"is not safe: {part} belongs to {user(status.st_uid)}, who could "
+                f"replace what is in it, and this is {user(os.geteuid())}",
+                "Unset XDG_RUNTIME_DIR and TMPDIR if they are another user's, as after "
+                "`su` or `sudo -E`",
+            )
+        if stat.S_ISLNK(mode) or mode & stat.S_ISVTX:
+            continue
+        if mode & stat.S_IWOTH:
+            who = "all users"
+        elif mode & stat.S_IWGRP and not _is_private_group(status.st_gid):
+            who = _group(status.st_gid)
+        else:
+            continue
+        return Unfit(
+            f"is not safe: {who} may write to {part} (mode {stat.S_IMODE(mode):04o}) "
+            f"and could replace what is in it",
+            f"Have the sticky bit set by `chmod +t {part}`",
+        )
     return None
+
+
+LINKS: Final = 40
+"""Symbolic links that the kernel follows in one path."""
+
+
+def _parts(path: str) -> Iterator[str]:
+    """Yield the directories and links by which the kernel resolves a path."""
+    yield "/"
+    current, links = "/", 0
+    rest = path.split("/")[::-1]
+    while rest:
+        name = rest.pop()
+        if name == "..":
+            current = os.path.dirname(current)
+        elif name not in {"", "."}:
+            part = os.path.join(current, name)
+            yield part
+            try:
+                target = os.readlink(part)
+            except OSError:
+                current = part
+                continue
+            links += 1
+            if links > LINKS:
+                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
+            if target.startswith("/"):
+                current = "/"
+            rest += target.split("/")[::-1]
+
+
+def _is_private_group(gid: int) -> bool:
+    """Return True if only this user and root are in a group.
+
+    Many systems give each user a group of the same name, and a umask that lets it write
+    (useradd(8)). The group of root has no other members.
+    """
+    if gid == 0:
+        return True
+    import grp
+    import pwd
+
+    try:
+        group, account = grp.getgrgid(gid), pwd.getpwuid(os.geteuid())
+    except KeyError:
+        return False
+    is_of_user = (group.gr_name, gid) == (account.pw_name, account.pw_gid)
+    return is_of_user and set(group.gr_mem) <= {account.pw_name}
+
+
+def _group(gid: int) -> str:
+    import grp
+
+    try:
+        return f"group {gid} ({grp.getgrgid(gid).gr_name})"
+    except KeyError:
+        return f"group {gid}"
 
 
 def check_socket(path: str) -> None:
@@ -170,18 +269,6 @@ def _refused(path: str, unfit: Unfit) -> NodeError:
     )
 
 
-def kind(status: os.stat_result) -> str:
-    """Return the type of a file in words."""
-    words = {
-        stat.S_IFREG: "a regular file",
-        stat.S_IFDIR: "a directory",
-        stat.S_IFLNK: "a symbolic link",
-        stat.S_IFIFO: "a named pipe",
-        stat.S_IFSOCK: "a socket",
-    }
-    return words.get(stat.S_IFMT(status.st_mode), "a device")
-
-
 LONGEST: Final = 75
 """Most bytes of the path in which a node's directory is made.
 
@@ -205,7 +292,8 @@ def create_directory() -> str:
     """Make a directory that only this user may enter (mode 0700).
 
     Raises:
-        NodeStartError: no place is writable.
+        NodeStartError: no place is writable, or other users could replace what is in
+            the first writable place.
     """
     places = places_of(os.environ)
     problem: OSError | None = None
@@ -213,10 +301,18 @@ def create_directory() -> str:
         path = f"{place}/aiogpu-{os.urandom(6).hex()}"
         try:
             os.mkdir(path, 0o700)
+            unfit = replaceable(place)
         except OSError as error:
             problem = error
-        else:
+            continue
+        if unfit is None:
             return path
+        os.rmdir(path)
+        raise NodeStartError(
+            f"{place} {unfit.problem}, so the directory of the node's socket is not "
+            f"made there. {unfit.remedy}, or set XDG_RUNTIME_DIR to a directory of "
+            f"this user."
+        )
     raise NodeStartError(
         f"cannot make a directory for the node's socket in {', '.join(places)}: "
         f"{problem}. Set XDG_RUNTIME_DIR or TMPDIR to a writable directory."

@@ -33,6 +33,7 @@ from typing import Any, Final, NamedTuple, Protocol, Self, TextIO, TypeVar, cast
 from aiogpu.core.model.ids import TaskId, WorkerId
 from aiogpu.core.records import TaskRecord
 from aiogpu.core.scheduler.state import SchedulerState
+from aiogpu.linux.sockets import is_own, open_checked
 from aiogpu.runtime.connection import Peer
 from aiogpu.wire.codec import unpack
 from aiogpu.wire.messages import PROGRESS, Logged, Printed, Warned, visible
@@ -860,7 +861,7 @@ class Output:
             for stream, path in enumerate(paths, start=1):
                 os.mkfifo(path, 0o600)
                 # Open for writing too, so that reads never return an end of file.
-                descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+                descriptor = open_checked(path, os.O_RDWR, stat.S_ISFIFO, is_own)
                 pipe = LinePipe(loop, descriptor, partial(self._show_raw, stream))
                 self._pipes.append(pipe)
                 self._poll.register(descriptor, select.POLLIN)

@@ -864,17 +864,27 @@ CANCEL: Final = "cancel"
 KILL: Final = "kill"
 """Kills any actor, by the number of its task, for the user of the node."""
 
+CANCEL_NAMED: Final = "cancel named"
+"""Cancels the task with a name, if no other has the name."""
+
+CANCEL_ALL: Final = "cancel all"
+"""Cancels all tasks with a name, as many as there are."""
+
+KILL_NAMED: Final = "kill named"
+"""Kills the actor with a name, if no other has the name."""
+
 
 class Inquire(NamedTuple):
     """Client to node: report about the node, or act on it; answered like a child.
 
     The answer is `ChildDone` with plain values, see `observe.status_codec`. `what`: one
-    of the constants above. `number`: the child or task.
+    of the constants above. `number`: the child or task, or 0. `name`: of tasks, or "".
     """
 
     child: int
     what: str
     number: int
+    name: str = ""
 
 
 class TakeLease(NamedTuple):

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -16,6 +17,7 @@ import pytest
 import aiogpu
 from aiogpu.cli import connect
 from aiogpu.cli.main import main as command
+from aiogpu.cli.status import tasks_named
 from aiogpu.core.queue.fair_share import Limits
 from aiogpu.observe.snapshot import why_ended
 from aiogpu.observe.status import (
@@ -31,6 +33,8 @@ from aiogpu.observe.status import (
     TaskStatus,
     WorkerStatus,
 )
+from aiogpu.observe.why import StopReport
+from aiogpu.wire.messages import CANCEL, CANCEL_ALL, KILL, KILL_NAMED
 
 GIB = 2**30
 
@@ -195,6 +199,14 @@ class StatusNode:
             return "", None
         kinds = {1: "actor", 8: "lease"}
         return kinds.get(number, "task") if why.ended is None else "", why
+
+    async def stop_named(self, what: str, name: str) -> StopReport:
+        numbers = tuple(task.id for task in tasks_named(self.statuses[0], name))
+        if len(numbers) > 1 and what != CANCEL_ALL:
+            return StopReport(numbers, len(numbers))
+        kind = KILL if what == KILL_NAMED else CANCEL
+        first = tuple([await self.stop(kind, number) for number in numbers])
+        return StopReport(numbers, len(numbers), Counter(k for k, _ in first), first)
 
 
 def answer_with(patch: pytest.MonkeyPatch, *statuses: NodeStatus) -> None:

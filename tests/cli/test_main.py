@@ -170,7 +170,7 @@ def test_commands_run_with_closed_streams(closed: str) -> None:
 def test_no_file_gets_the_descriptor_of_a_closed_stream() -> None:
     ran = shell(
         "python=" + sys.executable + "; $python -c '"
-        "from aiogpu.cli.main import open_streams\n"
+        "from aiogpu.cli.terminal import open_streams\n"
         "import os, sys\n"
         "open_streams()\n"
         'print(*map(os.readlink, (f"/proc/self/fd/{n}" for n in (0, 1))),'

@@ -9,7 +9,7 @@ import re
 import socket
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -33,6 +33,7 @@ from aiogpu.core.model.text import printable
 from aiogpu.engines.local import LocalEngine
 from aiogpu.observe.snapshot import snapshot
 from aiogpu.observe.status import NodeStatus, TaskStatus
+from aiogpu.wire.messages import socket_path
 from tests.cli.status_examples import BUSY, IDLE, JOB, answer_with
 from tests.contract import tasks
 from tests.contract.actor_classes import Counter
@@ -594,6 +595,55 @@ async def test_commands_end_tasks_and_actors_of_a_real_node(
         killed = await view("kill", "tally", "--address", path)
         assert killed[0] == 0
         assert killed[1].startswith(f"{name} has already ended: cancelled ")
+
+
+@pytest.mark.parametrize("is_service", [True, False], ids=["service", "program"])
+@pytest.mark.usefixtures("no_leaks")
+@pytest.mark.either_loop
+async def test_all_tasks_with_a_name_are_cancelled_but_leases_go_on(
+    tmp_path: Path, gate: Gate, is_service: bool
+) -> None:
+    async with AsyncExitStack() as stack:
+        if is_service:
+            path = await stack.enter_async_context(served(tmp_path))
+        else:
+            await stack.enter_async_context(
+                aiogpu.init(address="local", num_cpus=2, num_gpus=1)
+            )
+            engine = current_session().engine
+            assert isinstance(engine, LocalEngine)
+            path = socket_path(engine._supervisor.directory)
+        lease = await stack.enter_async_context(
+            aiogpu.lease(num_cpus=0.5, name="train")
+        )
+        train = tasks.gated.options(num_gpus=1, num_cpus=0, name="train")
+        runs = train.remote(gate.path, "runs")
+        await gate.entered("runs")
+        waiting = [train.remote(gate.path, "waits") for _ in range(500)]
+        other = tasks.gated.options(num_gpus=1, name="other").remote(gate.path, "other")
+        code, out, err = await view("cancel", "train", "--address", path)
+        assert (code, out) == (1, "")
+        assert err.startswith("Error: 502 tasks are named train: ")
+        assert ", and 494 more. Give a number, or give --all.\n" in err
+        code, out, err = await view("cancel", "--all", "train", "--address", path)
+        assert code == 1
+        assert err.startswith(f"Error: train is held by a program (pid {os.getpid()})")
+        lines = out.splitlines()
+        assert len(lines) == 9
+        assert all(line.startswith("cancelled train (task ") for line in lines[:-1])
+        assert lines[-1] == "cancelled 493 more tasks named train"
+        for handle in (runs, *waiting):
+            with pytest.raises(aiogpu.TaskCancelledError, match=r"by `aiogpu cancel`"):
+                await handle
+        assert lease.ids is not None
+        # No waiting task has started instead of the cancelled one.
+        await gate.entered("other")
+        assert "waits" not in gate.pids
+        code, out, err = await view("cancel", "--all", "train", "--address", path)
+        assert (code, out) == (1, ""), "the lease is left"
+        gate.release("other")
+        await other
+    assert err.startswith("Error: train is held by a program")
 
 
 def test_a_socket_without_a_listener_is_an_error(tmp_path: Path) -> None:

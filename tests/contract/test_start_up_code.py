@@ -87,9 +87,9 @@ def states(threads: list[str], seen: object = None) -> list[str]:
 DEBUGGERS = {
     "debugpy": ("-Xfrozen_modules=off", "-m", "debugpy", "--listen", "0"),
     "viztracer": ("-m", "viztracer", "--quiet", "-o", "WHERE/trace.json"),
-    "coverage": ("-m", "coverage", "run", "--data-file=/dev/null"),
+    "coverage": ("-m", "coverage", "run", "--data-file=WHERE/data"),
     "pdb": ("-m", "pdb", "-c", "continue"),
-    "cProfile": ("-m", "cProfile", "-o", "/dev/null"),
+    "cProfile": ("-m", "cProfile", "-o", "WHERE/profile"),
 }
 
 

@@ -118,6 +118,12 @@ def test_only_one_function_builds_the_command_of_an_interpreter(folder):
     assert set(found) <= {"aiogpu/linux/interpreter.py"}, found
 
 
+@pytest.mark.parametrize("folder", source_folders("aiogpu/cli"), ids=relative)
+def test_commands_print_by_one_function(folder):
+    """See `aiogpu.cli.terminal`: `click.echo` may go around its stream."""
+    assert search(folder, re.compile(r"click\.s?echo\(|\.show\(\)").findall) == {}
+
+
 @pytest.mark.parametrize("folder", source_folders("aiogpu", "tests"), ids=relative)
 def test_no_work_is_postponed_by_a_comment(folder):
     assert search(folder, POSTPONED.findall) == {}

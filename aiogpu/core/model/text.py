@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Final
@@ -27,6 +28,29 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else "?" for char in text)
+
+
+CONTROLS: Final = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069"
+    "\ud800-\udfff]"
+)
+"""Characters that command a terminal, or change the order of what it shows; all but the
+tab and the end of line."""
+
+
+def escaped(text: str) -> str:
+    """Return a text as a terminal may show it: control characters become escapes.
+
+    Bytes that are no characters, as decoded with "surrogateescape", become escapes too.
+    """
+    return CONTROLS.sub(_escape, text)
+
+
+def _escape(match: re.Match[str]) -> str:
+    code = ord(match[0])
+    if 0xDC80 <= code <= 0xDCFF:
+        code -= 0xDC00
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
 
 
 def listing(entries: Iterable[str], count: int, separator: str = ", ") -> str:

@@ -116,6 +116,14 @@ class ShardedDict(Generic[T]):
             del self._shards[number]
         return value
 
+    def pieces(self) -> Iterator[list[T]]:
+        """Yield the present values in pieces; the dictionary may change between them.
+
+        Values that are removed meanwhile are left out, and so are later shards.
+        """
+        for number in list(self._shards):
+            yield list(self._shards.get(number, _NOTHING).values())
+
     def values(self) -> Iterator[T]:
         """Yield all values, shard by shard."""
         for shard in self._shards.values():

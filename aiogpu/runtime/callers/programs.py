@@ -379,15 +379,15 @@ class Clients:
     async def _answer(self, client: Client, inquiry: wire.Inquire) -> None:
         """Answer a client's question about the node."""
         child = Child(client, inquiry.child)
-        number = inquiry.number
         if inquiry.what == wire.WHY:
-            number = self._task_of(client, number)
+            task = self._task_of(client, inquiry.number)
+            inquiry = inquiry._replace(number=task)
         answer = self._answers.get(inquiry.what)
         if answer is None:
             child.settle(unknown_question(inquiry))
             return
         try:
-            child.settle(status_codec.dump(await answer(number)))
+            child.settle(status_codec.dump(await answer(inquiry)))
         except Exception as error:  # noqa: BLE001 - sent to the program
             child.settle(error)
 

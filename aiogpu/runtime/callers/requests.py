@@ -7,11 +7,13 @@ does a payload that contains a handle.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import groupby
 from operator import attrgetter
+from time import perf_counter
 from typing import TYPE_CHECKING, Final, cast
 
 from aiogpu.client.function_spec import Function, FunctionSpec, new_function_id
@@ -61,6 +63,10 @@ _log: Final = logging.getLogger(__name__)
 
 BY_CANCEL: Final = "cancelled by `aiogpu cancel`"
 """Part of the error of a task that the node's user has cancelled."""
+
+
+SLICE: Final = 5e-3
+"""Seconds of the loop that stopping many tasks takes at a time."""
 
 
 KEPT: Final = 1024
@@ -388,6 +394,41 @@ class Requests:
         # A CancelledError would end the code that awaits the task.
         settle(receiver, TaskCancelledError(reason))
         return "task"
+
+    async def named(self, name: str) -> list[int]:
+        """Return the numbers of all tasks, actors and leases with a name, in order.
+
+        An actor has two names, of its task and its own, with or without its namespace.
+        """
+        numbers = {
+            actor.id
+            for actor in self._actors.all()
+            if actor.key is not None and name in (actor.key[1], "/".join(actor.key))
+        }
+        for piece in self._driver.scheduler.tasks.pieces():
+            numbers.update(record.id for record in piece if record.spec.name == name)
+            await asyncio.sleep(0)
+        living = self._driver.scheduler.tasks
+        return sorted(number for number in numbers if living.get(TaskId(number)))
+
+    async def stop_all(
+        self, stop: Callable[[int], str], numbers: Sequence[int]
+    ) -> dict[str, list[int]]:
+        """Stop tasks by `cancel` or `kill`; return their numbers by its results.
+
+        The latest go first. They wait, so that no waiting task starts only because an
+        earlier one has ended.
+        """
+        results: dict[str, list[int]] = {}
+        until = perf_counter() + SLICE
+        for number in reversed(numbers):
+            results.setdefault(stop(number), []).append(number)
+            if perf_counter() >= until:
+                await asyncio.sleep(0)
+                until = perf_counter() + SLICE
+        for stopped in results.values():
+            stopped.reverse()
+        return results
 
     def kill(self, number: int) -> str:
         """Kill an actor of any program for the node's user.

@@ -43,8 +43,8 @@ LEAST_PAUSE: Final = 1e-3
 """Least seconds between two answers."""
 
 
-Answer = Callable[[int], Coroutine[Any, Any, object]]
-"""Answers a question about the node; the argument is a task's number or 0."""
+Answer = Callable[[wire.Inquire], Coroutine[Any, Any, object]]
+"""Answers a question about the node, or acts on it."""
 
 
 def unknown_question(inquiry: wire.Inquire) -> ProtocolError:
@@ -210,7 +210,7 @@ class Viewers:
             answer = self._answers.get(question.what)
             if answer is None:
                 raise unknown_question(question)
-            payload = status_codec.dump(await answer(question.number))
+            payload = status_codec.dump(await answer(question))
         except Exception as error:  # noqa: BLE001 - sent to the viewer
             return wire.ChildFailed(question.child, *pack_own_error(error).why)
         return wire.ChildDone(question.child, payload)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import os
 import stat
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 from aiogpu.core.model.request import Device
@@ -26,6 +26,7 @@ from aiogpu.core.model.units import BY_SHARE, CPU, GPU, UNIT
 from aiogpu.core.resources.devices import DeviceSet
 from aiogpu.core.resources.ledger import BundleLedger, Lease, Ledger
 from aiogpu.linux.cgroup import StrPath, read_cpus, unpinned_cpus
+from aiogpu.linux.sockets import UnexpectedFileError, is_trusted, open_checked
 from aiogpu.wire.messages import Bind
 
 if TYPE_CHECKING:
@@ -83,30 +84,46 @@ MEMORY: Final = "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"
 DEFAULT: Final = "/tmp/nvidia-mps"
 
 
+PID_SIZE: Final = 64
+"""Most bytes that are read of the daemon's pidfile."""
+
+
 MIB: Final = 1 << 20
 
 
 def runs(environ: Mapping[str, str], default: str = DEFAULT) -> bool:
     """Return True if workers would be clients of a running MPS control daemon.
 
-    A container may have the daemon's pipes without seeing its process.
+    A container may have the daemon's pipes without seeing its process. Any user may
+    make files in the default directory, so files of others are not used.
     """
     directory = environ.get(PIPES) or default
+    path = f"{directory}/nvidia-cuda-mps-control.pid"
     try:
-        with open(f"{directory}/nvidia-cuda-mps-control.pid", "rb") as file:
-            pid = int(file.read())
+        descriptor = open_checked(path, os.O_RDONLY, stat.S_ISREG, is_trusted)
+        with open(descriptor, "rb") as file:
+            pid = int(file.read(PID_SIZE))
         if pid > 0:  # other numbers would address process groups
             os.kill(pid, 0)
             return True
+    except UnexpectedFileError as error:
+        _log.warning("mps='auto': %s is not used: %s", path, error.strerror)
     except PermissionError:
-        return True  # the daemon runs as another user, or its file is unreadable
+        # The daemon runs as root, or only root may read its file.
+        return _has_trusted(path, stat.S_ISREG)
     except (OSError, ValueError, OverflowError):
         pass
+    return _has_trusted(f"{directory}/control", stat.S_ISFIFO, stat.S_ISSOCK)
+
+
+def _has_trusted(path: str, *kinds: Callable[[int], bool]) -> bool:
+    """Return whether a file of one of these kinds is there, of root or this user."""
     try:
-        mode = os.stat(f"{directory}/control").st_mode
+        status = os.lstat(path)
     except OSError:
         return False
-    return stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)
+    is_kind = any(is_kind(status.st_mode) for is_kind in kinds)
+    return is_kind and is_trusted(status.st_uid)
 
 
 def mps_variables(

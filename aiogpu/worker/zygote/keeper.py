@@ -18,6 +18,7 @@ import os
 import select
 import signal
 import socket
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import count
@@ -26,7 +27,7 @@ from typing import Final
 from aiogpu.errors import ProtocolError
 from aiogpu.linux import syscalls as kernel
 from aiogpu.linux.cgroup import SlotCgroup, end_node
-from aiogpu.linux.sockets import check_server
+from aiogpu.linux.sockets import check_server, is_own, open_checked
 from aiogpu.wire.codec import encode
 from aiogpu.wire.connection import KEEPER, Connection, greeting
 from aiogpu.wire.messages import (
@@ -245,10 +246,9 @@ class Keeper:
         self._cgroup = SlotCgroup(setup.cgroup, slot)
         self._score = kernel.OomScore()
         for stream in (1, 2):
-            # Without O_NONBLOCK, `open` would hang if the driver has died.
-            output = os.open(
-                output_path(setup.directory, slot, stream), os.O_WRONLY | os.O_NONBLOCK
-            )
+            path = output_path(setup.directory, slot, stream)
+            # This would hang without O_NONBLOCK if the driver has died.
+            output = open_checked(path, os.O_WRONLY, stat.S_ISFIFO, is_own)
             os.set_blocking(output, True)
             os.dup2(output, stream)
             os.close(output)

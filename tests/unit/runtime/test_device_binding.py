@@ -15,6 +15,7 @@ from aiogpu.core.resources.ledger import Ledger
 from aiogpu.runtime.devices import binding
 from aiogpu.runtime.devices.binding import Affinity, Assignment, variables_of
 from aiogpu.wire.messages import Bind
+from tests.support.program import run
 from tests.unit.runtime.fakes import lease_of
 
 FIRST = Device(0, pci="00000000:3B:00.0")
@@ -219,6 +220,36 @@ def test_mps_is_not_found_after_its_process_ended(tmp_path: Path, text: str) -> 
     assert not runs_in(tmp_path)
     os.mkfifo(tmp_path / "control")
     assert runs_in(tmp_path), "a container sees no process ids of the host"
+
+
+def test_a_pidfile_that_is_a_pipe_holds_nothing_up(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / PID)
+    # In a process of its own, which can be ended if the open waits.
+    program = f"""
+    from pathlib import Path
+    from tests.unit.runtime.test_device_binding import runs_in
+    print(runs_in(Path({str(tmp_path)!r})))
+    """
+    assert run(program) == "False\n"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root has a second user")
+def test_mps_files_of_plain_users_are_not_used(tmp_path: Path) -> None:
+    (tmp_path / PID).write_text(str(os.getpid()))
+    assert runs_in(tmp_path)
+    os.chown(tmp_path / PID, 54321, 54321)
+    assert not runs_in(tmp_path)
+    os.mkfifo(tmp_path / "control")
+    os.chown(tmp_path / "control", 54321, 54321)
+    assert not runs_in(tmp_path)
+    os.chown(tmp_path / "control", 0, 0)
+    assert runs_in(tmp_path)
+
+
+def test_an_mps_pidfile_is_no_link(tmp_path: Path) -> None:
+    (tmp_path / "other").write_text(str(os.getpid()))
+    (tmp_path / PID).symlink_to("other")
+    assert not runs_in(tmp_path)
 
 
 @pytest.mark.parametrize(

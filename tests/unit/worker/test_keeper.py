@@ -142,6 +142,32 @@ def test_keeper_ends_and_interrupts_only_its_worker(slot: Slot) -> None:
     slot.assert_clean_end()
 
 
+@pytest.mark.parametrize("planted", ["link", "file", "other"])
+def test_keeper_writes_only_to_a_pipe_of_this_user(
+    planted: str, tmp_path: Path
+) -> None:
+    """Otherwise the output of root's tasks could go to a file that others choose."""
+    victim, path = tmp_path / "victim", tmp_path / "4.1"
+    victim.write_text("before")
+    if planted == "link":
+        path.symlink_to(victim)
+    elif planted == "file":
+        os.link(victim, path)
+    elif os.geteuid() == 0:
+        os.mkfifo(path)
+        os.chown(path, 54321, 54321)
+    else:
+        pytest.skip("only root has a second user")
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    keeper = start(KEEPER, str(tmp_path), str(os.getpid()))
+    _, err = keeper.communicate(timeout=60)
+    os.close(reader)
+    assert keeper.returncode == 1
+    assert "OSError" in err or "UnexpectedFileError" in err
+    assert str(path) in err
+    assert victim.read_text() == "before"
+
+
 @pytest.mark.parametrize("way", ["driver's death", "end of file", "garbage"])
 def test_keeper_that_ends_leaves_no_processes(way: str, slot: Slot) -> None:
     slot.run(2)
