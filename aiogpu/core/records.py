@@ -148,7 +148,7 @@ class TaskRecord:
         retries: how often the task was retried.
         starts_failed: workers in a row that ended before they took the task.
         killed_for: the kind of memory for which the task's worker was killed, or None.
-        is_alone: host memory ran out; the next attempt must run alone.
+        is_alone: no other task ran when it was killed because host memory ran out.
         client: the program that owns the task.
         kin: None for a task without parent and children.
         stop: None unless the task is being stopped.

@@ -384,6 +384,31 @@ async def test_of_two_tasks_that_do_not_fit_one_is_retried_alone(gate: Gate) -> 
 
 
 @pytest.mark.usefixtures("scarce")
+async def test_a_task_that_missed_its_turn_to_run_alone_is_retried(gate: Gate) -> None:
+    """Killed beside others again, it was failed as if it had been alone."""
+    async with aiogpu.init(num_cpus=4, num_gpus=1) as session:
+        scheduler = session._session._engine._open_driver.scheduler  # type: ignore[attr-defined]
+        scheduler.config = scheduler.config._replace(exclusive_wait=0.01)
+        # Within its request, so the other task is always the one to end.
+        other = fill.options(memory="150MiB", num_gpus=0.5).remote(gate.path, "a", 125)
+        await gate.entered("a")
+        late = fill.options(num_gpus=0.5, max_retries=-1).remote(gate.path, "b", 125)
+        kills, state = 0, ""
+        async with asyncio.timeout(60):
+            while kills < 3:
+                before, state = state, (await late.why()).state
+                kills += state == "delayed" != before
+                await asyncio.sleep(0)
+        assert not late.done()
+        if "b" in gate.pids:
+            gate.forget("b")
+        gate.release("a")
+        assert await other == 125
+        await gate.let_pass("b")
+        assert await late == 125
+
+
+@pytest.mark.usefixtures("scarce")
 async def test_a_task_that_does_not_fit_alone_raises(gate: Gate) -> None:
     async with aiogpu.init(num_cpus=2):
         task = fill.options(memory="50MiB", name="glutton")

@@ -194,6 +194,38 @@ def test_exclusive_retry_delays_others_for_a_limited_time():
     """)
 
 
+def test_exclusive_retry_that_was_not_alone_is_an_ordinary_one():
+    """It was once failed as if it had been alone, with retries left."""
+    World(cpus=4).play("""
+        submit a long; starve a; advance 31; running = a long
+        starve a; told =; submit later; waiting = later; advance 31
+        running = a later long; starve a; told =
+        finish long later; running = a; starve a; told has a:lost
+    """)
+    World(cpus=4).play("""
+        submit a long max_retries=1; starve a; advance 31; running = a long
+        starve a; told has a:lost
+    """)
+
+
+def test_exclusive_retry_beside_a_child_of_another_task_is_an_ordinary_one():
+    World(cpus=4, gpus=1).play("""
+        submit actor gpus=1 cpus=0 is_endless=True
+        submit parent a; starve a; submit child gpus=1 parent=parent
+        wait_for parent child; running = a actor parent
+        finish actor; running = a child parent
+        starve a; told = actor:settled
+    """)
+
+
+def test_exclusive_retries_without_limit_let_others_start():
+    w = World(cpus=4).play("submit a max_retries=-1; submit long; starve a")
+    for number in range(5):
+        w.submit(f"later{number}")
+        w.play(f"waiting = later{number}; advance 31; running has later{number} a")
+        w.play(f"finish later{number}; starve a; told has later{number}:settled")
+
+
 def test_exclusive_retry_waits_for_its_device():
     w = World(cpus=2, gpus=1).play("let settles=True; submit a gpus=1")
     worker = w.worker_of("a")

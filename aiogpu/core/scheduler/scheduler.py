@@ -485,6 +485,7 @@ class Scheduler(SchedulerState):
         """
         if (busy := self._busy(worker)) and busy.task:
             busy.task.killed_for = memory
+            busy.task.is_alone = self.exclusive.has_run_alone(self, busy.task)
             cancellation.kill_worker(self, busy)
 
     def _busy(self, worker_id: WorkerId) -> WorkerRecord | None:
