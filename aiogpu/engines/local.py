@@ -152,7 +152,10 @@ class DriverEngine:
 
         driver, now = self._driver_for("aiogpu.status()"), self._loop.time()
         pids, results = self._pids, driver.results
-        seen = snapshot(driver.scheduler, pids, now, self._observed, self._programs)
+        unended = driver.unended
+        seen = snapshot(
+            driver.scheduler, pids, now, self._observed, self._programs, unended
+        )
 
         def place_of(actor: Actor) -> tuple[int, int] | None:
             worker = actor.worker
@@ -173,7 +176,8 @@ class DriverEngine:
         driver, now = self._driver_for("handle.why()"), self._loop.time()
         record = driver.scheduler.tasks.get(TaskId(task))
         if record is not None:
-            return why(driver.scheduler, record, self._pids, now, self._programs)
+            others = self._programs, driver.unended
+            return why(driver.scheduler, record, self._pids, now, *others)
         ended = driver.results.history.find(task, now)
         return None if ended is None else why_ended(ended)
 

@@ -25,6 +25,7 @@ from aiogpu.observe.status import (
     ReservationStatus,
     ShapeStatus,
     TaskStatus,
+    UnendedStatus,
     WorkerStatus,
 )
 from aiogpu.observe.why import Shortage, Why
@@ -34,5 +35,6 @@ status_codec: Final = RecordCodec(
     *(NodeStatus, TaskStatus, WorkerStatus, ShapeStatus, ClientStatus, Limits),
     *(ActorStatus, EndedTask, PlacementStatus, BundleStatus, ReservationStatus),
     *(DeviceStatus, Holder, OtherProcess, Why, Shortage, OutageStatus, Machine),
+    UnendedStatus,
 )
 """Reads and writes the answers to `Inquire`; classes are identified by their index."""

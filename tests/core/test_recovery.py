@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from aiogpu.core.model.config import SchedulerConfig
+from aiogpu.core.model.ids import WorkerId
 from aiogpu.core.records import Memory
 from aiogpu.core.resources.devices import Cause
 from aiogpu.core.scheduler.scheduler import Scheduler
-from tests.core.builders import World, status_of, why_of
+from tests.core.builders import World, record_of, status_of, why_of
 
 
 @pytest.mark.parametrize("retries", [0, 1, 3])
@@ -477,3 +478,54 @@ def test_avoided_device_is_taken_last():
         w.finish(f"of {count}")
     note(w, 0, None, Cause.FOREIGN, is_avoided=True)
     w.play("submit d gpus=1 environment=X:1; gpus_of d = 0")
+
+
+# A killed worker of which a process has not ended.
+
+
+def left_behind(w: World, name: str) -> WorkerId:
+    """Let a task's worker count as gone while a process of it lives on."""
+    worker, task = WorkerId(w.worker_of(name)), record_of(w, name).id
+    w.tell(Scheduler.worker_gone, worker, task, is_left=True)
+    return worker
+
+
+@pytest.mark.parametrize("settles", [False, True])
+def test_a_worker_that_is_left_keeps_all_that_it_holds(settles):
+    w = World(cpus=2, gpus=2)
+    w.submit("a", num_gpus=1, max_retries=0)
+    worker = left_behind(w, "a")
+    assert w.told == {"a": "lost"}
+    assert (w.free_gpus, w.scheduler.ledger.available()["CPU"]) == ([0, 1], 1)
+    w.submit("both", num_gpus=2)
+    w.play("advance 60; waiting = both")
+    assert w.scheduler.reservation is None, "nobody knows when it ends"
+    assert len(w.warned) == 1
+    w.submit("other", num_gpus=1)
+    assert w.running == {"other"}
+    w.finish("other")
+    w.tell(Scheduler.worker_ended, worker, settles)
+    if settles:
+        assert (w.waiting, w.free_gpus) == ({"both"}, [0, 1])
+        w.tell(Scheduler.devices_free, worker)
+    w.tell(Scheduler.worker_ended, worker, settles)
+    assert w.running == {"both"}
+
+
+def test_a_blocked_task_whose_worker_is_left_holds_no_cpu():
+    w = World(cpus=1, gpus=1).play("""
+        submit parent gpus=1 max_retries=0; submit child parent=parent
+        wait_for parent child; running = child parent
+    """)
+    worker = left_behind(w, "parent")
+    w.play("finish child; free = CPU:1.0 GPU:0.0; submit next; running = next")
+    w.tell(Scheduler.worker_ended, worker)
+    w.play("finish next; free = CPU:1.0 GPU:1.0")
+
+
+def test_a_node_closes_although_a_worker_is_left():
+    w = World(gpus=1).play("submit a gpus=1 max_retries=0; submit b gpus=1")
+    worker = left_behind(w, "a")
+    w.close()
+    w.tell(Scheduler.worker_ended, worker)
+    assert w.is_closed

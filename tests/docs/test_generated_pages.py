@@ -71,6 +71,7 @@ JSON_PARTS: dict[type, str] = {
     status.PlacementStatus: "Placement",
     status.BundleStatus: "Bundle",
     status.OutageStatus: "Outage",
+    status.UnendedStatus: "Unended processes",
     why.Why: "Reason",
     why.Shortage: "Shortage",
 }

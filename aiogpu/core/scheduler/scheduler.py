@@ -458,6 +458,7 @@ class Scheduler(SchedulerState):
         settles: bool = False,
         is_crowded: bool = False,
         outage: str = "",
+        is_left: bool = False,
     ) -> None:
         """Handle the end of a worker's process and all its descendants.
 
@@ -470,10 +471,24 @@ class Scheduler(SchedulerState):
             is_crowded: the worker never started: descriptors or processes ran out.
             outage: why the worker could not be started. The reason probably holds for
                 all workers of its environment or, if `is_crowded`, of the node.
+            is_left: the worker was killed and its code never runs again, but a process
+                of it has not ended, and may still use what the worker holds;
+                `worker_ended` follows.
         """
         gone = self.workers.get(worker)
         if gone is not None and gone.state is not WorkerState.SETTLING:
-            recovery.on_worker_gone(self, gone, began, settles, is_crowded, outage)
+            end = recovery.End(began, settles, is_crowded, outage, is_left)
+            recovery.on_worker_gone(self, gone, end)
+
+    @event
+    def worker_ended(self, worker: WorkerId, settles: bool = False) -> None:
+        """Handle that the processes of a worker that `is_left` have ended at last.
+
+        `settles`: as for `worker_gone`.
+        """
+        gone = self.workers.get(worker)
+        if gone is not None and gone.state is WorkerState.SETTLING:
+            recovery.on_worker_ended(self, gone, settles)
 
     @event
     def kill_for_memory(self, worker: WorkerId, memory: Memory) -> None:
