@@ -87,6 +87,7 @@ class StatusData(TypedDict):
     placements: list[Data]
     outages: list[Data]
     unended: list[Data]
+    ended_idle: list[Data]
 
 
 class NodeData(TypedDict):
@@ -155,6 +156,7 @@ def status_data(status: NodeStatus) -> StatusData:
         "placements": data_of(status.placements),
         "outages": data_of(status.outages),
         "unended": data_of(status.unended),
+        "ended_idle": data_of(status.ended_idle),
     }
 
 

@@ -148,7 +148,7 @@ class DriverEngine:
     async def status(self) -> NodeStatus:
         """Return the held resources, the waiting tasks and the reasons."""
         from aiogpu.observe.snapshot import snapshot
-        from aiogpu.observe.status import Machine
+        from aiogpu.observe.status import IdleEndStatus, Machine
 
         driver, now = self._driver_for("aiogpu.status()"), self._loop.time()
         pids, results = self._pids, driver.results
@@ -166,6 +166,10 @@ class DriverEngine:
             actors=driver.actors.listed(place_of, results.client_of),
             failures=results.history.failures(now),
             draining=self._draining(now),
+            ended_idle=tuple(
+                IdleEndStatus(worker, pid, used, now - when)
+                for when, worker, pid, used in driver.guard.ended_idle
+            ),
             nodes=(Machine(self._node_id, os.uname().nodename, True, seen.total),),
         )
 

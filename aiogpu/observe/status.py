@@ -247,6 +247,8 @@ class NodeStatus:
         nodes: the machines: one, or all of a Ray cluster.
         unended: the killed workers and returned leases of which processes have not
             ended; they keep their shares.
+        ended_idle: the last 16 idle workers that were ended because memory ran out,
+            the latest first.
     """
 
     total: Mapping[str, float]
@@ -266,6 +268,7 @@ class NodeStatus:
     outages: tuple[OutageStatus, ...] = ()
     nodes: tuple[Machine, ...] = ()
     unended: tuple[UnendedStatus, ...] = ()
+    ended_idle: tuple[IdleEndStatus, ...] = ()
 
     @property
     def waiting(self) -> tuple[TaskStatus, ...]:
@@ -439,6 +442,29 @@ class UnendedStatus:
         if self.is_lease:
             return f"{who} {have} used it for {span(self.seconds)} since its return"
         return f"{who} {have} not ended {span(self.seconds)} after SIGKILL"
+
+
+@dataclass(frozen=True, slots=True)
+class IdleEndStatus:
+    """An idle worker that was ended because memory ran out.
+
+    Attributes:
+        worker: the worker's number.
+        pid: its process id.
+        used: bytes of memory that it and its descendants used.
+        seconds: seconds since then.
+    """
+
+    worker: int
+    pid: int
+    used: int
+    seconds: float
+
+    def __str__(self) -> str:
+        return (
+            f"idle worker {self.worker} (pid {self.pid}) was ended "
+            f"{span(self.seconds)} ago: it kept {size(self.used)} while memory ran out"
+        )
 
 
 class Program(NamedTuple):
@@ -716,6 +742,7 @@ def overview(status: NodeStatus) -> Iterator[str]:
     )
     yield from map(str, status.outages)
     yield from unended_lines(status, is_all=True)
+    yield from map(str, status.ended_idle[:1])
 
 
 def unended_lines(status: NodeStatus, *, is_all: bool = False) -> Iterator[str]:

@@ -18,7 +18,7 @@ from aiogpu.linux.procfs import MemoryBounds, Usage
 from aiogpu.runtime.actors.registry import SPOILT
 from tests.contract import served, tasks, wild_tasks
 from tests.contract.actor_classes import Counter
-from tests.contract.backlog_tasks import fill
+from tests.contract.backlog_tasks import fill, keep_filled
 from tests.contract.let_go_tasks import Fragile
 from tests.contract.wild_tasks import Crowd, Debugged, break_context, debug
 from tests.support.gate import Gate
@@ -406,6 +406,35 @@ async def test_a_task_that_missed_its_turn_to_run_alone_is_retried(gate: Gate) -
         assert await other == 125
         await gate.let_pass("b")
         assert await late == 125
+
+
+@pytest.mark.usefixtures("scarce")
+async def test_idle_workers_are_ended_before_a_task(
+    gate: Gate, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with aiogpu.init(num_cpus=4, num_gpus=1):
+        sizes = {"a": 50, "b": 80}
+        keeping = [keep_filled.remote(gate.path, *pair) for pair in sizes.items()]
+        await gate.entered("a", "b")
+        gate.release("a", "b")
+        kept = await asyncio.gather(*keeping)
+        assert all(map(psutil.pid_exists, kept))
+        # More than the idle workers leave, and the largest of all.
+        task = fill.options(num_gpus=1, max_retries=0)
+        handle = task.remote(gate.path, "c", 90)
+        async with asyncio.timeout(60):
+            while not (status := await aiogpu.status()).ended_idle:
+                await asyncio.sleep(0)
+        await gate.let_pass("c")
+        assert await handle == 90
+        status = await aiogpu.status()
+        (ended,) = status.ended_idle
+        assert ended.pid == kept[1], "the largest, and it was enough"
+        assert ended.used > 80 * MIB
+        said = f"idle worker {ended.worker} (pid {ended.pid}) was ended"
+        assert said in str(status)
+        assert f"(process {ended.pid}) is ended" in caplog.text
+        assert psutil.pid_exists(kept[0])
 
 
 @pytest.mark.usefixtures("scarce")

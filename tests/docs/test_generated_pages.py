@@ -72,6 +72,7 @@ JSON_PARTS: dict[type, str] = {
     status.BundleStatus: "Bundle",
     status.OutageStatus: "Outage",
     status.UnendedStatus: "Unended processes",
+    status.IdleEndStatus: "Ended idle worker",
     why.Why: "Reason",
     why.Shortage: "Shortage",
 }

@@ -503,6 +503,16 @@ class Scheduler(SchedulerState):
             busy.task.is_alone = self.exclusive.has_run_alone(self, busy.task)
             cancellation.kill_worker(self, busy)
 
+    @event
+    def end_idle(self, worker: WorkerId) -> None:
+        """End an idle worker soon: host memory runs out, and the worker keeps some."""
+        idle = self.workers.get(worker)
+        if idle is not None and idle.state is WorkerState.IDLE:
+            self.workers.leave_idle(idle)
+            cancellation.retire(self, idle)
+            soon = self.now + min(cancellation.SOON, self.config.exit_grace)
+            self.timers.set(soon, AlarmKind.END, idle.id)
+
     def _busy(self, worker_id: WorkerId) -> WorkerRecord | None:
         worker = self.workers.get(worker_id)
         return worker if worker and worker.state is WorkerState.BUSY else None
