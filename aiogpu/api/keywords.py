@@ -45,7 +45,8 @@ class Options(_Common, total=False):
         num_gpus: below 1 a share of one GPU, otherwise whole GPUs; default 0.
         memory: main memory, in bytes or as a text such as "6GiB". When the machine
             runs short of memory, a task that uses more than this is ended first
-            (`OutOfMemoryError`) and retried alone.
+            (`OutOfMemoryError`) and retried alone, or beside others if these have not
+            ended in 30 s.
         resources: amounts of other resources by name: `{"license": 1}`,
             `{"neuron_cores": 2}`.
         accelerator_type: only devices of this type, such as "A100".

@@ -48,6 +48,7 @@ from aiogpu.observe.status import (
     reservation_line,
     shown_clients,
     state_of,
+    unended_lines,
 )
 from aiogpu.observe.why import end_in_brief
 
@@ -61,7 +62,8 @@ class StatusData(TypedDict):
     Attributes:
         version: 1, the version of this format.
         aiogpu: the version of the command.
-        healthy: false if a device is set aside, or no worker can be started.
+        healthy: false if a device is set aside, no worker can be started, or a killed
+            process has not ended.
         problems: a sentence for each problem.
         resources: `total` and `free` of each resource.
         waiting: `tasks`: number of waiting tasks; `shapes`: number of their different
@@ -84,6 +86,8 @@ class StatusData(TypedDict):
     draining: float | None
     placements: list[Data]
     outages: list[Data]
+    unended: list[Data]
+    ended_idle: list[Data]
 
 
 class NodeData(TypedDict):
@@ -151,6 +155,8 @@ def status_data(status: NodeStatus) -> StatusData:
         "draining": status.draining,
         "placements": data_of(status.placements),
         "outages": data_of(status.outages),
+        "unended": data_of(status.unended),
+        "ended_idle": data_of(status.ended_idle),
     }
 
 
@@ -185,7 +191,11 @@ def node_data(node: SeenNode) -> NodeData:
 
 
 def problems(seen: NodeStatus | Nodes) -> list[str]:
-    """Return a sentence for each device set aside and each failure to start workers."""
+    """Return a sentence for each problem.
+
+    These are devices set aside, failures to start workers, and killed workers of which
+    a process has not ended.
+    """
     if isinstance(seen, Nodes):
         return [
             f"{node.found.program} (pid {node.found.pid}): {problem}"
@@ -193,7 +203,7 @@ def problems(seen: NodeStatus | Nodes) -> list[str]:
             if node.status is not None
             for problem in problems(node.status)
         ]
-    return [*_set_aside(seen), *map(str, seen.outages)]
+    return [*_set_aside(seen), *map(str, seen.outages), *unended_lines(seen)]
 
 
 def _set_aside(status: NodeStatus) -> Iterator[str]:
@@ -208,7 +218,8 @@ NAMES: Final = {"class_name": "class", "is_behind": "program_behind"}
 ABSENT: Final[frozenset[object]] = frozenset(
     {
         *("pid", "where"),
-        *((ClientStatus, "name"), (DeviceStatus, "memory"), (OtherProcess, "name")),
+        *((Holder, "unended"), (ClientStatus, "name")),
+        *((DeviceStatus, "memory"), (OtherProcess, "name")),
     }
 )
 """Fields that are null in JSON instead of 0 or empty: unknown or absent values."""
@@ -288,7 +299,8 @@ UNHEALTHY: Final = 3
 @click.option(
     "--check",
     is_flag=True,
-    help="Exit with 3 if a device is set aside, or no worker can be started.",
+    help="Exit with 3 if a device is set aside, no worker can be started, or a killed "
+    "process has not ended.",
 )
 @click.option("--watch", is_flag=True, help="Repeat until Ctrl-C.")
 @click.option(
@@ -320,7 +332,8 @@ def status(
       0  the node has answered
       1  no node runs
       2  bad input
-      3  --check: a device is set aside, or no worker can be started
+      3  --check: a device is set aside, no worker can be started, or a killed
+         process has not ended
     """  # noqa: D301 - click's mark for lines to be left as they are
     found_problems = aiogpu.run(_look(address, as_json, interval if watch else None))
     return UNHEALTHY if check and found_problems else 0

@@ -460,7 +460,7 @@ def held_by(device: DeviceStatus, *, with_others: bool = True) -> Iterator[str]:
     """Yield each holder of a device with its share, then the processes of others."""
     for holder in device.holders:
         share = f"{holder.share:g}" if holder.share else amount(holder.memory)
-        yield f"{share} {holder.task or '(ending)'}"
+        yield f"{share} {holder.task or ('(killed)' if holder.unended else '(ending)')}"
     for other in (device.others or ()) if with_others else ():
         yield f"not ours: {other.name or 'pid'} {other.pid}"
 

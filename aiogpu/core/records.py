@@ -58,7 +58,8 @@ class WorkerState(Enum):
     ENDING = "ending"
     """Gets no more tasks; its process has not ended yet."""
     SETTLING = "settling"
-    """Its process and all descendants have ended; its devices may not be free yet."""
+    """It has no task, and its code never runs again, but it keeps its devices: they may
+    not be free yet, or a process of it has not ended in spite of SIGKILL."""
     GONE = "gone"
     """Its process and all descendants have ended."""
 
@@ -89,7 +90,7 @@ TASK_LEADS_TO: Final = {
 
 _W = WorkerState
 WORKER_LEADS_TO: Final = {
-    _W.STARTING: (_W.IDLE, _W.BUSY, _W.ENDING, _W.GONE),
+    _W.STARTING: (_W.IDLE, _W.BUSY, _W.ENDING, _W.SETTLING, _W.GONE),
     _W.IDLE: (_W.BUSY, _W.ENDING, _W.GONE),
     _W.BUSY: (_W.IDLE, _W.ENDING, _W.SETTLING, _W.GONE),
     _W.ENDING: (_W.SETTLING, _W.GONE),
@@ -148,7 +149,7 @@ class TaskRecord:
         retries: how often the task was retried.
         starts_failed: workers in a row that ended before they took the task.
         killed_for: the kind of memory for which the task's worker was killed, or None.
-        is_alone: host memory ran out; the next attempt must run alone.
+        is_alone: no other task ran when it was killed because host memory ran out.
         client: the program that owns the task.
         kin: None for a task without parent and children.
         stop: None unless the task is being stopped.
@@ -201,6 +202,8 @@ class WorkerRecord:
             is gone, even if the task's result has arrived long before.
         calls: finished calls by function, for functions with `max_calls`.
         is_last: the worker exits after its current task.
+        is_left: the worker counts as gone, but a process of it has not ended; when it
+            will is not known.
         is_stale: retire the worker when it has no task: one of its devices was sick,
             or its zygote was replaced.
         revocations: how often the queue was taken back.
@@ -218,6 +221,7 @@ class WorkerRecord:
     queue: deque[TaskRecord] = field(default_factory=deque)
     refill_at: int = 0
     is_killed: bool = False
+    is_left: bool = False
     lease: Lease | None = None
     calls: dict[int, int] = field(default_factory=dict)
     is_last: bool = False
@@ -227,6 +231,11 @@ class WorkerRecord:
     look_at: float | None = None
     watched: TaskRecord | None = None
     watched_since: float = 0.0
+
+    @property
+    def holds_endlessly(self) -> bool:
+        """True if only an owner, or the kernel, decides when the lease ends."""
+        return self.is_left or (self.task is not None and self.task.spec.is_endless)
 
     def move(self, state: WorkerState) -> None:
         """Change the state; `InternalError` if the table does not allow it."""

@@ -148,11 +148,14 @@ class DriverEngine:
     async def status(self) -> NodeStatus:
         """Return the held resources, the waiting tasks and the reasons."""
         from aiogpu.observe.snapshot import snapshot
-        from aiogpu.observe.status import Machine
+        from aiogpu.observe.status import IdleEndStatus, Machine
 
         driver, now = self._driver_for("aiogpu.status()"), self._loop.time()
         pids, results = self._pids, driver.results
-        seen = snapshot(driver.scheduler, pids, now, self._observed, self._programs)
+        unended = driver.unended
+        seen = snapshot(
+            driver.scheduler, pids, now, self._observed, self._programs, unended
+        )
 
         def place_of(actor: Actor) -> tuple[int, int] | None:
             worker = actor.worker
@@ -163,6 +166,10 @@ class DriverEngine:
             actors=driver.actors.listed(place_of, results.client_of),
             failures=results.history.failures(now),
             draining=self._draining(now),
+            ended_idle=tuple(
+                IdleEndStatus(worker, pid, used, now - when)
+                for when, worker, pid, used in driver.guard.ended_idle
+            ),
             nodes=(Machine(self._node_id, os.uname().nodename, True, seen.total),),
         )
 
@@ -173,7 +180,8 @@ class DriverEngine:
         driver, now = self._driver_for("handle.why()"), self._loop.time()
         record = driver.scheduler.tasks.get(TaskId(task))
         if record is not None:
-            return why(driver.scheduler, record, self._pids, now, self._programs)
+            others = self._programs, driver.unended
+            return why(driver.scheduler, record, self._pids, now, *others)
         ended = driver.results.history.find(task, now)
         return None if ended is None else why_ended(ended)
 

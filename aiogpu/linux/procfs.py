@@ -107,26 +107,39 @@ class MemoryBounds:
                 total += _number(status, b"\nRssAnon:") + _number(
                     status, b"\nRssShmem:"
                 )
-                waiting += self._children(pid, _number(status, b"\nThreads:"))
+                threads = _number(status, b"\nThreads:")
+                waiting += children_of(pid, threads, self._proc)
         return total * _KIB
 
     def has(self, pid: int) -> bool:
         """Return True if a process exists, also as a zombie."""
         return os.path.exists(f"{self._proc}/{pid}")
 
-    def _children(self, pid: int, threads: int) -> list[int]:
-        """Return the children of all threads of a process; none if unknown."""
-        tasks = f"{self._proc}/{pid}/task"
-        names = [str(pid)]
-        if threads != 1:
-            try:
-                names = os.listdir(tasks)
-            except OSError:
-                return []
-        children: list[int] = []
-        for name in names:
-            children += map(int, read_bytes(f"{tasks}/{name}/children").split())
-        return children
+
+def children_of(pid: int, threads: int = 0, proc: StrPath = PROC) -> list[int]:
+    """Return the children of all threads of a process; none if unknown.
+
+    `threads`: the number of its threads; 0 if unknown.
+    """
+    tasks = f"{proc}/{pid}/task"
+    names = [str(pid)]
+    if threads != 1:
+        try:
+            names = os.listdir(tasks)
+        except OSError:
+            return []
+    children: list[int] = []
+    for name in names:
+        children += map(int, read_bytes(f"{tasks}/{name}/children").split())
+    return children
+
+
+def family_of(pid: int) -> list[int]:
+    """Return a process and all its descendants, without reading all of /proc."""
+    family = [pid]
+    for member in family:  # which grows meanwhile
+        family += children_of(member)
+    return family
 
 
 def _room_of(usage: Usage) -> int:
@@ -180,6 +193,12 @@ class ProcessStat(NamedTuple):
     state: str
     parent: int
     start: int
+    threads: int = 1
+
+    @property
+    def has_ended(self) -> bool:
+        """True for a zombie, unless other threads of the process live on."""
+        return self.state in ("Z", "X") and self.threads <= 1
 
 
 def read_stat(pid: int, proc: StrPath = PROC) -> ProcessStat | None:
@@ -191,7 +210,8 @@ def read_stat(pid: int, proc: StrPath = PROC) -> ProcessStat | None:
         return None
     name = before.partition(b" (")[2].decode(errors="replace")
     start = int(fields[19]) if len(fields) > 19 else 0
-    return ProcessStat(pid, name, fields[0], int(fields[1]), start)
+    threads = int(fields[17]) if len(fields) > 17 else 1
+    return ProcessStat(pid, name, fields[0], int(fields[1]), start, threads)
 
 
 def descendants(pid: int) -> list[ProcessStat]:

@@ -45,6 +45,7 @@ from aiogpu.core.scheduler.state import (
     awaited_results,
 )
 from aiogpu.observe.status import (
+    ALL_ENDED,
     NOBODY,
     NOTHING,
     THE_NODES,
@@ -62,6 +63,7 @@ from aiogpu.observe.status import (
     ReservationStatus,
     ShapeStatus,
     TaskStatus,
+    UnendedStatus,
     WorkerStatus,
     name_and_pid,
 )
@@ -80,6 +82,7 @@ def snapshot(
     now: float,
     observed: Observations = NOTHING,
     programs: Mapping[int, Program] = NOBODY,
+    unended: Mapping[int, UnendedStatus] = ALL_ENDED,
 ) -> NodeStatus:
     """Return the status of a node.
 
@@ -89,6 +92,8 @@ def snapshot(
         now: the time.
         observed: the last readings of the devices.
         programs: the clients, by number.
+        unended: the processes that have not ended with their worker or lease, by its
+            id.
     """
     ready, reasons = node.ready, _Reasons(node, now)
     holders = list(node.holders)
@@ -100,7 +105,7 @@ def snapshot(
         *islice(node.delayed.values(), LISTED),
         *(node.tasks[id_] for id_ in islice(node.expecting, LISTED)),
     ]
-    holdings = Holdings(holders, pids, now, observed)
+    holdings = Holdings(holders, pids, now, observed, unended)
     tasks = []
     # One line for all tasks of a worker in one state: 60 may be in its queue.
     held_reasons: dict[tuple[int, TaskState], str | None] = {}
@@ -130,6 +135,7 @@ def snapshot(
             for group in node.placement_groups.values()
         ),
         outages=_outages(node, now),
+        unended=tuple(unended.values()),
     )
 
 
@@ -292,9 +298,11 @@ class Holdings:
         pids: Mapping[int, int],
         now: float,
         observed: Observations = NOTHING,
+        unended: Mapping[int, UnendedStatus] = ALL_ENDED,
     ) -> None:
         self.pids = pids
         self.now = now
+        self._unended = unended
         self._observed = observed
         self._workers = [worker for worker in workers if worker.lease is not None]
 
@@ -351,14 +359,15 @@ class Holdings:
         )
 
     def _holder(self, worker: WorkerRecord, part: int, memory: int = 0) -> Holder:
-        task = worker.task
+        task, left = worker.task, self._unended.get(worker.id)
         return Holder(
             *(number(part), worker.id, self.pids.get(worker.id, 0)),
             None if task is None else task.spec.name,
             self.seconds_of(worker),
-            task is not None and task.spec.is_endless,
-            task is None and worker.state is WorkerState.SETTLING,
+            worker.holds_endlessly,
+            task is None and worker.state is WorkerState.SETTLING and left is None,
             memory,
+            unended="" if left is None else str(left),
         )
 
     def seconds_of(self, worker: WorkerRecord) -> float | None:
@@ -398,6 +407,7 @@ def why(
     pids: Mapping[int, int],
     now: float,
     programs: Mapping[int, Program] = NOBODY,
+    unended: Mapping[int, UnendedStatus] = ALL_ENDED,
 ) -> Why:
     """Return why an unfinished task is in its state.
 
@@ -407,6 +417,7 @@ def why(
         pids: process ids of the live workers.
         now: the time.
         programs: the clients of the node, by number.
+        unended: as for `snapshot`.
     """
     if record.state is TaskState.DELAYED:
         return _why(record, now)
@@ -426,11 +437,12 @@ def why(
     before = takewhile(
         lambda other: other is not record, islice(node.ready.in_turn(), count)
     )
+    holdings = Holdings(node.holders, pids, now, unended=unended)
     rivals = dict.fromkeys(
         other.client for other in before if other.client != record.client
     )
     return replace(
-        _waits(node, record, lacks, Holdings(node.holders, pids, now)),
+        _waits(node, record, lacks, holdings),
         position=place[0] + 1,
         of=place[1],
         is_held_endlessly=is_held_endlessly(node, record, lacks),

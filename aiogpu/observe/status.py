@@ -92,7 +92,8 @@ class Holder:
         task: name of its current task, None while the worker ends.
         seconds: for how long it has run this task, up to one second less than the
             true value; None if unknown.
-        is_endless: it holds its share until its owner releases it.
+        is_endless: it holds its share until its owner releases it, or until a killed
+            process ends.
         is_settling: its processes have ended, but the device driver has not confirmed
             yet that the device is free of them.
         memory: bytes of device memory reserved for it, by `gpu_memory=` or by its
@@ -100,6 +101,8 @@ class Holder:
         used: bytes of device memory that it uses with its descendants, None if
             unknown.
         has_outgrown: `used` exceeds its reservation.
+        unended: which processes of an ended worker, or of a returned lease, have not
+            ended and keep the share; "" if there are none.
     """
 
     share: float
@@ -112,6 +115,7 @@ class Holder:
     memory: int = 0
     used: int | None = None
     has_outgrown: bool = False
+    unended: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,6 +245,10 @@ class NodeStatus:
         outages: why no worker can be started now, for which tasks, and when the next
             attempt is; empty while workers start.
         nodes: the machines: one, or all of a Ray cluster.
+        unended: the killed workers and returned leases of which processes have not
+            ended; they keep their shares.
+        ended_idle: the last 16 idle workers that were ended because memory ran out,
+            the latest first.
     """
 
     total: Mapping[str, float]
@@ -259,6 +267,8 @@ class NodeStatus:
     placements: tuple[PlacementStatus, ...] = ()
     outages: tuple[OutageStatus, ...] = ()
     nodes: tuple[Machine, ...] = ()
+    unended: tuple[UnendedStatus, ...] = ()
+    ended_idle: tuple[IdleEndStatus, ...] = ()
 
     @property
     def waiting(self) -> tuple[TaskStatus, ...]:
@@ -315,7 +325,7 @@ class WorkerStatus:
     Attributes:
         id: the worker's number.
         pid: its process id, 0 while it starts.
-        state: "starting", "idle", "busy" or "ending".
+        state: "starting", "idle", "busy", "ending" or "settling".
         task: name of its current task, or None.
     """
 
@@ -392,6 +402,71 @@ class ActorStatus:
     client: int = 0
 
 
+STATES: Final = {
+    "D": "waits in the kernel",
+    "S": "sleeps",
+    "R": "runs",
+    "T": "stopped",
+    "t": "stopped by a debugger",
+    "Z": "its main thread has ended",
+}
+"""The states of proc(5), in words."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnendedStatus:
+    """Processes that have not ended with their worker or with their lease.
+
+    Attributes:
+        worker: the number of the worker that was killed, or of the holder of the lease
+            that was returned.
+        pids: the processes; empty if they are not known.
+        states: the state of each, a letter of proc(5): "D" if it waits in the kernel.
+        seconds: seconds since they were told to end, or the lease was returned.
+        is_lease: they use a returned lease; nothing kills them.
+    """
+
+    worker: int
+    pids: tuple[int, ...]
+    states: tuple[str, ...]
+    seconds: float
+    is_lease: bool = False
+
+    def __str__(self) -> str:
+        pairs = zip(self.pids, self.states, strict=True)
+        each = (f"{pid} (state {s}, {STATES.get(s, 'ends')})" for pid, s in pairs)
+        names = listing(each, len(self.pids))
+        count = len(self.pids)
+        who = f"process{'es' * (count > 1)} {names}" if count else "a process of it"
+        have = "have" if count > 1 else "has"
+        if self.is_lease:
+            return f"{who} {have} used it for {span(self.seconds)} since its return"
+        return f"{who} {have} not ended {span(self.seconds)} after SIGKILL"
+
+
+@dataclass(frozen=True, slots=True)
+class IdleEndStatus:
+    """An idle worker that was ended because memory ran out.
+
+    Attributes:
+        worker: the worker's number.
+        pid: its process id.
+        used: bytes of memory that it and its descendants used.
+        seconds: seconds since then.
+    """
+
+    worker: int
+    pid: int
+    used: int
+    seconds: float
+
+    def __str__(self) -> str:
+        return (
+            f"idle worker {self.worker} (pid {self.pid}) was ended "
+            f"{span(self.seconds)} ago: it kept {size(self.used)} while memory ran out"
+        )
+
+
 class Program(NamedTuple):
     """The name and the process of a client, which the scheduler does not know.
 
@@ -409,6 +484,10 @@ THE_NODES: Final = "the node's own program"
 
 NOBODY: Final[Mapping[int, Program]] = MappingProxyType({})
 """No programs."""
+
+
+ALL_ENDED: Final[Mapping[int, UnendedStatus]] = MappingProxyType({})
+"""No process is left of a killed worker or a returned lease."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -662,6 +741,20 @@ def overview(status: NodeStatus) -> Iterator[str]:
         ]
     )
     yield from map(str, status.outages)
+    yield from unended_lines(status, is_all=True)
+    yield from map(str, status.ended_idle[:1])
+
+
+def unended_lines(status: NodeStatus, *, is_all: bool = False) -> Iterator[str]:
+    """Yield a sentence for each killed worker that has not ended.
+
+    `is_all`: also for returned leases, whose processes may go on.
+    """
+    shown = [each for each in status.unended if is_all or not each.is_lease]
+    for left in shown[:SHOWN]:
+        kind = "a returned lease" if left.is_lease else f"worker {left.worker}"
+        yield f"{kind} keeps what it holds: {left}"
+    yield from count_hidden(len(shown) - SHOWN)
 
 
 def _notable_resources(status: NodeStatus) -> Iterator[tuple[str, float, float]]:
@@ -874,6 +967,8 @@ def heat_and_power(device: DeviceStatus) -> str:
 
 def _holder_cells(holder: Holder) -> Sequence[str]:
     share = f"{holder.share:g}" if holder.share else size(holder.memory)
+    if holder.unended:
+        return (share, holder.task or "(killed)", pid_of(holder.pid), "", "not ended")
     if holder.is_settling:
         return (share, "(ended)", "", "until the driver confirms", "")
     used = "" if holder.used is None else f"{amount(holder.used, '0')} used"

@@ -17,6 +17,7 @@ from aiogpu.observe.status import (
     DeviceStatus,
     EndedTask,
     Holder,
+    IdleEndStatus,
     Machine,
     NodeStatus,
     OtherProcess,
@@ -25,6 +26,7 @@ from aiogpu.observe.status import (
     ReservationStatus,
     ShapeStatus,
     TaskStatus,
+    UnendedStatus,
     WorkerStatus,
 )
 from aiogpu.observe.why import Shortage, StopReport, Why
@@ -34,6 +36,6 @@ status_codec: Final = RecordCodec(
     *(NodeStatus, TaskStatus, WorkerStatus, ShapeStatus, ClientStatus, Limits),
     *(ActorStatus, EndedTask, PlacementStatus, BundleStatus, ReservationStatus),
     *(DeviceStatus, Holder, OtherProcess, Why, Shortage, OutageStatus, Machine),
-    StopReport,
+    *(StopReport, UnendedStatus, IdleEndStatus),
 )
 """Reads and writes the answers to `Inquire`; classes are identified by their index."""

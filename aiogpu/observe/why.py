@@ -20,6 +20,9 @@ from aiogpu.observe.status import (
     ReservationStatus,
 )
 
+NOT_ENDED: Final = "a killed worker of which a process has not ended"
+"""Stands for the task of a holder without one."""
+
 SHORT_WAIT: Final = 0.1
 """Seconds below which the wait of an ended task is not mentioned."""
 
@@ -402,6 +405,8 @@ def _describe_holder(holder: Holder, name: str, device: DeviceStatus | None) -> 
     if name == GPU_MEMORY or not holder.share:
         amount = format_amount(GPU_MEMORY, holder.memory)
     share = amount if device is None else f"{amount} of {device.kind} {device.id}"
+    if holder.unended:
+        return f"{share}: kept, because {holder.unended}"
     if holder.is_settling:
         return f"{share}: held until the driver confirms that its process has ended"
     where = f"pid {holder.pid}" if holder.pid else "its worker is being forked"
@@ -447,7 +452,7 @@ def stall_in_words(why: Why) -> str:
                 if device is not None:
                     share = format_amount(device.kind, holder.share)
                     amount = f"{share} of {device.kind} {device.id}"
-                held.append(f"{holder.task} holds {amount}")
+                held.append(f"{holder.task or NOT_ENDED} holds {amount}")
     return (
         f"{waits} for {terms(why.request.items())}, and what it needs is held without "
         f"end: {listing(held, len(held), '; ')}. It can start when a holder ends: an "

@@ -43,6 +43,7 @@ from aiogpu.wire.messages import Began, Done, Failed, Skipped
 if TYPE_CHECKING:
     from aiogpu.core.queue.ready import Bucket
     from aiogpu.core.records import TaskRecord
+    from aiogpu.observe.status import UnendedStatus
     from aiogpu.runtime.callers.leases import Leases
     from aiogpu.runtime.devices.monitor import DeviceMonitor
     from aiogpu.runtime.devices.probe_thread import Key
@@ -262,6 +263,12 @@ class Driver:
     def holders(self) -> Mapping[int, int]:
         """Process ids of the programs with leases or placements, by holder."""
         return {} if self._leases is None else self._leases.pids
+
+    @property
+    def unended(self) -> dict[int, UnendedStatus]:
+        """The processes that have not ended with their worker or lease, by its id."""
+        leases = {} if self._leases is None else self._leases.unended
+        return {**self.pool.unended, **leases}
 
     def __repr__(self) -> str:
         return f"<Driver {len(self._calls)} calls, {self.pool!r}>"
@@ -527,19 +534,22 @@ class Driver:
         call = self._calls.get(TaskId(task))
         return call.func.spec.name if call is not None else ""
 
-    def on_gone(self, worker: int, death: Death) -> None:
-        """Handle that a worker has ended; its messages were all handled before."""
+    def on_gone(self, worker: int, death: Death, is_left: bool = False) -> None:
+        """Handle that a worker has ended; its messages were all handled before.
+
+        `is_left`: it was killed, but has processes that have not ended (`on_ended`).
+        """
         if self.is_busy:
-            self._loop.call_soon(self.on_gone, worker, death)
+            self._loop.call_soon(self.on_gone, worker, death, is_left)
             return
         tell_callers = self.actors.on_gone(worker, death)
         gone, sites = WorkerId(worker), self._sites
         self.results.deaths[gone] = death
         began = self._sent_as(gone, death.begun)
-        settles = self._settles(gone, death.pid)
+        settles = not is_left and self._settles(gone, death.pid)
         outage = death.reason if death.known in (CROWDED, UNAVAILABLE) else ""
         is_crowded = death.known == CROWDED
-        end = (began, settles, is_crowded, outage)
+        end = (began, settles, is_crowded, outage, is_left)
         call = None if began is None else self._calls.get(began)
         since = sites[worker].began
         self.feed(Scheduler.worker_gone, gone, *end)
@@ -550,6 +560,14 @@ class Driver:
         self.guard.forget(worker)
         if tell_callers is not None:
             tell_callers()
+
+    def on_ended(self, worker: int, pid: int) -> None:
+        """Handle that the processes of a worker that was gone before have ended."""
+        if self.is_busy:
+            self._loop.call_soon(self.on_ended, worker, pid)
+            return
+        gone = WorkerId(worker)
+        self.feed(Scheduler.worker_ended, gone, self._settles(gone, pid))
 
     def _settles(self, worker: WorkerId, pid: int) -> bool:
         """Return True if the core must wait until the worker's devices are released."""

@@ -1,4 +1,8 @@
-"""Ends a task before the memory of the host runs out.
+"""Ends an idle worker, or else a task, before the memory of the host runs out.
+
+Idle workers go first, because nobody misses what they keep; then memory is read again.
+Spare workers do not count: their pages are those of their zygote, and others would be
+forked in their place.
 
 Memory is checked only while tasks run, and more often if less is free. Single workers
 are measured only above the safe limit. To measure a thousand workers takes 50 ms, so
@@ -8,19 +12,23 @@ the work is spread over several turns of the loop.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Final, NamedTuple
 
 from aiogpu.core.model.ids import WorkerId
-from aiogpu.core.model.units import MEMORY, UNIT
+from aiogpu.core.model.units import MEMORY, UNIT, size
 from aiogpu.core.records import Memory, WorkerState
 from aiogpu.core.scheduler.scheduler import Feed, Scheduler
 from aiogpu.errors import OutOfMemoryError
 from aiogpu.linux.procfs import MemoryBounds, Usage
 from aiogpu.runtime.workers.death import Death, describe_out_of_memory
 from aiogpu.runtime.workers.slots import LiveWorker
+
+_log: Final = logging.getLogger(__name__)
+
 
 SOONEST: Final = 0.02
 """Seconds between two checks when no memory is free."""
@@ -51,18 +59,24 @@ WORTH: Final = 64
 not help."""
 
 
+KEPT: Final = 16
+"""Ended idle workers that are remembered for the status."""
+
+
 class Running(NamedTuple):
-    """A worker with a task.
+    """A worker with a task, or an idle one that has had tasks.
 
     Attributes:
         worker: the id of the worker.
         pid: the process id of the worker.
         asked: bytes that its task requested by `memory=`, 0 for none.
+        is_idle: it has no task.
     """
 
     worker: WorkerId
     pid: int
     asked: int
+    is_idle: bool = False
 
 
 class Weighed(NamedTuple):
@@ -73,7 +87,7 @@ class Weighed(NamedTuple):
 
 
 class MemoryGuard:
-    """Ends tasks of one node before host memory runs out.
+    """Ends workers of one node before host memory runs out.
 
     Attributes:
         is_on: False if the guard is switched off.
@@ -81,6 +95,8 @@ class MemoryGuard:
         cost: seconds of the loop's time that the last check took, in all its turns.
         timer: the timer of the next check; None if no check is due, and `wake` is
             needed.
+        ended_idle: the last idle workers that were ended: loop time, id, process id and
+            the bytes that each used.
     """
 
     def __init__(
@@ -114,6 +130,7 @@ class MemoryGuard:
         self._victim = 0
         self._told_at = 0.0
         self._ended: dict[int, tuple[int, int, int]] = {}
+        self.ended_idle: deque[tuple[float, int, int, int]] = deque(maxlen=KEPT)
 
     def wake(self) -> None:
         """Start checking, because a worker has got a task."""
@@ -149,6 +166,12 @@ class MemoryGuard:
                 asked = dict(scalars).get(MEMORY, 0) // UNIT
                 yield Running(worker.id, live.pid, asked)
 
+    def _idle(self) -> Iterator[Running]:
+        for worker in self._scheduler.workers:
+            live = self._workers.get(worker.id)
+            if worker.state is WorkerState.IDLE and worker.binding and live is not None:
+                yield Running(worker.id, live.pid, 0, is_idle=True)
+
     def _look(self) -> None:
         self.timer = None
         running = list(self._running())
@@ -159,7 +182,7 @@ class MemoryGuard:
         self._weighed.clear()
         self._unweighed.clear()
         if usage.room < 0 and not self._is_one_ending():
-            self._unweighed.extend(running)
+            self._unweighed.extend((*self._idle(), *running))
         self.cost = 0.0
         self._weigh(usage, began, is_first=True)
 
@@ -181,8 +204,23 @@ class MemoryGuard:
         pause = max(pause_for(usage.room), DEAREST * self.cost)
         self.timer = self._loop.call_later(pause, self._look)
         if victim is not None:
-            worker, self._victim, asked = victim.running
-            self._told_at = self._loop.time()
+            self._end(victim, usage)
+
+    def _end(self, victim: Weighed, usage: Usage) -> None:
+        worker, self._victim, asked, is_idle = victim.running
+        self._told_at = self._loop.time()
+        if is_idle:
+            self.ended_idle.appendleft(
+                (self._told_at, worker, self._victim, victim.used)
+            )
+            _log.warning(
+                "! idle worker %d (process %d) is ended: it keeps %s of memory, and "
+                "all processes together use %s of %s",
+                *(worker, self._victim, size(victim.used)),
+                *(size(usage.used), size(usage.limit)),
+            )
+            self._feed(Scheduler.end_idle, worker)
+        else:
             self._ended[worker] = asked, victim.used, usage.safe_limit()
             self._feed(Scheduler.kill_for_memory, worker, Memory.HOST)
 
@@ -195,7 +233,8 @@ class MemoryGuard:
         Its task may have ended meanwhile, or memory may have become free.
         """
         self.usage = usage = self._bounds.tightest()
-        if usage.room >= 0 or victim.running not in self._running():
+        present = self._idle() if victim.running.is_idle else self._running()
+        if usage.room >= 0 or victim.running not in present:
             return None
         now = Weighed(victim.running, self._bounds.used_by((victim.running.pid,)))
         return choose_victim([now], usage.limit)
@@ -212,15 +251,17 @@ def pause_for(room: int) -> float:
 
 
 def choose_victim(weighed: Iterable[Weighed], limit: int) -> Weighed | None:
-    """Return the worker to end: the worker that exceeds its task's request the most.
+    """Return the worker to end: an idle one, the largest first.
 
-    Workers within their requests come last. None if ending no worker would help.
+    If there is none, the worker that exceeds its task's request the most; workers
+    within their requests come last. None if ending no worker would help.
     """
     candidates = [worker for worker in weighed if worker.used * WORTH >= limit]
     return max(candidates, key=_excess, default=None)
 
 
-def _excess(weighed: Weighed) -> tuple[int, int, int]:
+def _excess(weighed: Weighed) -> tuple[bool, int, int, int]:
     # Among equals choose the youngest, which has done the least work.
     running = weighed.running
-    return weighed.used - running.asked, weighed.used, running.worker
+    excess = weighed.used - running.asked
+    return running.is_idle, excess, weighed.used, running.worker

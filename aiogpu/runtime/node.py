@@ -350,6 +350,7 @@ class Supervisor:
         if parts.server is not None:
             parts.server.close()
         await pool.zygotes.cgroup.remove()
+        pool.report_left()
         await console.drain(SLACK)
         console.close()
 
@@ -388,11 +389,14 @@ class Supervisor:
 
     def _roots(self) -> dict[int, int]:
         """Return the root processes of workers: process id to worker id."""
-        live = self._parts.driver.workers if self._parts is not None else {}
-        workers = live.values()
+        if self._parts is None:
+            return {}
+        pool = self._parts.driver.pool
+        workers, unended = pool.workers.values(), pool.unended
         # A keeper adopts the orphans of its worker.
         keepers = {w.slot.keeper_pid: int(w.id) for w in workers if w.slot.keeper_pid}
-        return keepers | {w.pid: int(w.id) for w in workers if w.pid}
+        left = {pid: worker for worker in unended for pid in unended[worker].pids}
+        return keepers | left | {w.pid: int(w.id) for w in workers if w.pid}
 
     @property
     def observed(self) -> Observations:

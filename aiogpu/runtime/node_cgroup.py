@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable
 from typing import Final
 
 from aiogpu.linux.cgroup import Cgroup, find_cgroup
@@ -17,10 +16,10 @@ from aiogpu.linux.cgroup import Cgroup, find_cgroup
 _log: Final = logging.getLogger(__name__)
 
 LIMIT: Final = 2.0
-"""Most seconds to wait for the end of the processes in a cgroup."""
+"""Most seconds for which a closing node waits for the end of its processes."""
 
 FIRST_LOOK: Final = 1e-3
-"""Seconds until the first check if a cgroup is empty; each next pause is doubled."""
+"""Seconds until the second try to remove the cgroups; each next pause is doubled."""
 
 
 class NodeCgroup:
@@ -51,35 +50,9 @@ class NodeCgroup:
             # The process id shows users to which program the cgroup belongs.
             self.path = f"{place.directory}/{node}-{os.getpid()}"
 
-    def end_slot(self, slot: int, then: Callable[[], None]) -> None:
-        """End all processes of a slot, including the keeper; then call back.
-
-        Calls back at once if there are none, else when all have ended or after `LIMIT`.
-        """
-        if not self.path:
-            then()
-            return
-        group = Cgroup(f"{self.path}/{slot}")
-        group.kill()
-        self._wait_until_empty(group, then, FIRST_LOOK, self._loop.time() + LIMIT)
-
-    def _wait_until_empty(
-        self, group: Cgroup, then: Callable[[], None], pause: float, deadline: float
-    ) -> None:
-        if group.is_populated:
-            if self._loop.time() < deadline:
-                # Again: without cgroup.kill, new processes may have been forked.
-                group.kill()
-                self._loop.call_later(
-                    pause, self._wait_until_empty, group, then, 2 * pause, deadline
-                )
-                return
-            _log.warning(
-                "! processes %s of an ended worker have not died of SIGKILL; they may "
-                "still use devices",
-                group.pids(),
-            )
-        then()
+    def of_slot(self, slot: int) -> Cgroup | None:
+        """Return the cgroup of a slot; None if cgroups cannot be used."""
+        return Cgroup(f"{self.path}/{slot}") if self.path else None
 
     async def remove(self) -> None:
         """End all remaining processes and remove the cgroups, within `LIMIT`."""

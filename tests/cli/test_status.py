@@ -32,7 +32,7 @@ from aiogpu.cli.top import render_body
 from aiogpu.core.model.text import printable
 from aiogpu.engines.local import LocalEngine
 from aiogpu.observe.snapshot import snapshot
-from aiogpu.observe.status import NodeStatus, TaskStatus
+from aiogpu.observe.status import IdleEndStatus, NodeStatus, TaskStatus, UnendedStatus
 from aiogpu.wire.messages import socket_path
 from tests.cli.status_examples import BUSY, IDLE, JOB, answer_with
 from tests.contract import tasks
@@ -65,7 +65,7 @@ def test_status_as_json_has_ordered_keys() -> None:
     assert list(told) == [
         *("version", "aiogpu", "healthy", "problems", "resources", "devices"),
         *("workers", "tasks", "waiting", "reservation", "clients", "actors"),
-        *("failures", "draining", "placements", "outages"),
+        *("failures", "draining", "placements", "outages", "unended", "ended_idle"),
     ]
     assert told["version"] == 1
     assert told["resources"]["GPU"] == {"total": 3.0, "free": 0.25}
@@ -785,3 +785,26 @@ def test_colours_are_off_on_request() -> None:
     assert "\x1b[3" not in "".join(lines)
     (cut,) = [line for line in lines if "whole" in line]
     assert "?" in cut
+
+
+def test_status_names_what_has_not_ended_and_what_was_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    left = UnendedStatus(3, (4711,), ("D",), 12.0)
+    lessee = UnendedStatus(4, (4712, 4713), ("S", "R"), 2.0, is_lease=True)
+    idle = IdleEndStatus(5, 4714, 3 << 29, 1.0)
+    answer_with(monkeypatch, replace(BUSY, unended=(left, lessee), ended_idle=(idle,)))
+    text = ran("status").stdout
+    named = (
+        "worker 3 keeps what it holds: process 4711 (state D, waits in the kernel) has"
+    )
+    assert f"{named} not ended 12 s after SIGKILL\n" in text
+    assert "processes 4712 (state S, sleeps), 4713 (state R, runs) have used" in text
+    assert "idle worker 5 (pid 4714) was ended 1.0 s ago: it kept " in text
+    told = json.loads(ran("status", "--json").stdout)
+    assert told["unended"][0]["states"] == ["D"]
+    assert told["ended_idle"][0]["used"] == 3 << 29
+    # Processes with a returned lease may go on.
+    assert [problem for problem in told["problems"] if "holds" in problem] == [
+        f"{named} not ended 12 s after SIGKILL"
+    ]

@@ -45,6 +45,17 @@ def fill(path: str, name: str, mebibytes: int) -> int:
     return len(filled) >> 20
 
 
+_kept: list[bytearray] = []
+
+
+@aiogpu.remote
+def keep_filled(path: str, name: str, mebibytes: int) -> int:
+    """Keep so much memory after the end of the task; return the process id."""
+    _kept.append(bytearray(os.urandom(1 << 20)) * mebibytes)
+    pass_gate(path, name)
+    return os.getpid()
+
+
 @aiogpu.remote
 async def parent(number: int) -> int:
     import asyncio

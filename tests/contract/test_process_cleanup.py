@@ -22,7 +22,7 @@ import aiogpu
 from aiogpu.errors import NodeClosedError
 from aiogpu.linux.cgroup import Place
 from aiogpu.runtime import node_cgroup
-from aiogpu.runtime.workers import pool
+from aiogpu.runtime.workers import pool, remains
 from tests.contract import phase_tasks, tasks, wild_tasks
 from tests.support.cgroups import PLACE, all_groups, groups_of, needs_cgroup
 from tests.support.gate import Gate
@@ -274,6 +274,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "END_LIMIT", pool.END_LIMIT / 10)
     monkeypatch.setattr(pool, "CLOSE_LIMIT", pool.CLOSE_LIMIT / 10)
     monkeypatch.setattr(node_cgroup, "LIMIT", node_cgroup.LIMIT / 10)
+    monkeypatch.setattr(remains, "LIMIT", remains.LIMIT / 10)
 
 
 def stop_keeper(worker: psutil.Process) -> None:

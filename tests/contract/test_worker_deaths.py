@@ -18,7 +18,7 @@ from aiogpu.linux.procfs import MemoryBounds, Usage
 from aiogpu.runtime.actors.registry import SPOILT
 from tests.contract import served, tasks, wild_tasks
 from tests.contract.actor_classes import Counter
-from tests.contract.backlog_tasks import fill
+from tests.contract.backlog_tasks import fill, keep_filled
 from tests.contract.let_go_tasks import Fragile
 from tests.contract.wild_tasks import Crowd, Debugged, break_context, debug
 from tests.support.gate import Gate
@@ -381,6 +381,60 @@ async def test_of_two_tasks_that_do_not_fit_one_is_retried_alone(gate: Gate) -> 
         gate.release(ended)
         assert await handles[ended] == 125
         assert await late == 2
+
+
+@pytest.mark.usefixtures("scarce")
+async def test_a_task_that_missed_its_turn_to_run_alone_is_retried(gate: Gate) -> None:
+    """Killed beside others again, it was failed as if it had been alone."""
+    async with aiogpu.init(num_cpus=4, num_gpus=1) as session:
+        scheduler = session._session._engine._open_driver.scheduler  # type: ignore[attr-defined]
+        scheduler.config = scheduler.config._replace(exclusive_wait=0.01)
+        # Within its request, so the other task is always the one to end.
+        other = fill.options(memory="150MiB", num_gpus=0.5).remote(gate.path, "a", 125)
+        await gate.entered("a")
+        late = fill.options(num_gpus=0.5, max_retries=-1).remote(gate.path, "b", 125)
+        kills, state = 0, ""
+        async with asyncio.timeout(60):
+            while kills < 3:
+                before, state = state, (await late.why()).state
+                kills += state == "delayed" != before
+                await asyncio.sleep(0)
+        assert not late.done()
+        if "b" in gate.pids:
+            gate.forget("b")
+        gate.release("a")
+        assert await other == 125
+        await gate.let_pass("b")
+        assert await late == 125
+
+
+@pytest.mark.usefixtures("scarce")
+async def test_idle_workers_are_ended_before_a_task(
+    gate: Gate, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with aiogpu.init(num_cpus=4, num_gpus=1):
+        sizes = {"a": 50, "b": 80}
+        keeping = [keep_filled.remote(gate.path, *pair) for pair in sizes.items()]
+        await gate.entered("a", "b")
+        gate.release("a", "b")
+        kept = await asyncio.gather(*keeping)
+        assert all(map(psutil.pid_exists, kept))
+        # More than the idle workers leave, and the largest of all.
+        task = fill.options(num_gpus=1, max_retries=0)
+        handle = task.remote(gate.path, "c", 90)
+        async with asyncio.timeout(60):
+            while not (status := await aiogpu.status()).ended_idle:
+                await asyncio.sleep(0)
+        await gate.let_pass("c")
+        assert await handle == 90
+        status = await aiogpu.status()
+        (ended,) = status.ended_idle
+        assert ended.pid == kept[1], "the largest, and it was enough"
+        assert ended.used > 80 * MIB
+        said = f"idle worker {ended.worker} (pid {ended.pid}) was ended"
+        assert said in str(status)
+        assert f"(process {ended.pid}) is ended" in caplog.text
+        assert psutil.pid_exists(kept[0])
 
 
 @pytest.mark.usefixtures("scarce")

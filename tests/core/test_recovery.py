@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from aiogpu.core.model.config import SchedulerConfig
+from aiogpu.core.model.ids import WorkerId
 from aiogpu.core.records import Memory
 from aiogpu.core.resources.devices import Cause
 from aiogpu.core.scheduler.scheduler import Scheduler
-from tests.core.builders import World, status_of, why_of
+from tests.core.builders import World, record_of, status_of, why_of
 
 
 @pytest.mark.parametrize("retries", [0, 1, 3])
@@ -217,6 +218,38 @@ def test_exclusive_retry_delays_others_for_a_limited_time():
         submit a long; starve a; submit later; advance 29; running = long
         advance 2; running = a later long
     """)
+
+
+def test_exclusive_retry_that_was_not_alone_is_an_ordinary_one():
+    """It was once failed as if it had been alone, with retries left."""
+    World(cpus=4).play("""
+        submit a long; starve a; advance 31; running = a long
+        starve a; told =; submit later; waiting = later; advance 31
+        running = a later long; starve a; told =
+        finish long later; running = a; starve a; told has a:lost
+    """)
+    World(cpus=4).play("""
+        submit a long max_retries=1; starve a; advance 31; running = a long
+        starve a; told has a:lost
+    """)
+
+
+def test_exclusive_retry_beside_a_child_of_another_task_is_an_ordinary_one():
+    World(cpus=4, gpus=1).play("""
+        submit actor gpus=1 cpus=0 is_endless=True
+        submit parent a; starve a; submit child gpus=1 parent=parent
+        wait_for parent child; running = a actor parent
+        finish actor; running = a child parent
+        starve a; told = actor:settled
+    """)
+
+
+def test_exclusive_retries_without_limit_let_others_start():
+    w = World(cpus=4).play("submit a max_retries=-1; submit long; starve a")
+    for number in range(5):
+        w.submit(f"later{number}")
+        w.play(f"waiting = later{number}; advance 31; running has later{number} a")
+        w.play(f"finish later{number}; starve a; told has later{number}:settled")
 
 
 def test_exclusive_retry_waits_for_its_device():
@@ -470,3 +503,54 @@ def test_avoided_device_is_taken_last():
         w.finish(f"of {count}")
     note(w, 0, None, Cause.FOREIGN, is_avoided=True)
     w.play("submit d gpus=1 environment=X:1; gpus_of d = 0")
+
+
+# A killed worker of which a process has not ended.
+
+
+def left_behind(w: World, name: str) -> WorkerId:
+    """Let a task's worker count as gone while a process of it lives on."""
+    worker, task = WorkerId(w.worker_of(name)), record_of(w, name).id
+    w.tell(Scheduler.worker_gone, worker, task, is_left=True)
+    return worker
+
+
+@pytest.mark.parametrize("settles", [False, True])
+def test_a_worker_that_is_left_keeps_all_that_it_holds(settles):
+    w = World(cpus=2, gpus=2)
+    w.submit("a", num_gpus=1, max_retries=0)
+    worker = left_behind(w, "a")
+    assert w.told == {"a": "lost"}
+    assert (w.free_gpus, w.scheduler.ledger.available()["CPU"]) == ([0, 1], 1)
+    w.submit("both", num_gpus=2)
+    w.play("advance 60; waiting = both")
+    assert w.scheduler.reservation is None, "nobody knows when it ends"
+    assert len(w.warned) == 1
+    w.submit("other", num_gpus=1)
+    assert w.running == {"other"}
+    w.finish("other")
+    w.tell(Scheduler.worker_ended, worker, settles)
+    if settles:
+        assert (w.waiting, w.free_gpus) == ({"both"}, [0, 1])
+        w.tell(Scheduler.devices_free, worker)
+    w.tell(Scheduler.worker_ended, worker, settles)
+    assert w.running == {"both"}
+
+
+def test_a_blocked_task_whose_worker_is_left_holds_no_cpu():
+    w = World(cpus=1, gpus=1).play("""
+        submit parent gpus=1 max_retries=0; submit child parent=parent
+        wait_for parent child; running = child parent
+    """)
+    worker = left_behind(w, "parent")
+    w.play("finish child; free = CPU:1.0 GPU:0.0; submit next; running = next")
+    w.tell(Scheduler.worker_ended, worker)
+    w.play("finish next; free = CPU:1.0 GPU:1.0")
+
+
+def test_a_node_closes_although_a_worker_is_left():
+    w = World(gpus=1).play("submit a gpus=1 max_retries=0; submit b gpus=1")
+    worker = left_behind(w, "a")
+    w.close()
+    w.tell(Scheduler.worker_ended, worker)
+    assert w.is_closed

@@ -71,6 +71,8 @@ JSON_PARTS: dict[type, str] = {
     status.PlacementStatus: "Placement",
     status.BundleStatus: "Bundle",
     status.OutageStatus: "Outage",
+    status.UnendedStatus: "Unended processes",
+    status.IdleEndStatus: "Ended idle worker",
     why.Why: "Reason",
     why.Shortage: "Shortage",
 }

@@ -15,6 +15,9 @@ from aiogpu.core.scheduler.state import SchedulerState
 MIN_INTERRUPT_INTERVAL: Final = 1e-3
 """Least seconds between two interrupts of a task."""
 
+SOON: Final = 1.0
+"""Seconds until a retired worker is killed if its memory is needed."""
+
 HAS_NOT_BEGUN: Final = (
     TaskState.WAITING,
     TaskState.DELAYED,

@@ -134,7 +134,8 @@ def _check_worker(worker: WorkerRecord) -> None:
     if worker.lease is not None and worker.lease.is_lent:
         task = worker.task
         if task is None:
-            assert worker.state is WorkerState.ENDING, worker.id
+            ends = (WorkerState.ENDING, WorkerState.SETTLING)
+            assert worker.state in ends, worker.id
         elif not task.spec.is_endless:
             assert task.state in (TaskState.BLOCKED, TaskState.STOPPING), worker.id
 

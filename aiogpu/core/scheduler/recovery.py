@@ -1,7 +1,8 @@
 """Handles failed tasks and workers that are gone: retries, restarts, ends.
 
 - A worker is gone: its tasks are retried or failed at once. Its lease ends when its
-  devices are known to be free; until then the worker is `SETTLING`, without a process.
+  devices are known to be free; until then the worker is `SETTLING`. It also is while a
+  killed process of it has not ended: then it keeps all that it holds.
 - A retry: the first is immediate, because most failures are temporary. The delay grows
   with each further retry, so that a permanent failure does not keep the node busy.
 - An actor has died: if it had lived for a while, it restarts at once. If it dies
@@ -18,7 +19,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from aiogpu.core.effects import Fail, Failure, Forget, Settle
 from aiogpu.core.model.config import STARTS_ALLOWED
@@ -167,27 +168,34 @@ GIVEN_UP: Final = (
 )
 
 
-def on_worker_gone(
-    node: SchedulerState,
-    worker: WorkerRecord,
-    began: TaskId | None,
-    settles: bool,
-    is_crowded: bool,
-    outage: str,
-) -> None:
+class End(NamedTuple):
+    """The end of a worker; see `Scheduler.worker_gone`."""
+
+    began: TaskId | None
+    settles: bool
+    is_crowded: bool
+    outage: str
+    is_left: bool
+
+
+def on_worker_gone(node: SchedulerState, worker: WorkerRecord, end: End) -> None:
     """Forget a worker whose processes have ended; retry or fail its tasks."""
     inflight = [worker.task, *worker.queue] if worker.task else []
-    begun = count_begun(inflight, began)
+    begun = count_begun(inflight, end.began)
     is_new = worker.state is WorkerState.STARTING
     if is_new and not inflight:
         node.spares.note_start(worker.environment, False)
-    if is_new and (is_crowded or outage):
-        _requeue_unstarted(node, worker, is_crowded, outage)
+    if is_new and (end.is_crowded or end.outage):
+        _requeue_unstarted(node, worker, end.is_crowded, end.outage)
         return
     worker.task = None
     worker.queue.clear()
-    if settles and worker.lease is not None and not node.is_closing:
-        node.ledger.keep_devices(worker.lease)
+    if (end.settles or end.is_left) and worker.lease and not node.is_closing:
+        worker.is_left = end.is_left
+        if not end.is_left:
+            node.ledger.keep_devices(worker.lease)
+        elif node.ready.by_shape:
+            node.expect_stalls()
         worker.move(WorkerState.SETTLING)
     else:
         _remove(node, worker)
@@ -201,6 +209,15 @@ def on_worker_gone(
             _lose(node, record, worker.id, note)
         if record.kin is not None:
             on_task_ended(node, record)
+
+
+def on_worker_ended(node: SchedulerState, worker: WorkerRecord, settles: bool) -> None:
+    """End the lease of a worker whose processes have outlived it, or its scalars."""
+    worker.is_left = False
+    if settles and worker.lease is not None:
+        node.ledger.keep_devices(worker.lease)
+    else:
+        _remove(node, worker)
 
 
 def _try_again(node: SchedulerState, record: TaskRecord, has_run: bool) -> str | None:

@@ -18,7 +18,7 @@ from math import inf
 from typing import Final
 
 from aiogpu.core.model.request import PlacementGroupSpec, Request
-from aiogpu.core.records import TaskRecord
+from aiogpu.core.records import TaskRecord, WorkerRecord
 from aiogpu.core.resources.ledger import Lease, Ledger
 from aiogpu.core.resources.placement_group import candidates, try_on
 from aiogpu.core.scheduler.state import Reservation, SchedulerState
@@ -59,8 +59,8 @@ def is_held_for_good(node: SchedulerState, record: TaskRecord) -> bool:
     request = record.spec.shape.request
     for home in candidates(node.ledger, request):
         trial = home.emptied()
-        for lease, task in _leases(node, home):
-            if task is not None and task.spec.is_endless:
+        for lease, holder in _leases(node, home):
+            if holder.holds_endlessly:
                 trial.suppose(lease, is_held=True)
         if try_on(trial, request):
             return False
@@ -117,21 +117,22 @@ def _find_earliest(
     return (planned, until) if planned else None
 
 
-def _leases(
-    node: SchedulerState, home: Ledger
-) -> Iterator[tuple[Lease, TaskRecord | None]]:
-    """Yield the leases of a ledger, each with its task; None: the worker is ending."""
+def _leases(node: SchedulerState, home: Ledger) -> Iterator[tuple[Lease, WorkerRecord]]:
+    """Yield the leases of a ledger, each with its holder."""
     for holder in node.holders:
         if holder.lease is not None and holder.lease.home is home:
-            yield holder.lease, holder.task
+            yield holder.lease, holder
 
 
 def _finite_leases(node: SchedulerState, home: Ledger) -> Iterator[tuple[float, Lease]]:
     """Yield the leases of finite tasks, each after its latest possible end."""
-    for lease, task in _leases(node, home):
-        if task is None:
+    for lease, holder in _leases(node, home):
+        task = holder.task
+        if holder.holds_endlessly:
+            continue
+        if task is None:  # the worker is ending
             yield 0.0, lease
-        elif not task.spec.is_endless:
+        else:
             ends, timeout = inf, task.spec.timeout
             if timeout is not None:
                 ends = task.since + timeout + node.grace_of(task)

@@ -472,6 +472,7 @@ class Scheduler(SchedulerState):
         settles: bool = False,
         is_crowded: bool = False,
         outage: str = "",
+        is_left: bool = False,
     ) -> None:
         """Handle the end of a worker's process and all its descendants.
 
@@ -484,10 +485,24 @@ class Scheduler(SchedulerState):
             is_crowded: the worker never started: descriptors or processes ran out.
             outage: why the worker could not be started. The reason probably holds for
                 all workers of its environment or, if `is_crowded`, of the node.
+            is_left: the worker was killed and its code never runs again, but a process
+                of it has not ended, and may still use what the worker holds;
+                `worker_ended` follows.
         """
         gone = self.workers.get(worker)
         if gone is not None and gone.state is not WorkerState.SETTLING:
-            recovery.on_worker_gone(self, gone, began, settles, is_crowded, outage)
+            end = recovery.End(began, settles, is_crowded, outage, is_left)
+            recovery.on_worker_gone(self, gone, end)
+
+    @event
+    def worker_ended(self, worker: WorkerId, settles: bool = False) -> None:
+        """Handle that the processes of a worker that `is_left` have ended at last.
+
+        `settles`: as for `worker_gone`.
+        """
+        gone = self.workers.get(worker)
+        if gone is not None and gone.state is WorkerState.SETTLING:
+            recovery.on_worker_ended(self, gone, settles)
 
     @event
     def kill_for_memory(self, worker: WorkerId, memory: Memory) -> None:
@@ -499,7 +514,18 @@ class Scheduler(SchedulerState):
         """
         if (busy := self._busy(worker)) and busy.task:
             busy.task.killed_for = memory
+            busy.task.is_alone = self.exclusive.has_run_alone(self, busy.task)
             cancellation.kill_worker(self, busy)
+
+    @event
+    def end_idle(self, worker: WorkerId) -> None:
+        """End an idle worker soon: host memory runs out, and the worker keeps some."""
+        idle = self.workers.get(worker)
+        if idle is not None and idle.state is WorkerState.IDLE:
+            self.workers.leave_idle(idle)
+            cancellation.retire(self, idle)
+            soon = self.now + min(cancellation.SOON, self.config.exit_grace)
+            self.timers.set(soon, AlarmKind.END, idle.id)
 
     def _busy(self, worker_id: WorkerId) -> WorkerRecord | None:
         worker = self.workers.get(worker_id)

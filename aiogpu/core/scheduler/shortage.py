@@ -21,7 +21,7 @@ from aiogpu.core.model.request import (
 from aiogpu.core.model.units import CPU, GPU_MEMORY, UNIT
 from aiogpu.core.queue.ready import Group
 from aiogpu.core.queue.timers import AlarmKind
-from aiogpu.core.records import TaskRecord, WorkerRecord
+from aiogpu.core.records import TaskRecord
 from aiogpu.core.resources.devices import DeviceSet
 from aiogpu.core.resources.ledger import BundleLedger, Lease, Ledger
 from aiogpu.core.resources.placement_group import candidates
@@ -137,7 +137,9 @@ def is_held_endlessly(
 ) -> bool:
     """Return True if a waiting task lacks resources that others hold without end."""
     if not lacks:
-        return find_bound(node) > 0 and all(map(runs_endlessly, node.workers))
+        return find_bound(node) > 0 and all(
+            worker.holds_endlessly for worker in node.workers
+        )
     sets = ledger_for(node, record).device_sets
     if any(
         lack.mask and sets[lack.kind].availability.aside_mask & lack.mask
@@ -145,11 +147,6 @@ def is_held_endlessly(
     ):
         return False  # a device that is set aside may come back
     return is_held_for_good(node, record)
-
-
-def runs_endlessly(worker: WorkerRecord) -> bool:
-    """Return True if a worker runs an actor or a lease, which only its owner ends."""
-    return worker.task is not None and worker.task.spec.is_endless
 
 
 GROUPS_PER_CHECK: Final = 32
@@ -184,11 +181,11 @@ def warn_of_stalls(node: SchedulerState) -> None:
 
 
 def _held_endlessly(node: SchedulerState) -> set[str]:
-    """Return the names of the resources that endless tasks hold."""
+    """Return the names of the resources that are held without end."""
     return {
         name
         for worker in node.holders
-        if worker.lease is not None and runs_endlessly(worker)
+        if worker.lease is not None and worker.holds_endlessly
         for name in _asked(worker.lease.request) | {CPU}
     }
 
@@ -214,7 +211,7 @@ def _check_group(node: SchedulerState, group: Group) -> float:
         (
             node.now - worker.watched_since
             for worker in node.holders
-            if runs_endlessly(worker) and worker.watched is worker.task
+            if worker.holds_endlessly and worker.watched is worker.task
             if worker.lease and any(_has(worker.lease, lack) for lack in lacks)
         ),
         default=after,

@@ -2,9 +2,10 @@
 
 The decisions are made in `dispatch`, `placement`, `reservation`, `revocation`,
 `cancellation`, `task_tree` and `recovery`. A task that waits for arguments is in no
-queue and holds nothing. A task that was killed because host memory ran out gets one
-more attempt alone (`ExclusiveRetries`). Until it has run, for a limited time, only
-tasks that running tasks wait for can start.
+queue and holds nothing. A task that was killed because host memory ran out waits for a
+turn to run alone (`ExclusiveRetries`). Until it has run, for a limited time, only tasks
+that running tasks wait for can start. It fails without further retries only if it was
+killed while it ran alone.
 """
 
 from __future__ import annotations
@@ -64,10 +65,19 @@ class ExclusiveRetries:
 
     def await_turn(self, node: SchedulerState, record: TaskRecord) -> None:
         """Queue a task without a lease to run alone."""
-        record.is_alone = True
         node.delay(record, node.now + node.config.exclusive_wait, AlarmKind.ALONE)
         self._waiting.append(record)
         self.is_wanted = True
+
+    def has_run_alone(self, node: SchedulerState, record: TaskRecord) -> bool:
+        """Return True if a running task had its turn and no task ran beside it.
+
+        Its own children do not count. A child of another task may, which had to start.
+        """
+        return record is self._current and not any(
+            _uses_memory(worker) and not _belongs_to(worker.task, record)
+            for worker in node.workers
+        )
 
     def bars(self, record: TaskRecord) -> bool:
         """Return True if a task must not start now, so that another can run alone."""
@@ -98,7 +108,10 @@ class ExclusiveRetries:
         return record, lease
 
     def give_up(self, node: SchedulerState, record: TaskRecord) -> None:
-        """Queue a task normally: it has waited too long to run alone."""
+        """Queue a task normally: it has waited too long to run alone.
+
+        If it is killed again, beside others, it is retried like any other task.
+        """
         if record in self._waiting:
             node.wait_again(record)
 
@@ -503,6 +516,13 @@ def _uses_memory(worker: WorkerRecord) -> bool:
     if record is None:
         return True
     return not (record.spec.is_endless or record.state is TaskState.BLOCKED)
+
+
+def _belongs_to(record: TaskRecord | None, root: TaskRecord) -> bool:
+    """Return True for the root itself and for its descendants."""
+    while record is not None and record is not root:
+        record = None if record.kin is None else record.kin.parent
+    return record is root
 
 
 def await_results(

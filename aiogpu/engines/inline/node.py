@@ -12,12 +12,12 @@ import asyncio
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from math import inf
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar, cast
 
 from aiogpu.client.function_spec import FunctionSpec
 from aiogpu.client.interface import Receiver
@@ -47,6 +47,7 @@ from aiogpu.serialization.references import PickledValue
 if TYPE_CHECKING:
     from aiogpu.accelerators.base import Accelerator
     from aiogpu.core.model.request import TaskSpec
+    from aiogpu.observe.status import UnendedStatus
     from aiogpu.runtime.pending_tasks import Call
     from aiogpu.runtime.workers.pool import Pool
     from aiogpu.wire.messages import Bind, Create
@@ -128,7 +129,12 @@ class InlinePool:
     """Stands for all processes: workers are jobs of this process.
 
     Implements both `Pool` and `WorkerCommands`.
+
+    Attributes:
+        unended: as for `Pool`; empty, since no process can be left.
     """
+
+    unended: Final[Mapping[int, UnendedStatus]] = {}
 
     def __init__(self, node: InlineNode) -> None:
         self.workers: dict[int, InlineWorker] = cast("Any", node.workers)

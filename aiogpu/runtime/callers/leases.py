@@ -10,6 +10,7 @@ and repeats the search until there are none.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -26,6 +27,7 @@ from aiogpu.core.resources.ledger import Lease
 from aiogpu.core.scheduler.scheduler import Feed, Scheduler
 from aiogpu.errors import InfeasibleError, PlacementRemovedError
 from aiogpu.linux.cgroup import PROC, StrPath, read_bytes
+from aiogpu.linux.procfs import read_stat
 from aiogpu.runtime.devices.binding import held_of
 from aiogpu.runtime.pending_tasks import Call
 from aiogpu.wire.codec import pack
@@ -33,9 +35,17 @@ from aiogpu.wire.messages import LEASE_MARK
 
 if TYPE_CHECKING:
     from aiogpu.core.model.request import TaskSpec
+    from aiogpu.observe.status import UnendedStatus
     from aiogpu.runtime.devices.binding import Assignment
     from aiogpu.runtime.devices.probe_thread import Key
     from aiogpu.runtime.devices.release import DeviceRelease
+
+
+_log: Final = logging.getLogger(__name__)
+
+
+LATE: Final = 10.0
+"""Seconds after the return of a lease until its remaining processes are logged."""
 
 
 AGAIN: Final = 1.0
@@ -84,6 +94,7 @@ class LeaseProcessWatcher:
 
     Attributes:
         pids: all processes found so far, including ended ones.
+        since: loop time of the start.
     """
 
     def __init__(
@@ -106,16 +117,43 @@ class LeaseProcessWatcher:
         self._mark = mark
         self._on_gone: Callable[[Collection[int]], None] | None = on_gone
         self._find = find
-        self._pidfds: set[int] = set()
+        self.since = loop.time()
+        self._pidfds: dict[int, int] = {}
+        self._warning = loop.call_later(LATE, self._warn)
         self._timer: asyncio.TimerHandle | None = None
         self._start_search()
 
     def __repr__(self) -> str:
         return f"<LeaseProcessWatcher of {self._mark}: {len(self._pidfds)} processes>"
 
+    @property
+    def living(self) -> tuple[int, ...]:
+        """The processes that have not ended, as far as is known."""
+        return tuple(self._pidfds.values())
+
+    def status(self, holder: int) -> UnendedStatus:
+        """Return the processes that still use the lease of a holder."""
+        from aiogpu.observe.status import UnendedStatus
+
+        stats = [stat for stat in map(read_stat, self.living) if stat is not None]
+        return UnendedStatus(
+            holder,
+            tuple(stat.pid for stat in stats),
+            tuple(stat.state for stat in stats),
+            self._loop.time() - self.since,
+            is_lease=True,
+        )
+
+    def _warn(self) -> None:
+        if self.living:
+            _log.warning("! a returned lease is not free: %s", self.status(0))
+        else:  # a search is under way
+            self._warning = self._loop.call_later(LATE, self._warn)
+
     def close(self) -> None:
         """Stop waiting."""
         self._on_gone = None
+        self._warning.cancel()
         if self._timer is not None:
             self._timer.cancel()
         for pidfd in list(self._pidfds):
@@ -149,6 +187,7 @@ class LeaseProcessWatcher:
             self._start_search()  # they have ended, but may have started others
             return
         on_gone, self._on_gone = self._on_gone, None
+        self._warning.cancel()
         on_gone(self.pids)
 
     def _watch(self, pid: int) -> bool:
@@ -159,7 +198,7 @@ class LeaseProcessWatcher:
             return True
         except OSError:
             return False
-        self._pidfds.add(pidfd)
+        self._pidfds[pidfd] = pid
         self._loop.add_reader(pidfd, self._on_end, pidfd)
         return True
 
@@ -169,7 +208,7 @@ class LeaseProcessWatcher:
             self._start_search()
 
     def _forget(self, pidfd: int) -> None:
-        self._pidfds.discard(pidfd)
+        self._pidfds.pop(pidfd, None)
         self._loop.remove_reader(pidfd)
         os.close(pidfd)
 
@@ -253,6 +292,15 @@ class Leases:
                 del self._placements[task]
         held = {int(holder): held.pid for holder, held in self._held.items()}
         return held | {int(holder): pid for holder, pid in self._placements.values()}
+
+    @property
+    def unended(self) -> dict[int, UnendedStatus]:
+        """The processes that still use returned leases, by holder."""
+        return {
+            int(holder): held.remains.status(int(holder))
+            for holder, held in self._held.items()
+            if held.remains is not None and held.remains.living
+        }
 
     def roots_of(self, key: Key) -> Mapping[int, int]:
         """Return the programs that lease a device: process id to holder id."""

@@ -223,8 +223,15 @@ class WorkerEvents(Protocol):
     def on_started(self, worker: int) -> None:
         """Handle that a worker has connected."""
 
-    def on_gone(self, worker: int, death: Death) -> None:
-        """Handle that a worker has ended; its messages were all passed on before."""
+    def on_gone(self, worker: int, death: Death, is_left: bool = False) -> None:
+        """Handle that a worker has ended; its messages were all passed on before.
+
+        `is_left`: it was killed, but has processes that have not ended; `on_ended`
+        follows when they have.
+        """
+
+    def on_ended(self, worker: int, pid: int) -> None:
+        """Handle that the processes of a worker that was gone before have ended."""
 
     def on_outdated(self, environment: Environment) -> None:
         """Handle that spare workers of an environment come from a replaced zygote."""

@@ -11,14 +11,14 @@ import asyncio
 import logging
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from aiogpu.core.model.request import Environment
 from aiogpu.errors import NodeError
-from aiogpu.linux.procfs import ExitEvidence
+from aiogpu.linux.procfs import ExitEvidence, family_of
 from aiogpu.runtime.connection import Peer, Recipient
 from aiogpu.runtime.objects.store import Store
 from aiogpu.runtime.output import Console
@@ -32,6 +32,10 @@ from aiogpu.runtime.zygote.generations import ZygoteListener, Zygotes
 from aiogpu.runtime.zygote.process import Zygote
 from aiogpu.wire import messages as wire
 from aiogpu.wire.connection import KEEPER, ZYGOTE
+
+if TYPE_CHECKING:
+    from aiogpu.observe.status import UnendedStatus
+    from aiogpu.runtime.workers.remains import Remains
 
 _log: Final = logging.getLogger(__name__)
 
@@ -98,6 +102,7 @@ class Pool:
         self._send_signal = send_signal
         self.slots = slots
         self._is_closing = False
+        self._left: list[tuple[int, Remains]] = []
         self.is_busy: Final = self.slots.is_busy
 
     def __repr__(self) -> str:
@@ -105,8 +110,21 @@ class Pool:
 
     @property
     def pids(self) -> dict[int, int]:
-        """Process ids of the live workers, by worker id."""
-        return {worker.id: worker.pid for worker in self.workers.values()}
+        """Process ids of the live workers, and of those that are left, by worker id."""
+        workers = [*self.workers.values(), *(worker for worker, _ in self._unended())]
+        return {worker.id: worker.pid for worker in workers}
+
+    @property
+    def unended(self) -> dict[int, UnendedStatus]:
+        """The killed processes that have not ended, by the id of their worker."""
+        return {
+            worker.id: remains.status(worker.id) for worker, remains in self._unended()
+        }
+
+    def _unended(self) -> Iterator[tuple[LiveWorker, Remains]]:
+        for slot in self.slots:
+            if slot.unended is not None and slot.remains is not None:
+                yield slot.unended, slot.remains
 
     def on_hello(self, peer: Peer, hello: wire.Hello) -> Recipient | None:
         """Accept a connection that has sent `Hello`; None if refused."""
@@ -212,6 +230,7 @@ class Pool:
             worker.blame(why)
             worker.slot.keeper.send(wire.End(worker.id))
             if not worker.is_ending:
+                worker.killed_at = self._loop.time()
                 self._time_end(worker, self._end_keeper)
 
     def _time_end(
@@ -229,6 +248,8 @@ class Pool:
         """
         if worker.slot is not slot or worker.status is not None:
             return
+        # Before the kill, after which the zygote adopts them.
+        slot.remains = self._remains_of(slot)
         if slot.keeper is not None:
             _log.warning(
                 "! keeper process %d has not ended worker %d (process %d) within "
@@ -265,7 +286,7 @@ class Pool:
         slot.output.catch_up()
         slot.output.end_progress()
         slot.worker = None
-        if slot.keeper is not None:
+        if slot.keeper is not None and slot.remains is None:
             self.slots.put_back(slot)
         death = worker.death(self.zygotes.page.begun(slot.index), self.autopsy)
         self._router.delay(worker, EACH)
@@ -275,10 +296,12 @@ class Pool:
             # in order may have sent calls without waiting for them.)
             for number in list(worker.actor_calls):
                 self._events.requests.withdraw_call(worker, number)
-        worker.return_loans()
+        is_left = slot.unended is worker
+        if not is_left:
+            worker.return_loans()
         if death.known == cause.CROWDED:
             self.slots.make_room()
-        self._events.on_gone(worker.id, death)
+        self._events.on_gone(worker.id, death, is_left)
 
     # Keepers, and slots that end with their keepers
 
@@ -329,13 +352,48 @@ class Pool:
         """End the processes that a keeper has left, after the end of its zygote.
 
         No other process adopts or reports them, also if the zygote is only stopped.
-        Without a cgroup, only the worker's process group can be reached.
+        Without a cgroup, only the worker's process group can be reached. The slot is
+        forgotten when the processes have ended, however long that takes.
         """
+        remains = slot.remains = slot.remains or self._remains_of(slot)
+        if remains.is_watched:
+            return
         if slot.worker is not None and slot.worker.pid:
             with suppress(ProcessLookupError):
                 self._send_signal(-slot.worker.pid, signal.SIGKILL)
-        lose = partial(self._forget_slot, slot, is_reused)
-        self.zygotes.cgroup.end_slot(slot.index, lose)
+        on_gone = partial(self._forget_slot, slot, is_reused)
+        remains.watch(partial(self._on_unended, slot), on_gone)
+
+    def _remains_of(self, slot: Slot) -> Remains:
+        # Imported late: most nodes have no such processes.
+        from aiogpu.runtime.workers.remains import Remains
+
+        pids = family_of(slot.keeper_pid) if slot.keeper is not None else []
+        since = self._loop.time()
+        if slot.worker is not None and slot.worker.pid:
+            pids.append(slot.worker.pid)
+            since = slot.worker.killed_at or since
+        group, zygote = self.zygotes.cgroup.of_slot(slot.index), slot.zygote
+        return Remains(self._loop, pids, group, lambda: zygote.can_report, since)
+
+    def _on_unended(self, slot: Slot) -> None:
+        """Let a worker count as gone whose processes do not end.
+
+        Its code never runs again after SIGKILL, so its tasks can fail or be retried.
+        It keeps what it holds until its processes have ended (`_forget_slot`).
+        """
+        worker, remains = slot.worker, slot.remains
+        if worker is None or remains is None:
+            return
+        left = remains.status(worker.id)
+        _log.warning("! worker %d keeps what it holds: %s", worker.id, left)
+        slot.unended = worker
+        worker.status = int(signal.SIGKILL)
+        worker.blame(cause.KEEPER_DIED)
+        worker.end = worker.end._replace(reason=worker.end.reason or str(left))
+        if worker.peer is not None:
+            worker.peer.cut_off()
+        self._check_gone(worker, is_certain=True)
 
     def on_lost_slot(self, index: int, unforked: str = "") -> None:
         """Forget a slot whose keeper has died, was closed or could not be forked.
@@ -355,6 +413,8 @@ class Pool:
             return
         # Before `_check_gone`, which would put the slot back.
         self.slots.forget(slot)
+        if slot.remains is not None:
+            slot.remains.close()
         worker = slot.worker
         if worker is not None:
             if worker.pid:
@@ -371,13 +431,28 @@ class Pool:
                 worker.peer.cut_off()
             self._check_gone(worker, is_certain=True)
         slot.output.close()
+        if slot.unended is not None:
+            self._on_ended(slot.unended)
         if is_reused:
             # Last, because the pipes of the next slot will have the same names.
             self.slots.reuse_index(slot)
 
+    def _on_ended(self, worker: LiveWorker) -> None:
+        """Release what a worker has held whose processes have ended at last."""
+        _log.warning(
+            "! process %d of worker %d has ended at last; its share is released",
+            worker.pid,
+            worker.id,
+        )
+        worker.return_loans()
+        self._events.on_ended(worker.id, worker.pid)
+
     def _remove_slot(self, slot: Slot) -> None:
         """Forget a slot while the node closes."""
         if self.slots.holds(slot):
+            if slot.remains is not None:
+                slot.remains.close()
+                self._left.append((slot.index, slot.remains))
             self.slots.forget(slot)
             slot.output.close()
 
@@ -436,5 +511,19 @@ class Pool:
             # The keeper does not react. Its worker dies with it, and the zygote ends
             # the rest.
             if slot.keeper is not None:
+                slot.remains = self._remains_of(slot)
                 slot.keeper.kill()
         await self.slots.gone(CLOSE_LIMIT)
+
+    def report_left(self) -> None:
+        """Log the processes that the closed node could not end."""
+        left = [*self._left, *((slot.index, slot.remains) for slot in self.slots)]
+        for index, remains in left:
+            if remains is not None and not remains.is_over:
+                status = remains.status(index)
+                if status.pids:
+                    _log.error(
+                        "! the node has closed, but could not end what it started: "
+                        "%s. Its devices and its memory are in use until then",
+                        status,
+                    )

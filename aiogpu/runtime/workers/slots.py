@@ -34,6 +34,7 @@ from aiogpu.wire.messages import Close, Define, Forget, Message, output_path
 
 if TYPE_CHECKING:
     from aiogpu.client.function_spec import FunctionSpec
+    from aiogpu.runtime.workers.remains import Remains
 
 
 SITES_KEPT: Final = 1024
@@ -54,6 +55,7 @@ class LiveWorker(Caller):
         status: the wait status, once the keeper has reported it.
         end: the reason and cause of the end, as far as the driver itself knows.
         is_ending: the keeper was told to end it.
+        killed_at: loop time at which the keeper was told that.
         is_gone: it has ended and its messages were read; the core may not know yet.
     """
 
@@ -65,6 +67,7 @@ class LiveWorker(Caller):
     status: int | None = None
     end: Death = UNKNOWN
     is_ending: bool = False
+    killed_at: float = 0.0
     is_gone: bool = False
 
     def __post_init__(self) -> None:
@@ -130,6 +133,10 @@ class Slot:
         keeper: the keeper's connection, None before its `Hello` and after its end.
         keeper_pid: the keeper's process id, 0 before its `Hello`.
         worker: the current worker.
+        remains: the killed processes whose end was not reported yet; None if there are
+            none.
+        unended: the last worker, if it was killed and counts as gone, but has
+            processes that have not ended.
     """
 
     index: int
@@ -138,6 +145,8 @@ class Slot:
     keeper: Peer | None = None
     keeper_pid: int = 0
     worker: LiveWorker | None = None
+    remains: Remains | None = None
+    unended: LiveWorker | None = None
 
     @property
     def missing(self) -> int:

@@ -18,6 +18,7 @@ from typing import Final, Protocol
 
 from aiogpu.core.model.request import Environment
 from aiogpu.errors import NodeStartError
+from aiogpu.linux.procfs import read_stat
 from aiogpu.runtime.connection import Peer, Recipient
 from aiogpu.runtime.descriptors import descriptor_limit
 from aiogpu.runtime.output import Console, LinePipe
@@ -152,6 +153,12 @@ class Zygote:
     def takes_work(self) -> bool:
         """True if it may fork another worker."""
         return not (self.is_over or self._is_retired or self.is_closing)
+
+    @property
+    def can_report(self) -> bool:
+        """True if it can report ended keepers: it lives, and was not stopped."""
+        stat = None if self._child is None else read_stat(self._child.pid)
+        return stat is not None and stat.state not in ("T", "t", "Z", "X")
 
     def start(self, launched: Launched | None = None) -> None:
         """Start the process, or take over a process that was `launched` before.

@@ -80,7 +80,8 @@ class Zygote:
         self._problem = problem
         self._customize = customize
         self._keepers: dict[int, int] = {}
-        self._lost: list[int] = []
+        self._strays: set[int] = set()
+        self._lost: dict[int, set[int]] = {}
         self._threads = Threads()
         self._imports = Imports()
         driver = self._watch_driver()
@@ -205,7 +206,11 @@ class Zygote:
         self._keepers[pid] = slot
 
     def _reap(self) -> None:
-        """Handle keepers that have died, and kill the processes that they left."""
+        """Handle keepers that have died, and kill the processes that they left.
+
+        A slot is lost when the processes have ended that came while its keeper died.
+        So a process that SIGKILL does not end delays no other slot.
+        """
         while True:
             try:
                 pid, _ = os.waitpid(-1, os.WNOHANG)
@@ -216,14 +221,16 @@ class Zygote:
             if pid in self._keepers:
                 slot = self._keepers.pop(pid)
                 end_slot(self._setup.cgroup, slot)
-                self._lost.append(slot)
-        strays = [pid for pid in kernel.children() if pid not in self._keepers]
+                self._lost[slot] = set()
+        strays = {pid for pid in kernel.children() if pid not in self._keepers}
         for pid in strays:
             kernel.kill(pid)
-        if not strays:
-            for slot in self._lost:
+        new, self._strays = strays - self._strays, strays
+        for slot, before in list(self._lost.items()):
+            self._lost[slot] = left = (before | new) & strays
+            if not left:
                 self._watch.send(Lost(slot))
-            self._lost.clear()
+                del self._lost[slot]
 
     def _wait_for_keepers(self) -> None:
         """Give keepers a moment to end their workers; then kill all children."""

@@ -259,14 +259,13 @@ class FakePage:
 
 
 class FakeCgroup:
-    """Records the slots whose cgroups were ended."""
+    """Records the slots whose processes were looked for; there is no cgroup."""
 
     def __init__(self) -> None:
         self.ended: list[int] = []
 
-    def end_slot(self, slot: int, then: Callable[[], None]) -> None:
+    def of_slot(self, slot: int) -> None:
         self.ended.append(slot)
-        then()
 
 
 class FakeZygote:
@@ -276,6 +275,7 @@ class FakeZygote:
         self.problem: Exception | None = None
         self.takes_work = True
         self.is_over = False
+        self.can_report = False
         self.ready_at: float | None = 0.0
         self.kept: list[int] = [] if kept is None else kept
         self.released: list[int] = []

@@ -30,8 +30,11 @@ MIB = 1 << 20
 LIMIT = 1000 * MIB
 
 
-def weighed(worker: int, used: int, asked: int = 0) -> Weighed:
-    return Weighed(Running(WorkerId(worker), worker + 100, asked * MIB), used * MIB)
+def weighed(
+    worker: int, used: int, asked: int = 0, *, is_idle: bool = False
+) -> Weighed:
+    running = Running(WorkerId(worker), worker + 100, asked * MIB, is_idle)
+    return Weighed(running, used * MIB)
 
 
 @pytest.mark.parametrize(
@@ -47,6 +50,9 @@ def weighed(worker: int, used: int, asked: int = 0) -> Weighed:
         ([weighed(1, 300, asked=200), weighed(2, 100)], 1),
         ([weighed(1, 100), weighed(3, 100), weighed(2, 100)], 3),
         ([weighed(1, 10), weighed(2, 900, asked=900)], 2),
+        ([weighed(1, 900), weighed(2, 100, is_idle=True)], 2),
+        ([weighed(1, 900), weighed(2, 10, is_idle=True)], 1),
+        ([weighed(1, 100, is_idle=True), weighed(2, 200, is_idle=True)], 2),
     ],
 )
 def test_victim_is_the_best_worker_to_end(
@@ -91,6 +97,7 @@ class FakeWorker:
     id: int
     asked: int
     state: WorkerState = WorkerState.BUSY
+    binding: object = None
 
     @property
     def lease(self) -> SimpleNamespace:

@@ -175,11 +175,6 @@ async def test_processes_that_do_not_die_are_logged(
     pid = fork_in(f"{node.path}/3")
     with monkeypatch.context() as patch:
         patch.setattr(Cgroup, "kill", lambda _group: None)
-        is_reported = asyncio.Event()
-        node.end_slot(3, is_reported.set)
-        async with asyncio.timeout(60):
-            await is_reported.wait()
-        assert f"processes [{pid}] of an ended worker have not died" in caplog.text
         path = node.path
         await node.remove()
         assert f"{path} cannot be removed: [{pid}]" in caplog.text
@@ -190,14 +185,14 @@ async def test_processes_that_do_not_die_are_logged(
     assert groups_of(os.getpid()) == []
 
 
-async def test_node_without_cgroup_ends_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_node_without_cgroup_has_none_for_slots(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(node_cgroup, "find_cgroup", lambda: Place(None, "why not"))
     node = NodeCgroup(asyncio.get_running_loop())
     assert repr(node) == "<NodeCgroup the node has not started>"
     node.choose("aiogpu-test")
     assert (node.path, node.reason) == ("", "why not")
     assert repr(node) == "<NodeCgroup why not>"
-    ended: list[int] = []
-    node.end_slot(3, lambda: ended.append(3))
-    assert ended == [3]
+    assert node.of_slot(3) is None
     await node.remove()

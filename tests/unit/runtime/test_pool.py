@@ -154,7 +154,8 @@ class FakeNode:
     def on_started(self, worker: int) -> None:
         self.events.append(("started", worker))
 
-    def on_gone(self, worker: int, death: Death) -> None:
+    def on_gone(self, worker: int, death: Death, is_left: bool = False) -> None:
+        assert not is_left, worker
         self.events.append(("gone", worker, death))
 
     def greet(self, role: str, identity: int, pid: int = 0) -> FakePeer:
