@@ -187,26 +187,31 @@ def _stream() -> Call:
 _in_worker: Final[list[CallCounter]] = []
 
 
-def begin_counting(_number: int) -> None:
-    """Count what this task's worker calls from here on."""
-    _in_worker[:] = [CallCounter()]
-    _in_worker[0].begin()
+BEGIN: Final = -1
+END: Final = -2
 
 
-def end_counting(_number: int) -> Counter[str]:
-    """Return what this task's worker has called since `begin_counting`."""
-    return _in_worker[0].end()
+def counted(number: int) -> Counter[str] | None:
+    """Do nothing; by `BEGIN` and `END`, count what this task's worker calls between.
+
+    One function does all, since a worker restores `sys.setprofile` before another.
+    """
+    if number == BEGIN:
+        _in_worker[:] = [CallCounter()]
+        _in_worker[0].begin()
+    return _in_worker[0].end() if number == END else None
 
 
 async def _worker() -> Count:
-    begin, end = aiogpu.remote(begin_counting), aiogpu.remote(end_counting)
-    call = _task()
+    call = aiogpu.remote(counted).remote
 
     async def measure() -> Counter[str]:
         await _one_by_one(call, 20)
-        await begin.remote(0)
+        await call(BEGIN)
         await _one_by_one(call, FEW)
-        return await end.remote(0)
+        total = await call(END)
+        assert total is not None
+        return total
 
     return await _lowest(measure, FEW)
 

@@ -30,6 +30,7 @@ from aiogpu.wire.messages import (
 )
 from aiogpu.worker.chunk import is_timed, method_of
 from aiogpu.worker.execute import Executor
+from aiogpu.worker.interrupts import report_dropped
 from aiogpu.worker.invoke import (
     Callables,
     Invoker,
@@ -215,7 +216,10 @@ class ThreadedActor(Invoker):
         self._executor.client.wake = self._channel.waker()
         is_over = False
         while not is_over:
-            self._channel.wait(None)
+            try:
+                self._channel.wait(None)
+            except BaseException as error:  # noqa: BLE001 - no call can have it
+                report_dropped(error)
             is_over = not self._channel.read_ready()
             is_over |= self._obey_all()
         for stream in list(self._streams.values()):

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import os
+import selectors
 import sys
 from collections.abc import Callable, Coroutine, Iterable
 from contextlib import suppress
+from functools import partial
 from inspect import CORO_CREATED, getcoroutinestate, iscoroutinefunction, signature
 from math import inf
 from time import perf_counter
+from types import FrameType
 from typing import Any, Final
 
 from aiogpu.client.current import method_called
@@ -17,10 +20,21 @@ from aiogpu.wire.messages import Demand, Done, Drop, Failed, Invoke
 from aiogpu.worker.actors import Methods, dropped, is_end
 from aiogpu.worker.connection import SHORT
 from aiogpu.worker.execute import Executor
-from aiogpu.worker.invoke import Invoker, Raised, StreamSender, invoke, send_all_async
+from aiogpu.worker.interrupts import PACKAGE, report_dropped
+from aiogpu.worker.invoke import (
+    Invoker,
+    Raised,
+    StreamSender,
+    call_function,
+    invoke,
+    send_all_async,
+)
 
 GLANCES: Final = 10
 """Polls of the socket between two turns of the loop."""
+
+LOOP_CODE: Final = (os.path.dirname(asyncio.__file__), selectors.__file__)
+"""Directories and files of the code that runs the loop."""
 
 PATIENCE: Final = 0.001
 """Seconds that answers and received messages wait for the loop's next turn. One turn
@@ -44,6 +58,7 @@ class AsyncActor(Invoker):
         self._dropped: set[int] = set()
         self._streams: dict[int, StreamSender] = {}
         self._answers: list[Done | Failed] = []
+        self._is_stopped = False
         self._is_over = False
         self._waits_since = 0.0
         self._is_awake = False
@@ -56,6 +71,10 @@ class AsyncActor(Invoker):
     def serve(self) -> None:
         """Run calls until the actor is to end, then run its `close`."""
         loop, client, loans = self._loop, self._executor.client, self._channel.loans
+        signals = self._executor.interrupts.user
+        is_open = signals.is_open
+        signals.is_open = self._is_open_to_handlers
+        signals.wake = partial(loop.call_soon_threadsafe, signals.run_deferred)
         asyncio.set_event_loop(loop)
         client.loop, client.wake = loop, self._obey_soon
         if loans is not None:
@@ -63,7 +82,11 @@ class AsyncActor(Invoker):
         loop.add_reader(self._channel.fileno(), self._read)
         loop.call_soon(self._obey)
         try:
-            loop.run_forever()
+            while not self._is_stopped:
+                try:
+                    loop.run_forever()
+                except BaseException as error:  # noqa: BLE001 - no call can have it
+                    report_dropped(error)
             # Calls that end from here on must not stop the loop again.
             self._is_over = True
             loop.remove_reader(self._channel.fileno())
@@ -71,6 +94,7 @@ class AsyncActor(Invoker):
             loop.run_until_complete(loop.shutdown_asyncgens())
         finally:
             self._flush()
+            signals.is_open, signals.wake = is_open, None
             loop.close()
             # Both hold the actor, which is to be freed now.
             client.loop = client.wake = None
@@ -134,8 +158,23 @@ class AsyncActor(Invoker):
             elif is_end(message):
                 self._stop()
 
+    def _is_open_to_handlers(self, frame: FrameType | None) -> bool:
+        """Return whether a signal handler may raise in a frame: user code runs there.
+
+        That is below `invoke`, and in asyncio tasks that user code has started. In
+        asyncio's own code a task would be lost.
+        """
+        if self._is_over or asyncio.current_task(self._loop) is None:
+            return False
+        has_users = False
+        while frame is not None and not frame.f_code.co_filename.startswith(PACKAGE):
+            has_users |= not frame.f_code.co_filename.startswith(LOOP_CODE)
+            frame = frame.f_back
+        return has_users and frame is not None and frame.f_code in _CALLERS
+
     def _stop(self) -> None:
         if not self._is_over:
+            self._is_stopped = True
             self._loop.stop()
 
     def _drop(self, call: int) -> None:
@@ -223,6 +262,10 @@ class AsyncActor(Invoker):
         if answers:
             self._executor.answer_all(answers)
             self._executor.client.report_ended_loans()
+
+
+_CALLERS: Final = {invoke.__code__, call_function.__code__, AsyncActor.serve.__code__}
+"""The code of this library that calls user code on the loop."""
 
 
 def close_method(actor: object) -> Callable[[], Coroutine[Any, Any, object]] | None:

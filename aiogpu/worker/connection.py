@@ -21,7 +21,7 @@ from aiogpu.linux.sockets import check_server
 from aiogpu.wire.codec import encode, encode_all
 from aiogpu.wire.connection import WORKER, Connection, greeting
 from aiogpu.wire.messages import Message, Report
-from aiogpu.worker.interrupts import Interrupts
+from aiogpu.worker.interrupts import Interrupts, report_dropped
 
 if TYPE_CHECKING:
     from aiogpu.client.references import Loans
@@ -82,6 +82,9 @@ class Channel:
         self._is_awake = False
         self._has_room = True
         self._unsent: dict[int, Report] = {}
+        self._signals = interrupts.user
+        waiting = (self.next, self._wait, self.read, self.wait, self.is_silent)
+        self._signals.wait_in(*(method.__code__ for method in waiting))
 
     def connect(self, path: str, worker: int) -> None:
         """Connect to the driver and send this worker's number.
@@ -129,18 +132,26 @@ class Channel:
         Waking a sleeping core costs as much as the rest of a short call. After a long
         wait, no time is spent on busy waiting.
         """
+        if self._signals.deferred:
+            self._signals.run_deferred()
         poll, now = self._poll.poll, time.monotonic
-        if self._is_awake:
-            end = now() + SHORT
-            while now() < end:
-                if poll(0):
-                    return
-                os.sched_yield()
-            self._is_awake = False
-        elif self.may_stay_awake:
-            started = now()
-            poll()
-            self._is_awake = now() - started < SHORT
+        try:
+            if self._is_awake:
+                end = now() + SHORT
+                while now() < end:
+                    if poll(0):
+                        return
+                    os.sched_yield()
+                self._is_awake = False
+                poll()
+            elif self.may_stay_awake:
+                started = now()
+                poll()
+                self._is_awake = now() - started < SHORT
+        except BaseException as error:  # noqa: BLE001 - no call can have it
+            # Another thread has raised it in this one, by `PyThreadState_SetAsyncExc`.
+            # While bytes are read it would lose them.
+            report_dropped(error)
 
     def read(self, flags: int = 0) -> bool:
         """Wait for bytes and read once; False when the driver has gone.
@@ -188,7 +199,10 @@ class Channel:
         too.
         """
         poll = self._poll
-        if get_ident() != self._main:
+        if get_ident() == self._main:
+            if self._signals.deferred and not self._interrupts.entered:
+                self._signals.run_deferred()
+        else:
             poll = select.poll()
             poll.register(self._socket, select.POLLIN)
         if seconds is not None:

@@ -78,9 +78,10 @@ class Coroutines:
         try:
             self._obey(task, task_id)
             return loop.run_until_complete(task)
-        except KeyboardInterrupt:
-            # The signal may have landed inside the loop's own code.
-            self._replace_loop()
+        except BaseException as error:
+            if not task.done() or isinstance(error, KeyboardInterrupt):
+                # A signal handler has raised it, perhaps inside the loop's own code.
+                self._replace_loop()
             if task.done() and not task.cancelled():
                 # Reported as the task's failure; asyncio must not log it as well.
                 task.exception()
@@ -135,7 +136,7 @@ class Coroutines:
             if rest:
                 loop.run_until_complete(asyncio.gather(*rest, return_exceptions=True))
             loop.run_until_complete(loop.shutdown_asyncgens())
-        except KeyboardInterrupt:
+        except BaseException:
             # Asyncio tasks that resist the cancel are abandoned with their loop.
             self._replace_loop()
             raise

@@ -3,15 +3,18 @@
 Variables are set before the user's code is unpickled. A zygote loads numeric libraries
 while variables limit them to one thread, and they do not read the variables again; so a
 worker sets thread counts by threadpoolctl. `TaskStateReset` restores the directory, the
-umask and the signal handler, each in well under a microsecond. Other state (limits,
-locale, masked signals, threads) is not restored between tasks: use `max_calls=1`.
+umask, each in well under a microsecond; `interrupts.UserSignals` restores signals, and
+`Settings` the rest when another function comes. Other state (limits, locale, threads)
+is not restored between tasks: use `max_calls=1`.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any, Final
 
 from aiogpu.client.current import current
@@ -88,6 +91,42 @@ def restore() -> None:
     for name, value in _recorded.items():
         if now.get(name) != value:
             os.environb[name] = value
+
+
+class Settings:
+    """Settings of the process that are restored when another function comes.
+
+    All take a microsecond together, too much for each call of a short function.
+    """
+
+    def __init__(self) -> None:
+        self._recorded: tuple[Any, ...] = ()
+
+    def restore(self) -> None:
+        """Restore the settings; the first call records them."""
+        now = (
+            gc.isenabled(),
+            sys.gettrace(),
+            sys.getprofile(),
+            sys.getrecursionlimit(),
+            os.getpriority(os.PRIO_PROCESS, 0),
+            os.sched_getaffinity(0),
+        )
+        if not self._recorded:
+            self._recorded = now
+        if now == self._recorded:
+            return
+        collects, trace, profile, depth, priority, cpus = self._recorded
+        (gc.enable if collects else gc.disable)()
+        # A debugger that was attached to this worker stays.
+        if "pydevd" not in sys.modules:
+            sys.settrace(trace)
+            sys.setprofile(profile)
+        sys.setrecursionlimit(depth)
+        with suppress(OSError):  # these CPUs may be gone
+            os.sched_setaffinity(0, cpus)
+        with suppress(PermissionError):  # only a privileged process may lower it
+            os.setpriority(os.PRIO_PROCESS, 0, priority)
 
 
 def seeds() -> list[Callable[[], object]]:
@@ -211,8 +250,7 @@ def _count(variable: str, default: int) -> int:
 class TaskStateReset:
     """Restores process state between the tasks of a worker."""
 
-    def __init__(self, restore_handler: Callable[[], None]) -> None:
-        self._restore_handler = restore_handler
+    def __init__(self) -> None:
         self._directory = -1
         self._mask = -1
 
@@ -227,7 +265,7 @@ class TaskStateReset:
         os.umask(self._mask)
 
     def restore(self) -> None:
-        """Restore the directory, the umask and the signal handler."""
+        """Restore the directory and the umask."""
         if self._directory >= 0:
             try:
                 os.fchdir(self._directory)
@@ -236,4 +274,3 @@ class TaskStateReset:
                 self._directory = -1
         if self._mask >= 0:
             os.umask(self._mask)
-        self._restore_handler()

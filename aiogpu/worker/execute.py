@@ -10,6 +10,7 @@ import _thread
 import os
 import sys
 from collections.abc import Callable
+from contextvars import copy_context
 from time import monotonic_ns
 from types import CoroutineType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -37,6 +38,7 @@ from aiogpu.wire.messages import (
     Invoke,
     Run,
 )
+from aiogpu.worker.environment import Settings
 from aiogpu.worker.gpu import explain_poisoned, has_run_out, peak_memory, poisoned_by
 from aiogpu.worker.invoke import (
     OWN_FRAMES,
@@ -104,6 +106,7 @@ class Executor(Invoker):
         self._functions = Functions(self._begin)
         self._coroutines: Coroutines | None = None
         self._retry_rules = RetryRules()
+        self._settings = Settings()
         # An interrupt in these frames would skip the answer.
         interrupts.spare(self.call.__code__, invoke.__code__, Raised.__init__.__code__)
         interrupts.spare(send_all.__code__)
@@ -135,6 +138,7 @@ class Executor(Invoker):
         if func is not self._func:
             self._func = func
             self._threads.adapt(func.resources.get("CPU", 0.0))
+            self._settings.restore()
         current.task, current.name = task, func.name
         current.resources = func.resources
         self.raised = None
@@ -208,7 +212,10 @@ class Executor(Invoker):
             self._own_loop().send_items(items, stream)
         else:
             window = MainThreadWindow(self.channel, self.interrupts, stream)
-            send_all(items, stream, window.hold)
+            if current.actor is None:
+                copy_context().run(send_all, items, stream, window.hold)
+            else:
+                send_all(items, stream, window.hold)
 
     def _own_loop(self) -> Coroutines:
         if self._coroutines is None:

@@ -1,29 +1,33 @@
-"""Stopping user code that runs in a worker's main thread.
+"""Signals in a worker: stopping user code, and the handlers that user code sets.
 
 A signal carries no task id, and it may arrive after the end of its task. So the driver
 writes the task's id to a memory page that it shares with the worker; the signal only
 makes the worker read the page. The handler raises once, inside the named task's user
 code: never in a frame of the worker's own code, never while a message is being sent.
+
+The handlers of user code follow the same rule (`UserSignals`).
 """
 
 from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]
+import os
 import signal
 import weakref
 from _thread import get_ident
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial
 from os.path import dirname
 from sys import _getframe
 from types import CodeType, FrameType
-from typing import Final
+from typing import Any, Final
 
 from aiogpu.memory.control_page import ControlPage
-from aiogpu.worker.private_hooks import IMPORT
+from aiogpu.worker.private_hooks import IMPORT, hook_signals
 
 _SIGINT: Final = int(signal.SIGINT)
-_PACKAGE: Final = dirname(dirname(__file__))
+PACKAGE: Final = dirname(dirname(__file__))
 """The directory of this library's code."""
 _FINALIZES: Final = weakref.finalize.__call__.__code__
 _WEAK: Final = {weakref.__file__, weakref.WeakSet.__init__.__code__.co_filename}
@@ -37,6 +41,7 @@ class Interrupts:
             passed to `spare`, so that no interrupt lands between two of its steps.
         soften: called before an interrupt is raised in a frame; returns True if it ends
             the task in another way, so that nothing is raised. None for no call.
+        user: the handlers, timers and mask that user code sets.
     """
 
     def __init__(self, page: ControlPage, slot: int = 0) -> None:
@@ -48,8 +53,8 @@ class Interrupts:
         # Called right after `entered` is set, so these frames are spared too.
         self._own = {self.is_cancelled.__code__, page.cancelled.__code__}
         self._handler = self._on_signal
-        self._is_installed = False
         self._main = get_ident()
+        self.user = UserSignals(self._shield, self._is_open_to_handlers)
 
     @property
     def is_shielded(self) -> bool:
@@ -66,19 +71,8 @@ class Interrupts:
 
     def install(self) -> None:
         """Handle the signal from now on; it has no effect while no task runs."""
-        self._is_installed = True
-        signal.signal(signal.SIGINT, self._handler)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
-
-    def restore(self) -> None:
-        """Install the handler again if a task's code has replaced it.
-
-        A handler that was never installed, as in a warm-up, is not installed here.
-        """
-        # `signal.getsignal` converts the result to an enum, which takes 100 times as
-        # long.
-        if _signal.getsignal(_SIGINT) is not self._handler and self._is_installed:
-            signal.signal(signal.SIGINT, self._handler)
+        _signal.signal(_SIGINT, self._handler)
+        _signal.pthread_sigmask(signal.SIG_UNBLOCK, [_SIGINT])
 
     def is_cancelled(self, task: int) -> bool:
         """Return whether this task is to stop."""
@@ -129,6 +123,12 @@ class Interrupts:
             return False
         return self.soften is None or not self.soften(frame)
 
+    def _is_open_to_handlers(self, frame: FrameType | None) -> bool:
+        """Return whether a handler of user code may raise an exception in a frame."""
+        if self.entered == 0 or self._shield.depth or frame is None:
+            return False
+        return frame.f_code not in self._own and not _is_finalizing(frame)
+
     def _raise(self, task: int) -> None:
         self.acknowledge(task)
         raise KeyboardInterrupt(f"task {task} was cancelled")
@@ -153,8 +153,10 @@ class Interrupts:
             frame: where it would be raised; None for the caller's.
         """
         if self._shield.is_pending and get_ident() == self._main:
+            frame = frame or _getframe(1)
+            self.user.catch_up(frame)
             self._shield.is_pending = False
-            self._interrupt(frame or _getframe(1))
+            self._interrupt(frame)
 
 
 class Shield:
@@ -162,7 +164,7 @@ class Shield:
 
     Attributes:
         depth: number of entered blocks.
-        is_pending: an interrupt was deferred.
+        is_pending: an interrupt or a handler was deferred.
     """
 
     def __init__(self, catch_up: Callable[[FrameType], None]) -> None:
@@ -177,6 +179,173 @@ class Shield:
         self.depth -= 1
         if self.is_pending and not self.depth:
             self._catch_up(_getframe(1))
+
+
+Handler = Callable[[int, FrameType | None], object]
+"""A signal handler, as `signal.signal` takes it."""
+
+
+class UserSignals:
+    """The signal handlers, the timers and the signal mask that user code sets.
+
+    A handler is called at any bytecode of the main thread. If it raised an exception in
+    the worker's own code, a message would be lost or sent in part, and the process
+    would end; if it printed while a message is sent, it would wait for itself. So a
+    handler is called at once in user code only. Elsewhere it is deferred: to the end
+    of a shielded block of the running call, where it may raise; or until the worker
+    waits for its next message, where its exceptions are printed and dropped.
+
+    Attributes:
+        deferred: handlers to call, with a frame.
+        is_active: this process is a worker; in other processes, among them forks of a
+            worker, handlers are called at once.
+        is_changed: user code has set something since the last `restore`.
+        is_open: returns whether a handler may be called, and may raise, in a frame.
+        wake: called after a handler was deferred; None for no call.
+    """
+
+    def __init__(
+        self, shield: Shield, is_open: Callable[[FrameType | None], bool]
+    ) -> None:
+        self.deferred: list[Callable[[FrameType | None], object]] = []
+        self.is_active = False
+        self.is_changed = False
+        self.is_open = is_open
+        self.wake: Callable[[], object] | None = None
+        self._shield = shield
+        self._waiting: set[CodeType] = set()
+        self._before: dict[int, Any] = {}
+        self._mask: Iterable[int] | None = None
+        self._has_timer = False
+        self._main = get_ident()
+
+    def install(self) -> None:
+        """Take over the functions of `signal`, in the zygote for all workers."""
+        hook_signals(
+            signal=self._set_handler,
+            getsignal=self._get_handler,
+            pthread_sigmask=self._set_mask,
+            setitimer=self._set_timer,
+            alarm=self._set_alarm,
+        )
+
+    def wait_in(self, *codes: CodeType) -> None:
+        """Call handlers at once where this code runs between two calls."""
+        self._waiting.update(codes)
+
+    def restore(self) -> None:
+        """Restore timers, mask and handlers for the next task."""
+        if self._has_timer:
+            for timer in (
+                signal.ITIMER_REAL,
+                signal.ITIMER_VIRTUAL,
+                signal.ITIMER_PROF,
+            ):
+                _signal.setitimer(timer, 0)
+        if self._mask is not None:
+            # Before the handlers: a blocked signal may be pending.
+            _signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
+        for number, handler in self._before.items():
+            # None: it was not installed by Python code.
+            if handler is not None:
+                _signal.signal(number, handler)
+        self._before.clear()
+        self._mask, self._has_timer, self.is_changed = None, False, False
+
+    def _set_handler(self, number: int, handler: Any) -> Any:
+        guards = self.is_active and callable(handler)
+        before = _signal.signal(
+            number, GuardedHandler(self, handler) if guards else handler
+        )
+        if self.is_active:
+            self._before.setdefault(number, before)
+            self.is_changed = True
+        return _unguarded(before)
+
+    def _get_handler(self, number: int) -> Any:
+        return _unguarded(_signal.getsignal(number))
+
+    def _set_mask(self, how: int, mask: Iterable[int]) -> Any:
+        before = _signal.pthread_sigmask(how, mask)
+        if get_ident() == self._main:
+            self._mask = before if self._mask is None else self._mask
+            self.is_changed = True
+        return before
+
+    def _set_timer(self, which: int, seconds: float, interval: float = 0.0) -> Any:
+        self._has_timer = self.is_changed = True
+        return _signal.setitimer(which, seconds, interval)
+
+    def _set_alarm(self, seconds: int) -> Any:
+        self._has_timer = self.is_changed = True
+        return _signal.alarm(seconds)
+
+    def handle(self, handler: Handler, number: int, frame: FrameType | None) -> None:
+        """Call a handler now or later."""
+        if not self.is_active or self.is_open(frame):
+            handler(number, frame)
+            return
+        self.deferred.append(partial(handler, number))
+        self._shield.is_pending = True
+        if self.wake is not None:
+            self.wake()
+            return
+        waits = frame is not None and frame.f_code in self._waiting
+        if waits and not self._shield.depth:
+            self.run_deferred()
+
+    def catch_up(self, frame: FrameType) -> None:
+        """Call the deferred handlers in a frame of the running call; they may raise."""
+        while self.is_open(frame) and (handler := self._pop()) is not None:
+            handler(frame)
+
+    def _pop(self) -> Callable[[FrameType | None], object] | None:
+        # Another signal may empty the list at any bytecode.
+        with suppress(IndexError):
+            return self.deferred.pop(0)
+        return None
+
+    def run_deferred(self) -> None:
+        """Call the deferred handlers between two calls."""
+        while (handler := self._pop()) is not None:
+            try:
+                handler(None)
+            except BaseException as error:  # noqa: BLE001 - no call can have it
+                trace = error.__traceback__
+                # Without this frame.
+                report_dropped(error.with_traceback(trace and trace.tb_next))
+
+
+class GuardedHandler:
+    """A handler that user code has set, as Python calls it."""
+
+    __slots__ = ("_signals", "handler")
+
+    def __init__(self, signals: UserSignals, handler: Handler) -> None:
+        self.handler = handler
+        self._signals = signals
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        """Call the handler now or later."""
+        self._signals.handle(self.handler, number, frame)
+
+
+def _unguarded(handler: Any) -> Any:
+    return handler.handler if type(handler) is GuardedHandler else handler
+
+
+def report_dropped(error: BaseException) -> None:
+    """Print an exception that was raised between two calls, and go on.
+
+    To the descriptor: user code may have replaced `sys.stderr`.
+    """
+    # Imported late: most workers do not need it.
+    from traceback import format_exception
+
+    text = "aiogpu: an exception between two calls of this worker was dropped:\n"
+    text += "".join(format_exception(error))
+    with suppress(OSError):
+        os.write(2, text.encode("utf-8", "backslashreplace"))
 
 
 def is_importing(frame: FrameType | None) -> bool:
@@ -206,7 +375,7 @@ def _is_finalizing(frame: FrameType) -> bool:
     while above is not None:
         if above.f_code is _FINALIZES:
             return is_ours
-        is_ours = above.f_code.co_filename.startswith(_PACKAGE)
+        is_ours = above.f_code.co_filename.startswith(PACKAGE)
         if above.f_code.co_name == "__del__":
             return is_ours
         above = above.f_back

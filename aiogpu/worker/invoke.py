@@ -24,6 +24,7 @@ import sys
 from _thread import get_ident
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import suppress
+from contextvars import copy_context
 from functools import partial
 from time import perf_counter
 from types import CodeType, CoroutineType
@@ -85,14 +86,32 @@ class Raised:
         self.error = error
 
 
+def call_function(function: Callable[..., Any], arguments: Arguments) -> Any:
+    """Call user code, in a frame that may be interrupted, unlike the one of `invoke`.
+
+    If the function is a builtin, it has no frame of its own.
+    """
+    return function(*arguments[0], **arguments[1])
+
+
+def call_isolated(function: Callable[..., Any], arguments: Arguments) -> Any:
+    """Call a task in a copy of the context: its variables do not reach the next task.
+
+    Its module was imported outside, so what the module has set holds for every call.
+    """
+    return copy_context().run(function, *arguments[0], **arguments[1])
+
+
 class Callables(dict[Any, Callable[..., Any]]):
     """Functions or methods by name, looked up at their first call.
 
     Attributes:
         failure: the kind of failure if the lookup raises.
+        call: calls one of them with arguments.
     """
 
     failure: str
+    call: Callable[[Callable[..., Any], Arguments], Any] = staticmethod(call_function)
 
 
 def timed(
@@ -121,6 +140,7 @@ class Functions(Callables):
     """
 
     failure = UNREADABLE
+    call = staticmethod(call_isolated)
 
     def __init__(self, begin: Callable[[], object] | None = None) -> None:
         super().__init__()
@@ -224,7 +244,7 @@ async def invoke(
         )
         current.loader = 0
         kind = RAISED
-        value = _call(function, arguments)
+        value = functions.call(function, arguments)
         if type(value) is CoroutineType:
             value = await invoker.wait(value, call)
         if type(payload) is not bytes:
@@ -245,11 +265,6 @@ async def invoke(
         if type(value) is CoroutineType and not value.cr_suspended:
             value.close()  # avoids the warning about a coroutine that never began
         return Raised(UNSENDABLE if type(error) is UnsendableError else kind, error)
-
-
-def _call(function: Callable[..., Any], arguments: Arguments) -> Any:
-    # A frame of its own, since interrupts are allowed in a builtin called from here.
-    return function(*arguments[0], **arguments[1])
 
 
 def run_now(call: Coroutine[Any, Any, Done | Raised]) -> Done | Raised:

@@ -59,16 +59,18 @@ class Worker:
         """
         self._channel = channel
         self._interrupts = interrupts
+        self._signals = interrupts.user
         self._stdio = Stdio(channel)
         self._client = TaskClient(channel)
         self._executor = Executor(
             channel, interrupts, threads, imports, self._stdio, self._client
         )
         self._customize = customize
-        self.task_state = TaskStateReset(interrupts.restore)
+        self.task_state = TaskStateReset()
 
     def begin(self) -> None:
         """Set this worker's client and output streams up for user code."""
+        self._signals.is_active = True
         current.client = self._client
         current.is_stopping = self._interrupts.is_stopping
         self._stdio.begin()
@@ -76,6 +78,7 @@ class Worker:
 
     def _leave(self) -> None:
         """Detach a fork made by user code, which is no worker."""
+        self._signals.is_active = False
         current.client = None
         if self._channel.loans is not None:
             self._channel.loans.leave()
@@ -121,6 +124,9 @@ class Worker:
             return False
         executor, client = self._executor, self._client
         answer = executor.run(message)
+        if self._signals.is_changed:
+            # First of all: a timer of the task would end the process.
+            self._signals.restore()
         if client.shares.due and not self._channel.is_closed:
             client.hand_over()
         executor.answer(answer)
@@ -159,6 +165,7 @@ class Worker:
         The interpreter's own finalisation is skipped. It takes 14 ms, and 330 ms with
         torch, and the kernel frees all resources anyway.
         """
+        self._signals.is_active = False
         try:
             run_exit_functions()
             self._stdio.flush()

@@ -9,9 +9,11 @@ from __future__ import annotations
 import atexit
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
@@ -41,6 +43,25 @@ def wrap_imports(wrap: Callable[[Find], Find]) -> bool:
     wrapped.__code__ = wrapped.__code__.replace(co_filename=IMPORT)
     setattr(bootstrap, _FIND, wrapped)
     return True
+
+
+def hook_signals(**functions: Callable[..., Any]) -> None:
+    """Replace C functions that the module `signal` calls and exports, for good.
+
+    `signal.signal` and its like convert enums, and look up the C function in a variable
+    of their module. So code that has imported them by name is hooked as well. Without
+    this variable, and for functions that are exported as they are, only code that finds
+    them in the module is hooked.
+
+    Args:
+        **functions: the replacements, by name; they take and return plain integers.
+    """
+    c_module: Any = getattr(signal, "_signal", None)
+    for name, function in functions.items():
+        if c_module is None or getattr(signal, name) is getattr(c_module, name):
+            setattr(signal, name, function)
+    if c_module is not None:
+        signal._signal = SimpleNamespace(**{**vars(c_module), **functions})  # type: ignore[attr-defined]
 
 
 def run_exit_functions() -> None:

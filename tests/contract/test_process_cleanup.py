@@ -393,6 +393,10 @@ SPOILING: list[tuple[Any, tuple[Any, ...]]] = [
     (wild_tasks.change_stdout, ("none",)),
     (wild_tasks.change_stdout, ("text",)),
     (wild_tasks.change_locale, ()),
+    (wild_tasks.set_timers, ()),
+    (wild_tasks.block_signals, ()),
+    (wild_tasks.set_variable, ()),
+    (wild_tasks.change_settings, ()),
 ]
 
 
@@ -405,7 +409,7 @@ async def test_the_next_task_finds_the_process_state_restored(
         gone = wild_tasks.change_to_a_removed_directory
         for task, args in [*SPOILING, (gone, (str(tmp_path / "gone"),))]:
             await task.remote(*args)
-            assert await wild_tasks.task_state.remote() == before
+            assert await wild_tasks.task_state.remote() == before, task
             await tasks.output.remote(["a line"])
             assert "a line" in capsys.readouterr().out
             # The cancel works within the grace, or this test ends too late.
@@ -414,6 +418,13 @@ async def test_the_next_task_finds_the_process_state_restored(
             handle.cancel()
             assert await tasks.pid.remote() == before["pid"]
             gate.forget("in")
+
+
+async def test_a_generators_context_variables_do_not_reach_the_next_task() -> None:
+    async with node_with_neighbour():
+        before = await wild_tasks.task_state.remote()
+        assert [n async for n in wild_tasks.set_variable_amid_items.remote()] == [1]
+        assert await wild_tasks.task_state.remote() == before
 
 
 async def test_the_next_task_finds_its_variables(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import locale
 import os
@@ -10,8 +11,9 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from contextvars import ContextVar
 from multiprocessing import get_context
 from typing import Any
 
@@ -19,6 +21,10 @@ import aiogpu
 from tests.contract import phase_tasks
 from tests.contract.tasks import daemonise
 from tests.support.gate import pass_gate, say
+
+HANDLED = signal.SIGINT, signal.SIGTERM, signal.SIGCHLD, signal.SIGALRM
+TIMERS = signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF
+note = ContextVar("note", default="")
 
 
 @aiogpu.remote
@@ -32,7 +38,53 @@ def task_state() -> dict[str, Any]:
         "mask": mask,
         "interrupt": getattr(signal.getsignal(signal.SIGINT), "__name__", None),
         "stdout": type(sys.stdout).__name__,
+        "handlers": [signal.getsignal(n) for n in HANDLED if n != signal.SIGINT],
+        "blocked": signal.pthread_sigmask(signal.SIG_BLOCK, ()),
+        "timers": [signal.getitimer(which) for which in TIMERS],
+        "variable": note.get(),
+        "collects": gc.isenabled(),
+        "trace": (sys.gettrace(), sys.getprofile()),
+        "depth": sys.getrecursionlimit(),
+        "priority": os.getpriority(os.PRIO_PROCESS, 0),
+        "cpus": os.sched_getaffinity(0),
     }
+
+
+@aiogpu.remote
+def set_timers() -> None:
+    for which in TIMERS:
+        signal.setitimer(which, 1000.0)
+    signal.alarm(1000)
+
+
+@aiogpu.remote
+def block_signals() -> None:
+    """One is pending, and would end the process."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM, signal.SIGTERM])
+    signal.signal(signal.SIGALRM, print)
+    signal.raise_signal(signal.SIGALRM)
+
+
+@aiogpu.remote
+def set_variable() -> None:
+    note.set("of another task")
+
+
+@aiogpu.remote
+def set_variable_amid_items() -> Iterator[int]:
+    yield 1
+    note.set("of another task")
+
+
+@aiogpu.remote
+def change_settings() -> None:
+    gc.disable()
+    sys.setrecursionlimit(500)
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    if os.getuid() == 0:
+        os.nice(5)
+    sys.settrace(lambda *_: None)
+    sys.setprofile(lambda *_: None)
 
 
 @aiogpu.remote
@@ -55,7 +107,7 @@ def change_mask() -> int:
 
 @aiogpu.remote
 def change_handlers() -> None:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD, signal.SIGALRM):
+    for number in HANDLED:
         signal.signal(number, signal.SIG_IGN)
 
 

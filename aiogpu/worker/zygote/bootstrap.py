@@ -58,13 +58,6 @@ class UnchangedThreads(Threads):
         """Nothing."""
 
 
-class UnchangedInterrupts(Interrupts):
-    """Leaves the signal handler to the worker's real `Interrupts`."""
-
-    def restore(self) -> None:
-        """Nothing."""
-
-
 def nothing(*_args: object, **_kwargs: object) -> None:
     """Do nothing; the function of warm-up tasks that is sent by name."""
 
@@ -110,7 +103,7 @@ class Warmup:
     def _play(self) -> None:
         ours, theirs = socket.socketpair()
         with ours, theirs:
-            interrupts = UnchangedInterrupts(self._page)
+            interrupts = Interrupts(self._page)
             channel = Channel(interrupts)
             channel.use(theirs)
             ours.sendall(self._script)
@@ -139,6 +132,7 @@ class WorkerTemplate:
         self._path = socket_path(setup.directory)
         self._interrupts = Interrupts(page)
         self._interrupts.install()
+        self._interrupts.user.install()
         self._channel = Channel(self._interrupts)
         self._loans = Loans(
             *(descriptor_path(setup.directory), setup.spill, page, self._interrupts),

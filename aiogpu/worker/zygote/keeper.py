@@ -1,7 +1,8 @@
 """The keeper of a slot: forks its worker, and kills the processes that it leaves.
 
 A keeper adopts every process that its worker orphans, so only the keeper knows when a
-worker and all its descendants have ended: when `waitpid` finds no child. If cgroups are
+worker and all its descendants have ended: when `waitpid` finds no child. Trackers of
+shared memory are left to clean up before they end (`end_children`). If cgroups are
 available, each keeper has its own cgroup, to kill processes that fork too fast or may
 not be signalled. A keeper imports and runs no user code.
 
@@ -19,9 +20,9 @@ import select
 import signal
 import socket
 import stat
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from itertools import count
 from typing import Final
 
 from aiogpu.errors import ProtocolError
@@ -225,7 +226,26 @@ WorkerMain = Callable[[int, int, int], None]
 
 
 PATIENCE: Final = 64
-"""Children that are killed one by one before `end_others` is called."""
+"""Times that new children are found and killed before `end_others` is called."""
+
+TRACKER_MAIN: Final = b"_tracker import main"
+"""Part of the code after `python -c` in trackers of `multiprocessing`, of loky, and of
+other packages derived from them."""
+
+TRACKER_LIMIT: Final = 1.0
+"""Seconds that trackers may take after the end of all other processes. They take about
+20 ms; only a tracker whose pipe another worker's process has open goes on."""
+
+EXEC_LIMIT: Final = 50
+"""Milliseconds that a process may take to become another program."""
+
+TORCH_MANAGER: Final = b"torch_shm_manager"
+"""The program that does the same for PyTorch's sharing strategy `file_system`. It stays
+for two seconds after the end of its last client, so it is killed, and the keeper cleans
+up."""
+
+TORCH_DIRECTORY: Final = "/torch-shm-dir-"
+"""Part of the path of a manager's directory, which holds its socket."""
 
 
 class Keeper:
@@ -325,7 +345,7 @@ class Keeper:
                 self._worker, self._pid = None, 0
 
     def _end_rest(self) -> None:
-        end_children(self._cgroup.end_others)
+        end_children(self._cgroup.end_others, self._pid)
         if self._cgroup.has_others:
             self._cgroup.end_others()
             end_children(self._cgroup.end_others)
@@ -335,17 +355,109 @@ def _nothing() -> None:
     """Do nothing: there is no cgroup."""
 
 
-def end_children(end_others: Callable[[], None] = _nothing) -> None:
+def end_children(
+    end_others: Callable[[], None] = _nothing, worker: int | None = None
+) -> None:
     """Kill all children and the orphans that are adopted by their deaths.
+
+    Trackers of named shared memory and semaphores end by themselves: a tracker reads a
+    pipe, and cleans up when all processes that may write to it have ended. So the
+    others are killed first. A tracker that has not ended within `TRACKER_LIMIT` is
+    killed as well.
 
     Args:
         end_others: also kills processes that may not be signalled or fork too fast.
+        worker: process id of the worker that has ended and has left the children.
     """
-    for attempt in count(1):
-        killed = [kernel.kill(pid) for pid in kernel.children()]
-        if attempt % PATIENCE == 0 or not all(killed):
+    ended = {worker}
+    trackers: dict[int, bool] = {}  # children by pid: True for trackers
+    managers: list[str] = []
+    rounds, deadline = 0, None
+    while True:
+        children = kernel.children()
+        found = [pid for pid in children if pid not in trackers]
+        for pid in found:
+            command = command_of(pid)
+            trackers[pid] = any(TRACKER_MAIN in word for word in command)
+            if command[0] == TORCH_MANAGER:
+                managers += directories_of_sockets(pid)
+        killed = [kernel.kill(pid) for pid in found if not trackers[pid]]
+        rounds += bool(killed)
+        if (killed and rounds % PATIENCE == 0) or not all(killed):
             end_others()
+        if children and all(trackers[pid] for pid in children):
+            deadline = deadline or time.monotonic() + TRACKER_LIMIT
+            if not _ends(children[0], deadline - time.monotonic()):
+                for pid in children:
+                    trackers[pid] = False
+                    kernel.kill(pid)
         try:
-            os.waitpid(-1, 0)
+            pid, _ = os.waitpid(-1, 0)
         except ChildProcessError:
-            return
+            break
+        trackers.pop(pid, None)
+        ended.add(pid)
+    if managers:
+        remove_torch_files(ended, managers)
+
+
+def command_of(pid: int) -> list[bytes]:
+    """Return a process's command line; `[b""]` if it has ended.
+
+    A process that is about to call exec has its parent's command line. A tracker in
+    this state has nothing to clean up: no process has written to its pipe yet. But then
+    its command line is empty for a moment.
+    """
+    command = b""
+    for _ in range(EXEC_LIMIT):
+        with suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as file:
+            command = file.read()
+        if command or _ends(pid, 1e-3):
+            break
+    return command.split(b"\0")
+
+
+def directories_of_sockets(pid: int) -> list[str]:
+    """Return the directories of the Unix sockets that a process has bound."""
+    inodes = set()
+    with suppress(OSError):
+        for name in os.listdir(f"/proc/{pid}/fd"):
+            kind, _, inode = os.readlink(f"/proc/{pid}/fd/{name}").partition(":")
+            if kind == "socket":
+                inodes.add(os.fsencode(inode.strip("[]")))
+    with open("/proc/net/unix", "rb") as file:
+        sockets = [line.split(maxsplit=7) for line in file]
+    return [
+        os.path.dirname(os.fsdecode(socket[7].strip()))
+        for socket in sockets
+        if len(socket) == 8 and socket[6] in inodes
+    ]
+
+
+def remove_torch_files(pids: Container[int | None], directories: Sequence[str]) -> None:
+    """Remove what PyTorch's managers would remove two seconds after their last client.
+
+    Args:
+        pids: the ended processes; each name of shared memory has its creator's id.
+        directories: the managers' own directories.
+    """
+    for name in os.listdir("/dev/shm"):
+        kind, _, rest = name.partition("_")
+        pid = rest.partition("_")[0]
+        if kind == "torch" and pid.isdecimal() and int(pid) in pids:
+            with suppress(OSError):
+                os.unlink(f"/dev/shm/{name}")
+    for directory in directories:
+        if TORCH_DIRECTORY in directory:
+            remove_directory(directory)
+
+
+def _ends(pid: int, seconds: float) -> bool:
+    """Return whether a child ends within `seconds`; leaves the zombie."""
+    process = os.pidfd_open(pid)
+    try:
+        end = select.poll()
+        end.register(process, select.POLLIN)
+        return bool(end.poll(max(0.0, seconds) * 1000))
+    finally:
+        os.close(process)

@@ -195,7 +195,7 @@ class Zygote:
                 # Here and not in the worker, where it would take each worker's time.
                 forget_exit_functions()
                 for number in (signal.SIGTERM, signal.SIGQUIT, signal.SIGHUP):
-                    signal.signal(number, signal.SIG_DFL)
+                    kernel.set_default_handler(number)
                 begin = self._template.begin
                 Keeper(slot, self._setup, self._watch.driver, begin).run()
             except BaseException as error:  # noqa: BLE001 - the fork must not return

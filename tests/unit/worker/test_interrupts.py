@@ -129,17 +129,6 @@ def test_install_unblocks_the_signal(interrupts: Interrupts) -> None:
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
-def test_changed_handler_is_restored(page: ControlPage, interrupts: Interrupts) -> None:
-    rehearsed = Interrupts(page)
-    interrupts.install()
-    handler = signal.getsignal(signal.SIGINT)
-    rehearsed.restore()
-    assert signal.getsignal(signal.SIGINT) is handler, "it was never installed"
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    interrupts.restore()
-    assert signal.getsignal(signal.SIGINT) is handler
-
-
 def test_unrevoked_task_may_start(page: ControlPage, interrupts: Interrupts) -> None:
     page.revoke(3, 7)
     page.revoke(2, 100)
