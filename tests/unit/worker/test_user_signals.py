@@ -103,7 +103,9 @@ class ServedWorker:
         with ours, theirs:
             channel = Channel(self._interrupts)
             channel.use(theirs)
-            worker = Worker(channel, self._interrupts, Imports(), Unmoved())
+            worker = Worker(
+                channel, self._interrupts, Imports(), Unmoved(), lambda: None
+            )
             current.client = worker._client
             driver = threading.Thread(target=self._drive, args=(ours, answers))
             driver.start()
