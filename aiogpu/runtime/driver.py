@@ -227,7 +227,7 @@ class Driver:
             effects.Settle: self.results.settle,
             effects.Fail: self.results.fail,
             effects.Warn: self.results.warn,
-            effects.Forget: self.results.forget,
+            effects.Forget: self._forget,
         }
 
     @cached_property
@@ -247,6 +247,11 @@ class Driver:
                 self._loop, self._calls, self._assignment, release, self.feed
             )
         return self._leases
+
+    def _forget(self, effect: effects.Forget) -> None:
+        self.results.forget(effect)
+        if self._leases is not None:
+            self._leases.forget(effect.task)
 
     @cached_property
     def faults(self) -> Faults:
