@@ -103,9 +103,8 @@ class Results:
                 took = round((now - site.began) * 1e6)
             # `History.add`, inlined: this is the usual end of a task.
             site.began = now
-            since, client = effect.since, call.client
             history.ring.append(
-                (task, spec, client, site.place, since, now, took, FINISHED)
+                (task, spec, call.client, site.place, effect.since, now, took, FINISHED)
             )
             history.finished += 1
             try:

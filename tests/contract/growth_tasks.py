@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -50,7 +50,7 @@ class Plain:
         return value
 
     def hold(self) -> None:
-        time.sleep(600)
+        threading.Event().wait()
 
     def die(self) -> None:
         os._exit(1)
