@@ -150,7 +150,7 @@ class DeferredInterrupts:
         assert callable(handler), handler
         self._wrapped = handler
         signal.signal(signal.SIGINT, self._on_signal)
-        if task is not None:
+        if task is not None and not task.done():
             # `Runner.run` removes its handler only if it finds it.
             task.add_done_callback(self._on_run_ended)
 
@@ -159,6 +159,10 @@ class DeferredInterrupts:
         wrapped, self._wrapped = self._wrapped, None
         if wrapped is None or signal.getsignal(signal.SIGINT) != self._on_signal:
             return
+        task = _task_of_runner(wrapped)
+        if task is not None and task.done():
+            # A runner replaces this handler only, and restores it when its run ends.
+            wrapped = signal.default_int_handler
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, wrapped)
 
