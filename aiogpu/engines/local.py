@@ -13,7 +13,7 @@ from aiogpu.core.model.ids import TaskId
 from aiogpu.engines.base import NodeOptions
 from aiogpu.errors import NodeClosedError
 from aiogpu.linux.sockets import keep_pages
-from aiogpu.runtime.node import Supervisor
+from aiogpu.runtime.node import DeferredInterrupts, Supervisor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -198,6 +198,7 @@ class LocalEngine(DriverEngine):
     def __init__(self, options: NodeOptions, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(options, loop)
         self._supervisor = Supervisor(loop, self._make_viewers)
+        self._interrupts = DeferredInterrupts(loop)
         # Marks functions that were found feasible; small, since functions outlive the
         # node.
         self._mark = object()
@@ -206,6 +207,7 @@ class LocalEngine(DriverEngine):
         """Detect resources while the zygote starts; see `Engine.open`."""
         options = self._options
         keep_pages()
+        self._interrupts.install()
         try:
             self._supervisor.start_zygote(
                 options.preload, options.learns, options.spill_directory or ""
@@ -231,6 +233,7 @@ class LocalEngine(DriverEngine):
                 options.gpu_memory_enforce, options.foreign
             )
         except BaseException:
+            self._interrupts.remove()
             await self._supervisor.stop()
             raise
 
@@ -470,9 +473,12 @@ class LocalEngine(DriverEngine):
 
     async def close(self) -> None:
         """Stop all tasks and release all resources."""
-        await self._supervisor.stop()
-        if self._store is not None:
-            self._store.close()
+        try:
+            await self._supervisor.stop()
+            if self._store is not None:
+                self._store.close()
+        finally:
+            self._interrupts.remove()
 
     def force_close(self) -> None:
         """Close without a grace period; see `Engine.force_close`."""
@@ -483,6 +489,7 @@ class LocalEngine(DriverEngine):
 
     def close_now(self) -> None:
         """Close at once, without an event loop."""
+        self._interrupts.remove()
         self._supervisor.close_now()
 
     def after_fork(self) -> None:

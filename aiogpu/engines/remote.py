@@ -778,6 +778,9 @@ class RemoteEngine(NodeClient):
             self.declare(func)
         if len(payload) > LARGEST_PAYLOAD:
             self._check(func, payload)
+        if func.function.actors:
+            # The node holds them from the call on, whatever this program drops.
+            payload = self._loans.with_actors(payload, func.function.actors)
         number = self.new_number()
         self._receivers[number] = receiver
         message = Submit(0, number, func.id, payload)

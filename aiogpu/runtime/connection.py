@@ -109,29 +109,35 @@ class Peer(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Pass on every message that is complete."""
         try:
-            messages = self._connection.receive(data)
-        except ProtocolError as error:
-            _log.warning("! cut off %r: %s", self, error)
-            if self._connection.peer is None:
-                # It may be a program with another version of aiogpu.
-                self.refuse(str(error))
-            elif self._connection.peer.role == CLIENT:
-                self.drop(f"it broke the protocol: {error}")
-            else:
-                self.abort()
-            return
-        if messages and type(messages[0]) is Hello:
-            # `wire.Connection` guarantees that `Hello` comes first, and only once.
-            recipient = self._on_hello(self, messages.pop(0))  # type: ignore[arg-type]
-            if recipient is not None:
-                self._on_messages, self._on_lost, self._on_slow = recipient
-        count = len(messages)
-        if self._waiting or count > AT_ONCE:
-            self._put_off(messages)
-        elif count:
-            self._on_messages(messages)
-        if self._on_data is not None:
-            self._on_data(count)
+            try:
+                messages = self._connection.receive(data)
+            except ProtocolError as error:
+                _log.warning("! cut off %r: %s", self, error)
+                if self._connection.peer is None:
+                    # It may be a program with another version of aiogpu.
+                    self.refuse(str(error))
+                elif self._connection.peer.role == CLIENT:
+                    self.drop(f"it broke the protocol: {error}")
+                else:
+                    self.abort()
+                return
+            if messages and type(messages[0]) is Hello:
+                # `wire.Connection` guarantees that `Hello` comes first, and only once.
+                recipient = self._on_hello(self, messages.pop(0))  # type: ignore[arg-type]
+                if recipient is not None:
+                    self._on_messages, self._on_lost, self._on_slow = recipient
+            count = len(messages)
+            if self._waiting or count > AT_ONCE:
+                self._put_off(messages)
+            elif count:
+                self._on_messages(messages)
+            if self._on_data is not None:
+                self._on_data(count)
+        except BaseException:
+            # Messages may be lost. A handler of signals has raised, or a handler of
+            # messages has failed.
+            self.abort()
+            raise
 
     @property
     def readable(self) -> int:

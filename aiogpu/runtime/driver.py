@@ -22,6 +22,7 @@ from aiogpu.core.model.ids import OWN, ClientId, TaskId, WorkerId
 from aiogpu.core.model.request import Environment
 from aiogpu.core.queue.sharded_dict import ShardedDict
 from aiogpu.core.scheduler.scheduler import Feed, Scheduler, Step
+from aiogpu.errors import NodeClosedError
 from aiogpu.runtime.actors.registry import Actors, Check
 from aiogpu.runtime.callers.caller import pass_on_all
 from aiogpu.runtime.devices.binding import Assignment
@@ -129,6 +130,18 @@ _log: Final = logging.getLogger(__name__)
 P = ParamSpec("P")
 
 
+def broken_off(error: BaseException) -> NodeClosedError:
+    """Return the error of a call to a node that an exception has cut short."""
+    closed = NodeClosedError(
+        f"this node has ended: {type(error).__name__} was raised in the middle of its "
+        f"own code, as by the handler of a signal. Close it by aiogpu.shutdown(), and "
+        f"open another by aiogpu.init(). A handler of signals should set a flag, not "
+        f"raise."
+    )
+    closed.__cause__ = error
+    return closed
+
+
 class Driver:
     """Runs one node's tasks on one event loop.
 
@@ -175,6 +188,7 @@ class Driver:
         peak_seen = None if gpu_guard is None else gpu_guard.peak_of
         self.shortages = Shortages(scheduler, peak_seen)
         self.is_busy = False
+        self._broken: BaseException | None = None
         self.events: Final[deque[tuple[Step, Any, Any]]] = deque()
         self._loop = loop
         self.workers: dict[int, LiveWorker] = {}
@@ -228,7 +242,7 @@ class Driver:
             effects.Settle: self.results.settle,
             effects.Fail: self.results.fail,
             effects.Warn: self.results.warn,
-            effects.Forget: self.results.forget,
+            effects.Forget: self._forget,
         }
 
     @cached_property
@@ -248,6 +262,11 @@ class Driver:
                 self._loop, self._calls, self._assignment, release, self.feed
             )
         return self._leases
+
+    def _forget(self, effect: effects.Forget) -> None:
+        self.results.forget(effect)
+        if self._leases is not None:
+            self._leases.forget(effect.task)
 
     @cached_property
     def faults(self) -> Faults:
@@ -298,17 +317,25 @@ class Driver:
         wanted: Sequence[Effect] | None = None
         if self.is_busy:
             # The garbage collector can run code that submits, at any point.
+            if self._broken is not None:
+                del self._calls[task]
+                raise broken_off(self._broken)
             args = (task, func.spec, parent, needs, client)
             self.events.append((Scheduler.submit, args, {}))
         else:
-            self.is_busy = True
             try:
-                wanted = submit(now, task, func.spec, parent, needs, client)
-            except BaseException:
-                self.is_busy = False
-                del self._calls[task]
+                try:
+                    self.is_busy = True
+                    wanted = submit(now, task, func.spec, parent, needs, client)
+                except Exception:
+                    self.is_busy = False
+                    del self._calls[task]
+                    raise
+                self.carry_out(wanted)
+            except BaseException as error:
+                if self.is_busy:
+                    self.on_cut_short(error)
                 raise
-            self.carry_out(wanted)
         if needs is not None:
             assert isinstance(payload, Payload), payload
             await_arguments(payload, partial(self._on_arguments, task))
@@ -340,18 +367,28 @@ class Driver:
         if self.is_busy:
             return range(0)
         first, count, now = TaskId(self._last_task + 1), len(calls), self._loop.time()
-        if not self.scheduler.submit_many(now, first, count, func.spec, client):
-            return range(0)
-        self._last_task += count
-        self._calls.extend(first, calls)
+        try:
+            if not self.scheduler.submit_many(now, first, count, func.spec, client):
+                return range(0)
+            self._last_task += count
+            self._calls.extend(first, calls)
+        except BaseException as error:
+            self.on_cut_short(error)
+            raise
         return range(first, first + count)
 
     def _submit_each(self, func: FunctionSpec, calls: list[Call]) -> None:
         """Submit a batch, or each task alone if no task of this kind waits."""
-        if not self.submit_row(func, calls, OWN):
-            for call in calls:
-                assert call.receiver is not None, call
-                self.submit(func, call.payload, call.receiver)
+        try:
+            if not self.submit_row(func, calls, OWN):
+                for call in calls:
+                    assert call.receiver is not None, call
+                    self.submit(func, call.payload, call.receiver)
+        except BaseException as error:
+            if self._broken is not None or not isinstance(error, Exception):
+                self.row.calls = calls  # they fail with the node
+                self.on_cut_short(error)
+            raise
 
     def call_of(self, task: TaskId) -> Call | None:
         """Return the call of a task that has not ended."""
@@ -396,36 +433,68 @@ class Driver:
             return
         if self.row.calls:
             self.row.end()
-        self.is_busy = True
         wanted: Sequence[Effect] = NOTHING
         try:
-            wanted = step(self.scheduler, self._loop.time(), *args, **kwargs)
-        except Exception as error:  # noqa: BLE001 - see `Faults`
-            self.faults.on_event(step, args, error)
-        self.carry_out(wanted)
+            try:
+                self.is_busy = True
+                wanted = step(self.scheduler, self._loop.time(), *args, **kwargs)
+            except Exception as error:  # noqa: BLE001 - see `Faults`
+                self.faults.on_event(step, args, error)
+            self.carry_out(wanted)
+        except BaseException as error:
+            self.on_cut_short(error)
+            raise
+
+    def on_cut_short(self, error: BaseException) -> None:
+        """Give up a node of which an event was cut short.
+
+        The handler of a signal may raise between any two bytecodes; `MemoryError` and
+        `RecursionError` may come anywhere. The core may have decided what was not
+        carried out, so the node takes no more events, and all its calls fail: an error
+        is better than a call that never ends. `DeferredInterrupts` keeps Ctrl-C out.
+        """
+        if self._broken is None:
+            self._broken, self.row.func = error, None
+            _log.error("! the node has ended", exc_info=error)
+            # Later: this code may run deep in a stack that has just overflown.
+            self._loop.call_soon(self._fail_all)
+        self.is_busy = True
+
+    def _fail_all(self) -> None:
+        """Fail all tasks, calls and leases of a broken node."""
+        assert self._broken is not None, self
+        self.events.clear()
+        calls, self.row.calls = self.row.calls, []
+        for call in calls:
+            call.fail(broken_off(self._broken))
+        for actor in self.actors.all():
+            actor.die(broken_off(self._broken))
+        for call in self._calls.values():
+            call.fail(broken_off(self._broken))
+        if not self._closed.done():
+            self._closed.set_result(None)
 
     def carry_out(self, wanted: Sequence[Effect]) -> None:
         """Carry out effects; then pass the events queued by them to the core.
 
-        The caller must set `is_busy` before it asks the core. This method clears it.
+        The caller must set `is_busy` before it asks the core, and pass an exception of
+        this method to `on_cut_short`. This method clears `is_busy`.
         """
         events, handlers = self.events, self.handlers
-        try:
-            while True:
-                for effect in wanted:
-                    try:
-                        handlers[type(effect)](effect)
-                    except Exception as error:  # noqa: BLE001 - see `Faults`
-                        self.faults.on_effect(effect, error)
-                if not events:
-                    break
-                (step, args, kwargs), wanted = events.popleft(), NOTHING
+        while True:
+            for effect in wanted:
                 try:
-                    wanted = step(self.scheduler, self._loop.time(), *args, **kwargs)
+                    handlers[type(effect)](effect)
                 except Exception as error:  # noqa: BLE001 - see `Faults`
-                    self.faults.on_event(step, args, error)
-        finally:
-            self.is_busy = False
+                    self.faults.on_effect(effect, error)
+            if not events:
+                break
+            (step, args, kwargs), wanted = events.popleft(), NOTHING
+            try:
+                wanted = step(self.scheduler, self._loop.time(), *args, **kwargs)
+            except Exception as error:  # noqa: BLE001 - see `Faults`
+                self.faults.on_event(step, args, error)
+        self.is_busy = False
         earliest = self._timers.earliest
         if earliest != self._timer_at:
             self._rearm(earliest)
@@ -711,25 +780,29 @@ class Driver:
         if self.is_busy:
             return 0
         now, worker_id = self._loop.time(), WorkerId(worker)
-        self.is_busy = True
         records: list[TaskRecord] = []
         try:
-            records = self.scheduler.finish_many(now, worker_id, ended)
-        except Exception as error:  # noqa: BLE001 - see `Faults`
-            for task, _ in ended:
-                self.faults.on_event(Scheduler.finish, (task, worker_id), error)
-        if records:
-            took = [answer.took for answer in answers[: len(records)]]
-            self.results.history.add_row(worker, records, took, now)
-        wanted = self.scheduler.effects
-        if wanted or self.events:
-            # Send the worker its next tasks before the results are delivered.
-            self.carry_out(wanted)
-        self.is_busy = False
-        if not records:
-            return 0
-        self._settle_all(calls[: len(records)], answers)
-        self._calls.pop_some(tasks[: len(records)])
+            try:
+                self.is_busy = True
+                records = self.scheduler.finish_many(now, worker_id, ended)
+            except Exception as error:  # noqa: BLE001 - see `Faults`
+                for task, _ in ended:
+                    self.faults.on_event(Scheduler.finish, (task, worker_id), error)
+            if records:
+                took = [answer.took for answer in answers[: len(records)]]
+                self.results.history.add_row(worker, records, took, now)
+            wanted = self.scheduler.effects
+            if wanted or self.events:
+                # Send the worker its next tasks before the results are delivered.
+                self.carry_out(wanted)
+            self.is_busy = False
+            if not records:
+                return 0
+            self._settle_all(calls[: len(records)], answers)
+            self._calls.pop_some(tasks[: len(records)])
+        except BaseException as error:
+            self.on_cut_short(error)
+            raise
         return len(records)
 
     def _settle_all(self, calls: Sequence[Call], answers: Sequence[Done]) -> None:
@@ -777,14 +850,18 @@ class Driver:
             self.feed(Scheduler.finish, task, WorkerId(worker), False, took)
             return
         now, finish = self._loop.time(), self.scheduler.finish
-        self.is_busy = True
         wanted: Sequence[Effect] = NOTHING
         try:
-            wanted = finish(now, task, WorkerId(worker), False, took)
-        except Exception as error:  # noqa: BLE001 - see `Faults`
-            args = (task, WorkerId(worker), False, took)
-            self.faults.on_event(Scheduler.finish, args, error)
-        self.carry_out(wanted)
+            try:
+                self.is_busy = True
+                wanted = finish(now, task, WorkerId(worker), False, took)
+            except Exception as error:  # noqa: BLE001 - see `Faults`
+                args = (task, WorkerId(worker), False, took)
+                self.faults.on_event(Scheduler.finish, args, error)
+            self.carry_out(wanted)
+        except BaseException as error:
+            self.on_cut_short(error)
+            raise
 
     def on_skipped(self, worker: int, skipped: Skipped) -> None:
         """Handle that a worker has skipped a task that was taken back."""

@@ -92,7 +92,8 @@ class Results:
     def settle(self, effect: effects.Settle) -> None:
         """Settle a task whose code has ended."""
         calls, task = self._calls, effect.task
-        call = calls.young.pop(task, None) or calls.pop(task)
+        young = calls.young
+        call = young[task] if task in young else calls[task]
         receiver, answer = call.receiver, call.answer
         assert receiver is not None, call
         history, now, spec = self.history, self._scheduler.now, call.func.spec
@@ -103,9 +104,8 @@ class Results:
                 took = round((now - site.began) * 1e6)
             # `History.add`, inlined: this is the usual end of a task.
             site.began = now
-            since, client = effect.since, call.client
             history.ring.append(
-                (task, spec, client, site.place, since, now, took, FINISHED)
+                (task, spec, call.client, site.place, effect.since, now, took, FINISHED)
             )
             history.finished += 1
             try:
@@ -121,6 +121,8 @@ class Results:
             if outcome is FAILED:
                 self._log(call.client, task, spec.name, site, failure)
             settle(receiver, answer)
+        # Last: if an exception cuts this short, the call is failed with its node.
+        young.pop(task, None) or calls.pop(task)
 
     def fail(self, effect: effects.Fail) -> None:
         """Settle a task without a result, with the reason."""

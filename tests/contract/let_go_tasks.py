@@ -23,6 +23,9 @@ class Model:
 def nothing(*_args: Any) -> None: ...
 
 
+wait = aiogpu.remote(pass_gate)
+
+
 class Plain:
     """Receives handles of models, or returns one."""
 

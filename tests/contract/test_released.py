@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -122,6 +122,82 @@ async def test_an_error_holds_the_actor_inside_it(node: Node) -> None:
     assert await model.answer.remote() == 42
     del model, caught
     await gpu_is_free()
+
+
+def uses_of(model: Any) -> dict[str, Any]:
+    """Return functions and a class that can use a model only through their pickle."""
+
+    async def by_closure(_: object) -> Any:
+        return await model.answer.remote()
+
+    async def by_default(_: object, model: Any = model) -> Any:
+        return await model.answer.remote()
+
+    def in_plain_code(_: object) -> Any:
+        return aiogpu.get(model.answer.remote())
+
+    async def by_child(_: object) -> Any:
+        @aiogpu.remote
+        async def child() -> Any:
+            return await model.answer.remote()
+
+        return await child.remote()
+
+    def items(_: object) -> Iterator[Any]:
+        yield aiogpu.get(model.answer.remote())
+
+    class Closing:
+        def __init__(self, _: object) -> None: ...
+
+        async def use(self) -> Any:
+            return await model.answer.remote()
+
+    defined = (by_closure, by_default, in_plain_code, by_child, items, Closing)
+    return {each.__name__: aiogpu.remote(each) for each in defined}
+
+
+@pytest.mark.aiogpu(num_cpus=1, num_gpus=1)
+@pytest.mark.needs("at once")
+@pytest.mark.parametrize(
+    "way",
+    ["by_closure", "by_default", "in_plain_code", "by_child", "items", "Closing"],
+)
+async def test_a_waiting_call_holds_the_actor_in_its_function(
+    node: Node, gate: Gate, way: str
+) -> None:
+    """The program drops its handle and the function before a worker loads it."""
+    model = await Model.remote()
+    using = uses_of(model)[way]
+    running = let_go_tasks.wait.remote(gate.path, "running")
+    await gate.entered("running")
+    called: Any = using.remote(await aiogpu.put(0))
+    del model, using
+    gc.collect()
+    # The node has been told of the dropped handle when it answers.
+    assert (await aiogpu.available_resources()).get("GPU", 0) == 0
+    gate.release("running")
+    await running
+    if way == "items":
+        assert [item async for item in called] == [42]
+    else:
+        assert await (called.use.remote() if way == "Closing" else called) == 42
+
+
+@pytest.mark.aiogpu(num_cpus=1, num_gpus=1)
+@pytest.mark.needs("at once")
+async def test_a_map_holds_the_actor_in_its_function(node: Node, gate: Gate) -> None:
+    model = await Model.remote()
+    running = let_go_tasks.wait.remote(gate.path, "running")
+    await gate.entered("running")
+    results = uses_of(model)["by_closure"].map(range(4), chunk=2)
+    first = asyncio.ensure_future(anext(results))
+    await asyncio.sleep(0)
+    del model
+    gc.collect()
+    assert (await aiogpu.available_resources()).get("GPU", 0) == 0
+    gate.release("running")
+    await running
+    assert [await first, *[each async for each in results]] == [42] * 4
 
 
 @pytest.mark.needs("processes", "holders")

@@ -150,8 +150,13 @@ class OrderedCallQueue:
         return self._new_numbers.get(known_as, known_as)
 
     def forget(self, known_as: CallId) -> None:
-        """Forget the caller's number for an answered call."""
+        """Forget the caller's number for a call that has ended."""
         self._new_numbers.pop(known_as, None)
+
+    def forget_all(self) -> None:
+        """Forget all calls: the actor is dead."""
+        self.callers.clear()
+        self._new_numbers.clear()
 
     def holds_back(self, caller: int, payload: bytes) -> bool:
         """Return True if a call with this payload from this caller has to wait."""
@@ -629,9 +634,8 @@ class Actor:
 
     def _fail_call(self, number: CallId, error: Exception) -> None:
         """Fail a call that aiogpu itself has failed to send."""
-        call = self.calls.pop(number)
+        call = self._remove(number)
         call.mailbox.sent.pop(number, None)
-        self.waiting.forget(call.known_as)
         _log.error("! failed to send %s.%s", self.name, call.method, exc_info=error)
         if call.receiver is not None:
             doing = f"sent a call of {self.name}.{call.method}"
@@ -648,8 +652,15 @@ class Actor:
         if call.mailbox.cancel(number):
             self._unwanted += 1
             return True
-        del self.calls[number]
+        self._remove(number)
         return False
+
+    def _remove(self, number: CallId) -> ActorCall:
+        """Remove a call that gets no answer; `on_answer` removes the others."""
+        call = self.calls.pop(number)
+        if call.known_as:
+            self.waiting.forget(call.known_as)
+        return call
 
     def release(self) -> None:
         """Count one handle less."""
@@ -713,13 +724,13 @@ class Actor:
                 call = self.calls[number]
                 has_begun = not mailbox.is_serial or number <= begun
                 if not is_wanted:
-                    del self.calls[number]
+                    self._remove(number)
                     self._unwanted -= 1
                 elif has_begun and call.retries_left:
                     call.retries_left -= call.retries_left > 0
                     again.add(number)
             for number in mailbox.lose(begun, again):
-                receiver = self.calls.pop(number).receiver
+                receiver = self._remove(number).receiver
                 if receiver is not None:
                     receivers.append(receiver)
         return receivers
@@ -768,6 +779,7 @@ class Actor:
         for mailbox in self.mailboxes.values():
             mailbox.close()
         self._tell_loss()
+        self.waiting.forget_all()
         self.owner.on_dead(self)
         receivers = [call.receiver for call in calls.values()]
         for receiver in (*receivers, *waiting):

@@ -287,9 +287,6 @@ class Leases:
     @property
     def pids(self) -> dict[int, int]:
         """Process ids of the programs with leases or placements, by holder."""
-        for task in list(self._placements):
-            if task not in self._calls:
-                del self._placements[task]
         held = {int(holder): held.pid for holder, held in self._held.items()}
         return held | {int(holder): pid for holder, pid in self._placements.values()}
 
@@ -328,6 +325,10 @@ class Leases:
             self._device_release.begin(effect.holder, effect.lease)
         environ = {**bind.environ, LEASE_MARK: mark}
         receiver.settle(pack(bind._replace(environ=environ)))
+
+    def forget(self, task: TaskId) -> None:
+        """Forget a placement group that has ended."""
+        self._placements.pop(task, None)
 
     def reclaim(self, effect: effects.Reclaim) -> None:
         """Return a lease to the core once all processes that use it have ended."""

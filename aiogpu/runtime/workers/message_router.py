@@ -256,6 +256,9 @@ class WorkerEvents(Protocol):
     ) -> None:
         """Handle an answer of an actor's process, or the end of its constructor."""
 
+    def on_cut_short(self, error: BaseException) -> None:
+        """Handle an exception that has left an event half handled."""
+
     def on_fault(
         self, worker: LiveWorker, message: wire.Message, error: Exception
     ) -> None:

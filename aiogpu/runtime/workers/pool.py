@@ -280,6 +280,14 @@ class Pool:
             return
         if not is_certain and (worker.status is None or worker.peer is not None):
             return
+        try:
+            self._take_leave(worker)
+        except BaseException as error:
+            self._events.on_cut_short(error)
+            raise
+
+    def _take_leave(self, worker: LiveWorker) -> None:
+        """Remove an ended worker, and report its death."""
         worker.is_gone = True
         slot = worker.slot
         worker.timer.cancel()
