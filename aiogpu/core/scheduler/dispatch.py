@@ -225,7 +225,6 @@ def hand_over(
     """
     bucket = lanes[min(lanes)]
     record = bucket.head()
-    assert record is not None, bucket
     if record.spec.max_calls or worker.is_last or worker.is_killed:
         return False
     if not may_follow(node, worker, bucket):
@@ -287,7 +286,7 @@ def refill(
     while True:  # at most half of the tasks are taken, so `lanes` never gets empty
         bucket = lanes[min(lanes)]
         record = bucket.head()
-        if record is None or record.spec.max_calls:
+        if record.spec.max_calls:
             break
         room = min(record.spec.pace.depth, fair) - len(queue)
         if room <= 0:

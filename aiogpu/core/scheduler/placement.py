@@ -190,9 +190,7 @@ class PlacementRound:
     def end(self) -> None:
         """Return the buckets that were passed over to their groups."""
         for bucket in self._passed_over:
-            head = bucket.head()
-            assert head is not None, bucket
-            bucket.group.enter(bucket, precedence(head))
+            bucket.group.enter(bucket, precedence(bucket.head()))
 
     def drop_group(self, candidate: Candidate) -> None:
         """Drop the first group of a program: its first task cannot start now."""
@@ -302,7 +300,6 @@ def may_keep_lease(node: SchedulerState, lease: Lease, bucket: Bucket) -> bool:
     """
     clients, queue, head = node.clients, node.ready, bucket.head()
     assert clients is not None, node
-    assert head is not None, bucket
     client = clients.of(head.client)
     usage = usage_of(lease)
     if usage is None or usage.client is not client or clients.exceeds(client):

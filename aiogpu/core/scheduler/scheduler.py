@@ -671,6 +671,9 @@ class Scheduler(SchedulerState):
                 self.grow()
             case AlarmKind.OUTAGE:
                 recovery.retry_outages(self)
+            case AlarmKind.DEADLOCK:
+                self.search.note_alarm()
+                task_tree.end_deadlocks(self)
             case AlarmKind.STALL:
                 from aiogpu.core.scheduler.shortage import warn_of_stalls
 

@@ -10,7 +10,7 @@ tasks that running tasks wait for can start.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import chain
 from math import inf
@@ -243,6 +243,47 @@ class Reservation(Withheld):
         return record.since + timeout + node.grace_of(record) <= self.until
 
 
+class DeadlockSearch:
+    """Decides when to search for deadlocks, so that searches cost little altogether.
+
+    Attributes:
+        steps: the cost of the last search: tasks and groups that it looked at.
+    """
+
+    CHEAP: Final = 256
+    """A search of at most this cost is repeated at each event."""
+
+    STEPS: Final = 16
+    """Steps for which each event pays."""
+
+    DELAY: Final = 0.1
+    """The most seconds for which a search is put off."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self._paid = 0
+        self._is_due = False
+
+    def is_affordable(self, node: SchedulerState) -> bool:
+        """Note an event that may cause a deadlock; False to put the search off."""
+        self._paid += self.STEPS
+        if self.steps <= self.CHEAP or self.steps <= self._paid:
+            self._paid = 0
+            return True
+        self.put_off(node)
+        return False
+
+    def put_off(self, node: SchedulerState) -> None:
+        """Set an alarm for a search, unless one is set."""
+        if not self._is_due:
+            self._is_due = True
+            node.timers.set(node.now + self.DELAY, AlarmKind.DEADLOCK, 0)
+
+    def note_alarm(self) -> None:
+        """Note that the alarm has come for which a search was put off."""
+        self._is_due, self._paid = False, self.steps
+
+
 _ENDED: Final = TaskState.ENDED
 
 
@@ -260,6 +301,7 @@ class SchedulerState:
             also of returned leases until their devices are known to be free.
         restarts: the restarts of endless tasks.
         blocked: tasks that wait for others, and some that have just stopped waiting.
+        search: decides when to search for deadlocks.
         reservation: the reservation for a task that has waited long, or None.
         exclusive: the tasks that must run alone.
         spares: how many clean workers are kept ready.
@@ -286,6 +328,7 @@ class SchedulerState:
         self.granted: dict[WorkerId, WorkerRecord] = {}
         self.timers = Timers()
         self.blocked: dict[TaskId, TaskRecord] = {}
+        self.search = DeadlockSearch()
         self.reservation: Reservation | None = None
         self.stalls_at: float | None = None
         self.stall_turn = 0
@@ -527,17 +570,3 @@ def awaited_results(node: SchedulerState, record: TaskRecord) -> list[TaskRecord
     """Return the unfinished tasks whose results are arguments of a task."""
     needs = map(node.tasks.get, node.expecting.get(record.id, ()))
     return [need for need in needs if need is not None]
-
-
-def with_dependencies(
-    node: SchedulerState, records: Iterator[TaskRecord]
-) -> Iterator[TaskRecord]:
-    """Yield tasks and, recursively, the tasks whose results they expect, each once."""
-    seen: set[TaskId] = set()
-    stack = list(records)
-    while stack:
-        record = stack.pop()
-        if record.id not in seen:
-            seen.add(record.id)
-            yield record
-            stack += awaited_results(node, record)

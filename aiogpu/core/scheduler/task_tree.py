@@ -109,11 +109,14 @@ def on_waits(
 
 def end_deadlocks(node: SchedulerState) -> None:
     """Fail the awaited tasks that can never run."""
-    if not node.blocked:
+    if not (node.blocked and node.search.is_affordable(node)):
         return
-    from aiogpu.core.scheduler.deadlock import find_deadlocks
+    from aiogpu.core.scheduler.deadlock import FAILED_AT_ONCE, find_deadlocks
 
-    for child, reason in find_deadlocks(node):
+    failed = find_deadlocks(node)
+    if len(failed) == FAILED_AT_ONCE:
+        node.search.put_off(node)
+    for child, reason in failed:
         node.effects.append(Fail(child.id, Failure.DEADLOCKED, reason))
         node.effects.append(Forget(child.id, child.since, False))
         node.end(child)
