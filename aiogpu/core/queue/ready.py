@@ -8,6 +8,7 @@ if one does not fit, none does. This module knows the order, not what fits.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from heapq import heapify, heappop, heappush, heapreplace
 from itertools import chain
@@ -201,12 +202,14 @@ class Group:
         del queue.by_shape[key][bucket.lane]
         if not queue.by_shape[key]:
             del queue.by_shape[key]
+        del queue.rotations[self.client][bucket]
         self.size -= 1
         if not self.size:
             groups = queue.of_client[self.client]
             del groups[self.request]
             if not groups:
                 del queue.of_client[self.client]
+                del queue.rotations[self.client]
 
     def first(self) -> tuple[Precedence, TaskRecord, Bucket] | None:
         """Return the group's first task with key and bucket; None if it is empty."""
@@ -224,6 +227,16 @@ class Group:
         return None
 
 
+class Rotation(OrderedDict[Bucket, None]):
+    """The buckets of one program in the order in which they have turns.
+
+    Attributes:
+        tree_begun: when a task that probably waits for children last had its turn.
+    """
+
+    tree_begun: float | None = None
+
+
 class ReadyQueue:
     """All waiting tasks of the node.
 
@@ -231,12 +244,15 @@ class ReadyQueue:
         by_shape: for each program and shape with waiting tasks, its buckets by lane;
             no bucket is empty.
         of_client: for each program with waiting tasks, its groups by request.
+        rotations: for each such program, its buckets in the order in which they have
+            turns; see `scheduler.turns`.
         clients: the programs that share the node; None if one program has it.
     """
 
     def __init__(self) -> None:
         self.by_shape: dict[ShapeKey, dict[Lane, Bucket]] = {}
         self.of_client: dict[ClientId, dict[Request, Group]] = {}
+        self.rotations: dict[ClientId, Rotation] = {}
         self.clients: Clients | None = None
 
     def __len__(self) -> int:
@@ -284,6 +300,7 @@ class ReadyQueue:
         shape, id_ = record.spec.shape, record.client
         if id_ not in self.of_client:
             self.of_client[id_] = {}
+            self.rotations[id_] = Rotation()
             if self.clients is not None:
                 self.clients.note_wish(self.clients.of(id_))
         groups = self.of_client[id_]
@@ -292,6 +309,7 @@ class ReadyQueue:
             group = groups[shape.request] = Group(self, shape.request, id_)
         group.size += 1
         bucket = Bucket(shape, lane, group)
+        self.rotations[id_][bucket] = None
         self.by_shape.setdefault((id_, shape), {})[lane] = bucket
         return bucket
 

@@ -32,6 +32,7 @@ from aiogpu.core.scheduler.cancellation import interrupt, let_end, retire
 from aiogpu.core.scheduler.placement import may_keep_lease
 from aiogpu.core.scheduler.revocation import watch
 from aiogpu.core.scheduler.state import Restarts, SchedulerState
+from aiogpu.core.scheduler.turns import give_turn
 
 
 def grant(node: SchedulerState, record: TaskRecord, lease: Lease) -> None:
@@ -269,6 +270,8 @@ def may_follow(node: SchedulerState, worker: WorkerRecord, bucket: Bucket) -> bo
 
 def _leave_queue(node: SchedulerState, record: TaskRecord, bucket: Bucket) -> None:
     bucket.pop()
+    if record.kin is not None:
+        give_turn(node, record)
     if node.reservation is not None and node.reservation.record is record:
         node.reservation = None
 
@@ -291,12 +294,16 @@ def refill(
         room = min(record.spec.pace.depth, fair) - len(queue)
         if room <= 0:
             break
+        if record.kin is not None:
+            room = 1
         reservation = node.reservation
         if reservation is not None:
             room = 1
             if reservation.record is record:
                 node.reservation = None
         taken = bucket.take(room)
+        if record.kin is not None:
+            give_turn(node, record)
         for queued in taken:
             queued.state = _QUEUED
             queued.worker = worker

@@ -29,6 +29,7 @@ from aiogpu.core.resources.ledger import Lease
 from aiogpu.core.resources.placement_group import would_help
 from aiogpu.core.scheduler.cancellation import evict_idle_worker
 from aiogpu.core.scheduler.state import SchedulerState, goes_before
+from aiogpu.core.scheduler.turns import give_turn
 
 if TYPE_CHECKING:
     from aiogpu.core.scheduler.state import Reservation
@@ -68,6 +69,8 @@ def place(node: SchedulerState) -> Iterator[tuple[TaskRecord, Lease]]:
         if node.reservation is not None and node.reservation.record is record:
             node.reservation = None
         bucket.pop()
+        if record.kin is not None:
+            give_turn(node, record)
         yield record, lease
         round_.advance(candidate)
     round_.end()
@@ -253,7 +256,11 @@ def _reserve(node: SchedulerState, group: Group, record: TaskRecord) -> None:
     present, clients = node.reservation, node.clients
     note_stuck(node, record)
     is_others = present is not None and present.record is not record
-    if present is not None and is_others and not goes_before(record, present.record):
+    if present is not None and not (
+        present.record is record
+        or goes_before(record, present.record)
+        or present.needs(record)
+    ):
         return
     if node.now < group.reserve_at:
         return

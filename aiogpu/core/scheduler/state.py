@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Final
 
 from aiogpu.core.effects import Effect
 from aiogpu.core.model.config import SchedulerConfig
-from aiogpu.core.model.ids import TaskId, WorkerId
+from aiogpu.core.model.ids import LeaseId, TaskId, WorkerId
 from aiogpu.core.model.request import PlacementGroupSpec, Request
-from aiogpu.core.queue.ready import ReadyQueue, precedence
+from aiogpu.core.model.units import CPU
+from aiogpu.core.queue.ready import ReadyQueue
 from aiogpu.core.queue.sharded_dict import ShardedDict
 from aiogpu.core.queue.timers import AlarmKind, Timers
 from aiogpu.core.records import (
@@ -73,10 +74,12 @@ class ExclusiveRetries:
         """Return True if a task must not start now, so that another can run alone."""
         if not self.is_wanted or record is self._current:
             return False
-        # A parent or waiter of the task runs already and cannot end without it.
-        return record.kin is None or (
-            record.kin.parent is None and record.kin.awaited_by is None
-        )
+        # A parent or waiter of the task runs already and cannot end without it. An
+        # actor does not end, so the exclusive task does not wait for it.
+        kin = record.kin
+        if kin is None or kin.awaited_by is not None:
+            return kin is None
+        return kin.parent is None or kin.parent.spec.is_endless
 
     def begin(self, node: SchedulerState) -> tuple[TaskRecord, Lease] | None:
         """Take a lease for the first waiting task, if nothing else runs."""
@@ -196,11 +199,22 @@ class Restarts:
 def goes_before(record: TaskRecord, other: TaskRecord) -> bool:
     """Return True if a task takes precedence over a task with a reservation.
 
-    Between programs only the priority counts, because their order changes.
+    Between programs, and between a child and another task, only the priority counts,
+    because their order changes.
     """
-    if record.client != other.client:
-        return sort_key(record)[0] < sort_key(other)[0]
-    return precedence(record) < precedence(other)
+    priority, others = sort_key(record)[0], sort_key(other)[0]
+    if priority != others or record.client != other.client:
+        return priority < others
+    return record.id < other.id and _depth(record) == _depth(other)
+
+
+def _depth(record: TaskRecord) -> int:
+    return 0 if record.kin is None else record.kin.depth
+
+
+STALLED_AFTER: Final = 2.0
+"""Seconds without an end of a lease that a reservation waits for, after which children
+may use what is reserved: perhaps the lease cannot end without them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -212,19 +226,24 @@ class Reservation(Withheld):
         until: the latest time at which the task can begin; infinite if unknown.
         planned_at: when the reservation was planned.
         version: `reservation.plan_version` at that time.
+        awaits: the leases that hold reserved resources.
+        progress_at: when the last of such leases ended, or the reservation began.
     """
 
     record: TaskRecord
     until: float
     planned_at: float
     version: tuple[int, ...]
+    awaits: frozenset[LeaseId] = frozenset()
+    progress_at: float = 0.0
 
     def wants(self, lease: Lease) -> bool:
         """Return True if a lease holds some of the reserved resources."""
         if lease.home is not self.home:
             return False
-        if any(name in self.kept for name, _ in lease.request.scalars):
-            return True
+        for name, _ in lease.request.scalars:
+            if name in self.kept and not (lease.is_lent and name == CPU):
+                return True
         return any(self.barred.get(kind, 0) & mask for kind, mask in lease.masks())
 
     def lets_pass(self, node: SchedulerState, record: TaskRecord) -> bool:
@@ -233,14 +252,38 @@ class Reservation(Withheld):
             return True
         if record is self.record or goes_before(record, self.record):
             return True
-        kin = record.kin
-        if kin is not None and (kin.parent is not None or kin.awaited_by is not None):
-            # The reservation may wait for the end of this task's parent.
+        if self.needs(record):
+            return True
+        # Waits for actors, and for tasks of other parents, are not known.
+        is_stalled = self.awaits and node.now >= self.progress_at + STALLED_AFTER
+        if is_stalled and record.kin is not None and record.kin.parent is not None:
             return True
         timeout = record.spec.timeout
         if timeout is None or self.until == inf:
             return False
         return record.since + timeout + node.grace_of(record) <= self.until
+
+    def needs(self, record: TaskRecord) -> bool:
+        """Return True if a holder of reserved resources waits for a task.
+
+        The reserved resources cannot become free before the task has ended.
+        """
+        kin = record.kin
+        while kin is not None and (waiter := kin.awaited_by) is not None:
+            lease = None if waiter.worker is None else waiter.worker.lease
+            if lease is not None and self.wants(lease):
+                return True
+            kin = waiter.kin
+        return False
+
+    def note_awaited(self, before: Reservation | None) -> None:
+        """Note the leases that hold reserved resources, and if any has ended."""
+        leases = self.home.leases
+        wanted = (id_ for id_, lease in leases.items() if self.wants(lease))
+        self.awaits = frozenset(wanted)
+        self.progress_at = self.planned_at
+        if before is not None and before.awaits <= leases.keys():
+            self.progress_at = before.progress_at
 
 
 class DeadlockSearch:
@@ -312,6 +355,7 @@ class SchedulerState:
         stall_turn: the group with which that check begins.
         clients: the programs that share the node; None while one program has it.
         stops_since: when the node's stop was announced, or None.
+        turns_given: the number of turns that were given (`turns`).
     """
 
     def __init__(self, ledger: Ledger, config: SchedulerConfig | None = None) -> None:
@@ -337,6 +381,7 @@ class SchedulerState:
         self.clients: Clients | None = None
         self.restarts: dict[TaskId, Restarts] = {}
         self.exclusive = ExclusiveRetries()
+        self.turns_given = 0
         self.worker_limit = WorkerLimit()
         self.outages: dict[Environment, Outage] = {}
         limits = self.config
