@@ -20,6 +20,7 @@ from aiogpu.core.scheduler.deadlock import FAILED_AT_ONCE
 from aiogpu.core.scheduler.placement import SLICE
 from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.core.scheduler.state import DeadlockSearch
+from tests.core.builders import placement_group_of
 
 FEW, MANY = 100, 10_000
 ROUNDS = 60
@@ -345,3 +346,49 @@ def test_deadlock_is_found_later_if_the_search_was_put_off():
     family.now += DeadlockSearch.DELAY
     family.handle(Scheduler.wake)
     assert family.failed == [asks]
+
+
+@pytest.mark.parametrize("age", [0.0, 60.0], ids=["new", "old"])
+def test_cost_of_a_placement_group_does_not_grow_with_waiting_ones(age):
+    """Groups with equal bundles are one line: if one does not fit, none does."""
+    costs = []
+    for count in (50, 1_000):
+        node = Node()
+        for number in range(count + 20):
+            placement_group = placement_group_of({"GPU": 1}, name=f"g{number}")
+            shape = Shape(placement_group.request())
+            options = {"max_calls": 1, "is_endless": True, "is_lease": True}
+            its_spec = TaskSpec("g", shape, max_retries=0, **options)
+            node.handle(Scheduler.submit, TaskId(number + 1), its_spec)
+        node.now += age
+        node.handle(Scheduler.wake)
+
+        def rounds(node=node) -> None:
+            for task in range(1, 21):
+                assert node.scheduler.tasks[TaskId(task)].worker is not None
+                node.cancel(TaskId(task))
+
+        costs.append(calls_of(rounds) / 20)
+        node.scheduler.check()
+    assert costs[1] < costs[0] + 30
+
+
+def test_submission_cost_does_not_grow_with_waiting_shapes():
+    """A new shape that does not fit has nothing placed, also during a reservation."""
+    costs = []
+    for count in (50, 1_000):
+        node = Node(spec(Request.of({"CPU": 4 * UNIT}, {})))
+        node.submit()
+        others = [spec(Request.of({"CPU": UNIT + n}, {})) for n in range(count + 20)]
+
+        def submit(specs, node=node) -> None:
+            for number, each in enumerate(specs, start=len(node.scheduler.tasks) + 1):
+                node.handle(Scheduler.submit, TaskId(number), each)
+
+        submit(others[:count])
+        node.now += 2.0
+        node.handle(Scheduler.wake)
+        assert node.scheduler.reservation is not None
+        costs.append(calls_of(partial(submit, others[count:])) / 20)
+        node.scheduler.check()
+    assert costs[1] < costs[0] + 30

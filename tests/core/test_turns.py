@@ -6,7 +6,7 @@ import pytest
 
 from aiogpu.core.model.config import SchedulerConfig
 from aiogpu.core.scheduler.turns import EXAMINED
-from tests.core.builders import World, submit
+from tests.core.builders import World, starve, submit
 
 AFTER = 1.0
 CONFIG = SchedulerConfig(reserve_after=AFTER, refill_after=0.0)
@@ -160,3 +160,15 @@ def test_no_more_buckets_are_examined_if_many_have_their_turn():
         w.submit(f"c{number}", num_gpus=0.5, environment={"A": str(number)})
     w.submit("own", environment={"A": "own"})
     steps_until(pump, {"own"})
+
+
+def test_children_of_an_actor_do_not_keep_a_task_from_running_alone():
+    """A task is retried alone after host memory ran out; no actor ends before it."""
+    w = World(cpus=3, config=CONFIG)
+    w.submit("actor", num_cpus=0, is_endless=True, max_calls=1)
+    w.play("submit large other")
+    starve(w, "large")
+    w.play("submit child parent=actor; running = actor other; finish other")
+    w.play(
+        "running = actor large; waiting = child; finish large; running = actor child"
+    )

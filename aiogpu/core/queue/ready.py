@@ -2,21 +2,22 @@
 
 A step costs at most the logarithm of the number of waiting tasks. Buckets of one
 program with the same request, which differ only in environment or lane, form a group:
-if one does not fit, none does. This module knows the order, not what fits.
+if one does not fit, none does. So do placement groups with equal bundles. This module
+knows the order, not what fits.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from heapq import heapify, heappop, heappush, heapreplace
 from itertools import chain
 from operator import attrgetter, itemgetter
 from typing import Final, TypeVar
 
 from aiogpu.core.model.ids import ClientId, TaskId
-from aiogpu.core.model.request import Lane, Request, Shape
+from aiogpu.core.model.request import Lane, PlacementGroupSpec, Request, Shape
 from aiogpu.core.queue.fair_share import Client, Clients
 from aiogpu.core.records import TaskRecord, sort_key
 
@@ -172,7 +173,8 @@ class Group:
     the old entry is dropped when it comes to the top.
 
     Attributes:
-        request: the request of the tasks.
+        key: the request, or the strategy and the bundles of placement groups.
+        request: the request of the tasks, or of one of the placement groups.
         client: the program.
         size: the number of buckets.
         stuck: the first task, when the group last did not fit.
@@ -180,7 +182,10 @@ class Group:
         is_warned: a stall of the group was reported (`scheduler.shortage`).
     """
 
-    def __init__(self, queue: ReadyQueue, request: Request, client: ClientId) -> None:
+    def __init__(
+        self, queue: ReadyQueue, key: Hashable, request: Request, client: ClientId
+    ) -> None:
+        self.key = key
         self.request = request
         self.client = client
         self.size = 0
@@ -206,7 +211,7 @@ class Group:
         self.size -= 1
         if not self.size:
             groups = queue.of_client[self.client]
-            del groups[self.request]
+            del groups[self.key]
             if not groups:
                 del queue.of_client[self.client]
                 del queue.rotations[self.client]
@@ -243,7 +248,7 @@ class ReadyQueue:
     Attributes:
         by_shape: for each program and shape with waiting tasks, its buckets by lane;
             no bucket is empty.
-        of_client: for each program with waiting tasks, its groups by request.
+        of_client: for each program with waiting tasks, its groups by key.
         rotations: for each such program, its buckets in the order in which they have
             turns; see `scheduler.turns`.
         clients: the programs that share the node; None if one program has it.
@@ -251,7 +256,7 @@ class ReadyQueue:
 
     def __init__(self) -> None:
         self.by_shape: dict[ShapeKey, dict[Lane, Bucket]] = {}
-        self.of_client: dict[ClientId, dict[Request, Group]] = {}
+        self.of_client: dict[ClientId, dict[Hashable, Group]] = {}
         self.rotations: dict[ClientId, Rotation] = {}
         self.clients: Clients | None = None
 
@@ -304,9 +309,13 @@ class ReadyQueue:
             if self.clients is not None:
                 self.clients.note_wish(self.clients.of(id_))
         groups = self.of_client[id_]
-        group = groups.get(shape.request)
+        key: Hashable = shape.request
+        placement_group = shape.request.placement_group
+        if isinstance(placement_group, PlacementGroupSpec):
+            key = placement_group.strategy, placement_group.bundles
+        group = groups.get(key)
         if group is None:
-            group = groups[shape.request] = Group(self, shape.request, id_)
+            group = groups[key] = Group(self, key, shape.request, id_)
         group.size += 1
         bucket = Bucket(shape, lane, group)
         self.rotations[id_][bucket] = None

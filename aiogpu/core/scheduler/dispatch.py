@@ -43,6 +43,8 @@ def grant(node: SchedulerState, record: TaskRecord, lease: Lease) -> None:
     lease.holder = holder.id
     holder.watched, holder.watched_since = record, node.now
     node.granted[holder.id] = holder
+    if record.spec.is_grouped:
+        node.note_group(record)
     if node.ready.by_shape:
         node.expect_stalls()
     node.effects.append(effects.Granted(record.id, holder.id, lease))

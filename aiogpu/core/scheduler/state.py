@@ -340,6 +340,7 @@ class SchedulerState:
         expecting: tasks with missing arguments, each with the tasks of this node whose
             results these arguments are.
         placement_groups: the requested and granted groups, by key.
+        changed_groups: the keys of groups that were granted, or are being removed.
         granted: by holder id, the records that stand for the holders of granted leases;
             also of returned leases until their devices are known to be free.
         restarts: the restarts of endless tasks.
@@ -369,6 +370,7 @@ class SchedulerState:
         self.delayed: dict[TaskId, TaskRecord] = {}
         self.expecting: dict[TaskId, tuple[TaskId, ...]] = {}
         self.placement_groups: dict[str, PlacementGroup] = {}
+        self.changed_groups: dict[str, None] = {}
         self.granted: dict[WorkerId, WorkerRecord] = {}
         self.timers = Timers()
         self.blocked: dict[TaskId, TaskRecord] = {}
@@ -528,6 +530,8 @@ class SchedulerState:
             self.clients.exit(record)
         if self.exclusive.is_wanted:
             self.exclusive.leave(record)
+        if record.spec.is_grouped:
+            self.note_group(record)
         if record.spec.is_timed:
             if record.spec.timeout is not None:
                 self.timers.note_stale(AlarmKind.EXPIRE, self.tasks)
@@ -561,6 +565,12 @@ class SchedulerState:
         assert worker is not None, record
         assert worker.lease is not None, worker
         self.ledger.resume(worker.lease)
+
+    def note_group(self, record: TaskRecord) -> None:
+        """Note that a placement group, or the group of a member, may have changed."""
+        group = record.spec.shape.request.placement_group
+        if group is not None and group.key in self.placement_groups:
+            self.changed_groups[group.key] = None
 
     def delay(self, record: TaskRecord, until: float, alarm: AlarmKind) -> None:
         """Delay a task without a lease until an alarm."""
