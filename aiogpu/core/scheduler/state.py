@@ -256,7 +256,8 @@ class Reservation(Withheld):
             return True
         # Waits for actors, and for tasks of other parents, are not known.
         is_stalled = self.awaits and node.now >= self.progress_at + STALLED_AFTER
-        if is_stalled and record.kin is not None and record.kin.parent is not None:
+        kin = record.kin
+        if is_stalled and kin is not None and (kin.parent or kin.awaited_by):
             return True
         timeout = record.spec.timeout
         if timeout is None or self.until == inf:

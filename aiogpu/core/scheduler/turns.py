@@ -5,9 +5,10 @@ tasks is worked off in depth. But a parent may start children for ever. So each 
 that starts gives one turn: the first task of a bucket (of one shape and depth) goes to
 the front. The buckets have their turns in rotation.
 
-The bound: of *n* buckets of a priority, each has a turn after at most *n* children have
-started. One task of a shape at a time has its turn; it keeps its place at the front
-until its resources are free.
+The bound: of *n* buckets of a program and priority, each has a turn after at most *n*
+children of that priority have started, if there are no more than `EXAMINED` others that
+are passed over: buckets of other priorities, and those whose turn has come. One task of
+a shape at a time has its turn. It stays at the front until its resources are free.
 
 A task of a function that itself waits for children would begin another tree, and hold
 another process. Such a task has its turn only after `reserve_after` times (1 + *b*)
@@ -39,12 +40,18 @@ def give_turn(node: SchedulerState, child: TaskRecord) -> None:
     for _ in range(min(EXAMINED, len(rotation))):
         bucket = next(iter(rotation))
         rotation.move_to_end(bucket)
-        _, first_depth = min(node.ready.by_shape[child.client, bucket.shape])
-        has_turn = first_depth < FRONT >> 1
-        record = None if has_turn else _choose(node, bucket, rotation)
+        if bucket.lane[0] != child.kin.lane[0] or _has_turn(node, bucket):
+            continue
+        record = _choose(node, bucket, rotation)
         if record is not None:
             _move_to_front(node, bucket, record)
             return
+
+
+def _has_turn(node: SchedulerState, bucket: Bucket) -> bool:
+    """Return True if a task of a bucket's shape and priority is at the front."""
+    lanes = node.ready.by_shape[bucket.group.client, bucket.shape]
+    return any(lane[0] == bucket.lane[0] and lane[1] < FRONT >> 1 for lane in lanes)
 
 
 def _choose(
