@@ -113,6 +113,9 @@ class Kin:
     Attributes:
         lane: the task's place in the queue; a child goes before tasks without a
             parent, since its parent may hold resources while it waits for the child.
+            A task that has its turn (`scheduler.turns`) is in a lane before all others
+            of its priority.
+        depth: 0 for a task without a parent, -1 for its children, and so on.
         parent: the parent; None if the task does not end with it.
         children: unfinished tasks that end with this task.
         waits_for: unfinished tasks for which the task's code waits.
@@ -120,6 +123,7 @@ class Kin:
     """
 
     lane: Lane
+    depth: int
     parent: TaskRecord | None = None
     children: dict[TaskId, TaskRecord] = field(default_factory=dict)
     waits_for: dict[TaskId, TaskRecord] = field(default_factory=dict)

@@ -227,8 +227,7 @@ def _shapes(node: SchedulerState, reasons: _Reasons) -> Iterator[ShapeStatus]:
             break
     for (client, shape), first in firsts.items():
         lanes = node.ready.by_shape[client, shape].values()
-        heads = (bucket.head() for bucket in lanes)
-        since = min(head.since for head in heads if head is not None)
+        since = min(bucket.head().since for bucket in lanes)
         yield ShapeStatus(
             request=shape.request.as_numbers(),
             strategy="spread" if shape.request.spread else "pack",

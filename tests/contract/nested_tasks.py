@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import pickle
 import select
@@ -368,3 +369,29 @@ def facts() -> tuple[Any, ...]:
     child = aiogpu.get(tasks.where.options(num_gpus=1, name="child").remote())
     after = context().task_name, aiogpu.get_gpu_ids()
     return before, (child["name"], child["ids"], child["visible"]), after
+
+
+async def keep_in_flight(path: str, count: int) -> None:
+    """Keep calls in flight for ever; report once as many have ended."""
+
+    def start() -> asyncio.Task[int]:
+        return asyncio.create_task(tasks.add.remote(1).coro())
+
+    flying, ended = {start() for _ in range(count)}, 0
+    while True:
+        done, flying = await asyncio.wait(flying, return_when=asyncio.FIRST_COMPLETED)
+        flying |= {start() for _ in done}
+        if ended < count <= ended + len(done):
+            say(path, "pump")
+        ended += len(done)
+
+
+@aiogpu.remote(num_cpus=0)
+async def pump(path: str, count: int) -> None:
+    await keep_in_flight(path, count)
+
+
+@aiogpu.remote(num_cpus=0)
+class Pump:
+    async def run(self, path: str, count: int) -> None:
+        await keep_in_flight(path, count)

@@ -21,6 +21,7 @@ import aiogpu
 from aiogpu import errors
 from aiogpu.types import Node
 from tests.contract import nested_tasks, tasks
+from tests.contract.actor_classes import Counter
 from tests.contract.nested_tasks import LostError, await_here, refusal, run_here
 from tests.support.errors import raises
 from tests.support.gate import Gate, pass_gate
@@ -680,3 +681,33 @@ async def test_a_coroutine_stops_children_in_each_way(gate: Gate) -> None:
         gate.release("first")
         await gate.entered("cancelled-cancelled")
         assert await handle == [True, 2]
+
+
+@pytest.mark.parametrize("address", ["local", "node"], indirect=True)
+@pytest.mark.parametrize("is_actor", [False, True], ids=["task", "actor"])
+async def test_endless_children_let_other_calls_of_their_program_run(
+    address: str, is_actor: bool
+) -> None:
+    """[B24] [B50] Own calls, other shapes, shares of GPUs, actors, and all CPUs."""
+    options = {"num_cpus": 2, "num_gpus": 1, "cancel_grace": 20}
+    async with asyncio.timeout(60):
+        async with aiogpu.init(address=address, **options), Gate.open() as gate:
+            actor = nested_tasks.Pump.remote() if is_actor else None
+            start = actor.run if actor else nested_tasks.pump
+            pump = start.remote(gate.path, 48)
+            await gate.entered("pump")
+            add, counter = tasks.add, Counter.remote()
+            own = [add.remote(number) for number in range(50)]
+            others = [
+                add.options(num_cpus=2).remote(1),
+                add.options(num_gpus=0.5, max_calls=0).remote(2),
+                add.options(num_gpus=1).remote(3),
+                add.options(runtime_env={"env_vars": {"A": "b"}}).remote(4),
+            ]
+            assert await asyncio.gather(*own) == [*range(1, 51)]
+            assert await asyncio.gather(*others) == [2, 3, 4, 5]
+            await counter.add.remote(1)
+            assert not pump.done()
+            pump.cancel()
+            if actor is not None:
+                aiogpu.kill(actor)

@@ -4,23 +4,29 @@ import gc
 import sys
 from collections import deque
 from functools import partial
+from itertools import pairwise
 
 import pytest
 
-from aiogpu.core.effects import Ahead, Assign, Spawn
+from aiogpu.core.effects import Ahead, Assign, Fail, Spawn
 from aiogpu.core.model.ids import OWN, ClientId, TaskId
 from aiogpu.core.model.request import Device, Request, Shape, TaskSpec
 from aiogpu.core.model.units import UNIT
-from aiogpu.core.queue.ready import SWEPT
+from aiogpu.core.queue.timers import SWEPT
+from aiogpu.core.records import TaskState
 from aiogpu.core.resources.devices import DeviceSet
 from aiogpu.core.resources.ledger import Ledger
+from aiogpu.core.scheduler.deadlock import FAILED_AT_ONCE
 from aiogpu.core.scheduler.placement import SLICE
 from aiogpu.core.scheduler.scheduler import Scheduler
+from aiogpu.core.scheduler.state import DeadlockSearch
+from tests.core.builders import placement_group_of
 
 FEW, MANY = 100, 10_000
 ROUNDS = 60
 CPU = Request.of({"CPU": UNIT}, {})
 QUARTER = Request.of({"CPU": UNIT}, {"GPU": UNIT // 4})
+WHOLE = Request.of({"CPU": UNIT}, {"GPU": UNIT})
 HALF = Request.of({"CPU": UNIT}, {"GPU": UNIT // 2})
 
 
@@ -36,6 +42,7 @@ class Node:
         self._took = took
         self._count = 0
         self._programs = programs
+        self.failed: list[TaskId] = []
         for number in range(1, programs + 1):
             self.handle(Scheduler.join, ClientId(number))
 
@@ -71,6 +78,8 @@ class Node:
                     self.sent[worker].append(task)
                 case Ahead(worker, tasks):
                     self.sent[worker].extend(tasks)
+                case Fail(task):
+                    self.failed.append(task)
 
 
 def calls_of(work) -> int:
@@ -185,3 +194,201 @@ def test_task_cost_does_not_grow_with_waiting_tasks_of_programs(programs, passes
     assert calls_a_round(200 * programs, *own, **options) < few * 1.1 + 8
     # The turn is computed over all waiting programs, but not within a slice.
     assert few < (300 if passes < SLICE else 400 + 60 * programs)
+
+
+@pytest.mark.parametrize("order", ["as submitted", "backwards", "from both ends"])
+def test_cost_of_a_supplied_argument_does_not_grow(order):
+    """A task whose argument has come takes its place without a walk."""
+    costs = []
+    for count in (FEW, MANY):
+        node = Node(spec())
+        for _ in range(5):
+            node.submit()
+        tasks = [TaskId(number) for number in range(6, 6 + count)]
+        for task in tasks:
+            node.handle(Scheduler.submit, task, spec(), needs=(TaskId(1),))
+        if order == "backwards":
+            tasks.reverse()
+        elif order == "from both ends":
+            pairs = zip(tasks, tasks[::-1], strict=True)
+            tasks = [task for pair in pairs for task in pair][:count]
+
+        def supply(tasks=tasks, node=node) -> None:
+            for task in tasks:
+                node.handle(Scheduler.supply, task)
+
+        costs.append(calls_of(supply) / count)
+        node.scheduler.check()
+    # The logarithm of the queue's length counts.
+    assert costs[1] < costs[0] + 30
+
+
+class Family(Node):
+    """A parent that waits for many children, on a node of one GPU and four CPUs."""
+
+    def __init__(self, count: int, *, is_chain: bool = False) -> None:
+        super().__init__()
+        self.parent = self.enter(spec(QUARTER))
+        self.children: list[TaskId] = []
+        for number in range(count):
+            needs = (self.children[-1],) if is_chain and number else None
+            self.children.append(self.enter(spec(), parent=self.parent, needs=needs))
+        awaited = self.children[-1:] if is_chain else self.children
+        self.handle(Scheduler.wait_for, self.parent, tuple(awaited))
+
+    def enter(self, its_spec: TaskSpec, **options) -> TaskId:
+        """Submit a task; return its id."""
+        self._count += 1
+        self.handle(Scheduler.submit, TaskId(self._count), its_spec, **options)
+        return TaskId(self._count)
+
+    def end(self, task: TaskId) -> None:
+        """Finish a running task."""
+        worker = self.scheduler.tasks[task].worker.id
+        self.sent[worker].remove(task)
+        self.handle(Scheduler.finish, task, worker)
+
+    def live(self, child: TaskId, of: TaskSpec) -> None:
+        """Let a child wait for a child of its own, and end."""
+        below = self.enter(of, parent=child)
+        self.handle(Scheduler.wait_for, child, (below,))
+        if self.scheduler.tasks[below].state is TaskState.WAITING:
+            return
+        self.end(below)
+        self.handle(Scheduler.wait_for, child, ())
+        self.end(child)
+
+
+def test_waits_of_siblings_cost_the_same_however_many_they_are():
+    """The search for deadlocks does not look at all siblings each time."""
+    costs = []
+    for count in (100, 1_600):
+        family = Family(count)
+
+        def live(family=family) -> None:
+            for child in family.children:
+                family.live(child, spec())
+
+        costs.append(calls_of(live) / count)
+        family.scheduler.check()
+    assert costs[1] < costs[0] * 1.2 + 30
+
+
+def test_links_of_a_chain_cost_the_same_however_many_they_are():
+    costs = []
+    for count in (100, 1_600):
+        family = Family(count, is_chain=True)
+
+        def unroll(family=family) -> None:
+            for child, following in pairwise([*family.children, None]):
+                family.live(child, spec())
+                if following is not None:
+                    family.handle(Scheduler.supply, following)
+
+        costs.append(calls_of(unroll) / count)
+        family.scheduler.check()
+    assert costs[1] < costs[0] * 1.2 + 30
+
+
+def test_search_for_deadlocks_is_put_off_if_it_is_expensive():
+    """Many tasks wait for what a blocked task holds, which can end."""
+    costs = []
+    for count in (100, 1_600):
+        family = Family(count)
+        holder = family.enter(spec(HALF))
+        last = family.enter(spec(), parent=holder)
+        for child in family.children[:4]:
+            family.live(child, spec())
+        family.handle(Scheduler.wait_for, holder, (last,))
+        contended = tuple(
+            family.enter(spec(HALF), parent=family.parent) for _ in range(count)
+        )
+        awaited = (*family.children[4:], *contended)
+        family.handle(Scheduler.wait_for, family.parent, awaited)
+        assert {family.scheduler.tasks[task].state for task in contended} == {
+            TaskState.WAITING
+        }
+
+        def live(family=family) -> None:
+            for child in family.children[4:]:
+                family.live(child, spec())
+
+        costs.append(calls_of(live) / count)
+        family.scheduler.check()
+        assert family.failed == []
+    assert costs[1] < costs[0] * 1.2 + 30
+
+
+def test_many_deadlocks_are_found_in_batches():
+    """Each turn fails some tasks; none of the others waits for ever."""
+    count = 3 * FAILED_AT_ONCE
+    family = Family(0)
+    asks = [family.enter(spec(WHOLE), parent=family.parent) for _ in range(count)]
+    family.handle(Scheduler.wait_for, family.parent, tuple(asks))
+    assert len(family.failed) == FAILED_AT_ONCE
+    while (when := family.scheduler.deadline()) is not None and len(
+        family.failed
+    ) < count:
+        family.now = when
+        family.handle(Scheduler.wake)
+    assert sorted(family.failed) == asks
+    assert family.scheduler.tasks[family.parent].state is TaskState.RUNNING
+
+
+def test_deadlock_is_found_later_if_the_search_was_put_off():
+    count = 2_000
+    family = Family(count)
+    asks = family.enter(spec(WHOLE), parent=family.children[0])
+    family.scheduler.search.steps = 1 << 20  # as if the last search had been expensive
+    family.handle(Scheduler.wait_for, family.children[0], (asks,))
+    family.handle(Scheduler.wait_for, family.children[0], (asks,))
+    assert family.failed == []
+    family.now += DeadlockSearch.DELAY
+    family.handle(Scheduler.wake)
+    assert family.failed == [asks]
+
+
+@pytest.mark.parametrize("age", [0.0, 60.0], ids=["new", "old"])
+def test_cost_of_a_placement_group_does_not_grow_with_waiting_ones(age):
+    """Groups with equal bundles are one line: if one does not fit, none does."""
+    costs = []
+    for count in (50, 1_000):
+        node = Node()
+        for number in range(count + 20):
+            placement_group = placement_group_of({"GPU": 1}, name=f"g{number}")
+            shape = Shape(placement_group.request())
+            options = {"max_calls": 1, "is_endless": True, "is_lease": True}
+            its_spec = TaskSpec("g", shape, max_retries=0, **options)
+            node.handle(Scheduler.submit, TaskId(number + 1), its_spec)
+        node.now += age
+        node.handle(Scheduler.wake)
+
+        def rounds(node=node) -> None:
+            for task in range(1, 21):
+                assert node.scheduler.tasks[TaskId(task)].worker is not None
+                node.cancel(TaskId(task))
+
+        costs.append(calls_of(rounds) / 20)
+        node.scheduler.check()
+    assert costs[1] < costs[0] + 30
+
+
+def test_submission_cost_does_not_grow_with_waiting_shapes():
+    """A new shape that does not fit has nothing placed, also during a reservation."""
+    costs = []
+    for count in (50, 1_000):
+        node = Node(spec(Request.of({"CPU": 4 * UNIT}, {})))
+        node.submit()
+        others = [spec(Request.of({"CPU": UNIT + n}, {})) for n in range(count + 20)]
+
+        def submit(specs, node=node) -> None:
+            for number, each in enumerate(specs, start=len(node.scheduler.tasks) + 1):
+                node.handle(Scheduler.submit, TaskId(number), each)
+
+        submit(others[:count])
+        node.now += 2.0
+        node.handle(Scheduler.wake)
+        assert node.scheduler.reservation is not None
+        costs.append(calls_of(partial(submit, others[count:])) / 20)
+        node.scheduler.check()
+    assert costs[1] < costs[0] + 30

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from aiogpu.core.model.ids import OWN, TaskId
 from aiogpu.core.model.request import Request, Shape, TaskSpec
 from aiogpu.core.model.units import UNIT
-from aiogpu.core.queue.ready import SEARCHED, Bucket, ReadyQueue, precedence
+from aiogpu.core.queue.ready import CHUNK, Bucket, ReadyQueue, precedence
 from aiogpu.core.queue.sharded_dict import BITS, ShardedDict
 from aiogpu.core.queue.timers import AT_ONCE, AlarmKind, Timers
 from aiogpu.core.records import TaskRecord, TaskState
@@ -61,33 +61,39 @@ def line(count: int) -> tuple[Bucket, list[TaskRecord]]:
     return bucket, records
 
 
-def quit_line(bucket: Bucket, *records: TaskRecord) -> None:
+def discard(bucket: Bucket, *records: TaskRecord) -> None:
     """Let tasks leave the bucket."""
     for record in records:
-        record.state = TaskState.ENDED
-        bucket.discard()
+        bucket.discard(record)
 
 
-def test_position_is_bisected_or_estimated():
-    bucket, records = line(3 * SEARCHED)
-    assert bucket.position(records[SEARCHED + 7]) == SEARCHED + 7
-    quit_line(bucket, *records[10:20])
-    assert [bucket.position(records[n]) for n in (9, 20, -1)] == [
-        9,
-        10,
-        3 * SEARCHED - 11,
-    ]
-    assert line(3)[0].position(task(9)) == 3, "it is not there"
-    bucket, records = line(10 * SEARCHED)
-    quit_line(bucket, *(record for record in records if record.id % 3))
-    assert len(bucket._swept) > SEARCHED
-    assert bucket._rest
-    rank = SEARCHED + 1_000
-    assert SEARCHED <= bucket.position(records[3 * rank]) <= rank
-    bucket, records = line(30_000)
-    quit_line(bucket, *records[13_000:])
-    for place in (SEARCHED - 1, SEARCHED + 1, 6_000, 12_999):
-        assert bucket.position(records[place]) == place
+def test_position_is_exact():
+    bucket, records = line(10 * CHUNK)
+    discard(bucket, *records[10:20], *records[3 * CHUNK : 5 * CHUNK])
+    left = records[:10] + records[20 : 3 * CHUNK] + records[5 * CHUNK :]
+    assert list(bucket) == left
+    places = (0, 9, 10, CHUNK, len(left) - 1)
+    assert [bucket.position(left[place]) for place in places] == list(places)
+
+
+def test_tasks_come_back_to_their_places_in_any_order():
+    bucket, records = line(6 * CHUNK)
+    backwards = records[:0:-1]
+    discard(bucket, *backwards)
+    for record in [*backwards[::2], *backwards[1::2]]:
+        bucket.push_back(record)
+    assert list(bucket) == records
+    assert [bucket.take(4 * CHUNK), bucket.size] == [records[:1], 6 * CHUNK - 1]
+
+
+@pytest.mark.parametrize("before", [1, CHUNK - 1, CHUNK, CHUNK + 1])
+@pytest.mark.parametrize("count", [1, CHUNK, 3 * CHUNK + 1])
+def test_many_tasks_can_be_added_at_once(before, count):
+    bucket, records = line(before)
+    more = [task(before + number) for number in range(count)]
+    bucket.extend(more)
+    assert list(bucket) == records + more
+    assert bucket.size == before + count
 
 
 def test_order_is_priority_then_children_then_arrival():

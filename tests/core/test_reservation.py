@@ -12,6 +12,7 @@ from aiogpu.core.resources.devices import DeviceSet
 from aiogpu.core.resources.ledger import Ledger
 from aiogpu.core.scheduler.reservation import REPLAN_AFTER, reserve
 from aiogpu.core.scheduler.scheduler import Scheduler
+from aiogpu.core.scheduler.state import STALLED_AFTER
 from tests.core.builders import (
     World,
     pass_over,
@@ -164,14 +165,79 @@ def test_each_kind_of_device_is_reserved_separately():
     assert (reservation.barred, reservation.until) == ({"NPU": 0b11}, 2.0)
 
 
-@pytest.mark.parametrize(
-    "options", [{"priority": 1}, {"priority": -7, "parent": "long"}]
-)
-def test_priority_and_children_pass_the_reservation(options):
-    """The reservation may wait for their parents."""
-    w = ready_for_two().play("pass_over; submit small gpus=0.5; submit cpu")
-    w.submit("urgent", num_gpus=0.5, **options)
-    assert (w.running, w.waiting) == ({"long", "urgent", "cpu"}, {"big", "small"})
+def test_priority_passes_the_reservation():
+    ready_for_two().play("""
+        pass_over; submit small gpus=0.5; submit cpu; submit urgent gpus=0.5 priority=1
+        running = long urgent cpu; waiting = big small
+    """)
+
+
+def test_child_passes_the_reservation_while_the_reservation_waits_for_its_parent():
+    ready_for_two().play("""
+        pass_over; submit child gpus=0.5 parent=long; submit cpu parent=long
+        waiting = big child; wait_for long child; waiting = big; running has child
+        finish child cpu long; running = big
+    """)
+
+
+def test_grandchild_passes_the_reservation_as_well():
+    ready_for_two().play("""
+        pass_over; submit child parent=long; wait_for long child
+        submit below gpus=0.5 parent=child; waiting = big below
+        wait_for child below; running has below
+    """)
+
+
+def test_child_of_a_task_without_reserved_resources_waits():
+    w = World(gpus=2, config=PATIENCE).play("submit parent; submit long gpus=1")
+    w.play(f"submit big gpus=2; pass_over; advance {AFTER}; pass_over; kept = big")
+    w.play("submit child gpus=0.5 parent=parent; wait_for parent child")
+    w.play("waiting = big child; finish long; running = big parent; finish big")
+    w.play("running = parent child")
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_child_passes_a_reservation_that_waits_in_vain(is_late):
+    """The holder waits for an actor, which waits for the child: nobody tells."""
+    w = World(gpus=2, config=PATIENCE)
+    w.submit("actor", num_cpus=0, is_endless=True, max_calls=1)
+    w.play(f"submit long gpus=1; submit big gpus=2; pass_over; advance {AFTER}")
+    w.play("pass_over; kept = big")
+    w.tell(Scheduler.wait_for, w.tasks["long"].id, (), elsewhere=True)
+    w.play("submit child gpus=1 parent=actor; waiting = big child")
+    if is_late:
+        w.advance(STALLED_AFTER)
+        w.play("pass_over; running has child; finish child long; running has big")
+    else:
+        w.play("finish long; running has big; waiting = child")
+
+
+@pytest.mark.parametrize("amounts", [{"num_cpus": 2}, {"num_gpus": 1}])
+@pytest.mark.parametrize("is_endless", [False, True], ids=["task", "actor"])
+def test_reservation_holds_against_an_endless_stream_of_children(is_endless, amounts):
+    w = World(cpus=2, gpus=1, config=PATIENCE)
+    w.submit("pump", num_cpus=0, is_endless=is_endless, max_calls=int(is_endless))
+    count, running = 0, deque()
+
+    def refill() -> None:
+        nonlocal count
+        while len(w.waiting) < 5:
+            count += 1
+            w.submit(f"child {count}", num_gpus=0.5, parent="pump")
+            running.append(f"child {count}")
+        if not is_endless:
+            w.wait_for("pump", *running)
+
+    refill()
+    w.submit("big", **amounts)
+    began = w.now
+    while "big" not in w.running:
+        assert w.now - began <= AFTER + 3 * STEP
+        w.advance(STEP)
+        first = next(name for name in running if name in w.running)
+        running.remove(first)
+        w.finish(first)
+        refill()
 
 
 @pytest.mark.parametrize("how", ["cancelled", "expired", "granted"])

@@ -271,6 +271,29 @@ def test_no_deadlock_while_a_running_task_will_free_resources():
     assert w.running == {"a", "below a"}
 
 
+def test_no_deadlock_while_an_older_task_can_free_resources():
+    w = World(gpus=2).play("submit a b gpus=1")
+    wait(w, "a", "below-a")
+    wait(w, "b", "below-b", num_gpus=1)
+    w.play("told =; finish below-a a; running = b below-b")
+
+
+def test_no_deadlock_while_two_older_tasks_together_can_free_resources():
+    w = World(gpus=3).play("submit a b c gpus=1")
+    wait(w, "a", "below-a")
+    wait(w, "b", "below-b")
+    wait(w, "c", "below-c", num_gpus=2)
+    w.play("told =; finish below-a a below-b b; running = c below-c")
+
+
+def test_only_the_youngest_of_two_fails_if_the_other_can_then_run():
+    w = World(gpus=2).play("submit a b gpus=1")
+    wait(w, "a", "below-a", num_gpus=1)
+    assert w.told == {}
+    wait(w, "b", "below-b", num_gpus=1)
+    w.play("told = below-b:deadlocked; finish b; running = a below-a")
+
+
 def test_no_deadlock_if_the_awaited_tasks_can_run():
     """The banker's algorithm finds an order in which all tasks can end."""
     w = World(cpus=1, gpus=3).play("submit a b c cpus=0 gpus=1; submit busy")

@@ -5,7 +5,6 @@ import pytest
 from aiogpu.core.model.config import SchedulerConfig
 from aiogpu.core.model.ids import TaskId
 from aiogpu.core.queue.fair_share import Limits
-from aiogpu.core.queue.ready import SEARCHED
 from aiogpu.core.scheduler.scheduler import ABANDON_BATCH
 from aiogpu.core.scheduler.shortage import GROUPS_PER_CHECK
 from aiogpu.observe.snapshot import why
@@ -49,12 +48,11 @@ def test_why_names_shortage_and_holders():
     )
 
 
-@pytest.mark.parametrize("left", [0, 3 * SEARCHED])
-def test_why_finds_a_position_behind_thousands(left):
-    """Tasks that have left may count, but not beyond the end of the queue."""
+@pytest.mark.parametrize("left", [0, 7_000])
+def test_why_finds_the_exact_position_among_thousands(left):
     w = World(cpus=1).play("submit runs head")
     spec = w.scheduler.tasks.get(w.tasks["head"].id).spec
-    last = 4 * SEARCHED
+    last = 10_000
     for number in range(2, last + 1):
         w.scheduler.submit(0.0, TaskId(number), spec)
     for number in range(2, left + 2):
@@ -62,8 +60,7 @@ def test_why_finds_a_position_behind_thousands(left):
     for number in range(last - 20, last + 1):
         record = w.scheduler.tasks.get(TaskId(number))
         told = why(w.scheduler, record, {}, 0.0)
-        assert told.of == last - left
-        assert told.position == (number if not left else last - left)
+        assert (told.position, told.of) == (number - left, last - left)
 
 
 def test_why_names_ending_and_starting_workers():

@@ -330,13 +330,15 @@ class DurationEstimate:
     Attributes:
         mean: the mean in seconds; negative while unknown.
         depth: how many tasks may be queued behind a task; 0 while unknown.
+        waits: a task of the function has waited for its children.
     """
 
-    __slots__ = ("depth", "mean")
+    __slots__ = ("depth", "mean", "waits")
 
     def __init__(self) -> None:
         self.mean = -1.0
         self.depth = 0
+        self.waits = False
 
     def note(self, took: float) -> None:
         """Take in the duration of one task, in seconds."""

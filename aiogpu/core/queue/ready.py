@@ -1,37 +1,29 @@
 """The waiting tasks, in a bucket for each program, shape and lane.
 
-The cost of a step does not depend on the number of waiting tasks. Buckets of one
+A step costs at most the logarithm of the number of waiting tasks. Buckets of one
 program with the same request, which differ only in environment or lane, form a group:
-if one does not fit, none does. This module knows the order, not what fits.
-
-A task that leaves a bucket before its turn stays in the deque as a stale entry, which
-is skipped later. Each task that leaves also removes a few stale entries from the front
-and, if stale entries outnumber waiting tasks, a few from further behind. So stale
-entries do not pile up, and no single step is long.
+if one does not fit, none does. So do placement groups with equal bundles. This module
+knows the order, not what fits.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator
 from heapq import heapify, heappop, heappush, heapreplace
-from itertools import chain, islice
-from operator import itemgetter
+from itertools import chain
+from operator import attrgetter, itemgetter
 from typing import Final, TypeVar
 
 from aiogpu.core.model.ids import ClientId, TaskId
-from aiogpu.core.model.request import Lane, Request, Shape
+from aiogpu.core.model.request import Lane, PlacementGroupSpec, Request, Shape
 from aiogpu.core.queue.fair_share import Client, Clients
-from aiogpu.core.records import TaskRecord, TaskState, sort_key
+from aiogpu.core.records import TaskRecord, sort_key
 
-SWEPT: Final = 4
-"""How many entries `Bucket.discard` examines for each task that leaves."""
-
-SEARCHED: Final = 4096
-"""The most entries that are examined one by one."""
-
-_WAITING: Final = TaskState.WAITING
+CHUNK: Final = 512
+"""Tasks in one list of a bucket. Adding to or removing from the middle of such a list
+takes less than a microsecond."""
 
 Precedence = tuple[Lane, int]
 """Sort key of a task: lane, then task id."""
@@ -50,11 +42,17 @@ def precedence(record: TaskRecord) -> Precedence:
     return sort_key(record), record.id
 
 
+_id: Final[Callable[[TaskRecord], TaskId]] = attrgetter("id")
+
+
+def _last_id(chunk: list[TaskRecord]) -> TaskId:
+    return chunk[-1].id
+
+
 class Bucket:
     """The waiting tasks of one program, shape and lane, in order of their ids.
 
-    `_swept` holds the front, which `discard` has cleared of stale entries, and `_rest`
-    holds the entries behind.
+    The tasks are in lists of about `CHUNK` tasks each. None of the lists is empty.
 
     Attributes:
         size: the number of waiting tasks.
@@ -68,8 +66,7 @@ class Bucket:
         self.group = group
         self.size = 0
         self.turn: Precedence | None = None
-        self._swept: deque[TaskRecord] = deque()
-        self._rest: deque[TaskRecord] = deque()
+        self._chunks: list[list[TaskRecord]] = []
 
     def __repr__(self) -> str:
         return f"<Bucket of {self.size} asking for {self.shape.request}>"
@@ -79,112 +76,93 @@ class Bucket:
 
     def push(self, record: TaskRecord) -> None:
         """Add a task with an id above all others."""
-        self._rest.append(record)
+        chunks = self._chunks
+        if chunks and len(chunks[-1]) < CHUNK:
+            chunks[-1].append(record)
+        else:
+            chunks.append([record])
         self.size += 1
         if self.turn is None:
             self.group.enter(self, (self.lane, record.id))
 
     def extend(self, records: list[TaskRecord]) -> None:
         """Add tasks with ids above all others, in order; the bucket is not empty."""
-        self._rest.extend(records)
+        room = max(CHUNK - len(self._chunks[-1]), 0)
+        self._chunks[-1] += records[:room]
+        for start in range(room, len(records), CHUNK):
+            self._chunks.append(records[start : start + CHUNK])
         self.size += len(records)
 
     def push_back(self, record: TaskRecord) -> None:
-        """Return a task to its place; costs O(tasks before this place)."""
-        earlier = []
-        while (head := self.head()) is not None and head.id < record.id:
-            earlier.append(head)
-            (self._swept or self._rest).popleft()
-        self._swept.appendleft(record)
-        self._swept.extendleft(reversed(earlier))
+        """Return a task to its place."""
+        chunks = self._chunks
+        if not chunks or record.id > _last_id(chunks[-1]):
+            return self.push(record)
+        place, index = self._find(record)
+        chunk = chunks[place]
+        chunk.insert(index, record)
+        if len(chunk) > 2 * CHUNK:
+            chunks[place : place + 1] = chunk[:CHUNK], chunk[CHUNK:]
         self.size += 1
-        turn = precedence(record)
+        turn = self.lane, record.id
         if self.turn is None or turn < self.turn:
             self.group.enter(self, turn)
-
-    def head(self) -> TaskRecord | None:
-        """Return the first waiting task, or None."""
-        for part in (self._swept, self._rest):
-            while part:
-                record = part[0]
-                if record.state is _WAITING:
-                    return record
-                part.popleft()
         return None
+
+    def _find(self, record: TaskRecord) -> tuple[int, int]:
+        """Return the list and the index where a task is, or where it belongs."""
+        place = bisect_left(self._chunks, record.id, key=_last_id)
+        return place, bisect_left(self._chunks[place], record.id, key=_id)
+
+    def head(self) -> TaskRecord:
+        """Return the first task; the bucket is not empty."""
+        return self._chunks[0][0]
 
     def pop(self) -> None:
         """Remove the head."""
-        (self._swept or self._rest).popleft()
+        chunk = self._chunks[0]
+        del chunk[0]
+        if not chunk:
+            del self._chunks[0]
         self.size -= 1
         if not self.size:
             self.group.drop(self)
 
     def take(self, most: int) -> list[TaskRecord]:
         """Remove the head and up to `most` - 1 tasks of the same spec behind it."""
-        taken: list[TaskRecord] = []
-        head = self.head()
-        assert head is not None, self
-        part = self._swept or self._rest
-        while part and len(taken) < most:
-            record = part[0]
-            if record.state is _WAITING:
-                if record.spec is not head.spec:
-                    break
-                taken.append(record)
-            part.popleft()
-        self.size -= len(taken)
+        chunk = self._chunks[0]
+        spec = chunk[0].spec
+        count = 1
+        while count < len(chunk) and count < most and chunk[count].spec is spec:
+            count += 1
+        taken = chunk[:count]
+        del chunk[:count]
+        if not chunk:
+            del self._chunks[0]
+        self.size -= count
         if not self.size:
             self.group.drop(self)
         return taken
 
-    def discard(self) -> None:
-        """Note that a task, by its state, no longer waits; its entry becomes stale."""
+    def discard(self, record: TaskRecord) -> None:
+        """Remove a task that no longer waits."""
+        place, index = self._find(record)
+        chunk = self._chunks[place]
+        assert chunk[index] is record, record
+        del chunk[index]
+        if not chunk:
+            del self._chunks[place]
         self.size -= 1
         if not self.size:
             self.group.drop(self)
-            return
-        front = self._swept or self._rest
-        for _ in range(SWEPT):
-            # Otherwise stale entries pile up at the front if tasks leave in the order
-            # of their ids, and one `head()` has to skip all of them.
-            if front and front[0].state is not _WAITING:
-                front.popleft()
-        if len(self._swept) + len(self._rest) > 2 * self.size:
-            for _ in range(min(SWEPT, len(self._rest))):
-                record = self._rest.popleft()
-                if record.state is _WAITING:
-                    self._swept.append(record)
-            if not self._rest:
-                self._swept, self._rest = self._rest, self._swept
 
     def position(self, record: TaskRecord) -> int:
-        """Return how many tasks go before a task; an upper bound beyond `SEARCHED`."""
-        before = 0
-        for examined, other in enumerate(chain(self._swept, self._rest)):
-            if other is record:
-                return before
-            if examined == SEARCHED:
-                break
-            before += other.state is _WAITING
-        place = bisect_left(self._swept, record.id, key=_id_of)
-        if place == len(self._swept):
-            place += bisect_left(self._rest, record.id, key=_id_of)
-        return max(before, min(place, self.size - 1))
-
-    def near(self) -> Iterator[TaskRecord]:
-        """Yield the waiting tasks among the first few thousand entries."""
-        for record in islice(chain(self._swept, self._rest), SEARCHED):
-            if record.state is _WAITING:
-                yield record
+        """Return how many tasks go before a task."""
+        place, index = self._find(record)
+        return sum(map(len, self._chunks[:place])) + index
 
     def __iter__(self) -> Iterator[TaskRecord]:
-        for record in chain(self._swept, self._rest):
-            if record.state is _WAITING:
-                yield record
-
-
-def _id_of(record: TaskRecord) -> TaskId:
-    return record.id
+        return chain.from_iterable(self._chunks)
 
 
 class Group:
@@ -195,7 +173,8 @@ class Group:
     the old entry is dropped when it comes to the top.
 
     Attributes:
-        request: the request of the tasks.
+        key: the request, or the strategy and the bundles of placement groups.
+        request: the request of the tasks, or of one of the placement groups.
         client: the program.
         size: the number of buckets.
         stuck: the first task, when the group last did not fit.
@@ -203,7 +182,10 @@ class Group:
         is_warned: a stall of the group was reported (`scheduler.shortage`).
     """
 
-    def __init__(self, queue: ReadyQueue, request: Request, client: ClientId) -> None:
+    def __init__(
+        self, queue: ReadyQueue, key: Hashable, request: Request, client: ClientId
+    ) -> None:
+        self.key = key
         self.request = request
         self.client = client
         self.size = 0
@@ -225,27 +207,39 @@ class Group:
         del queue.by_shape[key][bucket.lane]
         if not queue.by_shape[key]:
             del queue.by_shape[key]
+        del queue.rotations[self.client][bucket]
         self.size -= 1
         if not self.size:
             groups = queue.of_client[self.client]
-            del groups[self.request]
+            del groups[self.key]
             if not groups:
                 del queue.of_client[self.client]
+                del queue.rotations[self.client]
 
     def first(self) -> tuple[Precedence, TaskRecord, Bucket] | None:
         """Return the group's first task with key and bucket; None if it is empty."""
         turns = self._turns
         while turns:
             turn, bucket = turns[0]
-            head = bucket.head() if bucket.turn is turn else None
-            if head is None:
+            if bucket.turn is not turn:
                 heappop(turns)
                 continue
+            head = bucket.head()
             if head.id == turn[1]:
                 return turn, head, bucket
-            bucket.turn = precedence(head)
+            bucket.turn = bucket.lane, head.id
             heapreplace(turns, (bucket.turn, bucket))
         return None
+
+
+class Rotation(OrderedDict[Bucket, None]):
+    """The buckets of one program in the order in which they have turns.
+
+    Attributes:
+        tree_begun: when a task that probably waits for children last had its turn.
+    """
+
+    tree_begun: float | None = None
 
 
 class ReadyQueue:
@@ -254,13 +248,16 @@ class ReadyQueue:
     Attributes:
         by_shape: for each program and shape with waiting tasks, its buckets by lane;
             no bucket is empty.
-        of_client: for each program with waiting tasks, its groups by request.
+        of_client: for each program with waiting tasks, its groups by key.
+        rotations: for each such program, its buckets in the order in which they have
+            turns; see `scheduler.turns`.
         clients: the programs that share the node; None if one program has it.
     """
 
     def __init__(self) -> None:
         self.by_shape: dict[ShapeKey, dict[Lane, Bucket]] = {}
-        self.of_client: dict[ClientId, dict[Request, Group]] = {}
+        self.of_client: dict[ClientId, dict[Hashable, Group]] = {}
+        self.rotations: dict[ClientId, Rotation] = {}
         self.clients: Clients | None = None
 
     def __len__(self) -> int:
@@ -294,8 +291,8 @@ class ReadyQueue:
         self._bucket_for(record).push_back(record)
 
     def discard(self, record: TaskRecord) -> None:
-        """Note that a task no longer waits; its state has been changed already."""
-        self._lanes_of(record)[sort_key(record)].discard()
+        """Remove a task that no longer waits."""
+        self._lanes_of(record)[sort_key(record)].discard(record)
 
     def _lanes_of(self, record: TaskRecord) -> dict[Lane, Bucket]:
         return self.by_shape[record.client, record.spec.shape]
@@ -308,14 +305,20 @@ class ReadyQueue:
         shape, id_ = record.spec.shape, record.client
         if id_ not in self.of_client:
             self.of_client[id_] = {}
+            self.rotations[id_] = Rotation()
             if self.clients is not None:
                 self.clients.note_wish(self.clients.of(id_))
         groups = self.of_client[id_]
-        group = groups.get(shape.request)
+        key: Hashable = shape.request
+        placement_group = shape.request.placement_group
+        if isinstance(placement_group, PlacementGroupSpec):
+            key = placement_group.strategy, placement_group.bundles
+        group = groups.get(key)
         if group is None:
-            group = groups[shape.request] = Group(self, shape.request, id_)
+            group = groups[key] = Group(self, key, shape.request, id_)
         group.size += 1
         bucket = Bucket(shape, lane, group)
+        self.rotations[id_][bucket] = None
         self.by_shape.setdefault((id_, shape), {})[lane] = bucket
         return bucket
 
@@ -339,9 +342,7 @@ class ReadyQueue:
         """
         if len(self.by_shape) == 1:
             return True
-        head = bucket.head()
-        assert head is not None, bucket
-        mine = precedence(head)
+        mine = bucket.lane, bucket.head().id
         for group in self.of_client[bucket.group.client].values():
             first = group.first()
             if first is not None and first[0] < mine and concerns(group.request):
@@ -353,11 +354,7 @@ class ReadyQueue:
         return self._mix(self._heads(), itemgetter(0))
 
     def in_turn(self) -> Iterator[TaskRecord]:
-        """Yield the waiting tasks in the order in which they will probably start.
-
-        Tasks far behind in a long bucket are left out, so that many stale entries cost
-        little.
-        """
+        """Yield the waiting tasks in the order in which they will probably start."""
         tasks = {id_: tasks_in_turn(heads) for id_, heads in self._heads().items()}
         return self._mix(tasks, lambda record: record)
 
@@ -366,7 +363,6 @@ class ReadyQueue:
         heads_of: dict[ClientId, list[tuple[Precedence, TaskRecord, Bucket]]] = {}
         for bucket in self.buckets():
             head = bucket.head()
-            assert head is not None, bucket
             entry = precedence(head), head, bucket
             heads_of.setdefault(bucket.group.client, []).append(entry)
         return {id_: _in_order(heads) for id_, heads in heads_of.items()}
@@ -440,7 +436,7 @@ def tasks_in_turn(heads: Iterator[tuple[TaskRecord, Bucket]]) -> Iterator[TaskRe
     heap: list[tuple[Precedence, TaskRecord, Iterator[TaskRecord]]] = []
     while upcoming or heap:
         if upcoming and (not heap or precedence(upcoming[0]) < heap[0][0]):
-            tasks = upcoming[1].near()
+            tasks = iter(upcoming[1])
             upcoming = next(heads, None)
             record = next(tasks, None)
         else:

@@ -51,6 +51,8 @@ class AlarmKind(Enum):
     """The pause after a failed start of a worker has passed."""
     STALL = "stall"
     """Some tasks may have waited long for resources held without end."""
+    DEADLOCK = "deadlock"
+    """A search for deadlocks was put off."""
     CLOSE = "close"
     """A closing node must fail its next batch of waiting tasks."""
 

@@ -32,6 +32,8 @@ def withdraw(node: SchedulerState, record: TaskRecord) -> None:
     state = record.state
     if state is TaskState.STOPPING:
         return
+    if record.spec.is_grouped:
+        node.note_group(record)
     if state in HAS_NOT_BEGUN:
         if state is TaskState.DELAYED:
             del node.delayed[record.id]

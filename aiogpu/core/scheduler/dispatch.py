@@ -32,6 +32,7 @@ from aiogpu.core.scheduler.cancellation import interrupt, let_end, retire
 from aiogpu.core.scheduler.placement import may_keep_lease
 from aiogpu.core.scheduler.revocation import watch
 from aiogpu.core.scheduler.state import Restarts, SchedulerState
+from aiogpu.core.scheduler.turns import give_turn
 
 
 def grant(node: SchedulerState, record: TaskRecord, lease: Lease) -> None:
@@ -42,6 +43,8 @@ def grant(node: SchedulerState, record: TaskRecord, lease: Lease) -> None:
     lease.holder = holder.id
     holder.watched, holder.watched_since = record, node.now
     node.granted[holder.id] = holder
+    if record.spec.is_grouped:
+        node.note_group(record)
     if node.ready.by_shape:
         node.expect_stalls()
     node.effects.append(effects.Granted(record.id, holder.id, lease))
@@ -225,7 +228,6 @@ def hand_over(
     """
     bucket = lanes[min(lanes)]
     record = bucket.head()
-    assert record is not None, bucket
     if record.spec.max_calls or worker.is_last or worker.is_killed:
         return False
     if not may_follow(node, worker, bucket):
@@ -270,6 +272,8 @@ def may_follow(node: SchedulerState, worker: WorkerRecord, bucket: Bucket) -> bo
 
 def _leave_queue(node: SchedulerState, record: TaskRecord, bucket: Bucket) -> None:
     bucket.pop()
+    if record.kin is not None:
+        give_turn(node, record)
     if node.reservation is not None and node.reservation.record is record:
         node.reservation = None
 
@@ -287,17 +291,21 @@ def refill(
     while True:  # at most half of the tasks are taken, so `lanes` never gets empty
         bucket = lanes[min(lanes)]
         record = bucket.head()
-        if record is None or record.spec.max_calls:
+        if record.spec.max_calls:
             break
         room = min(record.spec.pace.depth, fair) - len(queue)
         if room <= 0:
             break
+        if record.kin is not None:
+            room = 1
         reservation = node.reservation
         if reservation is not None:
             room = 1
             if reservation.record is record:
                 node.reservation = None
         taken = bucket.take(room)
+        if record.kin is not None:
+            give_turn(node, record)
         for queued in taken:
             queued.state = _QUEUED
             queued.worker = worker

@@ -29,6 +29,7 @@ from aiogpu.core.resources.ledger import Lease
 from aiogpu.core.resources.placement_group import would_help
 from aiogpu.core.scheduler.cancellation import evict_idle_worker
 from aiogpu.core.scheduler.state import SchedulerState, goes_before
+from aiogpu.core.scheduler.turns import give_turn
 
 if TYPE_CHECKING:
     from aiogpu.core.scheduler.state import Reservation
@@ -68,6 +69,8 @@ def place(node: SchedulerState) -> Iterator[tuple[TaskRecord, Lease]]:
         if node.reservation is not None and node.reservation.record is record:
             node.reservation = None
         bucket.pop()
+        if record.kin is not None:
+            give_turn(node, record)
         yield record, lease
         round_.advance(candidate)
     round_.end()
@@ -190,9 +193,7 @@ class PlacementRound:
     def end(self) -> None:
         """Return the buckets that were passed over to their groups."""
         for bucket in self._passed_over:
-            head = bucket.head()
-            assert head is not None, bucket
-            bucket.group.enter(bucket, precedence(head))
+            bucket.group.enter(bucket, precedence(bucket.head()))
 
     def drop_group(self, candidate: Candidate) -> None:
         """Drop the first group of a program: its first task cannot start now."""
@@ -255,7 +256,11 @@ def _reserve(node: SchedulerState, group: Group, record: TaskRecord) -> None:
     present, clients = node.reservation, node.clients
     note_stuck(node, record)
     is_others = present is not None and present.record is not record
-    if present is not None and is_others and not goes_before(record, present.record):
+    if present is not None and not (
+        present.record is record
+        or goes_before(record, present.record)
+        or present.needs(record)
+    ):
         return
     if node.now < group.reserve_at:
         return
@@ -302,7 +307,6 @@ def may_keep_lease(node: SchedulerState, lease: Lease, bucket: Bucket) -> bool:
     """
     clients, queue, head = node.clients, node.ready, bucket.head()
     assert clients is not None, node
-    assert head is not None, bucket
     client = clients.of(head.client)
     usage = usage_of(lease)
     if usage is None or usage.client is not client or clients.exceeds(client):

@@ -84,13 +84,20 @@ def advance_groups(node: SchedulerState) -> bool:
         True if this may allow other tasks to be placed.
     """
     has_changed = False
-    for key, group in list(node.placement_groups.items()):
+    changed, node.changed_groups = node.changed_groups, {}
+    for key in changed:
+        group = node.placement_groups.get(key)
+        if group is None:
+            continue
         state = group.record.state
         if state is TaskState.RUNNING and not group.is_open:
             has_changed |= _open(node, group)
         elif state in GONE:
             _evict(node, group)
-            has_changed |= _end(node, key, group)
+            if _end(node, key, group):
+                has_changed = True
+            else:
+                node.changed_groups[key] = None
     return has_changed
 
 

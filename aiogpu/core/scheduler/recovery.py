@@ -157,7 +157,7 @@ def _would_deadlock(node: SchedulerState, record: TaskRecord) -> bool:
     if not node.blocked:
         return False
     state, record.state = record.state, TaskState.WAITING
-    deadlocks = find_deadlocks(node)
+    deadlocks = find_deadlocks(node, requeued=record)
     record.state = state
     return bool(deadlocks)
 

@@ -48,7 +48,10 @@ def reserve(
         # The bundle with the old reservation goes first, to keep its resources.
         homes.insert(0, before.home)
     plans = (_plan(node, record, home) for home in homes)
-    return next((plan for plan in plans if plan is not None), None)
+    chosen = next((plan for plan in plans if plan is not None), None)
+    if chosen is not None:
+        chosen.note_awaited(before)
+    return chosen
 
 
 def is_held_for_good(node: SchedulerState, record: TaskRecord) -> bool:

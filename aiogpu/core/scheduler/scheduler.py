@@ -41,6 +41,7 @@ from aiogpu.core.scheduler.state import (
     Reservation,
     SchedulerState,
     await_results,
+    goes_before,
     resolve,
 )
 
@@ -160,11 +161,21 @@ class Scheduler(SchedulerState):
         self.ready.push(record)
         if lanes is None:
             placement.note_stuck(self, record)
-            return self._place() if self.holds_back else NOTHING
+            return self._place() if self._may_give_way(record) else NOTHING
         # A lease needs no worker; the tasks before it may wait for lack of one.
         if not (self.reservation or spec.is_lease):
             return NOTHING
         return self._place() if lanes[min(lanes)].head() is record else NOTHING
+
+    def _may_give_way(self, record: TaskRecord) -> bool:
+        """Return True if a new task that does not fit may let something be placed.
+
+        It may take over a reservation, or a worker may be retired for it.
+        """
+        plan = self.reservation
+        if plan is not None and goes_before(record, plan.record):
+            return True
+        return self.exclusive.is_wanted or self.worker_limit.refused > 0
 
     def submit_many(
         self,
@@ -711,6 +722,9 @@ class Scheduler(SchedulerState):
                 self.grow()
             case AlarmKind.OUTAGE:
                 recovery.retry_outages(self)
+            case AlarmKind.DEADLOCK:
+                self.search.note_alarm()
+                task_tree.end_deadlocks(self)
             case AlarmKind.STALL:
                 from aiogpu.core.scheduler.shortage import warn_of_stalls
 
@@ -813,7 +827,7 @@ class Scheduler(SchedulerState):
         if self.workers.idle > self.most_idle:
             # After the placement, which may give the idle workers tasks.
             cancellation.retire_idle(self)
-        if self.placement_groups and not self.is_closing:
+        if self.changed_groups and not self.is_closing:
             from aiogpu.core.scheduler.placement_groups import advance_groups
 
             if advance_groups(self):

@@ -11,7 +11,7 @@ killed while it ran alone.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import chain
 from math import inf
@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Final
 
 from aiogpu.core.effects import Effect
 from aiogpu.core.model.config import SchedulerConfig
-from aiogpu.core.model.ids import TaskId, WorkerId
+from aiogpu.core.model.ids import LeaseId, TaskId, WorkerId
 from aiogpu.core.model.request import PlacementGroupSpec, Request
-from aiogpu.core.queue.ready import ReadyQueue, precedence
+from aiogpu.core.model.units import CPU
+from aiogpu.core.queue.ready import ReadyQueue
 from aiogpu.core.queue.sharded_dict import ShardedDict
 from aiogpu.core.queue.timers import AlarmKind, Timers
 from aiogpu.core.records import (
@@ -83,10 +84,12 @@ class ExclusiveRetries:
         """Return True if a task must not start now, so that another can run alone."""
         if not self.is_wanted or record is self._current:
             return False
-        # A parent or waiter of the task runs already and cannot end without it.
-        return record.kin is None or (
-            record.kin.parent is None and record.kin.awaited_by is None
-        )
+        # A parent or waiter of the task runs already and cannot end without it. An
+        # actor does not end, so the exclusive task does not wait for it.
+        kin = record.kin
+        if kin is None or kin.awaited_by is not None:
+            return kin is None
+        return kin.parent is None or kin.parent.spec.is_endless
 
     def begin(self, node: SchedulerState) -> tuple[TaskRecord, Lease] | None:
         """Take a lease for the first waiting task, if nothing else runs."""
@@ -209,11 +212,22 @@ class Restarts:
 def goes_before(record: TaskRecord, other: TaskRecord) -> bool:
     """Return True if a task takes precedence over a task with a reservation.
 
-    Between programs only the priority counts, because their order changes.
+    Between programs, and between a child and another task, only the priority counts,
+    because their order changes.
     """
-    if record.client != other.client:
-        return sort_key(record)[0] < sort_key(other)[0]
-    return precedence(record) < precedence(other)
+    priority, others = sort_key(record)[0], sort_key(other)[0]
+    if priority != others or record.client != other.client:
+        return priority < others
+    return record.id < other.id and _depth(record) == _depth(other)
+
+
+def _depth(record: TaskRecord) -> int:
+    return 0 if record.kin is None else record.kin.depth
+
+
+STALLED_AFTER: Final = 2.0
+"""Seconds without an end of a lease that a reservation waits for, after which children
+may use what is reserved: perhaps the lease cannot end without them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -225,19 +239,24 @@ class Reservation(Withheld):
         until: the latest time at which the task can begin; infinite if unknown.
         planned_at: when the reservation was planned.
         version: `reservation.plan_version` at that time.
+        awaits: the leases that hold reserved resources.
+        progress_at: when the last of such leases ended, or the reservation began.
     """
 
     record: TaskRecord
     until: float
     planned_at: float
     version: tuple[int, ...]
+    awaits: frozenset[LeaseId] = frozenset()
+    progress_at: float = 0.0
 
     def wants(self, lease: Lease) -> bool:
         """Return True if a lease holds some of the reserved resources."""
         if lease.home is not self.home:
             return False
-        if any(name in self.kept for name, _ in lease.request.scalars):
-            return True
+        for name, _ in lease.request.scalars:
+            if name in self.kept and not (lease.is_lent and name == CPU):
+                return True
         return any(self.barred.get(kind, 0) & mask for kind, mask in lease.masks())
 
     def lets_pass(self, node: SchedulerState, record: TaskRecord) -> bool:
@@ -246,14 +265,80 @@ class Reservation(Withheld):
             return True
         if record is self.record or goes_before(record, self.record):
             return True
+        if self.needs(record):
+            return True
+        # Waits for actors, and for tasks of other parents, are not known.
+        is_stalled = self.awaits and node.now >= self.progress_at + STALLED_AFTER
         kin = record.kin
-        if kin is not None and (kin.parent is not None or kin.awaited_by is not None):
-            # The reservation may wait for the end of this task's parent.
+        if is_stalled and kin is not None and (kin.parent or kin.awaited_by):
             return True
         timeout = record.spec.timeout
         if timeout is None or self.until == inf:
             return False
         return record.since + timeout + node.grace_of(record) <= self.until
+
+    def needs(self, record: TaskRecord) -> bool:
+        """Return True if a holder of reserved resources waits for a task.
+
+        The reserved resources cannot become free before the task has ended.
+        """
+        kin = record.kin
+        while kin is not None and (waiter := kin.awaited_by) is not None:
+            lease = None if waiter.worker is None else waiter.worker.lease
+            if lease is not None and self.wants(lease):
+                return True
+            kin = waiter.kin
+        return False
+
+    def note_awaited(self, before: Reservation | None) -> None:
+        """Note the leases that hold reserved resources, and if any has ended."""
+        leases = self.home.leases
+        wanted = (id_ for id_, lease in leases.items() if self.wants(lease))
+        self.awaits = frozenset(wanted)
+        self.progress_at = self.planned_at
+        if before is not None and before.awaits <= leases.keys():
+            self.progress_at = before.progress_at
+
+
+class DeadlockSearch:
+    """Decides when to search for deadlocks, so that searches cost little altogether.
+
+    Attributes:
+        steps: the cost of the last search: tasks and groups that it looked at.
+    """
+
+    CHEAP: Final = 256
+    """A search of at most this cost is repeated at each event."""
+
+    STEPS: Final = 16
+    """Steps for which each event pays."""
+
+    DELAY: Final = 0.1
+    """The most seconds for which a search is put off."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self._paid = 0
+        self._is_due = False
+
+    def is_affordable(self, node: SchedulerState) -> bool:
+        """Note an event that may cause a deadlock; False to put the search off."""
+        self._paid += self.STEPS
+        if self.steps <= self.CHEAP or self.steps <= self._paid:
+            self._paid = 0
+            return True
+        self.put_off(node)
+        return False
+
+    def put_off(self, node: SchedulerState) -> None:
+        """Set an alarm for a search, unless one is set."""
+        if not self._is_due:
+            self._is_due = True
+            node.timers.set(node.now + self.DELAY, AlarmKind.DEADLOCK, 0)
+
+    def note_alarm(self) -> None:
+        """Note that the alarm has come for which a search was put off."""
+        self._is_due, self._paid = False, self.steps
 
 
 _ENDED: Final = TaskState.ENDED
@@ -269,10 +354,12 @@ class SchedulerState:
         expecting: tasks with missing arguments, each with the tasks of this node whose
             results these arguments are.
         placement_groups: the requested and granted groups, by key.
+        changed_groups: the keys of groups that were granted, or are being removed.
         granted: by holder id, the records that stand for the holders of granted leases;
             also of returned leases until their devices are known to be free.
         restarts: the restarts of endless tasks.
         blocked: tasks that wait for others, and some that have just stopped waiting.
+        search: decides when to search for deadlocks.
         reservation: the reservation for a task that has waited long, or None.
         exclusive: the tasks that must run alone.
         spares: how many clean workers are kept ready.
@@ -283,6 +370,7 @@ class SchedulerState:
         stall_turn: the group with which that check begins.
         clients: the programs that share the node; None while one program has it.
         stops_since: when the node's stop was announced, or None.
+        turns_given: the number of turns that were given (`turns`).
     """
 
     def __init__(self, ledger: Ledger, config: SchedulerConfig | None = None) -> None:
@@ -296,9 +384,11 @@ class SchedulerState:
         self.delayed: dict[TaskId, TaskRecord] = {}
         self.expecting: dict[TaskId, tuple[TaskId, ...]] = {}
         self.placement_groups: dict[str, PlacementGroup] = {}
+        self.changed_groups: dict[str, None] = {}
         self.granted: dict[WorkerId, WorkerRecord] = {}
         self.timers = Timers()
         self.blocked: dict[TaskId, TaskRecord] = {}
+        self.search = DeadlockSearch()
         self.reservation: Reservation | None = None
         self.stalls_at: float | None = None
         self.stall_turn = 0
@@ -307,6 +397,7 @@ class SchedulerState:
         self.clients: Clients | None = None
         self.restarts: dict[TaskId, Restarts] = {}
         self.exclusive = ExclusiveRetries()
+        self.turns_given = 0
         self.worker_limit = WorkerLimit()
         self.outages: dict[Environment, Outage] = {}
         limits = self.config
@@ -453,6 +544,8 @@ class SchedulerState:
             self.clients.exit(record)
         if self.exclusive.is_wanted:
             self.exclusive.leave(record)
+        if record.spec.is_grouped:
+            self.note_group(record)
         if record.spec.is_timed:
             if record.spec.timeout is not None:
                 self.timers.note_stale(AlarmKind.EXPIRE, self.tasks)
@@ -486,6 +579,12 @@ class SchedulerState:
         assert worker is not None, record
         assert worker.lease is not None, worker
         self.ledger.resume(worker.lease)
+
+    def note_group(self, record: TaskRecord) -> None:
+        """Note that a placement group, or the group of a member, may have changed."""
+        group = record.spec.shape.request.placement_group
+        if group is not None and group.key in self.placement_groups:
+            self.changed_groups[group.key] = None
 
     def delay(self, record: TaskRecord, until: float, alarm: AlarmKind) -> None:
         """Delay a task without a lease until an alarm."""
@@ -547,17 +646,3 @@ def awaited_results(node: SchedulerState, record: TaskRecord) -> list[TaskRecord
     """Return the unfinished tasks whose results are arguments of a task."""
     needs = map(node.tasks.get, node.expecting.get(record.id, ()))
     return [need for need in needs if need is not None]
-
-
-def with_dependencies(
-    node: SchedulerState, records: Iterator[TaskRecord]
-) -> Iterator[TaskRecord]:
-    """Yield tasks and, recursively, the tasks whose results they expect, each once."""
-    seen: set[TaskId] = set()
-    stack = list(records)
-    while stack:
-        record = stack.pop()
-        if record.id not in seen:
-            seen.add(record.id)
-            yield record
-            stack += awaited_results(node, record)

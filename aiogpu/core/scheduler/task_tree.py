@@ -18,10 +18,12 @@ from aiogpu.core.scheduler.state import SchedulerState
 def adopt(parent: TaskRecord, child: TaskRecord) -> None:
     """Link a new task to its parent."""
     if parent.kin is None:
-        parent.kin = Kin(sort_key(parent))
+        parent.kin = Kin(sort_key(parent), 0)
     child.client = parent.client
-    priority, depth = parent.kin.lane
-    child.kin = Kin((min(-child.spec.priority, priority), depth - 1))
+    # An actor does not end when its children end: it is of no use that they go first.
+    depth = 0 if parent.spec.is_endless else parent.kin.depth - 1
+    priority = min(-child.spec.priority, parent.kin.lane[0])
+    child.kin = Kin((priority, depth), depth)
     if not child.spec.is_detached:
         child.kin.parent = parent
         parent.kin.children[child.id] = child
@@ -80,7 +82,7 @@ def on_waits(
     if record.kin is None:
         if not elsewhere:
             return
-        record.kin = Kin(sort_key(record))
+        record.kin = Kin(sort_key(record), 0)
     worker = record.worker
     if record.state not in (TaskState.RUNNING, TaskState.BLOCKED):
         return
@@ -98,6 +100,8 @@ def on_waits(
     if not awaited and not elsewhere:
         node.unblock(record)
         return
+    if awaited:
+        record.spec.pace.waits = True
     if record.state is TaskState.RUNNING:
         record.move(TaskState.BLOCKED)
         node.blocked[record.id] = record
@@ -109,11 +113,14 @@ def on_waits(
 
 def end_deadlocks(node: SchedulerState) -> None:
     """Fail the awaited tasks that can never run."""
-    if not node.blocked:
+    if not (node.blocked and node.search.is_affordable(node)):
         return
-    from aiogpu.core.scheduler.deadlock import find_deadlocks
+    from aiogpu.core.scheduler.deadlock import FAILED_AT_ONCE, find_deadlocks
 
-    for child, reason in find_deadlocks(node):
+    failed = find_deadlocks(node)
+    if len(failed) == FAILED_AT_ONCE:
+        node.search.put_off(node)
+    for child, reason in failed:
         node.effects.append(Fail(child.id, Failure.DEADLOCKED, reason))
         node.effects.append(Forget(child.id, child.since, False))
         node.end(child)
