@@ -32,8 +32,13 @@ from aiogpu.engines.inline.jobs import (
     id_of_caller,
     running_job,
 )
-from aiogpu.errors import ActorDiedError, DeadlockError, NodeClosedError, NodeError
-from aiogpu.runtime.actors.actor import FIRST_CALL, Actor, ActorState
+from aiogpu.errors import DeadlockError, NodeClosedError, NodeError
+from aiogpu.runtime.actors.actor import (
+    FIRST_CALL,
+    Actor,
+    ActorState,
+    killed_for_good,
+)
 from aiogpu.runtime.actors.registry import LEAVE_LIMIT, Actors
 from aiogpu.serialization.exceptions import STOPPED
 from aiogpu.serialization.serializer import NONE_PAYLOAD
@@ -689,8 +694,7 @@ class InlineActors(Actors):
         is_last = record is not None and not record.retries_left
         is_ended = is_last and not no_restart
         if is_ended and known is not None and known.state is ActorState.ALIVE:
-            known.is_killed = True
-            died = ActorDiedError(f"{known.name} was killed.", known.name)
+            died = killed_for_good(known.name)
             known.settle(died)
             self._results.note_stop(known.id, type(died).__name__, str(died))
             self._node.cancel(known.id)

@@ -98,6 +98,8 @@ class InlineScheduler(Scheduler):
         node: decides whether a task may begin.
     """
 
+    children_first = True
+
     def __init__(
         self, ledger: Ledger, config: SchedulerConfig, node: InlineNode
     ) -> None:
