@@ -106,9 +106,10 @@ class DeferredInterrupts:
         is_main = threading.current_thread() is threading.main_thread()
         if is_main and signal.getsignal(signal.SIGINT) == self._on_signal:
             task = _task_of_runner(self._wrapped)
-            # A runner removes its own handler at the end of its run.
-            is_over = task is None or task.done()
-            handler = signal.default_int_handler if is_over else self._wrapped
+            # A runner removes its own handler at the end of `run`, and no other one.
+            # It then runs the loop once more, to end the other tasks.
+            is_running = task is not None and task is _running(sys._getframe())[1]
+            handler = self._wrapped if is_running else signal.default_int_handler
             signal.signal(signal.SIGINT, handler)
             self._wrapped = None
 
@@ -163,13 +164,18 @@ def _task_of_runner(handler: object) -> asyncio.Task[object] | None:
     return task if isinstance(task, asyncio.Task) else None
 
 
-def _handler_of(frame: FrameType | None) -> Handler:
-    """Return the handler of the innermost `asyncio.Runner`, else Python's."""
+def _running(frame: FrameType | None) -> tuple[Any, Any]:
+    """Return the innermost `asyncio.Runner` that runs, and its task, or two None."""
     while frame is not None:
         if frame.f_code is asyncio.Runner.run.__code__:
-            runner, task = map(frame.f_locals.get, ("self", "task"))
-            on_sigint: Any = getattr(runner, "_on_sigint", None)
-            if on_sigint is not None and task is not None:
-                return partial(on_sigint, main_task=task)
+            return frame.f_locals.get("self"), frame.f_locals.get("task")
         frame = frame.f_back
-    return signal.default_int_handler
+    return None, None
+
+
+def _handler_of(frame: FrameType | None) -> Handler:
+    """Return the handler of the innermost `asyncio.Runner`, else Python's."""
+    runner, task = _running(frame)
+    if task is None:
+        return signal.default_int_handler
+    return partial(runner._on_sigint, main_task=task)

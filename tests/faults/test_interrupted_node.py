@@ -129,3 +129,69 @@ def test_an_exception_inside_the_node_closes_it_or_leaves_it_usable() -> None:
     print("never wedged")
     """
     assert "never wedged" in run(program)
+
+
+def test_a_second_ctrl_c_leaves_the_node_usable_by_cleanup() -> None:
+    """`aiogpu.run` raises it outside of the node, and then awaits all cleanup."""
+    program = f"""
+    LOOP = "asyncio"
+    {PROGRAM}
+    loop.run_until_complete(aiogpu.shutdown())
+    loop.close()
+
+    def press(frame):
+        signal.getsignal(signal.SIGINT)(signal.SIGINT, frame)
+
+    async def main():
+        global left
+        async with aiogpu.init(num_cpus=1):
+            try:
+                signal.raise_signal(signal.SIGINT)
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                left = interrupt_at(step, ("aiogpu.",), press)
+                try:
+                    await limited(work())
+                finally:
+                    sys.settrace(None)
+                    answers.append(await again())
+
+    step, runs, answers, left = 0, 0, [], [0]
+    while left[0] <= 0:
+        step += 1009
+        runs += 1
+        try:
+            aiogpu.run(main())
+        except KeyboardInterrupt:
+            pass
+        assert answers == [7] * runs, (step, answers)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert runs > 5, (runs, step)
+    print("never wedged", runs)
+    """
+    assert "never wedged" in run(program)
+
+
+def test_ctrl_c_cancels_the_run_of_another_loop() -> None:
+    """`asyncio.run` sets no handler beside the one of the open node."""
+    program = f"""
+    LOOP = "asyncio"
+    {PROGRAM}
+    async def other():
+        try:
+            signal.raise_signal(signal.SIGINT)
+            await asyncio.sleep(30)
+        except asyncio.CancelledError:
+            print("cancelled")
+            raise
+
+    for run in (asyncio.run, aiogpu.run):
+        try:
+            run(other())
+        except KeyboardInterrupt:
+            print("interrupted")
+    assert loop.run_until_complete(again()) == 7
+    loop.run_until_complete(aiogpu.shutdown())
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    """
+    assert run(program).split() == ["cancelled", "interrupted"] * 2
