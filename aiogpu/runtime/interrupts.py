@@ -46,11 +46,27 @@ def interrupted_code(frame: FrameType | None) -> tuple[bool, bool]:
     return is_programs, False
 
 
+def calling_code(frame: FrameType | None) -> FrameType | None:
+    """Return the innermost frame of a program that called node code from a task."""
+    is_called = False
+    while frame is not None:
+        package = (frame.f_globals.get("__name__") or "").partition(".")[0]
+        if package in _LOOPS:
+            return None
+        if package == "aiogpu":
+            is_called = True
+        elif package not in sys.stdlib_module_names:
+            return frame if is_called else None
+        frame = frame.f_back
+    return None
+
+
 class DeferredInterrupts:
     """Wraps the handler of SIGINT while a node's loop is the main thread's.
 
     If the program's own code is interrupted, the handler runs at once; if the node or
-    its loop is, it runs as the loop's next callback. Nothing is done for each call.
+    its loop is, it runs as the loop's next callback, or before the next bytecode of the
+    program's function that called the node. Nothing is done for each call.
 
     `asyncio.Runner` sets its handler only if it finds Python's. So a runner whose loop
     is interrupted is found by its frame, whether it has set a handler or not.
@@ -63,6 +79,7 @@ class DeferredInterrupts:
         self._is_due = False
         self._is_retried = False
         self._tries = 0
+        self._traced: FrameType | None = None
 
     def add(self, engine: object, loop: asyncio.AbstractEventLoop) -> None:
         """Cover an engine whose node is open on this loop, in the main thread."""
@@ -86,7 +103,7 @@ class DeferredInterrupts:
 
         Raised later, it would end the loop of a Jupyter kernel, and so the kernel.
         """
-        self._is_due = False
+        self._settle()
         self._uninstall()
 
     def _install(self) -> None:
@@ -125,8 +142,10 @@ class DeferredInterrupts:
             is_patient = self._tries < INSISTS
             if not is_programs or not is_at_work or (is_called and is_patient):
                 self._defer(loop)
+                if is_at_work:
+                    self._stop_at(calling_code(frame))
                 return
-        self._is_due = False
+        self._settle()
         _handler_of(frame)(number, frame)
 
     def _defer(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -143,11 +162,41 @@ class DeferredInterrupts:
             self._is_retried = True
             signal.pthread_kill(main_thread, signal.SIGINT)
 
+    def _stop_at(self, frame: FrameType | None) -> None:
+        """Run the handler at the frame's next bytecode, unless a debugger traces.
+
+        A program that submits in a loop is in its own code for some per cent of the
+        time, so tries by time would not find it there.
+        """
+        if frame is not None and sys.gettrace() is None:
+            self._traced = frame
+            frame.f_trace_opcodes = True
+            frame.f_trace = self._on_bytecode
+            sys.settrace(_trace_no_call)
+
+    def _on_bytecode(self, frame: FrameType, _event: str, _argument: object) -> None:
+        if self._is_due:
+            self._settle()
+            _handler_of(frame)(signal.SIGINT, frame)
+
+    def _settle(self) -> None:
+        """Note that the interrupt is due no longer."""
+        self._is_due = False
+        frame, self._traced = self._traced, None
+        if frame is not None:
+            frame.f_trace, frame.f_trace_opcodes = None, False
+            if sys.gettrace() is _trace_no_call:
+                sys.settrace(None)
+
     def _deliver(self) -> None:
         if self._is_due:
-            self._is_due = False
+            self._settle()
             frame = sys._getframe()
             _handler_of(frame)(signal.SIGINT, frame)
+
+
+def _trace_no_call(_frame: FrameType, _event: str, _argument: object) -> None:
+    """Trace no function that is called from now on."""
 
 
 interrupts: Final = DeferredInterrupts()
