@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.cli.sandbox import open_sandbox
 from tests.support.program import run
 
 PROGRAM = """
@@ -29,7 +30,7 @@ PROGRAM = """
             return await give.remote(7)
 
     async def opened():
-        return await aiogpu.init(num_cpus=1)
+        return await aiogpu.init(address=ADDRESS)
 
     async def limited(work):
         async with asyncio.timeout(30):
@@ -64,11 +65,14 @@ PROGRAM = """
 """
 
 
-@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
-def test_ctrl_c_is_raised_outside_of_the_node(loop: str) -> None:
-    """The node goes on, wherever it or the loop is interrupted."""
+@pytest.mark.parametrize(
+    ("loop", "address"),
+    [("asyncio", "local"), ("uvloop", "local"), ("asyncio", "auto")],
+)
+def test_ctrl_c_is_raised_outside_of_the_node(loop: str, address: str) -> None:
+    """The node or the connection to it goes on, wherever it is interrupted."""
     program = f"""
-    LOOP = {loop!r}
+    LOOP, ADDRESS = {loop!r}, {address!r}
     {PROGRAM}
     def press(frame):
         signal.getsignal(signal.SIGINT)(signal.SIGINT, frame)
@@ -92,13 +96,17 @@ def test_ctrl_c_is_raised_outside_of_the_node(loop: str) -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     print("never wedged")
     """
-    assert "never wedged" in run(program)
+    with open_sandbox() as sandbox:
+        if address == "auto":
+            sandbox.run("start", "--head", "--num-cpus=1")
+        output = run(program, XDG_RUNTIME_DIR=sandbox.directory)
+    assert "never wedged" in output
 
 
 def test_an_exception_inside_the_node_closes_it_or_leaves_it_usable() -> None:
     """The exception is that of any handler of signals that the program has set."""
     program = f"""
-    LOOP = "asyncio"
+    LOOP, ADDRESS = "asyncio", "local"
     {PROGRAM}
     class Alarm(BaseException): ...
 
@@ -134,7 +142,7 @@ def test_an_exception_inside_the_node_closes_it_or_leaves_it_usable() -> None:
 def test_a_second_ctrl_c_leaves_the_node_usable_by_cleanup() -> None:
     """`aiogpu.run` raises it outside of the node, and then awaits all cleanup."""
     program = f"""
-    LOOP = "asyncio"
+    LOOP, ADDRESS = "asyncio", "local"
     {PROGRAM}
     loop.run_until_complete(aiogpu.shutdown())
     loop.close()
@@ -175,7 +183,7 @@ def test_a_second_ctrl_c_leaves_the_node_usable_by_cleanup() -> None:
 def test_ctrl_c_cancels_the_run_of_another_loop() -> None:
     """`asyncio.run` sets no handler beside the one of the open node."""
     program = f"""
-    LOOP = "asyncio"
+    LOOP, ADDRESS = "asyncio", "local"
     {PROGRAM}
     async def other():
         try:
