@@ -4,6 +4,7 @@ In IPython on a terminal the event loop stops between cells: IPython runs a cell
 coroutine by `run_until_complete`. Ctrl-C interrupts that call and leaves the
 coroutine's asyncio task waiting, and with it the aiogpu task and its GPU. So this
 module cancels the task of an interrupted cell. A Jupyter kernel does that itself.
+IPython has a handler of Ctrl-C for each cell, which must not raise inside the node.
 """
 
 from __future__ import annotations
@@ -43,12 +44,21 @@ def watch(loops: Iterable[asyncio.AbstractEventLoop]) -> None:
     if shell is None or shell in _watched:
         return
     _watched.append(shell)
+    # Late: a program outside of IPython imports this module before any engine.
+    from aiogpu.runtime.interrupts import interrupts
+
+    def before(_info: Any) -> None:
+        interrupts.begin_cell()
 
     def after(result: Any) -> None:
-        if isinstance(result.error_in_exec, KeyboardInterrupt):
-            for loop in list(loops):
-                _cancel_cells(loop)
+        try:
+            if isinstance(result.error_in_exec, KeyboardInterrupt):
+                for loop in list(loops):
+                    _cancel_cells(loop)
+        finally:
+            interrupts.end_cell()
 
+    shell.events.register("pre_run_cell", before)
     shell.events.register("post_run_cell", after)
 
 
@@ -110,33 +120,65 @@ def run(main: Coroutine[Any, Any, T], *, debug: bool | None = None) -> T:
     except BaseException:
         main.close()
         raise
-    interrupts = _Interrupts()
-    program = interrupts.counted(main)
+    termination = _Termination()
+    program = termination.handled(main)
     try:
         return runner.run(program)
     except RuntimeError:
-        if interrupts.has_stopped:
+        if runner.has_stopped:
             raise KeyboardInterrupt from None
         raise
     except asyncio.CancelledError:
-        if interrupts.is_terminated:
+        if termination.has_come:
             raise SystemExit(128 + signal.SIGTERM) from None
         raise
     finally:
-        interrupts.are_over = True
         if getcoroutinestate(program) != CORO_SUSPENDED:
             program.close()  # neither coroutine may have started
             main.close()
         runner.close()
 
 
-def new_runner(debug: bool | None = None) -> asyncio.Runner:
+def new_runner(debug: bool | None = None) -> _Runner:
     """Return a runner that makes an event loop of uvloop when it is first used."""
     import uvloop
 
     _open_standard_descriptors()
     # `with` would make the loop at once, and fail to close it inside another loop.
-    return asyncio.Runner(debug=debug, loop_factory=uvloop.new_event_loop)
+    return _Runner(debug=debug, loop_factory=uvloop.new_event_loop)
+
+
+class _Runner(asyncio.Runner):  # type: ignore[misc] # final in typeshed alone
+    """A runner whose loop ends at the second Ctrl-C.
+
+    uvloop loses a second Ctrl-C that arrives in one of its own callbacks.
+
+    Attributes:
+        has_stopped: the loop was stopped because a second Ctrl-C was lost.
+    """
+
+    has_stopped = False
+    _count = 0
+    _is_over = False
+
+    def close(self) -> None:
+        """Close the loop; see `asyncio.Runner`."""
+        self._is_over = True
+        super().close()
+
+    def _on_sigint(
+        self, signum: int, frame: FrameType | None, main_task: asyncio.Task[Any]
+    ) -> None:
+        self._count += 1
+        if self._count > 1:
+            loop = self.get_loop()
+            loop.call_soon_threadsafe(loop.call_later, LOST_AFTER, self._stop, loop)
+        super()._on_sigint(signum, frame, main_task)  # type: ignore[misc]
+
+    def _stop(self, loop: asyncio.AbstractEventLoop) -> None:
+        if not self._is_over:
+            self.has_stopped = True
+            loop.stop()
 
 
 def _with_deferred_interrupt(make: Callable[[], T]) -> T:
@@ -159,61 +201,30 @@ def _with_deferred_interrupt(make: Callable[[], T]) -> T:
     return result
 
 
-class _Interrupts:
-    """Counts Ctrl-C, and handles SIGTERM.
-
-    uvloop loses a second Ctrl-C that arrives in one of its own callbacks.
+class _Termination:
+    """Handles SIGTERM.
 
     Attributes:
-        are_over: the loop has ended.
-        has_stopped: the loop was stopped because a second Ctrl-C was lost.
-        is_terminated: SIGTERM has come.
+        has_come: the program was cancelled.
     """
 
-    def __init__(self) -> None:
-        self.are_over = False
-        self.has_stopped = False
-        self.is_terminated = False
-        self._before = signal.getsignal(signal.SIGINT)
-        self._count = 0
+    has_come = False
 
-    async def counted(self, main: Coroutine[Any, Any, T]) -> T:
-        """Await the program; count each Ctrl-C, then call the runner's handler."""
-        previous = signal.getsignal(signal.SIGINT)
+    async def handled(self, main: Coroutine[Any, Any, T]) -> T:
+        """Await the program; handle the signal unless the program does."""
         is_main = threading.current_thread() is threading.main_thread()
         if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             loop, program = asyncio.get_running_loop(), asyncio.current_task()
             assert program is not None, "the runner has made it"
             loop.add_signal_handler(signal.SIGTERM, self._terminate, loop, program)
-        if (
-            not is_main
-            or not callable(previous)
-            or previous is signal.default_int_handler
-        ):
-            return await main  # the runner does not handle Ctrl-C either
-        loop = asyncio.get_running_loop()
-
-        def press(number: int, frame: FrameType | None) -> None:
-            self._count += 1
-            if self._count > 1:
-                loop.call_soon_threadsafe(loop.call_later, LOST_AFTER, self._stop, loop)
-            previous(number, frame)
-
-        signal.signal(signal.SIGINT, press)
-        try:
-            return await main
-        finally:
-            if signal.getsignal(signal.SIGINT) is press:
-                # The runner leaves a handler that is not its own in place.
-                handler = self._before if self.are_over else previous
-                signal.signal(signal.SIGINT, handler)
+        return await main
 
     def _terminate(
         self, loop: asyncio.AbstractEventLoop, program: asyncio.Task[Any]
     ) -> None:
         """Cancel the program; at the second SIGTERM end it, as without a handler."""
-        if not self.is_terminated:
-            self.is_terminated = True
+        if not self.has_come:
+            self.has_come = True
             from aiogpu.api.results.handle import session_of
 
             session = session_of(loop)
@@ -223,11 +234,6 @@ class _Interrupts:
             return
         loop.remove_signal_handler(signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)
-
-    def _stop(self, loop: asyncio.AbstractEventLoop) -> None:
-        if not self.are_over:
-            self.has_stopped = True
-            loop.stop()
 
 
 def _open_standard_descriptors() -> None:

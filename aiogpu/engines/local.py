@@ -13,7 +13,8 @@ from aiogpu.core.model.ids import TaskId
 from aiogpu.engines.base import NodeOptions
 from aiogpu.errors import NodeClosedError
 from aiogpu.linux.sockets import keep_pages
-from aiogpu.runtime.node import DeferredInterrupts, Supervisor
+from aiogpu.runtime.interrupts import interrupts
+from aiogpu.runtime.node import Supervisor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -198,7 +199,6 @@ class LocalEngine(DriverEngine):
     def __init__(self, options: NodeOptions, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(options, loop)
         self._supervisor = Supervisor(loop, self._make_viewers)
-        self._interrupts = DeferredInterrupts(loop)
         # Marks functions that were found feasible; small, since functions outlive the
         # node.
         self._mark = object()
@@ -207,7 +207,7 @@ class LocalEngine(DriverEngine):
         """Detect resources while the zygote starts; see `Engine.open`."""
         options = self._options
         keep_pages()
-        self._interrupts.install()
+        interrupts.add(self, self._loop)
         try:
             self._supervisor.start_zygote(
                 options.preload, options.learns, options.spill_directory or ""
@@ -233,7 +233,7 @@ class LocalEngine(DriverEngine):
                 options.gpu_memory_enforce, options.foreign
             )
         except BaseException:
-            self._interrupts.remove()
+            interrupts.discard(self)
             await self._supervisor.stop()
             raise
 
@@ -478,7 +478,7 @@ class LocalEngine(DriverEngine):
             if self._store is not None:
                 self._store.close()
         finally:
-            self._interrupts.remove()
+            interrupts.discard(self)
 
     def force_close(self) -> None:
         """Close without a grace period; see `Engine.force_close`."""
@@ -489,7 +489,7 @@ class LocalEngine(DriverEngine):
 
     def close_now(self) -> None:
         """Close at once, without an event loop."""
-        self._interrupts.remove()
+        interrupts.discard(self)
         self._supervisor.close_now()
 
     def after_fork(self) -> None:

@@ -36,6 +36,7 @@ from aiogpu.errors import (
 from aiogpu.linux.sockets import keep_pages
 from aiogpu.memory.control_page import ControlPage
 from aiogpu.runtime.directories import check_socket, default_socket
+from aiogpu.runtime.interrupts import interrupts
 from aiogpu.runtime.output import Console, LoggedText, Source
 from aiogpu.runtime.zygote.config import arguments, interpreter_flags
 from aiogpu.serialization.exceptions import error_of, unpack_failure
@@ -533,9 +534,11 @@ class RemoteEngine(NodeClient):
             NodeError: the node has refused, or belongs to another user.
             OptionError: the node does not satisfy the options of `init`.
         """
+        interrupts.add(self, self.loop)
         try:
             await self._join()
         except BaseException:
+            interrupts.discard(self)
             self._line.close()
             self._release_memory()
             raise
@@ -713,6 +716,12 @@ class RemoteEngine(NodeClient):
 
     async def close(self) -> None:
         """Stop this program's tasks, wait for their end, and leave the node."""
+        try:
+            await self._leave()
+        finally:
+            interrupts.discard(self)
+
+    async def _leave(self) -> None:
         if self._line.is_open and self._ledger is not None:
             until = self.loop.time() + DEPART_LIMIT
             await self._finish_lookups(DEPART_LIMIT)
@@ -755,6 +764,7 @@ class RemoteEngine(NodeClient):
 
     def close_now(self) -> None:
         """Close at once, without an event loop; the node notices."""
+        interrupts.discard(self)
         self.after_fork()
 
     def after_fork(self) -> None:

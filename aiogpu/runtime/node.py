@@ -8,16 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import socket
-import sys
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property, partial
 from time import perf_counter
-from types import FrameType
 from typing import TYPE_CHECKING, Final
 from weakref import WeakSet
 
@@ -86,133 +82,6 @@ class BusyPoll:
             self._loop.call_soon(self._look)
         else:
             self._is_awake = False
-
-
-RETRY: Final = 0.01
-"""Seconds after which a deferred interrupt is tried again: the loop may be held by code
-of the program that only calls the node."""
-
-
-INSISTS: Final = 100
-"""Tries after which an interrupt lands in code of the program that node code calls."""
-
-
-_LOOPS: Final = ("asyncio", "selectors", "uvloop")
-
-
-def interrupted_code(frame: FrameType | None) -> tuple[bool, bool]:
-    """Return whether a program's code is innermost, and whether node code called it."""
-    is_programs = False
-    while frame is not None:
-        module: str = frame.f_globals.get("__name__") or ""
-        package = module.partition(".")[0]
-        if package in _LOOPS or module == "aiogpu.api.run":
-            return is_programs, False
-        if package == "aiogpu":
-            return is_programs, True
-        is_programs = is_programs or package not in sys.stdlib_module_names
-        frame = frame.f_back
-    return is_programs, False
-
-
-class DeferredInterrupts:
-    """Keeps the exceptions of SIGINT out of the code of a node and of its loop.
-
-    Python runs the handler of a signal between any two bytecodes of the main thread. A
-    `KeyboardInterrupt` that lands in the node's code, or in a transport that has just
-    read from a socket, loses a message or leaves a step half done. So this class wraps
-    the handler while the node's loop is the main thread's. If the program's own code
-    is interrupted, the handler runs at once; if the node or the loop is, it runs as
-    the loop's next callback. Nothing is done for each call.
-
-    Attributes:
-        is_due: an interrupt was deferred.
-    """
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.is_due = False
-        self._loop = loop
-        self._tries = 0
-        self._wrapped: Callable[[int, FrameType | None], object] | None = None
-
-    def install(self) -> None:
-        """Wrap Python's handler or that of `asyncio.Runner`, in the main thread.
-
-        Other handlers stay: code that has set one may look for it later.
-        """
-        if threading.current_thread() is not threading.main_thread():
-            return
-        handler = signal.getsignal(signal.SIGINT)
-        task = _task_of_runner(handler)
-        is_default = handler is signal.default_int_handler
-        if self._wrapped is not None or not (is_default or task is not None):
-            return
-        assert callable(handler), handler
-        self._wrapped = handler
-        signal.signal(signal.SIGINT, self._on_signal)
-        if task is not None and not task.done():
-            # `Runner.run` removes its handler only if it finds it.
-            task.add_done_callback(self._on_run_ended)
-
-    def remove(self) -> None:
-        """Restore the handler, unless the program has set another one since."""
-        wrapped, self._wrapped = self._wrapped, None
-        if wrapped is None or signal.getsignal(signal.SIGINT) != self._on_signal:
-            return
-        task = _task_of_runner(wrapped)
-        if task is not None and task.done():
-            # A runner replaces this handler only, and restores it when its run ends.
-            wrapped = signal.default_int_handler
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGINT, wrapped)
-
-    def _on_run_ended(self, _task: asyncio.Task[object]) -> None:
-        is_installed = self._wrapped is not None
-        self.remove()
-        if is_installed:
-            # In the first turn of the next `Runner.run`, which sets its own handler.
-            self._loop.call_soon(self.install)
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        wrapped = self._wrapped or signal.default_int_handler
-        is_programs, is_called = interrupted_code(frame)
-        if self._loop.is_running():
-            # uvloop has no frames, so those of its caller would be innermost.
-            is_at_work = asyncio.current_task(self._loop) is not None
-            is_patient = self._tries < INSISTS
-            if not is_programs or not is_at_work or (is_called and is_patient):
-                self._defer()
-                return
-        self.is_due = False
-        wrapped(number, frame)
-
-    def _defer(self) -> None:
-        self._tries = self._tries + 1 if self.is_due else 0
-        if not self.is_due:
-            self.is_due = True
-            self._loop.call_soon_threadsafe(self._deliver)
-        retry = threading.Timer(RETRY, self._retry, [threading.get_ident()])
-        retry.daemon = True
-        retry.start()
-
-    def _retry(self, main_thread: int) -> None:
-        if self.is_due:
-            signal.pthread_kill(main_thread, signal.SIGINT)
-
-    def _deliver(self) -> None:
-        if self.is_due:
-            self.is_due = False
-            wrapped = self._wrapped or signal.default_int_handler
-            wrapped(signal.SIGINT, sys._getframe())
-
-
-def _task_of_runner(handler: object) -> asyncio.Task[object] | None:
-    """Return the task of the `asyncio.Runner` that has set a handler of SIGINT."""
-    function = getattr(getattr(handler, "func", None), "__func__", None)
-    if function is not getattr(asyncio.Runner, "_on_sigint", handler):
-        return None
-    task = getattr(handler, "keywords", {}).get("main_task")
-    return task if isinstance(task, asyncio.Task) else None
 
 
 SLACK: Final = 5.0

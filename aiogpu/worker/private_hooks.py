@@ -75,6 +75,29 @@ def forget_exit_functions() -> None:
     atexit._clear()
 
 
+def resource_trackers() -> list[Any]:
+    """Return the trackers of shared memory that this process has started.
+
+    They are of `multiprocessing` and of packages derived from it; `_pid` is their
+    process. If a later version keeps them elsewhere, a zygote kills them as strays.
+    """
+    named = [name for name in sys.modules if name.endswith("resource_tracker")]
+    found = (getattr(sys.modules[name], "_resource_tracker", None) for name in named)
+    # Packages import the standard one under their own name.
+    unique = {id(each): each for each in found}
+    return [each for each in unique.values() if getattr(each, "_fd", None) is not None]
+
+
+def leave_resource_trackers() -> None:
+    """Close the pipes to these trackers; the next use starts another.
+
+    A tracker cleans up when all processes that have its pipe have closed it.
+    """
+    for tracker in resource_trackers():
+        os.close(tracker._fd)
+        tracker._fd = tracker._pid = None
+
+
 def set_interpreter_flag(name: str, value: bool) -> None:
     """Set an attribute of `sys.flags`, which Python sets only at its start.
 

@@ -12,8 +12,8 @@ import signal
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 
 import pexpect
@@ -235,36 +235,75 @@ async def test_ctrl_c_drains_a_service_and_a_second_one_ends_it(
 # IPython in a terminal: Ctrl-C stops the awaited task [B15].
 
 
-@pytest.mark.either_loop
-@pytest.mark.usefixtures("no_leaks")
-async def test_an_interrupted_ipython_cell_frees_its_gpu(gate: Gate) -> None:
-    prompt = r"In \[\d+\]: "
-    ipython = pexpect.spawn(
+IPYTHON_PROMPT = r"In \[\d+\]: "
+
+
+@asynccontextmanager
+async def ipython(gate: Gate, *cells: str) -> AsyncIterator[pexpect.spawn]:
+    """IPython in a terminal, after some cells."""
+    terminal = pexpect.spawn(
         sys.executable,
         ["-m", "IPython", "--simple-prompt", "--no-banner", "--colors=NoColor"],
         encoding="utf8",
         timeout=60,
         env={**environment(), "TERM": "dumb", "IPYTHONDIR": f"{gate.path}.ipython"},
     )
-    with ipython:
-        await ipython.expect(prompt, async_=True)
-        for cell in (
-            "import aiogpu",
-            "from tests.contract import tasks",
-            "node = await aiogpu.init(num_cpus=1, num_gpus=1)",
-        ):
-            ipython.sendline(cell)
-            await ipython.expect(prompt, async_=True)
-        ipython.sendline(
+    with terminal:
+        await terminal.expect(IPYTHON_PROMPT, async_=True)
+        for cell in cells:
+            terminal.sendline(cell)
+            await terminal.expect(IPYTHON_PROMPT, async_=True)
+        yield terminal
+        terminal.sendline("await aiogpu.shutdown()")
+        await terminal.expect(IPYTHON_PROMPT, async_=True)
+        terminal.sendline("exit()")
+        await terminal.expect(pexpect.EOF, async_=True)
+
+
+async def interrupt(terminal: pexpect.spawn) -> None:
+    """Press Ctrl-C, and wait for the prompt."""
+    terminal.sendintr()
+    await terminal.expect("KeyboardInterrupt", async_=True)
+    await terminal.expect(IPYTHON_PROMPT, async_=True)
+
+
+@pytest.mark.either_loop
+@pytest.mark.usefixtures("no_leaks")
+async def test_an_interrupted_ipython_cell_frees_its_gpu(gate: Gate) -> None:
+    async with ipython(
+        gate,
+        "import aiogpu",
+        "from tests.contract import tasks",
+        "node = await aiogpu.init(num_cpus=1, num_gpus=1)",
+    ) as terminal:
+        terminal.sendline(
             f"await tasks.gated.options(num_gpus=1).remote({gate.path!r}, 'a')"
         )
         await gate.entered("a")
-        ipython.sendintr()
-        await ipython.expect("KeyboardInterrupt", async_=True)
-        await ipython.expect(prompt, async_=True)
-        ipython.sendline("await tasks.add.options(num_gpus=1).remote(40, 2)")
-        await ipython.expect(r"Out\[\d+\]: 42", async_=True)
-        ipython.sendline("await aiogpu.shutdown()")
-        await ipython.expect(prompt, async_=True)
-        ipython.sendline("exit()")
-        await ipython.expect(pexpect.EOF, async_=True)
+        await interrupt(terminal)
+        terminal.sendline("await tasks.add.options(num_gpus=1).remote(40, 2)")
+        await terminal.expect(r"Out\[\d+\]: 42", async_=True)
+        await terminal.expect(IPYTHON_PROMPT, async_=True)
+
+
+@pytest.mark.either_loop
+@pytest.mark.usefixtures("no_leaks")
+async def test_ctrl_c_in_ipython_among_thousands_of_calls_leaves_the_node_usable(
+    gate: Gate,
+) -> None:
+    """The calls are being submitted, or being answered."""
+    async with ipython(
+        gate,
+        "import aiogpu, asyncio",
+        "from tests.contract.interrupted_cells import gather, submit",
+        "from tests.contract import tasks",
+        "node = await aiogpu.init(num_cpus=2)",
+    ) as terminal:
+        for at in range(0, 4000, 800):
+            for cell in ("submit", "gather"):
+                terminal.sendline(f"await {cell}({at})")
+                await terminal.expect(r"\nbegun\r", async_=True)
+                await interrupt(terminal)
+                terminal.sendline("await tasks.add.remote(40, 2)")
+                await terminal.expect(r"Out\[\d+\]: 42", async_=True)
+                await terminal.expect(IPYTHON_PROMPT, async_=True)

@@ -37,8 +37,11 @@ FEW: Final = 8
 """Deaths of processes, each of which takes a fork."""
 SLACK: Final = MANY // 3
 CACHES: Final = "functions with options, and requests: caches with a limit"
+PROCESSES: Final = "keepers stay: as many as there were processes at a time"
 BOUNDED: Final = {
-    "Slots._free_indices": "as many as there were processes at a time",
+    "Slots._free_indices": PROCESSES,
+    "Supervisor._peers": PROCESSES,
+    "Peer._transport": PROCESSES,
     "History.ring": "the last tasks, up to a limit",
     "Client.declared": CACHES,
     "Clients._portions": CACHES,

@@ -110,6 +110,45 @@ def is_served(directory: str) -> bool:
     return keeper.is_served(f"/tmp/{directory}/manager.sock")
 
 
+PRELOADED = """
+    import asyncio, os, sys
+    import aiogpu
+    from tests.contract import tracked_tasks
+
+    @aiogpu.remote(num_gpus=1)
+    def use():
+        from tests.contract.preloaded_memory import memory
+
+        memory.buf[0] += 1
+        return memory.buf[0]
+
+    async def main():
+        preload = ["tests.contract.preloaded_memory"]
+        async with aiogpu.init(num_cpus=1, num_gpus=1, preload=preload):
+            leave = aiogpu.remote(num_gpus=1)(tracked_tasks.leave_memory)
+            name = os.environ["MEMORY_NAME"]
+            for turn in range(1, 4):
+                await leave.remote(name + "-of-a-task", "return", "")
+                assert await use.remote() == turn
+                left = [each for each in os.listdir("/dev/shm") if name in each]
+                assert left == [name], left
+
+    aiogpu.run(main())
+"""
+
+
+def test_memory_of_a_preloaded_module_is_removed_with_its_zygote(
+    name: str, tmp_path: Path
+) -> None:
+    """The memory of a task is removed with its worker all the same."""
+    program = start(PRELOADED, MEMORY_NAME=name, XDG_RUNTIME_DIR=str(tmp_path))
+    _, err = program.communicate(timeout=60)
+    assert program.returncode == 0, err
+    # Python's own warnings of each tracker, as of a program that leaves its memory.
+    assert "died unexpectedly" not in err
+    assert not named(name)
+
+
 KILLED = """
     import asyncio, sys
     import aiogpu

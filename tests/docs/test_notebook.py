@@ -90,3 +90,44 @@ def test_an_interrupt_cancels_the_task_that_the_cell_awaits(run: Run) -> None:
     assert printed.endswith("done\n"), "the task's output belongs to its cell"
     assert ids == "[0]", "the GPU is free"
     # The node is still open: the end of the kernel closes it.
+
+
+CALLS: Final = """
+import asyncio
+import aiogpu
+
+await aiogpu.init(num_cpus=2)
+
+@aiogpu.remote
+def give(value):
+    return value
+
+async def tell(value, at):
+    if await give.remote(value) == at:
+        print("begun", flush=True)
+"""
+
+SUBMITTING: Final = """
+for value in range(500_000):
+    if value == {at}:
+        print("begun", flush=True)
+    give.remote(value)
+"""
+"""Ends by an interrupt. The cell awaits nothing, so IPython lets Ctrl-C raise."""
+
+GATHERING: Final = """
+calls = [tell(value, {at}) for value in range(4000)]
+await asyncio.gather(*calls, asyncio.Event().wait())
+"""
+
+
+def test_interrupts_among_thousands_of_calls_leave_the_node_usable(run: Run) -> None:
+    assert run(CALLS) == []
+    for at in range(0, 4000, 400):
+        for cell, error in (
+            (SUBMITTING, "KeyboardInterrupt"),
+            (GATHERING, "CancelledError"),
+        ):
+            outputs = run(cell.format(at=at), interrupt_at="begun")
+            assert outputs == ["begun\n", error]
+            assert run("await give.remote(7)") == ["7"]

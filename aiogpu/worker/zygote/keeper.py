@@ -356,7 +356,9 @@ def _nothing() -> None:
 
 
 def end_children(
-    end_others: Callable[[], None] = _nothing, worker: int | None = None
+    end_others: Callable[[], None] = _nothing,
+    worker: int | None = None,
+    spared: Container[int] = (),
 ) -> None:
     """Kill all children and the orphans that are adopted by their deaths.
 
@@ -368,13 +370,17 @@ def end_children(
     Args:
         end_others: also kills processes that may not be signalled or fork too fast.
         worker: process id of the worker that has ended and has left the children.
+        spared: process ids of children that live on.
     """
     ended = {worker}
     trackers: dict[int, bool] = {}  # children by pid: True for trackers
     managers: list[str] = []
     rounds, deadline = 0, None
     while True:
-        children = kernel.children()
+        every = kernel.children()
+        children = [pid for pid in every if pid not in spared]
+        if every and not children:
+            break
         found = [pid for pid in children if pid not in trackers]
         for pid in found:
             command = command_of(pid)

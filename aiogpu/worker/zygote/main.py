@@ -33,6 +33,8 @@ from aiogpu.wire.messages import (
 from aiogpu.worker.environment import Threads
 from aiogpu.worker.private_hooks import (
     forget_exit_functions,
+    leave_resource_trackers,
+    resource_trackers,
     run_exit_functions,
     set_interpreter_flag,
 )
@@ -82,6 +84,8 @@ class Zygote:
         self._keepers: dict[int, int] = {}
         self._strays: set[int] = set()
         self._lost: dict[int, set[int]] = {}
+        # Of shared memory and semaphores that preloaded modules have created.
+        self._trackers: set[int] = set()
         self._threads = Threads()
         self._imports = Imports()
         driver = self._watch_driver()
@@ -168,6 +172,7 @@ class Zygote:
         if self._setup.preload or self._setup.learnt:
             gc.collect()  # aiogpu alone leaves 0.3 MB of garbage, which all forks share
         gc.freeze()
+        self._trackers = {tracker._pid for tracker in resource_trackers()}
         self._watch.send(ready)
         while not self._watch.is_over:
             for message in self._watch.wait():
@@ -194,6 +199,9 @@ class Zygote:
                 self._watch.leave()
                 # Here and not in the worker, where it would take each worker's time.
                 forget_exit_functions()
+                if self._trackers:
+                    # A worker has a tracker of its own, which ends with it.
+                    leave_resource_trackers()
                 for number in (signal.SIGTERM, signal.SIGQUIT, signal.SIGHUP):
                     kernel.set_default_handler(number)
                 begin = self._template.begin
@@ -218,11 +226,13 @@ class Zygote:
                 break
             if pid == 0:
                 break
+            self._trackers.discard(pid)
             if pid in self._keepers:
                 slot = self._keepers.pop(pid)
                 end_slot(self._setup.cgroup, slot)
                 self._lost[slot] = set()
-        strays = {pid for pid in kernel.children() if pid not in self._keepers}
+        own = self._keepers.keys() | self._trackers
+        strays = {pid for pid in kernel.children() if pid not in own}
         for pid in strays:
             kernel.kill(pid)
         new, self._strays = strays - self._strays, strays
@@ -233,13 +243,13 @@ class Zygote:
                 del self._lost[slot]
 
     def _wait_for_keepers(self) -> None:
-        """Give keepers a moment to end their workers; then kill all children."""
+        """Give keepers a moment to end their workers; then kill all but trackers."""
         deadline = time.monotonic() + KEEPER_LIMIT
         while self._keepers and time.monotonic() < deadline:
             self._reap()
             if self._keepers:
                 self._watch.wait_for_child(deadline - time.monotonic())
-        end_children()
+        end_children(spared=self._trackers)
 
 
 def main(fields: dict[str, object]) -> None:
@@ -295,5 +305,9 @@ def _leave(status: int) -> NoReturn:
         run_exit_functions()
         sys.stdout.flush()
         sys.stderr.flush()
+        if status == 0:
+            # Only trackers are left. After the exit functions, which may use them.
+            leave_resource_trackers()
+            end_children()
     finally:
         os._exit(status)

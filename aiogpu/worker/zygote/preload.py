@@ -129,9 +129,10 @@ class Preload:
         """Return the learnt modules that a process may import before it forks."""
         if not modules:
             return []
+        before = kernel.children()
         fit, unfit = probe(modules, self._leave, self._driver)
         # Processes that the imports started and that outlived the children.
-        end_children()
+        end_children(spared=before)
         for module, reason in unfit.items():
             self._send(LeftOut(module, reason))
         return fit
