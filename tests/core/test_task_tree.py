@@ -393,3 +393,18 @@ def test_disowned_task_does_not_run_alone():
     w.advance(1.0)
     assert w.told["child-0"] == "disowned"
     assert w.left == 0
+
+
+def test_disowned_tasks_are_not_sent_ahead():
+    w = World(cpus=4, config=PATIENCE, took=1e-4).play("submit first second")
+    for number in range(9):
+        w.submit(f"kept-{number}", parent="first")
+    names = [f"child-{number}" for number in range(2 * STOPPED_AT_ONCE)]
+    for name in names:
+        w.submit(name, parent="second")
+    w.cancel("second")
+    for number in range(9):
+        w.finish(f"kept-{number}")
+        assert not (w.running | w.queued) & set(names)
+    w.advance(1.0)
+    assert w.waiting == set()
