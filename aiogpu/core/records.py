@@ -129,6 +129,11 @@ class Kin:
     waits_for: dict[TaskId, TaskRecord] = field(default_factory=dict)
     awaited_by: TaskRecord | None = None
 
+    def is_disowned(self, task: TaskId) -> bool:
+        """Return True if a parent has given up this task, which has not ended yet."""
+        parent = None if self.parent is None else self.parent.kin
+        return parent is not None and task not in parent.children
+
 
 @dataclass(slots=True, eq=False)
 class Stop:

@@ -546,6 +546,7 @@ class Driver:
         count = None
         while count != (count := len(self._calls)) and not self._closed.done():
             await asyncio.wait([self._closed], timeout=timeout)
+        await self.actors.slices.finish()
         if self._timer is not None:
             self._timer.cancel()
 

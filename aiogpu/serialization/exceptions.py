@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 from aiogpu.errors import (
     ActorDiedError,
+    AiogpuError,
     DeserializationError,
     ObjectMemoryError,
     RemoteTraceback,
@@ -158,8 +160,17 @@ def pack_failure(
     return Failed(task, kind, name.removeprefix("builtins."), message, text, payload)
 
 
+@lru_cache(maxsize=8)
+def _pack_message(kind: type[Exception], message: str) -> Failed:
+    """Pack an error that is its message: a node may tell a million tasks the same."""
+    return pack_failure(0, RAISED, kind(message), "")
+
+
 def pack_own_error(error: Exception) -> Failed:
     """Make the message that describes an error of aiogpu, with its cause."""
+    is_raised = error.__traceback__ or error.__cause__ or error.__context__
+    if isinstance(error, AiogpuError) and not is_raised and not vars(error):
+        return _pack_message(type(error), str(error))  # type: ignore[arg-type]
     failed = pack_failure(0, RAISED, error, "")
     if failed.payload is None or error.__cause__ is None:
         return failed

@@ -20,7 +20,9 @@ from aiogpu.core.model.ids import TaskId, WorkerId
 from aiogpu.core.model.request import Request, Shape, TaskSpec
 from aiogpu.core.model.units import UNIT
 from aiogpu.core.records import TaskState
-from aiogpu.core.scheduler.scheduler import ABANDON_BATCH, ABANDON_EVERY, Scheduler
+from aiogpu.core.scheduler.scheduler import Scheduler
+from aiogpu.core.scheduler.state import STOP_EVERY
+from aiogpu.core.scheduler.task_tree import STOPPED_AT_ONCE
 from tests.core.builders import World, kinds, record_of, submit
 
 PATIENCE = SchedulerConfig(cancel_grace=2.0, interrupt_every=0.5, exit_grace=5.0)
@@ -169,12 +171,12 @@ def test_close_retries_nothing_and_refuses_new_tasks():
 def test_close_fails_waiting_tasks_in_batches():
     """The event loop can do other things in between."""
     w = World(cpus=1, config=PATIENCE)
-    for number in range(2 * ABANDON_BATCH + 10):
+    for number in range(2 * STOPPED_AT_ONCE + 10):
         w.scheduler.submit(w.now, TaskId(number), SPEC)
     [worker] = w.scheduler.workers
     slices = [w.scheduler.close(w.now)]
     assert not w.is_closed
-    while (moment := w.scheduler.deadline()) == w.now + ABANDON_EVERY:
+    while (moment := w.scheduler.deadline()) == w.now + STOP_EVERY:
         w.clock.advance_to(moment)
         slices.append(w.scheduler.wake(moment))
         w.scheduler.check()
@@ -182,9 +184,9 @@ def test_close_fails_waiting_tasks_in_batches():
         [effect.task for effect in effects if fails(effect, Failure.ABANDONED)]
         for effects in slices
     ]
-    assert [len(tasks) for tasks in told] == [1 + ABANDON_BATCH, ABANDON_BATCH, 9]
+    assert [len(tasks) for tasks in told] == [1 + STOPPED_AT_ONCE, STOPPED_AT_ONCE, 9]
     assert [task for tasks in told for task in tasks] == list(
-        range(2 * ABANDON_BATCH + 10)
+        range(2 * STOPPED_AT_ONCE + 10)
     )
     assert w.left == 0
     w.scheduler.worker_gone(w.now, worker.id)

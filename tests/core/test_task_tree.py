@@ -9,6 +9,8 @@ from aiogpu.core.effects import Fail, Failure, Forget
 from aiogpu.core.model.config import SchedulerConfig
 from aiogpu.core.records import TaskState
 from aiogpu.core.scheduler.scheduler import Scheduler
+from aiogpu.core.scheduler.state import STOP_EVERY
+from aiogpu.core.scheduler.task_tree import STOPPED_AT_ONCE
 from tests.core.builders import World, status_of, why_of
 
 PATIENCE = SchedulerConfig(cancel_grace=2.0, interrupt_every=0.5)
@@ -305,3 +307,104 @@ def test_no_deadlock_if_the_awaited_tasks_can_run():
     for name in ("below c", "c", "below b", "b", "below a", "a"):
         w.finish(name)
     assert set(w.told.values()) == {"settled"}
+
+
+@pytest.mark.parametrize("end", ["cancel", "finish", "die", "close"])
+@pytest.mark.parametrize("is_shared", [False, True], ids=["alone", "shared"])
+def test_many_children_end_in_batches(end, is_shared):
+    """The event loop can do other things in between; none of them starts."""
+    w = World(cpus=1, config=PATIENCE)
+    if is_shared:
+        w.play("join 1; join 2")
+    w.submit("parent", client=int(is_shared), max_retries=0)
+    names = [f"child-{number}" for number in range(3 * STOPPED_AT_ONCE)]
+    for name in names:
+        w.submit(name, parent="parent")
+    if end == "close":
+        w.close()
+    else:
+        w.play(f"{end} parent")
+    assert is_ended(w, names) in range(1 + STOPPED_AT_ONCE)
+    w.cancel("child-300")  # in between
+    if end == "cancel":
+        w.finish("parent")
+    if end != "close":
+        w.submit("other", client=2 * is_shared)
+        w.submit("small", num_cpus=0, client=int(is_shared))
+        assert "small" in w.running
+        assert w.running <= {"other", "small"}
+        assert ("other" in w.running) is is_shared
+    for number in range(1, 4):
+        before = is_ended(w, names)
+        w.advance(STOP_EVERY)
+        w.check()
+        assert is_ended(w, names) - before <= STOPPED_AT_ONCE, number
+        assert not w.running & set(names)
+    assert is_ended(w, names) == len(names)
+    told = {name: w.told.get(name) for name in names}
+    assert set(told.values()) <= {"disowned", "abandoned", None}
+    assert [name for name in names if told[name] is None] == ["child-300"]
+    if end != "close":
+        assert {"other", "small"} == w.running
+
+
+def is_ended(w: World, names: list[str]) -> int:
+    """Count the tasks that have ended."""
+    return sum(w.tasks[name].id not in w.scheduler.tasks for name in names)
+
+
+def test_running_children_of_many_stop_at_once():
+    w = World(cpus=3, config=PATIENCE, exits=False).play("submit parent")
+    names = [f"child-{number}" for number in range(2 * STOPPED_AT_ONCE)]
+    for name in names:
+        w.submit(name, parent="parent", num_cpus=1)
+    running = w.running - {"parent"}
+    w.play("submit holder; cancel parent")
+    assert len(running) == 2
+    assert {name for name in running if w.told[name] == "disowned"} == running
+    w.tell(Scheduler.detach, w.tasks["child-200"].id)  # too late
+    w.submit("late", parent="parent")
+    w.advance(1.0)
+    assert w.told["child-200"] == w.told["late"] == "disowned"
+    assert not w.waiting - {"holder"}
+
+
+def test_reservation_ends_with_its_disowned_task():
+    w = World(cpus=2, config=PATIENCE).play("submit hog parent")
+    for number in range(2 * STOPPED_AT_ONCE):
+        w.submit(f"child-{number}", parent="parent", num_cpus=2)
+    w.play("finish hog")
+    w.advance(PATIENCE.reserve_after + 1)
+    w.play("kept = child-0; cancel parent")
+    assert w.kept is None
+    w.advance(1.0)
+    assert w.waiting == set()
+
+
+def test_disowned_task_does_not_run_alone():
+    """It waits for its turn since host memory ran out, while its parent ends."""
+    w = World(cpus=4, config=PATIENCE).play("submit parent")
+    for number in range(2 * STOPPED_AT_ONCE):
+        w.submit(f"child-{number}", parent="parent")
+    w.play("starve child-0; cancel parent")
+    for name in w.running:
+        w.finish(name)
+    assert w.running == set()
+    w.advance(1.0)
+    assert w.told["child-0"] == "disowned"
+    assert w.left == 0
+
+
+def test_disowned_tasks_are_not_sent_ahead():
+    w = World(cpus=4, config=PATIENCE, took=1e-4).play("submit first second")
+    for number in range(9):
+        w.submit(f"kept-{number}", parent="first")
+    names = [f"child-{number}" for number in range(2 * STOPPED_AT_ONCE)]
+    for name in names:
+        w.submit(name, parent="second")
+    w.cancel("second")
+    for number in range(9):
+        w.finish(f"kept-{number}")
+        assert not (w.running | w.queued) & set(names)
+    w.advance(1.0)
+    assert w.waiting == set()

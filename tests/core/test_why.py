@@ -5,8 +5,8 @@ import pytest
 from aiogpu.core.model.config import SchedulerConfig
 from aiogpu.core.model.ids import TaskId
 from aiogpu.core.queue.fair_share import Limits
-from aiogpu.core.scheduler.scheduler import ABANDON_BATCH
 from aiogpu.core.scheduler.shortage import GROUPS_PER_CHECK
+from aiogpu.core.scheduler.task_tree import STOPPED_AT_ONCE
 from aiogpu.observe.snapshot import why
 from aiogpu.observe.status import Holder, Program
 from aiogpu.observe.why import Why
@@ -193,12 +193,14 @@ def test_why_describes_a_stopping_task():
 
 def test_why_on_a_closing_node():
     w = World(cpus=1, exits=False).play("submit a")
-    submit(w, [f"t{n}" for n in range(ABANDON_BATCH + 1)])
+    submit(w, [f"t{n}" for n in range(STOPPED_AT_ONCE + 1)])
     w.play("close; finish a")
-    last = f"t{ABANDON_BATCH}"
+    last = f"t{STOPPED_AT_ONCE}"
     told = why_of(w, last)
     assert (told.reasons, told.is_held_endlessly) == ((), False)
-    assert str(told) == f"{last} (task 501) has waited 0.0 s for its turn: 0 before it"
+    number = STOPPED_AT_ONCE + 1
+    waits = f"{last} (task {number}) has waited 0.0 s for its turn: 0 before it"
+    assert str(told) == waits
 
 
 def test_why_without_a_node():

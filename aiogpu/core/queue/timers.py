@@ -53,8 +53,8 @@ class AlarmKind(Enum):
     """Some tasks may have waited long for resources held without end."""
     DEADLOCK = "deadlock"
     """A search for deadlocks was put off."""
-    CLOSE = "close"
-    """A closing node must fail its next batch of waiting tasks."""
+    STOP_SOME = "stop some"
+    """The next batch of many tasks must be stopped."""
 
     __hash__ = object.__hash__
 

@@ -32,6 +32,7 @@ from aiogpu.core.scheduler.cancellation import interrupt, let_end, retire
 from aiogpu.core.scheduler.placement import may_keep_lease
 from aiogpu.core.scheduler.revocation import watch
 from aiogpu.core.scheduler.state import Restarts, SchedulerState
+from aiogpu.core.scheduler.task_tree import is_disowned
 from aiogpu.core.scheduler.turns import give_turn
 
 
@@ -255,6 +256,8 @@ def may_follow(node: SchedulerState, worker: WorkerRecord, bucket: Bucket) -> bo
         return False
     if node.exclusive.is_wanted:
         return False
+    if node.disowned and is_disowned(bucket.head()):
+        return False
     if worker.is_stale or (lease.shares and ledger.drains(lease)):
         return False
     # A task that stopped waiting took its CPUs back although others held them: tasks
@@ -297,6 +300,8 @@ def refill(
         if room <= 0:
             break
         if record.kin is not None:
+            if node.disowned and is_disowned(record):
+                break
             room = 1
         reservation = node.reservation
         if reservation is not None:

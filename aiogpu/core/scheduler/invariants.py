@@ -156,5 +156,8 @@ def _check_kin(node: SchedulerState, record: TaskRecord) -> None:
         TaskState.BLOCKED,
         TaskState.STOPPING,
     ), record.id
-    if kin.parent is not None:
+    if kin.is_disowned(record.id):
+        assert node.disowned, record.id
+        assert record.state in WITHOUT_WORKER, record.id
+    elif kin.parent is not None:
         assert node.tasks.get(kin.parent.id) is kin.parent, record.id

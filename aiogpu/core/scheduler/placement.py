@@ -29,6 +29,7 @@ from aiogpu.core.resources.ledger import Lease
 from aiogpu.core.resources.placement_group import would_help
 from aiogpu.core.scheduler.cancellation import evict_idle_worker
 from aiogpu.core.scheduler.state import SchedulerState, goes_before
+from aiogpu.core.scheduler.task_tree import is_disowned
 from aiogpu.core.scheduler.turns import give_turn
 
 if TYPE_CHECKING:
@@ -51,6 +52,9 @@ def place(node: SchedulerState) -> Iterator[tuple[TaskRecord, Lease]]:
         first = group.first()
         assert first is not None, group
         _, record, bucket = first
+        if node.disowned and is_disowned(record):
+            round_.drop_group(candidate)
+            continue
         if clients is not None and clients.bars(record):
             round_.drop_group(candidate)
             continue

@@ -45,12 +45,6 @@ from aiogpu.core.scheduler.state import (
     resolve,
 )
 
-ABANDON_BATCH: Final = 500
-"""Waiting tasks that a closing node fails in one batch."""
-
-ABANDON_EVERY: Final = 1e-3
-"""Seconds between two batches, so that the event loop can do other things."""
-
 _ENDED: Final = TaskState.ENDED
 _QUEUED: Final = TaskState.QUEUED
 _RUNNING: Final = TaskState.RUNNING
@@ -712,8 +706,8 @@ class Scheduler(SchedulerState):
     def _handle_alarm(self, alarm: Alarm) -> None:
         """Handle one alarm, unless it is stale."""
         match alarm.kind:
-            case AlarmKind.CLOSE:
-                self._abandon_some()
+            case AlarmKind.STOP_SOME:
+                self._stop_some()
             case AlarmKind.REFILL if not self.is_closing:
                 dispatch.refill_spares(self)
             case AlarmKind.SPARES if not self.is_closing:
@@ -792,19 +786,29 @@ class Scheduler(SchedulerState):
         for worker in self.workers if at_once else ():
             if worker.state is not WorkerState.STARTING:
                 cancellation.kill_worker(self, worker)
-        self._abandon_some()
+        self._stop_some()
         cancellation.retire_idle(self)
         return self.effects
 
-    def _abandon_some(self) -> None:
-        """Fail one batch of waiting tasks, and set a timer for the next batch."""
-        for _ in range(ABANDON_BATCH):
+    def _stop_some(self) -> None:
+        """Stop one batch of tasks, and set an alarm for the next batch.
+
+        Of children that their parents have left behind, and of all tasks without code
+        if the node closes.
+        """
+        for _ in range(task_tree.STOPPED_AT_ONCE):
+            child = task_tree.next_disowned(self)
+            if child is not None:
+                task_tree.disown(self, child)
+                continue
+            if not self.is_closing:
+                return
             record = self.ready.any_task() or self._any_unqueued_task()
             if record is None:
                 return
             self.effects.append(Fail(record.id, Failure.ABANDONED))
             task_tree.stop(self, record)
-        self.timers.set(self.now + ABANDON_EVERY, AlarmKind.CLOSE, 0)
+        self.stop_some_later()
 
     def _any_unqueued_task(self) -> TaskRecord | None:
         """Return a task that waits for arguments or for its next attempt, or None."""

@@ -11,7 +11,7 @@ killed while it ran alone.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 from math import inf
@@ -44,6 +44,11 @@ if TYPE_CHECKING:
     from aiogpu.core.model.ids import ClientId
     from aiogpu.core.model.request import Environment
     from aiogpu.core.queue.fair_share import Clients
+
+
+STOP_EVERY: Final = 1e-3
+"""Seconds between two batches of tasks that are stopped, so that the event loop can do
+other things."""
 
 
 class ExclusiveRetries:
@@ -96,6 +101,8 @@ class ExclusiveRetries:
         if self._current is not None or not self._waiting or not _is_quiet(node):
             return None
         record = self._waiting[0]
+        if record.kin is not None and record.kin.is_disowned(record.id):
+            return None
         if node.clients is not None and node.clients.bars(record):
             return None
         lease = take_grouped(node.ledger, record.spec.shape.request)
@@ -358,6 +365,7 @@ class SchedulerState:
         granted: by holder id, the records that stand for the holders of granted leases;
             also of returned leases until their devices are known to be free.
         restarts: the restarts of endless tasks.
+        disowned: the children of tasks that have ended, which are stopped in batches.
         blocked: tasks that wait for others, and some that have just stopped waiting.
         search: decides when to search for deadlocks.
         reservation: the reservation for a task that has waited long, or None.
@@ -369,6 +377,7 @@ class SchedulerState:
         stalls_at: when to check next for tasks to warn; None if no check is due.
         stall_turn: the group with which that check begins.
         clients: the programs that share the node; None while one program has it.
+        stops_some_at: when the next, or else the last, batch of tasks is stopped.
         stops_since: when the node's stop was announced, or None.
         turns_given: the number of turns that were given (`turns`).
         children_first: one thread runs all tasks, so no other task can begin before
@@ -391,6 +400,7 @@ class SchedulerState:
         self.changed_groups: dict[str, None] = {}
         self.granted: dict[WorkerId, WorkerRecord] = {}
         self.timers = Timers()
+        self.disowned: deque[Iterator[TaskRecord]] = deque()
         self.blocked: dict[TaskId, TaskRecord] = {}
         self.search = DeadlockSearch()
         self.reservation: Reservation | None = None
@@ -398,6 +408,7 @@ class SchedulerState:
         self.stall_turn = 0
         self.is_closing = False
         self.stops_since: float | None = None
+        self.stops_some_at: float | None = None
         self.clients: Clients | None = None
         self.restarts: dict[TaskId, Restarts] = {}
         self.exclusive = ExclusiveRetries()
@@ -538,6 +549,12 @@ class SchedulerState:
         if since is None and self.clients is not None:
             since = self.clients.of(record.client).stops_since
         return 0.0 if since is None else max(0.0, since + grace - self.now)
+
+    def stop_some_later(self) -> None:
+        """Set an alarm for the next batch of tasks to stop, unless one is set."""
+        if self.stops_some_at is None or self.stops_some_at <= self.now:
+            self.stops_some_at = self.now + STOP_EVERY
+            self.timers.set(self.stops_some_at, AlarmKind.STOP_SOME, 0)
 
     def end(self, record: TaskRecord) -> None:
         """Forget a task whose code has stopped or will never run."""

@@ -7,12 +7,18 @@ other resources.
 
 from __future__ import annotations
 
+from typing import Final
+
 from aiogpu.core.effects import Fail, Failure, Forget
 from aiogpu.core.model.ids import TaskId
 from aiogpu.core.records import Kin, TaskRecord, TaskState, sort_key
 from aiogpu.core.scheduler.cancellation import withdraw
 from aiogpu.core.scheduler.revocation import revoke
 from aiogpu.core.scheduler.state import SchedulerState
+
+STOPPED_AT_ONCE: Final = 128
+"""The most tasks without code that are stopped in one batch. The event loop can do
+other things between two batches: to tell an owner may take 0.1 ms a task."""
 
 
 def adopt(
@@ -41,10 +47,11 @@ def adopt(
 def detach(child: TaskRecord | None) -> None:
     """Let a task outlive its parent."""
     kin = None if child is None else child.kin
-    if child is not None and kin is not None and kin.parent is not None:
-        assert kin.parent.kin is not None, kin.parent
-        kin.parent.kin.children.pop(child.id, None)
-        kin.parent = None
+    if child is None or kin is None or kin.parent is None or kin.is_disowned(child.id):
+        return
+    assert kin.parent.kin is not None, kin.parent
+    del kin.parent.kin.children[child.id]
+    kin.parent = None
 
 
 def on_task_ended(node: SchedulerState, record: TaskRecord) -> None:
@@ -54,16 +61,51 @@ def on_task_ended(node: SchedulerState, record: TaskRecord) -> None:
 
 
 def disown_children(node: SchedulerState, record: TaskRecord) -> None:
-    """End all descendants of a task."""
+    """End all descendants of a task.
+
+    Many are ended in batches (`next_disowned`): first those whose code may run, and the
+    other ones, which have no children, do not start any more.
+    """
     kin = record.kin
     assert kin is not None, record
     children, kin.children = kin.children, {}
-    for child in children.values():
-        assert child.kin is not None, child
-        child.kin.parent = None
-        if child.state is not TaskState.STOPPING:
-            node.effects.append(Fail(child.id, Failure.DISOWNED))
-        stop(node, child)
+    if len(children) <= STOPPED_AT_ONCE:
+        for child in children.values():
+            disown(node, child)
+        return
+    node.disowned.append(iter(children.values()))
+    node.stop_some_later()
+    for holder in list(node.holders):
+        for sent in (holder.task, *holder.queue):
+            if sent is not None and is_disowned(sent):
+                disown(node, sent)
+    plan = node.reservation
+    if plan is not None and is_disowned(plan.record):
+        node.reservation = None
+
+
+def is_disowned(child: TaskRecord) -> bool:
+    """Return True if a task has yet to be ended, because its parent has ended."""
+    return child.kin is not None and child.kin.is_disowned(child.id)
+
+
+def next_disowned(node: SchedulerState) -> TaskRecord | None:
+    """Return the next task that must be ended because its parent has ended."""
+    while node.disowned:
+        for child in node.disowned[0]:
+            if is_disowned(child):
+                return child
+        node.disowned.popleft()
+    return None
+
+
+def disown(node: SchedulerState, child: TaskRecord) -> None:
+    """End a task whose parent has ended, and its children."""
+    assert child.kin is not None, child
+    child.kin.parent = None
+    if child.state is not TaskState.STOPPING:
+        node.effects.append(Fail(child.id, Failure.DISOWNED))
+    stop(node, child)
 
 
 def stop(node: SchedulerState, record: TaskRecord) -> None:

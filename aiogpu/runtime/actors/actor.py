@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
@@ -27,6 +27,7 @@ from aiogpu.runtime.objects.segments import ActorHold
 from aiogpu.runtime.objects.store import Borrower
 from aiogpu.runtime.objects.values import Value, await_arguments, is_complete
 from aiogpu.runtime.pending_tasks import EACH, Delay, internal_error, settle
+from aiogpu.runtime.slices import Slices
 from aiogpu.serialization.exceptions import DIED, LEFT, STOPPED
 from aiogpu.serialization.payload import Payload
 from aiogpu.serialization.references import add_actor
@@ -218,6 +219,7 @@ class Register:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
+        self.slices: Final = Slices(loop)
         self._actors: dict[int, Actor] = {}
         self._named: dict[tuple[str, str], Actor] = {}
         self._refused: dict[int, Exception] = {}
@@ -328,11 +330,17 @@ class Register:
     def release_soon(self, actor: int) -> None:
         """Release a handle from any thread or finalizer."""
         with suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(self.release, actor)
+            self._loop.call_soon_threadsafe(self._release_one, actor)
+
+    def _release_one(self, actor: int) -> None:
+        # A thousand handles may be dropped at once.
+        self.slices.add(map(self.release, (actor,)))
 
     def forget(self, actor: Actor) -> None:
-        """Forget the actor if it is dead and has no handles."""
-        if not actor.holders and actor.state is ActorState.DEAD:
+        """Forget the actor if it is dead, has told so, and has no handles."""
+        if actor.holders or actor.untold:
+            return
+        if actor.state is ActorState.DEAD:
             for key in (actor.id, *actor.aliases):
                 self._actors.pop(key, None)
 
@@ -393,6 +401,7 @@ class Actor:
         drops: the number of sent calls that were dropped in this process.
         is_killed: `kill` has ended this process, and the actor restarts.
         calls: the unanswered calls, by number.
+        untold: the calls that were unanswered when the actor died, until all are told.
         mailboxes: the queue of each concurrency group.
         terms: how the calls are run.
         timers: the timers of running calls that have a `run_timeout`.
@@ -417,6 +426,7 @@ class Actor:
         self.has_lived = False
         self.is_gone = False
         self.calls: dict[CallId, ActorCall] = {}
+        self.untold: dict[CallId, ActorCall] = {}
         terms = func.actor
         self.is_serial = terms.mode == wire.SERIAL
         self.mailboxes = {
@@ -644,6 +654,8 @@ class Actor:
 
     def cancel(self, number: CallId) -> bool:
         """Cancel a call; return True if its process must be notified."""
+        if number in self.untold:
+            self.untold[number].receiver = None
         call = self.calls.get(number)
         if call is None or call.receiver is None:
             self._loss_awaited_by.pop(number, None)
@@ -774,17 +786,27 @@ class Actor:
             return
         self._end, self.state = why, ActorState.DEAD
         self._stop_timers()
-        calls, self.calls = self.calls, {}
+        self.untold, self.calls = self.calls, {}
         waiting, self._awaited_by = self._awaited_by, []
         for mailbox in self.mailboxes.values():
             mailbox.close()
         self._tell_loss()
         self.waiting.forget_all()
         self.owner.on_dead(self)
-        receivers = [call.receiver for call in calls.values()]
-        for receiver in (*receivers, *waiting):
-            if receiver is not None:
+        for receiver in waiting:
+            self._tell_end(receiver)
+        if self.untold:
+            self.owner.slices.add(self._tell_calls())
+
+    def _tell_calls(self) -> Iterator[None]:
+        """Fail the calls that were unanswered at the end, in order; may be many."""
+        for call in list(self.untold.values()):
+            if call.receiver is not None:
+                receiver, call.receiver = call.receiver, None
                 self._tell_end(receiver)
+            yield
+        self.untold = {}
+        self.owner.forget(self)
 
     def _refuse(self, receiver: Receiver) -> None:
         if self._end is None:

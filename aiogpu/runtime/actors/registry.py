@@ -303,15 +303,16 @@ class Actors(Register):
             actor.settle(b"")
             self._tasks.cancel(actor.id)
 
-        def tell() -> None:
+        def steps() -> Iterator[None]:
             for receiver in lost:
                 is_restarting = actor.state is not ActorState.DEAD
                 receiver.settle(describe_loss(actor.name, cause, is_restarting))
+                yield
             if actor.state is ActorState.DEAD:
                 actor.note_gone()
             actor.end_if_idle()
 
-        return tell
+        return lambda: self.slices.add(steps())
 
     def on_message(self, worker_id: int, message: Done | Failed | Created) -> None:
         """Handle a message from an actor's process."""

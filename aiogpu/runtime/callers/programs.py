@@ -66,10 +66,6 @@ WITHIN: Final = 10.0
 """Seconds in which a program must identify itself; it takes so long only if stopped."""
 
 
-AT_ONCE: Final = 1000
-"""Tasks of a disconnected client that are cancelled in one turn of the loop."""
-
-
 FIRST_LOOK: Final = 1e-3
 
 
@@ -427,7 +423,7 @@ class Clients:
         client.fetched.clear()
         leases, client.leases = client.leases, set()
         children, client.children = client.children, {}
-        self._stop_some([TaskId(task) for task in children.values()])
+        self._stop_all([TaskId(task) for task in children.values()])
         client.departing.update(
             TaskId(task) for number, task in children.items() if number not in leases
         )
@@ -442,11 +438,9 @@ class Clients:
         )
         client.departing.update(actors.end_of_client(client.client, why))
 
-    def _stop_some(self, tasks: list[TaskId]) -> None:
-        for task in tasks[:AT_ONCE]:
-            self._driver.cancel(task)
-        if len(tasks) > AT_ONCE:
-            self._loop.call_soon(self._stop_some, tasks[AT_ONCE:])
+    def _stop_all(self, tasks: list[TaskId]) -> None:
+        cancel = self._driver.cancel
+        self._driver.actors.slices.add(cancel(task) for task in tasks)
 
     def _depart(self, client: Client) -> None:
         """Handle a client's request to leave."""

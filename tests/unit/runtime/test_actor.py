@@ -115,7 +115,9 @@ class ActorMachine(RuleBasedStateMachine):
     def on_leaving(self, _actor: Actor) -> None:
         """The machine keeps no names of actors."""
 
-    on_dead = on_leaving
+    on_dead = forget = on_leaving
+    slices = SimpleNamespace(add=list)
+    """Does all work at once."""
 
     def on_idle(self, actor: Actor) -> None:
         """Do the same as `Actors`."""

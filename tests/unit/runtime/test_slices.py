@@ -1,0 +1,45 @@
+"""Work that is spread over turns of the event loop."""
+
+import asyncio
+
+import pytest
+
+from aiogpu.runtime import slices as module
+from aiogpu.runtime.slices import Slices
+
+
+async def test_work_is_spread_in_order(monkeypatch):
+    ticks = iter(range(10_000))
+    monkeypatch.setattr(module, "perf_counter", lambda: next(ticks))
+    monkeypatch.setattr(module, "SLICE", 10)
+    slices, done = Slices(asyncio.get_running_loop()), []
+    slices.add(map(done.append, range(25)))
+    counts = [len(done)]
+    slices.add(map(done.append, range(25, 30)))
+    while len(done) < 30:
+        await asyncio.sleep(0)
+        counts.append(len(done))
+    assert done == list(range(30))
+    assert max(b - a for a, b in zip([0, *counts], counts, strict=False)) <= 10
+    await slices.finish()
+
+
+async def test_little_work_of_many_shares_one_turn(monkeypatch):
+    ticks = iter(range(10_000))
+    monkeypatch.setattr(module, "perf_counter", lambda: next(ticks))
+    monkeypatch.setattr(module, "SLICE", 10)
+    slices, done = Slices(asyncio.get_running_loop()), []
+    for number in range(50):
+        slices.add(map(done.append, (number,)))
+    assert len(done) <= 10
+    await slices.finish()
+    assert done == list(range(50))
+
+
+async def test_work_that_fails_does_not_stop_the_rest():
+    slices, done = Slices(asyncio.get_running_loop()), []
+    with pytest.raises(ZeroDivisionError):
+        slices.add(1 // number for number in (1, 0, 1))
+    slices.add(map(done.append, range(3)))
+    await slices.finish()
+    assert done == [0, 1, 2]
