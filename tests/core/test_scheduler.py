@@ -23,6 +23,8 @@ from aiogpu.core.records import TaskState
 from aiogpu.core.scheduler.scheduler import ABANDON_BATCH, ABANDON_EVERY, Scheduler
 from tests.core.builders import World, kinds, record_of, submit
 
+pytestmark = pytest.mark.usefixtures("few")
+
 PATIENCE = SchedulerConfig(cancel_grace=2.0, interrupt_every=0.5, exit_grace=5.0)
 
 
