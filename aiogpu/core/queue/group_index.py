@@ -176,10 +176,9 @@ class GroupIndex:
 
     def show(self, groups: Iterable[Group]) -> None:
         """Let searches find groups again that were hidden, unless they are empty."""
-        for group in groups:
-            first = group.first()
-            if first is not None:
-                self.families[kind_of(group.request)].set(group, first[0])
+        shown = [(group, group.first()) for group in groups]
+        for group, turn in [(group, first[0]) for group, first in shown if first]:
+            self.families[kind_of(group.request)].set(group, turn)
 
     def first(
         self, fits_in: Callable[[Request], Fits]
@@ -221,8 +220,7 @@ class GroupIndex:
         while due and (before is None or due[0][0] < before):
             turn, _, group = heappop(due)
             first = group.first()
-            if first is None or first[1] is not group.stuck:
-                continue
-            if first[0] == turn and group.reserve_at <= now:
+            is_current = first is not None and first[:2] == (turn, group.stuck)
+            if is_current and group.reserve_at <= now:
                 return group
         return None

@@ -36,7 +36,7 @@ class ManyGroups:
         self._node = node
         self._client = client
         self._index = index
-        self._hidden: list[Group] = []
+        self._hidden: list[tuple[Group, float]] = []
         self._tried: dict[Group, None] = {}
         self._due: Group | None = None
         self._new: list[Group] = []
@@ -85,7 +85,7 @@ class ManyGroups:
     def drop(self, group: Group) -> None:
         """Drop a group until the round ends: its first task cannot start now."""
         self._index.hide(group)
-        self._hidden.append(group)
+        self._hidden.append((group, group.reserve_at))
         if group is self._due:
             self._due = None
             self._tried[group] = None
@@ -128,8 +128,6 @@ class ManyGroups:
                 due = None  # it has started
         if due is None and not self._must_wait():
             due = self._index.pop_due(node.now, self._bound())
-            while due in self._tried:
-                due = self._index.pop_due(node.now, self._bound())
         self._due = due
         return due
 
@@ -147,16 +145,20 @@ class ManyGroups:
         # Perhaps the program gives way to others that may reserve resources.
         group = next(reversed(self._tried))
         first = group.first()
-        if first is None or group.reserve_at > node.now:
-            return False
-        return not clients.bars(first[1])
+        is_due = group.reserve_at <= node.now
+        return is_due and first is not None and not clients.bars(first[1])
 
     def end(self) -> None:
         """Show all groups again, and file those that have a new first task."""
         index = self._index
-        index.show(self._hidden)
+        index.show([group for group, _ in self._hidden])
         fresh, index.fresh = index.fresh, []
         unfiled = [*self._new, *fresh, *([] if self._due is None else [self._due])]
+        unfiled += [
+            group
+            for group, before in self._hidden
+            if group.reserve_at != before and group not in self._tried
+        ]
         for group in self._tried:
             is_postponed = group.reserve_at > self._node.now
             (index.postponed if is_postponed else unfiled).append(group)
