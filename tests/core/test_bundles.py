@@ -28,6 +28,8 @@ from aiogpu.core.resources.placement_group import (
 )
 from tests.core.builders import GIB, bundle, placement_group_of, request_of
 
+pytestmark = pytest.mark.usefixtures("few")
+
 
 def ledger_of(gpus=2, cpus=4, types=(), memory=0, **scalars) -> Ledger:
     devices = [

@@ -392,3 +392,66 @@ def test_submission_cost_does_not_grow_with_waiting_shapes():
         costs.append(calls_of(partial(submit, others[count:])) / 20)
         node.scheduler.check()
     assert costs[1] < costs[0] + 30
+
+
+def asking(number: int, what: str) -> TaskSpec:
+    """Make a spec with a request of its own, which two CPUs limit at the same time."""
+    extent = UNIT // 2 + number
+    match what:
+        case "memory":
+            return spec(Request.of({"CPU": UNIT, "memory": extent}, {}))
+        case "custom":
+            return spec(Request.of({"slot": extent}, {}))
+        case "fraction":
+            return spec(Request.of({}, {"GPU": extent}))
+        case "placement":
+            group = placement_group_of({"GPU": extent / UNIT}, name=f"g{number}")
+            options = {"max_calls": 1, "is_endless": True, "is_lease": True}
+            shape = Shape(group.request())
+            return TaskSpec("g", shape, max_retries=0, **options)
+    raise AssertionError(what)
+
+
+class ManyRequests(Node):
+    """A node with tasks of as many different requests, each of which ends in turn."""
+
+    def __init__(self, count: int, what: str, programs: int = 0) -> None:
+        specs = [asking(number, what) for number in range(count)]
+        super().__init__(*specs, programs=programs)
+        self.scheduler.ledger = Ledger(
+            {"CPU": 4 * UNIT, "memory": UNIT, "slot": UNIT},
+            [DeviceSet("GPU", [Device(0)])],
+        )
+        for _ in specs:
+            self.submit()
+
+    def end(self, task: TaskId) -> None:
+        """End a task, which runs."""
+        record = self.scheduler.tasks[task]
+        assert record.worker is not None, record
+        if record.spec.is_lease:
+            self.cancel(task)
+        else:
+            self.sent[record.worker.id].remove(task)
+            self.handle(Scheduler.finish, task, record.worker.id)
+
+
+@pytest.mark.parametrize("programs", [0, 2])
+@pytest.mark.parametrize("passes", [0.0, 0.4], ids=["at once", "with reservations"])
+@pytest.mark.parametrize("what", ["memory", "custom", "fraction", "placement"])
+def test_release_cost_does_not_grow_with_different_requests(what, passes, programs):
+    """The groups that do not fit are not tried one by one."""
+    costs = []
+    for count in (200, 400, 800):
+        node = ManyRequests(count, what, programs)
+
+        def work(node=node) -> None:
+            for _ in range(100):
+                holders = node.scheduler.holders
+                node.now += passes
+                node.end(min(each.task.id for each in holders if each.task))
+
+        costs.append(calls_of(work) / 100)
+        node.scheduler.check()
+    for few, many in pairwise(costs):
+        assert many < few + 120  # the logarithm

@@ -30,6 +30,8 @@ from aiogpu.core.scheduler.placement import SLICE
 from aiogpu.core.scheduler.scheduler import Scheduler
 from tests.core.builders import World, kinds, submit
 
+pytestmark = pytest.mark.usefixtures("few")
+
 SHORT = 1e-5
 
 

@@ -1,5 +1,6 @@
 """Programs that share a node: shares, turns and limits."""
 
+from copy import copy
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from random import Random
@@ -12,6 +13,8 @@ from aiogpu.core.queue.fair_share import LONGEST, Limits
 from aiogpu.core.scheduler.placement import SLICE
 from aiogpu.errors import AiogpuError, InfeasibleError, LimitError, OptionError
 from tests.core.builders import GIB, World, status_of, submit, why_of
+
+pytestmark = pytest.mark.usefixtures("few")
 
 
 @dataclass
@@ -154,7 +157,7 @@ def play(contenders, seconds, **node) -> list[float]:
     ids=["equal", "by weight", "long and short", "tiny", "wide and narrow"],
 )
 def test_programs_get_time_by_weight(contenders, node, seconds, least):
-    had = play(contenders, seconds, **node)
+    had = play([copy(each) for each in contenders], seconds, **node)
     assert jain(had) > least
     weights = sum(
         each.weight * amount for each, amount in zip(contenders, had, strict=True)

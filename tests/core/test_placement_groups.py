@@ -9,6 +9,8 @@ from aiogpu.core.scheduler.state import MIN_ENDED_KEPT
 from aiogpu.observe.snapshot import snapshot
 from tests.core.builders import World, request_of, status_of, why_of
 
+pytestmark = pytest.mark.usefixtures("few")
+
 
 def test_members_wait_for_the_grant_and_run_in_bundles():
     w = World(cpus=8, gpus=2).play("""

@@ -21,6 +21,8 @@ from tests.core.builders import (
     why_of,
 )
 
+pytestmark = pytest.mark.usefixtures("few")
+
 AFTER = 1.0
 
 

@@ -25,6 +25,8 @@ from aiogpu.core.scheduler.state import STOP_EVERY
 from aiogpu.core.scheduler.task_tree import STOPPED_AT_ONCE
 from tests.core.builders import World, kinds, record_of, submit
 
+pytestmark = pytest.mark.usefixtures("few")
+
 PATIENCE = SchedulerConfig(cancel_grace=2.0, interrupt_every=0.5, exit_grace=5.0)
 
 

@@ -27,6 +27,7 @@ from aiogpu.core.model.request import (
     Request,
 )
 from aiogpu.core.model.units import CPU, GPU, UNIT, parse_size
+from aiogpu.core.queue import ready
 from aiogpu.core.queue.fair_share import LONGEST, Limits
 from aiogpu.core.queue.ready import precedence
 from aiogpu.core.records import Memory, TaskRecord, TaskState, sort_key
@@ -757,6 +758,27 @@ class TestNode(NodeMachine.TestCase):
     settings = SETTINGS
 
 
+class WithIndex:
+    """As if each program had many different requests."""
+
+    def setUp(self) -> None:
+        few, ready.FEW = ready.FEW, 0
+        self.addCleanup(setattr, ready, "FEW", few)
+
+
+class TestNodeWithIndex(WithIndex, NodeMachine.TestCase):
+    """The same for programs with many different requests."""
+
+    settings = SETTINGS
+
+
+@pytest.mark.slow
+class TestNodeWithIndexAtLength(WithIndex, NodeMachine.TestCase):
+    """New examples each time."""
+
+    settings = settings(SETTINGS, derandomize=False, max_examples=1_000)
+
+
 @pytest.mark.slow
 class TestNodeAtLength(NodeMachine.TestCase):
     """New examples each time. Write what it finds into `test_replays`."""
@@ -851,6 +873,12 @@ class GroupMachine(SharedGroupMachine):
 
 class TestGroups(GroupMachine.TestCase):
     """The same examples each time, in some seconds."""
+
+    settings = settings(SETTINGS, max_examples=examples(150))
+
+
+class TestGroupsWithIndex(WithIndex, GroupMachine.TestCase):
+    """The same for programs with many different requests."""
 
     settings = settings(SETTINGS, max_examples=examples(150))
 

@@ -10,6 +10,8 @@ from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.core.scheduler.workers import MAX_ENVIRONMENTS, WorkerLimit, Workers
 from tests.core.builders import World, kinds, status_of, why_of
 
+pytestmark = pytest.mark.usefixtures("few")
+
 
 def test_worker_keeps_its_devices():
     """[B27]"""

@@ -14,12 +14,18 @@ from collections.abc import Callable, Hashable, Iterator
 from heapq import heapify, heappop, heappush, heapreplace
 from itertools import chain
 from operator import attrgetter, itemgetter
-from typing import Final, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from aiogpu.core.model.ids import ClientId, TaskId
 from aiogpu.core.model.request import Lane, PlacementGroupSpec, Request, Shape
 from aiogpu.core.queue.fair_share import Client, Clients
 from aiogpu.core.records import TaskRecord, sort_key
+
+if TYPE_CHECKING:
+    from aiogpu.core.queue.group_index import GroupIndex
+
+FEW: Final = 16
+"""Groups of one program that are looked at one by one; more have an index."""
 
 CHUNK: Final = 512
 """Tasks in one list of a bucket. Adding to or removing from the middle of such a list
@@ -180,6 +186,7 @@ class Group:
         stuck: the first task, when the group last did not fit.
         reserve_at: when to reserve resources for `stuck`.
         is_warned: a stall of the group was reported (`scheduler.shortage`).
+        index: the index of the program's groups; None if it has few.
     """
 
     def __init__(
@@ -192,6 +199,7 @@ class Group:
         self.stuck: TaskRecord | None = None
         self.reserve_at = 0.0
         self.is_warned = False
+        self.index: GroupIndex | None = None
         self._queue = queue
         self._turns: list[tuple[Precedence, Bucket]] = []
 
@@ -199,6 +207,8 @@ class Group:
         """Add a bucket that is new or has an earlier head than before."""
         bucket.turn = turn
         heappush(self._turns, (turn, bucket))
+        if self.index is not None:
+            self.index.note(self, turn)
 
     def drop(self, bucket: Bucket) -> None:
         """Forget an empty bucket, and the group with its last bucket."""
@@ -212,7 +222,10 @@ class Group:
         if not self.size:
             groups = queue.of_client[self.client]
             del groups[self.key]
+            if self.index is not None:
+                self.index.discard(self)
             if not groups:
+                queue.indexes.pop(self.client, None)
                 del queue.of_client[self.client]
                 del queue.rotations[self.client]
 
@@ -251,6 +264,8 @@ class ReadyQueue:
         of_client: for each program with waiting tasks, its groups by key.
         rotations: for each such program, its buckets in the order in which they have
             turns; see `scheduler.turns`.
+        indexes: for each program that has, or had, more than `FEW` groups since its
+            queue was last empty, their index.
         clients: the programs that share the node; None if one program has it.
     """
 
@@ -258,6 +273,7 @@ class ReadyQueue:
         self.by_shape: dict[ShapeKey, dict[Lane, Bucket]] = {}
         self.of_client: dict[ClientId, dict[Hashable, Group]] = {}
         self.rotations: dict[ClientId, Rotation] = {}
+        self.indexes: dict[ClientId, GroupIndex] = {}
         self.clients: Clients | None = None
 
     def __len__(self) -> int:
@@ -316,11 +332,28 @@ class ReadyQueue:
         group = groups.get(key)
         if group is None:
             group = groups[key] = Group(self, key, shape.request, id_)
+            if len(groups) > FEW or id_ in self.indexes:
+                self._add_to_index(group, groups)
         group.size += 1
         bucket = Bucket(shape, lane, group)
         self.rotations[id_][bucket] = None
         self.by_shape.setdefault((id_, shape), {})[lane] = bucket
         return bucket
+
+    def _add_to_index(self, group: Group, groups: dict[Hashable, Group]) -> None:
+        """Let the index find a new group once it has a task, and all others."""
+        index = self.indexes.get(group.client)
+        if index is None:
+            # Imported late: few programs have so many different requests.
+            from aiogpu.core.queue.group_index import GroupIndex
+
+            index = self.indexes[group.client] = GroupIndex()
+            for other in groups.values():
+                other.index = index
+                first = other.first()
+                if first is not None:
+                    index.note(other, first[0])
+        group.index = index
 
     def group_of(self, record: TaskRecord) -> Group:
         """Return the group in which a task waits."""

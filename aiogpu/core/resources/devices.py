@@ -318,6 +318,37 @@ class DeviceSet:
         found = found & warm[0] or found
         return (((found & -found).bit_length() - 1, amount),) if found else None
 
+    def room(self, request: Request, barred: int = 0) -> int:
+        """Return the largest amount that may be served now; -1 if there is no device.
+
+        A larger amount must wait. Whether device memory suffices is not considered.
+
+        Args:
+            request: the conditions on the devices.
+            barred: mask of devices that must not be used.
+        """
+        allowed = self.fitting(request) & ~(barred | self.availability.aside_mask)
+        if whole := self.free_mask & allowed:
+            # A device with explicitly reserved bytes serves no whole request.
+            return (whole & ~self.named_mask).bit_count() * UNIT or UNIT - 1
+        for level in reversed(self._levels):
+            if self._at[level] & allowed:
+                return level
+        return 0 if allowed else -1
+
+    def free_parts(self, barred: int = 0) -> int:
+        """Return the sum of the free parts of all devices that may be used."""
+        barred |= self.availability.aside_mask
+        if not barred:
+            return sum(self.free)
+        return sum(
+            part for index, part in enumerate(self.free) if not barred >> index & 1
+        )
+
+    def most_free_memory(self) -> int:
+        """Return the most free bytes of one device."""
+        return max(map(self.free_memory, range(len(self.free))), default=0)
+
     def _with_memory(self, mask: int, amount: int, request: Request) -> int:
         """Return the devices of a mask that have the memory for a share."""
         memory = self.demand(request)

@@ -267,6 +267,11 @@ def may_follow(node: SchedulerState, worker: WorkerRecord, bucket: Bucket) -> bo
     clients = node.clients
     if clients is not None and not may_keep_lease(node, lease, bucket):
         return False
+    if node.ready.indexes and bucket.group.index is not None:
+        # Imported late: few programs have so many groups.
+        from aiogpu.core.scheduler.many_groups import is_first
+
+        return is_first(node, bucket, None if node.worker_limit.refused else lease)
     if node.worker_limit.refused:
         # The first waiting task may need this worker's slot rather than its lease.
         return node.ready.is_first(bucket)

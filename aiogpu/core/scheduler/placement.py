@@ -33,6 +33,7 @@ from aiogpu.core.scheduler.task_tree import is_disowned
 from aiogpu.core.scheduler.turns import give_turn
 
 if TYPE_CHECKING:
+    from aiogpu.core.scheduler.many_groups import ManyGroups
     from aiogpu.core.scheduler.state import Reservation
 
 
@@ -43,9 +44,9 @@ def place(node: SchedulerState) -> Iterator[tuple[TaskRecord, Lease]]:
     """
     clients = node.clients
     node.worker_limit.refused = 0
-    round_ = PlacementRound(node)
     if node.reservation is not None and not _is_first(node, node.reservation.record):
         node.reservation = None
+    round_ = PlacementRound(node)
     while round_.left:
         candidate = round_.only or round_.next()
         group = candidate.turns[0][2]
@@ -111,7 +112,8 @@ class Candidate:
     """A program in a placement round.
 
     Attributes:
-        turns: the program's groups.
+        turns: the program's groups; if it has many, the next of them alone.
+        many: yields the next of many groups; None if there are few.
         client: the program's account; None if the node is not shared.
         priority: negated priority of the first task.
         task: id of the first task.
@@ -123,6 +125,7 @@ class Candidate:
     id: ClientId
     turns: Turns
     client: Client | None = None
+    many: ManyGroups | None = None
     priority: int = 0
     task: int = 0
     now: float = 0.0
@@ -144,17 +147,28 @@ class PlacementRound:
         self.left: dict[ClientId, Candidate] = {}
         self._refused: set[Request] = set()
         self._passed_over: list[Bucket] = []
+        self._many: list[ManyGroups] = []
+        indexes = node.ready.indexes
         for id_, groups in node.ready.of_client.items():
             turns: Turns = []
+            client = None if clients is None else clients.of(id_)
+            self.left[id_] = candidate = Candidate(id_, turns, client)
+            if indexes and id_ in indexes:
+                # Imported late: few programs have so many groups.
+                from aiogpu.core.scheduler.many_groups import ManyGroups
+
+                candidate.many = ManyGroups(node, id_, indexes[id_])
+                self._many.append(candidate.many)
+                continue
             for number, group in enumerate(groups.values()):
                 first = group.first()
                 assert first is not None, group
                 turns.append((first[0], number, group))
             heapify(turns)
-            client = None if clients is None else clients.of(id_)
-            self.left[id_] = candidate = Candidate(id_, turns, client)
         if len(self.left) == 1:
             self.only = candidate
+            if candidate.many is not None:
+                self._update(candidate)
         else:
             for candidate in list(self.left.values()):
                 self._update(candidate)
@@ -162,6 +176,8 @@ class PlacementRound:
     def _update(self, candidate: Candidate) -> None:
         """Update a program after its first group or its leases have changed."""
         turns = candidate.turns
+        if candidate.many is not None:
+            turns[:] = candidate.many.next(self._refused)
         while turns and turns[0][2].request in self._refused:
             heappop(turns)
         if not turns:
@@ -178,6 +194,8 @@ class PlacementRound:
     def advance(self, candidate: Candidate) -> None:
         """Go on after the first task of a program has started or was passed over."""
         _, number, group = candidate.turns[0]
+        if candidate.many is not None:
+            candidate.many.note_start(group)
         after = group.first()
         if after is None:
             heappop(candidate.turns)
@@ -196,12 +214,16 @@ class PlacementRound:
 
     def end(self) -> None:
         """Return the buckets that were passed over to their groups."""
+        for many in self._many:
+            many.end()
         for bucket in self._passed_over:
             bucket.group.enter(bucket, precedence(bucket.head()))
 
     def drop_group(self, candidate: Candidate) -> None:
         """Drop the first group of a program: its first task cannot start now."""
-        heappop(candidate.turns)
+        _, _, group = heappop(candidate.turns)
+        if candidate.many is not None:
+            candidate.many.drop(group)
         self._update(candidate)
 
     def drop_same_requests(self, record: TaskRecord) -> None:
@@ -226,9 +248,14 @@ class PlacementRound:
         candidates = [c for c in self.left.values() if c.priority == priority]
         if len(candidates) > 1:
             for candidate in candidates:
-                if len(candidate.turns) > 1 and not self._fits(candidate):
+                if self._has_others(candidate) and not self._fits(candidate):
                     return candidate
         return self._fairest(candidates)
+
+    def _has_others(self, candidate: Candidate) -> bool:
+        if candidate.many is not None:
+            return len(self._node.ready.of_client[candidate.id]) > 1
+        return len(candidate.turns) > 1
 
     def _fits(self, candidate: Candidate) -> bool:
         first = candidate.turns[0][2].first()
