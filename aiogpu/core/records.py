@@ -253,6 +253,10 @@ class WorkerRecord:
         self.state = state
 
 
+Precedence = tuple[Lane, int]
+"""Sort key of a task: lane, then task id."""
+
+
 def sort_key(record: TaskRecord) -> Lane:
     """Return the task's place in the queue: priority, then depth."""
     return record.spec.lane if record.kin is None else record.kin.lane

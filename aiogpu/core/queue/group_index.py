@@ -11,11 +11,25 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from heapq import heappop, heappush
 from itertools import count
-from typing import Final
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 from aiogpu.core.model.request import Request
-from aiogpu.core.queue.ready import Group, Precedence
+from aiogpu.core.records import Precedence, TaskRecord
 from aiogpu.core.resources.room import Amounts, amounts_of, kind_of
+
+
+class Group(Protocol):
+    """What the index needs of a group (`queue.ready.Group`)."""
+
+    request: Request
+    stuck: TaskRecord | None
+    reserve_at: float
+
+    def first(self) -> tuple[Precedence, TaskRecord, Any] | None:
+        """Return the group's first task with its turn."""
+
+
+G = TypeVar("G", bound=Group)
 
 Fits = Callable[[Precedence, Amounts], bool]
 """Returns False if nothing with this turn or a later one, and these amounts or larger
@@ -29,7 +43,7 @@ SMALLEST: Final = 16
 """The leaves of the smallest tree."""
 
 
-class Family:
+class Family(Generic[G]):
     """The groups of one program whose requests ask for the same resources.
 
     A binary tree in a list: the nodes below node *n* are 2*n* and 2*n* + 1. The leaves
@@ -41,15 +55,15 @@ class Family:
 
     def __init__(self, request: Request) -> None:
         self.request = request
-        self._slots: dict[Group, int] = {}
-        self._groups: list[tuple[Group, Amounts]] = []
+        self._slots: dict[G, int] = {}
+        self._groups: list[tuple[G, Amounts]] = []
         self._nodes: list[Node] = []
         self._size = 0
 
     def __len__(self) -> int:
         return len(self._slots)
 
-    def set(self, group: Group, turn: Precedence) -> None:
+    def set(self, group: G, turn: Precedence) -> None:
         """Add a group, or change its turn."""
         if group not in self._slots:
             if len(self._groups) == self._size:
@@ -59,11 +73,11 @@ class Family:
         slot = self._slots[group]
         self._change(slot, (turn, self._groups[slot][1]))
 
-    def hide(self, group: Group) -> None:
+    def hide(self, group: G) -> None:
         """Pass over a group until its turn is set."""
         self._change(self._slots[group], None)
 
-    def discard(self, group: Group) -> None:
+    def discard(self, group: G) -> None:
         """Remove a group."""
         self.hide(group)
         del self._slots[group]
@@ -101,7 +115,7 @@ class Family:
             return left or right
         return min(left[0], right[0]), tuple(map(min, left[1], right[1]))
 
-    def first(self, fits: Fits) -> tuple[Precedence, Group] | None:
+    def first(self, fits: Fits) -> tuple[Precedence, G] | None:
         """Return the group with the earliest turn that is sought, with its turn."""
         while (found := self._search(fits)) is not None:
             turn, group = found
@@ -114,7 +128,7 @@ class Family:
                 self.set(group, first[0])
         return None
 
-    def _search(self, fits: Fits) -> tuple[Precedence, Group] | None:
+    def _search(self, fits: Fits) -> tuple[Precedence, G] | None:
         nodes = self._nodes
         heap: list[tuple[Precedence, int]] = []
         places = [1]
@@ -131,7 +145,7 @@ class Family:
             places = [2 * place, 2 * place + 1]
 
 
-class GroupIndex:
+class GroupIndex(Generic[G]):
     """The groups of one program: by family, and by when resources may be reserved.
 
     Attributes:
@@ -143,15 +157,15 @@ class GroupIndex:
     """
 
     def __init__(self) -> None:
-        self.families: dict[Hashable, Family] = {}
-        self.fresh: list[Group] = []
-        self.postponed: list[Group] = []
+        self.families: dict[Hashable, Family[G]] = {}
+        self.fresh: list[G] = []
+        self.postponed: list[G] = []
         self.has_children = False
-        self._pending: list[tuple[float, int, Group]] = []
-        self._due: list[tuple[Precedence, int, Group]] = []
+        self._pending: list[tuple[float, int, G]] = []
+        self._due: list[tuple[Precedence, int, G]] = []
         self._count = count()
 
-    def note(self, group: Group, turn: Precedence) -> None:
+    def note(self, group: G, turn: Precedence) -> None:
         """Note that a group is new, or has an earlier first task than before."""
         key = kind_of(group.request)
         family = self.families.get(key)
@@ -162,7 +176,7 @@ class GroupIndex:
         if turn[0][1]:
             self.has_children = True
 
-    def discard(self, group: Group) -> None:
+    def discard(self, group: G) -> None:
         """Remove an empty group."""
         key = kind_of(group.request)
         family = self.families[key]
@@ -170,19 +184,17 @@ class GroupIndex:
         if not family:
             del self.families[key]
 
-    def hide(self, group: Group) -> None:
+    def hide(self, group: G) -> None:
         """Pass over a group until it is shown again."""
         self.families[kind_of(group.request)].hide(group)
 
-    def show(self, groups: Iterable[Group]) -> None:
+    def show(self, groups: Iterable[G]) -> None:
         """Let searches find groups again that were hidden, unless they are empty."""
         shown = [(group, group.first()) for group in groups]
         for group, turn in [(group, first[0]) for group, first in shown if first]:
             self.families[kind_of(group.request)].set(group, turn)
 
-    def first(
-        self, fits_in: Callable[[Request], Fits]
-    ) -> tuple[Precedence, Group] | None:
+    def first(self, fits_in: Callable[[Request], Fits]) -> tuple[Precedence, G] | None:
         """Return the group with the earliest turn that is sought, with its turn.
 
         Args:
@@ -191,10 +203,10 @@ class GroupIndex:
         found = [family.first(fits_in(family.request)) for family in self._families()]
         return min(filter(None, found), key=lambda each: each[0], default=None)
 
-    def _families(self) -> list[Family]:
+    def _families(self) -> list[Family[G]]:
         return list(self.families.values())
 
-    def file(self, group: Group, turn: Precedence, now: float) -> None:
+    def file(self, group: G, turn: Precedence, now: float) -> None:
         """File a group by the time from which resources are reserved for it."""
         if group.reserve_at <= now:
             heappush(self._due, (turn, next(self._count), group))
@@ -206,7 +218,7 @@ class GroupIndex:
         """True if the time of some group to reserve resources may have come."""
         return bool(self._due)
 
-    def pop_pending(self, now: float) -> Iterator[Group]:
+    def pop_pending(self, now: float) -> Iterator[G]:
         """Yield the groups whose time to reserve resources has come."""
         pending = self._pending
         while pending and pending[0][0] <= now:
@@ -214,7 +226,7 @@ class GroupIndex:
             if group.reserve_at == reserve_at:
                 yield group
 
-    def pop_due(self, now: float, before: Precedence | None) -> Group | None:
+    def pop_due(self, now: float, before: Precedence | None) -> G | None:
         """Remove and return the first due group, if its turn is `before` a turn."""
         due = self._due
         while due and (before is None or due[0][0] < before):

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 from aiogpu.core.model.ids import ClientId, TaskId
 from aiogpu.core.model.request import Lane, PlacementGroupSpec, Request, Shape
 from aiogpu.core.queue.fair_share import Client, Clients
-from aiogpu.core.records import TaskRecord, sort_key
+from aiogpu.core.records import Precedence, TaskRecord, sort_key
 
 if TYPE_CHECKING:
     from aiogpu.core.queue.group_index import GroupIndex
@@ -30,9 +30,6 @@ FEW: Final = 16
 CHUNK: Final = 512
 """Tasks in one list of a bucket. Adding to or removing from the middle of such a list
 takes less than a microsecond."""
-
-Precedence = tuple[Lane, int]
-"""Sort key of a task: lane, then task id."""
 
 ShapeKey = tuple[ClientId, Shape]
 """A program, and the shape of its tasks."""
@@ -199,7 +196,7 @@ class Group:
         self.stuck: TaskRecord | None = None
         self.reserve_at = 0.0
         self.is_warned = False
-        self.index: GroupIndex | None = None
+        self.index: GroupIndex[Group] | None = None
         self._queue = queue
         self._turns: list[tuple[Precedence, Bucket]] = []
 
@@ -273,7 +270,7 @@ class ReadyQueue:
         self.by_shape: dict[ShapeKey, dict[Lane, Bucket]] = {}
         self.of_client: dict[ClientId, dict[Hashable, Group]] = {}
         self.rotations: dict[ClientId, Rotation] = {}
-        self.indexes: dict[ClientId, GroupIndex] = {}
+        self.indexes: dict[ClientId, GroupIndex[Group]] = {}
         self.clients: Clients | None = None
 
     def __len__(self) -> int:

@@ -15,13 +15,12 @@ from typing import Final
 from aiogpu.core.model.ids import ClientId
 from aiogpu.core.model.request import Request
 from aiogpu.core.queue.group_index import Fits, GroupIndex
-from aiogpu.core.queue.ready import Bucket, Group, Precedence
-from aiogpu.core.records import sort_key
+from aiogpu.core.queue.ready import Bucket, Group
+from aiogpu.core.records import Precedence, sort_key
 from aiogpu.core.resources.ledger import Lease
 from aiogpu.core.resources.placement_group import would_help
 from aiogpu.core.resources.room import room
-from aiogpu.core.scheduler.placement import note_stuck
-from aiogpu.core.scheduler.state import SchedulerState
+from aiogpu.core.scheduler.state import SchedulerState, note_stuck
 
 FAILED_AT_ONCE: Final = 8
 """The most attempts to plan a reservation, for one program, that fail in a round."""
@@ -31,7 +30,7 @@ class ManyGroups:
     """The groups of one program in a placement round."""
 
     def __init__(
-        self, node: SchedulerState, client: ClientId, index: GroupIndex
+        self, node: SchedulerState, client: ClientId, index: GroupIndex[Group]
     ) -> None:
         self._node = node
         self._client = client

@@ -23,12 +23,17 @@ from typing import TYPE_CHECKING, Final
 from aiogpu.core.model.ids import ClientId
 from aiogpu.core.model.request import Request
 from aiogpu.core.queue.fair_share import LONGEST, Client, Clients, usage_of
-from aiogpu.core.queue.ready import Bucket, Group, Precedence, precedence
-from aiogpu.core.records import TaskRecord, TaskState, sort_key
+from aiogpu.core.queue.ready import Bucket, Group, precedence
+from aiogpu.core.records import Precedence, TaskRecord, sort_key
 from aiogpu.core.resources.ledger import Lease
 from aiogpu.core.resources.placement_group import would_help
 from aiogpu.core.scheduler.cancellation import evict_idle_worker
-from aiogpu.core.scheduler.state import SchedulerState, goes_before
+from aiogpu.core.scheduler.state import (
+    SchedulerState,
+    goes_before,
+    is_first_of_group,
+    note_stuck,
+)
 from aiogpu.core.scheduler.task_tree import is_disowned
 from aiogpu.core.scheduler.turns import give_turn
 
@@ -44,7 +49,8 @@ def place(node: SchedulerState) -> Iterator[tuple[TaskRecord, Lease]]:
     """
     clients = node.clients
     node.worker_limit.refused = 0
-    if node.reservation is not None and not _is_first(node, node.reservation.record):
+    plan = node.reservation
+    if plan is not None and not is_first_of_group(node, plan.record):
         node.reservation = None
     round_ = PlacementRound(node)
     while round_.left:
@@ -79,24 +85,6 @@ def place(node: SchedulerState) -> Iterator[tuple[TaskRecord, Lease]]:
         yield record, lease
         round_.advance(candidate)
     round_.end()
-
-
-def _is_first(node: SchedulerState, record: TaskRecord) -> bool:
-    """Return True if a task waits and is the first of its group."""
-    if record.state is not TaskState.WAITING:
-        return False
-    first = node.ready.group_of(record).first()
-    return first is not None and first[1] is record
-
-
-def note_stuck(node: SchedulerState, record: TaskRecord) -> None:
-    """Note that the first task of a group does not fit, if that is new."""
-    group = node.ready.group_of(record)
-    if group.stuck is not record and _is_first(node, record):
-        group.stuck = record
-        group.reserve_at = node.now + node.config.reserve_after
-        if not group.is_warned:
-            node.expect_stalls()
 
 
 Turns = list[tuple[Precedence, int, Group]]

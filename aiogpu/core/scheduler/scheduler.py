@@ -42,6 +42,7 @@ from aiogpu.core.scheduler.state import (
     SchedulerState,
     await_results,
     goes_before,
+    note_stuck,
     resolve,
 )
 
@@ -154,7 +155,7 @@ class Scheduler(SchedulerState):
             return self.effects
         self.ready.push(record)
         if lanes is None:
-            placement.note_stuck(self, record)
+            note_stuck(self, record)
             return self._place() if self._may_give_way(record) else NOTHING
         # A lease needs no worker; the tasks before it may wait for lack of one.
         if not (self.reservation or spec.is_lease):

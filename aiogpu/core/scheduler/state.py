@@ -667,3 +667,21 @@ def awaited_results(node: SchedulerState, record: TaskRecord) -> list[TaskRecord
     """Return the unfinished tasks whose results are arguments of a task."""
     needs = map(node.tasks.get, node.expecting.get(record.id, ()))
     return [need for need in needs if need is not None]
+
+
+def is_first_of_group(node: SchedulerState, record: TaskRecord) -> bool:
+    """Return True if a task waits and is the first of its group."""
+    if record.state is not TaskState.WAITING:
+        return False
+    first = node.ready.group_of(record).first()
+    return first is not None and first[1] is record
+
+
+def note_stuck(node: SchedulerState, record: TaskRecord) -> None:
+    """Note that the first task of a group does not fit, if that is new."""
+    group = node.ready.group_of(record)
+    if group.stuck is not record and is_first_of_group(node, record):
+        group.stuck = record
+        group.reserve_at = node.now + node.config.reserve_after
+        if not group.is_warned:
+            node.expect_stalls()

@@ -21,9 +21,7 @@ STOPPED_AT_ONCE: Final = 128
 other things between two batches: to tell an owner may take 0.1 ms a task."""
 
 
-def adopt(
-    parent: TaskRecord, child: TaskRecord, children_first: bool = False
-) -> None:
+def adopt(parent: TaskRecord, child: TaskRecord, children_first: bool = False) -> None:
     """Link a new task to its parent.
 
     Args:
