@@ -14,7 +14,7 @@ from aiogpu.core.model.request import (
     Shape,
     TaskSpec,
 )
-from aiogpu.core.model.text import in_words, listing, printable, span, terms
+from aiogpu.core.model.text import escaped, in_words, listing, printable, span, terms
 from aiogpu.core.model.units import (
     BY_SHARE,
     LARGEST,
@@ -256,3 +256,10 @@ def test_duration_estimate_follows_and_forgives_an_outlier():
     assert pace(*[1e-5] * 50, *[1.0] * 8).depth == 0
     made = pace(1.0, *[1e-5] * 60)
     assert (made.depth, made.mean) == (DEEPEST, pytest.approx(1e-5, rel=0.1))
+
+
+def test_characters_that_command_a_terminal_are_escaped():
+    """Tabs and ends of lines stay; bytes that are no characters are shown as bytes."""
+    assert escaped("a\tb\n\x1b[2J") == "a\tb\n\\x1b[2J"
+    assert escaped("\u202eabc") == "\\u202eabc"
+    assert escaped(b"\xff!".decode("utf-8", "surrogateescape")) == "\\xff!"

@@ -339,3 +339,12 @@ def test_alarms_keep_their_order_during_a_sweep():
     assert timers.earliest is None
     assert late == sorted(late)
     assert set(late) >= {subject for subject in alive if subject > 10}
+
+
+def test_pieces_leave_out_what_is_removed_meanwhile():
+    shard = 1 << BITS
+    made = table(0, 1, shard, 2 * shard)
+    pieces = made.pieces()
+    assert next(pieces) == [made[TaskId(0)], made[TaskId(1)]]
+    made.pop(TaskId(shard))
+    assert list(pieces)[-1] == [made[TaskId(2 * shard)]]

@@ -5,6 +5,7 @@ import pytest
 from aiogpu.core.effects import Assign, Retire, Spawn
 from aiogpu.core.model.config import STARTS_ALLOWED, SchedulerConfig
 from aiogpu.core.model.ids import PROGRAM
+from aiogpu.core.scheduler.cancellation import SOON
 from aiogpu.core.scheduler.dispatch import refill_spares
 from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.core.scheduler.workers import MAX_ENVIRONMENTS, WorkerLimit, Workers
@@ -508,3 +509,17 @@ def test_outages_of_environments_are_independent():
     w.play("advance 0.5; submit b environment=Y:1")
     fail(w, "b")
     w.play("advance 0.5; starting = a; waiting = b; advance 0.5; starting = a b")
+
+
+def test_idle_worker_that_is_ended_soon_is_killed_if_it_stays():
+    w = World(exits=False).play("submit a; finish a; submit b")
+    busy = w.worker_of("b")
+    w.tell(Scheduler.end_idle, busy)
+    w.play("killed =; finish b")
+    w.tell(Scheduler.end_idle, busy)
+    assert Retire(busy) in w.effects
+    w.advance(SOON)
+    assert w.killed == [busy]
+    w.tell(Scheduler.end_idle, busy)
+    w.submit("c")
+    assert w.worker_of("c") != busy
