@@ -14,6 +14,7 @@ import pytest
 from aiogpu.errors import (
     ActorDiedError,
     DeserializationError,
+    NodeClosedError,
     ObjectMemoryError,
     RemoteTraceback,
     SerializationError,
@@ -410,6 +411,14 @@ def test_failure_can_be_rebuilt_for_another_task():
     failed = Failed(7, RAISED, "Kind", "why", "trace", b"x", True)
     assert failed.why == (RAISED, "Kind", "why", "trace", b"x")
     assert Failed(7, *failed.why) == failed._replace(is_retried=False)
+
+
+def test_error_that_is_its_message_is_packed_once() -> None:
+    """A node may tell a million tasks the same."""
+    first, second = (pack_own_error(NodeClosedError("closed")) for _ in range(2))
+    assert first is second
+    arrived = unpack_failure(first, "add")
+    assert (type(arrived), str(arrived)) == (NodeClosedError, "closed")
 
 
 def test_error_of_the_node_keeps_its_cause() -> None:
