@@ -10,10 +10,10 @@ import gc
 import os
 import sys
 import time
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 from aiogpu.memory.control_page import ControlPage
-from aiogpu.wire.messages import Setup
+from aiogpu.wire.messages import Setup, Unfit
 from aiogpu.worker.environment import Threads
 from aiogpu.worker.zygote import main as zygote
 from aiogpu.worker.zygote.bootstrap import WorkerTemplate, nothing
@@ -46,7 +46,7 @@ def become(preload: list[str], learns: bool) -> None:
     handle_records()
     began = time.time_ns()
     driver = os.pidfd_open(os.getppid())
-    if Preload(setup, _give_up, _leave, driver).run() is None:
+    if Preload(_note).begin(setup, _leave, driver) is None:
         raise SystemExit(f"an interpreter with {preload} cannot be forked")
     objects.append(Files(began))
     threads.scan()
@@ -58,9 +58,10 @@ def become(preload: list[str], learns: bool) -> None:
     gc.freeze()
 
 
-def _give_up(message: object) -> NoReturn:
-    """Exit: without learned modules, a zygote sends nothing but why it cannot fork."""
-    raise SystemExit(f"the image cannot be forked: {message}")
+def _note(message: object) -> None:
+    """Exit if a module is unfit; progress is of no interest."""
+    if isinstance(message, Unfit):
+        raise SystemExit(f"the image cannot be forked: {message}")
 
 
 def _leave() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import compileall
 import gc
+import os
 import re
 import sys
 from collections import defaultdict
@@ -19,6 +20,7 @@ import uvloop
 from hypothesis import settings
 
 from aiogpu.runtime.zygote import config as zygote_config
+from aiogpu.runtime.zygote.import_cache import VARIABLE as CACHE_VARIABLE
 from tests.support.forked_zygotes import Forker
 from tests.support.gate import Gate
 from tests.support.sampling import CHANGE, Value, covering, values
@@ -95,6 +97,8 @@ def pytest_configure(config: pytest.Config) -> None:
     With `PYTHONDONTWRITEBYTECODE`, which many containers set, each would compile them.
     """
     sys.dont_write_bytecode = False  # or each run would compile the tests
+    # A test must not know what another test has imported.
+    os.environ[CACHE_VARIABLE] = "off"
     if not hasattr(config, "workerinput"):
         is_test = re.compile(r"/test_[^/]*$")
         for folder in ("aiogpu", "benchmarks", "tests"):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import AsyncIterable, Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import cached_property
 from typing import (
     TYPE_CHECKING,
@@ -35,6 +36,7 @@ from aiogpu.api.options import (
     not_counted,
 )
 from aiogpu.api.usage_errors import CalledFirst, CalledFirstToIterate, options_of
+from aiogpu.client.current import is_in_task
 from aiogpu.errors import MisuseError, SerializationError
 from aiogpu.serialization.references import PickledValue, collect_references
 from aiogpu.serialization.serializer import (
@@ -207,8 +209,15 @@ class Definition:
                 advise_on_function(self.name, self.function, len(pickled.payload))
         return self._pickled
 
+    def _name(self) -> FunctionName:
+        return FunctionName(
+            getattr(self.function, "__module__", None) or "__main__",
+            getattr(self.function, "__qualname__", self.name),
+        )
+
     def _pickle(self) -> Function:
         from aiogpu.client.function_spec import Function, new_function_id
+        from aiogpu.serialization.modules import needed_modules
 
         reference = self.reference()
         with collect_references(are_actors=True) as actors:
@@ -217,7 +226,13 @@ class Definition:
                 if reference is None
                 else dump_reference(*reference)
             )
-        return Function(new_function_id(), payload, tuple(actors))
+        return Function(
+            id=new_function_id(),
+            payload=payload,
+            actors=tuple(actors),
+            modules=() if is_in_task() else needed_modules(self.function),
+            name=".".join(self._name()),
+        )
 
     def renewed(self) -> Definition:
         """Return the function as it is now, pickled again; itself if nothing changed.
@@ -236,13 +251,13 @@ class Definition:
         Raises:
             SerializationError: with the path to what cannot be pickled.
         """
-        from aiogpu.client.function_spec import Function, new_function_id
+        from aiogpu.client.function_spec import new_function_id
         from aiogpu.worker.chunk import PickledChunk
 
         chunked = Definition(self.function)
         pickled = self.pickled()
         payload = dump_function(self.name, PickledChunk(pickled.payload))
-        chunked._pickled = Function(new_function_id(), payload, pickled.actors)
+        chunked._pickled = replace(pickled, id=new_function_id(), payload=payload)
         chunked.parameters = Parameters(self.name, None)
         return chunked
 
@@ -255,10 +270,7 @@ class Definition:
         # Imported late: it imports cloudpickle, and defining a function needs none.
         from aiogpu.serialization.pickler import importable
 
-        reference = FunctionName(
-            getattr(self.function, "__module__", None) or "__main__",
-            getattr(self.function, "__qualname__", self.name),
-        )
+        reference = self._name()
         target = importable(*reference)
         if getattr(target, "__aiogpu_function__", target) is not self.function:
             return None

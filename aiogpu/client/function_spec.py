@@ -36,11 +36,15 @@ class Function:
 
     Attributes:
         actors: the actors to which it holds handles, in the process that defined it.
+        modules: the installed modules that it is known to import.
+        name: its name in the program, the same in each run; "" if unknown.
     """
 
     id: int
     payload: bytes
     actors: tuple[ActorReference, ...] = ()
+    modules: tuple[str, ...] = ()
+    name: str = ""
 
 
 def new_function_id() -> int:

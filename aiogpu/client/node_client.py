@@ -279,7 +279,10 @@ class NodeClient:
         if len(self._declared) >= DECLARED:
             self._declared.clear()
         spec = dump_spec(func)
-        self.send(Declare(func.id, func.spec.name, spec, func.function.payload))
+        function = func.function
+        self.send(
+            Declare(func.id, func.spec.name, spec, function.payload, function.modules)
+        )
         self._declared.add(func.id)
 
     def submit(self, func: FunctionSpec, payload: bytes, receiver: Receiver) -> int:

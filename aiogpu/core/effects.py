@@ -45,10 +45,14 @@ class AboutWorker:
 
 @dataclass(slots=True)
 class Spawn:
-    """Fork a worker for tasks of an environment."""
+    """Fork a worker for tasks of an environment.
+
+    `task`: the task that waits for it; None for a spare.
+    """
 
     worker: WorkerId
     environment: Environment = ()
+    task: TaskId | None = None
 
 
 @dataclass(slots=True)
@@ -128,6 +132,12 @@ class Announce:
     worker: WorkerId
 
 
+class Unclaim(AboutWorker):
+    """A worker that is being forked is not for its task any more, but for any."""
+
+    __slots__ = ()
+
+
 class Retire(AboutWorker):
     """Tell an idle worker to exit."""
 
@@ -203,6 +213,7 @@ Effect = (
     | Revoke
     | Interrupt
     | Announce
+    | Unclaim
     | Retire
     | Kill
     | Settle

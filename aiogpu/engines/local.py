@@ -149,7 +149,8 @@ class DriverEngine:
     async def status(self) -> NodeStatus:
         """Return the held resources, the waiting tasks and the reasons."""
         from aiogpu.observe.snapshot import snapshot
-        from aiogpu.observe.status import IdleEndStatus, Machine
+        from aiogpu.observe.status import IdleEndStatus, Machine, TaskStatus
+        from aiogpu.observe.why import Why, brief
 
         driver, now = self._driver_for("aiogpu.status()"), self._loop.time()
         pids, results = self._pids, driver.results
@@ -157,6 +158,14 @@ class DriverEngine:
         seen = snapshot(
             driver.scheduler, pids, now, self._observed, self._programs, unended
         )
+        awaited = driver.pool.awaited_imports
+
+        def with_imports(task: TaskStatus) -> TaskStatus:
+            imports = awaited.get(task.worker or 0)
+            if imports is None or task.state != "starting":
+                return task
+            why_ = Why(task.name, task.id, task.state, imports=imports)
+            return replace(task, reason=brief(why_))
 
         def place_of(actor: Actor) -> tuple[int, int] | None:
             worker = actor.worker
@@ -164,6 +173,7 @@ class DriverEngine:
 
         return replace(
             seen,
+            tasks=tuple(map(with_imports, seen.tasks)) if awaited else seen.tasks,
             actors=driver.actors.listed(place_of, results.client_of),
             failures=results.history.failures(now),
             draining=self._draining(now),
@@ -182,7 +192,9 @@ class DriverEngine:
         record = driver.scheduler.tasks.get(TaskId(task))
         if record is not None:
             others = self._programs, driver.unended
-            return why(driver.scheduler, record, self._pids, now, *others)
+            found = why(driver.scheduler, record, self._pids, now, *others)
+            imports = driver.pool.awaited_imports.get(found.worker or 0, "")
+            return replace(found, imports=imports)
         ended = driver.results.history.find(task, now)
         return None if ended is None else why_ended(ended)
 

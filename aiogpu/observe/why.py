@@ -105,6 +105,8 @@ class Why:
         bundle: the bundle in which it will run, in words; "" without one.
         notes: further reports of a cluster, one line each.
         outage: why no worker can be started for it, if it waits because of that.
+        imports: what is imported before its worker is forked: "torch (1.2 of about 3
+            s)"; "" if it does not wait for that.
         actor: for a call that was sent, the name of its actor; "" if it is no call.
         ended: when and how it has ended, with the error and the traceback, if the node
             still knows; None before, and for a handle that has its outcome.
@@ -142,6 +144,7 @@ class Why:
     bundle: str = ""
     ended: EndedTask | None = None
     actor: str = ""
+    imports: str = ""
 
     def __str__(self) -> str:
         return explain(self)
@@ -174,6 +177,8 @@ def brief(why: Why) -> str | None:
             return _waits(why)
         case "stopping" if why.is_lease:
             return "is being returned; its processes have not ended yet"
+        case "starting" if why.imports:
+            return f"waits for the zygote with {why.imports}"
         case "starting":
             return "a worker is being forked for it"
         case "queued":
@@ -276,6 +281,11 @@ def _describe_state(why: Why) -> str:
             return "waits for its node, which is being opened"
         case "delayed":
             return "has failed before, and is retried soon"
+        case "starting" if why.imports:
+            return (
+                f"holds {request}; its worker is forked once a zygote has imported "
+                f"{why.imports}, which is sooner than an import of its own"
+            )
         case "starting":
             return f"holds {request}; a worker is being forked for it"
         case "queued":

@@ -227,9 +227,7 @@ class Driver:
             # Bound methods would load the leases now.
             effects.Granted: lambda effect: self.leases.grant(effect),  # noqa: PLW0108
             effects.Reclaim: lambda effect: self.leases.reclaim(effect),  # noqa: PLW0108
-            effects.Spawn: lambda effect: self.pool.spawn(
-                effect.worker, effect.environment
-            ),
+            effects.Spawn: self._spawn,
             effects.Assign: self._assign,
             effects.Ahead: self._send_ahead,
             effects.Revoke: self.revoke,
@@ -237,6 +235,7 @@ class Driver:
             effects.Announce: lambda effect: self._commands.announce(
                 effect.worker, effect.task
             ),
+            effects.Unclaim: lambda effect: self.pool.unclaim(effect.worker),
             effects.Retire: lambda effect: self.pool.retire(effect.worker),
             effects.Kill: lambda effect: self.pool.kill(effect.worker),
             effects.Settle: self.results.settle,
@@ -660,6 +659,11 @@ class Driver:
         self.feed(Scheduler.environment_outdated, environment)
 
     # Effects on workers: send tasks, take them back, interrupt them
+
+    def _spawn(self, effect: effects.Spawn) -> None:
+        call = None if effect.task is None else self._calls.get(effect.task)
+        function = None if call is None else call.func.function
+        self.pool.spawn(effect.worker, effect.environment, function)
 
     def _assign(self, effect: effects.Assign) -> None:
         call = self._calls[effect.task]

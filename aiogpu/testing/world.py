@@ -505,7 +505,7 @@ class World:
 
     def _apply(self, effect: effects.Effect) -> None:
         match effect:
-            case effects.Spawn(worker, environment):
+            case effects.Spawn(worker, environment, _):
                 self.workers[worker] = SimulatedWorker(worker, environment)
                 if self.starts:
                     self._coming.append(event(Scheduler.worker_started, worker))
@@ -521,6 +521,8 @@ class World:
                 known = self.workers[worker]
                 assert self._by_id[task] in (*known.sent, *known.void), effect
                 self._by_id[task].interrupts += 1
+            case effects.Unclaim(worker):
+                assert worker in self.workers, effect
             case effects.Announce(task, worker):
                 known = self.workers[worker]
                 assert self._by_id[task] in known.sent, effect

@@ -78,8 +78,6 @@ class Setup(NamedTuple):
         cgroup: directory of the node's cgroup, "" if there is none.
         generation: number of this zygote among the node's.
         learns: workers report their imports.
-        learnt: further modules to import, if the zygote can still fork afterwards.
-        proven: the modules of `learnt` after whose import forking has worked before.
         spill: directory for values that do not fit into memory.
         argv: the program's `sys.argv`.
         flags: the program's command-line options.
@@ -96,8 +94,6 @@ class Setup(NamedTuple):
     cgroup: str = ""
     generation: int = 0
     learns: bool = False
-    learnt: Sequence[str] = ()
-    proven: Sequence[str] = ()
     spill: str = ""
     argv: Sequence[str] = ("",)
     flags: Sequence[str] = ()
@@ -125,15 +121,46 @@ class Keep(NamedTuple):
     slot: int
 
 
+class Branch(NamedTuple):
+    """Driver to zygote: fork another zygote, which imports these modules as well."""
+
+    generation: int
+    modules: tuple[str, ...]
+
+
+class BranchEnded(NamedTuple):
+    """Zygote to driver: a zygote that I have forked has ended.
+
+    `status`: its wait status. `unforked`: why it could not be forked; "" if it was.
+    """
+
+    generation: int
+    status: int
+    unforked: str = ""
+
+
+class Importing(NamedTuple):
+    """Zygote or worker to driver: the import of this module begins.
+
+    A worker names a module that is installed and was not loaded; "" once it is loaded.
+    """
+
+    module: str
+
+
 class Ready(NamedTuple):
     """Zygote to driver: all modules are imported; I can fork.
 
-    `modules`: the loaded top-level modules, without the standard library's.
-    `variables`: names of the environment variables that the imports have read.
+    `modules`: the top-level modules that this zygote has loaded, without the standard
+    library's. `variables`: names of the environment variables that the imports have
+    read. `microseconds`: how long each of the requested imports took. `memory`: the
+    bytes of memory that the process uses.
     """
 
     modules: tuple[str, ...]
     variables: tuple[str, ...]
+    microseconds: tuple[int, ...]
+    memory: int = 0
 
 
 class Unfit(NamedTuple):
@@ -146,13 +173,6 @@ class Unfit(NamedTuple):
     module: str
     reason: str
     is_missing: bool
-
-
-class LeftOut(NamedTuple):
-    """Zygote to driver: this learnt module is unfit, and was not imported."""
-
-    module: str
-    reason: str
 
 
 class Lost(NamedTuple):
@@ -361,13 +381,15 @@ class Imported(NamedTuple):
 class Declare(NamedTuple):
     """Worker to driver: a function, with options, that children will run.
 
-    `terms`: the options, as plain values; the other fields are as in `Define`.
+    `terms`: the options, as plain values. `modules`: those that calls will import. The
+    other fields are as in `Define`.
     """
 
     func: int
     name: str
     terms: bytes
     payload: bytes
+    modules: tuple[str, ...] = ()
 
 
 class Submit(NamedTuple):
@@ -911,8 +933,8 @@ class Departed(NamedTuple):
 
 # Directions
 
-ToZygote = Keep | Check | Close
-FromZygote = Ready | Unfit | LeftOut | Lost | Stale
+ToZygote = Keep | Branch | Check | Close
+FromZygote = Ready | Importing | Unfit | Lost | Stale | BranchEnded
 
 ToKeeper = Fork | Signal | End | Close
 FromKeeper = Forked | Unforked | Ended
@@ -927,7 +949,8 @@ _ToTask = Bind | Define | Forget | Run | Cancel | Exit | Demand | Synced
 _ToActor = Create | Invoke | Drop | Leave
 ToWorker = _ToTask | _ToActor | _Answers
 _TaskReports = Done | Failed | Skipped | Began | Items | Created
-FromWorker = _TaskReports | Log | Record | Report | Imported | Wait | Sync | _Requests
+_Imports = Importing | Imported
+FromWorker = _TaskReports | Log | Record | Report | _Imports | Wait | Sync | _Requests
 
 ToClient = Refused | Welcome | Close | Departed | Printed | Logged | Warned | _Answers
 FromClient = Join | Stopping | Depart | Inquire | TakeLease | _Requests

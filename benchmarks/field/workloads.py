@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
 from socket import socket
+from tempfile import TemporaryDirectory
 from time import monotonic, perf_counter
 from typing import Any, Final, NamedTuple
 
@@ -394,19 +395,63 @@ async def _start(context: Context) -> Block:
     source = context.system.first_result() if context.system else "print(0, flush=True)"
 
     async def block(_amount: Amount) -> Figures:
-        start = perf_counter()
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-c", source), stdout=PIPE, stderr=DEVNULL
-        )
-        assert process.stdout is not None
-        line = await process.stdout.readline()
-        took = perf_counter() - start
-        await process.wait()  # not timed, but must not disturb the next block
-        if not line.strip().isdigit():
-            raise RuntimeError("the program ended without a result")
-        return [[took]]
+        return [[await _until_number(source)]]
 
     return block
+
+
+async def _until_number(source: str, **variables: str) -> float:
+    """Run a program to its end; return the seconds until it printed a number."""
+    start = perf_counter()
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", source),
+        stdout=PIPE,
+        stderr=DEVNULL,
+        env={**os.environ, **variables},
+    )
+    assert process.stdout is not None
+    line = await process.stdout.readline()
+    took = perf_counter() - start
+    await process.wait()  # not timed, but must not disturb the next block
+    if not line.strip().isdigit():
+        raise RuntimeError("the program ended without a result")
+    return took
+
+
+IMPORTS: Final = """
+from benchmarks.field.programs.{} import work
+work(0)
+print(1, flush=True)
+"""
+
+
+def real_work(title: str, program: str, library: str) -> Workload:
+    """A whole program: forty tasks that need a library whose import is slow."""
+
+    async def prepare(context: Context) -> Block:
+        system = context.system
+        source = IMPORTS.format(program) if system is None else ""
+        if system is not None:
+            source = system.real_work(program)
+            if system.lacks("isolation"):
+                context.notes["processes"] = "processes are used again"
+
+        async def block(_amount: Amount) -> Figures:
+            with TemporaryDirectory() as cache:
+                return [
+                    [await _until_number(source, XDG_CACHE_HOME=cache)] for _ in "12"
+                ]
+
+        return block
+
+    return Workload(
+        [Metric(f"{title}: {run} run") for run in ("first", "second")],
+        "a program that does one of the tasks itself",
+        prepare,
+        Setup(is_open=False),
+        seconds=120,
+        needs=library,
+    )
 
 
 PORTION: Final = 1_000
@@ -515,6 +560,9 @@ WORKLOADS: Final = {
         "a bare interpreter that prints a number",
         *(_start, Setup(is_open=False), 50),
     ),
+    "work-torch": real_work("40 steps of training", "torch_training", "torch"),
+    "work-sklearn": real_work("40 fits", "sklearn_fit", "sklearn"),
+    "work-pandas": real_work("40 group-bys", "pandas_groups", "pandas"),
     "waiting": Workload(
         [
             Metric("to take in a task that waits, of very many"),

@@ -48,7 +48,7 @@ async def next_generation(lineage: ZygoteGenerations, served: int) -> None:
 
 async def learnt(lineage: ZygoteGenerations, module: str) -> None:
     """Wait until a zygote serves that has learnt to import this module."""
-    await until(lambda: module in lineage.current.learnt and lineage.current.ready)
+    await until(lambda: module in lineage.current.modules and lineage.current.ready)
 
 
 def having(task: Any, **variables: str) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from aiogpu.core.effects import Forget, Interrupt, Kill, Reclaim, Retire
+from aiogpu.core.effects import Forget, Interrupt, Kill, Reclaim, Retire, Unclaim
 from aiogpu.core.model.request import Environment
 from aiogpu.core.model.text import span
 from aiogpu.core.queue.timers import AlarmKind
@@ -84,6 +84,7 @@ def unclaim(node: SchedulerState, record: TaskRecord) -> None:
     node.ledger.give_back(worker.lease)
     worker.lease = worker.task = record.worker = None
     node.workers.put_unclaimed(worker)
+    node.effects.append(Unclaim(worker.id))
 
 
 def interrupt(node: SchedulerState, record: TaskRecord) -> None:

@@ -109,7 +109,7 @@ def _find_worker(node: SchedulerState, record: TaskRecord, lease: Lease) -> None
         worker = workers.take_unclaimed(environment)
         if worker is None:
             worker = workers.create(environment)
-            node.effects.append(effects.Spawn(worker.id, environment))
+            node.effects.append(effects.Spawn(worker.id, environment, record.id))
             if node.outages and environment in node.outages:
                 node.outages[environment].worker = worker.id
         record.move(TaskState.STARTING)

@@ -134,9 +134,11 @@ class InlinePool:
 
     Attributes:
         unended: as for `Pool`; empty, since no process can be left.
+        awaited_imports: as for `Pool`; empty, since no task waits for an import.
     """
 
     unended: Final[Mapping[int, UnendedStatus]] = {}
+    awaited_imports: Final[Mapping[int, str]] = {}
 
     def __init__(self, node: InlineNode) -> None:
         self.workers: dict[int, InlineWorker] = cast("Any", node.workers)
@@ -150,11 +152,16 @@ class InlinePool:
         """The commands to workers."""
         return self
 
-    def spawn(self, worker: int, _environment: object = ()) -> None:
+    def spawn(
+        self, worker: int, _environment: object = (), _function: object = None
+    ) -> None:
         """Start a stand-in for a worker."""
         self.workers[worker] = InlineWorker(worker)
         self._node.starting.append(WorkerId(worker))
         self._node.wake()
+
+    def unclaim(self, worker: int) -> None:
+        """Nothing: any task may begin in a stand-in."""
 
     def retire(self, worker: int) -> None:
         """Retire a worker."""

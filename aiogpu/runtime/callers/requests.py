@@ -139,7 +139,12 @@ class Requests:
             funcs.clear()
         function = functions.get(message.payload)
         if function is None:
-            function = Function(new_function_id(), message.payload)
+            function = Function(
+                id=new_function_id(),
+                payload=message.payload,
+                modules=tuple(message.modules),
+                name=f"{program}:{message.name}",
+            )
             functions[message.payload] = function
         key = function.id, message.terms, program
         func = funcs.get(key)

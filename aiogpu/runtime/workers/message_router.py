@@ -279,7 +279,7 @@ class MessageRouter:
         console: Console,
         events: WorkerEvents,
         store: Store,
-        on_imported: Callable[[LiveWorker, wire.Imported], None],
+        on_import: Callable[[LiveWorker, wire.Importing | wire.Imported], None],
     ) -> None:
         """Make a router.
 
@@ -287,11 +287,11 @@ class MessageRouter:
             console: shows the output of workers.
             events: handles all other messages.
             store: resolves the references in payloads.
-            on_imported: called with the modules that a worker has imported.
+            on_import: called when a worker imports a module, and with its imports.
         """
         self._events = events
         self._store = store
-        self._on_imported = on_imported
+        self._on_import = on_import
         self._poller = events.burst
         self._console = console
 
@@ -395,8 +395,8 @@ class MessageRouter:
             self._events.on_skipped(worker.id, message)
         elif isinstance(message, wire.Began):
             self._events.on_began(worker, message)
-        elif isinstance(message, wire.Imported):
-            self._on_imported(worker, message)
+        elif isinstance(message, wire.Importing | wire.Imported):
+            self._on_import(worker, message)
         else:
             self._events.requests.on_message(worker, message)
 

@@ -16,6 +16,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
+from aiogpu.client.function_spec import Function
 from aiogpu.core.model.request import Environment
 from aiogpu.errors import NodeError
 from aiogpu.linux.procfs import ExitEvidence, family_of
@@ -38,6 +39,11 @@ if TYPE_CHECKING:
     from aiogpu.runtime.workers.remains import Remains
 
 _log: Final = logging.getLogger(__name__)
+
+
+SLOW_IMPORT: Final = 0.05
+"""Seconds after which an import in a worker is slow: other workers should not pay for
+the same module."""
 
 
 LINGER: Final = 0.1
@@ -98,7 +104,7 @@ class Pool:
         self._loop = loop
         self._events = events
         self._store = store
-        self._router = MessageRouter(console, events, store, self._on_imported)
+        self._router = MessageRouter(console, events, store, self._on_import)
         self._send_signal = send_signal
         self.slots = slots
         self._is_closing = False
@@ -136,20 +142,28 @@ class Pool:
 
     # Start of workers
 
-    def spawn(self, worker_id: int, environment: Environment = ()) -> None:
+    def spawn(
+        self,
+        worker_id: int,
+        environment: Environment = (),
+        function: Function | None = None,
+    ) -> None:
         """Fork a worker, in a free slot or a new slot.
 
         Args:
             worker_id: the id in the core.
             environment: the variables of `runtime_env` that its tasks will have.
+            function: the function that it will run first; None for a spare.
         """
         try:
-            slot = self.slots.take(self.zygotes.serving(environment))
+            slot = self.slots.take(self.zygotes.choose(environment, function))
         except (NodeError, OSError) as error:
             self._report_start_failure(worker_id, error)
             return
         timer = self._time_start(worker_id, START_LIMIT)
-        worker = LiveWorker(worker_id, slot, timer, environment, store=self._store)
+        worker = LiveWorker(
+            worker_id, slot, timer, environment, first=function, store=self._store
+        )
         slot.worker = self.workers[worker_id] = worker
         slot.output.begin()
         if slot.keeper is not None:
@@ -289,6 +303,8 @@ class Pool:
     def _take_leave(self, worker: LiveWorker) -> None:
         """Remove an ended worker, and report its death."""
         worker.is_gone = True
+        if worker.import_timer is not None:
+            worker.import_timer.cancel()
         slot = worker.slot
         worker.timer.cancel()
         slot.output.catch_up()
@@ -466,8 +482,59 @@ class Pool:
 
     # Zygotes
 
-    def _on_imported(self, worker: LiveWorker, imported: wire.Imported) -> None:
-        self.zygotes.note_imports(worker.slot.zygote, imported)
+    @property
+    def awaited_imports(self) -> dict[int, str]:
+        """What is imported before each worker that waits for a zygote, by worker."""
+        return {
+            slot.worker.id: text
+            for slot in self.slots
+            if slot.worker is not None and not slot.zygote.has_asked(slot.index)
+            if (text := self.zygotes.describe_imports(slot.zygote))
+        }
+
+    def _on_import(
+        self, worker: LiveWorker, message: wire.Importing | wire.Imported
+    ) -> None:
+        if worker.import_timer is not None:
+            worker.import_timer.cancel()
+            worker.import_timer = None
+        zygote = worker.slot.zygote
+        if isinstance(message, wire.Imported):
+            self.zygotes.note_imports(zygote, message)
+        elif message.module:
+            # Only if all its tasks were of one function is it known which needs it.
+            is_known = worker.first is not None and len(worker.functions) == 1
+            function = worker.first.name if is_known and worker.first else ""
+            worker.import_timer = self._loop.call_later(
+                SLOW_IMPORT,
+                self.zygotes.note_slow_import,
+                zygote,
+                message.module,
+                function,
+            )
+
+    def on_better_zygote(self, zygote: Zygote) -> None:
+        """Choose again for the workers that a zygote was not yet asked to fork."""
+        for slot in self.slots:
+            if slot.zygote is zygote and slot.worker is not None:
+                self._choose_again(slot, slot.worker)
+
+    def unclaim(self, worker_id: int) -> None:
+        """Note that a worker will not run the function for which it was requested."""
+        worker = self.workers.get(worker_id)
+        if worker is not None:
+            worker.first = None
+            self._choose_again(worker.slot, worker)
+
+    def _choose_again(self, slot: Slot, worker: LiveWorker) -> None:
+        zygote = slot.zygote
+        if zygote.has_asked(slot.index):
+            return
+        better = self.zygotes.choose(worker.environment, worker.first)
+        if better is not zygote:
+            slot.zygote = better
+            zygote.release(slot.index)
+            better.request_keeper(slot.index)
 
     def on_superseded(self, zygote: Zygote) -> None:
         """Replace spare workers and idle keepers of a zygote that forks no more.
@@ -492,7 +559,8 @@ class Pool:
 
     def _move(self, worker: LiveWorker) -> None:
         try:
-            slot = self.slots.add(self.zygotes.serving(worker.environment))
+            zygote = self.zygotes.choose(worker.environment, worker.first)
+            slot = self.slots.add(zygote)
         except (NodeError, OSError) as error:
             worker.end = start_failure(error)
             self._check_gone(worker, is_certain=True)

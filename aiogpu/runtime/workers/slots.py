@@ -33,7 +33,7 @@ from aiogpu.runtime.zygote.process import Zygote
 from aiogpu.wire.messages import Close, Define, Forget, Message, output_path
 
 if TYPE_CHECKING:
-    from aiogpu.client.function_spec import FunctionSpec
+    from aiogpu.client.function_spec import Function, FunctionSpec
     from aiogpu.runtime.workers.remains import Remains
 
 
@@ -52,6 +52,8 @@ class LiveWorker(Caller):
         environment: the variables of `runtime_env` that it was started for.
         funcs: ids of the `FunctionSpec`s that it knows.
         functions: ids of the pickled functions that it knows.
+        first: the function for which it was forked; None for a spare.
+        import_timer: reports that the import of a module takes long.
         status: the wait status, once the keeper has reported it.
         end: the reason and cause of the end, as far as the driver itself knows.
         is_ending: the keeper was told to end it.
@@ -64,6 +66,8 @@ class LiveWorker(Caller):
     environment: tuple[tuple[str, str], ...] = ()
     funcs: set[int] = field(default_factory=set)
     functions: set[int] = field(default_factory=set)
+    first: Function | None = None
+    import_timer: asyncio.Handle | None = None
     status: int | None = None
     end: Death = UNKNOWN
     is_ending: bool = False

@@ -398,13 +398,11 @@ class Modules(NamedTuple):
 
     Attributes:
         preload: modules that the user has named.
-        learnt: modules that were learnt from workers.
-        proven: learnt modules that an earlier zygote imported without harm.
+        added: modules that a branch imports in addition to its parent's.
     """
 
     preload: tuple[str, ...] = ()
-    learnt: tuple[str, ...] = ()
-    proven: tuple[str, ...] = ()
+    added: tuple[str, ...] = ()
 
 
 class Launched(NamedTuple):
@@ -423,7 +421,7 @@ def launch(
     config: ZygoteConfig,
     generation: int = 0,
     environment: Sequence[tuple[str, str]] = (),
-    modules: Modules = Modules(),  # noqa: B008 - it is immutable
+    preload: Sequence[str] = (),
 ) -> Launched:
     """Start a zygote.
 
@@ -431,7 +429,7 @@ def launch(
         config: the configuration that all zygotes of the node share.
         generation: the number.
         environment: variables that it starts with, in addition to the program's.
-        modules: the modules that it imports before it forks.
+        preload: modules that it imports before it forks.
 
     Raises:
         NodeStartError: there is no interpreter, or it cannot be started.
@@ -454,12 +452,10 @@ def launch(
         directory=config.directory,
         driver=os.getpid(),
         page=config.page,
-        preload=list(modules.preload),
+        preload=list(preload),
         cgroup=config.cgroup.path,
         generation=generation,
         learns=config.learns,
-        learnt=list(modules.learnt),
-        proven=list(modules.proven),
         spill=config.spill,
         argv=tuple(argv),
         flags=tuple(flags),
@@ -544,7 +540,7 @@ class Bootstrap:
             self.config = ZygoteConfig.take(directory, cgroup, learns, spill)
             undo.callback(self.config.close)
             self.preload = tuple(preload)
-            self.first = launch(self.config, modules=Modules(self.preload))
+            self.first = launch(self.config, preload=self.preload)
             self._undo = undo.pop_all()
 
     def clear(self) -> None:

@@ -1,7 +1,9 @@
 """The driver's side of one zygote process: its start, its forks of keepers, its end.
 
-A pidfd reports the end of the process, without a thread and without SIGCHLD.
-`runtime.zygote.generations` decides about replacements.
+A zygote is a fresh interpreter that the driver starts, or a branch: a fork of another
+zygote, which imports more. A pidfd reports the end of either, without a thread and
+without SIGCHLD; only the parent learns the wait status, so the parent of a branch
+reports it. `runtime.zygote.generations` decides about replacements.
 """
 
 from __future__ import annotations
@@ -12,7 +14,8 @@ import signal
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Final, Protocol
 
@@ -29,7 +32,19 @@ from aiogpu.runtime.zygote.config import (
     launch,
     program_of,
 )
-from aiogpu.wire.messages import Check, Close, Keep, Lost, Message, Ready, Unfit
+from aiogpu.wire.messages import (
+    Branch,
+    BranchEnded,
+    Check,
+    Close,
+    Hello,
+    Importing,
+    Keep,
+    Lost,
+    Message,
+    Ready,
+    Unfit,
+)
 
 CHECKS: Final = 1.0
 """Least seconds between two checks if imported modules were edited."""
@@ -67,14 +82,19 @@ class Zygote:
         generation: the number, unique within the node.
         environment: variables that it starts with, in addition to the program's.
         preload: modules that the user has named.
-        learnt: modules that were learnt from workers.
-        proven: learnt modules that an earlier zygote imported without harm.
+        parent: the zygote that it is a branch of; None for a fresh interpreter.
+        added: the modules that the branch imports in addition to its parent's.
+        depth: how many zygotes it descends from.
         slots: the slots whose keepers it has to fork or has forked.
         ready: its report once it can fork, None before.
         ready_at: loop time at which it became ready.
+        started_at: loop time of its start.
+        importing: the module that it imports or has imported last, "" for none.
+        has_learner: a worker imports what this zygote imports, at the same time.
         unfit: its report of an unfit module, None for none.
         is_closing: it was told to end, or killed on purpose.
-        status: the wait status, once it has ended.
+        status: the exit code or negated signal, once it has ended; 0 if unknown.
+        unforked: why the parent could not fork it; "" for no such reason.
         last: the last lines of output.
         is_over: it has ended, and all its messages were read.
         is_late: it was killed because its imports did not end.
@@ -92,6 +112,7 @@ class Zygote:
         modules: Modules,
         events: ZygoteEvents,
         on_lost_slot: Callable[[int, str], None],
+        parent: Zygote | None = None,
     ) -> None:
         """Prepare; `start` starts the process.
 
@@ -105,15 +126,21 @@ class Zygote:
             events: receives the zygote's events.
             on_lost_slot: called with the index of a slot whose keeper has died with
                 all descendants, or could not be forked, and why not.
+            parent: forks this zygote; None: the driver starts an interpreter.
         """
         self.generation = generation
         self.environment = environment
-        self.preload, self.learnt, self.proven = self._modules = modules
+        self.preload, self.added = modules
+        self.parent = parent
+        self.depth: int = 0 if parent is None else parent.depth + 1
         self.slots: set[int] = set()
         self.ready: Ready | None = None
         self.ready_at: float | None = None
+        self.started_at = 0.0
+        self.importing = ""
         self.unfit: Unfit | None = None
         self.status = 0
+        self.unforked = ""
         self.last: deque[str] = deque(maxlen=20)
         self.is_closing = False
         self.is_over = False
@@ -126,6 +153,13 @@ class Zygote:
         self._console = console
         self._config = config
         self._child: subprocess.Popen[bytes] | None = None
+        self._pid = 0
+        self._pidfd = -1
+        self._branches: set[Zygote] = set()
+        self._is_started = False
+        self._hold: asyncio.TimerHandle | None = None
+        self._unasked: set[int] = set()
+        self.has_learner = False
         self._output: LinePipe | None = None
         self._peer: Peer | None = None
         self._checked = loop.time()
@@ -136,12 +170,27 @@ class Zygote:
         self._ended = loop.create_future()
 
     def __repr__(self) -> str:
-        return f"<Zygote {self.generation} {self._child!r}>"
+        origin = self._child if self.parent is None else self.parent
+        return f"<Zygote {self.generation} of {origin!r}>"
 
     @property
     def is_started(self) -> bool:
         """True after the process was started successfully."""
-        return self._output is not None
+        return self._is_started
+
+    @property
+    def left_to_import(self) -> Sequence[str]:
+        """The added modules that it has not imported yet, the current one included."""
+        if self.ready is not None:
+            return ()
+        begun = self.importing
+        return self.added[self.added.index(begun) :] if begun else self.added
+
+    @property
+    def modules(self) -> frozenset[str]:
+        """The modules that it imports as a zygote, its parents' included."""
+        inherited = frozenset() if self.parent is None else self.parent.modules
+        return inherited.union(self.preload, self.added)
 
     @property
     def executable(self) -> str:
@@ -157,7 +206,7 @@ class Zygote:
     @property
     def can_report(self) -> bool:
         """True if it can report ended keepers: it lives, and was not stopped."""
-        stat = None if self._child is None else read_stat(self._child.pid)
+        stat = None if self.is_over or not self._pid else read_stat(self._pid)
         return stat is not None and stat.state not in ("T", "t", "Z", "X")
 
     def start(self, launched: Launched | None = None) -> None:
@@ -167,8 +216,14 @@ class Zygote:
             NodeStartError: there is no interpreter, or it cannot be started. Another
                 attempt may succeed.
         """
+        self.started_at = self._loop.time()
+        if self.parent is not None:
+            self.parent.fork(self)
+            self._is_started = True
+            self._set_timer((1 + len(self.added)) * IMPORT_LIMIT, self._on_late)
+            return
         child, output = launched or launch(
-            self._config, self.generation, self.environment, self._modules
+            self._config, self.generation, self.environment, self.preload
         )
         # Before the first fork, since workers inherit the limit.
         descriptor_limit.hand_down(child.pid)
@@ -180,13 +235,14 @@ class Zygote:
             os.close(output)
             raise NodeStartError(f"a zygote cannot be watched: {error}") from error
         self._child = child
-        self._loop.add_reader(pidfd, self._reap, child, pidfd)
+        self._pid = child.pid
+        self._pidfd = pidfd
+        self._is_started = True
+        self._loop.add_reader(pidfd, self._on_exit)
         # The zygote's own output: from preloaded modules, and tracebacks.
         label = f"zygote pid={child.pid}"
         self._output = LinePipe(self._loop, output, partial(self._show, label))
-        # A learnt module may be imported twice, first by a probe process.
-        count = 1 + len(self.preload) + 2 * len(self.learnt)
-        self._set_timer(count * IMPORT_LIMIT, self._on_late)
+        self._set_timer((1 + len(self.preload)) * IMPORT_LIMIT, self._on_late)
 
     def _show(self, label: str, line: bytes) -> None:
         text = line.decode("utf-8", "backslashreplace")
@@ -194,22 +250,64 @@ class Zygote:
         assert self._output is not None, text
         self._console.write(2, f"({label}) {text}", self._output)
 
-    def on_hello(self, peer: Peer) -> Recipient:
+    def fork(self, branch: Zygote) -> None:
+        """Fork a branch, now or as soon as this zygote can fork.
+
+        Raises:
+            NodeStartError: this zygote has ended.
+        """
+        if self.is_over or self.is_closing:
+            raise NodeStartError(f"zygote {self.generation} has ended")
+        self._branches.add(branch)
+        if self._peer is not None and self.ready is not None:
+            self._peer.send(Branch(branch.generation, tuple(branch.added)))
+
+    def on_hello(self, peer: Peer, hello: Hello) -> Recipient:
         """Accept the zygote's connection."""
+        self._pid = hello.pid
+        if self.parent is not None and not self._has_exited:
+            # Without a descriptor, the parent's report or its own end is the only sign.
+            with suppress(OSError):
+                self._pidfd = os.pidfd_open(hello.pid)
+                self._loop.add_reader(self._pidfd, self._on_exit)
         self._peer = peer
         return Recipient(self._on_messages, self._on_disconnected)
 
     def request_keeper(self, slot: int) -> None:
         """Request a keeper, now or as soon as the zygote can fork."""
         self.slots.add(slot)
-        if self._peer is not None and self.ready is not None:
+        if self._peer is None or self.ready is None or self._hold is not None:
+            self._unasked.add(slot)
+        else:
             self._peer.send(Keep(slot))
 
+    def has_asked(self, slot: int) -> bool:
+        """Return True if the process was asked to fork the keeper of a slot."""
+        return slot not in self._unasked
+
+    def hold(self, seconds: float) -> None:
+        """Ask for no keepers for a while: a zygote that has imported more may come."""
+        self._hold = self._loop.call_later(seconds, self._end_hold)
+
+    def end_learning(self) -> None:
+        """Note that the worker which imports the same has ended its task."""
+        self.has_learner = False
+        if self._hold is not None:
+            self._hold.cancel()
+            self._end_hold()
+
+    def _end_hold(self) -> None:
+        self._hold = None
+        slots, self._unasked = self._unasked, set()
+        if not self.is_over:
+            for slot in slots:
+                self.request_keeper(slot)
+
     def release(self, slot: int) -> None:
-        """Forget a slot; a retired zygote ends with its last slot."""
+        """Forget a slot; a retired zygote ends with its last slot and branch."""
         self.slots.discard(slot)
-        if self._is_retired and not self.slots:
-            self.end()
+        self._unasked.discard(slot)
+        self._end_if_unused()
 
     def check(self) -> None:
         """Check for modules edited since their import, at most once a second."""
@@ -221,64 +319,116 @@ class Zygote:
             self._peer.send(Check())
 
     def retire(self) -> None:
-        """End as soon as it has no slots: another zygote has replaced it."""
+        """End as soon as it has no slots and no branches: it is not needed."""
         self._is_retired = True
-        if not self.slots:
+        self._end_if_unused()
+
+    def _end_if_unused(self) -> None:
+        if self._is_retired and not (self.slots or self._branches or self.is_over):
             self.end()
 
     def end(self) -> None:
         """End the process: in an orderly way if it reads messages, else by SIGKILL."""
         self.is_closing = True
-        if self._child is None:
+        if not self._is_started or self.is_over:
             return
         if self._has_exited:
             self._finish()
         elif self._peer is not None and self.ready is not None:
             self._peer.send(Close())
             # The process may have been stopped by SIGSTOP.
-            self._child.send_signal(signal.SIGCONT)
-            self._set_timer(PATIENCE, self._child.kill)
+            self._send_signal(signal.SIGCONT)
+            self._set_timer(PATIENCE, self._kill)
         else:
             # The zygote is importing, and reads no messages until it is done.
             self._stop_timer()
-            self._child.kill()
+            self._kill()
+
+    def _kill(self) -> None:
+        self._send_signal(signal.SIGKILL)
+
+    def _send_signal(self, number: int) -> None:
+        """Send a signal; a branch that has not connected yet gets none."""
+        if self._pidfd >= 0 and not self._has_exited:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, number)
 
     async def close(self) -> None:
         """End the process and wait; its keepers must have been told to end first."""
         if not self.is_closing:
             self.end()
-        if self._child is not None:
+        if self._is_started:
             await self._ended
 
     def _on_messages(self, messages: list[Message]) -> None:
         for message in messages:
             if isinstance(message, Ready):
-                self.ready, self.ready_at = message, self._loop.time()
-                if not self._has_exited:
-                    self._stop_timer()
-                for slot in list(self.slots):
-                    self.request_keeper(slot)
-                self._events.on_ready(self)
+                self._on_ready(message)
+            elif isinstance(message, Importing):
+                self.importing = message.module
             elif isinstance(message, Unfit):
                 self.unfit = message
+            elif isinstance(message, BranchEnded):
+                self._on_branch_end(message)
             elif isinstance(message, Lost):
                 self._on_lost_slot(message.slot, message.unforked)
             else:
                 self._events.on_message(self, message)
 
+    def _on_ready(self, report: Ready) -> None:
+        inherited = None if self.parent is None else self.parent.ready
+        if inherited is not None:
+            report = report._replace(
+                modules=tuple({*inherited.modules, *report.modules}),
+                variables=tuple({*inherited.variables, *report.variables}),
+            )
+        self.ready, self.ready_at = report, self._loop.time()
+        if not self._has_exited:
+            self._stop_timer()
+        for branch in list(self._branches):
+            self.fork(branch)
+        self._events.on_ready(self)
+        if self._hold is None:
+            self._end_hold()
+
     # The end: the process has exited, and its connection was read to the end
 
     def _on_late(self) -> None:
         self.is_late = True
-        if self._child is not None:
-            self._child.kill()
+        if self.parent is not None and self._peer is None:
+            self._finish()  # it has never connected
+        self._kill()
 
-    def _reap(self, child: subprocess.Popen[bytes], pidfd: int) -> None:
-        self._loop.remove_reader(pidfd)
-        os.close(pidfd)
-        self.status = child.wait()
+    def _on_branch_end(self, message: BranchEnded) -> None:
+        for branch in list(self._branches):
+            if branch.generation == message.generation:
+                branch.on_exit_status(message)
+
+    def on_exit_status(self, message: BranchEnded) -> None:
+        """Handle the parent's report of this branch's end."""
+        self.status = os.waitstatus_to_exitcode(message.status)
+        self.unforked = message.unforked
+        self._note_exit()
+
+    def _on_exit(self) -> None:
+        self._forget_pidfd()
+        if self._child is not None:
+            self.status = self._child.wait()
+            self._note_exit()
+        elif self.parent is None or self.parent.is_over:
+            self._note_exit()  # no process reports the status
+
+    def _forget_pidfd(self) -> None:
+        if self._pidfd >= 0:
+            self._loop.remove_reader(self._pidfd)
+            os.close(self._pidfd)
+            self._pidfd = -1
+
+    def _note_exit(self) -> None:
+        if self._has_exited:
+            return
         self._has_exited = True
-        if self.is_closing or self._is_disconnected:
+        if self.is_closing or self._is_disconnected or self.unforked:
             self._finish()
         else:
             self._set_timer(LAST_WORD, self._finish)
@@ -297,7 +447,10 @@ class Zygote:
             self._timer.cancel()
 
     def _finish(self) -> None:
+        if self.is_over:
+            return
         self._stop_timer()
+        self._forget_pidfd()
         if self._peer is not None:
             self._peer.cut_off()
             self._peer = None
@@ -306,5 +459,19 @@ class Zygote:
             self._output.close()
         self._child = None
         self.is_over = True
+        for branch in list(self._branches):
+            branch.on_parents_end()
+        if self.parent is not None:
+            self.parent.forget_branch(self)
         self._ended.set_result(None)
         self._events.on_end(self)
+
+    def on_parents_end(self) -> None:
+        """Handle that no process will report this branch's status."""
+        if self._pidfd < 0:  # it has exited, or never connected
+            self._note_exit()
+
+    def forget_branch(self, branch: Zygote) -> None:
+        """Forget a branch that has ended."""
+        self._branches.discard(branch)
+        self._end_if_unused()

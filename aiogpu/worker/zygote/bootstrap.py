@@ -138,6 +138,7 @@ class WorkerTemplate:
             *(descriptor_path(setup.directory), setup.spill, page, self._interrupts),
             partial(self._channel.send, READ_DESCRIPTORS),
         )
+        self._imports = imports
         self._worker = Worker(
             self._channel, self._interrupts, imports, threads, customize
         )
@@ -162,6 +163,7 @@ class WorkerTemplate:
         process.begin()
         try:
             self._channel.connect(self._path, worker)
+            self._imports.report = self._channel.send
             if self._channel.is_silent(SILENCE):
                 self._warmup.play(1)
             process.serve()

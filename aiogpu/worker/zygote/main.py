@@ -2,6 +2,10 @@
 
 After each import it checks that it may fork (see `preload`). Its death ends no running
 worker. The driver's death ends the zygote, which then removes the node's directory.
+
+A zygote also forks branches: zygotes that import further modules. A branch shares the
+memory of its parent's imports, and pays for none of them again. The parent stays until
+its branches have ended, since only a parent learns how its child ended.
 """
 
 from __future__ import annotations
@@ -21,6 +25,8 @@ from aiogpu.linux.sockets import keep_pages
 from aiogpu.memory.control_page import ControlPage
 from aiogpu.wire.connection import ZYGOTE
 from aiogpu.wire.messages import (
+    Branch,
+    BranchEnded,
     Check,
     Keep,
     Lost,
@@ -58,8 +64,8 @@ SCARCE: Final = (errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 GIVEN_UP: Final = frozenset(
     (errno.ENOENT, errno.ENXIO, errno.ECONNREFUSED, errno.ECONNRESET, errno.EPIPE)
 )
-"""Errors of a keeper after the driver has dropped its slot: the pipes have no name or
-no reader, and no process listens at the socket."""
+"""Errors of a keeper or a branch after the driver has dropped its slot or has closed:
+the pipes have no name or no reader, and no process listens at the socket."""
 
 
 class Zygote:
@@ -82,6 +88,7 @@ class Zygote:
         self._problem = problem
         self._customize = customize
         self._keepers: dict[int, int] = {}
+        self._branches: dict[int, int] = {}
         self._strays: set[int] = set()
         self._lost: dict[int, set[int]] = {}
         # Of shared memory and semaphores that preloaded modules have created.
@@ -145,23 +152,29 @@ class Zygote:
         if self._problem:
             watch.send(Unfit("", self._problem, False))
         else:
-            ready = Preload(self._setup, watch.send, watch.leave, watch.driver).run()
+            preload = Preload(watch.send)
+            ready = preload.begin(self._setup, watch.leave, watch.driver)
         if ready is not None:
-            self._serve(ready, Files(began))
+            keep_pages()
+            if self._setup.learns:
+                self._imports.watch()
+            self._serve(ready, began)
+        # The driver of an unfit zygote waits for the zygote's end.
+        self._end(0.0 if ready is None else 2.0)
+
+    def _end(self, patience: float) -> None:
+        """Disconnect; clean up if the driver ends within `patience` seconds."""
+        watch = self._watch
         watch.close()
         if watch.is_asked:
             remove_closed_node(self._setup.directory, self._setup.cgroup)
-            return
-        # The driver of an unfit zygote waits for the zygote's end.
-        if watch.driver_has_left(0.0 if ready is None else 2.0):
+        elif watch.driver_has_left(patience):
             self._clear_up()
 
-    def _serve(self, ready: Ready, files: Files) -> None:
-        keep_pages()
+    def _serve(self, ready: Ready, began: int) -> None:
+        files = Files(began)
         self._threads.scan()
         self._threads.begin_with_one()
-        if self._setup.learns:
-            self._imports.watch()
         self._template = WorkerTemplate(
             self._setup,
             self._page,
@@ -169,7 +182,7 @@ class Zygote:
             self._threads,
             self._customize,
         )
-        if self._setup.preload or self._setup.learnt:
+        if ready.microseconds:
             gc.collect()  # aiogpu alone leaves 0.3 MB of garbage, which all forks share
         gc.freeze()
         self._trackers = {tracker._pid for tracker in resource_trackers()}
@@ -178,10 +191,58 @@ class Zygote:
             for message in self._watch.wait():
                 if isinstance(message, Keep):
                     self._fork(message.slot)
+                elif isinstance(message, Branch):
+                    self._branch(message)
                 elif isinstance(message, Check):
                     self._check(files)
             self._reap()
-        self._wait_for_keepers()
+        self._wait_for_children()
+
+    def _branch(self, order: Branch) -> None:
+        """Fork a zygote that imports further modules and then serves."""
+        try:
+            pid = os.fork()
+        except OSError as error:
+            reason = kernel.why_not_forked(error)
+            self._watch.send(BranchEnded(order.generation, 0, reason))
+            return
+        if pid:
+            self._branches[pid] = order.generation
+            return
+        status = 1
+        try:
+            status = self._begin_branch(order)
+        except BaseException as error:  # noqa: BLE001 - the fork must not return
+            if getattr(error, "errno", None) not in GIVEN_UP:
+                sys.excepthook(*sys.exc_info())
+        finally:
+            _leave(status)
+
+    def _begin_branch(self, order: Branch) -> int:
+        """Run a branch, in its process, until the driver closes or dies."""
+        began = time.time_ns()
+        parent = os.getppid()
+        self._watch.leave()
+        self._keepers.clear()
+        self._branches.clear()
+        self._lost.clear()
+        self._strays.clear()
+        if self._trackers:
+            # The parent keeps them; this process has trackers of its own.
+            leave_resource_trackers()
+            self._trackers.clear()
+        forget_exit_functions()  # the parent calls them
+        path = socket_path(self._setup.directory)
+        self._watch = Watch(ZYGOTE, order.generation, path, self._watch.driver)
+        ready = Preload(self._watch.send).extend(order.modules)
+        self._imports.found.clear()
+        if ready is not None:
+            self._serve(ready, began)
+        if os.getppid() == parent:
+            self._watch.close()  # the parent cleans up
+        else:
+            self._end(2.0)
+        return 0
 
     def _check(self, files: Files) -> None:
         modules = files.edited()
@@ -221,17 +282,19 @@ class Zygote:
         """
         while True:
             try:
-                pid, _ = os.waitpid(-1, os.WNOHANG)
+                pid, status = os.waitpid(-1, os.WNOHANG)
             except ChildProcessError:
                 break
             if pid == 0:
                 break
             self._trackers.discard(pid)
-            if pid in self._keepers:
+            if pid in self._branches:
+                self._watch.send(BranchEnded(self._branches.pop(pid), status))
+            elif pid in self._keepers:
                 slot = self._keepers.pop(pid)
                 end_slot(self._setup.cgroup, slot)
                 self._lost[slot] = set()
-        own = self._keepers.keys() | self._trackers
+        own = self._keepers.keys() | self._branches.keys() | self._trackers
         strays = {pid for pid in kernel.children() if pid not in own}
         for pid in strays:
             kernel.kill(pid)
@@ -242,14 +305,18 @@ class Zygote:
                 self._watch.send(Lost(slot))
                 del self._lost[slot]
 
-    def _wait_for_keepers(self) -> None:
-        """Give keepers a moment to end their workers; then kill all but trackers."""
+    def _wait_for_children(self) -> None:
+        """Give keepers and branches a moment to end; then kill all but trackers."""
         deadline = time.monotonic() + KEEPER_LIMIT
-        while self._keepers and time.monotonic() < deadline:
+        while self._has_children and time.monotonic() < deadline:
             self._reap()
-            if self._keepers:
+            if self._has_children:
                 self._watch.wait_for_child(deadline - time.monotonic())
         end_children(spared=self._trackers)
+
+    @property
+    def _has_children(self) -> bool:
+        return bool(self._keepers or self._branches)
 
 
 def main(fields: dict[str, object]) -> None:

@@ -1,10 +1,11 @@
 """Imports modules in a zygote before it forks, and checks that it may fork.
 
-The user names some modules; others were learnt from workers. Learnt modules are
-imported in a throw-away child first: one child imports all of them in order; after an
-unfit module, another child imports the rest. A process may fork while it has one
-thread, no open device file and no CUDA. Also recorded: the environment variables that
-imports read, and later edits of modules' files.
+A process may fork while it has one thread, no open device file and no CUDA. The first
+zygote of an environment imports the modules that the user named. Modules that were
+learnt are imported by a branch: a fork of a zygote, which imports only what is new. A
+branch that turns out to be unfit ends, and the zygote that it was forked from serves
+on, so no import is tried twice. Also recorded: the environment variables that imports
+read, and later edits of modules' files.
 """
 
 from __future__ import annotations
@@ -12,8 +13,6 @@ from __future__ import annotations
 import gc
 import importlib
 import os
-import select
-import signal
 import sys
 import time
 from _thread import _local, get_ident
@@ -24,15 +23,15 @@ from types import ModuleType
 from typing import Any, Final
 
 from aiogpu.client.current import current
-from aiogpu.linux import syscalls as kernel
-from aiogpu.wire.messages import Imported, LeftOut, Message, Ready, Setup, Unfit
+from aiogpu.serialization.modules import is_installed, will_be_installed
+from aiogpu.wire.messages import Imported, Importing, Message, Ready, Setup, Unfit
 from aiogpu.worker.private_hooks import (
     Find,
     another_environ,
     is_fork_of_cuda,
     wrap_imports,
 )
-from aiogpu.worker.zygote.keeper import end_children, watched_over
+from aiogpu.worker.zygote.keeper import watched_over
 
 NEEDED: Final = (
     "cloudpickle",
@@ -49,60 +48,62 @@ class Preload:
     """The imports of one zygote, before its first fork.
 
     Args:
-        setup: names the modules.
         send: sends a message to the driver.
-        leave: called in forks, to close the parent's descriptors.
-        driver: pidfd of the driver, whose death ends all imports.
     """
 
-    def __init__(
-        self,
-        setup: Setup,
-        send: Callable[[Message], None],
-        leave: Callable[[], None],
-        driver: int,
-    ) -> None:
-        self._setup = setup
+    def __init__(self, send: Callable[[Message], None]) -> None:
         self._send = send
-        self._leave = leave
-        self._driver = driver
 
-    def run(self) -> Ready | None:
-        """Import all modules; return the report for the driver.
+    def begin(
+        self, setup: Setup, leave: Callable[[], None], driver: int
+    ) -> Ready | None:
+        """Import what every worker needs and what the user named.
+
+        Args:
+            setup: names the modules.
+            leave: called in a fork, to close this process's descriptors.
+            driver: pidfd of the driver, whose death ends all imports.
 
         Returns:
-            None if this process may not fork now, and `Unfit` was sent; or if the
-            driver has died.
+            The report for the driver; None if this process may not fork now, and
+            `Unfit` was sent.
         """
         with _guarded():
             if not all(map(self._import, NEEDED)):
                 return None
             gc.enable()  # until here only modules were made, which are never freed
-            before = _top_level()
-            with recorded_reads() as names, _loading():
-                if not self._import_asked():
+            if not setup.preload:
+                return Ready((), (), ())
+            with watched_over(setup, driver, leave):
+                return self._import_all(setup.preload, are_learnt=False)
+
+    def extend(self, modules: Sequence[str]) -> Ready | None:
+        """Import modules that were learnt, in a branch; see `begin`."""
+        with _guarded():
+            return self._import_all(modules, are_learnt=True)
+
+    def _import_all(self, modules: Sequence[str], are_learnt: bool) -> Ready | None:
+        before = _top_level()
+        costs = []
+        with recorded_reads() as names, _loading():
+            for module in modules:
+                self._send(Importing(module))
+                started = perf_counter()
+                if not self._import(module, are_learnt):
                     return None
-        modules = _top_level() - before - sys.stdlib_module_names
-        return Ready(tuple(sorted(modules)), tuple(sorted(names)))
-
-    def _import_asked(self) -> bool:
-        setup = self._setup
-        proven = [module for module in setup.learnt if module in setup.proven]
-        rest = [module for module in setup.learnt if module not in setup.proven]
-        try:
-            return (
-                self._import_all(setup.preload)
-                and self._import_all(proven, True)
-                and self._import_all(self._choose(rest), True)
-            )
-        except DriverHasDied:
-            return False
-
-    def _import_all(self, modules: Sequence[str], are_learnt: bool = False) -> bool:
-        if not modules:
-            return True
-        with watched_over(self._setup, self._driver, self._leave):
-            return all(self._import(module, are_learnt) for module in modules)
+                costs.append(int((perf_counter() - started) * 1e6))
+                seen = names.intersection(VISIBILITY) if are_learnt else ()
+                if seen:
+                    reason = f"it reads {min(seen)} while it is imported"
+                    self._send(Unfit(module, reason, False))
+                    return None
+        loaded = _top_level() - before - sys.stdlib_module_names
+        return Ready(
+            modules=tuple(sorted(loaded)),
+            variables=tuple(sorted(names)),
+            microseconds=tuple(costs),
+            memory=_resident_bytes(),
+        )
 
     def _import(self, module: str, is_learnt: bool = False) -> bool:
         """Import a module; report and return False if this process may not fork now.
@@ -117,7 +118,7 @@ class Preload:
         except raised as error:
             raises = f"{type(error).__name__}: {error}"
             if is_learnt:
-                raises = f"its import raises {raises}"
+                raises = " ".join(f"its import raises {raises}".split())[:500]
             self._send(Unfit(module, raises, not is_learnt))
             return False
         reason = unfit_to_fork()
@@ -125,17 +126,12 @@ class Preload:
             self._send(Unfit(module, reason, False))
         return reason is None
 
-    def _choose(self, modules: Sequence[str]) -> list[str]:
-        """Return the learnt modules that a process may import before it forks."""
-        if not modules:
-            return []
-        before = kernel.children()
-        fit, unfit = probe(modules, self._leave, self._driver)
-        # Processes that the imports started and that outlived the children.
-        end_children(spared=before)
-        for module, reason in unfit.items():
-            self._send(LeftOut(module, reason))
-        return fit
+
+def _resident_bytes() -> int:
+    """Return the memory of this process, shared pages included (proc(5), statm)."""
+    with open("/proc/self/statm", "rb", buffering=0) as file:
+        pages = int(file.read().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def _top_level() -> set[str]:
@@ -167,142 +163,11 @@ def _guarded() -> Iterator[None]:
                 os.environ[name] = value
 
 
-LIMIT: Final = 60.0
-"""Seconds that the trial import of a module may take."""
-
-
 VISIBILITY: Final = (
     *("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"),
     "ROCR_VISIBLE_DEVICES",
 )
 """Variables that only code that looks for devices reads."""
-
-
-class DriverHasDied(Exception):  # noqa: N818 - not an error
-    """The driver has died."""
-
-
-def probe(
-    modules: Sequence[str], leave: Callable[[], None], driver: int
-) -> tuple[list[str], dict[str, str]]:
-    """Try to import each module.
-
-    Args:
-        modules: their names, in order of import.
-        leave: called first in each fork, to close the parent's descriptors.
-        driver: pidfd of the driver.
-
-    Returns:
-        The modules after which a process may fork, and the reasons against the others.
-
-    Raises:
-        DriverHasDied: the driver died during an import.
-    """
-    fit: list[str] = []
-    unfit: dict[str, str] = {}
-    rest = list(modules)
-    while rest:
-        # Fit modules are imported again first, since others may depend on them.
-        answers = _attempt([*fit, *rest], len(fit), leave, driver)
-        for answer in answers:
-            if answer == "":
-                fit.append(rest.pop(0))
-            else:
-                unfit[rest.pop(0)] = answer
-    return fit, unfit
-
-
-def _attempt(
-    modules: Sequence[str], known: int, leave: Callable[[], None], driver: int
-) -> list[str]:
-    """Try the modules after the first `known`, up to the first unfit module."""
-    reading, writing = os.pipe()
-    parent = os.getpid()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            os.close(reading)
-            kernel.die_with_parent(parent)
-            leave()
-            _import_all(modules, known, writing)
-        finally:
-            os._exit(0)
-    os.close(writing)
-    try:
-        answers, is_hanging = _listen(reading, len(modules) - known, driver)
-    finally:
-        os.close(reading)
-        kernel.kill(pid)
-        status = os.waitpid(pid, 0)[1]
-    if len(answers) < len(modules) - known and not any(answers):
-        answers.append(_describe(status, is_hanging))
-    return answers
-
-
-def _import_all(modules: Sequence[str], known: int, answers: int) -> None:
-    """Import modules in the child, and write a line about each: "" if it is fit."""
-    nothing = os.open(os.devnull, os.O_RDWR)
-    for stream in (1, 2):
-        # Their output is shown when the zygote imports them.
-        os.dup2(nothing, stream)
-    for count, module in enumerate(modules):
-        reason = _import_one(module)
-        if count >= known or reason:
-            os.write(answers, f"{reason}\n".encode())
-        if reason:
-            return
-
-
-def _import_one(module: str) -> str:
-    """Import a module; return the reason if it is unfit, else ""."""
-    try:
-        with recorded_reads() as names:
-            importlib.import_module(module)
-    except BaseException as error:  # noqa: BLE001 - an import may raise anything
-        reason = f"its import raises {type(error).__name__}: {error}"
-        return " ".join(reason.split())[:500]
-    seen = names.intersection(VISIBILITY)
-    if seen:
-        return f"it reads {min(seen)} while it is imported"
-    return unfit_to_fork() or ""
-
-
-def _listen(reading: int, count: int, driver: int) -> tuple[list[str], bool]:
-    """Read up to `count` answers, up to the first with a reason.
-
-    Returns:
-        The answers, and True if the next answer did not arrive in time.
-    """
-    poll = select.poll()
-    for descriptor in (reading, driver):
-        poll.register(descriptor, select.POLLIN)
-    answers: list[str] = []
-    partial = b""
-    deadline = time.monotonic() + LIMIT
-    while len(answers) < count and not any(answers):
-        ready = dict(poll.poll(max(0.0, deadline - time.monotonic()) * 1000))
-        if not ready:
-            return answers, True
-        if driver in ready:
-            raise DriverHasDied
-        data = os.read(reading, 1 << 16)
-        if not data:
-            break
-        *lines, partial = (partial + data).split(b"\n")
-        if lines:
-            answers += [line.decode("utf-8", "replace") for line in lines]
-            deadline = time.monotonic() + LIMIT
-    return answers, False
-
-
-def _describe(status: int, is_hanging: bool) -> str:
-    """Return the reason why the child has not answered."""
-    if is_hanging:
-        return f"its import did not end within {LIMIT:g} s"
-    if os.WIFSIGNALED(status):
-        name = signal.Signals(os.WTERMSIG(status)).name
-        return f"its import was ended by {name}"
-    return f"its import ended the process with code {os.WEXITSTATUS(status)}"
 
 
 class _Recording(os._Environ[str]):
@@ -455,20 +320,11 @@ NOISE: Final = 1000
 """Microseconds; shorter imports are not reported."""
 
 
-_STANDARD: Final = f"{os.path.dirname(os.__file__)}{os.sep}"
-
-
-START_UP: Final = frozenset({"sitecustomize", "usercustomize"})
-"""Modules that Python runs before a program; only their effects are of use."""
-
-
-_SITES: Final = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
-
-
 class _Nesting(_local):
     """The running imports of one thread, and their results."""
 
     depth = 0
+    begun = ""
     found: list[tuple[str, int]]
 
 
@@ -479,12 +335,17 @@ class Imports:
     module does not count, but its imports do: what the user's module does at its import
     may depend on the worker.
 
+    The beginning and the end of the import of an installed module are reported at once,
+    so that the driver learns of a slow import while it runs.
+
     Attributes:
         found: names and microseconds, nested imports included.
+        report: sends `Importing`; None outside of workers.
     """
 
     def __init__(self) -> None:
         self.found: list[tuple[str, int]] = []
+        self.report: Callable[[Message], None] | None = None
 
     def take(self) -> Imported:
         """Return and forget the recorded imports."""
@@ -506,6 +367,10 @@ class Imports:
             if nesting.depth == 0:
                 nesting.found = []
             nesting.depth += 1
+            report, is_begun = imports.report, False
+            if report is not None and not nesting.begun and will_be_installed(name):
+                nesting.begun, is_begun = name, True
+                report(Importing(name))
             inner = len(nesting.found)
             started = perf_counter()
             try:
@@ -516,18 +381,10 @@ class Imports:
                 return module
             finally:
                 nesting.depth -= 1
+                if is_begun and report is not None:
+                    nesting.begun = ""
+                    report(Importing(""))
                 if nesting.depth == 0 and nesting.found:
                     imports.found += nesting.found
 
         return note
-
-
-def is_installed(module: ModuleType) -> bool:
-    """Return whether a module belongs to Python or to an installed package."""
-    spec = getattr(module, "__spec__", None)
-    origin = getattr(spec, "origin", None)
-    if not isinstance(origin, str) or getattr(spec, "name", "") in START_UP:
-        return False
-    if origin in ("built-in", "frozen") or origin.startswith(_STANDARD):
-        return True
-    return any(site in origin for site in _SITES)

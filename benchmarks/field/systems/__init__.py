@@ -59,6 +59,27 @@ if __name__ == "__main__":
     asyncio.run(main())
 """
 """A program that prints a number after its first result."""
+REAL_WORK: Final = """
+import asyncio
+from benchmarks.field.programs.{program} import work
+from benchmarks.field.systems import Need, load
+
+async def main():
+    system = load("{system}")
+    await system.open({cpus}, {gpus}, None)
+    call = system.task(work, Need({share}, {is_isolated}))
+    await asyncio.gather(*map(call, range({count})))
+    print(1, flush=True)
+    await system.close()
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+"""A program that prints a number once its tasks have ended."""
+REAL_CPUS: Final = 8
+REAL_GPUS: Final = 2
+REAL_SHARE: Final = 0.25
+REAL_TASKS: Final = 40
 
 
 class Need(NamedTuple):
@@ -86,6 +107,22 @@ class System:
     def first_result(self) -> str:
         """Return a program that prints a number after its first result."""
         return FIRST_RESULT.format(type(self).__name__.lower())
+
+    def real_work(self, program: str) -> str:
+        """Return a program that prints a number after tasks with a slow import.
+
+        Args:
+            program: the module of `benchmarks.field.programs` with the task.
+        """
+        return REAL_WORK.format(
+            program=program,
+            system=type(self).__name__.lower(),
+            cpus=REAL_CPUS,
+            gpus=0 if self.lacks("gpus") else REAL_GPUS,
+            share=0 if self.lacks("gpus") else REAL_SHARE,
+            is_isolated=not self.lacks("isolation"),
+            count=REAL_TASKS,
+        )
 
     def lacks(self, feature: str) -> str:
         """Return why the system lacks a feature, or "" if the system has it."""

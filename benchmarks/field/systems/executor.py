@@ -7,7 +7,16 @@ import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any, Final
 
-from benchmarks.field.systems import Call, Function, Need, Preload, System, Use
+from benchmarks.field.systems import (
+    REAL_CPUS,
+    REAL_TASKS,
+    Call,
+    Function,
+    Need,
+    Preload,
+    System,
+    Use,
+)
 
 FIRST_RESULT: Final = """
 import asyncio
@@ -22,6 +31,17 @@ asyncio.run(main())
 """
 
 
+REAL_WORK: Final = """
+from {module} import ProcessPoolExecutor
+from benchmarks.field.programs.{program} import work
+
+if __name__ == "__main__":
+    with ProcessPoolExecutor({cpus}) as pool:
+        assert len(list(pool.map(work, range({count})))) == {count}
+        print(1, flush=True)
+"""
+
+
 class Executor(System):
     """A pool with a process for each CPU; a second pool gives each task a process."""
 
@@ -32,6 +52,12 @@ class Executor(System):
     def first_result(self) -> str:
         """Return a program as users write it, whose pool forks by default."""
         return FIRST_RESULT.format(self.module)
+
+    def real_work(self, program: str) -> str:
+        """Return a program as users write it: its pool forks, and reuses processes."""
+        return REAL_WORK.format(
+            module=self.module, program=program, cpus=REAL_CPUS, count=REAL_TASKS
+        )
 
     def __init__(self) -> None:
         self._pools: dict[bool, Any] = {}

@@ -28,7 +28,9 @@ from aiogpu.runtime.zygote.config import (
 )
 from aiogpu.runtime.zygote.generations import (
     DEAR,
+    DEEPEST,
     DEVICE_MODULES,
+    HELD,
     INTENSITY,
     NOT_CHEAP,
     Learning,
@@ -36,7 +38,7 @@ from aiogpu.runtime.zygote.generations import (
     sees_devices,
 )
 from aiogpu.runtime.zygote.process import ZygoteEvents
-from aiogpu.wire.messages import READ_DESCRIPTORS, Imported, LeftOut, Ready, Unfit
+from aiogpu.wire.messages import READ_DESCRIPTORS, Imported, Ready, Unfit
 from tests.contract import tasks
 from tests.support.program import run
 from tests.support.waits import until
@@ -228,10 +230,8 @@ def test_module_left_out_is_not_learnt_again() -> None:
     learning.leave_out("bad", "it left 1 threads running")
     assert learning.modules == ["good"]
     assert not hear(learning, bad=DEAR)
-    learning.prove(["bad", "good"])
-    assert learning.proven == {"good"}
     learning.leave_out("good", "it crashed")
-    assert (learning.modules, learning.proven) == ([], set())
+    assert learning.modules == []
     assert set(learning.left_out) == {"bad", "good"}
     learning.leave_out("never seen", "")
 
@@ -257,10 +257,24 @@ LEARNT = Imported(("slow",), (DEAR,))
 class FakeProcess:
     """A zygote that the test makes ready and ends."""
 
-    def __init__(self, number: int, modules: Modules, events: ZygoteEvents) -> None:
+    def __init__(
+        self,
+        number: int,
+        modules: Modules,
+        events: ZygoteEvents,
+        parent: FakeProcess | None,
+    ) -> None:
         self.generation = number
-        self.preload, self.learnt, self.proven = modules
+        self.preload, self.added = modules
+        self.parent = parent
+        inherited: frozenset[str] = frozenset() if parent is None else parent.modules
+        self.modules = inherited.union(self.preload, self.added)
+        self.depth: int = 0 if parent is None else parent.depth + 1
         self.ready: Ready | None = None
+        self.importing = self.unforked = ""
+        self.has_learner = False
+        self.started_at = 0.0
+        self.held: list[float] = []
         self.unfit: Unfit | None = None
         self.problem: Exception | None = None
         self.status, self.last = 0, ("last words",)
@@ -285,8 +299,18 @@ class FakeProcess:
         self.is_closing = True
         self.calls.append("end")
 
-    def become_ready(self) -> None:
-        self.ready = Ready((), ())
+    @property
+    def left_to_import(self) -> tuple[str, ...]:
+        return self.added
+
+    def hold(self, seconds: float) -> None:
+        self.held.append(seconds)
+
+    def end_learning(self) -> None:
+        self.has_learner = False
+
+    def become_ready(self, *microseconds: int, memory: int = 0) -> None:
+        self.ready = Ready((), (), microseconds, memory)
         self.events.on_ready(self)
 
     def die(self, status: int = -9, unfit: Unfit | None = None) -> None:
@@ -317,9 +341,18 @@ class Generations:
     def on_superseded(self, zygote: FakeProcess) -> None:
         self.events.append(("superseded", zygote.generation))
 
-    def make(self, environment: object, modules: Modules, events: ZygoteEvents) -> Any:
+    def on_better_zygote(self, zygote: FakeProcess) -> None:
+        self.events.append(("better", zygote.generation))
+
+    def make(
+        self,
+        environment: object,
+        modules: Modules,
+        events: ZygoteEvents,
+        parent: Any,
+    ) -> Any:
         assert environment == (("A", "1"),)
-        process = FakeProcess(len(self.made), modules, events)
+        process = FakeProcess(len(self.made), modules, events, parent)
         process.fault = self.fault
         self.made.append(process)
         return process
@@ -364,7 +397,7 @@ async def test_module_learnt_during_a_start_is_added(generations: Generations) -
     assert len(generations.made) == 2
     second.become_ready()
     third = await generations.follower(3)
-    assert (third.learnt, third.proven) == (("slow", "late"), ("slow",))
+    assert (third.parent, third.added) == (second, ("late",))
 
 
 async def test_generation_spoilt_by_a_module_is_repeated_without_it(
@@ -375,34 +408,136 @@ async def test_generation_spoilt_by_a_module_is_repeated_without_it(
     follower.die(0, Unfit("bad", "it left 1 threads running", False))
     assert generations.current == 0
     third = await generations.follower(3)
-    assert third.learnt == ("good",)
+    assert third.added == ("good",)
     assert "bad is not preloaded" in caplog.text
-    assert generations.events == []
+    assert generations.events == [("death", 1)], "workers that wait for it move"
 
 
-async def test_new_modules_of_a_generation_that_dies_are_left_out(
+async def test_module_in_whose_import_a_generation_dies_is_left_out(
     generations: Generations, caplog: pytest.LogCaptureFixture
 ) -> None:
-    generations.zygotes.note_imports(LEARNT)
-    (await generations.follower()).die(-11)
-    assert generations.zygotes.learning.left_out == {
-        "slow": "the zygote that imported it ended with status -11"
-    }
-    assert "status -11 while it imported; the previous zygote goes on" in caplog.text
-    await generations.settle()
-    assert (generations.current, len(generations.made)) == (0, 2)
+    generations.zygotes.note_imports(Imported(("good", "slow"), (DEAR, DEAR)))
+    follower = await generations.follower()
+    follower.importing = "slow"
+    follower.die(-11)
+    reason = "its import was ended by SIGSEGV"
+    assert generations.zygotes.learning.left_out == {"slow": reason}
+    assert f"slow is not preloaded: {reason}" in caplog.text
+    assert (await generations.follower(3)).added == ("good",)
+    assert generations.current == 0
 
 
-async def test_dead_zygote_keeps_only_proven_modules(generations: Generations) -> None:
+async def test_dead_zygote_is_followed_by_one_that_imports_anew(
+    generations: Generations,
+) -> None:
     generations.zygotes.note_imports(LEARNT)
     (await generations.follower()).become_ready()
     generations.last.die()
-    follower = await generations.follower(3)
-    assert (follower.learnt, follower.proven) == (("slow",), ("slow",))
+    interpreter = await generations.follower(3)
+    assert (interpreter.parent, interpreter.preload) == (None, ("named",))
     assert generations.events == [("superseded", 0), ("death", 1)]
     assert generations.current == 2, "waiting callers can use it"
-    follower.die(-11)
-    assert (await generations.follower(4)).learnt == (), "the module may be the cause"
+    interpreter.become_ready()
+    branch = await generations.follower(4)
+    assert (branch.parent, branch.added) == (interpreter, ("slow",))
+
+
+async def test_fork_that_fails_is_no_fault_of_a_module(
+    generations: Generations, caplog: pytest.LogCaptureFixture
+) -> None:
+    generations.zygotes.note_imports(LEARNT)
+    follower = await generations.follower()
+    follower.unforked = "it could not be forked: too many processes"
+    follower.die(0)
+    assert "not preloaded: it could not be forked" in caplog.text
+    assert generations.zygotes.learning.modules == ["slow"]
+    assert (generations.current, len(generations.made)) == (0, 2)
+
+
+async def test_branches_are_not_nested_without_end(generations: Generations) -> None:
+    for number in range(DEEPEST + 1):
+        generations.zygotes.note_imports(Imported((f"m{number}",), (DEAR,)))
+        (await generations.follower(number + 2)).become_ready()
+    assert [zygote.depth for zygote in generations.made] == [*range(DEEPEST + 1), 1]
+    assert len(generations.last.added) == DEEPEST + 1
+
+
+async def test_large_zygote_learns_no_more(generations: Generations) -> None:
+    generations.zygotes.note_imports(LEARNT)
+    (await generations.follower()).become_ready(memory=1 << 60)
+    assert choose(generations, "more") == 1
+    assert generations.zygotes.learning.modules == ["slow"]
+
+
+# Workers that wait for imports
+
+
+def choose(generations: Generations, *needs: str) -> int:
+    return generations.zygotes.choose(needs).generation
+
+
+async def test_first_worker_imports_itself_and_others_wait(
+    generations: Generations,
+) -> None:
+    assert choose(generations) == choose(generations, "named") == 0
+    assert len(generations.made) == 1
+    assert choose(generations, "dear") == 0, "it finds out what comes later"
+    assert generations.last.added == ("dear",)
+    assert [choose(generations, "dear") for _ in range(3)] == [1, 1, 1]
+    assert choose(generations) == choose(generations, "cupy") == 0
+
+
+async def test_worker_does_not_wait_for_imports_of_others(
+    generations: Generations,
+) -> None:
+    assert choose(generations, "dear") == 0
+    assert choose(generations, "other") == 0, "the zygote does not import it"
+    assert choose(generations, "dear", "other") == 0
+    generations.last.become_ready(DEAR)
+    assert (await generations.follower(3)).added == ("other",)
+
+
+@pytest.mark.parametrize(("rest", "waits"), [(10, True), (13, False)])
+async def test_worker_waits_if_the_zygote_is_ready_sooner(
+    rest: int, waits: bool, generations: Generations
+) -> None:
+    """Of imports whose costs are known; "own" costs 10."""
+    learning = generations.zygotes.learning
+    learning.costs.update(own=10, others=rest - 10)
+    learning.want(["others"])
+    assert choose(generations, "own") == (1 if waits else 0)
+
+
+async def test_late_import_moves_workers_that_were_not_forked(
+    generations: Generations,
+) -> None:
+    assert choose(generations, "dear") == 0
+    generations.zygotes.note_slow_import("late")
+    assert len(generations.made) == 2, "one after the other"
+    generations.last.become_ready(DEAR)
+    assert (generations.last.parent, generations.last.added) == (
+        generations.made[1],
+        ("late",),
+    )
+    assert generations.events == [
+        ("better", 0),
+        ("superseded", 0),
+        ("better", 1),
+    ]
+    assert choose(generations, "dear", "late") == 2
+
+
+async def test_ready_zygote_waits_for_its_learner(generations: Generations) -> None:
+    assert choose(generations, "dear") == 0
+    zygote = generations.last
+    zygote.started_at = asyncio.get_running_loop().time() - 10
+    zygote.become_ready(DEAR)
+    (held,) = zygote.held
+    assert held == pytest.approx(10 * HELD, rel=0.1)
+    assert choose(generations, "second") == generations.current == 1
+    generations.zygotes.note_imports(Imported((), ()))
+    generations.last.become_ready(DEAR)
+    assert generations.last.held == [], "its learner has ended before"
 
 
 async def test_zygote_is_restarted_on_request_only_after_too_many_deaths(
@@ -477,7 +612,6 @@ async def test_new_generation_serves_if_old_is_dead(generations: Generations) ->
         if generations.zygotes.current.is_over:
             break
         generations.zygotes.current.become_ready()
-    follower.on_message(follower, LeftOut("slow", "it left 1 threads running"))
     follower.become_ready()
     assert generations.zygotes.serving() is follower
 
@@ -486,7 +620,7 @@ async def test_new_generation_serves_if_old_is_dead(generations: Generations) ->
     ("end", "error", "message"),
     [
         (1, NodeStartError, "status 1"),
-        (-9, PreloadError, "'named', and the imports did not"),
+        (-9, PreloadError, "'named', whose import did not"),
         (
             Unfit("named", "ModuleNotFoundError: named", True),
             *(PreloadError, "'named', which cannot be imported"),
@@ -505,6 +639,7 @@ async def test_first_zygote_that_fails_is_an_error(
     """It ends with a status, or because a module is unfit; -9 after a time limit."""
     generations = Generations(("named",))
     generations.last.is_late = end == -9
+    generations.last.importing = "named"
     status, unfit = (end, None) if isinstance(end, int) else (0, end)
     generations.last.die(status, unfit)
     with pytest.raises(error, match=message):

@@ -224,28 +224,30 @@ def test_read_after_a_listing_is_recorded() -> None:
     assert names == {"AIOGPU_TEST_NONE"}
 
 
-PROBING = """
-    import os, sys, time
-    from aiogpu.worker.zygote import keeper, preload as probe
-    left, driver = [], os.pidfd_open(os.getppid())
+EXTENDING = """
+    import os, sys
+    from aiogpu.wire.messages import Importing, Ready, Unfit
+    from aiogpu.worker.zygote import preload
     sys.path.insert(0, sys.argv[1])
-    probe.DEVICE_FILES = (sys.argv[1] + "/fake_nvidia",)
-    probe.LIMIT = 0.5
-    fit, unfit = probe.probe(sys.argv[2:], lambda: left.append(1), driver)
-    print(fit)
-    for name, reason in unfit.items():
-        print(name, "|", reason)
-    assert not left, "only the fork calls the function"
-    assert not set(sys.argv[2:]) & set(sys.modules)
-    keeper.end_children()
-    try:
-        os.waitpid(-1, 0)
-    except ChildProcessError:
-        print("no child is left")
+    preload.DEVICE_FILES = (sys.argv[1] + "/fake_nvidia",)
+    for name in sys.argv[2:]:
+        if os.fork() == 0:
+            messages = []
+            ready = preload.Preload(messages.append).extend(["good", name])
+            assert messages[:2] == [Importing("good"), Importing(name)]
+            if ready is None:
+                _, _, (module, reason, is_missing) = messages
+                assert not is_missing
+                print(module, "|", reason, flush=True)
+            else:
+                assert len(messages) == len(ready.microseconds) == 2
+                print(name, "| fit", flush=True)
+            os._exit(0)
+        assert os.wait()[1] == 0, name
 """
 MODULES = {
-    "good": "print('not shown', flush=True)",
-    "better": "import good, os\nos.write(2, b'not shown')",
+    "good": "",
+    "better": "import good",
     "raises": "raise ValueError('two\\nlines')",
     "exits": "raise SystemExit(3)",
     "threads": (
@@ -253,11 +255,7 @@ MODULES = {
         "threading.Thread(target=threading.Event().wait, daemon=True).start()"
     ),
     "device": "import os\nfile = open(os.path.dirname(__file__) + '/fake_nvidia0')",
-    "hangs": "import threading\nthreading.Event().wait()",
-    "crashes": "import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)",
-    "leaves": "import os\nos._exit(7)",
     "looks": "import os\nos.environ.get('CUDA_VISIBLE_DEVICES')",
-    "spawns": "import subprocess\nsubprocess.Popen(['sleep', '3'])",
 }
 
 
@@ -275,40 +273,17 @@ REASONS = {
     "no_such": "its import raises ModuleNotFoundError: No module named 'no_such'",
     "threads": "it left 1 threads running (Thread-1 (wait))",
     "device": "it opened {directory}/fake_nvidia0",
-    "hangs": "its import did not end within 0.5 s",
-    "crashes": "its import was ended by SIGSEGV",
-    "leaves": "its import ended the process with code 7",
     "looks": "it reads CUDA_VISIBLE_DEVICES while it is imported",
 }
 
 
-def test_probe_names_unfit_modules_and_accepts_others(module_directory: str) -> None:
+def test_branch_names_unfit_modules_and_accepts_others(module_directory: str) -> None:
     reasons = {n: r.format(directory=module_directory) for n, r in REASONS.items()}
-    out = run(PROBING, module_directory, "good", *REASONS, "better", "spawns")
+    out = run(EXTENDING, module_directory, "better", *REASONS)
     assert out.splitlines() == [
-        "['good', 'better', 'spawns']",
+        "better | fit",
         *(f"{name} | {reason}" for name, reason in reasons.items()),
-        "no child is left",
     ]
-
-
-def test_probe_dies_with_its_zygote(module_directory: str) -> None:
-    """A zygote may be killed while its probe imports a module that hangs."""
-    source = """
-    import os, sys
-    sys.path.insert(0, sys.argv[1])
-    from aiogpu.linux import syscalls as kernel
-    from aiogpu.worker.zygote import preload as probe
-    kernel.adopt_orphans()
-    driver = os.pidfd_open(os.getppid())
-    middle = os.fork()
-    if middle == 0:
-        probe.probe(["hangs"], lambda: os.kill(os.getppid(), 9), driver)
-        os._exit(0)
-    print(os.waitpid(middle, 0)[1])
-    print(os.waitpid(-1, 0)[1])
-    """
-    assert run(source, module_directory) == "9\n9\n"
 
 
 PRELOAD = """
@@ -318,8 +293,10 @@ PRELOAD = """
     setup = Setup([], "node", "", 0, 0, sys.argv[2:])
     sys.path.insert(0, sys.argv[1])
     driver = os.pidfd_open(os.getppid())
-    preload = Preload(setup, print, list, driver)
-    print(preload.run(), os.environ.get("OMP_NUM_THREADS", "unset"))
+    ready = Preload(print).begin(setup, list, driver)
+    (took,) = ready.microseconds
+    assert took > 0
+    print(ready[:2], os.environ.get("OMP_NUM_THREADS", "unset"))
 """
 
 
@@ -330,9 +307,9 @@ def test_import_sees_one_thread_and_no_devices_until_its_end(tmp_path: Path) -> 
     )
     out = run(PRELOAD, str(tmp_path), "curious", OMP_NUM_THREADS="7")
     assert out.splitlines() == [
+        "Importing(module='curious')",
         "1 ''",
-        "Ready(modules=('curious',), "
-        "variables=('CUDA_VISIBLE_DEVICES', 'OMP_NUM_THREADS')) 7",
+        "(('curious',), ('CUDA_VISIBLE_DEVICES', 'OMP_NUM_THREADS')) 7",
     ]
 
 
