@@ -36,7 +36,7 @@ from aiogpu.api.options import (
     not_counted,
 )
 from aiogpu.api.usage_errors import CalledFirst, CalledFirstToIterate, options_of
-from aiogpu.client.current import is_in_task
+from aiogpu.client.current import decorated, is_in_task
 from aiogpu.errors import MisuseError, SerializationError
 from aiogpu.serialization.references import PickledValue, collect_references
 from aiogpu.serialization.serializer import (
@@ -187,6 +187,7 @@ class Definition:
         self.name = getattr(function, "__name__", type(function).__name__)
         self.is_coroutine, self.is_generator = kind_of(function)
         self._pickled: Function | None = None
+        decorated.add(self)
 
     @cached_property
     def parameters(self) -> Parameters:

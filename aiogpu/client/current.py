@@ -12,7 +12,8 @@ import sys
 from _thread import get_ident
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
+from weakref import WeakSet
 
 from aiogpu.errors import MisuseError, NodeError
 
@@ -121,6 +122,10 @@ its number."""
 
 current = Context()
 """The context of this process."""
+
+
+decorated: Final[WeakSet[Any]] = WeakSet()
+"""What this process has decorated, each with its function or class as `function`."""
 
 
 inline_client: Final[ContextVar[InlineClient | None]] = ContextVar(

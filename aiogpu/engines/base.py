@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
+from aiogpu.client.current import decorated
 from aiogpu.client.interface import ValueStore, Waits
 from aiogpu.errors import InfeasibleError
 from aiogpu.wire.messages import LARGEST_PAYLOAD
@@ -359,6 +360,22 @@ def _check_size(what: str, payload: bytes) -> None:
 
 CLIENT: Final = "ray://"
 """Prefix of addresses of Ray Client."""
+
+
+def expected_modules(options: NodeOptions) -> tuple[str, ...]:
+    """Return what the decorated functions of the program's script will need.
+
+    Functions of other modules, such as a library's, are perhaps never called.
+    """
+    if not options.learns:
+        return ()
+    functions = [each.function for each in list(decorated)]
+    own = [each for each in functions if getattr(each, "__module__", "") == "__main__"]
+    if not own:
+        return ()
+    from aiogpu.serialization.modules import needed_modules
+
+    return needed_modules(*own)
 
 
 def no_client(source: str) -> str:

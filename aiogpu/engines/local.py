@@ -225,7 +225,11 @@ class LocalEngine(DriverEngine):
                 options.preload, options.learns, options.spill_directory or ""
             )
             # Imported here, while the zygote starts on another core.
-            from aiogpu.engines.base import check_arguments, check_func
+            from aiogpu.engines.base import (
+                check_arguments,
+                check_func,
+                expected_modules,
+            )
 
             scheduler, assignment = await build_node(options)
 
@@ -241,6 +245,7 @@ class LocalEngine(DriverEngine):
                 options.log_to_driver,
             )
             self._driver.guard.is_on = options.memory_guard
+            self._driver.pool.zygotes.expect(expected_modules(options))
             await self._supervisor.guard_devices(
                 options.gpu_memory_enforce, options.foreign
             )

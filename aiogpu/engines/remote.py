@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 from aiogpu.client.function_spec import placeholder_func
 from aiogpu.client.node_client import NodeClient
 from aiogpu.client.references import Loans
-from aiogpu.engines.base import NodeOptions
+from aiogpu.engines.base import NodeOptions, expected_modules
 from aiogpu.engines.node_connection import NodeConnection, connect_to
 from aiogpu.errors import (
     ActorNameError,
@@ -110,6 +110,7 @@ def join_of(options: NodeOptions) -> Join:
         directory=_directory(),
         environ={} if only_looks else dict(os.environ),
         preload=tuple(options.preload),
+        expected=() if only_looks else expected_modules(options),
         shows=options.log_to_driver,
         only_looks=options.only_looks,
         weight=_weight(),

@@ -174,7 +174,7 @@ class Supervisor:
         from aiogpu.runtime.output import Console
         from aiogpu.runtime.workers.pool import Pool
         from aiogpu.runtime.workers.slots import Slots
-        from aiogpu.runtime.zygote.generations import Zygotes
+        from aiogpu.runtime.zygote.zygotes import Zygotes
 
         assert self._bootstrap is not None
         config, launched = self._bootstrap.config, self._bootstrap.first

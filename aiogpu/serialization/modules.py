@@ -50,17 +50,18 @@ def is_installed(module: object) -> bool:
     return any(site in origin for site in _SITES)
 
 
-def needed_modules(function: object) -> tuple[str, ...]:
-    """Return the installed modules that calls of a function or class will import.
+def needed_modules(*functions: object) -> tuple[str, ...]:
+    """Return the installed modules that calls of functions or classes will import.
 
-    The standard library is left out. A module that the function imports itself and that
+    The standard library is left out. A module that a function imports itself and that
     this process has not loaded is named if it is no part of the program.
 
     Args:
-        function: a function, a class, or any other object that is called.
+        functions: functions, classes, or any other objects that are called.
     """
     search = _Search()
-    search.visit(function)
+    for function in functions:
+        search.visit(function)
     search.run()
     return tuple(search.names)[:MOST]
 

@@ -826,8 +826,9 @@ class Join(NamedTuple):
 
     `release`: the client's version of aiogpu. `executable`, `flags`, `argv`,
     `sys_path`, `directory` and `environ`: those of its process. `preload`: modules for
-    its zygote. `shows`: send it the output of its tasks. `only_looks`: it will run
-    nothing. `weight`: its share, relative to a client of weight 1.
+    its zygote. `expected`: modules that its functions will probably need. `shows`: send
+    it the output of its tasks. `only_looks`: it will run nothing. `weight`: its share,
+    relative to a client of weight 1.
     """
 
     release: str
@@ -839,6 +840,7 @@ class Join(NamedTuple):
     directory: str
     environ: dict[str, str]
     preload: tuple[str, ...]
+    expected: tuple[str, ...]
     shows: bool
     only_looks: bool
     weight: float

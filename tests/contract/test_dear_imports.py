@@ -72,6 +72,12 @@ def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Packages:
     return packages
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let tasks wait until the first has told all that it imports."""
+    monkeypatch.setattr("aiogpu.runtime.zygote.generations.HELD", 1000.0)
+
+
 async def all_of(task: Any, count: int = 16) -> None:
     """Run tasks, eight at a time, and check their results."""
     results = await asyncio.gather(*(task.remote(i) for i in range(count)))
@@ -91,6 +97,7 @@ USES: dict[str, Callable[[], Awaitable[None]]] = {
 }
 
 
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("use", USES)
 async def test_a_wave_of_tasks_imports_once_and_for_a_learner(
     use: str, packages: Packages
@@ -100,6 +107,7 @@ async def test_a_wave_of_tasks_imports_once_and_for_a_learner(
     assert packages.imports == {"dear_lib": 2}
 
 
+@pytest.mark.usefixtures("patient")
 async def test_an_import_within_a_task_is_found_while_it_runs(
     packages: Packages,
 ) -> None:
@@ -108,6 +116,7 @@ async def test_an_import_within_a_task_is_found_while_it_runs(
     assert packages.imports == {"dear_lib": 2, "late_lib": 2}
 
 
+@pytest.mark.usefixtures("patient")
 async def test_later_generations_import_only_what_is_new(packages: Packages) -> None:
     async with aiogpu.init(num_cpus=8, num_gpus=2, spare_workers=0) as session:
         await all_of(dear_tasks.uses)
@@ -120,6 +129,8 @@ async def test_later_generations_import_only_what_is_new(packages: Packages) -> 
 PROGRAM = """
     import asyncio, sys
     import aiogpu
+    from aiogpu.runtime.zygote import generations
+    generations.HELD = 1000.0  # as the fixture `patient`
     sys.path.insert(0, sys.argv[1])
 
     @aiogpu.remote(num_gpus=0.25)
@@ -147,6 +158,32 @@ def test_the_second_run_of_a_program_imports_once(
         )
         assert out.split() == [str(2 * i) for i in range(16)]
         assert packages.imports == {"dear_lib": count, "late_lib": count}
+
+
+EARLY_PROGRAM = """
+    import asyncio, pathlib, sys
+    import aiogpu
+    from tests.support.waits import until
+    sys.path.insert(0, sys.argv[1])
+    log = pathlib.Path(sys.argv[2])
+
+    @aiogpu.remote
+    def uses(number):
+        import dear_lib
+        return dear_lib.double(number)
+
+    async def main():
+        async with aiogpu.init(address=sys.argv[3]):
+            await until(lambda: "dear_lib" in log.read_text())
+    aiogpu.run(main())
+"""
+
+
+@pytest.mark.needs("processes")
+def test_the_functions_of_a_script_are_prepared_before_a_call(
+    address: str, packages: Packages
+) -> None:
+    run(EARLY_PROGRAM, str(packages.directory), str(packages.log), address)
 
 
 async def test_tasks_that_need_nothing_do_not_wait(
@@ -221,7 +258,7 @@ while not os.path.exists({str(gate)!r}):
 async def test_costly_imports_are_named_once(
     packages: Packages, caplog: pytest.LogCaptureFixture, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr("aiogpu.runtime.zygote.generations.MUCH", 0.2)
+    monkeypatch.setattr("aiogpu.runtime.zygote.zygotes.MUCH", 0.2)
     async with aiogpu.init(num_cpus=8, num_gpus=2):
         await all_of(dear_tasks.uses)
     (message,) = [r.getMessage() for r in caplog.records if "importing" in r.msg]

@@ -332,7 +332,7 @@ async def test_processes_of_one_program_share_workers(
     here: Here, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Workers have the interpreter options of their program, and are ended with it."""
-    monkeypatch.setattr("aiogpu.runtime.zygote.generations.UNUSED", 0.05)
+    monkeypatch.setattr("aiogpu.runtime.zygote.zygotes.UNUSED", 0.05)
     source = program(here.path, SHOWS_OPTIONS)
     first = begin("-c", source)
     worker, *options = (await read_line(first)).split()

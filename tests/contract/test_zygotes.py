@@ -18,10 +18,11 @@ import pytest
 
 import aiogpu
 from aiogpu.errors import NodeClosedError
-from aiogpu.runtime.zygote import generations as zygote_generations
 from aiogpu.runtime.zygote import process as zygote_process
-from aiogpu.runtime.zygote.generations import ZygoteGenerations, Zygotes
+from aiogpu.runtime.zygote import zygotes as all_zygotes
+from aiogpu.runtime.zygote.generations import ZygoteGenerations
 from aiogpu.runtime.zygote.process import Zygote
+from aiogpu.runtime.zygote.zygotes import Zygotes
 from aiogpu.types import Node
 from aiogpu.wire.messages import Stale
 from tests.contract import tasks
@@ -117,7 +118,7 @@ async def test_a_preload_that_fails_in_an_environment_raises(
 
 
 async def test_environments_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(zygote_generations, "MOST_OTHERS", 2)
+    monkeypatch.setattr(all_zygotes, "MOST_OTHERS", 2)
     async with aiogpu.init(num_cpus=4, preload=()) as session:
         zygotes = zygotes_of(session)
         pids = {
@@ -131,7 +132,7 @@ async def test_environments_are_limited(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 async def test_an_unused_environment_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(zygote_generations, "UNUSED", 0.0)
+    monkeypatch.setattr(all_zygotes, "UNUSED", 0.0)
     async with aiogpu.init(num_cpus=2, num_gpus=1, preload=()) as session:
         zygotes = zygotes_of(session)
         isolated = having(flags.options(num_gpus=1), PYTHONHASHSEED="1")
@@ -145,7 +146,7 @@ async def test_an_unused_environment_is_ended(monkeypatch: pytest.MonkeyPatch) -
 async def test_an_environment_in_use_is_kept(
     gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(zygote_generations, "UNUSED", 0.01)
+    monkeypatch.setattr(all_zygotes, "UNUSED", 0.01)
     isolated = having(tasks.gated.options(num_gpus=1), PYTHONHASHSEED="1")
     async with aiogpu.init(num_cpus=2, num_gpus=1, preload=()) as session:
         zygotes = zygotes_of(session)

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -34,7 +34,7 @@ from aiogpu.runtime.objects.store import Store
 from aiogpu.runtime.output import Routes, TaskLog
 from aiogpu.runtime.pending_tasks import internal_error
 from aiogpu.runtime.zygote.config import Program, program_of
-from aiogpu.runtime.zygote.generations import Zygotes
+from aiogpu.runtime.zygote.zygotes import Zygotes
 from aiogpu.serialization.exceptions import pack_own_error
 from aiogpu.serialization.payload import MARK
 from aiogpu.wire import messages as wire
@@ -348,9 +348,9 @@ class Clients:
             self._zygotes.join(program.key, program)
             self._driver.feed(Scheduler.join, *joined)
         client.is_joined = True
-        self._reply_with(self._welcome(client))
+        self._reply_with(self._welcome(client, join.expected))
 
-    async def _welcome(self, client: Client) -> None:
+    async def _welcome(self, client: Client, expected: Sequence[str]) -> None:
         """Send a program its `Welcome` once workers can be forked for it."""
         info, peer = self._server_info, client.peer
         if peer is None:
@@ -358,6 +358,7 @@ class Clients:
         try:
             if not client.only_looks:
                 await self._zygotes.joined(program_of(client.program))
+                self._zygotes.expect(expected, client.program)
         except Exception as error:  # noqa: BLE001 - sent to the program
             peer.send_one(wire.ChildFailed(0, *pack_own_error(error).why))
             return

@@ -29,8 +29,9 @@ from aiogpu.runtime.workers.commands import WorkerCommands
 from aiogpu.runtime.workers.death import Death, start_failure
 from aiogpu.runtime.workers.message_router import MessageRouter, WorkerEvents
 from aiogpu.runtime.workers.slots import LiveWorker, Slot, Slots
-from aiogpu.runtime.zygote.generations import ZygoteListener, Zygotes
+from aiogpu.runtime.zygote.generations import ZygoteListener
 from aiogpu.runtime.zygote.process import Zygote
+from aiogpu.runtime.zygote.zygotes import Zygotes
 from aiogpu.wire import messages as wire
 from aiogpu.wire.connection import KEEPER, ZYGOTE
 

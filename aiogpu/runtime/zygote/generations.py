@@ -1,9 +1,7 @@
-"""All zygotes of a node: one per environment, replaced after a death or new modules.
+"""The zygotes of one environment, replaced after a death, or for new modules.
 
-The plain zygote exists from the start. A zygote for another environment is started when
-a task needs it, and ends when it has not been used for a while. New modules are
-imported by a branch of the serving zygote, which serves meanwhile; it ends with its
-last worker and branch.
+New modules are imported by a branch of the serving zygote, which serves meanwhile; it
+ends with its last worker and branch.
 
 Tasks that need modules which a branch is importing wait for the branch: they would have
 to import the same modules, all at once, each in its own process. The first of them does
@@ -17,150 +15,23 @@ import logging
 import os
 import signal
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
-from itertools import count
+from collections.abc import Callable, Collection, Sequence
 from typing import Final, Protocol
 
-from aiogpu.client.function_spec import Function
-from aiogpu.core.model.ids import PROGRAM
 from aiogpu.core.model.request import Environment
 from aiogpu.errors import NodeStartError, PreloadError
-from aiogpu.memory.control_page import ControlPage
-from aiogpu.runtime.connection import Peer, Recipient
-from aiogpu.runtime.output import Console
 from aiogpu.runtime.workers.death import UnavailableError, is_scarcity
-from aiogpu.runtime.zygote.config import (
-    Launched,
-    Modules,
-    Program,
-    ZygoteConfig,
-    early_variables,
-    is_script,
-    program_of,
-)
-from aiogpu.runtime.zygote.import_cache import ImportCache
+from aiogpu.runtime.zygote.config import Modules, is_script
+from aiogpu.runtime.zygote.learning import Learning
 from aiogpu.runtime.zygote.process import IMPORT_LIMIT, Zygote, ZygoteEvents
-from aiogpu.wire.messages import Hello, Imported, Message, Ready, Stale, Unfit
-
-DEAR: Final = 50_000
-"""A module is learnt at once if its import takes at least this many microseconds."""
-
-
-NOT_CHEAP: Final = 5_000
-"""A module is learnt if its import takes at least this many microseconds twice."""
-
-
-MOST: Final = 64
-"""Most modules learnt for one environment."""
-
+from aiogpu.wire.messages import Imported, Message, Ready, Stale, Unfit
 
 LARGEST_PART: Final = 8
 """A zygote that uses more than this part of the machine's memory learns no more. Its
 forks share the memory until they write to it."""
 
 
-REMEMBERED: Final = 1024
-"""Most modules remembered after one slow import."""
-
-
-DEVICE_MODULES: Final = frozenset(
-    {
-        "bitsandbytes",
-        "cupy",
-        "deepspeed",
-        "flash_attn",
-        "numba.cuda",
-        "pycuda",
-        "tensorrt",
-        "triton",
-        "vllm",
-        "xformers",
-    }
-)
-"""Modules that look for devices at import and remember the result. In a zygote, which
-sees no devices, they would find none."""
-
-
-class Learning:
-    """The modules that the zygotes of an environment should import.
-
-    A module is learnt if a function names it, or from the imports of workers: if its
-    import was slow once, or not fast in two workers.
-
-    Attributes:
-        modules: the modules, in the order in which they are imported.
-        left_out: unfit modules, each with the reason.
-        costs: how long imports have taken, in microseconds.
-        is_full: the zygotes use so much memory that nothing more is learnt.
-        spent: how long workers have spent on slow imports, in microseconds.
-    """
-
-    def __init__(self, explicit: Iterable[str], learnt: Sequence[str] = ()) -> None:
-        self.modules: list[str] = list(learnt)
-        self.left_out: dict[str, str] = {}
-        self.costs: dict[str, int] = {}
-        self.spent: dict[str, int] = {}
-        self.is_full = False
-        self._explicit = frozenset(explicit)
-        self._seen: set[str] = set()
-
-    def note(self, names: Sequence[str], microseconds: Sequence[int]) -> bool:
-        """Note the imports of one worker; return True if a module was learnt.
-
-        A worker imports a module once, so each report comes from another worker.
-        """
-        count = len(self.modules)
-        for name, cost in zip(names, microseconds, strict=False):
-            self.costs[name] = cost
-            if cost >= DEAR and not sees_devices(name):
-                self.spent[name] = self.spent.get(name, 0) + cost
-            if cost < NOT_CHEAP or not self.may_learn(name):
-                continue
-            if cost >= DEAR or name in self._seen:
-                self._seen.discard(name)
-                self.modules.append(name)
-            elif len(self._seen) < REMEMBERED:
-                self._seen.add(name)
-        return len(self.modules) > count
-
-    def want(self, names: Iterable[str]) -> list[str]:
-        """Learn modules that a function needs; return those that may be learnt."""
-        wanted = []
-        for name in names:
-            if name not in self.modules and self.may_learn(name):
-                self.modules.append(name)
-            if name in self.modules:
-                wanted.append(name)
-        return wanted
-
-    def may_learn(self, name: str) -> bool:
-        """Return True if a zygote may try to import a module that is not learnt yet."""
-        return (
-            len(self.modules) < MOST
-            and not self.is_full
-            and name not in self._explicit
-            and name not in self.modules
-            and name not in self.left_out
-            and not sees_devices(name)
-        )
-
-    def leave_out(self, module: str, reason: str) -> None:
-        """Note that a module is unfit: no zygote imports it from now on."""
-        self.left_out[module] = reason
-        if module in self.modules:
-            self.modules.remove(module)
-
-
-def sees_devices(module: str) -> bool:
-    """Return True if importing the module would look for devices."""
-    return any(f"{module}.".startswith(f"{name}.") for name in DEVICE_MODULES)
-
-
 _log: Final = logging.getLogger(__name__)
-
-
-MUCH: Final = 5.0
-"""Seconds of imports in tasks from which a program is told how to save them."""
 
 
 DEBOUNCE: Final = 0.2
@@ -168,8 +39,8 @@ DEBOUNCE: Final = 0.2
 
 
 HELD: Final = 0.2
-"""The part of a zygote's imports for which workers wait for it further: its learner may
-now import what the others would import as well."""
+"""The part of a zygote's imports for which workers wait longer than the learner should
+take: it may now import what the others would import as well."""
 
 
 DEEPEST: Final = 6
@@ -317,8 +188,8 @@ class ZygoteGenerations:
             own = sum(costs[name] for name in missing)
             rest = sum(costs[name] for name in following.left_to_import)
             return following if rest <= own * (1 + HELD) else current
-        if not following.has_learner:
-            following.has_learner = True
+        if following.learner_since is None:
+            following.learner_since = self._loop.time()
             return current
         # Nothing else is imported there, so the worker's own import would end later.
         return following if set(following.added) <= set(missing) else current
@@ -351,7 +222,8 @@ class ZygoteGenerations:
     def _announce_next(self) -> None:
         """Let workers that were not forked yet wait for the next zygote if they may."""
         if self._next is not None:
-            self._next.has_learner = True  # the worker that has reported the import
+            # The worker that has reported the import.
+            self._next.learner_since = self._loop.time()
             self._pool.on_better_zygote(self.current)
 
     def end(self) -> None:
@@ -432,9 +304,9 @@ class ZygoteGenerations:
                 if self._is_wanted:
                     self.renew()
                     self._announce_next()
-                if zygote.has_learner:
+                if zygote.learner_since is not None:
                     took = self._loop.time() - zygote.started_at
-                    zygote.hold(took * HELD)
+                    zygote.hold(until=zygote.learner_since + took * (1 + HELD))
         elif not self._ready.done():
             self._ready.set_result(None)
         if self._lacks_modules(zygote):
@@ -613,322 +485,3 @@ def renewed(problem: NodeStartError) -> NodeStartError:
     """Return a copy without traceback, since raising again extends the traceback."""
     kind = NodeStartError if isinstance(problem, UnavailableError) else type(problem)
     return kind(*problem.args)
-
-
-MOST_OTHERS: Final = 4
-"""Most other environments with a zygote, not counting joined programs."""
-
-
-MOST_LEARNT: Final = 64
-"""Most environments without a zygote of which is kept what they have learnt."""
-
-
-UNUSED: Final = 60.0
-"""Seconds after which the zygote of an environment without workers is ended."""
-
-
-class Zygotes:
-    """The zygotes of one node, by the environment that they are started with.
-
-    Attributes:
-        config: the configuration that all zygotes share.
-        page: the control page.
-        cgroup: the node's cgroup.
-        plain: the zygotes for tasks without early variables.
-    """
-
-    def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        console: Console,
-        config: ZygoteConfig,
-        launched: Launched,
-        preload: Sequence[str],
-        wants: Callable[[str], bool],
-        pool: ZygoteListener,
-    ) -> None:
-        """Take over the first zygote, which was launched before.
-
-        Args:
-            loop: runs the timers.
-            console: shows the output of zygotes.
-            config: the configuration that all zygotes share.
-            launched: the first plain zygote.
-            preload: modules that each zygote imports before it forks.
-            wants: returns True if an actor of a departed program lives on.
-            pool: receives the events of zygotes.
-
-        Raises:
-            NodeStartError: the first zygote cannot be watched.
-        """
-        self._pool = pool
-        self._wants = wants
-        self._loop = loop
-        self._console = console
-        self._preload = tuple(preload)
-        self.config = config
-        self.page = ControlPage.open(config.page)
-        self.cgroup = config.cgroup
-        self._numbers = count()
-        self._zygotes: dict[int, Zygote] = {}
-        self._environments: dict[Environment, ZygoteGenerations] = {}
-        self._timer: asyncio.TimerHandle | None = None
-        self._joined: dict[str, int] = {}
-        self._cache = ImportCache()
-        self._needed: set[str] = set()
-        learning = Learning(self._preload)
-        if config.learns:
-            learning.want(self._cache.costs)
-            learning.costs.update(self._cache.costs)
-        self._learnt: dict[Environment, Learning] = {}
-        self.plain = self._add((), learning)
-        self.plain.current.start(launched)
-        self.plain.renew()
-
-    def __repr__(self) -> str:
-        count = len(self._environments)
-        return f"<Zygotes {len(self._zygotes)} for {count} environments>"
-
-    def choose(
-        self, environment: Environment, function: Function | None = None
-    ) -> Zygote:
-        """Return the zygote for a new worker; it may not be ready yet.
-
-        Args:
-            environment: the variables of its tasks.
-            function: the function that it will run first; None for a spare.
-
-        Raises:
-            UnavailableError: there is no zygote now; there may be one later.
-            NodeError: there is no zygote, and there will be none.
-        """
-        report = self.plain.last_report or Ready((), (), ())
-        early = early_variables(environment, report.modules, report.variables)
-        generations = self._environments.get(early) or self._add_environment(early)
-        needs: set[str] = set()
-        if function is not None and self.config.learns:
-            needs.update(function.modules, self._cache.late.get(function.name, ()))
-            self._needed |= needs
-        zygote = generations.choose(needs)
-        generations.used_at = self._loop.time()
-        zygote.check()
-        return zygote
-
-    def on_hello(self, peer: Peer, hello: Hello) -> Recipient | None:
-        """Accept the connection of a zygote that has sent `Hello`."""
-        zygote = self._zygotes.get(hello.id)
-        if zygote is None:
-            peer.abort()
-            return None
-        return zygote.on_hello(peer, hello)
-
-    def note_imports(self, zygote: Zygote, imported: Imported) -> None:
-        """Learn from the imports of a worker of this zygote."""
-        if generations := self._environments.get(zygote.environment):
-            generations.note_imports(imported)
-
-    def note_slow_import(self, zygote: Zygote, module: str, function: str) -> None:
-        """Learn from an import that a worker of this zygote has not ended yet.
-
-        Args:
-            zygote: forked the worker.
-            module: the module.
-            function: name of the function that imports it; "" if unknown.
-        """
-        generations = self._environments.get(zygote.environment)
-        if generations is None:
-            return
-        if function:
-            late = self._cache.late
-            if len(late) >= REMEMBERED:
-                late.clear()
-            late.setdefault(function, set()).add(module)
-        generations.note_slow_import(module)
-
-    def describe_imports(self, zygote: Zygote) -> str:
-        """Describe what a zygote imports: "torch (1.2 of about 3 s)"; "" if nothing."""
-        names = zygote.added or zygote.preload
-        if not names:
-            return ""
-        took = self._loop.time() - zygote.started_at
-        generations = self._environments.get(zygote.environment)
-        costs = {} if generations is None else generations.learning.costs
-        about = ""
-        if costs.keys() >= set(names):
-            about = f" of about {sum(costs[name] for name in names) / 1e6:.1f}"
-        rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        return f"{', '.join(names[:3])}{rest} ({took:.1f}{about} s)"
-
-    async def close(self) -> None:
-        """End all processes and wait; keepers must have been told to end first."""
-        if self._timer is not None:
-            self._timer.cancel()
-        for generations in self._environments.values():
-            generations.end()
-        await asyncio.gather(*(zygote.close() for zygote in self._zygotes.values()))
-        if self.config.learns:
-            self._advise()
-            learning = self.plain.learning
-            costs = {
-                name: learning.costs[name]
-                for name in learning.modules
-                if learning.costs.get(name, 0) >= NOT_CHEAP
-            }
-            if costs:
-                await asyncio.to_thread(
-                    self._cache.save, costs, self._cache.late, self._needed
-                )
-        self.page.close()
-        self.config.close()
-
-    def _advise(self) -> None:
-        """Say which `preload` would have saved imports that have cost much."""
-        spent = self.plain.learning.spent
-        total = sum(spent.values()) / 1e6
-        if total >= MUCH:
-            names = ", ".join(map(repr, sorted(spent, key=spent.__getitem__)[:-9:-1]))
-            _log.warning(
-                "tasks have spent %.0f s on importing modules; "
-                'init(preload=(%s, "auto")) imports them once, at the start',
-                total,
-                names,
-            )
-
-    def _add(
-        self, environment: Environment, learning: Learning, own: Sequence[str] = ()
-    ) -> ZygoteGenerations:
-        generations = self._environments[environment] = ZygoteGenerations(
-            loop=self._loop,
-            make=self._make,
-            pool=self._pool,
-            environment=environment,
-            preload=(*self._preload, *own),
-            learning=learning,
-        )
-        return generations
-
-    def _make(
-        self,
-        environment: Environment,
-        modules: Modules,
-        events: ZygoteEvents,
-        parent: Zygote | None,
-    ) -> Zygote:
-        number = next(self._numbers)
-        zygote = Zygote(
-            self._loop,
-            self._console,
-            self.config,
-            number,
-            environment,
-            modules,
-            events,
-            self._pool.on_lost_slot,
-            parent,
-        )
-        zygotes = self._zygotes.items()
-        self._zygotes = {key: old for key, old in zygotes if not old.is_over}
-        self._zygotes[number] = zygote
-        return zygote
-
-    # Other environments
-
-    def _add_environment(self, environment: Environment) -> ZygoteGenerations:
-        """Add an environment.
-
-        Raises:
-            NodeStartError: the environment belongs to a program that has left.
-        """
-        others = [each for each in self._others() if not self._is_joined(each)]
-        if len(others) >= MOST_OTHERS:
-            self._give_up(min(others, key=lambda each: each.used_at))
-        key = program_of(environment)
-        program = self.config.programs.get(key)
-        if key and program is None:
-            raise NodeStartError("the program of this worker has left the node")
-        own = () if program is None else program.preload
-        learning = self._learnt.pop(environment, None)
-        if learning is None:
-            learning = Learning((*self._preload, *own))
-            learning.want(self.plain.learning.modules)
-            learning.costs.update(self.plain.learning.costs)
-        generations = self._add(environment, learning, own)
-        if self._timer is None:
-            self._timer = self._loop.call_later(UNUSED, self._give_up_unused)
-        return generations
-
-    def _others(self) -> list[ZygoteGenerations]:
-        return [each for each in self._environments.values() if each is not self.plain]
-
-    def _give_up_unused(self) -> None:
-        """End environments that are unused for `UNUSED` seconds; check again later."""
-        self._timer = None
-        now = self._loop.time()
-        for each in self._others():
-            if self._pool.is_busy(each.current) or self._is_joined(each):
-                each.used_at = now
-            elif now - each.used_at >= UNUSED:
-                self._give_up(each)
-        earliest = min((each.used_at for each in self._others()), default=None)
-        if earliest is not None:
-            self._timer = self._loop.call_at(earliest + UNUSED, self._give_up_unused)
-
-    def _give_up(self, generations: ZygoteGenerations) -> None:
-        del self._environments[generations.environment]
-        # The program may come again.
-        self._learnt[generations.environment] = generations.learning
-        if len(self._learnt) > MOST_LEARNT:
-            del self._learnt[next(iter(self._learnt))]
-        self._forget_programs()
-        generations.end()
-        # Not at once: the core may be handling an event.
-        self._loop.call_soon(self._pool.on_superseded, generations.current)
-
-    # Programs that have joined
-
-    def join(self, key: str, program: Program) -> None:
-        """Count one more client with this program."""
-        self.config.programs.setdefault(key, program)
-        self._joined[key] = self._joined.get(key, 0) + 1
-
-    async def joined(self, key: str) -> None:
-        """Wait until the first zygote of a joined program can fork.
-
-        If this zygote has died since, the program may join; its tasks wait for the
-        next zygote.
-
-        Raises:
-            PreloadError: a module to preload cannot be imported.
-            NodeError: there is no zygote for the program.
-        """
-        environment = ((PROGRAM, key),)
-        generations = self._environments.get(environment)
-        if generations is not None and generations.last_report is not None:
-            return
-        try:
-            self.choose(environment)
-        except UnavailableError as error:
-            raise NodeStartError(*error.args) from error
-        await self._environments[environment].ready()
-
-    def leave(self, key: str) -> None:
-        """Count one client less with this program."""
-        self._joined[key] -= 1
-        if self._joined[key]:
-            return
-        del self._joined[key]
-        generations = self._environments.get(((PROGRAM, key),))
-        if generations is not None and generations.problem is not None:
-            # The user may fix the problem before the program joins again.
-            self._give_up(generations)
-        self._forget_programs()
-
-    def _is_joined(self, generations: ZygoteGenerations) -> bool:
-        return program_of(generations.environment) in self._joined
-
-    def _forget_programs(self) -> None:
-        """Forget programs that need no workers any more."""
-        served = {program_of(environment) for environment in self._environments}
-        for key in self.config.programs.keys() - served - self._joined.keys():
-            if not self._wants(key):
-                del self.config.programs[key]

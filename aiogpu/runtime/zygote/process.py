@@ -90,7 +90,8 @@ class Zygote:
         ready_at: loop time at which it became ready.
         started_at: loop time of its start.
         importing: the module that it imports or has imported last, "" for none.
-        has_learner: a worker imports what this zygote imports, at the same time.
+        learner_since: loop time at which a worker began to import what this zygote
+            imports; None for no such worker.
         unfit: its report of an unfit module, None for none.
         is_closing: it was told to end, or killed on purpose.
         status: the exit code or negated signal, once it has ended; 0 if unknown.
@@ -159,7 +160,7 @@ class Zygote:
         self._is_started = False
         self._hold: asyncio.TimerHandle | None = None
         self._unasked: set[int] = set()
-        self.has_learner = False
+        self.learner_since: float | None = None
         self._output: LinePipe | None = None
         self._peer: Peer | None = None
         self._checked = loop.time()
@@ -285,13 +286,13 @@ class Zygote:
         """Return True if the process was asked to fork the keeper of a slot."""
         return slot not in self._unasked
 
-    def hold(self, seconds: float) -> None:
-        """Ask for no keepers for a while: a zygote that has imported more may come."""
-        self._hold = self._loop.call_later(seconds, self._end_hold)
+    def hold(self, until: float) -> None:
+        """Ask for no keepers before a loop time: a zygote with more may come."""
+        self._hold = self._loop.call_at(until, self._end_hold)
 
     def end_learning(self) -> None:
         """Note that the worker which imports the same has ended its task."""
-        self.has_learner = False
+        self.learner_since = None
         if self._hold is not None:
             self._hold.cancel()
             self._end_hold()

@@ -27,14 +27,16 @@ from aiogpu.runtime.zygote.config import (
     start_variables,
 )
 from aiogpu.runtime.zygote.generations import (
-    DEAR,
     DEEPEST,
-    DEVICE_MODULES,
     HELD,
     INTENSITY,
+    ZygoteGenerations,
+)
+from aiogpu.runtime.zygote.learning import (
+    DEAR,
+    DEVICE_MODULES,
     NOT_CHEAP,
     Learning,
-    ZygoteGenerations,
     sees_devices,
 )
 from aiogpu.runtime.zygote.process import ZygoteEvents
@@ -272,7 +274,7 @@ class FakeProcess:
         self.depth: int = 0 if parent is None else parent.depth + 1
         self.ready: Ready | None = None
         self.importing = self.unforked = ""
-        self.has_learner = False
+        self.learner_since: float | None = None
         self.started_at = 0.0
         self.held: list[float] = []
         self.unfit: Unfit | None = None
@@ -303,11 +305,11 @@ class FakeProcess:
     def left_to_import(self) -> tuple[str, ...]:
         return self.added
 
-    def hold(self, seconds: float) -> None:
-        self.held.append(seconds)
+    def hold(self, until: float) -> None:
+        self.held.append(until)
 
     def end_learning(self) -> None:
-        self.has_learner = False
+        self.learner_since = None
 
     def become_ready(self, *microseconds: int, memory: int = 0) -> None:
         self.ready = Ready((), (), microseconds, memory)
@@ -528,12 +530,13 @@ async def test_late_import_moves_workers_that_were_not_forked(
 
 
 async def test_ready_zygote_waits_for_its_learner(generations: Generations) -> None:
+    now = asyncio.get_running_loop().time()
     assert choose(generations, "dear") == 0
     zygote = generations.last
-    zygote.started_at = asyncio.get_running_loop().time() - 10
+    zygote.started_at = now - 10
     zygote.become_ready(DEAR)
-    (held,) = zygote.held
-    assert held == pytest.approx(10 * HELD, rel=0.1)
+    (until,) = zygote.held
+    assert until - now == pytest.approx(10 * (1 + HELD), rel=0.1)
     assert choose(generations, "second") == generations.current == 1
     generations.zygotes.note_imports(Imported((), ()))
     generations.last.become_ready(DEAR)
