@@ -10,6 +10,7 @@ import asyncio
 import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,13 @@ import pytest
 
 import aiogpu
 from tests.contract import dear_tasks
+from tests.contract.raw_client import service
 from tests.contract.test_zygotes import learnt, zygotes_of
 from tests.support.program import run
 from tests.support.waits import until
 
 pytestmark = [
-    pytest.mark.usefixtures("no_leaks"),
+    pytest.mark.usefixtures("service_forker", "no_leaks"),
     pytest.mark.either_loop,
 ]
 
@@ -179,11 +181,13 @@ EARLY_PROGRAM = """
 """
 
 
-@pytest.mark.needs("processes")
+@pytest.mark.parametrize("is_shared", [False, True])
 def test_the_functions_of_a_script_are_prepared_before_a_call(
-    address: str, packages: Packages
+    is_shared: bool, packages: Packages
 ) -> None:
-    run(EARLY_PROGRAM, str(packages.directory), str(packages.log), address)
+    with service() if is_shared else nullcontext() as shared:
+        address = "local" if shared is None else shared.path
+        run(EARLY_PROGRAM, str(packages.directory), str(packages.log), address)
 
 
 async def test_tasks_that_need_nothing_do_not_wait(

@@ -357,8 +357,9 @@ class Clients:
             return  # the program has disconnected
         try:
             if not client.only_looks:
-                await self._zygotes.joined(program_of(client.program))
-                self._zygotes.expect(expected, client.program)
+                key = program_of(client.program)
+                await self._zygotes.joined(key)
+                self._zygotes.expect(expected, key)
         except Exception as error:  # noqa: BLE001 - sent to the program
             peer.send_one(wire.ChildFailed(0, *pack_own_error(error).why))
             return

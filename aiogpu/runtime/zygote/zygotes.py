@@ -185,8 +185,14 @@ class Zygotes:
         rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
         return f"{', '.join(names[:3])}{rest} ({took:.1f}{about} s)"
 
-    def expect(self, modules: Iterable[str], environment: Environment = ()) -> None:
-        """Import modules that the functions of a program will probably need."""
+    def expect(self, modules: Iterable[str], program: str = "") -> None:
+        """Import modules that the functions of a program will probably need.
+
+        Args:
+            modules: the modules.
+            program: the key of a joined program; "" for the node's own.
+        """
+        environment = ((PROGRAM, program),) if program else ()
         if self.config.learns and (found := self._environments.get(environment)):
             found.learning.want(modules)
             found.renew()
