@@ -20,7 +20,7 @@ import uvloop
 from hypothesis import settings
 
 from aiogpu.runtime.zygote import config as zygote_config
-from aiogpu.runtime.zygote.import_cache import VARIABLE as CACHE_VARIABLE
+from aiogpu.runtime.zygote.learning import VARIABLE as CACHE_VARIABLE
 from tests.support.forked_zygotes import Forker
 from tests.support.gate import Gate
 from tests.support.sampling import CHANGE, Value, covering, values

@@ -66,6 +66,7 @@ class Worker:
             channel, interrupts, threads, imports, self._stdio, self._client
         )
         self._customize = customize
+        self._imports = imports
         self.task_state = TaskStateReset()
 
     def begin(self) -> None:
@@ -79,6 +80,7 @@ class Worker:
     def _leave(self) -> None:
         """Detach a fork made by user code, which is no worker."""
         self._signals.is_active = False
+        self._imports.report = None
         current.client = None
         if self._channel.loans is not None:
             self._channel.loans.leave()

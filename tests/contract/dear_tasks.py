@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import aiogpu
 
@@ -57,6 +60,31 @@ def waits_for(path: str) -> int:
     assert dear_lib
     assert os.path.exists(path)
     return os.getpid()
+
+
+@aiogpu.remote
+def imports_in_forks() -> list[int]:
+    """Import in a fork, and a module that forks; return the exit codes."""
+    child = os.fork()
+    if child == 0:
+        with exits():
+            importlib.import_module("dear_lib")
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])]
+    with exits(in_process=os.getpid()):
+        forked = importlib.import_module("forking_lib").CHILD
+    return [*codes, os.waitstatus_to_exitcode(os.waitpid(forked, 0)[1])]
+
+
+@contextmanager
+def exits(in_process: int = 0) -> Iterator[None]:
+    """Exit at the end, with code 1 after an error, but not in one process."""
+    code = 1
+    try:
+        yield
+        code = 0
+    finally:
+        if os.getpid() != in_process:
+            os._exit(code)
 
 
 def spin(seconds: float) -> None:

@@ -190,6 +190,17 @@ def test_the_functions_of_a_script_are_prepared_before_a_call(
         run(EARLY_PROGRAM, str(packages.directory), str(packages.log), address)
 
 
+async def test_a_fork_of_a_task_imports_and_reports_nothing(
+    packages: Packages,
+) -> None:
+    """A process that `multiprocessing` forks has no connection to the driver."""
+    packages.write("forking_lib", "import os\nCHILD = os.fork()\n", seconds=0)
+    async with aiogpu.init(num_cpus=2, spare_workers=0):
+        assert await dear_tasks.imports_in_forks.remote() == [0, 0]
+    assert packages.imports["dear_lib"] >= 1
+    assert packages.imports["forking_lib"] == 1
+
+
 async def test_tasks_that_need_nothing_do_not_wait(
     packages: Packages, tmp_path: Path
 ) -> None:

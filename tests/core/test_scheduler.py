@@ -274,6 +274,8 @@ def test_short_run_shows_every_effect():
     assert w.queued
     w.play("join 1; submit announced cpus=0 client=1")
     w.announce_stop(1)
+    w.starts = False
+    w.play("submit unclaimed cpus=0 environment=X:1; cancel unclaimed")
     w.play("close; run_dry")
     assert {type(effect) for effect in w.seen} == set(get_args(effects.Effect))
     for name in (*TOLD, "evicted", "misfit"):

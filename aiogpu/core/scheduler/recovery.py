@@ -30,7 +30,6 @@ from aiogpu.core.queue.timers import AlarmKind
 from aiogpu.core.records import Memory, TaskRecord, TaskState, WorkerRecord, WorkerState
 from aiogpu.core.resources.devices import DeviceSet
 from aiogpu.core.resources.ledger import Lease
-from aiogpu.core.scheduler.deadlock import find_deadlocks
 from aiogpu.core.scheduler.revocation import count_begun, return_task
 from aiogpu.core.scheduler.state import Outage, Restarts, SchedulerState
 from aiogpu.core.scheduler.task_tree import on_task_ended
@@ -156,6 +155,8 @@ def _would_deadlock(node: SchedulerState, record: TaskRecord) -> bool:
     """Return True if a task, queued again, would cause a deadlock."""
     if not node.blocked:
         return False
+    from aiogpu.core.scheduler.deadlock import find_deadlocks  # late: few tasks wait
+
     state, record.state = record.state, TaskState.WAITING
     deadlocks = find_deadlocks(node, requeued=record)
     record.state = state

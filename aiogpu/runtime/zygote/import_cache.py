@@ -10,17 +10,16 @@ anew. `AIOGPU_IMPORT_CACHE=off` turns the cache off.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import stat
 import sys
-from binascii import crc32
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from typing import Any, Final
+from typing import Final
 
-VARIABLE: Final = "AIOGPU_IMPORT_CACHE"
-"""Set to "off", it turns the cache off."""
+from aiogpu.runtime.zygote.learning import identity
 
 LARGEST: Final = 1 << 18
 """Most bytes of a file."""
@@ -45,20 +44,21 @@ class ImportCache:
         late: for each function, by name, the modules that it imports as it runs.
     """
 
-    def __init__(self) -> None:
-        """Read the file, if there is one."""
+    def __init__(self, path: str) -> None:
+        """Read the file, if there is one.
+
+        Args:
+            path: the file; see `learning.cache_file`.
+        """
         self.costs: dict[str, int] = {}
         self.late: dict[str, set[str]] = {}
         self._unused: dict[str, int] = {}
-        self._program = _program()
-        self._path = "" if os.environ.get(VARIABLE) == "off" else _path(self._program)
-        if self._path and os.path.exists(self._path):
-            with suppress(OSError, ValueError, TypeError, AttributeError, KeyError):
-                self._load()
+        self._program = identity()
+        self._path = path
+        with suppress(OSError, ValueError, TypeError, AttributeError, KeyError):
+            self._load()
 
     def _load(self) -> None:
-        import json  # late: a program's first run needs it only at its end
-
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         with open(os.open(self._path, flags), "rb") as file:
             status = os.fstat(file.fileno())
@@ -89,10 +89,6 @@ class ImportCache:
             late: the modules that functions import as they run.
             needed: modules that a function of this run needed.
         """
-        if not self._path:
-            return
-        import json
-
         used = set(needed)
         modules = {
             module: (cost, _stamp(module), self._age(module, used))
@@ -111,24 +107,6 @@ class ImportCache:
 
     def _age(self, module: str, used: set[str]) -> int:
         return 0 if module in used else self._unused.get(module, 0) + 1
-
-
-def _program() -> list[str]:
-    """Return what identifies this program and its interpreter."""
-    main: Any = sys.modules.get("__main__")
-    file, spec = getattr(main, "__file__", None), getattr(main, "__spec__", None)
-    # A notebook or a prompt has no file: its directory stands for it.
-    name = os.path.abspath(file) if isinstance(file, str) else os.getcwd()
-    return [name, str(getattr(spec, "name", "")), sys.executable, sys.version]
-
-
-def _path(program: list[str]) -> str:
-    """Return the file of a program; "" if there is no place."""
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    if not os.path.isabs(cache):
-        return ""
-    number = crc32("\0".join(program).encode("utf-8", "replace"))
-    return f"{cache}/aiogpu/imports-{number:08x}.json"
 
 
 def _stamp(module: str) -> int:

@@ -1,9 +1,15 @@
-"""Which modules the zygotes of an environment should import."""
+"""Which modules the zygotes of an environment should import, and where that is kept."""
 
 from __future__ import annotations
 
+import os
+import sys
+from binascii import crc32
 from collections.abc import Iterable, Sequence
-from typing import Final
+from typing import Any, Final
+
+VARIABLE: Final = "AIOGPU_IMPORT_CACHE"
+"""Set to "off", it keeps nothing between runs of the program."""
 
 DEAR: Final = 50_000
 """A module is learnt at once if its import takes at least this many microseconds."""
@@ -112,3 +118,25 @@ class Learning:
 def sees_devices(module: str) -> bool:
     """Return True if importing the module would look for devices."""
     return any(f"{module}.".startswith(f"{name}.") for name in DEVICE_MODULES)
+
+
+def identity() -> list[str]:
+    """Return what identifies this program and its interpreter."""
+    main: Any = sys.modules.get("__main__")
+    file, spec = getattr(main, "__file__", None), getattr(main, "__spec__", None)
+    try:
+        # A notebook or a prompt has no file: its directory stands for it.
+        name = os.path.abspath(file) if isinstance(file, str) else os.getcwd()
+    except FileNotFoundError:
+        name = ""  # the directory was removed
+    return [name, str(getattr(spec, "name", "")), sys.executable, sys.version]
+
+
+def cache_file() -> str:
+    """Return the path of this program's `ImportCache`; "" for none."""
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    program = identity()
+    if os.environ.get(VARIABLE) == "off" or not os.path.isabs(cache) or not program[0]:
+        return ""
+    number = crc32("\0".join(program).encode("utf-8", "replace"))
+    return f"{cache}/aiogpu/imports-{number:08x}.json"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 from typing import Final
@@ -29,8 +30,12 @@ from aiogpu.runtime.zygote.config import (
     program_of,
 )
 from aiogpu.runtime.zygote.generations import ZygoteGenerations, ZygoteListener
-from aiogpu.runtime.zygote.import_cache import ImportCache
-from aiogpu.runtime.zygote.learning import NOT_CHEAP, REMEMBERED, Learning
+from aiogpu.runtime.zygote.learning import (
+    NOT_CHEAP,
+    REMEMBERED,
+    Learning,
+    cache_file,
+)
 from aiogpu.runtime.zygote.process import Zygote, ZygoteEvents
 from aiogpu.wire.messages import Hello, Imported, Ready
 
@@ -100,12 +105,11 @@ class Zygotes:
         self._environments: dict[Environment, ZygoteGenerations] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._joined: dict[str, int] = {}
-        self._cache = ImportCache()
+        self._late: dict[str, set[str]] = {}
         self._needed: set[str] = set()
         learning = Learning(self._preload)
         if config.learns:
-            learning.want(self._cache.costs)
-            learning.costs.update(self._cache.costs)
+            self._recall(learning)
         self._learnt: dict[Environment, Learning] = {}
         self.plain = self._add((), learning)
         self.plain.current.start(launched)
@@ -133,7 +137,7 @@ class Zygotes:
         generations = self._environments.get(early) or self._add_environment(early)
         needs: set[str] = set()
         if function is not None and self.config.learns:
-            needs.update(function.modules, self._cache.late.get(function.name, ()))
+            needs.update(function.modules, self._late.get(function.name, ()))
             self._needed |= needs
         zygote = generations.choose(needs)
         generations.used_at = self._loop.time()
@@ -165,7 +169,7 @@ class Zygotes:
         if generations is None:
             return
         if function:
-            late = self._cache.late
+            late = self._late
             if len(late) >= REMEMBERED:
                 late.clear()
             late.setdefault(function, set()).add(module)
@@ -206,18 +210,36 @@ class Zygotes:
         await asyncio.gather(*(zygote.close() for zygote in self._zygotes.values()))
         if self.config.learns:
             self._advise()
-            learning = self.plain.learning
-            costs = {
-                name: learning.costs[name]
-                for name in learning.modules
-                if learning.costs.get(name, 0) >= NOT_CHEAP
-            }
-            if costs:
-                await asyncio.to_thread(
-                    self._cache.save, costs, self._cache.late, self._needed
-                )
+            await self._remember(self.plain.learning)
         self.page.close()
         self.config.close()
+
+    def _recall(self, learning: Learning) -> None:
+        """Begin with what an earlier run of the program has learnt."""
+        file = cache_file()
+        if file and os.path.exists(file):
+            from aiogpu.runtime.zygote.import_cache import ImportCache
+
+            cache = ImportCache(file)
+            learning.want(cache.costs)
+            learning.costs.update(cache.costs)
+            self._late = cache.late
+
+    async def _remember(self, learning: Learning) -> None:
+        """Keep what this run has learnt for the next."""
+        file = cache_file()
+        costs = {
+            name: learning.costs[name]
+            for name in learning.modules
+            if learning.costs.get(name, 0) >= NOT_CHEAP
+        }
+        if not file or not costs:
+            return
+        # Late: programs that import nothing slow need it never.
+        from aiogpu.runtime.zygote.import_cache import ImportCache
+
+        cache = ImportCache(file)
+        await asyncio.to_thread(cache.save, costs, self._late, self._needed)
 
     def _advise(self) -> None:
         """Say which `preload` would have saved imports that have cost much."""

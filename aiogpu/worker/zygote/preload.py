@@ -367,10 +367,10 @@ class Imports:
             if nesting.depth == 0:
                 nesting.found = []
             nesting.depth += 1
-            report, is_begun = imports.report, False
-            if report is not None and not nesting.begun and will_be_installed(name):
+            is_begun = False
+            if imports.report and not nesting.begun and will_be_installed(name):
                 nesting.begun, is_begun = name, True
-                report(Importing(name))
+                imports.report(Importing(name))
             inner = len(nesting.found)
             started = perf_counter()
             try:
@@ -381,9 +381,10 @@ class Imports:
                 return module
             finally:
                 nesting.depth -= 1
-                if is_begun and report is not None:
+                if is_begun:
                     nesting.begun = ""
-                    report(Importing(""))
+                    if imports.report:  # None if the module has forked this process
+                        imports.report(Importing(""))
                 if nesting.depth == 0 and nesting.found:
                     imports.found += nesting.found
 

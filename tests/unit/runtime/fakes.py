@@ -299,7 +299,7 @@ class FakeZygotes:
         self.current = FakeZygote(self.kept)
         self.heard: list[tuple[FakeZygote, Imported]] = []
 
-    def serving(self, _environment: object) -> FakeZygote:
+    def choose(self, _environment: object, _function: object = None) -> FakeZygote:
         return self.current
 
     def on_hello(self, peer: object, _hello: Hello) -> None:

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from aiogpu.runtime.zygote import import_cache
-from aiogpu.runtime.zygote.import_cache import LARGEST, UNUSED, VARIABLE, ImportCache
+from aiogpu.runtime.zygote.import_cache import LARGEST, UNUSED, ImportCache
+from aiogpu.runtime.zygote.learning import VARIABLE, cache_file
 
 COSTS = {"lib": 2_000_000, "lib.late": 300_000}
 LATE = {"__main__.train": {"lib.late"}}
@@ -28,14 +29,18 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache" / "aiogpu"
 
 
+def recalled() -> ImportCache:
+    return ImportCache(cache_file())
+
+
 def save(*needed: str) -> None:
-    ImportCache().save(COSTS, LATE, needed or COSTS)
+    recalled().save(COSTS, LATE, needed or COSTS)
 
 
 def test_next_run_knows_what_was_saved(place: Path) -> None:
-    assert (ImportCache().costs, ImportCache().late) == ({}, {})
+    assert (recalled().costs, recalled().late) == ({}, {})
     save()
-    assert (ImportCache().costs, ImportCache().late) == (COSTS, LATE)
+    assert (recalled().costs, recalled().late) == (COSTS, LATE)
     (file,) = place.iterdir()
     assert stat.S_IMODE(place.stat().st_mode) == 0o700
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
@@ -46,7 +51,7 @@ def test_each_program_has_a_file_of_its_own(
 ) -> None:
     save()
     monkeypatch.setattr("__main__.__file__", "/another/program.py", raising=False)
-    assert ImportCache().costs == {}
+    assert recalled().costs == {}
     save()
     assert len(list(place.iterdir())) == 2
 
@@ -54,22 +59,22 @@ def test_each_program_has_a_file_of_its_own(
 def test_changed_module_is_forgotten(tmp_path: Path) -> None:
     save()
     os.utime(tmp_path / "lib" / "__init__.py", (1, 1))
-    assert (ImportCache().costs, ImportCache().late) == ({}, {})
+    assert (recalled().costs, recalled().late) == ({}, {})
 
 
 def test_unused_module_is_forgotten_after_some_runs() -> None:
     save()
     for _ in range(UNUSED):
-        assert set(ImportCache().costs) == set(COSTS)
+        assert set(recalled().costs) == set(COSTS)
         save("lib")
-    assert set(ImportCache().costs) == {"lib"}
-    assert ImportCache().late == {}
+    assert set(recalled().costs) == {"lib"}
+    assert recalled().late == {}
 
 
-def test_variable_turns_it_off(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variable_turns_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cache_file()
     monkeypatch.setenv(VARIABLE, "off")
-    save()
-    assert not place.exists()
+    assert not cache_file()
 
 
 SPOILT: dict[str, Callable[[Path], object]] = {
@@ -93,7 +98,7 @@ def test_spoilt_file_is_no_error(way: str, place: Path) -> None:
     save()
     (file,) = place.iterdir()
     SPOILT[way](file)
-    assert ImportCache().costs == {}
+    assert recalled().costs == {}
     save()
 
 
@@ -102,7 +107,7 @@ def test_file_of_another_user_is_not_read(place: Path) -> None:
     save()
     (file,) = place.iterdir()
     os.chown(file, 12345, 12345)
-    assert ImportCache().costs == {}
+    assert recalled().costs == {}
     os.chown(place, 12345, 12345)
     save()
     assert file.stat().st_uid == 12345, "not replaced either"
@@ -111,9 +116,21 @@ def test_file_of_another_user_is_not_read(place: Path) -> None:
 def test_no_place_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "cache").touch()
     save()
+    assert recalled().costs == {}
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
-    save()
-    assert ImportCache().costs == {}
+    assert not cache_file()
+
+
+def test_prompt_in_a_removed_directory_has_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr("__main__.__file__", raising=False)
+    monkeypatch.chdir(tmp_path)
+    assert cache_file()
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert not cache_file()
 
 
 def test_number_of_files_is_bounded(
@@ -123,5 +140,5 @@ def test_number_of_files_is_bounded(
     for number in range(5):
         monkeypatch.setattr("__main__.__file__", f"/{number}.py", raising=False)
         save()
-        assert ImportCache().costs == COSTS
+        assert recalled().costs == COSTS
     assert len(list(place.iterdir())) == 3
