@@ -32,10 +32,15 @@ def run(
 
     def run(code: str, interrupt_at: str = "") -> list[str]:
         outputs: list[str] = []
+        before = ""
 
         def on_output(message: dict[str, Any]) -> None:
+            nonlocal before
             kind, content = message["msg_type"], message["content"]
-            if kind == "stream":
+            last, before = before, kind
+            if kind == last == "stream":
+                outputs[-1] += content["text"]  # the kernel sends it in parts
+            elif kind == "stream":
                 outputs.append(content["text"])
             elif kind in ("execute_result", "display_data"):
                 outputs.append(content["data"]["text/plain"])
