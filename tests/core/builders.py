@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Self
 
-from aiogpu import testing
 from aiogpu.core.model.request import (
     ANY,
     PACK,
@@ -24,6 +23,7 @@ from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.observe.snapshot import snapshot, why
 from aiogpu.observe.status import NodeStatus
 from aiogpu.observe.why import Why
+from tests.support import world
 
 GIB = 1 << 30
 HOLDER = 4711
@@ -62,36 +62,36 @@ def option(key: str, text: str) -> Any:
     return {name: value(amount) for name, amount in pairs.items()}
 
 
-def pids_of(w: testing.World) -> dict[int, int]:
+def pids_of(w: world.World) -> dict[int, int]:
     """Return the process ids: 101 for worker 1 once it has started, and so on."""
     holders = dict.fromkeys([*w.leases.values(), *w.placement_groups.values()], HOLDER)
     workers = [worker.id for worker in w.workers.values() if worker.has_started]
     return {worker: 100 + worker for worker in workers} | holders
 
 
-def status_of(w: testing.World, **more) -> NodeStatus:
+def status_of(w: world.World, **more) -> NodeStatus:
     """Return the node's status."""
     return snapshot(w.scheduler, pids_of(w), w.now, **more)
 
 
-def record_of(w: testing.World, name: str) -> TaskRecord:
+def record_of(w: world.World, name: str) -> TaskRecord:
     """Return the scheduler's record of a task."""
     return w.scheduler.tasks[w.tasks[name].id]
 
 
-def why_of(w: testing.World, name: str) -> Why:
+def why_of(w: world.World, name: str) -> Why:
     """Return the `Why` of a task."""
     return why(w.scheduler, record_of(w, name), pids_of(w), w.now)
 
 
-def pass_over(w: testing.World) -> None:
+def pass_over(w: world.World) -> None:
     """Run an empty task, so that the scheduler considers all waiting tasks."""
     name = f"passes {len(w.tasks)}"
     w.submit(name, num_cpus=0)
     w.finish(name)
 
 
-def kinds(w: testing.World) -> list[type]:
+def kinds(w: world.World) -> list[type]:
     """Return the classes of the last event's effects."""
     return [type(effect) for effect in w.effects]
 
@@ -133,37 +133,37 @@ def box(count: int, *pairs: tuple[int, int], parents: dict[int, str] | None = No
     ]
 
 
-def starve(w: testing.World, name: str) -> None:
+def starve(w: world.World, name: str) -> None:
     """Kill a task because host memory runs out."""
     w.tell(Scheduler.kill_for_memory, w.worker_of(name), Memory.HOST)
 
 
-def outgrow(w: testing.World, name: str) -> None:
+def outgrow(w: world.World, name: str) -> None:
     """Kill a task because it exceeds its reserved device memory."""
     w.tell(Scheduler.kill_for_memory, w.worker_of(name), Memory.DEVICE)
 
 
-def sicken(w: testing.World, index: int) -> None:
+def sicken(w: world.World, index: int) -> None:
     """Report that a GPU is sick."""
     w.tell(Scheduler.device_changed, GPU, index, Cause.SICK, "XID 79")
 
 
-def heal(w: testing.World, index: int) -> None:
+def heal(w: world.World, index: int) -> None:
     """Report that a GPU has recovered."""
     w.tell(Scheduler.device_changed, GPU, index, Cause.SICK, None)
 
 
-def settle(w: testing.World) -> None:
+def settle(w: world.World) -> None:
     """Report that the devices of the first settling worker are free."""
     w.tell(Scheduler.devices_free, w.unsettled[0])
 
 
-def bound(w: testing.World, most: int) -> None:
+def bound(w: world.World, most: int) -> None:
     """Set the limit of workers."""
     w.scheduler.worker_limit.bound(most)
 
 
-def let(w: testing.World, **behaviour: Any) -> None:
+def let(w: world.World, **behaviour: Any) -> None:
     """Set attributes of the world, such as `starts=False`."""
     for name, how in behaviour.items():
         setattr(w, name, how)
@@ -176,7 +176,7 @@ VERBS = {
 """Events in addition to the methods of a world."""
 
 
-class World(testing.World):
+class World(world.World):
     """A world that plays written stories and knows placement groups by name."""
 
     def play(self, story: str) -> Self:

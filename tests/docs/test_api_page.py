@@ -12,7 +12,7 @@ from itertools import groupby
 import pytest
 
 import aiogpu
-from aiogpu import accelerators, errors, fastapi, joblib, sync, testing, types
+from aiogpu import accelerators, errors, fastapi, joblib, sync, types
 from aiogpu.api import keywords
 from tests.repo.source_folders import ROOT
 
@@ -73,7 +73,6 @@ def test_the_api_page_has_every_public_name_once() -> None:
         *(f"aiogpu.errors.{name}" for name in ERRORS),
         *(f"aiogpu.types.{name}" for name in types.__all__),
         *(f"aiogpu.accelerators.{name}" for name in vendors),
-        *(f"aiogpu.testing.{name}" for name in testing.__all__),
     ]
     result = re.findall(r"^::: (\S+)$", API.read_text(), re.MULTILINE)
     assert sorted(result) == sorted(public)

@@ -1,14 +1,16 @@
-"""A gate releases every task; the drawn cases cover each value."""
+"""A gate releases every task; drawn cases cover each value; the clock of a world."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 import socket
 from itertools import product
 
 import pytest
 
 from tests.core.builders import World
+from tests.support.clock import HandClock
 from tests.support.gate import Gate
 from tests.support.sampling import covering
 
@@ -69,3 +71,35 @@ def test_a_false_expectation_in_a_story_fails_at_its_step(wrong: str) -> None:
     """)
     with pytest.raises(AssertionError, match=wrong.split(maxsplit=1)[0]):
         w.play(f"pass_over; {wrong}")
+
+
+def test_clock_moves_only_forward_and_only_when_advanced() -> None:
+    clock = HandClock(5)
+    assert (clock.now, clock()) == (5.0, 5.0)
+    clock.advance(0.25)
+    clock.advance(0)
+    assert (clock.now, clock()) == (5.25, 5.25)
+    assert repr(clock) == "<HandClock at 5.25s>"
+    for seconds in (-1, math.nan, math.inf):
+        with pytest.raises(ValueError, match=f"advanced by {seconds!r} s"):
+            clock.advance(seconds)
+    clock.advance_to(5.3)
+    clock.advance_to(5.1)
+    assert clock.now == 5.3
+
+
+def test_world_uses_the_clock() -> None:
+    clock = HandClock(1000.0)
+    w = World(cpus=1, clock=clock)
+    w.submit("a")
+    w.submit("b", timeout=0.1)
+    w.submit("c", timeout=2)
+    w.advance(0.09)
+    assert w.told == {}
+    w.advance(0.02)
+    assert w.told == {"b": "expired"}
+    assert w.now == clock.now == pytest.approx(1000.11)
+    clock.advance(2)
+    assert w.told == {"b": "expired"}, "the scheduler has not run"
+    w.advance(0)
+    assert w.told == {"b": "expired", "c": "expired"}

@@ -1,8 +1,7 @@
-"""The tools for users' tests: the clock, leaked resources, the fixtures."""
+"""The tools for users' tests: leaked resources, the fixtures."""
 
 from __future__ import annotations
 
-import math
 import mmap
 import os
 import re
@@ -11,48 +10,10 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-import pytest
-
 import aiogpu
-from aiogpu.testing import HandClock, World
 from aiogpu.testing.leaks import Resources
 from tests.contract import tasks
 from tests.support.cgroups import PLACE, needs_cgroup
-
-
-def test_clock_moves_only_forward_and_only_when_advanced() -> None:
-    clock = HandClock(5)
-    assert (clock.now, clock()) == (5.0, 5.0)
-    clock.advance(0.25)
-    clock.advance(0)
-    assert (clock.now, clock()) == (5.25, 5.25)
-    assert repr(clock) == "<HandClock at 5.25s>"
-    for seconds in (-1, math.nan, math.inf):
-        with pytest.raises(ValueError, match=f"advanced by {seconds!r} s"):
-            clock.advance(seconds)
-    clock.advance_to(5.3)
-    clock.advance_to(5.1)
-    assert clock.now == 5.3
-
-
-def test_world_uses_the_clock() -> None:
-    clock = HandClock(1000.0)
-    w = World(cpus=1, clock=clock)
-    w.submit("a")
-    w.submit("b", timeout=0.1)
-    w.submit("c", timeout=2)
-    w.advance(0.09)
-    assert w.told == {}
-    w.advance(0.02)
-    assert w.told == {"b": "expired"}
-    assert w.now == clock.now == pytest.approx(1000.11)
-    clock.advance(2)
-    assert w.told == {"b": "expired"}, "the scheduler has not run"
-    w.advance(0)
-    assert w.told == {"b": "expired", "c": "expired"}
-
-
-# Leaks
 
 
 def test_resources_include_processes_of_aiogpu_and_their_children() -> None:
@@ -280,14 +241,3 @@ def test_fixtures_report_leaks_and_wrong_marks(tmp_path: Path) -> None:
     assert Counter(parts[::2]) == dict.fromkeys("0123", 2)
     while Path(f"/proc/{pid}").exists():
         """The worker ends with its driver, which did not wait for the worker."""
-
-
-def test_import_of_the_tools_does_not_import_pytest() -> None:
-    program = (
-        "import sys, aiogpu.testing as t; print(*t.__all__); "
-        "print(*{'pytest', 'pytest_asyncio', 'asyncio', 'psutil'} & set(sys.modules))"
-    )
-    output = subprocess.run(
-        [sys.executable, "-c", program], text=True, capture_output=True, check=True
-    ).stdout
-    assert output == "HandClock World\n\n"

@@ -41,8 +41,8 @@ from aiogpu.core.resources.placement_group import why_infeasible
 from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.errors import InfeasibleError
 from aiogpu.observe.snapshot import stall_warning
-from aiogpu.testing.clock import HandClock
-from aiogpu.testing.simulated import Event, SimulatedTask, SimulatedWorker, event
+from tests.support.clock import HandClock
+from tests.support.simulated import Event, SimulatedTask, SimulatedWorker, event
 
 P = ParamSpec("P")
 
