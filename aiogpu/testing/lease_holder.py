@@ -18,11 +18,13 @@ import os
 import sys
 from collections.abc import Awaitable
 from contextlib import AsyncExitStack
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import aiogpu
 from aiogpu.errors import AiogpuError, NodeDiedError, NodeError
-from aiogpu.types import Lease
+
+if TYPE_CHECKING:
+    from aiogpu.types import Lease
 
 EXPLAINED_AFTER: Final = 1.0
 """Seconds of waiting after which the reason is shown, and again when it changes."""
