@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from aiogpu.api.calls import put as put
     from aiogpu.api.decorator import method as method
     from aiogpu.api.decorator import remote as remote
+    from aiogpu.api.gang import gang as gang
     from aiogpu.api.map import Results as Results
     from aiogpu.api.node import available_resources as available_resources
     from aiogpu.api.node import cluster_resources as cluster_resources
@@ -97,6 +98,7 @@ _MODULES = {
     ),
     "api.run": ("run",),
     "api.decorator": ("method", "remote"),
+    "api.gang": ("gang",),
     "errors": (
         "ActorDiedError",
         "AiogpuError",

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from aiogpu.api.actors.actor import RemoteClass
+from aiogpu.api.gang import Gang
 from aiogpu.api.node import Node
 from aiogpu.api.remote_function import RemoteFunction, RemoteGenerator
 from aiogpu.api.reservation import Lease, Placement
@@ -16,6 +17,7 @@ from aiogpu.observe.status import NodeStatus
 from aiogpu.observe.why import Why
 
 __all__ = [
+    "Gang",
     "Lease",
     "Node",
     "NodeStatus",

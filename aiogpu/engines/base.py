@@ -186,7 +186,13 @@ class ActorsPort(Protocol):
 
 
 class Engine(Protocol):
-    """Runs tasks and actors. Made for the running loop, and used only on it."""
+    """Runs tasks and actors. Made for the running loop, and used only on it.
+
+    Attributes:
+        runs_together: tasks run at the same time, in processes of this machine.
+    """
+
+    runs_together: bool
 
     @property
     def waits(self) -> Waits | None:

@@ -51,6 +51,7 @@ class DriverEngine:
 
     remote_values = None
     has_gone = False
+    runs_together = True
 
     def __init__(self, options: NodeOptions, loop: asyncio.AbstractEventLoop) -> None:
         self._options = options

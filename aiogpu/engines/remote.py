@@ -494,6 +494,7 @@ class RemoteEngine(NodeClient):
     """
 
     waits = None
+    runs_together = True
 
     def __init__(
         self, path: str, options: NodeOptions, loop: asyncio.AbstractEventLoop

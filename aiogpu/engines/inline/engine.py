@@ -37,6 +37,8 @@ PATIENCE: Final = 3600.0
 class InlineEngine(DriverEngine):
     """A node without processes."""
 
+    runs_together = False
+
     def __init__(self, options: NodeOptions, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(
             options, cast("asyncio.AbstractEventLoop", MonotonicLoop(loop))

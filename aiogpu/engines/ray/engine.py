@@ -72,6 +72,7 @@ class RayEngine:
     """
 
     waits = None
+    runs_together = False
     home = ""
 
     def __init__(self, options: NodeOptions, loop: asyncio.AbstractEventLoop) -> None:
