@@ -383,8 +383,8 @@ def put(value: T) -> PendingPut[T]:
     `handle = await aiogpu.put(value)`; in a plain function that runs as a task
     `handle = aiogpu.put(value)`. Later changes of the object do not change
     the stored value. Large buffers (arrays) are stored in shared memory, and tasks on
-    this machine use them without a copy, read-only. The value is freed when the last
-    handle to it is dropped.
+    this machine use them without a copy; what one changes, it alone sees. The value is
+    freed when the last handle to it is dropped.
 
     Args:
         value: any object that can be pickled.

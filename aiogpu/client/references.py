@@ -279,7 +279,7 @@ class Loans:
             send(returned)
 
     def views(self, contents: Contents) -> list[memoryview]:
-        """Map the buffers of a payload, read-only; see `Source`."""
+        """Map the buffers of a payload; see `Source`."""
         identity, flat = contents.segment, contents.spans
         spans = list(zip(flat[::2], flat[1::2], strict=True))
         with self._interrupts.shielded_if_open(), self._lock:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 from weakref import ref
 
-from aiogpu.memory.segment import map_readonly
+from aiogpu.memory.segment import map_privately
 
 
 class _Sight(ref[mmap.mmap]):
@@ -36,8 +36,9 @@ class SegmentSpans(NamedTuple):
 class Mappings:
     """The segments that this process reads.
 
-    Each has one mapping, which is shared and kept by its views: it ends with the last
-    view. May be used by any thread.
+    Each load has a mapping of its own, which its views keep: it ends with the last
+    view. So the views can be written: the kernel copies a page when it is written
+    (`map_privately`), and no other load sees the change. May be used by any thread.
 
     The end of each mapping is reported once, after munmap(2), with one exception. If
     the views are part of a reference cycle, the collector reports it just before, and a
@@ -67,12 +68,12 @@ class Mappings:
     def views(
         self, segment: int, fd: int, size: int, spans: Sequence[tuple[int, int]]
     ) -> list[memoryview]:
-        """Return read-only views of spans of a segment.
+        """Map a segment; return views of its spans, which nobody else can see.
 
         Args:
             segment: number of the segment.
-            fd: descriptor of the segment, unused if it is mapped already. May be closed
-                afterwards. Up to Python 3.12 a mapping keeps a copy of it open.
+            fd: descriptor of the segment. May be closed afterwards. Up to Python 3.12 a
+                mapping keeps a copy of it open.
             size: bytes of the whole segment.
             spans: offset and length of each view, in bytes.
 
@@ -86,7 +87,7 @@ class Mappings:
                     f"span {(offset, length)} is outside of segment {segment}, which "
                     f"has {size} bytes"
                 )
-        memory = memoryview(self._mapping(segment, fd, size)).toreadonly()
+        memory = memoryview(self._map(segment, fd, size))
         return [memory[offset : offset + length] for offset, length in spans]
 
     def is_mapped(self, segment: int) -> bool:
@@ -104,18 +105,18 @@ class Mappings:
             None if a buffer is not in the segment or may have been changed in this
             process, or if the buffers are less than half of the segment.
         """
-        if not self._latest:
+        if not self._sights:
             return None
         # Imported late: slow to import, and rarely needed.
 
         from aiogpu.memory.addresses import address_of
 
         first = address_of(buffers[0])
-        for segment, sight in [*self._latest.items()]:
+        for sight in [*self._sights.values()]:
             mapping = sight()
             begin = 0 if mapping is None else address_of(mapping)
             if mapping is not None and begin <= first < begin + len(mapping):
-                return self._shown(segment, mapping, begin, buffers)
+                return self._shown(sight.segment, mapping, begin, buffers)
         return None
 
     def _shown(
@@ -138,15 +139,11 @@ class Mappings:
         is_same = all(is_as_mapped(begin + offset, length) for offset, length in spans)
         return SegmentSpans(segment, len(mapping), spans) if is_same else None
 
-    def _mapping(self, segment: int, fd: int, size: int) -> mmap.mmap:
-        sight = self._latest.get(segment)
-        mapping = None if sight is None else sight()
-        if mapping is not None and len(mapping) >= size:
-            return mapping
+    def _map(self, segment: int, fd: int, size: int) -> mmap.mmap:
         # Counted before it exists, so that the end of an older mapping is not reported.
         self._change(segment, 1)
         try:
-            mapping = map_readonly(fd, size)
+            mapping = map_privately(fd, size)
             sight = _Sight(mapping, self._note_gone)
         except BaseException:
             self._change(segment, -1)

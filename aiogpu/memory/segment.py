@@ -229,11 +229,11 @@ def whole_pages(size: int) -> int:
     return max(1, -(-size // mmap.PAGESIZE)) * mmap.PAGESIZE
 
 
-def map_readonly(fd: int, size: int) -> mmap.mmap:
-    """Map a segment for reading; its pages are loaded on access.
+def map_privately(fd: int, size: int) -> mmap.mmap:
+    """Map a segment; its pages are loaded on access.
 
-    A write, as by torch's in-place operations, changes private copies of the pages
-    (MAP_PRIVATE, mmap(2)); with a read-only mapping it would kill the process.
+    A write changes a private copy of the page, which this mapping alone sees
+    (MAP_PRIVATE, mmap(2)).
 
     Before 3.13, Python keeps a copy of the descriptor as long as the mapping lives;
     `fd` itself may be closed.

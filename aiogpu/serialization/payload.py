@@ -66,7 +66,7 @@ class Source(Protocol):
     """Access to the shared memory of compound payloads."""
 
     def views(self, contents: Contents) -> list[memoryview]:
-        """Return the spans of a payload, mapped and read-only."""
+        """Return the spans of a payload, which the caller alone sees and may change."""
         ...
 
 

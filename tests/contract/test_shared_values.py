@@ -147,7 +147,7 @@ async def test_values_outlive_their_node(address: str) -> None:
 
 @pytest.mark.parametrize("size", [10, LARGE])
 async def test_a_put_value_does_not_change(size: int, node: Node) -> None:
-    """Readers cannot change it either."""
+    """Readers do not change it either: each has memory of its own."""
     array = np.zeros(size, np.uint8)
     handle = await aiogpu.put(array)
     array[:] = 1
@@ -156,10 +156,29 @@ async def test_a_put_value_does_not_change(size: int, node: Node) -> None:
     argument = v.give.remote(array)
     array[:] = 2
     assert (await argument == 1).all()
-    if size == LARGE:
-        assert not (await argument).flags.writeable
+    (await argument)[:] = 3
+    assert await v.changes.remote(handle, handle, argument) == [0, 3, 0, 3, 1, 3]
+    assert await v.changes.remote(argument, handle, argument) == [1, 3, 0, 3, 1, 3]
+    assert not (await handle).any()
+    assert (await v.give.remote(argument) == 1).all()
+
+
+@pytest.mark.parametrize("size", [10, LARGE])
+async def test_a_read_only_array_arrives_read_only(size: int, node: Node) -> None:
+    array = np.zeros(size, np.uint8)
+    array.flags.writeable = False
+    for handle in (await aiogpu.put(array), v.give.remote(array)):
+        assert not (await handle).flags.writeable
         with pytest.raises(ValueError, match="read-only"):
-            await v.change.remote(argument)
+            await v.changes.remote(handle)
+
+
+async def test_a_tensor_changes_for_one_reader_alone(node: Node) -> None:
+    torch = pytest.importorskip("torch")
+    handle = await aiogpu.put(torch.zeros(LARGE))
+    (await handle).add_(1)
+    assert await v.changes.remote(handle, handle) == [0, 3, 0, 3]
+    assert await v.changes.remote(handle) == [0, 3]
 
 
 async def test_put_refuses_a_handle_and_keeps_nested_ones(node: Node) -> None:

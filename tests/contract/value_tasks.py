@@ -324,8 +324,14 @@ def bytes_kept() -> list[int]:
 
 
 @aiogpu.remote
-def change(array: Any) -> None:
-    array[0] = 3
+def changes(*arrays: Any) -> list[int]:
+    """Change each array; return the first number of each before and after."""
+    numbers: list[int] = []
+    for array in arrays:
+        numbers.append(int(array[0]))
+        array[:] = 3
+        numbers.append(int(array[0]))
+    return numbers
 
 
 @aiogpu.remote

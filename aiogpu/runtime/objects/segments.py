@@ -106,17 +106,20 @@ class SharedSegment:
             segment.close()
 
     def views_of_copy(self, spans: list[tuple[int, int]]) -> list[memoryview]:
-        """Return buffers of the copy, for this process to read.
+        """Return copies of parts of the copy, which their reader may change.
 
         Raises:
             ValueError: a span is outside of the segment.
         """
         assert self.copy is not None, self
-        whole = memoryview(self.copy).toreadonly()
+        whole = memoryview(self.copy)
         for offset, length in spans:
             if offset < 0 or length < 0 or offset + length > self.size:
                 raise ValueError(f"span {(offset, length)} is outside of {self!r}")
-        return [whole[offset : offset + length] for offset, length in spans]
+        return [
+            memoryview(bytearray(whole[offset : offset + length]))
+            for offset, length in spans
+        ]
 
     def __del__(self) -> None:
         # The garbage collector may call this in any thread, at any point of the loop.

@@ -352,13 +352,12 @@ class Store:
         borrowers.close()
 
     def views(self, contents: Contents) -> list[memoryview]:
-        """Return the buffers of a payload, for this process to read."""
+        """Return the buffers of a payload, for this process alone."""
         segment = self._segments[contents.segment]
         flat = contents.spans
         spans = list(zip(flat[::2], flat[1::2], strict=True))
-        is_mapped = segment.copy is not None or self._mappings.is_mapped(segment.id)
         # A mapping has a descriptor of its own up to Python 3.12.
-        if not is_mapped and is_short() and segment.keep_copy():
+        if segment.copy is None and is_short() and segment.keep_copy():
             # Count the copy of a file; a segment in memory is counted already.
             segment.counted = segment.counted or self.memory.take(segment.size)
             self._close_original(segment.id)

@@ -15,7 +15,7 @@ import pytest
 from aiogpu.memory import addresses
 from aiogpu.memory.addresses import address_of, is_as_mapped
 from aiogpu.memory.mapping import Mappings, SegmentSpans
-from aiogpu.memory.segment import Segment, map_readonly
+from aiogpu.memory.segment import Segment, map_privately
 from tests.unit.memory.conftest import mapped
 
 
@@ -52,20 +52,24 @@ def segment() -> Iterator[Segment]:
     segment.close()
 
 
-def test_views_share_one_mapping_whose_end_is_reported(
+def test_each_load_has_a_mapping_and_the_last_end_is_reported(
     reader: Reader, segment: Segment
 ) -> None:
     """The report comes after the unmapping, and the segment can be mapped again."""
     for count in range(1, 3):
-        views = [reader.views(segment, (n, 5))[0] for n in range(10)]
-        # A mapped segment needs no descriptor.
-        views += reader.mappings.views(7, -1, segment.size, [(64, 6)])
+        views = [reader.views(segment, (0, 5))[0] for _ in range(10)]
+        views += reader.views(segment, (64, 6))
         assert bytes(views[-1]) == b"second"
-        assert len([line for line in mapped() if "rw-p" in line]) == 1
+        assert len([line for line in mapped() if "rw-p" in line]) == 11
         assert reader.mappings.is_mapped(7)
         assert not reader.mappings.is_mapped(8)
         segment.write([memoryview(b"again"), memoryview(b"second")])
         assert bytes(views[0]) == b"again", "the writer can write while a view exists"
+        views[1][:] = b"other"
+        assert [bytes(view) for view in views[:3]] == [b"again", b"other", b"again"]
+        assert bytes(reader.views(segment)[0]) == b"again"
+        segment.write([memoryview(b"first"), memoryview(b"second")])
+        assert bytes(views[1]) == b"other"
         del views[1:]
         assert reader.reported == [7] * (count - 1)
         views.clear()
@@ -173,7 +177,7 @@ def test_address_is_that_of_the_bytes() -> None:
 def test_written_page_differs_from_read_pages(
     touch: bool, large: Segment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with map_readonly(large.fd, SIZE) as mapping:
+    with map_privately(large.fd, SIZE) as mapping:
         start = address_of(mapping)
         if touch:
             bytes(mapping)
@@ -188,7 +192,7 @@ def test_written_page_differs_from_read_pages(
         raise PermissionError
 
     monkeypatch.setattr(addresses, "open", refuse, raising=False)
-    with map_readonly(large.fd, SIZE) as mapping:
+    with map_privately(large.fd, SIZE) as mapping:
         assert not is_as_mapped(address_of(mapping), SIZE)
 
 

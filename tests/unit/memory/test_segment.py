@@ -25,7 +25,7 @@ from aiogpu.memory.segment import (
     NAMED_BY,
     USUAL,
     Segment,
-    map_readonly,
+    map_privately,
     spill_directory,
 )
 from aiogpu.memory.segment_pool import SegmentPool
@@ -53,7 +53,7 @@ def directory(request: pytest.FixtureRequest, tmp_path: Path) -> str | None:
 def contents(segment: Segment, spans: tuple[tuple[int, int], ...]) -> list[bytes]:
     """Return the bytes that a reader finds."""
     fd = segment.share()
-    with map_readonly(fd, segment.size) as mapping:
+    with map_privately(fd, segment.size) as mapping:
         os.close(fd)
         return [mapping[start : start + length] for start, length in spans]
 
@@ -115,7 +115,7 @@ def test_only_the_writer_can_write_a_segment_again() -> None:
             os.ftruncate(descriptor, 0)
         with pytest.raises(OSError, match=r"permitted|argument"):
             os.ftruncate(descriptor, 2 * PAGE)
-    mapping = map_readonly(fd, PAGE)
+    mapping = map_privately(fd, PAGE)
     os.close(fd)
     assert mapping[:5] == b"first"
     segment.write([memoryview(b"again")])
@@ -168,7 +168,7 @@ def test_descriptor_is_read_only_and_not_inherited(directory: str | None) -> Non
     free = os.open("/dev/null", os.O_RDONLY)
     segment.close()
     os.close(free)
-    with map_readonly(fd, PAGE) as mapping:
+    with map_privately(fd, PAGE) as mapping:
         os.close(fd)
         assert mapping[:4] == b"kept"
 
@@ -202,7 +202,7 @@ def test_segment_is_read_while_descriptors_exist(directory: str | None) -> None:
     copy = os.dup(first)
     os.close(first)
     assert segment.is_read
-    mapping = map_readonly(copy, PAGE)
+    mapping = map_privately(copy, PAGE)
     os.close(copy)
     assert segment.is_read
     mapping.close()
@@ -328,7 +328,7 @@ def test_returned_segment_is_reused_in_place(pool: SegmentPool) -> None:
     again.write([memoryview(b"again")])
     assert os.fstat(again.fd).st_ino == inode
     fd = again.share()
-    with map_readonly(fd, PAGE) as mapping:
+    with map_privately(fd, PAGE) as mapping:
         os.close(fd)
         assert mapping[:5] == b"again"
     pool.close()
