@@ -436,6 +436,21 @@ class ManyRequests(Node):
             self.handle(Scheduler.finish, task, record.worker.id)
 
 
+@pytest.mark.parametrize("count", [50, 1_000])
+def test_new_and_cancelled_placement_groups_try_no_other_group(count):
+    """They free nothing, so that nothing else can be placed or reserved."""
+    node = ManyRequests(count, "placement")
+    node.now += 60.0
+    node.handle(Scheduler.wake)
+    assert node.scheduler.reservation is None
+    submitted = TaskId(count + 1)
+    new = asking(count, "placement")
+    handle = node.handle
+    assert calls_of(partial(handle, Scheduler.submit, submitted, new)) < 150
+    assert calls_of(partial(node.cancel, submitted)) < 150
+    node.scheduler.check()
+
+
 @pytest.mark.parametrize("programs", [0, 2])
 @pytest.mark.parametrize("passes", [0.0, 0.4], ids=["at once", "with reservations"])
 @pytest.mark.parametrize("what", ["memory", "custom", "fraction", "placement"])
