@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec
 
 from aiogpu.client.function_spec import FunctionSpec
@@ -456,20 +457,21 @@ class Driver:
             self._broken, self.row.func = error, None
             _log.error("! the node has ended", exc_info=error)
             # Later: this code may run deep in a stack that has just overflown.
-            self._loop.call_soon(self._fail_all)
+            self._loop.call_soon(self.actors.slices.add, self._fail_all())
         self.is_busy = True
 
-    def _fail_all(self) -> None:
-        """Fail all tasks, calls and leases of a broken node."""
+    def _fail_all(self) -> Iterator[None]:
+        """Fail all tasks, calls and leases of a broken node, one a step."""
         assert self._broken is not None, self
         self.events.clear()
         calls, self.row.calls = self.row.calls, []
-        for call in calls:
-            call.fail(broken_off(self._broken))
         for actor in self.actors.all():
             actor.die(broken_off(self._broken))
-        for call in self._calls.values():
-            call.fail(broken_off(self._broken))
+            yield
+        for piece in chain([calls], self._calls.pieces()):
+            for call in piece:
+                call.fail(broken_off(self._broken))
+                yield
         if not self._closed.done():
             self._closed.set_result(None)
 

@@ -337,6 +337,7 @@ class Supervisor:
         if self.clients is not None:
             # Programs have received the outcomes of all their tasks by now.
             self.clients.close()
+            await driver.actors.slices.finish()
             await self.clients.routes.close()
         descriptor_limit.release()
         pool.autopsy.close()

@@ -24,7 +24,6 @@ class Slices:
         self._work: deque[Iterator[object]] = deque()
         self._until: float | None = None
         self._is_working = False
-        self._finished: asyncio.Future[None] | None = None
 
     def __repr__(self) -> str:
         return f"<Slices of {len(self._work)}>"
@@ -60,12 +59,26 @@ class Slices:
                     self._work.popleft()
         finally:
             self._is_working = False
-            if not self._work and self._finished is not None:
-                self._finished.set_result(None)
-                self._finished = None
+
+    async def run(self, work: Iterator[object]) -> None:
+        """Add work, and return when it is done; raises what one of its steps raises."""
+        done = self._loop.create_future()
+
+        def steps() -> Iterator[object]:
+            error: Exception | None = None
+            try:
+                yield from work
+            except Exception as raised:  # noqa: BLE001 - raised for the caller
+                error = raised
+            if not done.cancelled() and error is not None:
+                done.set_exception(error)
+            elif not done.cancelled():
+                done.set_result(None)
+
+        self.add(steps())
+        await done
 
     async def finish(self) -> None:
         """Return when all work is done."""
-        if self._work:
-            self._finished = self._loop.create_future()
-            await self._finished
+        while self._work:
+            await self.run(iter(()))

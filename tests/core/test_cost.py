@@ -3,6 +3,7 @@
 import gc
 import sys
 from collections import deque
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 
@@ -12,6 +13,7 @@ from aiogpu.core.effects import Ahead, Assign, Fail, Spawn
 from aiogpu.core.model.ids import OWN, ClientId, TaskId
 from aiogpu.core.model.request import Device, Request, Shape, TaskSpec
 from aiogpu.core.model.units import UNIT
+from aiogpu.core.queue.fair_share import Limits
 from aiogpu.core.queue.timers import SWEPT
 from aiogpu.core.records import TaskState
 from aiogpu.core.resources.devices import DeviceSet
@@ -436,6 +438,21 @@ class ManyRequests(Node):
             self.handle(Scheduler.finish, task, record.worker.id)
 
 
+@pytest.mark.parametrize("count", [50, 1_000])
+def test_new_and_cancelled_placement_groups_try_no_other_group(count):
+    """They free nothing, so that nothing else can be placed or reserved."""
+    node = ManyRequests(count, "placement")
+    node.now += 60.0
+    node.handle(Scheduler.wake)
+    assert node.scheduler.reservation is None
+    submitted = TaskId(count + 1)
+    new = asking(count, "placement")
+    handle = node.handle
+    assert calls_of(partial(handle, Scheduler.submit, submitted, new)) < 150
+    assert calls_of(partial(node.cancel, submitted)) < 150
+    node.scheduler.check()
+
+
 @pytest.mark.parametrize("programs", [0, 2])
 @pytest.mark.parametrize("passes", [0.0, 0.4], ids=["at once", "with reservations"])
 @pytest.mark.parametrize("what", ["memory", "custom", "fraction", "placement"])
@@ -455,3 +472,40 @@ def test_release_cost_does_not_grow_with_different_requests(what, passes, progra
         node.scheduler.check()
     for few, many in pairwise(costs):
         assert many < few + 120  # the logarithm
+
+
+@pytest.mark.parametrize("what", ["limits of a program", "timeouts"])
+def test_release_cost_does_not_grow_with_requests_that_are_held_back(what):
+    """They fit what is free, but a limit or a reservation keeps it from them."""
+    is_limited = what == "limits of a program"
+    costs = []
+    for count in (200, 400, 800):
+        specs = [asking(number, "memory") for number in range(count)]
+        if not is_limited:
+            specs = [
+                replace(each, timeout=1e6 + number) for number, each in enumerate(specs)
+            ]
+        node = Node(*specs, programs=int(is_limited))
+        memory = 10 * UNIT if is_limited else UNIT
+        node.scheduler.ledger = Ledger({"CPU": 4 * UNIT, "memory": memory}, [])
+        if is_limited:
+            node.scheduler.clients = None
+            limits = Limits(max_share={"memory": 0.1})
+            node.handle(Scheduler.join, ClientId(1), 1.0, limits)
+        for _ in specs:
+            node.submit()
+
+        def work(node=node) -> None:
+            for _ in range(20):
+                node.now += 0.4
+                busy = [worker for worker in node.scheduler.workers if worker.task]
+                first = min(busy, key=lambda worker: worker.task.id)
+                task = first.task.id
+                node.sent[first.id].remove(task)
+                node.handle(Scheduler.finish, task, first.id)
+
+        work()
+        costs.append(calls_of(work) / 20)
+        node.scheduler.check()
+    for few, many in pairwise(costs):
+        assert many < few + 200

@@ -242,6 +242,13 @@ class Group:
         return None
 
 
+def _group_key(request: Request) -> Hashable:
+    placement_group = request.placement_group
+    if isinstance(placement_group, PlacementGroupSpec):
+        return placement_group.strategy, placement_group.bundles
+    return request
+
+
 class Rotation(OrderedDict[Bucket, None]):
     """The buckets of one program in the order in which they have turns.
 
@@ -307,6 +314,11 @@ class ReadyQueue:
         """Remove a task that no longer waits."""
         self._lanes_of(record)[sort_key(record)].discard(record)
 
+    def has_group_for(self, record: TaskRecord) -> bool:
+        """Return True if tasks of the group wait to which a new task belongs."""
+        key = _group_key(record.spec.shape.request)
+        return key in self.of_client.get(record.client, {})
+
     def _lanes_of(self, record: TaskRecord) -> dict[Lane, Bucket]:
         return self.by_shape[record.client, record.spec.shape]
 
@@ -323,9 +335,8 @@ class ReadyQueue:
                 self.clients.note_wish(self.clients.of(id_))
         groups = self.of_client[id_]
         key: Hashable = shape.request
-        placement_group = shape.request.placement_group
-        if isinstance(placement_group, PlacementGroupSpec):
-            key = placement_group.strategy, placement_group.bundles
+        if shape.request.placement_group is not None:
+            key = _group_key(shape.request)
         group = groups.get(key)
         if group is None:
             group = groups[key] = Group(self, key, shape.request, id_)

@@ -13,17 +13,21 @@ from operator import le
 from typing import Final
 
 from aiogpu.core.model.ids import ClientId
-from aiogpu.core.model.request import Request
+from aiogpu.core.model.request import BundleRef, Request
 from aiogpu.core.queue.group_index import Fits, GroupIndex
 from aiogpu.core.queue.ready import Bucket, Group
 from aiogpu.core.records import Precedence, sort_key
 from aiogpu.core.resources.ledger import Lease
 from aiogpu.core.resources.placement_group import would_help
-from aiogpu.core.resources.room import room
+from aiogpu.core.resources.room import Amounts, room
 from aiogpu.core.scheduler.state import SchedulerState, note_stuck
 
 FAILED_AT_ONCE: Final = 8
 """The most attempts to plan a reservation, for one program, that fail in a round."""
+
+BOUNDED_AT_ONCE: Final = 64
+"""The most groups of one program that are tried in a round for tasks that may pass a
+reservation because their `timeout` ends them before."""
 
 
 class ManyGroups:
@@ -96,12 +100,30 @@ class ManyGroups:
     def _fits_in(self, request: Request) -> Fits:
         """Return what may fit in the family of a request."""
         node = self._node
-        free = room(node.ledger, request)
+        free = self._allowed(request, room(node.ledger, request))
         plan, bound = node.reservation, self._bound()
         if plan is None or bound is None:
             return lambda _, least: all(map(le, least, free))
         rest = room(node.ledger, request, plan)
         return lambda turn, least: all(map(le, least, free if turn < bound else rest))
+
+    def _allowed(self, request: Request, free: Amounts) -> Amounts:
+        """Reduce what is free to what the program may take by its limits."""
+        clients = self._node.clients
+        client = None if clients is None else clients.of(self._client)
+        if client is None or not client.most:
+            return free
+        if isinstance(request.placement_group, BundleRef):
+            return free  # charged to the placement group
+        names = [name for name, _ in (*request.scalars, *request.devices)]
+        allowed = {
+            name: most - client.held.get(name, 0) for name, most in client.most.items()
+        }
+        limited = [
+            min(amount, allowed.get(name, amount))
+            for name, amount in zip(names, free, strict=False)
+        ]
+        return (*limited, *free[len(names) :])
 
     def _bound(self) -> Precedence | None:
         """Return a turn from which no task passes the reservation; None if unknown.
@@ -111,7 +133,7 @@ class ManyGroups:
         node, plan = self._node, self._node.reservation
         if plan is None or node.blocked or self._index.has_children:
             return None
-        if node.now < plan.until < inf:
+        if node.now < plan.until < inf and len(self._hidden) < BOUNDED_AT_ONCE:
             return None  # a task with a timeout may pass
         lane, id_ = sort_key(plan.record), plan.record.id
         if plan.record.client != self._client:
@@ -136,8 +158,7 @@ class ManyGroups:
         Attempts fail while resources are held without end, and each costs O(leases).
         """
         node, clients = self._node, self._node.clients
-        failed = [group for group in self._tried if group.reserve_at > node.now]
-        if len(failed) >= FAILED_AT_ONCE:
+        if sum(map(self._has_failed, self._tried)) >= FAILED_AT_ONCE:
             return True
         if clients is None or node.reservation is not None or not self._tried:
             return False
@@ -146,6 +167,13 @@ class ManyGroups:
         first = group.first()
         is_due = group.reserve_at <= node.now
         return is_due and first is not None and not clients.bars(first[1])
+
+    def _has_failed(self, group: Group) -> bool:
+        """Return True if nothing could be reserved, or a limit bars the first task."""
+        clients, first = self._node.clients, group.first()
+        if group.reserve_at > self._node.now or clients is None or first is None:
+            return group.reserve_at > self._node.now
+        return clients.bars(first[1])
 
     def end(self) -> None:
         """Show all groups again, and file those that have a new first task."""
@@ -159,7 +187,7 @@ class ManyGroups:
             if group.reserve_at != before and group not in self._tried
         ]
         for group in self._tried:
-            is_postponed = group.reserve_at > self._node.now
+            is_postponed = self._has_failed(group)
             (index.postponed if is_postponed else unfiled).append(group)
         self._file(unfiled, is_end=True)
 

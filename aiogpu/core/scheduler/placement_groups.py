@@ -31,8 +31,12 @@ GONE: Final = (TaskState.STOPPING, TaskState.ENDED)
 
 def enter(
     node: SchedulerState, record: TaskRecord, needs: tuple[TaskId, ...] | None
-) -> None:
-    """Take in a new group, or a member that may have to wait for its group's grant."""
+) -> bool:
+    """Take in a new group, or a member that may have to wait for its group's grant.
+
+    Returns:
+        True if the task is to start or to queue now.
+    """
     placement_group = record.spec.shape.request.placement_group
     assert placement_group is not None, record
     group = node.placement_groups.get(placement_group.key)
@@ -51,18 +55,19 @@ def enter(
             group.pending[record.id] = needs
             needs = (*(needs or ()), group.record.id)
     if needs is not None:
-        return await_results(node, record, needs)
-    return node.ready.push(record)
+        await_results(node, record, needs)
+    return needs is None
 
 
 def _refuse(
     node: SchedulerState, record: TaskRecord, failure: Failure, reason: str
-) -> None:
+) -> bool:
     node.end(record)
     node.effects += [
         Fail(record.id, failure, reason),
         Forget(record.id, record.since, False),
     ]
+    return False
 
 
 def _why_misfit(
@@ -95,7 +100,7 @@ def advance_groups(node: SchedulerState) -> bool:
         elif state in GONE:
             _evict(node, group)
             if _end(node, key, group):
-                has_changed = True
+                has_changed |= state is TaskState.STOPPING  # else it held nothing
             else:
                 node.changed_groups[key] = None
     return has_changed

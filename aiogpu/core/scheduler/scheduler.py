@@ -139,20 +139,22 @@ class Scheduler(SchedulerState):
             self.clients.enter(record, is_waiting=is_waiting)
         if spec.timeout is not None:
             self.timers.set(now + spec.timeout, AlarmKind.EXPIRE, task)
+        lanes = self.ready.by_shape.get((record.client, spec.shape))
+        is_behind = lanes is not None
         if spec.is_grouped:
             from aiogpu.core.scheduler.placement_groups import enter
 
-            enter(self, record, needs)
-            return self._place()
-        if needs is not None:
+            if not enter(self, record, needs):
+                return self._advance_groups()
+            is_behind = is_behind or self.ready.has_group_for(record)
+        elif needs is not None:
             await_results(self, record, needs)
             return NOTHING
-        lanes = self.ready.by_shape.get((record.client, spec.shape))
-        # Queue behind tasks of the same shape. If there are none, start now: no
-        # waiting task fits the free resources.
-        if lanes is None and (lease := self.take(record)):
+        # Queue behind tasks of the same shape, or placement groups with equal bundles.
+        # If there are none, start now: no waiting task fits the free resources.
+        if not is_behind and (lease := self.take(record)):
             dispatch.start(self, record, lease)
-            return self.effects
+            return self._advance_groups() if self.changed_groups else self.effects
         self.ready.push(record)
         if lanes is None:
             note_stuck(self, record)
@@ -226,10 +228,10 @@ class Scheduler(SchedulerState):
             return NOTHING
         self.now, self.effects = now, []
         is_alone = record.state is TaskState.WAITING and record.kin is None
-        if is_alone and not self.holds_back and not record.spec.is_grouped:
+        if is_alone and not self.holds_back:
             # The task holds nothing and no task waits for it: nothing can be placed.
             cancellation.withdraw(self, record)
-            return self.effects
+            return self._advance_groups() if self.changed_groups else self.effects
         task_tree.stop(self, record)
         return self._place()
 
@@ -832,7 +834,11 @@ class Scheduler(SchedulerState):
         if self.workers.idle > self.most_idle:
             # After the placement, which may give the idle workers tasks.
             cancellation.retire_idle(self)
-        if self.changed_groups and not self.is_closing:
+        return self._advance_groups() if self.changed_groups else self.effects
+
+    def _advance_groups(self) -> list[Effect]:
+        """Queue members of granted placement groups, end members of removed ones."""
+        if not self.is_closing:
             from aiogpu.core.scheduler.placement_groups import advance_groups
 
             if advance_groups(self):

@@ -374,15 +374,14 @@ class Actors(Register):
         self.cancel(actor.id, number)
         settle(receiver, error)
 
-    def end_of_client(self, client: ClientId, why: str) -> list[TaskId]:
+    def end_of_client(self, client: ClientId, why: str) -> Iterator[TaskId]:
         """End a program's actors, even if other programs have handles.
 
         Detached actors live on.
 
-        Returns:
-            The tasks of the actors that were told to end.
+        Yields:
+            The task of each actor that was told to end.
         """
-        tasks = []
         for actor in self.all():
             record = self._scheduler.tasks.get(TaskId(actor.id))
             if (
@@ -392,8 +391,7 @@ class Actors(Register):
             ):
                 actor.refuse_calls()  # from other programs
                 self._leave(actor, why)
-                tasks.append(record.id)
-        return tasks
+                yield record.id
 
     def on_idle(self, actor: Actor) -> None:
         """See `Register`."""

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -131,6 +131,7 @@ class Clients:
         self.routes = Routes(driver.scheduler, self.by_id, log)
         self._loop = loop
         self._driver = driver
+        self._slices = driver.actors.slices
         self._requests = requests
         self._zygotes = zygotes
         self._store = store
@@ -297,7 +298,8 @@ class Clients:
         elif kind is wire.Stopping:
             self._driver.announce_stop(client.client)
         elif kind is wire.Depart:
-            self._depart(client)
+            self._driver.announce_stop(client.client)
+            self._slices.add(self._depart(client))
         elif kind is wire.TakeLease:
             if client.pending_join is not None:
                 # From now on the core treats it like any other program.
@@ -406,9 +408,8 @@ class Clients:
             self._loop.remove_reader(client.pidfd)
             os.close(client.pidfd)
             client.pidfd = -1
-        self._give_up(client)
+        self._slices.add(self._end(client))
         self.routes.resume(client.id)
-        client.return_loans()
         if client.is_joined and client.pending_join is None:
             self._driver.feed(Scheduler.leave, client.client)
         if client.program:
@@ -417,37 +418,45 @@ class Clients:
             self._left[client.client] = client
             self._zygotes.leave(program_of(client.program))
 
-    def _give_up(self, client: Client) -> None:
-        """Stop a client's tasks and actors; processes with its leases may go on."""
-        actors = self._driver.actors
+    def _end(self, client: Client) -> Iterator[None]:
+        """Give up a client's work and return what it has borrowed, a step at a time."""
+        yield from self._give_up(client)
+        client.return_loans()
+
+    def _give_up(self, client: Client) -> Iterator[None]:
+        """Stop a client's tasks and actors, one a step; note which still run.
+
+        Processes with its leases may go on.
+        """
+        driver, actors = self._driver, self._driver.actors
         for number in list(client.actor_calls):
             self._requests.withdraw_call(client, number)
+            yield
         client.fetched.clear()
         leases, client.leases = client.leases, set()
         children, client.children = client.children, {}
-        self._stop_all([TaskId(task) for task in children.values()])
-        client.departing.update(
-            TaskId(task) for number, task in children.items() if number not in leases
-        )
+        for number, task in children.items():
+            driver.cancel(task)
+            if number not in leases and driver.knows(task):
+                client.departing.add(TaskId(task))
+            yield
         for hold in client.borrowers.take_actors() if client.borrowers else ():
             hold.end()
             actor = actors.get(hold.id)
             if actor is not None and not actor.holders:
                 client.departing.add(TaskId(actor.id))
+            yield
         why = (
             f"the program that had started it ({client.name}, pid {client.pid}) ended. "
             f"An actor with lifetime='detached' outlives its program."
         )
-        client.departing.update(actors.end_of_client(client.client, why))
+        for task in actors.end_of_client(client.client, why):
+            client.departing.add(task)
+            yield
 
-    def _stop_all(self, tasks: list[TaskId]) -> None:
-        cancel = self._driver.cancel
-        self._driver.actors.slices.add(cancel(task) for task in tasks)
-
-    def _depart(self, client: Client) -> None:
-        """Handle a client's request to leave."""
-        self._driver.announce_stop(client.client)
-        self._give_up(client)
+    def _depart(self, client: Client) -> Iterator[None]:
+        """Handle a client's request to leave, a step at a time."""
+        yield from self._give_up(client)
         scheduler = self._driver.scheduler
         for worker in scheduler.workers:
             task = worker.task

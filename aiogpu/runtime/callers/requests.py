@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import groupby
 from operator import attrgetter
-from time import perf_counter
 from typing import TYPE_CHECKING, Final, cast
 
 from aiogpu.client.function_spec import Function, FunctionSpec, new_function_id
@@ -63,10 +62,6 @@ _log: Final = logging.getLogger(__name__)
 
 BY_CANCEL: Final = "cancelled by `aiogpu cancel`"
 """Part of the error of a task that the node's user has cancelled."""
-
-
-SLICE: Final = 5e-3
-"""Seconds of the loop that stopping many tasks takes at a time."""
 
 
 KEPT: Final = 1024
@@ -425,12 +420,13 @@ class Requests:
         earlier one has ended.
         """
         results: dict[str, list[int]] = {}
-        until = perf_counter() + SLICE
-        for number in reversed(numbers):
-            results.setdefault(stop(number), []).append(number)
-            if perf_counter() >= until:
-                await asyncio.sleep(0)
-                until = perf_counter() + SLICE
+
+        def steps() -> Iterator[None]:
+            for number in reversed(numbers):
+                results.setdefault(stop(number), []).append(number)
+                yield
+
+        await self._actors.slices.run(steps())
         for stopped in results.values():
             stopped.reverse()
         return results

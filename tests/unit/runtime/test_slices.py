@@ -43,3 +43,16 @@ async def test_work_that_fails_does_not_stop_the_rest():
     slices.add(map(done.append, range(3)))
     await slices.finish()
     assert done == [0, 1, 2]
+
+
+async def test_run_returns_after_its_work_or_raises_its_exception():
+    slices, done = Slices(asyncio.get_running_loop()), []
+    await slices.run(map(done.append, range(3)))
+    assert done == [0, 1, 2]
+    with pytest.raises(ZeroDivisionError):
+        await slices.run(1 // number for number in (1, 0))
+    abandoned = asyncio.ensure_future(slices.run(done.append(n) for n in range(3, 5)))
+    abandoned.cancel()
+    await asyncio.wait([abandoned])
+    await slices.run(map(done.append, (5,)))
+    assert done[-1] == 5
