@@ -25,7 +25,7 @@ from aiogpu.runtime.output import Console
 from aiogpu.runtime.pending_tasks import EACH
 from aiogpu.runtime.workers import death as cause
 from aiogpu.runtime.workers.commands import WorkerCommands
-from aiogpu.runtime.workers.death import Death, start_failure
+from aiogpu.runtime.workers.death import Death, NoCapacityError, start_failure
 from aiogpu.runtime.workers.message_router import MessageRouter, WorkerEvents
 from aiogpu.runtime.workers.slots import LiveWorker, Slot, Slots
 from aiogpu.runtime.zygote.generations import ZygoteListener, Zygotes
@@ -344,7 +344,20 @@ class Pool:
                     if worker.peer is not None:
                         # A paused connection would not show its end.
                         worker.peer.resume()
+                    else:
+                        self._explain_early_end(worker)
                     self._check_gone(worker)
+
+    def _explain_early_end(self, worker: LiveWorker) -> None:
+        """Let a worker start again that could not connect to a removed socket."""
+        try:
+            was_removed = self.slots.check_directory()
+        except NoCapacityError as error:
+            worker.end = Death(reason=str(error), known=cause.CROWDED)
+            return
+        if was_removed:
+            reason = "the node's directory was removed while it started"
+            worker.end = Death(reason=reason, known=cause.CROWDED)
 
     def _on_keeper_lost(self, slot: Slot) -> None:
         slot.keeper = None

@@ -542,7 +542,11 @@ class Zygotes:
         self._timer: asyncio.TimerHandle | None = None
         self._joined: dict[str, int] = {}
         self.plain = self._add(())
-        self.plain.current.start(launched)
+        try:
+            self.plain.current.start(launched)
+        except NodeStartError:
+            self.page.close()
+            raise
 
     def __repr__(self) -> str:
         count = len(self._environments)

@@ -163,6 +163,8 @@ class Zygote:
     def start(self, launched: Launched | None = None) -> None:
         """Start the process, or take over a process that was `launched` before.
 
+        After an error, a process that was `launched` before is still the caller's.
+
         Raises:
             NodeStartError: there is no interpreter, or it cannot be started. Another
                 attempt may succeed.
@@ -175,10 +177,14 @@ class Zygote:
         try:
             pidfd = os.pidfd_open(child.pid)
         except OSError as error:
-            child.kill()
-            child.wait()
-            os.close(output)
-            raise NodeStartError(f"a zygote cannot be watched: {error}") from error
+            if launched is None:  # else its owner ends it
+                child.kill()
+                child.wait()
+                os.close(output)
+            from aiogpu.linux.denied import why_refused
+
+            why = why_refused("pidfd_open", "5.3", error)
+            raise NodeStartError(f"a zygote cannot be watched: {why}") from error
         self._child = child
         self._loop.add_reader(pidfd, self._reap, child, pidfd)
         # The zygote's own output: from preloaded modules, and tracebacks.
