@@ -46,7 +46,7 @@ def become(preload: list[str], learns: bool) -> None:
     handle_records()
     began = time.time_ns()
     driver = os.pidfd_open(os.getppid())
-    if Preload(setup, _give_up, _leave, driver).run() is None:
+    if Preload(setup, _give_up, _leave, driver, _note).run() is None:
         raise SystemExit(f"an interpreter with {preload} cannot be forked")
     objects.append(Files(began))
     threads.scan()
@@ -56,6 +56,10 @@ def become(preload: list[str], learns: bool) -> None:
     objects.append(WorkerTemplate(setup, pages, imports, threads, nothing))
     gc.collect()
     gc.freeze()
+
+
+def _note(_module: str) -> None:
+    """Ignore the beginning of an import."""
 
 
 def _give_up(message: object) -> NoReturn:

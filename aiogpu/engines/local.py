@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from aiogpu.runtime.objects.store import Store
     from aiogpu.serialization.references import PickledValue
 
+IN_CODE: Final = frozenset({"running", "sent", "stopping"})
+"""States of tasks whose workers may be running their code."""
 LOOK_EVERY: Final = 0.02
 """Seconds between two checks whether a stopping node is idle."""
 REFILL_AFTER: Final = 2e-3
@@ -271,6 +273,17 @@ class LocalEngine(DriverEngine):
         check_func(func, driver.scheduler.ledger)
         func.checked_by = self._mark
         return driver
+
+    async def why(self, task: int) -> Why | None:
+        """Return why a task waits, or its outcome; see `Engine.why`."""
+        reason = await super().why(task)
+        if reason is None or reason.worker is None or reason.state not in IN_CODE:
+            return reason
+        module = self._open_driver.pool.importing(reason.worker)
+        if not module:
+            return reason
+        note = f"its worker is importing the module {module}"
+        return replace(reason, notes=(*reason.notes, note))
 
     async def serve(
         self,

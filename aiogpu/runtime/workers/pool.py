@@ -151,6 +151,8 @@ class Pool:
         timer = self._time_start(worker_id, START_LIMIT)
         worker = LiveWorker(worker_id, slot, timer, environment, store=self._store)
         slot.worker = self.workers[worker_id] = worker
+        # The page may still describe the slot's previous worker.
+        self.zygotes.page.note_import(slot.index, "")
         slot.output.begin()
         if slot.keeper is not None:
             slot.keeper.send(wire.Fork(worker_id))
@@ -188,6 +190,11 @@ class Pool:
         else:
             worker.blame(cause.NOT_STARTED)
             self._check_gone(worker, is_certain=True)
+
+    def importing(self, worker_id: int) -> str:
+        """Return the module that a worker is importing, "" for none."""
+        worker = self.workers.get(worker_id)
+        return "" if worker is None else self.zygotes.page.importing(worker.slot.index)
 
     def _on_new_worker(self, peer: Peer, hello: wire.Hello) -> Recipient | None:
         worker = self.workers.get(hello.id)
@@ -297,6 +304,8 @@ class Pool:
         if slot.keeper is not None and slot.remains is None:
             self.slots.put_back(slot)
         death = worker.death(self.zygotes.page.begun(slot.index), self.autopsy)
+        if not death.reason and (module := self.importing(worker.id)):
+            death = death._replace(reason=f"it was importing the module {module}")
         self._router.delay(worker, EACH)
         del self.workers[worker.id]
         if worker.status:

@@ -392,12 +392,13 @@ class ZygoteGenerations:
             problem = self._do_without(zygote.unfit)
         elif zygote.ready is None and zygote.learnt:
             self._leave_out_all(zygote.learnt, zygote)
-        elif zygote.is_late:
-            named = ", ".join(map(repr, zygote.preload)) or "nothing"
+        elif zygote.importing in zygote.preload:
+            how = f"ended the zygote with status {zygote.status}"
+            if zygote.is_late:
+                how = f"did not end within {IMPORT_LIMIT:g} s for each module"
             problem = PreloadError(
-                f"init(preload=...) names {named}, and the imports did not end within "
-                f"{IMPORT_LIMIT:g} s for each. Leave out the module that waits for "
-                f"something."
+                f"init(preload=...) names {zygote.importing!r}, whose import {how}. "
+                f"Leave it out, or mend it."
             )
         elif (
             self.last_report is not None
@@ -610,6 +611,7 @@ class Zygotes:
             self._loop,
             self._console,
             self.config,
+            self.page,
             number,
             environment,
             modules,

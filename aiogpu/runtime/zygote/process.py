@@ -19,6 +19,7 @@ from typing import Final, Protocol
 from aiogpu.core.model.request import Environment
 from aiogpu.errors import NodeStartError
 from aiogpu.linux.procfs import read_stat
+from aiogpu.memory.control_page import ControlPage
 from aiogpu.runtime.connection import Peer, Recipient
 from aiogpu.runtime.descriptors import descriptor_limit
 from aiogpu.runtime.output import Console, LinePipe
@@ -78,6 +79,7 @@ class Zygote:
         last: the last lines of output.
         is_over: it has ended, and all its messages were read.
         is_late: it was killed because its imports did not end.
+        importing: the module whose import it had not ended, "" for none.
         is_stale: a module that it has imported was edited since.
         problem: why no zygote has replaced it; None if it lives or was replaced.
     """
@@ -87,6 +89,7 @@ class Zygote:
         loop: asyncio.AbstractEventLoop,
         console: Console,
         config: ZygoteConfig,
+        page: ControlPage,
         generation: int,
         environment: Environment,
         modules: Modules,
@@ -99,6 +102,7 @@ class Zygote:
             loop: runs the timers.
             console: shows the zygote's output.
             config: the configuration that all zygotes of the node share.
+            page: the control page.
             generation: the number.
             environment: variables that it starts with.
             modules: the modules that it imports.
@@ -118,6 +122,7 @@ class Zygote:
         self.is_closing = False
         self.is_over = False
         self.is_late = False
+        self.importing = ""
         self.is_stale = False
         self.problem: Exception | None = None
         self._events = events
@@ -125,6 +130,7 @@ class Zygote:
         self._loop = loop
         self._console = console
         self._config = config
+        self._page = page
         self._child: subprocess.Popen[bytes] | None = None
         self._output: LinePipe | None = None
         self._peer: Peer | None = None
@@ -312,5 +318,8 @@ class Zygote:
             self._output.close()
         self._child = None
         self.is_over = True
+        self.importing = self._page.importing(
+            self._page.place_of_zygote(self.generation)
+        )
         self._ended.set_result(None)
         self._events.on_end(self)

@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Final, NoReturn
 
 from aiogpu.linux import syscalls as kernel
@@ -145,7 +146,12 @@ class Zygote:
         if self._problem:
             watch.send(Unfit("", self._problem, False))
         else:
-            ready = Preload(self._setup, watch.send, watch.leave, watch.driver).run()
+            place = ControlPage.place_of_zygote(self._setup.generation)
+            note = partial(self._page.note_import, place)
+            ready = Preload(
+                self._setup, watch.send, watch.leave, watch.driver, note
+            ).run()
+            note("")
         if ready is not None:
             self._serve(ready, Files(began))
         watch.close()

@@ -61,8 +61,10 @@ class Preload:
         send: Callable[[Message], None],
         leave: Callable[[], None],
         driver: int,
+        note: Callable[[str], None],
     ) -> None:
         self._setup = setup
+        self._note = note
         self._send = send
         self._leave = leave
         self._driver = driver
@@ -112,6 +114,7 @@ class Preload:
         """
         raised: tuple[type[BaseException], ...]
         raised = (BaseException,) if is_learnt else (Exception,)
+        self._note(module)
         try:
             importlib.import_module(module)
         except raised as error:
@@ -470,6 +473,11 @@ class _Nesting(_local):
 
     depth = 0
     found: list[tuple[str, int]]
+    name = ""
+
+
+def _note_nowhere(_module: str) -> None:
+    """Note no import: the process is no worker yet."""
 
 
 class Imports:
@@ -481,10 +489,13 @@ class Imports:
 
     Attributes:
         found: names and microseconds, nested imports included.
+        note: called with the name of each module as its import begins, and with that of
+            the outer import, or "", as it ends.
     """
 
     def __init__(self) -> None:
         self.found: list[tuple[str, int]] = []
+        self.note: Callable[[str], None] = _note_nowhere
 
     def take(self) -> Imported:
         """Return and forget the recorded imports."""
@@ -506,6 +517,8 @@ class Imports:
             if nesting.depth == 0:
                 nesting.found = []
             nesting.depth += 1
+            outer, nesting.name = nesting.name, name
+            imports.note(name)
             inner = len(nesting.found)
             started = perf_counter()
             try:
@@ -516,6 +529,8 @@ class Imports:
                 return module
             finally:
                 nesting.depth -= 1
+                nesting.name = outer
+                imports.note(outer)
                 if nesting.depth == 0 and nesting.found:
                     imports.found += nesting.found
 

@@ -318,7 +318,7 @@ PRELOAD = """
     setup = Setup([], "node", "", 0, 0, sys.argv[2:])
     sys.path.insert(0, sys.argv[1])
     driver = os.pidfd_open(os.getppid())
-    preload = Preload(setup, print, list, driver)
+    preload = Preload(setup, print, list, driver, str)
     print(preload.run(), os.environ.get("OMP_NUM_THREADS", "unset"))
 """
 
