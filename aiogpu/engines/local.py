@@ -144,6 +144,11 @@ class DriverEngine:
         """The programs that have joined, by number."""
         return {}
 
+    @property
+    def _departed(self) -> Mapping[int, tuple[str, int]]:
+        """Names and process ids of programs that have left, by number."""
+        return {}
+
     def _draining(self, _now: float) -> float | None:
         """Return the seconds left for running tasks if the node is stopping."""
         return None
@@ -174,6 +179,10 @@ class DriverEngine:
                 for when, worker, pid, used in driver.guard.ended_idle
             ),
             nodes=(Machine(self._node_id, os.uname().nodename, True, seen.total),),
+            departed={
+                str(number): f"{name} {pid}"
+                for number, (name, pid) in self._departed.items()
+            },
         )
 
     async def why(self, task: int) -> Why | None:
@@ -334,6 +343,11 @@ class LocalEngine(DriverEngine):
         clients = self._supervisor.clients
         joined = {} if clients is None else clients.programs
         return {number: Program(*facts) for number, facts in joined.items()}
+
+    @property
+    def _departed(self) -> Mapping[int, tuple[str, int]]:
+        clients = self._supervisor.clients
+        return {} if clients is None else clients.departed
 
     def _draining(self, now: float) -> float | None:
         """Return the seconds left for running tasks if the node is stopping."""

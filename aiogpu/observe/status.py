@@ -251,6 +251,8 @@ class NodeStatus:
             ended; they keep their shares.
         ended_idle: the last 16 idle workers that were ended because memory ran out,
             the latest first.
+        departed: names and process ids of the last 256 programs that have left the
+            node, `{"3": "train.py 4711"}`; their ended tasks are still listed.
     """
 
     total: Mapping[str, float]
@@ -271,6 +273,7 @@ class NodeStatus:
     nodes: tuple[Machine, ...] = ()
     unended: tuple[UnendedStatus, ...] = ()
     ended_idle: tuple[IdleEndStatus, ...] = ()
+    departed: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def waiting(self) -> tuple[TaskStatus, ...]:
