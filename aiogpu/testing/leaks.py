@@ -16,6 +16,7 @@ from aiogpu.linux.procfs import descendants
 
 _PROC: Final = Path("/proc")
 _MARK: Final = "aiogpu"
+_ZYGOTE: Final = "aiogpu-zygote"
 _MAPPING: Final = "memfd:aiogpu"
 
 
@@ -59,7 +60,10 @@ def _processes() -> dict[tuple[int, int], str]:
     own_pids: set[int] = set()
     for process in descendants(os.getpid()):
         command = _read_command(process.pid)
-        if command is None:
+        # An orphan may become a child of this process, as in a container whose first
+        # process runs the tests. A node must reap only the zygotes that it has started.
+        is_adopted = process.state == "Z" and process.name != _ZYGOTE
+        if command is None or is_adopted:
             continue
         # A zombie has no command line, but keeps its name.
         is_named = _MARK in process.name or _MARK in command
