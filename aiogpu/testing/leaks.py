@@ -60,10 +60,10 @@ def _processes() -> dict[tuple[int, int], str]:
     own_pids: set[int] = set()
     for process in descendants(os.getpid()):
         command = _read_command(process.pid)
-        # An orphan may become a child of this process, as in a container whose first
-        # process runs the tests. A node must reap only the zygotes that it has started.
-        is_adopted = process.state == "Z" and process.name != _ZYGOTE
-        if command is None or is_adopted:
+        # The first process of a container gets the orphans of all others. A node must
+        # reap only the zygotes that it has started.
+        may_be_orphan = process.name != _ZYGOTE or os.getpid() == 1
+        if command is None or (process.state == "Z" and may_be_orphan):
             continue
         # A zombie has no command line, but keeps its name.
         is_named = _MARK in process.name or _MARK in command
