@@ -80,11 +80,16 @@ class ControlPage:
 
     def note_import(self, place: int, module: str) -> None:
         """Worker, zygote: note the module that is being imported, "" for none."""
+        if not module:
+            self._names[place * _NAME] = 0
+            return
         name = module.encode("utf-8", "replace")[:_NAME].ljust(_NAME, b"\0")
         self._names[place * _NAME : (place + 1) * _NAME] = name
 
     def importing(self, place: int) -> str:
         """Driver: return the module that is being imported, "" for none."""
+        if not self._names[place * _NAME]:
+            return ""
         name = bytes(self._names[place * _NAME : (place + 1) * _NAME])
         return name.rstrip(b"\0").decode("utf-8", "replace")
 

@@ -304,7 +304,8 @@ class Pool:
         if slot.keeper is not None and slot.remains is None:
             self.slots.put_back(slot)
         death = worker.death(self.zygotes.page.begun(slot.index), self.autopsy)
-        if not death.reason and (module := self.importing(worker.id)):
+        module = self.zygotes.page.importing(slot.index)
+        if module and not death.reason:
             death = death._replace(reason=f"it was importing the module {module}")
         self._router.delay(worker, EACH)
         del self.workers[worker.id]
@@ -434,6 +435,8 @@ class Pool:
         if slot is not None:
             if unforked and slot.worker is not None:
                 slot.worker.end = Death(reason=unforked, known=cause.CROWDED)
+            elif slot.worker is not None and slot.worker.peer is None:
+                self._explain_early_end(slot.worker)
             self._forget_slot(slot)
 
     def _forget_slot(self, slot: Slot, is_reused: bool = True) -> None:

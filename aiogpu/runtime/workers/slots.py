@@ -158,6 +158,11 @@ class Slot:
 _log: Final = logging.getLogger(__name__)
 
 
+CHECKS: Final = 1.0
+"""Least seconds between two checks of the directory. A worker that cannot connect
+meanwhile is started again."""
+
+
 SPARE_SLOTS: Final = 16
 """Most keepers without a worker that are kept for later workers."""
 
@@ -200,6 +205,7 @@ class Slots:
         self._free: list[Slot] = []
         self._next_index = 0
         self._is_short_of_room = False
+        self._checked = -CHECKS
         self._free_indices: list[int] = []
         self._gone: asyncio.Future[None] | None = None
 
@@ -237,7 +243,10 @@ class Slots:
             NoCapacityError: there is no room for another slot now.
             OSError: no slot can be made.
         """
-        self.check_directory()
+        now = self._loop.time()
+        if now >= self._checked + CHECKS:
+            self._checked = now
+            self.check_directory()
         for slot in reversed(self._free):
             if slot.zygote is zygote:
                 self._free.remove(slot)
