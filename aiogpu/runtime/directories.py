@@ -364,7 +364,9 @@ class NodeDirectory:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self._lock = lock_directory(path)
+        self._lock = -1
+        with suppress(OSError):  # without a descriptor the first socket fails, in words
+            self._lock = lock_directory(path)
         self._sockets: dict[str, Callable[[socket.socket], None]] = {}
 
     def __repr__(self) -> str:
@@ -410,11 +412,6 @@ class NodeDirectory:
         missing = [path for path in self._sockets if not os.path.exists(path)]
         if not missing:
             return False
-        _log.warning(
-            "! something has removed files of the running node in %s; they are made "
-            "anew. Have cleaners leave this directory alone, or set XDG_RUNTIME_DIR",
-            self.path,
-        )
         try:
             os.mkdir(self.path, 0o700)
             self._unlock()
@@ -434,6 +431,11 @@ class NodeDirectory:
             )
         for path in missing:
             self._sockets[path](self.listen(path))
+        _log.warning(
+            "! something has removed files of the running node in %s; they were made "
+            "anew. Have cleaners leave this directory alone, or set XDG_RUNTIME_DIR",
+            self.path,
+        )
         return True
 
     def remove(self) -> None:
