@@ -392,13 +392,12 @@ class ZygoteGenerations:
             problem = self._do_without(zygote.unfit)
         elif zygote.ready is None and zygote.learnt:
             self._leave_out_all(zygote.learnt, zygote)
-        elif zygote.importing in zygote.preload:
-            how = f"ended the zygote with status {zygote.status}"
-            if zygote.is_late:
-                how = f"did not end within {IMPORT_LIMIT:g} s for each module"
+        elif zygote.is_late:
+            named = zygote.importing or ", ".join(zygote.preload) or "nothing"
             problem = PreloadError(
-                f"init(preload=...) names {zygote.importing!r}, whose import {how}. "
-                f"Leave it out, or mend it."
+                f"init(preload=...) names {named}, and the imports did not end within "
+                f"{IMPORT_LIMIT:g} s for each. Leave out the module that waits for "
+                f"something."
             )
         elif (
             self.last_report is not None
@@ -409,7 +408,9 @@ class ZygoteGenerations:
             _log.warning("! the zygote ended with status %d; starting another", status)
         else:
             lines = "".join(f"\n  {line}" for line in zygote.last)
-            text = f"the zygote ended with status {zygote.status}:{lines}"
+            module = zygote.importing
+            during = f" while it imported {module} (preload=)" if module else ""
+            text = f"the zygote ended with status {zygote.status}{during}:{lines}"
             if is_script(zygote.executable):
                 text += (
                     f"\nsys.executable is {zygote.executable!r}, a script, perhaps of "

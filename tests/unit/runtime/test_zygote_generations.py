@@ -487,7 +487,7 @@ async def test_new_generation_serves_if_old_is_dead(generations: Generations) ->
     ("end", "error", "message"),
     [
         (1, NodeStartError, "status 1"),
-        (-9, PreloadError, "'named', whose import did not end within 60"),
+        (-9, PreloadError, "names named, and the imports did not end"),
         (
             Unfit("named", "ModuleNotFoundError: named", True),
             *(PreloadError, "'named', which cannot be imported"),
