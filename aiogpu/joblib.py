@@ -10,6 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from aiogpu import sync
+from aiogpu.client.current import is_in_task
 from aiogpu.errors import OptionError
 
 try:
@@ -27,8 +28,10 @@ class Backend(parallel.AutoBatchingMixin, parallel.ParallelBackendBase):  # type
 
     Args:
         nesting_level: set by joblib.
-        inner_max_num_threads: refused; `num_cpus` sets the threads of a task.
+        inner_max_num_threads: threads that libraries in a task use; default `num_cpus`.
         **options: options of a task, such as `num_cpus=2`.
+
+    Inside a task the same name stands for threads of the task's process.
 
     Raises:
         OptionError: an option is unknown or invalid.
@@ -38,6 +41,7 @@ class Backend(parallel.AutoBatchingMixin, parallel.ParallelBackendBase):  # type
     """
 
     supports_retrieve_callback = True
+    supports_inner_max_num_threads = True
 
     def __init__(
         self,
@@ -45,17 +49,33 @@ class Backend(parallel.AutoBatchingMixin, parallel.ParallelBackendBase):  # type
         inner_max_num_threads: int | None = None,
         **options: Any,
     ) -> None:
-        if inner_max_num_threads is not None:
-            raise OptionError(
-                f"the joblib backend of aiogpu has no option inner_max_num_threads; "
-                f"write num_cpus={inner_max_num_threads}, which also sets the number "
-                f"of threads that libraries in a task use."
-            )
-        super().__init__(nesting_level=nesting_level)
+        super().__init__(
+            nesting_level=nesting_level, inner_max_num_threads=inner_max_num_threads
+        )
+        self._options = options
         self._executor = sync.Executor(**options)
         # joblib's callback submits the next calls, and would block the node's loop.
         self._callbacks = ThreadPoolExecutor(1, "aiogpu-joblib")
         self._pending: set[Future[Any]] = set()
+
+    def configure(self, n_jobs: int = 1, parallel: Any = None, **settings: Any) -> int:
+        """Prepare for calls of `parallel`; return how many run at once."""
+        # joblib sets the number of threads after it has made the backend.
+        if self.inner_max_num_threads is not None:
+            threads = {"OMP_NUM_THREADS": str(self.inner_max_num_threads)}
+            env = dict(self._options.get("runtime_env") or {})
+            env["env_vars"] = threads | dict(env.get("env_vars") or {})
+            self._executor = sync.Executor(**{**self._options, "runtime_env": env})
+        count: int = super().configure(n_jobs, parallel, **settings)
+        return count
+
+    def get_nested_backend(self) -> tuple[Nested, None]:
+        """Return the backend of `Parallel` inside the calls."""
+        return Nested(nesting_level=(self.nesting_level or 0) + 1), None
+
+    def terminate(self) -> None:
+        """Forget the batch size, which suits the calls of one `Parallel`."""
+        self.reset_batch_stats()
 
     def effective_n_jobs(self, n_jobs: int | None) -> int:
         """Return how many calls run at once; -1 means all CPUs of the node."""
@@ -88,4 +108,15 @@ class Backend(parallel.AutoBatchingMixin, parallel.ParallelBackendBase):  # type
             future.cancel()
 
 
-parallel.register_parallel_backend("aiogpu", Backend)
+class Nested(parallel.ThreadingBackend):  # type: ignore[misc]
+    """Runs `Parallel` inside a task, in threads of the task's process.
+
+    joblib sends it with the calls. So workers import this module, and know the name.
+    """
+
+
+def _backend(**settings: Any) -> Backend | Nested:
+    return Nested(**settings) if is_in_task() else Backend(**settings)
+
+
+parallel.register_parallel_backend("aiogpu", _backend)

@@ -42,6 +42,8 @@ def train(path: Path, steps: int) -> int:
 
 async def main() -> None:
     """Train; a SIGTERM ends this with exit code 143."""
+    if len(sys.argv) != 3:
+        sys.exit(f"usage: {sys.argv[0]} FILE STEPS, for example state.txt 1000")
     path, steps = Path(sys.argv[1]), int(sys.argv[2])
     async with aiogpu.init(num_gpus=1):
         done = await train.remote(path, steps)

@@ -30,6 +30,7 @@ from collections.abc import (
     Iterator,
 )
 from contextlib import AbstractAsyncContextManager, suppress
+from copy import copy
 from functools import partial
 from inspect import isawaitable
 from itertools import chain, islice
@@ -950,6 +951,20 @@ class SyncActorHandle(_Proxy, Generic[A]):
     def __getattr__(self, name: str) -> SyncMethod:
         method = self._portal.call(getattr, self._target, name)
         return SyncMethod(self._portal, method)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, SyncActorHandle):
+            return NotImplemented
+        return bool(self._target == other._target)
+
+    def __hash__(self) -> int:
+        return hash(self._target)
+
+    def __copy__(self) -> Self:
+        return type(self)(self._portal, copy(self._target))
+
+    def __deepcopy__(self, _memo: object) -> Self:
+        return copy(self)
 
     def __enter__(self) -> Self:
         self._portal.enter("`with` of an actor", self._target)

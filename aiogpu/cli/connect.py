@@ -1,7 +1,7 @@
 """Joins a node for a command, and defines option types for quantities.
 
-If no option names a node, a command uses the only node of this user: the service, or
-the node inside a program. The option types have names for users; click would call one
+If no option names a node, a command uses the service or, without a service, the only
+node inside a program. The option types have names for users; click would call one
 "float range".
 """
 
@@ -12,6 +12,7 @@ import os
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from itertools import islice
 from typing import Any, Final, TypeVar
 
 import click
@@ -30,7 +31,8 @@ from aiogpu.cli.nodes import (
     place_of,
     program_name,
 )
-from aiogpu.core.model.text import printable
+from aiogpu.cli.terminal import echo
+from aiogpu.core.model.text import SHOWN, listing, printable
 from aiogpu.core.model.units import LEAST, byte_count, parse_size, too_small
 from aiogpu.core.model.units import size as told_size
 from aiogpu.engines.base import NodeOptions
@@ -99,7 +101,8 @@ AUTO: Final = "auto"
 UNIX: Final = "unix:"
 """Optional prefix of a socket's path, as in `aiogpu.init`."""
 ANY: Final = "any"
-"""The address if no option names a node: the only node of this user."""
+"""The address if no option names a node: the service, or the only node of this
+user."""
 OF_PROCESS: Final = "pid:"
 """Prefix of an address that is the number of a process."""
 EMBEDDED: Final = ("local", "inline")
@@ -294,7 +297,7 @@ def resolved(address: str) -> str:
 
 
 def _only_node() -> str:
-    """Return the address of the only node; of the service if no node listens."""
+    """Return the address of the service or, without a service, of the only node."""
     nodes, refused = find_nodes()
     path = default_socket()
     if not nodes and not os.path.lexists(path):
@@ -303,7 +306,14 @@ def _only_node() -> str:
             f"there is no socket {path}, and no socket of a program in "
             f"{place_of(os.environ)}{reasons}"
         )
-    return _single(nodes) if nodes else AUTO
+    if not nodes:
+        return AUTO
+    if nodes[0].program == SERVICE and len(nodes) > 1:
+        others = (f"--pid {node.pid} ({printable(node.program)})" for node in nodes[1:])
+        listed = listing(tuple(islice(others, SHOWN)), len(nodes) - 1)
+        echo(f"node of `{SERVICE}`; this user's other nodes: {listed}", err=True)
+        return AUTO
+    return _single(nodes)
 
 
 def _single(nodes: Sequence[FoundNode], pid: int | None = None) -> str:

@@ -95,12 +95,15 @@ LISTED: Final = 8
 """Most programs that an error lists."""
 EVERY: Final = 200
 """Milliseconds between two checks for new lines."""
-_LINE: Final = re.compile(r"\S+ \S+ client=(\d+) task=(\d+) ")
+_LINE: Final = re.compile(
+    r"\S+ \S+ client=(\d+) task=(\d+) \w+ \((.*?)(?: pid=\d+)?\) "
+)
 _BEGIN: Final = re.compile(r"\S+ \S+ client=0 task=0 out \(node ")
 Wanted = Callable[[str], bool]
 
 
 @click.command()
+@click.argument("name", required=False)
 @click.option("--follow", "-f", is_flag=True, help="Keep printing new lines.")
 @click.option(
     "--task", type=connect.Whole(1), metavar="ID", help="Only lines of this task."
@@ -132,6 +135,7 @@ Wanted = Callable[[str], bool]
     help="Directory of the logs, if it is not beside the socket.",
 )
 def logs(
+    name: str | None,
     follow: bool,
     task: int | None,
     client: int | None,
@@ -143,6 +147,8 @@ def logs(
 ) -> None:
     """Show the output of tasks, with the time, the program and the task.
 
+    NAME: only lines of tasks and actors of this name.
+
     The command reads files, so it also works after the node has ended. A terminal shows
     control characters as escapes, unless --raw is given; a pipe or a file gets the
     bytes of the log.
@@ -150,6 +156,7 @@ def logs(
     \b
     Examples:
       aiogpu logs -n 20
+      aiogpu logs train
       aiogpu logs --follow --task 12
       aiogpu logs --node
 
@@ -160,9 +167,10 @@ def logs(
       2    bad input
       130  --follow was ended by Ctrl-C
     """  # noqa: D301 - click's mark for lines to be left as they are
-    if node and (task or client):
+    if node and (name or task or client):
         raise click.UsageError(
-            "the log of --node has no lines of tasks: leave out --task and --client."
+            "the log of --node has no lines of tasks: leave out NAME, --task and "
+            "--client."
         )
     directory = _directory_of(address) if log_dir is None else log_dir
     if not os.path.isdir(directory):
@@ -175,7 +183,7 @@ def logs(
     known: set[int] = set()
     is_raw = raw or not is_terminal()
     try:
-        is_wanted, last = _wanted(task, client, known), deque[str](maxlen=lines)
+        is_wanted, last = _wanted(name, task, client, known), deque[str](maxlen=lines)
         for line in reader.read():
             if task is not None and _BEGIN.match(line):
                 last.clear()  # the next lines belong to another node
@@ -184,15 +192,16 @@ def logs(
         _show(last, is_raw)
         if client is not None and client not in known and not follow:
             raise _no_lines(client, known, directory)
-        if task is not None and lines and not last and not follow:
+        whose = name if task is None else f"task {task}"
+        if whose is not None and lines and not last and not follow:
             echo(
-                f"There is no line of task {task} in {directory}: the task has printed "
-                f"nothing, or its lines were dropped. `aiogpu why {task}` shows its "
+                f"There is no line of {whose} in {directory}: it has printed nothing, "
+                f"or its lines were dropped. `aiogpu why {name or task}` shows its "
                 f"state.",
                 err=True,
             )
         while follow and _wait():
-            wanted = filter(_wanted(task, client, known), reader.read())
+            wanted = filter(is_wanted, reader.read())
             _show(wanted, is_raw)
     finally:
         reader.close()
@@ -210,8 +219,8 @@ def _directory_of(address: str) -> str:
     elif address == connect.ANY or address.startswith(connect.OF_PROCESS):
         try:
             address = connect.resolved(address)
-        except connect.NoNodeError:
-            address = connect.AUTO
+        except (connect.NoNodeError, connect.SeveralNodesError):
+            address = connect.AUTO  # nodes in programs keep no log
     path = connect.socket_path(address)
     if is_private(path):
         check_meeting(path)
@@ -245,18 +254,24 @@ def _no_lines(client: int, known: set[int], directory: str) -> click.ClickExcept
     )
 
 
-def _wanted(task: int | None, client: int | None, known: set[int]) -> Wanted:
+def _wanted(
+    name: str | None, task: int | None, client: int | None, known: set[int]
+) -> Wanted:
     """Return a filter for lines; it adds the program of each line to `known`."""
-    if task is None and client is None:
+    if name is None and task is None and client is None:
         return lambda _line: True
 
     def is_of(line: str) -> bool:
         match = _LINE.match(line)
         if match is None:
             return False
-        line_client, line_task = map(int, match.groups())
-        known.add(line_client)
-        return task in (None, line_task) and client in (None, line_client)
+        line_client, line_task, line_name = match.groups()
+        known.add(int(line_client))
+        return (
+            (name is None or f"{line_name}.".startswith(f"{name}."))
+            and task in (None, int(line_task))
+            and client in (None, int(line_client))
+        )
 
     return is_of
 

@@ -228,7 +228,8 @@ class Programs(dict[int, str]):
     """The names of the programs of a node, with their process ids."""
 
     def __init__(self, status: NodeStatus) -> None:
-        super().__init__(
+        super().__init__((int(id_), name) for id_, name in status.departed.items())
+        self.update(
             (client.id, f"{client.name} {client.pid}")
             for client in status.clients
             if client.name

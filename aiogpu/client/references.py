@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 from weakref import WeakValueDictionary
 
 from aiogpu.client.current import current
-from aiogpu.errors import NodeClosedError
+from aiogpu.errors import NodeClosedError, NodeDiedError
 from aiogpu.linux.sockets import check_server
 from aiogpu.memory.segment import spill_directory
 from aiogpu.serialization.payload import MARK, Contents, Payload, is_compound, unpack
@@ -559,6 +559,13 @@ class Descriptors:
             try:
                 connected.connect(self._path)
                 check_server(connected, self._path)
+            except FileNotFoundError as error:
+                connected.close()
+                raise NodeDiedError(
+                    f"large values cannot be passed: {self._path}, a socket of the "
+                    f"running node, was removed, perhaps by a cleaner of /tmp. The "
+                    f"node makes it anew when it starts the next worker."
+                ) from error
             except BaseException:
                 connected.close()
                 raise

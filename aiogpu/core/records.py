@@ -211,6 +211,7 @@ class WorkerRecord:
             is gone, even if the task's result has arrived long before.
         calls: finished calls by function, for functions with `max_calls`.
         is_last: the worker exits after its current task.
+        is_leaving: its endless task was told to end.
         is_left: the worker counts as gone, but a process of it has not ended; when it
             will is not known.
         is_stale: retire the worker when it has no task: one of its devices was sick,
@@ -234,6 +235,7 @@ class WorkerRecord:
     lease: Lease | None = None
     calls: dict[int, int] = field(default_factory=dict)
     is_last: bool = False
+    is_leaving: bool = False
     is_stale: bool = False
     revocations: int = 0
     is_revoking: bool = False
@@ -244,7 +246,9 @@ class WorkerRecord:
     @property
     def holds_endlessly(self) -> bool:
         """True if only an owner, or the kernel, decides when the lease ends."""
-        return self.is_left or (self.task is not None and self.task.spec.is_endless)
+        if self.task is None or self.is_leaving:
+            return self.is_left
+        return self.is_left or self.task.spec.is_endless
 
     def move(self, state: WorkerState) -> None:
         """Change the state; `InternalError` if the table does not allow it."""

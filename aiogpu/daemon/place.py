@@ -19,6 +19,7 @@ from aiogpu.runtime.directories import (
     SHARED,
     SOCKET,
     default_socket,
+    lock_directory,
     unfit_directory,
 )
 
@@ -266,7 +267,7 @@ class PidfileLock:
                 os.close(descriptor)
                 raise _already_running(place) from None
             if _is_there(path, descriptor):
-                return cls(path, descriptor, _hold_directory(path))
+                return cls(path, descriptor, lock_directory(os.path.dirname(path)))
             os.close(descriptor)  # the last node has just removed the file; try again
 
     def write(self, record: Record) -> None:
@@ -304,14 +305,6 @@ def _is_there(path: str, descriptor: int) -> bool:
         return os.path.samestat(os.lstat(path), os.fstat(descriptor))
     except FileNotFoundError:
         return False
-
-
-def _hold_directory(path: str) -> int:
-    """Lock the directory, so that systemd-tmpfiles(8) removes no old files in it."""
-    directory = os.open(os.path.dirname(path), os.O_RDONLY | os.O_CLOEXEC)
-    with suppress(OSError):
-        fcntl.flock(directory, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    return directory
 
 
 def _no_pidfile(path: str, error: OSError) -> NodeStartError:

@@ -119,8 +119,8 @@ def start_detached(plan: Plan) -> Ready:
         DeviceError: the requested devices do not exist.
         KeyboardInterrupt: the wait was interrupted, and the node was ended.
     """
+    output = _memory_file("aiogpu-output")
     reading, writing = os.pipe()
-    output = os.memfd_create("aiogpu-output", os.MFD_CLOEXEC)
     try:
         child = _start(plan, writing, output)
     except BaseException:
@@ -149,8 +149,23 @@ def start_detached(plan: Plan) -> Ready:
     return ready
 
 
+def _memory_file(name: str) -> int:
+    """Return the descriptor of a new file in memory.
+
+    Raises:
+        NodeStartError: the kernel refuses it.
+    """
+    try:
+        return os.memfd_create(name, os.MFD_CLOEXEC)
+    except OSError as error:
+        from aiogpu.linux.denied import why_refused
+
+        why = why_refused("memfd_create", "3.17", error)
+        raise NodeStartError(f"the node gets no shared memory: {why}") from error
+
+
 def _start(plan: Plan, pipe: int, output: int) -> subprocess.Popen[bytes]:
-    source = os.memfd_create("aiogpu-plan", os.MFD_CLOEXEC)
+    source = _memory_file("aiogpu-plan")
     try:
         os.write(source, plan.packed())
         os.lseek(source, 0, os.SEEK_SET)

@@ -340,9 +340,12 @@ def check_func(func: FunctionSpec, ledger: Ledger) -> None:
                 "Ask for none, or start the node with num_gpus=, which may be more "
                 "GPUs than the machine has."
             )
+        gpus = ledger.device_sets.get(GPU)
+        if GPU_MEMORY in requested and gpus is not None and not all(gpus.capacity):
+            advice = ""  # the reason says what to do
         raise InfeasibleError(
             f"{spec.name} asks for {spec.shape.request}, which this node can never "
-            f"give: {reason}. It has {has}. {advice}"
+            f"give: {reason}. It has {has}. {advice}".rstrip()
         )
     _check_size(f"the function {spec.name}", func.function.payload)
 

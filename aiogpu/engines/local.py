@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from aiogpu.runtime.objects.store import Store
     from aiogpu.serialization.references import PickledValue
 
+IN_CODE: Final = frozenset({"running", "sent", "stopping"})
+"""States of tasks whose workers may be running their code."""
 LOOK_EVERY: Final = 0.02
 """Seconds between two checks whether a stopping node is idle."""
 REFILL_AFTER: Final = 2e-3
@@ -143,6 +145,11 @@ class DriverEngine:
         """The programs that have joined, by number."""
         return {}
 
+    @property
+    def _departed(self) -> Mapping[int, tuple[str, int]]:
+        """Names and process ids of programs that have left, by number."""
+        return {}
+
     def _draining(self, _now: float) -> float | None:
         """Return the seconds left for running tasks if the node is stopping."""
         return None
@@ -183,6 +190,10 @@ class DriverEngine:
                 for when, worker, pid, used in driver.guard.ended_idle
             ),
             nodes=(Machine(self._node_id, os.uname().nodename, True, seen.total),),
+            departed={
+                str(number): f"{name} {pid}"
+                for number, (name, pid) in self._departed.items()
+            },
         )
 
     async def why(self, task: int) -> Why | None:
@@ -290,6 +301,17 @@ class LocalEngine(DriverEngine):
         func.checked_by = self._mark
         return driver
 
+    async def why(self, task: int) -> Why | None:
+        """Return why a task waits, or its outcome; see `Engine.why`."""
+        reason = await super().why(task)
+        if reason is None or reason.worker is None or reason.state not in IN_CODE:
+            return reason
+        module = self._open_driver.pool.importing(reason.worker)
+        if not module:
+            return reason
+        note = f"its worker is importing the module {module}"
+        return replace(reason, notes=(*reason.notes, note))
+
     async def serve(
         self,
         listening: socket.socket,
@@ -339,6 +361,11 @@ class LocalEngine(DriverEngine):
         clients = self._supervisor.clients
         joined = {} if clients is None else clients.programs
         return {number: Program(*facts) for number, facts in joined.items()}
+
+    @property
+    def _departed(self) -> Mapping[int, tuple[str, int]]:
+        clients = self._supervisor.clients
+        return {} if clients is None else clients.departed
 
     def _draining(self, now: float) -> float | None:
         """Return the seconds left for running tasks if the node is stopping."""

@@ -137,8 +137,12 @@ def _weight() -> float:
 
 
 def _name() -> str:
-    """Return a readable name of this program."""
+    """Return a readable name of this program: its script, or its module after -m."""
     script = sys.argv[0] if sys.argv and sys.argv[0] not in ("", "-c", "-m") else ""
+    # runpy gives the module's name in `__spec__`; a package's ends in `.__main__`.
+    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
+    if spec is not None:
+        return str(spec.name).removesuffix(".__main__")
     return os.path.basename(script) or os.path.basename(sys.executable) or "python"
 
 

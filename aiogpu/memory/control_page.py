@@ -18,7 +18,10 @@ BEGUN: Final = "begun"
 VOID: Final = "void"
 TOO_LATE: Final = "too late"
 _OF_SLOTS: Final = SLOTS * _WORDS * 8
-PAGE_SIZE: Final = _OF_SLOTS + 2 * 8
+_OF_NODE: Final = 2 * 8
+
+_NAME: Final = 64
+PAGE_SIZE: Final = _OF_SLOTS + _OF_NODE + SLOTS * _NAME
 
 PLENTY: Final = 1 << 62
 """Free bytes for values before the driver has counted."""
@@ -28,20 +31,24 @@ ALL: Final = 1 << 62
 
 
 class ControlPage:
-    """Six words for each slot, and two for the node.
+    """Six words and a name for each slot, two words for the node.
 
     Words of a slot: the task to stop, the task that acknowledged its cancel, the last
     request that began, the first request that may begin, the number of dropped calls of
     an actor, and the task whose program stops. Words are eight bytes, aligned, and
     written by one store each. The worker writes the second and the third, the driver
     the others.
+
+    The name is that of the module which the process is importing: an import may hang,
+    or end the process. It is not written by one store, so a reader may see two halves.
     """
 
     def __init__(self, memory: mmap.mmap) -> None:
         self._memory = memory
         whole = memoryview(memory)
         self._words = whole[:_OF_SLOTS].cast("Q")
-        self._of_node = whole[_OF_SLOTS:].cast("Q")
+        self._of_node = whole[_OF_SLOTS : _OF_SLOTS + _OF_NODE].cast("Q")
+        self._names = whole[_OF_SLOTS + _OF_NODE :]
 
     @classmethod
     def open(cls, descriptor: int) -> ControlPage:
@@ -63,6 +70,21 @@ class ControlPage:
         """Worker: return the free bytes for values."""
         return (self._of_node[0] or PLENTY) - 1
 
+    def note_import(self, slot: int, module: str) -> None:
+        """Worker: note the module that is being imported, "" for none."""
+        if not module:
+            self._names[slot * _NAME] = 0
+            return
+        name = module.encode("utf-8", "replace")[:_NAME].ljust(_NAME, b"\0")
+        self._names[slot * _NAME : (slot + 1) * _NAME] = name
+
+    def importing(self, slot: int) -> str:
+        """Driver: return the module that is being imported, "" for none."""
+        if not self._names[slot * _NAME]:
+            return ""
+        name = bytes(self._names[slot * _NAME : (slot + 1) * _NAME])
+        return name.rstrip(b"\0").decode("utf-8", "replace")
+
     def announce_stop(self) -> None:
         """Driver: announce that the node stops, with all its tasks."""
         self._of_node[1] = 1
@@ -81,6 +103,7 @@ class ControlPage:
         """Unmap the page."""
         self._words.release()
         self._of_node.release()
+        self._names.release()
         self._memory.close()
 
     def cancel(self, slot: int, task: int) -> None:

@@ -367,6 +367,7 @@ class Holdings:
             task is None and worker.state is WorkerState.SETTLING and left is None,
             memory,
             unended="" if left is None else str(left),
+            is_ending=task is not None and worker.is_leaving,
         )
 
     def seconds_of(self, worker: WorkerRecord) -> float | None:

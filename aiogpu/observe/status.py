@@ -103,6 +103,7 @@ class Holder:
         has_outgrown: `used` exceeds its reservation.
         unended: which processes of an ended worker, or of a returned lease, have not
             ended and keep the share; "" if there are none.
+        is_ending: it is an actor that was told to end, and has not ended yet.
     """
 
     share: float
@@ -116,6 +117,7 @@ class Holder:
     used: int | None = None
     has_outgrown: bool = False
     unended: str = ""
+    is_ending: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,6 +251,8 @@ class NodeStatus:
             ended; they keep their shares.
         ended_idle: the last 16 idle workers that were ended because memory ran out,
             the latest first.
+        departed: names and process ids of the last 256 programs that have left the
+            node, `{"3": "train.py 4711"}`; their ended tasks are still listed.
     """
 
     total: Mapping[str, float]
@@ -269,6 +273,7 @@ class NodeStatus:
     nodes: tuple[Machine, ...] = ()
     unended: tuple[UnendedStatus, ...] = ()
     ended_idle: tuple[IdleEndStatus, ...] = ()
+    departed: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def waiting(self) -> tuple[TaskStatus, ...]:
@@ -974,12 +979,16 @@ def _holder_cells(holder: Holder) -> Sequence[str]:
     used = "" if holder.used is None else f"{amount(holder.used, '0')} used"
     if holder.has_outgrown:
         used += ", more than was reserved for it"
-    seconds = "" if holder.seconds is None else span(holder.seconds)
+    until = "" if holder.seconds is None else span(holder.seconds)
+    if holder.is_ending:
+        until = "is ending"
+    elif holder.is_endless:
+        until = "without end"
     return (
         share,
         holder.task or "(ending)",
         pid_of(holder.pid),
-        "without end" if holder.is_endless else seconds,
+        until,
         used,
     )
 

@@ -422,7 +422,9 @@ def _describe_holder(holder: Holder, name: str, device: DeviceStatus | None) -> 
     where = f"pid {holder.pid}" if holder.pid else "its worker is being forked"
     if holder.task is None:
         return f"{share}: held by a process that is ending ({where})"
-    if holder.is_endless:
+    if holder.is_ending:
+        where += ", which is ending"
+    elif holder.is_endless:
         where += ", without end"
     elif holder.seconds is not None:
         where += f", for {span(holder.seconds)}"

@@ -1,9 +1,11 @@
 """The two directories of a node: its own, and the one where programs find it.
 
 Its own directory holds the sockets of its workers. It is private, has a short path, and
-is removed with the node. Programs find the node's socket, pidfile and logs in the
-meeting directory, mode 0700. Any user may create directories in /tmp, so nodes,
-programs and commands check its owner and mode before they use a file in it.
+is removed with the node. If something else removes it before, `NodeDirectory` makes it
+anew: processes that connect need the sockets' names. Programs find the node's socket,
+pidfile and logs in the meeting directory, mode 0700. Any user may create directories in
+/tmp, so nodes, programs and commands check its owner and mode before they use a file in
+it.
 
 A user who may write to a directory may rename its entries and put others in their
 place. So a private directory is safe only if this holds for each directory above it, up
@@ -15,14 +17,20 @@ entry may rename the entry (inode(7)).
 from __future__ import annotations
 
 import errno
+import fcntl
+import logging
 import os
+import socket
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Final, NamedTuple
 
 from aiogpu.errors import NodeError, NodeStartError
 from aiogpu.linux.sockets import is_trusted, kind, user
+
+_log: Final = logging.getLogger(__name__)
+
 
 SOCKET: Final = "node.sock"
 
@@ -317,6 +325,129 @@ def create_directory() -> str:
         f"cannot make a directory for the node's socket in {', '.join(places)}: "
         f"{problem}. Set XDG_RUNTIME_DIR or TMPDIR to a writable directory."
     )
+
+
+def lock_directory(path: str) -> int:
+    """Lock a directory, so that systemd-tmpfiles(8) removes no old files in it.
+
+    Returns:
+        The descriptor that holds the lock.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    with suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    return descriptor
+
+
+def no_room(path: str, error: OSError) -> str:
+    """Explain why a file cannot be made in a node's directory."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return (
+            f"{path}: {error.strerror}; free space or inodes there (`df -i`), or set "
+            f"TMPDIR to a directory with room"
+        )
+    return f"{path}: {error.strerror}"
+
+
+CONNECTING: Final = 64
+"""Most processes that wait to be accepted by a node's own sockets."""
+
+
+class NodeDirectory:
+    """A node's own directory with its sockets.
+
+    Cleaners of /tmp may remove it: some do not heed its lock.
+
+    Attributes:
+        path: the directory; its name is the id of the node.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._lock = -1
+        with suppress(OSError):  # without a descriptor the first socket fails, in words
+            self._lock = lock_directory(path)
+        self._sockets: dict[str, Callable[[socket.socket], None]] = {}
+
+    def __repr__(self) -> str:
+        return f"<NodeDirectory {self.path}>"
+
+    def listen(self, path: str) -> socket.socket:
+        """Make a socket in the directory.
+
+        Raises:
+            NodeStartError: it cannot be made, as on a full disk.
+        """
+        listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            listening.bind(path)
+            listening.listen(CONNECTING)
+        except OSError as error:
+            listening.close()
+            raise NodeStartError(
+                f"a node's socket cannot be made: {no_room(path, error)}."
+            ) from error
+        return listening
+
+    def renew(self, path: str, serve: Callable[[socket.socket], None]) -> None:
+        """Have a socket made anew if it is removed.
+
+        Args:
+            path: the socket.
+            serve: called with each new socket.
+        """
+        self._sockets[path] = serve
+
+    def check(self) -> bool:
+        """Make the directory and its sockets anew if they were removed.
+
+        Called before a process is started that will connect.
+
+        Returns:
+            True if they were removed.
+
+        Raises:
+            NodeStartError: they cannot be made.
+        """
+        missing = [path for path in self._sockets if not os.path.exists(path)]
+        if not missing:
+            return False
+        try:
+            os.mkdir(self.path, 0o700)
+            self._unlock()
+            self._lock = lock_directory(self.path)
+        except FileExistsError:
+            pass
+        except OSError as error:
+            raise NodeStartError(
+                f"the node's directory was removed while the node ran, and cannot be "
+                f"made anew: {no_room(self.path, error)}."
+            ) from error
+        unfit = unfit_directory(self.path)
+        if unfit is not None:
+            raise NodeStartError(
+                f"the node's directory was removed while the node ran, and {self.path} "
+                f"{unfit.problem}. Close the node and open it again."
+            )
+        for path in missing:
+            self._sockets[path](self.listen(path))
+        _log.warning(
+            "! something has removed files of the running node in %s; they were made "
+            "anew. Have cleaners leave this directory alone, or set XDG_RUNTIME_DIR",
+            self.path,
+        )
+        return True
+
+    def remove(self) -> None:
+        """Remove the directory with its content, for good."""
+        self._sockets.clear()
+        self._unlock()
+        remove_directory(self.path)
+
+    def _unlock(self) -> None:
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
 
 
 def remove_directory(path: str) -> None:

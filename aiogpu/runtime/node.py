@@ -11,17 +11,16 @@ import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Final
 from weakref import WeakSet
 
 from aiogpu.runtime.descriptors import descriptor_limit, warn_of_few
-from aiogpu.runtime.directories import remove_directory
 from aiogpu.runtime.node_cgroup import NodeCgroup
 from aiogpu.runtime.zygote.config import Bootstrap
-from aiogpu.wire.messages import descriptor_path
+from aiogpu.wire.messages import socket_path
 
 if TYPE_CHECKING:
     from aiogpu.core.scheduler.scheduler import Scheduler
@@ -95,7 +94,7 @@ class Parts:
     console: Console
     driver: Driver
     store: Store
-    server: asyncio.AbstractServer | None = None
+    servers: list[asyncio.AbstractServer] = field(default_factory=list)
     descriptor_server: DescriptorServer | None = None
 
 
@@ -126,6 +125,7 @@ class Supervisor:
         self._peers: WeakSet[Peer] = WeakSet()
         self.clients: Clients | None = None
         self._poll: BusyPoll | None = None
+        self._serving: asyncio.Task[None] | None = None
         self._is_ending = False
         self._is_over = False
 
@@ -202,20 +202,27 @@ class Supervisor:
         store.serve(driver.workers, pool.zygotes.page, driver.actors)
         parts = self._parts = Parts(console, driver, store)
         self._undo_start.pop_all()
-        parts.server = await self._loop.create_unix_server(
-            partial(self._accept, partial(self._on_hello, pool)),
-            sock=self._bootstrap.listening,
-        )
+        await self._serve(pool, self._bootstrap.listening)
         # While the zygote starts: no worker can have died yet.
         pool.autopsy.begin()
-        parts.descriptor_server = DescriptorServer(
-            self._loop, descriptor_path(self.directory), store
+        parts.descriptor_server = DescriptorServer(self._loop, config.directory, store)
+        config.directory.renew(
+            socket_path(self.directory), partial(self._serve_anew, pool)
         )
         if pool.zygotes.plain.current.ready is None:
             # Import it now, while the zygote starts: the first function needs it.
             import aiogpu.serialization.pickler  # noqa: F401
         await pool.zygotes.plain.ready()
         return driver
+
+    async def _serve(self, pool: Pool, listening: socket.socket) -> None:
+        """Accept the node's own processes at a socket."""
+        accept = partial(self._accept, partial(self._on_hello, pool))
+        server = await self._loop.create_unix_server(accept, sock=listening)
+        self._open_parts.servers.append(server)
+
+    def _serve_anew(self, pool: Pool, listening: socket.socket) -> None:
+        self._serving = self._loop.create_task(self._serve(pool, listening))
 
     def _accept(self, on_hello: OnHello) -> Peer:
         from aiogpu.runtime.connection import Peer
@@ -312,7 +319,11 @@ class Supervisor:
     def directory(self) -> str:
         """The directory of the node's sockets."""
         assert self._bootstrap is not None
-        return self._bootstrap.config.directory
+        return self._bootstrap.config.directory.path
+
+    def _remove_directory(self) -> None:
+        assert self._bootstrap is not None
+        self._bootstrap.config.directory.remove()
 
     async def stop(self) -> None:
         """End tasks, workers, keepers, socket, directory and zygote, in that order."""
@@ -345,7 +356,7 @@ class Supervisor:
             parts.descriptor_server.close()
         # Before the zygote ends: if this process is killed now, the zygote cleans up.
         # From here on no process can connect.
-        remove_directory(self.directory)
+        self._remove_directory()
         # A process such as a late keeper may have connected without sending `Hello`.
         # The loop may have accepted it, but not have called `_accept` yet.
         self._is_over = True
@@ -353,8 +364,8 @@ class Supervisor:
         for peer in list(self._peers):
             peer.abort()
         # Last, because a closing asyncio server loses connections just accepted.
-        if parts.server is not None:
-            parts.server.close()
+        for server in parts.servers:
+            server.close()
         await pool.zygotes.cgroup.remove()
         pool.report_left()
         await console.drain(SLACK)
@@ -368,7 +379,7 @@ class Supervisor:
             return
         self._is_ending = True
         parts.driver.pool.autopsy.close()
-        remove_directory(self.directory)
+        self._remove_directory()
         descriptor_limit.release()
         if parts.driver.devices is not None:
             parts.driver.devices.quit()

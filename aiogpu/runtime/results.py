@@ -165,13 +165,15 @@ class Results:
 
                 placement_group = spec.shape.request.placement_group
                 assert placement_group is not None, effect
-                self._note(task, call, PlacementRemovedError, reason)
-                call.fail(removed(placement_group.name, spec.name, reason))
+                evicted = removed(placement_group.name, spec.name, reason)
+                self._note(task, call, PlacementRemovedError, str(evicted))
+                call.fail(evicted)
             case effects.Failure.MISFIT:
                 from aiogpu.runtime.callers.leases import misfit
 
-                self._note(task, call, InfeasibleError, reason)
-                call.fail(misfit(spec, reason))
+                unfit = misfit(spec, reason)
+                self._note(task, call, InfeasibleError, str(unfit))
+                call.fail(unfit)
 
     def _note(
         self,

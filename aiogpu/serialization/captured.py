@@ -12,7 +12,7 @@ from sys import modules
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any, Final, NamedTuple
 
-from aiogpu.serialization.pickler import importable
+from aiogpu.serialization.pickler import importable, is_sent_by_value
 from aiogpu.serialization.serializer import SCALARS
 
 MOST_ITEMS: Final = 16
@@ -97,7 +97,8 @@ def _capture(
     if kind in SCALARS or kind is CodeType:
         return True
     if kind is ModuleType:
-        return modules.get(value.__name__) is value
+        name = value.__name__
+        return modules.get(name) is value and not is_sent_by_value(name)
     if kind is BuiltinFunctionType:
         return isinstance(value.__self__, ModuleType | None)
     return isinstance(value, type) and _is_importable(value)

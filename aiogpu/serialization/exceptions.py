@@ -244,11 +244,19 @@ def _load(payload: bytes) -> Any:
     return payload.load() if type(payload) is Payload else pickle.loads(payload)
 
 
+def why_not_made(failed: Failed) -> str:
+    """Return why an actor could not be made."""
+    what = f"{failed.type_name}: {failed.message}"
+    if failed.kind == UNREADABLE:
+        return f"its worker cannot load its class or arguments: {what}"
+    return f"its constructor raised {what}"
+
+
 def _constructor_failure(failed: Failed, kind_and_name: str) -> Exception:
     kind, _, name = kind_and_name.partition(":")
-    what = f"its constructor raised {failed.type_name}: {failed.message}"
-    died = ActorDiedError(f"{name} is dead: {what}", name)
-    died.__cause__ = unpack_failure(failed._replace(kind=kind), name)
+    failed = failed._replace(kind=kind)
+    died = ActorDiedError(f"{name} is dead: {why_not_made(failed)}", name)
+    died.__cause__ = unpack_failure(failed, name)
     return died
 
 

@@ -10,12 +10,14 @@ constructor takes other arguments.
 from __future__ import annotations
 
 import copyreg
+import os
 import pickle
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable
 from functools import _lru_cache_wrapper, lru_cache
 from io import BytesIO
 from sys import modules
-from types import CodeType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any, ClassVar, Final
 
 import cloudpickle
@@ -165,8 +167,88 @@ def measure(value: object) -> int:
     return counter.total
 
 
+_checked: Final[dict[str, ModuleType]] = {}
+"""The modules of which it is known whether other interpreters find them."""
+
+
+def _check_module(name: str) -> None:
+    """Have a module pickled by value if other interpreters do not find it by its name.
+
+    cloudpickle takes each module in `sys.modules` for one that they find.
+    """
+    module = modules.get(name)
+    # A subclass of `ModuleType` stands for a module in ways that only it knows.
+    if type(module) is not ModuleType or _checked.get(name) is module:
+        return
+    _checked[name] = module
+    if name in _PROGRAMS or module.__name__ != name:
+        return
+    package = name.rpartition(".")[0]
+    # A package that is pickled by value includes its modules.
+    if not (package and is_sent_by_value(package)) and not _is_findable(name, module):
+        cloudpickle.register_pickle_by_value(module)
+
+
+def _is_findable(name: str, module: ModuleType) -> bool:
+    """Return whether an import by a name elsewhere gives the same module.
+
+    Packages make modules without files, and extensions written in C make some that no
+    import finds. All of these count as found.
+
+    Args:
+        name: the module's name; its package is findable.
+        module: the module of this name in this process.
+    """
+    package, _, last = name.rpartition(".")
+    places: Iterable[str] | None = None
+    if package:
+        if package not in modules:
+            return False
+        places = getattr(modules[package], "__path__", None)
+    origin = _origin(module)
+    if origin in ("built-in", "frozen"):
+        return True
+    # Without a search, in a microsecond: nearly all modules are where their names say.
+    place, file = os.path.split(origin or "")
+    if file.startswith("__init__."):
+        place, file = os.path.split(place)
+    if file.partition(".")[0] == last and place in (places or sys.path):
+        return True
+    spec = _find(name, places)
+    if spec is None:
+        if package and origin is None:
+            return True
+        # Only Python code that was run in the module leaves the first name.
+        return vars(module).keys().isdisjoint({"__builtins__", "__path__"})
+    if origin is None and spec.origin is None:  # namespace packages
+        found = set(spec.submodule_search_locations or ())
+        return not found.isdisjoint(getattr(module, "__path__", ()))
+    if origin is None or spec.origin is None:
+        return False
+    same: bool = os.path.realpath(origin) == os.path.realpath(spec.origin)
+    return same
+
+
+def _origin(module: ModuleType) -> str | None:
+    """Return the file of a module, or a word for where it comes from."""
+    spec = getattr(module, "__spec__", None)
+    origin = getattr(spec, "origin", None) or getattr(module, "__file__", None)
+    return origin if isinstance(origin, str) else None
+
+
+def _find(name: str, places: Any) -> Any:
+    """Search for a module as an import does, though it is imported already."""
+    for finder in sys.meta_path:
+        find = getattr(finder, "find_spec", None)
+        spec = None if find is None else find(name, places)
+        if spec is not None:
+            return spec
+    return None
+
+
 def is_sent_by_value(module: str) -> bool:
-    """Return True if the user registered the module to be pickled by value."""
+    """Return True if the user wants it so, or other interpreters do not find it."""
+    _check_module(module)
     names = cloudpickle.list_registry_pickle_by_value()
     return any(f"{module}.".startswith(f"{name}.") for name in names)
 
@@ -174,7 +256,8 @@ def is_sent_by_value(module: str) -> bool:
 def importable(module: str, qualname: str) -> object:
     """Return the object that workers import by a name; None if it is sent by value.
 
-    Workers have another `__main__`, and cannot import functions inside functions.
+    Workers have another `__main__`, and cannot import functions inside functions, or
+    modules that this program has loaded without their names.
     """
     if module in _PROGRAMS or is_sent_by_value(module):
         return None
@@ -209,6 +292,26 @@ def _reduce_view(seen: memoryview) -> tuple[object, ...]:
     return view, (pickle.PickleBuffer(source), kind, shape)
 
 
+def _reduce_module(module: ModuleType) -> tuple[object, ...]:
+    _check_module(module.__name__)
+    reduced: tuple[object, ...] = cloudpickle.Pickler.dispatch_table[ModuleType](module)
+    return reduced
+
+
+def _reduce_proxy(proxy: Any) -> str | tuple[Any, ...]:
+    """Reduce a proxy of a `multiprocessing.Manager` with the manager's key.
+
+    Without the key, a proxy takes that of its process, which multiprocessing gives only
+    to its own children.
+    """
+    reduced: str | tuple[Any, ...] = proxy.__reduce__()
+    if isinstance(reduced, str) or len(reduced[1]) != 4:
+        return reduced  # a class of the user that defines how it is pickled
+    make, (kind, token, serializer, options) = reduced[:2]
+    options = {**options, "authkey": bytes(proxy._authkey)}
+    return make, (kind, token, serializer, options)
+
+
 class _Reducers(dict[type, Callable[[Any], Any]]):
     """aiogpu's reducers of some types; cloudpickle's and the user's for the rest.
 
@@ -223,6 +326,9 @@ class _Reducers(dict[type, Callable[[Any], Any]]):
             if kind in table:
                 reducer: Callable[[Any], Any] = table[kind]
                 return reducer
+        managers: Any = modules.get("multiprocessing.managers")
+        if managers is not None and issubclass(kind, managers.BaseProxy):
+            return _reduce_proxy
         raise KeyError(kind)
 
     def add_torch(self, torch: object) -> None:
@@ -238,10 +344,18 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     dispatch_table: ClassVar = _Reducers(
         {
             CodeType: _reduce_code,
+            ModuleType: _reduce_module,
             memoryview: _reduce_view,
             _lru_cache_wrapper: _reduce_cache,
         }
     )
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, (type, FunctionType)):
+            name = getattr(value, "__module__", None)
+            if type(name) is str:
+                _check_module(name)
+        return super().reducer_override(value)
 
 
 class _ExceptionPickler(_Pickler):

@@ -16,6 +16,7 @@ from aiogpu.linux.procfs import descendants
 
 _PROC: Final = Path("/proc")
 _MARK: Final = "aiogpu"
+_ZYGOTE: Final = "aiogpu-zygote"
 _MAPPING: Final = "memfd:aiogpu"
 
 
@@ -59,7 +60,10 @@ def _processes() -> dict[tuple[int, int], str]:
     own_pids: set[int] = set()
     for process in descendants(os.getpid()):
         command = _read_command(process.pid)
-        if command is None:
+        # The first process of a container gets the orphans of all others. A node must
+        # reap only the zygotes that it has started.
+        may_be_orphan = process.name != _ZYGOTE or os.getpid() == 1
+        if command is None or (process.state == "Z" and may_be_orphan):
             continue
         # A zombie has no command line, but keeps its name.
         is_named = _MARK in process.name or _MARK in command

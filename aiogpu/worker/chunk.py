@@ -119,7 +119,14 @@ class PickledChunk:
 
 def method_of(actor: object, name: str) -> Callable[..., Any]:
     """Return an actor's method by its name on the wire; lookup errors pass through."""
-    method: Callable[..., Any] = getattr(actor, plain_name(name))
+    name_in_class = plain_name(name)
+    method: object = getattr(actor, name_in_class)
+    if not callable(method):
+        owner = f"{type(actor).__name__}.{name_in_class}"
+        raise TypeError(
+            f"{owner} is a method, but the object has an attribute of this name, "
+            f"{method!r:.60}, which hides it. Give one of them another name."
+        )
     return Chunk(method) if name.endswith(CHUNKED) else method
 
 

@@ -80,7 +80,7 @@ class Worker:
     def _leave(self) -> None:
         """Detach a fork made by user code, which is no worker."""
         self._signals.is_active = False
-        self._imports.report = None
+        self._imports.leave()
         current.client = None
         if self._channel.loans is not None:
             self._channel.loans.leave()

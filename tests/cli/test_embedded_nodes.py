@@ -160,7 +160,7 @@ def test_commands_list_all_nodes_and_select_one(sandbox: Sandbox, run: Command) 
         listed = json.loads(run("list", "nodes", "--limit", "1", "--json")[0])
         assert (listed["left_out"], len(listed["nodes"])) == (1, 1)
         # Commands about one node name both, and do nothing.
-        for view in (["list", "tasks"], ["why", "1"], ["top"], ["logs"]):
+        for view in (["list", "tasks"], ["why", "1"], ["top"]):
             out, err = run(*view, code=2)
             assert out == ""
             assert err.startswith(
@@ -168,6 +168,8 @@ def test_commands_list_all_nodes_and_select_one(sandbox: Sandbox, run: Command) 
                 f"such as --pid {train.pid}.\n"
             )
             assert f"{serve.pid}  serve.py" in err
+        _, err = run("logs", code=1)
+        assert "A node of `aiogpu start --head` writes them beside its socket" in err
         # A node is selected by pid or address.
         for choice in (f"--pid={serve.pid}", f"--address={serve.address}"):
             assert run("status", choice)[0].startswith("CPU      2 of 2 free\n")
@@ -198,13 +200,15 @@ def test_commands_list_all_nodes_and_select_one(sandbox: Sandbox, run: Command) 
         assert out.startswith("cancelled waits (task ")
         assert "waits" not in run("list", "tasks", f"--pid={serve.pid}")[0]
         assert "waits" in run("list", "tasks", f"--pid={train.pid}")[0]
-        # A service is a third node; `auto` selects it.
+        # A service is a third node, and the default.
         sandbox.run("start", "--head", "--num-gpus=1", "--num-cpus=1")
         assert sandbox.node is not None
-        assert (
-            f"such as --pid {train.pid}, or --address auto for the node of "
-            f"`aiogpu start`."
-        ) in run("list", "tasks", code=2)[1]
+        out, err = run("list", "tasks", "--json")
+        assert json.loads(out)["tasks"] == []
+        assert err == (
+            f"node of `aiogpu start`; this user's other nodes: --pid {train.pid} "
+            f"(train.py), --pid {serve.pid} (serve.py)\n"
+        )
         service, *others = rows(run("list", "nodes")[0])[1:]
         assert service[:3] == [str(sandbox.node.pid), "aiogpu", "start"]
         assert service[-1] == sandbox.place.socket

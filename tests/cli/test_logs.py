@@ -70,6 +70,9 @@ def test_logs_select_lines(place: Path) -> None:
         (client, of_client),
         (("--task", "2", *client, "-n", "1"), both[-1:]),
         (("--task", "99"), []),
+        (("work",), every),
+        (("work", "--task", "2"), of_task),
+        (("wor",), []),
         (("--node",), ["ready", "ended"]),
     ):
         assert shown(place, *arguments) == wanted, arguments
@@ -86,6 +89,21 @@ def test_logs_select_lines(place: Path) -> None:
     assert shown(place, "--log-dir", f"{place}/elsewhere", "-n", "1") == [sly]
     (place / "logs").mkdir()
     assert shown(place) == []
+
+
+def test_logs_select_lines_by_name(place: Path) -> None:
+    labels = ("train pid=7", "Model.train pid=8", "Model pid=8", "my task", "trainer")
+    written = [
+        str(Entry(1.0, CLIENT, 1, 1, label, "(train pid=1) x")) for label in labels
+    ]
+    pages = Pages(str(place / "logs" / FILE), 1 << 20, 1)
+    pages.write(written)
+    pages.close()
+    for name, numbers in (
+        *(("train", [0]), ("Model", [1, 2]), ("Model.train", [1]), ("my task", [3])),
+        *(("trainer", [4]), ("mod", [])),
+    ):
+        assert shown(place, name) == [written[number] for number in numbers], name
 
 
 def test_a_task_number_belongs_to_the_last_node(place: Path) -> None:

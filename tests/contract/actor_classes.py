@@ -322,6 +322,20 @@ class Mortal(Mourned):
     pass
 
 
+@aiogpu.remote
+class Lingering:
+    """Blocks at a gate when the actor is deleted."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def ping(self) -> None:
+        pass
+
+    def __del__(self) -> None:
+        pass_gate(self.path, "finalizer")
+
+
 @aiogpu.remote(max_concurrency=2)
 class MortalThreads(Mourned):
     pass

@@ -21,6 +21,7 @@ from tests.contract.actor_classes import (
     Counter,
     Leaving,
     LeavingSoftly,
+    Lingering,
     Mortal,
     MortalThreads,
     Slow,
@@ -47,6 +48,22 @@ def has_gone(pid: int) -> bool:
 def short_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     """A leaving actor has 0.1 s."""
     monkeypatch.setattr("aiogpu.runtime.actors.registry.LEAVE_LIMIT", 0.1)
+
+
+@pytest.mark.needs("blocking", "holders")
+@pytest.mark.aiogpu(num_cpus=2, num_gpus=1)
+async def test_an_actor_that_is_ending_does_not_hold_without_end(gate: Gate) -> None:
+    actor = Lingering.options(num_gpus=1).remote(gate.path)
+    await actor.ping.remote()
+    waits = tasks.add.options(num_gpus=1).remote(1)
+    assert (await waits.why()).is_held_endlessly
+    del actor
+    await gate.entered("finalizer")
+    why = await waits.why()
+    assert not why.is_held_endlessly
+    assert "which is ending" in str(why)
+    gate.release("finalizer")
+    assert await waits == 2
 
 
 @pytest.mark.needs("blocking")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import gc
 import os
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ import pytest
 import aiogpu
 from aiogpu import errors
 from tests.contract import handed_on, tasks
+from tests.contract import value_tasks as v
 from tests.contract.actor_classes import Counter
 from tests.contract.handed_on import Pair, Player, Soft
 from tests.support.errors import raises
@@ -44,6 +46,25 @@ async def test_tasks_call_an_actor_by_its_handle() -> None:
         *(handed_on.add_soon.remote(counter, 1) for _ in range(5)),
     )
     assert sorted(counts) == list(range(9, 19))
+
+
+async def test_handles_of_one_actor_are_equal() -> None:
+    counter = await Counter.options(name="equal").remote(0)
+    other = await Counter.remote(0)
+    found, again = [await aiogpu.get_actor("equal") for _ in range(2)]
+    sent = (await v.give.remote([counter]))[0]
+    copies = [copy.copy(counter), copy.deepcopy([counter])[0]]
+    handles = [counter, found, again, sent, *copies]
+    assert all(handle == counter for handle in handles)
+    assert set(handles) == {counter}
+    assert other != counter
+    assert len({*handles, other}) == 2
+    assert counter != "equal"
+    for handle in handles:
+        await handle.add.remote(1)
+    assert await found.add.remote(0) == len(handles)
+    are_equal = await handed_on.are_equal.remote([counter, found, other])
+    assert are_equal == (True, False, 2)
 
 
 @pytest.mark.parametrize("holder", ["Holder", "AsyncHolder"])

@@ -668,3 +668,21 @@ async def test_a_task_makes_a_pool() -> None:
     call = handed_on.make_pool.remote(3)
     await raises(errors.InfeasibleError, call, match="room for 2 at once")
     await until_free(GPU=1)
+
+
+async def test_an_attribute_that_hides_a_method_is_named() -> None:
+    class Hiding:
+        def __init__(self) -> None:
+            self.value: Any = 5
+            self.called = lambda: "the attribute"
+
+        def value(self) -> None: ...  # type: ignore[no-redef]
+
+        def called(self) -> None: ...  # type: ignore[no-redef]
+
+    hiding: Any = aiogpu.remote(Hiding).remote()
+    with pytest.raises(
+        TypeError, match=r"Hiding\.value is a method, .* name, 5, which"
+    ):
+        await hiding.value.remote()
+    assert await hiding.called.remote() == "the attribute"

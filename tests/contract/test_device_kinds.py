@@ -420,6 +420,14 @@ def test_a_refusal_names_the_request_and_the_resources(
     assert message in str(caught.value)
 
 
+def test_a_refusal_for_unknown_memory_does_not_advise_to_ask_for_less() -> None:
+    node = Ledger({"CPU": UNIT}, [DeviceSet("GPU", [Device(0)])])
+    with pytest.raises(InfeasibleError) as caught:
+        check_func(asking(Request.of({}, {}, gpu_memory=GIB)), node)
+    assert "or leave gpu_memory= out. It has {CPU: 1, GPU: 1}." in str(caught.value)
+    assert "less" not in str(caught.value)
+
+
 def test_a_refusal_without_gpus_names_num_gpus() -> None:
     with pytest.raises(InfeasibleError, match="num_gpus=, which may be more GPUs than"):
         check_func(asking(Request.of({}, {"GPU": UNIT})), Ledger({"CPU": UNIT}, []))

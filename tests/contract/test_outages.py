@@ -6,7 +6,9 @@ It lacks descriptors, processes or zygotes: tasks wait, and none fails.
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import gc
+import os
 import re
 import tempfile
 import textwrap
@@ -52,6 +54,10 @@ PROGRAM = """
     def pid(variable=None):
         import os
         return os.getpid(), os.environ.get("X")
+
+    @aiogpu.remote
+    def size(data):
+        return data
 
     @aiogpu.remote
     async def parent(depth):
@@ -166,7 +172,7 @@ def test_a_program_may_take_descriptors_itself() -> None:
         while files:
             files.pop().close()
         with tempfile.TemporaryDirectory() as directory:
-            await asyncio.gather(*(meet.remote(directory, 12) for _ in range(12)))
+            await asyncio.gather(*(meet.remote(directory, 11) for _ in range(11)))
     """
     assert program(body, "128 128") == "ok\n"
 
@@ -263,7 +269,8 @@ def test_large_results_are_copied_without_descriptors() -> None:
     assert program(body, "256 256") == "ok\n"
 
 
-REMOVED = """
+FIND_DIRECTORY = """
+    import shutil
     path = next(
         line.split()[7] for line in open("/proc/net/unix")
         if line.rstrip().endswith("/node.sock") and line.split()[6] in {
@@ -272,26 +279,74 @@ REMOVED = """
             if os.path.lexists(f"/proc/self/fd/{fd}")
         }
     )
-    shutil.rmtree(os.path.dirname(path))
+    directory = os.path.dirname(path)
 """
+REMOVALS = {
+    "the directory": "shutil.rmtree(directory)",
+    "its files": "[os.unlink(f'{directory}/{name}') for name in os.listdir(directory)]",
+    "a socket": "os.unlink(path)",
+    "the socket of values": "os.unlink(f'{directory}/memory.sock')",
+}
 
 
-def test_tasks_take_turns_if_the_nodes_directory_was_removed() -> None:
+@pytest.mark.whole
+@pytest.mark.parametrize("loop", ["asyncio.run", "aiogpu.run"])
+@pytest.mark.parametrize("removal", REMOVALS.values(), ids=REMOVALS)
+def test_a_node_goes_on_if_its_directory_is_removed(removal: str, loop: str) -> None:
     body = f"""
-        import shutil
         first, _ = await pid.remote()
-        {textwrap.indent(textwrap.dedent(REMOVED), " " * 8).strip()}
-        results = await asyncio.gather(*(pid.remote() for _ in range(20)))
-        assert first in {{pid for pid, _ in results}}
+        {textwrap.indent(textwrap.dedent(FIND_DIRECTORY), " " * 8).strip()}
+        {removal}
+        async with asyncio.timeout(60):
+            fresh = pid.options(max_calls=1)
+            print((await fresh.remote())[0] != first)
+            with tempfile.TemporaryDirectory() as met:
+                print(len(set(await asyncio.gather(
+                    *(meet.remote(met, 3) for _ in range(3))
+                ))))
+            # A zygote of its own, since Python reads the variable at its start.
+            env = {{"env_vars": {{"PYTHONHASHSEED": "7"}}}}
+            print((await fresh.options(runtime_env=env).remote())[0] != first)
+            print(len(await size.options(max_calls=1).remote(bytes(1 << 22))))
+        print(oct(os.stat(directory).st_mode & 0o777))
+    """
+    *lines, ok = program(body, "1024 4096", loop).splitlines()
+    assert (lines, ok) == (["True", "3", "True", str(1 << 22), "0o700"], "ok")
+
+
+def test_a_node_uses_no_directory_of_another_user_in_place_of_its_own() -> None:
+    body = f"""
+        await pid.remote()
+        {textwrap.indent(textwrap.dedent(FIND_DIRECTORY), " " * 8).strip()}
+        shutil.rmtree(directory)
+        os.mkdir(directory)
+        os.chmod(directory, 0o777)
         handle = pid.options(max_calls=1).remote()
         async with asyncio.timeout(60):
             while "was removed" not in str(why := await handle.why()):
                 await asyncio.sleep(0)
         print(str(why).splitlines()[-1])
+        os.chmod(directory, 0o700)
+        print((await handle)[1])
     """
-    line, ok = program(body, "1024 4096").splitlines()
-    assert re.search(r"directory /\S+ was removed .*; close the node and open", line)
-    assert ok == "ok"
+    line, result, ok = program(body, "1024 4096").splitlines()
+    assert re.search(r"was removed .* has mode 0777, so other users have access", line)
+    assert (result, ok) == ("None", "ok")
+
+
+async def test_systemd_leaves_the_nodes_directory_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """See systemd-tmpfiles(8): it skips a directory that it cannot lock."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    async with aiogpu.init(num_cpus=1, num_gpus=0):
+        (directory,) = tmp_path.glob("aiogpu-*")
+        descriptor = os.open(directory, os.O_RDONLY)
+        try:
+            with pytest.raises(BlockingIOError):
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        finally:
+            os.close(descriptor)
 
 
 def test_init_refuses_a_node_without_descriptors() -> None:

@@ -78,6 +78,28 @@ async def test_raw_bytes_name_their_worker(capsys: pytest.CaptureFixture[str]) -
         assert "from a fresh process\n" in capsys.readouterr().out
 
 
+async def test_late_lines_of_a_task_have_a_name(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A thread of the task may print between the task's answer and its end."""
+
+    def chatter() -> None:
+        def print_lines() -> None:
+            for number in range(1000):
+                print(number)
+
+        threading.Thread(target=print_lines, daemon=True).start()
+
+    async with aiogpu.init(num_cpus=1):
+        task = aiogpu.remote(chatter)
+        for _ in range(10):
+            await task.remote()
+    names = {
+        line.partition(" pid=")[0] for line in capsys.readouterr().out.splitlines()
+    }
+    assert names <= {"(chatter", "(worker-1"}
+
+
 async def test_log_to_driver_hides_output(capsys: pytest.CaptureFixture[str]) -> None:
     async with aiogpu.init(num_cpus=1, log_to_driver=False):
         await tasks.output.remote(["x"])

@@ -87,11 +87,11 @@ async def test_an_orphaned_keepers_group_ends_with_it(gate: Gate) -> None:
         zygote = parent_of(keeper)
         (sleeper,) = worker.children()
         zygote.kill()
-        await until(lambda: not zygote.is_running())
+        await until(lambda: not is_alive(zygote))
         keeper.kill()
         with pytest.raises(aiogpu.WorkerDiedError, match="keeper"):
             await handle
-        await until(lambda: not sleeper.is_running())
+        await until(lambda: not is_alive(sleeper))
         assert await tasks.add.remote(1) == 2
 
 

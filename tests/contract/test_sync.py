@@ -455,3 +455,35 @@ def test_joblib_runs_calls_as_tasks_in_order(no_leaks: None) -> None:
         joblib.parallel_config("aiogpu", num_gpu=1),
     ):
         pass
+
+
+def threads_of_libraries(_number: int) -> str | None:
+    return os.environ.get("OMP_NUM_THREADS")
+
+
+def nested(number: int) -> tuple[int, list[int]]:
+    import joblib
+
+    call: Any = joblib.delayed
+    parallel = joblib.Parallel(n_jobs=2, backend="aiogpu")
+    return os.getpid(), parallel(call(abs)(-i) for i in range(number))
+
+
+def test_joblib_settings_hold_inside_and_after_calls(no_leaks: None) -> None:
+    joblib = pytest.importorskip("joblib", reason="joblib is not installed")
+    importlib.import_module("aiogpu.joblib")
+    call: Any = joblib.delayed
+    with sync.init(num_cpus=2):
+        with joblib.parallel_config("aiogpu", inner_max_num_threads=3):
+            calls = (call(threads_of_libraries)(i) for i in range(2))
+            assert joblib.Parallel(n_jobs=2)(calls) == ["3", "3"]
+        with joblib.parallel_config("aiogpu"):
+            (first, a), (_, b) = joblib.Parallel(n_jobs=2)(
+                call(nested)(i) for i in (2, 3)
+            )
+            assert (a, b) == ([0, 1], [0, 1, 2])
+            assert first != os.getpid()
+            backend, _ = joblib.parallel.get_active_backend()
+            joblib.Parallel(n_jobs=2)(call(abs)(i) for i in range(3000))
+            # Else a few slow calls would follow in one batch, one after the other.
+            assert backend.compute_batch_size() == 1

@@ -55,7 +55,6 @@ async def test_run_timeout_stops_code(node: Node, kind: str, gate: Gate) -> None
         work = option_tasks.parent.remote(gate.path, "in", limit)
     with pytest.raises(aiogpu.TaskTimeoutError, match=message):
         await work
-    assert "in" in gate.pids
     assert await tasks.add.remote(1) == 2
 
 

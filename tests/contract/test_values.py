@@ -6,6 +6,7 @@ import asyncio
 import gc
 import logging
 from collections.abc import AsyncIterator
+from multiprocessing.managers import SyncManager
 from pathlib import Path
 from typing import Any, Final
 
@@ -499,3 +500,16 @@ async def test_links_in_a_task_end_like_their_head(
     kinds = await code.remote(how, LENGTH, has_actor)
     assert kinds == [ENDS[how].__name__]
     assert await c.increase.remote(1) == 2
+
+
+@pytest.mark.parametrize("authkey", [None, b"own"])
+async def test_proxies_of_a_manager_travel(node: Node, authkey: bytes | None) -> None:
+    manager = SyncManager(authkey=authkey)
+    manager.start()
+    try:
+        shared, items = manager.dict(), manager.Queue()
+        returned = await v.fill.remote(shared, [items])
+        assert dict(shared) == dict(returned) == {"filled": 1}
+        assert items.get() == 2
+    finally:
+        manager.shutdown()

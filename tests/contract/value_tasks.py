@@ -612,3 +612,10 @@ def put_and_use_in_plain_code() -> list[Any]:
 class Putting:
     def put_and_use(self) -> list[Any]:
         return put_and_use_in_plain_code.__wrapped__()
+
+
+@aiogpu.remote
+def fill(shared: Any, queues: list[Any]) -> Any:
+    shared["filled"] = 1
+    queues[0].put(2)
+    return shared

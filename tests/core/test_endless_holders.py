@@ -129,3 +129,19 @@ def test_actor_has_the_nodes_grace_only_when_the_node_closes(closes):
     else:
         w.play("cancel actor; advance 0.01")
     assert w.killed == [1]
+
+
+def test_leaving_actor_does_not_hold_without_end():
+    w = World(gpus=1).play("submit actor gpus=1 max_calls=1 is_endless=True")
+    w.play("submit task gpus=1; waiting = task")
+    assert why_of(w, "task").is_held_endlessly
+    w.tell(Scheduler.task_leaves, w.tasks["actor"].id)
+    w.tell(Scheduler.task_leaves, 99)
+    why = why_of(w, "task")
+    assert not why.is_held_endlessly
+    assert "held by actor (pid 101, which is ending)" in str(why)
+    assert "is ending" in str(status_of(w))
+    w.advance(60)
+    assert not w.warned
+    w.finish("actor")
+    w.play("running = task")

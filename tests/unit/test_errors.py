@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import linecache
 import pickle
 
 import cloudpickle
@@ -118,3 +119,22 @@ def test_attributes_have_defaults():
 
 def test_a_remote_traceback_prints_as_a_block():
     assert str(RemoteTraceback("Traceback ...\n")) == '\n"""\nTraceback ...\n"""'
+
+
+def test_a_remote_traceback_shows_the_lines_that_this_process_knows(monkeypatch):
+    """A notebook's cells are no files: the worker has no source lines of them."""
+    cell, other = "<cell 1>", "<cell 2>"
+    lines = ["first\n", "    fails()  # here\n"]
+    monkeypatch.setitem(linecache.cache, cell, (9, None, lines, cell))
+    frames = [
+        f'  File "{cell}", line 2, in f\n',
+        f'  File "{other}", line 2, in g\n',
+        f'  File "{cell}", line 9, in h\n',
+        '  File "a.py", line 1, in k\n    known()\n    ^^^^^^^\n',
+    ]
+    text = "".join(["Traceback (most recent call last):\n", *frames, "ValueError: x\n"])
+    frames[0] += "    fails()  # here\n"
+    shown = "".join(
+        ["Traceback (most recent call last):\n", *frames, "ValueError: x\n"]
+    )
+    assert str(RemoteTraceback(text)) == f'\n"""\n{shown}"""'

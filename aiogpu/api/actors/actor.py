@@ -177,6 +177,9 @@ class ActorHandle(EnteredOnLoop, Generic[A]):
     `await handle` waits until the actor is ready, and returns the handle. `async with`
     ends the actor at the end of the block: after the calls made so far, or at once if
     the block raised. Call methods by `await handle.method.remote(...)`.
+
+    Handles of one actor are equal; one that is compared or hashed before its node has
+    answered equals only itself.
     """
 
     __slots__ = ("__dict__", "__weakref__", "_link")
@@ -199,6 +202,24 @@ class ActorHandle(EnteredOnLoop, Generic[A]):
         method = method_of(link, link.interface, name)
         self.__dict__[name] = method
         return method
+
+    def _identity(self) -> object:
+        """Return what equals for handles of one actor, the same for ever."""
+        return self.__dict__.setdefault("_key", self._link.identity or id(self))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, ActorHandle):
+            return NotImplemented
+        return self is other or self._identity() == other._identity()
+
+    def __hash__(self) -> int:
+        return hash(self._identity())
+
+    def __copy__(self) -> ActorHandle[A]:
+        return ActorHandle(self._link)
+
+    def __deepcopy__(self, _memo: object) -> ActorHandle[A]:
+        return ActorHandle(self._link)
 
     def _as_called(self) -> str:
         interface = self._link.interface

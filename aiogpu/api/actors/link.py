@@ -266,6 +266,11 @@ class ActorLink:
         self._error = error
         self._early.fail(error)
 
+    @property
+    def identity(self) -> tuple[int, object] | None:
+        """The actor's id and its node; None while the node has not answered."""
+        return None if self._actor is None else (self._actor.id, self._session)
+
     def reference(self) -> tuple[int, str, str]:
         """Return the pickled form of a handle, and count its receiver as a holder.
 
@@ -547,6 +552,11 @@ class WorkerActorLink:
     ) -> WorkerActorLink:
         hold = client_of_process().own(actor)
         return _links.get(actor) or cls(class_name, hold, load_result(interface))
+
+    @property
+    def identity(self) -> tuple[int, object]:
+        """The actor's id and its node."""
+        return self.actor, current.home
 
     def reference(self) -> tuple[int, str, str]:
         """Return the pickled form of a handle, and count its receiver as a holder."""

@@ -358,6 +358,13 @@ class Scheduler(SchedulerState):
         if before is not None and self.reservation is not before:
             self._place()
 
+    def task_leaves(self, now: float, task: TaskId) -> Sequence[Effect]:
+        """Note that an endless task was told to end: what it holds comes back."""
+        record = self.tasks.get(task)
+        if record is not None and record.worker is not None:
+            record.worker.is_leaving = True
+        return NOTHING
+
     def task_began(
         self, now: float, task: TaskId, worker: WorkerId, when: float
     ) -> Sequence[Effect]:

@@ -408,6 +408,7 @@ class Actors(Register):
     def on_leaving(self, actor: Actor) -> None:
         """See `Register`."""
         super().on_leaving(actor)
+        self._tasks.feed(Scheduler.task_leaves, TaskId(actor.id))
         # An empty context: the context of an inline task would keep its arguments.
         self._loop.call_later(LEAVE_LIMIT, self._end, actor, context=Context())
 

@@ -92,6 +92,10 @@ BACKLOG_EVERY: Final = 0.1
 """Seconds between two checks of a program that reads too slowly."""
 
 
+REMEMBERED: Final = 256
+"""Programs that have left whose names are kept."""
+
+
 class Clients:
     """The programs that have joined one node.
 
@@ -99,6 +103,8 @@ class Clients:
         routes: sends the programs the output of their tasks.
         is_draining: new work is refused.
         by_id: the programs by number.
+        departed: names and process ids of the last programs that have left, by number:
+            their ended tasks are still listed.
         ends_at: the loop time at which running tasks are ended if the node drains.
     """
 
@@ -141,6 +147,7 @@ class Clients:
         self._replies: set[asyncio.Task[None]] = set()
         self._unnamed: dict[Peer, asyncio.TimerHandle] = {}
         self._left: dict[int, Client] = {}
+        self.departed: dict[int, tuple[str, int]] = {}
 
     def __repr__(self) -> str:
         return f"<Clients {len(self.by_id)}>"
@@ -403,6 +410,10 @@ class Clients:
         if self.by_id.pop(client.id, None) is None:
             return
         self._store.clients.pop(client.id, None)
+        if client.name:
+            self.departed[client.id] = client.name, client.pid
+            if len(self.departed) > REMEMBERED:
+                del self.departed[next(iter(self.departed))]
         client.peer = None
         if client.pidfd >= 0:
             self._loop.remove_reader(client.pidfd)

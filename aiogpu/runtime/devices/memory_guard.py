@@ -72,12 +72,13 @@ def gpu_out_of_memory(
     if limit:
         could = f"could use {size(limit)} of {'each' if len(devices) > 1 else 'it'}"
     used = f", and used {size(peak)} at its peak" if peak else ""
+    is_known = all(device.memory for device in devices)
     # `retry_oom` is an option for tasks only.
     may_try_alone = task is None or not (task.spec.is_endless or task.spec.retries_oom)
     return GpuOutOfMemoryError(
         f"{name} {what.rstrip('.')}. It had {had}, {could}{used}; "
         f"{_shared_with(neighbours)}. "
-        f"{_advice(is_whole, may_try_alone, bool(neighbours))}",
+        f"{_advice(is_whole, may_try_alone, bool(neighbours), is_known)}",
         asked=0 if asked == BY_SHARE else asked,
         limit=limit,
         peak=peak,
@@ -128,14 +129,19 @@ def _shared_with(neighbours: tuple[str, ...]) -> str:
     return f"{names} also had a share"
 
 
-def _advice(is_whole: bool, may_try_alone: bool, has_neighbours: bool) -> str:
+def _advice(
+    is_whole: bool, may_try_alone: bool, has_neighbours: bool, is_known: bool
+) -> str:
+    """Say what to do; where memory is unknown, no task can ask for any."""
     if is_whole:
+        larger = ", or choose larger GPUs by gpu_where={'memory': ...}"
         return (
-            "Use less, for example with smaller batches, or choose larger GPUs by "
-            "gpu_where={'memory': ...}."
+            f"Use less, for example with smaller batches{larger if is_known else ''}."
         )
     more = "Ask for more with gpu_memory="
     fewer = ", for fewer neighbours with num_gpus=" if has_neighbours else ""
+    if not is_known:
+        more, fewer = "Ask for a larger share with num_gpus=", ""
     if not may_try_alone:
         return f"{more}{fewer}, or use less, for example with smaller batches."
     return (

@@ -27,6 +27,7 @@ from aiogpu.memory.mapping import Mappings
 from aiogpu.memory.segment import Segment
 from aiogpu.memory.segment_pool import SegmentPool
 from aiogpu.runtime.descriptors import values_limit
+from aiogpu.runtime.directories import NodeDirectory
 from aiogpu.runtime.objects.segments import (
     ActorHold,
     BorrowerReferences,
@@ -37,7 +38,12 @@ from aiogpu.runtime.objects.segments import (
 from aiogpu.runtime.objects.values import Value, find
 from aiogpu.serialization.payload import Contents, Payload, is_compound, unpack
 from aiogpu.serialization.references import SHARED_FROM, ActorReference, PickledValue
-from aiogpu.wire.messages import FIRST_SEGMENT, OWNER_BITS, Recycle
+from aiogpu.wire.messages import (
+    FIRST_SEGMENT,
+    OWNER_BITS,
+    Recycle,
+    descriptor_path,
+)
 from aiogpu.wire.messages import WARM_BYTES as WARM_OF_WORKER
 
 if TYPE_CHECKING:
@@ -429,9 +435,6 @@ def filled(parcel: Payload) -> Payload:
 _log: Final = logging.getLogger(__name__)
 
 
-BACKLOG: Final = 64
-
-
 RETRY: Final = 0.1
 """Seconds until connections are accepted again after a failure to accept one."""
 
@@ -448,18 +451,36 @@ class DescriptorServer:
     """Accepts connections for descriptors and hands them to `BorrowerReferences`."""
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, path: str, store: Store
+        self,
+        loop: asyncio.AbstractEventLoop,
+        directory: NodeDirectory,
+        store: Store,
     ) -> None:
+        """Listen in the directory.
+
+        Raises:
+            NodeStartError: the socket cannot be made.
+        """
         self._loop = loop
         self._store = store
         self._greeting: dict[socket.socket, asyncio.TimerHandle] = {}
-        self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listening.setblocking(False)
-        self._listening.bind(path)
-        self._listening.listen(BACKLOG)
         self._later: asyncio.TimerHandle | None = None
-        self._listen()
+        path = descriptor_path(directory.path)
+        self._serve(directory.listen(path))
+        directory.renew(path, self._serve_anew)
         store.descriptors = self
+
+    def _serve(self, listening: socket.socket) -> None:
+        self._listening = listening
+        listening.setblocking(False)
+        self._listen()
+
+    def _serve_anew(self, listening: socket.socket) -> None:
+        """Listen at another socket: the file of the present socket was removed."""
+        self.catch_up()
+        self._loop.remove_reader(self._listening.fileno())
+        self._listening.close()
+        self._serve(listening)
 
     def _listen(self) -> None:
         self._later = None

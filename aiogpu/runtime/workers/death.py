@@ -24,8 +24,8 @@ _USED_UP: Final = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 SCARCE: Final = (*_USED_UP, errno.ENOSPC, errno.EDQUOT, errno.ENOENT)
-"""Errno values for a resource that may become free again, or for a removed directory
-of the node. The present workers can run the waiting tasks."""
+"""Errno values for a resource that may become free again, or for a directory that was
+removed just now. The present workers can run the waiting tasks."""
 
 
 NO_PROCESS: Final = (*_USED_UP, errno.EAGAIN)

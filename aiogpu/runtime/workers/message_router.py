@@ -403,9 +403,11 @@ class MessageRouter:
     def _show(self, worker: LiveWorker, log: wire.Log | wire.Record) -> None:
         output = worker.slot.output
         label = output.label
-        if log.task:
+        # A thread of a task may print after the task has ended.
+        name = self._events.name_of(log.task) if log.task else ""
+        if name:
             # A line end in the name would break the line in the log.
-            label = f"{printable(self._events.name_of(log.task))} pid={worker.pid}"
+            label = f"{printable(name)} pid={worker.pid}"
         if isinstance(log, wire.Record):
             output.log(label, log.text, log.fields, log.task)
         else:

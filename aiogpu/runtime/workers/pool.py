@@ -26,7 +26,7 @@ from aiogpu.runtime.output import Console
 from aiogpu.runtime.pending_tasks import EACH
 from aiogpu.runtime.workers import death as cause
 from aiogpu.runtime.workers.commands import WorkerCommands
-from aiogpu.runtime.workers.death import Death, start_failure
+from aiogpu.runtime.workers.death import Death, NoCapacityError, start_failure
 from aiogpu.runtime.workers.message_router import MessageRouter, WorkerEvents
 from aiogpu.runtime.workers.slots import LiveWorker, Slot, Slots
 from aiogpu.runtime.zygote.generations import ZygoteListener
@@ -166,6 +166,8 @@ class Pool:
             worker_id, slot, timer, environment, first=function, store=self._store
         )
         slot.worker = self.workers[worker_id] = worker
+        # The page may still describe the slot's previous worker.
+        self.zygotes.page.note_import(slot.index, "")
         slot.output.begin()
         if slot.keeper is not None:
             slot.keeper.send(wire.Fork(worker_id))
@@ -203,6 +205,11 @@ class Pool:
         else:
             worker.blame(cause.NOT_STARTED)
             self._check_gone(worker, is_certain=True)
+
+    def importing(self, worker_id: int) -> str:
+        """Return the module that a worker is importing, "" for none."""
+        worker = self.workers.get(worker_id)
+        return "" if worker is None else self.zygotes.page.importing(worker.slot.index)
 
     def _on_new_worker(self, peer: Peer, hello: wire.Hello) -> Recipient | None:
         worker = self.workers.get(hello.id)
@@ -314,6 +321,9 @@ class Pool:
         if slot.keeper is not None and slot.remains is None:
             self.slots.put_back(slot)
         death = worker.death(self.zygotes.page.begun(slot.index), self.autopsy)
+        module = self.zygotes.page.importing(slot.index)
+        if module and not death.reason:
+            death = death._replace(reason=f"it was importing the module {module}")
         self._router.delay(worker, EACH)
         del self.workers[worker.id]
         if worker.status:
@@ -361,7 +371,20 @@ class Pool:
                     if worker.peer is not None:
                         # A paused connection would not show its end.
                         worker.peer.resume()
+                    else:
+                        self._explain_early_end(worker)
                     self._check_gone(worker)
+
+    def _explain_early_end(self, worker: LiveWorker) -> None:
+        """Let a worker start again that could not connect to a removed socket."""
+        try:
+            was_removed = self.slots.check_directory()
+        except NoCapacityError as error:
+            worker.end = Death(reason=str(error), known=cause.CROWDED)
+            return
+        if was_removed:
+            reason = "the node's directory was removed while it started"
+            worker.end = Death(reason=reason, known=cause.CROWDED)
 
     def _on_keeper_lost(self, slot: Slot) -> None:
         slot.keeper = None
@@ -429,6 +452,8 @@ class Pool:
         if slot is not None:
             if unforked and slot.worker is not None:
                 slot.worker.end = Death(reason=unforked, known=cause.CROWDED)
+            elif slot.worker is not None and slot.worker.peer is None:
+                self._explain_early_end(slot.worker)
             self._forget_slot(slot)
 
     def _forget_slot(self, slot: Slot, is_reused: bool = True) -> None:

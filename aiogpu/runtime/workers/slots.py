@@ -8,18 +8,18 @@ not reused while a keeper with this index may exist.
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
+from aiogpu.errors import NodeStartError
 from aiogpu.linux.procfs import ExitEvidence
 from aiogpu.memory.control_page import SLOTS
 from aiogpu.runtime.callers.caller import Caller
 from aiogpu.runtime.connection import Peer
 from aiogpu.runtime.descriptors import RESERVE, soft_limit
+from aiogpu.runtime.directories import NodeDirectory, no_room
 from aiogpu.runtime.output import Console, Output
 from aiogpu.runtime.workers.death import (
     SCARCE,
@@ -162,6 +162,11 @@ class Slot:
 _log: Final = logging.getLogger(__name__)
 
 
+CHECKS: Final = 1.0
+"""Least seconds between two checks of the directory. A worker that cannot connect
+meanwhile is started again."""
+
+
 SPARE_SLOTS: Final = 16
 """Most keepers without a worker that are kept for later workers."""
 
@@ -191,7 +196,7 @@ class Slots:
         self,
         loop: asyncio.AbstractEventLoop,
         console: Console,
-        directory: str,
+        directory: NodeDirectory,
         most: int = SLOTS,
     ) -> None:
         self.most = most
@@ -203,7 +208,8 @@ class Slots:
         self._slots: dict[int, Slot] = {}
         self._free: list[Slot] = []
         self._next_index = 0
-        self._is_removal_logged = False
+        self._is_short_of_room = False
+        self._checked = -CHECKS
         self._free_indices: list[int] = []
         self._gone: asyncio.Future[None] | None = None
 
@@ -241,18 +247,26 @@ class Slots:
             NoCapacityError: there is no room for another slot now.
             OSError: no slot can be made.
         """
-        if not os.path.exists(self._directory):
-            # A new process could not connect.
-            removed = _removed(self._directory)
-            if not self._is_removal_logged:
-                self._is_removal_logged = True
-                _log.error("! %s", removed)
-            raise NoCapacityError(removed)
+        now = self._loop.time()
+        if now >= self._checked + CHECKS:
+            self._checked = now
+            self.check_directory()
         for slot in reversed(self._free):
             if slot.zygote is zygote:
                 self._free.remove(slot)
                 return slot
         return self.add(zygote)
+
+    def check_directory(self) -> bool:
+        """Make the node's directory anew if it was removed; return True if it was.
+
+        Raises:
+            NoCapacityError: it cannot be made anew now.
+        """
+        try:
+            return self._directory.check()
+        except NodeStartError as error:
+            raise NoCapacityError(str(error)) from error
 
     def add(self, zygote: Zygote) -> Slot:
         """Make a slot and ask the zygote for its keeper.
@@ -285,13 +299,19 @@ class Slots:
         )
 
     def _open(self, index: int) -> Output:
-        out, err = (output_path(self._directory, index, stream) for stream in (1, 2))
+        directory = self._directory.path
+        out, err = (output_path(directory, index, stream) for stream in (1, 2))
         try:
             output = Output(self._loop, self._console, (out, err))
         except OSError as error:
             if error.errno in SCARCE:
-                raise NoCapacityError(_no_pipe(self._directory, error)) from error
+                why = f"no pipe for another worker: {no_room(directory, error)}"
+                if not self._is_short_of_room:
+                    self._is_short_of_room = True
+                    _log.warning("! %s; it is tried again", why)
+                raise NoCapacityError(why) from error
             raise
+        self._is_short_of_room = False
         if self._is_short(output.descriptor):
             output.close()
             raise NoCapacityError(
@@ -363,22 +383,3 @@ class Slots:
     def reuse_index(self, slot: Slot) -> None:
         """Free the index of a forgotten slot, once its pipes are closed."""
         self._free_indices.append(slot.index)
-
-
-def _no_pipe(directory: str, error: OSError) -> str:
-    """Explain why no pipes for another worker can be made."""
-    if error.errno == errno.ENOENT:
-        return _removed(directory)
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return (
-            f"no pipe for another worker: {directory}: {error.strerror}; free space or "
-            f"inodes there (`df -i`), or set TMPDIR to a directory with room"
-        )
-    return f"no pipe for another worker: {error}"
-
-
-def _removed(directory: str) -> str:
-    return (
-        f"the node's directory {directory} was removed while the node ran, and no "
-        f"new worker can connect; close the node and open it again"
-    )

@@ -11,7 +11,6 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,7 +23,7 @@ from aiogpu.errors import NodeStartError
 from aiogpu.linux.interpreter import interpreter_command
 from aiogpu.memory.control_page import ControlPage
 from aiogpu.runtime.descriptors import soft_limit
-from aiogpu.runtime.directories import create_directory, remove_directory
+from aiogpu.runtime.directories import NodeDirectory, create_directory
 from aiogpu.runtime.node_cgroup import NodeCgroup
 from aiogpu.wire.messages import ARGUMENTS, LOG_LEVEL, Setup, socket_path
 
@@ -201,8 +200,7 @@ class ZygoteConfig(NamedTuple):
     even if the program has changed its own since.
 
     Attributes:
-        directory: the directory of the node's socket and pipes; its name is the id of
-            the node.
+        directory: the directory of the node's sockets and pipes.
         page: descriptor of the control page.
         place: descriptor of the working directory; None if this process may not enter
             it.
@@ -214,7 +212,7 @@ class ZygoteConfig(NamedTuple):
         programs: the programs that have joined, by key; each has its own zygotes.
     """
 
-    directory: str
+    directory: NodeDirectory
     page: int
     place: int | None
     cgroup: NodeCgroup
@@ -226,9 +224,24 @@ class ZygoteConfig(NamedTuple):
 
     @classmethod
     def take(
-        cls, directory: str, cgroup: NodeCgroup, learns: bool, spill: str = ""
+        cls,
+        directory: NodeDirectory,
+        cgroup: NodeCgroup,
+        learns: bool,
+        spill: str = "",
     ) -> ZygoteConfig:
-        """Record the current state of this process, with a new control page."""
+        """Record the current state of this process, with a new control page.
+
+        Raises:
+            NodeStartError: there is no shared memory.
+        """
+        try:
+            page = ControlPage.create()
+        except OSError as error:
+            from aiogpu.linux.denied import why_refused
+
+            why = why_refused("memfd_create", "3.17", error)
+            raise NodeStartError(f"the node gets no shared memory: {why}") from error
         try:
             place = os.open(".", os.O_PATH | os.O_CLOEXEC)
         except OSError:
@@ -239,7 +252,6 @@ class ZygoteConfig(NamedTuple):
         own = Program("", sys_path, working, dict(os.environ), argv=arguments())
         # 0 would make hashes predictable.
         seed = str(int.from_bytes(os.urandom(4), "little") or 1)
-        page = ControlPage.create()
         return cls(directory, page, place, cgroup, learns, spill, seed, own, {})
 
     def close(self) -> None:
@@ -385,9 +397,6 @@ def start_variables(
     return started
 
 
-BACKLOG: Final = 64
-
-
 PER_ZYGOTE: Final = 6
 """Descriptors that a zygote needs in addition to its pipe: two for its life, and four
 to start."""
@@ -432,8 +441,10 @@ def launch(
         preload: modules that it imports before it forks.
 
     Raises:
-        NodeStartError: there is no interpreter, or it cannot be started.
+        NodeStartError: there is no interpreter, or it cannot be started; or the node's
+            directory was removed and cannot be made anew.
     """
+    config.directory.check()
     own = dict(environment)
     program = config.programs.get(program_of(environment))
     if program is None:
@@ -448,8 +459,8 @@ def launch(
     argv = program.argv if program.preload or not program_of(environment) else ("",)
     setup = Setup(
         sys_path=[*first, *program.sys_path],
-        node=os.path.basename(config.directory),
-        directory=config.directory,
+        node=os.path.basename(config.directory.path),
+        directory=config.directory.path,
         driver=os.getpid(),
         page=config.page,
         preload=list(preload),
@@ -527,16 +538,15 @@ class Bootstrap:
             spill: directory for values beyond the memory limit, "" for the default.
 
         Raises:
-            NodeStartError: there is no place for the directory, or no interpreter.
+            NodeStartError: there is no place for the directory, no shared memory, or no
+                interpreter.
         """
-        directory = create_directory()
+        directory = NodeDirectory(create_directory())
         with ExitStack() as undo:
-            undo.callback(remove_directory, directory)
-            cgroup.choose(os.path.basename(directory))
-            listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            undo.callback(directory.remove)
+            cgroup.choose(os.path.basename(directory.path))
+            listening = directory.listen(socket_path(directory.path))
             self.listening = undo.enter_context(listening)
-            listening.bind(socket_path(directory))
-            listening.listen(BACKLOG)
             self.config = ZygoteConfig.take(directory, cgroup, learns, spill)
             undo.callback(self.config.close)
             self.preload = tuple(preload)

@@ -398,8 +398,9 @@ class ZygoteGenerations:
             _log.warning("! the zygote ended with status %d; starting another", status)
         else:
             lines = "".join(f"\n  {line}" for line in zygote.last)
-            named = f" while it imported {zygote.importing}" if zygote.importing else ""
-            text = f"the zygote ended with status {zygote.status}{named}:{lines}"
+            module = zygote.importing
+            during = f" while it imported {module} (preload=)" if module else ""
+            text = f"the zygote ended with status {zygote.status}{during}:{lines}"
             if is_script(zygote.executable):
                 text += (
                     f"\nsys.executable is {zygote.executable!r}, a script, perhaps of "

@@ -99,6 +99,7 @@ class Zygote:
         last: the last lines of output.
         is_over: it has ended, and all its messages were read.
         is_late: it was killed because its imports did not end.
+        importing: the module whose import it had not ended, "" for none.
         is_stale: a module that it has imported was edited since.
         problem: why no zygote has replaced it; None if it lives or was replaced.
     """
@@ -146,6 +147,7 @@ class Zygote:
         self.is_closing = False
         self.is_over = False
         self.is_late = False
+        self.importing = ""
         self.is_stale = False
         self.problem: Exception | None = None
         self._events = events
@@ -213,6 +215,8 @@ class Zygote:
     def start(self, launched: Launched | None = None) -> None:
         """Start the process, or take over a process that was `launched` before.
 
+        After an error, a process that was `launched` before is still the caller's.
+
         Raises:
             NodeStartError: there is no interpreter, or it cannot be started. Another
                 attempt may succeed.
@@ -231,10 +235,14 @@ class Zygote:
         try:
             pidfd = os.pidfd_open(child.pid)
         except OSError as error:
-            child.kill()
-            child.wait()
-            os.close(output)
-            raise NodeStartError(f"a zygote cannot be watched: {error}") from error
+            if launched is None:  # else its owner ends it
+                child.kill()
+                child.wait()
+                os.close(output)
+            from aiogpu.linux.denied import why_refused
+
+            why = why_refused("pidfd_open", "5.3", error)
+            raise NodeStartError(f"a zygote cannot be watched: {why}") from error
         self._child = child
         self._pid = child.pid
         self._pidfd = pidfd

@@ -112,7 +112,11 @@ class Zygotes:
             self._recall(learning)
         self._learnt: dict[Environment, Learning] = {}
         self.plain = self._add((), learning)
-        self.plain.current.start(launched)
+        try:
+            self.plain.current.start(launched)
+        except NodeStartError:
+            self.page.close()
+            raise
         self.plain.renew()
 
     def __repr__(self) -> str:

@@ -139,6 +139,7 @@ class WorkerTemplate:
             partial(self._channel.send, READ_DESCRIPTORS),
         )
         self._imports = imports
+        self._note_import = page.note_import
         self._worker = Worker(
             self._channel, self._interrupts, imports, threads, customize
         )
@@ -158,6 +159,7 @@ class WorkerTemplate:
             reseed()
         current.worker = worker
         self._interrupts.use_slot(slot)
+        self._imports.note = partial(self._note_import, slot)
         self._channel.loans = self._loans
         process = self._worker
         process.begin()

@@ -326,6 +326,11 @@ class _Nesting(_local):
     depth = 0
     begun = ""
     found: list[tuple[str, int]]
+    name = ""
+
+
+def _note_nowhere(_module: str) -> None:
+    """Note no import: the process is no worker yet."""
 
 
 class Imports:
@@ -341,11 +346,19 @@ class Imports:
     Attributes:
         found: names and microseconds, nested imports included.
         report: sends `Importing`; None outside of workers.
+        note: called with the name of each module as its import begins, and with that of
+            the outer import, or "", as it ends.
     """
 
     def __init__(self) -> None:
         self.found: list[tuple[str, int]] = []
         self.report: Callable[[Message], None] | None = None
+        self.note: Callable[[str], None] = _note_nowhere
+
+    def leave(self) -> None:
+        """Note and report nothing: this process is a fork made by user code."""
+        self.report = None
+        self.note = _note_nowhere
 
     def take(self) -> Imported:
         """Return and forget the recorded imports."""
@@ -371,6 +384,8 @@ class Imports:
             if imports.report and not nesting.begun and will_be_installed(name):
                 nesting.begun, is_begun = name, True
                 imports.report(Importing(name))
+            outer, nesting.name = nesting.name, name
+            imports.note(name)
             inner = len(nesting.found)
             started = perf_counter()
             try:
@@ -385,6 +400,8 @@ class Imports:
                     nesting.begun = ""
                     if imports.report:  # None if the module has forked this process
                         imports.report(Importing(""))
+                nesting.name = outer
+                imports.note(outer)
                 if nesting.depth == 0 and nesting.found:
                     imports.found += nesting.found
 

@@ -257,6 +257,12 @@ class FakePage:
     def revoke(self, slot: int, below: int) -> None:
         self.revoked[slot] = below
 
+    def note_import(self, _place: int, _module: str) -> None:
+        """Nothing is imported."""
+
+    def importing(self, _place: int) -> str:
+        return ""
+
 
 class FakeCgroup:
     """Records the slots whose processes were looked for; there is no cgroup."""

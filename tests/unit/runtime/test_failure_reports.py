@@ -9,8 +9,9 @@ import signal
 import pytest
 
 from aiogpu.core.model.ids import TaskId, WorkerId
-from aiogpu.core.model.request import Request, Shape, TaskSpec
+from aiogpu.core.model.request import Device, Request, Shape, TaskSpec
 from aiogpu.core.records import TaskRecord, WorkerRecord
+from aiogpu.core.resources.devices import DeviceSet
 from aiogpu.core.resources.ledger import Lease, Ledger
 from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.errors import GpuOutOfMemoryError, WorkerDiedError
@@ -148,6 +149,22 @@ def test_gpu_memory_error_names_the_request_and_the_neighbours(node: Scheduler) 
     again = pickle.loads(pickle.dumps(error))
     assert type(again) is GpuOutOfMemoryError
     assert vars(again) == vars(error)
+
+
+@pytest.mark.parametrize(
+    ("share", "advice"),
+    [
+        (2500, "a share. Ask for a larger share with num_gpus=, or let it be retried"),
+        (10_000, "a share. Use less, for example with smaller batches."),
+    ],
+)
+def test_no_advice_asks_for_memory_that_is_unknown(share: int, advice: str) -> None:
+    gpus = DeviceSet("GPU", [Device(number) for number in range(2)])
+    node = Scheduler(Ledger({}, [gpus]))
+    worker = worker_of(node, "train", lease_of(0, share=share))
+    error = gpu_out_of_memory("train", worker, node, peak=0, what="ran out")
+    assert advice in str(error)
+    assert "gpu_memory=" not in str(error).replace("without gpu_memory=", "")
 
 
 def test_memory_error_of_a_worker_without_lease_has_no_devices(node: Scheduler) -> None:

@@ -13,6 +13,7 @@ from typing import Any, cast
 import pytest
 
 from aiogpu.memory.control_page import SLOTS
+from aiogpu.runtime.directories import NodeDirectory
 from aiogpu.runtime.output import Output
 from aiogpu.runtime.workers import death as cause
 from aiogpu.runtime.workers.death import Death, NoCapacityError
@@ -39,7 +40,8 @@ pytestmark = pytest.mark.either_loop
 async def slots(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Slots]:
     console, most = FakeConsole(), getattr(request, "param", SLOTS)
     loop = asyncio.get_running_loop()
-    slots = Slots(loop, console, str(tmp_path), most)  # type: ignore[arg-type]
+    directory = NodeDirectory(str(tmp_path))
+    slots = Slots(loop, console, directory, most)  # type: ignore[arg-type]
     yield slots
     for slot in slots:
         slot.output.close()
@@ -143,7 +145,7 @@ class FakeNode:
             FakeZygotes,  # type: ignore[arg-type]
             console,  # type: ignore[arg-type]
             FakeStore(),  # type: ignore[arg-type]
-            Slots(loop, console, str(directory), most),  # type: ignore[arg-type]
+            Slots(loop, console, NodeDirectory(str(directory)), most),  # type: ignore[arg-type]
             self,  # type: ignore[arg-type]
             lambda pid, number: self.signals.append((pid, number)),
         )

@@ -282,6 +282,7 @@ class FakeProcess:
         self.status, self.last = 0, ("last words",)
         self.executable = sys.executable
         self.is_closing = self.is_over = self.is_stale = self.is_late = False
+        self.importing = ""
         self.is_started = False
         self.calls: list[str] = []
         self.fault: Exception | None = None
@@ -642,7 +643,7 @@ async def test_first_zygote_that_fails_is_an_error(
     """It ends with a status, or because a module is unfit; -9 after a time limit."""
     generations = Generations(("named",))
     generations.last.is_late = end == -9
-    generations.last.importing = "named"
+    generations.last.importing = "named" if end == -9 else ""
     status, unfit = (end, None) if isinstance(end, int) else (0, end)
     generations.last.die(status, unfit)
     with pytest.raises(error, match=message):
@@ -676,7 +677,8 @@ async def test_node_closed_now_leaves_no_directory(runtime_directory: Path) -> N
         assert os.listdir(runtime_directory) == []
         await pool.close()
         await pool.zygotes.close()
-        parts.server.close()
+        for server in parts.servers:
+            server.close()
         memory.close()
 
 

@@ -11,9 +11,11 @@ from collections import Counter
 from pathlib import Path
 
 import aiogpu
+from aiogpu.linux.procfs import read_stat
 from aiogpu.testing.leaks import Resources
 from tests.contract import tasks
 from tests.support.cgroups import PLACE, needs_cgroup
+from tests.support.program import run
 
 
 def test_resources_include_processes_of_aiogpu_and_their_children() -> None:
@@ -239,5 +241,37 @@ def test_fixtures_report_leaks_and_wrong_marks(tmp_path: Path) -> None:
     for number, text in zip(parts[::2], parts[1::2], strict=True):
         assert list(WRONG.values())[int(number)] in text.partition("= short test")[0]
     assert Counter(parts[::2]) == dict.fromkeys("0123", 2)
-    while Path(f"/proc/{pid}").exists():
+    while (stat := read_stat(int(pid))) is not None and stat.state not in "ZX":
         """The worker ends with its driver, which did not wait for the worker."""
+
+
+def test_an_adopted_zombie_is_no_leftover() -> None:
+    """The first process of a container gets all orphans, and may never reap them."""
+    program = """
+        import os
+        from aiogpu.linux import syscalls
+        from aiogpu.testing.leaks import Resources
+
+        def leave(name):
+            middle = os.fork()
+            if middle == 0:
+                if os.fork() == 0:
+                    syscalls.set_process_name(name)
+                os._exit(0)
+            os.waitpid(middle, 0)
+            (orphan,) = syscalls.children()
+            os.waitid(os.P_PID, orphan, os.WEXITED | os.WNOWAIT)
+            return orphan
+
+        syscalls.adopt_orphans()
+        before = Resources.take()
+        for name in ("aiogpu-work-1", "aiogpu-keep-1", "aiogpu-zygote"):
+            orphan = leave(name)
+            print(name, len(Resources.take().since(before)))
+            os.waitpid(orphan, 0)
+        """
+    assert run(program).splitlines() == [
+        "aiogpu-work-1 0",
+        "aiogpu-keep-1 0",
+        "aiogpu-zygote 1",
+    ]
