@@ -233,6 +233,12 @@ class RemoteClass(_Decorated, Generic[P, A]):
         """Let subclasses inherit from the plain class."""
         return (cast("type", self.__aiogpu_function__),)
 
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Return a class attribute, static or class method of the plain class."""
+            return self.__dict__["_wrapped"].__getattr__(name)
+
 
 def _wrap(remote: Any) -> Any:
     """Wrap a remote function or class of `aiogpu.remote` for code without a loop."""
@@ -460,9 +466,9 @@ def put(value: R) -> Handle[R]:
     portal = _portal("aiogpu.sync.put()")
     if portal is None:
         return store(value)  # type: ignore[no-any-return]
-    from aiogpu.api.portal import unwrap, wrap
+    from aiogpu.api.portal import unwrap
 
-    return portal.call(lambda: wrap(portal, store(unwrap(value))))  # type: ignore[no-any-return]
+    return portal.call(lambda: portal.wrap(store(unwrap(value))))  # type: ignore[no-any-return]
 
 
 def wait(

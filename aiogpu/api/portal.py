@@ -65,7 +65,7 @@ from aiogpu.api.results.stream import IteratedOnce, Stream
 from aiogpu.api.run import new_runner
 from aiogpu.api.session import refuse_in_worker
 from aiogpu.api.usage_errors import PUT_NAME, NotItsResult
-from aiogpu.client.current import is_in_task, is_loop_running
+from aiogpu.client.current import is_in_task, is_loop_running, proxy_maker
 from aiogpu.errors import (
     MisuseError,
     NodeError,
@@ -215,6 +215,34 @@ class Portal:
         finally:
             del ended  # the error's traceback refers to this frame
 
+    def fetch(self, what: str, begin: Callable[[], Awaitable[T]]) -> T:
+        """`run`, for a user's value: handles and actors in it arrive as proxies."""
+
+        async def get() -> T:
+            proxy_maker.set(self)  # in the context of this asyncio task
+            return await begin()
+
+        return self.run(what, get)
+
+    def wrap(self, target: Any) -> Any:
+        """Return a proxy of a handle, iterator, actor or queue; else the object."""
+        if isinstance(target, handles.Handle):
+            return Handle[Any](self, target.task_name).follow(target)
+        if isinstance(target, Stream | Results):
+            return ResultIterator(self, target)
+        if isinstance(target, ActorHandle):
+            return SyncActorHandle(self, target)
+        if isinstance(target, queues.Queue):
+            target._actor = unwrap(target._actor)
+            return Queue[Any]._over(self, target)
+        if (
+            isinstance(target, tuple)
+            and target
+            and isinstance(target[0], handles.Handle)
+        ):
+            return tuple(self.wrap(handle) for handle in target)
+        return target
+
     def enter(self, what: str, manager: AbstractAsyncContextManager[object]) -> None:
         """Enter a context manager on the loop; leave it if that fails.
 
@@ -304,10 +332,6 @@ _own: Final[list[LoopThread]] = []
 
 _starting: Final = threading.Lock()
 
-_guest: Final = threading.local()
-"""`portal` of code that a portal runs: a thread that reads the input of a `map`, and a
-callback of a handle."""
-
 _portals: Final[dict[asyncio.AbstractEventLoop, Portal]] = {}
 """The portals to the program's own loops: one each, so that calls keep their order."""
 
@@ -333,7 +357,7 @@ def portal_for(what: str, *, opens: bool = False) -> Portal | None:
     if own is None or get_ident() != own.opener:
         # The opener is no task's, even while an inline node runs a task.
         refuse_in_worker(what)
-    if (portal := getattr(_guest, "portal", None)) is not None:
+    if (portal := proxy_maker.get()) is not None:
         # After the map's node was shut down, its input must not open another node.
         return portal  # type: ignore[no-any-return]
     if own is not None and own.is_here:
@@ -462,27 +486,14 @@ def from_thread(call: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
     if isinstance(returned, _Proxy) or not isawaitable(returned):
         return returned
     result = portal.run(what, lambda: returned)
-    return portal.call(wrap, portal, result)
+    return portal.call(portal.wrap, result)
 
 
 # Proxies of the loop's objects.
 
 
-def wrap(portal: Portal, target: Any) -> Any:
-    """Return a proxy of a handle, iterator or actor, and other objects unchanged."""
-    if isinstance(target, handles.Handle):
-        return Handle[Any](portal, target.task_name).follow(target)
-    if isinstance(target, Stream | Results):
-        return ResultIterator(portal, target)
-    if isinstance(target, ActorHandle):
-        return SyncActorHandle(portal, target)
-    if isinstance(target, tuple) and target and isinstance(target[0], handles.Handle):
-        return tuple(wrap(portal, handle) for handle in target)
-    return target
-
-
 def unwrap(value: Any) -> Any:
-    """Undo `wrap`. Call it on the loop: only there a posted handle has its target."""
+    """Undo `Portal.wrap`, on the loop: only there a posted handle has its target."""
     return value._target if isinstance(value, _Proxy) else value
 
 
@@ -496,7 +507,7 @@ def call_on(
 
     def make() -> Any:
         unwrapped = {name: unwrap(value) for name, value in named.items()}
-        return wrap(portal, function(*(unwrap(arg) for arg in args), **unwrapped))
+        return portal.wrap(function(*(unwrap(arg) for arg in args), **unwrapped))
 
     return portal.call(make)
 
@@ -706,17 +717,16 @@ class Handle(_Proxy, NotItsResult, concurrent.futures.Future[T]):
         """Take the outcome of the loop's handle, on the loop; callbacks are called."""
         if self.done():
             return  # `cancel` has settled it
-        before = getattr(_guest, "portal", None)
-        _guest.portal = self._portal
+        before = proxy_maker.set(self._portal)
         try:
             if target.cancelled():
                 self._end_cancelled()
             elif (error := target.exception()) is not None:
-                self.set_exception(error)
+                super().set_exception(error)
             else:
-                self.set_result(target.result())
+                super().set_result(target.result())
         finally:
-            _guest.portal = before
+            proxy_maker.reset(before)
 
     def _end_cancelled(self) -> None:
         super().cancel()
@@ -913,7 +923,7 @@ class ResultIterator(_Proxy, Iterator[T]):
     def __next__(self) -> T:
         target = self._target
         try:
-            return self._portal.run("the next item", target.__anext__)
+            return self._portal.fetch("the next item", target.__anext__)
         except StopAsyncIteration:
             raise StopIteration from None
         except concurrent.futures.CancelledError:
@@ -969,6 +979,9 @@ class SyncMethod:
     def __repr__(self) -> str:
         return repr(self._method)
 
+    def __reduce__(self) -> Any:
+        return self._method.__reduce__()  # raises
+
     def options(self, **options: Any) -> SyncMethod:
         """Return an actor's method with other options; see `aiogpu.method`."""
         return SyncMethod(self._portal, self._method.options(**options))
@@ -996,7 +1009,7 @@ class SyncMethod:
         )
 
 
-class ActorPool(Generic[A]):
+class ActorPool(_Proxy, Generic[A]):
     """Several actors that are called as one, in a thread without an event loop.
 
     The arguments and methods are those of `aiogpu.ActorPool`; methods that are awaited
@@ -1064,12 +1077,12 @@ class ActorPool(Generic[A]):
 
     def get_next(self, timeout: float | None = None) -> Any:
         """Wait for the next result, in the order of `submit`."""
-        return self._portal.run("get_next()", lambda: self._target.get_next(timeout))
+        return self._portal.fetch("get_next()", lambda: self._target.get_next(timeout))
 
     def get_next_unordered(self, timeout: float | None = None) -> Any:
         """Wait for the result of the call that ends next."""
         next_of = self._target.get_next_unordered
-        return self._portal.run("get_next_unordered()", lambda: next_of(timeout))
+        return self._portal.fetch("get_next_unordered()", lambda: next_of(timeout))
 
     def has_next(self) -> bool:
         """Return whether `get_next` has a result to return or to wait for."""
@@ -1139,6 +1152,24 @@ class Queue(_Proxy, Generic[T]):
         self._target: queues.Queue[T] = portal.call(queues.Queue, maxsize, **options)
         portal.run(what, lambda: self._target)
 
+    @classmethod
+    def _over(cls, portal: Portal, target: queues.Queue[T]) -> Self:
+        """Return a proxy of an existing queue."""
+        queue = cls.__new__(cls)
+        queue._portal, queue._target = portal, target
+        return queue
+
+    @property
+    def actor(self) -> SyncActorHandle[Any]:
+        """The handle of the queue's actor, for `aiogpu.sync.kill`."""
+        return SyncActorHandle(self._portal, self._target.actor)
+
+    def __iter__(self) -> Iterator[T]:
+        """Take items until the queue is shut down and empty."""
+        with suppress(queues.QueueClosedError):
+            while True:
+                yield self.get()
+
     def __repr__(self) -> str:
         return repr(self._target)
 
@@ -1187,7 +1218,7 @@ class Queue(_Proxy, Generic[T]):
         self._run("shutdown()", lambda: self._target.shutdown(at_once))
 
     def _run(self, what: str, begin: Callable[[], Awaitable[A]]) -> A:
-        return self._portal.run(f"{what} of a queue", begin)
+        return self._portal.fetch(f"{what} of a queue", begin)
 
 
 def _unwrapped(make: Callable[[], Any]) -> Any:
@@ -1296,7 +1327,7 @@ def _read(
     portal: Portal,
 ) -> None:
     """Read an item for each future in `wanted`; the thread of a `ThreadIterable`."""
-    _guest.portal = portal
+    proxy_maker.set(portal)
 
     def settle(item: asyncio.Future[Any], value: Any, error: Any) -> None:
         if item.done():

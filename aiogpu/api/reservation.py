@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from aiogpu.api.options import TaskOptions, check_options, merged, placement_group_of
 from aiogpu.api.results.handle import check_thread
-from aiogpu.api.usage_errors import EnteredOnLoop, options_of
+from aiogpu.api.usage_errors import EnteredOnLoop, NotPassedOn, options_of
 from aiogpu.client.current import error_inside_task, is_in_task
 from aiogpu.client.function_spec import (
     Function,
@@ -194,11 +194,13 @@ def _note_seen(granted: asyncio.Future[bytes]) -> None:
         granted.exception()
 
 
-class Lease(EnteredOnLoop):
+class Lease(EnteredOnLoop, NotPassedOn):
     """A lease, made by `aiogpu.lease`: await it, or use it in `async with`.
 
     Before it is granted, only `why()` can be used.
     """
+
+    PASS_INSTEAD = "pass its ids or its environ"
 
     def __init__(self, func: FunctionSpec, timeout: float | None) -> None:
         self._func = func

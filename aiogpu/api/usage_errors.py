@@ -12,7 +12,15 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from inspect import CO_VARARGS
 from types import MappingProxyType, ModuleType
-from typing import TYPE_CHECKING, Any, Final, NoReturn, ParamSpec, TypeVar
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    ClassVar,
+    Final,
+    NoReturn,
+    ParamSpec,
+    TypeVar,
+)
 
 from aiogpu.errors import MisuseError
 
@@ -129,6 +137,24 @@ _CALCULATING: Final = (
 
 for _name in _CALCULATING:
     setattr(NotItsResult, f"__{_name}__", _operator(f"__{_name}__"))
+
+
+class NotPassedOn:
+    """Mixin: pickling raises and says what to pass instead.
+
+    Attributes:
+        PASS_INSTEAD: what to pass.
+    """
+
+    __slots__ = ()
+
+    PASS_INSTEAD: ClassVar[str]
+
+    def __reduce__(self) -> NoReturn:
+        raise MisuseError(
+            f"{self!r} can only be used in the program or task that made it; "
+            f"{self.PASS_INSTEAD}."
+        )
 
 
 class CalledFirst:

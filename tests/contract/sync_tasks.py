@@ -99,3 +99,50 @@ class FalsyError(Exception):
 @sync.remote
 def fail_falsely() -> None:
     raise FalsyError("falsy")
+
+
+@sync.remote
+def start_double(x: int) -> Any:
+    """Return the handle of a child, in a list too."""
+    child = double.remote(x)
+    return child, [child]
+
+
+@sync.remote
+def make_counter(start: int) -> Any:
+    return {"counter": Counter.remote(start)}
+
+
+@sync.remote
+def yield_handles(n: int) -> Iterator[Any]:
+    for x in range(n):
+        yield sync.put(2 * x)
+
+
+@sync.remote
+def return_queue(queue: Any) -> Any:
+    return [queue]
+
+
+@sync.remote
+class Maker:
+    """An actor whose class has attributes, and whose methods return handles."""
+
+    LIMIT = 5
+
+    @staticmethod
+    def twice(x: int) -> int:
+        return 2 * x
+
+    @classmethod
+    def named(cls) -> str:
+        return cls.__name__
+
+    def start(self, x: int) -> Any:
+        return [double.remote(x)]
+
+
+async def use_a_handle() -> list[int]:
+    """Code on the loop that gets handles of the loop in a result."""
+    found = await aiogpu.remote(start_double.__wrapped__).remote(3)
+    return [await found[0], await found[1][0]]

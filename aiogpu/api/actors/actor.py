@@ -30,7 +30,13 @@ from aiogpu.api.usage_errors import (
     EnteredOnLoop,
     options_of,
 )
-from aiogpu.client.current import ActorExit, current, is_loop_running, note_exit
+from aiogpu.client.current import (
+    ActorExit,
+    current,
+    for_consumer,
+    is_loop_running,
+    note_exit,
+)
 from aiogpu.core.model.units import CPU
 from aiogpu.errors import MisuseError
 from aiogpu.serialization.references import PickledValue
@@ -236,7 +242,9 @@ def revive(
         NodeError: the process has no node.
         MisuseError: the process has another node.
     """
-    return ActorHandle(_links().known(actor, name, home, interface))
+    return for_consumer(  # type: ignore[no-any-return]
+        ActorHandle(_links().known(actor, name, home, interface))
+    )
 
 
 def _links() -> Any:

@@ -52,7 +52,12 @@ from aiogpu.api.options import (
     whole,
 )
 from aiogpu.api.remote_function import Decorated, Mapper
-from aiogpu.api.usage_errors import CalledFirst, EnteredOnLoop, options_of
+from aiogpu.api.usage_errors import (
+    CalledFirst,
+    EnteredOnLoop,
+    NotPassedOn,
+    options_of,
+)
 from aiogpu.errors import (
     ActorDiedError,
     InfeasibleError,
@@ -829,10 +834,12 @@ class PoolFinalizer:
                 scheduler.loop.call_soon_threadsafe(scheduler.close, False)
 
 
-class PoolMethod(CalledFirst, Mapper):
+class PoolMethod(CalledFirst, NotPassedOn, Mapper):
     """A method of a pool; `.remote(...)` calls it on one of the actors."""
 
     __slots__ = ("_finalizer", "_name")
+
+    PASS_INSTEAD = "pass handles of its actors"
 
     def __init__(self, finalizer: PoolFinalizer, name: str) -> None:
         self._finalizer = finalizer
@@ -896,7 +903,7 @@ class PoolMethod(CalledFirst, Mapper):
         )
 
 
-class ActorPool(EnteredOnLoop, Generic[A]):
+class ActorPool(EnteredOnLoop, NotPassedOn, Generic[A]):
     """Several actors of one class that are called as if they were one.
 
     `await pool.method.remote(...)` calls the actor with the fewest unanswered calls;
@@ -921,6 +928,8 @@ class ActorPool(EnteredOnLoop, Generic[A]):
     class has a method with such a name, for example `map`, then `pool.map` is the
     method of the actors.
     """
+
+    PASS_INSTEAD = "pass handles of its actors"
 
     @options_of("a pool of actors")
     def __init__(

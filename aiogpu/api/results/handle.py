@@ -28,6 +28,7 @@ from aiogpu.errors import (
     TaskCancelledError,
 )
 from aiogpu.serialization.exceptions import STOPPED, error_of
+from aiogpu.serialization.payload import Payload
 from aiogpu.serialization.references import closed_node_error
 from aiogpu.serialization.serializer import load_result
 from aiogpu.wire.messages import Failed
@@ -369,10 +370,19 @@ class Handle(HandleBase, asyncio.Future[T]):
             self._settle_shared(outcome)
 
     def finish(self) -> None:
-        """End with the payload that arrived; unpickle it now if there are waiters."""
+        """End with the payload that arrived; unpickle it now if there are waiters.
+
+        Not if it has handles: who reads it determines their kind; see `for_consumer`.
+        """
         if self.done():
             return
-        if type(self._payload) is not bytes and (self._waiters or self._callbacks):
+        payload = self._payload
+        if (
+            type(payload) is Payload
+            and (self._waiters or self._callbacks)
+            and not payload.contents.values
+            and not payload.contents.actors
+        ):
             self._decode()
         _set_result(self, None)
         self._wake()

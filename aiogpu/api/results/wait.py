@@ -40,7 +40,7 @@ from aiogpu.api.results.blocking import (
     check_client,
     fetch,
 )
-from aiogpu.api.usage_errors import options_of, refuse
+from aiogpu.api.usage_errors import NotPassedOn, options_of, refuse
 from aiogpu.client.current import client_of_task, is_loop_running
 from aiogpu.errors import (
     MisuseError,
@@ -478,11 +478,13 @@ class _LoopWatch(_Watch):
                 timer.cancel()
 
 
-class Completions(Generic[T]):
+class Completions(NotPassedOn, Generic[T]):
     """The result of `as_completed`: an async iterator, in plain tasks an iterator.
 
     Its length is the number of all handles. Its truth value is always True.
     """
+
+    PASS_INSTEAD = "pass its handles"
 
     def __init__(self, handles: list[Any]) -> None:
         self._total = len(handles)
