@@ -34,6 +34,7 @@ from functools import partial
 from inspect import isawaitable
 from itertools import chain, islice
 from math import inf
+from operator import attrgetter
 from queue import SimpleQueue
 from types import FunctionType
 from typing import (
@@ -49,7 +50,7 @@ from typing import (
     cast,
     overload,
 )
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 from aiogpu.api import node as nodes
 from aiogpu.api.actors import pool as pools
@@ -58,7 +59,7 @@ from aiogpu.api.actors.actor import ActorHandle, RemoteMethod
 from aiogpu.api.calls import packed_call
 from aiogpu.api.decorator import remote
 from aiogpu.api.map import Results
-from aiogpu.api.options import check_wait
+from aiogpu.api.options import check_wait, whole
 from aiogpu.api.remote_function import Definition, RemoteFunction, kind_of
 from aiogpu.api.results import handle as handles
 from aiogpu.api.results.stream import IteratedOnce, Stream
@@ -71,9 +72,11 @@ from aiogpu.errors import (
     NodeError,
     NoLoopError,
     OptionError,
+    OutOfMemoryError,
     SerializationError,
     TaskCancelledError,
     TaskTimeoutError,
+    WorkerDiedError,
 )
 from aiogpu.serialization.captured import Captured, captured
 from aiogpu.serialization.diagnostics import advise
@@ -296,8 +299,11 @@ class LoopThread(Portal):
         exit, as imports do (CPython's `run_eval_code_obj`), and sets the flag if that
         code raises KeyboardInterrupt. So raise it once more.
         """
-        self.end()
-        if getattr(sys, "last_type", None) is KeyboardInterrupt:
+        try:
+            _end_executors()
+        finally:  # Ctrl-C ends the wait, and the calls
+            self.end()
+        if _is_interrupted():
             with suppress(KeyboardInterrupt):
                 exec("raise KeyboardInterrupt")
 
@@ -324,6 +330,11 @@ class LoopThread(Portal):
             if not self.loop.is_closed():
                 self.loop.call_soon_threadsafe(self._is_ending.set)
             self._thread.join()
+
+
+def _is_interrupted() -> bool:
+    """Return whether an unhandled Ctrl-C ends this program."""
+    return getattr(sys, "last_type", None) is KeyboardInterrupt
 
 
 _own: Final[list[LoopThread]] = []
@@ -656,6 +667,26 @@ class CallCancelledError(TaskCancelledError, concurrent.futures.CancelledError):
     """The handle of a call was cancelled; raised by its `result()`."""
 
 
+NOT_BEGUN: Final = frozenset({"opening", "waiting", "expecting", "starting", "queued"})
+"""States of a task whose code has not begun; see `Why.state`."""
+
+
+class CallDiedError(WorkerDiedError, concurrent.futures.BrokenExecutor):
+    """The worker of a call died; raised by its `result()`."""
+
+
+class CallOutOfMemoryError(OutOfMemoryError, concurrent.futures.BrokenExecutor):
+    """The worker of a call was killed for memory; raised by its `result()`."""
+
+
+_BROKEN: Final[dict[type, type]] = {
+    WorkerDiedError: CallDiedError,
+    OutOfMemoryError: CallOutOfMemoryError,
+}
+"""The classes of errors that are a `BrokenExecutor` as well. `aiogpu.errors` does not
+import `concurrent.futures`, which would delay each worker's start."""
+
+
 class Handle(_Proxy, NotItsResult, concurrent.futures.Future[T]):
     """The future result of a task, in a thread without an event loop.
 
@@ -722,6 +753,8 @@ class Handle(_Proxy, NotItsResult, concurrent.futures.Future[T]):
             if target.cancelled():
                 self._end_cancelled()
             elif (error := target.exception()) is not None:
+                if type(error) in _BROKEN:
+                    error.__class__ = _BROKEN[type(error)]
                 super().set_exception(error)
             else:
                 super().set_result(target.result())
@@ -730,7 +763,22 @@ class Handle(_Proxy, NotItsResult, concurrent.futures.Future[T]):
 
     def _end_cancelled(self) -> None:
         super().cancel()
-        self.set_running_or_notify_cancel()
+        super().set_running_or_notify_cancel()
+
+    if not TYPE_CHECKING:
+
+        def set_result(self, _result: object) -> NoReturn:
+            """Raise `MisuseError`: only the task ends its handle."""
+            raise MisuseError(
+                f"the handle of {self.task_name} is ended by its task alone; for a "
+                f"future of your own, make a `concurrent.futures.Future()`."
+            )
+
+        set_exception = set_result
+
+        def set_running_or_notify_cancel(self) -> NoReturn:
+            """Raise `MisuseError`: only the task ends its handle."""
+            self.set_result(None)
 
     def cancel(self) -> bool:
         """Cancel the handle and stop the work, also if it runs.
@@ -748,6 +796,11 @@ class Handle(_Proxy, NotItsResult, concurrent.futures.Future[T]):
     def _cancel(self) -> None:
         if self._target.cancel():
             self._settle(self._target)
+
+    async def _cancel_unless_begun(self) -> None:
+        """Cancel the handle if its task waits; call this on the loop."""
+        if (await self._target.why()).state in NOT_BEGUN:
+            self._cancel()
 
     def running(self) -> bool:
         """Return whether the task runs now; asks the node.
@@ -1440,7 +1493,8 @@ class Executor(concurrent.futures.Executor):
     """Runs functions as tasks, for libraries that take an executor.
 
     A function runs as it is when it is submitted, with the outer variables, globals and
-    defaults of that moment. A function of a module is sent by its name.
+    defaults of that moment. A function of a module is sent by its name. Like the
+    library's executors, it lets the program end only when its calls have ended.
 
     Args:
         **options: options of a task, such as `num_gpus=0.25`.
@@ -1465,6 +1519,7 @@ class Executor(concurrent.futures.Executor):
         self._lock = threading.Lock()
         self._pending: set[Handle[Any]] = set()
         self._is_closed = False
+        _executors.add(self)
 
     def submit(
         self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
@@ -1521,9 +1576,13 @@ class Executor(concurrent.futures.Executor):
                 of the shortest.
             timeout: seconds from this call, after which the next result raises
                 `TimeoutError`; None for no limit.
-            chunksize: calls in a task; default 1.
+            chunksize: calls in a task, 1 or more; default 1.
+
+        Raises:
+            OptionError: `chunksize` is invalid.
         """
-        if chunksize <= 1:
+        _check_chunksize("chunksize", chunksize)
+        if chunksize == 1:
             return super().map(fn, *iterables, timeout=timeout)
         name = getattr(fn, "__name__", type(fn).__name__)
         calls = (
@@ -1539,7 +1598,7 @@ class Executor(concurrent.futures.Executor):
 
         Args:
             wait: True to return when all calls have ended.
-            cancel_futures: True to cancel the calls that have not ended.
+            cancel_futures: True to cancel the calls that have not begun.
 
         Raises:
             MisuseError: called in a callback of a handle, which cannot wait for others.
@@ -1549,9 +1608,40 @@ class Executor(concurrent.futures.Executor):
             if wait and any(handle._portal.is_here for handle in pending):
                 raise _blocks_loop("shutdown() of an executor")
             self._is_closed = True
-        if cancel_futures:
-            for handle in pending:
-                handle.cancel()
-        if wait:
-            with suppress(NodeError):  # the loop was closed: no call goes on
+        with suppress(NodeError):  # the loop was closed: no call goes on
+            if cancel_futures and pending:
+                self._cancel(pending)
+            if wait:
                 deque(completed(pending), maxlen=0)
+
+    @staticmethod
+    def _cancel(pending: list[Handle[Any]]) -> None:
+        """Cancel the calls that have not begun, the newest first."""
+
+        async def cancel() -> None:
+            for handle in sorted(pending, key=attrgetter("task_id"), reverse=True):
+                await handle._cancel_unless_begun()
+                await asyncio.sleep(0)  # thousands would hold the loop
+
+        pending[0]._portal.run("shutdown() of an executor", cancel)
+
+
+_check_chunksize: Final = whole(1, "a whole number of calls, 1 or more")
+
+
+_executors: Final[WeakSet[Executor]] = WeakSet()
+"""Executors; calls that have not ended keep theirs alive."""
+
+
+def _end_executors() -> None:
+    """Wait at the end of the program for the calls of executors; accept no more.
+
+    After an unhandled Ctrl-C they are stopped with the node. Nothing is left to wait
+    for if the program had the node on its own event loop, which has ended.
+    """
+    is_waiting = _own_loop() is not None and not _is_interrupted()
+    for executor in list(_executors):
+        executor.shutdown(wait=is_waiting)
+
+
+atexit.register(_end_executors)

@@ -146,3 +146,14 @@ async def use_a_handle() -> list[int]:
     """Code on the loop that gets handles of the loop in a result."""
     found = await aiogpu.remote(start_double.__wrapped__).remote(3)
     return [await found[0], await found[1][0]]
+
+
+def read_one(path: str) -> bytes:
+    """Read a byte of a pipe, which blocks until the test has written one."""
+    return os.read(os.open(path, os.O_RDONLY), 1)
+
+
+@sync.remote
+def cancel_twice() -> list[bool]:
+    child = wait_long.remote()
+    return [child.cancel(), child.cancel(), child.cancelled()]

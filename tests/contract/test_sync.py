@@ -20,7 +20,6 @@ from aiogpu import errors, sync
 from tests.contract.sync_tasks import (
     Counter,
     add_one,
-    block,
     count,
     double,
     double_by_child,
@@ -280,14 +279,6 @@ def test_an_executor_runs_calls(node: Any) -> None:
         pool.submit(pow, 1, 1)
     with pytest.raises(aiogpu.OptionError, match="num_returns"):
         sync.Executor(num_returns=2)
-
-
-@pytest.mark.parametrize("node", ["local"], indirect=True)
-def test_an_executor_cancels_what_is_left(node: Any) -> None:
-    pool = sync.Executor()
-    future = pool.submit(block)
-    pool.shutdown(cancel_futures=True)
-    assert future.cancelled()
 
 
 def test_arguments_that_are_no_handles_are_refused(node: Any) -> None:

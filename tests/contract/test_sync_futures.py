@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import os
+import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,10 +21,13 @@ from tests.contract.sync_tasks import (
     FalsyError,
     add_one,
     block,
+    cancel_twice,
     double,
     fail_falsely,
+    read_one,
     wait_long,
 )
+from tests.support import program
 from tests.support.waits import LIMIT
 
 pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.either_loop]
@@ -231,3 +236,88 @@ def test_an_executor_is_shut_down_while_others_submit(
         thread.join()
     assert not faults
     assert all(future.done() for future in submitted)
+
+
+@pytest.mark.needs("processes")
+def test_a_shutdown_cancels_calls_that_have_not_begun(node: Any, tmp_path: Any) -> None:
+    pipe = str(tmp_path / "pipe")
+    os.mkfifo(pipe)
+    end = os.open(pipe, os.O_RDWR)
+    executor = sync.Executor()
+    calls = [executor.submit(read_one, pipe) for _ in range(2)]
+    ends = time.monotonic() + LIMIT
+    while not all(call.running() for call in calls):
+        assert time.monotonic() < ends
+    waiting = [executor.submit(read_one, pipe) for _ in range(6)]
+    executor.shutdown(wait=False, cancel_futures=True)
+    assert [call.cancelled() for call in waiting] == [True] * 6
+    os.write(end, b"ab")
+    assert sorted(call.result(LIMIT) for call in calls) == [b"a", b"b"]
+    os.close(end)
+
+
+def test_only_its_task_ends_a_handle(node: Any) -> None:
+    handle = double.remote(4)
+    for end in (handle.set_result, handle.set_exception):
+        with pytest.raises(errors.MisuseError, match="ended by its task alone"):
+            end(ValueError())  # type: ignore[arg-type]
+    with pytest.raises(errors.MisuseError, match="ended by its task alone"):
+        handle.set_running_or_notify_cancel()
+    assert handle.result(LIMIT) == 8
+
+
+@pytest.mark.needs("processes")
+def test_the_death_of_a_worker_breaks_an_executor_as_the_librarys(node: Any) -> None:
+    with sync.Executor(max_retries=0) as executor:
+        died = executor.submit(os._exit, 3)
+        with pytest.raises(concurrent.futures.BrokenExecutor) as raised:
+            died.result(LIMIT)
+        error = raised.value
+        assert isinstance(error, aiogpu.WorkerDiedError)
+        assert (error.exitcode, error.cause) == (3, "exit")
+        assert isinstance(pickle.loads(pickle.dumps(error)), aiogpu.WorkerDiedError)
+        assert executor.submit(abs, -1).result(LIMIT) == 1, "unlike the library's"
+
+
+@pytest.mark.parametrize("chunksize", [0, -1, 1.5])
+def test_the_size_of_chunks_is_checked(chunksize: Any) -> None:
+    with pytest.raises(ValueError, match=f"chunksize={chunksize} must be a whole"):
+        sync.Executor().map(abs, [1], chunksize=chunksize)
+
+
+@pytest.mark.needs("interrupts")
+def test_a_second_cancel_in_a_plain_task_tells_that_it_is_cancelled(node: Any) -> None:
+    assert sync.get(cancel_twice.remote()) == [True, True, True]
+
+
+LAST_CALLS = """
+    import atexit, os, aiogpu.sync as ray
+
+    @atexit.register
+    def run_last():
+        try:
+            executor.submit(abs, -1)
+        except RuntimeError as error:
+            print(error)
+
+    def write():
+        os.write(1, b"written")
+
+    executor = ray.Executor()
+    {use}
+"""
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        "executor.submit(write)",
+        "ray.init(num_cpus=1); executor.submit(write)",
+        "executor.submit(write); executor.shutdown(wait=False)",
+        "executor.submit(write); del executor; executor = ray.Executor()",
+    ],
+)
+def test_a_program_ends_after_the_calls_of_its_executors(use: str) -> None:
+    out = program.run(LAST_CALLS.format(use=use))
+    assert "written" in out
+    assert "cannot schedule new futures after shutdown" in out

@@ -252,9 +252,9 @@ class BlockingHandle(HandleBase, Generic[T]):
         return self._state == "cancelled"
 
     def cancel(self) -> bool:
-        """Stop the work; return False if the task had already ended."""
+        """Stop the work; return False if the task had ended before it was cancelled."""
         if self.done():
-            return False
+            return self.cancelled()
         self.owner.cancel(self.task_id)
         self._end("cancelled")
         self._settle_shared_as_cancelled()
