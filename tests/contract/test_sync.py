@@ -368,6 +368,22 @@ def test_a_program_need_not_open_or_close_a_node() -> None:
     assert program.run(f"{BEGIN}\n    print(ray.get(double.remote(4)))") == "8\n"
 
 
+def test_a_program_passes_an_actor_on_at_once() -> None:
+    source = f"""{BEGIN}
+    @ray.remote
+    class Counter:
+        def add(self):
+            return 1
+
+    @ray.remote
+    def use(counter):
+        return ray.get(counter.add.remote())
+
+    print(ray.get(use.remote(Counter.remote())))
+    """
+    assert program.run(source) == "1\n"
+
+
 def test_a_failed_init_leaves_no_thread() -> None:
     source = f"""{BEGIN}
     for options in ({{"num_cpuz": 1}}, {{"preload": ["no_such_module"]}}):
