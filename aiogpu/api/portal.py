@@ -65,7 +65,7 @@ from aiogpu.api.results import handle as handles
 from aiogpu.api.results.stream import IteratedOnce, Stream
 from aiogpu.api.run import new_runner
 from aiogpu.api.session import refuse_in_worker
-from aiogpu.api.usage_errors import PUT_NAME, NotItsResult
+from aiogpu.api.usage_errors import PUT_NAME, NotItsResult, SetInItsProcess
 from aiogpu.client.current import is_in_task, is_loop_running, proxy_maker
 from aiogpu.errors import (
     MisuseError,
@@ -995,7 +995,7 @@ class ResultIterator(_Proxy, Iterator[T]):
         self._portal.run("close()", self._target.aclose)
 
 
-class SyncActorHandle(_Proxy, Generic[A]):
+class SyncActorHandle(_Proxy, SetInItsProcess, Generic[A]):
     """A handle to an actor, in a thread without an event loop.
 
     Call methods by `handle.method.remote(...)`. `aiogpu.sync.get(handle)` waits until
@@ -1062,7 +1062,7 @@ class SyncMethod:
         )
 
 
-class ActorPool(_Proxy, Generic[A]):
+class ActorPool(_Proxy, SetInItsProcess, Generic[A]):
     """Several actors that are called as one, in a thread without an event loop.
 
     The arguments and methods are those of `aiogpu.ActorPool`; methods that are awaited

@@ -7,6 +7,7 @@ import concurrent.futures
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 import aiogpu
@@ -122,6 +123,18 @@ def test_a_class_has_the_attributes_of_the_plain_class(node: Any) -> None:
         Maker.start  # noqa: B018
     with pytest.raises(AttributeError, match="has no _hidden"):
         Maker._hidden  # noqa: B018
+
+
+def test_a_handle_or_an_actor_is_not_what_it_stands_for(node: Any) -> None:
+    handle, counter = double.remote(4), Counter.remote()
+    advice = r"write `aiogpu\.sync\.get\(\.\.\.\)` around double\.remote"
+    with pytest.raises(AttributeError, match=f"has no attribute 'real'; {advice}"):
+        _ = handle.real  # type: ignore[attr-defined]
+    with pytest.raises(errors.MisuseError, match=f"is not an array; {advice}"):
+        np.stack([handle, handle])
+    for actor in (counter, sync.ActorPool([counter])):
+        with pytest.raises(errors.MisuseError, match="value cannot be set on <Actor"):
+            actor.value = 5
 
 
 def test_what_cannot_be_an_argument_says_what_to_pass(node: Any) -> None:

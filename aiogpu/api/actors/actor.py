@@ -28,6 +28,7 @@ from aiogpu.api.usage_errors import (
     CalledFirst,
     CalledFirstToIterate,
     EnteredOnLoop,
+    SetInItsProcess,
     options_of,
 )
 from aiogpu.client.current import (
@@ -177,7 +178,7 @@ class LateMethod(RemoteMethod):
         return method._remote_chunk(arguments)
 
 
-class ActorHandle(EnteredOnLoop, Generic[A]):
+class ActorHandle(EnteredOnLoop, SetInItsProcess, Generic[A]):
     """A handle to an actor. The actor ends when the last handle is dropped.
 
     `await handle` waits until the actor is ready, and returns the handle. `async with`

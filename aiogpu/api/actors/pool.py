@@ -56,6 +56,7 @@ from aiogpu.api.usage_errors import (
     CalledFirst,
     EnteredOnLoop,
     NotPassedOn,
+    SetInItsProcess,
     options_of,
 )
 from aiogpu.errors import (
@@ -903,7 +904,7 @@ class PoolMethod(CalledFirst, NotPassedOn, Mapper):
         )
 
 
-class ActorPool(EnteredOnLoop, NotPassedOn, Generic[A]):
+class ActorPool(EnteredOnLoop, NotPassedOn, SetInItsProcess, Generic[A]):
     """Several actors of one class that are called as if they were one.
 
     `await pool.method.remote(...)` calls the actor with the fewest unanswered calls;

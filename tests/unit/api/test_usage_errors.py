@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 
 import aiogpu
@@ -175,6 +176,9 @@ async def test_use_of_a_handle_as_its_result_is_refused(
         lambda handle: handle + 1: "does not support arithmetic (__add__)",
         lambda handle: 2 * handle: "does not support arithmetic (__rmul__)",
         float: "does not support arithmetic (__float__)",
+        np.mean: "is not an array",
+        lambda handle: np.stack([handle, handle]): "is not an array",
+        lambda handle: np.ones(2) + handle: "is not an array",
     }
     for use, reason in uses.items():
         start = (
@@ -182,6 +186,13 @@ async def test_use_of_a_handle_as_its_result_is_refused(
             "pair.remote(...)"
         )
         assert (await refusal(use, handle)).startswith(start)
+    with pytest.raises(AttributeError) as caught:
+        _ = handle.shape
+    assert str(caught.value) == (
+        "a handle is not its result and has no attribute 'shape'; write `await` before "
+        "pair.remote(...)."
+    )
+    assert not hasattr(handle, "_repr_html_")
     message = await refusal(list, handle.reports())
     assert "write `async for item in handle.reports()`" in message
     assert await handle == [1, 2]
@@ -194,8 +205,9 @@ async def test_use_of_a_handle_as_its_result_is_refused(
     def plain() -> list[str]:
         handle: Any = pair.remote()
         messages = []
-        for use in (loop_over, loop_in_a_generator, delegate, first, len, bool):
-            with pytest.raises(MisuseError) as caught:
+        uses = (loop_over, loop_in_a_generator, delegate, first, len, bool, np.mean)
+        for use in (*uses, lambda handle: handle.shape):
+            with pytest.raises((MisuseError, AttributeError)) as caught:
                 use(handle)
             messages.append(str(caught.value))
         aiogpu.get(handle)
@@ -327,6 +339,17 @@ async def test_wrong_use_of_actor_methods_is_refused(node: aiogpu.types.Node) ->
     assert re.match("Counter is an actor's class and has no add: .*", str(caught.value))
     assert not hasattr(Counter, "_repr_html_")
     assert Counter.__wrapped__.STEP == 2
+
+
+async def test_setting_an_attribute_of_an_actor_is_refused(
+    node: aiogpu.types.Node,
+) -> None:
+    counter: Any = Counter.remote()
+    for actor in (counter, aiogpu.ActorPool([counter])):
+        message = await refusal(lambda actor: setattr(actor, "step", 3), actor)
+        assert "an actor's attributes are in its process. Write a method" in message
+        assert not hasattr(actor, "step")
+    assert await counter.add.remote() == 2
 
 
 async def test_wait_without_await_is_refused(node: aiogpu.types.Node) -> None:
