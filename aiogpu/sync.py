@@ -21,7 +21,6 @@ that need an event loop are imported by the first call.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import update_wrapper
 from typing import (
     TYPE_CHECKING,
@@ -52,12 +51,14 @@ if TYPE_CHECKING:
         ActorPool,
         Executor,
         Handle,
+        Portal,
         Queue,
         ResultIterator,
         SyncActorHandle,
+        SyncLease,
         SyncNode,
+        SyncPlacement,
     )
-    from aiogpu.api.reservation import Lease, Placement
     from aiogpu.observe.status import NodeStatus
     from aiogpu.observe.why import Why
 
@@ -116,7 +117,8 @@ class RemoteFunction(_Decorated, Generic[P, R]):
         Raises:
             MisuseError: the arguments do not match the function's parameters, or an
                 event loop is running in this thread.
-            InfeasibleError: the task asks for more than the node has.
+            InfeasibleError: the task asks for more than the node has. If the node is
+                not open yet, `result()` raises this error instead.
             SerializationError: the function or an argument cannot be pickled.
         """
         portal = _portal(f"{self._wrapped.__name__}.remote()")
@@ -431,7 +433,8 @@ def get(handle: Sequence[Handle[R]], /, *, timeout: float | None = None) -> list
 def get(handle: Any, /, *, timeout: float | None = None) -> Any:
     """Wait for the result of a handle, or for the results of a list of handles.
 
-    With the handle of an actor, wait until the actor is ready, and return the handle.
+    With the handle of an actor, wait until the actor is ready, and return the handle;
+    with a lease or a placement, wait until it is granted.
 
     Args:
         handle: a handle that `.remote()` returned, or a list of handles.
@@ -554,62 +557,43 @@ def kill(actor: SyncActorHandle[Any], *, no_restart: bool = True) -> None:
 # Reservations.
 
 
-@contextmanager
-def lease(**options: Any) -> Iterator[Lease]:
-    """Hold resources for code of this process, for the time of a `with` block.
+def lease(**options: Any) -> SyncLease:
+    """Reserve resources for code of this process, for the time of a `with` block.
 
     `with aiogpu.sync.lease(num_gpus=1) as lease:`; the options are those of
-    `aiogpu.lease`. `lease.ids` and `lease.environ` identify the devices.
+    `aiogpu.lease`. `lease.ids` and `lease.environ` identify the devices. Without
+    `with`, `aiogpu.sync.get(lease)` waits for the lease, and `release()` ends it.
     """
+    from aiogpu.api.portal import SyncLease
     from aiogpu.api.reservation import lease as reserve
 
-    what = "aiogpu.sync.lease()"
-    with _entered(what, lambda: reserve(**options)) as reserved:
-        yield reserved
+    portal = _program_portal("aiogpu.sync.lease()")
+    return SyncLease(portal, portal.call(reserve, **options))
 
 
-@contextmanager
-def placement(
-    bundles: Sequence[Mapping[str, Any]], **options: Any
-) -> Iterator[Placement]:
-    """Hold bundles of resources for tasks, for the time of a `with` block.
+def placement(bundles: Sequence[Mapping[str, Any]], **options: Any) -> SyncPlacement:
+    """Reserve bundles of resources for tasks, for the time of a `with` block.
 
     `with aiogpu.sync.placement([{"num_gpus": 1}] * 2) as group:`, then
-    `f.options(placement=group, bundle=0).remote()`; see `aiogpu.placement`.
+    `f.options(placement=group, bundle=0).remote()`; see `aiogpu.placement`. Without
+    `with`, `group.ready()` waits until the bundles are held, and `remove()` ends it.
     """
+    from aiogpu.api.portal import SyncPlacement
     from aiogpu.api.reservation import placement as reserve
 
-    what = "aiogpu.sync.placement()"
-    with _entered(what, lambda: reserve(bundles, **options)) as group:
-        yield group
+    portal = _program_portal("aiogpu.sync.placement()")
+    return SyncPlacement(portal, portal.call(reserve, bundles, **options))
 
 
-@contextmanager
-def _entered(what: str, reserve: Callable[[], Any]) -> Iterator[Any]:
-    """Enter and leave an async context manager on the program's loop."""
+def _program_portal(what: str) -> Portal:
+    """Return the portal to the program's node; refuse a call in a task."""
     portal = _portal(what)
     if portal is None:
         raise MisuseError(
             f"{what} is for programs. A task holds resources by its options, such as "
             f"num_gpus=."
         )
-    managers: list[Any] = []
-
-    async def enter() -> Any:
-        managers.append(reserve())
-        return await managers[0].__aenter__()
-
-    async def leave() -> None:
-        for manager in managers:
-            await manager.__aexit__(None, None, None)
-
-    try:
-        yield portal.run(what, enter)
-    finally:
-        # Also after a Ctrl-C that came when the loop had entered. If the loop is
-        # closed, its node holds nothing any more.
-        if portal.is_usable:
-            portal.run(what, leave)
+    return cast("Portal", portal)
 
 
 _LATE: Final = ("ActorPool", "Executor", "Handle", "Queue", "ResultIterator")

@@ -28,6 +28,7 @@ from collections.abc import (
     Coroutine,
     Iterable,
     Iterator,
+    Mapping,
 )
 from contextlib import AbstractAsyncContextManager, suppress
 from functools import partial
@@ -85,7 +86,9 @@ from aiogpu.serialization.serializer import dump_arguments, fix_item
 
 if TYPE_CHECKING:
     from aiogpu.api.actors.pool import PoolMethod
+    from aiogpu.api.reservation import Lease, Placement
     from aiogpu.api.results.reports import Report
+    from aiogpu.core.model.request import PlacementGroupSpec
     from aiogpu.observe.status import NodeStatus
     from aiogpu.observe.why import Why
 
@@ -540,9 +543,14 @@ def call_function(
 ) -> Any:
     """Start a task; return its handle, its iterator, or a tuple of handles.
 
-    Most calls do not wait for the loop; see `_post`.
+    The first call on a node waits for the loop, because the node may refuse it. Most
+    later calls do not wait; see `_post`.
     """
-    func = remote._func or portal.call(remote._prepare)
+    func = remote._func
+    if func is None or _called_on.get(remote) is not portal:
+        handle = call_on(portal, remote.remote, args, kwargs)
+        _called_on[remote] = portal
+        return handle
     if func.window or remote._returns:
         return call_on(portal, remote.remote, args, kwargs)
     remote._definition.parameters.check(args, kwargs)
@@ -550,6 +558,12 @@ def call_function(
     if handle is None:
         return call_on(portal, remote.remote, args, kwargs)
     return handle
+
+
+_called_on: Final[WeakKeyDictionary[RemoteFunction[..., Any], Portal]] = (
+    WeakKeyDictionary()
+)
+"""The node on which a function was called last."""
 
 
 _at_first: Final[WeakKeyDictionary[Definition, Captured | None]] = WeakKeyDictionary()
@@ -938,8 +952,8 @@ def completed(
 
 
 def results_of(given: Any, timeout: float | None) -> Any:
-    """Wait for one or more results, or for an actor; see `aiogpu.sync.get`."""
-    if isinstance(given, SyncActorHandle):
+    """Wait for results, an actor or a reservation; see `aiogpu.sync.get`."""
+    if isinstance(given, SyncActorHandle | _Reservation):
         given._portal.run("aiogpu.sync.get()", lambda: given._target)
         return given
     if isinstance(given, Handle):
@@ -1274,6 +1288,90 @@ class Queue(_Proxy, Generic[T]):
         return self._portal.fetch(f"{what} of a queue", begin)
 
 
+class _Reservation(_Proxy):
+    """A lease or a placement without an event loop; `with` ends it with its block."""
+
+    def __init__(self, portal: Portal, target: Lease | Placement) -> None:
+        self._portal = portal
+        self._target = target
+
+    def __repr__(self) -> str:
+        return repr(self._target)
+
+    def __reduce__(self) -> Any:
+        return self._target.__reduce__()
+
+    def __enter__(self) -> Self:
+        self._portal.enter(repr(self), self._target)
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        self._portal.leave(repr(self), self._target, error)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Return a fact about the reservation, which any thread may read."""
+            if name.startswith("_"):
+                raise AttributeError(name)
+            return getattr(self._target, name)
+
+    def why(self) -> Why:
+        """Return why the reservation waits, or its state."""
+        target: Lease | Placement = self._target
+        return self._portal.run("why()", target.why)
+
+
+class SyncLease(_Reservation):
+    """A lease, in a thread without an event loop; see `aiogpu.types.Lease`.
+
+    `aiogpu.sync.get(lease)` waits until it is granted, as `with` does.
+    """
+
+    _target: Lease
+    ids: list[int | str]
+    accelerators: dict[str, list[int | str]]
+    environ: dict[str, str]
+    gpu_memory: int
+    is_held: bool
+
+    def release(self) -> None:
+        """Release the lease; idempotent."""
+        self._portal.run("release()", self._target.release)
+
+    def lost(self) -> Exception:
+        """Wait until the lease is lost without a release; return the reason."""
+        return self._portal.run("lost()", self._target.lost)
+
+
+class SyncPlacement(_Reservation):
+    """A placement group, in a thread without an event loop; see `aiogpu.placement`."""
+
+    _target: Placement
+    id: str
+    name: str
+    strategy: str
+    bundles: tuple[Mapping[str, float], ...]
+    is_ready: bool
+
+    def __len__(self) -> int:
+        """Return the number of bundles."""
+        return len(self._target)
+
+    def placement_group_of(self) -> PlacementGroupSpec:
+        """Return the specification, for `options(placement=...)`."""
+        return self._target.placement_group_of()
+
+    def ready(self) -> Self:
+        """Wait until the group holds all its bundles; return the group."""
+        self._portal.run("ready()", self._target.ready)
+        return self
+
+    def remove(self) -> None:
+        """Release the bundles, and end the group's tasks and actors; idempotent."""
+        self._portal.run("remove()", self._target.remove)
+
+
 def _unwrapped(make: Callable[[], Any]) -> Any:
     """Call a function that starts an actor; return the loop's handle."""
     return unwrap(make())
@@ -1528,6 +1626,7 @@ class Executor(concurrent.futures.Executor):
 
         Raises:
             RuntimeError: the executor is shut down.
+            InfeasibleError: a call asks for more than the node has.
             SerializationError: the function or an argument cannot be pickled.
         """
         self._check_open()

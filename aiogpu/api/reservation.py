@@ -280,7 +280,8 @@ class Lease(EnteredOnLoop, NotPassedOn):
         if owner is None or not owner.granted.done():
             raise MisuseError(
                 "this lease is not granted yet; write `async with aiogpu.lease(...) as "
-                "gpu:`, or `gpu = await aiogpu.lease(...)`."
+                "gpu:`, or `gpu = await aiogpu.lease(...)`; without an event loop, "
+                "`with aiogpu.sync.lease(...) as gpu:`."
             )
         # Imported late: it imports msgpack, which few programs need here.
         from aiogpu.wire.codec import unpack_as
@@ -519,9 +520,10 @@ def placement(
     `.options(placement=group, bundle=0)`, and wait until it is ready.
 
     Args:
-        bundles: the resources of each bundle, `{"GPU": 1, "CPU": 2}`. "memory" may be
-            a text such as "6GiB"; `{"accelerator_type:A100": 0.001}` in a bundle with
-            GPUs restricts the GPUs to that type.
+        bundles: the resources of each bundle, `{"GPU": 1, "CPU": 2}`, or
+            `{"num_gpus": 1, "num_cpus": 2}`. "memory" may be a text such as "6GiB";
+            `{"accelerator_type:A100": 0.001}` in a bundle with GPUs restricts the GPUs
+            to that type.
         strategy: "PACK" and "STRICT_PACK" use few devices; "SPREAD" uses different
             devices if it can; "STRICT_SPREAD" needs a machine for each bundle, and a
             node is one machine.

@@ -17,6 +17,11 @@ def double(x: int) -> int:
 
 
 @sync.remote
+def keep(x: Any) -> Any:
+    return x
+
+
+@sync.remote
 def total(numbers: list[Any]) -> int:
     return sum(sync.get(numbers))
 

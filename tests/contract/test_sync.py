@@ -26,6 +26,7 @@ from tests.contract.sync_tasks import (
     fail,
     fail_at,
     fill,
+    keep,
     split,
     total,
     wait_long,
@@ -72,9 +73,11 @@ def test_errors_keep_their_type(node: Any) -> None:
         sync.get([double.remote(1), fail.remote("here")])
     assert isinstance(fail.remote("there").exception(), LookupError)
     with pytest.raises(aiogpu.InfeasibleError, match="CPU 99"):
-        double.options(num_cpus=99).remote(1).result()
-    ended, _ = sync.wait([double.options(num_cpus=99).remote(1)])
-    assert isinstance(ended[0].exception(), aiogpu.InfeasibleError)
+        double.options(num_cpus=99).remote(1)
+    with pytest.raises(aiogpu.InfeasibleError, match="CPU 99"):
+        sync.Executor(num_cpus=99).submit(abs, 1)
+    with pytest.raises(aiogpu.InfeasibleError, match="CPU 99"):
+        Counter.options(num_cpus=99).remote()
     with pytest.raises(errors.MisuseError, match="missing a required argument"):
         double.remote()  # type: ignore[call-arg]
     with pytest.raises(errors.SerializationError, match=r"args\[0\] \(a lock\)"):
@@ -231,7 +234,8 @@ def test_the_node_tells_its_resources_and_reserves_them(node: Any) -> None:
     assert sync.is_initialized()
     assert node.is_open
     assert "GPU" in str(sync.status())
-    with sync.placement([{"CPU": 1}]) as group:
+    with sync.placement([{"num_cpus": 1, "num_gpus": 1}], name="both") as group:
+        assert (group.bundles, len(group)) == (({"CPU": 1.0, "GPU": 1.0},), 1)
         placed = double.options(placement=group, num_cpus=1)
         assert placed.remote(2).result() == 4
     message = r"a node\. Write `aiogpu\.sync\.shutdown\(\)` before another init\(\)"
@@ -260,6 +264,29 @@ def test_wait_as_completed_and_cancel_work(node: Any) -> None:
     assert slow.cancel()
     with pytest.raises(aiogpu.TaskCancelledError):
         slow.result()
+
+
+def test_reservations_need_no_block(node: Any) -> None:
+    group = sync.placement([{"CPU": 1}])
+    assert sync.get(group) is group.ready() is group
+    assert group.why().state == "running"
+    placed = keep.options(placement=group, num_cpus=1).remote(group)
+    assert placed.result().id == group.id
+    group.remove()
+    with pytest.raises(errors.PlacementRemovedError):
+        group.ready()
+    lease = sync.lease(num_gpus=1)
+    with pytest.raises(errors.MisuseError, match=r"`with aiogpu\.sync\.lease"):
+        _ = lease.ids
+    assert sync.get(lease).ids == [0]
+    with pytest.raises(errors.SerializationError, match="pass its ids or its environ"):
+        keep.remote(lease)
+    lease.release()
+    assert not lease.is_held
+    with pytest.raises(errors.OptionError, match="has both num_gpus and GPU"):
+        sync.placement([{"num_gpus": 1, "GPU": 1}])
+    with pytest.raises(errors.InfeasibleError, match="GPU 9 of 1"):
+        sync.placement([{"num_gpus": 9}])
 
 
 @pytest.mark.parametrize("node", ["local"], indirect=True)
@@ -382,6 +409,19 @@ def test_a_program_passes_an_actor_on_at_once() -> None:
     print(ray.get(use.remote(Counter.remote())))
     """
     assert program.run(source) == "1\n"
+
+
+def test_a_call_before_its_node_is_open_is_refused_by_its_result() -> None:
+    source = f"""{BEGIN}
+    greedy = double.options(num_gpus=99)
+    handle = greedy.remote(1)
+    for refused in (lambda: ray.get(handle), lambda: greedy.remote(2).result()):
+        try:
+            refused()
+        except ray.InfeasibleError:
+            print("refused")
+    """
+    assert program.run(source) == "refused\nrefused\n"
 
 
 def test_a_failed_init_leaves_no_thread() -> None:

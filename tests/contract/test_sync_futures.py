@@ -9,6 +9,7 @@ import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -39,8 +40,14 @@ def node(address: str) -> Iterator[Any]:
         yield node
 
 
-def in_callback(handle: concurrent.futures.Future[Any], call: Callable[[], Any]) -> Any:
-    """Call a function in a done-callback of a handle; return its result or error."""
+def in_callback(
+    call: Callable[[], Any],
+    start: Callable[[str], concurrent.futures.Future[Any]] | None = None,
+) -> Any:
+    """Call a function in a done-callback on the loop; return its result or error.
+
+    The task of the handle ends when the callback was added. `start` starts `read_one`.
+    """
     told: SimpleQueue[Any] = SimpleQueue()
 
     def tell(_: object) -> None:
@@ -50,7 +57,12 @@ def in_callback(handle: concurrent.futures.Future[Any], call: Callable[[], Any])
             told.put(error)
             raise
 
+    end, begin = os.pipe()
+    handle = (start or sync.remote(read_one).remote)(f"/proc/{os.getpid()}/fd/{end}")
     handle.add_done_callback(tell)
+    os.write(begin, b"a")
+    for descriptor in (end, begin):
+        handle.add_done_callback(lambda _, each=descriptor: os.close(each))
     return told.get(timeout=LIMIT)
 
 
@@ -58,7 +70,7 @@ def test_a_callback_chains_calls(node: Any) -> None:
     def chain() -> sync.Handle[int]:
         return double.remote(double.remote(1))  # type: ignore[arg-type]
 
-    chained = in_callback(double.remote(3), chain)
+    chained = in_callback(chain)
     assert chained.result(LIMIT) == 4
 
 
@@ -68,19 +80,19 @@ def test_a_callback_uses_handles_that_were_just_made(node: Any) -> None:
         reports = handle.reports()
         return handle.cancel(), handle.cancelled(), type(reports).__name__
 
-    used = in_callback(double.remote(3), use)
+    used = in_callback(use)
     assert used == (True, True, "ResultIterator")
 
 
 @pytest.mark.needs("interrupts")
 def test_a_callback_calls_an_actor_and_an_executor(node: Any) -> None:
     counter = Counter.remote()
-    called = in_callback(double.remote(3), lambda: counter.add.remote(2))
+    called = in_callback(lambda: counter.add.remote(2))
     assert called.result(LIMIT) == 2
     with sync.Executor() as executor:
-        submitted = in_callback(double.remote(3), lambda: executor.submit(pow, 2, 3))
+        submitted = in_callback(lambda: executor.submit(pow, 2, 3))
         assert submitted.result(LIMIT) == 8
-        refused = in_callback(double.remote(4), refusal_of(executor))
+        refused = in_callback(refusal_of(executor))
     assert refused in (None, "would block the event loop")
 
 
@@ -101,7 +113,7 @@ def refusal_of(executor: sync.Executor) -> Callable[[], str | None]:
 
 
 def test_a_callback_cannot_close_the_node(node: Any) -> None:
-    refused = in_callback(double.remote(3), node.shutdown)
+    refused = in_callback(node.shutdown)
     assert isinstance(refused, errors.MisuseError)
     assert node.is_open
     assert double.remote(2).result(LIMIT) == 4
@@ -110,7 +122,10 @@ def test_a_callback_cannot_close_the_node(node: Any) -> None:
 async def test_callbacks_beside_a_loop_chain_calls(address: str) -> None:
     def in_a_thread() -> int:
         handle = aiogpu.from_thread(add_one.remote, 1)
-        chained = in_callback(handle, lambda: double.remote(handle))  # type: ignore[arg-type]
+        chained = in_callback(
+            lambda: double.remote(handle),  # type: ignore[arg-type]
+            start=partial(aiogpu.from_thread, aiogpu.remote(read_one).remote),
+        )
         return int(chained.result(LIMIT))
 
     async with aiogpu.init(address=address, num_cpus=2):

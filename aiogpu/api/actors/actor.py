@@ -39,7 +39,7 @@ from aiogpu.client.current import (
     note_exit,
 )
 from aiogpu.core.model.units import CPU
-from aiogpu.errors import MisuseError
+from aiogpu.errors import MisuseError, OptionError
 from aiogpu.serialization.references import PickledValue
 from aiogpu.serialization.serializer import dump_arguments, load_reference
 from aiogpu.wire.messages import CHUNKED
@@ -273,6 +273,7 @@ class RemoteClass(Decorated, Generic[P, A]):
                 calls and the await raise this error instead.
             NoLoopError: no event loop is running in this thread.
             InfeasibleError: the actor asks for more than the node has.
+            OptionError: `get_if_exists=True` without a name.
             SerializationError: the class or an argument cannot be pickled.
         """
         self._interface.parameters.check(args, kwargs)
@@ -289,6 +290,11 @@ class RemoteClass(Decorated, Generic[P, A]):
     def _prepare(self) -> FunctionSpec:
         """Do all work that is done once per class: checks, pickling, the request."""
         options = self._options
+        if options.get_if_exists and options.name is None:
+            raise OptionError(
+                f"get_if_exists=True looks an actor up by name: write "
+                f"`{self.__name__}.options(name='...').remote(...)`."
+            )
         spec = options.actor_spec(self.__name__, self._definition.pickled().id)
         resources = spec.shape.request.as_numbers()
         if options.num_cpus is None:
