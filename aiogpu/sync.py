@@ -46,6 +46,8 @@ from aiogpu.errors import MisuseError, NodeRunningError
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Coroutine
 
+    from aiogpu.api.actors.actor import exit_actor
+    from aiogpu.api.batch import batch
     from aiogpu.api.keywords import ActorKeywords, AnyKeywords, Options
     from aiogpu.api.portal import (
         ActorPool,
@@ -59,6 +61,7 @@ if TYPE_CHECKING:
         SyncNode,
         SyncPlacement,
     )
+    from aiogpu.api.results.reports import report
     from aiogpu.observe.status import NodeStatus
     from aiogpu.observe.why import Why
 
@@ -450,13 +453,19 @@ def get(handle: Any, /, *, timeout: float | None = None) -> Any:
         Exception: the error of the first task that fails; the other tasks go on.
         TaskTimeoutError: the time is up; the tasks go on.
     """
-    if is_in_task():
-        from aiogpu.api.results import wait as waiting
+    try:
+        if is_in_task():
+            from aiogpu.api.results import wait as waiting
 
-        return waiting.get(handle, timeout=timeout)
-    from aiogpu.api.portal import results_of
+            return waiting.get(handle, timeout=timeout)
+        from aiogpu.api.portal import results_of
 
-    return results_of(handle, timeout)
+        return results_of(handle, timeout)
+    except BaseException as error:
+        from aiogpu.api.results.blocking import cut_frames
+
+        cut_frames(error)
+        raise
 
 
 def put(value: R) -> Handle[R]:
@@ -596,6 +605,10 @@ def _program_portal(what: str) -> Portal:
     return cast("Portal", portal)
 
 
+_IN_TASKS: Final = ("batch", "exit_actor", "report")
+"""Names of `aiogpu` for the code of tasks and actors, the same for both APIs."""
+
+
 _LATE: Final = ("ActorPool", "Executor", "Handle", "Queue", "ResultIterator")
 """Public names of `api.portal`, which imports asyncio."""
 
@@ -603,11 +616,13 @@ _LATE: Final = ("ActorPool", "Executor", "Handle", "Queue", "ResultIterator")
 if not TYPE_CHECKING:
 
     def __getattr__(name):
-        """Import a name of `_LATE`; for an unknown name suggest another."""
+        """Import a name of `_LATE` or `_IN_TASKS`; suggest one for an unknown name."""
         from importlib import import_module
 
         if name in _LATE:
             return getattr(import_module("aiogpu.api.portal"), name)
+        if name in _IN_TASKS:
+            return getattr(import_module("aiogpu"), name)
         if name.endswith("Error"):  # for programs that used `ray.exceptions`
             error = getattr(import_module("aiogpu"), name, None)
             if isinstance(error, type):
@@ -627,7 +642,9 @@ __all__ = [
     "ResultIterator",
     "as_completed",
     "available_resources",
+    "batch",
     "cluster_resources",
+    "exit_actor",
     "get",
     "get_actor",
     "get_gpu_ids",
@@ -640,6 +657,7 @@ __all__ = [
     "placement",
     "put",
     "remote",
+    "report",
     "shutdown",
     "status",
     "wait",

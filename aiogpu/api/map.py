@@ -475,7 +475,7 @@ class Results(IteratedOnLoop, EnteredOnLoop, NotPassedOn, IteratedOnce[R]):
     dropped: in `async for r in f.map(...)` at the end of the loop.
     """
 
-    PASS_INSTEAD = "pass a list of the results"
+    _PASS_INSTEAD = "pass a list of the results"
 
     THROUGH = "have been iterated to their end"
     CLOSED = "were closed"

@@ -37,7 +37,7 @@ from itertools import chain, islice
 from math import inf
 from operator import attrgetter
 from queue import SimpleQueue
-from types import FunctionType
+from types import FunctionType, TracebackType
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -57,12 +57,14 @@ from aiogpu.api import node as nodes
 from aiogpu.api.actors import pool as pools
 from aiogpu.api.actors import queue as queues
 from aiogpu.api.actors.actor import ActorHandle, RemoteMethod
+from aiogpu.api.actors.pool import PoolMethod
 from aiogpu.api.calls import packed_call
 from aiogpu.api.decorator import remote
 from aiogpu.api.map import Results
 from aiogpu.api.options import check_wait, whole
 from aiogpu.api.remote_function import Definition, RemoteFunction, kind_of
 from aiogpu.api.results import handle as handles
+from aiogpu.api.results.blocking import cut_frames
 from aiogpu.api.results.stream import IteratedOnce, Stream
 from aiogpu.api.run import new_runner
 from aiogpu.api.session import refuse_in_worker
@@ -85,7 +87,6 @@ from aiogpu.serialization.references import PickledValue
 from aiogpu.serialization.serializer import dump_arguments, fix_item
 
 if TYPE_CHECKING:
-    from aiogpu.api.actors.pool import PoolMethod
     from aiogpu.api.reservation import Lease, Placement
     from aiogpu.api.results.reports import Report
     from aiogpu.core.model.request import PlacementGroupSpec
@@ -715,6 +716,7 @@ class Handle(_Proxy, NotItsResult, concurrent.futures.Future[T]):
         super().__init__()
         self._portal = portal
         self.task_name = task_name
+        self._trace: TracebackType | None = None
 
     @property
     def __aiogpu_handle__(self) -> handles.Handle[T]:
@@ -769,6 +771,7 @@ class Handle(_Proxy, NotItsResult, concurrent.futures.Future[T]):
             elif (error := target.exception()) is not None:
                 if type(error) in _BROKEN:
                     error.__class__ = _BROKEN[type(error)]
+                self._trace = error.__traceback__
                 super().set_exception(error)
             else:
                 super().set_result(target.result())
@@ -843,8 +846,12 @@ class Handle(_Proxy, NotItsResult, concurrent.futures.Future[T]):
             self._wait(timeout)
             error = super().exception()
             if error is not None:  # before 3.13 Python tests its truth
-                raise error
+                # Otherwise each raise would append its frames to the previous ones.
+                raise error.with_traceback(self._trace)
             return super().result()
+        except BaseException as raised:
+            cut_frames(raised)
+            raise
         finally:
             del self, error  # the error's traceback refers to this frame
 
@@ -1081,8 +1088,10 @@ class ActorPool(_Proxy, SetInItsProcess, Generic[A]):
 
     The arguments and methods are those of `aiogpu.ActorPool`; methods that are awaited
     there block here. `with` waits until the actors are ready, and at the end of its
-    block ends the actors that the pool started. The functions passed to `submit` and
-    `map` run on the event loop, and get handles of `aiogpu`, not of `aiogpu.sync`.
+    block ends the actors that the pool started. If the actor's class has a method with
+    the name of a method of the pool, that name is the actors' method. The functions
+    passed to `submit` and `map` run on the event loop, and get handles of `aiogpu`, not
+    of `aiogpu.sync`.
 
     Args:
         actor: a class under `@aiogpu.sync.remote`, a function that starts an actor, or
@@ -1114,6 +1123,9 @@ class ActorPool(_Proxy, SetInItsProcess, Generic[A]):
         self._portal = portal
         self._target: pools.ActorPool[A]
         self._target = portal.call(pools.ActorPool, source, size, **options)
+        for name, method in vars(self._target).items():
+            if isinstance(method, PoolMethod):  # has the name of a method of the pool
+                self.__dict__[name] = SyncMethod(portal, method)
 
     def __repr__(self) -> str:
         return repr(self._target)
@@ -1154,6 +1166,11 @@ class ActorPool(_Proxy, SetInItsProcess, Generic[A]):
     def has_next(self) -> bool:
         """Return whether `get_next` has a result to return or to wait for."""
         return self._portal.call(self._target.has_next)
+
+    def actors(self) -> list[SyncActorHandle[A]]:
+        """Return the handles of the actors, ready or not, for a call to each."""
+        found = self._portal.call(self._target.actors)
+        return [SyncActorHandle(self._portal, actor) for actor in found]
 
     def has_free(self) -> bool:
         """Return whether a ready actor has no calls."""

@@ -200,7 +200,7 @@ class Lease(EnteredOnLoop, NotPassedOn):
     Before it is granted, only `why()` can be used.
     """
 
-    PASS_INSTEAD = "pass its ids or its environ"
+    _PASS_INSTEAD = "pass its ids or its environ"
 
     def __init__(self, func: FunctionSpec, timeout: float | None) -> None:
         self._func = func

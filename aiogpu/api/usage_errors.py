@@ -154,17 +154,17 @@ class NotPassedOn:
     """Mixin: pickling raises and says what to pass instead.
 
     Attributes:
-        PASS_INSTEAD: what to pass.
+        _PASS_INSTEAD: what to pass.
     """
 
     __slots__ = ()
 
-    PASS_INSTEAD: ClassVar[str]
+    _PASS_INSTEAD: ClassVar[str]
 
     def __reduce__(self) -> NoReturn:
         raise MisuseError(
             f"{self!r} can only be used in the program or task that made it; "
-            f"{self.PASS_INSTEAD}."
+            f"{self._PASS_INSTEAD}."
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import traceback
 from collections.abc import Iterator
 from typing import Any
 
@@ -162,3 +163,44 @@ def read_one(path: str) -> bytes:
 def cancel_twice() -> list[bool]:
     child = wait_long.remote()
     return [child.cancel(), child.cancel(), child.cancelled()]
+
+
+@sync.remote
+def get_failed() -> list[list[str]]:
+    """Wait for a failing child in three ways; return the names of the frames."""
+    names = []
+    child = fail.remote("here")
+    for wait in (sync.get, lambda _: child.result(), aiogpu.get):
+        try:
+            wait(child)
+        except LookupError as error:
+            frames = traceback.extract_tb(error.__traceback__)
+            own = [frame.name for frame in frames if frame.filename == __file__]
+            others = len(frames) - len(own)
+            names.append([*own[:1], *["other"] * others])
+    return names
+
+
+@sync.remote
+class Named:
+    """Has methods with names of methods of a pool."""
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def map(self, x: int) -> int:
+        return x + 1
+
+    def has_free(self) -> str:
+        return "the actor's"
+
+
+@sync.remote
+class Leaver:
+    def leave(self) -> None:
+        sync.exit_actor()
+
+
+@sync.remote
+def report_once(step: int) -> None:
+    sync.report(step=step)

@@ -19,6 +19,8 @@ import aiogpu
 from aiogpu import errors, sync
 from tests.contract.sync_tasks import (
     Counter,
+    Leaver,
+    Named,
     add_one,
     count,
     double,
@@ -27,6 +29,7 @@ from tests.contract.sync_tasks import (
     fail_at,
     fill,
     keep,
+    report_once,
     split,
     total,
     wait_long,
@@ -190,6 +193,26 @@ def test_a_pool_shares_out_calls(node: Any) -> None:
     with sync.ActorPool(lambda: Counter.remote(0), 1) as made:
         sums = made.map(lambda actor, k: actor.add.remote(handles[k]), [0, 1])
         assert list(sums) == [2, 3]
+
+
+def test_each_actor_of_a_pool_is_called(node: Any) -> None:
+    with sync.ActorPool(Named, 2) as pool:
+        pids = sync.get([actor.pid.remote() for actor in pool.actors()])
+        assert len(pids) == len(pool) == 2
+        # These names are also of methods of a pool.
+        assert sync.get(pool.map.remote(3)) == 4
+        assert list(pool.map.map([1, 2])) == [2, 3]
+        assert sync.get(pool.has_free.remote()) == "the actor's"
+
+
+def test_code_of_tasks_uses_the_same_names(node: Any) -> None:
+    for name in ("batch", "exit_actor", "report"):
+        assert getattr(sync, name) is getattr(aiogpu, name)
+    handle = report_once.remote(3)
+    assert [report["step"] for report in handle.reports()] == [3]
+    leaver = Leaver.remote()
+    with pytest.raises(aiogpu.ActorDiedError):
+        sync.get(leaver.leave.remote())
 
 
 @pytest.mark.parametrize("node", ["local"], indirect=True)

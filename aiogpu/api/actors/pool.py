@@ -304,6 +304,10 @@ class PoolScheduler:
         self._waiting.append(start)
         self._use_idle()
 
+    def handles(self) -> list[ActorHandle[Any]]:
+        """Return the handles of all actors, by number."""
+        return [actor.handle for actor in self._actors]
+
     def idle(self) -> PoolActor | None:
         """Return the first ready actor without calls; None if there is none."""
         return next((actor for actor in self._takers if actor.is_idle), None)
@@ -840,7 +844,7 @@ class PoolMethod(CalledFirst, NotPassedOn, Mapper):
 
     __slots__ = ("_finalizer", "_name")
 
-    PASS_INSTEAD = "pass handles of its actors"
+    _PASS_INSTEAD = "pass handles of its actors"
 
     def __init__(self, finalizer: PoolFinalizer, name: str) -> None:
         self._finalizer = finalizer
@@ -930,7 +934,7 @@ class ActorPool(EnteredOnLoop, NotPassedOn, SetInItsProcess, Generic[A]):
     method of the actors.
     """
 
-    PASS_INSTEAD = "pass handles of its actors"
+    _PASS_INSTEAD = "pass handles of its actors"
 
     @options_of("a pool of actors")
     def __init__(
@@ -1070,6 +1074,14 @@ class ActorPool(EnteredOnLoop, NotPassedOn, SetInItsProcess, Generic[A]):
     def has_next(self) -> bool:
         """Return whether `get_next` has a result to return or to wait for."""
         return bool(self._submitted)
+
+    def actors(self) -> list[ActorHandle[A]]:
+        """Return the handles of the actors, ready or not, for a call to each.
+
+        Example:
+            `await asyncio.gather(*(actor.ping.remote() for actor in pool.actors()))`
+        """
+        return self._finalizer.scheduler.handles()
 
     def has_free(self) -> bool:
         """Return whether a ready actor has no calls."""

@@ -18,7 +18,13 @@ from contextlib import suppress
 from contextvars import Context
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
-from aiogpu.api.results.blocking import OF_A_LIST, HandleBase, Owner, RestoredOwner
+from aiogpu.api.results.blocking import (
+    OF_A_LIST,
+    HandleBase,
+    Owner,
+    RestoredOwner,
+    cut_frames,
+)
 from aiogpu.api.usage_errors import PUT_NAME
 from aiogpu.client.current import current
 from aiogpu.errors import (
@@ -246,6 +252,9 @@ class Handle(HandleBase, asyncio.Future[T]):
                 raise
         try:
             return self.result()
+        except BaseException as error:
+            cut_frames(error)
+            raise
         finally:
             del self  # see `result`
 
@@ -428,6 +437,9 @@ class Handle(HandleBase, asyncio.Future[T]):
             if self.done():
                 raise  # an error of the task itself
             raise self._not_ended("result") from None
+        except BaseException as error:
+            cut_frames(error)
+            raise
         finally:
             # The error's traceback refers to this frame. With `self` in the frame there
             # is a cycle, which keeps the error and the objects in the callers' frames,
@@ -542,6 +554,9 @@ class ChildHandle(Handle[T]):
         if self.done():
             try:
                 return self.result()
+            except BaseException as error:
+                cut_frames(error)
+                raise
             finally:
                 del self  # see `Handle.result`
         waits = self._waits
@@ -549,6 +564,9 @@ class ChildHandle(Handle[T]):
             waits.begin_wait(self.task_id)
         try:
             return (yield from super().__await__())
+        except BaseException as error:
+            cut_frames(error)
+            raise
         finally:
             if waits is not None:
                 waits.end_wait(self.task_id)

@@ -38,6 +38,7 @@ from aiogpu.api.results.blocking import (
     block,
     blocks_loop,
     check_client,
+    cut_frames,
     fetch,
 )
 from aiogpu.api.usage_errors import NotPassedOn, options_of, refuse
@@ -105,6 +106,9 @@ def get(handle: Any, /, *, timeout: float | None = None, **unknown: Any) -> Any:
                 raise MisuseError(_not_for_get(item))
         await_end(handles, timeout)
         results = [item.result() for item in handles]
+    except BaseException as error:
+        cut_frames(error)
+        raise
     finally:
         item = None
         del handles  # see `BlockingHandle.result`
@@ -484,7 +488,7 @@ class Completions(NotPassedOn, Generic[T]):
     Its length is the number of all handles. Its truth value is always True.
     """
 
-    PASS_INSTEAD = "pass its handles"
+    _PASS_INSTEAD = "pass its handles"
 
     def __init__(self, handles: list[Any]) -> None:
         self._total = len(handles)
