@@ -82,7 +82,7 @@ from aiogpu.errors import (
     WorkerDiedError,
 )
 from aiogpu.serialization.captured import Captured, captured
-from aiogpu.serialization.diagnostics import advise
+from aiogpu.serialization.diagnostics import advise, line_of_caller, waiting_line
 from aiogpu.serialization.references import PickledValue
 from aiogpu.serialization.serializer import dump_arguments, fix_item
 
@@ -172,13 +172,16 @@ class Portal:
         ended.acquire()
         results: list[T] = []
         errors: list[BaseException] = []
+        line = line_of_caller()
 
         def run() -> None:
+            before = waiting_line.set(line)
             try:
                 results.append(function(*args, **named))
             except BaseException as error:  # noqa: BLE001 - raised in the caller
                 errors.append(error)
             finally:
+                waiting_line.reset(before)
                 ended.release()
 
         self.post(run)
@@ -224,9 +227,12 @@ class Portal:
 
     def fetch(self, what: str, begin: Callable[[], Awaitable[T]]) -> T:
         """`run`, for a user's value: handles and actors in it arrive as proxies."""
+        line = line_of_caller()
 
         async def get() -> T:
-            proxy_maker.set(self)  # in the context of this asyncio task
+            # In the context of this asyncio task.
+            proxy_maker.set(self)
+            waiting_line.set(line)
             return await begin()
 
         return self.run(what, get)
@@ -618,8 +624,9 @@ def _post(
     """Pickle the arguments in this thread and post the call to the loop.
 
     Waiting for the loop would take ten times as long as the call, because the
-    interpreter runs one thread at a time. Only large buffers are waited for: the loop
-    copies them to shared memory, and the caller may write to them afterwards [B47].
+    interpreter runs one thread at a time. Only large arguments are waited for: the loop
+    copies buffers to shared memory, and the caller may write to them afterwards [B47];
+    and a warning of them names the caller's line.
 
     Returns:
         The handle; None if the arguments contain a handle, which only the loop's thread
@@ -642,7 +649,7 @@ def _post(
             return send(packed_call(name, args, kwargs, payload))
         return send(payload)
 
-    if portal.is_here or (isinstance(payload, PickledValue) and payload.buffers):
+    if portal.is_here or isinstance(payload, PickledValue):
         portal.call(handle.start, begin)
     else:
         portal.post(partial(handle.start, begin))

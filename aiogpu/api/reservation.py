@@ -21,7 +21,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from aiogpu.api.options import TaskOptions, check_options, merged, placement_group_of
-from aiogpu.api.results.handle import check_thread
+from aiogpu.api.results.handle import check_loop, check_thread
 from aiogpu.api.usage_errors import EnteredOnLoop, NotPassedOn, options_of
 from aiogpu.client.current import error_inside_task, is_in_task
 from aiogpu.client.function_spec import (
@@ -326,6 +326,7 @@ class Lease(EnteredOnLoop, NotPassedOn):
         """
         assert self._grant is not None
         assert self._owner is not None
+        check_loop(self._owner.lost.get_loop(), "lost() of a lease")
         return await asyncio.shield(self._owner.lost)
 
     async def why(self) -> Why:
@@ -461,6 +462,7 @@ class Placement(EnteredOnLoop):
             NodeError: the node has ended.
         """
         owner = self._own("ready()")
+        check_loop(owner.granted.get_loop(), "ready() of a placement")
         await asyncio.shield(owner.granted)
         if owner.lost.done():
             raise owner.lost.result()

@@ -313,6 +313,26 @@ def test_reservations_need_no_block(node: Any) -> None:
 
 
 @pytest.mark.parametrize("node", ["local"], indirect=True)
+def test_warnings_name_the_line_of_the_call(node: Any) -> None:
+    """On one engine: of each function and argument, a process warns once."""
+    large = bytes(1 << 20)
+
+    def call() -> list[Any]:
+        return [keep.remote(large).result() for _ in range(8)]
+
+    def map_it() -> list[int]:
+        return list(sync.remote(len).map([large] * 8))
+
+    for use in (call, map_it):
+        with pytest.warns(aiogpu.errors.AiogpuWarning) as caught:
+            use()
+        [warning] = caught
+        first = use.__code__.co_firstlineno
+        assert (warning.filename, warning.lineno) == (__file__, first + 1)
+        assert "`handle = aiogpu.sync.put(x)`" in str(warning.message)
+
+
+@pytest.mark.parametrize("node", ["local"], indirect=True)
 def test_a_lease_holds_a_gpu(node: Any) -> None:
     with sync.lease(num_gpus=1) as lease:
         assert lease.environ["CUDA_VISIBLE_DEVICES"] == "0"

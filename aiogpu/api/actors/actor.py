@@ -412,7 +412,8 @@ def get_actor(name: str, namespace: str | None = None) -> ActorHandle[Any]:
     """Return a handle to the living actor with this name, on the running loop's node.
 
     Write `await aiogpu.get_actor(name)`: a node in another process answers at the
-    await. Methods with one result can be called before the await as well.
+    await. A program may call methods with one result before that; a coroutine of a task
+    must await first.
 
     Args:
         name: the actor's name.

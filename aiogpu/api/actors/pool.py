@@ -1017,6 +1017,7 @@ class ActorPool(EnteredOnLoop, NotPassedOn, SetInItsProcess, Generic[A]):
         return "aiogpu.ActorPool(...)"
 
     def __await__(self) -> Generator[Any, None, ActorPool[A]]:
+        self._check_loop("`await`")
         yield from self._finalizer.scheduler.ready().__await__()
         return self
 
@@ -1171,11 +1172,17 @@ class ActorPool(EnteredOnLoop, NotPassedOn, SetInItsProcess, Generic[A]):
 
         check_thread(self._finalizer.scheduler.loop, f"{what} of a pool")
 
+    def _check_loop(self, what: str) -> None:
+        from aiogpu.api.results.handle import check_loop
+
+        check_loop(self._finalizer.scheduler.loop, f"{what} of a pool")
+
     async def aclose(self) -> None:
         """End the actors after the calls made so far, and wait; idempotent."""
         await self._end(at_once=False)
 
     async def _end(self, at_once: bool) -> None:
+        self._check_loop("aclose()")
         scheduler = self._finalizer.scheduler
         scheduler.close(at_once)
         await scheduler.ended()

@@ -66,6 +66,22 @@ def check_thread(loop: asyncio.AbstractEventLoop, what: str) -> None:
         session.check_thread(what)
 
 
+def check_loop(loop: asyncio.AbstractEventLoop, what: str) -> None:
+    """Refuse a wait on another event loop, of which asyncio says little.
+
+    Raises:
+        NoLoopError: another thread runs this.
+        MisuseError: another loop runs in this thread.
+    """
+    if asyncio._get_running_loop() is loop:
+        return
+    check_thread(loop, what)
+    raise MisuseError(
+        f"{what} was called on another event loop than its own; await it on the loop "
+        f"where it was made."
+    )
+
+
 def check_home(handle: Any, loop: asyncio.AbstractEventLoop, session: Any) -> None:
     """Raise `MisuseError` if a handle cannot be sent from a loop.
 
@@ -249,6 +265,11 @@ class Handle(HandleBase, asyncio.Future[T]):
                 yield from waiter
             except (asyncio.CancelledError, GeneratorExit):
                 self._withdraw(waiter)
+                raise
+            except RuntimeError:  # from the task, if it is of another loop
+                if self._waiters and waiter in self._waiters:
+                    self._waiters.remove(waiter)
+                check_loop(self.get_loop(), f"`await` of {self.task_name}")
                 raise
         try:
             return self.result()

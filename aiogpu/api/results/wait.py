@@ -466,6 +466,9 @@ class _LoopWatch(_Watch):
         """Wait until `count` handles have ended or the time is up; tell the node."""
         if len(self.ended) >= count or not awaited:
             return
+        from aiogpu.api.results.handle import check_loop
+
+        check_loop(self.loop, "the next handle of as_completed()")
         waits: Any = getattr(awaited[0], "_waits", None)
         tasks = [handle.task_id for handle in awaited] if waits is not None else []
         timer = None if timeout is None else self.loop.call_later(timeout, self._wake)

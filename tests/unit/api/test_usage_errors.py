@@ -15,7 +15,12 @@ import pytest
 
 import aiogpu
 from aiogpu.api.usage_errors import NAMES_OF_RAY
-from aiogpu.errors import MisuseError, OptionError, SerializationError
+from aiogpu.errors import (
+    MisuseError,
+    NoLoopError,
+    OptionError,
+    SerializationError,
+)
 
 Use = Callable[[Any], Any]
 
@@ -350,6 +355,41 @@ async def test_setting_an_attribute_of_an_actor_is_refused(
         assert "an actor's attributes are in its process. Write a method" in message
         assert not hasattr(actor, "step")
     assert await counter.add.remote() == 2
+
+
+@aiogpu.remote(num_cpus=0)
+class Gated:
+    def __init__(self) -> None:
+        self.is_open = False
+
+    async def wait(self) -> None:
+        await asyncio.Event().wait()
+
+
+async def test_an_await_on_another_loop_is_refused(node: aiogpu.types.Node) -> None:
+    """In another thread, as asyncio's own message names no cause."""
+    gated = await Gated.remote()
+    handle = gated.wait.remote()
+    group = aiogpu.placement([{"CPU": 1}])
+    pool = aiogpu.ActorPool([gated])
+    completions = aiogpu.as_completed([handle])
+
+    async def refused() -> None:
+        for wait in (
+            partial(wait_for, handle),
+            handle.coro,
+            partial(wait_for, group),
+            partial(wait_for, pool),
+            pool.aclose,
+            completions.__anext__,
+        ):
+            with pytest.raises(NoLoopError, match="in a thread other than its event"):
+                await wait()
+
+    await asyncio.to_thread(asyncio.run, refused())
+    assert not handle.done(), "the work goes on"
+    assert not pool._finalizer.scheduler.is_closed
+    handle.cancel()
 
 
 async def test_wait_without_await_is_refused(node: aiogpu.types.Node) -> None:
