@@ -504,6 +504,12 @@ def wait(
     from aiogpu.api.portal import checked_handles, unwrap
 
     proxies = checked_handles("wait", handles)
+    if len(set(proxies)) < len(proxies):
+        twice = next(each for each in proxies if proxies.count(each) > 1)
+        raise MisuseError(
+            f"aiogpu.sync.wait() was given {twice!r} more than once; pass each handle "
+            f"once."
+        )
 
     async def wait_on_loop() -> Any:
         proxy_of = {unwrap(proxy): proxy for proxy in proxies}

@@ -225,10 +225,14 @@ def test_names_of_ray_work_or_say_what_to_write(node: Any) -> None:
     handle.cancel()
     assert sync.get(double.remote(1), timeout=60) == 2
     assert sync.ActorDiedError is aiogpu.ActorDiedError
+    counter = Counter.remote()
     for owner, name, message in (
         (sync, "nodes", r"'nodes': write `aiogpu.sync.status\(\)`"),
         (sync, "NoSuchError", "has no attribute 'NoSuchError'"),
         (sync.get_runtime_context(), "get_task_id", "use the attribute 'task_id'"),
+        (sync.get_runtime_context(), "is_canceled", "use the attribute 'is_stopping'"),
+        (counter, "__ray_ready__", r"`aiogpu\.sync\.get\(actor\)` without an event"),
+        (counter, "__ray_terminate__", "or `with` without an event loop, which ends"),
     ):
         with pytest.raises(AttributeError, match=message):
             getattr(owner, name)()
@@ -273,6 +277,8 @@ def test_wait_as_completed_and_cancel_work(node: Any) -> None:
     slow, quick = wait_long.remote(), double.remote(1)
     assert sync.wait([slow, quick]) == ([quick], [slow])
     assert sync.wait([slow], timeout=0) == ([], [slow])
+    with pytest.raises(errors.MisuseError, match="more than once; pass each handle"):
+        sync.wait([slow, quick, slow])
     assert next(iter(sync.as_completed([slow, quick]))) is quick
     assert list(sync.as_completed([])) == []
     assert concurrent.futures.wait([quick]).done == {quick}
