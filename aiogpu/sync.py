@@ -242,7 +242,7 @@ class RemoteClass(_Decorated, Generic[P, A]):
 
         def __getattr__(self, name: str) -> Any:
             """Return a class attribute, static or class method of the plain class."""
-            return self.__dict__["_wrapped"].__getattr__(name)
+            return getattr(self.__dict__.get("_wrapped"), name)
 
 
 def _wrap(remote: Any) -> Any:

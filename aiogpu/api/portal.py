@@ -1641,6 +1641,7 @@ class Executor(concurrent.futures.Executor):
         self._lock = threading.Lock()
         self._pending: set[Handle[Any]] = set()
         self._is_closed = False
+        self._cancelling: asyncio.Task[None] | None = None
         _executors.add(self)
 
     def submit(
@@ -1733,12 +1734,11 @@ class Executor(concurrent.futures.Executor):
             self._is_closed = True
         with suppress(NodeError):  # the loop was closed: no call goes on
             if cancel_futures and pending:
-                self._cancel(pending)
+                self._cancel_waiting(pending)
             if wait:
                 deque(completed(pending), maxlen=0)
 
-    @staticmethod
-    def _cancel(pending: list[Handle[Any]]) -> None:
+    def _cancel_waiting(self, pending: list[Handle[Any]]) -> None:
         """Cancel the calls that have not begun, the newest first."""
 
         async def cancel() -> None:
@@ -1746,7 +1746,11 @@ class Executor(concurrent.futures.Executor):
                 await handle._cancel_unless_begun()
                 await asyncio.sleep(0)  # thousands would hold the loop
 
-        pending[0]._portal.run("shutdown() of an executor", cancel)
+        portal = pending[0]._portal
+        if portal.is_here:  # in a callback, which cannot wait
+            self._cancelling = portal.loop.create_task(cancel())
+        else:
+            portal.run("shutdown() of an executor", cancel)
 
 
 _check_chunksize: Final = whole(1, "a whole number of calls, 1 or more")

@@ -271,6 +271,19 @@ def test_a_shutdown_cancels_calls_that_have_not_begun(node: Any, tmp_path: Any) 
     os.close(end)
 
 
+@pytest.mark.needs("processes")
+def test_a_callback_cancels_calls_that_have_not_begun(node: Any) -> None:
+    executor = sync.Executor(num_cpus=2)
+    running, waiting = (executor.submit(block) for _ in range(2))
+    in_callback(
+        partial(executor.shutdown, wait=False, cancel_futures=True),
+        start=sync.remote(num_cpus=0)(read_one).remote,
+    )
+    with pytest.raises(concurrent.futures.CancelledError):
+        waiting.result(LIMIT)
+    assert running.cancel()
+
+
 def test_only_its_task_ends_a_handle(node: Any) -> None:
     handle = double.remote(4)
     for end in (handle.set_result, handle.set_exception):

@@ -259,8 +259,8 @@ METHODS_OF_RAY: Final = MappingProxyType(
     {
         "__ray_ready__": "write `await actor`, or `aiogpu.sync.get(actor)` without an "
         "event loop",
-        "__ray_terminate__": "write `async with A.remote() as actor`, or `with` without "
-        "an event loop, which ends the actor after its calls",
+        "__ray_terminate__": "write `async with A.remote() as actor`, or `with` "
+        "without an event loop, which ends the actor after its calls",
     }
 )
 """Methods of every actor of Ray, with their replacements."""
@@ -269,9 +269,8 @@ METHODS_OF_RAY: Final = MappingProxyType(
 def no_method(interface: ActorInterface, name: str) -> AttributeError:
     """Return the error for a private or missing method."""
     if name in METHODS_OF_RAY:
-        return AttributeError(
-            f"{interface.name} has no {name}: {METHODS_OF_RAY[name]}."
-        )
+        hint = METHODS_OF_RAY[name]
+        return AttributeError(f"{interface.name} has no {name}: {hint}.")
     if name.startswith("_"):
         return AttributeError(
             f"{name} of {interface.name} is private; only public methods of an actor "
