@@ -21,7 +21,6 @@ that need an event loop are imported by the first call.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import update_wrapper
 from typing import (
     TYPE_CHECKING,
@@ -47,17 +46,22 @@ from aiogpu.errors import MisuseError, NodeRunningError
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Coroutine
 
+    from aiogpu.api.actors.actor import exit_actor
+    from aiogpu.api.batch import batch
     from aiogpu.api.keywords import ActorKeywords, AnyKeywords, Options
     from aiogpu.api.portal import (
         ActorPool,
         Executor,
         Handle,
+        Portal,
         Queue,
         ResultIterator,
         SyncActorHandle,
+        SyncLease,
         SyncNode,
+        SyncPlacement,
     )
-    from aiogpu.api.reservation import Lease, Placement
+    from aiogpu.api.results.reports import report
     from aiogpu.observe.status import NodeStatus
     from aiogpu.observe.why import Why
 
@@ -116,7 +120,8 @@ class RemoteFunction(_Decorated, Generic[P, R]):
         Raises:
             MisuseError: the arguments do not match the function's parameters, or an
                 event loop is running in this thread.
-            InfeasibleError: the task asks for more than the node has.
+            InfeasibleError: the task asks for more than the node has. If the node is
+                not open yet, `result()` raises this error instead.
             SerializationError: the function or an argument cannot be pickled.
         """
         portal = _portal(f"{self._wrapped.__name__}.remote()")
@@ -232,6 +237,12 @@ class RemoteClass(_Decorated, Generic[P, A]):
     def __mro_entries__(self, bases: tuple[object, ...]) -> tuple[type]:
         """Let subclasses inherit from the plain class."""
         return (cast("type", self.__aiogpu_function__),)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Return a class attribute, static or class method of the plain class."""
+            return getattr(self.__dict__.get("_wrapped"), name)
 
 
 def _wrap(remote: Any) -> Any:
@@ -425,7 +436,8 @@ def get(handle: Sequence[Handle[R]], /, *, timeout: float | None = None) -> list
 def get(handle: Any, /, *, timeout: float | None = None) -> Any:
     """Wait for the result of a handle, or for the results of a list of handles.
 
-    With the handle of an actor, wait until the actor is ready, and return the handle.
+    With the handle of an actor, wait until the actor is ready, and return the handle;
+    with a lease or a placement, wait until it is granted.
 
     Args:
         handle: a handle that `.remote()` returned, or a list of handles.
@@ -441,13 +453,19 @@ def get(handle: Any, /, *, timeout: float | None = None) -> Any:
         Exception: the error of the first task that fails; the other tasks go on.
         TaskTimeoutError: the time is up; the tasks go on.
     """
-    if is_in_task():
-        from aiogpu.api.results import wait as waiting
+    try:
+        if is_in_task():
+            from aiogpu.api.results import wait as waiting
 
-        return waiting.get(handle, timeout=timeout)
-    from aiogpu.api.portal import results_of
+            return waiting.get(handle, timeout=timeout)
+        from aiogpu.api.portal import results_of
 
-    return results_of(handle, timeout)
+        return results_of(handle, timeout)
+    except BaseException as error:
+        from aiogpu.api.results.blocking import cut_frames
+
+        cut_frames(error)
+        raise
 
 
 def put(value: R) -> Handle[R]:
@@ -460,9 +478,9 @@ def put(value: R) -> Handle[R]:
     portal = _portal("aiogpu.sync.put()")
     if portal is None:
         return store(value)  # type: ignore[no-any-return]
-    from aiogpu.api.portal import unwrap, wrap
+    from aiogpu.api.portal import unwrap
 
-    return portal.call(lambda: wrap(portal, store(unwrap(value))))  # type: ignore[no-any-return]
+    return portal.call(lambda: portal.wrap(store(unwrap(value))))  # type: ignore[no-any-return]
 
 
 def wait(
@@ -486,6 +504,12 @@ def wait(
     from aiogpu.api.portal import checked_handles, unwrap
 
     proxies = checked_handles("wait", handles)
+    if len(set(proxies)) < len(proxies):
+        twice = next(each for each in proxies if proxies.count(each) > 1)
+        raise MisuseError(
+            f"aiogpu.sync.wait() was given {twice!r} more than once; pass each handle "
+            f"once."
+        )
 
     async def wait_on_loop() -> Any:
         proxy_of = {unwrap(proxy): proxy for proxy in proxies}
@@ -548,62 +572,47 @@ def kill(actor: SyncActorHandle[Any], *, no_restart: bool = True) -> None:
 # Reservations.
 
 
-@contextmanager
-def lease(**options: Any) -> Iterator[Lease]:
-    """Hold resources for code of this process, for the time of a `with` block.
+def lease(**options: Any) -> SyncLease:
+    """Reserve resources for code of this process, for the time of a `with` block.
 
     `with aiogpu.sync.lease(num_gpus=1) as lease:`; the options are those of
-    `aiogpu.lease`. `lease.ids` and `lease.environ` identify the devices.
+    `aiogpu.lease`. `lease.ids` and `lease.environ` identify the devices. Without
+    `with`, `aiogpu.sync.get(lease)` waits for the lease, and `release()` ends it.
     """
+    from aiogpu.api.portal import SyncLease
     from aiogpu.api.reservation import lease as reserve
 
-    what = "aiogpu.sync.lease()"
-    with _entered(what, lambda: reserve(**options)) as reserved:
-        yield reserved
+    portal = _program_portal("aiogpu.sync.lease()")
+    return SyncLease(portal, portal.call(reserve, **options))
 
 
-@contextmanager
-def placement(
-    bundles: Sequence[Mapping[str, Any]], **options: Any
-) -> Iterator[Placement]:
-    """Hold bundles of resources for tasks, for the time of a `with` block.
+def placement(bundles: Sequence[Mapping[str, Any]], **options: Any) -> SyncPlacement:
+    """Reserve bundles of resources for tasks, for the time of a `with` block.
 
     `with aiogpu.sync.placement([{"num_gpus": 1}] * 2) as group:`, then
-    `f.options(placement=group, bundle=0).remote()`; see `aiogpu.placement`.
+    `f.options(placement=group, bundle=0).remote()`; see `aiogpu.placement`. Without
+    `with`, `group.ready()` waits until the bundles are held, and `remove()` ends it.
     """
+    from aiogpu.api.portal import SyncPlacement
     from aiogpu.api.reservation import placement as reserve
 
-    what = "aiogpu.sync.placement()"
-    with _entered(what, lambda: reserve(bundles, **options)) as group:
-        yield group
+    portal = _program_portal("aiogpu.sync.placement()")
+    return SyncPlacement(portal, portal.call(reserve, bundles, **options))
 
 
-@contextmanager
-def _entered(what: str, reserve: Callable[[], Any]) -> Iterator[Any]:
-    """Enter and leave an async context manager on the program's loop."""
+def _program_portal(what: str) -> Portal:
+    """Return the portal to the program's node; refuse a call in a task."""
     portal = _portal(what)
     if portal is None:
         raise MisuseError(
             f"{what} is for programs. A task holds resources by its options, such as "
             f"num_gpus=."
         )
-    managers: list[Any] = []
+    return cast("Portal", portal)
 
-    async def enter() -> Any:
-        managers.append(reserve())
-        return await managers[0].__aenter__()
 
-    async def leave() -> None:
-        for manager in managers:
-            await manager.__aexit__(None, None, None)
-
-    try:
-        yield portal.run(what, enter)
-    finally:
-        # Also after a Ctrl-C that came when the loop had entered. If the loop is
-        # closed, its node holds nothing any more.
-        if portal.is_usable:
-            portal.run(what, leave)
+_IN_TASKS: Final = ("batch", "exit_actor", "report")
+"""Names of `aiogpu` for the code of tasks and actors, the same for both APIs."""
 
 
 _LATE: Final = ("ActorPool", "Executor", "Handle", "Queue", "ResultIterator")
@@ -613,11 +622,13 @@ _LATE: Final = ("ActorPool", "Executor", "Handle", "Queue", "ResultIterator")
 if not TYPE_CHECKING:
 
     def __getattr__(name):
-        """Import a name of `_LATE`; for an unknown name suggest another."""
+        """Import a name of `_LATE` or `_IN_TASKS`; suggest one for an unknown name."""
         from importlib import import_module
 
         if name in _LATE:
             return getattr(import_module("aiogpu.api.portal"), name)
+        if name in _IN_TASKS:
+            return getattr(import_module("aiogpu"), name)
         if name.endswith("Error"):  # for programs that used `ray.exceptions`
             error = getattr(import_module("aiogpu"), name, None)
             if isinstance(error, type):
@@ -637,7 +648,9 @@ __all__ = [
     "ResultIterator",
     "as_completed",
     "available_resources",
+    "batch",
     "cluster_resources",
+    "exit_actor",
     "get",
     "get_actor",
     "get_gpu_ids",
@@ -650,6 +663,7 @@ __all__ = [
     "placement",
     "put",
     "remote",
+    "report",
     "shutdown",
     "status",
     "wait",

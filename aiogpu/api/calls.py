@@ -25,6 +25,7 @@ from aiogpu.client.current import (
     client_of_task,
     current,
     error_inside_task,
+    for_consumer,
     inline_client,
     is_loop_running,
 )
@@ -322,11 +323,12 @@ def restore_handle(identity: int, name: str, value: Any = None) -> Any:
     """
     caller = _caller()
     if caller.remote_values is not None:
-        return _handle_of(caller, name, caller.remote_values.loans.loan(identity))
+        loan = caller.remote_values.loans.loan(identity)
+        return for_consumer(_handle_of(caller, name, loan))
     value = value or opened.find(identity).under_own_id()
     handle = _handle_of(caller, name, value)
     value.watch(lambda settled: settled.pass_to(handle))
-    return handle
+    return for_consumer(handle)
 
 
 HandleBase.restore = restore_handle

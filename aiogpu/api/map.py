@@ -34,7 +34,7 @@ from typing import (
 from aiogpu.api.options import check_flag, whole_number
 from aiogpu.api.results.handle import Handle
 from aiogpu.api.results.stream import IteratedOnce, LoopSource
-from aiogpu.api.usage_errors import EnteredOnLoop, IteratedOnLoop
+from aiogpu.api.usage_errors import EnteredOnLoop, IteratedOnLoop, NotPassedOn
 from aiogpu.errors import MisuseError, OptionError, TaskError
 from aiogpu.serialization.exceptions import RAISED, ChunkOutcome, unpack_failure
 from aiogpu.serialization.serializer import fix_item
@@ -467,13 +467,15 @@ busy with as many tasks queued, and few enough to hold in memory. On two cores, 
 four times as high does not make empty calls faster."""
 
 
-class Results(IteratedOnLoop, EnteredOnLoop, IteratedOnce[R]):
+class Results(IteratedOnLoop, EnteredOnLoop, NotPassedOn, IteratedOnce[R]):
     """The results of `f.map(...)`, by `async for`; made by `RemoteFunction.map`.
 
     `async with f.map(...) as results:` cancels the remaining calls at the end of its
     block. Otherwise they are cancelled when the last reference to the results is
     dropped: in `async for r in f.map(...)` at the end of the loop.
     """
+
+    _PASS_INSTEAD = "pass a list of the results"
 
     THROUGH = "have been iterated to their end"
     CLOSED = "were closed"

@@ -250,6 +250,11 @@ def _bundle(option: str, value: object) -> Request:
             f'{{"GPU": 1, "CPU": 2}}.'
         )
     rest: dict[object, Any] = dict(value)
+    for name, resource in (("num_cpus", CPU), ("num_gpus", GPU)):  # as for tasks
+        if name in rest:
+            if resource in rest:
+                raise OptionError(f"{option}={value!r} has both {name} and {resource}.")
+            rest[resource] = rest.pop(name)
     amounts = {name: rest.pop(name) for name in (CPU, GPU, MEMORY) if name in rest}
     gpu_memory = 0
     if GPU_MEMORY in rest:
@@ -628,10 +633,6 @@ def merged(
     """Return `base` with checked options replaced; raises `OptionError`."""
     result = base._replace(**check_options(options, taker))
     check_kinds(result.num_gpus, result.gpu_memory, result.resources)
-    if result.get_if_exists and result.name is None:
-        raise OptionError(
-            "get_if_exists=True looks an actor up by name; give name='...' as well."
-        )
     return result
 
 

@@ -28,6 +28,7 @@ from collections.abc import (
     Coroutine,
     Iterable,
     Iterator,
+    Mapping,
 )
 from contextlib import AbstractAsyncContextManager, suppress
 from copy import copy
@@ -35,8 +36,9 @@ from functools import partial
 from inspect import isawaitable
 from itertools import chain, islice
 from math import inf
+from operator import attrgetter
 from queue import SimpleQueue
-from types import FunctionType
+from types import FunctionType, TracebackType
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -50,40 +52,45 @@ from typing import (
     cast,
     overload,
 )
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 from aiogpu.api import node as nodes
 from aiogpu.api.actors import pool as pools
 from aiogpu.api.actors import queue as queues
 from aiogpu.api.actors.actor import ActorHandle, RemoteMethod
+from aiogpu.api.actors.pool import PoolMethod
 from aiogpu.api.calls import packed_call
 from aiogpu.api.decorator import remote
 from aiogpu.api.map import Results
-from aiogpu.api.options import check_wait
+from aiogpu.api.options import check_wait, whole
 from aiogpu.api.remote_function import Definition, RemoteFunction, kind_of
 from aiogpu.api.results import handle as handles
+from aiogpu.api.results.blocking import cut_frames
 from aiogpu.api.results.stream import IteratedOnce, Stream
 from aiogpu.api.run import new_runner
 from aiogpu.api.session import refuse_in_worker
-from aiogpu.api.usage_errors import PUT_NAME, NotItsResult
-from aiogpu.client.current import is_in_task, is_loop_running
+from aiogpu.api.usage_errors import PUT_NAME, NotItsResult, SetInItsProcess
+from aiogpu.client.current import is_in_task, is_loop_running, proxy_maker
 from aiogpu.errors import (
     MisuseError,
     NodeError,
     NoLoopError,
     OptionError,
+    OutOfMemoryError,
     SerializationError,
     TaskCancelledError,
     TaskTimeoutError,
+    WorkerDiedError,
 )
 from aiogpu.serialization.captured import Captured, captured
-from aiogpu.serialization.diagnostics import advise
+from aiogpu.serialization.diagnostics import advise, line_of_caller, waiting_line
 from aiogpu.serialization.references import PickledValue
 from aiogpu.serialization.serializer import dump_arguments, fix_item
 
 if TYPE_CHECKING:
-    from aiogpu.api.actors.pool import PoolMethod
+    from aiogpu.api.reservation import Lease, Placement
     from aiogpu.api.results.reports import Report
+    from aiogpu.core.model.request import PlacementGroupSpec
     from aiogpu.observe.status import NodeStatus
     from aiogpu.observe.why import Why
 
@@ -166,13 +173,16 @@ class Portal:
         ended.acquire()
         results: list[T] = []
         errors: list[BaseException] = []
+        line = line_of_caller()
 
         def run() -> None:
+            before = waiting_line.set(line)
             try:
                 results.append(function(*args, **named))
             except BaseException as error:  # noqa: BLE001 - raised in the caller
                 errors.append(error)
             finally:
+                waiting_line.reset(before)
                 ended.release()
 
         self.post(run)
@@ -215,6 +225,37 @@ class Portal:
             raise
         finally:
             del ended  # the error's traceback refers to this frame
+
+    def fetch(self, what: str, begin: Callable[[], Awaitable[T]]) -> T:
+        """`run`, for a user's value: handles and actors in it arrive as proxies."""
+        line = line_of_caller()
+
+        async def get() -> T:
+            # In the context of this asyncio task.
+            proxy_maker.set(self)
+            waiting_line.set(line)
+            return await begin()
+
+        return self.run(what, get)
+
+    def wrap(self, target: Any) -> Any:
+        """Return a proxy of a handle, iterator, actor or queue; else the object."""
+        if isinstance(target, handles.Handle):
+            return Handle[Any](self, target.task_name).follow(target)
+        if isinstance(target, Stream | Results):
+            return ResultIterator(self, target)
+        if isinstance(target, ActorHandle):
+            return SyncActorHandle(self, target)
+        if isinstance(target, queues.Queue):
+            target._actor = unwrap(target._actor)
+            return Queue[Any]._over(self, target)
+        if (
+            isinstance(target, tuple)
+            and target
+            and isinstance(target[0], handles.Handle)
+        ):
+            return tuple(self.wrap(handle) for handle in target)
+        return target
 
     def enter(self, what: str, manager: AbstractAsyncContextManager[object]) -> None:
         """Enter a context manager on the loop; leave it if that fails.
@@ -269,8 +310,11 @@ class LoopThread(Portal):
         exit, as imports do (CPython's `run_eval_code_obj`), and sets the flag if that
         code raises KeyboardInterrupt. So raise it once more.
         """
-        self.end()
-        if getattr(sys, "last_type", None) is KeyboardInterrupt:
+        try:
+            _end_executors()
+        finally:  # Ctrl-C ends the wait, and the calls
+            self.end()
+        if _is_interrupted():
             with suppress(KeyboardInterrupt):
                 exec("raise KeyboardInterrupt")
 
@@ -299,15 +343,16 @@ class LoopThread(Portal):
             self._thread.join()
 
 
+def _is_interrupted() -> bool:
+    """Return whether an unhandled Ctrl-C ends this program."""
+    return getattr(sys, "last_type", None) is KeyboardInterrupt
+
+
 _own: Final[list[LoopThread]] = []
 """The loop in a background thread, if one was started."""
 
 
 _starting: Final = threading.Lock()
-
-_guest: Final = threading.local()
-"""`portal` of code that a portal runs: a thread that reads the input of a `map`, and a
-callback of a handle."""
 
 _portals: Final[dict[asyncio.AbstractEventLoop, Portal]] = {}
 """The portals to the program's own loops: one each, so that calls keep their order."""
@@ -334,7 +379,7 @@ def portal_for(what: str, *, opens: bool = False) -> Portal | None:
     if own is None or get_ident() != own.opener:
         # The opener is no task's, even while an inline node runs a task.
         refuse_in_worker(what)
-    if (portal := getattr(_guest, "portal", None)) is not None:
+    if (portal := proxy_maker.get()) is not None:
         # After the map's node was shut down, its input must not open another node.
         return portal  # type: ignore[no-any-return]
     if own is not None and own.is_here:
@@ -463,27 +508,14 @@ def from_thread(call: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
     if isinstance(returned, _Proxy) or not isawaitable(returned):
         return returned
     result = portal.run(what, lambda: returned)
-    return portal.call(wrap, portal, result)
+    return portal.call(portal.wrap, result)
 
 
 # Proxies of the loop's objects.
 
 
-def wrap(portal: Portal, target: Any) -> Any:
-    """Return a proxy of a handle, iterator or actor, and other objects unchanged."""
-    if isinstance(target, handles.Handle):
-        return Handle[Any](portal, target.task_name).follow(target)
-    if isinstance(target, Stream | Results):
-        return ResultIterator(portal, target)
-    if isinstance(target, ActorHandle):
-        return SyncActorHandle(portal, target)
-    if isinstance(target, tuple) and target and isinstance(target[0], handles.Handle):
-        return tuple(wrap(portal, handle) for handle in target)
-    return target
-
-
 def unwrap(value: Any) -> Any:
-    """Undo `wrap`. Call it on the loop: only there a posted handle has its target."""
+    """Undo `Portal.wrap`, on the loop: only there a posted handle has its target."""
     return value._target if isinstance(value, _Proxy) else value
 
 
@@ -497,7 +529,7 @@ def call_on(
 
     def make() -> Any:
         unwrapped = {name: unwrap(value) for name, value in named.items()}
-        return wrap(portal, function(*(unwrap(arg) for arg in args), **unwrapped))
+        return portal.wrap(function(*(unwrap(arg) for arg in args), **unwrapped))
 
     return portal.call(make)
 
@@ -519,9 +551,14 @@ def call_function(
 ) -> Any:
     """Start a task; return its handle, its iterator, or a tuple of handles.
 
-    Most calls do not wait for the loop; see `_post`.
+    The first call on a node waits for the loop, because the node may refuse it. Most
+    later calls do not wait; see `_post`.
     """
-    func = remote._func or portal.call(remote._prepare)
+    func = remote._func
+    if func is None or _called_on.get(remote) is not portal:
+        handle = call_on(portal, remote.remote, args, kwargs)
+        _called_on[remote] = portal
+        return handle
     if func.window or remote._returns:
         return call_on(portal, remote.remote, args, kwargs)
     remote._definition.parameters.check(args, kwargs)
@@ -529,6 +566,12 @@ def call_function(
     if handle is None:
         return call_on(portal, remote.remote, args, kwargs)
     return handle
+
+
+_called_on: Final[WeakKeyDictionary[RemoteFunction[..., Any], Portal]] = (
+    WeakKeyDictionary()
+)
+"""The node on which a function was called last."""
 
 
 _at_first: Final[WeakKeyDictionary[Definition, Captured | None]] = WeakKeyDictionary()
@@ -582,8 +625,9 @@ def _post(
     """Pickle the arguments in this thread and post the call to the loop.
 
     Waiting for the loop would take ten times as long as the call, because the
-    interpreter runs one thread at a time. Only large buffers are waited for: the loop
-    copies them to shared memory, and the caller may write to them afterwards [B47].
+    interpreter runs one thread at a time. Only large arguments are waited for: the loop
+    copies buffers to shared memory, and the caller may write to them afterwards [B47];
+    and a warning of them names the caller's line.
 
     Returns:
         The handle; None if the arguments contain a handle, which only the loop's thread
@@ -606,7 +650,7 @@ def _post(
             return send(packed_call(name, args, kwargs, payload))
         return send(payload)
 
-    if portal.is_here or (isinstance(payload, PickledValue) and payload.buffers):
+    if portal.is_here or isinstance(payload, PickledValue):
         portal.call(handle.start, begin)
     else:
         portal.post(partial(handle.start, begin))
@@ -646,6 +690,26 @@ class CallCancelledError(TaskCancelledError, concurrent.futures.CancelledError):
     """The handle of a call was cancelled; raised by its `result()`."""
 
 
+NOT_BEGUN: Final = frozenset({"opening", "waiting", "expecting", "starting", "queued"})
+"""States of a task whose code has not begun; see `Why.state`."""
+
+
+class CallDiedError(WorkerDiedError, concurrent.futures.BrokenExecutor):
+    """The worker of a call died; raised by its `result()`."""
+
+
+class CallOutOfMemoryError(OutOfMemoryError, concurrent.futures.BrokenExecutor):
+    """The worker of a call was killed for memory; raised by its `result()`."""
+
+
+_BROKEN: Final[dict[type, type]] = {
+    WorkerDiedError: CallDiedError,
+    OutOfMemoryError: CallOutOfMemoryError,
+}
+"""The classes of errors that are a `BrokenExecutor` as well. `aiogpu.errors` does not
+import `concurrent.futures`, which would delay each worker's start."""
+
+
 class Handle(_Proxy, NotItsResult, concurrent.futures.Future[T]):
     """The future result of a task, in a thread without an event loop.
 
@@ -660,6 +724,7 @@ class Handle(_Proxy, NotItsResult, concurrent.futures.Future[T]):
         super().__init__()
         self._portal = portal
         self.task_name = task_name
+        self._trace: TracebackType | None = None
 
     @property
     def __aiogpu_handle__(self) -> handles.Handle[T]:
@@ -707,21 +772,38 @@ class Handle(_Proxy, NotItsResult, concurrent.futures.Future[T]):
         """Take the outcome of the loop's handle, on the loop; callbacks are called."""
         if self.done():
             return  # `cancel` has settled it
-        before = getattr(_guest, "portal", None)
-        _guest.portal = self._portal
+        before = proxy_maker.set(self._portal)
         try:
             if target.cancelled():
                 self._end_cancelled()
             elif (error := target.exception()) is not None:
-                self.set_exception(error)
+                if type(error) in _BROKEN:
+                    error.__class__ = _BROKEN[type(error)]
+                self._trace = error.__traceback__
+                super().set_exception(error)
             else:
-                self.set_result(target.result())
+                super().set_result(target.result())
         finally:
-            _guest.portal = before
+            proxy_maker.reset(before)
 
     def _end_cancelled(self) -> None:
         super().cancel()
-        self.set_running_or_notify_cancel()
+        super().set_running_or_notify_cancel()
+
+    if not TYPE_CHECKING:
+
+        def set_result(self, _result: object) -> NoReturn:
+            """Raise `MisuseError`: only the task ends its handle."""
+            raise MisuseError(
+                f"the handle of {self.task_name} is ended by its task alone; for a "
+                f"future of your own, make a `concurrent.futures.Future()`."
+            )
+
+        set_exception = set_result
+
+        def set_running_or_notify_cancel(self) -> NoReturn:
+            """Raise `MisuseError`: only the task ends its handle."""
+            self.set_result(None)
 
     def cancel(self) -> bool:
         """Cancel the handle and stop the work, also if it runs.
@@ -739,6 +821,11 @@ class Handle(_Proxy, NotItsResult, concurrent.futures.Future[T]):
     def _cancel(self) -> None:
         if self._target.cancel():
             self._settle(self._target)
+
+    async def _cancel_unless_begun(self) -> None:
+        """Cancel the handle if its task waits; call this on the loop."""
+        if (await self._target.why()).state in NOT_BEGUN:
+            self._cancel()
 
     def running(self) -> bool:
         """Return whether the task runs now; asks the node.
@@ -767,8 +854,12 @@ class Handle(_Proxy, NotItsResult, concurrent.futures.Future[T]):
             self._wait(timeout)
             error = super().exception()
             if error is not None:  # before 3.13 Python tests its truth
-                raise error
+                # Otherwise each raise would append its frames to the previous ones.
+                raise error.with_traceback(self._trace)
             return super().result()
+        except BaseException as raised:
+            cut_frames(raised)
+            raise
         finally:
             del self, error  # the error's traceback refers to this frame
 
@@ -876,8 +967,8 @@ def completed(
 
 
 def results_of(given: Any, timeout: float | None) -> Any:
-    """Wait for one or more results, or for an actor; see `aiogpu.sync.get`."""
-    if isinstance(given, SyncActorHandle):
+    """Wait for results, an actor or a reservation; see `aiogpu.sync.get`."""
+    if isinstance(given, SyncActorHandle | _Reservation):
         given._portal.run("aiogpu.sync.get()", lambda: given._target)
         return given
     if isinstance(given, Handle):
@@ -914,7 +1005,7 @@ class ResultIterator(_Proxy, Iterator[T]):
     def __next__(self) -> T:
         target = self._target
         try:
-            return self._portal.run("the next item", target.__anext__)
+            return self._portal.fetch("the next item", target.__anext__)
         except StopAsyncIteration:
             raise StopIteration from None
         except concurrent.futures.CancelledError:
@@ -933,7 +1024,7 @@ class ResultIterator(_Proxy, Iterator[T]):
         self._portal.run("close()", self._target.aclose)
 
 
-class SyncActorHandle(_Proxy, Generic[A]):
+class SyncActorHandle(_Proxy, SetInItsProcess, Generic[A]):
     """A handle to an actor, in a thread without an event loop.
 
     Call methods by `handle.method.remote(...)`. `aiogpu.sync.get(handle)` waits until
@@ -984,6 +1075,9 @@ class SyncMethod:
     def __repr__(self) -> str:
         return repr(self._method)
 
+    def __reduce__(self) -> Any:
+        return self._method.__reduce__()  # raises
+
     def options(self, **options: Any) -> SyncMethod:
         """Return an actor's method with other options; see `aiogpu.method`."""
         return SyncMethod(self._portal, self._method.options(**options))
@@ -1011,13 +1105,15 @@ class SyncMethod:
         )
 
 
-class ActorPool(Generic[A]):
+class ActorPool(_Proxy, SetInItsProcess, Generic[A]):
     """Several actors that are called as one, in a thread without an event loop.
 
     The arguments and methods are those of `aiogpu.ActorPool`; methods that are awaited
     there block here. `with` waits until the actors are ready, and at the end of its
-    block ends the actors that the pool started. The functions passed to `submit` and
-    `map` run on the event loop, and get handles of `aiogpu`, not of `aiogpu.sync`.
+    block ends the actors that the pool started. If the actor's class has a method with
+    the name of a method of the pool, that name is the actors' method. The functions
+    passed to `submit` and `map` run on the event loop, and get handles of `aiogpu`, not
+    of `aiogpu.sync`.
 
     Args:
         actor: a class under `@aiogpu.sync.remote`, a function that starts an actor, or
@@ -1049,6 +1145,9 @@ class ActorPool(Generic[A]):
         self._portal = portal
         self._target: pools.ActorPool[A]
         self._target = portal.call(pools.ActorPool, source, size, **options)
+        for name, method in vars(self._target).items():
+            if isinstance(method, PoolMethod):  # has the name of a method of the pool
+                self.__dict__[name] = SyncMethod(portal, method)
 
     def __repr__(self) -> str:
         return repr(self._target)
@@ -1079,16 +1178,21 @@ class ActorPool(Generic[A]):
 
     def get_next(self, timeout: float | None = None) -> Any:
         """Wait for the next result, in the order of `submit`."""
-        return self._portal.run("get_next()", lambda: self._target.get_next(timeout))
+        return self._portal.fetch("get_next()", lambda: self._target.get_next(timeout))
 
     def get_next_unordered(self, timeout: float | None = None) -> Any:
         """Wait for the result of the call that ends next."""
         next_of = self._target.get_next_unordered
-        return self._portal.run("get_next_unordered()", lambda: next_of(timeout))
+        return self._portal.fetch("get_next_unordered()", lambda: next_of(timeout))
 
     def has_next(self) -> bool:
         """Return whether `get_next` has a result to return or to wait for."""
         return self._portal.call(self._target.has_next)
+
+    def actors(self) -> list[SyncActorHandle[A]]:
+        """Return the handles of the actors, ready or not, for a call to each."""
+        found = self._portal.call(self._target.actors)
+        return [SyncActorHandle(self._portal, actor) for actor in found]
 
     def has_free(self) -> bool:
         """Return whether a ready actor has no calls."""
@@ -1154,6 +1258,24 @@ class Queue(_Proxy, Generic[T]):
         self._target: queues.Queue[T] = portal.call(queues.Queue, maxsize, **options)
         portal.run(what, lambda: self._target)
 
+    @classmethod
+    def _over(cls, portal: Portal, target: queues.Queue[T]) -> Self:
+        """Return a proxy of an existing queue."""
+        queue = cls.__new__(cls)
+        queue._portal, queue._target = portal, target
+        return queue
+
+    @property
+    def actor(self) -> SyncActorHandle[Any]:
+        """The handle of the queue's actor, for `aiogpu.sync.kill`."""
+        return SyncActorHandle(self._portal, self._target.actor)
+
+    def __iter__(self) -> Iterator[T]:
+        """Take items until the queue is shut down and empty."""
+        with suppress(queues.QueueClosedError):
+            while True:
+                yield self.get()
+
     def __repr__(self) -> str:
         return repr(self._target)
 
@@ -1202,7 +1324,91 @@ class Queue(_Proxy, Generic[T]):
         self._run("shutdown()", lambda: self._target.shutdown(at_once))
 
     def _run(self, what: str, begin: Callable[[], Awaitable[A]]) -> A:
-        return self._portal.run(f"{what} of a queue", begin)
+        return self._portal.fetch(f"{what} of a queue", begin)
+
+
+class _Reservation(_Proxy):
+    """A lease or a placement without an event loop; `with` ends it with its block."""
+
+    def __init__(self, portal: Portal, target: Lease | Placement) -> None:
+        self._portal = portal
+        self._target = target
+
+    def __repr__(self) -> str:
+        return repr(self._target)
+
+    def __reduce__(self) -> Any:
+        return self._target.__reduce__()
+
+    def __enter__(self) -> Self:
+        self._portal.enter(repr(self), self._target)
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        self._portal.leave(repr(self), self._target, error)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Return a fact about the reservation, which any thread may read."""
+            if name.startswith("_"):
+                raise AttributeError(name)
+            return getattr(self._target, name)
+
+    def why(self) -> Why:
+        """Return why the reservation waits, or its state."""
+        target: Lease | Placement = self._target
+        return self._portal.run("why()", target.why)
+
+
+class SyncLease(_Reservation):
+    """A lease, in a thread without an event loop; see `aiogpu.types.Lease`.
+
+    `aiogpu.sync.get(lease)` waits until it is granted, as `with` does.
+    """
+
+    _target: Lease
+    ids: list[int | str]
+    accelerators: dict[str, list[int | str]]
+    environ: dict[str, str]
+    gpu_memory: int
+    is_held: bool
+
+    def release(self) -> None:
+        """Release the lease; idempotent."""
+        self._portal.run("release()", self._target.release)
+
+    def lost(self) -> Exception:
+        """Wait until the lease is lost without a release; return the reason."""
+        return self._portal.run("lost()", self._target.lost)
+
+
+class SyncPlacement(_Reservation):
+    """A placement group, in a thread without an event loop; see `aiogpu.placement`."""
+
+    _target: Placement
+    id: str
+    name: str
+    strategy: str
+    bundles: tuple[Mapping[str, float], ...]
+    is_ready: bool
+
+    def __len__(self) -> int:
+        """Return the number of bundles."""
+        return len(self._target)
+
+    def placement_group_of(self) -> PlacementGroupSpec:
+        """Return the specification, for `options(placement=...)`."""
+        return self._target.placement_group_of()
+
+    def ready(self) -> Self:
+        """Wait until the group holds all its bundles; return the group."""
+        self._portal.run("ready()", self._target.ready)
+        return self
+
+    def remove(self) -> None:
+        """Release the bundles, and end the group's tasks and actors; idempotent."""
+        self._portal.run("remove()", self._target.remove)
 
 
 def _unwrapped(make: Callable[[], Any]) -> Any:
@@ -1311,7 +1517,7 @@ def _read(
     portal: Portal,
 ) -> None:
     """Read an item for each future in `wanted`; the thread of a `ThreadIterable`."""
-    _guest.portal = portal
+    proxy_maker.set(portal)
 
     def settle(item: asyncio.Future[Any], value: Any, error: Any) -> None:
         if item.done():
@@ -1424,7 +1630,8 @@ class Executor(concurrent.futures.Executor):
     """Runs functions as tasks, for libraries that take an executor.
 
     A function runs as it is when it is submitted, with the outer variables, globals and
-    defaults of that moment. A function of a module is sent by its name.
+    defaults of that moment. A function of a module is sent by its name. Like the
+    library's executors, it lets the program end only when its calls have ended.
 
     Args:
         **options: options of a task, such as `num_gpus=0.25`.
@@ -1449,6 +1656,8 @@ class Executor(concurrent.futures.Executor):
         self._lock = threading.Lock()
         self._pending: set[Handle[Any]] = set()
         self._is_closed = False
+        self._cancelling: asyncio.Task[None] | None = None
+        _executors.add(self)
 
     def submit(
         self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
@@ -1457,6 +1666,7 @@ class Executor(concurrent.futures.Executor):
 
         Raises:
             RuntimeError: the executor is shut down.
+            InfeasibleError: a call asks for more than the node has.
             SerializationError: the function or an argument cannot be pickled.
         """
         self._check_open()
@@ -1505,9 +1715,13 @@ class Executor(concurrent.futures.Executor):
                 of the shortest.
             timeout: seconds from this call, after which the next result raises
                 `TimeoutError`; None for no limit.
-            chunksize: calls in a task; default 1.
+            chunksize: calls in a task, 1 or more; default 1.
+
+        Raises:
+            OptionError: `chunksize` is invalid.
         """
-        if chunksize <= 1:
+        _check_chunksize("chunksize", chunksize)
+        if chunksize == 1:
             return super().map(fn, *iterables, timeout=timeout)
         name = getattr(fn, "__name__", type(fn).__name__)
         calls = (
@@ -1523,7 +1737,7 @@ class Executor(concurrent.futures.Executor):
 
         Args:
             wait: True to return when all calls have ended.
-            cancel_futures: True to cancel the calls that have not ended.
+            cancel_futures: True to cancel the calls that have not begun.
 
         Raises:
             MisuseError: called in a callback of a handle, which cannot wait for others.
@@ -1533,9 +1747,43 @@ class Executor(concurrent.futures.Executor):
             if wait and any(handle._portal.is_here for handle in pending):
                 raise _blocks_loop("shutdown() of an executor")
             self._is_closed = True
-        if cancel_futures:
-            for handle in pending:
-                handle.cancel()
-        if wait:
-            with suppress(NodeError):  # the loop was closed: no call goes on
+        with suppress(NodeError):  # the loop was closed: no call goes on
+            if cancel_futures and pending:
+                self._cancel_waiting(pending)
+            if wait:
                 deque(completed(pending), maxlen=0)
+
+    def _cancel_waiting(self, pending: list[Handle[Any]]) -> None:
+        """Cancel the calls that have not begun, the newest first."""
+
+        async def cancel() -> None:
+            for handle in sorted(pending, key=attrgetter("task_id"), reverse=True):
+                await handle._cancel_unless_begun()
+                await asyncio.sleep(0)  # thousands would hold the loop
+
+        portal = pending[0]._portal
+        if portal.is_here:  # in a callback, which cannot wait
+            self._cancelling = portal.loop.create_task(cancel())
+        else:
+            portal.run("shutdown() of an executor", cancel)
+
+
+_check_chunksize: Final = whole(1, "a whole number of calls, 1 or more")
+
+
+_executors: Final[WeakSet[Executor]] = WeakSet()
+"""Executors; calls that have not ended keep theirs alive."""
+
+
+def _end_executors() -> None:
+    """Wait at the end of the program for the calls of executors; accept no more.
+
+    After an unhandled Ctrl-C they are stopped with the node. Nothing is left to wait
+    for if the program had the node on its own event loop, which has ended.
+    """
+    is_waiting = _own_loop() is not None and not _is_interrupted()
+    for executor in list(_executors):
+        executor.shutdown(wait=is_waiting)
+
+
+atexit.register(_end_executors)

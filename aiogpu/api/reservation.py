@@ -21,8 +21,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from aiogpu.api.options import TaskOptions, check_options, merged, placement_group_of
-from aiogpu.api.results.handle import check_thread
-from aiogpu.api.usage_errors import EnteredOnLoop, options_of
+from aiogpu.api.results.handle import check_loop, check_thread
+from aiogpu.api.usage_errors import EnteredOnLoop, NotPassedOn, options_of
 from aiogpu.client.current import error_inside_task, is_in_task
 from aiogpu.client.function_spec import (
     Function,
@@ -194,11 +194,13 @@ def _note_seen(granted: asyncio.Future[bytes]) -> None:
         granted.exception()
 
 
-class Lease(EnteredOnLoop):
+class Lease(EnteredOnLoop, NotPassedOn):
     """A lease, made by `aiogpu.lease`: await it, or use it in `async with`.
 
     Before it is granted, only `why()` can be used.
     """
+
+    _PASS_INSTEAD = "pass its ids or its environ"
 
     def __init__(self, func: FunctionSpec, timeout: float | None) -> None:
         self._func = func
@@ -278,7 +280,8 @@ class Lease(EnteredOnLoop):
         if owner is None or not owner.granted.done():
             raise MisuseError(
                 "this lease is not granted yet; write `async with aiogpu.lease(...) as "
-                "gpu:`, or `gpu = await aiogpu.lease(...)`."
+                "gpu:`, or `gpu = await aiogpu.lease(...)`; without an event loop, "
+                "`with aiogpu.sync.lease(...) as gpu:`."
             )
         # Imported late: it imports msgpack, which few programs need here.
         from aiogpu.wire.codec import unpack_as
@@ -323,6 +326,7 @@ class Lease(EnteredOnLoop):
         """
         assert self._grant is not None
         assert self._owner is not None
+        check_loop(self._owner.lost.get_loop(), "lost() of a lease")
         return await asyncio.shield(self._owner.lost)
 
     async def why(self) -> Why:
@@ -458,6 +462,7 @@ class Placement(EnteredOnLoop):
             NodeError: the node has ended.
         """
         owner = self._own("ready()")
+        check_loop(owner.granted.get_loop(), "ready() of a placement")
         await asyncio.shield(owner.granted)
         if owner.lost.done():
             raise owner.lost.result()
@@ -517,9 +522,10 @@ def placement(
     `.options(placement=group, bundle=0)`, and wait until it is ready.
 
     Args:
-        bundles: the resources of each bundle, `{"GPU": 1, "CPU": 2}`. "memory" may be
-            a text such as "6GiB"; `{"accelerator_type:A100": 0.001}` in a bundle with
-            GPUs restricts the GPUs to that type.
+        bundles: the resources of each bundle, `{"GPU": 1, "CPU": 2}`, or
+            `{"num_gpus": 1, "num_cpus": 2}`. "memory" may be a text such as "6GiB";
+            `{"accelerator_type:A100": 0.001}` in a bundle with GPUs restricts the GPUs
+            to that type.
         strategy: "PACK" and "STRICT_PACK" use few devices; "SPREAD" uses different
             devices if it can; "STRICT_SPREAD" needs a machine for each bundle, and a
             node is one machine.

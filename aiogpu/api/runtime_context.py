@@ -39,7 +39,9 @@ class RuntimeContext:
             hint = name.removeprefix("get_")
             if name == "current_actor":
                 hint = "actor_id"
-            is_known = hint != name and hint in type(self).__slots__
+            elif name == "is_canceled":
+                hint = "is_stopping"
+            is_known = hint != name and hint in (*type(self).__slots__, "is_stopping")
             advice = f"; use the attribute {hint!r}" if is_known else ""
             raise AttributeError(f"the runtime context has no {name!r}{advice}.")
 

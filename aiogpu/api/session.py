@@ -193,6 +193,15 @@ class Session:
         """True if tasks can be started."""
         return self._state is SessionState.OPEN
 
+    @property
+    def is_opening(self) -> bool:
+        """True until the node is open; calls wait until then."""
+        return self._state is SessionState.OPENING
+
+    def promise_actor(self) -> int:
+        """Return the id of an actor, if the node is not open yet; 0 if unknown."""
+        return self._engine.promise_actor() if self.is_opening else 0
+
     async def leave(self, error: BaseException | None) -> None:
         """Shut down at the end of an `async with` block that ends with this error."""
         # `asyncio.run` turns the first Ctrl-C into a cancellation, and only the second
@@ -236,7 +245,7 @@ class Session:
         return self._engine.pack(outgoing)
 
     def when_open(
-        self, start: Callable[[Engine], object], fail: Callable[[Exception], None]
+        self, start: Callable[[Engine], object], fail: Callable[[Exception], object]
     ) -> None:
         """Send a request to the engine, now or as soon as the engine is open.
 

@@ -12,7 +12,15 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from inspect import CO_VARARGS
 from types import MappingProxyType, ModuleType
-from typing import TYPE_CHECKING, Any, Final, NoReturn, ParamSpec, TypeVar
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    ClassVar,
+    Final,
+    NoReturn,
+    ParamSpec,
+    TypeVar,
+)
 
 from aiogpu.errors import MisuseError
 
@@ -106,6 +114,17 @@ class NotItsResult:
         def __contains__(self, _: object) -> NoReturn:
             raise self._no("contains no items")
 
+        def __getattr__(self, name: str) -> NoReturn:
+            if name.startswith("_") or name == "task_name":  # not set yet
+                kind = type(self).__name__
+                raise AttributeError(f"{kind!r} object has no attribute {name!r}")
+            text = str(self._no(f"has no attribute {name!r}"))
+            raise AttributeError(text, name=name, obj=self)
+
+        def __array__(self, *_: object, **_named: object) -> NoReturn:
+            # Otherwise numpy makes an array of objects.
+            raise self._no("is not an array")
+
         def __iter__(self) -> NoReturn:
             # `yield from` and `for` both call this, so `yield from` needs `__await__`.
             raise self._no(
@@ -129,6 +148,44 @@ _CALCULATING: Final = (
 
 for _name in _CALCULATING:
     setattr(NotItsResult, f"__{_name}__", _operator(f"__{_name}__"))
+
+
+class NotPassedOn:
+    """Mixin: pickling raises and says what to pass instead.
+
+    Attributes:
+        _PASS_INSTEAD: what to pass.
+    """
+
+    __slots__ = ()
+
+    _PASS_INSTEAD: ClassVar[str]
+
+    def __reduce__(self) -> NoReturn:
+        raise MisuseError(
+            f"{self!r} can only be used in the program or task that made it; "
+            f"{self._PASS_INSTEAD}."
+        )
+
+
+class SetInItsProcess:
+    """Mixin of actors and pools: setting a public attribute raises.
+
+    It would be set in this process only.
+    """
+
+    __slots__ = ()
+
+    if not TYPE_CHECKING:
+
+        def __setattr__(self, name: str, value: object) -> None:
+            if not name.startswith("_"):
+                raise MisuseError(
+                    f"{name} cannot be set on {self!r}: an actor's attributes are in "
+                    f"its process. Write a method that sets {name}, and call it by "
+                    f"`.remote(...)`."
+                )
+            object.__setattr__(self, name, value)
 
 
 class CalledFirst:

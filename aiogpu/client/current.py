@@ -12,7 +12,7 @@ import sys
 from _thread import get_ident
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 from weakref import WeakSet
 
 from aiogpu.errors import MisuseError, NodeError
@@ -138,6 +138,29 @@ inline_report: Final[ContextVar[Callable[[bytes], object] | None]] = ContextVar(
     "inline_report", default=None
 )
 """Receives the reports of the running task or call on an inline node; else None."""
+
+
+class ProxyMaker(Protocol):
+    """Makes objects for code without an event loop; see `api.portal`."""
+
+    def wrap(self, target: Any) -> Any:
+        """Return the object that such code uses instead of `target`."""
+
+
+proxy_maker: Final[ContextVar[Any]] = ContextVar("proxy_maker", default=None)
+"""The `ProxyMaker` while this code runs or unpickles for code without an event loop;
+else None."""
+
+
+def for_consumer(restored: Any) -> Any:
+    """Return an unpickled handle, actor or queue as the code that gets it can use it.
+
+    Tasks of an inline node may inherit the context of a program without a loop.
+    """
+    maker: ProxyMaker | None = proxy_maker.get()
+    if maker is None or is_in_task():
+        return restored
+    return maker.wrap(restored)
 
 
 def is_loop_running() -> bool:

@@ -309,6 +309,7 @@ class NodeClient:
         payload: bytes,
         key: tuple[str, str] | None = None,
         get_if_exists: bool = False,
+        public: int = 0,
     ) -> Loan:
         """Create an actor; return the loan that keeps it alive.
 
@@ -317,6 +318,7 @@ class NodeClient:
             payload: the constructor's arguments.
             key: its namespace and name, None without a name.
             get_if_exists: if an actor of this name lives, use it instead.
+            public: its id, if one was promised; 0 for a new one.
         """
         self._check(func, payload)
         if func.function.actors:
@@ -326,7 +328,7 @@ class NodeClient:
             self._prepare(func.spec.name)
             if func.id not in self._declared:
                 self.declare(func)
-            actor = self.new_id()
+            actor = public or self.new_id()
             self.send(Make(actor, func.id, payload, name, namespace, get_if_exists))
         return self.own(actor)
 

@@ -130,10 +130,12 @@ class ActorsPort(Protocol):
         payload: bytes,
         key: tuple[str, str] | None = None,
         get_if_exists: bool = False,
+        public: int = 0,
     ) -> ActorPort | asyncio.Future[Any]:
         """Create an actor, or find an actor by its name; the caller holds a handle.
 
-        Returns a future if another process must look the name up.
+        Returns a future if another process must look the name up. `public` is an id
+        that `Engine.promise_actor` returned for it, 0 for none.
 
         Raises:
             ActorNameError: another actor has the name.
@@ -220,6 +222,13 @@ class Engine(Protocol):
 
         Raises:
             NodeError: the node supports no actors.
+        """
+        ...
+
+    def promise_actor(self) -> int:
+        """Return the id of an actor that will be created; 0 if this cannot be known.
+
+        May be called before `open`.
         """
         ...
 

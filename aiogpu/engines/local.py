@@ -7,6 +7,7 @@ import os
 import socket
 import time
 from dataclasses import replace
+from itertools import count
 from typing import TYPE_CHECKING, Final
 
 from aiogpu.core.model.ids import TaskId
@@ -60,6 +61,7 @@ class DriverEngine:
         self._loop = loop
         self._driver: Driver | None = None
         self._store: Store | None = None
+        self._promised = count(1)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._driver!r}>"
@@ -103,6 +105,10 @@ class DriverEngine:
     def actors(self) -> Actors:
         """The actors; see `Engine.actors`."""
         return self._open_driver.actors
+
+    def promise_actor(self) -> int:
+        """Return an id as workers choose them; see `Engine.promise_actor`."""
+        return -next(self._promised)
 
     def demand(self, task: int, limit: int) -> None:
         """Set a stream's number of items; see `Engine.demand`."""

@@ -379,6 +379,7 @@ class RemoteActors:
         payload: bytes,
         key: tuple[str, str] | None = None,
         get_if_exists: bool = False,
+        public: int = 0,
     ) -> RemoteActor | asyncio.Future[RemoteActor]:
         """Create an actor, or find it by its name; see `ActorsPort.create`.
 
@@ -388,7 +389,7 @@ class RemoteActors:
         self._engine.know(func)
         if key is not None and get_if_exists:
             return self._find_or_make(func, payload, key)
-        return self._make(func, payload, key, False)
+        return self._make(func, payload, key, False, public)
 
     def _find_or_make(
         self, func: FunctionSpec, payload: bytes, key: tuple[str, str]
@@ -421,9 +422,10 @@ class RemoteActors:
         payload: bytes,
         key: tuple[str, str] | None,
         get_if_exists: bool,
+        public: int = 0,
     ) -> RemoteActor:
         engine = self._engine
-        hold = engine.make(func, payload, key, get_if_exists)
+        hold = engine.make(func, payload, key, get_if_exists, public)
         return RemoteActor(engine, hold, func)
 
     def find(self, key: tuple[str, str]) -> asyncio.Future[RemoteActor | None]:
@@ -783,6 +785,10 @@ class RemoteEngine(NodeClient):
     def pack(self, outgoing: PickledValue) -> bytes:
         """Make a payload; see `Engine.pack`."""
         return self._loans.pack(outgoing)
+
+    def promise_actor(self) -> int:
+        """Return the id of an actor; see `Engine.promise_actor`."""
+        return self.new_id()
 
     def submit(self, func: FunctionSpec, payload: bytes, receiver: Receiver) -> int:
         """Start a task; see `Engine.submit`.

@@ -11,10 +11,11 @@ import copyreg
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from functools import _lru_cache_wrapper, partial
 from itertools import chain, islice
 from types import CodeType, FrameType, FunctionType, MemberDescriptorType, MethodType
-from typing import Final
+from typing import Any, Final, NamedTuple
 
 from aiogpu.errors import AiogpuWarning
 
@@ -26,21 +27,51 @@ MAX_PARTS: Final = 1000
 """Parts of one object that are tried at most."""
 
 
+class Line(NamedTuple):
+    """A line of the user's code, for a warning."""
+
+    file: str
+    number: int
+    variables: dict[str, Any]
+
+
+def line_of_caller() -> Line:
+    """Return the innermost line outside aiogpu."""
+    frame: FrameType | None = sys._getframe()
+    last = frame
+    while frame and frame.f_globals.get("__name__", "").partition(".")[0] in _OURS:
+        last, frame = frame, frame.f_back
+    found = frame or last
+    assert found is not None
+    return Line(found.f_code.co_filename, found.f_lineno, found.f_globals)
+
+
+waiting_line: Final[ContextVar[Line | None]] = ContextVar("waiting_line", default=None)
+"""The line of a thread without an event loop that waits while the loop runs this."""
+
+
 def advise(text: str) -> None:
     """Warn by `AiogpuWarning` at the innermost line outside aiogpu.
 
     Args:
-        text: the problem and the advice.
+        text: the problem and the advice, for code on an event loop.
 
     Raises:
         AiogpuWarning: the filters make errors of warnings.
     """
-    level = 1
-    frame: FrameType | None = sys._getframe()
-    while frame and frame.f_globals.get("__name__", "").partition(".")[0] in _OURS:
-        frame = frame.f_back
-        level += 1
-    warnings.warn(text, AiogpuWarning, stacklevel=level)
+    line = waiting_line.get()
+    if line is None:
+        line = line_of_caller()
+    else:
+        text = text.replace("await aiogpu.", "aiogpu.sync.")
+    warnings.warn_explicit(
+        text,
+        AiogpuWarning,
+        line.file,
+        line.number,
+        module=line.variables.get("__name__"),
+        registry=line.variables.setdefault("__warningregistry__", {}),
+    )
 
 
 _HOLDERS: Final[tuple[tuple[type | tuple[type, ...], tuple[str, ...]], ...]] = (

@@ -191,6 +191,14 @@ def add_handle(name: str, share: Callable[[], Reference]) -> int:
     return reference.id
 
 
+def is_for_one_node() -> bool:
+    """Return whether this thread pickles a value, which only one node gets.
+
+    A function or an error may be unpickled by another node too.
+    """
+    return _collector.found is not None
+
+
 def add_reference(reference: Reference | ActorReference) -> bool:
     """Add a reference to the value that this thread pickles.
 

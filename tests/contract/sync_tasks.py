@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import traceback
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,11 @@ from aiogpu import sync
 @sync.remote
 def double(x: int) -> int:
     return 2 * x
+
+
+@sync.remote
+def keep(x: Any) -> Any:
+    return x
 
 
 @sync.remote
@@ -99,3 +105,102 @@ class FalsyError(Exception):
 @sync.remote
 def fail_falsely() -> None:
     raise FalsyError("falsy")
+
+
+@sync.remote
+def start_double(x: int) -> Any:
+    """Return the handle of a child, in a list too."""
+    child = double.remote(x)
+    return child, [child]
+
+
+@sync.remote
+def make_counter(start: int) -> Any:
+    return {"counter": Counter.remote(start)}
+
+
+@sync.remote
+def yield_handles(n: int) -> Iterator[Any]:
+    for x in range(n):
+        yield sync.put(2 * x)
+
+
+@sync.remote
+def return_queue(queue: Any) -> Any:
+    return [queue]
+
+
+@sync.remote
+class Maker:
+    """An actor whose class has attributes, and whose methods return handles."""
+
+    LIMIT = 5
+
+    @staticmethod
+    def twice(x: int) -> int:
+        return 2 * x
+
+    @classmethod
+    def named(cls) -> str:
+        return cls.__name__
+
+    def start(self, x: int) -> Any:
+        return [double.remote(x)]
+
+
+async def use_a_handle() -> list[int]:
+    """Code on the loop that gets handles of the loop in a result."""
+    found = await aiogpu.remote(start_double.__wrapped__).remote(3)
+    return [await found[0], await found[1][0]]
+
+
+def read_one(path: str) -> bytes:
+    """Read a byte of a pipe, which blocks until the test has written one."""
+    return os.read(os.open(path, os.O_RDONLY), 1)
+
+
+@sync.remote
+def cancel_twice() -> list[bool]:
+    child = wait_long.remote()
+    return [child.cancel(), child.cancel(), child.cancelled()]
+
+
+@sync.remote
+def get_failed() -> list[list[str]]:
+    """Wait for a failing child in three ways; return the names of the frames."""
+    names = []
+    child = fail.remote("here")
+    for wait in (sync.get, lambda _: child.result(), aiogpu.get):
+        try:
+            wait(child)
+        except LookupError as error:
+            frames = traceback.extract_tb(error.__traceback__)
+            own = [frame.name for frame in frames if frame.filename == __file__]
+            others = len(frames) - len(own)
+            names.append([*own[:1], *["other"] * others])
+    return names
+
+
+@sync.remote
+class Named:
+    """Has methods with names of methods of a pool."""
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def map(self, x: int) -> int:
+        return x + 1
+
+    def has_free(self) -> str:
+        return "the actor's"
+
+
+@sync.remote
+class Leaver:
+    def leave(self) -> None:
+        sync.exit_actor()
+
+
+@sync.remote
+def report_once(step: int) -> None:
+    sync.report(step=step)

@@ -170,15 +170,7 @@ async def test_a_task_ends_an_actor(is_killed: bool) -> None:
 
 @pytest.mark.own_node
 async def test_handles_of_other_nodes_are_refused(address: str) -> None:
-    """Before the node is open, of another loop's node, and of a closed one.
-
-    Their numbers may be the same.
-    """
-    early = Counter.remote()
-    with pytest.raises(errors.SerializationError, match="await it first"):
-        handed_on.add_to.remote(early, 1)
-    assert await early.add.remote() == 1
-    await aiogpu.shutdown()
+    """Of another loop's node, and of a closed one. Their numbers may be the same."""
 
     async def is_refused(handle: aiogpu.ActorHandle[Any]) -> None:
         async with aiogpu.init(num_cpus=2):
@@ -200,6 +192,61 @@ async def test_handles_of_other_nodes_are_refused(address: str) -> None:
         async with aiogpu.init(num_cpus=2):
             kinds = errors.DeserializationError, errors.ActorDiedError
             await raises(kinds, lambda: add.remote())
+
+
+@pytest.mark.own_node
+async def test_an_actor_is_passed_on_before_its_node_is_open(address: str) -> None:
+    """Without `init`: what is sent with the handle waits for the node, too."""
+    first, early = Soft.remote(), Counter.remote(5)
+    if address == "ray":
+        with pytest.raises(errors.SerializationError, match="`await actor`, or"):
+            handed_on.add_to.remote(early, 1)
+        await asyncio.gather(first, early)
+        await aiogpu.shutdown()
+        return
+    relayed = first.relay.remote([Soft.remote(), Soft.remote()])
+    added = handed_on.add_soon.remote(early, 1)
+    stored = await aiogpu.put([early])
+    keeper = handed_on.AsyncHolder.remote(early)
+    give_back: Any = aiogpu.remote(lambda found: found)
+    returned = give_back.remote({"counter": [early]})
+    named = Counter.options(name="early").remote(20)
+    assert await handed_on.add_soon.remote(named, 1) == 21
+    assert await relayed == "sss"
+    assert await added == 6
+    del early
+    assert await keeper.add.remote(1) == 7
+    assert await (await returned)["counter"][0].add.remote(1) == 8
+    assert await (await stored)[0].add.remote(1) == 9
+    await aiogpu.shutdown()
+
+
+@pytest.mark.own_node
+async def test_an_actor_that_cannot_be_made_fails_what_has_its_handle(
+    address: str,
+) -> None:
+    """The handle was passed on before the node was open."""
+    if address == "ray":
+        pytest.skip("Ray chooses the ids of actors")
+    greedy = Counter.options(num_gpus=64).remote()
+    with_it = handed_on.add_soon.remote(greedy, 1)
+    await raises(errors.InfeasibleError, lambda: greedy.add.remote())
+    kinds = errors.InfeasibleError, errors.ActorDiedError, errors.DeserializationError
+    await raises(kinds, lambda: with_it)
+    assert await handed_on.add_soon.remote(Counter.remote(1), 1) == 2
+    await aiogpu.shutdown()
+
+
+@pytest.mark.own_node
+async def test_a_function_does_not_keep_a_handle_of_a_node_that_opens(
+    address: str,
+) -> None:
+    """It may outlive the node, and another node may have an actor of the same id."""
+    early = Counter.remote()
+    with pytest.raises(errors.SerializationError, match="before its node is open"):
+        aiogpu.remote(lambda: early).remote()
+    assert await early.add.remote() == 1
+    await aiogpu.shutdown()
 
 
 # Tasks give handles of their own calls away and then end. test_shared_values.py has the

@@ -88,9 +88,7 @@ async def test_a_wrong_use_of_an_actor_before_the_answer_is_reported(
                 "has several results": found.two.remote(),
                 "has no method nothing": found.nothing.remote(),
             }
-            with pytest.raises(
-                errors.MisuseError, match="its node has answered; await"
-            ):
+            with pytest.raises(errors.MisuseError, match="its node has answered; wait"):
                 pickle.dumps(found)
             with pytest.raises(AttributeError, match="no public method _private"):
                 found._private  # noqa: B018
@@ -245,8 +243,10 @@ async def test_a_name_belongs_to_one_actor_in_its_namespace() -> None:
                     third = await named.remote(50)
         assert await third.add.remote() == 51
         assert await elsewhere.add.remote() == 12
-    with pytest.raises(errors.OptionError, match="give name="):
-        Counter.options(get_if_exists=True)
+    unnamed = Counter.options(get_if_exists=True)
+    with pytest.raises(errors.OptionError, match=r"write `Counter\.options\(name="):
+        unnamed.remote()
+    assert await unnamed.options(name="late").remote(1).add.remote() == 2
 
 
 async def make_kept(node: Service) -> None:

@@ -135,6 +135,29 @@ async def test_items_come_while_tasks_go_on(
         await anext(stream)
 
 
+@pytest.mark.parametrize("generator", stream_tasks.GATED)
+@pytest.mark.needs("at once")
+async def test_a_late_item_ends_a_stream_unless_its_wait_is_kept(
+    node: Node, gate: Gate, generator: Any
+) -> None:
+    stream = generator.remote(gate.path)
+    assert await anext(stream) == 1
+    await gate.entered("inside")
+    item = asyncio.ensure_future(anext(stream))
+    for _ in range(2):
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(item), 0.001)
+    gate.release("inside")
+    assert await asyncio.wait_for(asyncio.shield(item), 60) == 2
+    late = generator.remote(gate.path)
+    assert await anext(late) == 1
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(anext(late), 0.001)
+    with pytest.raises(errors.MisuseError, match="was cancelled, and can be iterated"):
+        await anext(late)
+    await until_free(CPU=1)
+
+
 @pytest.mark.parametrize("generator", stream_tasks.ENDLESS)
 async def test_a_cancel_stops_the_producer(
     node: Node, gate: Gate, generator: Any

@@ -19,14 +19,17 @@ import aiogpu
 from aiogpu import errors, sync
 from tests.contract.sync_tasks import (
     Counter,
+    Leaver,
+    Named,
     add_one,
-    block,
     count,
     double,
     double_by_child,
     fail,
     fail_at,
     fill,
+    keep,
+    report_once,
     split,
     total,
     wait_long,
@@ -73,9 +76,11 @@ def test_errors_keep_their_type(node: Any) -> None:
         sync.get([double.remote(1), fail.remote("here")])
     assert isinstance(fail.remote("there").exception(), LookupError)
     with pytest.raises(aiogpu.InfeasibleError, match="CPU 99"):
-        double.options(num_cpus=99).remote(1).result()
-    ended, _ = sync.wait([double.options(num_cpus=99).remote(1)])
-    assert isinstance(ended[0].exception(), aiogpu.InfeasibleError)
+        double.options(num_cpus=99).remote(1)
+    with pytest.raises(aiogpu.InfeasibleError, match="CPU 99"):
+        sync.Executor(num_cpus=99).submit(abs, 1)
+    with pytest.raises(aiogpu.InfeasibleError, match="CPU 99"):
+        Counter.options(num_cpus=99).remote()
     with pytest.raises(errors.MisuseError, match="missing a required argument"):
         double.remote()  # type: ignore[call-arg]
     with pytest.raises(errors.SerializationError, match=r"args\[0\] \(a lock\)"):
@@ -190,6 +195,26 @@ def test_a_pool_shares_out_calls(node: Any) -> None:
         assert list(sums) == [2, 3]
 
 
+def test_each_actor_of_a_pool_is_called(node: Any) -> None:
+    with sync.ActorPool(Named, 2) as pool:
+        pids = sync.get([actor.pid.remote() for actor in pool.actors()])
+        assert len(pids) == len(pool) == 2
+        # These names are also of methods of a pool.
+        assert sync.get(pool.map.remote(3)) == 4
+        assert list(pool.map.map([1, 2])) == [2, 3]
+        assert sync.get(pool.has_free.remote()) == "the actor's"
+
+
+def test_code_of_tasks_uses_the_same_names(node: Any) -> None:
+    for name in ("batch", "exit_actor", "report"):
+        assert getattr(sync, name) is getattr(aiogpu, name)
+    handle = report_once.remote(3)
+    assert [report["step"] for report in handle.reports()] == [3]
+    leaver = Leaver.remote()
+    with pytest.raises(aiogpu.ActorDiedError):
+        sync.get(leaver.leave.remote())
+
+
 @pytest.mark.parametrize("node", ["local"], indirect=True)
 def test_names_of_ray_work_or_say_what_to_write(node: Any) -> None:
     handle = wait_long.remote()
@@ -200,10 +225,14 @@ def test_names_of_ray_work_or_say_what_to_write(node: Any) -> None:
     handle.cancel()
     assert sync.get(double.remote(1), timeout=60) == 2
     assert sync.ActorDiedError is aiogpu.ActorDiedError
+    counter = Counter.remote()
     for owner, name, message in (
         (sync, "nodes", r"'nodes': write `aiogpu.sync.status\(\)`"),
         (sync, "NoSuchError", "has no attribute 'NoSuchError'"),
         (sync.get_runtime_context(), "get_task_id", "use the attribute 'task_id'"),
+        (sync.get_runtime_context(), "is_canceled", "use the attribute 'is_stopping'"),
+        (counter, "__ray_ready__", r"`aiogpu\.sync\.get\(actor\)` without an event"),
+        (counter, "__ray_terminate__", "or `with` without an event loop, which ends"),
     ):
         with pytest.raises(AttributeError, match=message):
             getattr(owner, name)()
@@ -232,7 +261,8 @@ def test_the_node_tells_its_resources_and_reserves_them(node: Any) -> None:
     assert sync.is_initialized()
     assert node.is_open
     assert "GPU" in str(sync.status())
-    with sync.placement([{"CPU": 1}]) as group:
+    with sync.placement([{"num_cpus": 1, "num_gpus": 1}], name="both") as group:
+        assert (group.bundles, len(group)) == (({"CPU": 1.0, "GPU": 1.0},), 1)
         placed = double.options(placement=group, num_cpus=1)
         assert placed.remote(2).result() == 4
     message = r"a node\. Write `aiogpu\.sync\.shutdown\(\)` before another init\(\)"
@@ -247,6 +277,8 @@ def test_wait_as_completed_and_cancel_work(node: Any) -> None:
     slow, quick = wait_long.remote(), double.remote(1)
     assert sync.wait([slow, quick]) == ([quick], [slow])
     assert sync.wait([slow], timeout=0) == ([], [slow])
+    with pytest.raises(errors.MisuseError, match="more than once; pass each handle"):
+        sync.wait([slow, quick, slow])
     assert next(iter(sync.as_completed([slow, quick]))) is quick
     assert list(sync.as_completed([])) == []
     assert concurrent.futures.wait([quick]).done == {quick}
@@ -261,6 +293,49 @@ def test_wait_as_completed_and_cancel_work(node: Any) -> None:
     assert slow.cancel()
     with pytest.raises(aiogpu.TaskCancelledError):
         slow.result()
+
+
+def test_reservations_need_no_block(node: Any) -> None:
+    group = sync.placement([{"CPU": 1}])
+    assert sync.get(group) is group.ready() is group
+    assert group.why().state == "running"
+    placed = keep.options(placement=group, num_cpus=1).remote(group)
+    assert placed.result().id == group.id
+    group.remove()
+    with pytest.raises(errors.PlacementRemovedError):
+        group.ready()
+    lease = sync.lease(num_gpus=1)
+    with pytest.raises(errors.MisuseError, match=r"`with aiogpu\.sync\.lease"):
+        _ = lease.ids
+    assert sync.get(lease).ids == [0]
+    with pytest.raises(errors.SerializationError, match="pass its ids or its environ"):
+        keep.remote(lease)
+    lease.release()
+    assert not lease.is_held
+    with pytest.raises(errors.OptionError, match="has both num_gpus and GPU"):
+        sync.placement([{"num_gpus": 1, "GPU": 1}])
+    with pytest.raises(errors.InfeasibleError, match="GPU 9 of 1"):
+        sync.placement([{"num_gpus": 9}])
+
+
+@pytest.mark.parametrize("node", ["local"], indirect=True)
+def test_warnings_name_the_line_of_the_call(node: Any) -> None:
+    """On one engine: of each function and argument, a process warns once."""
+    large = bytes(1 << 20)
+
+    def call() -> list[Any]:
+        return [keep.remote(large).result() for _ in range(8)]
+
+    def map_it() -> list[int]:
+        return list(sync.remote(len).map([large] * 8))
+
+    for use in (call, map_it):
+        with pytest.warns(aiogpu.errors.AiogpuWarning) as caught:
+            use()
+        [warning] = caught
+        first = use.__code__.co_firstlineno
+        assert (warning.filename, warning.lineno) == (__file__, first + 1)
+        assert "`handle = aiogpu.sync.put(x)`" in str(warning.message)
 
 
 @pytest.mark.parametrize("node", ["local"], indirect=True)
@@ -280,14 +355,6 @@ def test_an_executor_runs_calls(node: Any) -> None:
         pool.submit(pow, 1, 1)
     with pytest.raises(aiogpu.OptionError, match="num_returns"):
         sync.Executor(num_returns=2)
-
-
-@pytest.mark.parametrize("node", ["local"], indirect=True)
-def test_an_executor_cancels_what_is_left(node: Any) -> None:
-    pool = sync.Executor()
-    future = pool.submit(block)
-    pool.shutdown(cancel_futures=True)
-    assert future.cancelled()
 
 
 def test_arguments_that_are_no_handles_are_refused(node: Any) -> None:
@@ -375,6 +442,35 @@ BEGIN = """
 
 def test_a_program_need_not_open_or_close_a_node() -> None:
     assert program.run(f"{BEGIN}\n    print(ray.get(double.remote(4)))") == "8\n"
+
+
+def test_a_program_passes_an_actor_on_at_once() -> None:
+    source = f"""{BEGIN}
+    @ray.remote
+    class Counter:
+        def add(self):
+            return 1
+
+    @ray.remote
+    def use(counter):
+        return ray.get(counter.add.remote())
+
+    print(ray.get(use.remote(Counter.remote())))
+    """
+    assert program.run(source) == "1\n"
+
+
+def test_a_call_before_its_node_is_open_is_refused_by_its_result() -> None:
+    source = f"""{BEGIN}
+    greedy = double.options(num_gpus=99)
+    handle = greedy.remote(1)
+    for refused in (lambda: ray.get(handle), lambda: greedy.remote(2).result()):
+        try:
+            refused()
+        except ray.InfeasibleError:
+            print("refused")
+    """
+    assert program.run(source) == "refused\nrefused\n"
 
 
 def test_a_failed_init_leaves_no_thread() -> None:

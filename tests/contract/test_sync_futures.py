@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import os
+import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -19,10 +22,13 @@ from tests.contract.sync_tasks import (
     FalsyError,
     add_one,
     block,
+    cancel_twice,
     double,
     fail_falsely,
+    read_one,
     wait_long,
 )
+from tests.support import program
 from tests.support.waits import LIMIT
 
 pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.either_loop]
@@ -34,8 +40,14 @@ def node(address: str) -> Iterator[Any]:
         yield node
 
 
-def in_callback(handle: concurrent.futures.Future[Any], call: Callable[[], Any]) -> Any:
-    """Call a function in a done-callback of a handle; return its result or error."""
+def in_callback(
+    call: Callable[[], Any],
+    start: Callable[[str], concurrent.futures.Future[Any]] | None = None,
+) -> Any:
+    """Call a function in a done-callback on the loop; return its result or error.
+
+    The task of the handle ends when the callback was added. `start` starts `read_one`.
+    """
     told: SimpleQueue[Any] = SimpleQueue()
 
     def tell(_: object) -> None:
@@ -45,7 +57,12 @@ def in_callback(handle: concurrent.futures.Future[Any], call: Callable[[], Any])
             told.put(error)
             raise
 
+    end, begin = os.pipe()
+    handle = (start or sync.remote(read_one).remote)(f"/proc/{os.getpid()}/fd/{end}")
     handle.add_done_callback(tell)
+    os.write(begin, b"a")
+    for descriptor in (end, begin):
+        handle.add_done_callback(lambda _, each=descriptor: os.close(each))
     return told.get(timeout=LIMIT)
 
 
@@ -53,7 +70,7 @@ def test_a_callback_chains_calls(node: Any) -> None:
     def chain() -> sync.Handle[int]:
         return double.remote(double.remote(1))  # type: ignore[arg-type]
 
-    chained = in_callback(double.remote(3), chain)
+    chained = in_callback(chain)
     assert chained.result(LIMIT) == 4
 
 
@@ -63,19 +80,19 @@ def test_a_callback_uses_handles_that_were_just_made(node: Any) -> None:
         reports = handle.reports()
         return handle.cancel(), handle.cancelled(), type(reports).__name__
 
-    used = in_callback(double.remote(3), use)
+    used = in_callback(use)
     assert used == (True, True, "ResultIterator")
 
 
 @pytest.mark.needs("interrupts")
 def test_a_callback_calls_an_actor_and_an_executor(node: Any) -> None:
     counter = Counter.remote()
-    called = in_callback(double.remote(3), lambda: counter.add.remote(2))
+    called = in_callback(lambda: counter.add.remote(2))
     assert called.result(LIMIT) == 2
     with sync.Executor() as executor:
-        submitted = in_callback(double.remote(3), lambda: executor.submit(pow, 2, 3))
+        submitted = in_callback(lambda: executor.submit(pow, 2, 3))
         assert submitted.result(LIMIT) == 8
-        refused = in_callback(double.remote(4), refusal_of(executor))
+        refused = in_callback(refusal_of(executor))
     assert refused in (None, "would block the event loop")
 
 
@@ -96,7 +113,7 @@ def refusal_of(executor: sync.Executor) -> Callable[[], str | None]:
 
 
 def test_a_callback_cannot_close_the_node(node: Any) -> None:
-    refused = in_callback(double.remote(3), node.shutdown)
+    refused = in_callback(node.shutdown)
     assert isinstance(refused, errors.MisuseError)
     assert node.is_open
     assert double.remote(2).result(LIMIT) == 4
@@ -105,7 +122,10 @@ def test_a_callback_cannot_close_the_node(node: Any) -> None:
 async def test_callbacks_beside_a_loop_chain_calls(address: str) -> None:
     def in_a_thread() -> int:
         handle = aiogpu.from_thread(add_one.remote, 1)
-        chained = in_callback(handle, lambda: double.remote(handle))  # type: ignore[arg-type]
+        chained = in_callback(
+            lambda: double.remote(handle),  # type: ignore[arg-type]
+            start=partial(aiogpu.from_thread, aiogpu.remote(read_one).remote),
+        )
         return int(chained.result(LIMIT))
 
     async with aiogpu.init(address=address, num_cpus=2):
@@ -231,3 +251,101 @@ def test_an_executor_is_shut_down_while_others_submit(
         thread.join()
     assert not faults
     assert all(future.done() for future in submitted)
+
+
+@pytest.mark.needs("processes")
+def test_a_shutdown_cancels_calls_that_have_not_begun(node: Any, tmp_path: Any) -> None:
+    pipe = str(tmp_path / "pipe")
+    os.mkfifo(pipe)
+    end = os.open(pipe, os.O_RDWR)
+    executor = sync.Executor()
+    calls = [executor.submit(read_one, pipe) for _ in range(2)]
+    ends = time.monotonic() + LIMIT
+    while not all(call.running() for call in calls):
+        assert time.monotonic() < ends
+    waiting = [executor.submit(read_one, pipe) for _ in range(6)]
+    executor.shutdown(wait=False, cancel_futures=True)
+    assert [call.cancelled() for call in waiting] == [True] * 6
+    os.write(end, b"ab")
+    assert sorted(call.result(LIMIT) for call in calls) == [b"a", b"b"]
+    os.close(end)
+
+
+@pytest.mark.needs("processes")
+def test_a_callback_cancels_calls_that_have_not_begun(node: Any) -> None:
+    executor = sync.Executor(num_cpus=2)
+    running, waiting = (executor.submit(block) for _ in range(2))
+    in_callback(
+        partial(executor.shutdown, wait=False, cancel_futures=True),
+        start=sync.remote(num_cpus=0)(read_one).remote,
+    )
+    with pytest.raises(concurrent.futures.CancelledError):
+        waiting.result(LIMIT)
+    assert running.cancel()
+
+
+def test_only_its_task_ends_a_handle(node: Any) -> None:
+    handle = double.remote(4)
+    for end in (handle.set_result, handle.set_exception):
+        with pytest.raises(errors.MisuseError, match="ended by its task alone"):
+            end(ValueError())  # type: ignore[arg-type]
+    with pytest.raises(errors.MisuseError, match="ended by its task alone"):
+        handle.set_running_or_notify_cancel()
+    assert handle.result(LIMIT) == 8
+
+
+@pytest.mark.needs("processes")
+def test_the_death_of_a_worker_breaks_an_executor_as_the_librarys(node: Any) -> None:
+    with sync.Executor(max_retries=0) as executor:
+        died = executor.submit(os._exit, 3)
+        with pytest.raises(concurrent.futures.BrokenExecutor) as raised:
+            died.result(LIMIT)
+        error = raised.value
+        assert isinstance(error, aiogpu.WorkerDiedError)
+        assert (error.exitcode, error.cause) == (3, "exit")
+        assert isinstance(pickle.loads(pickle.dumps(error)), aiogpu.WorkerDiedError)
+        assert executor.submit(abs, -1).result(LIMIT) == 1, "unlike the library's"
+
+
+@pytest.mark.parametrize("chunksize", [0, -1, 1.5])
+def test_the_size_of_chunks_is_checked(chunksize: Any) -> None:
+    with pytest.raises(ValueError, match=f"chunksize={chunksize} must be a whole"):
+        sync.Executor().map(abs, [1], chunksize=chunksize)
+
+
+@pytest.mark.needs("interrupts")
+def test_a_second_cancel_in_a_plain_task_tells_that_it_is_cancelled(node: Any) -> None:
+    assert sync.get(cancel_twice.remote()) == [True, True, True]
+
+
+LAST_CALLS = """
+    import atexit, os, aiogpu.sync as ray
+
+    @atexit.register
+    def run_last():
+        try:
+            executor.submit(abs, -1)
+        except RuntimeError as error:
+            print(error)
+
+    def write():
+        os.write(1, b"written")
+
+    executor = ray.Executor()
+    {use}
+"""
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        "executor.submit(write)",
+        "ray.init(num_cpus=1); executor.submit(write)",
+        "executor.submit(write); executor.shutdown(wait=False)",
+        "executor.submit(write); del executor; executor = ray.Executor()",
+    ],
+)
+def test_a_program_ends_after_the_calls_of_its_executors(use: str) -> None:
+    out = program.run(LAST_CALLS.format(use=use))
+    assert "written" in out
+    assert "cannot schedule new futures after shutdown" in out

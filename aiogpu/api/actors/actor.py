@@ -28,11 +28,18 @@ from aiogpu.api.usage_errors import (
     CalledFirst,
     CalledFirstToIterate,
     EnteredOnLoop,
+    SetInItsProcess,
     options_of,
 )
-from aiogpu.client.current import ActorExit, current, is_loop_running, note_exit
+from aiogpu.client.current import (
+    ActorExit,
+    current,
+    for_consumer,
+    is_loop_running,
+    note_exit,
+)
 from aiogpu.core.model.units import CPU
-from aiogpu.errors import MisuseError
+from aiogpu.errors import MisuseError, OptionError
 from aiogpu.serialization.references import PickledValue
 from aiogpu.serialization.serializer import dump_arguments, load_reference
 from aiogpu.wire.messages import CHUNKED
@@ -171,7 +178,7 @@ class LateMethod(RemoteMethod):
         return method._remote_chunk(arguments)
 
 
-class ActorHandle(EnteredOnLoop, Generic[A]):
+class ActorHandle(EnteredOnLoop, SetInItsProcess, Generic[A]):
     """A handle to an actor. The actor ends when the last handle is dropped.
 
     `await handle` waits until the actor is ready, and returns the handle. `async with`
@@ -257,7 +264,9 @@ def revive(
         NodeError: the process has no node.
         MisuseError: the process has another node.
     """
-    return ActorHandle(_links().known(actor, name, home, interface))
+    return for_consumer(  # type: ignore[no-any-return]
+        ActorHandle(_links().known(actor, name, home, interface))
+    )
 
 
 def _links() -> Any:
@@ -285,6 +294,7 @@ class RemoteClass(Decorated, Generic[P, A]):
                 calls and the await raise this error instead.
             NoLoopError: no event loop is running in this thread.
             InfeasibleError: the actor asks for more than the node has.
+            OptionError: `get_if_exists=True` without a name.
             SerializationError: the class or an argument cannot be pickled.
         """
         self._interface.parameters.check(args, kwargs)
@@ -301,6 +311,11 @@ class RemoteClass(Decorated, Generic[P, A]):
     def _prepare(self) -> FunctionSpec:
         """Do all work that is done once per class: checks, pickling, the request."""
         options = self._options
+        if options.get_if_exists and options.name is None:
+            raise OptionError(
+                f"get_if_exists=True looks an actor up by name: write "
+                f"`{self.__name__}.options(name='...').remote(...)`."
+            )
         spec = options.actor_spec(self.__name__, self._definition.pickled().id)
         resources = spec.shape.request.as_numbers()
         if options.num_cpus is None:
@@ -418,7 +433,8 @@ def get_actor(name: str, namespace: str | None = None) -> ActorHandle[Any]:
     """Return a handle to the living actor with this name, on the running loop's node.
 
     Write `await aiogpu.get_actor(name)`: a node in another process answers at the
-    await. Methods with one result can be called before the await as well.
+    await. A program may call methods with one result before that; a coroutine of a task
+    must await first.
 
     Args:
         name: the actor's name.

@@ -29,6 +29,7 @@ from aiogpu.client.current import (
 )
 from aiogpu.client.function_spec import placeholder_func
 from aiogpu.errors import ActorNameError, AiogpuError, MisuseError, NodeClosedError
+from aiogpu.serialization.references import add_actor, is_for_one_node
 from aiogpu.serialization.serializer import NONE_PAYLOAD, load_result
 from aiogpu.wire.messages import (
     AFTER_ALL,
@@ -159,6 +160,8 @@ class ActorLink:
         self._actors: ActorsPort  # known when the actor is, or before
         self._error: Exception | None = None
         self._early: EarlyRequests[ActorPort] = EarlyRequests()
+        self._public = 0  # the id that was promised before the node was open
+        self._is_looked_up = True
 
     def __repr__(self) -> str:
         return f"<ActorLink {self.name} {self._actor!r}>"
@@ -175,12 +178,14 @@ class ActorLink:
         session = session_of_caller()
         link = cls(session, func, interface_in(func))
         link.own = link.interface
+        # A node in another process must look the name up first.
+        link._is_looked_up = get_if_exists and session.remote_values is not None
 
         def make(engine: Engine) -> None:
             from asyncio import Future
 
             link._actors = engine.actors
-            actor = link._actors.create(func, payload, key, get_if_exists)
+            actor = link._actors.create(func, payload, key, get_if_exists, link._public)
             if isinstance(actor, Future):
                 link._await(actor, partial(_no_actor, link.name, ""))
             else:
@@ -226,7 +231,7 @@ class ActorLink:
             MisuseError: the actor belongs to another node.
         """
         session = session_of_caller()
-        if home != session.engine.home:
+        if home not in ("", session.engine.home):
             raise wrong_node(name)
         actors = session.engine.actors
         port = actors.held(actor, name)
@@ -280,15 +285,29 @@ class ActorLink:
         if self._error is not None:
             raise self._error
         if self._actor is None:
-            until = "has answered" if self.interface is None else "is open"
-            raise MisuseError(
-                f"the handle of {self.name} cannot be passed on before its node "
-                f"{until}; await it first."
-            )
+            return self._promise(), self.name, ""
         if not may_use(self._session):
             raise wrong_node(self.name)
         self._actor.pass_on(self)
         return self._actor.id, self.name, self._session.engine.home
+
+    def _promise(self) -> int:
+        """Return the id that the actor will have; what is sent with it waits too.
+
+        Not for a function, which may outlive the node: without the node's name, a
+        worker of another node would take the id for one of its own actors.
+        """
+        if not self._is_looked_up and is_for_one_node():
+            self._public = self._public or self._session.promise_actor()
+        if not self._public:
+            until = "has answered" if self.interface is None else "is open"
+            raise MisuseError(
+                f"the handle of {self.name} cannot be passed on before its node "
+                f"{until}; wait for it first: `await actor`, or "
+                f"`aiogpu.sync.get(actor)` without an event loop."
+            )
+        add_actor(self._public, self)
+        return self._public
 
     def call(
         self, label: str, method: str, payload: bytes, returns: int = 0, window: int = 0
@@ -422,6 +441,10 @@ class ActorLink:
             fail(self._error)
         elif self._actor is not None:
             send(self._actor)
+        elif self._session.is_opening:
+            # In the order of all calls: the arguments of this call may contain actors
+            # that the program made after this one.
+            self._session.when_open(lambda _: self._when_known(send, fail), fail)
         else:
             self._early.add(send, fail)
 
@@ -510,7 +533,7 @@ class WorkerActorLink:
         cls, actor: int, name: str, home: str, interface: ActorInterface
     ) -> WorkerActorLink:
         """Make the link of an unpickled handle; refuse a handle of another node."""
-        if home != current.home:
+        if home not in ("", current.home):
             raise wrong_node(name)
         return _links.get(actor) or cls(
             name, client_of_process().actor(actor, name), interface

@@ -10,7 +10,8 @@ import inspect
 from collections.abc import Iterable, Mapping
 from copy import copy
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeVar
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from aiogpu.api.options import (
     INTERLEAVED,
@@ -254,8 +255,22 @@ def _by_group(methods: Mapping[str, T], groups: Iterable[str]) -> dict[str, T]:
     }
 
 
+METHODS_OF_RAY: Final = MappingProxyType(
+    {
+        "__ray_ready__": "write `await actor`, or `aiogpu.sync.get(actor)` without an "
+        "event loop",
+        "__ray_terminate__": "write `async with A.remote() as actor`, or `with` "
+        "without an event loop, which ends the actor after its calls",
+    }
+)
+"""Methods of every actor of Ray, with their replacements."""
+
+
 def no_method(interface: ActorInterface, name: str) -> AttributeError:
     """Return the error for a private or missing method."""
+    if name in METHODS_OF_RAY:
+        hint = METHODS_OF_RAY[name]
+        return AttributeError(f"{interface.name} has no {name}: {hint}.")
     if name.startswith("_"):
         return AttributeError(
             f"{name} of {interface.name} is private; only public methods of an actor "

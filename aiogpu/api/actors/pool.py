@@ -52,7 +52,13 @@ from aiogpu.api.options import (
     whole,
 )
 from aiogpu.api.remote_function import Decorated, Mapper
-from aiogpu.api.usage_errors import CalledFirst, EnteredOnLoop, options_of
+from aiogpu.api.usage_errors import (
+    CalledFirst,
+    EnteredOnLoop,
+    NotPassedOn,
+    SetInItsProcess,
+    options_of,
+)
 from aiogpu.errors import (
     ActorDiedError,
     InfeasibleError,
@@ -297,6 +303,10 @@ class PoolScheduler:
             raise self.none_left()
         self._waiting.append(start)
         self._use_idle()
+
+    def handles(self) -> list[ActorHandle[Any]]:
+        """Return the handles of all actors, by number."""
+        return [actor.handle for actor in self._actors]
 
     def idle(self) -> PoolActor | None:
         """Return the first ready actor without calls; None if there is none."""
@@ -829,10 +839,12 @@ class PoolFinalizer:
                 scheduler.loop.call_soon_threadsafe(scheduler.close, False)
 
 
-class PoolMethod(CalledFirst, Mapper):
+class PoolMethod(CalledFirst, NotPassedOn, Mapper):
     """A method of a pool; `.remote(...)` calls it on one of the actors."""
 
     __slots__ = ("_finalizer", "_name")
+
+    _PASS_INSTEAD = "pass handles of its actors"
 
     def __init__(self, finalizer: PoolFinalizer, name: str) -> None:
         self._finalizer = finalizer
@@ -896,7 +908,7 @@ class PoolMethod(CalledFirst, Mapper):
         )
 
 
-class ActorPool(EnteredOnLoop, Generic[A]):
+class ActorPool(EnteredOnLoop, NotPassedOn, SetInItsProcess, Generic[A]):
     """Several actors of one class that are called as if they were one.
 
     `await pool.method.remote(...)` calls the actor with the fewest unanswered calls;
@@ -921,6 +933,8 @@ class ActorPool(EnteredOnLoop, Generic[A]):
     class has a method with such a name, for example `map`, then `pool.map` is the
     method of the actors.
     """
+
+    _PASS_INSTEAD = "pass handles of its actors"
 
     @options_of("a pool of actors")
     def __init__(
@@ -1003,6 +1017,7 @@ class ActorPool(EnteredOnLoop, Generic[A]):
         return "aiogpu.ActorPool(...)"
 
     def __await__(self) -> Generator[Any, None, ActorPool[A]]:
+        self._check_loop("`await`")
         yield from self._finalizer.scheduler.ready().__await__()
         return self
 
@@ -1060,6 +1075,14 @@ class ActorPool(EnteredOnLoop, Generic[A]):
     def has_next(self) -> bool:
         """Return whether `get_next` has a result to return or to wait for."""
         return bool(self._submitted)
+
+    def actors(self) -> list[ActorHandle[A]]:
+        """Return the handles of the actors, ready or not, for a call to each.
+
+        Example:
+            `await asyncio.gather(*(actor.ping.remote() for actor in pool.actors()))`
+        """
+        return self._finalizer.scheduler.handles()
 
     def has_free(self) -> bool:
         """Return whether a ready actor has no calls."""
@@ -1149,11 +1172,17 @@ class ActorPool(EnteredOnLoop, Generic[A]):
 
         check_thread(self._finalizer.scheduler.loop, f"{what} of a pool")
 
+    def _check_loop(self, what: str) -> None:
+        from aiogpu.api.results.handle import check_loop
+
+        check_loop(self._finalizer.scheduler.loop, f"{what} of a pool")
+
     async def aclose(self) -> None:
         """End the actors after the calls made so far, and wait; idempotent."""
         await self._end(at_once=False)
 
     async def _end(self, at_once: bool) -> None:
+        self._check_loop("aclose()")
         scheduler = self._finalizer.scheduler
         scheduler.close(at_once)
         await scheduler.ended()

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, Self, TypeVar, Unpack, ca
 
 from aiogpu.api.decorator import remote
 from aiogpu.api.options import check_seconds, whole
-from aiogpu.client.current import is_in_task, is_loop_running
+from aiogpu.client.current import for_consumer, is_in_task, is_loop_running
 from aiogpu.errors import AiogpuError
 
 if TYPE_CHECKING:
@@ -377,7 +377,7 @@ class Queue(Generic[T]):
 def _restored(cls: type[Queue[Any]], actor: ActorHandle[Any]) -> Queue[Any]:
     queue = cls.__new__(cls)
     queue._actor = actor
-    return queue
+    return for_consumer(queue)  # type: ignore[no-any-return]
 
 
 def _check_timeout(timeout: float | None) -> None:

@@ -188,6 +188,37 @@ def _local_value(handle: Any) -> Reference:
     return value
 
 
+def cut_frames(error: BaseException) -> None:
+    """Cut the frames of aiogpu above a task's error, so that it is raised at the await.
+
+    Call this in an `except` block that ends with a bare `raise`, which adds no frame.
+    Another error, raised by aiogpu itself, keeps its frames.
+    """
+    last, trace = "", error.__traceback__
+    while trace is not None and trace.tb_frame.f_globals["__name__"] in _CUT:
+        last, trace = trace.tb_frame.f_code.co_name, trace.tb_next
+    if last in _RAISING:
+        error.__traceback__ = trace
+
+
+_CUT: Final = frozenset(
+    {
+        "aiogpu.api.portal",
+        "aiogpu.api.results.blocking",
+        "aiogpu.api.results.handle",
+        "aiogpu.api.results.wait",
+        "aiogpu.sync",
+    }
+)
+"""The modules between an await or `get` and a task's error."""
+
+
+_RAISING: Final = frozenset(
+    {"__await__", "await_end", "result", "results_of", "<listcomp>", "get"}
+)
+"""The functions there that raise a task's error."""
+
+
 class BlockingHandle(HandleBase, Generic[T]):
     """The future result of a child task, in a plain function; see `get`.
 
@@ -252,9 +283,9 @@ class BlockingHandle(HandleBase, Generic[T]):
         return self._state == "cancelled"
 
     def cancel(self) -> bool:
-        """Stop the work; return False if the task had already ended."""
+        """Stop the work; return False if the task had ended before it was cancelled."""
         if self.done():
-            return False
+            return self.cancelled()
         self.owner.cancel(self.task_id)
         self._end("cancelled")
         self._settle_shared_as_cancelled()
@@ -351,6 +382,9 @@ class BlockingHandle(HandleBase, Generic[T]):
                     self._state, self._error = "failed", error
                     raise
             return self._value  # type: ignore[return-value]
+        except BaseException as error:
+            cut_frames(error)
+            raise
         finally:
             # The error's traceback refers to this frame. With `self` in the frame there
             # is a cycle, which keeps the error and the objects in the callers' frames,

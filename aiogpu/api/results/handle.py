@@ -18,7 +18,13 @@ from contextlib import suppress
 from contextvars import Context
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
-from aiogpu.api.results.blocking import OF_A_LIST, HandleBase, Owner, RestoredOwner
+from aiogpu.api.results.blocking import (
+    OF_A_LIST,
+    HandleBase,
+    Owner,
+    RestoredOwner,
+    cut_frames,
+)
 from aiogpu.api.usage_errors import PUT_NAME
 from aiogpu.client.current import current
 from aiogpu.errors import (
@@ -28,6 +34,7 @@ from aiogpu.errors import (
     TaskCancelledError,
 )
 from aiogpu.serialization.exceptions import STOPPED, error_of
+from aiogpu.serialization.payload import Payload
 from aiogpu.serialization.references import closed_node_error
 from aiogpu.serialization.serializer import load_result
 from aiogpu.wire.messages import Failed
@@ -57,6 +64,22 @@ def check_thread(loop: asyncio.AbstractEventLoop, what: str) -> None:
     session = sessions.get(loop)
     if session is not None:
         session.check_thread(what)
+
+
+def check_loop(loop: asyncio.AbstractEventLoop, what: str) -> None:
+    """Refuse a wait on another event loop, of which asyncio says little.
+
+    Raises:
+        NoLoopError: another thread runs this.
+        MisuseError: another loop runs in this thread.
+    """
+    if asyncio._get_running_loop() is loop:
+        return
+    check_thread(loop, what)
+    raise MisuseError(
+        f"{what} was called on another event loop than its own; await it on the loop "
+        f"where it was made."
+    )
 
 
 def check_home(handle: Any, loop: asyncio.AbstractEventLoop, session: Any) -> None:
@@ -243,8 +266,16 @@ class Handle(HandleBase, asyncio.Future[T]):
             except (asyncio.CancelledError, GeneratorExit):
                 self._withdraw(waiter)
                 raise
+            except RuntimeError:  # from the task, if it is of another loop
+                if self._waiters and waiter in self._waiters:
+                    self._waiters.remove(waiter)
+                check_loop(self.get_loop(), f"`await` of {self.task_name}")
+                raise
         try:
             return self.result()
+        except BaseException as error:
+            cut_frames(error)
+            raise
         finally:
             del self  # see `result`
 
@@ -369,10 +400,19 @@ class Handle(HandleBase, asyncio.Future[T]):
             self._settle_shared(outcome)
 
     def finish(self) -> None:
-        """End with the payload that arrived; unpickle it now if there are waiters."""
+        """End with the payload that arrived; unpickle it now if there are waiters.
+
+        Not if it has handles: who reads it determines their kind; see `for_consumer`.
+        """
         if self.done():
             return
-        if type(self._payload) is not bytes and (self._waiters or self._callbacks):
+        payload = self._payload
+        if (
+            type(payload) is Payload
+            and (self._waiters or self._callbacks)
+            and not payload.contents.values
+            and not payload.contents.actors
+        ):
             self._decode()
         _set_result(self, None)
         self._wake()
@@ -418,6 +458,9 @@ class Handle(HandleBase, asyncio.Future[T]):
             if self.done():
                 raise  # an error of the task itself
             raise self._not_ended("result") from None
+        except BaseException as error:
+            cut_frames(error)
+            raise
         finally:
             # The error's traceback refers to this frame. With `self` in the frame there
             # is a cycle, which keeps the error and the objects in the callers' frames,
@@ -532,6 +575,9 @@ class ChildHandle(Handle[T]):
         if self.done():
             try:
                 return self.result()
+            except BaseException as error:
+                cut_frames(error)
+                raise
             finally:
                 del self  # see `Handle.result`
         waits = self._waits
@@ -539,6 +585,9 @@ class ChildHandle(Handle[T]):
             waits.begin_wait(self.task_id)
         try:
             return (yield from super().__await__())
+        except BaseException as error:
+            cut_frames(error)
+            raise
         finally:
             if waits is not None:
                 waits.end_wait(self.task_id)

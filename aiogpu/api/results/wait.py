@@ -38,9 +38,10 @@ from aiogpu.api.results.blocking import (
     block,
     blocks_loop,
     check_client,
+    cut_frames,
     fetch,
 )
-from aiogpu.api.usage_errors import options_of, refuse
+from aiogpu.api.usage_errors import NotPassedOn, options_of, refuse
 from aiogpu.client.current import client_of_task, is_loop_running
 from aiogpu.errors import (
     MisuseError,
@@ -105,6 +106,9 @@ def get(handle: Any, /, *, timeout: float | None = None, **unknown: Any) -> Any:
                 raise MisuseError(_not_for_get(item))
         await_end(handles, timeout)
         results = [item.result() for item in handles]
+    except BaseException as error:
+        cut_frames(error)
+        raise
     finally:
         item = None
         del handles  # see `BlockingHandle.result`
@@ -462,6 +466,9 @@ class _LoopWatch(_Watch):
         """Wait until `count` handles have ended or the time is up; tell the node."""
         if len(self.ended) >= count or not awaited:
             return
+        from aiogpu.api.results.handle import check_loop
+
+        check_loop(self.loop, "the next handle of as_completed()")
         waits: Any = getattr(awaited[0], "_waits", None)
         tasks = [handle.task_id for handle in awaited] if waits is not None else []
         timer = None if timeout is None else self.loop.call_later(timeout, self._wake)
@@ -478,11 +485,13 @@ class _LoopWatch(_Watch):
                 timer.cancel()
 
 
-class Completions(Generic[T]):
+class Completions(NotPassedOn, Generic[T]):
     """The result of `as_completed`: an async iterator, in plain tasks an iterator.
 
     Its length is the number of all handles. Its truth value is always True.
     """
+
+    _PASS_INSTEAD = "pass its handles"
 
     def __init__(self, handles: list[Any]) -> None:
         self._total = len(handles)

@@ -474,8 +474,10 @@ class RayActors:
         payload: bytes,
         key: tuple[str, str] | None = None,
         get_if_exists: bool = False,
+        public: int = 0,
     ) -> RayActor:
         """Create an actor, or find it by its name; see `ActorsPort.create`."""
+        assert not public, "Ray chooses the ids"
         self._admit(func)
         assert func.actor is not None, func
         terms = terms_of(func.actor)

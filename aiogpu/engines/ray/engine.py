@@ -75,6 +75,10 @@ class RayEngine:
     runs_together = False
     home = ""
 
+    def promise_actor(self) -> int:
+        """Return 0: Ray chooses the ids; see `Engine.promise_actor`."""
+        return 0
+
     def __init__(self, options: NodeOptions, loop: asyncio.AbstractEventLoop) -> None:
         self.calls = Calls(loop)
         self.remote_values = RayValues(self.calls)

@@ -17,7 +17,7 @@ from aiogpu.core.model.ids import OWN, ClientId, TaskId, WorkerId
 from aiogpu.core.model.text import span
 from aiogpu.core.resources.placement_group import room_for
 from aiogpu.core.scheduler.scheduler import Scheduler
-from aiogpu.errors import ActorDiedError, DeadlockError
+from aiogpu.errors import ActorDiedError, AiogpuError, DeadlockError
 from aiogpu.runtime.actors.actor import FIRST_CALL, Actor, ActorState, Register, died
 from aiogpu.runtime.callers.caller import Caller
 from aiogpu.runtime.history import Failure
@@ -140,13 +140,18 @@ class Actors(Register):
         """Make an actor, which queues for its resources as a task does.
 
         The caller holds one handle to the actor; see `ActorsPort.create`. `public` is
-        the id that the creating worker or client has chosen for the actor.
+        the id that the creating process has chosen for the actor, 0 for none.
         """
-        self.check(func, payload)
-        if get_if_exists and key is not None and (existing := self.find(key)):
-            self.add(existing, public)
-            return existing
-        self.check_name(key)
+        try:
+            self.check(func, payload)
+            if get_if_exists and key is not None and (existing := self.find(key)):
+                self.add(existing, public)
+                return existing
+            self.check_name(key)
+        except AiogpuError as error:
+            if public:  # the caller may have passed it on already
+                self.refuse(public, error)
+            raise
         actor = Actor(func, self, key)
         self.name(actor)
         if func.spec.is_detached:

@@ -10,11 +10,17 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 
 import aiogpu
 from aiogpu.api.usage_errors import NAMES_OF_RAY
-from aiogpu.errors import MisuseError, OptionError, SerializationError
+from aiogpu.errors import (
+    MisuseError,
+    NoLoopError,
+    OptionError,
+    SerializationError,
+)
 
 Use = Callable[[Any], Any]
 
@@ -175,6 +181,9 @@ async def test_use_of_a_handle_as_its_result_is_refused(
         lambda handle: handle + 1: "does not support arithmetic (__add__)",
         lambda handle: 2 * handle: "does not support arithmetic (__rmul__)",
         float: "does not support arithmetic (__float__)",
+        np.mean: "is not an array",
+        lambda handle: np.stack([handle, handle]): "is not an array",
+        lambda handle: np.ones(2) + handle: "is not an array",
     }
     for use, reason in uses.items():
         start = (
@@ -182,6 +191,13 @@ async def test_use_of_a_handle_as_its_result_is_refused(
             "pair.remote(...)"
         )
         assert (await refusal(use, handle)).startswith(start)
+    with pytest.raises(AttributeError) as caught:
+        _ = handle.shape
+    assert str(caught.value) == (
+        "a handle is not its result and has no attribute 'shape'; write `await` before "
+        "pair.remote(...)."
+    )
+    assert not hasattr(handle, "_repr_html_")
     message = await refusal(list, handle.reports())
     assert "write `async for item in handle.reports()`" in message
     assert await handle == [1, 2]
@@ -194,8 +210,9 @@ async def test_use_of_a_handle_as_its_result_is_refused(
     def plain() -> list[str]:
         handle: Any = pair.remote()
         messages = []
-        for use in (loop_over, loop_in_a_generator, delegate, first, len, bool):
-            with pytest.raises(MisuseError) as caught:
+        uses = (loop_over, loop_in_a_generator, delegate, first, len, bool, np.mean)
+        for use in (*uses, lambda handle: handle.shape):
+            with pytest.raises((MisuseError, AttributeError)) as caught:
                 use(handle)
             messages.append(str(caught.value))
         aiogpu.get(handle)
@@ -327,6 +344,52 @@ async def test_wrong_use_of_actor_methods_is_refused(node: aiogpu.types.Node) ->
     assert re.match("Counter is an actor's class and has no add: .*", str(caught.value))
     assert not hasattr(Counter, "_repr_html_")
     assert Counter.__wrapped__.STEP == 2
+
+
+async def test_setting_an_attribute_of_an_actor_is_refused(
+    node: aiogpu.types.Node,
+) -> None:
+    counter: Any = Counter.remote()
+    for actor in (counter, aiogpu.ActorPool([counter])):
+        message = await refusal(lambda actor: setattr(actor, "step", 3), actor)
+        assert "an actor's attributes are in its process. Write a method" in message
+        assert not hasattr(actor, "step")
+    assert await counter.add.remote() == 2
+
+
+@aiogpu.remote(num_cpus=0)
+class Gated:
+    def __init__(self) -> None:
+        self.is_open = False
+
+    async def wait(self) -> None:
+        await asyncio.Event().wait()
+
+
+async def test_an_await_on_another_loop_is_refused(node: aiogpu.types.Node) -> None:
+    """In another thread, as asyncio's own message names no cause."""
+    gated = await Gated.remote()
+    handle = gated.wait.remote()
+    group = aiogpu.placement([{"CPU": 1}])
+    pool = aiogpu.ActorPool([gated])
+    completions = aiogpu.as_completed([handle])
+
+    async def refused() -> None:
+        for wait in (
+            partial(wait_for, handle),
+            handle.coro,
+            partial(wait_for, group),
+            partial(wait_for, pool),
+            pool.aclose,
+            completions.__anext__,
+        ):
+            with pytest.raises(NoLoopError, match="in a thread other than its event"):
+                await wait()
+
+    await asyncio.to_thread(asyncio.run, refused())
+    assert not handle.done(), "the work goes on"
+    assert not pool._finalizer.scheduler.is_closed
+    handle.cancel()
 
 
 async def test_wait_without_await_is_refused(node: aiogpu.types.Node) -> None:
