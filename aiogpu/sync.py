@@ -600,6 +600,26 @@ def placement(bundles: Sequence[Mapping[str, Any]], **options: Any) -> SyncPlace
     return SyncPlacement(portal, portal.call(reserve, bundles, **options))
 
 
+def gang(target: Any, size: int, /, **options: Any) -> Any:
+    """Run a function or a class in several processes together; see `aiogpu.gang`.
+
+    `results = aiogpu.sync.gang(train, 4, num_gpus=1)` waits for the results of a
+    function, in rank order. `with aiogpu.sync.gang(Trainer, 4, num_gpus=1) as ranks:`,
+    then `ranks.call("fit", epochs=3)`, for a class.
+    """
+    from aiogpu.api.actors.actor import RemoteClass as ClassOfLoop
+    from aiogpu.api.gang import gang as make
+    from aiogpu.api.portal import SyncGang
+
+    portal = _program_portal("aiogpu.sync.gang()")
+    if isinstance(target, _Decorated):
+        target = target._wrapped
+    made = portal.call(make, target, size, **options)
+    if isinstance(target, type | ClassOfLoop):
+        return SyncGang(portal, made)
+    return portal.run("gang()", lambda: made)
+
+
 def _program_portal(what: str) -> Portal:
     """Return the portal to the program's node; refuse a call in a task."""
     portal = _portal(what)
@@ -651,6 +671,7 @@ __all__ = [
     "batch",
     "cluster_resources",
     "exit_actor",
+    "gang",
     "get",
     "get_actor",
     "get_gpu_ids",

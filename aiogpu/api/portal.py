@@ -88,6 +88,7 @@ from aiogpu.serialization.references import PickledValue
 from aiogpu.serialization.serializer import dump_arguments, fix_item
 
 if TYPE_CHECKING:
+    from aiogpu.api.gang import Gang
     from aiogpu.api.reservation import Lease, Placement
     from aiogpu.api.results.reports import Report
     from aiogpu.core.model.request import PlacementGroupSpec
@@ -1409,6 +1410,38 @@ class SyncPlacement(_Reservation):
     def remove(self) -> None:
         """Release the bundles, and end the group's tasks and actors; idempotent."""
         self._portal.run("remove()", self._target.remove)
+
+
+class SyncGang:
+    """The ranks of a class, in a thread without an event loop; see `aiogpu.gang`."""
+
+    def __init__(self, portal: Portal, gang: Gang) -> None:
+        self._portal = portal
+        self._gang = gang
+
+    def __repr__(self) -> str:
+        return repr(self._gang)
+
+    def __len__(self) -> int:
+        """Return the number of ranks."""
+        return len(self._gang)
+
+    def __enter__(self) -> Self:
+        self._portal.run("gang()", self._gang.__aenter__)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def call(self, method: str, /, *args: Any, **kwargs: Any) -> list[Any]:
+        """Call a method in all ranks; return the results in rank order."""
+        return self._portal.run(
+            "call()", lambda: self._gang.call(method, *args, **kwargs)
+        )
+
+    def close(self) -> None:
+        """End all ranks in order, and free what they hold; idempotent."""
+        self._portal.run("close()", self._gang.close)
 
 
 def _unwrapped(make: Callable[[], Any]) -> Any:

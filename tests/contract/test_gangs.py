@@ -254,6 +254,20 @@ async def test_one_task_at_a_time_is_no_gang() -> None:
             await aiogpu.gang(tasks.pid, 2)
 
 
+@pytest.mark.own_node
+def test_gangs_without_a_loop(place: Path) -> None:
+    with aiogpu.sync.init(num_cpus=4, num_gpus=2):
+        assert aiogpu.sync.gang(gang_tasks.rank, 3) == [0, 1, 2]
+        gang = aiogpu.sync.gang(Ranked, 2, num_gpus=1, args=(str(place),))
+        with gang as ranks:
+            assert [rank for rank, *_ in ranks.call("count")] == [0, 1]
+            assert len(ranks) == 2
+            with pytest.raises(LookupError, match="no such rank"):
+                ranks.call("once", "raises")
+        with pytest.raises(aiogpu.OptionError, match="size=0"):
+            aiogpu.sync.gang(gang_tasks.rank, 0)
+
+
 async def test_ranks_of_torch_train_together() -> None:
     pytest.importorskip("torch")
     async with aiogpu.gang(Distributed, 2, num_gpus=1) as ranks:
