@@ -36,6 +36,9 @@ if TYPE_CHECKING:
     from aiogpu.runtime.objects.store import Store
     from aiogpu.serialization.references import PickledValue
 
+LONG: Final = 0.1
+"""Seconds after which an import is worth a word, since it may hang."""
+
 IN_CODE: Final = frozenset({"running", "sent", "stopping"})
 """States of tasks whose workers may be running their code."""
 LOOK_EVERY: Final = 0.02
@@ -312,8 +315,11 @@ class LocalEngine(DriverEngine):
         reason = await super().why(task)
         if reason is None or reason.worker is None or reason.state not in IN_CODE:
             return reason
-        module = self._open_driver.pool.importing(reason.worker)
-        if not module:
+        driver = self._open_driver
+        module = driver.pool.importing(reason.worker)
+        if module:
+            await asyncio.sleep(LONG)
+        if not module or driver.pool.importing(reason.worker) != module:
             return reason
         note = f"its worker is importing the module {module}"
         return replace(reason, notes=(*reason.notes, note))
