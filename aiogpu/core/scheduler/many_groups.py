@@ -111,10 +111,10 @@ class ManyGroups:
         """Reduce what is free to what the program may take by its limits."""
         clients = self._node.clients
         client = None if clients is None else clients.of(self._client)
-        if client is None or not client.most:
+        # A task in a bundle is charged to its placement group.
+        is_in_bundle = isinstance(request.placement_group, BundleRef)
+        if client is None or not client.most or is_in_bundle:
             return free
-        if isinstance(request.placement_group, BundleRef):
-            return free  # charged to the placement group
         names = [name for name, _ in (*request.scalars, *request.devices)]
         allowed = {
             name: most - client.held.get(name, 0) for name, most in client.most.items()

@@ -19,10 +19,17 @@ from aiogpu.errors import AiogpuWarning, SerializationError
 from aiogpu.serialization.diagnostics import (
     MAX_DEPTH,
     MAX_PARTS,
+    Line,
     advise,
     find_unpicklable,
+    waiting_line,
 )
-from aiogpu.serialization.references import SHARED_FROM, add_handle
+from aiogpu.serialization.references import (
+    SHARED_FROM,
+    add_handle,
+    collect_references,
+    is_for_one_node,
+)
 from aiogpu.serialization.serializer import (
     PUT,
     dump_arguments,
@@ -411,3 +418,17 @@ def test_warning_skips_only_frames_of_aiogpu_and_cloudpickle():
     with pytest.warns(AiogpuWarning) as caught:
         space["f"]()
     assert caught[0].filename == "theirs.py"
+
+
+def test_advice_to_a_waiting_thread_names_its_line_and_its_api() -> None:
+    before = waiting_line.set(Line("user.py", 3, {"__name__": "user"}))
+    with pytest.warns(AiogpuWarning, match=r"write aiogpu\.sync\.put") as told:
+        advise("write await aiogpu.put(x)")
+    waiting_line.reset(before)
+    assert (told[0].filename, told[0].lineno) == ("user.py", 3)
+
+
+def test_only_values_are_for_one_node() -> None:
+    assert not is_for_one_node()
+    with collect_references():
+        assert is_for_one_node()

@@ -12,7 +12,12 @@ from typing import Any
 
 import pytest
 
-from aiogpu.serialization.modules import MOST, needed_modules, will_be_installed
+from aiogpu.serialization.modules import (
+    MOST,
+    is_installed,
+    needed_modules,
+    will_be_installed,
+)
 
 OWN = """
 import functools, json, lib_used
@@ -158,3 +163,40 @@ def test_module_is_known_as_installed_before_its_import() -> None:
     assert not [name for name in sys.modules if name.startswith(("lib_", "own_"))]
     importlib.import_module("lib_pack")
     assert will_be_installed("lib_pack.part")
+
+
+def test_what_has_no_origin_is_not_installed() -> None:
+    assert is_installed(sys)
+    assert not is_installed(object())
+
+
+class Held:
+    """An object whose method is called."""
+
+    def use(self) -> None:
+        """Use nothing."""
+
+
+def test_odd_functions_are_searched() -> None:
+    def unassigned(*, table: Any = len) -> Any:
+        import nowhere_to_be_found  # type: ignore[import-not-found]
+
+        return later, table, nowhere_to_be_found
+
+    found = needed_modules(unassigned, Held().use)
+    assert "pytest" in found, "this module imports it"
+    assert "nowhere_to_be_found" not in found
+    later = 1
+    many = "".join(f"    name_{number}\n" for number in range(300))
+    space: dict[str, Any] = {"__name__": "__main__"}
+    exec(f"def long():\n{many}    import pytest\n", space)
+    assert needed_modules(space["long"]) == ("pytest",)
+
+
+def test_a_finder_that_fails_finds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Failing:
+        def find_spec(self, name: str, *_: object) -> None:
+            raise ImportError(name)
+
+    monkeypatch.setattr(sys, "meta_path", [Failing()])
+    assert not will_be_installed("nowhere_to_be_found")
