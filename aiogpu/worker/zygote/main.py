@@ -232,6 +232,7 @@ class Zygote:
             leave_resource_trackers()
             self._trackers.clear()
         forget_exit_functions()  # the parent calls them
+        kernel.adopt_orphans()  # a fork does not inherit this (prctl(2))
         path = socket_path(self._setup.directory)
         self._watch = Watch(ZYGOTE, order.generation, path, self._watch.driver)
         ready = Preload(self._watch.send).extend(order.modules)
