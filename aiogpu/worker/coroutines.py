@@ -99,6 +99,18 @@ class Coroutines:
             finally:
                 self._interrupts.soften = None
 
+    def settle(self) -> None:
+        """Run what is ready between tasks: the ends of children that a task has left.
+
+        Otherwise their handles, and what these hold, stay until the next coroutine.
+        """
+        # A late interrupt in the loop's own code would make the loop unfit.
+        self._interrupts.soften = _is_loop_code
+        try:
+            self._loop.run_until_complete(asyncio.sleep(0))
+        finally:
+            self._interrupts.soften = None
+
     def _read(self, task: asyncio.Task[Any], task_id: int) -> None:
         if not self._channel.read_ready():
             self._loop.remove_reader(self._channel.fileno())

@@ -227,6 +227,11 @@ class Executor(Invoker):
                 self._coroutines = Coroutines(self.channel, self.interrupts)
         return self._coroutines
 
+    def settle_handles(self) -> None:
+        """Let the handles of an ended task's children take their outcomes."""
+        if self._coroutines is not None:
+            self._coroutines.settle()
+
     # Answers
 
     def describe(self, number: int, raised: Raised) -> Failed:

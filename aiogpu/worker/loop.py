@@ -132,7 +132,8 @@ class Worker:
         if client.shares.due and not self._channel.is_closed:
             client.hand_over()
         executor.answer(answer)
-        client.end_task()
+        if client.end_task():
+            executor.settle_handles()
         executor.raised = None
         restore()
         self.task_state.restore()

@@ -235,16 +235,22 @@ class TaskClient(NodeClient):
             raise no_call_to_report()
         self._channel.report(number, payload)
 
-    def end_task(self) -> None:
-        """End the task's children and waits after the task has ended."""
+    def end_task(self) -> bool:
+        """End the task's children and waits after the task has ended.
+
+        Returns:
+            True if children were left, whose handles a loop has yet to settle.
+        """
         with self._requesting:
             current.task = 0
             self._waits.clear()
             if not self._has_any:
-                return
+                return False
             self._has_any = False
             self._channel.admit_guests(False)
+        has_left = bool(self._receivers)
         self._settle_all(abandoned)
+        return has_left
 
     def take(self, message: Message) -> bool:
         """Deliver an answer; False if the message is not for a task."""
