@@ -183,14 +183,17 @@ def _imports(code: CodeType) -> Iterator[str]:
 
 def _is_found_installed(name: str) -> bool:
     """Return whether a top-level module that is not loaded is an installed one."""
-    from importlib.util import find_spec
-
-    try:
-        spec = find_spec(name)
-    except (ImportError, AttributeError, ValueError):
-        return False
-    origin = None if spec is None else spec.origin
-    return isinstance(origin, str) and any(site in origin for site in _SITES)
+    # Not by `importlib.util`, which each fresh worker would have to import.
+    for finder in sys.meta_path:
+        find = getattr(finder, "find_spec", None)
+        try:
+            spec = None if find is None else find(name, None)
+        except (ImportError, AttributeError, ValueError):
+            return False
+        if spec is not None:
+            origin = spec.origin
+            return isinstance(origin, str) and any(site in origin for site in _SITES)
+    return False
 
 
 def will_be_installed(name: str) -> bool:

@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 
 import aiogpu
+from aiogpu.runtime.zygote.zygotes import Zygotes
+from aiogpu.wire.messages import Imported
 from tests.contract import dear_tasks
 from tests.contract.raw_client import service
 from tests.contract.test_zygotes import learnt, zygotes_of
@@ -188,6 +190,22 @@ def test_the_functions_of_a_script_are_prepared_before_a_call(
     with service() if is_shared else nullcontext() as shared:
         address = "local" if shared is None else shared.path
         run(EARLY_PROGRAM, str(packages.directory), str(packages.log), address)
+
+
+async def test_a_fresh_worker_reports_only_its_own_imports(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not those that its zygote has made, and no import that serves the reports."""
+    reported: list[str] = []
+
+    def note(_zygotes: object, _zygote: object, imported: Imported) -> None:
+        reported.extend(imported.names)
+
+    monkeypatch.setattr(Zygotes, "note_imports", note)
+    async with aiogpu.init(num_cpus=2, num_gpus=1):
+        task = aiogpu.remote(num_gpus=0.25)(abs)
+        assert await asyncio.gather(*map(task.remote, range(-4, 0))) == [4, 3, 2, 1]
+    assert reported == []
 
 
 async def test_a_fork_of_a_task_imports_and_reports_nothing(

@@ -186,6 +186,7 @@ class Zygote:
             gc.collect()  # aiogpu alone leaves 0.3 MB of garbage, which all forks share
         gc.freeze()
         self._trackers = {tracker._pid for tracker in resource_trackers()}
+        self._imports.found.clear()  # else each fork would report them as its own
         self._watch.send(ready)
         while not self._watch.is_over:
             for message in self._watch.wait():
@@ -236,7 +237,6 @@ class Zygote:
         path = socket_path(self._setup.directory)
         self._watch = Watch(ZYGOTE, order.generation, path, self._watch.driver)
         ready = Preload(self._watch.send).extend(order.modules)
-        self._imports.found.clear()
         if ready is not None:
             self._serve(ready, began)
         if os.getppid() == parent:
