@@ -14,6 +14,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import aiogpu
@@ -202,9 +203,13 @@ async def test_a_fresh_worker_reports_only_its_own_imports(
         reported.extend(imported.names)
 
     monkeypatch.setattr(Zygotes, "note_imports", note)
-    async with aiogpu.init(num_cpus=2, num_gpus=1):
-        task = aiogpu.remote(num_gpus=0.25)(abs)
-        assert await asyncio.gather(*map(task.remote, range(-4, 0))) == [4, 3, 2, 1]
+    async with aiogpu.init(num_cpus=2, num_gpus=1, spare_workers=0) as session:
+        generations = zygotes_of(session).plain
+        generations.learning.want(["numpy"])
+        generations.renew()
+        await until(lambda: "numpy" in generations.current.modules)
+        task = aiogpu.remote(num_gpus=0.25)(np.linalg.norm)
+        assert await asyncio.gather(*map(task.remote, [[3, 4]] * 4)) == [5.0] * 4
     assert reported == []
 
 
