@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from aiogpu.api.actors.actor import exit_actor as exit_actor
     from aiogpu.api.actors.actor import get_actor as get_actor
     from aiogpu.api.actors.actor import kill as kill
+    from aiogpu.api.actors.batch import batch as batch
     from aiogpu.api.actors.pool import ActorPool as ActorPool
     from aiogpu.api.actors.pool import typed as typed
     from aiogpu.api.actors.queue import Queue as Queue
     from aiogpu.api.actors.queue import QueueClosedError as QueueClosedError
     from aiogpu.api.actors.queue import QueueEmptyError as QueueEmptyError
     from aiogpu.api.actors.queue import QueueFullError as QueueFullError
-    from aiogpu.api.batch import batch as batch
     from aiogpu.api.calls import put as put
     from aiogpu.api.decorator import method as method
     from aiogpu.api.decorator import remote as remote
@@ -70,7 +70,7 @@ _MODULES = {
         "get_actor",
         "kill",
     ),
-    "api.batch": ("batch",),
+    "api.actors.batch": ("batch",),
     "api.results.wait": ("as_completed", "get", "wait"),
     "api.runtime_context": ("get_gpu_ids", "get_runtime_context"),
     "api.results.handle": ("Handle",),

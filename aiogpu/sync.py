@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Coroutine
 
     from aiogpu.api.actors.actor import exit_actor
-    from aiogpu.api.batch import batch
+    from aiogpu.api.actors.batch import batch
     from aiogpu.api.keywords import ActorKeywords, AnyKeywords, Options
     from aiogpu.api.portal import (
         ActorPool,

@@ -21,7 +21,7 @@ import pytest
 
 import aiogpu
 from aiogpu.api import batch as module
-from aiogpu.api.batch import BatchQueue
+from aiogpu.api.actors.batch import BatchQueue
 from aiogpu.errors import MisuseError, NoLoopError, OptionError
 from tests.support.waits import no_complaints, turns
 from tests.unit.api.fakes import outcome
