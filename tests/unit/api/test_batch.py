@@ -20,7 +20,7 @@ import cloudpickle
 import pytest
 
 import aiogpu
-from aiogpu.api import batch as module
+from aiogpu.api.actors import batch as module
 from aiogpu.api.actors.batch import BatchQueue
 from aiogpu.errors import MisuseError, NoLoopError, OptionError
 from tests.support.waits import no_complaints, turns
