@@ -19,7 +19,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from typing import TYPE_CHECKING, Any, Final, TypeVar, overload
+from typing import Any, Final, TypeVar, overload
 
 from aiogpu.api.actors.actor import ActorHandle, RemoteClass, kill
 from aiogpu.api.decorator import remote
@@ -29,9 +29,6 @@ from aiogpu.api.reservation import Placement, placement
 from aiogpu.api.session import current_session
 from aiogpu.api.usage_errors import EnteredOnLoop
 from aiogpu.errors import ActorDiedError, MisuseError, OptionError
-
-if TYPE_CHECKING:
-    from aiogpu.engines.base import Engine
 
 ADDRESS: Final = "127.0.0.1"
 """`MASTER_ADDR`: all ranks are on one machine."""
@@ -113,7 +110,7 @@ class Gang(EnteredOnLoop):
                 f"this gang was already awaited; call aiogpu.gang({self.name}, ...) "
                 f"again for another one."
             )
-        _check_engine(self.name)
+        await _check_engine(self.name)
         bundles = [_bundle(self._options)] * self._size
         self._placement = placement(
             bundles,
@@ -294,21 +291,16 @@ async def _ready(actor: Any) -> None:
     await actor
 
 
-def _check_engine(name: str) -> None:
+async def _check_engine(name: str) -> None:
     """Refuse a gang on an engine whose tasks do not run at the same time here."""
-
-    def check(engine: Engine) -> None:
-        if not engine.runs_together:
-            raise MisuseError(
-                f"the gang {name} needs processes of this machine that run at the same "
-                f"time: use a node of this program (address='local') or a shared one "
-                f"(address='auto'). On Ray, use Ray Train."
-            )
-
-    failures: list[Exception] = []
-    current_session("aiogpu.gang()").when_open(check, failures.append)
-    if failures:
-        raise failures[0]
+    session = current_session("aiogpu.gang()")
+    await session.opened()
+    if not session.engine.runs_together:
+        raise MisuseError(
+            f"the gang {name} needs processes of this machine that run at the same "
+            f"time: use a node of this program (address='local') or a shared one "
+            f"(address='auto'). On Ray, use Ray Train."
+        )
 
 
 def _checked(target: Any, options: dict[str, Any]) -> dict[str, Any]:

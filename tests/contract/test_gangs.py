@@ -249,9 +249,16 @@ async def test_wrong_uses_are_refused() -> None:
 
 @pytest.mark.own_node
 async def test_one_task_at_a_time_is_no_gang() -> None:
-    async with aiogpu.init(address="inline", num_cpus=2):
-        with pytest.raises(MisuseError, match="the gang pid needs processes of this"):
-            await aiogpu.gang(tasks.pid, 2)
+    refused = pytest.raises(MisuseError, match="the gang pid needs processes of this")
+    opening = aiogpu.init(address="inline", num_cpus=2)
+    entering = asyncio.ensure_future(opening.__aenter__())
+    await asyncio.sleep(0)
+    with refused:  # although the node is not open yet
+        await aiogpu.gang(tasks.pid, 2)
+    await entering
+    with refused:
+        await aiogpu.gang(tasks.pid, 2)
+    await aiogpu.shutdown()
 
 
 @pytest.mark.own_node
