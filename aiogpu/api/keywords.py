@@ -112,6 +112,9 @@ class ActorKeywords(_Common, total=False):
         max_restarts: restarts after the process has died; default 0, -1 for no limit.
         max_task_retries: retries of a call that was running when the process died;
             default 0, -1 for no limit.
+        evict_after: the actor may leave the node when nobody calls it and others wait
+            for what it holds, at the earliest so many seconds after its constructor has
+            returned; its next call brings it back; default None: it always stays.
         max_concurrency: calls that run at once: plain methods in threads (default 1),
             coroutine methods interleaved (default 1000).
         concurrency_groups: calls that run at once in each named group, for
@@ -122,6 +125,7 @@ class ActorKeywords(_Common, total=False):
     get_if_exists: bool | None
     max_restarts: int | None
     max_task_retries: int | None
+    evict_after: float | None
     max_concurrency: int | None
     concurrency_groups: Mapping[str, int] | None
 

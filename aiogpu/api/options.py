@@ -513,6 +513,7 @@ class TaskOptions(NamedTuple):
     get_if_exists: bool = False
     max_restarts: int = 0
     max_task_retries: int = 0
+    evict_after: float | None = None
     max_concurrency: int | None = None
     concurrency_groups: Mapping[str, int] = NO_ENTRIES
 
@@ -603,7 +604,11 @@ class TaskOptions(NamedTuple):
             name=self.name and f"{name} {self.name!r}",
             cancel_grace=0.0,
         )
-        return replace(options.spec(name, function), is_endless=True)
+        return replace(
+            options.spec(name, function),
+            is_endless=True,
+            is_evictable=self.evict_after is not None,
+        )
 
 
 def check_options(options: Mapping[str, Any], taker: str = "task") -> dict[str, Any]:
@@ -873,6 +878,9 @@ CHECKS: Final[dict[str, dict[str, Check]]] = {
         **_OF_PROCESSES,
         "max_restarts": whole(-1, _retries),
         "max_task_retries": whole(-1, _retries),
+        "evict_after": duration(
+            "a number of seconds, 0 for at once, or None for an actor that always stays"
+        ),
         "max_concurrency": whole(
             1, "a whole number of calls at once, 1 or more, or None"
         ),

@@ -430,7 +430,7 @@ KINDS: Final[dict[str, Kind]] = {
     "actors": Kind(
         lambda status: status.actors,
         tables.actor_table,
-        ("pending", "alive", "leaving"),
+        ("pending", "alive", "evicted", "leaving"),
         lambda actor: (actor.name, tables.full_name(actor), actor.class_name),
     ),
     "placements": Kind(
@@ -507,7 +507,7 @@ def list_command(
     States:
       tasks       waiting, starting, queued, running, blocked, delayed, stopping,
                   expecting, leased; finished, failed, cancelled
-      actors      pending, alive, leaving
+      actors      pending, alive, evicted, leaving
       placements  waiting, ready, removing
       workers     starting, idle, busy, ending, settling
       gpus        free, shared, full, set aside

@@ -63,6 +63,9 @@ class ActorTerms(NamedTuple):
         run_limits: for methods with a `run_timeout`, its seconds.
         max_task_retries: how often a call is retried after the death of its process.
         keeps_cpus: the actor holds its CPUs as long as it lives.
+        evict_after: seconds after which the idle actor leaves if others need its
+            resources; None for never.
+        keeps_state: the class has a method `on_evict`.
         interface: from this, handles are made: the program's own object, or bytes
             pickled by another process, which are not read here.
     """
@@ -75,6 +78,8 @@ class ActorTerms(NamedTuple):
     interface: object = None
     windows: Mapping[str, int] = _NO_WINDOWS
     run_limits: Mapping[str, float] = _NO_LIMITS
+    evict_after: float | None = None
+    keeps_state: bool = False
 
     def packed_interface(self) -> bytes:
         """Return the interface, pickled for other processes."""

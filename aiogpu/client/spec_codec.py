@@ -83,9 +83,10 @@ def _has_possible_terms(spec: TaskSpec, actor: ActorTerms | None) -> bool:
     """Return whether `@method` would accept the options of an actor."""
     if actor is None:
         return True
-    return not spec.is_lease and all(
-        0 < limit < float("inf") for limit in actor.run_limits.values()
-    )
+    limits = [*actor.run_limits.values()]
+    if actor.evict_after is not None:
+        limits.append(actor.evict_after or 1.0)  # 0 is allowed
+    return not spec.is_lease and all(0 < limit < float("inf") for limit in limits)
 
 
 def _restored(spec: TaskSpec, function: Function, program: Environment) -> TaskSpec:

@@ -198,6 +198,18 @@ class Warn(AboutTask):
     __slots__ = ()
 
 
+class Evict(AboutTask):
+    """Tell an idle actor to leave: its process ends as if the actor did."""
+
+    __slots__ = ()
+
+
+class Evicted(AboutTask):
+    """An actor has left; it is not queued again before `Scheduler.bring_back`."""
+
+    __slots__ = ()
+
+
 class Forget(AboutEnd):
     """The task has ended and its owner does not wait: drop everything about it."""
 
@@ -219,6 +231,8 @@ Effect = (
     | Settle
     | Fail
     | Warn
+    | Evict
+    | Evicted
     | Forget
 )
 

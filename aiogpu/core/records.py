@@ -38,6 +38,9 @@ class TaskState(Enum):
     """Its code waits for tasks that it has started; holds no CPU."""
     DELAYED = "delayed"
     """Has failed and is queued again later; holds nothing."""
+    EVICTED = "evicted"
+    """An idle actor that has left to let others start; queued again when it is called;
+    holds nothing."""
     STOPPING = "stopping"
     """Cancelled; its code may still be running."""
     ENDED = "ended"
@@ -81,9 +84,17 @@ TASK_LEADS_TO: Final = {
     _T.EXPECTING: (_T.WAITING, _T.ENDED),
     _T.STARTING: (_T.RUNNING, _T.WAITING, _T.ENDED),
     _T.QUEUED: (_T.RUNNING, _T.WAITING, _T.STOPPING, _T.ENDED),
-    _T.RUNNING: (_T.BLOCKED, _T.STOPPING, _T.WAITING, _T.DELAYED, _T.ENDED),
+    _T.RUNNING: (
+        _T.BLOCKED,
+        _T.STOPPING,
+        _T.WAITING,
+        _T.DELAYED,
+        _T.EVICTED,
+        _T.ENDED,
+    ),
     _T.BLOCKED: (_T.RUNNING, _T.STOPPING, _T.WAITING, _T.DELAYED, _T.ENDED),
     _T.DELAYED: (_T.STARTING, _T.RUNNING, _T.WAITING, _T.ENDED),
+    _T.EVICTED: (_T.WAITING, _T.ENDED),
     _T.STOPPING: (_T.ENDED,),
     _T.ENDED: (),
 }
@@ -211,7 +222,7 @@ class WorkerRecord:
             is gone, even if the task's result has arrived long before.
         calls: finished calls by function, for functions with `max_calls`.
         is_last: the worker exits after its current task.
-        is_leaving: its endless task was told to end.
+        is_leaving: its endless task was told to end, or to leave.
         is_left: the worker counts as gone, but a process of it has not ended; when it
             will is not known.
         is_stale: retire the worker when it has no task: one of its devices was sick,
@@ -248,7 +259,8 @@ class WorkerRecord:
         """True if only an owner, or the kernel, decides when the lease ends."""
         if self.task is None or self.is_leaving:
             return self.is_left
-        return self.is_left or self.task.spec.is_endless
+        spec = self.task.spec
+        return self.is_left or (spec.is_endless and not spec.is_evictable)
 
     def move(self, state: WorkerState) -> None:
         """Change the state; `InternalError` if the table does not allow it."""

@@ -368,6 +368,7 @@ class Holdings:
             memory,
             unended="" if left is None else str(left),
             is_ending=task is not None and worker.is_leaving,
+            is_evictable=task is not None and task.spec.is_evictable,
         )
 
     def seconds_of(self, worker: WorkerRecord) -> float | None:

@@ -104,6 +104,8 @@ class Holder:
         unended: which processes of an ended worker, or of a returned lease, have not
             ended and keep the share; "" if there are none.
         is_ending: it is an actor that was told to end, and has not ended yet.
+        is_evictable: it is an actor that leaves when others need its share and nobody
+            calls it.
     """
 
     share: float
@@ -118,6 +120,7 @@ class Holder:
     has_outgrown: bool = False
     unended: str = ""
     is_ending: bool = False
+    is_evictable: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -384,14 +387,16 @@ class ActorStatus:
         name: the name for `aiogpu.get_actor`, or None.
         namespace: the namespace of the name, "" if it has no name.
         class_name: the name of its class.
-        state: "pending" (it waits for resources, or its constructor runs), "alive" or
-            "leaving" (it ends after the calls that were sent to it).
+        state: "pending" (it waits for resources, or its constructor runs), "alive",
+            "evicted" (it has left so that others can start, and its next call brings it
+            back) or "leaving" (it ends after the calls that were sent to it).
         holders: the number of processes that hold a handle to it.
         worker: id of its worker, or None.
         pid: process id of its worker, 0 if it has none.
         calls: the number of its unanswered calls.
         is_detached: it outlives the program that created it.
         client: the number of its program, 0 for the node's own.
+        evictions: how often it has left so that others could start.
     """
 
     id: int
@@ -405,6 +410,7 @@ class ActorStatus:
     calls: int
     is_detached: bool
     client: int = 0
+    evictions: int = 0
 
 
 STATES: Final = {
@@ -984,6 +990,8 @@ def _holder_cells(holder: Holder) -> Sequence[str]:
         until = "is ending"
     elif holder.is_endless:
         until = "without end"
+    elif holder.is_evictable:
+        until = "until others need it"
     return (
         share,
         holder.task or "(ending)",

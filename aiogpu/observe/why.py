@@ -426,6 +426,8 @@ def _describe_holder(holder: Holder, name: str, device: DeviceStatus | None) -> 
         where += ", which is ending"
     elif holder.is_endless:
         where += ", without end"
+    elif holder.is_evictable:
+        where += ", until nobody calls it"
     elif holder.seconds is not None:
         where += f", for {span(holder.seconds)}"
     return f"{share}: held by {holder.task} ({where})"

@@ -242,6 +242,8 @@ class Driver:
             effects.Settle: self.results.settle,
             effects.Fail: self.results.fail,
             effects.Warn: self.results.warn,
+            effects.Evict: lambda effect: self.actors.evict(effect.task),
+            effects.Evicted: self._on_evicted,
             effects.Forget: self._forget,
         }
 
@@ -695,12 +697,19 @@ class Driver:
             self.actors.release_worker(effect.worker)
         self._commands.assign(effect.worker, effect.task, call, bind, effect.is_last)
 
+    def _on_evicted(self, effect: effects.Evicted) -> None:
+        call = self._calls[effect.task]
+        answer, call.answer = call.answer, None
+        self.actors.on_evicted(effect.task, answer)
+
     def on_created(self, task: TaskId) -> None:
         """Release the constructor's handles to actors if it can never run again."""
         record, call = self.scheduler.tasks.get(task), self._calls.get(task)
         if call is None or type(call.payload) is not Payload:
             return
-        if record is None or not record.retries_left:
+        terms = call.func.actor
+        may_return = terms is not None and terms.evict_after is not None
+        if record is None or not (record.retries_left or may_return):
             call.payload.release_actors()
 
     def _send_ahead(self, effect: effects.Ahead) -> None:

@@ -18,7 +18,7 @@ integers here.
 from collections.abc import Sequence
 from typing import Final, NamedTuple, get_args
 
-VERSION: Final = 17
+VERSION: Final = 18
 """Version of the protocol. The greeting carries it; both ends must have the same."""
 
 
@@ -482,6 +482,7 @@ class Create(NamedTuple):
     `number`: as in `Run`; calls have higher numbers. `func`: the class. `payload`: the
     constructor's arguments. `mode`: one of the modes above. `limits`: for each group,
     how many methods run at once. `groups`: the group of each method that names one.
+    `kept`: what `on_evict` has returned in the previous process; b"" for nothing.
     """
 
     task: int
@@ -491,6 +492,7 @@ class Create(NamedTuple):
     mode: str
     limits: dict[str, int]
     groups: dict[str, str]
+    kept: bytes = b""
 
 
 class Created(NamedTuple):
@@ -522,7 +524,12 @@ class Drop(NamedTuple):
 
 
 class Leave(NamedTuple):
-    """Driver to actor: exit in an orderly way, after all calls sent so far."""
+    """Driver to actor: exit in an orderly way, after all calls sent so far.
+
+    `is_eviction`: the actor comes back later, in another process.
+    """
+
+    is_eviction: bool = False
 
 
 class Make(NamedTuple):

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 from aiogpu.client.current import method_called
 from aiogpu.memory.control_page import ALL
 from aiogpu.serialization.exceptions import RAISED, STOPPED
+from aiogpu.serialization.serializer import NO_ARGUMENTS, NONE_PAYLOAD
 from aiogpu.wire.messages import (
     DEFAULT_GROUP,
     Create,
@@ -53,9 +54,21 @@ def dropped(call: int) -> Failed:
     return Failed(call, STOPPED, "", "", "", None)
 
 
-def is_end(message: Message | None) -> bool:
+def is_end(executor: Executor, message: Message | None) -> bool:
     """Return whether a message ends the actor; None means that the driver has gone."""
+    if type(message) is Leave:
+        executor.is_evicted = message.is_eviction
     return message is None or type(message) in _ENDS
+
+
+def last_answer(executor: Executor, actor: object, task: int) -> Done | Failed:
+    """Return the last message of an actor, with the state to keep if it is evicted."""
+    if not executor.is_evicted or not hasattr(actor, "on_evict"):
+        return Done(task, NONE_PAYLOAD, 0)
+    outcome = executor.call(task, Methods(actor), "on_evict", NO_ARGUMENTS)
+    if type(outcome) is not Raised:
+        return outcome
+    return executor.describe(task, outcome)
 
 
 class Methods(Callables):
@@ -116,7 +129,7 @@ class SerialActor:
                     return
             elif type(message) is Drop:
                 self._drops += 1
-            elif is_end(message):
+            elif is_end(executor, message):
                 return
 
     def _call(self, message: Invoke) -> Done | Failed:
@@ -255,7 +268,7 @@ class ThreadedActor(Invoker):
             window = self._streams.get(message.task)
             if window is not None:
                 window.flow.raise_limit(message.limit)
-        return is_end(message)
+        return is_end(self._executor, message)
 
     def _call(self, messages: list[Invoke]) -> None:
         if self._executor.has_left:

@@ -155,7 +155,7 @@ class AsyncActor(Invoker):
                 stream = self._streams.get(message.task)
                 if stream is not None:
                     stream.raise_limit(message.limit)
-            elif is_end(message):
+            elif is_end(self._executor, message):
                 self._stop()
 
     def _is_open_to_handlers(self, frame: FrameType | None) -> bool:

@@ -77,6 +77,7 @@ class Executor(Invoker):
         channel: to the driver.
         client: sends requests of the running code to the node.
         has_left: a method has ended the actor of this process.
+        is_evicted: the actor of this process ends here and returns elsewhere.
         interrupts: interrupts the code in the main thread.
         is_spoilt: this process is unfit for another task.
         raised: exception of the last task; sets the exit code of a fork.
@@ -95,6 +96,7 @@ class Executor(Invoker):
         self.channel = channel
         self.client = client
         self.has_left = False
+        self.is_evicted = False
         self.interrupts = interrupts
         self.is_spoilt = False
         self.raised: BaseException | None = None
@@ -163,7 +165,10 @@ class Executor(Invoker):
         current.task, current.name = message.task, func.name
         current.resources = func.resources
         made: list[object] = []
-        constructor = Constructor(self._functions, made.append)
+        kept, loans = message.kept, self.channel.loans
+        if kept and loans is not None:
+            kept = loans.take_payload(kept)
+        constructor = Constructor(self._functions, made.append, kept)
         outcome = self.call(message.task, constructor, func.function, message.payload)
         if type(outcome) is not Raised:
             return made[0]

@@ -45,6 +45,7 @@ from aiogpu.serialization.serializer import (
     is_retried,
     load_arguments,
     load_function,
+    load_result,
     load_retried,
     split_results,
 )
@@ -167,20 +168,31 @@ class Constructor(Callables):
     Args:
         functions: holds the classes.
         keep: receives the object, since a constructor sends no result.
+        kept: what the actor's `on_evict` has returned, for its `on_return`; b"" for
+            nothing.
     """
 
     failure = UNREADABLE
 
-    def __init__(self, functions: Functions, keep: Callable[[object], object]) -> None:
+    def __init__(
+        self,
+        functions: Functions,
+        keep: Callable[[object], object],
+        kept: bytes = b"",
+    ) -> None:
         super().__init__()
         self._functions = functions
         self._keep = keep
+        self._kept = kept
 
     def __missing__(self, function: int) -> Callable[..., Any]:
-        cls, keep = self._functions[function], self._keep
+        cls, keep, kept = self._functions[function], self._keep, self._kept
 
         def make(*args: Any, **kwargs: Any) -> None:
-            keep(cls(*args, **kwargs))
+            actor = cls(*args, **kwargs)
+            if kept:
+                actor.on_return(load_result(kept))
+            keep(actor)
 
         return make
 

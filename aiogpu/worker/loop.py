@@ -8,7 +8,6 @@ from collections.abc import Callable
 
 from aiogpu.client.current import current
 from aiogpu.memory.control_page import BEGUN, TOO_LATE
-from aiogpu.serialization.serializer import NONE_PAYLOAD
 from aiogpu.wire.messages import (
     ASYNC,
     SERIAL,
@@ -153,13 +152,13 @@ class Worker:
         else:
             executor.answer(Created(message.task))
             client.report_ended_loans()
-            _serve(executor, actor, message)
+            last = _serve(executor, actor, message)
             # Now, so that finalizers are still interruptible and their output is sent.
             del actor
             gc.collect()
             if client.shares.due:
                 client.hand_over()
-            executor.answer(Done(message.task, NONE_PAYLOAD, 0))
+            executor.answer(last)
         return True
 
     def end(self) -> None:
@@ -177,8 +176,13 @@ class Worker:
             os._exit(0)
 
 
-def _serve(executor: Executor, actor: object, creation: Create) -> None:
-    """Serve an actor's calls in its mode; imports the module of this mode only."""
+def _serve(executor: Executor, actor: object, creation: Create) -> Done | Failed:
+    """Serve an actor's calls in its mode, and return its last message.
+
+    Imports the module of this mode only.
+    """
+    from aiogpu.worker.actors import last_answer
+
     if creation.mode == ASYNC:
         from aiogpu.worker.async_actor import AsyncActor
 
@@ -193,3 +197,4 @@ def _serve(executor: Executor, actor: object, creation: Create) -> None:
         from aiogpu.worker.actors import ThreadedActor
 
         ThreadedActor(executor, actor, creation).serve()
+    return last_answer(executor, actor, creation.task)

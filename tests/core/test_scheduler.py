@@ -259,7 +259,12 @@ class Diary(World):
 
 
 def test_short_run_shows_every_effect():
-    w = Diary(cpus=2, gpus=1, config=SchedulerConfig(cancel_grace=1.0)).play("""
+    w = Diary(
+        cpus=2,
+        gpus=1,
+        resources={"special": 1},
+        config=SchedulerConfig(cancel_grace=1.0),
+    ).play("""
         submit settled; finish settled; submit lost max_retries=0; die lost
         submit expired timeout=1.0; advance 2.0; submit parent gpus=1
         submit deadlocked gpus=1 parent=parent; wait_for parent deadlocked
@@ -274,6 +279,11 @@ def test_short_run_shows_every_effect():
     assert w.queued
     w.play("join 1; submit announced cpus=0 client=1")
     w.announce_stop(1)
+    w.play("""
+        submit actor cpus=0 resources=special:1 is_endless=True is_evictable=True
+        rest actor; submit rival cpus=0 resources=special:1
+        advance 1.0
+    """)
     w.starts = False
     w.play("submit unclaimed cpus=0 environment=X:1; cancel unclaimed")
     w.play("close; run_dry")

@@ -85,6 +85,7 @@ OPTIONS = st.fixed_dictionaries(
         "stop_grace": st.sampled_from([0.0, 0.4, 30.0]),
         "is_detached": st.booleans(),
         "is_endless": st.booleans(),
+        "is_evictable": st.booleans(),
         "client": st.integers(0, 3),
     },
 )
@@ -486,6 +487,26 @@ class NodeMachine(RuleBasedStateMachine):
         task = self.w.tasks[data.draw(st.sampled_from(sorted(self.w.running)))]
         if task.spec.is_endless and task.spec.max_calls == 1:
             self.w.tell(Scheduler.release_cpus, task.id)
+
+    @precondition(lambda self: self.w.running)
+    @rule(data=st.data(), stay=st.sampled_from([0.0, 0.5]))
+    def rest(self, data, stay):
+        name = data.draw(st.sampled_from(sorted(self.w.running)))
+        spec = self.w.tasks[name].spec
+        if spec.is_endless and spec.is_evictable and spec.max_calls == 1:
+            self.w.rest(name, stay=stay)
+
+    @precondition(lambda self: self.w.scheduler.resting)
+    @rule(data=st.data())
+    def stir(self, data):
+        resting = sorted(self.w.scheduler.resting)
+        task = data.draw(st.sampled_from(resting))
+        self.w.tell(Scheduler.stir, task)
+
+    @precondition(lambda self: self.w.evicted)
+    @rule(data=st.data())
+    def bring_back(self, data):
+        self.w.bring_back(data.draw(st.sampled_from(sorted(self.w.evicted))))
 
     @precondition(lambda self: self.w.tasks)
     @rule(data=st.data())

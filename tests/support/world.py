@@ -109,6 +109,7 @@ class World:
         self.killed: list[WorkerId] = []
         self.announced: list[str] = []
         self.warnings: list[tuple[str, str]] = []
+        self._leaving: deque[str] = deque()
         self._by_id: list[SimulatedTask] = []
         self._coming: deque[Event] = deque()
         self._paces: dict[int, DurationEstimate] = {}
@@ -140,6 +141,7 @@ class World:
         parent: str | None = None,
         is_detached: bool = False,
         is_endless: bool = False,
+        is_evictable: bool = False,
         is_lease: bool = False,
         needs: Sequence[str] | None = None,
         client: int = OWN,
@@ -167,6 +169,7 @@ class World:
             *(cancel_grace, is_detached, is_endless, retries_oom, is_lease),
             *(run_timeout, stop_grace),
             pace=pace,
+            is_evictable=is_evictable,
         )
         self._enter(spec, parent, needs, client)
 
@@ -260,6 +263,20 @@ class World:
         """Let a task's code wait for other tasks, or for none."""
         ids = tuple(self.tasks[child].id for child in children)
         self._happen(event(Scheduler.wait_for, self.tasks[name].id, ids))
+
+    def rest(self, *names: str, stay: float = 0.0) -> None:
+        """Report that actors have no calls; each stays for `stay` seconds at least."""
+        for name in names:
+            until = self.now + stay
+            self._happen(event(Scheduler.rest, self.tasks[name].id, until))
+
+    def stir(self, name: str) -> None:
+        """Report that an actor has a call again."""
+        self._happen(event(Scheduler.stir, self.tasks[name].id))
+
+    def bring_back(self, name: str) -> None:
+        """Report that an evicted actor has a call."""
+        self._happen(event(Scheduler.bring_back, self.tasks[name].id))
 
     def revoked(self, whom: str | int) -> None:
         """Let a worker report which of its revoked tasks had not begun."""
@@ -361,6 +378,9 @@ class World:
                 self.finish(running[0].spec.name)
             if self._end_one_holder():
                 continue
+            if evicted := self.evicted:
+                self.cancel(min(evicted))
+                continue
             moment, timers = self.scheduler.deadline(), self.scheduler.timers
             if moment is None:
                 return
@@ -401,6 +421,11 @@ class World:
     def starting(self) -> set[str]:
         """Tasks that hold resources while their worker is being forked."""
         return self._in_state(TaskState.STARTING)
+
+    @property
+    def evicted(self) -> set[str]:
+        """Actors that have left so that others could start."""
+        return self._in_state(TaskState.EVICTED)
 
     @property
     def waiting(self) -> set[str]:
@@ -487,7 +512,13 @@ class World:
         self._go_on()
 
     def _go_on(self) -> None:
-        while self._coming:
+        while self._coming or self._leaving:
+            if not self._coming:
+                # A process that was told to leave answers after what has happened.
+                name = self._leaving.popleft()
+                if name in self.running:
+                    self._answer(name)
+                continue
             step, args, kwargs = self._coming.popleft()
             if step is Scheduler.worker_started:
                 self.workers[args[0]].has_started = True
@@ -544,6 +575,11 @@ class World:
                 if record := node.tasks.get(task):  # else its timeout has just ended it
                     warning = stall_warning(node, record, self.now)
                     self.warnings.append((record.spec.name, warning))
+            case effects.Evict(task):
+                if self.exits:
+                    self._leaving.append(self._by_id[task].spec.name)
+            case effects.Evicted(task):
+                assert self._by_id[task].spec.name in self.evicted, effect
             case effects.Settle(task):
                 self._tell(task, "settled")
             case effects.Fail(task, failure, reason):

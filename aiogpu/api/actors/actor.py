@@ -284,6 +284,7 @@ class RemoteClass(Decorated, Generic[P, A]):
     ) -> None:
         super().__init__(definition, options)
         self._interface = interface.with_groups(options)
+        self._interface.check_eviction(options)
 
     def remote(self, /, *args: P.args, **kwargs: P.kwargs) -> ActorHandle[A]:
         """Start an actor; return its handle at once.

@@ -189,6 +189,31 @@ class ActorInterface:
         interface.group_names = names
         return interface
 
+    def check_eviction(self, options: TaskOptions) -> None:
+        """Check that an actor that is evicted can keep its state, or keeps none.
+
+        Raises:
+            OptionError: only one of `on_evict` and `on_return` is there, or one is not
+                a plain method, or takes other arguments.
+        """
+        hooks = {"on_evict": 0, "on_return": 1}
+        if options.evict_after is None or not hooks.keys() & self.methods.keys():
+            return
+        for name, count in hooks.items():
+            method = self.methods.get(name)
+            is_fit = (
+                method is not None
+                and not (method.is_coroutine or method.window)
+                and method.parameters.least <= count <= method.parameters.most
+            )
+            if not is_fit:
+                raise OptionError(
+                    f"{self.name} has evict_after, and {name} is missing or does not "
+                    f"fit: to keep its state it needs both `def on_evict(self)`, which "
+                    f"returns the state, and `def on_return(self, state)`, which gets "
+                    f"it after the constructor; both without `async`."
+                )
+
     def terms(self, options: TaskOptions) -> ActorTerms:
         """Return the terms of all actors of the class with these options."""
         from aiogpu.client.function_spec import ActorTerms
@@ -215,6 +240,8 @@ class ActorInterface:
             interface=self,
             windows=windows,
             run_limits=limits,
+            evict_after=options.evict_after,
+            keeps_state="on_evict" in self.methods,
         )
 
     def groups(self, options: TaskOptions) -> dict[str, str]:

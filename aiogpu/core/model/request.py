@@ -417,6 +417,8 @@ class TaskSpec:
         run_timeout: seconds from the begin of the code after which the task is stopped.
         stop_grace: seconds for which the task may continue after the stop of its
             program or node was announced.
+        is_evictable: an endless task that ends when others need what it holds, as soon
+            as it has nothing to do.
         lane: the lane of tasks without a parent.
         is_grouped: the task is a placement group or runs in one.
         is_timed: the task has a timeout of either kind.
@@ -439,6 +441,7 @@ class TaskSpec:
     is_lease: bool = False
     run_timeout: float | None = None
     stop_grace: float = 0.0
+    is_evictable: bool = False
     lane: Lane = field(init=False, repr=False, default=(0, 0))
     is_grouped: bool = field(init=False, repr=False, default=False)
     is_timed: bool = field(init=False, repr=False, default=False)

@@ -53,6 +53,8 @@ class AlarmKind(Enum):
     """Some tasks may have waited long for resources held without end."""
     DEADLOCK = "deadlock"
     """A search for deadlocks was put off."""
+    EVICT = "evict"
+    """Idle actors may have to leave for tasks that wait."""
     STOP_SOME = "stop some"
     """The next batch of many tasks must be stopped."""
 

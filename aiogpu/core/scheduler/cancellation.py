@@ -23,6 +23,7 @@ HAS_NOT_BEGUN: Final = (
     TaskState.DELAYED,
     TaskState.EXPECTING,
     TaskState.STARTING,
+    TaskState.EVICTED,
 )
 """In these states no code of the current attempt has run: the task ends at once."""
 
@@ -39,6 +40,8 @@ def withdraw(node: SchedulerState, record: TaskRecord) -> None:
             del node.delayed[record.id]
         elif state is TaskState.EXPECTING:
             del node.expecting[record.id]
+        elif state is TaskState.EVICTED:
+            del node.evicted[record.id]
         elif state is TaskState.STARTING:
             unclaim(node, record)
         node.end(record)

@@ -12,7 +12,12 @@ from aiogpu.core.records import TaskRecord, TaskState, WorkerRecord, WorkerState
 from aiogpu.core.resources.ledger import Lease
 from aiogpu.core.scheduler.state import SchedulerState
 
-WITHOUT_WORKER: Final = (TaskState.WAITING, TaskState.EXPECTING, TaskState.DELAYED)
+WITHOUT_WORKER: Final = (
+    TaskState.WAITING,
+    TaskState.EXPECTING,
+    TaskState.DELAYED,
+    TaskState.EVICTED,
+)
 
 
 def check(node: SchedulerState) -> None:
@@ -30,6 +35,9 @@ def check(node: SchedulerState) -> None:
     assert len(node.ready) == len(waiting), node.ready
     delayed = [record for record in records if record.state is TaskState.DELAYED]
     assert sorted(r.id for r in delayed) == sorted(node.delayed), node.delayed
+    evicted = [r.id for r in records if r.state is TaskState.EVICTED]
+    assert sorted(evicted) == sorted(node.evicted), node.evicted
+    assert all(id_ in node.tasks for id_ in (*node.resting, *node.evicting)), node
     expecting = [r.id for r in records if r.state is TaskState.EXPECTING]
     assert sorted(expecting) == sorted(node.expecting), node.expecting
     blocked = {r.id for r in records if r.state is TaskState.BLOCKED}

@@ -234,6 +234,8 @@ def _try_again(node: SchedulerState, record: TaskRecord, has_run: bool) -> str |
         record.killed_for = None
         node.wait_again(record)
         return None
+    if node.evicting and _leaves_for_others(node, record):
+        return None
     may_go_on = is_wanted and not node.is_closing
     if record.killed_for is Memory.DEVICE and not is_endless:
         # The task would exceed its reservation again, so it gets a device of its own.
@@ -251,6 +253,14 @@ def _try_again(node: SchedulerState, record: TaskRecord, has_run: bool) -> str |
     else:
         retry_later(node, record)
     return None
+
+
+def _leaves_for_others(node: SchedulerState, record: TaskRecord) -> bool:
+    """Keep an actor that was told to leave and has left; False for other tasks."""
+    # Imported late: few programs have actors that may be evicted.
+    from aiogpu.core.scheduler.eviction import park
+
+    return park(node, record)
 
 
 def _requeue_unstarted(
@@ -319,7 +329,9 @@ def end_or_retry(
     """End or retry a task that failed, was cancelled, or has children."""
     was_wanted = record.state is not TaskState.STOPPING
     may_go_on = was_wanted and not node.is_closing
-    if may_go_on and ran_out and try_exclusively(node, record):
+    if (node.evicting and _leaves_for_others(node, record)) or (
+        may_go_on and ran_out and try_exclusively(node, record)
+    ):
         pass
     elif may_go_on and retry and may_retry(record):
         retry_later(node, record)

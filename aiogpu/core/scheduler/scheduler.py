@@ -172,6 +172,8 @@ class Scheduler(SchedulerState):
         plan = self.reservation
         if plan is not None and goes_before(record, plan.record):
             return True
+        if self.resting:
+            self._expect_evictions()
         return self.exclusive.is_wanted or self.worker_limit.refused > 0
 
     def submit_many(
@@ -265,7 +267,7 @@ class Scheduler(SchedulerState):
         if took:
             spec.pace.note(took)
         is_special = record.kin is not None or retry or state is not _RUNNING
-        if ran_out or self.exclusive.is_wanted:
+        if ran_out or self.exclusive.is_wanted or self.evicting:
             is_special = True
         if is_special:
             assert runner.lease is not None, runner
@@ -361,9 +363,42 @@ class Scheduler(SchedulerState):
     def task_leaves(self, now: float, task: TaskId) -> Sequence[Effect]:
         """Note that an endless task was told to end: what it holds comes back."""
         record = self.tasks.get(task)
+        self.evicting.discard(task)
         if record is not None and record.worker is not None:
             record.worker.is_leaving = True
         return NOTHING
+
+    @event
+    def rest(self, task: TaskId, until: float) -> None:
+        """Note that an actor has no calls; it may be evicted from a time on."""
+        record = self.tasks.get(task)
+        if record is not None and record.state is _RUNNING:
+            self.resting[task] = until
+            if self.ready.by_shape:
+                self._expect_evictions()
+
+    def _expect_evictions(self) -> None:
+        # Imported late: few programs have actors that may be evicted.
+        from aiogpu.core.scheduler.eviction import expect
+
+        expect(self)
+
+    def stir(self, now: float, task: TaskId) -> Sequence[Effect]:
+        """Note that an actor has a call again, so it stays."""
+        record = self.tasks.get(task)
+        if self.resting.pop(task, None) is None and task in self.evicting:
+            # The call was made after the decision, before it was carried out.
+            self.evicting.discard(task)
+            if record is not None and record.worker is not None:
+                record.worker.is_leaving = False
+        return NOTHING
+
+    @event
+    def bring_back(self, task: TaskId) -> None:
+        """Queue an evicted actor again: it has a call."""
+        record = self.evicted.pop(task, None)
+        if record is not None:
+            self.wait_again(record)
 
     def task_began(
         self, now: float, task: TaskId, worker: WorkerId, when: float
@@ -733,6 +768,10 @@ class Scheduler(SchedulerState):
                 from aiogpu.core.scheduler.shortage import warn_of_stalls
 
                 warn_of_stalls(self)
+            case AlarmKind.EVICT:
+                from aiogpu.core.scheduler.eviction import evict
+
+                evict(self, alarm.when)
             case AlarmKind.END | AlarmKind.LOOK:
                 self._handle_worker_alarm(alarm)
             case _:
@@ -824,6 +863,8 @@ class Scheduler(SchedulerState):
         """Return a task that waits for arguments or for its next attempt, or None."""
         for id_ in self.expecting:
             return self.tasks[id_]
+        for record in self.evicted.values():
+            return record
         return next(iter(self.delayed.values()), None)
 
     def _place(self) -> list[Effect]:
@@ -836,6 +877,8 @@ class Scheduler(SchedulerState):
             if not self.is_closing:
                 for record, lease in placement.place(self):
                     dispatch.start(self, record, lease)
+                if self.resting and self.ready.by_shape:
+                    self._expect_evictions()
         else:
             self.reservation = None
         if self.workers.idle > self.most_idle:

@@ -366,6 +366,12 @@ class SchedulerState:
         granted: by holder id, the records that stand for the holders of granted leases;
             also of returned leases until their devices are known to be free.
         restarts: the restarts of endless tasks.
+        resting: the actors that may be evicted and have no calls, those that rest
+            longest first; the value is the time from which on they may be evicted.
+        evicting: the actors that were told to leave and have not left.
+        evicted: the actors that have left.
+        evicts_at: when the next eviction is planned; None if none is.
+        evictions: how many actors have left so far.
         disowned: the children of tasks that have ended, which are stopped in batches.
         blocked: tasks that wait for others, and some that have just stopped waiting.
         search: decides when to search for deadlocks.
@@ -412,6 +418,11 @@ class SchedulerState:
         self.stops_some_at: float | None = None
         self.clients: Clients | None = None
         self.restarts: dict[TaskId, Restarts] = {}
+        self.resting: dict[TaskId, float] = {}
+        self.evicting: set[TaskId] = set()
+        self.evicted: dict[TaskId, TaskRecord] = {}
+        self.evicts_at: float | None = None
+        self.evictions = 0
         self.exclusive = ExclusiveRetries()
         self.turns_given = 0
         self.worker_limit = WorkerLimit()
@@ -575,6 +586,9 @@ class SchedulerState:
                 self.timers.note_stale(AlarmKind.OVERRUN, self.tasks)
         if self.restarts:
             self.restarts.pop(record.id, None)
+            if self.resting or self.evicting:
+                self.resting.pop(record.id, None)
+                self.evicting.discard(record.id)
         if record.kin is not None:
             self.blocked.pop(record.id, None)
             self._leave(record, record.kin)

@@ -38,7 +38,7 @@ from aiogpu.engines.inline.jobs import (
     actor_job,
     with_values,
 )
-from aiogpu.errors import InfeasibleError, NodeClosedError
+from aiogpu.errors import InfeasibleError, NodeClosedError, OptionError
 from aiogpu.runtime.actors.actor import FIRST_CALL, Actor
 from aiogpu.runtime.devices.binding import Assignment
 from aiogpu.serialization.payload import Payload
@@ -425,6 +425,12 @@ class InlineNode(JobDriver):
         check_arguments(func, payload)
         if func.checked_by is not self._mark:
             check_func(func, self.scheduler.ledger)
+            if func.spec.is_evictable:
+                raise OptionError(
+                    f"{func.spec.name} has evict_after, but an actor on an inline node "
+                    f"has no process that could leave; leave it out, or test with "
+                    f"aiogpu.init(num_gpus=...)."
+                )
             if not func.spec.is_grouped:
                 func.checked_by = self._mark
 

@@ -53,6 +53,7 @@ def check_possible(func: FunctionSpec) -> None:
         "retry_oom": spec.retries_oom,
         "run_timeout": spec.run_timeout is not None or has_timed,
         "stop_grace": spec.stop_grace > 0,
+        "evict_after": spec.is_evictable,
     }
     for option, is_requested in unsupported.items():
         if is_requested:

@@ -44,6 +44,8 @@ class ActorState(Enum):
     PENDING = "pending"
     """It waits for a worker, or its constructor runs; also during a restart."""
     ALIVE = "alive"
+    EVICTED = "evicted"
+    """It leaves or has left to let others start; its next call brings it back."""
     LEAVING = "leaving"
     """It ends once it has answered the calls that were sent to it."""
     DEAD = "dead"
@@ -380,6 +382,7 @@ def _status(actor: Actor, place: tuple[int, int] | None, client: int) -> ActorSt
         *(worker, pid, len(actor.calls)),
         is_detached=actor.func.spec.is_detached,
         client=client,
+        evictions=actor.evictions,
     )
 
 
@@ -397,6 +400,7 @@ class Actor:
         state: see `ActorState`; only methods of this class change it.
         is_gone: the actor is dead, and its process has ended.
         has_lived: the constructor has returned at least once.
+        evictions: how often it has left so that others could start.
         worker: the process, None while there is none.
         drops: the number of sent calls that were dropped in this process.
         is_killed: `kill` has ended this process, and the actor restarts.
@@ -424,6 +428,7 @@ class Actor:
         self.drops = 0
         self.is_killed = False
         self.has_lived = False
+        self.evictions = 0
         self.is_gone = False
         self.calls: dict[CallId, ActorCall] = {}
         self.untold: dict[CallId, ActorCall] = {}
@@ -687,7 +692,7 @@ class Actor:
         is_waiting = self.state is ActorState.PENDING and (
             self.has_lived or self.worker is None
         )
-        if self.state is ActorState.ALIVE or is_waiting:
+        if self.state in (ActorState.ALIVE, ActorState.EVICTED) or is_waiting:
             self.owner.on_idle(self)
 
     @property

@@ -42,6 +42,7 @@ from aiogpu.wire.messages import (
 if TYPE_CHECKING:
     from aiogpu.core.scheduler.scheduler import Feed
     from aiogpu.runtime.actors.actor import ActorCall
+    from aiogpu.runtime.actors.evictable import EvictableActor
     from aiogpu.runtime.devices.memory_guard import Shortages
 
 
@@ -123,6 +124,7 @@ class Actors(Register):
         self._scheduler = scheduler
         self._tasks = tasks
         self._results = results
+        self.feed = tasks.feed
         self._shortages = shortages
         self._pool = pool
         self._commands = pool.commands
@@ -152,13 +154,37 @@ class Actors(Register):
             if public:  # the caller may have passed it on already
                 self.refuse(public, error)
             raise
-        actor = Actor(func, self, key)
+        actor = self._new_actor(func, key)
         self.name(actor)
         if func.spec.is_detached:
             actor.holders += 1  # the node's own handle, until the actor is killed
         actor.id = self._tasks.submit(func, payload, actor, None, client)
         self.add(actor, public)
         return actor
+
+    def _new_actor(self, func: FunctionSpec, key: tuple[str, str] | None) -> Actor:
+        assert func.actor is not None, func
+        if func.actor.evict_after is None:
+            return Actor(func, self, key)
+        # Imported late: few programs have such actors.
+        from aiogpu.runtime.actors.evictable import EvictableActor
+
+        return EvictableActor(func, self, key)
+
+    def evict(self, actor: int) -> None:
+        """Tell an idle actor to leave."""
+        self._evictable(actor).evict()
+
+    def on_evicted(self, actor: int, answer: Done | Failed | None) -> None:
+        """Handle that an actor has left; `answer` is its last message, if any."""
+        self._evictable(actor).on_evicted(answer)
+
+    def _evictable(self, actor: int) -> EvictableActor:
+        from aiogpu.runtime.actors.evictable import EvictableActor
+
+        found = self._actors[actor]
+        assert isinstance(found, EvictableActor), found
+        return found
 
     def room(self, actor: int) -> tuple[int | None, str]:
         """Return how many such actors fit on the node, and the request of each."""
@@ -238,14 +264,23 @@ class Actors(Register):
             return
         if no_restart:
             error = ActorDiedError(f"{found.name} was killed.", found.name)
-            found.die(error)
-            self._results.note_stop(found.id, type(error).__name__, str(error))
-            self._tasks.cancel(found.id)
+            self.end_by(found, error)
         elif found.worker is None:
             self._tasks.feed(Scheduler.use_restart, TaskId(found.id))
         else:
             found.on_killed()
             self._pool.kill(found.worker.id)
+
+    def end_by(self, actor: Actor, error: ActorDiedError) -> None:
+        """End an actor and its process at once, by an error."""
+        actor.die(error)
+        self._results.note_stop(actor.id, type(error).__name__, str(error))
+        self._tasks.cancel(actor.id)
+
+    def kill_process(self, worker: int) -> None:
+        """Kill the process of an actor."""
+        if worker in self.workers:
+            self._pool.kill(worker)
 
     def _end_spoilt(self, worker: LiveWorker) -> None:
         """Kill a spoilt process, unless a new process has replaced it."""
@@ -278,6 +313,7 @@ class Actors(Register):
         if not terms.keeps_cpus:
             # Queued: handled after the current effect.
             self._tasks.feed(Scheduler.release_cpus, task)
+        kept = b"" if terms.evict_after is None else self._evictable(task).kept
         return Create(
             actor.id,
             call.func.id,
@@ -286,6 +322,7 @@ class Actors(Register):
             terms.mode,
             dict(terms.limits),
             dict(terms.groups),
+            kept,
         )
 
     def on_gone(self, worker_id: int, death: Death) -> Callable[[], None] | None:
@@ -299,6 +336,8 @@ class Actors(Register):
         if worker is None or worker.actor is None:
             return None
         actor = worker.actor
+        if actor.worker is not worker:
+            return None  # the actor was evicted from this process
         was_leaving, was_killed = actor.state is ActorState.LEAVING, actor.is_killed
         lost = actor.lose(death.begun)
         cause = None
@@ -404,7 +443,8 @@ class Actors(Register):
 
     def _leave(self, actor: Actor, why: str) -> None:
         """End an actor after its sent calls; at once if it has no process yet."""
-        if actor.state is ActorState.PENDING:
+        is_away = actor.state is ActorState.EVICTED and actor.worker is None
+        if actor.state is ActorState.PENDING or is_away:
             self._tasks.cancel(actor.id)
             actor.die(died(actor.name, why))
         else:

@@ -60,7 +60,8 @@ class WorkerCommands:
             worker.slot.output.last.clear()
             first = [] if bind is None else [bind]
             payload = worker.borrow(creation.payload)
-            creation = creation._replace(payload=payload)
+            kept = worker.borrow(creation.kept) if creation.kept else b""
+            creation = creation._replace(payload=payload, kept=kept)
             worker.peer.send(*first, *worker.introduce(call.func), creation)
 
     def demand(self, worker_id: int, task: int, limit: int) -> None:
