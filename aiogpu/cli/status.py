@@ -506,7 +506,7 @@ def list_command(
     \b
     States:
       tasks       waiting, starting, queued, running, blocked, delayed, stopping,
-                  expecting, leased; finished, failed, cancelled
+                  expecting, evicted, leased; finished, failed, cancelled
       actors      pending, alive, evicted, leaving
       placements  waiting, ready, removing
       workers     starting, idle, busy, ending, settling

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import aiogpu
+from tests.support.gate import pass_gate
 
 
 @aiogpu.remote(num_gpus=0.5, evict_after=0, max_task_retries=-1, max_restarts=-1)
@@ -39,10 +39,8 @@ class Model:
         return os.getpid()
 
     def wait_for(self, gate: str) -> str:
-        """Return once a file is there."""
-        while not Path(gate).exists():
-            time.sleep(0.01)
-        return self.name
+        """Return once the test releases it."""
+        return pass_gate(gate, self.name)
 
     def count(self, limit: int) -> Iterator[int]:
         """Yield numbers."""
@@ -121,6 +119,5 @@ def whole_gpu() -> str:
 
 @aiogpu.remote(num_gpus=1)
 def hold(gate: str) -> None:
-    """Hold a GPU until a file is there."""
-    while not Path(gate).exists():
-        time.sleep(0.01)
+    """Hold a GPU until the test releases it."""
+    pass_gate(gate, "held")

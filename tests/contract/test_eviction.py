@@ -22,6 +22,7 @@ from tests.contract.evictable_actors import (
     hold,
     whole_gpu,
 )
+from tests.support.gate import Gate
 from tests.support.waits import until
 
 pytestmark = [
@@ -30,6 +31,11 @@ pytestmark = [
     pytest.mark.needs("processes"),
     pytest.mark.either_loop,
 ]
+
+
+async def has_no_actors(node: aiogpu.Node) -> bool:
+    """Return whether all actors have ended."""
+    return not (await node.status()).actors
 
 
 async def states(node: aiogpu.Node) -> list[str]:
@@ -61,14 +67,13 @@ async def test_an_actor_leaves_only_if_others_wait(node: aiogpu.Node) -> None:
     assert [a.evictions for a in (await node.status()).actors] == [1, 1]
 
 
-async def test_a_call_is_not_cut_short(tmp_path: Path) -> None:
-    gate = tmp_path / "gate"
+async def test_a_call_is_not_cut_short(gate: Gate) -> None:
     model = Model.remote("slow")
-    running = model.wait_for.remote(str(gate))
-    await model
+    running = model.wait_for.remote(gate.path)
+    await gate.entered("slow")
     waits = whole_gpu.remote()
     assert "until nobody calls it" in str(await waits.why())
-    gate.touch()
+    gate.release("slow")
     assert await running == "slow"
     assert await waits == "0"
 
@@ -167,13 +172,7 @@ async def test_handles_names_and_ends(node: aiogpu.Node) -> None:
     async with Model.remote() as last:
         await last
         await whole_gpu.remote()
-    await until_none(node)
-
-
-async def until_none(node: aiogpu.Node) -> None:
-    """Wait until the node has no actors."""
-    while (await node.status()).actors:
-        await asyncio.sleep(0.01)
+    await until(lambda: has_no_actors(node))
 
 
 async def test_the_last_handle_ends_an_evicted_actor(node: aiogpu.Node) -> None:
@@ -181,18 +180,17 @@ async def test_the_last_handle_ends_an_evicted_actor(node: aiogpu.Node) -> None:
     await model
     await whole_gpu.remote()
     del model
-    await until_none(node)
+    await until(lambda: has_no_actors(node))
 
 
-async def test_cancelled_calls_of_an_evicted_actor(tmp_path: Path) -> None:
-    gate = tmp_path / "gate"
+async def test_cancelled_calls_of_an_evicted_actor(gate: Gate) -> None:
     model = Model.remote("m")
     await model
-    held = hold.remote(str(gate))
-    await asyncio.gather(*(model.call.remote() for _ in range(2)))
+    held = hold.remote(gate.path)
+    await gate.entered("held")
     late = model.call.remote(1)
     late.cancel()
-    gate.touch()
+    gate.release("held")
     await held
     assert (await model.call.remote(2))[1] == 2
 

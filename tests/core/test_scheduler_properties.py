@@ -36,6 +36,7 @@ from aiogpu.core.resources.ledger import Lease, Ledger
 from aiogpu.core.resources.placement_group import take_grouped
 from aiogpu.core.scheduler.placement import SLICE
 from aiogpu.core.scheduler.scheduler import Scheduler
+from aiogpu.core.scheduler.turns import FRONT
 from aiogpu.core.scheduler.workers import UNLIMITED_WORKERS
 from aiogpu.errors import InfeasibleError, LimitError
 from tests.core.builders import GIB, World
@@ -134,6 +135,7 @@ class Judge(World):
         self._since: dict[int, float] = {}
         self._slices: dict[int, float] = {}
         self._kept = False
+        self._turns = 0
         super().__init__(**options)
 
     def check(self) -> None:
@@ -160,6 +162,7 @@ class Judge(World):
                     self._check_turn(record, still)
             self._check_shares(begun, still)
         self._kept = is_kept
+        self._turns = scheduler.turns_given
         self._waited = self.waiting
         self._since = {c.id: c.since for c in scheduler.clients or ()}
         self._slices = {
@@ -226,6 +229,10 @@ class Judge(World):
                     take_again(ledger, lease)
                     lease.usage = usage
 
+    def _has_new_turn(self, record: TaskRecord) -> bool:
+        """Return True if the start of a child has just moved a task to the front."""
+        return FRONT + self._turns < sort_key(record)[1] < FRONT >> 1
+
     def _check_turn(self, record: TaskRecord, still: list[TaskRecord]) -> None:
         """Check that no earlier task could have taken this lease."""
         turn = precedence(record)
@@ -233,6 +240,7 @@ class Judge(World):
             other
             for other in still
             if self._may_hold(other)
+            and not self._has_new_turn(other)
             and (
                 precedence(other) < turn
                 if other.client == record.client or self.scheduler.clients is None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from contextvars import Context
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 from aiogpu.core.mailbox import CallId, Mailbox
 from aiogpu.core.model.ids import TaskId
@@ -20,10 +20,26 @@ from aiogpu.wire import messages as wire
 if TYPE_CHECKING:
     from aiogpu.client.function_spec import FunctionSpec
     from aiogpu.client.interface import Receiver
-    from aiogpu.runtime.actors.registry import Actors
+    from aiogpu.core.scheduler.scheduler import Feed
+    from aiogpu.errors import ActorDiedError
+    from aiogpu.runtime.actors.actor import Register
 
 LIMIT: Final = 60.0
 """Seconds that an actor has to leave, `on_evict` included, before it is killed."""
+
+
+class EvictionPort(Protocol):
+    """The part of the node's actors that an evictable actor uses."""
+
+    @property
+    def feed(self) -> Feed:
+        """Passes events to the core."""
+
+    def kill_process(self, worker: int) -> None:
+        """Kill the process of an actor."""
+
+    def end_by(self, actor: Actor, error: ActorDiedError) -> None:
+        """End an actor and its process at once, by an error."""
 
 
 class EvictableActor(Actor):
@@ -34,11 +50,15 @@ class EvictableActor(Actor):
     """
 
     def __init__(
-        self, func: FunctionSpec, owner: Actors, key: tuple[str, str] | None
+        self,
+        func: FunctionSpec,
+        owner: Register,
+        key: tuple[str, str] | None,
+        port: EvictionPort,
     ) -> None:
         super().__init__(func, owner, key)
         self.kept = b""
-        self._actors = owner
+        self._port = port
         self._is_resting = False
         self._stays_until = 0.0
         self._limit: asyncio.TimerHandle | None = None
@@ -73,7 +93,7 @@ class EvictableActor(Actor):
         is_idle = self.state is ActorState.ALIVE and not self._has_work
         if is_idle and not self._is_resting:
             self._is_resting = True
-            self._actors.feed(Scheduler.rest, TaskId(self.id), self._stays_until)
+            self._port.feed(Scheduler.rest, TaskId(self.id), self._stays_until)
 
     def post(self, number: CallId, mailbox: Mailbox) -> None:
         """Send a call, or queue it until there is a process."""
@@ -85,7 +105,7 @@ class EvictableActor(Actor):
 
     def _stir(self) -> None:
         self._is_resting = False
-        self._actors.feed(Scheduler.stir, TaskId(self.id))
+        self._port.feed(Scheduler.stir, TaskId(self.id))
 
     def evict(self) -> None:
         """Tell the process to end; calls from here on wait for the next process."""
@@ -98,7 +118,7 @@ class EvictableActor(Actor):
         worker.peer.send(wire.Leave(is_eviction=True))
         # An empty context: the context of a call would keep its arguments.
         self._limit = asyncio.get_running_loop().call_later(
-            LIMIT, self._actors.kill_process, worker.id, context=Context()
+            LIMIT, self._port.kill_process, worker.id, context=Context()
         )
 
     def lose(self, begun: CallId) -> list[Receiver]:
@@ -129,13 +149,13 @@ class EvictableActor(Actor):
         if isinstance(answer, wire.Failed):
             raised = f"{answer.type_name}: {answer.message}".rstrip(": ")
             error = died(self.name, f"its on_evict() has raised {raised}.")
-            self._actors.end_by(self, error)
+            self._port.end_by(self, error)
             return
         if self.terms.keeps_state and answer is not None:
             self.kept = answer.payload
         elif self.terms.keeps_state:
             # What `on_evict` would have returned is lost, as in any other death.
-            self._actors.feed(Scheduler.use_restart, TaskId(self.id))
+            self._port.feed(Scheduler.use_restart, TaskId(self.id))
         if self._has_work:
             self._return()
         else:
@@ -144,7 +164,7 @@ class EvictableActor(Actor):
     def _return(self) -> None:
         if self.state is ActorState.EVICTED:
             self.state = ActorState.PENDING
-            self._actors.feed(Scheduler.bring_back, TaskId(self.id))
+            self._port.feed(Scheduler.bring_back, TaskId(self.id))
 
     def die(self, why: Exception | wire.Failed) -> None:
         """Mark the actor as dead, and fail all present and later calls."""

@@ -169,7 +169,7 @@ class Actors(Register):
         # Imported late: few programs have such actors.
         from aiogpu.runtime.actors.evictable import EvictableActor
 
-        return EvictableActor(func, self, key)
+        return EvictableActor(func, self, key, self)
 
     def evict(self, actor: int) -> None:
         """Tell an idle actor to leave."""
