@@ -24,7 +24,6 @@ BURST = 10
 CLIENTS = 2
 
 
-@aiogpu.remote(num_gpus=0.5)
 class Model:
     """A model that is slow to load."""
 
@@ -53,7 +52,8 @@ async def traffic(models: list[Any], seconds: float, seed: int) -> list[float]:
 async def measure(load: float, seconds: float, **options: Any) -> None:
     """Print the figures of three models with these options."""
     async with aiogpu.init(num_cpus=8, num_gpus=1) as node:
-        models = [Model.options(**options).remote(load) for _ in range(3)]
+        kind = aiogpu.remote(**options)(Model)
+        models = [kind.remote(load) for _ in range(3)]
         clients = (traffic(models, seconds, seed) for seed in range(CLIENTS))
         took = [call for calls in await asyncio.gather(*clients) for call in calls]
         moves = sum(actor.evictions for actor in (await node.status()).actors)

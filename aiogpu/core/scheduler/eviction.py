@@ -18,7 +18,7 @@ from typing import Final
 from aiogpu.core.effects import Evict, Evicted
 from aiogpu.core.model.request import Request
 from aiogpu.core.queue.timers import AlarmKind
-from aiogpu.core.records import TaskRecord, TaskState, WorkerState
+from aiogpu.core.records import Kin, TaskRecord, TaskState, WorkerState, sort_key
 from aiogpu.core.resources.ledger import Lease, Ledger
 from aiogpu.core.resources.placement_group import candidates, try_on
 from aiogpu.core.scheduler.state import SchedulerState
@@ -62,6 +62,8 @@ def evict(node: SchedulerState, when: float) -> None:
 
 def _tell(node: SchedulerState, actor: TaskRecord) -> None:
     assert actor.worker is not None, actor
+    if actor.kin is None:
+        actor.kin = Kin(sort_key(actor), 0)  # so that `finish` calls `park`
     del node.resting[actor.id]
     node.evicting.add(actor.id)
     actor.worker.is_leaving = True

@@ -267,7 +267,7 @@ class Scheduler(SchedulerState):
         if took:
             spec.pace.note(took)
         is_special = record.kin is not None or retry or state is not _RUNNING
-        if ran_out or self.exclusive.is_wanted or self.evicting:
+        if ran_out or self.exclusive.is_wanted:
             is_special = True
         if is_special:
             assert runner.lease is not None, runner
