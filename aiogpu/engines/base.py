@@ -347,7 +347,8 @@ def check_func(func: FunctionSpec, ledger: Ledger) -> None:
         if GPU in requested and not ledger.totals().get(GPU):
             advice = (
                 "Ask for none, or start the node with num_gpus=, which may be more "
-                "GPUs than the machine has."
+                "GPUs than the machine has. If the machine has GPUs, `aiogpu doctor` "
+                "says why they were not found."
             )
         gpus = ledger.device_sets.get(GPU)
         if GPU_MEMORY in requested and gpus is not None and not all(gpus.capacity):
