@@ -57,6 +57,7 @@ COMMANDS: Final = {
     "list": ("status", "list_command"),
     "logs": ("logs", "logs"),
     "run": ("run", "run"),
+    "stack": ("stack", "stack"),
     "start": ("start", "start"),
     "status": ("status", "status"),
     "stop": ("start", "stop"),

@@ -13,6 +13,7 @@ from __future__ import annotations
 import _signal  # type: ignore[import-not-found]
 import os
 import signal
+import sys
 import weakref
 from _thread import get_ident
 from collections.abc import Callable, Iterable
@@ -27,6 +28,12 @@ from aiogpu.memory.control_page import ControlPage
 from aiogpu.worker.private_hooks import IMPORT, hook_signals
 
 _SIGINT: Final = int(signal.SIGINT)
+STACK_SIGNAL: Final = int(signal.SIGURG)
+"""Asks where the code of this process is. A process without a handler ignores it."""
+STACK_FILE: Final = "aiogpu-stack"
+"""The name of the anonymous file with the answer, which is read through `/proc`."""
+STACK_END: Final = "end of the stack"
+"""The last line of the answer."""
 PACKAGE: Final = dirname(dirname(__file__))
 """The directory of this library's code."""
 _FINALIZES: Final = weakref.finalize.__call__.__code__
@@ -72,6 +79,7 @@ class Interrupts:
     def install(self) -> None:
         """Handle the signal from now on; it has no effect while no task runs."""
         _signal.signal(_SIGINT, self._handler)
+        _signal.signal(STACK_SIGNAL, show_stack)
         _signal.pthread_sigmask(signal.SIG_UNBLOCK, [_SIGINT])
 
     def is_cancelled(self, task: int) -> bool:
@@ -332,6 +340,71 @@ class GuardedHandler:
 
 def _unguarded(handler: Any) -> Any:
     return handler.handler if type(handler) is GuardedHandler else handler
+
+
+_answers: list[int] = []
+
+
+def show_stack(_number: int, frame: FrameType | None) -> None:
+    """Write the stacks of all threads and coroutines into an anonymous file.
+
+    It may run between any two bytecodes, so it imports nothing, sends no message and
+    raises nothing; the command that asks adds the lines of source.
+    """
+    try:
+        lines = ["thread MainThread", *_calls_of(frame)]
+        # `threading.enumerate` would wait for a lock that this thread may hold.
+        threads = dict(getattr(sys.modules.get("threading"), "_active", {}))
+        main = get_ident()
+        for thread, top in sys._current_frames().items():
+            if thread != main:
+                name = getattr(threads.get(thread), "name", thread)
+                lines += [f"thread {name}", *_calls_of(top)]
+        lines += _coroutines()
+        text = "\n".join([*lines, STACK_END, ""])
+        new = os.memfd_create(STACK_FILE)
+        os.write(new, text.encode("utf-8", "backslashreplace"))
+        while _answers:
+            os.close(_answers.pop())
+        _answers.append(new)
+    except (OSError, RuntimeError) as error:
+        # Too many open files, or a table that another thread is changing.
+        report_dropped(error)
+
+
+def _calls_of(frame: FrameType | None) -> list[str]:
+    """Return a line for each call of user code, the outermost first."""
+    calls, inner, has_ours = list[str](), list[str](), False
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename.startswith(PACKAGE):
+            has_ours, inner = True, [*calls]  # what follows has started the worker
+        else:
+            calls.append(f"{code.co_filename}:{frame.f_lineno} {code.co_qualname}")
+        frame = frame.f_back
+    return (inner if has_ours else calls)[::-1]
+
+
+def _coroutines() -> list[str]:
+    """Return lines about the tasks of the running loop that await something."""
+    asyncio = sys.modules.get("asyncio")
+    loop = asyncio and asyncio._get_running_loop()
+    if asyncio is None or loop is None:
+        return []
+    lines = []
+    for task in asyncio.all_tasks(loop):
+        coroutine, calls = task.get_coro(), list[str]()
+        while coroutine is not None:
+            frame = getattr(coroutine, "cr_frame", getattr(coroutine, "gi_frame", None))
+            if frame is None:
+                break
+            code = frame.f_code
+            if not code.co_filename.startswith(PACKAGE):
+                calls.append(f"{code.co_filename}:{frame.f_lineno} {code.co_qualname}")
+            coroutine = getattr(coroutine, "cr_await", None)
+        if calls:
+            lines += [f"coroutine {task.get_name()}", *calls]
+    return lines
 
 
 def report_dropped(error: BaseException) -> None:

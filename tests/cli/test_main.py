@@ -216,7 +216,7 @@ def test_bash_completes_by_its_script(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "offered"),
     [
-        (["sta"], ["start", "status"]),
+        (["sta"], ["stack", "start", "status"]),
         (["list", "a"], ["actors"]),
         (["completion", ""], ["bash", "zsh", "fish"]),
         (["status", "--wa"], ["--watch"]),
