@@ -50,6 +50,7 @@ def discard_output() -> None:
 COMMANDS: Final = {
     "cancel": ("stop", "cancel"),
     "completion": ("main", "completion"),
+    "dashboard": ("dashboard", "dashboard"),
     "demo": ("demo", "demo"),
     "doctor": ("doctor", "doctor"),
     "gpus": ("doctor", "gpus"),

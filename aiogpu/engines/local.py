@@ -193,6 +193,7 @@ class DriverEngine:
             tasks=tuple(map(with_imports, seen.tasks)) if awaited else seen.tasks,
             actors=driver.actors.listed(place_of, results.client_of),
             failures=results.history.failures(now),
+            outcomes=results.history.outcomes,
             draining=self._draining(now),
             ended_idle=tuple(
                 IdleEndStatus(worker, pid, used, now - when)

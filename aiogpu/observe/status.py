@@ -256,6 +256,8 @@ class NodeStatus:
             the latest first.
         departed: names and process ids of the last 256 programs that have left the
             node, `{"3": "train.py 4711"}`; their ended tasks are still listed.
+        outcomes: how many attempts have ended since the node began, by outcome:
+            `{"finished": 12, "failed": 1}`; empty on a cluster.
     """
 
     total: Mapping[str, float]
@@ -277,6 +279,7 @@ class NodeStatus:
     unended: tuple[UnendedStatus, ...] = ()
     ended_idle: tuple[IdleEndStatus, ...] = ()
     departed: Mapping[str, str] = field(default_factory=dict)
+    outcomes: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def waiting(self) -> tuple[TaskStatus, ...]:

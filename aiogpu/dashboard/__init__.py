@@ -1,0 +1,1 @@
+"""The dashboard in the browser: a process of its own that views a node."""

@@ -1,0 +1,123 @@
+"""Asks a node once a second for its status, and keeps the last hour.
+
+All tabs are drawn from one answer, so that a tab costs the node nothing. After the node
+has ended, the collector looks for its successor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Final, NamedTuple
+
+from aiogpu.engines.base import NodeOptions
+from aiogpu.engines.remote import RemoteEngine
+from aiogpu.errors import AiogpuError
+from aiogpu.observe.status import NodeStatus, held_tasks
+
+INTERVAL: Final = 1.0
+"""Seconds between two questions."""
+HOUR: Final = 3600
+"""Samples that are kept, one for each interval."""
+PATIENCE: Final = 15.0
+"""Seconds that the node has to answer."""
+WINDOW: Final = 10
+"""Samples over which a rate is measured."""
+
+
+class Sample(NamedTuple):
+    """The figures of a node at one moment.
+
+    Attributes:
+        time: seconds since the epoch.
+        running: the number of tasks with a worker, and of leases.
+        waiting: the number of waiting tasks.
+        ended: the number of attempts that have ended since the node began.
+    """
+
+    time: float
+    running: int
+    waiting: int
+    ended: int
+
+
+class Collector:
+    """The last status of a node and the samples of an hour.
+
+    Attributes:
+        status: the last status; None before the first.
+        seen: when it came, in seconds since the epoch.
+        problem: why there is no newer status; "" while the node answers.
+        samples: the last hour, the latest last.
+        count: the number of statuses so far.
+    """
+
+    def __init__(self, locate: Callable[[], str]) -> None:
+        """Make a collector.
+
+        Args:
+            locate: returns the address of the node, and raises `AiogpuError` if there
+                is none; called in a thread, whenever a node is to be joined.
+        """
+        self._locate = locate
+        self.status: NodeStatus | None = None
+        self.seen = 0.0
+        self.problem = "Joining the node."
+        self.samples: deque[Sample] = deque(maxlen=HOUR)
+        self.count = 0
+
+    def __repr__(self) -> str:
+        return f"<Collector of {len(self.samples)} samples>"
+
+    async def run(self) -> None:
+        """Follow the node, and the next node at its place, until cancelled."""
+        while True:
+            try:
+                await self._follow()
+            except TimeoutError:
+                self.problem = f"The node has not answered for {PATIENCE:g} s."
+            except (AiogpuError, OSError) as error:
+                self.problem = str(error)
+            await asyncio.sleep(INTERVAL)
+
+    async def _follow(self) -> None:
+        address = await asyncio.to_thread(self._locate)
+        loop = asyncio.get_running_loop()
+        options = NodeOptions(only_looks=True, log_to_driver=False)
+        engine = RemoteEngine(address, options, loop)
+        try:
+            async with asyncio.timeout(PATIENCE):
+                await engine.open()
+            due = loop.time()
+            while True:
+                async with asyncio.timeout(PATIENCE):
+                    status = await engine.status()
+                self.take(status, time.time())
+                due = max(due + INTERVAL, loop.time())
+                await asyncio.sleep(due - loop.time())
+        finally:
+            engine.force_close()
+            with suppress(AiogpuError):  # the node has ended, and is left by that
+                await engine.close()
+
+    def take(self, status: NodeStatus, now: float) -> None:
+        """Keep a status that came at a time in seconds since the epoch."""
+        self.status, self.seen, self.problem = status, now, ""
+        ended = sum(status.outcomes.values())
+        running = len(held_tasks(status))
+        self.samples.append(Sample(now, running, status.waiting_count, ended))
+        self.count += 1
+
+    def throughput(self) -> float | None:
+        """Return the tasks that ended per second, over ten seconds.
+
+        None if that is not known yet, as after a restart of the node.
+        """
+        if len(self.samples) < 2:
+            return None
+        first, last = self.samples[max(-WINDOW, -len(self.samples))], self.samples[-1]
+        seconds, count = last.time - first.time, last.ended - first.ended
+        return count / seconds if seconds > 0 and count >= 0 else None
