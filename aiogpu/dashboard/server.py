@@ -333,6 +333,7 @@ async def listening(collector: Collector, host: str, port: int) -> AsyncIterator
     application = GuardedTornado(
         guard,
         {"/": partial(Tab, Overview(collector), collector)},
+        log_function=lambda _: None,  # a URL has the token
         include_headers=[],
         include_cookies=[SCHEME],  # a page shows what it includes to its scripts
         unused_session_lifetime_milliseconds=UNUSED,

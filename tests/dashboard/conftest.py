@@ -1,0 +1,5 @@
+"""The sandbox of the commands' tests."""
+
+from tests.cli.conftest import sandbox
+
+__all__ = ["sandbox"]
