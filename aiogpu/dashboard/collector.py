@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
-from collections.abc import Callable
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Final, NamedTuple
 
+from aiogpu.dashboard.owners import Owners
 from aiogpu.engines.base import NodeOptions
 from aiogpu.engines.remote import RemoteEngine
-from aiogpu.errors import AiogpuError
-from aiogpu.observe.status import NodeStatus, held_tasks
+from aiogpu.errors import AiogpuError, NodeError
+from aiogpu.observe.status import EndedTask, NodeStatus, held_tasks
+from aiogpu.observe.why import Why
 
 INTERVAL: Final = 1.0
 """Seconds between two questions."""
@@ -28,6 +30,20 @@ WINDOW: Final = 10
 """Samples over which a rate is measured."""
 
 
+class DeviceSample(NamedTuple):
+    """The figures of a device at one moment.
+
+    Attributes:
+        shares: the share that each program holds, by its number.
+        memory: the part of its memory that is used, from 0 to 1; None if unknown.
+        utilisation: percent of the time in which it was busy; None if unknown.
+    """
+
+    shares: tuple[tuple[int, float], ...]
+    memory: float | None
+    utilisation: int | None
+
+
 class Sample(NamedTuple):
     """The figures of a node at one moment.
 
@@ -36,12 +52,14 @@ class Sample(NamedTuple):
         running: the number of tasks with a worker, and of leases.
         waiting: the number of waiting tasks.
         ended: the number of attempts that have ended since the node began.
+        devices: the devices, by their names.
     """
 
     time: float
     running: int
     waiting: int
     ended: int
+    devices: Mapping[str, DeviceSample]
 
 
 class Collector:
@@ -68,6 +86,7 @@ class Collector:
         self.problem = "Joining the node."
         self.samples: deque[Sample] = deque(maxlen=HOUR)
         self.count = 0
+        self._engine: RemoteEngine | None = None
 
     def __repr__(self) -> str:
         return f"<Collector of {len(self.samples)} samples>"
@@ -91,6 +110,7 @@ class Collector:
         try:
             async with asyncio.timeout(PATIENCE):
                 await engine.open()
+            self._engine = engine
             due = loop.time()
             while True:
                 async with asyncio.timeout(PATIENCE):
@@ -99,6 +119,7 @@ class Collector:
                 due = max(due + INTERVAL, loop.time())
                 await asyncio.sleep(due - loop.time())
         finally:
+            self._engine = None
             engine.force_close()
             with suppress(AiogpuError):  # the node has ended, and is left by that
                 await engine.close()
@@ -108,8 +129,34 @@ class Collector:
         self.status, self.seen, self.problem = status, now, ""
         ended = sum(status.outcomes.values())
         running = len(held_tasks(status))
-        self.samples.append(Sample(now, running, status.waiting_count, ended))
+        # What has not changed is kept once: an hour of an unchanged node is small.
+        before = self.samples[-1].devices if self.samples else {}
+        devices: Mapping[str, DeviceSample] = _device_samples(status)
+        if devices == before:
+            devices = before
+        self.samples.append(Sample(now, running, status.waiting_count, ended, devices))
         self.count += 1
+
+    async def why(self, task: int) -> Why | None:
+        """Return why a task waits, or how it has ended; None if it is unknown.
+
+        Raises:
+            NodeError: no node answers.
+        """
+        return await self._joined().why_task(task)
+
+    async def failed_calls(self, actor: int) -> tuple[EndedTask, ...]:
+        """Return the last failed call of each method of an actor, with traceback.
+
+        Raises:
+            NodeError: no node answers.
+        """
+        return await self._joined().ended(actor)
+
+    def _joined(self) -> RemoteEngine:
+        if self._engine is None:
+            raise NodeError(self.problem)
+        return self._engine
 
     def throughput(self) -> float | None:
         """Return the tasks that ended per second, over ten seconds.
@@ -121,3 +168,19 @@ class Collector:
         first, last = self.samples[max(-WINDOW, -len(self.samples))], self.samples[-1]
         seconds, count = last.time - first.time, last.ended - first.ended
         return count / seconds if seconds > 0 and count >= 0 else None
+
+
+def _device_samples(status: NodeStatus) -> dict[str, DeviceSample]:
+    owners = Owners(status)
+    samples = {}
+    for device in status.devices:
+        shares: dict[int, float] = defaultdict(float)
+        for holder in device.holders:
+            shares[owners.client(holder)] += holder.share
+        is_known = device.used is not None and device.memory
+        samples[f"{device.kind} {device.id}"] = DeviceSample(
+            tuple(sorted(shares.items())),
+            (device.used or 0) / device.memory if is_known else None,
+            device.utilisation,
+        )
+    return samples

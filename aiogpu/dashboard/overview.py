@@ -11,19 +11,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
-from aiogpu.core.model.ids import OWN
 from aiogpu.core.model.text import escaped, span, terms
 from aiogpu.core.model.units import size
+from aiogpu.dashboard.owners import Owners
 from aiogpu.observe.status import (
     ClientStatus,
     DeviceStatus,
     Holder,
     NodeStatus,
-    Program,
     asked_for,
     heat_and_power,
     held_tasks,
-    name_and_pid,
     shown_clients,
 )
 
@@ -39,31 +37,6 @@ STALE: Final = 3.0
 def text(content: str) -> str:
     """Return a text as HTML that shows it, control characters as escapes."""
     return html.escape(escaped(content))
-
-
-class Owners:
-    """The programs of a node: their names, and which of them holds what."""
-
-    def __init__(self, status: NodeStatus) -> None:
-        self._known = {c.id: Program(c.name, c.pid) for c in status.clients}
-        tasks = held_tasks(status)
-        self._by_worker = {t.worker: t.client for t in tasks if t.worker is not None}
-        # A lease has no worker; its holder has the number of the lease.
-        self._by_name = {(t.pid, t.name): t.client for t in tasks}
-        self._departed = status.departed
-
-    def client(self, holder: Holder) -> int:
-        """Return the number of the program to which a holder belongs."""
-        found = self._by_worker.get(holder.worker)
-        if found is None:
-            found = self._by_name.get((holder.pid, holder.task or ""), OWN)
-        return found
-
-    def name(self, client: int) -> str:
-        """Return the name and the process of a program."""
-        if client not in self._known and str(client) in self._departed:
-            return f"{self._departed[str(client)]} (has left)"
-        return name_and_pid(client, self._known)
 
 
 def overview(
@@ -151,7 +124,7 @@ def _device(device: DeviceStatus, owners: Owners) -> str:
     )
     rows = (
         (
-            _key(owners.client(holder)) + text(owners.name(owners.client(holder))),
+            key(owners.client(holder)) + text(owners.name(owners.client(holder))),
             text(_task_of(holder)),
             f"{holder.share:.3g}",
             _memory_of(holder),
@@ -160,7 +133,7 @@ def _device(device: DeviceStatus, owners: Owners) -> str:
         for holder in device.holders
     )
     heads = ("Program", "Task", "Share", "Memory", "For")
-    table = _table(heads, rows) if device.holders else ""
+    listed = table(heads, rows) if device.holders else ""
     others = ", ".join(
         f"{process.name or 'a process'} (pid {process.pid})"
         + ("" if process.memory is None else f" with {size(process.memory)}")
@@ -170,7 +143,7 @@ def _device(device: DeviceStatus, owners: Owners) -> str:
     return (
         f"<article><h3>{title} <small>{product}</small></h3>{health}"
         f'<p class="readings">{" · ".join(readings)}</p>'
-        f"{bar}{_memory(device)}{table}{foreign}</article>"
+        f"{bar}{_memory(device)}{listed}{foreign}</article>"
     )
 
 
@@ -183,7 +156,7 @@ def _segment(holder: Holder, owners: Owners) -> str:
     )
 
 
-def _key(client: int) -> str:
+def key(client: int) -> str:
     """Return the colour of a program, as a square before its name."""
     return f'<i class="key c{client % COLORS}" aria-hidden="true"></i>'
 
@@ -239,7 +212,7 @@ def _waiting(status: NodeStatus, owners: Owners) -> str:
     )
     left = status.shape_count - len(status.shapes)
     more = f"<p>And {left:,} further kinds of requests.</p>" if left else ""
-    return _table(heads, rows) + note + more
+    return table(heads, rows) + note + more
 
 
 def _failures(status: NodeStatus, owners: Owners) -> str:
@@ -248,14 +221,14 @@ def _failures(status: NodeStatus, owners: Owners) -> str:
     rows = (
         (
             f"{span(failure.seconds)} ago",
-            f"{failure.task}",
+            f'<a href="/task?id={failure.task}">{failure.task}</a>',
             text(failure.name),
             text(owners.name(failure.client)),
             f"<strong>{text(failure.error)}</strong> {text(failure.message)}",
         )
         for failure in status.failures[:SHOWN_FAILURES]
     )
-    return _table(("When", "Task", "Name", "Program", "Error"), rows)
+    return table(("When", "Task", "Name", "Program", "Error"), rows)
 
 
 def _programs(clients: Sequence[ClientStatus], owners: Owners) -> str:
@@ -263,7 +236,7 @@ def _programs(clients: Sequence[ClientStatus], owners: Owners) -> str:
         return "<p>Only the program of this node uses it.</p>"
     rows = (
         (
-            _key(client.id) + text(owners.name(client.id)),
+            key(client.id) + text(owners.name(client.id)),
             f"{client.running:,}",
             f"{client.waiting:,}",
             text(terms(client.holds.items())),
@@ -271,10 +244,10 @@ def _programs(clients: Sequence[ClientStatus], owners: Owners) -> str:
         )
         for client in clients
     )
-    return _table(("Program", "Running", "Waiting", "Holds", "Weight"), rows)
+    return table(("Program", "Running", "Waiting", "Holds", "Weight"), rows)
 
 
-def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return a table; the cells are HTML."""
     return f'<div class="scroll"><table>{"".join(_lines(heads, rows))}</table></div>'
 

@@ -10,19 +10,11 @@ from __future__ import annotations
 import asyncio
 import secrets
 import signal
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
-from functools import partial
 from typing import Any, Final, cast
 
-from bokeh.core.templates import FILE
-from bokeh.document import Document
 from bokeh.embed.server import server_html_page_for_session
-from bokeh.models import ColumnDataSource, DataRange1d, InlineStyleSheet
-from bokeh.models.annotations import Title
-from bokeh.models.widgets.markups import Div
-from bokeh.plotting import figure
 from bokeh.resources import Resources
 from bokeh.server.server import BaseServer
 from bokeh.server.session import ServerSession
@@ -36,20 +28,16 @@ from tornado.ioloop import IOLoop
 from tornado.netutil import bind_sockets
 from tornado.web import RequestHandler
 
-from aiogpu.dashboard.collector import Collector, Sample
+from aiogpu.dashboard.collector import Collector
 from aiogpu.dashboard.guard import Guard, Verdict
-from aiogpu.dashboard.overview import STYLE, overview
+from aiogpu.dashboard.tabs import SCHEME, applications
 
-PERIOD: Final = 1000
-"""Milliseconds between two updates of a tab."""
 UNUSED: Final = 15_000
 """Milliseconds after which the document of a closed tab is dropped."""
 LARGEST: Final = 1 << 20
 """Bytes of a message of a browser."""
 SCRIPTS: Final = ("js/bokeh.min.js", "js/bokeh-widgets.min.js")
 """The files of Bokeh that a page needs."""
-SCHEME: Final = "aiogpu-scheme"
-"""Cookie with the colour scheme of the browser: a canvas cannot ask the style sheet."""
 POLICY: Final = (
     "default-src 'none'; script-src 'self' 'nonce-{nonce}'; style-src 'self' "
     "'unsafe-inline'; img-src 'self' data: blob:; font-src 'self' data:; "
@@ -63,31 +51,6 @@ HEADERS: Final = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-store",
 }
-TEMPLATE: Final = """\
-{% from macros import embed %}{% extends base %}
-{% block preamble %}
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<link rel="icon" href="data:,">
-<script>
-  const dark = matchMedia("(prefers-color-scheme: dark)")
-  const note = () => {
-    const wanted = "SCHEME=" + (dark.matches ? "dark" : "light")
-    if (document.cookie.split("; ").includes(wanted)) return
-    document.cookie = wanted + "; SameSite=Strict; Path=/"
-    if (document.cookie.split("; ").includes(wanted)) location.reload()
-  }
-  note()
-  dark.addEventListener("change", note)
-</script>
-{% endblock %}
-{% block postamble %}<style>{{ style }}</style>{% endblock %}
-{% block contents %}
-<header><h1>aiogpu</h1><span>Overview</span></header>
-<main>{% for doc in docs %}{% for root in doc.roots %}{{ embed(root) }}{% endfor %}
-{% endfor %}</main>
-{% endblock %}
-""".replace("SCHEME", SCHEME)
-TEMPLATE_OF_PAGE: Final = FILE.environment.from_string(TEMPLATE, {"base": FILE})
 LOGIN: Final = (
     '<!DOCTYPE html><html lang="en"><meta charset="utf-8"><title>aiogpu</title>'
     '<meta http-equiv="refresh" content="0;url=/"><a href="/">Go to the dashboard</a>'
@@ -213,115 +176,6 @@ class GuardedTornado(BokehTornado):
         )
 
 
-class Overview:
-    """The overview, drawn once for each status and shared by all tabs."""
-
-    def __init__(self, collector: Collector) -> None:
-        self._collector = collector
-        self._drawn: tuple[int, str, int] | None = None
-        self._html = ""
-
-    def html(self) -> str:
-        """Return the page as it is now."""
-        collector = self._collector
-        age = time.time() - collector.seen if collector.seen else 0.0
-        # Without news the page changes only by the age that it tells.
-        state = collector.count, collector.problem, int(age)
-        if state != self._drawn:
-            self._drawn = state
-            self._html = overview(
-                collector.status,
-                age=age,
-                problem=collector.problem,
-                throughput=collector.throughput(),
-            )
-        return self._html
-
-
-def columns(samples: list[Sample]) -> dict[str, Any]:
-    """Return samples as columns of a chart; times in milliseconds."""
-    return {
-        "time": [sample.time * 1000 for sample in samples],
-        "running": [float(sample.running) for sample in samples],
-        "waiting": [float(sample.waiting) for sample in samples],
-    }
-
-
-class Tab:
-    """One open tab."""
-
-    def __init__(
-        self, page: Overview, collector: Collector, document: Document
-    ) -> None:
-        self._page = page
-        self._collector = collector
-        sheet = InlineStyleSheet(css=STYLE)
-        self._text = Div(
-            text=page.html(), stylesheets=[sheet], sizing_mode="stretch_width"
-        )
-        context: Any = document.session_context
-        cookies = {} if context is None else context.request.cookies
-        self._source = ColumnDataSource(columns(list(collector.samples)))
-        self._count = collector.count
-        chart = _chart(self._source, is_dark=cookies.get(SCHEME) == "dark")
-        document.title = "aiogpu: overview"
-        document.add_root(self._text)
-        document.add_root(chart)
-        document.template = TEMPLATE_OF_PAGE
-        document.template_variables.update(style=STYLE)
-        document.add_periodic_callback(self._update, PERIOD)
-
-    def _update(self) -> None:
-        if (text := self._page.html()) != self._text.text:
-            self._text.text = text
-        collector = self._collector
-        new = min(collector.count - self._count, len(collector.samples))
-        if new:
-            samples = [collector.samples[-n] for n in range(new, 0, -1)]
-            self._source.stream(columns(samples), rollover=collector.samples.maxlen)
-            self._count = collector.count
-
-
-def _chart(source: ColumnDataSource, *, is_dark: bool) -> Any:
-    """Return the chart of running and waiting tasks in the last hour."""
-    text, line = ("#e8eaed", "#3a4048") if is_dark else ("#1b1f24", "#cfd4da")
-    chart = figure(
-        title=Title(text="Tasks in the last hour", text_color=text),
-        height=240,
-        y_range=DataRange1d(start=0),
-        sizing_mode="stretch_width",
-        x_axis_type="datetime",
-        x_axis_label="time (UTC)",
-        y_axis_label="tasks",
-        tools="xpan,xwheel_zoom,box_zoom,reset,hover",
-        active_scroll=None,
-        tooltips=[("running", "@running tasks"), ("waiting", "@waiting tasks")],
-        background_fill_color=None,
-        border_fill_color=None,
-        outline_line_color=line,
-    )
-    blue, orange = ("#56b4e9", "#e69f00") if is_dark else ("#0072b2", "#b35900")
-    for name, color, dash in (
-        ("running", blue, "solid"),
-        ("waiting", orange, "dashed"),
-    ):
-        chart.line(
-            "time", name, source=source, legend_label=name, color=color,
-            line_dash=dash, line_width=2,
-        )  # fmt: skip
-    for axis in chart.axis:
-        axis.axis_label_text_color = axis.major_label_text_color = text
-        axis.axis_line_color = axis.major_tick_line_color = line
-        axis.minor_tick_line_color = None
-    chart.grid.grid_line_color = line
-    chart.legend.location = "top_left"
-    chart.legend.background_fill_alpha = 0.0
-    chart.legend.border_line_color = None
-    chart.legend.label_text_color = text
-    chart.toolbar.logo = None
-    return chart
-
-
 @asynccontextmanager
 async def listening(collector: Collector, host: str, port: int) -> AsyncIterator[str]:
     """Serve the dashboard for the time of the block, and yield its URL.
@@ -332,7 +186,7 @@ async def listening(collector: Collector, host: str, port: int) -> AsyncIterator
     guard = Guard(host)
     application = GuardedTornado(
         guard,
-        {"/": partial(Tab, Overview(collector), collector)},
+        applications(collector),
         log_function=lambda _: None,  # a URL has the token
         include_headers=[],
         include_cookies=[SCHEME],  # a page shows what it includes to its scripts

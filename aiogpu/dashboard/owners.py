@@ -1,0 +1,37 @@
+"""The programs of a node: their names, and which of them holds what."""
+
+from __future__ import annotations
+
+from aiogpu.core.model.ids import OWN
+from aiogpu.observe.status import (
+    Holder,
+    NodeStatus,
+    Program,
+    held_tasks,
+    name_and_pid,
+)
+
+
+class Owners:
+    """The programs of a node: their names, and which of them holds what."""
+
+    def __init__(self, status: NodeStatus) -> None:
+        self._known = {c.id: Program(c.name, c.pid) for c in status.clients}
+        tasks = held_tasks(status)
+        self._by_worker = {t.worker: t.client for t in tasks if t.worker is not None}
+        # A lease has no worker; its holder has the number of the lease.
+        self._by_name = {(t.pid, t.name): t.client for t in tasks}
+        self._departed = status.departed
+
+    def client(self, holder: Holder) -> int:
+        """Return the number of the program to which a holder belongs."""
+        found = self._by_worker.get(holder.worker)
+        if found is None:
+            found = self._by_name.get((holder.pid, holder.task or ""), OWN)
+        return found
+
+    def name(self, client: int) -> str:
+        """Return the name and the process of a program."""
+        if client not in self._known and str(client) in self._departed:
+            return f"{self._departed[str(client)]} (has left)"
+        return name_and_pid(client, self._known)
