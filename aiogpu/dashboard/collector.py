@@ -18,6 +18,7 @@ from aiogpu.engines.base import NodeOptions
 from aiogpu.engines.remote import RemoteEngine
 from aiogpu.errors import AiogpuError, NodeError
 from aiogpu.observe.status import EndedTask, NodeStatus, held_tasks
+from aiogpu.observe.trace import Span
 from aiogpu.observe.why import Why
 
 INTERVAL: Final = 1.0
@@ -26,6 +27,8 @@ HOUR: Final = 3600
 """Samples that are kept, one for each interval."""
 PATIENCE: Final = 15.0
 """Seconds that the node has to answer."""
+SPANS: Final = 500
+"""Ended tasks of a timeline: the node needs 2 ms of its loop for an answer."""
 WINDOW: Final = 10
 """Samples over which a rate is measured."""
 
@@ -86,6 +89,8 @@ class Collector:
         self.problem = "Joining the node."
         self.samples: deque[Sample] = deque(maxlen=HOUR)
         self.count = 0
+        self._timeline: asyncio.Future[list[Span]] | None = None
+        self._timeline_until = 0.0
         self._engine: RemoteEngine | None = None
 
     def __repr__(self) -> str:
@@ -144,6 +149,20 @@ class Collector:
             NodeError: no node answers.
         """
         return await self._joined().why_task(task)
+
+    async def timeline(self) -> list[Span]:
+        """Return the running tasks and the last that have ended; see `SPANS`.
+
+        Tabs that ask within a second share an answer.
+
+        Raises:
+            NodeError: no node answers.
+        """
+        if time.monotonic() >= self._timeline_until or self._timeline is None:
+            engine = self._joined()
+            self._timeline_until = time.monotonic() + INTERVAL / 2
+            self._timeline = asyncio.ensure_future(engine.timeline(SPANS))
+        return await asyncio.shield(self._timeline)
 
     async def failed_calls(self, actor: int) -> tuple[EndedTask, ...]:
         """Return the last failed call of each method of an actor, with traceback.

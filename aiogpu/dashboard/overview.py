@@ -39,6 +39,12 @@ def text(content: str) -> str:
     return html.escape(escaped(content))
 
 
+def link(task: int | None, label: str) -> str:
+    """Return a link to the page of a task as HTML; the label alone without a number."""
+    shown = text(label)
+    return shown if task is None else f'<a href="/task?id={task}">{shown}</a>'
+
+
 def overview(
     status: NodeStatus | None, *, age: float, problem: str, throughput: float | None
 ) -> str:
@@ -125,7 +131,7 @@ def _device(device: DeviceStatus, owners: Owners) -> str:
     rows = (
         (
             key(owners.client(holder)) + text(owners.name(owners.client(holder))),
-            text(_task_of(holder)),
+            link(owners.held_task(holder), _task_of(holder)),
             f"{holder.share:.3g}",
             _memory_of(holder),
             "unknown" if holder.seconds is None else span(holder.seconds),
@@ -197,7 +203,7 @@ def _waiting(status: NodeStatus, owners: Owners) -> str:
     rows = (
         (
             f"{shape.count:,}",
-            text(shape.first),
+            link(owners.waiting_task(shape.client, shape.first), shape.first),
             text(owners.name(shape.client)),
             text(asked_for(shape)),
             span(shape.seconds),
@@ -221,7 +227,7 @@ def _failures(status: NodeStatus, owners: Owners) -> str:
     rows = (
         (
             f"{span(failure.seconds)} ago",
-            f'<a href="/task?id={failure.task}">{failure.task}</a>',
+            link(failure.task, str(failure.task)),
             text(failure.name),
             text(owners.name(failure.client)),
             f"<strong>{text(failure.error)}</strong> {text(failure.message)}",

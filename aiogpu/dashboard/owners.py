@@ -21,6 +21,8 @@ class Owners:
         self._by_worker = {t.worker: t.client for t in tasks if t.worker is not None}
         # A lease has no worker; its holder has the number of the lease.
         self._by_name = {(t.pid, t.name): t.client for t in tasks}
+        self._ids = {(t.pid, t.name): t.id for t in tasks}
+        self._firsts = {(t.client, t.name): t.id for t in reversed(status.waiting)}
         self._departed = status.departed
 
     def client(self, holder: Holder) -> int:
@@ -29,6 +31,14 @@ class Owners:
         if found is None:
             found = self._by_name.get((holder.pid, holder.task or ""), OWN)
         return found
+
+    def held_task(self, holder: Holder) -> int | None:
+        """Return the number of the task, actor or lease of a holder, if it is known."""
+        return self._ids.get((holder.pid, holder.task or ""))
+
+    def waiting_task(self, client: int, name: str) -> int | None:
+        """Return the number of a program's first waiting task with a name, if known."""
+        return self._firsts.get((client, name))
 
     def name(self, client: int) -> str:
         """Return the name and the process of a program."""

@@ -12,24 +12,35 @@ from typing import Any, Final
 
 from bokeh.core.templates import FILE
 from bokeh.document import Document
-from bokeh.models import ColumnDataSource, DataRange1d, InlineStyleSheet
+from bokeh.models import (
+    ColumnDataSource,
+    DataRange1d,
+    FactorRange,
+    HoverTool,
+    InlineStyleSheet,
+    OpenURL,
+    TapTool,
+)
 from bokeh.models.annotations import Title
+from bokeh.models.ranges import Range
 from bokeh.models.widgets.markups import Div
 from bokeh.plotting import figure
 
-from aiogpu.dashboard.collector import HOUR, Collector, Sample
+from aiogpu.core.model.text import escaped, span
+from aiogpu.dashboard.collector import HOUR, SPANS, Collector, Sample
 from aiogpu.dashboard.overview import COLORS, STYLE, key, overview, text
 from aiogpu.dashboard.owners import Owners
 from aiogpu.errors import AiogpuError
 from aiogpu.observe.snapshot import why_ended
 from aiogpu.observe.status import EndedTask
+from aiogpu.observe.trace import DEVICES, WORKERS, Rows, Span
 from aiogpu.observe.why import Why
 
 PERIOD: Final = 1000
 """Milliseconds between two updates of a tab."""
 SCHEME: Final = "aiogpu-scheme"
 """Cookie with the colour scheme of the browser: a canvas cannot ask the style sheet."""
-PAGES: Final = {"/": "Overview", "/devices": "Devices"}
+PAGES: Final = {"/": "Overview", "/devices": "Devices", "/timeline": "Timeline"}
 """The pages that the head of each page leads to."""
 TEMPLATE: Final = """\
 {% from macros import embed %}{% extends base %}
@@ -237,6 +248,85 @@ class DevicesTab(Tab):
             source.stream(_device_columns(samples, name), rollover=HOUR)
 
 
+class TimelineTab(Tab):
+    """What has run where and when: a row for each device and each worker."""
+
+    path = "/timeline"
+    title = "Timeline"
+
+    def __init__(self, *arguments: Any) -> None:
+        self._problem = ""
+        self._asking: asyncio.Task[None] | None = None
+        super().__init__(*arguments)
+
+    def html(self) -> str:
+        """Return the head of the page, and ask for the next picture."""
+        if self._asking is None or self._asking.done():
+            self._asking = asyncio.ensure_future(self._ask())
+        problem = (
+            f'<p class="problem" role="alert">{text(self._problem)}</p>'
+            if self._problem
+            else ""
+        )
+        return (
+            f"{problem}<h2>What ran where</h2><p>The running tasks and the last "
+            f"{SPANS} that have ended, in the last ten minutes. Colours: programs, as "
+            "on the other pages; a thick red edge: failed. Click a bar for its task. "
+            "All tasks, for Perfetto: <code>aiogpu timeline FILE</code>.</p>"
+        )
+
+    async def _ask(self) -> None:
+        try:
+            spans = await self.collector.timeline()
+        except AiogpuError as error:
+            self._problem = str(error)
+            return
+        self._problem = ""
+        status = self.collector.status
+        owners = None if status is None else Owners(status)
+        rows, columns = _bars(spans, owners, is_dark=self.is_dark)
+        if rows != self._chart.y_range.factors:
+            self._chart.y_range.factors = rows
+            self._chart.height = 120 + 26 * max(len(rows), 3)
+        self._source.data = columns
+
+    def charts(self) -> Iterable[Any]:
+        """Return the chart of spans."""
+        self._source = ColumnDataSource(_bars([], None, is_dark=self.is_dark)[1])
+        self._chart = _chart(
+            "The last ten minutes",
+            "",
+            is_dark=self.is_dark,
+            y_range=FactorRange(factors=[]),
+        )
+        self._chart.x_range = DataRange1d(
+            follow="end", follow_interval=TEN_MINUTES, range_padding=0
+        )
+        self._chart.hbar(
+            y="row",
+            left="left",
+            right="right",
+            height=0.8,
+            fill_color="color",
+            line_color="edge",
+            line_width="width",
+            source=self._source,
+        )
+        shown = ("name", "task", "state", "ran", "waited", "program", "pid")
+        self._chart.add_tools(
+            HoverTool(tooltips=[(name, f"@{name}") for name in shown]),
+            TapTool(callback=OpenURL(url="/task?id=@task", same_tab=True)),
+        )
+        yield self._chart
+
+    def add(self, samples: list[Sample]) -> None:
+        """Do nothing: the chart has an answer of its own."""
+
+
+TEN_MINUTES: Final = 600_000
+"""Milliseconds of a timeline."""
+
+
 class TaskTab(Tab):
     """One task: its state and the reason, or its end with the traceback."""
 
@@ -319,7 +409,10 @@ def applications(collector: Collector) -> dict[str, Callable[[Document], None]]:
     def fill(tab: type[Tab], document: Document) -> None:
         tab(page, collector, document)  # the document keeps it
 
-    return {tab.path: partial(fill, tab) for tab in (OverviewTab, DevicesTab, TaskTab)}
+    return {
+        tab.path: partial(fill, tab)
+        for tab in (OverviewTab, DevicesTab, TimelineTab, TaskTab)
+    }
 
 
 _LINES: Final = {False: ("#0072b2", "#b35900"), True: ("#56b4e9", "#e69f00")}
@@ -358,7 +451,62 @@ def _device_columns(samples: list[Sample], name: str) -> dict[str, Any]:
     return columns
 
 
-def _chart(title: str, unit: str, *, is_dark: bool, y_range: DataRange1d) -> Any:
+def _bars(
+    spans: list[Span], owners: Owners | None, *, is_dark: bool
+) -> tuple[list[str], dict[str, list[Any]]]:
+    """Return the names of the rows of a timeline, the last first, and its columns."""
+    devices, workers = Rows(DEVICES), Rows(WORKERS)
+    names = (
+        *("row", "left", "right", "color", "edge", "width"),
+        *("name", "task", "state", "ran", "waited", "program", "pid"),
+    )
+    columns: dict[str, list[Any]] = {name: [] for name in names}
+    placed = []
+    for each in sorted(spans, key=lambda each: each.started):
+        placed += [
+            (devices, devices.place((kind, index), f"{kind} {index}", each), each)
+            for kind, index in each.devices
+        ]
+        row = workers.place(each.worker, f"worker {each.worker}", each)
+        placed.append((workers, row, each))
+    labels = {
+        (rows, event["tid"]): event["args"]["name"]
+        for rows in (devices, workers)
+        for event in rows.names
+        if event["name"] == "thread_name"
+    }
+    failed, edge = ("#ff9aa5", "#14171a") if is_dark else ("#a40e26", "#ffffff")
+    for rows, row, each in placed:
+        has_failed = each.outcome in ("failed", "died")
+        values = (
+            labels[rows, row],
+            each.started * 1000,
+            each.ended * 1000,
+            _AREAS[each.client % COLORS],
+            failed if has_failed else edge,
+            3 if has_failed else 1,
+            escaped(each.name),
+            each.task,
+            each.outcome,
+            span(each.ended - each.started),
+            span(each.started - each.queued),
+            "" if owners is None else escaped(owners.name(each.client)),
+            each.pid,
+        )
+        for name, value in zip(names, values, strict=True):
+            columns[name].append(value)
+    of_devices = [name for (rows, _), name in labels.items() if rows is devices]
+    of_workers = [name for (rows, _), name in labels.items() if rows is workers]
+    ordered = sorted(of_devices, key=_natural) + sorted(of_workers, key=_natural)
+    return ordered[::-1], columns
+
+
+def _natural(name: str) -> list[str]:
+    """Return a key by which "worker 10" comes after "worker 9"."""
+    return [part.rjust(20) if part.isdecimal() else part for part in name.split(" ")]
+
+
+def _chart(title: str, unit: str, *, is_dark: bool, y_range: Range) -> Any:
     """Return an empty chart over time."""
     text_color, line = ("#e8eaed", "#3a4048") if is_dark else ("#1b1f24", "#cfd4da")
     chart = figure(

@@ -412,8 +412,8 @@ class LocalEngine(DriverEngine):
         async def why(inquiry: names.Inquire) -> object:
             return await self.why(inquiry.number)
 
-        async def timeline(_: names.Inquire) -> object:
-            return [tuple(span) for span in self.spans()]
+        async def timeline(inquiry: names.Inquire) -> object:
+            return [tuple(span) for span in self.spans(inquiry.number)]
 
         async def ended(inquiry: names.Inquire) -> object:
             return self.ended(inquiry.number)
@@ -484,11 +484,11 @@ class LocalEngine(DriverEngine):
         counts = {kind: len(stopped) for kind, stopped in results.items()}
         return replace(report, counts=counts, first=tuple(first))
 
-    def spans(self) -> list[Span]:
-        """Return the times and places of executed tasks."""
+    def spans(self, most: int = 0) -> list[Span]:
+        """Return the times and places of executed tasks; see `History.spans`."""
         driver, now = self._open_driver, self._loop.time()
         workers = driver.scheduler.workers
-        return driver.results.history.spans(workers, now, time.time() - now)
+        return driver.results.history.spans(workers, now, time.time() - now, most)
 
     def ended(self, actor: int = 0) -> tuple[EndedTask, ...]:
         """Return the last ended tasks, or an actor's failed calls, latest first.

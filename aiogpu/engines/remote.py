@@ -859,11 +859,11 @@ class RemoteEngine(NodeClient):
         answer: Why | None = await self._inquire(WHY, task)
         return answer
 
-    async def timeline(self) -> list[Span]:
-        """Return the times and places of executed tasks; see `runtime.history`."""
+    async def timeline(self, most: int = 0) -> list[Span]:
+        """Return the times and places of executed tasks; see `History.spans`."""
         from aiogpu.observe.trace import Span
 
-        return [Span(*fields) for fields in await self._inquire(TIMELINE)]
+        return [Span(*fields) for fields in await self._inquire(TIMELINE, most)]
 
     async def ended(self, actor: int = 0) -> tuple[EndedTask, ...]:
         """Return the last ended tasks of the node, latest first.

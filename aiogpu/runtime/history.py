@@ -341,7 +341,7 @@ class History:
         return tuple(_ended(entry, now) for entry in islice(shown, LISTED))
 
     def spans(
-        self, workers: Iterable[WorkerRecord], now: float, epoch: float
+        self, workers: Iterable[WorkerRecord], now: float, epoch: float, most: int = 0
     ) -> list[Span]:
         """Return the ended and the running attempts, in the order of their start.
 
@@ -349,8 +349,10 @@ class History:
             workers: the live workers.
             now: the loop time.
             epoch: the difference between the time since the epoch and the loop time.
+            most: look at so many of the last ended attempts; 0 for all.
         """
-        entries = [entry for entry in self.entries() if entry.place is not None]
+        last = islice(self.entries(), most or None)
+        entries = [entry for entry in last if entry.place is not None]
         for worker in workers:
             record, site = worker.task, self.sites[worker.id]
             if record is not None and site.place is not None:

@@ -884,7 +884,7 @@ WHY_TASK: Final = "why task"
 """Asks why any task waits, by the node's number for it."""
 
 TIMELINE: Final = "timeline"
-"""Asks which tasks have run where and when."""
+"""Asks which tasks have run where and when; the number limits how many, 0 for all."""
 
 HISTORY: Final = "history"
 """Asks for the last tasks that have ended."""

@@ -277,3 +277,13 @@ def test_only_this_machine_reaches_a_loopback_address(host: str, is_own: bool) -
     by_address = guard.judge({"Host": "192.0.2.1", **cookie}, "", is_socket=False)
     by_name = guard.judge({"Host": "evil.example", **cookie}, "", is_socket=False)
     assert (by_address.status, by_name.status) == (403 if is_own else 200, 403)
+
+
+@pytest.mark.parametrize("path", ["/devices", "/timeline", "/task?id=7"])
+async def test_every_page_has_a_policy_and_needs_the_cookie(path: str) -> None:
+    async with dashboard() as (origin, token), visitor(origin) as client:
+        assert (await client.get(path)).status_code == 403
+        await client.get(token)
+        page = await client.get(path)
+        assert page.status_code == 200
+        assert "script-src 'self' 'nonce-" in page.headers["Content-Security-Policy"]
