@@ -249,18 +249,22 @@ class DevicesTab(Tab):
 
 
 class TimelineTab(Tab):
-    """What has run where and when: a row for each device and each worker."""
+    """What has run where and when: a row for each device, and for tasks without."""
 
     path = "/timeline"
     title = "Timeline"
 
     def __init__(self, *arguments: Any) -> None:
         self._problem = ""
+        self._spans: list[Span] | None = None
         self._asking: asyncio.Task[None] | None = None
         super().__init__(*arguments)
 
     def html(self) -> str:
-        """Return the head of the page, and ask for the next picture."""
+        """Return the head of the page, draw the last answer, and ask for the next."""
+        if self._spans is not None:
+            self._draw(self._spans)
+            self._spans = None
         if self._asking is None or self._asking.done():
             self._asking = asyncio.ensure_future(self._ask())
         problem = (
@@ -277,11 +281,14 @@ class TimelineTab(Tab):
 
     async def _ask(self) -> None:
         try:
-            spans = await self.collector.timeline()
+            # Drawn at the next update: outside of one, Bokeh lets nobody change a tab.
+            self._spans = await self.collector.timeline()
         except AiogpuError as error:
             self._problem = str(error)
             return
         self._problem = ""
+
+    def _draw(self, spans: list[Span]) -> None:
         status = self.collector.status
         owners = None if status is None else Owners(status)
         rows, columns = _bars(spans, owners, is_dark=self.is_dark)
@@ -312,7 +319,7 @@ class TimelineTab(Tab):
             line_width="width",
             source=self._source,
         )
-        shown = ("name", "task", "state", "ran", "waited", "program", "pid")
+        shown = ("name", "task", "state", "ran", "waited", "program", "worker", "pid")
         self._chart.add_tools(
             HoverTool(tooltips=[(name, f"@{name}") for name in shown]),
             TapTool(callback=OpenURL(url="/task?id=@task", same_tab=True)),
@@ -458,7 +465,7 @@ def _bars(
     devices, workers = Rows(DEVICES), Rows(WORKERS)
     names = (
         *("row", "left", "right", "color", "edge", "width"),
-        *("name", "task", "state", "ran", "waited", "program", "pid"),
+        *("name", "task", "state", "ran", "waited", "program", "worker", "pid"),
     )
     columns: dict[str, list[Any]] = {name: [] for name in names}
     placed = []
@@ -467,8 +474,9 @@ def _bars(
             (devices, devices.place((kind, index), f"{kind} {index}", each), each)
             for kind, index in each.devices
         ]
-        row = workers.place(each.worker, f"worker {each.worker}", each)
-        placed.append((workers, row, each))
+        # Most tasks with devices have a worker of their own: a row each says nothing.
+        if not each.devices:
+            placed.append((workers, workers.place("", "no device", each), each))
     labels = {
         (rows, event["tid"]): event["args"]["name"]
         for rows in (devices, workers)
@@ -491,6 +499,7 @@ def _bars(
             span(each.ended - each.started),
             span(each.started - each.queued),
             "" if owners is None else escaped(owners.name(each.client)),
+            each.worker,
             each.pid,
         )
         for name, value in zip(names, values, strict=True):
@@ -502,7 +511,7 @@ def _bars(
 
 
 def _natural(name: str) -> list[str]:
-    """Return a key by which "worker 10" comes after "worker 9"."""
+    """Return a key by which "GPU 10" comes after "GPU 9"."""
     return [part.rjust(20) if part.isdecimal() else part for part in name.split(" ")]
 
 

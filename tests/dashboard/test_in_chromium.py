@@ -31,6 +31,16 @@ FLAGS = (
     *("--disable-sync", "--host-resolver-rules=MAP evil.example 127.0.0.1"),
 )
 EVIL = "<img src=x onerror=alert(1)>"
+ROWS = """new Promise(done => {
+    const look = () => {
+        const models = [...Bokeh.documents[0]._all_models.values()]
+        const rows = models.flatMap(m => m.type == "FactorRange" ? m.factors : [])
+        if (rows.length) done(rows)
+    }
+    setInterval(look, 100)
+    setTimeout(() => done([]), 10000)
+})"""
+"""The rows of a timeline, once it is drawn."""
 PROGRAM = """
 import asyncio, sys, aiogpu
 
@@ -141,6 +151,8 @@ def test_each_page_fits_and_shows_names_as_text(
             expect(page.locator("[aria-current]")).to_have_text(name)
             expect(page.locator("canvas").first).to_be_visible()
             assert page.evaluate("document.documentElement.scrollWidth") <= width
+            if name == "Timeline":
+                assert "GPU 0" in page.evaluate(ROWS)
         is_dark = page.evaluate("getComputedStyle(document.body).backgroundColor")
         assert (is_dark == "rgb(20, 23, 26)") is (scheme == "dark")
         failure = page.get_by_role("row").filter(has_text="ValueError")

@@ -145,7 +145,7 @@ async def test_an_unknown_task_is_said_to_be_unknown() -> None:
     assert "The node does not know task 99" in shown(tab)
 
 
-async def test_the_timeline_has_a_row_for_each_device_and_worker() -> None:
+async def test_the_timeline_has_rows_for_devices_and_for_tasks_without() -> None:
     collector = Answers()
     collector.spans = [
         Span(1, "a", 0, 10, 101, (("GPU", 0),), 0.0, 1.0, 5.0, "finished"),
@@ -154,13 +154,11 @@ async def test_the_timeline_has_a_row_for_each_device_and_worker() -> None:
     ]
     tab = await opened(collector, "/timeline")
     rows = next(iter(tab.select({"type": FactorRange}))).factors  # type: ignore[arg-type]
-    assert rows == ["worker 10", "worker 9", "GPU 0 (2)", "GPU 0"]
+    assert rows == ["no device", "GPU 0 (2)", "GPU 0"]
     (data,) = (source.data for source in sources(tab) if "task" in source.data)
     bars = list(zip(data["row"], data["task"], data["ran"], data["width"], strict=True))
     assert bars == [
         ("GPU 0", 1, "4.0 s", 1),
-        ("worker 10", 1, "4.0 s", 1),
         ("GPU 0 (2)", 2, "4.0 s", 3),
-        ("worker 9", 2, "4.0 s", 3),
-        ("worker 9", 3, "1.5 s", 1),
+        ("no device", 3, "1.5 s", 1),
     ]
