@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from aiogpu.core.model.ids import OWN
 from aiogpu.observe.status import (
     Holder,
@@ -10,6 +12,9 @@ from aiogpu.observe.status import (
     held_tasks,
     name_and_pid,
 )
+
+ENDING: Final = -1
+"""Stands for the program of a holder whose task has ended: the status names none."""
 
 
 class Owners:
@@ -23,13 +28,15 @@ class Owners:
         self._by_name = {(t.pid, t.name): t.client for t in tasks}
         self._ids = {(t.pid, t.name): t.id for t in tasks}
         self._firsts = {(t.client, t.name): t.id for t in reversed(status.waiting)}
+        # Without a list of programs there is only the node's own.
+        self._default = ENDING if status.clients else OWN
         self._departed = status.departed
 
     def client(self, holder: Holder) -> int:
         """Return the number of the program to which a holder belongs."""
         found = self._by_worker.get(holder.worker)
         if found is None:
-            found = self._by_name.get((holder.pid, holder.task or ""), OWN)
+            found = self._by_name.get((holder.pid, holder.task or ""), self._default)
         return found
 
     def held_task(self, holder: Holder) -> int | None:
@@ -42,6 +49,8 @@ class Owners:
 
     def name(self, client: int) -> str:
         """Return the name and the process of a program."""
+        if client == ENDING:
+            return "of an ended task"
         if client not in self._known and str(client) in self._departed:
             return f"{self._departed[str(client)]} (has left)"
         return name_and_pid(client, self._known)
