@@ -28,7 +28,8 @@ HOUR: Final = 3600
 PATIENCE: Final = 15.0
 """Seconds that the node has to answer."""
 SPANS: Final = 500
-"""Ended tasks of a timeline: the node needs 2 ms of its loop for an answer."""
+"""Ended tasks of a timeline: an answer takes 1.1 ms of the node's loop, 2.6 at most; all
+10 000 take 28."""
 WINDOW: Final = 10
 """Samples over which a rate is measured."""
 
