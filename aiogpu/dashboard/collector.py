@@ -28,8 +28,8 @@ HOUR: Final = 3600
 PATIENCE: Final = 15.0
 """Seconds that the node has to answer."""
 SPANS: Final = 500
-"""Ended tasks of a timeline: an answer takes 1.1 ms of the node's loop, 2.6 at most; all
-10 000 take 28."""
+"""Ended tasks of a timeline. An answer takes the node's loop 1.1 ms, 2.6 ms at most;
+with all 10 000 tasks it would take 28 ms."""
 WINDOW: Final = 10
 """Samples over which a rate is measured."""
 
