@@ -339,6 +339,16 @@ async def actor_max_task_retries(at: Place) -> None:
             await actor.die_until.remote(str(at.path / "b"), 2)
 
 
+async def actor_evict_after(at: Place) -> None:
+    guest = Actor.options(num_gpus=GPUS, evict_after=0).remote()
+    await guest
+    async with Actor.options(num_gpus=GPUS).remote() as other:
+        await other
+        (state,) = (a.state for a in (await aiogpu.status()).actors if a.evictions)
+        assert state == "evicted"
+    await guest
+
+
 async def actor_max_concurrency(at: Place) -> None:
     gate = at.gate
     async with Actor.options(max_concurrency=2).remote() as actor:
@@ -442,11 +452,16 @@ REFUSED: Final[dict[str, dict[str, dict[str, Any]]]] = {
             "gpu_memory": "4GiB",
             "strategy": "spread",
             "priority": 1,
+            "evict_after": 1,
         },
         "method": {"run_timeout": 0.2},
     },
     "inline": {
-        "actor": {"max_concurrency": 2, "concurrency_groups": {"io": 2}},
+        "actor": {
+            "max_concurrency": 2,
+            "concurrency_groups": {"io": 2},
+            "evict_after": 1,
+        },
         "method": {"concurrency_group": "io"},
     },
 }

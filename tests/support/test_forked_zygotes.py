@@ -58,7 +58,7 @@ def worker_state() -> tuple[list[int], dict[str, Any]]:
         "environ": {k: v for k, v in os.environ.items() if k not in OF_A_TERMINAL},
         "place": os.getcwd(),
         "handlers": [
-            str(signal.getsignal(n)).partition(" object at ")[0]
+            str(signal.getsignal(n)).partition(" at 0x")[0]
             for n in signal.valid_signals()
         ],
         "collector": (gc.isenabled(), gc.get_threshold()),
