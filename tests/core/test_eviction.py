@@ -4,6 +4,7 @@ import pytest
 
 from aiogpu.core import effects
 from aiogpu.core.model.config import SchedulerConfig
+from aiogpu.core.queue.fair_share import Limits
 from aiogpu.core.records import TaskState
 from aiogpu.core.scheduler.scheduler import Scheduler
 from tests.core.builders import World
@@ -160,3 +161,34 @@ def test_late_events_change_nothing():
         assert not step(w.scheduler, w.now, *args)
     w.bring_back("m0")
     assert w.running == {"m0"}
+
+
+def test_several_actors_leave_for_one_task():
+    w = models(0.5, 0.5)
+    w.play("submit task gpus=1; advance 0.1")
+    assert w.evicted == {"m0", "m1"}
+    assert w.running == {"task"}
+
+
+def test_a_call_before_the_plan_leaves_nothing_to_do():
+    w = models(1)
+    w.play("submit task gpus=1; stir m0; advance 1.0")
+    assert w.running == {"m0"}
+
+
+def test_no_actor_leaves_for_a_task_that_its_program_may_not_start():
+    w = models(0.5, 0.5)
+    w.join(1, limits=Limits(max_share={"GPU": 0.25}))
+    w.play("submit first gpus=0.25 client=1; advance 0.1")
+    assert w.evicted == {"m0"}
+    w.play("submit second gpus=0.25 client=1; advance 1.0")
+    w.play("submit third gpus=0.5; advance 0.1")
+    assert w.waiting == {"second"}
+
+
+def test_other_tasks_end_while_an_actor_leaves():
+    w = models(1)
+    w.exits = False
+    w.play("submit other; submit task gpus=1; advance 0.1; finish other retry=True")
+    assert [*w.scheduler.evicting] == [w.tasks["m0"].id]
+    assert "other" in w.running

@@ -385,12 +385,12 @@ class Scheduler(SchedulerState):
 
     def stir(self, now: float, task: TaskId) -> Sequence[Effect]:
         """Note that an actor has a call again, so it stays."""
-        record = self.tasks.get(task)
         if self.resting.pop(task, None) is None and task in self.evicting:
             # The call was made after the decision, before it was carried out.
             self.evicting.discard(task)
-            if record is not None and record.worker is not None:
-                record.worker.is_leaving = False
+            worker = self.tasks[task].worker
+            assert worker is not None, task
+            worker.is_leaving = False
         return NOTHING
 
     @event
