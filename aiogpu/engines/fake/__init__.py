@@ -1,0 +1,1 @@
+"""Runs tasks and actors in this process, for tests and debuggers."""
