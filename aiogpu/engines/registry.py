@@ -32,7 +32,7 @@ def create_engine(
 
         return LocalEngine(options, loop)
     if address == "inline":
-        from aiogpu.engines.fake.engine import InlineEngine
+        from aiogpu.engines.inline.engine import InlineEngine
 
         return InlineEngine(options, loop)
     if address == "auto" or address.startswith(("/", "unix:")):

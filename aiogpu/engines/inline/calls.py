@@ -2,21 +2,20 @@
 
 A `Call` runs one function by `worker.invoke`, as a worker does. Plain code runs outside
 any event loop, in a callback of the program's loop; coroutines are asyncio tasks. Plain
-code that waits runs what it waits for, on top of itself (`TaskClient.wait_until`). A
-`Runner` is a queue of calls for one event loop, or for the plain code of one call.
+code that waits runs its children, on top of itself (`TaskClient.wait_until`). A
+`Runner` is the queue of an event loop, or of the plain code of one call.
 """
 
 from __future__ import annotations
 
 import asyncio
-import io
 import logging
 import os
 import time
 from _thread import get_ident
 from collections import deque
 from collections.abc import Callable, Coroutine, Generator, Iterable, Mapping
-from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager
 from contextvars import Context, ContextVar
 from enum import Enum
 from functools import partial
@@ -33,11 +32,7 @@ from aiogpu.client.current import (
     inline_report,
     no_call_to_report,
 )
-from aiogpu.client.function_spec import FunctionSpec
-from aiogpu.client.interface import Receiver
-from aiogpu.core.model.request import BundleRef, Shape
 from aiogpu.core.model.text import span
-from aiogpu.core.resources.ledger import Lease, Ledger
 from aiogpu.core.resources.placement_group import take_grouped
 from aiogpu.engines.base import check_arguments, check_func
 from aiogpu.errors import (
@@ -49,15 +44,8 @@ from aiogpu.errors import (
     NodeError,
     TaskCancelledError,
 )
-from aiogpu.serialization.exceptions import (
-    LEFT,
-    RAISED,
-    pack_failure,
-    unpack_failure,
-)
+from aiogpu.serialization.exceptions import LEFT, RAISED, pack_failure, unpack_failure
 from aiogpu.serialization.payload import MARK, Contents, Payload
-from aiogpu.serialization.references import PickledValue
-from aiogpu.wire.messages import Bind, Failed, Items
 from aiogpu.worker.invoke import (
     OWN_FRAMES,
     Callables,
@@ -72,28 +60,26 @@ from aiogpu.worker.invoke import (
 from aiogpu.worker.private_hooks import set_running_loop
 
 if TYPE_CHECKING:
-    from aiogpu.engines.fake.actors import InlineActors
+    from aiogpu.client.function_spec import FunctionSpec
+    from aiogpu.client.interface import Outcome, Receiver
+    from aiogpu.core.model.request import Shape
+    from aiogpu.core.resources.ledger import Ledger
+    from aiogpu.engines.inline.actors import InlineActors
     from aiogpu.runtime.devices.binding import Assignment
     from aiogpu.runtime.objects.values import Value
+    from aiogpu.serialization.references import PickledValue
+    from aiogpu.wire.messages import Bind, Failed, Items
 
 _log: Final = logging.getLogger(__name__)
 
 running_call: Final[ContextVar[Call | None]] = ContextVar("running_call", default=None)
 """The call of the running code; inherited by the asyncio tasks that it starts."""
 
-_OUR_FRAMES: Final = (OWN_FRAMES, os.path.dirname(__file__) + os.sep)
-"""Parts of the paths of this package's frames, which are cut from tracebacks."""
-
-_RESUME: Final = "resume"
-"""What a suspended plain call yields if `Call.step` shall continue it."""
-
-_ON_LOOP: Final = "on loop"
-"""What a plain call yields if an asyncio task shall continue it."""
+_OUR_FRAMES: Final = (OWN_FRAMES, os.path.dirname(__file__))
+"""Parts of the paths of frames that are cut from tracebacks."""
 
 
-@coroutine
-def _suspend(how: str) -> Generator[str]:
-    yield how
+# The state of the process while a call's code runs.
 
 
 @contextmanager
@@ -107,72 +93,41 @@ def outside_loop() -> Generator[None]:
         set_running_loop(loop)
 
 
-# The state of the process while a call's code runs.
-
-
-class _Nowhere(io.TextIOBase):
-    """A text file that drops what is written."""
-
-    def write(self, text: str, /) -> int:
-        """Drop the text; return its length."""
-        return len(text)
-
-
-_FACTS: Final = (
-    *("actor", "node", "worker", "task", "name"),
-    *("resources", "accelerators", "is_stopping"),
-)
-
-
 class Place:
     """The variables and facts that code sees; a context manager for each of its steps.
 
     Args:
         environ: variables of the environment.
-        facts: values of the attributes `_FACTS` of `client.current.current`.
-        is_silent: what the code prints is dropped.
+        facts: values of attributes of `client.current.current`.
     """
 
-    __slots__ = ("_before", "_environ", "_facts", "_is_silent")
+    __slots__ = ("_before", "_environ", "_facts")
 
-    def __init__(
-        self, environ: Mapping[str, str], facts: tuple[Any, ...], is_silent: bool
-    ) -> None:
+    def __init__(self, environ: Mapping[str, str], facts: Mapping[str, Any]) -> None:
         self._environ = environ
         self._facts = facts
-        self._is_silent = is_silent
-        self._before: list[tuple[dict[str, str | None], list[Any], ExitStack]] = []
+        self._before: list[tuple[dict[str, str | None], dict[str, Any]]] = []
 
     def __enter__(self) -> None:
         environ = {name: os.environ.get(name) for name in self._environ}
-        facts = [getattr(current, name) for name in _FACTS]
-        output = ExitStack()
-        if self._is_silent:
-            output.enter_context(redirect_stdout(_Nowhere()))
-            output.enter_context(redirect_stderr(_Nowhere()))
-        self._before.append((environ, facts, output))
-        _set_variables(self._environ)
-        _set_facts(self._facts)
+        facts = {name: getattr(current, name) for name in self._facts}
+        self._before.append((environ, facts))
+        _apply(self._environ, self._facts)
 
     def __exit__(self, *_: object) -> None:
-        environ, facts, output = self._before.pop()
-        _set_variables(environ)
-        _set_facts(facts)
-        output.close()
+        _apply(*self._before.pop())
 
 
-def _set_variables(environ: Mapping[str, str | None]) -> None:
+def _apply(environ: Mapping[str, str | None], facts: Mapping[str, Any]) -> None:
     for name, value in environ.items():
-        if os.environ.get(name) != value:
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
-def _set_facts(facts: Iterable[Any]) -> None:
-    for name, value in zip(_FACTS, facts, strict=True):
-        setattr(current, name, value)
+        if os.environ.get(name) == value:
+            continue
+        if value is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = value
+    for name, fact in facts.items():
+        setattr(current, name, fact)
 
 
 @coroutine
@@ -218,7 +173,7 @@ def make_task(
 
 
 class Step(Protocol):
-    """Something that a runner runs: a call, or an actor with calls."""
+    """An entry of a queue: a call, or an actor with calls."""
 
     def step(self, runner: Runner, /) -> None:
         """Run as far as possible now."""
@@ -247,9 +202,6 @@ class Runner:
         self._is_scheduled = False
         self._is_closed = False
 
-    def __repr__(self) -> str:
-        return f"<Runner {len(self.ready)} ready, {len(self.tasks)} tasks>"
-
     def add(self, step: Step) -> None:
         """Queue an entry; with the program if this runner's loop has ended."""
         if self._is_closed or (self.loop is not None and self.loop.is_closed()):
@@ -263,7 +215,6 @@ class Runner:
             self._is_scheduled = True
             # Not in the caller's context, which would keep the caller's call.
             self.loop.call_soon(self._take_turn, context=Context())
-            self.note()
 
     def _take_turn(self) -> None:
         self._is_scheduled = False
@@ -282,7 +233,7 @@ class Runner:
         return self.loop
 
     def note(self) -> None:
-        """Let waiting plain code look at what has changed."""
+        """Let plain code that waits look at what has changed."""
         if self._is_of_plain_code and self.loop is not None:
             self.loop.stop()
 
@@ -299,7 +250,7 @@ class Runner:
                 timer.cancel()
 
     def close(self) -> None:
-        """Hand over what is ready to the program, and close the loop of plain code."""
+        """Give what is ready to the program, and close the loop of plain code."""
         self._is_closed = True
         while self.ready:
             self._node.program.add(self.ready.popleft())
@@ -323,7 +274,7 @@ class State(Enum):
 
 
 class Call:
-    """One call of a function; tasks use this class itself.
+    """One call of a function; a task is of this class itself.
 
     Attributes:
         node: the node.
@@ -332,50 +283,49 @@ class Call:
         payload: the arguments.
         receiver: gets the outcome; None if nobody wants it.
         parent: the call that made this one; None for the program.
-        children: the unfinished calls of tasks that its code has made, by number.
+        children: the unfinished tasks that its code has made, by number.
+        started: asyncio tasks that its code has started.
         is_kept: it outlives its parent: it is detached, or its handle was returned.
         is_ready: its arguments are complete.
         state: see `State`.
         runner: runs it.
         place: what its code sees; set when it begins.
-        started: asyncio tasks that its code has started.
         limit: for a stream, the number of items that it may yield in all; else 0.
     """
 
     def __init__(
         self,
         node: InlineNode,
-        id_: int,
         func: FunctionSpec,
         payload: bytes,
         receiver: Receiver | None,
         parent: Call | None,
     ) -> None:
         self.node = node
-        self.id = id_
+        self.id = node.new_id()
         self.func = func
         self.payload = payload
         self.receiver = receiver
         self.parent = parent
         self.children: dict[int, Call] = {}
+        self.started: set[asyncio.Task[Any]] = set()
         self.is_kept = func.spec.is_detached
         self.is_ready = False
         self.state = State.WAITING
         self.runner: Runner = node.program
         self.place: Place
-        self.started: set[asyncio.Task[Any]] = set()
         self.limit = func.window
         self._passed = 0
         self._stream: StreamSender | None = None
         self._retries = func.spec.max_retries
-        self._client: TaskClient
+        self._client = TaskClient(self)
         self._code: Coroutine[Any, Any, Any]
-        self._context: Context
+        self._context = Context()
         self._task: asyncio.Task[Any] | None = None
         self._submitted = time.monotonic()
         self._begun: float | None = None
         self._timer: asyncio.TimerHandle | None = None
-        node.calls[id_] = self
+        node.calls[self.id] = self
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.id} {self.name} {self.state.value}>"
@@ -411,25 +361,23 @@ class Call:
         inline_client.set(self._client)
         inline_report.set(self.report)
 
-    def deliver(self, outcome: bytes | Exception | Failed) -> None:
-        """Settle the receiver, once."""
-        receiver, self.receiver = self.receiver, None
-        if receiver is None:
-            return
-        try:
-            receiver.settle(outcome)
-        except Exception as fault:  # noqa: BLE001 - passed to the receiver
-            from aiogpu.runtime.pending_tasks import settle_with_fault
+    def make_ready(self) -> None:
+        """Queue the call, whose arguments are complete."""
+        self.runner.add(self)
 
-            settle_with_fault(receiver, fault)
+    def move_to(self, runner: Runner) -> bool:
+        """Let a runner run the call, since its code waits; False if that is too late.
+
+        Then the call goes on only when the waiting code has returned.
+        """
+        if self.state is State.WAITING and self.runner is not runner and self.is_ready:
+            runner.add(self)
+            return True
+        return self.runner is runner or self.state is State.ENDED
 
     def on_failed(self, failed: Failed, error: Exception) -> None:
         """Handle an exception of the code; `error` is what the caller gets."""
         self.deliver(error)
-
-    def on_done(self, payload: bytes) -> None:
-        """Handle a result."""
-        self.deliver(payload)
 
     def end(self) -> None:
         """Note that the code has stopped, or never begins."""
@@ -441,16 +389,22 @@ class Call:
             self._timer.cancel()
         self.runner.note()
 
-    # Before it runs.
+    def end_started(self) -> None:
+        """Stop the children and asyncio tasks that do not outlive this call."""
+        for task in self.started:
+            task.cancel()
+        for child in list(self.children.values()):
+            if not child.is_kept:
+                child.disown()
+
+    # From its submission to its code's end.
 
     def enqueue(self, runner: Runner) -> None:
         """Queue the call, now or when its arguments are complete."""
         self.runner = runner
         timeout = self.func.spec.timeout
-        if timeout is not None and self.node.program is runner:
-            self._timer = self.node.loop.call_later(
-                timeout, self.expire, context=Context()
-            )
+        if timeout is not None:
+            self._set_timer(self.node.loop, self._submitted + timeout)
         if type(self.payload) is Payload and self.payload.needs:
             from aiogpu.runtime.objects.values import await_arguments
 
@@ -460,60 +414,27 @@ class Call:
             self.make_ready()
 
     def _on_arguments(self, failed: Value | None) -> None:
-        if self.state is not State.WAITING:
-            return
         self.is_ready = True
+        if self.state is State.ENDED:
+            return
         if failed is None:
             self.make_ready()
         else:
-            assert failed.outcome is not None, failed
-            self.stop(failed.outcome)  # type: ignore[arg-type]
-
-    def make_ready(self) -> None:
-        """Queue the call, whose arguments are complete."""
-        self.runner.add(self)
-
-    def producers(self) -> list[int]:
-        """Return the tasks whose results are its missing arguments."""
-        if self.is_ready or type(self.payload) is not Payload:
-            return []
-        return [value.task for value in self.payload.needs if value.is_pending]
-
-    def is_blocked(self, runner: Runner) -> bool:
-        """Return True if it runs where nothing goes on while a runner's code waits."""
-        return self.state is State.RUNNING and self.runner is not runner
-
-    def move_to(self, runner: Runner) -> list[int]:
-        """Let a runner run this call; return the calls that must end before it."""
-        if self.state is not State.RUNNING and self.runner is not runner:
-            self.runner = runner
-            if self.is_ready:
-                self.make_ready()
-        return self.producers()
-
-    def deadlock(self, why: str) -> DeadlockError:
-        """Return the error of a wait for this call that could never end."""
-        return DeadlockError(
-            f"{self.name} {why}. An inline node has one thread, so the wait could "
-            f"never end. Wait in an `async def`, or open a node with address='local'."
-        )
-
-    # While it runs.
+            self.stop(failed.outcome)
 
     def step(self, runner: Runner) -> None:
         """Begin the call, or continue a generator, unless another runner did."""
         if self.state is State.WAITING and self.is_ready:
             self.runner = runner
             self._begin()
-        elif self.state is State.HELD:
-            assert self._stream is not None, self
+        elif self._stream is not None and self.state is State.HELD:
+            self.runner = runner
             if not self._stream.is_held:
-                self.runner = runner
                 self._advance()
 
     def _begin(self) -> None:
         if self._is_late():
-            self.expire()
+            self._expire()
             return
         try:
             self.place = self.make_place()
@@ -521,7 +442,6 @@ class Call:
             self.stop(error)
             return
         self.state, self._begun = State.RUNNING, time.monotonic()
-        self._client = TaskClient(self)
         functions, name = self.target()
         payload = self.payload
         if type(payload) is Payload and payload.needs:
@@ -535,7 +455,6 @@ class Call:
         self._code = invoke(
             CallInvoker(self), self.id, functions, name, payload, self._stream
         )
-        self._context = Context()
         self._context.run(self.set_context)
         if self.is_coroutine:
             self._go_on_loop()
@@ -548,53 +467,42 @@ class Call:
         with outside_loop():
             try:
                 with self.place:
-                    how = self._context.run(self._code.send, None)
+                    self.state = self._context.run(self._code.send, None)
             except StopIteration as ended:
-                how, outcome = "", ended.value
+                outcome = ended.value
                 self._client.close()
-        if how == _ON_LOOP:
-            self._go_on_loop()
-        elif how == _RESUME:
-            self.state = State.HELD
-        else:
+            else:
+                outcome = None
+        if outcome is not None:
             self._finish(outcome)
+        elif self.state is State.RUNNING:
+            self._go_on_loop()
 
     def _go_on_loop(self) -> None:
         loop = self.runner.event_loop()
+        code = driven(self.place, self._code)
         self._task = asyncio.Task(
-            driven(self.place, self._code),
-            loop=loop,
-            name=self.name,
-            context=self._context,
+            code, loop=loop, name=self.name, context=self._context
         )
         self.runner.tasks.add(self._task)
         self._task.add_done_callback(self._on_task_done, context=Context())
-        ends = [end for end in self._ends() if end is not None]
+        ends = self._ends()
         if ends:
-            if self._timer is not None:
-                self._timer.cancel()
-            delay = max(min(ends) - time.monotonic(), 0.0)
-            self._timer = loop.call_later(delay, self.expire, context=Context())
+            self._set_timer(loop, min(ends))
 
     def _on_task_done(self, task: asyncio.Task[Any]) -> None:
         self.runner.tasks.discard(task)
         self._task = None
-        self.cancel_started()
         outcome: Any = Raised(RAISED, asyncio.CancelledError())
         if task.cancelled():
-            self._code.close()
+            self._code.close()  # it has not begun
         else:
             outcome = task.result()
         error = outcome.error if type(outcome) is Raised else None
         if task.cancelling() and type(error) is asyncio.CancelledError:
-            # The loop is ending, or another task of the program has cancelled this.
+            # The loop is ending, or other code of the program has cancelled the task.
             self.deliver(NodeClosedError(f"the event loop of {self.name} has ended."))
         self._finish(outcome)
-
-    def cancel_started(self) -> None:
-        """Cancel the asyncio tasks that the code has left."""
-        for started in self.started:
-            started.cancel()
 
     def pack(self, outgoing: PickledValue) -> bytes:
         """Make a payload; children whose handles it holds outlive the call."""
@@ -604,15 +512,15 @@ class Call:
                 child.is_kept = True
         return self.node.pack(outgoing)
 
-    def resume(self) -> None:
-        """Continue a generator, since its consumer has taken items."""
-        self.runner.add(self)
-
     def demand(self, limit: int) -> None:
         """Set the number of items that its generator may yield in all."""
         self.limit = limit
         if self._stream is not None:
             self._stream.raise_limit(limit)
+
+    def resume(self) -> None:
+        """Continue a plain generator, since its consumer has taken items."""
+        self.runner.add(self)
 
     def _on_items(self, items: Items) -> None:
         self._passed += 1
@@ -631,7 +539,7 @@ class Call:
         if get_ident() == self.node.thread:
             self._on_report(payload)
         else:
-            self.node.loop.call_soon_threadsafe(self._on_report, payload)
+            self.node.soon(partial(self._on_report, payload))
 
     def _on_report(self, payload: bytes) -> None:
         receive = getattr(self.receiver, "receive_report", None)  # `map` has none
@@ -641,24 +549,35 @@ class Call:
 
     # Its end.
 
+    def deliver(self, outcome: Outcome) -> None:
+        """Settle the receiver, once."""
+        receiver, self.receiver = self.receiver, None
+        if receiver is None:
+            return
+        try:
+            receiver.settle(outcome)
+        except Exception as fault:  # noqa: BLE001 - passed to the receiver
+            from aiogpu.runtime.pending_tasks import settle_with_fault
+
+            settle_with_fault(receiver, fault)
+
     def _finish(self, outcome: Any) -> None:
-        self.stop_children()
+        self.end_started()
         if self.receiver is not None and self._is_late():
-            self.expire()
+            self._expire()  # plain code cannot be stopped
         if type(outcome) is not Raised:
             self.end()
-            self.on_done(outcome.payload)
+            self.deliver(outcome.payload)
             return
         failed, error = self._describe(outcome)
         if failed.is_retried and self._retries and self.receiver is not None:
             self._retries -= self._retries > 0
-            self.state, self.children = State.WAITING, {}
+            self.state = State.WAITING
+            self._context = Context()
             self.runner.add(self)
             return
         self.end()
         self.on_failed(failed, error)
-        if type(outcome.error) is KeyboardInterrupt:
-            raise outcome.error  # it ends the program
 
     def _describe(self, outcome: Raised) -> tuple[Failed, Exception]:
         """Return the failure as a worker would send it, and the caller's exception."""
@@ -672,35 +591,41 @@ class Call:
             rules = self.node.retry_rules
             failed = rules.mark(failed, self.name, self.func.retried, error)
         raised = unpack_failure(failed, self.name)
-        # So a debugger finds the frames of the task.
-        return failed, BaseException.with_traceback(raised, trace)  # type: ignore[return-value]
+        BaseException.with_traceback(raised, trace)  # a debugger finds the task's
+        return failed, raised
 
-    def _ends(self) -> tuple[float | None, float | None]:
+    def _ends(self) -> list[float]:
         """Return the times at which `timeout` and `run_timeout` are over."""
         timeout, limit = self.func.spec.timeout, self.run_timeout
-        late = None if timeout is None else self._submitted + timeout
-        begun = self._begun
-        return late, None if limit is None or begun is None else begun + limit
+        ends = [] if timeout is None else [self._submitted + timeout]
+        if limit is not None and self._begun is not None:
+            ends.append(self._begun + limit)
+        return ends
 
     def _is_late(self) -> bool:
         now = time.monotonic()
-        return any(end is not None and end <= now for end in self._ends())
+        return any(end <= now for end in self._ends())
 
-    def expire(self) -> None:
+    def _set_timer(self, loop: asyncio.AbstractEventLoop, when: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        delay = max(when - time.monotonic(), 0.0)
+        self._timer = loop.call_later(delay, self._expire, context=Context())
+
+    def _expire(self) -> None:
         """Fail and stop the call, whose time is over."""
         from aiogpu.runtime.pending_tasks import overrun, too_late
 
-        now, late = time.monotonic(), self._ends()[0]
-        ran = "it did not begin"
-        if self._begun is not None:
-            ran = f"it ran {span(now - self._begun)}"
-        if late is not None and late <= now:
-            waited = span((self._begun or now) - self._submitted)
-            self.stop(too_late(self.func.spec, f"it waited {waited}, and {ran}"))
+        now, timeout = time.monotonic(), self.func.spec.timeout
+        begun = now if self._begun is None else self._begun
+        ran = f"it ran {span(now - begun)}"
+        if timeout is not None and now >= self._submitted + timeout:
+            lapse = f"it waited {span(begun - self._submitted)}, and {ran}"
+            self.stop(too_late(self.func.spec, lapse))
         else:
             self.stop(overrun(self.name, self.run_timeout, ran))
 
-    def stop(self, outcome: Exception | Failed | None = None) -> None:
+    def stop(self, outcome: Outcome | None = None) -> None:
         """Stop the call as far as possible; its receiver gets only `outcome`.
 
         Plain code that runs cannot be stopped.
@@ -710,20 +635,14 @@ class Call:
         self.receiver = None
         if self.state is State.WAITING:
             self.end()
-        elif self._task is not None:
+        elif self._task is not None and not self._task.get_loop().is_closed():
             self._task.cancel()
         elif self.state is State.HELD:
             with outside_loop(), self.place:
                 self._context.run(self._code.close)
                 self._client.close()
-            self.stop_children()
+            self.end_started()
             self.end()
-
-    def stop_children(self) -> None:
-        """Stop the children that do not outlive this call."""
-        for child in list(self.children.values()):
-            if not child.is_kept:
-                child.disown()
 
     def disown(self) -> None:
         """Stop the call, since its parent has ended."""
@@ -732,6 +651,14 @@ class Call:
                 f"{self.name} was stopped, since the task that had started it has "
                 f"ended or is being stopped."
             )
+        )
+
+    def deadlock(self) -> DeadlockError:
+        """Return the error of a wait for this call that could never end."""
+        return DeadlockError(
+            f"{self.name} cannot run while this code waits for it: an inline node has "
+            f"one thread, where plain methods of an actor run one at a time. The wait "
+            f"could never end. Wait in an `async def`, or use address='local'."
         )
 
 
@@ -746,10 +673,14 @@ def _users_frames(error: BaseException) -> TracebackType | None:
     return trace
 
 
+@coroutine
+def _suspend(state: State) -> Generator[State]:
+    """Suspend plain code: HELD, or RUNNING to continue as an asyncio task."""
+    yield state
+
+
 class CallInvoker(Invoker):
     """The parts of `invoke` that differ for a call of an inline node."""
-
-    __slots__ = ("_call", "_is_on_loop")
 
     def __init__(self, call: Call) -> None:
         self._call = call
@@ -758,7 +689,7 @@ class CallInvoker(Invoker):
     async def _move_to_loop(self) -> None:
         if not self._is_on_loop:
             self._is_on_loop = True
-            await _suspend(_ON_LOOP)
+            await _suspend(State.RUNNING)
 
     async def wait(self, coroutine: CoroutineType[Any, Any, Any], call: int) -> Any:
         """Await a coroutine on an event loop."""
@@ -778,7 +709,7 @@ class CallInvoker(Invoker):
                 stream.send(item)
                 del item
                 while stream.is_held:
-                    await _suspend(_RESUME)
+                    await _suspend(State.HELD)
         finally:
             if hasattr(items, "close"):
                 items.close()
@@ -804,9 +735,6 @@ class TaskClient:
         self._own: Runner | None = None
         self._awaited: tuple[int, ...] = ()
 
-    def __repr__(self) -> str:
-        return f"<TaskClient of {self._call!r}>"
-
     @property
     def waits(self) -> InlineNode:
         """The observer of waits on event loops."""
@@ -819,7 +747,7 @@ class TaskClient:
 
     @property
     def runner(self) -> Runner:
-        """The runner of what the code that runs now starts."""
+        """The runner of what the running code starts."""
         loop = asyncio._get_running_loop()
         if loop is not None:
             return self._node.runner_of(loop)
@@ -845,7 +773,7 @@ class TaskClient:
             MisuseError: the call has ended.
             NodeError: the caller is in another thread, or blocks the actor's loop.
         """
-        called = self._node.actors.held_by_caller(actor)
+        called = self._node.actors.known(actor)
         what = f"{called.name}.{method}.remote()"
         self._check(what)
         if called.is_async:
@@ -858,7 +786,7 @@ class TaskClient:
         return called.submit(method, payload, receiver, self._call, self.runner)
 
     def serve_loop(self) -> None:
-        """Do nothing: what is waited for is moved to the waiting loop."""
+        """Do nothing: a waiting loop runs what its code waits for."""
 
     def demand(self, number: int, limit: int, /) -> None:
         """Set the number of items that a stream may yield in all."""
@@ -894,54 +822,45 @@ class TaskClient:
     ) -> bool:
         """Run calls until `is_done()`; False if the deadline passes first.
 
+        The order: what this code has started, what it waits for, and only if both
+        depend on others, what the program has started.
+
         Raises:
             DeadlockError: nothing is left to run, and there is no deadline.
         """
-        runner, awaited = self.runner, self._awaited
-        self._node.move(awaited, runner)
+        calls, runner, program = self._node.calls, self.runner, self._node.program
+        awaited = [calls[number] for number in self._awaited if number in calls]
+        for call in awaited:
+            call.move_to(runner)
         while not is_done():
             if runner.ready:
                 runner.ready.popleft().step(runner)
             elif runner.tasks:
                 runner.run_tasks(deadline)
-            elif deadline is None:
-                raise self._stuck(awaited)
-            else:
+            elif program.ready:
+                program.ready.popleft().step(program)
+            elif deadline is not None:
                 time.sleep(max(deadline - time.monotonic(), 0.0))
+            else:
+                raise awaited[0].deadlock() if awaited else self._call.deadlock()
             if deadline is not None and time.monotonic() >= deadline:
                 return is_done()
         return True
 
-    def _stuck(self, awaited: tuple[int, ...]) -> DeadlockError:
-        calls = [self._node.calls[each] for each in awaited if each in self._node.calls]
-        if calls:
-            return calls[0].deadlock("can never run")
-        return DeadlockError(
-            f"{self._call.name} waits for what only the program's event loop can "
-            f"bring, and blocks that loop. The wait could never end. Make the caller "
-            f"an `async def`, or open a node with address='local'."
-        )
-
     def close(self) -> None:
         """Stop the children of plain code that has returned, and close its loop."""
-        self._call.stop_children()
+        self._call.end_started()
         own, self._own = self._own, None
-        for child in list(self._call.children.values()):
-            if child.runner not in (own, self._node.program):
-                child.disown()  # its loop was stopped by the code that made it
-                child.end()
-        if own is None:
-            return
-        until = time.monotonic() + self._node.grace
-        while own.tasks and time.monotonic() < until:
-            own.run_tasks(until)
-        if own.tasks:
+        if own is not None:
+            until = time.monotonic() + self._node.grace
+            while own.tasks and time.monotonic() < until:
+                own.run_tasks(until)
             self._node.warn_of(own.tasks)
-            for call in list(self._node.calls.values()):
-                if call.runner is own and call.state is State.RUNNING:
-                    call.disown()
-                    call.end()
-        own.close()
+            own.close()
+        for child in list(self._call.children.values()):
+            if child.state is State.RUNNING and child.runner is not self._node.program:
+                child.disown()  # it goes on no more: its loop has stopped
+                child.end()
 
     def _check(self, what: str) -> None:
         if self._call.state is State.ENDED:
@@ -977,13 +896,17 @@ class InlineNode:
         loop: the loop of the program.
         thread: the thread of this loop.
         ledger: the resources.
+        assignment: assigns their devices.
         grace: seconds that a cancelled coroutine has to end.
         program: the runner of the program's loop.
+        runners: all runners with a loop.
         actors: the actors.
         calls: the calls that have not ended, by number.
         functions: the unpickled functions, as in a worker.
+        retry_rules: decide which failures are retried.
         is_closing: the node is being closed.
         is_stop_announced: the program is about to stop.
+        new_id: returns the number of the next call or actor.
     """
 
     actors: InlineActors
@@ -994,7 +917,6 @@ class InlineNode:
         ledger: Ledger,
         assignment: Assignment,
         grace: float,
-        is_silent: bool,
     ) -> None:
         self.loop = loop
         self.thread = get_ident()
@@ -1002,17 +924,16 @@ class InlineNode:
         self.assignment = assignment
         self.grace = grace
         self.program = Runner(self, loop)
+        self.runners: WeakKeyDictionary[asyncio.AbstractEventLoop, Runner]
+        self.runners = WeakKeyDictionary({loop: self.program})
         self.calls: dict[int, Call] = {}
         self.functions = Functions()
         self.retry_rules = RetryRules()
         self.is_closing = self.is_stop_announced = False
         self.new_id: Final = count(1).__next__
-        self._is_silent = is_silent
         self._id = f"inline-{os.getpid()}"
         self._mark = object()  # marks functions that were found feasible
         self._binds: dict[Shape, Bind] = {}
-        self.runners: WeakKeyDictionary[asyncio.AbstractEventLoop, Runner]
-        self.runners = WeakKeyDictionary({loop: self.program})
 
     def __repr__(self) -> str:
         return f"<InlineNode {len(self.calls)} calls>"
@@ -1042,19 +963,18 @@ class InlineNode:
         runner: Runner,
     ) -> int:
         """Queue a task; return its number. See `Engine.submit`."""
-        number = self.new_id()
         try:
             self.check(func, payload)
         except InfeasibleError as error:
             if parent is None:
                 raise
             receiver.settle(error)
-            return number
-        call = Call(self, number, func, payload, receiver, parent)
+            return self.new_id()
+        call = Call(self, func, payload, receiver, parent)
         if parent is not None:
-            parent.children[number] = call
+            parent.children[call.id] = call
         call.enqueue(self.program if call.is_kept else runner)
-        return number
+        return call.id
 
     def learn(self, func: FunctionSpec) -> int:
         """Add a function to `functions`; return its name there."""
@@ -1068,64 +988,62 @@ class InlineNode:
     @staticmethod
     def pack(outgoing: PickledValue) -> bytes:
         """Make the payload of a compound value; see `Engine.pack`."""
-        values = tuple(handle.share() for handle in outgoing.handles)
-        parts = tuple(
-            part if type(part) is bytes else InlineNode.pack(part)
-            for part in outgoing.parts
-        )
+        needs = tuple(handle.share() for handle in outgoing.handles)
         contents = Contents(
             stream=outgoing.stream,
             segment=int(bool(outgoing.buffers)),
-            needs=tuple(value.id for value in values),
+            needs=tuple(value.id for value in needs),
             places=outgoing.places,
-            parts=parts,
+            parts=tuple(
+                part if type(part) is bytes else InlineNode.pack(part)
+                for part in outgoing.parts
+            ),
             values=outgoing.values,
             returns=outgoing.returns,
             actors=outgoing.actors,
         )
-        buffers = CopiedBuffers(outgoing.buffers) if outgoing.buffers else None
-        # Nobody reads the packed form: the payload stays in this process.
-        return Payload.of(contents, outgoing.references, buffers, values, MARK)
-
-    def take(self, func: FunctionSpec) -> Lease:
-        """Return the lease that an idle node gives to a request, already given back.
-
-        Raises:
-            PlacementRemovedError: the request's placement group was removed.
-            InfeasibleError: it does not fit into the group.
-        """
-        request = func.spec.shape.request
-        lease = take_grouped(self.ledger, request)
-        if lease is not None:
-            self.ledger.give_back(lease)
-            return lease
-        group = request.placement_group
-        assert isinstance(group, BundleRef), request
-        from aiogpu.runtime.callers.leases import removed
-
-        raise removed(group.name, func.spec.name, "was removed")
+        # No process reads the packed form: the payload stays in this one.
+        buffers = CopiedBuffers(outgoing.buffers)
+        return Payload.of(contents, outgoing.references, buffers, needs, MARK)
 
     def bind(self, func: FunctionSpec) -> Bind:
-        """Return the devices and variables of a function's calls."""
+        """Return the devices and variables that an idle node assigns to a function.
+
+        Raises:
+            PlacementRemovedError: its placement group was removed.
+        """
         shape = func.spec.shape
         bind = self._binds.get(shape)
-        if bind is None:
-            bind = self.assignment.bind(self.take(func), func.environ)
-            if not func.spec.is_grouped:
-                self._binds[shape] = bind
+        if bind is not None:
+            return bind
+        lease = take_grouped(self.ledger, shape.request)
+        if lease is None:  # `check` has found that it fits
+            from aiogpu.runtime.callers.leases import removed
+
+            group: Any = shape.request.placement_group
+            raise removed(group.name, func.spec.name, "was removed")
+        self.ledger.give_back(lease)
+        bind = self.assignment.bind(lease, func.environ)
+        if not func.spec.is_grouped:
+            self._binds[shape] = bind
         return bind
 
     def place(self, func: FunctionSpec, number: int, actor: int | None) -> Place:
         """Return what the code of a task or actor sees."""
         bind = self.bind(func)
-        facts = (
-            *(actor, self._id, number, number, func.spec.name),
-            *(func.resources, bind.accelerators, self.is_stopping),
-        )
-        return Place(bind.environ, facts, self._is_silent)
+        facts = {
+            "actor": actor,
+            "node": self._id,
+            "worker": number,
+            "task": number,
+            "name": func.spec.name,
+            "resources": func.resources,
+            "accelerators": bind.accelerators,
+            "is_stopping": self._is_stopping,
+        }
+        return Place(bind.environ, facts)
 
-    def is_stopping(self, task: int) -> bool:
-        """Return whether a task, or the node, is to stop."""
+    def _is_stopping(self, task: int) -> bool:
         call = self.calls.get(task)
         is_unwanted = call is not None and call.receiver is None
         return is_unwanted or self.is_closing or self.is_stop_announced
@@ -1138,26 +1056,9 @@ class InlineNode:
         return runner
 
     def runner_here(self) -> Runner:
-        """Return the runner of the running code."""
+        """Return the runner of what the running code starts."""
         client: Any = inline_client.get()
         return self.program if client is None else client.runner
-
-    def move(self, numbers: Iterable[int], runner: Runner) -> Call | None:
-        """Let a runner run calls and what they need, since its code waits for them.
-
-        Returns:
-            A call that runs where nothing goes on while the code waits, or None.
-        """
-        seen: set[int] = set()
-        pending, blocked = list(numbers)[::-1], None
-        while pending:
-            call = self.calls.get(pending.pop())
-            if call is not None and call.id not in seen:
-                seen.add(call.id)
-                if call.is_blocked(runner):
-                    blocked = call
-                pending += call.move_to(runner)
-        return blocked
 
     def cancel(self, number: int) -> None:
         """Cancel a task or call; its receiver gets no outcome."""
@@ -1177,31 +1078,32 @@ class InlineNode:
             self.loop.call_soon_threadsafe(call)
 
     def warn_of(self, tasks: Iterable[asyncio.Task[Any]]) -> None:
-        """Log coroutines that go on after they were cancelled."""
+        """Log coroutines that go on after they were cancelled, if there are any."""
         names = ", ".join(sorted(task.get_name() for task in tasks))
-        _log.warning(
-            "! %s: cancelled %g s ago and still running. In its own process it would "
-            "be killed; here its code may go on beside other code.",
-            names,
-            self.grace,
-        )
+        if names:
+            _log.warning(
+                "! %s: cancelled %g s ago and still running. A worker would be killed; "
+                "here the code is abandoned.",
+                names,
+                self.grace,
+            )
 
-    # Waits on the event loops of tasks; see `client.interface.Waits`.
+    # Waits on event loops; see `client.interface.Waits`.
 
     def begin_wait(self, task: int) -> None:
-        """Let the running loop run what its code waits for.
+        """Let the running loop, if it is a task's, run what its code waits for.
 
         Raises:
             DeadlockError: what it waits for cannot go on.
         """
-        loop = asyncio._get_running_loop()
-        if loop is not None and loop is not self.loop:
-            blocked = self.move((task,), self.runner_of(loop))
-            if blocked is not None:
-                raise blocked.deadlock("runs, and cannot go on while this code waits")
+        loop, call = asyncio._get_running_loop(), self.calls.get(task)
+        if loop is None or loop is self.loop or call is None:
+            return
+        if not call.move_to(self.runner_of(loop)):
+            raise call.deadlock()
 
     def end_wait(self, task: int) -> None:
-        """Do nothing: see `client.interface.Waits`."""
+        """Do nothing."""
 
     def settle(self, task: int) -> None:
-        """Do nothing: see `client.interface.Waits`."""
+        """Do nothing."""

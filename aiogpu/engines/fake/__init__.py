@@ -1,1 +1,0 @@
-"""Runs tasks and actors in this process, for tests and debuggers."""
