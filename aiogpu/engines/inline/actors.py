@@ -13,7 +13,7 @@ from collections import deque
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from aiogpu.client.current import method_called, no_call_to_report
+from aiogpu.client.current import no_call_to_report
 from aiogpu.core.resources.placement_group import room_for
 from aiogpu.engines.inline.calls import (
     Call,
@@ -73,10 +73,10 @@ class CallOfActor(Call):
 class Creation(CallOfActor):
     """The call of an actor's constructor; its receiver is the actor."""
 
-    @property
-    def is_coroutine(self) -> bool:
-        """False: a constructor is plain code."""
-        return False
+    def __init__(self, actor: InlineActor, payload: bytes) -> None:
+        super().__init__(actor, payload, actor)
+        self.is_coroutine = False
+        self.actor_id = actor.id or self.id
 
     def target(self) -> tuple[Callables, Any]:
         """Return the constructor, which passes the object to the actor."""
@@ -85,12 +85,7 @@ class Creation(CallOfActor):
 
     def _keep(self, made: object) -> None:
         if self.receiver is not None:  # else the actor was killed meanwhile
-            self.actor.keep(made)
-
-    def make_place(self) -> Place:
-        """Return what all code of the actor sees."""
-        self.actor.place = self.node.place(self.func, self.actor.id, self.actor.id)
-        return self.actor.place
+            self.actor.keep(made, self.place)
 
     def report(self, payload: bytes) -> None:
         """Refuse: no caller waits for a constructor.
@@ -109,7 +104,6 @@ class MethodCall(CallOfActor):
     """One call of a method.
 
     Attributes:
-        method: its name on the wire.
         group: its concurrency group.
     """
 
@@ -122,37 +116,17 @@ class MethodCall(CallOfActor):
         parent: Call | None,
     ) -> None:
         super().__init__(actor, payload, receiver, parent)
-        self.method = method
-        self.group = actor.terms.groups.get(method, DEFAULT_GROUP)
-        self.limit = actor.terms.windows.get(method, 0)
-
-    @property
-    def name(self) -> str:
-        """The name in errors."""
-        return f"{self.func.spec.name}.{plain_name(self.method)}"
-
-    @property
-    def is_coroutine(self) -> bool:
-        """True for a class with coroutine methods."""
-        return self.actor.is_async
-
-    @property
-    def run_timeout(self) -> float | None:
-        """Seconds that the method may run."""
-        return self.actor.terms.run_limits.get(self.method)
+        terms = actor.terms
+        self.name = f"{self.func.spec.name}.{plain_name(method)}"
+        self.called = method, self.id
+        self.is_coroutine = actor.is_async
+        self.run_timeout = terms.run_limits.get(method)
+        self.group = terms.groups.get(method, DEFAULT_GROUP)
+        self.limit = terms.windows.get(method, 0)
 
     def target(self) -> tuple[Callables, Any]:
         """Return the object's methods, and the name of this one."""
-        return self.actor.methods, self.method
-
-    def make_place(self) -> Place:
-        """Return what all code of the actor sees."""
-        return self.actor.place
-
-    def set_context(self) -> None:
-        """Set the variables of the context in which the code runs."""
-        super().set_context()
-        method_called.set((self.method, self.id))
+        return self.actor.methods, self.called[0]
 
     def make_ready(self) -> None:
         """Let the actor run its next call."""
@@ -219,7 +193,6 @@ class InlineActor:
         creation: the call of its constructor; None once that has returned.
         id: its number, which is that of the first `creation`.
         methods: the methods of the object.
-        place: what its code sees.
         queue: calls that have not begun.
         running: calls that have begun.
     """
@@ -243,18 +216,19 @@ class InlineActor:
         self.started: set[asyncio.Task[Any]] = set()
         self.queue: deque[MethodCall] = deque()
         self.running: dict[int, MethodCall] = {}
-        self.methods: Methods
-        self.place: Place
+        self.methods = Methods(None)
         self._actors = actors
         self._payload = payload
         self._object: Any = None
+        self._place: Place
         self._error: Exception | None = None
         self._is_ending = False  # its `async with` block was left
         self._restarts = func.spec.max_retries
         self._wait_for_start: list[Receiver] = []
         self._wait_for_loss: list[Receiver] = []
         self._wait_for_end: list[Receiver] = []
-        self.creation: Creation | None = Creation(self, payload, self)
+        self.id = 0
+        self.creation: Creation | None = Creation(self, payload)
         self.id = self.creation.id
         self.creation.enqueue(self.node.runner_here())
 
@@ -268,15 +242,17 @@ class InlineActor:
 
     # Its object.
 
-    def keep(self, made: object) -> None:
-        """Keep the object that the constructor has made."""
-        self._object, self.methods = made, Methods(made)
+    def keep(self, made: object, place: Place) -> None:
+        """Keep the object that the constructor has made in a place."""
+        self._object, self.methods, self._place = made, Methods(made), place
 
     def settle(self, outcome: Outcome) -> None:
         """Note that the constructor has returned or failed."""
         if not isinstance(outcome, bytes):
-            dead = isinstance(outcome, ActorDiedError | NodeClosedError)
-            self.die(outcome if dead else died(self.name, str(outcome)))
+            error: Any = outcome
+            if not isinstance(error, ActorDiedError | NodeClosedError):
+                error = died(self.name, str(error), error)
+            self.die(error)
             return
         creation, self.creation = self.creation, None
         assert creation is not None, self
@@ -288,7 +264,7 @@ class InlineActor:
 
     def _drop_object(self) -> None:
         if self._object is not None:
-            with self.place:  # its `__del__` may read the environment
+            with self._place:  # its `__del__` may read the environment
                 self._object, self.methods = None, Methods(None)
 
     # Its calls.
@@ -325,6 +301,7 @@ class InlineActor:
             return
         self.queue.remove(call)
         self.running[call.id] = call
+        call.place = self._place
         if self.is_async and self.queue:
             runner.add(self)
         call.step(runner)
@@ -455,7 +432,7 @@ class InlineActor:
         try:
             close = close_method(self._object)
             if close is not None:
-                await driven(self.place, close())
+                await driven(self._place, close())
         except Exception:  # noqa: BLE001 - shown; the actor ends in any case
             sys.excepthook(*sys.exc_info())
         await cancel_all(self.started)
@@ -519,7 +496,7 @@ class InlineActor:
             call.stop(describe_loss(self.name, None, is_restarting=True))
         self._stop_started()
         self._drop_object()
-        self.creation = Creation(self, self._payload, self)
+        self.creation = Creation(self, self._payload)
         self.creation.enqueue(self.node.program)
 
 

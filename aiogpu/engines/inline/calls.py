@@ -20,6 +20,7 @@ from contextvars import Context, ContextVar
 from enum import Enum
 from functools import partial
 from itertools import count
+from math import inf
 from types import CoroutineType, TracebackType, coroutine
 from typing import TYPE_CHECKING, Any, Final, Protocol
 from weakref import WeakKeyDictionary
@@ -30,11 +31,12 @@ from aiogpu.client.current import (
     has_exited,
     inline_client,
     inline_report,
+    method_called,
     no_call_to_report,
 )
 from aiogpu.core.model.text import span
 from aiogpu.core.resources.placement_group import take_grouped
-from aiogpu.engines.base import check_arguments, check_func
+from aiogpu.engines.base import NodeOptions, check_arguments, check_func
 from aiogpu.errors import (
     AiogpuError,
     DeadlockError,
@@ -45,7 +47,7 @@ from aiogpu.errors import (
     TaskCancelledError,
 )
 from aiogpu.serialization.exceptions import LEFT, RAISED, pack_failure, unpack_failure
-from aiogpu.serialization.payload import MARK, Contents, Payload
+from aiogpu.serialization.payload import Payload
 from aiogpu.worker.invoke import (
     OWN_FRAMES,
     Callables,
@@ -64,8 +66,8 @@ if TYPE_CHECKING:
     from aiogpu.client.interface import Outcome, Receiver
     from aiogpu.core.model.request import Shape
     from aiogpu.core.resources.ledger import Ledger
-    from aiogpu.engines.inline.actors import InlineActors
     from aiogpu.runtime.devices.binding import Assignment
+    from aiogpu.runtime.objects.store import Store
     from aiogpu.runtime.objects.values import Value
     from aiogpu.serialization.references import PickledValue
     from aiogpu.wire.messages import Bind, Failed, Items
@@ -116,6 +118,10 @@ class Place:
 
     def __exit__(self, *_: object) -> None:
         _apply(*self._before.pop())
+
+
+_NOT_SET: Final = Place({}, {})
+"""The place of a call that has not begun."""
 
 
 def _apply(environ: Mapping[str, str | None], facts: Mapping[str, Any]) -> None:
@@ -285,11 +291,16 @@ class Call:
         parent: the call that made this one; None for the program.
         children: the unfinished tasks that its code has made, by number.
         started: asyncio tasks that its code has started.
+        name: the name in errors.
+        called: for a method, its name on the wire and the number of the call.
+        is_coroutine: all of its code runs on an event loop.
+        run_timeout: seconds that its code may run.
+        actor_id: the number of its actor; None for a task.
+        place: what its code sees; a task gets it when it begins.
         is_kept: it outlives its parent: it is detached, or its handle was returned.
         is_ready: its arguments are complete.
         state: see `State`.
         runner: runs it.
-        place: what its code sees; set when it begins.
         limit: for a stream, the number of items that it may yield in all; else 0.
     """
 
@@ -309,11 +320,16 @@ class Call:
         self.parent = parent
         self.children: dict[int, Call] = {}
         self.started: set[asyncio.Task[Any]] = set()
+        self.name = func.spec.name
+        self.called = ("", 0)
+        self.is_coroutine = func.is_coroutine
+        self.run_timeout = func.spec.run_timeout
+        self.actor_id: int | None = None
+        self.place = _NOT_SET
         self.is_kept = func.spec.is_detached
         self.is_ready = False
         self.state = State.WAITING
         self.runner: Runner = node.program
-        self.place: Place
         self.limit = func.window
         self._passed = 0
         self._stream: StreamSender | None = None
@@ -323,43 +339,24 @@ class Call:
         self._context = Context()
         self._task: asyncio.Task[Any] | None = None
         self._submitted = time.monotonic()
-        self._begun: float | None = None
+        self._begun = inf
+        self._deadline = inf
         self._timer: asyncio.TimerHandle | None = None
         node.calls[self.id] = self
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.id} {self.name} {self.state.value}>"
 
-    # What differs for calls of actors.
-
     @property
-    def name(self) -> str:
-        """The name in errors."""
-        return self.func.spec.name
-
-    @property
-    def is_coroutine(self) -> bool:
-        """True if all of its code runs on an event loop."""
-        return self.func.is_coroutine
-
-    @property
-    def run_timeout(self) -> float | None:
-        """Seconds that its code may run."""
-        return self.func.spec.run_timeout
+    def state_in_words(self) -> str:
+        """The state as `observe.why.Why` names it."""
+        if self.state is State.WAITING:
+            return "waiting" if self.is_ready else "expecting"
+        return "running" if self.receiver is not None else "stopping"
 
     def target(self) -> tuple[Callables, Any]:
         """Return a table of callables, and the name of the one to call."""
         return self.node.functions, self.node.learn(self.func)
-
-    def make_place(self) -> Place:
-        """Return what the code sees."""
-        return self.node.place(self.func, self.id, None)
-
-    def set_context(self) -> None:
-        """Set the variables of the context in which the code runs."""
-        running_call.set(self)
-        inline_client.set(self._client)
-        inline_report.set(self.report)
 
     def make_ready(self) -> None:
         """Queue the call, whose arguments are complete."""
@@ -402,9 +399,8 @@ class Call:
     def enqueue(self, runner: Runner) -> None:
         """Queue the call, now or when its arguments are complete."""
         self.runner = runner
-        timeout = self.func.spec.timeout
-        if timeout is not None:
-            self._set_timer(self.node.loop, self._submitted + timeout)
+        if self.func.spec.timeout is not None:
+            self._set_deadline(self._submitted + self.func.spec.timeout)
         if type(self.payload) is Payload and self.payload.needs:
             from aiogpu.runtime.objects.values import await_arguments
 
@@ -433,11 +429,12 @@ class Call:
                 self._advance()
 
     def _begin(self) -> None:
-        if self._is_late():
+        if time.monotonic() >= self._deadline:
             self._expire()
             return
         try:
-            self.place = self.make_place()
+            if self.place is _NOT_SET:
+                self.place = self.node.place(self)
         except AiogpuError as error:  # its placement group was removed
             self.stop(error)
             return
@@ -452,10 +449,15 @@ class Call:
             self._stream = StreamSender(
                 self._on_items, self.id, self.limit, self._passed, self.pack
             )
+        if self.run_timeout is not None:
+            self._set_deadline(min(self._deadline, self._begun + self.run_timeout))
         self._code = invoke(
             CallInvoker(self), self.id, functions, name, payload, self._stream
         )
-        self._context.run(self.set_context)
+        self._context.run(running_call.set, self)
+        self._context.run(inline_client.set, self._client)
+        self._context.run(inline_report.set, self.report)
+        self._context.run(method_called.set, self.called)
         if self.is_coroutine:
             self._go_on_loop()
         else:
@@ -486,9 +488,6 @@ class Call:
         )
         self.runner.tasks.add(self._task)
         self._task.add_done_callback(self._on_task_done, context=Context())
-        ends = self._ends()
-        if ends:
-            self._set_timer(loop, min(ends))
 
     def _on_task_done(self, task: asyncio.Task[Any]) -> None:
         self.runner.tasks.discard(task)
@@ -563,7 +562,7 @@ class Call:
 
     def _finish(self, outcome: Any) -> None:
         self.end_started()
-        if self.receiver is not None and self._is_late():
+        if self.receiver is not None and time.monotonic() >= self._deadline:
             self._expire()  # plain code cannot be stopped
         if type(outcome) is not Raised:
             self.end()
@@ -594,21 +593,11 @@ class Call:
         BaseException.with_traceback(raised, trace)  # a debugger finds the task's
         return failed, raised
 
-    def _ends(self) -> list[float]:
-        """Return the times at which `timeout` and `run_timeout` are over."""
-        timeout, limit = self.func.spec.timeout, self.run_timeout
-        ends = [] if timeout is None else [self._submitted + timeout]
-        if limit is not None and self._begun is not None:
-            ends.append(self._begun + limit)
-        return ends
-
-    def _is_late(self) -> bool:
-        now = time.monotonic()
-        return any(end <= now for end in self._ends())
-
-    def _set_timer(self, loop: asyncio.AbstractEventLoop, when: float) -> None:
+    def _set_deadline(self, when: float) -> None:
+        self._deadline = when
         if self._timer is not None:
             self._timer.cancel()
+        loop = self.runner.loop or self.node.loop
         delay = max(when - time.monotonic(), 0.0)
         self._timer = loop.call_later(delay, self._expire, context=Context())
 
@@ -616,12 +605,12 @@ class Call:
         """Fail and stop the call, whose time is over."""
         from aiogpu.runtime.pending_tasks import overrun, too_late
 
-        now, timeout = time.monotonic(), self.func.spec.timeout
-        begun = now if self._begun is None else self._begun
+        now, spec = time.monotonic(), self.func.spec
+        begun = min(self._begun, now)
         ran = f"it ran {span(now - begun)}"
-        if timeout is not None and now >= self._submitted + timeout:
+        if spec.timeout is not None and now >= self._submitted + spec.timeout:
             lapse = f"it waited {span(begun - self._submitted)}, and {ran}"
-            self.stop(too_late(self.func.spec, lapse))
+            self.stop(too_late(spec, lapse))
         else:
             self.stop(overrun(self.name, self.run_timeout, ran))
 
@@ -764,7 +753,7 @@ class TaskClient:
             SerializationError: the arguments are too large.
         """
         self._check(f"{func.spec.name}.remote()")
-        return self._node.submit(func, payload, receiver, self._call, self.runner)
+        return self._node.start(func, payload, receiver, self._call, self.runner)
 
     def call(self, actor: int, method: str, payload: bytes, receiver: Receiver) -> int:
         """Call a method of an actor; return the number of the call.
@@ -783,7 +772,7 @@ class TaskClient:
                 f"the program's event loop, in the same thread: make the caller an "
                 f"`async def`, or open a node with address='local'."
             )
-        return called.submit(method, payload, receiver, self._call, self.runner)
+        return int(called.submit(method, payload, receiver, self._call, self.runner))
 
     def serve_loop(self) -> None:
         """Do nothing: a waiting loop runs what its code waits for."""
@@ -852,7 +841,7 @@ class TaskClient:
         self._call.end_started()
         own, self._own = self._own, None
         if own is not None:
-            until = time.monotonic() + self._node.grace
+            until = time.monotonic() + self._node.options.cancel_grace
             while own.tasks and time.monotonic() < until:
                 own.run_tasks(until)
             self._node.warn_of(own.tasks)
@@ -878,29 +867,18 @@ class TaskClient:
 # The node
 
 
-class CopiedBuffers:
-    """The large buffers of a payload; each reader gets a copy."""
-
-    def __init__(self, buffers: Iterable[memoryview]) -> None:
-        self._buffers = [bytes(buffer) for buffer in buffers]
-
-    def views(self, contents: Contents) -> list[memoryview]:
-        """Return copies of the buffers, which the caller may change."""
-        return [memoryview(bytearray(buffer)) for buffer in self._buffers]
-
-
 class InlineNode:
     """All calls and actors of one node, and its resources, which are always idle.
 
     Attributes:
+        options: the options of `init`.
         loop: the loop of the program.
         thread: the thread of this loop.
-        ledger: the resources.
+        ledger: the resources; known once the node is open.
         assignment: assigns their devices.
-        grace: seconds that a cancelled coroutine has to end.
         program: the runner of the program's loop.
         runners: all runners with a loop.
-        actors: the actors.
+        actors: the actors, `InlineActors`.
         calls: the calls that have not ended, by number.
         functions: the unpickled functions, as in a worker.
         retry_rules: decide which failures are retried.
@@ -909,20 +887,14 @@ class InlineNode:
         new_id: returns the number of the next call or actor.
     """
 
-    actors: InlineActors
+    actors: Any
+    ledger: Ledger
+    assignment: Assignment
 
-    def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        ledger: Ledger,
-        assignment: Assignment,
-        grace: float,
-    ) -> None:
+    def __init__(self, options: NodeOptions, loop: asyncio.AbstractEventLoop) -> None:
+        self.options = options
         self.loop = loop
         self.thread = get_ident()
-        self.ledger = ledger
-        self.assignment = assignment
-        self.grace = grace
         self.program = Runner(self, loop)
         self.runners: WeakKeyDictionary[asyncio.AbstractEventLoop, Runner]
         self.runners = WeakKeyDictionary({loop: self.program})
@@ -934,9 +906,10 @@ class InlineNode:
         self._id = f"inline-{os.getpid()}"
         self._mark = object()  # marks functions that were found feasible
         self._binds: dict[Shape, Bind] = {}
+        self._store: Store | None = None
 
     def __repr__(self) -> str:
-        return f"<InlineNode {len(self.calls)} calls>"
+        return f"<{type(self).__name__} {len(self.calls)} calls>"
 
     def check(self, func: FunctionSpec, payload: bytes) -> None:
         """Check a request.
@@ -954,7 +927,7 @@ class InlineNode:
             if not func.spec.is_grouped:
                 func.checked_by = self._mark
 
-    def submit(
+    def start(
         self,
         func: FunctionSpec,
         payload: bytes,
@@ -985,26 +958,17 @@ class InlineNode:
             self.functions.pop(function.id, None)
         return function.id
 
-    @staticmethod
-    def pack(outgoing: PickledValue) -> bytes:
+    def pack(self, outgoing: PickledValue) -> bytes:
         """Make the payload of a compound value; see `Engine.pack`."""
-        needs = tuple(handle.share() for handle in outgoing.handles)
-        contents = Contents(
-            stream=outgoing.stream,
-            segment=int(bool(outgoing.buffers)),
-            needs=tuple(value.id for value in needs),
-            places=outgoing.places,
-            parts=tuple(
-                part if type(part) is bytes else InlineNode.pack(part)
-                for part in outgoing.parts
-            ),
-            values=outgoing.values,
-            returns=outgoing.returns,
-            actors=outgoing.actors,
-        )
-        # No process reads the packed form: the payload stays in this one.
-        buffers = CopiedBuffers(outgoing.buffers)
-        return Payload.of(contents, outgoing.references, buffers, needs, MARK)
+        if self._store is None:
+            from aiogpu.runtime.objects.segments import ObjectMemory
+            from aiogpu.runtime.objects.store import Store
+
+            memory = ObjectMemory(
+                self.options.object_memory, self.options.spill_directory
+            )
+            self._store = Store(self.loop, memory)
+        return self._store.pack(outgoing)
 
     def bind(self, func: FunctionSpec) -> Bind:
         """Return the devices and variables that an idle node assigns to a function.
@@ -1028,11 +992,12 @@ class InlineNode:
             self._binds[shape] = bind
         return bind
 
-    def place(self, func: FunctionSpec, number: int, actor: int | None) -> Place:
-        """Return what the code of a task or actor sees."""
-        bind = self.bind(func)
+    def place(self, call: Call) -> Place:
+        """Return what the code of a call sees."""
+        func, bind = call.func, self.bind(call.func)
+        number = call.actor_id or call.id
         facts = {
-            "actor": actor,
+            "actor": call.actor_id,
             "node": self._id,
             "worker": number,
             "task": number,
@@ -1085,7 +1050,7 @@ class InlineNode:
                 "! %s: cancelled %g s ago and still running. A worker would be killed; "
                 "here the code is abandoned.",
                 names,
-                self.grace,
+                self.options.cancel_grace,
             )
 
     # Waits on event loops; see `client.interface.Waits`.

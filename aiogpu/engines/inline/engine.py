@@ -21,13 +21,7 @@ from aiogpu.core.resources.placement_group import take_grouped
 from aiogpu.engines.base import NodeOptions
 from aiogpu.engines.devices import take_inventory
 from aiogpu.engines.inline.actors import InlineActors, Life
-from aiogpu.engines.inline.calls import (
-    Call,
-    InlineNode,
-    State,
-    make_task,
-    running_call,
-)
+from aiogpu.engines.inline.calls import InlineNode, State, make_task, running_call
 from aiogpu.errors import NodeClosedError, PreloadError
 from aiogpu.wire.messages import LEASE_MARK
 
@@ -37,38 +31,34 @@ if TYPE_CHECKING:
     from aiogpu.observe.status import NodeStatus
     from aiogpu.observe.why import Why
     from aiogpu.runtime.callers.leases import LeaseReceiver
-    from aiogpu.serialization.references import PickledValue
 
 _numbers: Final = count(1)
 
 
-class InlineEngine:
+class InlineEngine(InlineNode):
     """A node in the program's thread; see `engines.base.Engine`."""
 
     runs_together = False
     has_gone = False
     remote_values = None
     waits = None  # on the program's loop, everything goes on while code waits
+    actors: InlineActors
 
     def __init__(self, options: NodeOptions, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(options, loop)
         self.home = f"inline {next(_numbers)}"
-        self._options = options
-        self._loop = loop
-        self._node: InlineNode | None = None
+        self.actors = InlineActors(self)
         self._groups: dict[int, str] = {}  # keys of placement groups, by lease
         self._promised = count(1)
-        self._former_factory: Any = None
+        self._program_factory = loop.get_task_factory()
+        self._factory: Any = partial(make_task, self._program_factory)
         self._is_forced = asyncio.Event()
-
-    def __repr__(self) -> str:
-        return f"<InlineEngine {self._node!r}>"
 
     async def open(self) -> None:
         """Import the modules of `preload`, and detect resources; see `Engine.open`."""
         from aiogpu.runtime.devices.binding import Assignment
 
-        options = self._options
-        for module in options.preload:
+        for module in self.options.preload:
             try:
                 import_module(module)
             except Exception as error:
@@ -77,125 +67,75 @@ class InlineEngine:
                     f"init(preload=...) names {module!r}, which cannot be imported: "
                     f"{cause}. Install it, or leave it out."
                 ) from error
-        ledger, vendors = await take_inventory(options)
-        node = InlineNode(
-            self._loop,
-            ledger,
-            Assignment(vendors, ledger, os.environ),
-            options.cancel_grace,
-        )
-        node.actors = InlineActors(node)
-        self._former_factory = self._loop.get_task_factory()
-        self._factory = partial(make_task, self._former_factory)
-        self._loop.set_task_factory(self._factory)
-        self._node = node
-
-    @property
-    def _open_node(self) -> InlineNode:
-        if self._node is None:
-            raise NodeClosedError("this node is not running.")
-        return self._node
-
-    def _node_for(self, what: str) -> InlineNode:
-        """Return the node for a call of the program; refuse it in a task."""
-        if running_call.get() is not None:
-            raise error_inside_task(what)
-        return self._open_node
-
-    @property
-    def actors(self) -> InlineActors:
-        """The actors; see `Engine.actors`."""
-        return self._open_node.actors
+        self.ledger, vendors = await take_inventory(self.options)
+        self.assignment = Assignment(vendors, self.ledger, os.environ)
+        self.loop.set_task_factory(self._factory)
 
     def promise_actor(self) -> int:
         """Return an id as workers choose them; see `Engine.promise_actor`."""
         return -next(self._promised)
 
-    def pack(self, outgoing: PickledValue) -> bytes:
-        """Make a payload; see `Engine.pack`."""
-        return InlineNode.pack(outgoing)
-
     def submit(self, func: FunctionSpec, payload: bytes, receiver: Receiver) -> int:
         """Queue a task; see `Engine.submit`."""
-        node = self._open_node
         parent = running_call.get()
         if parent is not None and parent.state is State.ENDED:
             parent = None
-        return node.submit(func, payload, receiver, parent, node.program)
+        return self.start(func, payload, receiver, parent, self.program)
 
     def take_lease(self, func: FunctionSpec, receiver: LeaseReceiver) -> int:
         """Grant a lease or a placement group at once; see `Engine.take_lease`."""
-        node = self._open_node
-        node.check(func, b"")
-        number, request = node.new_id(), func.spec.shape.request
+        self.check(func, b"")
+        number, request = self.new_id(), func.spec.shape.request
         if isinstance(request.placement_group, PlacementGroupSpec):
-            group = request.placement_group
-            lease = take_grouped(node.ledger.emptied(), request)
+            key = self._groups[number] = request.placement_group.key
+            lease = take_grouped(self.ledger.emptied(), request)
             assert lease is not None, request  # `check` has found that it fits
-            node.ledger.placement_groups[group.key] = lease.parts
-            self._groups[number] = group.key
+            self.ledger.placement_groups[key] = lease.parts
             receiver.settle(b"")
             return number
         from aiogpu.wire.codec import pack
 
-        bind = node.bind(func)
+        bind = self.bind(func)
         environ = {**bind.environ, LEASE_MARK: f"inline.{number}"}
         receiver.settle(pack(bind._replace(environ=environ)))
         return number
 
-    def demand(self, task: int, limit: int) -> None:
-        """Set a stream's number of items; see `Engine.demand`."""
-        if self._node is not None:
-            self._node.demand(task, limit)
-
-    def cancel(self, task: int) -> None:
-        """Stop a task, or remove a placement group; see `Engine.cancel`."""
-        node = self._node
-        if node is None:
-            return
-        node.cancel(task)
-        if task not in self._groups:
-            return
-        # Its tasks and actors that have not begun fail; what runs goes on.
-        del node.ledger.placement_groups[self._groups.pop(task)]
+    def cancel(self, number: int) -> None:
+        """Stop a task or call, or remove a placement group; see `Engine.cancel`."""
+        super().cancel(number)
+        if number in self._groups:
+            # Its tasks and actors that have not begun fail; what runs goes on.
+            del self.ledger.placement_groups[self._groups.pop(number)]
 
     # What the program sees of the node.
 
     async def total(self) -> dict[str, float]:
         """Return all resources by name."""
-        return self._node_for("aiogpu.cluster_resources()").ledger.totals()
+        self._check_program("aiogpu.cluster_resources()")
+        return self.ledger.totals()
 
     async def available(self) -> dict[str, float]:
         """Return the same as `total`: the node is always idle."""
-        return self._node_for("aiogpu.available_resources()").ledger.totals()
+        self._check_program("aiogpu.available_resources()")
+        return self.ledger.totals()
 
     async def status(self) -> NodeStatus:
         """Return the unfinished calls; nothing is held."""
         from aiogpu.observe.status import Machine, NodeStatus, TaskStatus
 
-        node = self._node_for("aiogpu.status()")
-        total = node.ledger.totals()
-        tasks = [
-            TaskStatus(
-                id=call.id,
-                name=call.name,
-                state=_state_of(call),
-                request=call.func.resources,
-                worker=None if call.state is State.WAITING else call.id,
-                reason=None,
-                pid=os.getpid(),
-            )
-            for call in node.calls.values()
-        ]
+        self._check_program("aiogpu.status()")
+        total = self.ledger.totals()
+        states = {call: call.state_in_words for call in self.calls.values()}
         return NodeStatus(
             total=total,
             available=total,
             devices=(),
             workers=(),
-            tasks=tuple(tasks),
-            waiting_count=sum(
-                call.state is State.WAITING for call in node.calls.values()
+            tasks=tuple(
+                TaskStatus(call.id, call.name, state, call.func.resources, None, None)
+                for call, state in states.items()
             ),
+            waiting_count=sum(state == "waiting" for state in states.values()),
             shapes=(),
             shape_count=0,
             reservation=None,
@@ -203,16 +143,16 @@ class InlineEngine:
         )
 
     async def why(self, task: int) -> Why | None:
-        """Return the state of a task; None if it has ended."""
+        """Return the state of a task or actor; None if it has ended."""
         from aiogpu.observe.why import Why
 
-        node = self._node_for("handle.why()")
-        call = node.calls.get(task)
+        self._check_program("handle.why()")
+        call = self.calls.get(task)
         if call is not None:
-            return Why(call.name, task, _state_of(call), request=call.func.resources)
-        living = [actor for actor in node.actors.all() if actor.life is not Life.DEAD]
-        for actor in living:
-            if actor.id == task:
+            state = call.state_in_words
+            return Why(call.name, task, state, request=call.func.resources)
+        for actor in self.actors.all():
+            if actor.id == task and actor.life is not Life.DEAD:
                 return Why(actor.name, task, "running", request=actor.func.resources)
         return None
 
@@ -220,42 +160,40 @@ class InlineEngine:
         """Return the same; see `Engine.why_task`."""
         return await self.why(number)
 
+    def _check_program(self, what: str) -> None:
+        if running_call.get() is not None:
+            raise error_inside_task(what)
+
     # Its end.
 
     def announce_stop(self) -> None:
         """Inform tasks that their program stops; see `Engine.announce_stop`."""
-        if self._node is not None:
-            self._node.is_stop_announced = True
+        self.is_stop_announced = True
 
     async def close(self) -> None:
-        """Stop all calls and actors, for at most the grace period."""
-        node = self._node
-        if node is None:
-            return
-        node.is_closing = True
-        for call in list(node.calls.values()):
-            closed = NodeClosedError(
-                f"the node was shut down before {call.name} had ended."
-            )
-            call.stop(closed)
-        for actor in node.actors.all():
+        """Stop all calls and actors; wait for them within the grace period."""
+        self.is_closing = True
+        for call in list(self.calls.values()):
+            why = f"the node was shut down before {call.name} had ended."
+            call.stop(NodeClosedError(why))
+        for actor in self.actors.all():
             actor.close_with_node()
-        forced = asyncio.create_task(self._is_forced.wait())
-        loop, until = self._loop, self._loop.time() + node.grace
-        while unended := node.program.tasks | node.actors.closing:
-            left = until - loop.time()
+        forced = self.loop.create_task(self._is_forced.wait())
+        until = self.loop.time() + self.options.cancel_grace
+        while unended := self.program.tasks | self.actors.closing:
+            left = until - self.loop.time()
             if left <= 0 or forced.done():
                 break
             first = asyncio.FIRST_COMPLETED
             await asyncio.wait({*unended, forced}, timeout=left, return_when=first)
         forced.cancel()
-        if unended:
-            node.warn_of(unended)
-            for task in unended:
-                task.cancel()
-        if loop.get_task_factory() is self._factory:
-            loop.set_task_factory(self._former_factory)
-        self._node = None
+        self.warn_of(unended)
+        for task in unended:
+            task.cancel()
+        if self.loop.get_task_factory() is self._factory:
+            self.loop.set_task_factory(self._program_factory)
+        if self._store is not None:
+            self._store.close()
 
     def force_close(self) -> None:
         """Close without a grace period; see `Engine.force_close`."""
@@ -266,9 +204,3 @@ class InlineEngine:
 
     def after_fork(self) -> None:
         """Do nothing: a fork has its own copy of the node."""
-
-
-def _state_of(call: Call) -> str:
-    if call.state is not State.WAITING:
-        return "stopping" if call.receiver is None else "running"
-    return "waiting" if call.is_ready else "expecting"
