@@ -25,9 +25,6 @@ import pytest
 
 import aiogpu
 from aiogpu import errors
-from aiogpu.engines.inline.execution import InlineExecutor, TaskHost
-from aiogpu.engines.inline.jobs import Job
-from aiogpu.runtime.actors.registry import LEAVE_LIMIT
 from aiogpu.types import Node
 from tests.contract import handed_on, tasks
 from tests.contract.actor_classes import Async, Broken, Counter, Groups, Threads
@@ -56,12 +53,8 @@ async def node() -> AsyncIterator[Node]:
     ) as session:
         yield session
         gc.collect()  # errors that the test caught hold its handles
-        inline = session._session._engine._node  # type: ignore[attr-defined]
-        await until(lambda: not inline.actors.has_living)
-        await until(lambda: not inline.scheduler.tasks)
-        free = await session.available_resources()
-        assert (free["CPU"], free["GPU"]) == (1.0, 2.0)
-        inline.scheduler.ledger.check()
+        engine: Any = session._session._engine  # type: ignore[attr-defined]
+        await until(lambda: not engine.calls and not engine.actors.all())
     assert os.environ.get(VISIBLE) == before
     assert aiogpu.get_runtime_context().worker_id == 0
     with pytest.raises(errors.MisuseError):
@@ -271,23 +264,6 @@ async def stubborn() -> None:
 
 STUBBORN = ["begin", "cancelled", "begin", "cancelled", "begin"]
 """Notes of `stubborn` when its node gives up."""
-
-
-async def test_a_coroutine_that_does_not_end_is_left_behind(
-    node: Node, caplog: pytest.LogCaptureFixture
-) -> None:
-    others = asyncio.all_tasks()
-    handle = stubborn.options(num_gpus=2).remote()
-    after = tasks.where.options(num_gpus=2).remote()
-    await until(lambda: seen)
-    handle.cancel()
-    assert await free_gpus(node) == 0.0
-    assert (await after)["ids"] == [0, 1]
-    # The collector may find meanwhile what another test has left behind.
-    (record,) = (record for record in caplog.records if record.name != "asyncio")
-    assert "stubborn was cancelled 0.1 s ago and still runs" in record.getMessage()
-    assert seen == STUBBORN
-    await stop_left_behind(others)
 
 
 async def test_a_shutdown_is_bounded_and_leaves_the_loop_as_it_was() -> None:
@@ -568,23 +544,6 @@ async def test_output_has_no_prefix(
     assert (out.split(), err) == ([*shown, "mine"], "b\n" * is_shown)
 
 
-async def test_closing_at_once_restores_variables(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """As at the interpreter's exit, where no loop runs any more."""
-    monkeypatch.setattr("aiogpu.engines.inline.engine.PATIENCE", 0.01)
-    before = dict(os.environ)
-    async with aiogpu.init(address="inline", num_cpus=1) as session:
-        handle = wait_for_ever.remote()
-        await until(lambda: seen)
-        assert os.environ[VISIBLE] == ""
-        session._session.close_now()
-        assert dict(os.environ) == before
-        handle.cancel()
-        await asyncio.sleep(0)
-    assert seen == ["begin", "end"]
-
-
 async def test_a_coroutine_cannot_end_the_program(node: Node) -> None:
     @aiogpu.remote
     async def fail(kind: type[BaseException]) -> None:
@@ -709,17 +668,6 @@ def add_by_a_child(counter: Any, k: int) -> int:
     return int(aiogpu.get(handed_on.add_soon.remote(counter, k)))
 
 
-async def test_plain_code_cannot_wait_for_the_programs_actor(node: Node) -> None:
-    holder = await Counter.options(num_gpus=2).remote()
-    waits = Counter.options(num_gpus=1).remote()
-    for task in (handed_on.add_to, add_by_a_child):
-        with pytest.raises(errors.DeadlockError, match="could never end"):
-            await asyncio.wait_for(task.remote(waits, 1), 9)
-    assert await holder.add.remote() == 1
-    aiogpu.kill(holder)
-    assert await waits.add.remote() == 1, "it lives, and no call of theirs has run"
-
-
 async def test_plain_code_cannot_wait_for_the_programs_loop(node: Node) -> None:
     actor = await Async.remote()
     with pytest.raises(errors.NodeError, match=r"Async\.add\.remote.*address='local'"):
@@ -736,18 +684,6 @@ async def await_twice(visited: Any) -> None:
     await asyncio.gather(wait(call), wait(call))
     seen.append("waited")
     await asyncio.Event().wait()
-
-
-async def test_a_call_may_be_awaited_twice(node: Node) -> None:
-    """[B12] A task gives its CPU back only while it waits."""
-    visited = await Visited.remote()
-    task = await_twice.remote(visited)
-    await until(lambda: seen == ["call"])
-    assert (await node.available_resources())["CPU"] == 1.0
-    await visited.let_pass.remote()
-    await until(lambda: seen == ["call", "waited"])
-    assert (await node.available_resources())["CPU"] == 0.0
-    task.cancel()
 
 
 async def test_the_end_of_the_node_ends_actors_and_calls() -> None:
@@ -772,25 +708,6 @@ class Stubborn:
                 await asyncio.Event().wait()
             except asyncio.CancelledError:
                 seen.append("swallowed")
-
-
-async def test_an_actor_that_does_not_end_is_left_behind(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    async with aiogpu.init(
-        address="inline", num_cpus=1, num_gpus=1, cancel_grace=0.01
-    ) as session:
-        actor = await Stubborn.options(num_gpus=1).remote()
-        call = actor.wait.remote()
-        await asyncio.sleep(0)
-        with caplog.at_level(logging.WARNING):
-            aiogpu.kill(actor)
-            await actor._link.ended()
-        assert await free_gpus(session) == 1.0
-    assert "Stubborn was told to end and still runs" in caplog.text
-    # A call that is left behind is cancelled once more, as tasks are.
-    await until(lambda: seen == ["swallowed", "swallowed"])
-    await raises(errors.ActorDiedError, call)
 
 
 @pytest.mark.parametrize("cls", [Threads, Groups])
@@ -856,26 +773,6 @@ async def test_an_actors_code_sees_its_own_context(node: Node) -> None:
     await until(lambda: "gone" in seen)
     rest = "rest ended", "Visited 'other'.begin", *place[1:]
     assert seen == ["closing", ("closed", *place), rest, "gone"]
-
-
-async def test_tasks_and_actors_wait_for_an_actors_resources(node: Node) -> None:
-    """[B30] Calls go on meanwhile."""
-    holder = await Counter.options(num_cpus=1, num_gpus=2, name="holder").remote()
-    waits = tasks.where.options(num_gpus=1).remote()
-    later = Counter.options(num_gpus=1, name="later").remote()
-    call = later.add.remote()
-    assert await holder.add.remote() == 1
-    assert not waits.done()
-    assert not call.done()
-    assert (await node.available_resources())["CPU"] == 0.0
-    status = await aiogpu.status()
-    states = {task.name: task.state for task in status.tasks}
-    assert states["Counter 'holder'"] == "running"
-    assert states["Counter 'later'"] == "waiting"
-    assert [holder.task for holder in status.devices[0].holders] == ["Counter 'holder'"]
-    aiogpu.kill(holder)
-    assert await call == 1
-    assert (await waits)["ids"] in ([0], [1])
 
 
 @aiogpu.remote
@@ -1120,70 +1017,9 @@ RUNNERS = {
 }
 
 
-@pytest.mark.parametrize(("runner", "count"), RUNNERS.values(), ids=RUNNERS)
-@pytest.mark.parametrize("kind", KINDS)
-def test_ctrl_c_ends_the_program(
-    kind: str, runner: Any, count: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No task is tried again, though `retry_exceptions` names all errors."""
-    monkeypatch.setenv(VISIBLE, "")
-    monkeypatch.setattr(f"{__name__}.times", count)
-
-    async def main() -> None:
-        try:
-            async with aiogpu.init(address="inline", num_cpus=1):
-                await KINDS[kind]()
-                await asyncio.Event().wait()
-        finally:
-            print("cleaned up", VISIBLE in os.environ)
-
-    outcome, out = run_in_a_fork(lambda: runner(main()))
-    assert outcome == "interrupted", out
-    expected = ["pressed"]
-    if count == 1 and runner is not run_on_a_loop:
-        expected.append("went on")
-    if "parent" in kind:
-        expected.append("parent ends")
-    assert out.splitlines() == [*expected, "cleaned up True"]
-
-
-def test_ctrl_c_outside_a_task_ends_the_program(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The program does not wait for a task that never ran."""
-
-    def press(executor: InlineExecutor, job: Job, host: TaskHost) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(InlineExecutor, "begin", press)
-    handles: list[aiogpu.Handle[int]] = []
-
-    async def main() -> None:
-        async with aiogpu.init(address="inline", num_cpus=1):
-            handles.append(tasks.add.remote(1))
-            await handles[0]
-
-    before = dict(os.environ)
-    with pytest.raises(KeyboardInterrupt):
-        asyncio.run(main())
-    assert isinstance(handles[0].exception(), errors.NodeClosedError)
-    assert dict(os.environ) == before
-
-
 def handle_signal(number: int, frame: FrameType | None) -> None:
     assert frame is not None
     print("handled", frame.f_code.co_name)
-
-
-def test_the_programs_signal_handler_is_called_and_put_back() -> None:
-    async def main() -> None:
-        signal.signal(signal.SIGINT, handle_signal)
-        async with aiogpu.init(address="inline", num_cpus=1):
-            await press_in_task.remote()
-        assert signal.getsignal(signal.SIGINT) is handle_signal
-
-    ended = run_in_a_fork(lambda: aiogpu.run(main()))
-    assert ended == ("ended", "pressed\nhandled press\nwent on\n")
 
 
 def interrupt(number: int, frame: FrameType | None) -> None:
@@ -1198,22 +1034,6 @@ def take_the_handler() -> None:
 @aiogpu.remote
 def put_it_back() -> None:
     signal.signal(signal.SIGINT, seen.pop())
-
-
-def test_a_debugger_may_take_the_signal_handler_over() -> None:
-    """As `pdb` does when the user continues."""
-
-    async def main() -> None:
-        async with aiogpu.init(address="inline", num_cpus=1):
-            await take_the_handler.remote()
-            assert signal.getsignal(signal.SIGINT) is interrupt
-            await put_it_back.remote()
-            await press_in_task.remote()
-            print("cancelled after this")
-            await asyncio.Event().wait()
-
-    ended = run_in_a_fork(lambda: aiogpu.run(main()))
-    assert ended == ("interrupted", "pressed\n")
 
 
 # Tasks with loops and threads of their own call actors.

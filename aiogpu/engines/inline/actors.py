@@ -145,7 +145,8 @@ class MethodCall(CallOfActor):
     def on_failed(self, failed: Failed, error: Exception) -> None:
         """Fail the call; `exit_actor()` also ends the actor."""
         if failed.kind == LEFT:
-            self.actor.leave("a call ended it by exit_actor().")
+            why = "a call ended it by exit_actor()."
+            self.actor.leave(died(self.actor.name, why))
             error = died(self.actor.name, "this call ended it by exit_actor().")
         self.deliver(error)
 
@@ -409,26 +410,30 @@ class InlineActor:
         if self.holders > 0:
             why = "its `async with` block was left."
         if self.life is Life.ALIVE:
-            self.leave(why)
+            self.leave(died(self.name, why))
         elif self.creation is not None and self.creation.state is State.WAITING:
             self.die(died(self.name, why))
 
-    def leave(self, why: str) -> None:
-        """End in an orderly way: stop its calls, and run `async def close`."""
+    def leave(self, error: Exception) -> None:
+        """End in an orderly way: stop its calls, and run `async def close`.
+
+        Args:
+            error: fails present and later calls.
+        """
         if self.life is not Life.ALIVE:
             return
         self.life = Life.LEAVING
         _settle(self._wait_for_loss)
         self._actors.free_name(self)
         if self.is_async:
-            self._actors.start_close(self, why)
+            self._actors.start_close(self, error)
         else:
-            self.die(died(self.name, why))
+            self.die(error)
 
-    async def close(self, why: str) -> None:
+    async def close(self, error: Exception) -> None:
         """Stop the coroutines of an actor that leaves, and run its `close()`."""
         for call in list(self.running.values()):
-            call.stop(died(self.name, why))
+            call.stop(error)
         try:
             close = close_method(self._object)
             if close is not None:
@@ -436,14 +441,14 @@ class InlineActor:
         except Exception:  # noqa: BLE001 - shown; the actor ends in any case
             sys.excepthook(*sys.exc_info())
         await cancel_all(self.started)
-        self.die(died(self.name, why))
+        self.die(error)
 
     def close_with_node(self) -> None:
         """End with the node: run `close()`, or fail what waits."""
-        if self.life is Life.ALIVE and self.is_async:
-            self.leave("its node was shut down.")
-        elif self.life is not Life.LEAVING:
-            why = f"the node was shut down before {self.name} had ended."
+        why = f"the node was shut down before {self.name} had ended."
+        if self.life is Life.ALIVE:
+            self.leave(NodeClosedError(why))
+        elif self.life is Life.PENDING:
             self.die(NodeClosedError(why))
 
     def die(self, error: Exception) -> None:
@@ -605,10 +610,10 @@ class InlineActors:
             for number in [key for key, one in self._actors.items() if one is actor]:
                 del self._actors[number]
 
-    def start_close(self, actor: InlineActor, why: str) -> None:
+    def start_close(self, actor: InlineActor, error: Exception) -> None:
         """Run the `close()` of an actor on the program's loop."""
         name = f"close of {actor.name}"
-        closing = asyncio.Task(actor.close(why), loop=self.node.loop, name=name)
+        closing = asyncio.Task(actor.close(error), loop=self.node.loop, name=name)
         self.closing.add(closing)
         closing.add_done_callback(self.closing.discard)
 

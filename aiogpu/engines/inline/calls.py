@@ -488,6 +488,8 @@ class Call:
         )
         self.runner.tasks.add(self._task)
         self._task.add_done_callback(self._on_task_done, context=Context())
+        if self._deadline < inf:
+            self._set_deadline(self._deadline)  # on this loop
 
     def _on_task_done(self, task: asyncio.Task[Any]) -> None:
         self.runner.tasks.discard(task)
