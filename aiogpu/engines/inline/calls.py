@@ -451,9 +451,7 @@ class Call:
             )
         if self.run_timeout is not None:
             self._set_deadline(min(self._deadline, self._begun + self.run_timeout))
-        self._code = invoke(
-            CallInvoker(self), self.id, functions, name, payload, self._stream
-        )
+        self._code = self._run(functions, name, payload)
         self._context.run(running_call.set, self)
         self._context.run(inline_client.set, self._client)
         self._context.run(inline_report.set, self.report)
@@ -462,6 +460,16 @@ class Call:
             self._go_on_loop()
         else:
             self._advance()
+
+    async def _run(self, functions: Callables, name: Any, payload: bytes) -> Any:
+        invoker, stream = CallInvoker(self), self._stream
+        outcome = await invoke(invoker, self.id, functions, name, payload, stream)
+        if type(outcome) is Raised:
+            # Here, since `has_exited` knows the code by its thread or asyncio task.
+            has_left = bool(current.exits) and has_exited()
+            if has_left or type(outcome.error) is ActorExit:
+                outcome.kind = LEFT
+        return outcome
 
     def _advance(self) -> None:
         """Run plain code up to its end or its next suspension."""
@@ -583,8 +591,6 @@ class Call:
     def _describe(self, outcome: Raised) -> tuple[Failed, Exception]:
         """Return the failure as a worker would send it, and the caller's exception."""
         kind, error = outcome.kind, outcome.error
-        if type(error) is ActorExit or (current.exits and has_exited()):
-            kind = LEFT
         trace = _users_frames(error)
         BaseException.with_traceback(error, trace)
         failed = pack_failure(self.id, kind, error, OWN_FRAMES, self.node.pack)
@@ -649,7 +655,8 @@ class Call:
         return DeadlockError(
             f"{self.name} cannot run while this code waits for it: an inline node has "
             f"one thread, where plain methods of an actor run one at a time. The wait "
-            f"could never end. Wait in an `async def`, or use address='local'."
+            f"could never end. Wait in an `async def`; let a method call another one of "
+            f"its actor directly, by self; or use address='local'."
         )
 
 

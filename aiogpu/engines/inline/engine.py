@@ -48,7 +48,7 @@ class InlineEngine(InlineNode):
         super().__init__(options, loop)
         self.home = f"inline {next(_numbers)}"
         self.actors = InlineActors(self)
-        self._groups: dict[int, str] = {}  # keys of placement groups, by lease
+        self._leases: dict[int, tuple[LeaseReceiver, str]] = {}
         self._promised = count(1)
         self._program_factory = loop.get_task_factory()
         self._factory: Any = partial(make_task, self._program_factory)
@@ -85,27 +85,31 @@ class InlineEngine(InlineNode):
     def take_lease(self, func: FunctionSpec, receiver: LeaseReceiver) -> int:
         """Grant a lease or a placement group at once; see `Engine.take_lease`."""
         self.check(func, b"")
-        number, request = self.new_id(), func.spec.shape.request
-        if isinstance(request.placement_group, PlacementGroupSpec):
-            key = self._groups[number] = request.placement_group.key
-            lease = take_grouped(self.ledger.emptied(), request)
-            assert lease is not None, request  # `check` has found that it fits
-            self.ledger.placement_groups[key] = lease.parts
-            receiver.settle(b"")
-            return number
-        from aiogpu.wire.codec import pack
+        number, group = self.new_id(), func.spec.shape.request.placement_group
+        if isinstance(group, PlacementGroupSpec):
+            lease = take_grouped(self.ledger.emptied(), func.spec.shape.request)
+            assert lease is not None, group  # `check` has found that it fits
+            self.ledger.placement_groups[group.key] = lease.parts
+            key, grant = group.key, b""
+        else:
+            from aiogpu.wire.codec import pack
 
-        bind = self.bind(func)
-        environ = {**bind.environ, LEASE_MARK: f"inline.{number}"}
-        receiver.settle(pack(bind._replace(environ=environ)))
+            bind = self.bind(func)
+            environ = {**bind.environ, LEASE_MARK: f"inline.{number}"}
+            key, grant = "", pack(bind._replace(environ=environ))
+        self._leases[number] = receiver, key
+        receiver.settle(grant)
         return number
 
     def cancel(self, number: int) -> None:
-        """Stop a task or call, or remove a placement group; see `Engine.cancel`."""
+        """Stop a task or call, or end a lease; see `Engine.cancel`.
+
+        Tasks and actors of a placement group that have not begun fail; others go on.
+        """
         super().cancel(number)
-        if number in self._groups:
-            # Its tasks and actors that have not begun fail; what runs goes on.
-            del self.ledger.placement_groups[self._groups.pop(number)]
+        lease = self._leases.pop(number, None)
+        if lease is not None:
+            self.ledger.placement_groups.pop(lease[1], None)
 
     # What the program sees of the node.
 
@@ -178,6 +182,8 @@ class InlineEngine(InlineNode):
             call.stop(NodeClosedError(why))
         for actor in self.actors.all():
             actor.close_with_node()
+        for receiver, _ in self._leases.values():
+            receiver.settle(NodeClosedError("the node was shut down."))
         forced = self.loop.create_task(self._is_forced.wait())
         until = self.loop.time() + self.options.cancel_grace
         while unended := self.program.tasks | self.actors.closing:
