@@ -8,8 +8,10 @@ the order in which they were made.
 from __future__ import annotations
 
 import asyncio
+import gc
 import sys
 from collections import deque
+from contextvars import Context
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
@@ -267,6 +269,8 @@ class InlineActor:
         if self._object is not None:
             with self._place:  # its `__del__` may read the environment
                 self._object, self.methods = None, Methods(None)
+            if self.is_async:  # its asyncio tasks refer to it, and it to them
+                self.node.loop.call_soon(gc.collect, context=Context())
 
     # Its calls.
 

@@ -379,6 +379,7 @@ class Call:
     def end(self) -> None:
         """Note that the code has stopped, or never begins."""
         self.state = State.ENDED
+        self.payload = b""  # it may hold actors and shared memory
         self.node.calls.pop(self.id, None)
         if self.parent is not None:
             self.parent.children.pop(self.id, None)
