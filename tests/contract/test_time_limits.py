@@ -166,6 +166,7 @@ async def test_queued_calls_keep_their_full_run_timeout(node: Node, gate: Gate) 
 
 
 @pytest.mark.needs("stop graces")
+@pytest.mark.needs("stop graces")
 async def test_stop_grace_delays_the_close(
     address: str, node: Node, gate: Gate
 ) -> None:
@@ -189,6 +190,7 @@ async def test_stop_grace_delays_the_close(
             await handle
 
 
+@pytest.mark.needs("stop graces")
 @pytest.mark.needs("stop graces")
 async def test_a_task_beyond_its_stop_grace_is_stopped(node: Node, gate: Gate) -> None:
     handle = option_tasks.save.options(stop_grace=0.1).remote(gate.path, "in")

@@ -65,6 +65,7 @@ class CallOfActor(Call):
     ) -> None:
         super().__init__(actor.node, actor.func, payload, receiver, parent)
         self.actor = actor
+        self.actor_id = actor.id or self.id
         self.children, self.started = actor.children, actor.started
         self.limit = self._retries = 0
 
@@ -78,7 +79,6 @@ class Creation(CallOfActor):
     def __init__(self, actor: InlineActor, payload: bytes) -> None:
         super().__init__(actor, payload, actor)
         self.is_coroutine = False
-        self.actor_id = actor.id or self.id
 
     def target(self) -> tuple[Callables, Any]:
         """Return the constructor, which passes the object to the actor."""

@@ -36,6 +36,7 @@ from aiogpu.client.current import (
 )
 from aiogpu.core.model.text import span
 from aiogpu.core.resources.placement_group import take_grouped
+from aiogpu.core.scheduler.placement_groups import UNKNOWN
 from aiogpu.engines.base import NodeOptions, check_arguments, check_func
 from aiogpu.errors import (
     AiogpuError,
@@ -616,12 +617,15 @@ class Call:
 
         now, spec = time.monotonic(), self.func.spec
         begun = min(self._begun, now)
-        ran = f"it ran {span(now - begun)}"
+        waited, ran = span(begun - self._submitted), span(now - begun)
+        lapse = f"it waited {waited} for {spec.shape.request} and ran {ran}"
         if spec.timeout is not None and now >= self._submitted + spec.timeout:
-            lapse = f"it waited {span(begun - self._submitted)}, and {ran}"
             self.stop(too_late(spec, lapse))
+        elif self.actor_id is None:
+            self.stop(overrun(self.name, self.run_timeout, lapse))
         else:
-            self.stop(overrun(self.name, self.run_timeout, ran))
+            after = "It is cancelled at its next await"
+            self.stop(overrun(self.name, self.run_timeout, f"it ran {ran}", after))
 
     def stop(self, outcome: Outcome | None = None) -> None:
         """Stop the call as far as possible; its receiver gets only `outcome`.
@@ -894,6 +898,7 @@ class InlineNode:
         retry_rules: decide which failures are retried.
         is_closing: the node is being closed.
         is_stop_announced: the program is about to stop.
+        node_id: the node's id, as tasks see it.
         new_id: returns the number of the next call or actor.
     """
 
@@ -913,7 +918,7 @@ class InlineNode:
         self.retry_rules = RetryRules()
         self.is_closing = self.is_stop_announced = False
         self.new_id: Final = count(1).__next__
-        self._id = f"inline-{os.getpid()}"
+        self.node_id = f"inline-{os.getpid()}"
         self._mark = object()  # marks functions that were found feasible
         self._binds: dict[Shape, Bind] = {}
         self._store: Store | None = None
@@ -995,7 +1000,7 @@ class InlineNode:
             from aiogpu.runtime.callers.leases import removed
 
             group: Any = shape.request.placement_group
-            raise removed(group.name, func.spec.name, "was removed")
+            raise removed(group.name, func.spec.name, UNKNOWN)
         self.ledger.give_back(lease)
         bind = self.assignment.bind(lease, func.environ)
         if not func.spec.is_grouped:
@@ -1008,7 +1013,7 @@ class InlineNode:
         number = call.actor_id or call.id
         facts = {
             "actor": call.actor_id,
-            "node": self._id,
+            "node": self.node_id,
             "worker": number,
             "task": number,
             "name": func.spec.name,

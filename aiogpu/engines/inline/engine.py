@@ -143,11 +143,11 @@ class InlineEngine(InlineNode):
             shapes=(),
             shape_count=0,
             reservation=None,
-            nodes=(Machine(self.home, os.uname().nodename, True, total),),
+            nodes=(Machine(self.node_id, os.uname().nodename, True, total),),
         )
 
     async def why(self, task: int) -> Why | None:
-        """Return the state of a task or actor; None if it has ended."""
+        """Return the state of a task, actor or lease; None if it has ended."""
         from aiogpu.observe.why import Why
 
         self._check_program("handle.why()")
@@ -155,6 +155,8 @@ class InlineEngine(InlineNode):
         if call is not None:
             state = call.state_in_words
             return Why(call.name, task, state, request=call.func.resources)
+        if task in self._leases:
+            return Why("lease", task, "running")
         for actor in self.actors.all():
             if actor.id == task and actor.life is not Life.DEAD:
                 return Why(actor.name, task, "running", request=actor.func.resources)
