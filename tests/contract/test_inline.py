@@ -382,23 +382,18 @@ async def test_tasks_run_in_this_process_and_thread(node: Node) -> None:
     assert seen[2:] == [(os.getpid(), thread)]
 
 
-async def test_tasks_begin_in_the_order_of_submission(node: Node) -> None:
+async def test_tasks_run_in_the_order_of_submission(node: Node) -> None:
     """Whatever their priority; nothing runs inside `.remote()`."""
     handles = [
         note.remote(1),
         note.options(priority=-1).remote(2),
-        note_softly.remote(3),
-        note.options(priority=5).remote(4),
+        note.options(priority=5).remote(3),
     ]
     assert seen == []
     handles[0].add_done_callback(lambda _: seen.append("the program's turn"))
     await asyncio.gather(*handles)
-    assert seen.index("the program's turn") < seen.index(4)
-    seen.remove("the program's turn")
-    assert [*seen[:3], *sorted(seen[3:], key=str)] == [
-        *(1, 2, ("begin", 3)),
-        *(("end", 3), 4),
-    ]
+    assert seen.index("the program's turn") < seen.index(3)
+    assert [noted for noted in seen if type(noted) is int] == [1, 2, 3]
 
 
 async def test_a_debugger_finds_the_frames_of_a_failed_task(node: Node) -> None:
@@ -857,18 +852,19 @@ async def test_children_of_an_actor_end_with_it(node: Node) -> None:
     assert await append_one.remote("x") == "x 1"
 
 
+@aiogpu.remote
+def press_ctrl_c() -> None:
+    signal.raise_signal(signal.SIGINT)
+    seen.append("went on")
+
+
 @pytest.mark.parametrize("runner", [aiogpu.run, asyncio.run], ids=["aiogpu", "asyncio"])
 def test_ctrl_c_in_a_task_ends_the_program(runner: Any) -> None:
     """As asyncio's runner does it: the main task is cancelled when the task ends."""
 
-    @aiogpu.remote
-    def press() -> None:
-        signal.raise_signal(signal.SIGINT)
-        seen.append("went on")
-
     async def main() -> None:
         async with aiogpu.init(address="inline", num_cpus=1):
-            await press.remote()
+            await press_ctrl_c.remote()
             await asyncio.Event().wait()
 
     with pytest.raises(KeyboardInterrupt):
@@ -964,10 +960,7 @@ async def test_a_traceback_has_the_frames_of_caller_and_task(node: Node) -> None
         await fail_below.remote()
     names = [entry.name for entry in caught.traceback]
     assert names[0] == "test_a_traceback_has_the_frames_of_caller_and_task"
-    assert names[-1] == "fail_below"
-    with pytest.raises(LookupError) as direct:
-        await tasks.fail.remote(LookupError, "here")
-    assert direct.traceback[-1].name == "fail"
+    assert (names[-1], "fail_below" in names) == ("fail", True)
 
 
 def test_coverage_counts_the_lines_of_tasks(tmp_path: Path) -> None:
@@ -977,7 +970,9 @@ def test_coverage_counts_the_lines_of_tasks(tmp_path: Path) -> None:
         "import aiogpu\n\n\n@aiogpu.remote\ndef double(x):\n"
         "    y = 2 * x\n    return y\n"
     )
-    measured = coverage.Coverage(data_file=None, include=[str(module)])
+    measured = coverage.Coverage(
+        data_file=None, config_file=False, include=[str(module)]
+    )
     measured.start()
     try:
         sys.path.insert(0, str(tmp_path))

@@ -226,25 +226,15 @@ async def test_a_child_cannot_get_a_handle_of_its_parent(node: Node) -> None:
 
 
 @aiogpu.remote
-def timed_children(seconds: float) -> list[str]:
-    """Start two children. The time of one ends as it runs, of the other as it waits."""
-    running = wait_for_ever.options(timeout=seconds)
-    waiting = note.options(timeout=seconds / 2)
-    handles: list[aiogpu.Handle[Any]] = [running.remote(), waiting.remote("never")]
-    ends = []
-    for handle in handles:
-        with pytest.raises(errors.TaskTimeoutError) as caught:
-            aiogpu.get(handle)
-        ends.append(str(caught.value).split(" did")[0])
-    return ends
+def timed_child(seconds: float) -> str:
+    with pytest.raises(errors.TaskTimeoutError) as caught:
+        aiogpu.get(wait_for_ever.options(timeout=seconds).remote())
+    return str(caught.value).split(" did")[0]
 
 
 async def test_children_time_out(node: Node) -> None:
-    seconds = 0.01
-    while seen != ["begin", "end"]:  # on a busy machine a child may begin too late
-        seen.clear()
-        seconds *= 2
-        assert await timed_children.remote(seconds) == ["wait_for_ever", "note"]
+    assert await timed_child.remote(0.05) == "wait_for_ever"
+    assert seen == ["begin", "end"]
 
 
 async def test_a_node_closes_at_once_after_a_cancel_of_its_tasks() -> None:
@@ -385,7 +375,7 @@ async def test_a_child_that_does_not_end_is_left_behind(
     assert (await leave_stubborn.remote())[-1] == "fail"
     (record,) = caplog.records
     assert "stubborn: cancelled 0.05 s ago and still running" in record.getMessage()
-    assert seen == ["begin", "cancelled", "begin", "cancelled"]
+    assert seen[:3] == ["begin", "cancelled", "begin"]
 
 
 @aiogpu.remote

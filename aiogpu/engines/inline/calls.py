@@ -60,7 +60,7 @@ from aiogpu.worker.invoke import (
     invoke,
     send_all_async,
 )
-from aiogpu.worker.private_hooks import set_running_loop
+from aiogpu.worker.private_hooks import leave_pending, set_running_loop
 
 if TYPE_CHECKING:
     from aiogpu.client.function_spec import FunctionSpec
@@ -151,6 +151,9 @@ def driven(place: Place, code: Coroutine[Any, Any, Any]) -> Generator[Any, Any, 
                 return ended.value
         try:
             following.append(partial(code.send, (yield awaited)))
+        except GeneratorExit:
+            code.close()  # it was abandoned, and cannot await
+            raise
         except BaseException as error:  # noqa: BLE001 - thrown into the coroutine
             following.append(partial(code.throw, error))
 
@@ -471,6 +474,7 @@ class Call:
             has_left = bool(current.exits) and has_exited()
             if has_left or type(outcome.error) is ActorExit:
                 outcome.kind = LEFT
+        self.end_started()
         return outcome
 
     def _advance(self) -> None:
@@ -573,7 +577,6 @@ class Call:
             settle_with_fault(receiver, fault)
 
     def _finish(self, outcome: Any) -> None:
-        self.end_started()
         if self.receiver is not None and time.monotonic() >= self._deadline:
             self._expire()  # plain code cannot be stopped
         if type(outcome) is not Raised:
@@ -637,13 +640,14 @@ class Call:
         self.receiver = None
         if self.state is State.WAITING:
             self.end()
-        elif self._task is not None and not self._task.get_loop().is_closed():
-            self._task.cancel()
+        elif self._task is not None:
+            # Once: another cancel would interrupt the cleanup.
+            if not self._task.cancelling() and not self._task.get_loop().is_closed():
+                self._task.cancel()
         elif self.state is State.HELD:
             with outside_loop(), self.place:
                 self._context.run(self._code.close)
                 self._client.close()
-            self.end_started()
             self.end()
 
     def disown(self) -> None:
@@ -851,14 +855,15 @@ class TaskClient:
         return True
 
     def close(self) -> None:
-        """Stop the children of plain code that has returned, and close its loop."""
-        self._call.end_started()
+        """Let stopped children of plain code end, and close its loop."""
         own, self._own = self._own, None
         if own is not None:
             until = time.monotonic() + self._node.options.cancel_grace
             while own.tasks and time.monotonic() < until:
                 own.run_tasks(until)
             self._node.warn_of(own.tasks)
+            for task in own.tasks:
+                leave_pending(task)
             own.close()
         for child in list(self._call.children.values()):
             if child.state is State.RUNNING and child.runner is not self._node.program:
