@@ -65,7 +65,7 @@ LACKS: Final = {
         "memory errors": "an inline node passes errors of device memory on unchanged",
         "stop graces": "an inline node stops coroutines at once",
         "call retries": "no process of an inline node dies",
-        "ends of placements": "what runs in a removed placement of an inline node goes on",
+        "ends of placements": "what runs in a removed placement goes on",
     },
 }
 """Abilities that an engine lacks by its nature, and why; see `@pytest.mark.needs`."""

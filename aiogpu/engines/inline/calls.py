@@ -158,10 +158,12 @@ def driven(place: Place, code: Coroutine[Any, Any, Any]) -> Generator[Any, Any, 
             following.append(partial(code.throw, error))
 
 
-def make_task(
+def create_task(
     former: Any, loop: asyncio.AbstractEventLoop, code: Any, **options: Any
 ) -> asyncio.Task[Any]:
     """Make an asyncio task, as a loop's task factory; tasks of a call see its place.
+
+    Named as in asyncio, since `Handle.__repr__` looks for that name.
 
     Args:
         former: the loop's own task factory, or None.
@@ -238,7 +240,7 @@ class Runner:
         """Return the loop for coroutines; make it at first use."""
         if self.loop is None:
             self.loop = asyncio.new_event_loop()
-            self.loop.set_task_factory(partial(make_task, None))
+            self.loop.set_task_factory(partial(create_task, None))
             self._node.runners[self.loop] = self
         return self.loop
 
@@ -664,8 +666,8 @@ class Call:
         return DeadlockError(
             f"{self.name} cannot run while this code waits for it: an inline node has "
             f"one thread, where plain methods of an actor run one at a time. The wait "
-            f"could never end. Wait in an `async def`; let a method call another one of "
-            f"its actor directly, by self; or use address='local'."
+            f"could never end. Wait in an `async def`; let a method call another "
+            f"one directly, by self; or use address='local'."
         )
 
 

@@ -21,7 +21,7 @@ from aiogpu.core.resources.placement_group import take_grouped
 from aiogpu.engines.base import NodeOptions
 from aiogpu.engines.devices import take_inventory
 from aiogpu.engines.inline.actors import InlineActors, Life
-from aiogpu.engines.inline.calls import InlineNode, State, make_task, running_call
+from aiogpu.engines.inline.calls import InlineNode, State, create_task, running_call
 from aiogpu.errors import NodeClosedError, PreloadError
 from aiogpu.wire.messages import LEASE_MARK
 
@@ -51,7 +51,7 @@ class InlineEngine(InlineNode):
         self._leases: dict[int, tuple[LeaseReceiver, str]] = {}
         self._promised = count(1)
         self._program_factory = loop.get_task_factory()
-        self._factory: Any = partial(make_task, self._program_factory)
+        self._factory: Any = partial(create_task, self._program_factory)
         self._is_forced = asyncio.Event()
 
     async def open(self) -> None:
