@@ -7,7 +7,7 @@ which then knows it by its id. Light to import.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -105,6 +105,7 @@ class FunctionSpec:
         checked_by: the node that last checked that the request can be met.
         actor: the options of actors, for a class.
         window: for a generator, how many items it may be ahead; else 0.
+        ray_options: options of `scheduling_strategy` and `label_selector`, for Ray.
     """
 
     id: int
@@ -117,6 +118,7 @@ class FunctionSpec:
     checked_by: object = None
     actor: ActorTerms | None = None
     window: int = 0
+    ray_options: Mapping[str, object] = field(default_factory=dict)
 
     def holding(self, request: Request) -> FunctionSpec:
         """Return the spec for a call that got more resources than it requested."""

@@ -46,6 +46,7 @@ class NodeOptions(NamedTuple):
         object_memory: bytes of shared memory for values; None for a part of the memory.
         spill_directory: directory of values beyond that; None for the system's choice.
         only_looks: the program joins a node only to query it.
+        runtime_env: Ray's runtime environment of the program's tasks; None for none.
     """
 
     num_cpus: float | None = None
@@ -67,6 +68,7 @@ class NodeOptions(NamedTuple):
     object_memory: int | None = None
     spill_directory: str | None = None
     only_looks: bool = False
+    runtime_env: Mapping[str, Any] | None = None
 
 
 class ActorPort(Protocol):
