@@ -12,6 +12,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from aiogpu.core.model.request import Request, Shape, TaskSpec
+from aiogpu.errors import OptionError
 from aiogpu.serialization.serializer import RETRY_NONE, dump_whole
 from aiogpu.wire.messages import SERIAL
 
@@ -123,6 +124,22 @@ class FunctionSpec:
     def holding(self, request: Request) -> FunctionSpec:
         """Return the spec for a call that got more resources than it requested."""
         return replace(self, id=new_func_id(), resources=request.as_numbers())
+
+
+def refuse_ray_options(func: FunctionSpec) -> None:
+    """Check that a function does not choose among the nodes of a Ray cluster.
+
+    Raises:
+        OptionError: it does; every other engine has one machine.
+    """
+    if func.ray_options:
+        asked = func.ray_options.items()
+        given = ", ".join(f"{name}={value!r}" for name, value in asked)
+        raise OptionError(
+            f"{func.spec.name} asks for {given}, which chooses among the nodes of a "
+            f"Ray cluster, and this node is one machine. Leave it out, or run by "
+            f"aiogpu.init(address='ray'). Among GPUs, strategy='spread' chooses."
+        )
 
 
 def new_func_id() -> int:

@@ -328,13 +328,16 @@ def check_func(func: FunctionSpec, ledger: Ledger) -> None:
 
     Raises:
         InfeasibleError: the node can never meet the function's request.
+        OptionError: the function chooses among the nodes of a Ray cluster.
         SerializationError: the function is too large to send.
     """
     # Late: not needed before a program has a node.
+    from aiogpu.client.function_spec import refuse_ray_options
     from aiogpu.core.model.text import terms
     from aiogpu.core.model.units import GPU, GPU_MEMORY, MEMORY
     from aiogpu.core.resources.placement_group import why_infeasible
 
+    refuse_ray_options(func)
     spec = func.spec
     reason = why_infeasible(ledger, spec.shape.request)
     if reason is not None:

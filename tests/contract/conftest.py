@@ -37,6 +37,7 @@ LACKS: Final = {
         "device memory": "Ray reserves no memory of devices",
         "ledger": "errors name missing resources of Ray in other words",
         "placing CPUs": "an actor on Ray that asks for more is placed without a CPU",
+        "wakes": "Ray's interrupt ends no system call, and the worker is killed",
         "blocked ends": "Ray waits for the end of a call that is blocked in C",
         "plain cancels": "Ray loses an actor's order if it cancels a plain method",
         "orphans": "an actor on Ray ends with the process that has made it",

@@ -312,19 +312,19 @@ async def test_a_cancel_of_an_ending_call_affects_no_other() -> None:
             assert await asyncio.gather(*calls[1::2]) == [number] * 5
 
 
-async def test_a_late_cancel_is_told_to_a_long_queue_of_calls(
-    gate: Gate,
-) -> None:
+async def test_a_timeout_reaches_calls_that_need_the_result(gate: Gate) -> None:
+    """Ray ends those that were sent before; a later call gets the reason."""
     async with aiogpu.init(address="ray", num_cpus=4):
-        last: Any = v.gated.options(timeout=1.0).remote(gate.path, "slow", 1)
-        line = [last]
-        for _ in range(1500):
-            last = v.add.remote(last)
-            line.append(last)
-        for handle in (last, v.give.remote(line[0])):
-            with pytest.raises(aiogpu.TaskTimeoutError, match="gated"):
-                await handle
-        await asyncio.wait(line)
+        first: Any = v.gated.options(timeout=1.0).remote(gate.path, "slow", 1)
+        line = [first, v.give.remote(first)]
+        for _ in range(50):
+            line.append(v.add.remote(line[-1]))
+        with pytest.raises(aiogpu.TaskTimeoutError, match=r"gated.*start fewer tasks"):
+            await first
+        with pytest.raises(aiogpu.TaskTimeoutError, match="gated"):
+            await v.give.remote(first)
+        ended = await asyncio.gather(*line[1:], return_exceptions=True)
+        assert {type(error) for error in ended} == {aiogpu.TaskCancelledError}
 
 
 # Results that come to a process that waits for none are not kept

@@ -1,8 +1,8 @@
 """The process of an actor: holds the user's object and calls its methods.
 
 The failure of a constructor is kept and reported to every caller, with its cause. Ray
-itself would report only a text. The methods for aiogpu's own calls begin with `aiogpu_`;
-plain Ray programs call the methods of the user's class by their names.
+itself would report only a text. The methods for aiogpu's own calls begin with
+`aiogpu_`; plain Ray programs call the methods of the user's class by their names.
 """
 
 from __future__ import annotations
