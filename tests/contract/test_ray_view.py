@@ -137,16 +137,22 @@ def test_memory_is_a_share_of_a_gpu_whose_memory_is_known():
         with_gpu_share(asked, 4 << 30)
 
 
-async def keep_open(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    await reader.read(-1)
-    writer.close()
-
-
 async def test_a_head_is_reachable_if_it_accepts_connections():
+    closed = asyncio.Event()
+
+    async def keep_open(
+        reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        await reader.read(-1)
+        writer.close()
+        await writer.wait_closed()
+        closed.set()
+
     server = await asyncio.start_server(keep_open, "127.0.0.1", 0)
     async with server:
         port = server.sockets[0].getsockname()[1]
         await check_reachable(f"127.0.0.1:{port}", 10)
+        await asyncio.wait_for(closed.wait(), 60)
 
 
 async def test_an_address_without_a_server_is_named():

@@ -427,6 +427,7 @@ async def check_reachable(address: str, seconds: float) -> None:
         async with asyncio.timeout(seconds):
             _, writer = await asyncio.open_connection(host, port)
         writer.close()
+        await writer.wait_closed()
     except OSError as error:  # a TimeoutError too
         problem = str(error) or f"no answer within {seconds:g} s"
         raise NodeError(

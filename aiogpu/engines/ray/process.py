@@ -196,19 +196,22 @@ class TaskLoop:
             return await awaitable
         # On the loop: a cancel may run any code, and could wait for a lock that the
         # interrupted code holds. The signal's handler wakes the loop by a descriptor.
-        woken = signal.set_wakeup_fd(
-            self.loop._csock.fileno(),  # type: ignore[attr-defined]
-            warn_on_full_buffer=False,
-        )
+        descriptor = self.loop._csock.fileno()  # type: ignore[attr-defined]
         interrupts.cancel = lambda: self.loop.call_soon(task.cancel)
+        woken = signal.set_wakeup_fd(descriptor, warn_on_full_buffer=False)
         try:
             return await awaitable
         finally:
-            interrupts.cancel = None
             signal.set_wakeup_fd(woken)
+            interrupts.cancel = None
 
     def close(self) -> None:
         """Cancel what the task left on the loop, and wait for its end."""
+        # Code that ends the loop by an exception may leave the loop's own stop callback
+        # behind, which would stop the next run.
+        self.loop.call_soon(self.loop.stop)
+        with suppress(SystemExit, KeyboardInterrupt):
+            self.loop.run_forever()
         self._runner.close()
 
 
