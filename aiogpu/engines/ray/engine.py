@@ -294,7 +294,9 @@ class RayEngine:
     def _code(self, func: FunctionSpec) -> RemoteCode:
         return RemoteCode(
             func,
-            func.resources,
+            self._admit(func).as_numbers()
+            if func.spec.shape.request.gpu_memory
+            else func.resources,
             self.overview.kinds,
             RayEngine.inside,
             self._options.gpu_memory,
