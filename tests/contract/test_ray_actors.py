@@ -16,7 +16,7 @@ import aiogpu
 from aiogpu.client.current import current
 from tests.contract import handed_on
 from tests.contract import value_tasks as v
-from tests.contract.actor_classes import Counter
+from tests.contract.actor_classes import Async, Counter
 from tests.contract.let_go_tasks import Model
 from tests.contract.ray_actor_classes import (
     Adder,
@@ -58,6 +58,23 @@ async def test_an_actor_ends_although_a_plain_task_had_a_handle() -> None:
         pid = await pid_of.remote(adder)
         del adder
         assert await gone(pid)
+
+
+async def test_each_caller_of_a_ready_actor_has_its_order() -> None:
+    async with node():
+
+        async def call(counter: Any, name: int) -> None:
+            for step in range(30):
+                handle = counter.note.remote((name, step))
+                if step % 3:
+                    await handle
+
+        for actor in (Counter.remote(), await Async.remote()):
+            await asyncio.gather(*(call(actor, name) for name in range(5)))
+            notes = await actor.notes.remote()
+            for name in range(5):
+                steps = [step for caller, step in notes if caller == name]
+                assert steps == [*range(30)]
 
 
 async def test_threads_share_the_handles_of_their_actor() -> None:

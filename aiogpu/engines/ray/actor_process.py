@@ -182,14 +182,6 @@ class AsyncActorProcess(ActorProcess):
             if not self._present:
                 self._is_idle.set()
 
-    def _result_of(self, outcome: Done | Raised) -> Any:
-        """Return the value that Ray stores for an outcome; see `result_of`."""
-        if type(outcome) is Raised and type(outcome.error) is asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
-                raise outcome.error
-        return result_of(self._name, outcome)
-
     async def aiogpu_call(self, encoded: bytes, *arguments: Any) -> Any:
         """Call a method of the object."""
         method, payload = decode_call(encoded)
@@ -197,7 +189,7 @@ class AsyncActorProcess(ActorProcess):
             outcome = await self._invoke(method, arguments or (payload,))
         if _has_left(outcome):
             _leave_now()
-        return self._result_of(outcome)
+        return result_of(self._name, outcome)
 
     async def aiogpu_stream(
         self, encoded: bytes, *arguments: Any
@@ -226,7 +218,7 @@ class AsyncActorProcess(ActorProcess):
                     go_on = partial(running.throw, error)
         if type(outcome) is Raised and type(outcome.error) is GeneratorExit:
             return
-        self._result_of(outcome)
+        result_of(self._name, outcome)
 
     async def aiogpu_leave(self, sent: Sequence[Ref]) -> None:
         """End after the caller's calls, and the object's own `close()`.

@@ -14,15 +14,13 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 from weakref import WeakValueDictionary
 
 from aiogpu.client.function_spec import FunctionSpec, placeholder_func
-from aiogpu.core.scheduler.placement_groups import REMOVED
 from aiogpu.engines.ray import actor_process, cluster, values
 from aiogpu.engines.ray.calls import Calls, PendingCall, Stream
 from aiogpu.engines.ray.cluster import Handle
 from aiogpu.engines.ray.resources import METHODS_GROUP, stream_options
 from aiogpu.engines.ray.values import FOREIGN, Terms, actor_death, window_of
 from aiogpu.errors import ActorDiedError, MisuseError, NodeError
-from aiogpu.runtime.actors.actor import died, leaving, name_taken, not_made
-from aiogpu.runtime.callers.leases import removed
+from aiogpu.runtime.actors.actor import died, leaving, name_taken
 from aiogpu.serialization.exceptions import DIED, pack_own_error
 from aiogpu.serialization.references import PickledValue, add_reference
 from aiogpu.serialization.serializer import (
@@ -37,7 +35,6 @@ if TYPE_CHECKING:
     import asyncio
 
     from aiogpu.client.interface import Receiver
-    from aiogpu.core.model.request import PlacementGroupSpec
 
 # One actor
 
@@ -68,7 +65,6 @@ class RayActor:
         end: why it takes no calls, as far as this process knows.
         is_gone: it does not exist: its constructor has failed, or its placement or the
             cluster has gone. Else it was told to end.
-        needs: values for its constructor.
     """
 
     reference: values.ActorReference
@@ -76,7 +72,6 @@ class RayActor:
     is_made_here: bool = False
     end: Failed | None = None
     is_gone: bool = False
-    needs: tuple[values.SharedValue, ...] = ()
     _leaves: list[Any] = field(default_factory=list)
     _watchers: list[int] = field(default_factory=list)
     _methods: dict[tuple[str, int, int], Callable[..., Any]] = field(
@@ -314,7 +309,7 @@ class RayActor:
         self._note_loss()
 
     def evict(self, error: Exception) -> None:
-        """End the actor at once because its placement has gone; fail its calls."""
+        """End the actor at once, because of an error; fail its calls."""
         self.lose(pack_own_error(actor_death(self.name, error)))
         cluster.kill(self.reference.handle)
 
@@ -330,10 +325,6 @@ class RayActor:
                 self.lose(outcome)  # its constructor has failed
                 cluster.kill(self.reference.handle)
         elif isinstance(outcome, ActorDiedError):
-            # Ray tells of the failure of an argument only by a text.
-            reasons = [need.failed for need in self.needs if need.failed is not None]
-            if reasons and not self.is_gone:
-                self.lose(not_made(self.name, reasons[0]))
             self._note_loss()
         else:
             return outcome
@@ -402,9 +393,7 @@ class RayActors:
             making = self._find_or_make(func, payload, key, get_if_exists)
             return self.calls.loop.create_task(making)
         arguments = values.to_arguments(payload)
-        return self._note_new(
-            func, payload, self.engine.new_actor(func, None, arguments)
-        )
+        return self._note_new(func, self.engine.new_actor(func, None, arguments))
 
     async def _find_or_make(
         self,
@@ -423,7 +412,7 @@ class RayActors:
             arguments = values.to_arguments(payload)
             make = partial(self.engine.new_actor, func, key, arguments)
             try:
-                return self._note_new(func, payload, await cluster.in_thread(make))
+                return self._note_new(func, await cluster.in_thread(make))
             except ValueError as error:  # another process was faster
                 found = None if key is None else await self.find(key)
                 if found is None:
@@ -432,17 +421,11 @@ class RayActors:
             raise name_taken("" if key is None else key[1])
         return found
 
-    def _note_new(
-        self,
-        func: FunctionSpec,
-        payload: bytes,
-        handle: Handle,
-    ) -> RayActor:
+    def _note_new(self, func: FunctionSpec, handle: Handle) -> RayActor:
         assert func.actor is not None, func
         terms = Terms(func.actor.mode, dict(func.actor.limits), dict(func.actor.groups))
         actor = self._note(values.refer_to(handle, terms), func)
         actor.is_made_here = not func.spec.is_detached
-        actor.needs = getattr(payload, "needs", ())
         return actor
 
     def _note(self, reference: values.ActorReference, func: FunctionSpec) -> RayActor:
@@ -510,14 +493,6 @@ class RayActors:
         with suppress(NodeError):
             self.engine.check_open()
             self.held(actor).leave()
-
-    def evict(self, group: PlacementGroupSpec) -> None:
-        """End the actors of a placement group that was removed."""
-        for actor in list(self._actors.values()):
-            within = actor.func.spec.shape.request.placement_group
-            if within is None or within.key != group.key or actor.is_gone:
-                continue
-            actor.evict(removed(group.name, actor.name, REMOVED))
 
     def lose(self, failed: Failed) -> None:
         """Note that the cluster has gone: fail all calls without a message to Ray."""

@@ -196,19 +196,16 @@ class PendingCall:
     def deliver(self) -> None:
         """Settle its receiver with the received values."""
         receiver = self.receiver
+        if receiver is None:
+            return
         received = [self.found[index] for index in range(len(self.refs))]
         for found in received:
             failure = (
                 self.outcome_of(found) if isinstance(found, BaseException) else found
             )
             if isinstance(failure, Failed | Exception):
-                for value in self.results:
-                    value.note_failure(failure)
-                if receiver is not None:
-                    settle(receiver, failure)
+                settle(receiver, failure)
                 return
-        if receiver is None:
-            return
         parts = tuple(map(self.convert, received, self.refs))
         if len(parts) == 1:
             receiver.settle(parts[0])

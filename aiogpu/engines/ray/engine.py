@@ -15,7 +15,6 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from aiogpu.core.model.request import (
-    ANY,
     STRICT_PACK,
     STRICT_SPREAD,
     BundleRef,
@@ -24,7 +23,7 @@ from aiogpu.core.model.request import (
 )
 from aiogpu.core.model.text import span
 from aiogpu.core.model.units import TYPE_PREFIX, TYPE_SHARE
-from aiogpu.core.scheduler.placement_groups import REMOVED, UNKNOWN
+from aiogpu.core.scheduler.placement_groups import UNKNOWN
 from aiogpu.engines.base import NodeOptions
 from aiogpu.engines.ray import cluster, values
 from aiogpu.engines.ray.actor_process import process_class
@@ -456,35 +455,22 @@ class RayEngine:
         own = self._own.pop(number, None)
         if own is None:
             return
-        spec, group = own.spec, self._groups.pop(own.spec.key, None)
-        self.actors.evict(spec)
-        for other, call in list(self.calls.live.items()):
-            if call.group is not None and call.group.key == spec.key:
-                gone = removed(spec.name, call.name, REMOVED)
-                is_of_actor = bool(call.actor)
-                self.calls.cancel(
-                    other, values.actor_death(call.name, gone) if is_of_actor else gone
-                )
+        group = self._groups.pop(own.spec.key, None)
         if group is not None:
             cluster.remove_placement_group(group)
 
     def needs_lookup(self, func: FunctionSpec) -> bool:
         """Return whether the group of a function was not looked up yet."""
         within = func.spec.shape.request.placement_group
-        return isinstance(within, BundleRef) and (
-            within.key not in self._groups
-            or bool(func.spec.shape.request.accelerator_type)
-        )
+        return isinstance(within, BundleRef) and within.key not in self._groups
 
     async def look_up_group(self, func: FunctionSpec) -> None:
         """Look the group of a function up, by a query of the cluster.
 
         Raises:
             PlacementRemovedError: the group was removed.
-            InfeasibleError: the group was requested without the function's type.
         """
-        request = func.spec.shape.request
-        within = request.placement_group
+        within = func.spec.shape.request.placement_group
         if not isinstance(within, BundleRef):
             return
         group = self._groups.get(within.key)
@@ -496,28 +482,12 @@ class RayEngine:
                 own = {each.spec.key for each in self._own.values()}
                 self._groups = {k: g for k, g in self._groups.items() if k in own}
             self._groups[within.key] = group
-        of_type = f"{TYPE_PREFIX}{request.accelerator_type}"
-        bundles = list(group.bundle_specs)
-        if within.bundle != ANY:
-            bundles = bundles[within.bundle : within.bundle + 1]
-        if request.accelerator_type and not all(of_type in each for each in bundles):
-            raise InfeasibleError(
-                f"{func.spec.name} asks for accelerator_type="
-                f"{request.accelerator_type!r} in {within}, which was requested "
-                f"without it. On a Ray cluster, add the type to the bundle: "
-                f'{{"GPU": 1, "{of_type}": 0.001}}.'
-            )
 
     def _in_group(self, options: dict[str, Any], request: Request) -> dict[str, Any]:
         """Return Ray's options with the bundle in which the task runs."""
         within = request.placement_group
         if not isinstance(within, BundleRef):
             return options
-        if request.accelerator_type:
-            # The bundle as a whole has the type, not each task in it.
-            resources = dict(options["resources"])
-            del resources[TYPE_PREFIX + request.accelerator_type]
-            options = {**options, "resources": resources}
         strategy = cluster.in_bundle(self._groups[within.key], within.bundle)
         return {**options, "scheduling_strategy": strategy}
 

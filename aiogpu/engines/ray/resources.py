@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 from aiogpu.accelerators.listed_devices import NOSET, is_left_alone
 from aiogpu.core.model import units
 from aiogpu.core.model.text import SHOWN, in_words, terms
-from aiogpu.core.model.units import CPU, GPU, MEMORY, UNIT
+from aiogpu.core.model.units import CPU, GPU, MEMORY, TYPE_PREFIX, UNIT
 from aiogpu.engines.ray import cluster
 from aiogpu.engines.ray.cluster import NAMESPACE, ClusterNode
 from aiogpu.engines.ray.values import RetriedFailure
@@ -81,6 +81,13 @@ def check_possible(func: FunctionSpec, gpu_memory: int | None) -> None:
         "run_timeout": spec.run_timeout is not None or has_timed,
         "stop_grace": spec.stop_grace > 0,
     }
+    if request.accelerator_type and request.placement_group is not None:
+        of_type = f"{TYPE_PREFIX}{request.accelerator_type}"
+        raise OptionError(
+            f"{spec.name} asks for accelerator_type={request.accelerator_type!r} in a "
+            f"placement. On a Ray cluster the bundle asks for it, not the task: "
+            f'{{"GPU": 1, "{of_type}": 0.001}}.'
+        )
     for option, is_requested in unsupported.items():
         if is_requested:
             refuse(spec, option)

@@ -26,7 +26,6 @@ from aiogpu.serialization.exceptions import (
     RAISED,
     UNREADABLE,
     pack_failure,
-    pack_own_error,
 )
 from aiogpu.serialization.payload import MARK, Contents, Payload
 from aiogpu.serialization.references import PickledValue
@@ -303,12 +302,6 @@ class SharedValue:
         else:
             self.failed = pack_failure(0, RAISED, outcome, OWN_FRAMES)
         self._run_callbacks()
-
-    def note_failure(self, failure: Failed | Exception) -> None:
-        """Note why its object will be an error, to explain what needs it."""
-        if isinstance(failure, Exception):
-            failure = pack_own_error(failure)
-        self.failed = failure
 
     def revoke(self, failed: Failed) -> None:
         """Fail later requests for the value, unless the payload has arrived."""
