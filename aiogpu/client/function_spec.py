@@ -125,21 +125,20 @@ class FunctionSpec:
         """Return the spec for a call that got more resources than it requested."""
         return replace(self, id=new_func_id(), resources=request.as_numbers())
 
+    def check_one_machine(self) -> None:
+        """Check that it does not choose among the nodes of a Ray cluster.
 
-def refuse_ray_options(func: FunctionSpec) -> None:
-    """Check that a function does not choose among the nodes of a Ray cluster.
-
-    Raises:
-        OptionError: it does; every other engine has one machine.
-    """
-    if func.ray_options:
-        asked = func.ray_options.items()
-        given = ", ".join(f"{name}={value!r}" for name, value in asked)
-        raise OptionError(
-            f"{func.spec.name} asks for {given}, which chooses among the nodes of a "
-            f"Ray cluster, and this node is one machine. Leave it out, or run by "
-            f"aiogpu.init(address='ray'). Among GPUs, strategy='spread' chooses."
-        )
+        Raises:
+            OptionError: it does; every other engine has one machine.
+        """
+        if self.ray_options:
+            asked = self.ray_options.items()
+            given = ", ".join(f"{name}={value!r}" for name, value in asked)
+            raise OptionError(
+                f"{self.spec.name} asks for {given}, which chooses among the nodes of "
+                f"a Ray cluster, and this node is one machine. Leave it out, or run by "
+                f"aiogpu.init(address='ray'). Among GPUs, strategy='spread' chooses."
+            )
 
 
 def new_func_id() -> int:

@@ -274,10 +274,9 @@ class NodeClient:
     def declare(self, func: FunctionSpec) -> None:
         """Send a function and its options to the node."""
         # Late: a worker whose tasks start no tasks does not need the core's types.
-        from aiogpu.client.function_spec import refuse_ray_options
         from aiogpu.client.spec_codec import dump_spec
 
-        refuse_ray_options(func)
+        func.check_one_machine()
         if len(self._declared) >= DECLARED:
             self._declared.clear()
         spec = dump_spec(func)

@@ -332,12 +332,11 @@ def check_func(func: FunctionSpec, ledger: Ledger) -> None:
         SerializationError: the function is too large to send.
     """
     # Late: not needed before a program has a node.
-    from aiogpu.client.function_spec import refuse_ray_options
     from aiogpu.core.model.text import terms
     from aiogpu.core.model.units import GPU, GPU_MEMORY, MEMORY
     from aiogpu.core.resources.placement_group import why_infeasible
 
-    refuse_ray_options(func)
+    func.check_one_machine()
     spec = func.spec
     reason = why_infeasible(ledger, spec.shape.request)
     if reason is not None:

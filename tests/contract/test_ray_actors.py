@@ -16,12 +16,13 @@ import aiogpu
 from aiogpu.client.current import current
 from tests.contract import handed_on
 from tests.contract import value_tasks as v
-from tests.contract.actor_classes import Async, Counter
+from tests.contract.actor_classes import Counter
 from tests.contract.let_go_tasks import Model
 from tests.contract.ray_actor_classes import (
     Adder,
     Grouped,
     Keeper,
+    Picky,
     ThreadGroups,
     add_in_threads,
     call_narrow,
@@ -60,21 +61,39 @@ async def test_an_actor_ends_although_a_plain_task_had_a_handle() -> None:
         assert await gone(pid)
 
 
-async def test_each_caller_of_a_ready_actor_has_its_order() -> None:
+async def test_each_caller_of_a_plain_actor_has_its_order() -> None:
     async with node():
+        counter = Counter.remote()
 
-        async def call(counter: Any, name: int) -> None:
+        async def call(name: int) -> None:
             for step in range(30):
                 handle = counter.note.remote((name, step))
                 if step % 3:
                     await handle
 
-        for actor in (Counter.remote(), await Async.remote()):
-            await asyncio.gather(*(call(actor, name) for name in range(5)))
-            notes = await actor.notes.remote()
-            for name in range(5):
-                steps = [step for caller, step in notes if caller == name]
-                assert steps == [*range(30)]
+        await asyncio.gather(*(call(name) for name in range(5)))
+        notes = await counter.notes.remote()
+        for name in range(5):
+            assert [step for caller, step in notes if caller == name] == [*range(30)]
+
+
+async def test_a_failed_constructor_ends_no_actor_that_gets_the_failure() -> None:
+    async with node():
+        healthy, broken = Picky.remote(False), Picky.remote(True)
+        with pytest.raises(aiogpu.ActorDiedError) as caught:
+            await healthy.take.remote(broken.take.remote(1))
+        assert isinstance(caught.value.__cause__, LookupError)
+        assert await healthy.take.remote(2) == 2
+        again = Picky.options(name="again").remote
+        with pytest.raises(aiogpu.ActorDiedError):
+            await again(True)
+        async with asyncio.timeout(LIMIT):  # its name is free soon after the failure
+            while True:
+                try:
+                    assert await again(False).take.remote(3) == 3
+                    break
+                except aiogpu.errors.ActorNameError:
+                    await asyncio.sleep(0)
 
 
 async def test_threads_share_the_handles_of_their_actor() -> None:

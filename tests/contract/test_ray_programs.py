@@ -90,6 +90,24 @@ async def test_aiogpu_calls_named_actors_of_plain_ray(ray: Any) -> None:
         await found.add.remote(1)
 
 
+@aiogpu.remote(num_cpus=4)
+async def await_child() -> int:
+    return int(await tasks.add.options(num_cpus=4).remote(1))
+
+
+@aiogpu.remote(num_cpus=4)
+def get_child() -> int:
+    return int(aiogpu.get(tasks.add.options(num_cpus=4).remote(1)))
+
+
+@pytest.mark.parametrize("parent", [await_child, get_child], ids=["async", "plain"])
+async def test_a_waiting_parent_lends_all_cpus_of_the_cluster(
+    ray: Any, parent: Any
+) -> None:
+    """Else both would wait for ever."""
+    assert await parent.remote() == 2
+
+
 class OnlyHere:
     """Needs a module that no worker can import."""
 

@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.either_loop,
     pytest.mark.aiogpu(num_cpus=1),
 ]
-BLOCKING = pytest.mark.needs("interrupts")
+BLOCKING = pytest.mark.needs("interrupts", "wakes")
 
 
 async def drained(stream: AsyncIterator[Any]) -> tuple[list[Any], Exception]:

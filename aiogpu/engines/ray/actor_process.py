@@ -28,7 +28,7 @@ from aiogpu.client.current import (
 from aiogpu.engines.ray import cluster
 from aiogpu.engines.ray.cluster import Ref
 from aiogpu.engines.ray.process import RemoteCode, Suspended, call_user, result_of
-from aiogpu.engines.ray.values import StoredValue, TaskFailure
+from aiogpu.engines.ray.values import StoredValue, TaskFailure, number_of
 from aiogpu.runtime.actors.actor import not_made
 from aiogpu.wire.messages import ASYNC, DEFAULT_GROUP, Done
 from aiogpu.worker.actors import Methods
@@ -69,12 +69,16 @@ class ActorProcess:
         self._object: Any = None
         self._groups = code.groups
         code.set_up_process()
-        current.actor = int(cluster.process_ids()[2][:12], 16)
+        actor_id = cluster.process_ids()[2]
+        current.actor = int(actor_id[:12], 16)
         constructor = Constructor(code.functions, self._keep)
         try:
             result_of(self._name, run_now(call_user(constructor, 0, arguments)))
         except TaskFailure as failure:
-            self._failure = TaskFailure(*not_made(self._name, failure.failed))
+            failed = not_made(self._name, failure.failed)
+            # Callers must tell it from the same failure of an actor in an argument.
+            marked = failed._replace(task=number_of(actor_id))
+            self._failure = TaskFailure(*marked)
         self._methods = Methods(self._object)
 
     def _keep(self, made: object) -> None:

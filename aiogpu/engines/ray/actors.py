@@ -21,7 +21,7 @@ from aiogpu.engines.ray.resources import METHODS_GROUP, stream_options
 from aiogpu.engines.ray.values import FOREIGN, Terms, actor_death, window_of
 from aiogpu.errors import ActorDiedError, MisuseError, NodeError
 from aiogpu.runtime.actors.actor import died, leaving, name_taken
-from aiogpu.serialization.exceptions import DIED, pack_own_error
+from aiogpu.serialization.exceptions import pack_own_error
 from aiogpu.serialization.references import PickledValue, add_reference
 from aiogpu.serialization.serializer import (
     dump_result,
@@ -321,7 +321,7 @@ class RayActor:
     def _explain(self, outcome: Failed | Exception) -> Failed | Exception:
         """Return why a call has failed, and note what this shows about the actor."""
         if isinstance(outcome, Failed):
-            if outcome.kind.partition(":")[0] == DIED and not self.is_gone:
+            if outcome.task == self.id and not self.is_gone:
                 self.lose(outcome)  # its constructor has failed
                 cluster.kill(self.reference.handle)
         elif isinstance(outcome, ActorDiedError):
@@ -512,7 +512,7 @@ def _look_up(name: str, namespace: str) -> tuple[Handle | None, bytes | None]:
     handle = cluster.find_actor(name, namespace)
     if handle is None:
         return None, None
-    return handle, cluster.load_bytes(f"{values.number_of(handle)}")
+    return handle, cluster.load_bytes(f"{values.number_of(cluster.actor_id(handle))}")
 
 
 def _stub(self: object, *_args: Any, **_kwargs: Any) -> Any:
@@ -525,4 +525,6 @@ def describe(func: FunctionSpec, handle: Handle) -> None:
     terms: tuple[str, Mapping[str, int], Mapping[str, str]]
     terms = func.actor.mode, dict(func.actor.limits), dict(func.actor.groups)
     described = func.spec.name, func.actor.packed_interface(), terms
-    cluster.store_bytes(f"{values.number_of(handle)}", dump_whole(described))
+    cluster.store_bytes(
+        f"{values.number_of(cluster.actor_id(handle))}", dump_whole(described)
+    )

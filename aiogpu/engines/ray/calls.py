@@ -412,6 +412,8 @@ class Calls:
         if call.is_sent:
             is_held = call.stream is not None and call.stream.is_held
             notes = (HELD,) if is_held else ()
+            within = f"in {call.group}" if call.group is not None else ""
+            notes = (*notes, within) if within else notes
             return Why(call.name, number, "sent", seconds, request, notes=notes)
         unsent = ("calls that are still to be sent",)
         return Why(

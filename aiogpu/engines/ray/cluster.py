@@ -121,7 +121,10 @@ def wait(refs: Sequence[Ref], seconds: float) -> bool:
 
     A task whose main thread waits in this way returns its CPUs meanwhile.
     """
-    ready, _ = ray.wait(list(refs), timeout=seconds, fetch_local=False)
+    try:
+        ready, _ = ray.wait(list(refs), timeout=seconds, fetch_local=False)
+    except ValueError:
+        return True  # another thread has just taken the next item of a stream
     return bool(ready)
 
 

@@ -456,6 +456,13 @@ class RayEngine:
         if own is None:
             return
         group = self._groups.pop(own.spec.key, None)
+        # Ray ends the processes by an exception, which the tasks would report.
+        for other, call in list(self.calls.live.items()):
+            if call.group is not None and call.group.key == own.spec.key:
+                gone: Exception = removed(own.spec.name, call.name, REMOVED)
+                if call.actor:
+                    gone = values.actor_death(call.name, gone)
+                self.calls.cancel(other, gone)
         if group is not None:
             cluster.remove_placement_group(group)
 

@@ -114,6 +114,8 @@ def outcome_of(
         group: the placement group of the task; None for none.
     """
     cause = getattr(error, "cause", None)
+    if type(cause).__module__ == "ray.exceptions":
+        error, cause = cause, None  # of a call that needed this result
     failure = cause if isinstance(cause, TaskFailure) else error
     if isinstance(failure, TaskFailure):
         return failure.failed
@@ -230,14 +232,14 @@ class ActorReference:
     func: FunctionSpec | None = None
 
 
-def number_of(handle: Handle) -> int:
+def number_of(actor_id: str) -> int:
     """Return the number of an actor, the same in all processes."""
-    return int(cluster.actor_id(handle)[:15], 16)
+    return int(actor_id[:15], 16)
 
 
 def refer_to(handle: Handle, terms: Terms) -> ActorReference:
     """Return the reference of an actor; of several handles the first is kept."""
-    number = number_of(handle)
+    number = number_of(cluster.actor_id(handle))
     return known_actors.setdefault(number, ActorReference(number, handle, terms))
 
 
