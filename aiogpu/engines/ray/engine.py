@@ -23,7 +23,7 @@ from aiogpu.core.model.request import (
 )
 from aiogpu.core.model.text import span
 from aiogpu.core.model.units import TYPE_PREFIX, TYPE_SHARE
-from aiogpu.core.scheduler.placement_groups import UNKNOWN
+from aiogpu.core.scheduler.placement_groups import REMOVED, UNKNOWN
 from aiogpu.engines.base import NodeOptions
 from aiogpu.engines.ray import cluster, values
 from aiogpu.engines.ray.actor_process import process_class

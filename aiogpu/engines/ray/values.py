@@ -114,7 +114,7 @@ def outcome_of(
         group: the placement group of the task; None for none.
     """
     cause = getattr(error, "cause", None)
-    if type(cause).__module__ == "ray.exceptions":
+    if cause is not None and type(cause).__module__ == "ray.exceptions":
         error, cause = cause, None  # of a call that needed this result
     failure = cause if isinstance(cause, TaskFailure) else error
     if isinstance(failure, TaskFailure):
