@@ -16,7 +16,7 @@ from aiogpu.engines.base import NodeOptions
 from aiogpu.engines.ray.engine import RayEngine
 
 OF_CLUSTERS: Final = ("num_cpus", "num_gpus", "resources", "accelerator_type")
-OF_PROGRAMS: Final = ("cancel_grace", "gpu_memory")
+OF_PROGRAMS: Final = ("cancel_grace",)
 CPUS: Final = 4
 
 

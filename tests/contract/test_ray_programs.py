@@ -161,7 +161,10 @@ async def test_a_runtime_env_is_refused_elsewhere(address: str) -> None:
         await aiogpu.init(address=address, runtime_env={"pip": ["einops"]})
 
 
-async def test_gpu_memory_is_a_share_of_a_known_gpu(rayed: None) -> None:
+async def test_gpu_memory_is_a_share_of_a_known_gpu(
+    rayed: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.contract.rayed.OF_PROGRAMS", ("gpu_memory",))
     cluster = {"address": "ray", "num_cpus": 4, "num_gpus": 2}
     six = tasks.where.options(gpu_memory="6GiB")
     async with aiogpu.init(**cluster):

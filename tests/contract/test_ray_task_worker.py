@@ -20,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aiogpu.client.current import current
+from aiogpu.engines.base import NodeOptions
 from aiogpu.errors import MisuseError
 from aiogpu.serialization.serializer import dump_arguments
 from aiogpu.worker.invoke import Functions
@@ -79,11 +80,15 @@ class Written:
         """The test has done it."""
 
 
+def inside(loop: asyncio.AbstractEventLoop) -> RayEngine:
+    return RayEngine.inside(NodeOptions(), loop)
+
+
 @pytest.fixture
 def worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Make this process a worker of Ray's, without Ray."""
     monkeypatch.setattr(cluster, "task_id", lambda: "01" * 24)
-    monkeypatch.setattr(current, "client", TaskClient(RayEngine.inside, None))
+    monkeypatch.setattr(current, "client", TaskClient(inside))
     monkeypatch.setattr(current, "task", 0)
     handler = signal.getsignal(signal.SIGINT)
     yield

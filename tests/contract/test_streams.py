@@ -26,6 +26,7 @@ pytestmark = [
     pytest.mark.aiogpu(num_cpus=1),
 ]
 BLOCKING = pytest.mark.needs("interrupts")
+BLOCKED = pytest.mark.needs("interrupts", "wakes")
 
 
 async def drained(stream: AsyncIterator[Any]) -> tuple[list[Any], Exception]:

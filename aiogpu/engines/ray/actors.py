@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 from weakref import WeakValueDictionary
 
 from aiogpu.client.function_spec import FunctionSpec, placeholder_func
+from aiogpu.core.scheduler.placement_groups import REMOVED
 from aiogpu.engines.ray import actor_process, cluster, values
 from aiogpu.engines.ray.calls import Calls, PendingCall, Stream
 from aiogpu.engines.ray.cluster import Handle
@@ -21,6 +22,7 @@ from aiogpu.engines.ray.resources import METHODS_GROUP, stream_options
 from aiogpu.engines.ray.values import FOREIGN, Terms, actor_death, window_of
 from aiogpu.errors import ActorDiedError, MisuseError, NodeError
 from aiogpu.runtime.actors.actor import died, leaving, name_taken
+from aiogpu.runtime.callers.leases import removed
 from aiogpu.serialization.exceptions import pack_own_error
 from aiogpu.serialization.references import PickledValue, add_reference
 from aiogpu.serialization.serializer import (
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     import asyncio
 
     from aiogpu.client.interface import Receiver
+    from aiogpu.core.model.request import PlacementGroupSpec
 
 # One actor
 
@@ -493,6 +496,14 @@ class RayActors:
         with suppress(NodeError):
             self.engine.check_open()
             self.held(actor).leave()
+
+    def evict(self, group: PlacementGroupSpec) -> None:
+        """Note that the actors of a placement group end, since it is removed."""
+        for actor in list(self._actors.values()):
+            within = actor.func.spec.shape.request.placement_group
+            if within is not None and within.key == group.key and not actor.is_gone:
+                gone = removed(group.name, actor.name, REMOVED)
+                actor.lose(pack_own_error(actor_death(actor.name, gone)))
 
     def lose(self, failed: Failed) -> None:
         """Note that the cluster has gone: fail all calls without a message to Ray."""

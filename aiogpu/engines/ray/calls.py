@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 from aiogpu.engines.ray import cluster, values
 from aiogpu.engines.ray.cluster import Ref
 from aiogpu.engines.ray.resources import step_of
-from aiogpu.errors import TaskCancelledError
+from aiogpu.errors import InfeasibleError, TaskCancelledError
 from aiogpu.observe.why import Why
 from aiogpu.runtime.pending_tasks import settle
 from aiogpu.serialization.exceptions import pack_own_error
@@ -272,8 +272,12 @@ class Calls:
             if value.failed is not None:
                 self.end(number, value.failed)
                 return
-        if number in self.live:
+        if number not in self.live:
+            return
+        try:
             send(values.to_arguments(payload))
+        except ValueError as error:  # such as what no bundle of a placement can hold
+            self.end(number, InfeasibleError(f"{self.live[number].name}: {error}"))
 
     def watch(self, number: int, refs: Sequence[Ref]) -> None:
         """Register the objects of a sent call, and wait for all of them."""

@@ -82,7 +82,7 @@ class _Group(NamedTuple):
 
     spec: PlacementGroupSpec
     receiver: Receiver
-    asyncio_task: asyncio.Task[None]
+    creation: asyncio.Task[None]
 
 
 class RayEngine:
@@ -123,11 +123,9 @@ class RayEngine:
         self._mark = object()  # marks functions that were checked
 
     @classmethod
-    def inside(
-        cls, loop: asyncio.AbstractEventLoop, gpu_memory: int | None
-    ) -> RayEngine:
+    def inside(cls, options: NodeOptions, loop: asyncio.AbstractEventLoop) -> RayEngine:
         """Make the engine of a process that Ray has started."""
-        return cls(NodeOptions(gpu_memory=gpu_memory), loop, is_in_task=True)
+        return cls(options, loop, is_in_task=True)
 
     def __repr__(self) -> str:
         return f"<RayEngine {self.calls!r}>"
@@ -291,15 +289,12 @@ class RayEngine:
         return request
 
     def _code(self, func: FunctionSpec) -> RemoteCode:
-        return RemoteCode(
-            func,
-            self._admit(func).as_numbers()
-            if func.spec.shape.request.gpu_memory
-            else func.resources,
-            self.overview.kinds,
-            RayEngine.inside,
-            self._options.gpu_memory,
-        )
+        resources = func.resources
+        if func.spec.shape.request.gpu_memory:
+            resources = self._admit(func).as_numbers()
+        options = NodeOptions(gpu_memory=self._options.gpu_memory)
+        inside = partial(RayEngine.inside, options)
+        return RemoteCode(func, resources, self.overview.kinds, inside)
 
     def _new_function(self, func: FunctionSpec) -> Any:
         """Make Ray's remote function for a function."""
@@ -425,8 +420,8 @@ class RayEngine:
             and not overview.grows
         ):
             raise InfeasibleError(
-                f"{spec.name} asks for {len(bundles)} bundles, each on a separate "
-                f"machine (STRICT_SPREAD), and this cluster has {nodes}. Add nodes, or "
+                f"{spec.name} asks for {len(bundles)} bundles, each on a machine "
+                f"of its own (STRICT_SPREAD), and this cluster has {nodes}. Add nodes, or "
                 f"use strategy='SPREAD'."
             )
 
@@ -457,6 +452,7 @@ class RayEngine:
             return
         group = self._groups.pop(own.spec.key, None)
         # Ray ends the processes by an exception, which the tasks would report.
+        self.actors.evict(own.spec)
         for other, call in list(self.calls.live.items()):
             if call.group is not None and call.group.key == own.spec.key:
                 gone: Exception = removed(own.spec.name, call.name, REMOVED)
@@ -480,6 +476,9 @@ class RayEngine:
         within = func.spec.shape.request.placement_group
         if not isinstance(within, BundleRef):
             return
+        for own in list(self._own.values()):
+            if own.spec.key == within.key:
+                await asyncio.wait([own.creation])
         group = self._groups.get(within.key)
         if group is None:
             group = await cluster.ask(partial(cluster.find_placement_group, within.key))

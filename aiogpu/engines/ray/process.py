@@ -85,9 +85,9 @@ if TYPE_CHECKING:
     from aiogpu.client.function_spec import FunctionSpec
     from aiogpu.client.interface import Outcome, Receiver
 
-EngineFactory = Callable[[asyncio.AbstractEventLoop, "int | None"], Any]
-"""Makes the `RayEngine` of a process, with the memory of each GPU if it is known. It is
-sent with the code, since this module cannot import the class."""
+EngineFactory = Callable[[asyncio.AbstractEventLoop], Any]
+"""Makes the `RayEngine` of a process. It is sent with the code, since this module
+cannot import the class."""
 
 # Interrupts
 
@@ -259,10 +259,10 @@ class TaskClient:
 
     waits = None
 
-    def __init__(self, make_engine: EngineFactory, gpu_memory: int | None) -> None:
+    def __init__(self, make_engine: EngineFactory) -> None:
         self.upsets = 0
         self._loop = asyncio.new_event_loop()
-        self._engine = make_engine(self._loop, gpu_memory)
+        self._engine = make_engine(self._loop)
         self.calls: Calls = self._engine.calls
         self._changed = threading.Condition()
         self.remote_values = RayValues(self.calls, self._run, self._receiver)
@@ -586,7 +586,6 @@ class RemoteCode:
         resources: Mapping[str, float],
         kinds: Sequence[str],
         make_engine: EngineFactory,
-        gpu_memory: int | None,
     ) -> None:
         """Describe a function.
 
@@ -595,7 +594,6 @@ class RemoteCode:
             resources: its resources.
             kinds: the kinds of devices that the cluster has.
             make_engine: makes the engine for its code.
-            gpu_memory: the memory of each GPU, if it is known.
         """
         self.name = func.spec.name
         self.resources = dict(resources)
@@ -606,7 +604,6 @@ class RemoteCode:
         self.functions.payloads[0] = func.function.payload
         self._kinds = tuple(kinds)
         self._make_engine = make_engine
-        self._gpu_memory = gpu_memory
         self._search_path = tuple(os.path.abspath(place) for place in sys.path)
 
     def __repr__(self) -> str:
@@ -633,7 +630,7 @@ class RemoteCode:
         current.name = self.name
         current.resources, current.accelerators = self.resources, devices
         if current.client is None:
-            current.client = TaskClient(self._make_engine, self._gpu_memory)
+            current.client = TaskClient(self._make_engine)
             os.register_at_fork(after_in_child=_leave)
 
 
