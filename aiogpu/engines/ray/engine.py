@@ -420,8 +420,8 @@ class RayEngine:
             and not overview.grows
         ):
             raise InfeasibleError(
-                f"{spec.name} asks for {len(bundles)} bundles, each on a machine "
-                f"of its own (STRICT_SPREAD), and this cluster has {nodes}. Add nodes, or "
+                f"{spec.name} asks for {len(bundles)} bundles, each on a machine of "
+                f"its own (STRICT_SPREAD), and this cluster has {nodes}. Add nodes, or "
                 f"use strategy='SPREAD'."
             )
 
@@ -476,9 +476,11 @@ class RayEngine:
         within = func.spec.shape.request.placement_group
         if not isinstance(within, BundleRef):
             return
-        for own in list(self._own.values()):
-            if own.spec.key == within.key:
-                await asyncio.wait([own.creation])
+        creations = [
+            own.creation for own in self._own.values() if own.spec.key == within.key
+        ]
+        if creations:
+            await asyncio.wait(creations)
         group = self._groups.get(within.key)
         if group is None:
             group = await cluster.ask(partial(cluster.find_placement_group, within.key))

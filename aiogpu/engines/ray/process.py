@@ -163,12 +163,17 @@ class _WaitingSelector(DefaultSelector):
 
     def select(self, timeout: float | None = None) -> list[tuple[SelectorKey, int]]:
         ready = super().select(0)
-        refs = [] if ready or timeout == 0 else self._calls.awaited()
+        if ready or timeout == 0:
+            return ready
+        # A call may still be sent in the client's thread.
+        if self._calls.live:
+            slice_ = SLICE if len(self.get_map()) == 1 else SHARED_SLICE
+            timeout = slice_ if timeout is None else min(timeout, slice_)
+        refs = self._calls.awaited()
         if not refs:
-            return ready or super().select(timeout)
-        slice_ = SLICE if len(self.get_map()) == 1 else SHARED_SLICE
-        wait = slice_ if timeout is None else min(timeout, slice_)
-        return super().select(DELIVERY if cluster.wait(refs, wait) else 0)
+            return super().select(timeout)
+        assert timeout is not None, self
+        return super().select(DELIVERY if cluster.wait(refs, timeout) else 0)
 
 
 class TaskLoop:
