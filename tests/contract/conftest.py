@@ -38,6 +38,7 @@ LACKS: Final = {
         "ledger": "errors name missing resources of Ray in other words",
         "placing CPUs": "an actor on Ray that asks for more is placed without a CPU",
         "early order": "Ray begins coroutines sent before their actor in any order",
+        "typed bundles": "a bundle of Ray's has a type, its tasks name none",
         "wakes": "Ray's interrupt ends no system call, and the worker is killed",
         "blocked ends": "Ray waits for the end of a call that is blocked in C",
         "plain cancels": "Ray loses an actor's order if it cancels a plain method",
