@@ -6,6 +6,7 @@ that fails shows the end of an actor's process, or that its constructor has fail
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -34,8 +35,6 @@ from aiogpu.serialization.serializer import (
 from aiogpu.wire.messages import ASYNC, DEFAULT_GROUP, THREADED, Failed
 
 if TYPE_CHECKING:
-    import asyncio
-
     from aiogpu.client.interface import Receiver
     from aiogpu.core.model.request import PlacementGroupSpec
 
@@ -380,6 +379,9 @@ class RayActors:
         self.calls = calls
         self.engine = engine
         self._actors: WeakValueDictionary[int, RayActor] = WeakValueDictionary()
+        # The last request for each name; a later one waits for it.
+        self._making: WeakValueDictionary[tuple[str, str], asyncio.Task[RayActor]]
+        self._making = WeakValueDictionary()
 
     def create(
         self,
@@ -393,8 +395,12 @@ class RayActors:
         assert not public, "Ray chooses the ids"
         self.engine.check_actor(func)
         if key is not None or self.engine.needs_lookup(func):
-            making = self._find_or_make(func, payload, key, get_if_exists)
-            return self.calls.loop.create_task(making)
+            before = None if key is None else self._making.get(key)
+            made = self._find_or_make(func, payload, key, get_if_exists, before)
+            making = self.calls.loop.create_task(made)
+            if key is not None:
+                self._making[key] = making
+            return making
         arguments = values.to_arguments(payload)
         return self._note_new(func, self.engine.new_actor(func, None, arguments))
 
@@ -404,22 +410,23 @@ class RayActors:
         payload: bytes,
         key: tuple[str, str] | None,
         get_if_exists: bool,
+        before: asyncio.Task[RayActor] | None,
     ) -> RayActor:
         """Make an actor after queries of the cluster, which must not block the loop."""
         try:
             await self.engine.look_up_group(func)
         except Exception as error:
             raise actor_death(func.spec.name, error) from error
-        found = None if key is None else await self.find(key)
+        found = None if key is None else await self._find(key, before)
         if found is None:
             arguments = values.to_arguments(payload)
             make = partial(self.engine.new_actor, func, key, arguments)
             try:
                 return self._note_new(func, await cluster.in_thread(make))
-            except ValueError as error:  # another process was faster
-                found = None if key is None else await self.find(key)
+            except ValueError:  # another process was faster
+                found = None if key is None else await self._find(key)
                 if found is None:
-                    raise error
+                    raise
         if not get_if_exists:
             raise name_taken("" if key is None else key[1])
         return found
@@ -443,9 +450,13 @@ class RayActors:
     def find(self, key: tuple[str, str]) -> asyncio.Future[RayActor | None]:
         """Find a living actor by its name, by a query of the cluster."""
         self.engine.check_open()
-        return self.calls.loop.create_task(self._find(key))
+        return self.calls.loop.create_task(self._find(key, self._making.get(key)))
 
-    async def _find(self, key: tuple[str, str]) -> RayActor | None:
+    async def _find(
+        self, key: tuple[str, str], before: asyncio.Task[RayActor] | None = None
+    ) -> RayActor | None:
+        if before is not None:
+            await asyncio.wait([before])
         namespace, name = key
         handle, described = await cluster.ask(partial(_look_up, name, namespace))
         if handle is None:
