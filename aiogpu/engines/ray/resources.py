@@ -49,6 +49,7 @@ CLOSEST: Final = {
     "tasks over the nodes",
     "retry_oom": "retry_exceptions=[aiogpu.GpuOutOfMemoryError] retries the task",
     "run_timeout": "timeout= limits the time since .remote()",
+    "evict_after": "aiogpu.kill() ends an idle actor, whose resources are then free",
     "stop_grace": "cancel_grace= is the time from a cancel to the kill",
 }
 """What comes closest on Ray to options that it refuses."""
@@ -80,6 +81,7 @@ def check_possible(func: FunctionSpec, gpu_memory: int | None) -> None:
         "retry_oom": spec.retries_oom,
         "run_timeout": spec.run_timeout is not None or has_timed,
         "stop_grace": spec.stop_grace > 0,
+        "evict_after": spec.is_evictable,
     }
     if request.accelerator_type and request.placement_group is not None:
         of_type = f"{TYPE_PREFIX}{request.accelerator_type}"
