@@ -30,6 +30,8 @@ PATIENCE: Final = 2.0
 """Seconds in which Python code answers; native code does not answer at all."""
 POLL: Final = 0.01
 """Seconds between two looks for the answer."""
+RUNNING: Final = ("running", "blocked", "stopping")
+"""States in which the code of a task may run in its process."""
 NATIVE: Final = "py-spy"
 """The program that also reads the stack of a process that runs native code."""
 
@@ -90,8 +92,8 @@ async def _show(why: Why) -> int:
             f"{what} is a lease: its processes are not workers of the node. Ask them "
             f"with a tool of their language."
         )
-    if not why.pid:
-        raise click.ClickException(f"{what} has no process: {why}")
+    if not why.pid or why.state not in RUNNING:
+        raise click.ClickException(f"{what} does not run: {why}")
     text = await _ask(why.pid)
     if text is None:
         return _show_native(what, why.pid)

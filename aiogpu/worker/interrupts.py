@@ -388,8 +388,11 @@ def _calls_of(frame: FrameType | None) -> list[str]:
 def _coroutines() -> list[str]:
     """Return lines about the tasks of the running loop that await something."""
     asyncio = sys.modules.get("asyncio")
-    loop = asyncio and asyncio._get_running_loop()
-    if asyncio is None or loop is None:
+    if not hasattr(asyncio, "all_tasks"):
+        return []  # it was not imported, or not to its end
+    assert asyncio is not None
+    loop = asyncio._get_running_loop()
+    if loop is None:
         return []
     lines = []
     for task in asyncio.all_tasks(loop):

@@ -51,7 +51,7 @@ class Idle:
     def ping(self):
         return 1
 
-@aiogpu.remote(num_cpus=2)
+@aiogpu.remote(num_cpus=1)
 def late():
     pass
 
@@ -62,17 +62,15 @@ async def main():
         idle = Idle.options(name="idle").remote()
         server = Server.options(name="server").remote(True)
         tasks = [spin.remote(), sleep.remote(), native.remote(), server.outer.remote()]
+        await asyncio.gather(idle.ping.remote(), server.ping.remote())
         async with aiogpu.lease(num_cpus=1, name="held"):
-            await asyncio.gather(idle.ping.remote(), server.ping.remote())
             while len([t for t in (await aiogpu.status()).tasks if t.worker]) < 5:
                 await asyncio.sleep(0)
-            ended = Idle.remote()
-            number = (await ended.ping.remote()) and 0
-            del ended
+            waiting = late.remote()
             print("ready", flush=True)
             await asyncio.to_thread(sys.stdin.readline)
         print(sum(task.done() for task in tasks), await idle.ping.remote(), flush=True)
-        for task in tasks:
+        for task in [*tasks, waiting]:
             task.cancel()
 
 asyncio.run(main())
@@ -134,6 +132,7 @@ def test_where_tasks_are(
 def test_what_has_no_stack(sandbox: Sandbox, program: subprocess.Popen[str]) -> None:
     for name, words in (
         ("held", "is a lease"),
+        ("late", "does not run: late"),
         ("nobody", "no task and no actor named 'nobody'"),
         ("1000", "this node has no task 1000"),
         ("", "it is empty"),
