@@ -60,6 +60,12 @@ LACKS: Final = {
         "threads": "all code runs in the thread of the loop",
         "interrupts": "blocking code runs in the loop's thread, so no other code runs",
         "blocking": "blocking code runs in the loop's thread, so no other code runs",
+        "waiting for resources": "an inline node is always idle",
+        "records": "an inline node knows only calls that have not ended",
+        "memory errors": "an inline node passes errors of device memory on unchanged",
+        "stop graces": "an inline node stops coroutines at once",
+        "call retries": "no process of an inline node dies",
+        "ends of placements": "what runs in a removed placement goes on",
     },
 }
 """Abilities that an engine lacks by its nature, and why; see `@pytest.mark.needs`."""

@@ -336,6 +336,7 @@ async def test_a_fork_of_the_program_leaves_its_actors_alone() -> None:
     assert await counter.add.remote() == 1
 
 
+@pytest.mark.needs("waiting for resources")
 @pytest.mark.aiogpu(num_cpus=1, num_gpus=1)
 async def test_a_waiting_actor_without_handles_is_never_made(tmp_path: Path) -> None:
     """Unless it was sent calls before the last handle went."""

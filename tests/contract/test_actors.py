@@ -261,6 +261,7 @@ async def test_an_actor_needs_a_cpu_only_to_be_placed(gate: Gate) -> None:
     assert (await none.where.remote())["resources"].get("CPU", 0.0) == 0.0
 
 
+@pytest.mark.needs("waiting for resources")
 @pytest.mark.needs("holders")
 @pytest.mark.aiogpu(num_cpus=1, num_gpus=1)
 async def test_waiting_actors_say_why() -> None:
@@ -476,6 +477,7 @@ async def test_a_call_has_a_number_of_results_of_its_own() -> None:
             method.options(**options)
 
 
+@pytest.mark.needs("call retries")
 @pytest.mark.parametrize("kind", [Async, with_threads])
 @pytest.mark.parametrize("retries", [0, -1])
 @pytest.mark.aiogpu(num_cpus=1, log_to_driver=False)

@@ -135,6 +135,7 @@ async def test_a_callback_keeps_the_work_running(gate: Gate) -> None:
     assert handle.remove_done_callback(note) == 0
 
 
+@pytest.mark.needs("waiting for resources")
 async def test_a_cancelled_task_leaves_the_queue(gate: Gate) -> None:
     running = tasks.gated_coroutine.remote(gate.path, "a")
     waiting = tasks.gated_coroutine.remote(gate.path, "b")

@@ -497,6 +497,7 @@ async def test_a_task_with_cores_has_a_process_of_its_own(address: str) -> None:
         assert len(set(pids)) == 1
 
 
+@pytest.mark.needs("waiting for resources")
 @usual
 async def test_an_actor_holds_its_cores_for_life(address: str) -> None:
     async with aiogpu.init(

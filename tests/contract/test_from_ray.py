@@ -204,6 +204,7 @@ async def test_a_third_fits_three_times_on_one_gpu(gate: Gate) -> None:
         assert await asyncio.gather(*handles) == [[0]] * 3
 
 
+@pytest.mark.needs("waiting for resources")
 @pytest.mark.usefixtures("each_engine")
 async def test_available_resources_keeps_keys_at_zero(gate: Gate) -> None:
     """[B8] Ray leaves the key out."""
@@ -286,6 +287,7 @@ async def test_a_share_is_free_only_when_the_process_has_ended(gate: Gate) -> No
         await handle
 
 
+@pytest.mark.needs("waiting for resources")
 @pytest.mark.usefixtures("each_engine")
 async def test_a_type_is_a_thousandth_of_its_own_resource(gate: Gate) -> None:
     """[B34] The page's last program, on a node that declares its type."""

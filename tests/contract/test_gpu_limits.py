@@ -137,6 +137,7 @@ OOM = errors.GpuOutOfMemoryError
 ORIGINAL = "tests.contract.gpu_tasks.OutOfMemoryError"
 
 
+@pytest.mark.needs("memory errors")
 async def test_an_out_of_memory_error_names_task_and_request(node: Node) -> None:
     caught = await raises(OOM, lambda: tasks.run_out.remote())
     error = caught
@@ -158,6 +159,7 @@ async def test_an_out_of_memory_error_names_task_and_request(node: Node) -> None
     await until_free(GPU=1.0)  # the test has no other wait for the worker's end
 
 
+@pytest.mark.needs("memory errors")
 async def test_streams_chunks_and_children_run_out_of_memory(node: Node) -> None:
     stream = tasks.yield_and_run_out.remote()
     assert await anext(stream) == 1
@@ -172,6 +174,7 @@ async def test_streams_chunks_and_children_run_out_of_memory(node: Node) -> None
         assert [each async for each in tasks.double.map(range(9), chunk=3)]
 
 
+@pytest.mark.needs("memory errors")
 @pytest.mark.aiogpu(num_cpus=4, num_gpus=2)
 async def test_actors_run_out_of_memory(node: Node) -> None:
     model, soft = tasks.Model.remote(), tasks.AsyncModel.remote()
@@ -194,6 +197,7 @@ async def test_actors_run_out_of_memory(node: Node) -> None:
     assert died.value.__cause__.devices == (1,)
 
 
+@pytest.mark.needs("memory errors")
 async def test_either_class_of_the_error_is_retried(node: Node, tmp_path: Path) -> None:
     assert await tasks.run_out_once.remote(str(tmp_path / "a")) == "second"
     ours = tasks.run_out_once.options(retry_exceptions=[OOM])

@@ -117,6 +117,7 @@ async def test_a_parent_cancels_children(node: Node, gate: Gate) -> None:
     await gate.entered("child-ended")
 
 
+@pytest.mark.needs("waiting for resources")
 @pytest.mark.needs("deadlocks")
 async def test_a_wait_that_can_never_end_fails(node: Node) -> None:
     failures = await nested_tasks.plain_greedy.remote()
@@ -134,6 +135,7 @@ async def test_a_wait_that_can_never_end_fails(node: Node) -> None:
     assert await tasks.add.options(num_gpus=1).remote(1) == 2
 
 
+@pytest.mark.needs("waiting for resources")
 @pytest.mark.parametrize("kind", ["plain", "soft"])
 async def test_a_child_without_a_waiter_is_no_deadlock(kind: str, node: Node) -> None:
     assert await getattr(nested_tasks, f"{kind}_starts_greedy").remote() == 2

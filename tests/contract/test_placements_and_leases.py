@@ -31,6 +31,7 @@ def member(group: aiogpu.types.Placement, **options: Any) -> Any:
     return device_tasks.where.options(placement=group, **options)
 
 
+@pytest.mark.needs("waiting for resources")
 @pytest.mark.aiogpu(num_gpus=3, num_cpus=4)
 async def test_tasks_run_on_the_devices_of_their_bundle(node: Node) -> None:
     async with aiogpu.placement([{"GPU": 1, "CPU": 2}, {"GPU": 0.5}]) as group:
@@ -51,6 +52,7 @@ async def test_tasks_run_on_the_devices_of_their_bundle(node: Node) -> None:
     await until_free(GPU=3, CPU=4)
 
 
+@pytest.mark.needs("waiting for resources")
 async def test_tasks_wait_for_their_placement(address: str, node: Node) -> None:
     async with aiogpu.placement([{"GPU": 0.5}]):
         group = aiogpu.placement([{"GPU": 1}], name="group")
@@ -73,6 +75,7 @@ async def test_tasks_wait_for_their_placement(address: str, node: Node) -> None:
     await until_free(GPU=1)
 
 
+@pytest.mark.needs("waiting for resources")
 @pytest.mark.aiogpu(num_gpus=2, num_cpus=4)
 async def test_an_actor_lives_in_a_bundle(node: Node) -> None:
     async with aiogpu.placement([{"GPU": 1}, {"GPU": 0.5}]) as group:
@@ -84,6 +87,7 @@ async def test_an_actor_lives_in_a_bundle(node: Node) -> None:
         assert await kind.remote().where.remote() == [1]
 
 
+@pytest.mark.needs("ends of placements")
 @pytest.mark.aiogpu(num_gpus=2, num_cpus=4)
 async def test_remove_ends_tasks_and_actors(node: Node, tmp_path: Path) -> None:
     started = tmp_path / "started"
@@ -131,6 +135,7 @@ async def test_remove_cancels_a_placement_that_waits(node: Node) -> None:
     await until_free(GPU=1)
 
 
+@pytest.mark.needs("waiting for resources")
 async def test_a_timeout_withdraws_the_request_for_a_placement(node: Node) -> None:
     async with aiogpu.placement([{"GPU": 1}]):
         with pytest.raises(TimeoutError):
@@ -189,6 +194,7 @@ async def test_a_placement_may_precede_its_node(address: str) -> None:
     await aiogpu.shutdown()
 
 
+@pytest.mark.needs("waiting for resources")
 @pytest.mark.needs("ledger")
 @pytest.mark.aiogpu(num_gpus=1, num_cpus=2, accelerator_type="T4")
 async def test_a_task_of_another_type_than_its_bundle_is_refused(node: Node) -> None:
@@ -241,6 +247,7 @@ async def test_tasks_may_name_the_type_of_their_bundle(node: Node) -> None:
         assert [ids for ids, *_ in answers] == [[0], [0]]
 
 
+@pytest.mark.needs("waiting for resources")
 @pytest.mark.needs("device memory")
 @pytest.mark.aiogpu(num_gpus=2, num_cpus=4, gpu_memory="8GiB")
 async def test_a_bundle_reserves_gpu_memory(node: Node) -> None:
@@ -284,6 +291,7 @@ async def until_waits(lease: aiogpu.types.Lease) -> aiogpu.types.Why:
     return why
 
 
+@pytest.mark.needs("waiting for resources")
 @LEASES
 @pytest.mark.aiogpu(num_gpus=2, num_cpus=2)
 async def test_a_lease_holds_its_devices_and_names_them(node: Node) -> None:
@@ -304,6 +312,7 @@ async def test_a_lease_holds_its_devices_and_names_them(node: Node) -> None:
     await until_free(GPU=2)
 
 
+@pytest.mark.needs("waiting for resources")
 @LEASES
 async def test_a_lease_waits_and_says_why(node: Node) -> None:
     first = await aiogpu.lease(num_gpus=1, name="first")
@@ -326,6 +335,7 @@ async def test_a_lease_limits_gpu_memory_like_a_task(node: Node) -> None:
         assert gpu.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.25"
 
 
+@pytest.mark.needs("waiting for resources")
 @LEASES
 async def test_a_lease_given_up_while_it_waits_holds_nothing(node: Node) -> None:
     async with aiogpu.lease(num_gpus=1):

@@ -52,6 +52,7 @@ async def test_a_second_init_raises_or_joins(address: str, node: Node) -> None:
     assert await tasks.add.remote(1) == 2, "the inner block does not end the node"
 
 
+@pytest.mark.needs("waiting for resources")
 @pytest.mark.aiogpu(num_cpus=4, num_gpus=2, memory="4GiB", resources={"license": 2})
 async def test_resources_tell_what_is_free(node: Node, gate: Gate) -> None:
     """[B3] [B8]"""
@@ -393,6 +394,7 @@ async def test_a_worker_that_dies_fails_its_task_alone(node: Node, gate: Gate) -
     assert await other == "other"
 
 
+@pytest.mark.needs("waiting for resources")
 async def test_timeout_stops_a_task_in_any_state(node: Node, gate: Gate) -> None:
     """[B10]"""
     seconds = 0.2
@@ -422,6 +424,7 @@ async def test_timeout_stops_busy_code(node: Node, gate: Gate) -> None:
     assert await tasks.add.options(timeout=60).remote(1) == 2
 
 
+@pytest.mark.needs("waiting for resources")
 async def test_a_closed_node_fails_its_tasks(address: str, gate: Gate) -> None:
     """[B6]"""
     async with aiogpu.init(address=address, num_cpus=1):

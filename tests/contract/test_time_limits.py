@@ -117,7 +117,9 @@ CALLS: dict[str, tuple[type, dict[str, int], str]] = {
         pytest.param("threads", marks=pytest.mark.needs("at once")),
     ],
 )
-async def test_run_timeout_stops_actor_calls(node: Node, kind: str, gate: Gate) -> None:
+async def test_run_timeout_stops_actor_calls(
+    node: Node, address: str, kind: str, gate: Gate
+) -> None:
     cls, options, what_next = CALLS[kind]
     name = "coroutine" if kind == "coroutines" else "plain"
     actor = aiogpu.remote(**options)(cls).remote()  # type: ignore[call-overload]
@@ -135,6 +137,8 @@ async def test_run_timeout_stops_actor_calls(node: Node, kind: str, gate: Gate) 
     elif kind == "threads":
         gate.release("mine", "task's")
     assert await actor.quick.remote() == "quick"
+    if address == "inline":
+        return  # it keeps no records of what has failed
     failures = (await aiogpu.status()).failures
     timed = [failure.name for failure in failures if "run_timeout" in failure.message]
     assert timed.count(f"{cls.__name__}.{name}") == 2

@@ -75,6 +75,7 @@ async def test_why_names_the_children_a_task_waits_for(node: Node, gate: Gate) -
     assert await handle == "child"
 
 
+@pytest.mark.needs("records")
 @pytest.mark.needs("holders")
 async def test_why_tells_the_position_in_the_queue(node: Node, gate: Gate) -> None:
     runs = tasks.gated_coroutine.options(name="runs").remote(gate.path, "a")
@@ -89,28 +90,6 @@ async def test_why_tells_the_position_in_the_queue(node: Node, gate: Gate) -> No
         assert str(why).startswith(f"add (task {handle.task_id}) has waited ")
     gate.release("a")
     assert await asyncio.gather(runs, *waiting) == ["a", 1, 2, 3]
-
-
-@pytest.mark.needs("holders")
-@pytest.mark.parametrize("address", ["inline"])
-async def test_inline_tasks_wait_for_their_turn(address: str, gate: Gate) -> None:
-    """Whatever they ask for: one runs after the other."""
-    async with aiogpu.init(address=address, num_cpus=9):
-        runs = tasks.gated_coroutine.remote(gate.path, "a")
-        await gate.entered("a")
-        first = tasks.add.remote(1)
-        dropped = tasks.add.remote(1)
-        last = tasks.add.options(num_cpus=2, priority=5).remote(1)
-        dropped.cancel()
-        why = await last.why()
-        assert (why.position, why.of, why.reasons) == (1, 1, ())
-        assert str(why).endswith(" for its turn: 0 before it"), "of those like it"
-        status = await aiogpu.status()
-        assert [shape.count for shape in status.shapes] == [1, 1]
-        assert [shape.first for shape in status.shapes] == ["add", "add"]
-        assert status.shapes[1].reason == "waits for its turn"
-        gate.release("a")
-        assert await asyncio.gather(runs, first, last) == ["a", 2, 2]
 
 
 @pytest.mark.needs("holders")
@@ -185,6 +164,7 @@ async def test_a_plain_task_may_not_ask(node: Node) -> None:
     assert answer.endswith(" 2")
 
 
+@pytest.mark.needs("records")
 @pytest.mark.needs("holders", "own objects")
 async def test_status_makes_few_objects_for_many_waiting_tasks(
     node: Node, gate: Gate, monkeypatch: pytest.MonkeyPatch
@@ -210,6 +190,7 @@ async def test_status_makes_few_objects_for_many_waiting_tasks(
     await running
 
 
+@pytest.mark.needs("records")
 @pytest.mark.needs("holders")
 async def test_status_prints_a_table_and_a_line(node: Node, gate: Gate) -> None:
     runs = tasks.gated_coroutine.options(num_gpus=1, name="train")
@@ -224,6 +205,7 @@ async def test_status_prints_a_table_and_a_line(node: Node, gate: Gate) -> None:
     assert await asyncio.gather(handle, waiting) == ["a", 2]
 
 
+@pytest.mark.needs("records")
 @pytest.mark.needs("listed actors")
 async def test_actors_are_listed_while_they_live(node: Node) -> None:
     named = Counter.options(name="tally", lifetime="detached").remote()
@@ -239,6 +221,7 @@ async def test_actors_are_listed_while_they_live(node: Node) -> None:
     assert [actor.id for actor in (await aiogpu.status()).actors] == [second.id]
 
 
+@pytest.mark.needs("records")
 @pytest.mark.needs("listed actors")
 async def test_an_actor_that_waits_is_listed_last(node: Node) -> None:
     living = Counter.options(num_gpus=1).remote()
@@ -252,6 +235,7 @@ async def test_an_actor_that_waits_is_listed_last(node: Node) -> None:
     del living, waiting
 
 
+@pytest.mark.needs("records")
 async def test_why_takes_a_tasks_number(node: Node) -> None:
     async with aiogpu.placement([{"CPU": 1}]):
         handle = tasks.pid.remote()
@@ -265,6 +249,7 @@ async def test_why_takes_a_tasks_number(node: Node) -> None:
         await aiogpu.why(999_999)
 
 
+@pytest.mark.needs("records")
 async def test_why_tells_the_outcome_by_number(node: Node, gate: Gate) -> None:
     failing = tasks.fail.options(num_gpus=0.5).remote(KeyError, "no such key")
     with pytest.raises(KeyError):
@@ -340,6 +325,7 @@ async def test_why_names_the_actor_of_a_call(node: Node, gate: Gate) -> None:
     await behind
 
 
+@pytest.mark.needs("records")
 async def test_a_timeout_is_a_failure_and_a_cancel_is_not(node: Node) -> None:
     actor = Counter.options(num_gpus=1).remote()
     await actor.add.remote()

@@ -173,14 +173,3 @@ def test_children_of_an_actor_do_not_keep_a_task_from_running_alone():
     w.play(
         "running = actor large; waiting = child; finish large; running = actor child"
     )
-
-
-def test_no_turns_are_given_where_children_must_go_first():
-    """One thread runs all tasks of an inline node, which cannot begin others."""
-    w = World(cpus=1)
-    w.scheduler.children_first = True
-    w.play(
-        "submit parent; submit other; submit a parent=parent; submit b parent=parent"
-    )
-    w.wait_for("parent", "a", "b")
-    w.play("running = parent a; finish a; running = parent b")

@@ -193,8 +193,8 @@ class Queue(Generic[T]):
     The items are in the actor's memory: if the actor dies they are lost, and calls
     raise `ActorDiedError`. The actor ends when the last handle to the queue is dropped.
 
-    On an inline node no task starts while another task waits, so either the producer or
-    the consumer must be the program.
+    On an inline node only code on the program's event loop can use a queue: the program
+    itself, and coroutines.
 
     Example:
         `queue = aiogpu.Queue(maxsize=100)`, `await queue.put(1)`, `await queue.get()`

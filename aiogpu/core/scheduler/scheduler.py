@@ -132,7 +132,7 @@ class Scheduler(SchedulerState):
             starter = self.tasks.get(parent)
             if starter is None or starter.state is TaskState.STOPPING:
                 return [Fail(task, Failure.DISOWNED), Forget(task, now, False)]
-            task_tree.adopt(starter, record, self.children_first)
+            task_tree.adopt(starter, record)
         self.tasks[task] = record
         if self.clients is not None:
             is_waiting = record.client in self.ready.of_client

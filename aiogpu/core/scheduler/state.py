@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 from math import inf
-from typing import TYPE_CHECKING, ClassVar, Final
+from typing import TYPE_CHECKING, Final
 
 from aiogpu.core.effects import Effect
 from aiogpu.core.model.config import SchedulerConfig
@@ -387,11 +387,7 @@ class SchedulerState:
         stops_some_at: when the next, or else the last, batch of tasks is stopped.
         stops_since: when the node's stop was announced, or None.
         turns_given: the number of turns that were given (`turns`).
-        children_first: one thread runs all tasks, so no other task can begin before
-            the children for which running code waits; then `turns` are not given.
     """
-
-    children_first: ClassVar = False
 
     def __init__(self, ledger: Ledger, config: SchedulerConfig | None = None) -> None:
         self.now = 0.0

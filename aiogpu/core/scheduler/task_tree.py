@@ -21,20 +21,18 @@ STOPPED_AT_ONCE: Final = 128
 other things between two batches: to tell an owner may take 0.1 ms a task."""
 
 
-def adopt(parent: TaskRecord, child: TaskRecord, children_first: bool = False) -> None:
+def adopt(parent: TaskRecord, child: TaskRecord) -> None:
     """Link a new task to its parent.
 
     Args:
         parent: the parent.
         child: the new task.
-        children_first: see `SchedulerState.children_first`.
     """
     if parent.kin is None:
         parent.kin = Kin(sort_key(parent), 0)
     child.client = parent.client
     # An actor does not end when its children end: it is of no use that they go first.
-    is_equal = parent.spec.is_endless and not children_first
-    depth = 0 if is_equal else parent.kin.depth - 1
+    depth = 0 if parent.spec.is_endless else parent.kin.depth - 1
     priority = min(-child.spec.priority, parent.kin.lane[0])
     child.kin = Kin((priority, depth), depth)
     if not child.spec.is_detached:

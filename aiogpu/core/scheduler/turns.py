@@ -37,8 +37,6 @@ def give_turn(node: SchedulerState, child: TaskRecord) -> None:
     rotation = node.ready.rotations.get(child.client)
     if rotation is None or child.kin is None or not child.kin.depth:
         return
-    if node.children_first:
-        return
     for _ in range(min(EXAMINED, len(rotation))):
         bucket = next(iter(rotation))
         rotation.move_to_end(bucket)

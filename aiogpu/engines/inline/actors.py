@@ -1,569 +1,572 @@
-"""Actors in the calling process.
+"""Actors in the program's thread: an object with a queue of calls.
 
-For `runtime.actors`, an actor's object stands for its process, for one life. Plain
-methods run one at a time, each as a job on top of the running code. Coroutine methods
-interleave on the program's loop, up to the limits of their groups. Each step of their
-code sees the actor's environment, which the program's code between two steps does not
-see.
+Plain methods run one at a time. The methods of a class with `async def` methods run on
+the program's loop, up to the limits of their groups. The calls of one caller begin in
+the order in which they were made.
 """
 
 from __future__ import annotations
 
 import asyncio
 import gc
-import logging
 import sys
-import time
-import weakref
 from collections import deque
-from collections.abc import Coroutine
 from contextvars import Context
-from functools import partial
-from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
+from enum import Enum
+from typing import TYPE_CHECKING, Any
 
-from aiogpu.client.current import inline_report, method_called
-from aiogpu.core.model.ids import TaskId
-from aiogpu.core.records import TaskState
-from aiogpu.engines.inline.jobs import (
-    FrameRestorer,
-    Job,
-    Outcome,
-    actor_job,
-    id_of_caller,
-    running_job,
+from aiogpu.client.current import no_call_to_report
+from aiogpu.core.resources.placement_group import room_for
+from aiogpu.engines.inline.calls import (
+    Call,
+    InlineNode,
+    Place,
+    Runner,
+    State,
+    driven,
+    running_call,
 )
-from aiogpu.errors import DeadlockError, NodeClosedError, NodeError
-from aiogpu.runtime.actors.actor import (
-    FIRST_CALL,
-    Actor,
-    ActorState,
-    killed_for_good,
-)
-from aiogpu.runtime.actors.registry import LEAVE_LIMIT, Actors
-from aiogpu.serialization.exceptions import STOPPED
-from aiogpu.serialization.serializer import NONE_PAYLOAD
-from aiogpu.wire.messages import (
-    ASYNC,
-    THREADED,
-    Created,
-    Demand,
-    Done,
-    Failed,
-    Invoke,
-    Leave,
-    Message,
-)
+from aiogpu.errors import ActorDiedError, AiogpuError, NodeClosedError, NodeError
+from aiogpu.serialization.exceptions import LEFT, why_not_made
+from aiogpu.serialization.references import add_actor
+from aiogpu.serialization.serializer import NONE_PAYLOAD, dump_whole
+from aiogpu.wire.messages import ASYNC, DEFAULT_GROUP, THREADED, Failed, plain_name
 from aiogpu.worker.actors import Methods
 from aiogpu.worker.async_actor import cancel_all, close_method
 from aiogpu.worker.invoke import Callables, Constructor
 
 if TYPE_CHECKING:
     from aiogpu.client.function_spec import FunctionSpec
-    from aiogpu.client.interface import InlineClient
-    from aiogpu.engines.inline.execution import LoopRunner
-    from aiogpu.engines.inline.node import InlineNode
+    from aiogpu.client.interface import Outcome, Receiver
 
 
-class ConstructorJob(Job):
-    """The scheduler's task for an actor: its constructor, then its life.
+def died(name: str, why: str, cause: BaseException | None = None) -> ActorDiedError:
+    """Return the error of calls to a dead actor."""
+    from aiogpu.runtime.actors.actor import died  # late: few programs need it
+
+    error = died(name, why)
+    error.__cause__ = cause
+    return error
+
+
+class CallOfActor(Call):
+    """A constructor or method: what its code starts belongs to the actor.
 
     Attributes:
-        actor: the calls, and the receivers that wait for the actor.
-        instance: the instance being made; None before the job begins.
+        actor: the actor.
     """
 
     def __init__(
         self,
-        node: InlineNode,
-        id_: TaskId,
-        func: FunctionSpec,
-        actor: Actor,
-        actors: InlineActors,
+        actor: InlineActor,
+        payload: bytes,
+        receiver: Receiver | None,
+        parent: Call | None = None,
     ) -> None:
-        super().__init__(node, id_, func, is_urgent=True)
+        super().__init__(actor.node, actor.func, payload, receiver, parent)
         self.actor = actor
-        self.actor_id = id_
-        self.instance: ActorInstance | None = None
-        self._actors = actors
+        self.actor_id = actor.id or self.id
+        self.children, self.started = actor.children, actor.started
+        self.limit = self._retries = 0
 
-    def begin(self) -> None:
-        """Begin this job, or begin it again."""
-        super().begin()
-        self.started = set()
-        terms = self.func.actor
-        is_async = terms is not None and terms.mode == ASYNC
-        kind = AsyncActorInstance if is_async else ActorInstance
-        self.instance = kind(self, self._actors)
+    def end_started(self) -> None:
+        """Do nothing: the actor stops them at its end."""
+
+
+class Creation(CallOfActor):
+    """The call of an actor's constructor; its receiver is the actor."""
+
+    def __init__(self, actor: InlineActor, payload: bytes) -> None:
+        super().__init__(actor, payload, actor)
+        self.is_coroutine = False
 
     def target(self) -> tuple[Callables, Any]:
-        """Return the constructor, which passes the object to the instance."""
-        node, instance = self.node, self.instance
-        assert instance is not None, self
-        cls = node.learn(self.func)
-        return Constructor(node.functions, instance.keep), cls
+        """Return the constructor, which passes the object to the actor."""
+        cls = self.node.learn(self.func)
+        return Constructor(self.node.functions, self._keep), cls
 
-    def goes_on(self, outcome: Outcome) -> bool:
-        """Return whether the constructor has made an actor that lives on."""
-        record, instance = self.record, self.instance
-        if type(outcome.answer) is Failed or record is None:
-            return False
-        if record.state is not TaskState.RUNNING:
-            return False
-        assert instance is not None, self
-        instance.on_made()
-        return True
+    def _keep(self, made: object) -> None:
+        if self.receiver is not None:  # else the actor was killed meanwhile
+            self.actor.keep(made, self.place)
 
-    def interrupt(self) -> None:
-        """Stop the constructor, or end the actor's object."""
-        instance, scheduler = self.instance, self.node.scheduler
-        if instance is None or instance.worker.peer is None:
-            super().interrupt()
-        elif scheduler.is_closing:
-            instance.end_within(scheduler.config.cancel_grace)
-        else:
-            instance.kill()
+    def report(self, payload: bytes) -> None:
+        """Refuse: no caller waits for a constructor.
 
-    def fail_wait(self, reason: str) -> None:
-        """Fail the waits for calls; the program may still make room for the actor."""
-        self.waiters = 0
-        self._actors.fail_waits(self.actor, reason)
+        Raises:
+            MisuseError: always.
+        """
+        raise no_call_to_report()
 
-    def abandon(self) -> None:
-        """End now, and abandon code that does not stop."""
-        if self.instance is not None:
-            self.instance.force_close()
-        super().abandon()
-
-    def end(self) -> None:
-        """End the job: its constructor has failed, or the actor is not needed."""
-        if self.instance is not None:
-            self.instance.release()
-        super().end()
+    def on_failed(self, failed: Failed, error: Exception) -> None:
+        """Let the actor die of its constructor's error."""
+        self.deliver(died(self.actor.name, why_not_made(failed), error))
 
 
-class CallJob(Job):
-    """A call of an actor, unknown to the scheduler.
+class MethodCall(CallOfActor):
+    """One call of a method.
 
     Attributes:
-        instance: the actor's object.
-        method: name of the method.
+        group: its concurrency group.
     """
 
-    def __init__(self, instance: ActorInstance, message: Invoke) -> None:
-        creation = instance.creation
-        super().__init__(creation.node, TaskId(message.call), creation.func)
-        self.instance = instance
-        self.method = message.method
-        self.runner = creation.runner
-        self.worker = instance.worker
-        self.environment = creation.environment
-        self.actor_id = creation.id
-        self.has_devices = creation.has_devices
-        self.payload = message.payload
-        self.limit, self.skip = message.limit, message.skip
+    def __init__(
+        self,
+        actor: InlineActor,
+        method: str,
+        payload: bytes,
+        receiver: Receiver,
+        parent: Call | None,
+    ) -> None:
+        super().__init__(actor, payload, receiver, parent)
+        terms = actor.terms
+        self.name = f"{self.func.spec.name}.{plain_name(method)}"
+        self.called = method, self.id
+        self.is_coroutine = actor.is_async
+        self.run_timeout = terms.run_limits.get(method)
+        self.group = terms.groups.get(method, DEFAULT_GROUP)
+        self.limit = terms.windows.get(method, 0)
 
-    @property
-    def task(self) -> TaskId:
-        """The scheduler's number of its actor."""
-        return self.instance.creation.id
+    def target(self) -> tuple[Callables, Any]:
+        """Return the object's methods, and the name of this one."""
+        return self.actor.methods, self.called[0]
+
+    def make_ready(self) -> None:
+        """Let the actor run its next call."""
+        self.runner.add(self.actor)
+
+    def move_to(self, runner: Runner) -> bool:
+        """Let a runner run the calls of the actor up to this one; see `Call`."""
+        actor = self.actor
+        if self.state is not State.WAITING:
+            return super().move_to(runner)
+        if actor.creation is not None:
+            return actor.creation.move_to(runner)
+        runner.add(actor)
+        return all(call.runner is runner for call in actor.running.values())
+
+    def on_failed(self, failed: Failed, error: Exception) -> None:
+        """Fail the call; `exit_actor()` also ends the actor."""
+        if failed.kind == LEFT:
+            why = "a call ended it by exit_actor()."
+            self.actor.leave(died(self.actor.name, why))
+            error = died(self.actor.name, "this call ended it by exit_actor().")
+        self.deliver(error)
+
+    def end(self) -> None:
+        """Note that the code has stopped, or never begins; the next may begin."""
+        super().end()
+        self.actor.on_call_ended(self)
+
+
+class Hold:
+    """Counts as one handle of an actor until it is collected."""
+
+    __slots__ = ("_actor",)
+
+    def __init__(self, actor: InlineActor) -> None:
+        self._actor = actor
+
+    def __del__(self) -> None:
+        self._actor.node.soon(self._actor.release)
+
+
+class Life(Enum):
+    """The state of an actor."""
+
+    PENDING = "pending"
+    """Its constructor has not returned; also during a restart."""
+    ALIVE = "alive"
+    LEAVING = "leaving"
+    """It runs its `close()`, and takes no calls."""
+    DEAD = "dead"
+
+
+class InlineActor:
+    """One actor; see `engines.base.ActorPort`. Receives the end of its constructor.
+
+    Attributes:
+        node: the node.
+        func: the class.
+        key: its namespace and name, or None.
+        holders: the number of handles; it ends with the last.
+        terms: how its calls run.
+        is_async: the class has coroutine methods.
+        life: see `Life`.
+        children, started: see `Call`.
+        creation: the call of its constructor; None once that has returned.
+        id: its number, which is that of the first `creation`.
+        methods: the methods of the object.
+        queue: calls that have not begun.
+        running: calls that have begun.
+    """
+
+    def __init__(
+        self,
+        actors: InlineActors,
+        func: FunctionSpec,
+        payload: bytes,
+        key: tuple[str, str] | None,
+    ) -> None:
+        assert func.actor is not None, func
+        self.node = actors.node
+        self.func = func
+        self.key = key
+        self.holders = 1 + func.spec.is_detached
+        self.terms = func.actor
+        self.is_async = func.actor.mode == ASYNC
+        self.life = Life.PENDING
+        self.children: dict[int, Call] = {}
+        self.started: set[asyncio.Task[Any]] = set()
+        self.queue: deque[MethodCall] = deque()
+        self.running: dict[int, MethodCall] = {}
+        self.methods = Methods(None)
+        self._actors = actors
+        self._payload = payload
+        self._object: Any = None
+        self._place: Place
+        self._error: Exception | None = None
+        self._is_ending = False  # its `async with` block was left
+        self._restarts = func.spec.max_retries
+        self._wait_for_start: list[Receiver] = []
+        self._wait_for_loss: list[Receiver] = []
+        self._wait_for_end: list[Receiver] = []
+        self.id = 0
+        self.creation: Creation | None = Creation(self, payload)
+        self.id = self.creation.id
+        self.creation.enqueue(self.node.runner_here())
+
+    def __repr__(self) -> str:
+        return f"<InlineActor {self.id} {self.name} {self.life.value}>"
 
     @property
     def name(self) -> str:
         """The name in errors."""
-        return f"{self.func.spec.name}.{self.method}"
+        return self.func.spec.name
 
-    @property
-    def has_ended(self) -> bool:
-        """True if its code has stopped."""
-        return self.is_over
+    # Its object.
 
-    @property
-    def is_blocked(self) -> bool:
-        """True if its code waits for a child task or a call."""
-        # For the scheduler it is not blocked: it holds no CPU that could be lent.
-        waits = bool(self.calls_awaited)
-        return waits or any(job.waiters for job in self.children())
+    def keep(self, made: object, place: Place) -> None:
+        """Keep the object that the constructor has made in a place."""
+        self._object, self.methods, self._place = made, Methods(made), place
 
-    def fresh_context(self, client: InlineClient) -> Context:
-        """Return a context with only this job and its method set."""
-        context = super().fresh_context(client)
-        context.run(method_called.set, (self.method, self.id))
-        return context
-
-    def target(self) -> tuple[Callables, Any]:
-        """Return the object's methods, and the name of this one."""
-        return self.instance.methods, self.method
-
-    def stop(self) -> None:
-        """Cancel the call if it awaits; abandon it after the grace period.
-
-        Only once: a second cancel would interrupt its cleanup.
-        """
-        if self.main is not None and self.timer is None:
-            self.interrupt()
-            grace = self.node.scheduler.config.cancel_grace
-            give_up = partial(self.runner.give_up, self)
-            self.timer = self.runner.loop.call_later(grace, give_up, context=Context())
-
-    def end(self) -> None:
-        """Note that the code has stopped: the next call may run."""
-        if self.timer is not None:
-            self.timer.cancel()
-        self.instance.on_call_ended(self)
-
-    def leave(self) -> None:
-        """Do nothing: a call holds no lease."""
-
-
-class ActorInstance:
-    """One object of an actor; stands for the connection to its process.
-
-    This class is for actors with plain methods, which run one at a time.
-
-    Attributes:
-        creation: the job that makes it.
-        worker: stands for the process.
-        actor: its calls and the receivers that wait; may outlive this object.
-        object: the object; None before and after its life.
-        methods: the object's methods.
-        is_over: the instance has completely ended.
-    """
-
-    def __init__(self, creation: ConstructorJob, actors: InlineActors) -> None:
-        assert creation.worker is not None, creation
-        self.creation = creation
-        self.worker = creation.worker
-        self.actor = creation.actor
-        self.object: Any = None
-        self.methods = Methods(None)
-        self.is_over = False
-        self._actors = actors
-        self._queue: deque[Invoke] = deque()
-        self._running: CallJob | None = None
-        self._is_restarting = False
-        self._is_ending = False
-
-    def __repr__(self) -> str:
-        return f"<ActorInstance {self.worker.id} of {self.actor!r}>"
-
-    @property
-    def waits_for_running_code(self) -> bool:
-        """True if its own code waits for the running code to return."""
-        running = self._running
-        return running is not None and running.main is None
-
-    def keep(self, made: object) -> None:
-        """Keep the object that the constructor has made."""
-        self.object, self.methods = made, Methods(made, self._note_begun)
-
-    def _note_begun(self) -> None:
-        """Report that the code of a call with a `run_timeout` begins."""
-        number = method_called.get()[1]
-        self._actors.on_began(self.actor, number, time.monotonic())
-
-    def on_made(self) -> None:
-        """Note that the constructor has returned."""
-        self.worker.peer = self
-        self._actors.on_message(self.worker.id, Created(self.creation.id))
-
-    # Messages of the actor to its process.
-
-    def post(self, message: Message) -> None:
-        """Queue a call."""
-        if type(message) is Invoke:
-            self._queue.append(message)
-            self._actors.note_calls(self)
-        elif type(message) is Demand:
-            self.creation.node.streams.raise_limit(message.task, message.limit)
-
-    def send(self, message: Message) -> None:
-        """End in an orderly way on `Leave`."""
-        if type(message) is Leave:
-            self.end_within(LEAVE_LIMIT)
-
-    def drop(self, number: int) -> None:
-        """Cancel a call: remove it from the queue, or stop it."""
-        running = self._running
-        if running is not None and running.id == number:
-            running.stop()
+    def settle(self, outcome: Outcome) -> None:
+        """Note that the constructor has returned or failed."""
+        if not isinstance(outcome, bytes):
+            error: Any = outcome
+            if not isinstance(error, ActorDiedError | NodeClosedError):
+                error = died(self.name, str(error), error)
+            self.die(error)
             return
-        for message in self._queue:
-            if message.call == number:
-                self._queue.remove(message)
-                self._answer_dropped(number)
-                return
+        creation, self.creation = self.creation, None
+        assert creation is not None, self
+        self.life = Life.ALIVE
+        _settle(self._wait_for_start)
+        if self.queue:
+            creation.runner.add(self)
+        self.end_if_idle()
 
-    def restart(self) -> None:
-        """End like `kill`, and allow a new instance."""
-        self._is_restarting = True
-        self.kill()
-
-    def kill(self) -> None:
-        """End at once, or within the grace period of a cancelled task."""
-        grace = self.creation.node.scheduler.config.cancel_grace
-        self.end_within(grace, is_orderly=False)
-
-    def end_within(self, _seconds: float, is_orderly: bool = True) -> None:
-        """End at once, or as soon as its code has returned."""
-        self._queue.clear()
-        if self._running is not None:
-            self._running.stop()
-        self.end()
-
-    def force_close(self) -> None:
-        """End now, and abandon code that does not stop."""
-        self.kill()
+    def _drop_object(self) -> None:
+        if self._object is not None:
+            with self._place:  # its `__del__` may read the environment
+                self._object, self.methods = None, Methods(None)
+            if self.is_async:  # its asyncio tasks refer to it, and it to them
+                self.node.loop.call_soon(gc.collect, context=Context())
 
     # Its calls.
 
-    def next_call(self) -> CallJob | None:
-        """Return the next call; None if there is none or a call runs."""
-        if self._running is not None or not self._queue:
-            return None
-        message = self._queue.popleft()
-        self._running = call = CallJob(self, message)
-        self.worker.begun = message.call
-        return call
+    def submit(
+        self,
+        method: str,
+        payload: bytes,
+        receiver: Receiver,
+        parent: Call | None,
+        runner: Runner,
+    ) -> int:
+        """Queue a call; return its number, 0 if the actor takes no more calls."""
+        if self._takes_no_calls:
+            self._refuse(receiver)
+            return 0
+        call = MethodCall(self, method, payload, receiver, parent)
+        self.queue.append(call)
+        call.enqueue(runner)
+        return call.id
 
-    def on_call_ended(self, call: CallJob) -> None:
-        """Send the outcome of a call whose code has stopped."""
-        self._running = None
-        if not self._is_restarting:
-            self._answer(call)  # else the call fails, or waits for the next instance
-        if self._is_ending:
-            self.end()
-        elif self._queue:
-            self._actors.note_calls(self)
+    def call(self, method: str, payload: bytes, receiver: Receiver) -> int:
+        """Call a method, from the program's loop; see `ActorPort.call`."""
+        parent, program = running_call.get(), self.node.program
+        return self.submit(method, payload, receiver, parent, program)
 
-    def _answer(self, call: CallJob) -> None:
-        timer = self.actor.timers.get(call.id)
-        if timer is not None and timer.when() <= self._actors.runner.loop.time():
-            self._actors.overrun(
-                self.actor, call.id
-            )  # plain code could not be interrupted
-        pending, outcome = self.actor.calls.get(call.id), call.outcome
-        receiver = None if pending is None else pending.receiver
-        if outcome is None:
-            self._answer_dropped(call.id)  # cancelled before it began
+    def step(self, runner: Runner) -> None:
+        """Begin the next call, if one may begin."""
+        if self.is_async and runner is not self.node.program:
+            self.node.program.add(self)
             return
-        answer, error = outcome.answer, outcome.error
-        if call.is_cancelled and isinstance(error, asyncio.CancelledError):
-            if self.actor.state is ActorState.LEAVING:
-                self._answer_dropped(call.id)  # another call has ended the actor
-                return
-            if receiver is not None:
-                # The loop is ending and has cancelled a call that is still wanted.
-                receiver.settle(
-                    NodeClosedError(f"the event loop of {self.actor.name} has ended.")
-                )
-                self.actor.cancel(call.id)  # the loop delivers no more answers
-        elif pending is not None and receiver is not None and error is not None:
-            pending.receiver = FrameRestorer(receiver, call.name, error)
-        self._actors.on_message(self.worker.id, answer)
+        call = self._next_call()
+        if call is None:
+            return
+        self.queue.remove(call)
+        self.running[call.id] = call
+        call.place = self._place
+        if self.is_async and self.queue:
+            runner.add(self)
+        call.step(runner)
 
-    def _answer_dropped(self, number: int) -> None:
-        stopped = Failed(number, STOPPED, "", "", "", None)
-        self._actors.on_message(self.worker.id, stopped)
+    def _next_call(self) -> MethodCall | None:
+        """Return the first call that may begin.
 
-    # Its end.
-
-    def end(self) -> None:
-        """Release the object, now or as soon as none of its code runs."""
-        self._is_ending = True
-        if self._running is None and not self.is_over:
-            self.release()
-            creation, node = self.creation, self.creation.node
-            creation.is_over, creation.instance = True, None
-            if not self._is_restarting:
-                self._actors.on_message(
-                    self.worker.id, Done(creation.id, NONE_PAYLOAD, 0)
-                )
-            node.lose(self.worker.id)
-            node.wake()
-
-    def release(self) -> None:
-        """Release the object and stop the tasks that it has started."""
-        self.is_over, self.worker.peer = True, None
-        if self.creation.environment is not None:
-            with self.creation.environment.applied():
-                # Its `__del__` may read the environment.
-                released = _weak(self.object)
-                self.object, self.methods = None, Methods(None)
-            if released is not None and released() is not None:
-                # The object is part of a cycle, or code that is about to return refers
-                # to it.
-                self._actors.collect_soon()
-        self._actors.end_calls(self)
-        self.creation.node.end_orphans(*self.creation.children())
-
-
-def _weak(thing: object) -> weakref.ref[object] | None:
-    try:
-        return weakref.ref(thing)
-    except TypeError:
+        A call that waits for arguments holds back the later calls of its caller only:
+        the arguments may depend on calls of others.
+        """
+        if self.life is not Life.ALIVE:
+            return None
+        held_back: set[Call | None] = set()
+        for call in self.queue:
+            if not call.is_ready:
+                held_back.add(call.parent)
+            elif call.parent not in held_back and self._has_room(call.group):
+                return call
         return None
 
+    def _has_room(self, group: str) -> bool:
+        if not self.is_async:
+            return not self.running
+        running = sum(call.group == group for call in self.running.values())
+        return running < self.terms.limits[group]
 
-T = TypeVar("T")
+    def on_call_ended(self, call: MethodCall) -> None:
+        """Note that a call has ended, or will never begin."""
+        if self.running.pop(call.id, None) is None and call in self.queue:
+            self.queue.remove(call)
+        if self.queue:
+            call.runner.add(self)
+        self.end_if_idle()
 
+    # Its handles, and waits for it.
 
-_log: Final = logging.getLogger(__name__)
+    def holder(self) -> Hold:
+        """Return what counts as a handle; see `ActorPort.holder`."""
+        return Hold(self)
 
+    def pass_on(self, hold: object) -> None:
+        """Note that a handle is being pickled; see `ActorPort.pass_on`."""
+        add_actor(self.id, hold)
 
-class AsyncActorInstance(ActorInstance):
-    """The object of a class with coroutine methods, which interleave on the loop."""
-
-    def __init__(self, creation: ConstructorJob, actors: InlineActors) -> None:
-        super().__init__(creation, actors)
-        self._runner = actors.runner
-        self._context = Context()
-        self._calls: dict[int, CallJob] = {}
-        self._ending: asyncio.Task[None] | None = None
-        self._alarm: asyncio.TimerHandle | None = None
+    def release(self) -> None:
+        """Count one handle less."""
+        self.holders -= 1
+        self.end_if_idle()
+        self._actors.forget(self)
 
     @property
-    def waits_for_running_code(self) -> bool:
-        """False: its code runs on the loop, which runs while code waits."""
-        return False
+    def _takes_no_calls(self) -> bool:
+        return self._is_ending or self.life in (Life.LEAVING, Life.DEAD)
 
-    def on_made(self) -> None:
-        """Note that the constructor has returned."""
-        self.creation.is_interleaved = True
-        self._context.run(actor_job.set, self.creation)
-        self._runner.task_tracker.begin()
-        super().on_made()
+    def _refuse(self, receiver: Receiver) -> None:
+        from aiogpu.runtime.actors.actor import _copy, leaving
 
-    def _start(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        # Not by the loop's factory, which would count the task as the caller's.
-        context = self._context.copy()
-        return asyncio.Task(coroutine, loop=self._runner.loop, context=context)
+        # A copy, since raising an error extends its traceback.
+        error = self._error
+        receiver.settle(leaving(self.name) if error is None else _copy(error))
 
-    # Messages of the actor to its process.
+    def await_ready(self, receiver: Receiver) -> None:
+        """Settle a receiver when the constructor has returned or failed."""
+        if self._takes_no_calls:
+            self._refuse(receiver)
+        elif self.creation is None:
+            receiver.settle(NONE_PAYLOAD)
+        else:
+            self._wait_for_start.append(receiver)
+            self.creation.move_to(self.node.runner_here())
 
-    def post(self, message: Message) -> None:
-        """Start a call."""
-        if type(message) is not Invoke:
-            super().post(message)
-            return
-        self._calls[message.call] = call = CallJob(self, message)
-        call.is_interleaved = True
-        self.worker.begun = message.call
-        context = self._context.copy()
-        context.run(method_called.set, (call.method, call.id))
-        context.run(inline_report.set, call.report)
-        self._runner.interleave(call, context)
+    def await_loss(self, receiver: Receiver) -> int:
+        """Settle a receiver when the object is lost; see `ActorPort.await_loss`."""
+        if self._takes_no_calls or self.creation is not None:
+            receiver.settle(NONE_PAYLOAD)
+        else:
+            self._wait_for_loss.append(receiver)
+        return 0
 
-    def on_call_ended(self, call: CallJob) -> None:
-        """Send the outcome of a call whose code has stopped."""
-        del self._calls[call.id]
-        super().on_call_ended(call)
+    def await_end(self, receiver: Receiver) -> None:
+        """Settle a receiver when no code of the actor runs any more."""
+        self._wait_for_end.append(receiver)
+        self._note_end()
 
-    def drop(self, number: int) -> None:
-        """Cancel a call."""
-        call = self._calls.get(number)
-        if call is not None:
-            call.interrupt()
-
-    def force_close(self) -> None:
-        """End now, and abandon code that does not stop."""
-        for task in (self._ending, *self._tasks(), *self.creation.started):
-            if task is not None:
-                task.cancel()
-        self.end()
+    def _note_end(self) -> None:
+        if self.life is Life.DEAD and not self.running:
+            self._drop_object()
+            _settle(self._wait_for_end)
+            self._actors.forget(self)
 
     # Its end.
 
-    def end_within(self, seconds: float, is_orderly: bool = True) -> None:
-        """Cancel all calls, run `close` if the end is orderly, and end."""
-        if self.is_over:
+    def terminate(self) -> None:
+        """End after the calls made so far."""
+        self._is_ending = True
+        _settle(self._wait_for_loss)
+        self.end_if_idle()
+
+    def end_if_idle(self) -> None:
+        """End if no more calls can come and none is left."""
+        self._note_end()
+        if (self.holders > 0 and not self._is_ending) or self.queue or self.running:
             return
-        if self._ending is None:
-            self._ending = self._start(self._end(is_orderly))
-        if self._alarm is not None:
-            self._alarm.cancel()
-        loop = self._runner.loop
-        self._alarm = loop.call_later(seconds, self._give_up, context=Context())
+        why = "its last handle was released."
+        if self.holders > 0:
+            why = "its `async with` block was left."
+        if self.life is Life.ALIVE:
+            self.leave(died(self.name, why))
+        elif self.creation is not None and self.creation.state is State.WAITING:
+            self.die(died(self.name, why))
 
-    def _tasks(self) -> list[asyncio.Task[None] | None]:
-        return [call.main for call in self._calls.values()]
+    def leave(self, error: Exception) -> None:
+        """End in an orderly way: stop its calls, and run `async def close`.
 
-    async def _end(self, is_orderly: bool) -> None:
-        await cancel_all(self._tasks())
-        if is_orderly:
-            await self._close()
-        await cancel_all(self.creation.started)
-        self.end()
+        Args:
+            error: fails present and later calls.
+        """
+        if self.life is not Life.ALIVE:
+            return
+        self.life = Life.LEAVING
+        _settle(self._wait_for_loss)
+        self._actors.free_name(self)
+        if self.is_async:
+            self._actors.start_close(self, error)
+        else:
+            self.die(error)
 
-    async def _close(self) -> None:
-        executor = self._runner.executor
+    async def close(self, error: Exception) -> None:
+        """Stop the coroutines of an actor that leaves, and run its `close()`."""
+        for call in list(self.running.values()):
+            call.stop(error)
         try:
-            close = close_method(self.object)
+            close = close_method(self._object)
             if close is not None:
-                await executor.drive_task(self.creation, close())
-        except BaseException as error:  # noqa: BLE001 - the actor ends in any case
-            if executor.ctrl_c.is_real(error):
-                # Raised in a callback, where it ends the program; a task would keep it.
-                self._runner.loop.call_soon(_raise, error, context=Context())
-            elif not self.is_over:  # else it was cancelled when it was abandoned
-                sys.excepthook(*sys.exc_info())
+                await driven(self._place, close())
+        except Exception:  # noqa: BLE001 - shown; the actor ends in any case
+            sys.excepthook(*sys.exc_info())
+        await cancel_all(self.started)
+        self.die(error)
 
-    def _give_up(self) -> None:
-        _log.warning(
-            "! %s was told to end and still runs. In its own process it would be "
-            "killed; here it is abandoned, and its code may run beside other code.",
-            self.actor.name,
-        )
-        self.force_close()
+    def close_with_node(self) -> None:
+        """End with the node: run `close()`, or fail what waits."""
+        why = f"the node was shut down before {self.name} had ended."
+        if self.life is Life.ALIVE:
+            self.leave(NodeClosedError(why))
+        elif self.life is Life.PENDING:
+            self.die(NodeClosedError(why))
 
-    def release(self) -> None:
-        """Release the object and stop the tasks that it has started."""
-        if self._alarm is not None:
-            self._alarm.cancel()
-        if self.worker.peer is not None:
-            self._runner.task_tracker.end()
-        super().release()
+    def die(self, error: Exception) -> None:
+        """Fail all present and later calls, and stop what runs."""
+        if self.life is Life.DEAD:
+            return
+        self.life, self._error = Life.DEAD, error
+        self._actors.free_name(self)
+        _settle(self._wait_for_loss)
+        waiting, self._wait_for_start = self._wait_for_start, []
+        for receiver in waiting:
+            self._refuse(receiver)
+        for call in (*self.running.values(), *list(self.queue)):
+            if call.receiver is not None:
+                self._refuse(call.receiver)
+            call.stop()
+        self._stop_started()
+        self._note_end()
+
+    def _stop_started(self) -> None:
+        """Stop the constructor, asyncio tasks and children of the object."""
+        creation, self.creation = self.creation, None
+        if creation is not None:
+            creation.stop()
+        for task in self.started:
+            task.cancel()
+        for child in list(self.children.values()):
+            if not child.is_kept:
+                child.disown()
+
+    def kill(self, no_restart: bool) -> None:
+        """End at once; make another object if the actor may restart."""
+        if self.life is Life.DEAD:
+            return
+        if no_restart:
+            self.die(ActorDiedError(f"{self.name} was killed.", self.name))
+        elif not self._restarts:
+            self.die(died(self.name, "it was killed, and has no restarts left."))
+        else:
+            self._restarts -= self._restarts > 0
+            self._restart()
+
+    def _restart(self) -> None:
+        from aiogpu.runtime.workers.death import describe_loss
+
+        self.life = Life.PENDING
+        _settle(self._wait_for_loss)
+        lost, self.running = self.running, {}
+        for call in lost.values():
+            call.stop(describe_loss(self.name, None, is_restarting=True))
+        self._stop_started()
+        self._drop_object()
+        self.creation = Creation(self, self._payload)
+        self.creation.enqueue(self.node.program)
 
 
-def _raise(error: BaseException) -> NoReturn:
-    raise error
+def _settle(receivers: list[Receiver]) -> None:
+    """Settle receivers that wait for an event, and forget them."""
+    waiting, receivers[:] = receivers[:], []
+    for receiver in waiting:
+        receiver.settle(NONE_PAYLOAD)
 
 
-class InlineActors(Actors):
-    """The actors of one node; see `ActorsPort`.
+class InlineActors:
+    """The actors of one node; see `engines.base.ActorsPort`.
 
     Attributes:
-        runner: runs their calls, on the program's loop.
+        node: the node.
+        closing: the asyncio tasks that run `close()` of actors.
     """
 
-    def __init__(
-        self, loop: asyncio.AbstractEventLoop, node: InlineNode, runner: LoopRunner
-    ) -> None:
-        super().__init__(
-            loop,
-            node.scheduler,
-            node.pool,
-            node,
-            node.results,
-            node.shortages,
-            self.check_class,
-        )
-        self.runner = runner
-        self._waiting: dict[int, Job] = {}
-        self._node = node
-        self._with_calls: dict[ActorInstance, None] = {}
+    def __init__(self, node: InlineNode) -> None:
+        self.node = node
+        self.closing: set[asyncio.Task[None]] = set()
+        self._actors: dict[int, InlineActor] = {}
+        self._named: dict[tuple[str, str], InlineActor] = {}
+        self._refused: dict[int, Exception] = {}
 
-    @property
-    def has_living(self) -> bool:
-        """True if an actor has not ended."""
-        return any(isinstance(job, ConstructorJob) for job in self._node.jobs.values())
+    def all(self) -> list[InlineActor]:
+        """Return the actors that live or have handles."""
+        return list(dict.fromkeys(self._actors.values()))
 
-    def check_class(self, func: FunctionSpec, payload: bytes) -> None:
-        """Check that this node can have an actor of a class.
+    def create(
+        self,
+        func: FunctionSpec,
+        payload: bytes,
+        key: tuple[str, str] | None = None,
+        get_if_exists: bool = False,
+        public: int = 0,
+    ) -> InlineActor:
+        """Make an actor, or find it by its name; see `ActorsPort.create`."""
+        try:
+            self._check(func, payload)
+            actor = self._named.get(key) if key is not None else None
+            if actor is None:
+                actor = InlineActor(self, func, payload, key)
+                self._actors[actor.id] = actor
+            elif get_if_exists:
+                actor.holders += 1
+            else:
+                from aiogpu.runtime.actors.actor import name_taken
 
-        Raises:
-            NodeError: the actor needs threads, or the node is shutting down.
-            InfeasibleError: the node can never meet the request.
-        """
+                raise name_taken(actor.key[1])  # type: ignore[index]
+        except AiogpuError as error:
+            if public:  # the caller may have passed the actor on already
+                self._refused[public] = error
+            raise
+        if key is not None:
+            self._named[key] = actor
+        if public:
+            self._actors[public] = actor
+        return actor
+
+    def _check(self, func: FunctionSpec, payload: bytes) -> None:
         if func.actor is not None and func.actor.mode == THREADED:
             raise NodeError(
                 f"{func.spec.name} has plain methods that run concurrently, by "
@@ -572,134 +575,76 @@ class InlineActors(Actors):
                 f"options out, make the methods `async def`, or open a node with "
                 f"address='local'."
             )
-        self._node.check(func, payload)
+        self.node.check(func, payload)
 
-    def job_of(self, task: TaskId, func: FunctionSpec, actor: object) -> ConstructorJob:
-        """Make the job that creates an actor."""
-        assert isinstance(actor, Actor), actor
-        return ConstructorJob(self._node, task, func, actor, self)
+    def find(self, key: tuple[str, str]) -> InlineActor | None:
+        """Find a living actor by its name; see `ActorsPort.find`."""
+        actor = self._named.get(key)
+        if actor is not None:
+            actor.holders += 1
+        return actor
 
-    def known(self, actor: int) -> Actor:
+    def known(self, actor: int) -> InlineActor:
         """Return an actor that lives or has handles.
 
         Raises:
-            ActorDiedError: the actor has ended and has no handle.
+            ActorDiedError: it has ended.
         """
-        known = self.get(actor)
-        if known is None:
-            raise self.unknown(actor)
-        return known
+        found = self._actors.get(actor)
+        if found is None:
+            raise self._refused.get(actor) or ActorDiedError(
+                f"the actor {actor} has ended, since its last handle was released."
+            )
+        return found
 
-    # Calls.
+    def held(self, actor: int, name: str) -> InlineActor:
+        """Return an actor for a handle of the caller; see `ActorsPort.held`."""
+        found = self.known(actor)
+        found.holders += 1
+        return found
 
-    def end_calls(self, instance: ActorInstance) -> None:
-        """Forget the waiting calls of an instance."""
-        self._with_calls.pop(instance, None)
+    def free_name(self, actor: InlineActor) -> None:
+        """Free the name of an actor that ends."""
+        if actor.key is not None and self._named.get(actor.key) is actor:
+            del self._named[actor.key]
 
-    def note_calls(self, instance: ActorInstance) -> None:
-        """Note that an instance has calls that may run now."""
-        self._with_calls[instance] = None
-        self._node.wake()
+    def forget(self, actor: InlineActor) -> None:
+        """Forget an actor that is dead and has no handles."""
+        if actor.life is Life.DEAD and actor.holders <= 0:
+            for number in [key for key, one in self._actors.items() if one is actor]:
+                del self._actors[number]
 
-    def next_call(self) -> CallJob | None:
-        """Return the next call to run; None if there is none."""
-        while self._with_calls:
-            instance = next(iter(self._with_calls))
-            del self._with_calls[instance]
-            call = instance.next_call()
-            if call is not None:
-                return call
-        return None
+    def start_close(self, actor: InlineActor, error: Exception) -> None:
+        """Run the `close()` of an actor on the program's loop."""
+        name = f"close of {actor.name}"
+        closing = asyncio.Task(actor.close(error), loop=self.node.loop, name=name)
+        self.closing.add(closing)
+        closing.add_done_callback(self.closing.discard)
+
+    def tell_room(self, actor: int, receiver: Receiver) -> None:
+        """See `ActorsPort.tell_room`."""
+        func = self.known(actor).func
+        assert func.actor is not None, func
+        request = func.spec.shape.request
+        room = room_for(self.node.ledger, request, not func.actor.keeps_cpus)
+        receiver.settle(dump_whole((room, str(request))))
+
+    def demand(self, actor: int, number: int, limit: int) -> None:
+        """Set the number of items that a call's stream may yield in all."""
+        self.node.demand(number, limit)
 
     def cancel(self, actor: int, number: int) -> None:
         """Cancel a call."""
-        self.end_wait(number, is_over=True)
-        super().cancel(actor, number)
-
-    def demand_call(self, number: int, limit: int) -> None:
-        """Set the number of items that a call's stream may yield in all."""
-        actor = self.called_by(number)
-        if actor is not None:
-            actor.demand(number, limit)
-
-    def cancel_call(self, number: int) -> None:
-        """Cancel a call by its number alone."""
-        actor = self.called_by(number)
-        if actor is not None:
-            self.cancel(actor.id, number)
-
-    def called_by(self, number: int) -> Actor | None:
-        """Return the living actor of an unfinished call."""
-        if number < FIRST_CALL:
-            return None
-        return next((actor for actor in self.all() if number in actor.calls), None)
-
-    def caller_here(self) -> int:
-        """Return the id of the calling job; 0 for the program."""
-        return id_of_caller()
-
-    # Which jobs wait for calls.
-
-    def begin_wait(self, number: int) -> None:
-        """Note that the running code waits for a call; fail a wait that cannot end."""
-        actor, job = self.called_by(number), running_job.get()
-        if actor is None:
-            return
-        instance: Any = None if actor.worker is None else actor.worker.peer
-        if job is not None:
-            self._waiting[number] = job
-            job.calls_awaited[number] = job.calls_awaited.get(number, 0) + 1
-            if instance is None:
-                # If the actor does not fit, this may now be a deadlock.
-                self._node.jobs[TaskId(actor.id)].waiters = 1
-                self._node.wake()
-            self._node.tell_waits(job)
-        if instance is not None and instance.waits_for_running_code:
-            method = actor.calls[number].method
-            self._fail_wait(
-                actor,
-                number,
-                f"{actor.name}.{method} was called by code for which a method of "
-                f"{actor.name} waits, and its methods run one at a time. Call the "
-                f"method directly, by self, or let the first method return before.",
-            )
-
-    def end_wait(self, number: int, is_over: bool = False) -> None:
-        """Note the end of a wait for a call; `is_over`: of all waits for the call."""
-        job = self._waiting.get(number)
-        if job is not None:
-            job.calls_awaited[number] -= 1
-            if is_over or not job.calls_awaited[number]:
-                del job.calls_awaited[number], self._waiting[number]
-                self._node.tell_waits(job)
-
-    def fail_waits(self, actor: Actor, reason: str) -> None:
-        """Fail all waits for calls of an actor, since they cannot end."""
-        for number in list(actor.calls):
-            if number in self._waiting:
-                self._fail_wait(actor, number, f"{reason}. The wait could never end.")
-
-    def _fail_wait(self, actor: Actor, number: int, why: str) -> None:
-        receiver = actor.calls[number].receiver
-        self.cancel(actor.id, number)
-        if receiver is not None:
-            receiver.settle(DeadlockError(why))
-
-    # Their ends.
+        self.node.cancel(number)
 
     def kill(self, actor: int, no_restart: bool = True) -> None:
-        """End an actor; without restarts left it is dead before its code has ended."""
-        known = self.get(actor)
-        record = self._node.scheduler.tasks.get(TaskId(known.id)) if known else None
-        is_last = record is not None and not record.retries_left
-        is_ended = is_last and not no_restart
-        if is_ended and known is not None and known.state is ActorState.ALIVE:
-            died = killed_for_good(known.name)
-            known.settle(died)
-            self._results.note_stop(known.id, type(died).__name__, str(died))
-            self._node.cancel(known.id)
-        super().kill(actor, no_restart)
+        """End an actor at once; see `ActorsPort.kill`."""
+        found = self._actors.get(actor)
+        if found is not None:
+            found.kill(no_restart)
 
-    def collect_soon(self) -> None:
-        """Schedule the garbage collector, to free objects in cycles."""
-        self.runner.loop.call_soon(gc.collect, context=Context())
+    def terminate(self, actor: int) -> None:
+        """End an actor after the calls that it was sent."""
+        found = self._actors.get(actor)
+        if found is not None:
+            found.terminate()

@@ -1,54 +1,64 @@
-"""Tasks in the calling process, one after the other, in the order of submission.
+"""A node without processes: tasks and actors run in the program's own thread.
 
-Actors are objects in this process, called as soon as the loop is free. For tests and
-debuggers: breakpoints, monkeypatches and coverage work in tasks and actors. As far as
-one process can, tasks behave as in a worker: copies of values, devices, variables,
-errors, timeouts, retries, cancelling. A plain function blocks the loop and cannot be
-interrupted; a coroutine is awaited on the loop.
+A test double: breakpoints, monkeypatches and coverage work in tasks, while arguments
+and results are copied as on the way to a worker. Calls are served first come, first
+served, on a node that is always idle: each gets the devices that an idle node would
+give it, and none waits for resources.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Mapping
+from functools import partial
 from importlib import import_module
 from itertools import count
-from typing import Final, cast
+from typing import TYPE_CHECKING, Any, Final
 
 from aiogpu.client.current import error_inside_task
-from aiogpu.client.function_spec import FunctionSpec
-from aiogpu.client.interface import Receiver
+from aiogpu.core.model.request import PlacementGroupSpec
+from aiogpu.core.resources.placement_group import take_grouped
 from aiogpu.engines.base import NodeOptions
 from aiogpu.engines.devices import take_inventory
-from aiogpu.engines.inline.actors import InlineActors
-from aiogpu.engines.inline.execution import InlineExecutor, LoopRunner
-from aiogpu.engines.inline.jobs import actor_job, running_job
-from aiogpu.engines.inline.node import InlineNode, MonotonicLoop, node_id
-from aiogpu.engines.local import DriverEngine
-from aiogpu.errors import PreloadError
-from aiogpu.runtime.driver import Driver
+from aiogpu.engines.inline.actors import InlineActors, Life
+from aiogpu.engines.inline.calls import InlineNode, State, create_task, running_call
+from aiogpu.errors import NodeClosedError, PreloadError
+from aiogpu.wire.messages import LEASE_MARK
+
+if TYPE_CHECKING:
+    from aiogpu.client.function_spec import FunctionSpec
+    from aiogpu.client.interface import Receiver
+    from aiogpu.observe.status import NodeStatus
+    from aiogpu.observe.why import Why
+    from aiogpu.runtime.callers.leases import LeaseReceiver
 
 _numbers: Final = count(1)
-PATIENCE: Final = 3600.0
-"""Seconds within which at least one task must end while the node closes."""
 
 
-class InlineEngine(DriverEngine):
-    """A node without processes."""
+class InlineEngine(InlineNode):
+    """A node in the program's thread; see `engines.base.Engine`."""
 
     runs_together = False
+    has_gone = False
+    remote_values = None
+    waits = None  # on the program's loop, everything goes on while code waits
+    actors: InlineActors
 
     def __init__(self, options: NodeOptions, loop: asyncio.AbstractEventLoop) -> None:
-        super().__init__(
-            options, cast("asyncio.AbstractEventLoop", MonotonicLoop(loop))
-        )
+        super().__init__(options, loop)
         self.home = f"inline {next(_numbers)}"
+        self.actors = InlineActors(self)
+        self._leases: dict[int, tuple[LeaseReceiver, str]] = {}
+        self._promised = count(1)
+        self._program_factory = loop.get_task_factory()
+        self._factory: Any = partial(create_task, self._program_factory)
+        self._is_forced = asyncio.Event()
 
     async def open(self) -> None:
-        """Import the modules of `preload`, and detect resources."""
-        options = self._options
-        for module in options.preload:
+        """Import the modules of `preload`, and detect resources; see `Engine.open`."""
+        from aiogpu.runtime.devices.binding import Assignment
+
+        for module in self.options.preload:
             try:
                 import_module(module)
             except Exception as error:
@@ -57,83 +67,148 @@ class InlineEngine(DriverEngine):
                     f"init(preload=...) names {module!r}, which cannot be imported: "
                     f"{cause}. Install it, or leave it out."
                 ) from error
-        ledger, vendors = await take_inventory(options)
-        node = InlineNode(
-            self._loop,
-            ledger,
-            vendors,
-            options.cancel_grace,
-            self.pack,
-        )
-        loop = asyncio.get_running_loop()
-        executor = InlineExecutor(is_silent=not options.log_to_driver)
-        node.actors = InlineActors(loop, node, LoopRunner(loop, node, executor))
-        self._driver = node
+        self.ledger, vendors = await take_inventory(self.options)
+        self.assignment = Assignment(vendors, self.ledger, os.environ)
+        self.loop.set_task_factory(self._factory)
 
-    @property
-    def _node(self) -> InlineNode:
-        return cast("InlineNode", self._open_driver)
-
-    def _driver_for(self, what: str) -> Driver:
-        """Return the driver to the program; refuse tasks, as in a worker."""
-        if running_job.get() is not None or actor_job.get() is not None:
-            raise error_inside_task(what)
-        return self._open_driver
-
-    @property
-    def waits(self) -> InlineEngine:
-        """The observer of waits: waiting tasks let others run."""
-        return self
-
-    def begin_wait(self, task: int) -> None:
-        """Note that code waits for a task."""
-        if self._driver is not None:
-            self._node.begin_wait(task)
-
-    def end_wait(self, task: int) -> None:
-        """Note that a wait has ended before its task."""
-        if self._driver is not None:
-            self._node.end_wait(task)
-
-    def settle(self, task: int) -> None:
-        """Note that a task has ended."""
-        if self._driver is not None:
-            self._node.settle(task)
+    def promise_actor(self) -> int:
+        """Return an id as workers choose them; see `Engine.promise_actor`."""
+        return -next(self._promised)
 
     def submit(self, func: FunctionSpec, payload: bytes, receiver: Receiver) -> int:
         """Queue a task; see `Engine.submit`."""
-        return self._node.submit(func, payload, receiver)
+        parent = running_call.get()
+        if parent is not None and parent.state is State.ENDED:
+            parent = None
+        return self.start(func, payload, receiver, parent, self.program)
 
-    @property
-    def _node_id(self) -> str:
-        return node_id()
+    def take_lease(self, func: FunctionSpec, receiver: LeaseReceiver) -> int:
+        """Grant a lease or a placement group at once; see `Engine.take_lease`."""
+        self.check(func, b"")
+        number, group = self.new_id(), func.spec.shape.request.placement_group
+        if isinstance(group, PlacementGroupSpec):
+            lease = take_grouped(self.ledger.emptied(), func.spec.shape.request)
+            assert lease is not None, group  # `check` has found that it fits
+            self.ledger.placement_groups[group.key] = lease.parts
+            key, grant = group.key, b""
+        else:
+            from aiogpu.wire.codec import pack
 
-    @property
-    def _pids(self) -> Mapping[int, int]:
-        node = self._node
-        return {**dict.fromkeys(node.pool.workers, os.getpid()), **node.holders}
+            bind = self.bind(func)
+            environ = {**bind.environ, LEASE_MARK: f"inline.{number}"}
+            key, grant = "", pack(bind._replace(environ=environ))
+        self._leases[number] = receiver, key
+        receiver.settle(grant)
+        return number
+
+    def cancel(self, number: int) -> None:
+        """Stop a task or call, or end a lease; see `Engine.cancel`.
+
+        Tasks and actors of a placement group that have not begun fail; others go on.
+        """
+        super().cancel(number)
+        lease = self._leases.pop(number, None)
+        if lease is not None:
+            self.ledger.placement_groups.pop(lease[1], None)
+
+    # What the program sees of the node.
+
+    async def total(self) -> dict[str, float]:
+        """Return all resources by name."""
+        self._check_program("aiogpu.cluster_resources()")
+        return self.ledger.totals()
+
+    async def available(self) -> dict[str, float]:
+        """Return the same as `total`: the node is always idle."""
+        self._check_program("aiogpu.available_resources()")
+        return self.ledger.totals()
+
+    async def status(self) -> NodeStatus:
+        """Return the unfinished calls; nothing is held."""
+        from aiogpu.observe.status import Machine, NodeStatus, TaskStatus
+
+        self._check_program("aiogpu.status()")
+        total = self.ledger.totals()
+        states = {call: call.state_in_words for call in self.calls.values()}
+        return NodeStatus(
+            total=total,
+            available=total,
+            devices=(),
+            workers=(),
+            tasks=tuple(
+                TaskStatus(call.id, call.name, state, call.func.resources, None, None)
+                for call, state in states.items()
+            ),
+            waiting_count=sum(state == "waiting" for state in states.values()),
+            shapes=(),
+            shape_count=0,
+            reservation=None,
+            nodes=(Machine(self.node_id, os.uname().nodename, True, total),),
+        )
+
+    async def why(self, task: int) -> Why | None:
+        """Return the state of a task, actor or lease; None if it has ended."""
+        from aiogpu.observe.why import Why
+
+        self._check_program("handle.why()")
+        call = self.calls.get(task)
+        if call is not None:
+            state = call.state_in_words
+            return Why(call.name, task, state, request=call.func.resources)
+        if task in self._leases:
+            return Why("lease", task, "running")
+        for actor in self.actors.all():
+            if actor.id == task and actor.life is not Life.DEAD:
+                return Why(actor.name, task, "running", request=actor.func.resources)
+        return None
+
+    async def why_task(self, number: int) -> Why | None:
+        """Return the same; see `Engine.why_task`."""
+        return await self.why(number)
+
+    def _check_program(self, what: str) -> None:
+        if running_call.get() is not None:
+            raise error_inside_task(what)
+
+    # Its end.
 
     def announce_stop(self) -> None:
         """Inform tasks that their program stops; see `Engine.announce_stop`."""
-        if self._driver is not None:
-            self._driver.announce_stop()
+        self.is_stop_announced = True
 
     async def close(self) -> None:
-        """Stop all tasks and release all resources."""
-        if self._driver is not None:
-            await self._driver.close(PATIENCE)
+        """Stop all calls and actors; wait for them within the grace period."""
+        self.is_closing = True
+        for call in list(self.calls.values()):
+            why = f"the node was shut down before {call.name} had ended."
+            call.stop(NodeClosedError(why))
+        for actor in self.actors.all():
+            actor.close_with_node()
+        for receiver, _ in self._leases.values():
+            receiver.settle(NodeClosedError("the node was shut down."))
+        forced = self.loop.create_task(self._is_forced.wait())
+        until = self.loop.time() + self.options.cancel_grace
+        while unended := self.program.tasks | self.actors.closing:
+            left = until - self.loop.time()
+            if left <= 0 or forced.done():
+                break
+            first = asyncio.FIRST_COMPLETED
+            await asyncio.wait({*unended, forced}, timeout=left, return_when=first)
+        forced.cancel()
+        self.warn_of(unended)
+        for task in unended:
+            task.cancel()
+        if self.loop.get_task_factory() is self._factory:
+            self.loop.set_task_factory(self._program_factory)
         if self._store is not None:
             self._store.close()
 
     def force_close(self) -> None:
         """Close without a grace period; see `Engine.force_close`."""
-        if self._driver is not None:
-            self._node.force_close()
+        self._is_forced.set()
 
     def close_now(self) -> None:
-        """Close at once, without an event loop."""
-        if self._driver is not None:
-            self._node.stack.close_now()
+        """Do nothing: outside of its steps, no code of a call changes the process."""
 
     def after_fork(self) -> None:
         """Do nothing: a fork has its own copy of the node."""

@@ -28,7 +28,7 @@ from aiogpu.runtime.objects.store import Borrower
 from aiogpu.runtime.objects.values import Value, await_arguments, is_complete
 from aiogpu.runtime.pending_tasks import EACH, Delay, internal_error, settle
 from aiogpu.runtime.slices import Slices
-from aiogpu.serialization.exceptions import DIED, LEFT, STOPPED, why_not_made
+from aiogpu.serialization.exceptions import DIED, LEFT, STOPPED
 from aiogpu.serialization.payload import Payload
 from aiogpu.serialization.references import add_actor
 from aiogpu.serialization.serializer import NONE_PAYLOAD
@@ -767,12 +767,6 @@ class Actor:
             self.die(not_made(self.name, outcome))
         else:
             self.die(self._death_by(outcome))
-
-    def break_down(self, failed: wire.Failed, cause: Exception) -> None:
-        """Note that the actor could not be made, by an exception in this process."""
-        error = died(self.name, why_not_made(failed))
-        error.__cause__ = cause
-        self.die(error)
 
     def _death_by(self, error: Exception) -> Exception:
         if isinstance(error, NodeClosedError | ActorDiedError):
