@@ -6,6 +6,7 @@ No test imports a module of the engine, so that they hold for any engine behind
 
 from __future__ import annotations
 
+import asyncio
 import io
 import pdb
 import sys
@@ -17,6 +18,7 @@ from typing import Any
 import pytest
 
 import aiogpu
+from aiogpu.errors import TaskTimeoutError
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -43,6 +45,11 @@ async def soft(a: int) -> int:
     size = a * model_size()
     print("soft has", size)
     return size
+
+
+@aiogpu.remote
+async def wait() -> None:
+    await asyncio.Event().wait()
 
 
 @aiogpu.remote
@@ -117,3 +124,11 @@ async def test_a_traceback_has_the_frames_of_caller_and_task() -> None:
     names = [frame.f_code.co_name for frame in own]
     assert names.index("caller") < names.index("fail")
     assert own[-1].f_locals["text"] == "from the task"
+
+
+async def test_a_timer_that_is_early_ends_its_call() -> None:
+    """uvloop's timers are up to 1 ms early."""
+    limits = [0.01 + number * 0.0007 for number in range(20)]
+    handles = [wait.options(timeout=limit).remote() for limit in limits]
+    ends = await asyncio.gather(*handles, return_exceptions=True)
+    assert {type(end) for end in ends} == {TaskTimeoutError}
