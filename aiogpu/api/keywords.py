@@ -32,6 +32,8 @@ class _Common(TypedDict, total=False):
     lifetime: Lifetime
     placement: Placement | None
     bundle: int | None
+    scheduling_strategy: object
+    label_selector: Mapping[str, str] | None
 
 
 class Options(_Common, total=False):
@@ -56,7 +58,8 @@ class Options(_Common, total=False):
             "share" for the same fraction as `num_gpus`. Frameworks are limited to it.
         retry_oom: "exclusive": when GPU memory runs out, retry once on a whole GPU.
         strategy: which GPU a share is taken from: "pack" (default), the fullest GPU
-            with room; "spread", the emptiest.
+            with room; "spread", the emptiest. On a Ray cluster "SPREAD" spreads tasks
+            over the nodes, and "DEFAULT" is Ray's default.
         max_calls: calls of the function before its worker process is replaced, 0 for no
             limit; default 1 with GPUs, else 0.
         max_retries: retries after the worker has died; default 3, -1 for no limit.
@@ -78,6 +81,10 @@ class Options(_Common, total=False):
         placement: the `aiogpu.placement(...)` to run in. Without `num_cpus` the task
             asks for a CPU only if the bundle has one.
         bundle: index of the bundle, from 0; default any bundle that fits.
+        scheduling_strategy: on a Ray cluster, "SPREAD", "DEFAULT" or one of
+            `ray.util.scheduling_strategies`, such as node affinity; refused elsewhere.
+        label_selector: on a Ray cluster, labels of the node:
+            `{"ray.io/accelerator-type": "H100"}`; refused elsewhere.
     """
 
     retry_oom: RetryOom | None
@@ -104,6 +111,7 @@ class ActorKeywords(_Common, total=False):
             lives.
         accelerator_type, gpu_where, strategy, priority: as for a task.
         runtime_env, placement, bundle: as for a task.
+        scheduling_strategy, label_selector: as for a task.
         name: name for `get_actor`; free again when the actor is dead.
         namespace: namespace of the name; default the program's own.
         get_if_exists: return the living actor with this name, if there is one.

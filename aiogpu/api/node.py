@@ -109,6 +109,15 @@ def _check_gpu_memory(option: str, value: object) -> int:
     return size
 
 
+def _check_runtime_env(option: str, value: object) -> dict[str, Any]:
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return dict(value)
+    raise OptionError(
+        f"init({option}={value!r}) must be a dict as Ray takes it, such as "
+        f"{{'working_dir': '.', 'pip': ['einops']}}."
+    )
+
+
 CHECKS: Final[dict[str, Check]] = {
     "num_cpus": optional(_check_cpus, None),
     "num_gpus": optional(
@@ -136,6 +145,7 @@ CHECKS: Final[dict[str, Check]] = {
     "memory_guard": check_flag,
     "object_memory": optional(memory_size, None),
     "spill_directory": optional(_check_directory, None),
+    "runtime_env": optional(_check_runtime_env, None),
 }
 """The options of a node with their checks, which return values of `NodeOptions`."""
 
@@ -344,6 +354,7 @@ def init(
     memory_guard: bool = True,
     object_memory: int | str | None = None,
     spill_directory: str | os.PathLike[str] | None = None,
+    runtime_env: Mapping[str, Any] | None = None,
     ignore_reinit_error: bool = False,
 ) -> Opening:
     """Open a node for this event loop: `await` the call, or use `async with`.
@@ -377,6 +388,8 @@ def init(
             the machine's.
         spill_directory: directory for values beyond `object_memory`; default the
             system's temporary directory.
+        runtime_env: with address="ray", Ray's runtime environment of all tasks, as
+            `ray.init` takes it: `{"working_dir": ".", "pip": ["einops"]}`.
         ignore_reinit_error: return this loop's node if it already has one; default
             False.
 

@@ -453,7 +453,7 @@ def _is_variable(name: str, text: str) -> bool:
 Retried = bool | tuple[type[BaseException], ...]
 
 
-Strategy = Literal["pack", "spread"]
+Strategy = Literal["pack", "spread", "SPREAD", "DEFAULT"]
 
 
 Lifetime = Literal["detached"] | None
@@ -509,6 +509,8 @@ class TaskOptions(NamedTuple):
     lifetime: Lifetime = None
     placement: PlacementGroupSpec | None = None
     bundle: int = -1
+    scheduling_strategy: object = None
+    label_selector: Mapping[str, str] = NO_ENTRIES
     namespace: str | None = None
     get_if_exists: bool = False
     max_restarts: int = 0
@@ -558,6 +560,31 @@ class TaskOptions(NamedTuple):
         if self.placement is not None or self.bundle >= 0:
             return within(self.placement, self.bundle, with_cpus, self.num_cpus)
         return with_cpus(UNIT if self.num_cpus is None else self.num_cpus)
+
+    def ray_options(self) -> dict[str, object]:
+        """Return the options that choose among the nodes of a Ray cluster.
+
+        Raises:
+            OptionError: two of the options place the task.
+        """
+        placed = {
+            "strategy": self.strategy if self.strategy.isupper() else None,
+            "scheduling_strategy": self.scheduling_strategy,
+            "placement": self.placement,
+        }
+        given = [f"{name}=" for name, value in placed.items() if value is not None]
+        if len(given) > 1:
+            raise OptionError(
+                f"{' and '.join(given)} each say where a task runs on a Ray cluster; "
+                f"give one of them."
+            )
+        options: dict[str, object] = {}
+        strategy = placed["strategy"] or placed["scheduling_strategy"]
+        if strategy is not None:
+            options["scheduling_strategy"] = strategy
+        if self.label_selector:
+            options["label_selector"] = dict(self.label_selector)
+        return options
 
     def spec(self, name: str, function: int) -> TaskSpec:
         """Return the specification for the scheduler.
@@ -744,6 +771,29 @@ def choice(allowed: str, *known: str) -> Check:
     return check
 
 
+def _check_scheduling_strategy(option: str, value: object) -> object:
+    """Check one of Ray's strategies, which Ray itself reads; raises `OptionError`."""
+    is_of_ray = type(value).__module__.partition(".")[0] == "ray"
+    if is_of_ray or value in ("SPREAD", "DEFAULT"):
+        return value
+    raise OptionError(
+        f"{option}={value!r} must be 'SPREAD', 'DEFAULT' or a strategy of "
+        f"ray.util.scheduling_strategies, such as NodeAffinitySchedulingStrategy(...)."
+    )
+
+
+def _check_labels(option: str, value: object) -> dict[str, str]:
+    """Check a selector of nodes; raises `OptionError`."""
+    if isinstance(value, Mapping) and all(
+        isinstance(text, str) for item in value.items() for text in item
+    ):
+        return dict(value)
+    raise OptionError(
+        f"{option}={value!r} must be a dict of labels of nodes to values, such as "
+        f"{{'ray.io/accelerator-type': 'H100'}}."
+    )
+
+
 def optional(check: Check, none_is: object) -> Check:
     """Return a check that replaces None by `none_is`."""
     return lambda option, value: none_is if value is None else check(option, value)
@@ -836,6 +886,13 @@ _OF_PROCESSES: Final[dict[str, Check]] = {
     ),
     "placement": _check_placement,
     "bundle": _check_bundle,
+    "strategy": choice(
+        "'pack' (a share goes to the fullest GPU with room) or 'spread' (to the "
+        "emptiest); or, on a Ray cluster, 'SPREAD' (over the nodes) or 'DEFAULT'",
+        *("pack", "spread", "SPREAD", "DEFAULT"),
+    ),
+    "scheduling_strategy": _check_scheduling_strategy,
+    "label_selector": _check_labels,
 }
 """Options of tasks and actors."""
 

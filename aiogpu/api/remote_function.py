@@ -421,6 +421,7 @@ class Decorated(CalledFirst):
             spec=spec,
             resources=resources,
             environ=dict(options.runtime_env),
+            ray_options=options.ray_options(),
             is_coroutine=definition.is_coroutine,
             retried=dump_retried(options.retry_exceptions),
             **more,

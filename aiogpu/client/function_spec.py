@@ -7,11 +7,12 @@ which then knows it by its id. Light to import.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from aiogpu.core.model.request import Request, Shape, TaskSpec
+from aiogpu.errors import OptionError
 from aiogpu.serialization.serializer import RETRY_NONE, dump_whole
 from aiogpu.wire.messages import SERIAL
 
@@ -105,6 +106,7 @@ class FunctionSpec:
         checked_by: the node that last checked that the request can be met.
         actor: the options of actors, for a class.
         window: for a generator, how many items it may be ahead; else 0.
+        ray_options: options of `scheduling_strategy` and `label_selector`, for Ray.
     """
 
     id: int
@@ -117,10 +119,26 @@ class FunctionSpec:
     checked_by: object = None
     actor: ActorTerms | None = None
     window: int = 0
+    ray_options: Mapping[str, object] = field(default_factory=dict)
 
     def holding(self, request: Request) -> FunctionSpec:
         """Return the spec for a call that got more resources than it requested."""
         return replace(self, id=new_func_id(), resources=request.as_numbers())
+
+    def check_one_machine(self) -> None:
+        """Check that it does not choose among the nodes of a Ray cluster.
+
+        Raises:
+            OptionError: it does; every other engine has one machine.
+        """
+        if self.ray_options:
+            asked = self.ray_options.items()
+            given = ", ".join(f"{name}={value!r}" for name, value in asked)
+            raise OptionError(
+                f"{self.spec.name} asks for {given}, which chooses among the nodes of "
+                f"a Ray cluster, and this node is one machine. Leave it out, or run by "
+                f"aiogpu.init(address='ray'). Among GPUs, strategy='spread' chooses."
+            )
 
 
 def new_func_id() -> int:

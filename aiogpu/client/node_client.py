@@ -276,6 +276,7 @@ class NodeClient:
         # Late: a worker whose tasks start no tasks does not need the core's types.
         from aiogpu.client.spec_codec import dump_spec
 
+        func.check_one_machine()
         if len(self._declared) >= DECLARED:
             self._declared.clear()
         spec = dump_spec(func)

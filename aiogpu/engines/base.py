@@ -46,6 +46,7 @@ class NodeOptions(NamedTuple):
         object_memory: bytes of shared memory for values; None for a part of the memory.
         spill_directory: directory of values beyond that; None for the system's choice.
         only_looks: the program joins a node only to query it.
+        runtime_env: Ray's runtime environment of the program's tasks; None for none.
     """
 
     num_cpus: float | None = None
@@ -67,6 +68,7 @@ class NodeOptions(NamedTuple):
     object_memory: int | None = None
     spill_directory: str | None = None
     only_looks: bool = False
+    runtime_env: Mapping[str, Any] | None = None
 
 
 class ActorPort(Protocol):
@@ -326,6 +328,7 @@ def check_func(func: FunctionSpec, ledger: Ledger) -> None:
 
     Raises:
         InfeasibleError: the node can never meet the function's request.
+        OptionError: the function chooses among the nodes of a Ray cluster.
         SerializationError: the function is too large to send.
     """
     # Late: not needed before a program has a node.
@@ -333,6 +336,7 @@ def check_func(func: FunctionSpec, ledger: Ledger) -> None:
     from aiogpu.core.model.units import GPU, GPU_MEMORY, MEMORY
     from aiogpu.core.resources.placement_group import why_infeasible
 
+    func.check_one_machine()
     spec = func.spec
     reason = why_infeasible(ledger, spec.shape.request)
     if reason is not None:

@@ -25,8 +25,17 @@ def create_engine(
         loop: the running loop.
 
     Raises:
-        OptionError: the address is unknown, or an address of Ray Client.
+        OptionError: the address is unknown, or an address of Ray Client; or a
+            `runtime_env` is given for another engine than Ray.
     """
+    if options.runtime_env is not None and address != "ray":
+        where = "this node" if address is None else f"address={address!r}"
+        raise OptionError(
+            f"init(runtime_env=...) brings modules and files to the nodes of a Ray "
+            f"cluster, and {where} needs none brought. Leave it out, or give "
+            f"address='ray'. Variables of one task: "
+            f"@aiogpu.remote(runtime_env={{'env_vars': {{...}}}})."
+        )
     if address is None or address == "local":
         from aiogpu.engines.local import LocalEngine
 

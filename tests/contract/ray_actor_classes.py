@@ -35,6 +35,18 @@ class Adder:
         return int(aiogpu.get(self.other.add.remote(what)))
 
 
+@aiogpu.remote
+class Picky:
+    """Has a constructor that fails if it is told to."""
+
+    def __init__(self, is_failing: bool) -> None:
+        if is_failing:
+            raise LookupError("told to fail")
+
+    def take(self, what: int) -> int:
+        return what
+
+
 @aiogpu.remote(concurrency_groups={"narrow": 1})
 class Grouped:
     """Has coroutines, some of them in a group of their own."""

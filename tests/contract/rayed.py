@@ -39,7 +39,7 @@ class Clusters:
         if self._has is not None:
             cluster.leave()
             self._has = None
-        cluster.start({**options, "log_to_driver": False})
+        cluster.connect({**options, "address": "local", "log_to_driver": False})
 
     def end(self) -> None:
         """End the cluster; another may be started."""

@@ -51,6 +51,7 @@ async def test_each_actor_has_a_process_of_its_own() -> None:
     assert len({*pids, os.getpid()}) == 3
 
 
+@pytest.mark.needs("early order")
 async def test_each_caller_has_its_order() -> None:
     """[B31]"""
 
@@ -163,7 +164,7 @@ async def test_coroutine_methods_interleave(gate: Gate) -> None:
     assert await actor.hidden_coroutine.remote() == 12
     gate.release(*"cab")
     assert await asyncio.gather(*waiting) == [*"abc"]
-    serial = Async.options(max_concurrency=1).remote()
+    serial = await Async.options(max_concurrency=1).remote()
     calls = [serial.wait.remote(gate.path, name) for name in "xy"]
     await gate.entered("x")
     assert "y" not in gate.inside

@@ -150,7 +150,14 @@ async def test_a_cancelled_task_leaves_the_queue(gate: Gate) -> None:
     assert "b" not in gate.pids
 
 
-INTERRUPTED = [tasks.spin, tasks.gated, tasks.deaf_coroutine, run_a_loop]
+BLOCKED = pytest.mark.needs("wakes")
+INTERRUPTED = [
+    tasks.spin,
+    *(
+        pytest.param(task, marks=BLOCKED)
+        for task in (tasks.gated, tasks.deaf_coroutine, run_a_loop)
+    ),
+]
 
 
 @pytest.mark.needs("interrupts")

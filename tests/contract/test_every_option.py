@@ -130,6 +130,34 @@ async def common_bundle(remote: Any, at: Place) -> None:
         refuse_more(remote, num_gpus=1, placement=group, bundle=0)
 
 
+async def refused_but_on_ray(
+    remote: Any, at: Place, **options: Any
+) -> dict[str, Any] | None:
+    """Return the facts of a task on Ray; elsewhere the option is refused."""
+    if at.address == "ray":
+        return await facts_of(remote, **options)
+    with pytest.raises(errors.OptionError, match="nodes of a Ray cluster"):
+        remote.options(**options).remote()
+    return None
+
+
+async def common_scheduling_strategy(remote: Any, at: Place) -> None:
+    await refused_but_on_ray(remote, at, scheduling_strategy="SPREAD")
+    await refused_but_on_ray(remote, at, strategy="SPREAD")
+    await refused_but_on_ray(remote, at, strategy="DEFAULT")
+    with pytest.raises(errors.OptionError, match=r"strategy= and scheduling_strategy="):
+        remote.options(strategy="SPREAD", scheduling_strategy="DEFAULT").remote()
+
+
+async def common_label_selector(remote: Any, at: Place) -> None:
+    if at.address == "ray":
+        node = (await facts_of(tasks.where))["node"]
+        facts = await facts_of(remote, label_selector={"ray.io/node-id": node})
+        assert facts.get("node", node) == node  # an actor does not say its node
+    else:
+        await refused_but_on_ray(remote, at, label_selector={"zone": "a"})
+
+
 # Tasks
 
 

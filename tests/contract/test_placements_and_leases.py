@@ -240,6 +240,7 @@ async def test_a_placement_with_priority_goes_first(node: Node) -> None:
 
 
 @pytest.mark.aiogpu(num_gpus=1, num_cpus=2, accelerator_type="T4")
+@pytest.mark.needs("typed bundles")
 async def test_tasks_may_name_the_type_of_their_bundle(node: Node) -> None:
     async with aiogpu.placement([{"GPU": 1, "accelerator_type:T4": 0.001}]) as group:
         typed = member(group, accelerator_type="T4")

@@ -22,6 +22,7 @@ from tests.contract.ray_actor_classes import (
     Adder,
     Grouped,
     Keeper,
+    Picky,
     ThreadGroups,
     add_in_threads,
     call_narrow,
@@ -58,6 +59,41 @@ async def test_an_actor_ends_although_a_plain_task_had_a_handle() -> None:
         pid = await pid_of.remote(adder)
         del adder
         assert await gone(pid)
+
+
+async def test_each_caller_of_a_plain_actor_has_its_order() -> None:
+    async with node():
+        counter = Counter.remote()
+
+        async def call(name: int) -> None:
+            for step in range(30):
+                handle = counter.note.remote((name, step))
+                if step % 3:
+                    await handle
+
+        await asyncio.gather(*(call(name) for name in range(5)))
+        notes = await counter.notes.remote()
+        for name in range(5):
+            assert [step for caller, step in notes if caller == name] == [*range(30)]
+
+
+async def test_a_failed_constructor_ends_no_actor_that_gets_the_failure() -> None:
+    async with node():
+        healthy, broken = Picky.remote(False), Picky.remote(True)
+        with pytest.raises(aiogpu.ActorDiedError) as caught:
+            await healthy.take.remote(broken.take.remote(1))
+        assert isinstance(caught.value.__cause__, LookupError)
+        assert await healthy.take.remote(2) == 2
+        again = Picky.options(name="again").remote
+        with pytest.raises(aiogpu.ActorDiedError):
+            await again(True)
+        async with asyncio.timeout(LIMIT):  # its name is free soon after the failure
+            while True:
+                try:
+                    assert await again(False).take.remote(3) == 3
+                    break
+                except aiogpu.errors.ActorNameError:
+                    await asyncio.sleep(0)
 
 
 async def test_threads_share_the_handles_of_their_actor() -> None:
@@ -312,19 +348,19 @@ async def test_a_cancel_of_an_ending_call_affects_no_other() -> None:
             assert await asyncio.gather(*calls[1::2]) == [number] * 5
 
 
-async def test_a_late_cancel_is_told_to_a_long_queue_of_calls(
-    gate: Gate,
-) -> None:
+async def test_a_timeout_reaches_calls_that_need_the_result(gate: Gate) -> None:
+    """Ray ends those that were sent before; a later call gets the reason."""
     async with aiogpu.init(address="ray", num_cpus=4):
-        last: Any = v.gated.options(timeout=1.0).remote(gate.path, "slow", 1)
-        line = [last]
-        for _ in range(1500):
-            last = v.add.remote(last)
-            line.append(last)
-        for handle in (last, v.give.remote(line[0])):
-            with pytest.raises(aiogpu.TaskTimeoutError, match="gated"):
-                await handle
-        await asyncio.wait(line)
+        first: Any = v.gated.options(timeout=1.0).remote(gate.path, "slow", 1)
+        line = [first, v.give.remote(first)]
+        for _ in range(50):
+            line.append(v.add.remote(line[-1]))
+        with pytest.raises(aiogpu.TaskTimeoutError, match=r"gated.*start fewer tasks"):
+            await first
+        with pytest.raises(aiogpu.TaskTimeoutError, match="gated"):
+            await v.give.remote(first)
+        ended = await asyncio.gather(*line[1:], return_exceptions=True)
+        assert {type(error) for error in ended} == {aiogpu.TaskCancelledError}
 
 
 # Results that come to a process that waits for none are not kept

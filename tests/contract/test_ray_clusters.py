@@ -143,12 +143,12 @@ async def test_refusing_does_not_wait_for_the_cluster(joined, monkeypatch):
 
     answered = threading.Event()
 
-    def nodes() -> list[object]:
+    def answer() -> tuple[list[object], bool]:
         answered.wait(60)
-        return []
+        return [], False
 
     with monkeypatch.context() as patched:
-        patched.setattr(cluster, "nodes", nodes)
+        patched.setattr(cluster, "nodes_and_growth", answer)
         try:
             with pytest.raises(aiogpu.InfeasibleError):
                 device_tasks.node.options(num_gpus=3).remote()

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from typing import NoReturn
 
 import pytest
 
@@ -14,22 +12,22 @@ from aiogpu.core.model.units import UNIT
 from aiogpu.errors import InfeasibleError, NodeError
 
 pytest.importorskip("ray", reason="Ray is not installed here")
-from aiogpu.engines.ray import status as module
+from aiogpu.engines.ray import cluster as ray_cluster
 from aiogpu.engines.ray.cluster import (
-    GREETING,
     ClusterNode,
     check_reachable,
     host_and_port,
     names_node_types,
 )
-from aiogpu.engines.ray.options import amounts
-from aiogpu.engines.ray.status import (
+from aiogpu.engines.ray.resources import (
     Overview,
+    amounts,
     describe_nodes,
     describe_shortage,
     fits,
     public_resources,
     room,
+    with_gpu_share,
 )
 
 pytestmark = pytest.mark.ray
@@ -95,118 +93,71 @@ def test_node_types_of_an_autoscaler_are_known(told, grows):
 
 ONE = ClusterNode("a" * 6, {"CPU": 2.0})
 WIDE = Request.of({"CPU": 8 * UNIT}, {})
+SMALL = Request.of({"CPU": UNIT}, {})
 
 
-class Cluster:
-    """Answers when a test allows it; counts the questions."""
+def test_a_task_asks_the_cluster_only_for_what_fits_no_known_node(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[None] = []
 
-    def __init__(self) -> None:
-        self.asked = 0
-        self.may_answer = threading.Event()
-
-    def __call__(self) -> tuple[list[ClusterNode], bool]:
-        self.asked += 1
-        assert self.may_answer.wait(60)
+    def answer() -> tuple[list[ClusterNode], bool]:
+        asked.append(None)
         return [ONE], False
 
-
-@pytest.fixture
-def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
-    cluster = Cluster()
-    monkeypatch.setattr(module, "_nodes_and_growth", cluster)
-    return cluster
-
-
-async def test_a_coroutine_does_not_wait_for_the_cluster(cluster: Cluster) -> None:
-    """Ray queues the coroutine's call until there is a node."""
-    overview = Overview()
-    overview.check_request("f", WIDE)
-    assert overview.room_for(WIDE) is None
-    assert cluster.asked == 0
-
-
-def test_plain_code_waits_for_the_cluster_and_is_refused(cluster: Cluster) -> None:
-    cluster.may_answer.set()
-    overview = Overview()
+    monkeypatch.setattr(ray_cluster, "nodes_and_growth", answer)
+    overview = Overview(is_in_task=True)
+    overview.check_request("f", SMALL)
+    overview.check_request("f", SMALL)
+    assert len(asked) == 1
     with pytest.raises(InfeasibleError, match="which no node of this Ray cluster"):
         overview.check_request("f", WIDE)
+    assert len(asked) == 2
 
 
-def test_plain_code_waits_for_a_limited_time(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+def test_a_program_never_asks_the_cluster_for_a_request(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module, "TASK_LIMIT", 0.01)
-    overview = Overview()
-    overview.check_request("f", WIDE)
-    cluster.may_answer.set()
+    def refuse() -> NoReturn:
+        raise AssertionError
+
+    monkeypatch.setattr(ray_cluster, "nodes_and_growth", refuse)
+    with pytest.raises(InfeasibleError):
+        Overview(is_in_task=False).check_request("f", WIDE)
 
 
-Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
-SETTINGS = bytes((0, 0, 0, 4)) + bytes(5)
+def test_memory_is_a_share_of_a_gpu_whose_memory_is_known():
+    asked = Request.of({"CPU": UNIT}, {}, gpu_memory=6 << 30)
+    assert dict(with_gpu_share(asked, 24 << 30).devices) == {"GPU": UNIT // 4}
+    third = with_gpu_share(asked, 18 << 30)
+    assert dict(third.devices) == {"GPU": UNIT // 3 + 1}, "a share is rounded up"
+    assert not third.gpu_memory
+    assert with_gpu_share(asked, None) is asked
+    with pytest.raises(InfeasibleError, match=r"gpu_memory=6442450944 bytes"):
+        with_gpu_share(asked, 4 << 30)
 
 
-@asynccontextmanager
-async def listening(serve: Serve) -> AsyncIterator[int]:
-    """Serve in this way; return the port."""
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    try:
-        yield server.sockets[0].getsockname()[1]
-    finally:
-        server.close()
+async def test_a_head_is_reachable_if_it_accepts_connections():
+    closed = asyncio.Event()
 
-
-def saying(said: bytes) -> Serve:
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        assert await reader.readexactly(len(GREETING)) == GREETING
-        writer.write(said)
+    async def keep_open(
+        reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        await reader.read(-1)
         writer.close()
+        await writer.wait_closed()
+        closed.set()
 
-    return serve
-
-
-async def staying_silent(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-) -> None:
-    await reader.read(-1)
-    writer.close()
-
-
-async def test_a_ray_server_answers():
-    async with listening(saying(SETTINGS)) as port:
+    server = await asyncio.start_server(keep_open, "127.0.0.1", 0)
+    async with server:
+        port = server.sockets[0].getsockname()[1]
         await check_reachable(f"127.0.0.1:{port}", 10)
-
-
-@pytest.mark.parametrize(
-    ("said", "told"),
-    [
-        (b"", "is not Ray, and answers b''"),
-        (b"SSH-2.0-OpenSSH", "is not Ray, and answers b'SSH-2.0-O'"),
-        (b"no", "is not Ray, and answers b'no'"),
-    ],
-)
-async def test_another_server_at_the_address_is_named(said, told):
-    async with listening(saying(said)) as port:
-        with pytest.raises(NodeError) as caught:
-            await check_reachable(f"127.0.0.1:{port}", 10)
-    assert told in str(caught.value)
-    assert f"`ray start --head --port={port}`" in str(caught.value)
-
-
-async def test_a_silent_server_is_given_up():
-    async with listening(staying_silent) as port:
-        with pytest.raises(NodeError, match=r"no answer within 0\.1 s"):
-            await check_reachable(f"127.0.0.1:{port}", 0.1)
+        await asyncio.wait_for(closed.wait(), 60)
 
 
 async def test_an_address_without_a_server_is_named():
     with pytest.raises(NodeError, match=r"Errno 111.*--port=1`"):
         await check_reachable("127.0.0.1:1", 10)
-
-
-async def test_a_server_with_tls_is_left_to_ray(monkeypatch):
-    monkeypatch.setenv("RAY_USE_TLS", "1")
-    async with listening(staying_silent) as port:
-        await check_reachable(f"127.0.0.1:{port}", 10)
 
 
 @pytest.mark.parametrize("address", ["head", "head:", "head:many", ":6379"])

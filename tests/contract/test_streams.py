@@ -26,6 +26,7 @@ pytestmark = [
     pytest.mark.aiogpu(num_cpus=1),
 ]
 BLOCKING = pytest.mark.needs("interrupts")
+BLOCKED = pytest.mark.needs("interrupts", "wakes")
 
 
 async def drained(stream: AsyncIterator[Any]) -> tuple[list[Any], Exception]:
@@ -98,7 +99,12 @@ async def test_an_early_end_closes_the_producer_at_its_yield(
 
 @pytest.mark.parametrize(
     "generator",
-    [pytest.param(stream_tasks.gated, marks=BLOCKING), stream_tasks.gated_softly],
+    [
+        pytest.param(
+            stream_tasks.gated, marks=pytest.mark.needs("interrupts", "wakes")
+        ),
+        stream_tasks.gated_softly,
+    ],
 )
 async def test_an_early_end_interrupts_a_producer_amid_its_code(
     node: Node, gate: Gate, generator: Any

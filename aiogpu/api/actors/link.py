@@ -70,10 +70,16 @@ def interface_in(func: FunctionSpec) -> ActorInterface:
     """
     assert func.actor is not None, func
     interface = func.actor.interface
-    return cast(
-        "ActorInterface",
-        load_result(interface) if type(interface) is bytes else interface,
+    return as_interface(
+        load_result(interface) if type(interface) is bytes else interface
     )
+
+
+def as_interface(interface: object) -> ActorInterface:
+    """Return an interface, or make the one of a class that only Ray knows."""
+    if isinstance(interface, type):
+        return ActorInterface(interface)
+    return cast("ActorInterface", interface)
 
 
 def check_late_call(interface: ActorInterface, name: str) -> None:
@@ -574,7 +580,8 @@ class WorkerActorLink:
         cls, actor: int, class_name: str, interface: bytes
     ) -> WorkerActorLink:
         hold = client_of_process().own(actor)
-        return _links.get(actor) or cls(class_name, hold, load_result(interface))
+        known = _links.get(actor)
+        return known or cls(class_name, hold, as_interface(load_result(interface)))
 
     @property
     def identity(self) -> tuple[int, object]:

@@ -1,18 +1,18 @@
 """The process of an actor: holds the user's object and calls its methods.
 
 The failure of a constructor is kept and reported to every caller, with its cause. Ray
-itself would report only a text.
+itself would report only a text. The methods for aiogpu's own calls begin with
+`aiogpu_`; plain Ray programs call the methods of the user's class by their names.
 """
 
 from __future__ import annotations
 
 import asyncio
 import gc
-import os
 import struct
 import sys
 import threading
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from inspect import iscoroutinefunction, signature
@@ -27,29 +27,15 @@ from aiogpu.client.current import (
 )
 from aiogpu.engines.ray import cluster
 from aiogpu.engines.ray.cluster import Ref
-from aiogpu.engines.ray.errors import TaskFailure, cancelled
-from aiogpu.engines.ray.task_worker import (
-    RemoteCode,
-    Suspended,
-    call_user,
-    result_of,
-    set_up_process,
-)
-from aiogpu.engines.ray.values import StoredValue
-from aiogpu.runtime.actors.actor import died, not_made
-from aiogpu.serialization.exceptions import pack_own_error
-from aiogpu.wire.messages import DEFAULT_GROUP, Done
+from aiogpu.engines.ray.process import RemoteCode, Suspended, call_user, result_of
+from aiogpu.engines.ray.values import StoredValue, TaskFailure, number_of
+from aiogpu.runtime.actors.actor import not_made
+from aiogpu.wire.messages import ASYNC, DEFAULT_GROUP, Done
 from aiogpu.worker.actors import Methods
 from aiogpu.worker.invoke import Constructor, Raised, run_now
 
-Place = tuple[str, int]
-"""The node and the process of an actor."""
 CLOSE_LIMIT: Final = 5.0
-"""Seconds for an object's `close()` after its last handle has gone, and for the end of
-calls that are cancelled because another call ends the actor."""
-
-# Encoded calls
-
+"""Seconds for an object's `close()` after its last handle has gone."""
 _HEAD: Final = struct.Struct(">H")
 """Length of the name of a call's method."""
 
@@ -70,9 +56,6 @@ def decode_call(encoded: bytes) -> tuple[str, bytes]:
     return encoded[_HEAD.size : end].decode(), encoded[end:]
 
 
-# The object and its calls
-
-
 class ActorProcess:
     """The user's object or its constructor's failure, and the context of its code."""
 
@@ -85,15 +68,17 @@ class ActorProcess:
         self._failure: TaskFailure | None = None
         self._object: Any = None
         self._groups = code.groups
-        set_up_process(code)
-        self._place: Place = current.node, os.getpid()
-        current.actor = int(cluster.process_ids()[2][:12], 16)
+        code.set_up_process()
+        actor_id = cluster.process_ids()[2]
+        current.actor = int(actor_id[:12], 16)
         constructor = Constructor(code.functions, self._keep)
         try:
-            call = call_user(constructor, 0, arguments)
-            result_of(self._name, run_now(call))
+            result_of(self._name, run_now(call_user(constructor, 0, arguments)))
         except TaskFailure as failure:
-            self._failure = TaskFailure(*not_made(self._name, failure.failed))
+            failed = not_made(self._name, failure.failed)
+            # Callers must tell it from the same failure of an actor in an argument.
+            marked = failed._replace(task=number_of(actor_id))
+            self._failure = TaskFailure(*marked)
         self._methods = Methods(self._object)
 
     def _keep(self, made: object) -> None:
@@ -113,14 +98,10 @@ class ActorProcess:
         method_called.set((method, 0))
         return call_user(self._methods, method, arguments, is_stream=is_stream)
 
-    def _drop(self) -> None:
-        """Release the object, so that its own cleanup runs."""
-        self._object, self._methods = None, Methods(None)
-        gc.collect()
-
     def __ray_shutdown__(self) -> None:
-        """End in an orderly way, when Ray reports that the last handle has gone."""
-        self._drop()
+        """Release the object, when Ray reports that the last handle has gone."""
+        self._object, self._methods = None, Methods(None)
+        gc.collect()  # runs the object's own cleanup
 
 
 class PlainActorProcess(ActorProcess):
@@ -131,12 +112,11 @@ class PlainActorProcess(ActorProcess):
         super().__init__(code, arguments)
         self._is_threaded = len(code.limits) > 1
 
-    def ready(self) -> Place:
-        """Return where the actor is, once its constructor has returned."""
+    def aiogpu_ready(self) -> None:
+        """Return once the constructor has returned."""
         self._begin()
-        return self._place
 
-    def call(self, encoded: bytes, *arguments: Any) -> Any:
+    def aiogpu_call(self, encoded: bytes, *arguments: Any) -> Any:
         """Call a method of the object."""
         self._begin()
         method, payload = decode_call(encoded)
@@ -145,11 +125,11 @@ class PlainActorProcess(ActorProcess):
             group = self._groups.get(method, DEFAULT_GROUP)
             threading.current_thread().name = f"aiogpu-{group}"
         outcome = run_now(self._invoke(method, arguments or (payload,)))
-        if has_left(outcome):
-            leave_now()
+        if _has_left(outcome):
+            _leave_now()
         return result_of(self._name, outcome)
 
-    def stream(self, encoded: bytes, *arguments: Any) -> Iterator[Any]:
+    def aiogpu_stream(self, encoded: bytes, *arguments: Any) -> Iterator[Any]:
         """Call a method that is a generator; end it after an item if it is cancelled.
 
         Ray does not interrupt plain methods. It only marks the call as cancelled.
@@ -166,74 +146,58 @@ class PlainActorProcess(ActorProcess):
         finally:
             items.close()
 
-    def leave(self, groups: int) -> None:
+    def aiogpu_leave(self, groups: int) -> None:
         """End after the calls sent before; each concurrency group gets a message."""
         if next(self._leaving) >= groups:
-            leave_now()
+            _leave_now()
 
 
 class AsyncActorProcess(ActorProcess):
     """An actor whose methods are coroutines, which interleave on Ray's loop.
 
-    This class enforces the limits of concurrency groups.
+    This class enforces the limits of concurrency groups: Ray would run each group on a
+    loop of its own.
     """
 
     def __init__(self, code: RemoteCode, *arguments: Any) -> None:
         super().__init__(code, arguments)
-        self._running: set[asyncio.Task[Any]] = set()
         self._present = 0
         self._is_idle = asyncio.Event()
-        self._ended: TaskFailure | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_closed = False
         limits = code.limits.items()
         self._places = {name: asyncio.Semaphore(most) for name, most in limits}
 
-    async def ready(self) -> Place:
-        """Return where the actor is, once its constructor has returned."""
+    async def aiogpu_ready(self) -> None:
+        """Return once the constructor has returned."""
         self._begin()
-        return self._place
 
     @asynccontextmanager
     async def _place_of(self, method: str) -> AsyncIterator[None]:
         """Run the block as a call of a method, within its group's limit."""
+        self._begin()
         self._present += 1
         self._loop = asyncio.get_running_loop()
-        task = asyncio.current_task()
-        assert task is not None, self
         try:
-            self._begin()
             async with self._places[self._groups.get(method, DEFAULT_GROUP)]:
-                if self._ended is not None:
-                    raise self._ended
-                self._running.add(task)
-                try:
-                    yield
-                finally:
-                    self._running.discard(task)
+                yield
         finally:
             self._present -= 1
             if not self._present:
                 self._is_idle.set()
 
-    def _result_of(self, outcome: Done | Raised) -> Any:
-        """Return the value that Ray stores for an outcome; see `result_of`."""
-        if type(outcome) is Raised and type(outcome.error) is asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
-                raise self._ended or cancelled(self._name)
-        return result_of(self._name, outcome)
-
-    async def call(self, encoded: bytes, *arguments: Any) -> Any:
+    async def aiogpu_call(self, encoded: bytes, *arguments: Any) -> Any:
         """Call a method of the object."""
         method, payload = decode_call(encoded)
         async with self._place_of(method):
             outcome = await self._invoke(method, arguments or (payload,))
-        if has_left(outcome):
-            await self._exit()
-        return self._result_of(outcome)
+        if _has_left(outcome):
+            _leave_now()
+        return result_of(self._name, outcome)
 
-    async def stream(self, encoded: bytes, *arguments: Any) -> AsyncIterator[Any]:
+    async def aiogpu_stream(
+        self, encoded: bytes, *arguments: Any
+    ) -> AsyncIterator[Any]:
         """Call a method that is a plain or async generator.
 
         `invoke` suspends with an item, or with a future for the loop.
@@ -258,24 +222,9 @@ class AsyncActorProcess(ActorProcess):
                     go_on = partial(running.throw, error)
         if type(outcome) is Raised and type(outcome.error) is GeneratorExit:
             return
-        self._result_of(outcome)
+        result_of(self._name, outcome)
 
-    async def _exit(self) -> NoReturn:
-        """End the actor from a call; its other calls are cancelled."""
-        error = died(self._name, "a call ended it by exit_actor().")
-        self._ended = TaskFailure(*pack_own_error(error))
-        for task in self._running:
-            task.cancel()
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._until_idle(), CLOSE_LIMIT)
-        leave_now()
-
-    async def _until_idle(self) -> None:
-        while self._present:
-            self._is_idle.clear()
-            await self._is_idle.wait()
-
-    async def leave(self, sent: Sequence[Ref]) -> None:
+    async def aiogpu_leave(self, sent: Sequence[Ref]) -> None:
         """End after the caller's calls, and the object's own `close()`.
 
         Ray does not start calls of coroutines exactly in the order of sending. So this
@@ -285,10 +234,12 @@ class AsyncActorProcess(ActorProcess):
             sent: objects of the calls that have not ended.
         """
         await asyncio.to_thread(cluster.wait_for_all, sent)
-        await self._until_idle()
+        while self._present:
+            self._is_idle.clear()
+            await self._is_idle.wait()
         await self._close()
-        self._drop()
-        leave_now()
+        super().__ray_shutdown__()
+        _leave_now()
 
     async def _close(self) -> None:
         """Await the object's own `close()`, once."""
@@ -311,14 +262,46 @@ class AsyncActorProcess(ActorProcess):
         super().__ray_shutdown__()
 
 
-def has_left(outcome: Done | Raised) -> bool:
+def _plain_method(name: str) -> Callable[..., Any]:
+    def call(self: PlainActorProcess, *args: Any, **kwargs: Any) -> Any:
+        self._begin()
+        return self._methods[name](*args, **kwargs)
+
+    return call
+
+
+def _async_method(name: str) -> Callable[..., Any]:
+    async def call(self: AsyncActorProcess, *args: Any, **kwargs: Any) -> Any:
+        async with self._place_of(name):
+            result = self._methods[name](*args, **kwargs)
+            return await result if asyncio.iscoroutine(result) else result
+
+    return call
+
+
+def process_class(mode: str, methods: Sequence[str]) -> type[ActorProcess]:
+    """Return the class of an actor's process, with its methods for plain Ray programs.
+
+    Generators are not among them: Ray asks for a flag of its own at each call of one.
+
+    Args:
+        mode: how calls run; see `wire.messages`.
+        methods: names of the methods of the user's class.
+    """
+    is_async = mode == ASYNC
+    base: type[ActorProcess] = AsyncActorProcess if is_async else PlainActorProcess
+    make = _async_method if is_async else _plain_method
+    return type(base.__name__, (base,), {name: make(name) for name in methods})
+
+
+def _has_left(outcome: Done | Raised) -> bool:
     """Return whether a call has ended its actor by `exit_actor()`."""
     return type(outcome) is Raised and (
         bool(current.exits and has_exited()) or type(outcome.error) is ActorExit
     )
 
 
-def leave_now() -> NoReturn:
+def _leave_now() -> NoReturn:
     """End the actor's process, once this call has ended."""
     cluster.exit_actor()
     raise ActorExit  # never reached: `exit_actor` raises

@@ -1,45 +1,37 @@
 """The actors of a cluster, for a program or a task.
 
-Ray counts the handles in all processes, and ends an actor with its last handle. Ray
-does not report that a constructor has returned or that a process has ended. So a first
-call waits for the constructor, and a failing call shows the end. Calls before the first
-answer are held back, so that cancelled calls are never sent.
+Ray counts the handles in all processes, and ends an actor with its last handle. A call
+that fails shows the end of an actor's process, or that its constructor has failed.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
-import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
-from weakref import WeakValueDictionary, ref
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+from weakref import WeakValueDictionary
 
 from aiogpu.client.function_spec import FunctionSpec, placeholder_func
 from aiogpu.core.scheduler.placement_groups import REMOVED
 from aiogpu.engines.ray import actor_process, cluster, values
-from aiogpu.engines.ray.cluster import exceptions
-from aiogpu.engines.ray.errors import actor_death, outcome_of, window_of
-from aiogpu.engines.ray.options import (
-    METHODS_GROUP,
-    actor_options,
-    actor_request,
-    stream_options,
-    terms_of,
-)
-from aiogpu.engines.ray.placement_groups import PlacementGroups
-from aiogpu.engines.ray.status import Overview
-from aiogpu.engines.ray.task_worker import EngineFactory, RemoteCode
-from aiogpu.engines.ray.tasks import Calls, PendingCall, Stream
+from aiogpu.engines.ray.calls import Calls, PendingCall, Stream
+from aiogpu.engines.ray.cluster import Handle
+from aiogpu.engines.ray.resources import METHODS_GROUP, stream_options
+from aiogpu.engines.ray.values import FOREIGN, Terms, actor_death, window_of
 from aiogpu.errors import ActorDiedError, MisuseError, NodeError
-from aiogpu.runtime.actors.actor import died, leaving, name_taken, not_made
+from aiogpu.runtime.actors.actor import died, leaving, name_taken
 from aiogpu.runtime.callers.leases import removed
 from aiogpu.serialization.exceptions import pack_own_error
-from aiogpu.serialization.references import add_reference
-from aiogpu.serialization.serializer import dump_whole, load_result
+from aiogpu.serialization.references import PickledValue, add_reference
+from aiogpu.serialization.serializer import (
+    dump_result,
+    dump_whole,
+    load_arguments,
+    load_result,
+)
 from aiogpu.wire.messages import ASYNC, DEFAULT_GROUP, THREADED, Failed
 
 if TYPE_CHECKING:
@@ -49,27 +41,19 @@ if TYPE_CHECKING:
 # One actor
 
 LOOK_AGAIN: Final = 0.05
-"""Seconds between two checks whether an actor has ended that was told to end."""
-LOOK_SELDOM: Final = 0.5
-"""The same for an actor that was not told to end."""
-PROCESS_LOOK: Final = 0.005
-"""Seconds between two checks whether a process exists."""
-PROCESS_END: Final = 10.0
-"""Seconds to wait for the end of a process that Ray reports as dead."""
+"""Seconds between two queries of an actor that restarts, or that was killed."""
 NONE: Final = dump_whole(None)
 """The payload of None."""
 
 
-class NoActor:
-    """Replaces Ray's handle for an actor that cannot be placed.
+class _Answer(NamedTuple):
+    """The receiver of a query to an actor: passes every outcome to `note`."""
 
-    Attributes:
-        failed: the failure of all its calls.
-    """
+    note: Callable[[Any], object]
 
-    def __init__(self, failed: Failed) -> None:
-        self._actor_id = secrets.token_bytes(16)
-        self.failed = failed
+    def settle(self, outcome: Any) -> None:
+        """Pass on the answer, or the failure."""
+        self.note(outcome)
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -81,29 +65,20 @@ class RayActor:
         actors: all actors of this client.
         is_made_here: it ends with this program at the latest.
         end: why it takes no calls, as far as this process knows.
-        is_leaving: it was told to end after the calls sent before.
         is_gone: it does not exist: its constructor has failed, or its placement or the
-            cluster has gone.
-        needs: values for its constructor, until the constructor has returned.
-        place: its last known node and process.
+            cluster has gone. Else it was told to end.
     """
 
     reference: values.ActorReference
     actors: RayActors
     is_made_here: bool = False
     end: Failed | None = None
-    is_leaving: bool = False
     is_gone: bool = False
-    needs: tuple[values.SharedValue, ...] = ()
-    place: actor_process.Place = ("", 0)
+    _leaves: list[Any] = field(default_factory=list)
+    _watchers: list[int] = field(default_factory=list)
     _methods: dict[tuple[str, int, int], Callable[..., Any]] = field(
         default_factory=dict
     )
-    _held: list[Callable[[], object]] | None = None
-
-    def __post_init__(self) -> None:
-        if isinstance(self.reference.handle, NoActor):
-            self.lose(self.reference.handle.failed)
 
     def __repr__(self) -> str:
         return f"<RayActor {self.name} {self.id}>"
@@ -154,74 +129,40 @@ class RayActor:
         if self.end is not None:
             calls.end(number, self.end)
         else:
-            send = partial(self._send, number, method)
-            self._when_made(partial(calls.when_ready, number, payload, send))
+            send = self._send_foreign if self._mode == FOREIGN else self._send
+            calls.when_ready(number, payload, partial(send, number, method))
         return number
 
+    @property
+    def _mode(self) -> str:
+        return self.reference.terms.mode
+
     def _new_call(self, receiver: Receiver, **attributes: Any) -> PendingCall:
-        self.actors.check_open()
+        self.actors.engine.check_open()
         return PendingCall(
             self.name,
             receiver,
             self._calls.loop.time(),
             actor=self.id,
             group=self.func.spec.shape.request.placement_group,
-            **{"explain": self.explain, **attributes},
+            **{"explain": self._explain, **attributes},
         )
-
-    def _when_made(self, do: Callable[[], object]) -> None:
-        """Call `do` after all calls that are held back, or now.
-
-        A call that is held back keeps the actor alive, by its `explain`.
-        """
-        # Plain code may end without a wait, so its calls are sent at once.
-        if self._held is not None and asyncio._get_running_loop() is not None:
-            self._held.append(do)
-        else:
-            do()
-
-    def hold(self) -> None:
-        """Hold calls back until the constructor has returned.
-
-        The query for this does not keep the actor alive. The constructor still runs to
-        its end, since Ray runs everything sent before.
-        """
-        self._held = []
-        myself = ref(self)
-
-        def explain(error: BaseException) -> Failed | None:
-            actor = myself()
-            return None if actor is None else actor.explain(error)
-
-        receiver = _Answer(partial(_note_made, myself))
-        self.ask(receiver, request=actor_request(self.func), explain=explain)
-
-    def release(self) -> None:
-        """Send the held-back calls: the constructor has returned or failed."""
-        callbacks, self._held = self._held or (), None
-        for do in callbacks:
-            do()
 
     def _send(self, number: int, method: str, arguments: tuple[Any, ...]) -> None:
         calls = self._calls
-        call = calls.live.get(number)
-        if call is None:
-            return
-        if self.is_gone and self.end is not None:
-            calls.end(number, self.end)
-            return
+        call = calls.live[number]
         window = window_of(call.receiver)
         returns = arguments[2] if len(arguments) > 2 else 0
         remote = self._methods.get((method, returns, window))
         if remote is None:
             remote = self._method(method, returns, window)
-        is_async = self.reference.terms[0] == ASYNC
+        is_async = self._mode == ASYNC
         if len(arguments) == 1:
             made = remote(actor_process.encode_call(method.encode(), arguments[0]))
         else:
             made = remote(actor_process.encode_call(method.encode()), *arguments)
         if window:
-            Stream(calls, number, made, window, may_wait=not is_async)
+            Stream(calls, number, made, window, may_be_cancelled=is_async)
             return
         # Ray 2.60 loses the order of an actor's calls if a waiting plain call is
         # cancelled: it hung after 30 pairs of calls, with the first of each cancelled
@@ -231,19 +172,39 @@ class RayActor:
 
     def _method(self, method: str, returns: int, window: int) -> Callable[..., Any]:
         """Return Ray's remote function for a method, from a cache."""
-        mode, _, groups = self.reference.terms
         options = stream_options(window) if window else {}
-        if mode == THREADED:
-            group = groups.get(method, DEFAULT_GROUP) or METHODS_GROUP
-            options["concurrency_group"] = group
+        if self._mode == THREADED:
+            group = self.reference.terms.groups.get(method, DEFAULT_GROUP)
+            options["concurrency_group"] = group or METHODS_GROUP
         if returns > 1:
             options["num_returns"] = returns
-        called = self.reference.handle.stream if window else self.reference.handle.call
+        handle = self.reference.handle
+        called = handle.aiogpu_stream if window else handle.aiogpu_call
         remote: Callable[..., Any] = (
             called.options(**options) if options else called
         ).remote
         self._methods[method, returns, window] = remote
         return remote
+
+    def _send_foreign(
+        self, number: int, method: str, arguments: tuple[Any, ...]
+    ) -> None:
+        """Call a method of an actor that a plain Ray program has made."""
+        calls = self._calls
+        head, _, returns, *needs = *arguments, (), 0
+        payload = values.from_arguments(head)
+        if needs[2:] or returns or getattr(payload, "holds", ()):
+            text = (
+                f"{self.name} was made by Ray, not by aiogpu: it takes and returns "
+                f"plain values. Await the handle, and pass its value."
+            )
+            calls.end(number, MisuseError(text))
+            return
+        args, kwargs = load_arguments(payload)
+        call = calls.live[number]
+        call.goes_on, call.convert = True, _pack_foreign
+        made = getattr(self.reference.handle, method).remote(*args, **kwargs)
+        calls.watch(number, (made,))
 
     # Begin and end
 
@@ -252,78 +213,69 @@ class RayActor:
         if self.end is not None:
             receiver.settle(self.end)
         else:
-            self.ask(_Answer(partial(self._note_ready, receiver)))
+            self._ask(partial(self._note_ready, receiver))
 
     def _note_ready(self, receiver: Receiver, answer: Any) -> None:
         """Ask again if the query was lost with a process that Ray replaces."""
         if isinstance(answer, ActorDiedError) and answer.is_restarting:
-            again = partial(self._ask_again, self.await_ready, receiver)
-            self._calls.call_later(LOOK_AGAIN, again)
-        elif isinstance(answer, Failed | Exception):
-            receiver.settle(answer)
+            self._later(self.await_ready, receiver)
         else:
-            self.place = answer
-            receiver.settle(NONE)
+            is_failure = isinstance(answer, Failed | Exception)
+            receiver.settle(answer if is_failure else NONE)
 
     def await_loss(self, receiver: Receiver) -> int:
         """Settle a receiver when the process is lost; see `ActorPort.await_loss`.
 
-        Ray does not report this, so the actor is asked for its process now and then.
+        A call that fails shows this.
         """
-        calls = self._calls
-        number = calls.begin(self._new_call(receiver, explain=None))
+        number = self._calls.begin(self._new_call(receiver, explain=None))
+        self._watchers.append(number)
         if self.end is not None:
-            calls.end(number, NONE)
-        else:
-            _look_for_loss(ref(self), calls, number, self.place)
+            self._note_loss()
         return number
 
+    def _note_loss(self) -> None:
+        watchers, self._watchers = self._watchers, []
+        for number in watchers:
+            self._calls.end(number, NONE)
+
     def await_end(self, receiver: Receiver) -> None:
-        """Settle a receiver when the actor's process has ended."""
+        """Settle a receiver when Ray reports that the actor's process has ended."""
         if self.is_gone:
             receiver.settle(NONE)
         else:
-            self.ask(_Answer(partial(self._note_end, receiver)))
-
-    def ask(self, receiver: Receiver, **attributes: Any) -> None:
-        """Query the actor's place; it answers once its constructor has returned."""
-        call = self._new_call(receiver, goes_on=True, **attributes)
-        self._calls.watch(
-            self._calls.begin(call), (self.reference.handle.ready.remote(),)
-        )
+            self._ask(partial(self._note_end, receiver), self._leaves)
 
     def _note_end(self, receiver: Receiver, answer: Any) -> None:
-        """Poll until the actor does not answer."""
-        if isinstance(answer, Failed):  # its constructor has failed
-            receiver.settle(NONE)
-        elif not isinstance(answer, Exception):
-            self.place = answer
-            again = LOOK_AGAIN if self.end is not None else LOOK_SELDOM
-            ask_again = partial(self._ask_again, self.await_end, receiver)
-            self._calls.call_later(again, ask_again)
-        elif isinstance(answer, ActorDiedError):
-            if self.is_leaving:
+        if isinstance(answer, Failed | Exception):
+            if self._leaves:
                 error = died(self.name, "its `async with` block was left.")
                 self.end = pack_own_error(error)
-            node, pid = self.place
-            is_here = bool(node) and node == cluster.process_ids()[0]
-            self._await_process(receiver, pid if is_here else 0, PROCESS_END)
-        else:
-            receiver.settle(answer)
-
-    def _ask_again(self, ask: Callable[[Receiver], None], receiver: Receiver) -> None:
-        try:
-            ask(receiver)
-        except NodeError as error:
-            receiver.settle(error)
-
-    def _await_process(self, receiver: Receiver, pid: int, seconds: float) -> None:
-        """Wait for the end of its process, which Ray reports as dead."""
-        if pid and seconds > 0 and os.path.exists(f"/proc/{pid}"):
-            look = partial(self._await_process, receiver, pid, seconds - PROCESS_LOOK)
-            self._calls.call_later(PROCESS_LOOK, look)
-        else:
             receiver.settle(NONE)
+        elif self.end is not None:  # it was killed, and Ray has still to do it
+            self._later(self.await_end, receiver)
+        else:
+            self.await_loss(receiver)
+
+    def _ask(
+        self, note: Callable[[Any], object], refs: list[Any] | None = None
+    ) -> None:
+        """Query whether the constructor has returned; or wait for the objects."""
+        handle = self.reference.handle
+        if self._mode == FOREIGN:
+            note(NONE)  # Ray's own actors have no such query
+            return
+        number = self._calls.begin(self._new_call(_Answer(note), goes_on=True))
+        self._calls.watch(number, refs or [handle.aiogpu_ready.remote()])
+
+    def _later(self, ask: Callable[[Receiver], None], receiver: Receiver) -> None:
+        def again() -> None:
+            try:
+                ask(receiver)
+            except NodeError as error:
+                receiver.settle(error)
+
+        self._calls.loop.call_later(LOOK_AGAIN, again)
 
     def kill(self, *, may_restart: bool) -> None:
         """End its process at once."""
@@ -331,114 +283,86 @@ class RayActor:
             return
         if not may_restart:
             killed = ActorDiedError(f"{self.name} was killed.", self.name)
-            self.end, self.is_leaving = pack_own_error(killed), False
+            self.end, self._leaves = pack_own_error(killed), []
         cluster.kill(self.reference.handle, no_restart=not may_restart)
+        self._note_loss()
 
     def leave(self) -> None:
         """End the actor after the calls sent before."""
-        if self.is_gone:
+        if self.end is not None:
             return
-        if self.end is None:
-            self.end, self.is_leaving = pack_own_error(leaving(self.name)), True
-        self._when_made(self._leave)
-
-    def _leave(self) -> None:
-        mode, limits, _ = self.reference.terms
-        leave = self.reference.handle.leave
-        if mode == ASYNC:
-            leave.remote(self._calls.sent_to(self.id))
-        elif mode == THREADED:
-            for group in limits:
-                options = {"concurrency_group": group or METHODS_GROUP}
-                leave.options(**options).remote(len(limits))
+        handle, mode = self.reference.handle, self._mode
+        self.end = pack_own_error(leaving(self.name))
+        if mode == FOREIGN:
+            self._leaves = [handle.__ray_terminate__.remote()]
+        elif mode == ASYNC:
+            sent = self._calls.sent_to(self.id)
+            self._leaves = [handle.aiogpu_leave.remote(sent)]
         else:
-            leave.remote(1)
-
-    def fail(self, failed: Failed) -> None:
-        """Note that the constructor has failed; end the process."""
-        self.lose(failed)
-        self.release()
-        # After the calls that were already sent, which fail in the same way.
-        self._leave()
+            limits = self.reference.terms.limits if mode == THREADED else ("",)
+            self._leaves = [
+                handle.aiogpu_leave.options(
+                    concurrency_group=(group or METHODS_GROUP)
+                    if mode == THREADED
+                    else None
+                ).remote(len(limits))
+                for group in limits
+            ]
+        self._note_loss()
 
     def evict(self, error: Exception) -> None:
-        """End the actor at once because its placement has gone; fail its calls."""
+        """End the actor at once, because of an error; fail its calls."""
         self.lose(pack_own_error(actor_death(self.name, error)))
         cluster.kill(self.reference.handle)
 
     def lose(self, failed: Failed) -> None:
         """Note that the actor is gone, and why; Ray gets no further message."""
-        self.end, self.is_gone, self.is_leaving = failed, True, False
+        self.end, self.is_gone, self._leaves = failed, True, []
+        self._note_loss()
 
-    def explain(self, error: BaseException) -> Failed | None:
-        """Return why the constructor never ran, if one of its arguments has failed.
-
-        Ray reports this only as text, without the error itself.
-        """
-        if not isinstance(error, exceptions.RayActorError):
-            return None
-        needs, self.needs = self.needs, ()
-        for given in [] if self.is_gone else [one.ref for one in needs if one.ref]:
-            try:
-                cluster.get(given, timeout=0)
-            except exceptions.GetTimeoutError:
-                continue  # it exists, but on another node
-            except Exception as failure:  # noqa: BLE001 - any failure of the argument
-                reason = outcome_of(f"an argument of {self.name}", failure)
-                if isinstance(reason, Exception):
-                    reason = pack_own_error(reason)
-                self.lose(not_made(self.name, reason))
-                break
-        return self.end if self.is_gone else None
-
-
-class _Answer(NamedTuple):
-    """The receiver of a query to an actor: passes every outcome to `note`."""
-
-    note: Callable[[Any], object]
-
-    def settle(self, outcome: Any) -> None:
-        """Pass on the actor's place, or the failure."""
-        self.note(outcome)
-
-
-def _note_made(actor: ref[RayActor], answer: Any) -> None:
-    """Note whether an actor's constructor has returned."""
-    made = actor()
-    if made is None:
-        return
-    if isinstance(answer, Failed):
-        made.fail(answer)
-        return
-    # If the process has ended first, Ray reports this to callers.
-    if not isinstance(answer, Exception):
-        made.place, made.needs = answer, ()
-    made.release()
-
-
-def _look_for_loss(
-    known: ref[RayActor], calls: Calls, number: int, place: actor_process.Place
-) -> None:
-    """Ask an actor for its place until it answers with another place, or not at all."""
-    actor = known()
-    if actor is None or number not in calls.live:
-        return
-
-    def note(answer: Any) -> None:
-        is_other = bool(place[1]) and answer != place
-        if is_other or isinstance(answer, Failed | Exception):
-            calls.end(number, NONE)
+    def _explain(self, outcome: Failed | Exception) -> Failed | Exception:
+        """Return why a call has failed, and note what this shows about the actor."""
+        if isinstance(outcome, Failed):
+            if outcome.task == self.id and not self.is_gone:
+                self.lose(outcome)  # its constructor has failed
+                cluster.kill(self.reference.handle)
+        elif isinstance(outcome, ActorDiedError):
+            self._note_loss()
         else:
-            again = partial(_look_for_loss, known, calls, number, answer)
-            calls.call_later(LOOK_SELDOM, again, number)
+            return outcome
+        return self.end if self.is_gone and self.end is not None else outcome
 
-    try:
-        actor.ask(_Answer(note))
-    except NodeError as error:
-        calls.end(number, error)
+
+def _pack_foreign(value: Any, _ref: object) -> bytes:
+    payload = dump_result(value)
+    return values.pack(payload) if isinstance(payload, PickledValue) else payload
 
 
 # All actors
+
+
+class ActorsEngine(Protocol):
+    """What actors need of their engine."""
+
+    def check_open(self) -> None:
+        """Raise `NodeError` if the cluster has gone."""
+
+    def check_actor(self, func: FunctionSpec) -> None:
+        """Check that the cluster can make actors of a class; see `Engine.submit`."""
+
+    def needs_lookup(self, func: FunctionSpec) -> bool:
+        """Return whether the placement group of a class must be looked up."""
+
+    async def look_up_group(self, func: FunctionSpec) -> None:
+        """Look the placement group of a class up."""
+
+    def new_actor(
+        self, func: FunctionSpec, key: tuple[str, str] | None, arguments: Any
+    ) -> Handle:
+        """Make an actor; return Ray's handle."""
+
+    def room_for(self, func: FunctionSpec) -> int | None:
+        """Return how many such actors fit at the same time; None for any number."""
 
 
 class RayActors:
@@ -448,25 +372,16 @@ class RayActors:
 
     Attributes:
         calls: the calls of the client.
-        check_open: raises `NodeError` if the cluster has gone.
+        engine: makes Ray's actors.
     """
 
-    def __init__(
-        self,
-        calls: Calls,
-        groups: PlacementGroups,
-        overview: Overview,
-        check_open: Callable[[], None],
-        admit: Callable[[FunctionSpec], None],
-        make_engine: EngineFactory,
-    ) -> None:
+    def __init__(self, calls: Calls, engine: ActorsEngine) -> None:
         self.calls = calls
-        self.check_open = check_open
-        self._groups = groups
-        self._overview = overview
-        self._admit = admit
-        self._make_engine = make_engine
+        self.engine = engine
         self._actors: WeakValueDictionary[int, RayActor] = WeakValueDictionary()
+        # The last request for each name; a later one waits for it.
+        self._making: WeakValueDictionary[tuple[str, str], asyncio.Task[RayActor]]
+        self._making = WeakValueDictionary()
 
     def create(
         self,
@@ -475,43 +390,52 @@ class RayActors:
         key: tuple[str, str] | None = None,
         get_if_exists: bool = False,
         public: int = 0,
-    ) -> RayActor:
+    ) -> RayActor | asyncio.Future[RayActor]:
         """Create an actor, or find it by its name; see `ActorsPort.create`."""
         assert not public, "Ray chooses the ids"
-        self._admit(func)
-        assert func.actor is not None, func
-        terms = terms_of(func.actor)
-        if key is not None and (found := self.find(key)) is not None:
-            if get_if_exists:
-                return found
-            raise name_taken(key[1])
-        error = self._groups.refusal(func)
-        if error is not None:
-            failed = pack_own_error(actor_death(func.spec.name, error))
-            return self._note(values.refer_to(NoActor(failed), terms), func)
-        options = self._groups.add_strategy(
-            actor_options(func, key), func.spec.shape.request
-        )
-        process: type = actor_process.PlainActorProcess
-        if func.actor.mode == ASYNC:
-            process = actor_process.AsyncActorProcess
-        code = RemoteCode(func, self._make_engine)
+        self.engine.check_actor(func)
+        if key is not None or self.engine.needs_lookup(func):
+            before = None if key is None else self._making.get(key)
+            made = self._find_or_make(func, payload, key, get_if_exists, before)
+            making = self.calls.loop.create_task(made)
+            if key is not None:
+                self._making[key] = making
+            return making
+        arguments = values.to_arguments(payload)
+        return self._note_new(func, self.engine.new_actor(func, None, arguments))
+
+    async def _find_or_make(
+        self,
+        func: FunctionSpec,
+        payload: bytes,
+        key: tuple[str, str] | None,
+        get_if_exists: bool,
+        before: asyncio.Task[RayActor] | None,
+    ) -> RayActor:
+        """Make an actor after queries of the cluster, which must not block the loop."""
         try:
-            made = cluster.remote(process, options)
-            handle = made.remote(code, *values.to_arguments(payload))
-        except ValueError as error:
-            if key is None:
-                raise
-            if get_if_exists and (found := self.find(key)) is not None:
-                return found
-            raise name_taken(key[1]) from error
+            await self.engine.look_up_group(func)
+        except Exception as error:
+            raise actor_death(func.spec.name, error) from error
+        found = None if key is None else await self._find(key, before)
+        if found is None:
+            arguments = values.to_arguments(payload)
+            make = partial(self.engine.new_actor, func, key, arguments)
+            try:
+                return self._note_new(func, await cluster.in_thread(make))
+            except ValueError:  # another process was faster
+                found = None if key is None else await self._find(key)
+                if found is None:
+                    raise
+        if not get_if_exists:
+            raise name_taken("" if key is None else key[1])
+        return found
+
+    def _note_new(self, func: FunctionSpec, handle: Handle) -> RayActor:
+        assert func.actor is not None, func
+        terms = Terms(func.actor.mode, dict(func.actor.limits), dict(func.actor.groups))
         actor = self._note(values.refer_to(handle, terms), func)
         actor.is_made_here = not func.spec.is_detached
-        actor.needs = getattr(payload, "needs", ())
-        if key is not None:
-            described = func.spec.name, func.actor.packed_interface(), terms
-            cluster.store_bytes(f"{actor.id}", dump_whole(described))
-        actor.hold()
         return actor
 
     def _note(self, reference: values.ActorReference, func: FunctionSpec) -> RayActor:
@@ -523,18 +447,27 @@ class RayActors:
             actor = self._actors[reference.id] = RayActor(reference, self)
         return actor
 
-    def find(self, key: tuple[str, str]) -> RayActor | None:
+    def find(self, key: tuple[str, str]) -> asyncio.Future[RayActor | None]:
         """Find a living actor by its name, by a query of the cluster."""
+        self.engine.check_open()
+        return self.calls.loop.create_task(self._find(key, self._making.get(key)))
+
+    async def _find(
+        self, key: tuple[str, str], before: asyncio.Task[RayActor] | None = None
+    ) -> RayActor | None:
+        if before is not None:
+            await asyncio.wait([before])
         namespace, name = key
-        handle = cluster.find_actor(name, namespace)
+        handle, described = await cluster.ask(partial(_look_up, name, namespace))
         if handle is None:
             return None
-        described = cluster.load_bytes(f"{values.number_of(handle)}")
-        if described is None:
-            return None  # an actor that aiogpu did not make
+        if described is None:  # an actor that a plain Ray program has made
+            methods = cluster.method_names(handle)
+            func = placeholder_func(name, type(name, (), dict.fromkeys(methods, _stub)))
+            return self._note(values.refer_to(handle, Terms(FOREIGN)), func)
         class_name, interface, terms = load_result(described)
         func = placeholder_func(class_name, interface)
-        return self._note(values.refer_to(handle, terms), func)
+        return self._note(values.refer_to(handle, Terms(*terms)), func)
 
     def held(self, actor: int, name: str = "actor") -> RayActor:
         """Return an actor that this process holds; see `ActorsPort.held`.
@@ -551,8 +484,9 @@ class RayActors:
 
     def tell_room(self, actor: int, receiver: Receiver) -> None:
         """Report the number of such actors that fit; see `ActorsPort.tell_room`."""
-        request = self.held(actor).func.spec.shape.request
-        receiver.settle(dump_whole((self._overview.room_for(request), str(request))))
+        func = self.held(actor).func
+        room = self.engine.room_for(func), str(func.spec.shape.request)
+        receiver.settle(dump_whole(room))
 
     def demand(self, _actor: int, number: int, limit: int) -> None:
         """Set the number of items that a call's stream may yield in all."""
@@ -565,26 +499,26 @@ class RayActors:
     def kill(self, actor: int, no_restart: bool = True) -> None:
         """End an actor's process at once, and the actor unless it may restart."""
         with suppress(NodeError):
-            self.check_open()
+            self.engine.check_open()
             self.held(actor).kill(may_restart=not no_restart)
 
     def terminate(self, actor: int) -> None:
         """End the actor after the calls sent before."""
         with suppress(NodeError):
-            self.check_open()
+            self.engine.check_open()
             self.held(actor).leave()
 
     def evict(self, group: PlacementGroupSpec) -> None:
-        """End the actors of a placement group that was removed."""
+        """Note that the actors of a placement group end, since it is removed."""
         for actor in list(self._actors.values()):
             within = actor.func.spec.shape.request.placement_group
-            if within is None or within.key != group.key or actor.is_gone:
-                continue
-            actor.evict(removed(group.name, actor.name, REMOVED))
+            if within is not None and within.key == group.key and not actor.is_gone:
+                gone = removed(group.name, actor.name, REMOVED)
+                actor.lose(pack_own_error(actor_death(actor.name, gone)))
 
     def lose(self, failed: Failed) -> None:
         """Note that the cluster has gone: fail all calls without a message to Ray."""
-        for actor in self._actors.values():
+        for actor in list(self._actors.values()):
             actor.lose(failed)
 
     def close(self) -> None:
@@ -593,3 +527,26 @@ class RayActors:
             if actor.is_made_here and not actor.is_gone:
                 cluster.kill(actor.reference.handle)
         self._actors.clear()
+
+
+def _look_up(name: str, namespace: str) -> tuple[Handle | None, bytes | None]:
+    """Return an actor by its name, and how aiogpu has described it, if it has."""
+    handle = cluster.find_actor(name, namespace)
+    if handle is None:
+        return None, None
+    return handle, cluster.load_bytes(f"{values.number_of(cluster.actor_id(handle))}")
+
+
+def _stub(self: object, *_args: Any, **_kwargs: Any) -> Any:
+    """Stand for a method whose parameters are not known here."""
+
+
+def describe(func: FunctionSpec, handle: Handle) -> None:
+    """Store what another process needs to know of a named actor."""
+    assert func.actor is not None, func
+    terms: tuple[str, Mapping[str, int], Mapping[str, str]]
+    terms = func.actor.mode, dict(func.actor.limits), dict(func.actor.groups)
+    described = func.spec.name, func.actor.packed_interface(), terms
+    cluster.store_bytes(
+        f"{values.number_of(cluster.actor_id(handle))}", dump_whole(described)
+    )

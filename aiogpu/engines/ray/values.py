@@ -1,8 +1,9 @@
-"""Values in Ray's store, and their representation in this process.
+"""Values and failures in Ray's store, and their representation in this process.
 
 A plain payload is sent to Ray as bytes. A pickle with buffers or handles is sent as a
 `StoredValue`: Ray keeps its buffers in shared memory, and sees its handles, so it can
-count references.
+count references. A task's exception is sent as on other engines, as a pickle if
+possible and always as text; Ray delivers it as the cause of its own exception.
 """
 
 from __future__ import annotations
@@ -12,26 +13,168 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pickle import PickleBuffer
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from weakref import WeakValueDictionary
 
+from aiogpu import errors
+from aiogpu.core.scheduler.placement_groups import REMOVED
 from aiogpu.engines.ray import cluster
 from aiogpu.engines.ray.cluster import Handle, Ref
-from aiogpu.engines.ray.errors import TaskFailure
-from aiogpu.errors import ProtocolError
-from aiogpu.serialization.exceptions import RAISED, pack_failure
+from aiogpu.runtime.actors.actor import died
+from aiogpu.runtime.callers.leases import removed
+from aiogpu.serialization.exceptions import (
+    RAISED,
+    UNREADABLE,
+    pack_failure,
+)
 from aiogpu.serialization.payload import MARK, Contents, Payload
 from aiogpu.serialization.references import PickledValue
 from aiogpu.wire.messages import Failed
-from aiogpu.worker.invoke import OWN_FRAMES
+from aiogpu.worker.invoke import OWN_FRAMES, Raised
 
 if TYPE_CHECKING:
     from aiogpu.client.function_spec import FunctionSpec
+    from aiogpu.core.model.request import BundleRef, PlacementGroupSpec
 
-Terms = tuple[str, Mapping[str, int], Mapping[str, str]]
-"""The terms of an actor's calls: `mode`, `limits`, `groups` of `ActorTerms`."""
+
+class Terms(NamedTuple):
+    """The terms of an actor's calls; see `ActorTerms`.
+
+    `mode` is FOREIGN for an actor that a plain Ray program has made.
+    """
+
+    mode: str
+    limits: Mapping[str, int] = {}
+    groups: Mapping[str, str] = {}
+
+
+FOREIGN: Final = "foreign"
 IN_STORE: Final = 1
 """Used as a segment's id: the pickle and its buffers are in Ray's store."""
+
+# Failures
+
+BRINGS_MODULES: Final = (
+    ". The worker cannot import it. aiogpu.init(address='ray', runtime_env={...}) "
+    "brings it: 'working_dir': '.' brings the modules beside the program, 'py_modules' "
+    "a package from another directory, 'pip' an installed one"
+)
+
+
+class TaskFailure(Exception):  # noqa: N818 - it wraps an error
+    """A task's failure inside Ray; `failed` describes it."""
+
+    def __init__(self, *fields: Any) -> None:
+        super().__init__(*fields)
+        self.failed = Failed(*fields)
+
+    def __str__(self) -> str:
+        return f"{self.failed.type_name}: {self.failed.message}"
+
+
+class RetriedFailure(TaskFailure):
+    """A failure after which Ray runs the task again."""
+
+
+def pack_raised(outcome: Raised) -> Failed:
+    """Describe the exception of a call in a worker of Ray's."""
+    failed = pack_failure(0, outcome.kind, outcome.error, OWN_FRAMES)
+    if outcome.kind == UNREADABLE and isinstance(outcome.error, ModuleNotFoundError):
+        return failed._replace(message=failed.message + BRINGS_MODULES)
+    return failed
+
+
+def window_of(receiver: Any) -> int:
+    """Return how many items a stream may be ahead of its consumer; 0 for no stream."""
+    # A receiver in a task wraps the original receiver.
+    window = getattr(getattr(receiver, "receiver", receiver), "window", None)
+    return 0 if window is None else int(window.size)
+
+
+def actor_death(name: str, error: Exception) -> errors.ActorDiedError:
+    """Return the error of an actor that has ended because of another error."""
+    death = died(name, str(error))
+    death.__cause__ = error
+    return death
+
+
+def outcome_of(
+    name: str,
+    error: BaseException,
+    group: PlacementGroupSpec | BundleRef | None = None,
+) -> Failed | Exception:
+    """Translate an exception from Ray.
+
+    The result is a failure of user code, or an error of aiogpu with Ray's error as its
+    cause.
+
+    Args:
+        name: name of the task.
+        error: the exception from Ray.
+        group: the placement group of the task; None for none.
+    """
+    cause = getattr(error, "cause", None)
+    if cause is not None and type(cause).__module__ == "ray.exceptions":
+        error, cause = cause, None  # of a call that needed this result
+    failure = cause if isinstance(cause, TaskFailure) else error
+    if isinstance(failure, TaskFailure):
+        return failure.failed
+    if isinstance(cause, Exception) and type(error).__name__.startswith("RayTaskError"):
+        return pack_failure(0, RAISED, cause, "")  # from a task or actor of Ray's own
+    message = str(error).strip() or type(error).__name__
+    kinds = [kind.__name__ for kind in type(error).__mro__]
+    if group is not None and any(kind.endswith("GroupRemoved") for kind in kinds):
+        gone = removed(group.name, name, REMOVED)
+        return actor_death(name, gone) if kinds[0].startswith("Actor") else gone
+    known = next((kind for kind in kinds if kind in _MEANINGS), None)
+    translated: Exception
+    if known is None:
+        text = f"{name}: {type(error).__name__} came from Ray: {message}"
+        translated = errors.InternalError(text)
+    elif known == "RayActorError":
+        translated = _actor_died(name, message)
+    else:
+        own_type, what = _MEANINGS[known]
+        translated = own_type(f"{name} {what}: {message}")
+    translated.__cause__ = error
+    return translated
+
+
+def _actor_died(name: str, message: str) -> errors.ActorDiedError:
+    if "exit_actor() is called" in message or "INTENDED_USER_EXIT" in message:
+        # Ray gives the same text at the end of an `async with`.
+        return died(name, "its block has ended, or a call ended it by exit_actor().")
+    if "killed by `ray.kill`" in message:
+        return errors.ActorDiedError(f"{name} was killed.", name)
+    # Ray's text for a call that was lost while the actor restarts.
+    is_restarting = "is temporarily unavailable" in message
+    text = f"{name} is dead, as Ray says: {message}"
+    return errors.ActorDiedError(text, name, is_restarting)
+
+
+_NEVER: Final = (errors.InfeasibleError, "can never run on this cluster")
+_MEANINGS: Final[dict[str, tuple[type[errors.AiogpuError], str]]] = {
+    "TaskPlacementGroupRemoved": (
+        errors.PlacementRemovedError,
+        "ended with its placement",
+    ),
+    "TaskCancelledError": (errors.TaskCancelledError, "was cancelled on the cluster"),
+    "OutOfMemoryError": (errors.OutOfMemoryError, "ran out of its node's memory"),
+    "RayActorError": (errors.ActorDiedError, ""),
+    "NodeDiedError": (errors.WorkerDiedError, "ran on a node that has gone"),
+    "WorkerCrashedError": (errors.WorkerDiedError, "died with its worker"),
+    "ObjectStoreFullError": (errors.ObjectMemoryError, "found Ray's store full"),
+    "ObjectLostError": (errors.NodeDiedError, "needs a value that is lost"),
+    "TaskUnschedulableError": _NEVER,
+    "ActorUnschedulableError": _NEVER,
+    "RuntimeEnvSetupError": (
+        errors.NodeError,
+        "has no worker: Ray cannot set up its runtime_env",
+    ),
+    "RayError": (errors.NodeError, "has failed, as Ray says"),
+}
+"""For each of Ray's errors, aiogpu's error and its text about a task."""
+
 
 # Stored values
 
@@ -89,14 +232,14 @@ class ActorReference:
     func: FunctionSpec | None = None
 
 
-def number_of(handle: Handle) -> int:
+def number_of(actor_id: str) -> int:
     """Return the number of an actor, the same in all processes."""
-    return int(cluster.actor_id(handle)[:15], 16)
+    return int(actor_id[:15], 16)
 
 
 def refer_to(handle: Handle, terms: Terms) -> ActorReference:
     """Return the reference of an actor; of several handles the first is kept."""
-    number = number_of(handle)
+    number = number_of(cluster.actor_id(handle))
     return known_actors.setdefault(number, ActorReference(number, handle, terms))
 
 
@@ -197,7 +340,7 @@ def find_value(identity: int) -> SharedValue:
     """
     value = _values.get(identity)
     if value is None:
-        raise ProtocolError(f"this process does not have the value {identity}")
+        raise errors.ProtocolError(f"this process does not have the value {identity}")
     return value
 
 

@@ -1,9 +1,8 @@
-"""The calls of one client on the cluster, and the delivery of their outcomes.
+"""The calls of one client on the cluster, their streams, and the values that it shares.
 
 Ray reports each object in one of its threads. Objects that have arrived before the
-client's event loop runs are delivered together, so many outcomes wake the loop once. A
-program's client uses the program's loop. The client of a task or an actor has its own
-loop, and is used by all threads of the process under a lock.
+client's event loop runs are delivered together, so many outcomes wake the loop once.
+Everything else here runs on this loop: a program's own, or that of a thread in a task.
 """
 
 from __future__ import annotations
@@ -16,14 +15,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain, count, islice
+from itertools import count
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from aiogpu.engines.ray import cluster, values
 from aiogpu.engines.ray.cluster import Ref
-from aiogpu.engines.ray.errors import outcome_of
-from aiogpu.engines.ray.options import step_of
-from aiogpu.errors import TaskCancelledError
+from aiogpu.engines.ray.resources import step_of
+from aiogpu.errors import InfeasibleError, TaskCancelledError
 from aiogpu.observe.why import Why
 from aiogpu.runtime.pending_tasks import settle
 from aiogpu.serialization.exceptions import pack_own_error
@@ -124,6 +122,13 @@ class Canceller:
 
 # Calls
 
+REPEAT: Final = 0.5
+"""Seconds between two cancels of a task: its worker ignores the interrupt while it
+imports a module."""
+AWAITED: Final = 1000
+"""Objects of one wait, at most."""
+_numbers: Final = count(1)
+
 
 @dataclass(slots=True, eq=False)
 class PendingCall:
@@ -138,14 +143,15 @@ class PendingCall:
         group: the placement group in which it, or its actor, runs.
         grace: for a task, seconds from its cancel to the end of its process.
         goes_on: it cannot be stopped, even if its answer is not needed.
-        result: delivered instead of the objects; None for the objects themselves.
         explain: returns the failure behind an error of Ray's, if it is known.
+        convert: makes the payload of a received value.
         refs: the objects that it produces; empty until it is sent, and for a stream.
         stream: takes its items once it is sent; None if it is no stream.
+        sending: looks its placement group up before it is sent.
         found: received values, by the index of their object.
         timer: ends its timeout or its grace period.
         results: shared values for its results.
-        dependents: numbers of sent calls that need its results, with the part.
+        unfit_since: the loop's time at which no node fitted it any more; 0.0 for never.
     """
 
     name: str
@@ -156,14 +162,15 @@ class PendingCall:
     group: PlacementGroupSpec | BundleRef | None = None
     grace: float = 0.0
     goes_on: bool = False
-    result: bytes | None = None
-    explain: Callable[[BaseException], Failed | None] | None = None
+    explain: Callable[[Failed | Exception], Failed | Exception] | None = None
+    convert: Callable[[Any, Ref], bytes] = values.from_stored
     refs: Sequence[Ref] = ()
     stream: Stream | None = None
+    sending: asyncio.Task[None] | None = None
     found: dict[int, Any] = field(default_factory=dict)
     timer: asyncio.TimerHandle | None = None
     results: list[values.SharedValue] = field(default_factory=list)
-    dependents: list[tuple[int, int]] = field(default_factory=list)
+    unfit_since: float = 0.0
 
     @property
     def is_sent(self) -> bool:
@@ -183,8 +190,8 @@ class PendingCall:
 
     def outcome_of(self, error: BaseException) -> Failed | Exception:
         """Translate an exception from Ray."""
-        known = None if self.explain is None else self.explain(error)
-        return known or outcome_of(self.name, error, self.group, self.receiver)
+        outcome = values.outcome_of(self.name, error, self.group)
+        return outcome if self.explain is None else self.explain(outcome)
 
     def deliver(self) -> None:
         """Settle its receiver with the received values."""
@@ -192,26 +199,24 @@ class PendingCall:
         if receiver is None:
             return
         received = [self.found[index] for index in range(len(self.refs))]
-        for value in received:
+        for found in received:
             failure = (
-                self.outcome_of(value) if isinstance(value, BaseException) else value
+                self.outcome_of(found) if isinstance(found, BaseException) else found
             )
             if isinstance(failure, Failed | Exception):
                 settle(receiver, failure)
                 return
-        if self.result is not None:
-            receiver.settle(self.result)
-            return
-        parts = tuple(map(values.from_stored, received, self.refs))
+        parts = tuple(map(self.convert, received, self.refs))
         if len(parts) == 1:
             receiver.settle(parts[0])
         else:
             receiver.settle(Payload.of(Contents(parts=parts), encoded=b""))
 
-
-_numbers: Final = count(1)
-AWAITED: Final = 1000
-"""Objects of one wait, at most."""
+    def stop_timer(self) -> None:
+        """Forget its timeout or grace."""
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
 
 
 class Calls:
@@ -220,18 +225,15 @@ class Calls:
     Attributes:
         live: calls with a waiting receiver, by number.
         ending: calls that were stopped and have not ended.
-        on_delivered: called under the lock after a delivery; None for no call.
+        idle: set while no call is ending.
         loop: the event loop that delivers.
-        lock: held by the loop during a delivery, and by other threads while they use
-            the calls and the values of the process.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.live: dict[int, PendingCall] = {}
         self.ending: dict[int, PendingCall] = {}
-        self.on_delivered: Callable[[], object] | None = None
+        self.idle = asyncio.Event()
         self.loop = loop
-        self.lock = threading.RLock()
         self.canceller = Canceller()
         self._arrived: deque[Callable[[], object]] = deque()
         self._is_posted = False
@@ -248,14 +250,17 @@ class Calls:
         return number
 
     def when_ready(
-        self, number: int, payload: bytes, send: Callable[..., object]
+        self, number: int, payload: bytes, send: Callable[[tuple[Any, ...]], object]
     ) -> None:
         """Send a call as soon as Ray knows all values that it refers to.
+
+        These are values of calls that are sent already, unless their handles were made
+        before the cluster was joined.
 
         Args:
             number: number of the call.
             payload: its arguments.
-            send: called with the arguments for Ray, in one tuple.
+            send: called with the arguments for Ray.
         """
         source = values.source_of(payload)
         needs = () if source is None else payload.needs  # type: ignore[attr-defined]
@@ -267,10 +272,12 @@ class Calls:
             if value.failed is not None:
                 self.end(number, value.failed)
                 return
-            maker = self.live.get(value.task)
-            if maker is not None:
-                maker.dependents.append((number, value.part))
-        send(values.to_arguments(payload))
+        if number not in self.live:
+            return
+        try:
+            send(values.to_arguments(payload))
+        except ValueError as error:  # such as what no bundle of a placement can hold
+            self.end(number, InfeasibleError(f"{self.live[number].name}: {error}"))
 
     def watch(self, number: int, refs: Sequence[Ref]) -> None:
         """Register the objects of a sent call, and wait for all of them."""
@@ -282,49 +289,38 @@ class Calls:
             cluster.add_done_callback(ref, partial(self._arrive, number, index))
 
     def awaited(self) -> list[Ref]:
-        """Return the objects that Ray still has to produce for live calls."""
-        with self.lock:
-            calls = islice(self.live.values(), AWAITED)
-            refs = chain.from_iterable(call.awaited for call in calls)
-            return list(islice(refs, AWAITED))
+        """Return the objects that Ray still has to produce for live calls.
+
+        Called in any thread.
+        """
+        calls = list(self.live.values())[:AWAITED]
+        return [ref for call in calls for ref in call.awaited][:AWAITED]
 
     def sent_to(self, actor: int) -> list[Ref]:
         """Return an object of each unfinished call that was sent to an actor."""
-        sent: list[Ref] = []
-        for call in self.live.values():
-            if call.actor == actor and call.awaited:
-                stream = call.stream
-                ref = call.refs[0] if stream is None else stream.generator.completed()
-                sent.append(ref)
-        return sent
+        return [
+            call.refs[0] if call.stream is None else call.stream.generator.completed()
+            for call in self.live.values()
+            if call.actor == actor and call.is_sent
+        ]
 
     # Delivering
 
     def _arrive(self, number: int, index: int, received: Any) -> None:
         """Receive an object's value, in one of Ray's threads."""
-        self.call_soon(partial(self._take, number, index, received))
-
-    def call_soon(self, callback: Callable[[], object]) -> None:
-        """Run a callback on the loop, from any thread."""
-        self._arrived.append(callback)
+        self._arrived.append(partial(self._take, number, index, received))
         if self._is_posted:
             return
         self._is_posted = True
         try:
             self.loop.call_soon_threadsafe(self._deliver)
         except RuntimeError:
-            # The loop is closed: no receiver waits.
-            self._arrived.clear()
-        except BaseException:
-            self._is_posted = False  # plain code was interrupted here
-            raise
+            self._arrived.clear()  # the loop is closed: no receiver waits
 
     def _deliver(self) -> None:
         self._is_posted = False
-        with self.lock:
-            while self._arrived:
-                self._arrived.popleft()()
-            self.note_delivered()
+        while self._arrived:
+            self._arrived.popleft()()
 
     def _take(self, number: int, index: int, received: Any) -> None:
         call = self.live.get(number) or self.ending.get(number)
@@ -333,14 +329,17 @@ class Calls:
         call.found[index] = received
         if len(call.found) == len(call.refs):
             self.live.pop(number, None)
-            self.ending.pop(number, None)
-            self._stop_timer(call)
+            call.stop_timer()
+            self.note_ended(number)
             call.deliver()
 
-    def note_delivered(self) -> None:
-        """Report a delivery to `on_delivered`."""
-        if self.on_delivered is not None:
-            self.on_delivered()
+    def note_ended(self, number: int) -> None:
+        """Note that a stopped call has ended."""
+        call = self.ending.pop(number, None)
+        if call is not None:
+            call.stop_timer()
+        if not self.ending:
+            self.idle.set()
 
     def demand(self, number: int, limit: int) -> None:
         """Set the number of items that a stream may yield in all."""
@@ -358,55 +357,15 @@ class Calls:
         call = self.live.pop(number, None)
         if call is None:
             return None
-        self._stop_timer(call)
-        receiver, call.receiver, call.explain = call.receiver, None, None
+        call.stop_timer()
+        receiver, call.receiver = call.receiver, None
         if outcome is None:
             outcome = TaskCancelledError(f"{call.name} was cancelled.")
         elif receiver is not None:
             settle(receiver, outcome)
         for value in call.results:
             value.set_outcome(outcome)
-        self.note_delivered()
         return call
-
-    def call_later(
-        self, seconds: float, callback: Callable[[], object], number: int = 0
-    ) -> None:
-        """Run a callback after a delay, from any thread.
-
-        Args:
-            seconds: the delay.
-            callback: the function to run.
-            number: number of a call; if the call ends before, the callback does not
-                run.
-        """
-        when = self.loop.time() + seconds
-
-        def set_timer() -> None:
-            call = self.live.get(number) or self.ending.get(number)
-            if call is not None or not number:
-                timer = self.loop.call_at(when, self._run, callback)
-                if call is not None:
-                    call.timer = timer
-
-        self.on_loop(set_timer)
-
-    def _run(self, callback: Callable[[], object]) -> None:
-        with self.lock:
-            callback()
-
-    def _stop_timer(self, call: PendingCall) -> None:
-        """Forget a call's timeout or grace."""
-        if call.timer is not None:
-            self.on_loop(call.timer.cancel)
-            call.timer = None
-
-    def on_loop(self, callback: Callable[[], object]) -> None:
-        """Run a callback on the loop, from any thread; now, in the loop's thread."""
-        if asyncio._get_running_loop() is self.loop:
-            callback()
-        else:
-            self.call_soon(callback)
 
     def cancel(self, number: int, outcome: Outcome | None = None) -> None:
         """Stop a call, if it has not ended; see `end`.
@@ -416,42 +375,36 @@ class Calls:
         call = self.end(number, outcome)
         if call is None or call.goes_on or not call.is_sent:
             return
+        self.ending[number] = call
+        self.idle.clear()
         if call.stream is not None:
             call.stream.stop()
-        else:
-            self.ending[number] = call
-            self.canceller.cancel(call.refs[0])
-            self.call_later(call.grace, partial(self.kill, number), number)
+        if call.stream is None or call.stream.may_be_cancelled:
+            self.press(number, self.loop.time() + call.grace)
 
-    def kill(self, number: int) -> None:
-        """Kill the process of a task that was cancelled and has not stopped."""
+    def press(self, number: int, until: float) -> None:
+        """Cancel a call until it ends; kill a task's process after its grace period."""
         call = self.ending.get(number)
-        if call is not None and call.refs and not call.actor:
-            self.canceller.cancel(call.refs[0], force=True)
+        if call is None:
+            return
+        ref = call.refs[0] if call.stream is None else call.stream.generator
+        left = until - self.loop.time()
+        self.canceller.cancel(ref, force=left <= 0 and not call.actor)
+        if left > 0 and not call.actor:  # coroutines of actors are cancelled once
+            wait = min(REPEAT, left)
+            call.timer = self.loop.call_later(wait, self.press, number, until)
 
-    def revoke(self, number: int, error: Exception, part: int = -1) -> None:
-        """Stop a call, or fail one of its results.
+    def kill_ending(self) -> None:
+        """Kill the processes of all tasks that were cancelled and have not stopped."""
+        for number in list(self.ending):
+            self.press(number, 0.0)
 
-        Sent calls that need the results are stopped, and their receivers are settled at
-        once: Ray would report other texts, or nothing.
-        """
-        failed, first = pack_own_error(error), number
-        revoked = [(number, part)]
-        while revoked:
-            number, part = revoked.pop()
-            call = self.live.get(number)
-            if call is None:
-                continue
-            for value in call.results:
-                if part in (-1, value.part):
-                    value.revoke(failed)
-            revoked += [
-                (dependent, -1)
-                for dependent, needed_part in call.dependents
-                if part in (-1, needed_part)
-            ]
-            if part == -1:
-                self.cancel(number, error if number == first else failed)
+    def revoke(self, number: int, error: Exception) -> None:
+        """Stop a call with an error; calls that are sent later fail with it too."""
+        call = self.live.get(number)
+        for value in () if call is None else call.results:
+            value.revoke(pack_own_error(error))
+        self.cancel(number, error)
 
     def why(self, number: int) -> Why | None:
         """Return the state of a call, as far as Ray reports it."""
@@ -463,6 +416,8 @@ class Calls:
         if call.is_sent:
             is_held = call.stream is not None and call.stream.is_held
             notes = (HELD,) if is_held else ()
+            within = f"in {call.group}" if call.group is not None else ""
+            notes = (*notes, within) if within else notes
             return Why(call.name, number, "sent", seconds, request, notes=notes)
         unsent = ("calls that are still to be sent",)
         return Why(
@@ -480,10 +435,12 @@ class Stream:
     """Takes the items of a generator on the cluster to the consumer.
 
     Ray holds the generator as soon as `window` items wait. So items are taken from Ray
-    only as the consumer takes them here.
+    only as the consumer takes them here; all of them once the stream is stopped.
 
     Attributes:
         generator: Ray's generator.
+        may_be_cancelled: False for a plain method of an actor that has not begun, which
+            must not be cancelled; see `RayActor`.
     """
 
     def __init__(
@@ -493,34 +450,21 @@ class Stream:
         generator: Any,
         window: int,
         *,
-        may_wait: bool = False,
+        may_be_cancelled: bool = True,
     ) -> None:
-        """Start to take items.
-
-        Args:
-            calls: the calls of this loop.
-            number: number of the call.
-            generator: Ray's generator.
-            window: number of items that may wait.
-            may_wait: it is a plain method of an actor, which must not be cancelled
-                before it has begun; see `RayActor`.
-        """
+        """Start to take items; `window` items may wait."""
         self._calls = calls
         self._number = number
         self._call = calls.live[number]
         self.generator = generator
+        self.may_be_cancelled = may_be_cancelled
         self._item: Ref | None = None
-        self._task: asyncio.Task[None] | None = None
         self._window = self._limit = window
         self._taken = 0
-        self._may_wait = may_wait
         self._is_stopped = False
         self._limit_changed = asyncio.Event()
         self._call.stream = self
-        calls.on_loop(self._start)
-
-    def _start(self) -> None:
-        self._task = self._calls.loop.create_task(self._take_items())
+        self._task = calls.loop.create_task(self._take_items())
 
     @property
     def awaited(self) -> Sequence[Ref]:
@@ -530,68 +474,61 @@ class Stream:
     @property
     def is_held(self) -> bool:
         """True if the consumer must take items before more are taken from Ray."""
-        return self._taken >= self._limit - self._window + step_of(self._window)
+        limit = self._limit - self._window + step_of(self._window)
+        return self._taken >= limit and not self._is_stopped
 
     def raise_limit(self, limit: int) -> None:
         """Take up to `limit` items in all, since the consumer has taken some."""
         self._limit = max(self._limit, limit)
-        self._calls.on_loop(self._limit_changed.set)
+        self._limit_changed.set()
 
     def stop(self) -> None:
-        """Cancel a generator whose items are not needed."""
+        """Drop the items that still come."""
         self._is_stopped = True
-        if not self._may_wait:
-            self._cancel()
-            self._calls.on_loop(self._end)
-
-    def _end(self) -> None:
-        assert self._task is not None, self
-        self._task.cancel()
-
-    def _cancel(self) -> None:
-        cancel = self._calls.canceller.cancel
-        cancel(self.generator)
-        # Ray does not kill an actor to stop a call.
-        again = partial(cancel, self.generator, force=not self._call.actor)
-        self._calls.call_later(self._call.grace, again)
+        self._limit_changed.set()
 
     async def _take_items(self) -> None:
+        call, outcome = self._call, cast("Outcome", b"")
         try:
             async for ref in self.generator:
-                self._may_wait = False
-                if self._is_stopped:
-                    self._cancel()
-                    return
                 self._item = ref
-                item = await ref
-                self._deliver(item, ref)
+                if not self._is_stopped:
+                    self._deliver(await ref, ref)
                 self._item = None
-                del ref, item
+                del ref
+                if not self.may_be_cancelled:
+                    self.may_be_cancelled = True
+                    if self._is_stopped:
+                        self._calls.press(self._number, 0.0)
                 while self.is_held:
                     self._limit_changed.clear()
                     await self._limit_changed.wait()
         except asyncio.CancelledError:
-            if self._call.receiver is None:
-                return
-            raise
-        except Exception as error:  # noqa: BLE001 - reported as the outcome of the stream
-            outcome: Outcome = self._call.outcome_of(error)
-        else:
-            outcome = b""
-        with self._calls.lock:
-            self._calls.end(self._number, outcome)
+            raise  # the loop is being closed
+        except Exception as error:  # noqa: BLE001 - reported as the stream's outcome
+            outcome = call.outcome_of(error)
+        self._calls.end(self._number, outcome)
+        self._calls.note_ended(self._number)
 
     def _deliver(self, item: Any, ref: Ref) -> None:
-        with self._calls.lock:
-            receiver = self._call.receiver
-            if receiver is not None:
-                self._taken += 1
-                items = (values.from_stored(item, ref),)
-                cast("ItemReceiver", receiver).receive_items(items)
-                self._calls.note_delivered()
+        receiver = self._call.receiver
+        if receiver is not None:
+            self._taken += 1
+            items = (self._call.convert(item, ref),)
+            cast("ItemReceiver", receiver).receive_items(items)
 
 
 # Values
+
+
+def call_here(call: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function: the code of a program is on the loop of its calls."""
+    return call(*arguments)
+
+
+def itself(receiver: Any) -> Any:
+    """Return a receiver as it is."""
+    return receiver
 
 
 class RayValues:
@@ -601,9 +538,23 @@ class RayValues:
     requests for values in other processes.
     """
 
-    def __init__(self, calls: Calls) -> None:
+    def __init__(
+        self,
+        calls: Calls,
+        run: Callable[..., Any] = call_here,
+        wrap: Callable[[Any], Receiver] = itself,
+    ) -> None:
+        """Begin without values.
+
+        Args:
+            calls: the calls of the client.
+            run: calls a function on the loop of the calls.
+            wrap: makes a receiver that may be settled on this loop.
+        """
         self.loans = self.shares = self
         self._calls = calls
+        self._run = run
+        self._wrap = wrap
 
     def loan(self, identity: int) -> values.SharedValue:
         """Return the value of a handle while it is unpickled."""
@@ -622,34 +573,35 @@ class RayValues:
     def keep(self, promised: values.SharedValue, handle: Shareable) -> None:
         """Fulfil a promised value by the result of a handle's task."""
         promised.task, promised.part = handle.task_id, handle.part
-        with self._calls.lock:
-            if handle.raw is not None:
-                promised.set_outcome(handle.raw)
-            elif handle.cancelled():
-                promised.set_outcome(
-                    TaskCancelledError(f"{handle.task_name} was cancelled.")
-                )
-            elif handle.error is not None:
-                promised.set_outcome(handle.error)
-            elif handle.task_id in self._calls.live:
-                self._calls.live[handle.task_id].add_result(promised)
-            else:
-                # Its outcome is about to be delivered on the handle's event loop.
-                cast("Any", handle).add_done_callback(partial(self.keep, promised))
+        outcome: Outcome | BaseException | None = handle.raw
+        if outcome is None and handle.cancelled():
+            outcome = TaskCancelledError(f"{handle.task_name} was cancelled.")
+        if outcome is None:
+            outcome = handle.error
+        if outcome is not None:
+            self._run(promised.set_outcome, outcome)
+        elif not self._run(self._add_result, handle.task_id, promised):
+            # Its outcome is about to be delivered on the handle's event loop.
+            cast("Any", handle).add_done_callback(partial(self.keep, promised))
+
+    def _add_result(self, number: int, promised: values.SharedValue) -> bool:
+        call = self._calls.live.get(number)
+        if call is None:
+            return False
+        call.add_result(promised)
+        return True
 
     def fail(self, promised: values.SharedValue, error: BaseException) -> None:
         """Fail a promised value, since its task is never submitted."""
-        promised.set_outcome(error)
+        self._run(promised.set_outcome, error)
 
-    def drop(self, child: int, value: values.SharedValue) -> None:
+    def drop(self, _child: int, value: values.SharedValue) -> None:
         """Cancel one of several results; the others stay expected.
 
-        Calls of other processes that were already sent with it still get it.
+        Calls that were already sent with it still get it.
         """
         error = TaskCancelledError("one of several results was cancelled.")
-        with self._calls.lock:
-            value.revoke(pack_own_error(error))
-            self._calls.revoke(child, error, value.part)
+        self._run(value.revoke, pack_own_error(error))
 
     def put(self, payload: bytes) -> values.SharedValue:
         """Store a value."""
@@ -659,23 +611,29 @@ class RayValues:
 
     def fetch(self, identity: int, receiver: Any) -> int:
         """Request a value; return the number of the request."""
-        value, calls = values.find_value(identity), self._calls
+        value = values.find_value(identity)
+        number: int = self._run(self._fetch, value, self._wrap(receiver))
+        return number
+
+    def _fetch(self, value: values.SharedValue, receiver: Any) -> int:
+        calls = self._calls
         call = PendingCall("a value", receiver, calls.loop.time(), goes_on=True)
+        number = calls.begin(call)
 
         def fetch() -> None:
+            if number not in calls.live:
+                return
             outcome = value.failed or value.payload
             if outcome is not None:
                 calls.end(number, outcome)
-            elif number in calls.live:
+            else:
                 calls.watch(number, (value.as_ref(),))
 
-        with calls.lock:
-            number = calls.begin(call)
-            if value.failed is None and value.payload is None and value.ref is not None:
-                fetch()
-            else:
-                # Later: the caller must first record the number.
-                calls.call_soon(lambda: value.add_callback(fetch))
+        if value.ref is not None and value.payload is None:
+            fetch()  # code that waits for it now gives its CPUs back
+        else:
+            # Later: the caller must first record the number.
+            calls.loop.call_soon(value.add_callback, fetch)
         return number
 
     def discard(self, identity: int) -> None:
@@ -686,5 +644,4 @@ class RayValues:
 
     def cancel(self, number: int) -> None:
         """Forget a request."""
-        with self._calls.lock:
-            self._calls.cancel(number)
+        self._run(self._calls.cancel, number)

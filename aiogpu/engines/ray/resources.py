@@ -1,0 +1,410 @@
+"""Requests and options in Ray's terms, and what the nodes of a cluster can give.
+
+Quantities are exact in aiogpu, in parts of 1/10 000. Ray truncates a float to such
+parts, so 0.57 would become 0.5699. So Ray gets a float that it truncates to the right
+value.
+
+A request is for one node: Ray splits no request between nodes, and no share of a device
+between devices.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any, Final
+
+from aiogpu.accelerators.listed_devices import NOSET, is_left_alone
+from aiogpu.core.model import units
+from aiogpu.core.model.text import SHOWN, in_words, terms
+from aiogpu.core.model.units import CPU, GPU, MEMORY, TYPE_PREFIX, UNIT
+from aiogpu.engines.ray import cluster
+from aiogpu.engines.ray.cluster import NAMESPACE, ClusterNode
+from aiogpu.engines.ray.values import RetriedFailure
+from aiogpu.errors import InfeasibleError, OptionError
+from aiogpu.wire.messages import ASYNC, DEFAULT_GROUP, THREADED
+
+if TYPE_CHECKING:
+    from aiogpu.client.function_spec import FunctionSpec
+    from aiogpu.core.model.request import Request, TaskSpec
+
+# Options
+
+RAY_NOSET: Final = "RAY_EXPERIMENTAL_NOSET_"
+"""Prefix of Ray's own switch; see `listed_devices.NOSET`."""
+WAITING_CALLS: Final = 10_000
+"""Waiting calls in the process of an actor with coroutines, at most."""
+METHODS_GROUP: Final = "aiogpu calls"
+"""Ray's group for methods of a threaded actor without a group."""
+CLOSEST: Final = {
+    "priority": "Ray starts tasks in its own order; give urgent tasks a custom "
+    "resource of their own, by resources=",
+    "gpu_memory": "ask for a share of a GPU, by num_gpus=0.5; or name the memory of "
+    "the cluster's GPUs once, by init(address='ray', gpu_memory='80GiB')",
+    "gpu_where": "accelerator_type= names a type of GPU, and label_selector= a node",
+    "strategy='spread'": "Ray packs the shares of a device; strategy='SPREAD' spreads "
+    "tasks over the nodes",
+    "retry_oom": "retry_exceptions=[aiogpu.GpuOutOfMemoryError] retries the task",
+    "run_timeout": "timeout= limits the time since .remote()",
+    "evict_after": "aiogpu.kill() ends an idle actor, whose resources are then free",
+    "stop_grace": "cancel_grace= is the time from a cancel to the kill",
+}
+"""What comes closest on Ray to options that it refuses."""
+
+
+def check_possible(func: FunctionSpec, gpu_memory: int | None) -> None:
+    """Check that Ray supports the options of a function.
+
+    Args:
+        func: the function.
+        gpu_memory: the memory of each GPU, if `init` names it.
+
+    Raises:
+        OptionError: Ray does not support an option.
+    """
+    spec, request = func.spec, func.spec.shape.request
+    if spec.is_detached and func.actor is None:
+        raise OptionError(
+            f"{spec.name} asks for lifetime='detached'. Ray ends a task with the "
+            f"process that started it. Leave the option out, or use an actor with "
+            f"lifetime='detached'."
+        )
+    has_timed = func.actor is not None and bool(func.actor.run_limits)
+    unsupported = {
+        "priority": spec.priority != 0,
+        "gpu_memory": request.gpu_memory != 0 and not gpu_memory,
+        "gpu_where": request.where is not None,
+        "strategy='spread'": request.spread,
+        "retry_oom": spec.retries_oom,
+        "run_timeout": spec.run_timeout is not None or has_timed,
+        "stop_grace": spec.stop_grace > 0,
+        "evict_after": spec.is_evictable,
+    }
+    if request.accelerator_type and request.placement_group is not None:
+        of_type = f"{TYPE_PREFIX}{request.accelerator_type}"
+        raise OptionError(
+            f"{spec.name} asks for accelerator_type={request.accelerator_type!r} in a "
+            f"placement. On a Ray cluster the bundle asks for it, not the task: "
+            f'{{"GPU": 1, "{of_type}": 0.001}}.'
+        )
+    for option, is_requested in unsupported.items():
+        if is_requested:
+            refuse(spec, option)
+
+
+def refuse(spec: TaskSpec, option: str) -> None:
+    """Raise `OptionError` for an option that Ray does not support."""
+    raise OptionError(
+        f"{spec.name} asks for {option}, which a Ray cluster cannot do. Closest: "
+        f"{CLOSEST[option]}. Or run on a node of aiogpu's own (docs/engines.md)."
+    )
+
+
+def with_gpu_share(request: Request, gpu_memory: int | None) -> Request:
+    """Return a request with its `gpu_memory` as a share of a GPU.
+
+    Raises:
+        InfeasibleError: it is more than a GPU has.
+    """
+    if not request.gpu_memory or not gpu_memory:
+        return request
+    share = 0
+    if request.gpu_memory != units.BY_SHARE:
+        if request.gpu_memory > gpu_memory:
+            raise InfeasibleError(
+                f"gpu_memory={request.gpu_memory} bytes, and by init(gpu_memory=...) "
+                f"each GPU of the cluster has {gpu_memory}. Ask for less."
+            )
+        share = -(-request.gpu_memory * UNIT // gpu_memory)
+    devices = dict(request.devices)
+    devices[GPU] = max(devices.get(GPU, 0), share)
+    return replace(request, devices=tuple(devices.items()), gpu_memory=0)
+
+
+def amounts(request: Request | None) -> dict[str, int]:
+    """Return the requested amounts above 0, in parts of 1/10 000."""
+    requested = () if request is None else (*request.scalars, *request.devices)
+    return {name: parts for name, parts in requested if parts}
+
+
+def as_float(parts: int) -> float:
+    """Return the float that Ray, by multiplying and truncating, reads as `parts`."""
+    whole = parts / UNIT
+    if parts % UNIT == 0 or int(whole * UNIT) == parts:
+        return whole
+    # Half a part more is always truncated, and compensates for rounding errors.
+    return (parts + 0.5) / UNIT
+
+
+def bundle_of(bundle: Request) -> dict[str, float]:
+    """Return a bundle of a placement group as Ray's resources."""
+    return {
+        name: parts // UNIT if name == MEMORY else as_float(parts)
+        for name, parts in (*bundle.scalars, *bundle.devices)
+    }
+
+
+def _options_of(request: Request, func: FunctionSpec) -> dict[str, Any]:
+    """Return a request, and the placement and variables of a function, for Ray."""
+    resources = {"CPU": 0.0, **bundle_of(request)}
+    names = {CPU: "num_cpus", GPU: "num_gpus", MEMORY: "memory"}
+    options: dict[str, Any] = {
+        option: resources.pop(name)
+        for name, option in names.items()
+        if name in resources
+    }
+    if resources:
+        options["resources"] = resources
+    # Ray sets the variables of devices itself, unless its own switch is on.
+    switches = {n: v for n, v in os.environ.items() if n.startswith(NOSET)}
+    variables = {**switches, **func.environ}
+    for variable in [name.removeprefix(NOSET) for name in variables]:
+        if is_left_alone(variable, variables):
+            variables[RAY_NOSET + variable] = "1"
+    if variables:
+        options["runtime_env"] = {"env_vars": variables}
+    return options | dict(func.ray_options)
+
+
+def task_options(func: FunctionSpec, request: Request) -> dict[str, Any]:
+    """Return Ray's options for a function."""
+    spec = func.spec
+    options = _options_of(request, func) | {
+        "name": spec.name,
+        "max_calls": spec.max_calls,
+        "max_retries": spec.max_retries,
+    }
+    if func.retried:
+        options["retry_exceptions"] = [RetriedFailure]
+    return options | (stream_options(func.window) if func.window else {})
+
+
+def stream_options(window: int) -> dict[str, Any]:
+    """Return Ray's options for a generator that may be ahead by `window` items.
+
+    Half of these items wait in the consumer's process; see `Stream`.
+    """
+    return {
+        "num_returns": "streaming",
+        "_generator_backpressure_num_objects": max(window - step_of(window), 1),
+    }
+
+
+def step_of(window: int) -> int:
+    """Return the number of items after which a consumer confirms them."""
+    return (window + 1) // 2
+
+
+def actor_request(func: FunctionSpec, request: Request) -> Request:
+    """Return the resources that must be free to place an actor."""
+    assert func.actor is not None, func
+    others = tuple(scalar for scalar in request.scalars if scalar[0] != CPU)
+    if func.actor.keeps_cpus or not (others or request.devices):
+        return request
+    # With other resources, Ray would hold the actor's CPU for its whole life.
+    return replace(request, scalars=others)
+
+
+def actor_options(
+    func: FunctionSpec, request: Request, key: tuple[str, str] | None
+) -> dict[str, Any]:
+    """Return Ray's options for an actor; `key` is its namespace and name, if any."""
+    spec, terms = func.spec, func.actor
+    assert terms is not None, func
+    options = _options_of(actor_request(func, request), func)
+    if not terms.keeps_cpus and options["num_cpus"]:
+        # Ray then takes one CPU to place it, and none while it runs.
+        del options["num_cpus"]
+    options |= {
+        "max_restarts": spec.max_retries,
+        "max_task_retries": terms.max_task_retries,
+    }
+    if terms.mode == THREADED:
+        # In Ray's own default group, concurrent calls have no order.
+        groups = {name: limit for name, limit in terms.limits.items() if name}
+        groups[METHODS_GROUP] = terms.limits[DEFAULT_GROUP]
+        options["concurrency_groups"] = groups
+    elif terms.mode == ASYNC:
+        # The actor's process enforces the limits of its groups, on one loop.
+        options["max_concurrency"] = sum(terms.limits.values()) + WAITING_CALLS
+    if key is not None:
+        options["name"] = key[1]
+        options["namespace"] = key[0] or NAMESPACE
+    if spec.is_detached:
+        options["lifetime"] = "detached"
+        options.setdefault("namespace", NAMESPACE)
+    return options
+
+
+# Nodes
+
+DEVICES: Final = (GPU, cluster.NEURON_CORES, "TPU", "NPU", "HPU")
+"""Resources that are devices to Ray."""
+
+
+def public_resources(resources: Mapping[str, float]) -> dict[str, float]:
+    """Return Ray's resources without its internal ones, sorted."""
+    return {
+        name: resources[name]
+        for name in sorted(resources)
+        if name != "object_store_memory"
+        and not name.startswith("node:")
+        and "_group_" not in name
+    }
+
+
+def _parts(node: ClusterNode, name: str) -> int:
+    return round(node.total.get(name, 0.0) * UNIT)
+
+
+def fits(nodes: Iterable[ClusterNode], requested: Mapping[str, int]) -> bool:
+    """Return whether a node has all requested amounts, free or in use."""
+    return any(
+        all(_parts(node, name) >= requested[name] for name in requested)
+        for node in nodes
+    )
+
+
+def room(nodes: Iterable[ClusterNode], requested: Mapping[str, int]) -> int:
+    """Return how many such requests fit at the same time."""
+    return sum(
+        min(_parts(node, name) // requested[name] for name in requested)
+        for node in nodes
+        if requested
+    )
+
+
+def describe_shortage(
+    nodes: Sequence[ClusterNode], requested: Mapping[str, int]
+) -> str:
+    """Describe what every node lacks: "each lacks GPU 4 of 2 at most"."""
+    if not nodes:
+        return "it has no nodes"
+    lacks = in_words(list(_shortages(nodes, requested)))
+    return f"each lacks {lacks}" if lacks else "none has all of it at once"
+
+
+def _shortages(
+    nodes: Sequence[ClusterNode], requested: Mapping[str, int]
+) -> Iterator[str]:
+    known = {name for node in nodes for name in public_resources(node.total)}
+    for name, parts in requested.items():
+        most = max(_parts(node, name) for node in nodes)
+        if most >= parts:
+            continue
+        wanted = units.format_amount(name, units.number(parts))
+        had = f"{units.format_amount(name, units.number(most))} at most"
+        similar = () if most else get_close_matches(name, known, 1)
+        hint = f" (did you mean {similar[0]!r}?)" if similar else ""
+        yield f"{units.display_name(name)} {wanted} of {had if most else 0}{hint}"
+
+
+def describe_nodes(nodes: Sequence[ClusterNode], requested: Mapping[str, int]) -> str:
+    """Describe the nodes, grouped by resources: "2 x {CPU: 4, GPU: 1}"."""
+    counts = Counter(
+        terms(
+            (name, amount)
+            for name, amount in public_resources(node.total).items()
+            if name != MEMORY or MEMORY in requested
+        )
+        for node in nodes
+    )
+    shown = [f"{count} x {kind}" for kind, count in counts.most_common(SHOWN)]
+    if len(counts) > SHOWN:
+        shown.append(f"{len(counts) - SHOWN} kinds more")
+    return ", ".join(shown)
+
+
+class Overview:
+    """The last known nodes of the cluster, against which requests are checked.
+
+    Ray lets a request wait for ever that no node can meet.
+
+    A program looks every few seconds, so that `.remote()` need not query the cluster. A
+    task queries the cluster if a request fits no node that it knows.
+
+    Attributes:
+        nodes: the nodes.
+        grows: an autoscaler may start nodes.
+        kinds: the kinds of devices that the cluster has, as far as is known.
+    """
+
+    def __init__(self, *, is_in_task: bool) -> None:
+        self.nodes: Sequence[ClusterNode] = ()
+        self.grows = False
+        self.kinds: tuple[str, ...] = ()
+        self._is_in_task = is_in_task
+
+    async def look(self, seconds: float = cluster.ANSWER_LIMIT) -> bool:
+        """Update the list of nodes; return whether a node has left.
+
+        Raises:
+            NodeDiedError: the cluster does not answer within `seconds`.
+        """
+        before = {node.id for node in self.nodes}
+        self._note(*await cluster.ask(cluster.nodes_and_growth, seconds))
+        return not before <= {node.id for node in self.nodes}
+
+    def _note(self, nodes: Sequence[ClusterNode], grows: bool) -> None:
+        self.nodes, self.grows = nodes, grows
+        has = {name for node in self.nodes for name in node.total if node.total[name]}
+        self.kinds = tuple(kind for kind in DEVICES if kind in has)
+
+    def may_run(self, request: Request) -> bool:
+        """Return whether a node fits a request, or may be started."""
+        return self._holds(lambda: fits(self.nodes, amounts(request)))
+
+    def _holds(self, is_met: Callable[[], bool]) -> bool:
+        if self.grows or is_met():
+            return True
+        if not self._is_in_task:
+            return False
+        self._note(*cluster.nodes_and_growth())
+        return self.grows or is_met()
+
+    def room_for(self, request: Request) -> int | None:
+        """Return how many such requests fit at the same time; None for any number."""
+        requested = amounts(request)
+        if not requested or (self.may_run(request) and self.grows):
+            return None
+        return room(self.nodes, requested)
+
+    def check_request(self, name: str, request: Request) -> None:
+        """Check that a node of the cluster can meet the request of the task `name`.
+
+        Raises:
+            InfeasibleError: no node can meet the request.
+        """
+        if self.may_run(request):
+            return
+        requested = amounts(request)
+        raise InfeasibleError(
+            f"{name} asks for {request}, which no node of this Ray cluster can give: "
+            f"{describe_shortage(self.nodes, requested)}. There are "
+            f"{describe_nodes(self.nodes, requested)}. Ask for less, or add a node."
+        )
+
+    def check_together(self, name: str, requests: Sequence[Request]) -> None:
+        """Check that idle nodes can meet all requests at the same time.
+
+        Raises:
+            InfeasibleError: the nodes cannot meet all requests together.
+        """
+        requested: Counter[str] = Counter()
+        for request in requests:
+            requested.update(amounts(request))
+        if self._holds(
+            lambda: all(
+                sum(_parts(node, resource) for node in self.nodes) >= parts
+                for resource, parts in requested.items()
+            )
+        ):
+            return
+        raise InfeasibleError(
+            f"{name} asks for bundles that do not all fit at once on this Ray cluster. "
+            f"There are {describe_nodes(self.nodes, requested)}. Ask for less, or add "
+            f"a node."
+        )
