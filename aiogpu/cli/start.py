@@ -206,7 +206,7 @@ def start(
     )
     given["preload"] = modules if given["preload"] else "auto"
     plan = Plan(
-        check_node_options(**given, log_to_driver=True),
+        check_node_options(**given, log_to_driver=True, runtime_env=None),
         Place.at(socket, log_dir),
         drain,
         import_path(),

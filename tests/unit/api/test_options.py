@@ -88,7 +88,12 @@ GOOD: Final[dict[str, list[tuple[object, object]]]] = {
         ({"accelerator_type:A100": 0.001}, {"accelerator_type:A100": 10}),
     ],
     "accelerator_type": [("A100", "A100"), (None, None)],
-    "strategy": [("pack", "pack"), (Flag("spread"), "spread"), (None, "pack")],
+    "strategy": [
+        ("pack", "pack"),
+        (Flag("spread"), "spread"),
+        (None, "pack"),
+        ("SPREAD", "SPREAD"),
+    ],
     "max_calls": [(0, 0), (12, 12), (None, None)],
     "max_retries": [(-1, -1), (0, 0)],
     "retry_exceptions": [
@@ -133,7 +138,7 @@ NO_ENVIRONMENTS: Final = (
     *(None, [], "A=1", {"A": 1}, {1: "A"}, {"A": None}, {"": "1"}, {"A=B": "1"}),
     *({"A\0": "1"}, {"A": "\0"}, {"A": "\ud800"}),
 )
-NO_STRATEGIES: Final = ("SPREAD", "", True, 1, ["pack"], b"spread", np.zeros(2))
+NO_STRATEGIES: Final = ("Spread", "", True, 1, ["pack"], b"spread", np.zeros(2))
 NO_LIFETIMES: Final = ("", "Detached", True, 0, ["detached"], np.zeros(2))
 BAD: Final[list[tuple[str, str, tuple[object, ...]]]] = [
     ("num_gpus", "mixes whole devices", (1.5, 2.0001, 1.1)),
