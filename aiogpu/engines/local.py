@@ -52,12 +52,13 @@ WARM: Final = 8
 """Idle workers kept, in addition to one per CPU."""
 
 
-class DriverEngine:
-    """The common base of engines with a driver on this process's event loop."""
+class LocalEngine:
+    """An embedded node: the scheduler and all connections live on the loop."""
 
     remote_values = None
     has_gone = False
     runs_together = True
+    waits = None
 
     def __init__(self, options: NodeOptions, loop: asyncio.AbstractEventLoop) -> None:
         self._options = options
@@ -65,6 +66,10 @@ class DriverEngine:
         self._driver: Driver | None = None
         self._store: Store | None = None
         self._promised = count(1)
+        self._supervisor = Supervisor(loop, self._make_viewers)
+        # Marks functions that were found feasible; small, since functions outlive the
+        # node.
+        self._mark = object()
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._driver!r}>"
@@ -84,158 +89,6 @@ class DriverEngine:
     def pack(self, outgoing: PickledValue) -> bytes:
         """Make a payload; see `Engine.pack`."""
         return self.store.pack(outgoing)
-
-    @property
-    def _open_driver(self) -> Driver:
-        if self._driver is None:
-            raise NodeClosedError("this node is not running.")
-        self._driver.row.end()
-        return self._driver
-
-    def _driver_for(self, _what: str) -> Driver:
-        """Return the driver for a call of `_what` by the program."""
-        return self._open_driver
-
-    def submit(self, func: FunctionSpec, payload: bytes, receiver: Receiver) -> int:
-        """Start a task; see `Engine.submit`."""
-        raise NotImplementedError
-
-    def take_lease(self, func: FunctionSpec, receiver: LeaseReceiver) -> int:
-        """Request a lease; see `Engine.take_lease`."""
-        return self.submit(func, b"", receiver)
-
-    @property
-    def actors(self) -> Actors:
-        """The actors; see `Engine.actors`."""
-        return self._open_driver.actors
-
-    def promise_actor(self) -> int:
-        """Return an id as workers choose them; see `Engine.promise_actor`."""
-        return -next(self._promised)
-
-    def demand(self, task: int, limit: int) -> None:
-        """Set a stream's number of items; see `Engine.demand`."""
-        if self._driver is not None:
-            self._driver.demand(task, limit)
-
-    def cancel(self, task: int) -> None:
-        """Stop a task; see `Engine.cancel`."""
-        driver = self._driver
-        if driver is not None:
-            driver.cancel(task)
-
-    async def total(self) -> dict[str, float]:
-        """Return all resources by name."""
-        return self._driver_for("aiogpu.cluster_resources()").scheduler.ledger.totals()
-
-    async def available(self) -> dict[str, float]:
-        """Return the free amount of each resource."""
-        return self._driver_for(
-            "aiogpu.available_resources()"
-        ).scheduler.ledger.available()
-
-    @property
-    def _pids(self) -> Mapping[int, int]:
-        """Process ids by worker, and by holder of a lease."""
-        raise NotImplementedError
-
-    @property
-    def _node_id(self) -> str:
-        """The node's id, as tasks see it."""
-        raise NotImplementedError
-
-    @property
-    def _observed(self) -> Observations:
-        """The latest samples of the devices."""
-        return {}
-
-    @property
-    def _programs(self) -> Mapping[int, Program]:
-        """The programs that have joined, by number."""
-        return {}
-
-    @property
-    def _departed(self) -> Mapping[int, tuple[str, int]]:
-        """Names and process ids of programs that have left, by number."""
-        return {}
-
-    def _draining(self, _now: float) -> float | None:
-        """Return the seconds left for running tasks if the node is stopping."""
-        return None
-
-    async def status(self) -> NodeStatus:
-        """Return the held resources, the waiting tasks and the reasons."""
-        from aiogpu.observe.snapshot import snapshot
-        from aiogpu.observe.status import IdleEndStatus, Machine, TaskStatus
-        from aiogpu.observe.why import Why, brief
-
-        driver, now = self._driver_for("aiogpu.status()"), self._loop.time()
-        pids, results = self._pids, driver.results
-        unended = driver.unended
-        seen = snapshot(
-            driver.scheduler, pids, now, self._observed, self._programs, unended
-        )
-        awaited = driver.pool.awaited_imports
-
-        def with_imports(task: TaskStatus) -> TaskStatus:
-            imports = awaited.get(task.worker or 0)
-            if imports is None or task.state != "starting":
-                return task
-            why_ = Why(task.name, task.id, task.state, imports=imports)
-            return replace(task, reason=brief(why_))
-
-        def place_of(actor: Actor) -> tuple[int, int] | None:
-            worker = actor.worker
-            return None if worker is None else (worker.id, pids.get(worker.id, 0))
-
-        return replace(
-            seen,
-            tasks=tuple(map(with_imports, seen.tasks)) if awaited else seen.tasks,
-            actors=driver.actors.listed(place_of, results.client_of),
-            failures=results.history.failures(now),
-            outcomes=results.history.outcomes,
-            draining=self._draining(now),
-            ended_idle=tuple(
-                IdleEndStatus(worker, pid, used, now - when)
-                for when, worker, pid, used in driver.guard.ended_idle
-            ),
-            nodes=(Machine(self._node_id, os.uname().nodename, True, seen.total),),
-            departed={
-                str(number): f"{name} {pid}"
-                for number, (name, pid) in self._departed.items()
-            },
-        )
-
-    async def why(self, task: int) -> Why | None:
-        """Return why a task waits, or its outcome; see `Engine.why`."""
-        from aiogpu.observe.snapshot import why, why_ended
-
-        driver, now = self._driver_for("handle.why()"), self._loop.time()
-        record = driver.scheduler.tasks.get(TaskId(task))
-        if record is not None:
-            others = self._programs, driver.unended
-            found = why(driver.scheduler, record, self._pids, now, *others)
-            imports = driver.pool.awaited_imports.get(found.worker or 0, "")
-            return replace(found, imports=imports)
-        ended = driver.results.history.find(task, now)
-        return None if ended is None else why_ended(ended)
-
-    async def why_task(self, number: int) -> Why | None:
-        """Return why any program's task waits; see `Engine.why_task`."""
-        return await self.why(number)
-
-
-class LocalEngine(DriverEngine):
-    """An embedded node: the scheduler and all connections live on the loop."""
-
-    waits = None
-
-    def __init__(self, options: NodeOptions, loop: asyncio.AbstractEventLoop) -> None:
-        super().__init__(options, loop)
-        self._supervisor = Supervisor(loop, self._make_viewers)
-        # Marks functions that were found feasible; small, since functions outlive the
-        # node.
-        self._mark = object()
 
     async def open(self) -> None:
         """Detect resources while the zygote starts; see `Engine.open`."""
@@ -282,8 +135,11 @@ class LocalEngine(DriverEngine):
         return os.path.basename(self._supervisor.directory)
 
     @property
-    def _node_id(self) -> str:
-        return self.home
+    def _open_driver(self) -> Driver:
+        if self._driver is None:
+            raise NodeClosedError("this node is not running.")
+        self._driver.row.end()
+        return self._driver
 
     def submit(self, func: FunctionSpec, payload: bytes, receiver: Receiver) -> int:
         """Start a task; see `Engine.submit`."""
@@ -311,9 +167,84 @@ class LocalEngine(DriverEngine):
         func.checked_by = self._mark
         return driver
 
+    def take_lease(self, func: FunctionSpec, receiver: LeaseReceiver) -> int:
+        """Request a lease; see `Engine.take_lease`."""
+        return self.submit(func, b"", receiver)
+
+    @property
+    def actors(self) -> Actors:
+        """The actors; see `Engine.actors`."""
+        return self._open_driver.actors
+
+    def promise_actor(self) -> int:
+        """Return an id as workers choose them; see `Engine.promise_actor`."""
+        return -next(self._promised)
+
+    def demand(self, task: int, limit: int) -> None:
+        """Set a stream's number of items; see `Engine.demand`."""
+        if self._driver is not None:
+            self._driver.demand(task, limit)
+
+    def cancel(self, task: int) -> None:
+        """Stop a task; see `Engine.cancel`."""
+        driver = self._driver
+        if driver is not None:
+            driver.cancel(task)
+
+    async def total(self) -> dict[str, float]:
+        """Return all resources by name."""
+        return self._open_driver.scheduler.ledger.totals()
+
+    async def available(self) -> dict[str, float]:
+        """Return the free amount of each resource."""
+        return self._open_driver.scheduler.ledger.available()
+
+    async def status(self) -> NodeStatus:
+        """Return the held resources, the waiting tasks and the reasons."""
+        from aiogpu.observe.snapshot import snapshot
+        from aiogpu.observe.status import IdleEndStatus, Machine, TaskStatus
+        from aiogpu.observe.why import Why, brief
+
+        driver, now = self._open_driver, self._loop.time()
+        pids, results = self._pids, driver.results
+        unended = driver.unended
+        seen = snapshot(
+            driver.scheduler, pids, now, self._observed, self._programs, unended
+        )
+        awaited = driver.pool.awaited_imports
+
+        def with_imports(task: TaskStatus) -> TaskStatus:
+            imports = awaited.get(task.worker or 0)
+            if imports is None or task.state != "starting":
+                return task
+            why_ = Why(task.name, task.id, task.state, imports=imports)
+            return replace(task, reason=brief(why_))
+
+        def place_of(actor: Actor) -> tuple[int, int] | None:
+            worker = actor.worker
+            return None if worker is None else (worker.id, pids.get(worker.id, 0))
+
+        return replace(
+            seen,
+            tasks=tuple(map(with_imports, seen.tasks)) if awaited else seen.tasks,
+            actors=driver.actors.listed(place_of, results.client_of),
+            failures=results.history.failures(now),
+            outcomes=results.history.outcomes,
+            draining=self._draining(now),
+            ended_idle=tuple(
+                IdleEndStatus(worker, pid, used, now - when)
+                for when, worker, pid, used in driver.guard.ended_idle
+            ),
+            nodes=(Machine(self.home, os.uname().nodename, True, seen.total),),
+            departed={
+                str(number): f"{name} {pid}"
+                for number, (name, pid) in self._departed.items()
+            },
+        )
+
     async def why(self, task: int) -> Why | None:
         """Return why a task waits, or its outcome; see `Engine.why`."""
-        reason = await super().why(task)
+        reason = self._find(task)
         if reason is None or reason.worker is None or reason.state not in IN_CODE:
             return reason
         driver = self._open_driver
@@ -324,6 +255,24 @@ class LocalEngine(DriverEngine):
             return reason
         note = f"its worker is importing the module {module}"
         return replace(reason, notes=(*reason.notes, note))
+
+    def _find(self, task: int) -> Why | None:
+        """Return the state of a task from the books; None if it is unknown."""
+        from aiogpu.observe.snapshot import why, why_ended
+
+        driver, now = self._open_driver, self._loop.time()
+        record = driver.scheduler.tasks.get(TaskId(task))
+        if record is not None:
+            others = self._programs, driver.unended
+            found = why(driver.scheduler, record, self._pids, now, *others)
+            imports = driver.pool.awaited_imports.get(found.worker or 0, "")
+            return replace(found, imports=imports)
+        ended = driver.results.history.find(task, now)
+        return None if ended is None else why_ended(ended)
+
+    async def why_task(self, number: int) -> Why | None:
+        """Return why any program's task waits; see `Engine.why_task`."""
+        return await self.why(number)
 
     async def serve(
         self,
