@@ -889,7 +889,10 @@ _OF_PROCESSES: Final[dict[str, Check]] = {
     "strategy": choice(
         "'pack' (a share goes to the fullest GPU with room) or 'spread' (to the "
         "emptiest); or, on a Ray cluster, 'SPREAD' (over the nodes) or 'DEFAULT'",
-        *("pack", "spread", "SPREAD", "DEFAULT"),
+        "pack",
+        "spread",
+        "SPREAD",
+        "DEFAULT",
     ),
     "scheduling_strategy": _check_scheduling_strategy,
     "label_selector": _check_labels,

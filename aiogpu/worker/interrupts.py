@@ -376,21 +376,24 @@ def _calls_of(frame: FrameType | None) -> list[str]:
     """Return a line for each call of user code, the outermost first."""
     calls, inner, has_ours = list[str](), list[str](), False
     while frame is not None:
-        code = frame.f_code
-        if code.co_filename.startswith(PACKAGE):
+        if frame.f_code.co_filename.startswith(PACKAGE):
             has_ours, inner = True, [*calls]  # what follows has started the worker
         else:
-            calls.append(f"{code.co_filename}:{frame.f_lineno} {code.co_qualname}")
+            calls.append(_line_of(frame))
         frame = frame.f_back
     return (inner if has_ours else calls)[::-1]
 
 
+def _line_of(frame: FrameType) -> str:
+    code = frame.f_code
+    return f"{code.co_filename}:{frame.f_lineno} {code.co_qualname}"
+
+
 def _coroutines() -> list[str]:
     """Return lines about the tasks of the running loop that await something."""
-    asyncio = sys.modules.get("asyncio")
+    asyncio: Any = sys.modules.get("asyncio")
     if not hasattr(asyncio, "all_tasks"):
         return []  # it was not imported, or not to its end
-    assert asyncio is not None
     loop = asyncio._get_running_loop()
     if loop is None:
         return []
@@ -401,9 +404,8 @@ def _coroutines() -> list[str]:
             frame = getattr(coroutine, "cr_frame", getattr(coroutine, "gi_frame", None))
             if frame is None:
                 break
-            code = frame.f_code
-            if not code.co_filename.startswith(PACKAGE):
-                calls.append(f"{code.co_filename}:{frame.f_lineno} {code.co_qualname}")
+            if not frame.f_code.co_filename.startswith(PACKAGE):
+                calls.append(_line_of(frame))
             coroutine = getattr(coroutine, "cr_await", None)
         if calls:
             lines += [f"coroutine {task.get_name()}", *calls]

@@ -192,3 +192,23 @@ def test_other_tasks_end_while_an_actor_leaves():
     w.play("submit other; submit task gpus=1; advance 0.1; finish other retry=True")
     assert [*w.scheduler.evicting] == [w.tasks["m0"].id]
     assert "other" in w.running
+
+
+def test_an_actor_that_does_not_leave_is_killed():
+    w = models(1)
+    w.exits = False
+    w.play("submit task gpus=1; advance 59")
+    assert not w.killed
+    w.advance(2)
+    assert w.killed == [w.worker_of("m0")]
+    w.play("die m0")
+    assert w.evicted == {"m0"}
+    assert w.running == {"task"}
+
+
+def test_an_actor_that_stays_after_all_is_not_killed():
+    w = models(1)
+    w.exits = False
+    w.play("submit task gpus=1; advance 0.1; stir m0; advance 90")
+    assert w.running == {"m0"}
+    assert not w.killed

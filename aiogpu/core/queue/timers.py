@@ -34,7 +34,8 @@ class AlarmKind(Enum):
     STOP = "stop"
     """A task that is being stopped may need another interrupt, or a kill."""
     END = "end"
-    """The exit grace of a retired worker has passed."""
+    """The exit grace of a retired worker has passed, or the time of an evicted actor to
+    leave."""
     LOOK = "look"
     """The progress of a busy worker must be checked."""
     RETRY = "retry"

@@ -27,6 +27,9 @@ PAUSE: Final = 0.02
 """Seconds between two plans. A plan costs about 20 us for each waiting group and idle
 actor; what is evicted takes far longer to come back."""
 
+LIMIT: Final = 60.0
+"""Seconds that an actor has to leave, `on_evict` included, before it is killed."""
+
 MOST_TASKS: Final = 16
 """Waiting tasks that a plan considers, each the first of its group."""
 
@@ -67,6 +70,7 @@ def _tell(node: SchedulerState, actor: TaskRecord) -> None:
     del node.resting[actor.id]
     node.evicting.add(actor.id)
     actor.worker.is_leaving = True
+    node.timers.set(node.now + LIMIT, AlarmKind.END, actor.worker.id)
     node.effects.append(Evict(actor.id))
 
 
@@ -79,7 +83,6 @@ def park(node: SchedulerState, record: TaskRecord) -> bool:
     record.worker, record.killed_for = None, None
     record.move(TaskState.EVICTED)
     node.evicted[record.id] = record
-    node.evictions += 1
     node.effects.append(Evicted(record.id))
     return True
 

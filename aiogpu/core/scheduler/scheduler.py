@@ -783,7 +783,10 @@ class Scheduler(SchedulerState):
             return
         if alarm.kind is AlarmKind.LOOK:
             revocation.check_progress(self, worker, alarm.when)
-        elif worker.state is not WorkerState.SETTLING:
+        elif worker.state is WorkerState.BUSY and worker.is_leaving:
+            cancellation.kill_worker(self, worker)
+        elif worker.state not in (WorkerState.SETTLING, WorkerState.BUSY):
+            # A busy worker has an actor that was to leave, and stays after all.
             self.effects.append(Kill(worker.id))
 
     def _handle_task_alarm(self, alarm: Alarm) -> None:

@@ -371,7 +371,6 @@ class SchedulerState:
         evicting: the actors that were told to leave and have not left.
         evicted: the actors that have left.
         evicts_at: when the next eviction is planned; None if none is.
-        evictions: how many actors have left so far.
         disowned: the children of tasks that have ended, which are stopped in batches.
         blocked: tasks that wait for others, and some that have just stopped waiting.
         search: decides when to search for deadlocks.
@@ -418,7 +417,6 @@ class SchedulerState:
         self.evicting: set[TaskId] = set()
         self.evicted: dict[TaskId, TaskRecord] = {}
         self.evicts_at: float | None = None
-        self.evictions = 0
         self.exclusive = ExclusiveRetries()
         self.turns_given = 0
         self.worker_limit = WorkerLimit()

@@ -351,10 +351,6 @@ class Register:
         if actor.key is not None and self._named.get(actor.key) is actor:
             del self._named[actor.key]
 
-    def caller_here(self) -> int:
-        """Return the id of the caller in this process; 0 unless overridden."""
-        return 0
-
     def on_idle(self, actor: Actor) -> None:
         """Handle that an actor has no handles and no unanswered calls."""
         raise NotImplementedError
@@ -470,11 +466,11 @@ class Actor:
         method: str,
         payload: bytes,
         receiver: Receiver,
-        caller: int | None = None,
+        caller: int = 0,
     ) -> CallId:
         """Call a method and return the call's number, 0 if the actor is ending.
 
-        `caller` is the id of the calling worker; None for code of this process.
+        `caller` is the id of the calling worker; 0 for code of this process.
         """
         if self._end is not None or self.is_ending:
             self._refuse(receiver)
@@ -489,12 +485,10 @@ class Actor:
         self.calls[number] = ActorCall(
             method, payload, receiver, terms.max_task_retries, mailbox, limit
         )
-        if self.waiting.callers or type(payload) is not bytes:
-            if caller is None:
-                caller = self.owner.caller_here()
-            if self.waiting.holds_back(caller, payload):
-                self.waiting.join(caller, number, payload)
-                return number
+        may_wait = self.waiting.callers or type(payload) is not bytes
+        if may_wait and self.waiting.holds_back(caller, payload):
+            self.waiting.join(caller, number, payload)
+            return number
         self.post(number, mailbox)
         return number
 

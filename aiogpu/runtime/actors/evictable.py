@@ -8,8 +8,7 @@ name and its restarts. Its next call waits until it has a process again.
 from __future__ import annotations
 
 import asyncio
-from contextvars import Context
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING
 
 from aiogpu.core.mailbox import CallId, Mailbox
 from aiogpu.core.model.ids import TaskId
@@ -24,23 +23,6 @@ if TYPE_CHECKING:
     from aiogpu.errors import ActorDiedError
     from aiogpu.runtime.actors.actor import Register
 
-LIMIT: Final = 60.0
-"""Seconds that an actor has to leave, `on_evict` included, before it is killed."""
-
-
-class EvictionPort(Protocol):
-    """The part of the node's actors that an evictable actor uses."""
-
-    @property
-    def feed(self) -> Feed:
-        """Passes events to the core."""
-
-    def kill_process(self, worker: int) -> None:
-        """Kill the process of an actor."""
-
-    def end_by(self, actor: Actor, error: ActorDiedError) -> None:
-        """End an actor and its process at once, by an error."""
-
 
 class EvictableActor(Actor):
     """An actor with the option `evict_after`.
@@ -54,14 +36,13 @@ class EvictableActor(Actor):
         func: FunctionSpec,
         owner: Register,
         key: tuple[str, str] | None,
-        port: EvictionPort,
+        feed: Feed,
     ) -> None:
         super().__init__(func, owner, key)
         self.kept = b""
-        self._port = port
+        self._feed = feed
         self._is_resting = False
         self._stays_until = 0.0
-        self._limit: asyncio.TimerHandle | None = None
 
     @property
     def _has_work(self) -> bool:
@@ -93,7 +74,7 @@ class EvictableActor(Actor):
         is_idle = self.state is ActorState.ALIVE and not self._has_work
         if is_idle and not self._is_resting:
             self._is_resting = True
-            self._port.feed(Scheduler.rest, TaskId(self.id), self._stays_until)
+            self._feed(Scheduler.rest, TaskId(self.id), self._stays_until)
 
     def post(self, number: CallId, mailbox: Mailbox) -> None:
         """Send a call, or queue it until there is a process."""
@@ -105,7 +86,7 @@ class EvictableActor(Actor):
 
     def _stir(self) -> None:
         self._is_resting = False
-        self._port.feed(Scheduler.stir, TaskId(self.id))
+        self._feed(Scheduler.stir, TaskId(self.id))
 
     def evict(self) -> None:
         """Tell the process to end; calls from here on wait for the next process."""
@@ -116,10 +97,6 @@ class EvictableActor(Actor):
         for mailbox in self.mailboxes.values():
             mailbox.is_open = False
         worker.peer.send(wire.Leave(is_eviction=True))
-        # An empty context: the context of a call would keep its arguments.
-        self._limit = asyncio.get_running_loop().call_later(
-            LIMIT, self._port.kill_process, worker.id, context=Context()
-        )
 
     def lose(self, begun: CallId) -> list[Receiver]:
         """Note that the process has ended, perhaps while it was leaving."""
@@ -131,40 +108,41 @@ class EvictableActor(Actor):
             self._stir()
         return receivers
 
-    def on_evicted(self, answer: wire.Done | wire.Failed | None) -> None:
+    def on_evicted(
+        self, answer: wire.Done | wire.Failed | None
+    ) -> ActorDiedError | None:
         """Handle that the process has left.
 
         Args:
             answer: its last message, with what `on_evict` has returned or raised; None
                 if it has died before.
+
+        Returns:
+            The error by which the actor is to end; None if it lives on.
         """
-        if self._limit is not None:
-            self._limit.cancel()
-            self._limit = None
         self.evictions += 1
         # From here on the messages of this process change nothing.
         self.worker = None
         if self.state is not ActorState.EVICTED:
-            return  # it was killed meanwhile
+            return None  # it was killed meanwhile
         if isinstance(answer, wire.Failed):
             raised = f"{answer.type_name}: {answer.message}".rstrip(": ")
-            error = died(self.name, f"its on_evict() has raised {raised}.")
-            self._port.end_by(self, error)
-            return
+            return died(self.name, f"its on_evict() has raised {raised}.")
         if self.terms.keeps_state and answer is not None:
             self.kept = answer.payload
         elif self.terms.keeps_state:
             # What `on_evict` would have returned is lost, as in any other death.
-            self._port.feed(Scheduler.use_restart, TaskId(self.id))
+            self._feed(Scheduler.use_restart, TaskId(self.id))
         if self._has_work:
             self._return()
         else:
             self.end_if_idle()
+        return None
 
     def _return(self) -> None:
         if self.state is ActorState.EVICTED:
             self.state = ActorState.PENDING
-            self._port.feed(Scheduler.bring_back, TaskId(self.id))
+            self._feed(Scheduler.bring_back, TaskId(self.id))
 
     def die(self, why: Exception | wire.Failed) -> None:
         """Mark the actor as dead, and fail all present and later calls."""

@@ -124,7 +124,6 @@ class Actors(Register):
         self._scheduler = scheduler
         self._tasks = tasks
         self._results = results
-        self.feed = tasks.feed
         self._shortages = shortages
         self._pool = pool
         self._commands = pool.commands
@@ -169,7 +168,7 @@ class Actors(Register):
         # Imported late: few programs have such actors.
         from aiogpu.runtime.actors.evictable import EvictableActor
 
-        return EvictableActor(func, self, key, self)
+        return EvictableActor(func, self, key, self._tasks.feed)
 
     def evict(self, actor: int) -> None:
         """Tell an idle actor to leave."""
@@ -177,7 +176,10 @@ class Actors(Register):
 
     def on_evicted(self, actor: int, answer: Done | Failed | None) -> None:
         """Handle that an actor has left; `answer` is its last message, if any."""
-        self._evictable(actor).on_evicted(answer)
+        found = self._evictable(actor)
+        error = found.on_evicted(answer)
+        if error is not None:
+            self._end_by(found, error)
 
     def _evictable(self, actor: int) -> EvictableActor:
         from aiogpu.runtime.actors.evictable import EvictableActor
@@ -264,23 +266,18 @@ class Actors(Register):
             return
         if no_restart:
             error = ActorDiedError(f"{found.name} was killed.", found.name)
-            self.end_by(found, error)
+            self._end_by(found, error)
         elif found.worker is None:
             self._tasks.feed(Scheduler.use_restart, TaskId(found.id))
         else:
             found.on_killed()
             self._pool.kill(found.worker.id)
 
-    def end_by(self, actor: Actor, error: ActorDiedError) -> None:
+    def _end_by(self, actor: Actor, error: ActorDiedError) -> None:
         """End an actor and its process at once, by an error."""
         actor.die(error)
         self._results.note_stop(actor.id, type(error).__name__, str(error))
         self._tasks.cancel(actor.id)
-
-    def kill_process(self, worker: int) -> None:
-        """Kill the process of an actor."""
-        if worker in self.workers:
-            self._pool.kill(worker)
 
     def _end_spoilt(self, worker: LiveWorker) -> None:
         """Kill a spoilt process, unless a new process has replaced it."""

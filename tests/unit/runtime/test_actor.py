@@ -109,9 +109,6 @@ class ActorMachine(RuleBasedStateMachine):
         self.call(2)
         self.begin()
 
-    def caller_here(self) -> int:
-        return 0
-
     def on_leaving(self, _actor: Actor) -> None:
         """The machine keeps no names of actors."""
 
