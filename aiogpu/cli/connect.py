@@ -332,7 +332,7 @@ class SeveralNodesError(click.ClickException):
     exit_code = 2
 
     def __init__(self, nodes: Sequence[FoundNode], pid: int | None) -> None:
-        from aiogpu.cli.tables import node_table, plain
+        from aiogpu.cli.views.tables import node_table, plain
 
         self.pid = pid
         listed = "\n".join(plain(node_table(map(SeenNode, nodes))))

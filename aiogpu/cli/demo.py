@@ -26,7 +26,7 @@ from rich.live import Live
 from rich.text import Text
 
 import aiogpu
-from aiogpu.cli.tables import console as terminal_console
+from aiogpu.cli.views.tables import console as terminal_console
 
 if TYPE_CHECKING:
     from julia_set import Band, Picture, Scene

@@ -22,9 +22,9 @@ from rich.text import Text
 import aiogpu
 from aiogpu.cli import connect
 from aiogpu.cli.checks import CHECKS, Check, Finding, Level, examine, import_checks
-from aiogpu.cli.status import data_of
-from aiogpu.cli.tables import Column, Table, console, held_by, plain, text
 from aiogpu.cli.terminal import echo
+from aiogpu.cli.views.status import data_of
+from aiogpu.cli.views.tables import Column, Table, console, held_by, plain, text
 from aiogpu.core.model.request import Device
 from aiogpu.core.model.text import printable
 from aiogpu.engines.device_report import DetectedDevice, DeviceReport, probe_devices

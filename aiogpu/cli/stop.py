@@ -7,13 +7,13 @@ from typing import Final, NamedTuple
 import click
 
 from aiogpu.cli import connect
-from aiogpu.cli.status import (
+from aiogpu.cli.terminal import echo, show_error
+from aiogpu.cli.views.status import (
     ended_named,
     is_number,
     known_tasks,
     nothing_named,
 )
-from aiogpu.cli.terminal import echo, show_error
 from aiogpu.core.model.text import listing, printable
 from aiogpu.observe.why import Why, end_in_brief
 from aiogpu.wire.messages import (

@@ -17,7 +17,7 @@ import pytest
 import aiogpu
 from aiogpu.cli import connect
 from aiogpu.cli.main import main as command
-from aiogpu.cli.status import tasks_named
+from aiogpu.cli.views.status import tasks_named
 from aiogpu.core.queue.fair_share import Limits
 from aiogpu.observe.snapshot import why_ended
 from aiogpu.observe.status import (

@@ -18,7 +18,7 @@ from threading import Thread
 import pytest
 from click.testing import CliRunner
 
-from aiogpu.cli.logs import LogReader, _write, logs
+from aiogpu.cli.views.logs import LogReader, _write, logs
 from aiogpu.daemon import journal
 from aiogpu.daemon.journal import Journal, RotatingLog, StreamToLog, TerminalLog
 from aiogpu.runtime.output import FILE, Entry, Pages, TaskLog

@@ -19,7 +19,7 @@ from click.testing import CliRunner
 import aiogpu
 from aiogpu.cli import connect
 from aiogpu.cli import main as command
-from aiogpu.cli.status import known_tasks
+from aiogpu.cli.views.status import known_tasks
 from aiogpu.errors import InfeasibleError, NodeStartError
 from tests.cli.status_examples import BUSY, answer_with
 from tests.support.program import environment, run_command

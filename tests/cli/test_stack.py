@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from aiogpu.cli import stack
+from aiogpu.cli.views import stack
 from tests.cli.sandbox import LIMIT, Sandbox
 
 SCRIPT = """

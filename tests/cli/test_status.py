@@ -26,9 +26,9 @@ import aiogpu
 from aiogpu.api.session import current_session
 from aiogpu.cli import connect
 from aiogpu.cli.main import cli
-from aiogpu.cli.status import KINDS, data_of, sections
-from aiogpu.cli.tables import WIDE, Column, Table, plain, text
-from aiogpu.cli.top import render_body
+from aiogpu.cli.views.status import KINDS, data_of, sections
+from aiogpu.cli.views.tables import WIDE, Column, Table, plain, text
+from aiogpu.cli.views.top import render_body
 from aiogpu.core.model.text import printable
 from aiogpu.engines.local import LocalEngine
 from aiogpu.observe.snapshot import snapshot

@@ -13,8 +13,8 @@ import pytest
 from rich.text import Text
 
 import aiogpu
-from aiogpu.cli.tables import console
 from aiogpu.cli.terminal import PrintableStream
+from aiogpu.cli.views.tables import console
 from aiogpu.core.model.text import escaped
 from tests.cli.sandbox import LIMIT, Sandbox, open_sandbox
 from tests.support.gate import Gate

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from rich.cells import cell_len
 
-from aiogpu.cli.tables import plain
-from aiogpu.cli.top import (
+from aiogpu.cli.views.tables import plain
+from aiogpu.cli.views.top import (
     LEVELS,
     ORDERS,
     BusyHistory,

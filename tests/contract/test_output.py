@@ -19,7 +19,7 @@ import pytest
 from click.testing import CliRunner
 
 import aiogpu
-from aiogpu.cli.logs import timeline
+from aiogpu.cli.views.logs import timeline
 from aiogpu.engines.remote import RemoteEngine
 from aiogpu.runtime.output import FILE, FULL
 from tests.cli.sandbox import open_sandbox

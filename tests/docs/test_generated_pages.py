@@ -17,10 +17,10 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 import click
 import pytest
 
-from aiogpu.cli import status as printed
 from aiogpu.cli.main import COMMANDS, cli
-from aiogpu.cli.status import ENDED, KINDS
-from aiogpu.cli.top import ORDERS
+from aiogpu.cli.views import status as printed
+from aiogpu.cli.views.status import ENDED, KINDS
+from aiogpu.cli.views.top import ORDERS
 from aiogpu.core.queue.fair_share import Limits
 from aiogpu.observe import status, why
 from tests.docs.test_api_page import documented

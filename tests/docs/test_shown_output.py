@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from aiogpu.accelerators.nvml.health import xid_in_words
 from aiogpu.cli.main import COMMANDS, cli
 from aiogpu.cli.start import ready_lines
-from aiogpu.cli.status import status_data
+from aiogpu.cli.views.status import status_data
 from aiogpu.daemon import process
 from aiogpu.daemon.place import Place
 from aiogpu.daemon.readiness import Ready

@@ -25,12 +25,13 @@ from rich.console import Group
 from rich.text import Text
 
 import aiogpu
-from aiogpu.cli import connect, tables
+from aiogpu.cli import connect
 from aiogpu.cli.connect import Seconds
-from aiogpu.cli.status import plain_report
 from aiogpu.cli.stop import KINDS, stop_one
-from aiogpu.cli.tables import GAP, Table, live, text
 from aiogpu.cli.terminal import echo, is_terminal
+from aiogpu.cli.views import tables
+from aiogpu.cli.views.status import plain_report
+from aiogpu.cli.views.tables import GAP, Table, live, text
 from aiogpu.core.model.text import printable, span
 from aiogpu.observe.status import (
     DeviceStatus,

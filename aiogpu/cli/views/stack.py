@@ -20,8 +20,8 @@ from typing import Final
 import click
 
 from aiogpu.cli import connect
-from aiogpu.cli.status import is_number, known_tasks, nothing_named, tasks_named
 from aiogpu.cli.terminal import echo
+from aiogpu.cli.views.status import is_number, known_tasks, nothing_named, tasks_named
 from aiogpu.core.model.text import listing, printable
 from aiogpu.observe.why import Why
 from aiogpu.worker.interrupts import STACK_END, STACK_FILE, STACK_SIGNAL

@@ -21,10 +21,12 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 import aiogpu
-from aiogpu.cli import connect, tables
+from aiogpu.cli import connect
 from aiogpu.cli.connect import Seconds, Whole
 from aiogpu.cli.nodes import SeenNode, find_nodes
-from aiogpu.cli.tables import (
+from aiogpu.cli.terminal import echo, is_terminal
+from aiogpu.cli.views import tables
+from aiogpu.cli.views.tables import (
     Table,
     live,
     plain,
@@ -32,7 +34,6 @@ from aiogpu.cli.tables import (
     show,
     text,
 )
-from aiogpu.cli.terminal import echo, is_terminal
 from aiogpu.core.model.text import SHOWN, listing, printable
 from aiogpu.core.records import TaskState, WorkerState
 from aiogpu.observe.status import (
