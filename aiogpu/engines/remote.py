@@ -52,7 +52,6 @@ from aiogpu.wire.messages import (
     ENDED,
     FIRST_CLIENT,
     HISTORY,
-    LARGEST_PAYLOAD,
     LOST,
     READY,
     RESOURCES,
@@ -73,7 +72,6 @@ from aiogpu.wire.messages import (
     Printed,
     Refused,
     Stopping,
-    Submit,
     TakeLease,
     Warned,
     Welcome,
@@ -385,7 +383,6 @@ class RemoteActors:
 
         If the name is taken, the node refuses the actor, and its calls fail.
         """
-        self._engine.check_open()
         self._engine.know(func)
         if key is not None and get_if_exists:
             return self._find_or_make(func, payload, key)
@@ -789,27 +786,6 @@ class RemoteEngine(NodeClient):
     def promise_actor(self) -> int:
         """Return the id of an actor; see `Engine.promise_actor`."""
         return self.new_id()
-
-    def submit(self, func: FunctionSpec, payload: bytes, receiver: Receiver) -> int:
-        """Start a task; see `Engine.submit`.
-
-        Like `NodeClient.submit`, in fewer steps: programs submit thousands of tasks,
-        from one thread.
-        """
-        if func.id not in self._declared:
-            self.declare(func)
-        if len(payload) > LARGEST_PAYLOAD:
-            self._check(func, payload)
-        if func.function.actors:
-            # The node holds them from the call on, whatever this program drops.
-            payload = self._loans.with_actors(payload, func.function.actors)
-        number = self.new_number()
-        self._receivers[number] = receiver
-        message = Submit(0, number, func.id, payload)
-        if self._loans.unnamed:
-            self._loans.name(message)
-        self._line.send(message)
-        return number
 
     def know(self, func: FunctionSpec) -> None:
         """Declare a function to the node if it is new; raises like `declare`."""
