@@ -31,7 +31,6 @@ from aiogpu.errors import (
     NodeDiedError,
     NodeError,
     OptionError,
-    ProtocolError,
 )
 from aiogpu.linux.sockets import keep_pages
 from aiogpu.memory.control_page import ControlPage
@@ -70,6 +69,7 @@ from aiogpu.wire.messages import (
     Logged,
     Message,
     Printed,
+    ProtocolError,
     Refused,
     Stopping,
     TakeLease,

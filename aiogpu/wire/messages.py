@@ -18,8 +18,14 @@ integers here.
 from collections.abc import Sequence
 from typing import Final, NamedTuple, get_args
 
+from aiogpu.errors import AiogpuError
+
 VERSION: Final = 18
 """Version of the protocol. The greeting carries it; both ends must have the same."""
+
+
+class ProtocolError(AiogpuError, ConnectionError):
+    """The peer sent bytes that are not a message, or a message out of turn."""
 
 
 class Hello(NamedTuple):

@@ -23,7 +23,7 @@ from types import ModuleType
 from typing import Any, Final
 
 from aiogpu.client.current import current
-from aiogpu.errors import AiogpuError, RemoteTraceback
+from aiogpu.errors import AiogpuError
 from aiogpu.worker.private_hooks import on_cuda
 
 MODULE: Final = "torch.cuda"
@@ -173,6 +173,9 @@ def has_run_out(error: BaseException) -> bool:
     `__context__` does not count: a task that caught such an error has handled it. A
     group counts if each of its members does.
     """
+    # Imported late: most tasks raise nothing.
+    from aiogpu.serialization.exceptions import RemoteTraceback
+
     examined: BaseException | None = error
     for _ in range(MOST_CAUSES):
         if examined is None or isinstance(examined, AiogpuError):

@@ -22,7 +22,7 @@ from aiogpu.core.model.text import in_words
 from aiogpu.core.queue.fair_share import Limits
 from aiogpu.core.records import TaskState
 from aiogpu.core.scheduler.scheduler import Scheduler
-from aiogpu.errors import AiogpuError, NodeClosedError, ProtocolError
+from aiogpu.errors import AiogpuError, NodeClosedError
 from aiogpu.observe.status_codec import status_codec
 from aiogpu.runtime.callers.caller import Child, Client, check_claims
 from aiogpu.runtime.callers.requests import Requests
@@ -39,6 +39,7 @@ from aiogpu.serialization.exceptions import pack_own_error
 from aiogpu.serialization.payload import MARK
 from aiogpu.wire import messages as wire
 from aiogpu.wire.connection import CLIENT
+from aiogpu.wire.messages import ProtocolError
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,6 @@ from aiogpu.errors import (
     DeadlockError,
     DeserializationError,
     InternalError,
-    ProtocolError,
     TaskCancelledError,
 )
 from aiogpu.runtime.actors.actor import Actor
@@ -51,6 +50,7 @@ from aiogpu.serialization.exceptions import (
 )
 from aiogpu.serialization.serializer import dump_whole
 from aiogpu.wire import messages as wire
+from aiogpu.wire.messages import ProtocolError
 
 if TYPE_CHECKING:
     from aiogpu.client.interface import Receiver

@@ -17,11 +17,11 @@ from functools import partial
 from time import perf_counter
 from typing import Any, Final
 
-from aiogpu.errors import ProtocolError
 from aiogpu.observe.status_codec import status_codec
 from aiogpu.runtime.connection import Peer, Recipient
 from aiogpu.serialization.exceptions import pack_own_error
 from aiogpu.wire import messages as wire
+from aiogpu.wire.messages import ProtocolError
 
 MOST: Final = 16
 """Most viewers at the same time; each takes a descriptor of the program."""

@@ -20,12 +20,13 @@ from aiogpu.core.records import TaskRecord, WorkerRecord
 from aiogpu.core.resources.devices import DeviceSet
 from aiogpu.core.resources.ledger import Lease, Ledger
 from aiogpu.engines.server_info import pack_capacity, unpack_capacity
-from aiogpu.errors import NodeStartError, ProtocolError
+from aiogpu.errors import NodeStartError
 from aiogpu.observe.metrics import MetricsServer, Seen, amounts
 from aiogpu.observe.status import EndedTask
 from aiogpu.observe.status_codec import status_codec
 from aiogpu.observe.trace import DEVICES, Span, trace_of
 from aiogpu.runtime.history import LONGEST, LONGEST_TRACE, Failure, History
+from aiogpu.wire.messages import ProtocolError
 from tests.support.gate import Gate, pass_gate
 
 

@@ -19,9 +19,8 @@ from aiogpu.client.function_spec import (
     new_function_id,
 )
 from aiogpu.client.spec_codec import dump_spec, load_spec
-from aiogpu.errors import ProtocolError
 from aiogpu.serialization.serializer import dump_retried
-from aiogpu.wire.messages import DEFAULT_GROUP, SERIAL
+from aiogpu.wire.messages import DEFAULT_GROUP, SERIAL, ProtocolError
 from tests.contract.raw_client import changed
 from tests.unit.runtime import fakes
 
