@@ -146,7 +146,7 @@ def examine(checks: Iterable[Check]) -> Iterator[Finding]:
     for check in checks:
         findings: list[Finding] = []
         thread = threading.Thread(
-            *(None, check.collect, f"check {check.name}", [findings]), daemon=True
+            None, check.collect, f"check {check.name}", [findings], daemon=True
         )
         thread.start()
         thread.join(check.limit)

@@ -171,7 +171,8 @@ class OverviewTab(Tab):
             ("waiting", orange, "dashed"),
         ):
             chart.line(
-                *("time", name),
+                "time",
+                name,
                 source=self._source,
                 legend_label=name,
                 color=color,
@@ -425,7 +426,13 @@ def applications(collector: Collector) -> dict[str, Callable[[Document], None]]:
 _LINES: Final = {False: ("#0072b2", "#b35900"), True: ("#56b4e9", "#e69f00")}
 """Colours of lines, on light and on dark."""
 _AREAS: Final = (
-    *("#56b4e9", "#e69f00", "#009e73", "#f0e442", "#0072b2", "#d55e00", "#cc79a7"),
+    "#56b4e9",
+    "#e69f00",
+    "#009e73",
+    "#f0e442",
+    "#0072b2",
+    "#d55e00",
+    "#cc79a7",
 )
 """Colours of programs, as in the style sheet."""
 _SLOTS: Final = [f"c{slot}" for slot in range(COLORS)]
@@ -464,8 +471,20 @@ def _bars(
     """Return the names of the rows of a timeline, the last first, and its columns."""
     devices, workers = Rows(DEVICES), Rows(WORKERS)
     names = (
-        *("row", "left", "right", "color", "edge", "width"),
-        *("name", "task", "state", "ran", "waited", "program", "worker", "pid"),
+        "row",
+        "left",
+        "right",
+        "color",
+        "edge",
+        "width",
+        "name",
+        "task",
+        "state",
+        "ran",
+        "waited",
+        "program",
+        "worker",
+        "pid",
     )
     columns: dict[str, list[Any]] = {name: [] for name in names}
     placed = []

@@ -512,7 +512,12 @@ class RemoteEngine(NodeClient):
         self._page = ControlPage.open(descriptor := ControlPage.create())
         os.close(descriptor)
         self._loans = Loans(
-            *("", "", self._page, Interrupts(self._page)), self._line.press, self.client
+            path="",
+            spill="",
+            page=self._page,
+            interrupts=Interrupts(self._page),
+            press=self._line.press,
+            owner=self.client,
         )
         self._loans.on_over = self._on_over
         self.lookups: set[asyncio.Future[Any]] = set()

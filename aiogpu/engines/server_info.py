@@ -31,8 +31,14 @@ Policies = Mapping[str, object]
 
 
 POLICIES: Final = (
-    *("gpu_memory_enforce", "foreign", "mps", "cpu_affinity", "cancel_grace"),
-    *("spare_workers", "memory_guard", "spill_directory"),
+    "gpu_memory_enforce",
+    "foreign",
+    "mps",
+    "cpu_affinity",
+    "cancel_grace",
+    "spare_workers",
+    "memory_guard",
+    "spill_directory",
 )
 
 

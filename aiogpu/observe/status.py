@@ -580,7 +580,7 @@ class ShapeStatus:
 
     Attributes:
         request: the request of each task, `{"CPU": 1.0, "GPU": 0.25}`.
-        strategy: "pack" or "spread".
+        gpu_strategy: "pack" or "spread".
         variables: names of the variables of their `runtime_env`.
         count: the number of tasks.
         first: name of the first task in the queue.
@@ -591,7 +591,7 @@ class ShapeStatus:
     """
 
     request: Mapping[str, float]
-    strategy: str
+    gpu_strategy: str
     variables: tuple[str, ...]
     count: int
     first: str
@@ -662,7 +662,13 @@ STALE: Final = 5.0
 """Seconds after which the age of a reading is shown."""
 _UNITS: Final = (("GiB", 2**30), ("MiB", 2**20))
 _STATES: Final = (
-    *("running", "blocked", "stopping", "starting", "queued", "sent", "waiting"),
+    "running",
+    "blocked",
+    "stopping",
+    "starting",
+    "queued",
+    "sent",
+    "waiting",
 )
 
 
@@ -844,7 +850,10 @@ def report(status: NodeStatus) -> str:
             "actors",
             status.actors,
             lambda actor: (
-                *(str(actor.id), actor.name or "", actor.class_name, actor.state),
+                str(actor.id),
+                actor.name or "",
+                actor.class_name,
+                actor.state,
                 pid_of(actor.pid) if actor.worker is not None else "",
                 f"held by {actor.holders}",
                 f"{actor.calls} calls" if actor.calls else "",
@@ -854,7 +863,9 @@ def report(status: NodeStatus) -> str:
             "failed",
             status.failures,
             lambda task: (
-                *(f"{span(task.seconds)} ago", str(task.task), task.name),
+                f"{span(task.seconds)} ago",
+                str(task.task),
+                task.name,
                 f"{task.error}: {task.message}" if task.message else task.error,
             ),
         ),
@@ -898,7 +909,7 @@ def _shape_rows(status: NodeStatus) -> Iterator[str]:
         yield "waiting"
     for shape in status.shapes[:SHOWN]:
         names = ", ".join(shape.variables)
-        spread = ", spread" if shape.strategy == "spread" else ""
+        spread = ", spread" if shape.gpu_strategy == "spread" else ""
         variables = f" with {names}" if names else ""
         yield (
             f"  {shape.count} x {asked_for(shape)}{spread}{variables}: "

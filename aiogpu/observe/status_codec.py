@@ -33,9 +33,26 @@ from aiogpu.observe.why import Shortage, StopReport, Why
 from aiogpu.wire.codec import RecordCodec
 
 status_codec: Final = RecordCodec(
-    *(NodeStatus, TaskStatus, WorkerStatus, ShapeStatus, ClientStatus, Limits),
-    *(ActorStatus, EndedTask, PlacementStatus, BundleStatus, ReservationStatus),
-    *(DeviceStatus, Holder, OtherProcess, Why, Shortage, OutageStatus, Machine),
-    *(StopReport, UnendedStatus, IdleEndStatus),
+    NodeStatus,
+    TaskStatus,
+    WorkerStatus,
+    ShapeStatus,
+    ClientStatus,
+    Limits,
+    ActorStatus,
+    EndedTask,
+    PlacementStatus,
+    BundleStatus,
+    ReservationStatus,
+    DeviceStatus,
+    Holder,
+    OtherProcess,
+    Why,
+    Shortage,
+    OutageStatus,
+    Machine,
+    StopReport,
+    UnendedStatus,
+    IdleEndStatus,
 )
 """Reads and writes the answers to `Inquire`; classes are identified by their index."""

@@ -200,8 +200,12 @@ class Driver:
         self.guard = MemoryGuard(loop, scheduler, self.workers, self.feed)
         self._calls: ShardedDict[Call] = ShardedDict()
         self.results = Results(
-            *(scheduler, self._calls, self.guard, gpu_guard),
-            *(warn_owner, log_failure),
+            scheduler,
+            self._calls,
+            self.guard,
+            gpu_guard,
+            warn_owner,
+            log_failure,
         )
         self._sites = self.results.history.sites
         self.actors = Actors(

@@ -255,11 +255,13 @@ class History:
         self.finished += len(records)
         self.ring.append(
             _Row(
-                *(first.client, site.place, now),
-                array("q", [record.id for record in records]),
-                tuple([record.spec for record in records]),
-                array("d", [record.since for record in records]),
-                array("q", took),
+                client=first.client,
+                place=site.place,
+                now=now,
+                tasks=array("q", [record.id for record in records]),
+                specs=tuple([record.spec for record in records]),
+                since=array("d", [record.since for record in records]),
+                took=array("q", took),
             )
         )
         self._in_rows += len(records)

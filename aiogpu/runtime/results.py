@@ -116,7 +116,7 @@ class Results:
             outcome = CANCELLED if answer.kind == STOPPED else FAILED
             failure = Failure.of(answer.type_name, answer.message, answer.traceback)
             history.add(
-                *(task, spec, call.client, site, effect.since, now, outcome, failure)
+                task, spec, call.client, site, effect.since, now, outcome, failure
             )
             if outcome is FAILED:
                 self._log(call.client, task, spec.name, site, failure)
@@ -234,9 +234,7 @@ class Results:
         if task in self._early_outcomes:
             outcome, failure = self._early_outcomes.pop(task)
         site = history.sites[call.worker if effect.has_begun else 0]
-        history.add(
-            *(task, spec, call.client, site, effect.since, now, outcome, failure)
-        )
+        history.add(task, spec, call.client, site, effect.since, now, outcome, failure)
 
     def note_stop(self, task: int, error: str, message: str) -> None:
         """Note why a task will be cancelled, or an actor killed."""

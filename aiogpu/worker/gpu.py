@@ -231,32 +231,47 @@ def _used_by_cupy() -> int:
 
 STICKY: Final = {
     "cudaErrorIllegalAddress": (
-        *("illegal memory access", "illegaladdress", "illegal_address"),
+        "illegal memory access",
+        "illegaladdress",
+        "illegal_address",
     ),
     "cudaErrorAssert": ("device-side assert", "cudaerrorassert", "cuda_error_assert"),
     "cudaErrorLaunchFailure": (
-        *("unspecified launch failure", "launchfailure", "cuda_error_launch_failed"),
+        "unspecified launch failure",
+        "launchfailure",
+        "cuda_error_launch_failed",
     ),
     "cudaErrorLaunchTimeout": ("launch timed out", "launchtimeout", "launch_timeout"),
     "cudaErrorMisalignedAddress": (
-        *("misaligned address", "misalignedaddress", "misaligned_address"),
+        "misaligned address",
+        "misalignedaddress",
+        "misaligned_address",
     ),
     "cudaErrorIllegalInstruction": (
-        *("illegal instruction", "illegalinstruction", "illegal_instruction"),
+        "illegal instruction",
+        "illegalinstruction",
+        "illegal_instruction",
     ),
     "cudaErrorInvalidPc": ("invalid program counter", "invalidpc", "invalid_pc"),
     "cudaErrorInvalidAddressSpace": (
         "operation not supported on global/shared address space",
-        *("invalidaddressspace", "invalid_address_space"),
+        "invalidaddressspace",
+        "invalid_address_space",
     ),
     "cudaErrorHardwareStackError": (
-        *("hardware stack error", "hardwarestackerror", "hardware_stack_error"),
+        "hardware stack error",
+        "hardwarestackerror",
+        "hardware_stack_error",
     ),
     "cudaErrorECCUncorrectable": (
-        *("uncorrectable ecc error", "eccuncorrectable", "ecc_uncorrectable"),
+        "uncorrectable ecc error",
+        "eccuncorrectable",
+        "ecc_uncorrectable",
     ),
     "cudaErrorNvlinkUncorrectable": (
-        *("uncorrectable nvlink error", "nvlinkuncorrectable", "nvlink_uncorrectable"),
+        "uncorrectable nvlink error",
+        "nvlinkuncorrectable",
+        "nvlink_uncorrectable",
     ),
 }
 """Lower-case texts by the name of the CUDA error. The first text of each comes from

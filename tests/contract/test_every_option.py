@@ -107,11 +107,11 @@ async def common_gpu_memory(remote: Any, at: Place) -> None:
     refuse_more(remote, gpu_memory="80GiB")
 
 
-async def common_strategy(remote: Any, at: Place) -> None:
+async def common_gpu_strategy(remote: Any, at: Place) -> None:
     async with Actor.options(num_gpus=0.5).remote() as holder:
         assert (await holder.where.remote())["ids"] == [0]
         assert (await facts_of(remote, num_gpus=0.5))["ids"] == [0]
-        spread = await facts_of(remote, num_gpus=0.5, strategy="spread")
+        spread = await facts_of(remote, num_gpus=0.5, gpu_strategy="spread")
         assert spread["ids"] == [1]
 
 
@@ -143,10 +143,9 @@ async def refused_but_on_ray(
 
 async def common_scheduling_strategy(remote: Any, at: Place) -> None:
     await refused_but_on_ray(remote, at, scheduling_strategy="SPREAD")
-    await refused_but_on_ray(remote, at, strategy="SPREAD")
-    await refused_but_on_ray(remote, at, strategy="DEFAULT")
-    with pytest.raises(errors.OptionError, match=r"strategy= and scheduling_strategy="):
-        remote.options(strategy="SPREAD", scheduling_strategy="DEFAULT").remote()
+    await refused_but_on_ray(remote, at, scheduling_strategy="DEFAULT")
+    with pytest.raises(errors.OptionError, match="Did you mean gpu_strategy"):
+        remote.options(strategy="SPREAD")
 
 
 async def common_label_selector(remote: Any, at: Place) -> None:
@@ -461,7 +460,7 @@ REFUSED: Final[dict[str, dict[str, dict[str, Any]]]] = {
         "task": {
             "gpu_where": {"memory": "4GiB"},
             "gpu_memory": "4GiB",
-            "strategy": "spread",
+            "gpu_strategy": "spread",
             "retry_oom": "exclusive",
             "run_timeout": 0.1,
             "stop_grace": 1,
@@ -471,7 +470,7 @@ REFUSED: Final[dict[str, dict[str, dict[str, Any]]]] = {
         "actor": {
             "gpu_where": {"memory": "4GiB"},
             "gpu_memory": "4GiB",
-            "strategy": "spread",
+            "gpu_strategy": "spread",
             "priority": 1,
             "evict_after": 1,
         },
@@ -492,9 +491,9 @@ NOTHING_TO_DO: Final[dict[str, dict[str, set[str]]]] = {
     "inline": {
         "task": {
             *("max_calls", "priority", "retry_oom"),
-            *("strategy", "cancel_grace", "stop_grace"),
+            *("gpu_strategy", "cancel_grace", "stop_grace"),
         },
-        "actor": {"priority", "max_task_retries", "strategy"},
+        "actor": {"priority", "max_task_retries", "gpu_strategy"},
     },
 }
 """By engine and kind: options without an effect in one process (docs/engines.md)."""

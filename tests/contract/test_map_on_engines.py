@@ -539,7 +539,7 @@ async def test_a_program_waits_for_tasks_calls_and_values() -> None:
     """[B16] Of tasks that give or fail."""
     async with map_tasks.Plus.remote() as actor:
         fails = tasks.fail.remote(KeyError, 2)
-        value: Any = await aiogpu.put(5)
+        value: Any = aiogpu.put(5)
         handles: list[Any] = [tasks.add.remote(1), fails, value]
         handles += [actor.add.remote(number) for number in range(5, 15)]
         assert await aiogpu.wait(handles, num_returns=13) == (handles, [])

@@ -170,7 +170,7 @@ async def test_a_queue_is_found_by_name_and_carries_handles() -> None:
         "the queue had no item within 0 s.",
         "the queue had no item within 0.01 s.",
     ]
-    await first.put(await aiogpu.put("kept"))
+    await first.put(aiogpu.put("kept"))
     kept = await same.get()
     assert isinstance(kept, aiogpu.Handle)
     assert await kept == "kept"

@@ -108,9 +108,20 @@ class PoolActor:
     """
 
     __slots__ = (
-        *("__weakref__", "calls", "checked", "handle", "has_answered"),
-        *("has_been_ready", "idle_since", "is_ended_here", "is_ready", "link", "lost"),
-        *("number", "on_answer", "scheduler"),
+        "__weakref__",
+        "calls",
+        "checked",
+        "handle",
+        "has_answered",
+        "has_been_ready",
+        "idle_since",
+        "is_ended_here",
+        "is_ready",
+        "link",
+        "lost",
+        "number",
+        "on_answer",
+        "scheduler",
     )
 
     def __init__(

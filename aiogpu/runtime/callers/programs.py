@@ -345,8 +345,13 @@ class Clients:
             self._on_lost(client)
             return
         program = Program(
-            *(join.executable, join.sys_path, join.directory, join.environ),
-            *(join.preload, join.flags, join.argv),
+            join.executable,
+            join.sys_path,
+            join.directory,
+            join.environ,
+            join.preload,
+            join.flags,
+            join.argv,
         )
         client.name, client.shows = join.name, join.shows
         client.only_looks = join.only_looks

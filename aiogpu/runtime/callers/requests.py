@@ -519,7 +519,11 @@ class Requests:
             if func.actor is None:
                 raise InternalError(f"{func.spec.name} was not declared as an actor")
             self._actors.create(
-                *(func, message.payload, key, message.get_if_exists, message.actor),
+                func,
+                message.payload,
+                key,
+                message.get_if_exists,
+                message.actor,
                 self._client_of(caller),
             )
         except AiogpuError as error:

@@ -542,7 +542,9 @@ class DescriptorServer:
             _log.warning(
                 "! refused shared memory to process %d, which claims to be number %d "
                 "(process %d): a process may connect once, and only for itself",
-                *(pid, caller.id, caller.pid),
+                pid,
+                caller.id,
+                caller.pid,
             )
             connected.close()
             return

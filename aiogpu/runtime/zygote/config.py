@@ -83,8 +83,14 @@ AT_EXEC: Final = ("LD_", "PYTHON", "MALLOC_", "GLIBC_")
 
 
 AT_LOAD: Final = (
-    *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "BLIS_"),
-    *("VECLIB_", "NUMEXPR_"),
+    "OMP_",
+    "GOMP_",
+    "KMP_",
+    "MKL_",
+    "OPENBLAS_",
+    "BLIS_",
+    "VECLIB_",
+    "NUMEXPR_",
 )
 """Prefixes of variables that numeric libraries read when they are loaded."""
 
