@@ -542,7 +542,6 @@ def test_each_option_has_a_probe() -> None:
 async def test_every_engine_takes_the_largest_options(
     engine: str, tmp_path: Path
 ) -> None:
-    """[B10]"""
     async with asyncio.timeout(60), AsyncExitStack() as stack:
         if engine == "joined":
             here = await stack.enter_async_context(node_here(tmp_path))

@@ -1,4 +1,4 @@
-"""[B1] Joining a node of another process: addresses, options and refusals.
+"""Joining a node of another process: addresses, options and refusals.
 
 A message that breaks the rules is refused in words and harms no other program.
 """

@@ -1,4 +1,4 @@
-"""[B15] [B26] No process outlives its lease or its node.
+"""No process outlives its lease or its node.
 
 Tasks leave processes behind, keepers and zygotes are killed or stopped, and the driver
 dies; with cgroups beside the keepers, and without them.
@@ -369,7 +369,7 @@ async def test_a_daemon_of_a_cpu_task_ends_with_its_node(gate: Gate) -> None:
     assert not os.path.exists(f"/proc/{gate.pids['daemon']}")
 
 
-# [B38] Tasks that change their process
+# Tasks that change their process
 
 
 @asynccontextmanager
