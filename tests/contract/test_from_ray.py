@@ -1,6 +1,6 @@
 """The programs and promises of Ray's GPU page, on aiogpu.
 
-`docs/ray-gpu-page.md` goes through that page and cites these tests and tests of other
+`design/ray-gpu-page.md` goes through that page and cites these tests and tests of other
 files. The GPUs are logical, except those of the NVML stub.
 """
 

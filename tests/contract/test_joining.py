@@ -91,7 +91,7 @@ async def test_a_node_says_why_it_refuses_a_program(node: Service) -> None:
 async def test_a_program_of_another_release_is_refused(
     node: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("aiogpu.__version__", "0.0.1")
+    monkeypatch.setattr("aiogpu.version.__version__", "0.0.1")
     with pytest.raises(errors.NodeError, match=r"refuses: .* the program 0\.0\.1; use"):
         await aiogpu.init(address=node.path)
 

@@ -195,7 +195,7 @@ async def test_a_cgroup_ends_a_daemon_without_zygote_and_keeper(
         if has_cgroup:
             assert not is_alive(family.daemon)
         else:
-            # See docs/decisions/0015-cgroups-back-up-keepers.md.
+            # See design/decisions/0015-cgroups-back-up-keepers.md.
             assert is_alive(family.daemon)
             family.daemon.kill()
         assert await tasks.add.options(num_gpus=1).remote(1) == 2
