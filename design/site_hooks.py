@@ -1,7 +1,7 @@
 """Hooks of the site: diagrams are drawn by the copy of mermaid that the site contains.
 
-The theme loads mermaid from another host on pages with diagrams. `mkdocs.yml` names this
-file; https://www.mkdocs.org/user-guide/configuration/#hooks.
+The theme loads mermaid from another host on pages with diagrams. `mkdocs.yml` names
+this file; see https://www.mkdocs.org/user-guide/configuration/#hooks.
 """
 
 from __future__ import annotations
