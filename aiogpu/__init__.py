@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from aiogpu.errors import TaskError as TaskError
     from aiogpu.errors import TaskTimeoutError as TaskTimeoutError
     from aiogpu.errors import WorkerDiedError as WorkerDiedError
+    from aiogpu.version import __version__ as __version__
 
 _MODULES = {
     "api.actors.actor": (
@@ -108,11 +109,12 @@ _MODULES = {
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
+_MODULE_OF["__version__"] = "version"
+
 _PACKAGES = ("accelerators", "errors", "sync", "types")
 """Public modules; `from aiogpu import *` does not import them."""
 
-__all__ = sorted(_MODULE_OF)  # noqa: PLE0605 - a test holds it against the imports above
-__version__ = "0.1.0"
+__all__ = sorted({*_MODULE_OF} - {"__version__"})  # noqa: PLE0605 - a test holds it against the imports above
 
 if not TYPE_CHECKING:
     # Hidden from type checkers, which would otherwise accept every misspelt name.

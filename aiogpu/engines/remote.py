@@ -93,7 +93,7 @@ if TYPE_CHECKING:
 
 def join_of(options: NodeOptions) -> Join:
     """Return the message that introduces this program to the node."""
-    from aiogpu import __version__
+    from aiogpu.version import __version__
 
     # A program that only looks needs no workers, which would start with these.
     only_looks = options.only_looks

@@ -151,9 +151,9 @@ def server_info(
     Raises:
         OptionError: `limits` names a resource that the node does not have.
     """
-    from aiogpu import __version__
     from aiogpu.core.queue.fair_share import Limits
     from aiogpu.runtime.callers.programs import ServerInfo
+    from aiogpu.version import __version__
 
     policies = {option: getattr(options, option) for option in POLICIES}
     policies["object_memory"] = object_memory

@@ -1,7 +1,7 @@
 """Each option of tasks, actors and methods, on each engine: honoured, or refused.
 
 Each option has a probe that sees its effect. An engine refuses an option by an error
-that names it. `docs/engines.md` lists the options without an effect in one process.
+that names it. `docs/testing.md` lists the options without an effect in one process.
 """
 
 from __future__ import annotations
@@ -496,7 +496,7 @@ NOTHING_TO_DO: Final[dict[str, dict[str, set[str]]]] = {
         "actor": {"priority", "max_task_retries", "gpu_strategy"},
     },
 }
-"""By engine and kind: options without an effect in one process (docs/engines.md)."""
+"""By engine and kind: options without an effect in one process (docs/testing.md)."""
 
 
 @pytest.mark.parametrize(("kind", "option"), CASES)
@@ -509,7 +509,7 @@ async def test_an_option_is_honoured_or_refused_in_words(
 ) -> None:
     refused = REFUSED.get(address, {}).get(kind, {})
     if option in NOTHING_TO_DO.get(address, {}).get(kind, ()):
-        assert f"`{option}`" in Path("docs/engines.md").read_text()
+        assert f"`{option}`" in Path("docs/testing.md").read_text()
         return
     more = {} if address == "ray" else {"gpu_memory": "8GiB"}
     if option == "cancel_grace":
@@ -541,7 +541,6 @@ def test_each_option_has_a_probe() -> None:
 async def test_every_engine_takes_the_largest_options(
     engine: str, tmp_path: Path
 ) -> None:
-    """[B10]"""
     async with asyncio.timeout(60), AsyncExitStack() as stack:
         if engine == "joined":
             here = await stack.enter_async_context(node_here(tmp_path))

@@ -1,4 +1,4 @@
-"""[B44] Limits of tasks with GPUs, and running out of device memory."""
+"""Limits of tasks with GPUs, and running out of device memory."""
 
 from __future__ import annotations
 
@@ -238,7 +238,7 @@ async def test_retry_oom_tries_once_more_on_a_whole_gpu(
 async def test_retry_oom_does_not_wait_for_an_actors_end(
     tmp_path: Path, address: str
 ) -> None:
-    """[B24] An actor holds its share for life."""
+    """An actor holds its share for life."""
     beside = tasks.run_out_beside_others.options(gpu_memory="20GiB")
     async with aiogpu.init(address=address, num_cpus=4, num_gpus=1, gpu_memory="80GiB"):
         model = tasks.Model.remote()

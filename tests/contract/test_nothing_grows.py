@@ -1,4 +1,4 @@
-"""[B6] A node keeps nothing of a task, call, actor or lease that has ended.
+"""A node keeps nothing of a task, call, actor or lease that has ended.
 
 Each case ends many in one way, twice. After the second time, no container of the node
 and of the program that has joined it holds more than after the first.

@@ -1,4 +1,4 @@
-"""[B15] [B26] No process outlives its lease or its node.
+"""No process outlives its lease or its node.
 
 Tasks leave processes behind, keepers and zygotes are killed or stopped, and the driver
 dies; with cgroups beside the keepers, and without them.
@@ -195,7 +195,7 @@ async def test_a_cgroup_ends_a_daemon_without_zygote_and_keeper(
         if has_cgroup:
             assert not is_alive(family.daemon)
         else:
-            # See docs/decisions/0015-cgroups-back-up-keepers.md.
+            # See design/decisions/0015-cgroups-back-up-keepers.md.
             assert is_alive(family.daemon)
             family.daemon.kill()
         assert await tasks.add.options(num_gpus=1).remote(1) == 2
@@ -369,7 +369,7 @@ async def test_a_daemon_of_a_cpu_task_ends_with_its_node(gate: Gate) -> None:
     assert not os.path.exists(f"/proc/{gate.pids['daemon']}")
 
 
-# [B38] Tasks that change their process
+# Tasks that change their process
 
 
 @asynccontextmanager

@@ -262,7 +262,7 @@ async def test_every_call_raises_when_the_node_dies(node: Service, gate: Gate) -
     await session.shutdown()
     with pytest.raises(aiogpu.NodeDiedError, match="aiogpu start --head"):
         await aiogpu.init(address=node.path)
-    # [B7] The zygote sees the node's end, and removes the node's directory.
+    # The zygote sees the node's end, and removes the node's directory.
     await until(lambda: not os.listdir(os.environ["XDG_RUNTIME_DIR"]))
 
 

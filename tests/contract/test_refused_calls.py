@@ -1,4 +1,4 @@
-"""[B45] Calls that `.remote()`, `put` and `wait` refuse, and calls in other threads."""
+"""Calls that `.remote()`, `put` and `wait` refuse, and calls in other threads."""
 
 from __future__ import annotations
 
@@ -88,7 +88,6 @@ class Exiting:
 
 
 async def test_an_exit_amid_pickling_is_an_error() -> None:
-    """[B39]"""
     message = r"\['exiting'\] \(a Exiting\): SystemExit: 3"
     with pytest.raises(SerializationError, match=rf"args\[0\]{message}"):
         add.remote({"exiting": Exiting()})  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""[B32] Actors, values, memory and descriptors are released when no code holds them.
+"""Actors, values, memory and descriptors are released when no code holds them.
 
 An actor ends soon after its last handle, wherever that was, and no sooner.
 """
@@ -372,7 +372,7 @@ async def test_driver_zygote_and_keepers_do_not_grow(count: int) -> None:
         assert new.memory <= old.memory + SLACK, change
 
 
-# [B2] aiogpu never changes the program's garbage collector
+# aiogpu never changes the program's garbage collector
 
 PROGRAM = """
     import asyncio, gc

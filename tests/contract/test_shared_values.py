@@ -1,4 +1,4 @@
-"""[B16] Values in shared memory: `put`, who reads them, when they are freed."""
+"""Values in shared memory: `put`, who reads them, when they are freed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""[B15] [B26] A share is not free before its processes have ended.
+"""A share is not free before its processes have ended.
 
 SIGKILL does not end a process that waits in the kernel (state D). Until it ends, its
 share stays taken, and status, `why()` and the log name the process.

@@ -38,8 +38,20 @@ def blocks(page: str, kind: str = r"[^\n`]+") -> list[str]:
 
 
 CONSOLE = blocks("cli.md", "console")
-(GPUS, STATUS, SICK, OUTGROWN) = blocks("gpus.md")
-(STARTED, STOPPED) = blocks("service.md", "console")
+
+
+def block_with(page: str, text: str) -> str:
+    """The only block of a page that contains a text."""
+    (found,) = (block for block in blocks(page) if text in block)
+    return found
+
+
+GPUS = block_with("gpus.md", "$ aiogpu gpus\n")
+STATUS = block_with("gpus.md", "not ours: Xorg")
+SICK = block_with("gpus.md", "! GPU 0 is well again")
+OUTGROWN = block_with("gpus.md", "but has asked for")
+STARTED = block_with("service.md", "$ aiogpu start --head --num-gpus=2\nThe node runs")
+STOPPED = block_with("service.md", "$ aiogpu stop")
 PROMPT = re.compile(r"^\$ aiogpu (.*)\n", re.MULTILINE)
 
 
@@ -134,7 +146,7 @@ def test_start_prints_the_text_on_the_page(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_line_of_the_log_is_on_the_page() -> None:
     at = datetime(2026, 11, 22, 14, 3, 5, 120_500).timestamp()
     entry = Entry(at, 67108865, 12, 1, "embed pid=4711", "loading the model")
-    assert f"{entry}\n" in blocks("logs.md", "text")
+    assert f"{entry}\n" in blocks("debugging.md", "text")
 
 
 def test_stop_prints_the_text_on_the_page() -> None:

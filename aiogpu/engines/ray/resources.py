@@ -99,7 +99,7 @@ def refuse(spec: TaskSpec, option: str) -> None:
     """Raise `OptionError` for an option that Ray does not support."""
     raise OptionError(
         f"{spec.name} asks for {option}, which a Ray cluster cannot do. Closest: "
-        f"{CLOSEST[option]}. Or run on a node of aiogpu's own (docs/engines.md)."
+        f"{CLOSEST[option]}. Or run on a node of aiogpu's own (docs/from-ray.md)."
     )
 
 

@@ -142,7 +142,7 @@ class Viewers:
             self._take_turn(viewer)
 
     def _join(self, viewer: Viewer, join: wire.Join) -> None:
-        from aiogpu import __version__
+        from aiogpu.version import __version__
 
         if join.release != __version__:
             reason = (

@@ -1,4 +1,4 @@
-"""[B40] Mistakes in the use of the API, and the error message for each."""
+"""Mistakes in the use of the API, and the error message for each."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Writes the tables of states in `docs/architecture.md` from the core's tables.
+"""Writes the tables of states in `design/architecture.md` from the core's tables.
 
-    python docs/draw_lifecycle.py          prints them
-    python docs/draw_lifecycle.py --write  puts them into the page
+    python design/draw_lifecycle.py          prints them
+    python design/draw_lifecycle.py --write  puts them into the page
 
 A test holds the page to what this writes, so the page cannot lag behind.
 """
