@@ -29,6 +29,7 @@ from aiogpu.observe.status import (
     UnendedStatus,
     WorkerStatus,
 )
+from aiogpu.observe.task_list import TaskPage, TaskQuery, TaskRow
 from aiogpu.observe.why import Shortage, StopReport, Why
 from aiogpu.wire.codec import RecordCodec
 
@@ -36,6 +37,6 @@ status_codec: Final = RecordCodec(
     *(NodeStatus, TaskStatus, WorkerStatus, ShapeStatus, ClientStatus, Limits),
     *(ActorStatus, EndedTask, PlacementStatus, BundleStatus, ReservationStatus),
     *(DeviceStatus, Holder, OtherProcess, Why, Shortage, OutageStatus, Machine),
-    *(StopReport, UnendedStatus, IdleEndStatus),
+    *(StopReport, UnendedStatus, IdleEndStatus, TaskQuery, TaskPage, TaskRow),
 )
 """Reads and writes the answers to `Inquire`; classes are identified by their index."""
