@@ -55,6 +55,7 @@ from aiogpu.wire.messages import (
     READY,
     RESOURCES,
     STATUS,
+    TASKS,
     TIMELINE,
     WHY,
     WHY_TASK,
@@ -85,6 +86,7 @@ if TYPE_CHECKING:
     from aiogpu.client.references import Loan
     from aiogpu.core.resources.ledger import Ledger
     from aiogpu.observe.status import EndedTask, NodeStatus
+    from aiogpu.observe.task_list import TaskPage, TaskQuery
     from aiogpu.observe.trace import Span
     from aiogpu.observe.why import StopReport, Why
     from aiogpu.runtime.callers.leases import LeaseReceiver
@@ -855,16 +857,24 @@ class RemoteEngine(NodeClient):
         """
         return tuple(await self._inquire(HISTORY, actor))
 
+    async def list_tasks(self, query: TaskQuery) -> TaskPage:
+        """Return a page of a list of the tasks of all programs."""
+        from aiogpu.observe.status_codec import status_codec
+
+        packed = status_codec.dump(query)
+        page: TaskPage = await self._inquire(TASKS, query=packed)
+        return page
+
     async def stop_task(self, what: str, number: int) -> tuple[str, Why | None]:
-        """Cancel a task or kill an actor of any program.
+        """Cancel a task, kill an actor or end a lease of any program.
 
         Args:
-            what: `CANCEL` or `KILL`.
+            what: `CANCEL`, `KILL` or `END_LEASE`.
             number: its number on the node.
 
         Returns:
-            Its kind: "task", "actor", "lease", "stopping", or "" if it has ended; and
-                its state before.
+            Its kind: "task", "actor", "lease", "placement", "stopping", or "" if it has
+                ended; and its state before. What is of another kind goes on.
         """
         answer: tuple[str, Why | None] = await self._inquire(what, number)
         return answer
@@ -884,10 +894,12 @@ class RemoteEngine(NodeClient):
         answer: Why | None = await self._inquire(WHY_TASK, number)
         return answer
 
-    async def _inquire(self, what: str, number: int = 0, name: str = "") -> Any:
+    async def _inquire(
+        self, what: str, number: int = 0, name: str = "", query: bytes = b""
+    ) -> Any:
         self.check_open()
         receiver = FutureReceiver(self.loop.create_future())
-        self.send(Inquire(self.expect(receiver), what, number, name))
+        self.send(Inquire(self.expect(receiver), what, number, name, query))
         return await receiver.future
 
 

@@ -164,6 +164,29 @@ class _Reasons:
         return self._cache[key]
 
 
+def reasons_of(
+    node: SchedulerState,
+    records: Iterable[TaskRecord],
+    pids: Mapping[int, int],
+    now: float,
+) -> list[str]:
+    """Return, for each of some unfinished tasks, why its code does not run, or ""."""
+    reasons, holdings = _Reasons(node, now), Holdings((), pids, now)
+
+    def reason_of(record: TaskRecord) -> str | None:
+        if record.worker is None:
+            return reasons.of(record)
+        return brief(_on_worker(record, record.worker, holdings))
+
+    return [reason_of(record) or "" for record in records]
+
+
+def held_records(node: SchedulerState) -> list[TaskRecord]:
+    """Return the tasks that have a worker, and the held leases, by number."""
+    held = [record for holder in node.holders for record in _tasks_of(holder)]
+    return sorted(held, key=lambda record: record.id)
+
+
 def _tasks_of(worker: WorkerRecord) -> list[TaskRecord]:
     return [worker.task, *worker.queue] if worker.task is not None else []
 

@@ -29,6 +29,7 @@ from aiogpu.observe.status import (
     UnendedStatus,
     WorkerStatus,
 )
+from aiogpu.observe.task_list import TaskPage, TaskQuery, TaskRow
 from aiogpu.observe.why import Shortage, StopReport, Why
 from aiogpu.wire.codec import RecordCodec
 
@@ -54,5 +55,8 @@ status_codec: Final = RecordCodec(
     StopReport,
     UnendedStatus,
     IdleEndStatus,
+    TaskQuery,
+    TaskPage,
+    TaskRow,
 )
 """Reads and writes the answers to `Inquire`; classes are identified by their index."""

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from aiogpu.core.records import TaskRecord, WorkerRecord
     from aiogpu.core.resources.ledger import Lease
     from aiogpu.observe.status import EndedTask
+    from aiogpu.observe.task_list import Candidate
     from aiogpu.observe.trace import Span
 
 MOST: Final = 10_000
@@ -307,6 +308,36 @@ class History:
         )
         for fields in islice(chain.from_iterable(rows), self._most):
             yield Entry(*fields)
+
+    def candidates(self, only_failed: bool = False) -> Iterator[Candidate]:
+        """Yield the ended tasks and the failed calls, latest first.
+
+        The history may change meanwhile: what was there at the first step is yielded.
+        """
+        from aiogpu.observe.task_list import Candidate
+
+        rows = (
+            item.entries() if type(item) is _Row else (item,)
+            for item in [*reversed(self.ring)]
+        )
+        for fields in islice(chain.from_iterable(rows), self._most):
+            entry = Entry(*fields)
+            failure = entry.failure or Failure("", "")
+            has_failed = entry.outcome in (FAILED, DIED)
+            if entry.is_attempt or (only_failed and not has_failed):
+                continue
+            began = None if entry.place is None else entry.ended - entry.seconds
+            yield Candidate(
+                task=entry.task,
+                name=entry.name,
+                client=entry.client,
+                state=FAILED if has_failed else entry.outcome,
+                since=entry.since,
+                began=began,
+                ended=entry.ended,
+                error=failure.error,
+                message=failure.message,
+            )
 
     def find(self, task: int, now: float) -> EndedTask | None:
         """Return the last attempt of an ended task or actor; None if unknown."""

@@ -20,7 +20,7 @@ from typing import Final, NamedTuple, get_args
 
 from aiogpu.errors import AiogpuError
 
-VERSION: Final = 18
+VERSION: Final = 19
 """Version of the protocol. The greeting carries it; both ends must have the same."""
 
 
@@ -895,11 +895,17 @@ TIMELINE: Final = "timeline"
 HISTORY: Final = "history"
 """Asks for the last tasks that have ended."""
 
+TASKS: Final = "tasks"
+"""Asks for a page of a list of tasks; the query is a `TaskQuery`."""
+
 CANCEL: Final = "cancel"
 """Cancels any task, by the node's number for it, for the user of the node."""
 
 KILL: Final = "kill"
 """Kills any actor, by the number of its task, for the user of the node."""
+
+END_LEASE: Final = "end lease"
+"""Ends any lease, by the number of its task, for the user of the node."""
 
 CANCEL_NAMED: Final = "cancel named"
 """Cancels the task with a name, if no other has the name."""
@@ -916,12 +922,14 @@ class Inquire(NamedTuple):
 
     The answer is `ChildDone` with plain values, see `observe.status_codec`. `what`: one
     of the constants above. `number`: the child or task, or 0. `name`: of tasks, or "".
+    `query`: plain values for questions with more to say.
     """
 
     child: int
     what: str
     number: int
     name: str = ""
+    query: bytes = b""
 
 
 class TakeLease(NamedTuple):

@@ -18,9 +18,10 @@ from threading import Thread
 import pytest
 from click.testing import CliRunner
 
-from aiogpu.cli.views.logs import LogReader, _write, logs
+from aiogpu.cli.views.logs import _write, logs
 from aiogpu.daemon import journal
 from aiogpu.daemon.journal import Journal, RotatingLog, StreamToLog, TerminalLog
+from aiogpu.observe.log_reader import LogReader
 from aiogpu.runtime.output import FILE, Entry, Pages, TaskLog
 from tests.support.program import environment
 
