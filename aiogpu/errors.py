@@ -206,6 +206,10 @@ class NoSuchTaskError(AiogpuError, LookupError):
     """The node knows no task with that number, or has forgotten it."""
 
 
+class StackError(AiogpuError, RuntimeError):
+    """A task or an actor has no stack to show: it does not run, or does not answer."""
+
+
 class OutOfMemoryError(WorkerDiedError, MemoryError):
     """The task was killed because host memory was about to run out.
 

@@ -32,7 +32,7 @@ from aiogpu.api.usage_errors import EnteredOnLoop, options_of
 from aiogpu.client.current import current
 from aiogpu.core.model.units import memory_size, quantity
 from aiogpu.engines.base import Engine, NodeOptions
-from aiogpu.errors import NodeRunningError, NoSuchTaskError, OptionError
+from aiogpu.errors import NodeRunningError, NoSuchTaskError, OptionError, StackError
 
 if TYPE_CHECKING:
     from aiogpu.observe.status import NodeStatus
@@ -187,6 +187,33 @@ class Node(EnteredOnLoop):
         """Return why a task waits; see `aiogpu.why`."""
         return await _why(self._session, task_id)
 
+    async def stack(self, task_id: int) -> str:
+        """Return where the code of a running task or actor is, as `aiogpu stack`.
+
+        The calls of each thread are listed with their source, the innermost last, and
+        those of each coroutine that awaits something. The task goes on.
+
+        Args:
+            task_id: the task's number, as in `aiogpu.status()` and `handle.task_id`.
+
+        Raises:
+            OptionError: `task_id` is not a number.
+            NoSuchTaskError: the node has no record of such a task.
+            StackError: the task does not run, or does not answer; or its node is
+                inline or a Ray cluster.
+        """
+        why = await _why(self._session, task_id, "stack")
+        if not self._session.engine.runs_together:
+            raise StackError(
+                f"node.stack({task_id}): only tasks in workers of a node of aiogpu are "
+                f"asked. A task of an inline node runs in this process: use its "
+                f"debugger. On Ray use `ray stack`."
+            )
+        # Late: few programs ask.
+        from aiogpu.engines.stack import stack_of
+
+        return await stack_of(why)
+
     async def cluster_resources(self) -> dict[str, float]:
         """Return all resources of the node by name, `{"CPU": 4.0, "GPU": 1.0}`."""
         return await self._session.engine.total()
@@ -232,12 +259,15 @@ async def why(task_id: int) -> Why:
     return await _why(None, task_id)
 
 
-async def _why(session: Session | None, task_id: int) -> Why:
-    """Return why a task of a session's node waits."""
+async def _why(session: Session | None, task_id: int, asked: str = "why") -> Why:
+    """Return why a task of a session's node waits, for the function `asked`."""
     if not isinstance(task_id, int) or isinstance(task_id, bool) or task_id < 0:
+        is_why = asked == "why"
+        called = f"{'aiogpu' if is_why else 'node'}.{asked}"
+        instead = "await handle.why()" if is_why else "handle.task_id"
         raise OptionError(
-            f"aiogpu.why({task_id!r}): the argument must be a task's number, such as "
-            f"12; aiogpu.status() lists them. For a handle write `await handle.why()`."
+            f"{called}({task_id!r}): the argument must be a task's number, such as "
+            f"12; aiogpu.status() lists them. For a handle write `{instead}`."
         )
     engine = (
         await engine_of_program("aiogpu.why()") if session is None else session.engine

@@ -1422,6 +1422,10 @@ class SyncNode:
         """Return why a task waits; see `aiogpu.why`."""
         return self._portal.run("why()", lambda: self._node.why(task_id))
 
+    def stack(self, task_id: int) -> str:
+        """Return where the code of a running task is; see `aiogpu.types.Node.stack`."""
+        return self._portal.run("stack()", lambda: self._node.stack(task_id))
+
     def cluster_resources(self) -> dict[str, float]:
         """Return all resources of the node by name, `{"CPU": 4.0, "GPU": 1.0}`."""
         return self._portal.run("cluster_resources()", self._node.cluster_resources)
