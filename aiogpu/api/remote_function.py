@@ -31,6 +31,7 @@ from aiogpu.api.options import (
     CHECKS,
     MAX_BUFFERED,
     TaskOptions,
+    check_flag,
     merged,
     not_buffered,
     not_counted,
@@ -302,6 +303,7 @@ class Mapper:
             ordered: bool = True,
             chunk: int | Literal["auto"] | None = None,
             return_exceptions: Literal[False] = False,
+            progress: bool = False,
         ) -> Results[Y]: ...
 
         @overload
@@ -313,6 +315,7 @@ class Mapper:
             ordered: bool = True,
             chunk: int | Literal["auto"] | None = None,
             return_exceptions: Literal[True],
+            progress: bool = False,
         ) -> Results[Y | Exception]: ...
 
     @options_of("map()")
@@ -324,6 +327,7 @@ class Mapper:
         ordered: bool = True,
         chunk: int | Literal["auto"] | None = None,
         return_exceptions: bool = False,
+        progress: bool = False,
     ) -> Results[Any]:
         """Call the function with each item; return an async iterator over the results.
 
@@ -362,6 +366,8 @@ class Mapper:
             return_exceptions: True to get an error of a call as a result, and go on.
                 Errors of the iterable and of `.remote()` are raised nevertheless. If
                 the process of a chunk dies, each of its items gets the error.
+            progress: True for a progress bar: in a notebook, or at the bottom of a
+                terminal on stderr; nothing if stderr is no terminal.
 
         Raises:
             OptionError: an option is invalid, or `limit` has no room for a chunk.
@@ -373,9 +379,10 @@ class Mapper:
                 f"{self.__name__}.map() takes one iterable. To pass two arguments to "
                 f"each call, map over `zip(a, b)` and let the function take the pair."
             )
-        from aiogpu.api.map import Results
+        from aiogpu.api.map import Results, ResultsWithProgress
 
-        return Results(self, iterable, limit, ordered, chunk, return_exceptions)
+        kind = ResultsWithProgress if check_flag("progress", progress) else Results
+        return kind(self, iterable, limit, ordered, chunk, return_exceptions)
 
     def _for_retry(self, error: Exception) -> Any:
         """Return the remote function that retries an item; None for no retry."""

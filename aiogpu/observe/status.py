@@ -289,6 +289,12 @@ class NodeStatus:
     def __repr__(self) -> str:
         return f"<NodeStatus {summary(self)}>"
 
+    def _repr_html_(self) -> str:
+        """Return tables for a notebook."""
+        from aiogpu.observe.html import status_html
+
+        return status_html(self)
+
     def __str__(self) -> str:
         return report(self)
 
