@@ -166,7 +166,7 @@ class Node(Displayed, EnteredOnLoop):
 
     async def _html(self) -> str:
         from aiogpu.notebook.display import code
-        from aiogpu.observe.html import status_html
+        from aiogpu.observe.status import status_html
 
         state = code(repr(self))
         return state + (status_html(await self.status()) if self.is_open else "")

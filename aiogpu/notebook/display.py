@@ -2,7 +2,7 @@
 
 A notebook asks for HTML without a way to wait, and a node of another process answers
 later. So an object first shows what this process knows; where IPython can update an
-output, the answer replaces it. Light to import.
+output, the answer replaces it.
 """
 
 from __future__ import annotations
@@ -10,14 +10,16 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any, Final
 
+from aiogpu.core.model.text import SHOWN, span, terms
+from aiogpu.core.model.units import format_amount
 from aiogpu.errors import AiogpuError
+from aiogpu.observe.html import facts
+from aiogpu.observe.status import ActorStatus, NodeStatus
+from aiogpu.observe.why import Why, brief
 
 if TYPE_CHECKING:
     import asyncio
     from collections.abc import Awaitable, Callable, Coroutine
-
-    from aiogpu.observe.status import NodeStatus
-    from aiogpu.observe.why import Why
 
 _updates: Final[set[asyncio.Task[None]]] = set()
 """The updates under way; asyncio keeps no strong reference."""
@@ -71,6 +73,52 @@ async def _update(output: Any, text: str, html: Coroutine[Any, Any, str]) -> Non
     output.update({"text/plain": text, "text/html": found}, raw=True)
 
 
+def devices_of(status: NodeStatus, worker: int | None) -> str:
+    """Return the devices on which a worker holds a share: "GPU 0 (0.5)"."""
+    return ", ".join(
+        f"{device.kind} {device.id} ({format_amount(device.kind, holder.share)})"
+        for device in status.devices
+        for holder in device.holders
+        if worker is not None and holder.worker == worker
+    )
+
+
+def task_html(title: str, why: Why, devices: str) -> str:
+    """Return the state of a task: where it runs and since when, or why it waits."""
+    reason = brief(why) or ""
+    lines = str(why).splitlines() if why.state == "waiting" or why.ended else []
+    return facts(
+        title,
+        [
+            ("state", why.outcome or why.state),
+            ("submitted", "" if why.seconds is None else f"{span(why.seconds)} ago"),
+            ("runs", "" if why.runs_for is None else f"for {span(why.runs_for)}"),
+            ("asks for", terms(why.request.items()) if why.request else ""),
+            ("holds", devices),
+            ("worker", f"{why.worker} (pid {why.pid})" if why.worker else ""),
+            ("because", "" if lines else reason),
+            *(("because", line.strip()) for line in lines[1 : SHOWN + 1]),
+        ],
+    )
+
+
+def actor_html(title: str, actor: ActorStatus, devices: str, why: Why) -> str:
+    """Return the state of an actor: where it lives, or why it waits."""
+    return facts(
+        title,
+        [
+            ("state", actor.state),
+            ("lives", "" if why.runs_for is None else f"for {span(why.runs_for)}"),
+            ("name", actor.name or ""),
+            ("holds", devices),
+            ("worker", f"{actor.worker} (pid {actor.pid})" if actor.worker else ""),
+            ("calls", f"{actor.calls} unanswered" if actor.calls else ""),
+            ("handles", f"in {actor.holders} processes" if actor.holders > 1 else ""),
+            ("because", brief(why) or ""),
+        ],
+    )
+
+
 async def html_of(
     title: str,
     why: Why | None,
@@ -81,8 +129,6 @@ async def html_of(
 
     `why` is the state of the task, None if it has ended.
     """
-    from aiogpu.observe.html import actor_html, devices_of, facts, task_html
-
     if why is None:
         return facts(title, [("state", "ended")])
     if why.worker is None and not is_actor:
