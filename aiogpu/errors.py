@@ -87,6 +87,13 @@ class TaskError(AiogpuError, RuntimeError):
         return type(self), (str(self),), vars(self).copy()
 
 
+class WorkerSetupError(AiogpuError, RuntimeError):
+    """The `setup` of a function has raised in a worker, so that the task did not run.
+
+    The traceback of the setup is part of the error's traceback.
+    """
+
+
 class DeadlockError(AiogpuError, RuntimeError):
     """The wait can never end: tasks that wait hold what the awaited task needs."""
 

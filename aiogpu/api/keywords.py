@@ -6,7 +6,7 @@ worker, and each annotation here would cost time.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypedDict
 
 from aiogpu.api.options import GpuStrategy, GpuWhere, Lifetime, RetryOom
@@ -76,6 +76,8 @@ class Options(_Common, total=False):
         stop_grace: seconds that the task may go on when the program or node stops;
             `get_runtime_context().is_stopping` is True meanwhile; default 0.
         runtime_env: `{"env_vars": {"A": "1"}}`, environment variables of the worker.
+        setup: plain function without arguments that runs once in each worker process,
+            before the first task of the function; errors are `WorkerSetupError`.
         lifetime: "detached": the task may outlive the task that started it.
         placement: the `aiogpu.placement(...)` to run in. Without `num_cpus` the task
             asks for a CPU only if the bundle has one.
@@ -96,6 +98,7 @@ class Options(_Common, total=False):
     run_timeout: float | None
     cancel_grace: float | None
     stop_grace: float | None
+    setup: Callable[[], object] | None
 
 
 class ActorKeywords(_Common, total=False):

@@ -28,7 +28,7 @@ from aiogpu.api.session import (
     session_of_program,
     start_session,
 )
-from aiogpu.api.usage_errors import EnteredOnLoop, options_of
+from aiogpu.api.usage_errors import Displayed, EnteredOnLoop, options_of
 from aiogpu.client.current import current
 from aiogpu.core.model.units import memory_size, quantity
 from aiogpu.engines.base import Engine, NodeOptions
@@ -150,7 +150,7 @@ CHECKS: Final[dict[str, Check]] = {
 """The options of a node with their checks, which return values of `NodeOptions`."""
 
 
-class Node(EnteredOnLoop):
+class Node(Displayed, EnteredOnLoop):
     """The node of this event loop, returned by `init`; `async with` closes it.
 
     The functions of `aiogpu` with the same names use the node of the running loop.
@@ -163,6 +163,13 @@ class Node(EnteredOnLoop):
 
     def __repr__(self) -> str:
         return f"<Node {'open' if self.is_open else 'closed'}>"
+
+    async def _html(self) -> str:
+        from aiogpu.notebook.display import code
+        from aiogpu.observe.status import status_html
+
+        state = code(repr(self))
+        return state + (status_html(await self.status()) if self.is_open else "")
 
     def _as_called(self) -> str:
         return "aiogpu.init(...)"

@@ -506,6 +506,7 @@ class TaskOptions(NamedTuple):
     cancel_grace: float | None = None
     stop_grace: float = 0.0
     runtime_env: Mapping[str, str] = NO_ENTRIES
+    setup: Callable[[], object] | None = None
     lifetime: Lifetime = None
     placement: PlacementGroupSpec | None = None
     bundle: int = -1
@@ -808,6 +809,26 @@ def _check_retried(option: str, value: object) -> Retried:
     )
 
 
+def _check_setup(option: str, value: object) -> Callable[[], object]:
+    if callable(value) and not hasattr(value, "__aiogpu_function__"):
+        from inspect import iscoroutinefunction, signature
+
+        try:
+            signature(value).bind()
+            is_fit = not iscoroutinefunction(value)
+        except TypeError:
+            is_fit = False  # it needs arguments
+        except ValueError:
+            is_fit = True  # a builtin without a signature
+        if is_fit:
+            return value
+    raise OptionError(
+        f"{option}={value!r} must be a plain function without arguments, which runs "
+        f"once in each worker process before the first task of the function; no "
+        f"`async def` and no remote function."
+    )
+
+
 def _check_memory(option: str, value: object) -> int:
     return memory_size(option, value) * UNIT
 
@@ -916,6 +937,7 @@ CHECKS: Final[dict[str, dict[str, Check]]] = {
             "a number of seconds, 0 to kill at once, or None for the value of init()"
         ),
         "stop_grace": duration("a number of seconds, 0 or None for none"),
+        "setup": _check_setup,
         **_OF_PROCESSES,
     },
     "actor": {

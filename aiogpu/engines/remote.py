@@ -85,6 +85,7 @@ if TYPE_CHECKING:
     from aiogpu.client.interface import Outcome, Receiver
     from aiogpu.client.references import Loan
     from aiogpu.core.resources.ledger import Ledger
+    from aiogpu.notebook.cells import Cells
     from aiogpu.observe.status import EndedTask, NodeStatus
     from aiogpu.observe.task_list import TaskPage, TaskQuery
     from aiogpu.observe.trace import Span
@@ -172,6 +173,7 @@ class Terminal:
         loop: the loop that receives messages.
         source: the connection; paused while the terminal is slow.
         take: called with delayed messages.
+        cells: the cells of a notebook; None outside notebooks.
     """
 
     def __init__(
@@ -179,8 +181,10 @@ class Terminal:
         loop: asyncio.AbstractEventLoop,
         source: Source,
         take: Callable[[Message], None],
+        cells: Cells | None = None,
     ) -> None:
         self._console = Console(loop, is_shown=True)
+        self._cells = cells
         self._source = source
         self._take = take
         self._number = 0
@@ -193,17 +197,26 @@ class Terminal:
         if type(message) is Printed:
             console, stream = self._console, message.stream
             self._number = console.write(
-                stream, message.text, self._source, message.worker
+                stream,
+                message.text,
+                self._source,
+                message.worker,
+                self._cell_of(message),
             )
             return True
         if type(message) is Logged:
-            text = LoggedText(*message)
-            self._number = self._console.write(2, text, self._source)
+            text = LoggedText(message.label, message.text, message.fields)
+            cell = self._cell_of(message)
+            self._number = self._console.write(2, text, self._source, cell=cell)
             return True
         if self._number <= self._console.written:
             return False
         self._console.after(self._number, partial(self._take, message))
         return True
+
+    def _cell_of(self, message: Printed | Logged) -> object:
+        """Return the cell that has started the task that printed; None if unknown."""
+        return None if self._cells is None else self._cells.find(message.child)
 
     def hold_nothing(self) -> None:
         """Pass delayed messages on, and delay no more messages."""
@@ -534,6 +547,11 @@ class RemoteEngine(NodeClient):
         self._is_leaving = False
         self._error: NodeError | None = None
         self._terminal: Terminal | None = None
+        self._cells: Cells | None = None
+        if "IPython" in sys.modules:
+            from aiogpu.notebook.cells import Cells
+
+            self._cells = Cells(loop, self.new_number)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._path}>"
@@ -551,6 +569,7 @@ class RemoteEngine(NodeClient):
             await self._join()
         except BaseException:
             interrupts.discard(self)
+            self._close_cells()
             self._line.close()
             self._release_memory()
             raise
@@ -665,7 +684,9 @@ class RemoteEngine(NodeClient):
                     )
                 self._end(NodeClosedError(text))
             case Printed() | Logged() if self._terminal is None:
-                self._terminal = Terminal(self.loop, self._line, self._take)
+                self._terminal = Terminal(
+                    self.loop, self._line, self._take, self._cells
+                )
                 self._terminal.keeps(message)
             case Warned(text):
                 _log.warning("! %s", text)
@@ -710,6 +731,7 @@ class RemoteEngine(NodeClient):
             return
         self._error = error
         self._declared.clear()
+        self._close_cells()
         self._line.close()
         if not self._welcome.done():
             self._welcome.set_exception(error)
@@ -720,6 +742,10 @@ class RemoteEngine(NodeClient):
             self._terminal.hold_nothing()
         self._settle_all(lambda _: _again(error))
         self.leases.end(error)
+
+    def _close_cells(self) -> None:
+        if self._cells is not None:
+            self._cells.close()
 
     def announce_stop(self) -> None:
         """Inform this program's tasks that it stops; see `Engine.announce_stop`."""
@@ -777,6 +803,7 @@ class RemoteEngine(NodeClient):
     def close_now(self) -> None:
         """Close at once, without an event loop; the node notices."""
         interrupts.discard(self)
+        self._close_cells()
         self.after_fork()
 
     def after_fork(self) -> None:

@@ -289,6 +289,10 @@ class NodeStatus:
     def __repr__(self) -> str:
         return f"<NodeStatus {summary(self)}>"
 
+    def _repr_html_(self) -> str:
+        """Return tables for a notebook."""
+        return status_html(self)
+
     def __str__(self) -> str:
         return report(self)
 
@@ -871,6 +875,75 @@ def report(status: NodeStatus) -> str:
         ),
     ]
     return "\n".join(rows)
+
+
+def status_html(status: NodeStatus) -> str:
+    """Return the status of a node as tables: devices, tasks, actors, failures."""
+    from html import escape
+
+    from aiogpu.observe.html import table
+
+    summary = escape("\n".join(overview(status)))
+    return "".join(
+        (
+            f"<pre>{summary}</pre>",
+            table(
+                "devices",
+                ("device", "name", "free", "memory", "held by"),
+                map(_device_cells, status.devices),
+            ),
+            table(
+                "tasks",
+                ("task", "name", "state", "asks for", "worker", "because"),
+                (
+                    (
+                        *(str(task.id), task.name, task.state),
+                        terms(task.request.items()),
+                        f"pid {task.pid}" if task.pid else "",
+                        task.reason or "",
+                    )
+                    for task in status.tasks
+                ),
+            ),
+            table(
+                "actors",
+                ("actor", "name", "class", "state", "worker", "calls"),
+                (
+                    (
+                        *(str(actor.id), actor.name or "", actor.class_name),
+                        *(actor.state, f"pid {actor.pid}" if actor.pid else ""),
+                        str(actor.calls or ""),
+                    )
+                    for actor in status.actors
+                ),
+            ),
+            table(
+                "failed",
+                ("task", "name", "when", "error"),
+                (
+                    (
+                        *(str(task.task), task.name, f"{span(task.seconds)} ago"),
+                        f"{task.error}: {task.message}".rstrip(": "),
+                    )
+                    for task in status.failures[:SHOWN]
+                ),
+            ),
+        )
+    )
+
+
+def _device_cells(device: DeviceStatus) -> Sequence[str]:
+    name, memory = f"{device.kind} {device.id}", ""
+    if device.memory:
+        used = "" if device.used is None else f"{format_amount('memory', device.used)} "
+        memory = f"{used}of {format_amount('memory', device.memory)}"
+    held = ", ".join(
+        f"{holder.task or 'a process that ends'} "
+        f"{format_amount(device.kind, holder.share)}"
+        for holder in device.holders
+    )
+    free = device.aside or format_amount(device.kind, device.free)
+    return name, device.name or device.type or "", free, memory, held
 
 
 def _section(

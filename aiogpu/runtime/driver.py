@@ -298,6 +298,12 @@ class Driver:
     def __repr__(self) -> str:
         return f"<Driver {len(self._calls)} calls, {self.pool!r}>"
 
+    @property
+    def last_task(self) -> int:
+        """The number of the task that was submitted last."""
+        self.row.end()
+        return self._last_task
+
     def submit(
         self,
         func: FunctionSpec,

@@ -323,6 +323,11 @@ class Supervisor:
         return self.clients
 
     @property
+    def console(self) -> Console:
+        """The terminal on which the output of tasks is shown."""
+        return self._open_parts.console
+
+    @property
     def directory(self) -> str:
         """The directory of the node's sockets."""
         assert self._bootstrap is not None

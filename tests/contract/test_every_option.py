@@ -20,7 +20,7 @@ import pytest
 import aiogpu
 from aiogpu import errors
 from aiogpu.api.options import CHECKS
-from tests.contract import gpu_tasks, option_tasks, stream_tasks, tasks
+from tests.contract import gpu_tasks, option_tasks, setup_tasks, stream_tasks, tasks
 from tests.contract.node_here import node_here
 from tests.contract.option_tasks import Actor, Grouped, TimedCoroutines
 from tests.support.errors import raises
@@ -264,6 +264,11 @@ async def task_runtime_env(at: Place) -> None:
     env = {"env_vars": {"AIOGPU_TEST_OPTION": "given"}}
     found = tasks.environment.options(runtime_env=env).remote("AIOGPU_TEST_OPTION")
     assert await found == {"AIOGPU_TEST_OPTION": "given"}
+
+
+async def task_setup(at: Place) -> None:
+    pid, ran = await setup_tasks.count.remote()
+    assert ran[-1] == pid
 
 
 async def task_lifetime(at: Place) -> None:

@@ -135,7 +135,7 @@ class Clients:
         self.is_draining = False
         self.ends_at: float | None = None
         self.by_id: dict[int, Client] = {}
-        self.routes = Routes(driver.scheduler, self.by_id, log)
+        self.routes = Routes(driver.scheduler, self.by_id, log, self._number_of)
         self._loop = loop
         self._driver = driver
         self._slices = driver.actors.slices
@@ -152,6 +152,12 @@ class Clients:
 
     def __repr__(self) -> str:
         return f"<Clients {len(self.by_id)}>"
+
+    def _number_of(self, task: int) -> int:
+        """Return the program's own number of a task; 0 if the task has ended."""
+        call = self._driver.call_of(TaskId(task))
+        receiver = None if call is None else call.receiver
+        return receiver.number if isinstance(receiver, Child) else 0
 
     async def listen(
         self, listening: socket.socket, on_data: Callable[[int], object]
