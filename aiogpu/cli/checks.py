@@ -345,7 +345,7 @@ LIMIT: Final = 5.0
 
 
 def check_cgroup(
-    find: Callable[[], cgroups.Place] = cgroups.find_cgroup,
+    find: Callable[[], cgroups.ParentCgroup] = cgroups.find_cgroup,
 ) -> str:
     """Make a group, move a sleeping process into it, kill the group, remove it."""
     place = find()

@@ -32,7 +32,7 @@ from aiogpu.runtime.history import DIED, RETRIED
 from aiogpu.runtime.memory_monitor import MemoryGuard
 from aiogpu.runtime.objects.values import await_arguments, is_complete, unfinished_in
 from aiogpu.runtime.pending_tasks import EACH, Call, Delay, settle_with_fault
-from aiogpu.runtime.results import LogFailure, Results, WarnOwner
+from aiogpu.runtime.results import LogFailure, ResultDelivery, WarnOwner
 from aiogpu.runtime.workers.commands import SETTLES
 from aiogpu.runtime.workers.death import CROWDED, UNAVAILABLE, Death
 from aiogpu.runtime.workers.message_router import InlinePoller, NestedRequests
@@ -199,7 +199,7 @@ class Driver:
         self._commands = self.pool.commands
         self.guard = MemoryGuard(loop, scheduler, self.workers, self.feed)
         self._calls: ShardedDict[Call] = ShardedDict()
-        self.results = Results(
+        self.results = ResultDelivery(
             scheduler,
             self._calls,
             self.guard,

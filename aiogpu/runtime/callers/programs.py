@@ -33,7 +33,7 @@ from aiogpu.runtime.driver import Driver
 from aiogpu.runtime.objects.store import Store
 from aiogpu.runtime.output import Routes, TaskLog
 from aiogpu.runtime.pending_tasks import internal_error
-from aiogpu.runtime.zygote.config import Program, program_of
+from aiogpu.runtime.zygote.config import ProgramEnvironment, program_of
 from aiogpu.runtime.zygote.zygotes import Zygotes
 from aiogpu.serialization.exceptions import pack_own_error
 from aiogpu.serialization.payload import MARK
@@ -350,7 +350,7 @@ class Clients:
             peer.refuse("this node is being stopped, and no program can join")
             self._on_lost(client)
             return
-        program = Program(
+        program = ProgramEnvironment(
             join.executable,
             join.sys_path,
             join.directory,
