@@ -436,10 +436,29 @@ def init(
         NodeError: at the await: this loop already has a node, or the node cannot start.
         DeviceError: at the await: CUDA_VISIBLE_DEVICES names devices that do not exist.
     """
-    options = dict(locals())
-    where = check_text("address", options.pop("address")) or default_address()
-    shared = check_flag("ignore_reinit_error", options.pop("ignore_reinit_error"))
-    return Opening(where, check_node_options(**options), shared)
+    where = check_text("address", address) or default_address()
+    shared = check_flag("ignore_reinit_error", ignore_reinit_error)
+    options = check_node_options(
+        num_cpus=num_cpus,
+        num_gpus=num_gpus,
+        resources=resources,
+        accelerator_type=accelerator_type,
+        gpu_memory=gpu_memory,
+        gpu_memory_enforce=gpu_memory_enforce,
+        foreign=foreign,
+        mps=mps,
+        cpu_affinity=cpu_affinity,
+        preload=preload,
+        log_to_driver=log_to_driver,
+        cancel_grace=cancel_grace,
+        spare_workers=spare_workers,
+        memory=memory,
+        memory_guard=memory_guard,
+        object_memory=object_memory,
+        spill_directory=spill_directory,
+        runtime_env=runtime_env,
+    )
+    return Opening(where, options, shared)
 
 
 def is_initialized() -> bool:
