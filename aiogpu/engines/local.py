@@ -80,6 +80,13 @@ class LocalEngine:
         return f"<{type(self).__name__} {self._driver!r}>"
 
     @property
+    def node_socket(self) -> str:
+        """The path of the node's own socket."""
+        from aiogpu.wire.messages import socket_path
+
+        return socket_path(self._supervisor.directory)
+
+    @property
     def store(self) -> Store:
         """The shared memory of values; created at first use."""
         if self._store is None:

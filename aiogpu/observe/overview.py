@@ -7,6 +7,7 @@ programs and are text: all of them pass `text`.
 from __future__ import annotations
 
 import html
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
@@ -43,6 +44,15 @@ def link(task: int | None, label: str) -> str:
     """Return a link to the page of a task as HTML; the label alone without a number."""
     shown = text(label)
     return shown if task is None else f'<a href="/task?id={task}">{shown}</a>'
+
+
+def without_links(drawn: str) -> str:
+    """Return HTML of this module without its links, for another place than the page."""
+    return _LINK.sub(r"\1", _MORE.sub("", drawn))
+
+
+_LINK: Final = re.compile(r'<a href="/[^"]*">([^<]*)</a>')
+_MORE: Final = re.compile(r'<p><a href="/[^"]*">[^<]*</a></p>')
 
 
 def overview(
@@ -84,7 +94,7 @@ def section(title: str, content: str) -> str:
 
 def _tiles(status: NodeStatus, throughput: float | None) -> str:
     oldest = max((shape.seconds for shape in status.shapes), default=None)
-    rate = "not known yet" if throughput is None else f"{throughput:.3g} tasks/s"
+    rate = "not known" if throughput is None else f"{throughput:.3g} tasks/s"
     failed = sum(status.outcomes.get(name, 0) for name in ("failed", "died"))
     figures = (
         ("Running and leased", f"{len(held_tasks(status)):,} tasks"),

@@ -182,7 +182,7 @@ def test_the_figures_change_every_second_with_100_000_waiting_tasks(
         for _ in range(4):
             age = row.get_by_role("cell").last.inner_text()
             sync_api.expect(row.get_by_role("cell").last).not_to_have_text(
-                age, timeout=2500
+                age, timeout=5000
             )
         page.get_by_role("link", name="Tasks", exact=True).click()
         expect = sync_api.expect
