@@ -242,6 +242,8 @@ class LocalEngine:
             actors=driver.actors.listed(place_of, results.client_of),
             failures=results.history.failures(now),
             outcomes=results.history.outcomes,
+            evictions=driver.actors.evictions,
+            reloads=driver.actors.reloads,
             draining=self._draining(now),
             ended_idle=tuple(
                 IdleEndStatus(worker, pid, used, now - when)
