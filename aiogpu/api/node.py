@@ -35,6 +35,7 @@ from aiogpu.engines.base import Engine, NodeOptions
 from aiogpu.errors import NodeRunningError, NoSuchTaskError, OptionError, StackError
 
 if TYPE_CHECKING:
+    from aiogpu.api.dashboard import NodeView
     from aiogpu.observe.status import NodeStatus
     from aiogpu.observe.why import Why
 
@@ -146,6 +147,7 @@ CHECKS: Final[dict[str, Check]] = {
     "object_memory": optional(memory_size, None),
     "spill_directory": optional(_check_directory, None),
     "runtime_env": optional(_check_runtime_env, None),
+    "dashboard": check_flag,
 }
 """The options of a node with their checks, which return values of `NodeOptions`."""
 
@@ -189,6 +191,25 @@ class Node(Displayed, EnteredOnLoop):
     async def status(self) -> NodeStatus:
         """Return which tasks hold or wait for what; see `aiogpu.status`."""
         return await self._session.engine.status()
+
+    async def dashboard(self) -> NodeView:
+        """Return the overview of the dashboard, which a notebook shows below the cell.
+
+        It shows the node at this moment. `init(dashboard=True)` serves pages that
+        follow it.
+
+        Example:
+            `await node.dashboard()` as the last line of a cell.
+        """
+        from aiogpu.api.dashboard import NodeView
+
+        return NodeView(await self.status())
+
+    @property
+    def dashboard_url(self) -> str:
+        """The URL of the dashboard, with its token; "" without `dashboard=True`."""
+        process = self._session.dashboard
+        return "" if process is None else process.url
 
     async def why(self, task_id: int) -> Why:
         """Return why a task waits; see `aiogpu.why`."""
@@ -392,6 +413,7 @@ def init(
     object_memory: int | str | None = None,
     spill_directory: str | os.PathLike[str] | None = None,
     runtime_env: Mapping[str, Any] | None = None,
+    dashboard: bool = False,
     ignore_reinit_error: bool = False,
 ) -> Opening:
     """Open a node for this event loop: `await` the call, or use `async with`.
@@ -427,6 +449,8 @@ def init(
             system's temporary directory.
         runtime_env: with address="ray", Ray's runtime environment of all tasks, as
             `ray.init` takes it: `{"working_dir": ".", "pip": ["einops"]}`.
+        dashboard: serve the dashboard of the node beside the program, and print its URL
+            to stderr; needs `aiogpu[dashboard]`; default False.
         ignore_reinit_error: return this loop's node if it already has one; default
             False.
 

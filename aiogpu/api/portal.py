@@ -89,6 +89,7 @@ from aiogpu.serialization.references import PickledValue
 from aiogpu.serialization.serializer import dump_arguments, fix_item
 
 if TYPE_CHECKING:
+    from aiogpu.api.dashboard import NodeView
     from aiogpu.api.gang import Gang
     from aiogpu.api.reservation import Lease, Placement
     from aiogpu.api.results.reports import Report
@@ -1417,6 +1418,18 @@ class SyncNode:
     def status(self) -> NodeStatus:
         """Return which tasks hold or wait for what; see `aiogpu.status`."""
         return self._portal.run("status()", self._node.status)
+
+    def dashboard(self) -> NodeView:
+        """Return the overview of the dashboard, which a notebook shows below the cell.
+
+        It shows the node at this moment.
+        """
+        return self._portal.run("dashboard()", self._node.dashboard)
+
+    @property
+    def dashboard_url(self) -> str:
+        """The URL of the dashboard, with its token; "" without `dashboard=True`."""
+        return self._node.dashboard_url
 
     def why(self, task_id: int) -> Why:
         """Return why a task waits; see `aiogpu.why`."""

@@ -84,6 +84,13 @@ class LocalEngine:
         return f"<{type(self).__name__} {self._driver!r}>"
 
     @property
+    def node_socket(self) -> str:
+        """The path of the node's own socket."""
+        from aiogpu.wire.messages import socket_path
+
+        return socket_path(self._supervisor.directory)
+
+    @property
     def store(self) -> Store:
         """The shared memory of values; created at first use."""
         if self._store is None:
@@ -256,6 +263,8 @@ class LocalEngine:
             actors=driver.actors.listed(place_of, results.client_of),
             failures=results.history.failures(now),
             outcomes=results.history.outcomes,
+            evictions=driver.actors.evictions,
+            reloads=driver.actors.reloads,
             draining=self._draining(now),
             ended_idle=tuple(
                 IdleEndStatus(worker, pid, used, now - when)

@@ -618,6 +618,11 @@ class RemoteEngine(NodeClient):
         self._loans.connect(connected, welcome.spill, self._page)
 
     @property
+    def node_socket(self) -> str:
+        """The path of the socket of the joined node."""
+        return self._path
+
+    @property
     def _address(self) -> str:
         """The address by which `init` joins a node at the same path."""
         return "auto" if self._path == default_socket() else self._path

@@ -258,6 +258,9 @@ class NodeStatus:
             node, `{"3": "train.py 4711"}`; their ended tasks are still listed.
         outcomes: how many attempts have ended since the node began, by outcome:
             `{"finished": 12, "failed": 1}`; empty on a cluster.
+        evictions: how often actors with `evict_after` have left so that others could
+            start, since the node began.
+        reloads: how often such actors have come back in a new process.
     """
 
     total: Mapping[str, float]
@@ -280,6 +283,8 @@ class NodeStatus:
     ended_idle: tuple[IdleEndStatus, ...] = ()
     departed: Mapping[str, str] = field(default_factory=dict)
     outcomes: Mapping[str, int] = field(default_factory=dict)
+    evictions: int = 0
+    reloads: int = 0
 
     @property
     def waiting(self) -> tuple[TaskStatus, ...]:

@@ -538,6 +538,22 @@ def test_each_option_has_a_probe() -> None:
     }
 
 
+# Options of `init`
+
+
+@pytest.mark.own_node
+async def test_a_node_has_a_dashboard_or_refuses_it_in_words(address: str) -> None:
+    pytest.importorskip("bokeh", reason="the dashboard needs Bokeh")
+    if address in ("ray", "inline"):
+        with pytest.raises(errors.OptionError, match="dashboard"):
+            await aiogpu.init(address=address, dashboard=True)
+        return
+    async with aiogpu.init(address=address, **NODE, dashboard=True) as node:
+        assert node.dashboard_url.startswith("http://127.0.0.1:")
+    async with aiogpu.init(address=address, **NODE) as node:
+        assert node.dashboard_url == ""
+
+
 # The largest options
 
 

@@ -97,6 +97,7 @@ class RayEngine:
 
     waits = None
     runs_together = False
+    node_socket = ""
     home = ""
 
     def __init__(

@@ -103,6 +103,8 @@ class Actors(Register):
 
     Attributes:
         workers: the workers that are actors, by id.
+        evictions: how often actors have left so that others could start.
+        reloads: how often such actors have come back.
         begun: returns the number of the last call that a worker has begun, by the id
             of the worker; for serial actors only.
         check: raises if this node can never serve a class with these arguments.
@@ -119,6 +121,7 @@ class Actors(Register):
         check: Check,
     ) -> None:
         super().__init__(loop)
+        self.evictions = self.reloads = 0
         self.check = check
         self.workers: dict[int, LiveWorker] = {}
         self._scheduler = scheduler
@@ -177,6 +180,7 @@ class Actors(Register):
     def on_evicted(self, actor: int, answer: Done | Failed | None) -> None:
         """Handle that an actor has left; `answer` is its last message, if any."""
         found = self._evictable(actor)
+        self.evictions += 1
         error = found.on_evicted(answer)
         if error is not None:
             self._end_by(found, error)
@@ -310,7 +314,12 @@ class Actors(Register):
         if not terms.keeps_cpus:
             # Queued: handled after the current effect.
             self._tasks.feed(Scheduler.release_cpus, task)
-        kept = b"" if terms.evict_after is None else self._evictable(task).kept
+        kept = b""
+        if terms.evict_after is not None:
+            evictable = self._evictable(task)
+            kept = evictable.kept
+            self.reloads += evictable.is_returning
+            evictable.is_returning = False
         return Create(
             actor.id,
             call.func.id,

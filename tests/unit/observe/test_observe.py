@@ -43,6 +43,7 @@ async def status_of(gate: Gate) -> Seen:
         status = await aiogpu.status()
         for handle in handles:
             handle.cancel()
+    status = replace(status, evictions=3, reloads=2)
     return Seen(status, {"finished": 7, "failed": 1})
 
 
@@ -70,6 +71,9 @@ async def test_metrics_are_served_only_on_this_machine(gate: Gate) -> None:
     assert 'aiogpu_resource_free{resource="GPU"} 0.75' in text
     assert 'aiogpu_tasks_ended_total{outcome="finished"} 7.0' in text
     assert "# TYPE aiogpu_tasks gauge" in text
+    assert "# TYPE aiogpu_actor_evictions_total counter" in text
+    assert "aiogpu_actor_evictions_total 3.0" in text
+    assert "aiogpu_actor_reloads_total 2.0" in text
 
 
 def test_metrics_port_in_use_is_named() -> None:
