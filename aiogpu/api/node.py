@@ -481,6 +481,7 @@ def init(
         object_memory=object_memory,
         spill_directory=spill_directory,
         runtime_env=runtime_env,
+        dashboard=dashboard,
     )
     return Opening(where, options, shared)
 
