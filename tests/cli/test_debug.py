@@ -134,7 +134,7 @@ def test_a_session_in_a_terminal(program: Program) -> None:
     terminal.sendline("p step, total")
     terminal.expect(r"\(1, 100\)\r\n\(Pdb\) ")
     terminal.sendeof()
-    terminal.expect(r"train \(task \d+\) goes on\.")
+    terminal.expect(r"train \(task \d+\) (goes on|has ended)\.")
     assert ended(terminal) == 0
     assert program.result() == "result 103\n"
 
