@@ -29,9 +29,16 @@ pytestmark = [
 
 async def waiting(handle: Any) -> Why:
     """Return the state of a task or actor once it waits for a debugger."""
-    number = handle if isinstance(handle, int) else handle.task_id
-    while not (why := await aiogpu.why(number)).debugger:
+    while not (why := await state(handle)).debugger:
         await asyncio.sleep(0)
+    return why
+
+
+async def state(handle: Any) -> Why:
+    """Return the state of a task by its handle, or of an actor by its number."""
+    if isinstance(handle, int):
+        return await aiogpu.why(handle)
+    why: Why = await handle.why()
     return why
 
 
@@ -82,12 +89,12 @@ async def test_a_task_is_debugged_from_stop_to_stop(node: Node) -> None:
     why = await waiting(handle)
     assert why.halted == "debug_tasks.py:17 in stops"
     assert "waits for a debugger at debug_tasks.py:17 in stops" in str(why)
-    assert f"`aiogpu debug {handle.task_id}` attaches one" in str(why)
+    assert f"`aiogpu debug {why.task}` attaches one" in str(why)
     (status,) = (await aiogpu.status()).tasks
     assert status.reason == "waits for a debugger at debug_tasks.py:17 in stops"
     async with attached(why) as terminal:
         assert (await terminal.hear()).endswith("-> total += number + 1\n(Pdb) ")
-        why = await aiogpu.why(handle.task_id)
+        why = await state(handle)
         assert (why.debugger, why.halted) == ("", "debug_tasks.py:17 in stops")
         assert "is in a debugger" in str(why)
         assert await terminal.ask("p total, number") == "(0, 0)\n(Pdb) "
@@ -144,7 +151,7 @@ async def test_a_breakpoint_of_the_debugger_holds_until_the_end(node: Node) -> N
         await terminal.hear()
         assert "Breakpoint 1" in await terminal.ask("b inner")
         assert "-> return number + 1" in await terminal.ask("c")
-        assert (await aiogpu.why(handle.task_id)).halted.endswith(" in inner")
+        assert (await state(handle)).halted.endswith(" in inner")
         assert await terminal.ask("p number") == "1\n(Pdb) "
         terminal.tell(line="c")
         assert await handle == 2
@@ -354,7 +361,7 @@ async def test_an_editor_attaches_by_debugpy(node: Node) -> None:
         editor.ask("stackTrace", threadId=thread)
         frame = (await editor.hear("stackTrace"))["body"]["stackFrames"][0]
         assert frame["name"] == "stops"
-        assert (await aiogpu.why(handle.task_id)).halted.endswith(" in stops")
+        assert (await state(handle)).halted.endswith(" in stops")
         expression = "__import__('time').sleep(2.1) or total"
         editor.ask("evaluate", expression=expression, frameId=frame["id"])
         assert (await editor.hear("evaluate"))["body"]["result"] == "0"

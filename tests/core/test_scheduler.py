@@ -131,6 +131,13 @@ def test_a_task_that_dies_at_a_breakpoint_has_limits_again():
     """)
 
 
+def test_a_task_that_fails_at_a_breakpoint_has_limits_again():
+    World(cpus=1, config=PATIENCE).play("""
+        submit a timeout=3.0 max_retries=9; begin a; halt a; advance 2.0
+        finish a retry=True; advance 2.9; told =; advance 0.1; told = a:expired
+    """)
+
+
 def test_a_breakpoint_without_limits_or_of_a_lost_task_changes_nothing():
     w = World(cpus=1, config=PATIENCE).play("submit free; begin free; halt free")
     worker = w.worker_of("free")
