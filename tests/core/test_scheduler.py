@@ -138,6 +138,17 @@ def test_a_task_that_fails_at_a_breakpoint_has_limits_again():
     """)
 
 
+def test_a_task_whose_retry_waits_has_limits_meanwhile():
+    w = World(cpus=1).play("submit a timeout=60.0 max_retries=9")
+    tries = 0
+    while w.scheduler.delayed == {}:
+        w.play("begin a; halt a; die a")
+        tries += 1
+        assert tries < 9
+    (halt,) = w.scheduler.halts.values()
+    assert halt.since is None
+
+
 def test_a_breakpoint_without_limits_or_of_a_lost_task_changes_nothing():
     w = World(cpus=1, config=PATIENCE).play("submit free; begin free; halt free")
     worker = w.worker_of("free")
