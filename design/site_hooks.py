@@ -1,4 +1,4 @@
-"""Hooks of the site: diagrams are drawn by the copy of mermaid that the site contains.
+"""Hooks of the site: whole docstrings below tables of names, and mermaid's own copy.
 
 The theme loads mermaid from another host on pages with diagrams. `mkdocs.yml` names
 this file; see https://www.mkdocs.org/user-guide/configuration/#hooks.
@@ -12,10 +12,30 @@ from typing import Final
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
+from mkdocs.structure.pages import Page
 
+NAME: Final = re.compile(r"^\| `(aiogpu\.[\w.]+)` \|", re.MULTILINE)
+LINKED: Final = re.compile(r"^\| \[`(aiogpu\.[\w.]+)`\]", re.MULTILINE)
+TABLE: Final = re.compile(r"^\| name .*\n(?:\|.*\n?)+", re.MULTILINE)
 FOREIGN: Final = re.compile(r"https://unpkg\.com/mermaid@\d+/dist/mermaid\.min\.js")
 OWN: Final = "javascripts/mermaid.tiny.js"
 """As all pages lie in one folder, the path is the same from each."""
+
+
+def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
+    """Add the whole docstrings below each table of the page of the API.
+
+    On a forge the page is its tables.
+    """
+    if page.file.src_path != "api.md":
+        return markdown
+    linked = NAME.sub(r"| [`\1`](#\1) |", markdown)
+    return TABLE.sub(
+        lambda table: (
+            table[0] + "".join(f"\n::: {name}\n" for name in LINKED.findall(table[0]))
+        ),
+        linked,
+    )
 
 
 def on_post_build(config: MkDocsConfig) -> None:
