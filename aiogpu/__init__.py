@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     from aiogpu.api.actors.pool import ActorPool as ActorPool
     from aiogpu.api.actors.pool import typed as typed
     from aiogpu.api.actors.queue import Queue as Queue
-    from aiogpu.api.actors.queue import QueueClosedError as QueueClosedError
-    from aiogpu.api.actors.queue import QueueEmptyError as QueueEmptyError
-    from aiogpu.api.actors.queue import QueueFullError as QueueFullError
     from aiogpu.api.calls import put as put
     from aiogpu.api.decorator import method as method
     from aiogpu.api.decorator import remote as remote
@@ -91,12 +88,7 @@ _MODULES = {
     "api.reservation": ("lease", "placement"),
     "api.actors.pool": ("ActorPool", "typed"),
     "api.calls": ("put",),
-    "api.actors.queue": (
-        "Queue",
-        "QueueClosedError",
-        "QueueEmptyError",
-        "QueueFullError",
-    ),
+    "api.actors.queue": ("Queue",),
     "api.run": ("run",),
     "api.decorator": ("method", "remote"),
     "api.gang": ("gang",),

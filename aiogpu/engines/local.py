@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import sys
 import time
 from dataclasses import replace
-from itertools import count
+from itertools import count, islice
+from time import perf_counter
 from typing import TYPE_CHECKING, Final
 
 from aiogpu.core.model.ids import TaskId
@@ -16,15 +18,19 @@ from aiogpu.errors import NodeClosedError
 from aiogpu.linux.sockets import keep_pages
 from aiogpu.runtime.interrupts import interrupts
 from aiogpu.runtime.node import Supervisor
+from aiogpu.wire.messages import ProtocolError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from aiogpu.client.function_spec import FunctionSpec
     from aiogpu.client.interface import Receiver
     from aiogpu.core.queue.fair_share import Limits
+    from aiogpu.core.records import TaskRecord
     from aiogpu.core.scheduler.scheduler import Scheduler
+    from aiogpu.notebook.cells import Cells
     from aiogpu.observe.status import EndedTask, NodeStatus, Observations, Program
+    from aiogpu.observe.task_list import Candidate, TaskPage, TaskQuery
     from aiogpu.observe.trace import Span
     from aiogpu.observe.why import StopReport, Why
     from aiogpu.runtime.actors.actor import Actor
@@ -41,6 +47,8 @@ LONG: Final = 0.1
 
 IN_CODE: Final = frozenset({"running", "sent", "stopping"})
 """States of tasks whose workers may be running their code."""
+TURN: Final = 1e-3
+"""Seconds of one turn of the loop in which a list of tasks is searched."""
 LOOK_EVERY: Final = 0.02
 """Seconds between two checks whether a stopping node is idle."""
 REFILL_AFTER: Final = 2e-3
@@ -67,12 +75,20 @@ class LocalEngine:
         self._store: Store | None = None
         self._promised = count(1)
         self._supervisor = Supervisor(loop, self._make_viewers)
+        self._cells: Cells | None = None
         # Marks functions that were found feasible; small, since functions outlive the
         # node.
         self._mark = object()
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._driver!r}>"
+
+    @property
+    def node_socket(self) -> str:
+        """The path of the node's own socket."""
+        from aiogpu.wire.messages import socket_path
+
+        return socket_path(self._supervisor.directory)
 
     @property
     def store(self) -> Store:
@@ -120,6 +136,11 @@ class LocalEngine:
                 options.log_to_driver,
             )
             self._driver.guard.is_on = options.memory_guard
+            if "IPython" in sys.modules:
+                from aiogpu.notebook.cells import Cells
+
+                self._cells = Cells(self._loop, self._next_task)
+                self._supervisor.console.cell_of = self._cell_of
             self._driver.pool.zygotes.expect(expected_modules(options))
             await self._supervisor.guard_devices(
                 options.gpu_memory_enforce, options.foreign
@@ -128,6 +149,18 @@ class LocalEngine:
             interrupts.discard(self)
             await self._supervisor.stop()
             raise
+
+    def _next_task(self) -> int:
+        return self._open_driver.last_task + 1
+
+    def _cell_of(self, worker: int, task: int) -> object:
+        """Return the cell of a notebook that has started the task that prints."""
+        from aiogpu.runtime.output import root_of, task_printing
+
+        assert self._cells is not None
+        record = task_printing(self._open_driver.scheduler, worker, task)
+        # The number of an ended task is enough, unless another task has started it.
+        return self._cells.find(task if record is None else root_of(record))
 
     @property
     def home(self) -> str:
@@ -230,6 +263,8 @@ class LocalEngine:
             actors=driver.actors.listed(place_of, results.client_of),
             failures=results.history.failures(now),
             outcomes=results.history.outcomes,
+            evictions=driver.actors.evictions,
+            reloads=driver.actors.reloads,
             draining=self._draining(now),
             ended_idle=tuple(
                 IdleEndStatus(worker, pid, used, now - when)
@@ -367,11 +402,23 @@ class LocalEngine:
         async def ended(inquiry: names.Inquire) -> object:
             return self.ended(inquiry.number)
 
+        async def tasks(inquiry: names.Inquire) -> object:
+            from aiogpu.observe.status_codec import status_codec
+            from aiogpu.observe.task_list import TaskQuery
+
+            query = status_codec.load(inquiry.query)
+            if not isinstance(query, TaskQuery):
+                raise ProtocolError("a list of tasks needs a TaskQuery")
+            return await self.list_tasks(query)
+
         async def cancel(inquiry: names.Inquire) -> object:
             return await self._stop_for_user(requests.cancel, inquiry.number)
 
         async def kill(inquiry: names.Inquire) -> object:
             return await self._stop_for_user(requests.kill, inquiry.number)
+
+        async def end_lease(inquiry: names.Inquire) -> object:
+            return await self._stop_for_user(requests.end_lease, inquiry.number)
 
         async def cancel_named(inquiry: names.Inquire) -> object:
             return await self._stop_named(requests.cancel, inquiry.name)
@@ -392,8 +439,10 @@ class LocalEngine:
             names.WHY_TASK: why,
             names.TIMELINE: timeline,
             names.HISTORY: ended,
+            names.TASKS: tasks,
             names.CANCEL: cancel,
             names.KILL: kill,
+            names.END_LEASE: end_lease,
             names.CANCEL_NAMED: cancel_named,
             names.CANCEL_ALL: cancel_all,
             names.KILL_NAMED: kill_named,
@@ -447,6 +496,74 @@ class LocalEngine:
         history, now = self._open_driver.results.history, self._loop.time()
         return history.failed_calls(actor, now) if actor else history.ended(now)
 
+    async def list_tasks(self, query: TaskQuery) -> TaskPage:
+        """Return a page of a list of tasks; a search is spread over turns of the loop.
+
+        Tasks that end meanwhile may be left out, or still be listed.
+        """
+        from aiogpu.observe.snapshot import reasons_of
+        from aiogpu.observe.task_list import (
+            PIECE,
+            WAITING,
+            TaskPage,
+            TaskSearch,
+            row_of,
+        )
+
+        scheduler, total = self._open_driver.scheduler, None
+        if query.state == WAITING:
+            total = len(scheduler.tasks) - len(self._held_records())
+        search = TaskSearch(query, total)
+        candidates = self._candidates(query.state)
+        until = perf_counter() + TURN
+        while not search.is_done and (piece := [*islice(candidates, PIECE)]):
+            search.take(piece)
+            if perf_counter() > until:
+                await asyncio.sleep(0)
+                until = perf_counter() + TURN
+        found, now, pids = search.page(), self._loop.time(), self._pids
+        records = [task.record for task in found if task.record is not None]
+        reasons = iter(reasons_of(scheduler, records, pids, now))
+        rows = []
+        for task in found:
+            worker = task.record and task.record.worker
+            pid = pids.get(worker.id, 0) if worker else 0
+            reason = "" if task.record is None else next(reasons)
+            rows.append(row_of(task, now, reason, pid))
+        return TaskPage(tuple(rows), search.total)
+
+    def _held_records(self) -> list[TaskRecord]:
+        from aiogpu.observe.snapshot import held_records
+
+        return held_records(self._open_driver.scheduler)
+
+    def _candidates(self, state: str) -> Iterator[Candidate]:
+        """Yield the tasks that a list with a state may contain, in the natural order.
+
+        The node may change between two steps.
+        """
+        from aiogpu.observe.task_list import FAILED, RUNNING, WAITING, living
+
+        driver = self._open_driver
+        if state == WAITING:
+            for piece in driver.scheduler.tasks.pieces():
+                waiting = (task for task in piece if task.worker is None)
+                yield from living(waiting, lambda _: None)
+        elif state == RUNNING:
+            yield from living(self._held_records(), self._began)
+        else:
+            yield from driver.results.history.candidates(state == FAILED)
+
+    def _began(self, record: TaskRecord) -> float | None:
+        """Return when the code of a task with a worker began, if that is known."""
+        worker, sites = record.worker, self._open_driver.results.history.sites
+        if worker is None or worker.task is not record:
+            return None
+        site = sites[worker.id]
+        if site.place is None:  # a lease, or a worker that is being forked
+            return worker.watched_since if worker.watched is record else None
+        return site.began
+
     async def seen(self) -> tuple[NodeStatus, Mapping[str, int]]:
         """Return the status, and counts of ended attempts by outcome."""
         outcomes = self._open_driver.results.history.outcomes
@@ -480,6 +597,8 @@ class LocalEngine:
 
     async def close(self) -> None:
         """Stop all tasks and release all resources."""
+        if self._cells is not None:
+            self._cells.close()
         try:
             await self._supervisor.stop()
             if self._store is not None:
@@ -497,6 +616,8 @@ class LocalEngine:
     def close_now(self) -> None:
         """Close at once, without an event loop."""
         interrupts.discard(self)
+        if self._cells is not None:
+            self._cells.close()
         self._supervisor.close_now()
 
     def after_fork(self) -> None:

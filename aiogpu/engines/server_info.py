@@ -17,9 +17,9 @@ from aiogpu.core.model.units import CPU, GPU, MEMORY, TYPE_PREFIX, format_amount
 from aiogpu.core.resources.devices import DeviceSet
 from aiogpu.core.resources.ledger import Ledger
 from aiogpu.engines.base import NodeOptions
-from aiogpu.errors import OptionError, ProtocolError
+from aiogpu.errors import OptionError
 from aiogpu.wire.codec import RecordCodec
-from aiogpu.wire.messages import descriptor_path
+from aiogpu.wire.messages import ProtocolError, descriptor_path
 
 if TYPE_CHECKING:
     from aiogpu.core.queue.fair_share import Limits
@@ -31,8 +31,14 @@ Policies = Mapping[str, object]
 
 
 POLICIES: Final = (
-    *("gpu_memory_enforce", "foreign", "mps", "cpu_affinity", "cancel_grace"),
-    *("spare_workers", "memory_guard", "spill_directory"),
+    "gpu_memory_enforce",
+    "foreign",
+    "mps",
+    "cpu_affinity",
+    "cancel_grace",
+    "spare_workers",
+    "memory_guard",
+    "spill_directory",
 )
 
 

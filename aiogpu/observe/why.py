@@ -191,6 +191,8 @@ def brief(why: Why) -> str | None:
             return "has failed before, and is retried soon"
         case "expecting":
             return "waits for results that are its arguments"
+        case "evicted":
+            return "has left so that others can start; its next call brings it back"
     return None
 
 

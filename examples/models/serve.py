@@ -87,7 +87,7 @@ async def speech(request: Request) -> dict[str, float | list[float]]:
 @app.get("/healthz")
 async def healthz(request: Request) -> list[dict[str, object]]:
     """The GPUs of each model, and how many batches it has run."""
-    asked = [model.health.remote() for model in request.app.state.pool.actors()]
+    asked = [model.health.remote() for model in request.app.state.pool]
     async with asyncio.timeout(1):
         answers = await asyncio.gather(*asked)
     return [{"gpus": gpus, "batches": batches} for gpus, batches in answers]

@@ -206,7 +206,7 @@ async def test_an_actor_is_passed_on_before_its_node_is_open(address: str) -> No
         return
     relayed = first.relay.remote([Soft.remote(), Soft.remote()])
     added = handed_on.add_soon.remote(early, 1)
-    stored = await aiogpu.put([early])
+    stored = aiogpu.put([early])
     keeper = handed_on.AsyncHolder.remote(early)
     give_back: Any = aiogpu.remote(lambda found: found)
     returned = give_back.remote({"counter": [early]})

@@ -549,108 +549,37 @@ async def test_a_pool_is_closed_with_its_node() -> None:
     await raises(errors.MisuseError, pool, match="pool of Counter is closed")
 
 
-def wait_at(path: str) -> Any:
-    """Return a function for pools: an actor waits at a gate under a name."""
-    return lambda actor, name: actor.wait.remote(path, name)
-
-
 @pytest.mark.aiogpu(num_cpus=2)
-async def test_a_pool_gives_results_in_either_order(gate: Gate) -> None:
-    """An actor takes a call when it is idle. The actors outlive the pool."""
+async def test_a_pool_of_given_actors_does_not_end_them() -> None:
     actors = [await Async.remote() for _ in range(2)]
-    pool: Any = await aiogpu.ActorPool(actors)
-    assert (len(pool), pool.has_free(), pool.has_next()) == (2, True, False)
-    for name in "abcd":
-        pool.submit(wait_at(gate.path), name)
-    assert not pool.has_free()
-    await gate.entered("a", "b")
-    gate.release("b")
-    await gate.entered("c")  # which took the actor of "b"
-    assert await pool.get_next_unordered() == "b"
-    with pytest.raises(errors.TaskTimeoutError, match="call it again to go on waiting"):
-        await pool.get_next(timeout=0.01)
-    waiting = asyncio.create_task(pool.get_next())
-    await asyncio.sleep(0)
-    waiting.cancel()
-    gate.release("c")
-    await gate.entered("d")
-    gate.release("a", "d")
-    assert [await pool.get_next() for _ in range(3)] == ["a", "c", "d"]
-    with pytest.raises(errors.MisuseError, match="nothing to wait for"):
-        await pool.get_next()
-    assert await pool.add.remote() == 1
-
-    idle = pool.pop_idle()
-    assert idle in actors
-    assert len(pool) == 1
-    pool.push(idle)
-    with pytest.raises(errors.MisuseError, match="already in this pool"):
-        pool.push(idle)
-    await pool.aclose()
+    async with aiogpu.ActorPool(actors) as pool:
+        assert [*pool] == actors
+        assert await pool.add.remote() == 1
     assert await asyncio.gather(*(actor.notes.remote() for actor in actors))
-
-
-@pytest.mark.aiogpu(num_cpus=2)
-async def test_a_pool_maps_a_function_over_its_actors(gate: Gate) -> None:
-    async with aiogpu.ActorPool(Async, 2) as pool:
-        nothing = pool.map(lambda actor, k: actor.later.remote(k), [])
-        assert [count async for count in nothing] == []
-        counts = pool.map(lambda actor, _: actor.later.remote(), range(9))
-        assert sum([count async for count in counts]) in range(25, 46)
-        names = pool.map_unordered(wait_at(gate.path), iter("abcdefg"))
-        first = asyncio.ensure_future(anext(names))
-        await gate.entered("a", "b")
-        gate.release("b")
-        assert await first == "b"
-        await names.aclose()
-        await gate.entered("a-cancelled")
-
-
-@pytest.mark.aiogpu(num_cpus=2)
-async def test_a_pool_raises_errors_of_submitted_calls_in_turn() -> None:
-    pool = aiogpu.ActorPool([Async.remote()])
-    pool.submit(lambda actor, kind: actor.fail_later.remote(kind, "bad"), KeyError)
-    pool.submit(lambda actor, k: k, 7)
-    pool.submit(lambda actor, k: actor.no_method.remote(k), 7)
-    pool.submit(lambda actor, k: actor.later.remote(k), 7)
-    await raises(KeyError, lambda: pool.get_next(), match="bad")
-    refusal = "returned 7; it must return a call's handle"
-    await raises(errors.MisuseError, lambda: pool.get_next(), match=refusal)
-    await raises(AttributeError, lambda: pool.get_next(), match="no_method")
-    assert await pool.get_next() == 7
-    with pytest.raises(errors.OptionError, match="leave out size, min_size"):
-        aiogpu.ActorPool([Async.remote()], 2)
-    async with aiogpu.ActorPool(Async, 1) as made:
-        with pytest.raises(
-            errors.MisuseError, match="for pools made from a list of actors"
-        ):
-            made.pop_idle()
     with pytest.raises(errors.MisuseError, match="is closed"):
-        made.submit(lambda actor, k: actor.later.remote(k), 7)
+        pool.add.remote()
+    with pytest.raises(errors.OptionError, match="leave out size, min_size"):
+        aiogpu.ActorPool(actors, 2)
+    with pytest.raises(errors.MisuseError, match="from an empty list"):
+        aiogpu.ActorPool([]).add.remote()
 
 
 @pytest.mark.aiogpu(num_cpus=2)
 async def test_a_pool_says_that_its_actors_have_died() -> None:
     actor = await Async.remote()
     pool: Any = await aiogpu.ActorPool([actor])
-    for _ in range(2):
-        pool.submit(lambda actor, _: actor.wait_for_ever.remote(), None)
+    waiting = [pool.wait_for_ever.remote() for _ in range(2)]
     aiogpu.kill(actor)
-    await raises(errors.ActorDiedError, *2 * [pool.get_next])
-    for call in (lambda: pool.submit(max, 1), pool.add.remote):
-        with pytest.raises(errors.ActorDiedError, match=r"of this pool .* have died"):
-            call()
-    pool.push(await Async.remote(4))
-    assert await pool.add.remote() == 5
+    await raises(errors.ActorDiedError, *waiting)
+    with pytest.raises(errors.ActorDiedError, match=r"of this pool .* have died"):
+        pool.add.remote()
 
 
 @pytest.mark.aiogpu(num_cpus=2)
-async def test_a_method_of_the_actors_hides_a_method_of_the_pool() -> None:
+async def test_a_pool_hides_no_method_of_its_actors() -> None:
     async with aiogpu.ActorPool(classes.Line, 1) as pool:
         line: Any = pool
         assert (await line.push.remote(3), await line.map.remote()) == (3, "mapped")
-        pool.submit(lambda actor, k: actor.push.remote(k), 4)
-        assert await pool.get_next() == 4
 
 
 @pytest.mark.aiogpu(num_cpus=2, num_gpus=1)

@@ -530,7 +530,7 @@ async def value_of_a_node_that_was_closed(address: str) -> aiogpu.Handle[Any]:
         awaited, done = make.remote(A, size), make.remote(A, size)
         await awaited
         await asyncio.wait([done])
-        put = await aiogpu.put(memoryview(bytes([A]) * size))
+        put = aiogpu.put(memoryview(bytes([A]) * size))
     async with aiogpu.init(address=address, num_cpus=1):
         others = [await make.remote(B, size) for _ in range(3)]
         for handle in (awaited, done, put):

@@ -182,23 +182,7 @@ def held() -> tuple[int, int]:
     return memory // MEGABYTE, len(os.listdir("/proc/self/fd"))
 
 
-async def next_results(pool: Any, inputs: Iterator[bytes]) -> AsyncIterator[bytes]:
-    """Let each result be taken before another call is made."""
-    for _ in range(4):
-        pool.submit(lambda actor, item: actor.echo.remote(item), next(inputs))
-    for item in inputs:
-        yield await pool.get_next()
-        pool.submit(lambda actor, value: actor.echo.remote(value), item)
-    while pool.has_next():
-        yield await pool.get_next()
-
-
 WAYS: dict[str, Any] = {
-    "map": lambda pool, items: pool.map(lambda a, item: a.echo.remote(item), items),
-    "map_unordered": lambda pool, items: pool.map_unordered(
-        lambda a, item: a.echo.remote(item), items
-    ),
-    "get_next": next_results,
     "method": lambda pool, items: pool.echo.map(items, limit=8),
     "function": lambda _, items: tasks.echo.map(items, limit=8),
     "chunks": lambda _, items: tasks.echo.map(items, limit=8, chunk=4),
@@ -550,7 +534,7 @@ async def test_a_program_waits_for_tasks_calls_and_values() -> None:
     """Of tasks that give or fail."""
     async with map_tasks.Plus.remote() as actor:
         fails = tasks.fail.remote(KeyError, 2)
-        value: Any = await aiogpu.put(5)
+        value: Any = aiogpu.put(5)
         handles: list[Any] = [tasks.add.remote(1), fails, value]
         handles += [actor.add.remote(number) for number in range(5, 15)]
         assert await aiogpu.wait(handles, num_returns=13) == (handles, [])

@@ -92,7 +92,7 @@ async def leave_children_behind(actors: list[Any]) -> None:
 
 
 async def drop_values(_actors: list[Any]) -> None:
-    values = [await aiogpu.put(number) for number in range(MANY)]
+    values = [aiogpu.put(number) for number in range(MANY)]
     await ended(give.remote(value) for value in values)
     await ended(give.remote([value]) for value in values)
 

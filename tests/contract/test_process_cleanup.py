@@ -20,7 +20,7 @@ import pytest
 
 import aiogpu
 from aiogpu.errors import NodeClosedError
-from aiogpu.linux.cgroup import Place
+from aiogpu.linux.cgroup import ParentCgroup
 from aiogpu.runtime import node_cgroup
 from aiogpu.runtime.workers import pool, remains
 from tests.contract import phase_tasks, tasks, wild_tasks
@@ -101,7 +101,9 @@ async def test_an_orphaned_keepers_group_ends_with_it(gate: Gate) -> None:
 @pytest.fixture(params=["with cgroup2", "without"])
 def has_cgroup(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     if request.param == "without":
-        monkeypatch.setattr(node_cgroup, "find_cgroup", lambda: Place(None, "a test"))
+        monkeypatch.setattr(
+            node_cgroup, "find_cgroup", lambda: ParentCgroup(None, "a test")
+        )
         return False
     if PLACE.directory is None:
         pytest.skip(PLACE.reason)
@@ -215,11 +217,11 @@ async def test_a_node_closes_while_a_slot_ends(has_cgroup: bool, gate: Gate) -> 
 
 DRIVER = """
     import asyncio, sys, aiogpu
-    from aiogpu.linux.cgroup import Place
+    from aiogpu.linux.cgroup import ParentCgroup
     from aiogpu.runtime import node_cgroup
     from tests.contract import tasks
     if sys.argv[2] == "without":
-        node_cgroup.find_cgroup = lambda: Place(None, "a test")
+        node_cgroup.find_cgroup = lambda: ParentCgroup(None, "a test")
     async def main():
         async with aiogpu.init(num_cpus=4, num_gpus=1):
             first = tasks.leave_daemon_and_wait.options(num_gpus=1).remote(sys.argv[1])

@@ -428,7 +428,7 @@ async def test_joining_and_leaving_leaves_nothing(rounds: int, no_leaks: None) -
         first = (0, 0, 0)
         for turn in range(rounds):
             async with aiogpu.init(address=node.path, log_to_driver=False):
-                put = await aiogpu.put(large)
+                put = aiogpu.put(large)
                 assert await value_tasks.give.remote(put) == large
                 actor = Counter.remote()
                 assert await actor.add.remote() == 1

@@ -293,7 +293,7 @@ async def test_map_takes_handles_and_large_items(node: Node) -> None:
 async def test_wait_and_as_completed_take_handles(node: Node) -> None:
     handles = [v.add.remote(number) for number in range(3)]
     assert await v.wait_for_two.remote(handles) == [1, 2, 3]
-    value: Any = await aiogpu.put(5)
+    value: Any = aiogpu.put(5)
     assert await aiogpu.wait([value]) == ([value], [])
     assert [handle async for handle in aiogpu.as_completed([value])] == [value]
 

@@ -19,7 +19,7 @@ from aiogpu.daemon.place import Place
 from aiogpu.daemon.readiness import Ready
 from aiogpu.observe.status import DeviceStatus, Holder, NodeStatus, OtherProcess, report
 from aiogpu.runtime.devices.memory_guard import LEFT_ALONE, Use, describe_outgrowth
-from aiogpu.runtime.output import Entry
+from aiogpu.runtime.output import LogLine
 from tests.cli.status_examples import BUSY, answer_with
 from tests.cli.test_gpus import on_stub
 from tests.unit.accelerators.stub_fixtures import nvml, stub_library
@@ -145,7 +145,7 @@ def test_start_prints_the_text_on_the_page(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_line_of_the_log_is_on_the_page() -> None:
     at = datetime(2026, 11, 22, 14, 3, 5, 120_500).timestamp()
-    entry = Entry(at, 67108865, 12, 1, "embed pid=4711", "loading the model")
+    entry = LogLine(at, 67108865, 12, 1, "embed pid=4711", "loading the model")
     assert f"{entry}\n" in blocks("debugging.md", "text")
 
 

@@ -39,7 +39,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of what is in the repository."""
     copy = tmp_path_factory.mktemp("copy")
     for name in COPIED:
-        ignored = shutil.ignore_patterns("__pycache__", "javascripts")
+        ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / name, copy / name, ignore=ignored)
     for path in ROOT.iterdir():
         if path.is_file():

@@ -299,6 +299,7 @@ CLOSEST: Final = {
     "accelerator_type": "Ray detects it, or `ray start --resources` declares it",
     "spill_directory": "`ray start --object-spilling-directory` sets it",
     "preload": "a worker of Ray's imports at its first task, and is reused",
+    "dashboard": "Ray has its own, by `ray start --include-dashboard=true`",
     "memory_guard": "Ray has its own, by the variables RAY_memory_monitor_*",
 }
 """What comes closest on Ray to a refused option."""

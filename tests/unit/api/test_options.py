@@ -88,11 +88,10 @@ GOOD: Final[dict[str, list[tuple[object, object]]]] = {
         ({"accelerator_type:A100": 0.001}, {"accelerator_type:A100": 10}),
     ],
     "accelerator_type": [("A100", "A100"), (None, None)],
-    "strategy": [
+    "gpu_strategy": [
         ("pack", "pack"),
         (Flag("spread"), "spread"),
         (None, "pack"),
-        ("SPREAD", "SPREAD"),
     ],
     "max_calls": [(0, 0), (12, 12), (None, None)],
     "max_retries": [(-1, -1), (0, 0)],
@@ -149,7 +148,7 @@ BAD: Final[list[tuple[str, str, tuple[object, ...]]]] = [
     ("resources", "write num_gpus=0.5 instead", ({"GPU": 0.5},)),
     ("accelerator_type", "a text", ("", 1, b"A100", ["A100"])),
     (
-        "strategy",
+        "gpu_strategy",
         "must be 'pack' (a share goes to the fullest GPU with room) or 'spread'",
         NO_STRATEGIES,
     ),

@@ -7,13 +7,14 @@ programs and are text: all of them pass `text`.
 from __future__ import annotations
 
 import html
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
 from aiogpu.core.model.text import escaped, span, terms
 from aiogpu.core.model.units import size
-from aiogpu.dashboard.owners import Owners
+from aiogpu.observe.owners import Owners
 from aiogpu.observe.status import (
     ClientStatus,
     DeviceStatus,
@@ -29,7 +30,7 @@ STYLE: Final = Path(__file__).with_name("style.css").read_text(encoding="utf-8")
 COLORS: Final = 7
 """Colours of programs in the style sheet."""
 SHOWN_FAILURES: Final = 8
-"""Failures on the page; `aiogpu list tasks --state failed` has more."""
+"""Failures on the page; the page of tasks has all."""
 STALE: Final = 3.0
 """Seconds without a status before the page says so."""
 
@@ -43,6 +44,15 @@ def link(task: int | None, label: str) -> str:
     """Return a link to the page of a task as HTML; the label alone without a number."""
     shown = text(label)
     return shown if task is None else f'<a href="/task?id={task}">{shown}</a>'
+
+
+def without_links(drawn: str) -> str:
+    """Return HTML of this module without its links, for another place than the page."""
+    return _LINK.sub(r"\1", _MORE.sub("", drawn))
+
+
+_LINK: Final = re.compile(r'<a href="/[^"]*">([^<]*)</a>')
+_MORE: Final = re.compile(r'<p><a href="/[^"]*">[^<]*</a></p>')
 
 
 def overview(
@@ -69,21 +79,22 @@ def overview(
         banner,
         *(f'<p class="problem">{text(str(outage))}</p>' for outage in status.outages),
         _tiles(status, throughput),
-        _section("Devices", _devices(status.devices, owners)),
-        _section("Why tasks wait", _waiting(status, owners)),
-        _section("Failed last", _failures(status, owners)),
-        _section("Programs", _programs(shown_clients(status), owners)),
+        section("Devices", _devices(status.devices, owners)),
+        section("Why tasks wait", _waiting(status, owners)),
+        section("Failed last", _failures(status, owners)),
+        section("Programs", programs(shown_clients(status), owners)),
     ]
     return "".join(parts)
 
 
-def _section(title: str, content: str) -> str:
+def section(title: str, content: str) -> str:
+    """Return a part of a page with a heading."""
     return f"<section><h2>{title}</h2>{content}</section>"
 
 
 def _tiles(status: NodeStatus, throughput: float | None) -> str:
     oldest = max((shape.seconds for shape in status.shapes), default=None)
-    rate = "not known yet" if throughput is None else f"{throughput:.3g} tasks/s"
+    rate = "not known" if throughput is None else f"{throughput:.3g} tasks/s"
     failed = sum(status.outcomes.get(name, 0) for name in ("failed", "died"))
     figures = (
         ("Running and leased", f"{len(held_tasks(status)):,} tasks"),
@@ -218,6 +229,7 @@ def _waiting(status: NodeStatus, owners: Owners) -> str:
     )
     left = status.shape_count - len(status.shapes)
     more = f"<p>And {left:,} further kinds of requests.</p>" if left else ""
+    more += '<p><a href="/tasks">All waiting tasks</a></p>'
     return table(heads, rows) + note + more
 
 
@@ -234,10 +246,12 @@ def _failures(status: NodeStatus, owners: Owners) -> str:
         )
         for failure in status.failures[:SHOWN_FAILURES]
     )
-    return table(("When", "Task", "Name", "Program", "Error"), rows)
+    listed = table(("When", "Task", "Name", "Program", "Error"), rows)
+    return f'{listed}<p><a href="/tasks?state=failed">All failures</a></p>'
 
 
-def _programs(clients: Sequence[ClientStatus], owners: Owners) -> str:
+def programs(clients: Sequence[ClientStatus], owners: Owners) -> str:
+    """Return the programs of a node with what they hold."""
     if not clients:
         return "<p>Only the program of this node uses it.</p>"
     rows = (
