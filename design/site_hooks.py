@@ -1,6 +1,6 @@
-"""Hook of the site: whole docstrings below the tables of names.
+"""Hooks of the site: whole docstrings below the tables of public names.
 
-`mkdocs.yml` names this file; see
+On a forge `docs/api.md` is its tables. `mkdocs.yml` names this file; see
 https://www.mkdocs.org/user-guide/configuration/#hooks.
 """
 
@@ -17,10 +17,7 @@ TABLE: Final = re.compile(r"^\| name .*\n(?:\|.*\n?)+", re.MULTILINE)
 
 
 def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
-    """Add the whole docstrings below each table of the page of the API.
-
-    On a forge the page is its tables.
-    """
+    """Add the docstrings of the names in each table, and link the names to them."""
     if page.file.src_path != "api.md":
         return markdown
     linked = NAME.sub(r"| [`\1`](#\1) |", markdown)
