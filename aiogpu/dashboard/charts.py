@@ -141,7 +141,8 @@ def chart_over_time(
         axis.axis_line_color = axis.major_tick_line_color = line
         axis.minor_tick_line_color = None
     chart.grid.grid_line_color = line
-    chart.xaxis.ticker.desired_num_ticks = 4  # more do not fit on a telephone
+    ticker: Any = chart.xaxis.ticker
+    ticker.desired_num_ticks = 4  # more do not fit on a telephone
     chart.toolbar.logo = None
     return chart
 
