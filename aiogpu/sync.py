@@ -150,6 +150,7 @@ class RemoteFunction(_Decorated, Generic[P, R]):
         ordered: bool = True,
         chunk: int | Literal["auto"] | None = None,
         return_exceptions: Literal[False] = False,
+        progress: bool = False,
     ) -> ResultIterator[R]: ...
 
     @overload
@@ -162,6 +163,7 @@ class RemoteFunction(_Decorated, Generic[P, R]):
         ordered: bool = True,
         chunk: int | Literal["auto"] | None = None,
         return_exceptions: Literal[True],
+        progress: bool = False,
     ) -> ResultIterator[R | Exception]: ...
 
     def map(
@@ -173,6 +175,7 @@ class RemoteFunction(_Decorated, Generic[P, R]):
         ordered: bool = True,
         chunk: int | Literal["auto"] | None = None,
         return_exceptions: bool = False,
+        progress: bool = False,
     ) -> ResultIterator[Any]:
         """Call the function with each item; return an iterator over the results.
 
@@ -189,6 +192,7 @@ class RemoteFunction(_Decorated, Generic[P, R]):
             "ordered": ordered,
             "chunk": chunk,
             "return_exceptions": return_exceptions,
+            "progress": progress,
         }
         if portal is None:
             return self._wrapped.map(iterable, **options)  # type: ignore[no-any-return]
@@ -473,11 +477,11 @@ def put(value: R) -> Handle[R]:
 
     See `aiogpu.put`; this function returns the handle at once.
     """
-    from aiogpu.api.calls import store
+    from aiogpu.api.calls import put as store
 
     portal = _portal("aiogpu.sync.put()")
     if portal is None:
-        return store(value)  # type: ignore[no-any-return]
+        return store(value)  # type: ignore[return-value]
     from aiogpu.api.portal import unwrap
 
     return portal.call(lambda: portal.wrap(store(unwrap(value))))  # type: ignore[no-any-return]

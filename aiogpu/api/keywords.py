@@ -6,10 +6,10 @@ worker, and each annotation here would cost time.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypedDict
 
-from aiogpu.api.options import GpuWhere, Lifetime, RetryOom, Strategy
+from aiogpu.api.options import GpuStrategy, GpuWhere, Lifetime, RetryOom
 from aiogpu.api.reservation import Placement
 
 RetryExceptions = bool | type[Exception] | Sequence[type[Exception]]
@@ -25,7 +25,7 @@ class _Common(TypedDict, total=False):
     accelerator_type: str | None
     gpu_where: GpuWhere | None
     gpu_memory: int | str | None
-    strategy: Strategy | None
+    gpu_strategy: GpuStrategy | None
     name: str | None
     priority: int | None
     runtime_env: Mapping[str, Mapping[str, str]] | None
@@ -57,9 +57,8 @@ class Options(_Common, total=False):
         gpu_memory: memory on each GPU, with or instead of `num_gpus`: bytes, "6GiB", or
             "share" for the same fraction as `num_gpus`. Frameworks are limited to it.
         retry_oom: "exclusive": when GPU memory runs out, retry once on a whole GPU.
-        strategy: which GPU a share is taken from: "pack" (default), the fullest GPU
-            with room; "spread", the emptiest. On a Ray cluster "SPREAD" spreads tasks
-            over the nodes, and "DEFAULT" is Ray's default.
+        gpu_strategy: which GPU a share is taken from: "pack" (default), the fullest GPU
+            with room; "spread", the emptiest.
         max_calls: calls of the function before its worker process is replaced, 0 for no
             limit; default 1 with GPUs, else 0.
         max_retries: retries after the worker has died; default 3, -1 for no limit.
@@ -77,6 +76,8 @@ class Options(_Common, total=False):
         stop_grace: seconds that the task may go on when the program or node stops;
             `get_runtime_context().is_stopping` is True meanwhile; default 0.
         runtime_env: `{"env_vars": {"A": "1"}}`, environment variables of the worker.
+        setup: plain function without arguments that runs once in each worker process,
+            before the first task of the function; errors are `WorkerSetupError`.
         lifetime: "detached": the task may outlive the task that started it.
         placement: the `aiogpu.placement(...)` to run in. Without `num_cpus` the task
             asks for a CPU only if the bundle has one.
@@ -97,6 +98,7 @@ class Options(_Common, total=False):
     run_timeout: float | None
     cancel_grace: float | None
     stop_grace: float | None
+    setup: Callable[[], object] | None
 
 
 class ActorKeywords(_Common, total=False):
@@ -109,7 +111,7 @@ class ActorKeywords(_Common, total=False):
             start the actor, and none is held.
         num_gpus, memory, resources, gpu_memory: as for a task, held while the actor
             lives.
-        accelerator_type, gpu_where, strategy, priority: as for a task.
+        accelerator_type, gpu_where, gpu_strategy, priority: as for a task.
         runtime_env, placement, bundle: as for a task.
         scheduling_strategy, label_selector: as for a task.
         name: name for `get_actor`; free again when the actor is dead.

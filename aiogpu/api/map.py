@@ -34,11 +34,19 @@ from typing import (
 from aiogpu.api.options import check_flag, whole_number
 from aiogpu.api.results.handle import Handle
 from aiogpu.api.results.stream import IteratedOnce, LoopSource
-from aiogpu.api.usage_errors import EnteredOnLoop, IteratedOnLoop, NotPassedOn
+from aiogpu.api.usage_errors import (
+    Displayed,
+    EnteredOnLoop,
+    IteratedOnLoop,
+    NotPassedOn,
+)
 from aiogpu.errors import MisuseError, OptionError, TaskError
 from aiogpu.serialization.exceptions import RAISED, ChunkOutcome, unpack_failure
 from aiogpu.serialization.serializer import fix_item
 from aiogpu.wire.messages import Failed
+
+if TYPE_CHECKING:
+    from aiogpu.notebook.progress import Bar
 
 TARGET: Final = 0.004
 """Seconds that a call should take; the cost of a call is up to 0.1 ms."""
@@ -467,7 +475,7 @@ busy with as many tasks queued, and few enough to hold in memory. On two cores, 
 four times as high does not make empty calls faster."""
 
 
-class Results(IteratedOnLoop, EnteredOnLoop, NotPassedOn, IteratedOnce[R]):
+class Results(Displayed, IteratedOnLoop, EnteredOnLoop, NotPassedOn, IteratedOnce[R]):
     """The results of `f.map(...)`, by `async for`; made by `RemoteFunction.map`.
 
     `async with f.map(...) as results:` cancels the remaining calls at the end of its
@@ -523,6 +531,20 @@ class Results(IteratedOnLoop, EnteredOnLoop, NotPassedOn, IteratedOnce[R]):
         most = f"{window.limit}" if window.limit else f"{CALLS} calls"
         state = self._ended or f"are {window.ahead} ahead, {most} at most"
         return f"<Results of {self._name}: {state}>"
+
+    async def _html(self) -> str:
+        from aiogpu.observe.html import facts
+
+        window, total = self._window, self._total
+        limit = window.limit or f"{CALLS} calls"
+        return facts(
+            repr(self),
+            [
+                ("state", self._ended or "open"),
+                ("items", "" if total is None else str(total)),
+                ("ahead", f"{window.ahead} of at most {limit}"),
+            ],
+        )
 
     def _as_called(self) -> str:
         return f"{self._name}.map(...)"
@@ -624,6 +646,37 @@ class Results(IteratedOnLoop, EnteredOnLoop, NotPassedOn, IteratedOnce[R]):
             f"these results of {self._name} {self._ended}, and can be iterated only "
             f"once; call {self._name}.map(...) again."
         )
+
+
+class ResultsWithProgress(Results[R]):
+    """The same with a progress bar, from the first iteration to its end."""
+
+    _bar: Bar | None = None
+    _is_shown = False
+
+    async def __anext__(self) -> R:
+        if not self._is_shown and self._ended is None:
+            from aiogpu.notebook.progress import new_bar
+
+            self._is_shown = True
+            self._bar = new_bar(self._name, self._total)
+        result = await super().__anext__()
+        if self._bar is not None:
+            self._bar.advance()
+        return result
+
+    def _end(self, how: str) -> None:
+        super()._end(how)
+        self._close_bar()
+
+    def _stop_soon(self) -> None:
+        super()._stop_soon()
+        self._close_bar()
+
+    def _close_bar(self) -> None:
+        bar, self._bar = self._bar, None
+        if bar is not None:
+            bar.close()
 
 
 def _check_returns(remote: Any) -> None:

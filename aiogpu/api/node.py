@@ -28,11 +28,11 @@ from aiogpu.api.session import (
     session_of_program,
     start_session,
 )
-from aiogpu.api.usage_errors import EnteredOnLoop, options_of
+from aiogpu.api.usage_errors import Displayed, EnteredOnLoop, options_of
 from aiogpu.client.current import current
 from aiogpu.core.model.units import memory_size, quantity
 from aiogpu.engines.base import Engine, NodeOptions
-from aiogpu.errors import NodeRunningError, NoSuchTaskError, OptionError
+from aiogpu.errors import NodeRunningError, NoSuchTaskError, OptionError, StackError
 
 if TYPE_CHECKING:
     from aiogpu.api.dashboard import NodeView
@@ -152,7 +152,7 @@ CHECKS: Final[dict[str, Check]] = {
 """The options of a node with their checks, which return values of `NodeOptions`."""
 
 
-class Node(EnteredOnLoop):
+class Node(Displayed, EnteredOnLoop):
     """The node of this event loop, returned by `init`; `async with` closes it.
 
     The functions of `aiogpu` with the same names use the node of the running loop.
@@ -165,6 +165,13 @@ class Node(EnteredOnLoop):
 
     def __repr__(self) -> str:
         return f"<Node {'open' if self.is_open else 'closed'}>"
+
+    async def _html(self) -> str:
+        from aiogpu.notebook.display import code
+        from aiogpu.observe.status import status_html
+
+        state = code(repr(self))
+        return state + (status_html(await self.status()) if self.is_open else "")
 
     def _as_called(self) -> str:
         return "aiogpu.init(...)"
@@ -207,6 +214,33 @@ class Node(EnteredOnLoop):
     async def why(self, task_id: int) -> Why:
         """Return why a task waits; see `aiogpu.why`."""
         return await _why(self._session, task_id)
+
+    async def stack(self, task_id: int) -> str:
+        """Return where the code of a running task or actor is, as `aiogpu stack`.
+
+        The calls of each thread are listed with their source, the innermost last, and
+        those of each coroutine that awaits something. The task goes on.
+
+        Args:
+            task_id: the task's number, as in `aiogpu.status()` and `handle.task_id`.
+
+        Raises:
+            OptionError: `task_id` is not a number.
+            NoSuchTaskError: the node has no record of such a task.
+            StackError: the task does not run, or does not answer; or its node is
+                inline or a Ray cluster.
+        """
+        why = await _why(self._session, task_id, "stack")
+        if not self._session.engine.runs_together:
+            raise StackError(
+                f"node.stack({task_id}): only tasks in workers of a node of aiogpu are "
+                f"asked. A task of an inline node runs in this process: use its "
+                f"debugger. On Ray use `ray stack`."
+            )
+        # Late: few programs ask.
+        from aiogpu.engines.stack import stack_of
+
+        return await stack_of(why)
 
     async def cluster_resources(self) -> dict[str, float]:
         """Return all resources of the node by name, `{"CPU": 4.0, "GPU": 1.0}`."""
@@ -253,12 +287,15 @@ async def why(task_id: int) -> Why:
     return await _why(None, task_id)
 
 
-async def _why(session: Session | None, task_id: int) -> Why:
-    """Return why a task of a session's node waits."""
+async def _why(session: Session | None, task_id: int, asked: str = "why") -> Why:
+    """Return why a task of a session's node waits, for the function `asked`."""
     if not isinstance(task_id, int) or isinstance(task_id, bool) or task_id < 0:
+        is_why = asked == "why"
+        called = f"{'aiogpu' if is_why else 'node'}.{asked}"
+        instead = "await handle.why()" if is_why else "handle.task_id"
         raise OptionError(
-            f"aiogpu.why({task_id!r}): the argument must be a task's number, such as "
-            f"12; aiogpu.status() lists them. For a handle write `await handle.why()`."
+            f"{called}({task_id!r}): the argument must be a task's number, such as "
+            f"12; aiogpu.status() lists them. For a handle write `{instead}`."
         )
     engine = (
         await engine_of_program("aiogpu.why()") if session is None else session.engine
@@ -423,10 +460,30 @@ def init(
         NodeError: at the await: this loop already has a node, or the node cannot start.
         DeviceError: at the await: CUDA_VISIBLE_DEVICES names devices that do not exist.
     """
-    options = dict(locals())
-    where = check_text("address", options.pop("address")) or default_address()
-    shared = check_flag("ignore_reinit_error", options.pop("ignore_reinit_error"))
-    return Opening(where, check_node_options(**options), shared)
+    where = check_text("address", address) or default_address()
+    shared = check_flag("ignore_reinit_error", ignore_reinit_error)
+    options = check_node_options(
+        num_cpus=num_cpus,
+        num_gpus=num_gpus,
+        resources=resources,
+        accelerator_type=accelerator_type,
+        gpu_memory=gpu_memory,
+        gpu_memory_enforce=gpu_memory_enforce,
+        foreign=foreign,
+        mps=mps,
+        cpu_affinity=cpu_affinity,
+        preload=preload,
+        log_to_driver=log_to_driver,
+        cancel_grace=cancel_grace,
+        spare_workers=spare_workers,
+        memory=memory,
+        memory_guard=memory_guard,
+        object_memory=object_memory,
+        spill_directory=spill_directory,
+        runtime_env=runtime_env,
+        dashboard=dashboard,
+    )
+    return Opening(where, options, shared)
 
 
 def is_initialized() -> bool:

@@ -453,7 +453,7 @@ def _is_variable(name: str, text: str) -> bool:
 Retried = bool | tuple[type[BaseException], ...]
 
 
-Strategy = Literal["pack", "spread", "SPREAD", "DEFAULT"]
+GpuStrategy = Literal["pack", "spread"]
 
 
 Lifetime = Literal["detached"] | None
@@ -493,7 +493,7 @@ class TaskOptions(NamedTuple):
     gpu_where: DeviceSelector | None = None
     gpu_memory: int = 0
     retry_oom: RetryOom | None = None
-    strategy: Strategy = "pack"
+    gpu_strategy: GpuStrategy = "pack"
     max_calls: int | None = None
     max_retries: int = 3
     retry_exceptions: Retried = False
@@ -506,6 +506,7 @@ class TaskOptions(NamedTuple):
     cancel_grace: float | None = None
     stop_grace: float = 0.0
     runtime_env: Mapping[str, str] = NO_ENTRIES
+    setup: Callable[[], object] | None = None
     lifetime: Lifetime = None
     placement: PlacementGroupSpec | None = None
     bundle: int = -1
@@ -552,7 +553,7 @@ class TaskOptions(NamedTuple):
                 {CPU: cpus, MEMORY: self.memory, **scalars},
                 devices,
                 self.accelerator_type,
-                spread=self.strategy == "spread",
+                spread=self.gpu_strategy == "spread",
                 where=self.gpu_where,
                 gpu_memory=self.gpu_memory,
             )
@@ -567,19 +568,13 @@ class TaskOptions(NamedTuple):
         Raises:
             OptionError: two of the options place the task.
         """
-        placed = {
-            "strategy": self.strategy if self.strategy.isupper() else None,
-            "scheduling_strategy": self.scheduling_strategy,
-            "placement": self.placement,
-        }
-        given = [f"{name}=" for name, value in placed.items() if value is not None]
-        if len(given) > 1:
+        strategy = self.scheduling_strategy
+        if strategy is not None and self.placement is not None:
             raise OptionError(
-                f"{' and '.join(given)} each say where a task runs on a Ray cluster; "
-                f"give one of them."
+                "scheduling_strategy= and placement= each say where a task runs on a "
+                "Ray cluster; give one of them."
             )
         options: dict[str, object] = {}
-        strategy = placed["strategy"] or placed["scheduling_strategy"]
         if strategy is not None:
             options["scheduling_strategy"] = strategy
         if self.label_selector:
@@ -814,6 +809,26 @@ def _check_retried(option: str, value: object) -> Retried:
     )
 
 
+def _check_setup(option: str, value: object) -> Callable[[], object]:
+    if callable(value) and not hasattr(value, "__aiogpu_function__"):
+        from inspect import iscoroutinefunction, signature
+
+        try:
+            signature(value).bind()
+            is_fit = not iscoroutinefunction(value)
+        except TypeError:
+            is_fit = False  # it needs arguments
+        except ValueError:
+            is_fit = True  # a builtin without a signature
+        if is_fit:
+            return value
+    raise OptionError(
+        f"{option}={value!r} must be a plain function without arguments, which runs "
+        f"once in each worker process before the first task of the function; no "
+        f"`async def` and no remote function."
+    )
+
+
 def _check_memory(option: str, value: object) -> int:
     return memory_size(option, value) * UNIT
 
@@ -866,10 +881,11 @@ _COMMON: Final[dict[str, Check]] = {
     "accelerator_type": check_text,
     "gpu_where": _check_gpu_where,
     "gpu_memory": _check_gpu_memory,
-    "strategy": choice(
+    "gpu_strategy": choice(
         "'pack' (a share goes to the fullest GPU with room) or 'spread' (to the "
         "emptiest)",
-        *("pack", "spread"),
+        "pack",
+        "spread",
     ),
     "name": check_text,
     "priority": whole(-LARGEST_COUNT, "a whole number; higher goes first"),
@@ -886,14 +902,6 @@ _OF_PROCESSES: Final[dict[str, Check]] = {
     ),
     "placement": _check_placement,
     "bundle": _check_bundle,
-    "strategy": choice(
-        "'pack' (a share goes to the fullest GPU with room) or 'spread' (to the "
-        "emptiest); or, on a Ray cluster, 'SPREAD' (over the nodes) or 'DEFAULT'",
-        "pack",
-        "spread",
-        "SPREAD",
-        "DEFAULT",
-    ),
     "scheduling_strategy": _check_scheduling_strategy,
     "label_selector": _check_labels,
 }
@@ -929,6 +937,7 @@ CHECKS: Final[dict[str, dict[str, Check]]] = {
             "a number of seconds, 0 to kill at once, or None for the value of init()"
         ),
         "stop_grace": duration("a number of seconds, 0 or None for none"),
+        "setup": _check_setup,
         **_OF_PROCESSES,
     },
     "actor": {

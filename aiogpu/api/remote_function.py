@@ -31,6 +31,7 @@ from aiogpu.api.options import (
     CHECKS,
     MAX_BUFFERED,
     TaskOptions,
+    check_flag,
     merged,
     not_buffered,
     not_counted,
@@ -180,10 +181,21 @@ reloaded module, must be sent by value."""
 
 
 class Definition:
-    """One decorated function, shared by all its `.options(...)`."""
+    """One decorated function, shared by all its `.options(...)` with the same `setup`.
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    Args:
+        function: the function.
+        setup: the option `setup`.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        setup: Callable[[], object] | None = None,
+    ) -> None:
         self.function = function
+        self.setup = setup
+        self._variants: dict[Callable[[], object] | None, Definition] = {setup: self}
         self.name = getattr(function, "__name__", type(function).__name__)
         self.is_coroutine, self.is_generator = kind_of(function)
         self._pickled: Function | None = None
@@ -195,6 +207,16 @@ class Definition:
         place = getattr(self.function, "__qualname__", "").rpartition(".")[0]
         owner = "" if place.endswith("<locals>") else place.rpartition(".")[2]
         return Parameters(self.name, signature_of(self.function), owner)
+
+    def with_setup(self, setup: Callable[[], object] | None) -> Definition:
+        """Return the same function with this setup."""
+        if setup is self.setup:
+            return self
+        variant = self._variants.get(setup)
+        if variant is None:
+            variant = self._variants[setup] = Definition(self.function, setup)
+            variant._variants = self._variants
+        return variant
 
     def pickled(self) -> Function:
         """Return the pickled function; a large one causes a warning.
@@ -221,19 +243,35 @@ class Definition:
         from aiogpu.serialization.modules import needed_modules
 
         reference = self.reference()
+        functions = [f for f in (self.function, self.setup) if f is not None]
         with collect_references(are_actors=True) as actors:
-            payload = (
-                dump_function(self.name, self.function)
-                if reference is None
-                else dump_reference(*reference)
-            )
+            if self.setup is not None:
+                payload = self._pickle_pair(reference)
+            elif reference is None:
+                payload = dump_function(self.name, self.function)
+            else:
+                payload = dump_reference(*reference)
         return Function(
             id=new_function_id(),
             payload=payload,
             actors=tuple(actors),
-            modules=() if is_in_task() else needed_modules(self.function),
+            modules=() if is_in_task() else needed_modules(*functions),
             name=".".join(self._name()),
         )
+
+    def _pickle_pair(self, reference: FunctionName | None) -> bytes:
+        from aiogpu.client.setup import PickledSetup
+        from aiogpu.serialization.pickler import importable
+
+        setup = self.setup
+        place = getattr(setup, "__module__", ""), getattr(setup, "__qualname__", "")
+        parts: list[object] = [setup, self.function]
+        if place[0] and importable(*place) is setup:
+            parts[0] = place
+        if reference is not None:
+            parts[1] = tuple(reference)
+        pair = dump_function(self.name, parts)
+        return dump_function(self.name, PickledSetup(self.name, pair))
 
     def renewed(self) -> Definition:
         """Return the function as it is now, pickled again; itself if nothing changed.
@@ -241,7 +279,7 @@ class Definition:
         Raises:
             SerializationError: with the path to what cannot be pickled.
         """
-        renewed = Definition(self.function)
+        renewed = Definition(self.function, self.setup)
         renewed._pickled = renewed._pickle()
         is_same = renewed._pickled.payload == self.pickled().payload
         return self if is_same else renewed
@@ -255,7 +293,7 @@ class Definition:
         from aiogpu.client.function_spec import new_function_id
         from aiogpu.worker.chunk import PickledChunk
 
-        chunked = Definition(self.function)
+        chunked = Definition(self.function, self.setup)
         pickled = self.pickled()
         payload = dump_function(self.name, PickledChunk(pickled.payload))
         chunked._pickled = replace(pickled, id=new_function_id(), payload=payload)
@@ -302,6 +340,7 @@ class Mapper:
             ordered: bool = True,
             chunk: int | Literal["auto"] | None = None,
             return_exceptions: Literal[False] = False,
+            progress: bool = False,
         ) -> Results[Y]: ...
 
         @overload
@@ -313,6 +352,7 @@ class Mapper:
             ordered: bool = True,
             chunk: int | Literal["auto"] | None = None,
             return_exceptions: Literal[True],
+            progress: bool = False,
         ) -> Results[Y | Exception]: ...
 
     @options_of("map()")
@@ -324,6 +364,7 @@ class Mapper:
         ordered: bool = True,
         chunk: int | Literal["auto"] | None = None,
         return_exceptions: bool = False,
+        progress: bool = False,
     ) -> Results[Any]:
         """Call the function with each item; return an async iterator over the results.
 
@@ -362,6 +403,8 @@ class Mapper:
             return_exceptions: True to get an error of a call as a result, and go on.
                 Errors of the iterable and of `.remote()` are raised nevertheless. If
                 the process of a chunk dies, each of its items gets the error.
+            progress: True for a progress bar: in a notebook, or at the bottom of a
+                terminal on stderr; nothing if stderr is no terminal.
 
         Raises:
             OptionError: an option is invalid, or `limit` has no room for a chunk.
@@ -373,9 +416,10 @@ class Mapper:
                 f"{self.__name__}.map() takes one iterable. To pass two arguments to "
                 f"each call, map over `zip(a, b)` and let the function take the pair."
             )
-        from aiogpu.api.map import Results
+        from aiogpu.api.map import Results, ResultsWithProgress
 
-        return Results(self, iterable, limit, ordered, chunk, return_exceptions)
+        kind = ResultsWithProgress if check_flag("progress", progress) else Results
+        return kind(self, iterable, limit, ordered, chunk, return_exceptions)
 
     def _for_retry(self, error: Exception) -> Any:
         """Return the remote function that retries an item; None for no retry."""
@@ -451,7 +495,7 @@ class RemoteFunction(Decorated, Mapper, Generic[P, R]):
     """A function that runs in workers; call it by `.remote(...)`."""
 
     def __init__(self, definition: Definition, options: TaskOptions) -> None:
-        super().__init__(definition, options)
+        super().__init__(definition.with_setup(options.setup), options)
         if options.max_buffered is not None and not definition.is_generator:
             raise not_buffered(definition.name)
         self._returns = options.num_returns if options.num_returns > 1 else 0

@@ -1,9 +1,9 @@
 """Error messages for common mistakes: the wrong loop or `with`, a misspelt name.
 
-Each mixin here gives a public class methods that only raise `MisuseError` and say what
-to write instead. They are hidden from type checkers, which report the mistake
-themselves. Unknown names are mostly Ray's. Light to import, as `api.remote_function`
-is: user modules load this file in every worker.
+Each mixin here, except `Displayed`, gives a public class methods that only raise
+`MisuseError` and say what to write instead. They are hidden from type checkers, which
+report the mistake themselves. Unknown names are mostly Ray's. Light to import, as
+`api.remote_function` is: user modules load this file in every worker.
 """
 
 from __future__ import annotations
@@ -82,6 +82,28 @@ class IteratedOnLoop(MadeByCall):
             iter(self)
 
 
+class Displayed:
+    """Mixin: an object that a notebook shows with its state."""
+
+    __slots__ = ()
+
+    async def _html(self) -> str:
+        """Return the HTML; ask the node if needed."""
+        raise NotImplementedError
+
+    def _repr_html_(self) -> str:
+        """Return the HTML for a notebook, without waiting for another process."""
+        from aiogpu.notebook.display import html_now
+
+        return html_now(self)
+
+    def _ipython_display_(self) -> None:
+        """Show the HTML in a notebook, and update it when the node has answered."""
+        from aiogpu.notebook.display import show
+
+        show(self)
+
+
 PUT_NAME: Final = "put"
 """`task_name` of the handles that `put` returns."""
 
@@ -141,8 +163,24 @@ def _operator(name: str) -> Callable[..., NoReturn]:
 
 
 _CALCULATING: Final = (
-    *("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv"),
-    *("matmul", "rmatmul", "neg", "abs", "int", "float", "lt", "le", "gt", "ge"),
+    "add",
+    "radd",
+    "sub",
+    "rsub",
+    "mul",
+    "rmul",
+    "truediv",
+    "rtruediv",
+    "matmul",
+    "rmatmul",
+    "neg",
+    "abs",
+    "int",
+    "float",
+    "lt",
+    "le",
+    "gt",
+    "ge",
 )
 
 

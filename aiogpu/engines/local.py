@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import sys
 import time
 from dataclasses import replace
 from itertools import count, islice
@@ -13,10 +14,11 @@ from typing import TYPE_CHECKING, Final
 
 from aiogpu.core.model.ids import TaskId
 from aiogpu.engines.base import NodeOptions
-from aiogpu.errors import NodeClosedError, ProtocolError
+from aiogpu.errors import NodeClosedError
 from aiogpu.linux.sockets import keep_pages
 from aiogpu.runtime.interrupts import interrupts
 from aiogpu.runtime.node import Supervisor
+from aiogpu.wire.messages import ProtocolError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from aiogpu.core.queue.fair_share import Limits
     from aiogpu.core.records import TaskRecord
     from aiogpu.core.scheduler.scheduler import Scheduler
+    from aiogpu.notebook.cells import Cells
     from aiogpu.observe.status import EndedTask, NodeStatus, Observations, Program
     from aiogpu.observe.task_list import Candidate, TaskPage, TaskQuery
     from aiogpu.observe.trace import Span
@@ -72,6 +75,7 @@ class LocalEngine:
         self._store: Store | None = None
         self._promised = count(1)
         self._supervisor = Supervisor(loop, self._make_viewers)
+        self._cells: Cells | None = None
         # Marks functions that were found feasible; small, since functions outlive the
         # node.
         self._mark = object()
@@ -132,6 +136,11 @@ class LocalEngine:
                 options.log_to_driver,
             )
             self._driver.guard.is_on = options.memory_guard
+            if "IPython" in sys.modules:
+                from aiogpu.notebook.cells import Cells
+
+                self._cells = Cells(self._loop, self._next_task)
+                self._supervisor.console.cell_of = self._cell_of
             self._driver.pool.zygotes.expect(expected_modules(options))
             await self._supervisor.guard_devices(
                 options.gpu_memory_enforce, options.foreign
@@ -140,6 +149,18 @@ class LocalEngine:
             interrupts.discard(self)
             await self._supervisor.stop()
             raise
+
+    def _next_task(self) -> int:
+        return self._open_driver.last_task + 1
+
+    def _cell_of(self, worker: int, task: int) -> object:
+        """Return the cell of a notebook that has started the task that prints."""
+        from aiogpu.runtime.output import root_of, task_printing
+
+        assert self._cells is not None
+        record = task_printing(self._open_driver.scheduler, worker, task)
+        # The number of an ended task is enough, unless another task has started it.
+        return self._cells.find(task if record is None else root_of(record))
 
     @property
     def home(self) -> str:
@@ -576,6 +597,8 @@ class LocalEngine:
 
     async def close(self) -> None:
         """Stop all tasks and release all resources."""
+        if self._cells is not None:
+            self._cells.close()
         try:
             await self._supervisor.stop()
             if self._store is not None:
@@ -593,6 +616,8 @@ class LocalEngine:
     def close_now(self) -> None:
         """Close at once, without an event loop."""
         interrupts.discard(self)
+        if self._cells is not None:
+            self._cells.close()
         self._supervisor.close_now()
 
     def after_fork(self) -> None:

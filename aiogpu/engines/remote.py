@@ -31,7 +31,6 @@ from aiogpu.errors import (
     NodeDiedError,
     NodeError,
     OptionError,
-    ProtocolError,
 )
 from aiogpu.linux.sockets import keep_pages
 from aiogpu.memory.control_page import ControlPage
@@ -52,7 +51,6 @@ from aiogpu.wire.messages import (
     ENDED,
     FIRST_CLIENT,
     HISTORY,
-    LARGEST_PAYLOAD,
     LOST,
     READY,
     RESOURCES,
@@ -72,9 +70,9 @@ from aiogpu.wire.messages import (
     Logged,
     Message,
     Printed,
+    ProtocolError,
     Refused,
     Stopping,
-    Submit,
     TakeLease,
     Warned,
     Welcome,
@@ -87,6 +85,7 @@ if TYPE_CHECKING:
     from aiogpu.client.interface import Outcome, Receiver
     from aiogpu.client.references import Loan
     from aiogpu.core.resources.ledger import Ledger
+    from aiogpu.notebook.cells import Cells
     from aiogpu.observe.status import EndedTask, NodeStatus
     from aiogpu.observe.task_list import TaskPage, TaskQuery
     from aiogpu.observe.trace import Span
@@ -97,7 +96,7 @@ if TYPE_CHECKING:
 
 def join_of(options: NodeOptions) -> Join:
     """Return the message that introduces this program to the node."""
-    from aiogpu import __version__
+    from aiogpu.version import __version__
 
     # A program that only looks needs no workers, which would start with these.
     only_looks = options.only_looks
@@ -174,6 +173,7 @@ class Terminal:
         loop: the loop that receives messages.
         source: the connection; paused while the terminal is slow.
         take: called with delayed messages.
+        cells: the cells of a notebook; None outside notebooks.
     """
 
     def __init__(
@@ -181,8 +181,10 @@ class Terminal:
         loop: asyncio.AbstractEventLoop,
         source: Source,
         take: Callable[[Message], None],
+        cells: Cells | None = None,
     ) -> None:
         self._console = Console(loop, is_shown=True)
+        self._cells = cells
         self._source = source
         self._take = take
         self._number = 0
@@ -195,17 +197,26 @@ class Terminal:
         if type(message) is Printed:
             console, stream = self._console, message.stream
             self._number = console.write(
-                stream, message.text, self._source, message.worker
+                stream,
+                message.text,
+                self._source,
+                message.worker,
+                self._cell_of(message),
             )
             return True
         if type(message) is Logged:
-            text = LoggedText(*message)
-            self._number = self._console.write(2, text, self._source)
+            text = LoggedText(message.label, message.text, message.fields)
+            cell = self._cell_of(message)
+            self._number = self._console.write(2, text, self._source, cell=cell)
             return True
         if self._number <= self._console.written:
             return False
         self._console.after(self._number, partial(self._take, message))
         return True
+
+    def _cell_of(self, message: Printed | Logged) -> object:
+        """Return the cell that has started the task that printed; None if unknown."""
+        return None if self._cells is None else self._cells.find(message.child)
 
     def hold_nothing(self) -> None:
         """Pass delayed messages on, and delay no more messages."""
@@ -387,7 +398,6 @@ class RemoteActors:
 
         If the name is taken, the node refuses the actor, and its calls fail.
         """
-        self._engine.check_open()
         self._engine.know(func)
         if key is not None and get_if_exists:
             return self._find_or_make(func, payload, key)
@@ -517,7 +527,12 @@ class RemoteEngine(NodeClient):
         self._page = ControlPage.open(descriptor := ControlPage.create())
         os.close(descriptor)
         self._loans = Loans(
-            *("", "", self._page, Interrupts(self._page)), self._line.press, self.client
+            path="",
+            spill="",
+            page=self._page,
+            interrupts=Interrupts(self._page),
+            press=self._line.press,
+            owner=self.client,
         )
         self._loans.on_over = self._on_over
         self.lookups: set[asyncio.Future[Any]] = set()
@@ -532,6 +547,11 @@ class RemoteEngine(NodeClient):
         self._is_leaving = False
         self._error: NodeError | None = None
         self._terminal: Terminal | None = None
+        self._cells: Cells | None = None
+        if "IPython" in sys.modules:
+            from aiogpu.notebook.cells import Cells
+
+            self._cells = Cells(loop, self.new_number)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._path}>"
@@ -549,6 +569,7 @@ class RemoteEngine(NodeClient):
             await self._join()
         except BaseException:
             interrupts.discard(self)
+            self._close_cells()
             self._line.close()
             self._release_memory()
             raise
@@ -668,7 +689,9 @@ class RemoteEngine(NodeClient):
                     )
                 self._end(NodeClosedError(text))
             case Printed() | Logged() if self._terminal is None:
-                self._terminal = Terminal(self.loop, self._line, self._take)
+                self._terminal = Terminal(
+                    self.loop, self._line, self._take, self._cells
+                )
                 self._terminal.keeps(message)
             case Warned(text):
                 _log.warning("! %s", text)
@@ -713,6 +736,7 @@ class RemoteEngine(NodeClient):
             return
         self._error = error
         self._declared.clear()
+        self._close_cells()
         self._line.close()
         if not self._welcome.done():
             self._welcome.set_exception(error)
@@ -723,6 +747,10 @@ class RemoteEngine(NodeClient):
             self._terminal.hold_nothing()
         self._settle_all(lambda _: _again(error))
         self.leases.end(error)
+
+    def _close_cells(self) -> None:
+        if self._cells is not None:
+            self._cells.close()
 
     def announce_stop(self) -> None:
         """Inform this program's tasks that it stops; see `Engine.announce_stop`."""
@@ -780,6 +808,7 @@ class RemoteEngine(NodeClient):
     def close_now(self) -> None:
         """Close at once, without an event loop; the node notices."""
         interrupts.discard(self)
+        self._close_cells()
         self.after_fork()
 
     def after_fork(self) -> None:
@@ -796,27 +825,6 @@ class RemoteEngine(NodeClient):
     def promise_actor(self) -> int:
         """Return the id of an actor; see `Engine.promise_actor`."""
         return self.new_id()
-
-    def submit(self, func: FunctionSpec, payload: bytes, receiver: Receiver) -> int:
-        """Start a task; see `Engine.submit`.
-
-        Like `NodeClient.submit`, in fewer steps: programs submit thousands of tasks,
-        from one thread.
-        """
-        if func.id not in self._declared:
-            self.declare(func)
-        if len(payload) > LARGEST_PAYLOAD:
-            self._check(func, payload)
-        if func.function.actors:
-            # The node holds them from the call on, whatever this program drops.
-            payload = self._loans.with_actors(payload, func.function.actors)
-        number = self.new_number()
-        self._receivers[number] = receiver
-        message = Submit(0, number, func.id, payload)
-        if self._loans.unnamed:
-            self._loans.name(message)
-        self._line.send(message)
-        return number
 
     def know(self, func: FunctionSpec) -> None:
         """Declare a function to the node if it is new; raises like `declare`."""

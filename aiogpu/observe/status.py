@@ -294,6 +294,10 @@ class NodeStatus:
     def __repr__(self) -> str:
         return f"<NodeStatus {summary(self)}>"
 
+    def _repr_html_(self) -> str:
+        """Return tables for a notebook."""
+        return status_html(self)
+
     def __str__(self) -> str:
         return report(self)
 
@@ -585,7 +589,7 @@ class ShapeStatus:
 
     Attributes:
         request: the request of each task, `{"CPU": 1.0, "GPU": 0.25}`.
-        strategy: "pack" or "spread".
+        gpu_strategy: "pack" or "spread".
         variables: names of the variables of their `runtime_env`.
         count: the number of tasks.
         first: name of the first task in the queue.
@@ -596,7 +600,7 @@ class ShapeStatus:
     """
 
     request: Mapping[str, float]
-    strategy: str
+    gpu_strategy: str
     variables: tuple[str, ...]
     count: int
     first: str
@@ -667,7 +671,13 @@ STALE: Final = 5.0
 """Seconds after which the age of a reading is shown."""
 _UNITS: Final = (("GiB", 2**30), ("MiB", 2**20))
 _STATES: Final = (
-    *("running", "blocked", "stopping", "starting", "queued", "sent", "waiting"),
+    "running",
+    "blocked",
+    "stopping",
+    "starting",
+    "queued",
+    "sent",
+    "waiting",
 )
 
 
@@ -849,7 +859,10 @@ def report(status: NodeStatus) -> str:
             "actors",
             status.actors,
             lambda actor: (
-                *(str(actor.id), actor.name or "", actor.class_name, actor.state),
+                str(actor.id),
+                actor.name or "",
+                actor.class_name,
+                actor.state,
                 pid_of(actor.pid) if actor.worker is not None else "",
                 f"held by {actor.holders}",
                 f"{actor.calls} calls" if actor.calls else "",
@@ -859,12 +872,83 @@ def report(status: NodeStatus) -> str:
             "failed",
             status.failures,
             lambda task: (
-                *(f"{span(task.seconds)} ago", str(task.task), task.name),
+                f"{span(task.seconds)} ago",
+                str(task.task),
+                task.name,
                 f"{task.error}: {task.message}" if task.message else task.error,
             ),
         ),
     ]
     return "\n".join(rows)
+
+
+def status_html(status: NodeStatus) -> str:
+    """Return the status of a node as tables: devices, tasks, actors, failures."""
+    from html import escape
+
+    from aiogpu.observe.html import table
+
+    summary = escape("\n".join(overview(status)))
+    return "".join(
+        (
+            f"<pre>{summary}</pre>",
+            table(
+                "devices",
+                ("device", "name", "free", "memory", "held by"),
+                map(_device_cells, status.devices),
+            ),
+            table(
+                "tasks",
+                ("task", "name", "state", "asks for", "worker", "because"),
+                (
+                    (
+                        *(str(task.id), task.name, task.state),
+                        terms(task.request.items()),
+                        f"pid {task.pid}" if task.pid else "",
+                        task.reason or "",
+                    )
+                    for task in status.tasks
+                ),
+            ),
+            table(
+                "actors",
+                ("actor", "name", "class", "state", "worker", "calls"),
+                (
+                    (
+                        *(str(actor.id), actor.name or "", actor.class_name),
+                        *(actor.state, f"pid {actor.pid}" if actor.pid else ""),
+                        str(actor.calls or ""),
+                    )
+                    for actor in status.actors
+                ),
+            ),
+            table(
+                "failed",
+                ("task", "name", "when", "error"),
+                (
+                    (
+                        *(str(task.task), task.name, f"{span(task.seconds)} ago"),
+                        f"{task.error}: {task.message}".rstrip(": "),
+                    )
+                    for task in status.failures[:SHOWN]
+                ),
+            ),
+        )
+    )
+
+
+def _device_cells(device: DeviceStatus) -> Sequence[str]:
+    name, memory = f"{device.kind} {device.id}", ""
+    if device.memory:
+        used = "" if device.used is None else f"{format_amount('memory', device.used)} "
+        memory = f"{used}of {format_amount('memory', device.memory)}"
+    held = ", ".join(
+        f"{holder.task or 'a process that ends'} "
+        f"{format_amount(device.kind, holder.share)}"
+        for holder in device.holders
+    )
+    free = device.aside or format_amount(device.kind, device.free)
+    return name, device.name or device.type or "", free, memory, held
 
 
 def _section(
@@ -903,7 +987,7 @@ def _shape_rows(status: NodeStatus) -> Iterator[str]:
         yield "waiting"
     for shape in status.shapes[:SHOWN]:
         names = ", ".join(shape.variables)
-        spread = ", spread" if shape.strategy == "spread" else ""
+        spread = ", spread" if shape.gpu_strategy == "spread" else ""
         variables = f" with {names}" if names else ""
         yield (
             f"  {shape.count} x {asked_for(shape)}{spread}{variables}: "

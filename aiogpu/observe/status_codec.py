@@ -34,9 +34,29 @@ from aiogpu.observe.why import Shortage, StopReport, Why
 from aiogpu.wire.codec import RecordCodec
 
 status_codec: Final = RecordCodec(
-    *(NodeStatus, TaskStatus, WorkerStatus, ShapeStatus, ClientStatus, Limits),
-    *(ActorStatus, EndedTask, PlacementStatus, BundleStatus, ReservationStatus),
-    *(DeviceStatus, Holder, OtherProcess, Why, Shortage, OutageStatus, Machine),
-    *(StopReport, UnendedStatus, IdleEndStatus, TaskQuery, TaskPage, TaskRow),
+    NodeStatus,
+    TaskStatus,
+    WorkerStatus,
+    ShapeStatus,
+    ClientStatus,
+    Limits,
+    ActorStatus,
+    EndedTask,
+    PlacementStatus,
+    BundleStatus,
+    ReservationStatus,
+    DeviceStatus,
+    Holder,
+    OtherProcess,
+    Why,
+    Shortage,
+    OutageStatus,
+    Machine,
+    StopReport,
+    UnendedStatus,
+    IdleEndStatus,
+    TaskQuery,
+    TaskPage,
+    TaskRow,
 )
 """Reads and writes the answers to `Inquire`; classes are identified by their index."""

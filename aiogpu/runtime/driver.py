@@ -32,7 +32,7 @@ from aiogpu.runtime.history import DIED, RETRIED
 from aiogpu.runtime.memory_monitor import MemoryGuard
 from aiogpu.runtime.objects.values import await_arguments, is_complete, unfinished_in
 from aiogpu.runtime.pending_tasks import EACH, Call, Delay, settle_with_fault
-from aiogpu.runtime.results import LogFailure, Results, WarnOwner
+from aiogpu.runtime.results import LogFailure, ResultDelivery, WarnOwner
 from aiogpu.runtime.workers.commands import SETTLES
 from aiogpu.runtime.workers.death import CROWDED, UNAVAILABLE, Death
 from aiogpu.runtime.workers.message_router import InlinePoller, NestedRequests
@@ -199,9 +199,13 @@ class Driver:
         self._commands = self.pool.commands
         self.guard = MemoryGuard(loop, scheduler, self.workers, self.feed)
         self._calls: ShardedDict[Call] = ShardedDict()
-        self.results = Results(
-            *(scheduler, self._calls, self.guard, gpu_guard),
-            *(warn_owner, log_failure),
+        self.results = ResultDelivery(
+            scheduler,
+            self._calls,
+            self.guard,
+            gpu_guard,
+            warn_owner,
+            log_failure,
         )
         self._sites = self.results.history.sites
         self.actors = Actors(
@@ -293,6 +297,12 @@ class Driver:
 
     def __repr__(self) -> str:
         return f"<Driver {len(self._calls)} calls, {self.pool!r}>"
+
+    @property
+    def last_task(self) -> int:
+        """The number of the task that was submitted last."""
+        self.row.end()
+        return self._last_task
 
     def submit(
         self,

@@ -23,7 +23,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from heapq import heappop, heappush
 from itertools import count, groupby
@@ -49,6 +49,27 @@ class Source(Protocol):
 
     def resume(self) -> None:
         """Send lines again."""
+
+
+def task_printing(node: SchedulerState, worker: int, task: int) -> TaskRecord | None:
+    """Return the task that printed a line; None if unknown, or if it has ended.
+
+    `task` is 0 for the worker's current task.
+    """
+    if task:
+        return node.tasks.get(TaskId(task))
+    known = node.workers.get(WorkerId(worker))
+    return None if known is None else known.task
+
+
+def root_of(record: TaskRecord | None) -> int:
+    """Return the number of the task that the program started for this one.
+
+    0 for an actor and its tasks: its calls may come from anywhere.
+    """
+    while record is not None and record.kin is not None and record.kin.parent:
+        record = record.kin.parent
+    return 0 if record is None or record.spec.is_endless else record.id
 
 
 T = TypeVar("T")
@@ -92,7 +113,7 @@ _OVERHEAD: Final = 64
 """Characters that each line counts in addition to its text."""
 
 
-class Entry(NamedTuple):
+class LogLine(NamedTuple):
     """A line that a task has printed.
 
     Attributes:
@@ -135,7 +156,7 @@ class TaskLog:
         self.lost = 0
         self._pages = Pages(f"{directory}/{FILE}", size, kept)
         self._waiting = 0
-        self._lines: SimpleQueue[Entry | None] = SimpleQueue()
+        self._lines: SimpleQueue[LogLine | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
 
@@ -143,21 +164,21 @@ class TaskLog:
         return f"<TaskLog {self._pages.path}>"
 
     def write(self, client: int, task: int, stream: int, label: str, text: str) -> None:
-        """Add a line; see `Entry`."""
+        """Add a line; see `LogLine`."""
         if self._thread is None:
             self._thread = threading.Thread(
                 target=self._write_all, name="aiogpu-task-log", daemon=True
             )
             self._thread.start()
             header = f"node pid={os.getpid()}", "task numbers restart here"
-            self._lines.put(Entry(time.time(), 0, 0, 1, *header))
+            self._lines.put(LogLine(time.time(), 0, 0, 1, *header))
         size = len(text) + _OVERHEAD
         with self._lock:
             if self._waiting + size > WAITING:
                 self.lost += 1
                 return
             self._waiting += size
-        self._lines.put(Entry(time.time(), client, task, stream, label, text))
+        self._lines.put(LogLine(time.time(), client, task, stream, label, text))
 
     def close(self) -> None:
         """Write the waiting lines, for at most `PATIENCE` seconds."""
@@ -263,6 +284,12 @@ class Routes:
     Lines use the same connection as the answer, and so arrive before it. Lines without
     a task stay with the node.
 
+    Args:
+        node: the tasks and workers.
+        readers: the programs.
+        log: stores the lines; None for no log.
+        number_of: returns the program's own number of a task, 0 if it has ended.
+
     Attributes:
         log: stores all lines of other programs' tasks; None for no log.
     """
@@ -272,8 +299,10 @@ class Routes:
         node: SchedulerState,
         readers: Mapping[int, Reader],
         log: TaskLog | None = None,
+        number_of: Callable[[int], int] = lambda _: 0,
     ) -> None:
         self.log = log
+        self._number_of = number_of
         self._node = node
         self._readers = readers
         self._paused: dict[int, set[Source]] = {}
@@ -304,7 +333,7 @@ class Routes:
             replaces: the worker whose progress the line replaces; 0 for none.
             fields: the packed attributes of a `logging` record with this text.
         """
-        record = self._record(worker, task)
+        record = task_printing(self._node, worker, task)
         if record is None or not record.client:
             return False
         client = record.client
@@ -315,8 +344,11 @@ class Routes:
         if reader is None or reader.peer is None or not reader.shows:
             return True
         shown = text if text == PROGRESS else f"({label}) {text}"
+        child = self._number_of(root_of(record))
         reader.peer.send_one(
-            Logged(label, text, fields) if fields else Printed(stream, shown, replaces)
+            Logged(label, text, fields, child)
+            if fields
+            else Printed(stream, shown, replaces, child)
         )
         if reader.is_slow:
             self._paused.setdefault(client, set()).add(source)
@@ -330,12 +362,6 @@ class Routes:
             return False
         reader.peer.send_one(Warned(text))
         return True
-
-    def _record(self, worker: int, task: int) -> TaskRecord | None:
-        if task:
-            return self._node.tasks.get(TaskId(task))
-        known = self._node.workers.get(WorkerId(worker))
-        return None if known is None else known.task
 
     def resume(self, client: int) -> None:
         """Resume the sources for a program that has caught up or disconnected."""
@@ -398,8 +424,25 @@ class LoggedText(str):
         return [f"({self.label}) {line}" for line in self.split("\n")]
 
 
-def _is_logged(entry: tuple[int, str]) -> bool:
-    return type(entry[1]) is LoggedText
+class Line(NamedTuple):
+    """A line for the terminal; see `Console.write`."""
+
+    worker: int
+    text: str
+    cell: Any
+
+
+def _output_under(cell: Any) -> AbstractContextManager[None]:
+    if cell is None:
+        return nullcontext()
+    from aiogpu.notebook.cells import output_under
+
+    return output_under(cell)
+
+
+def _kind_and_place(line: Line) -> tuple[bool, int]:
+    """Return what must be equal for lines that are written together."""
+    return type(line.text) is LoggedText, id(line.cell)
 
 
 class Console:
@@ -412,11 +455,14 @@ class Console:
     Attributes:
         written: the number of the last written line.
         routes: sends lines to other programs; None if no program can join.
+        cell_of: returns the notebook's cell of the task that printed, by worker and
+            task; None outside notebooks.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, is_shown: bool) -> None:
         self.written = 0
         self.routes: Routes | None = None
+        self.cell_of: Callable[[int, int], Any] | None = None
         self._loop = loop
         self._is_shown = is_shown
         self._is_holding = True
@@ -425,15 +471,23 @@ class Console:
         self._paused: set[Source] = set()
         self._order = count()
         self._after: list[tuple[int, int, Callable[[], None]]] = []
-        self._lines: SimpleQueue[tuple[int, int, int, str] | None] = SimpleQueue()
+        self._lines: SimpleQueue[tuple[int, int, Line] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._drained: asyncio.Future[None] | None = None
         self._progress_line = ProgressLine()
 
-    def write(self, stream: int, line: str, source: Source, worker: int = 0) -> int:
+    def write(
+        self, stream: int, text: str, source: Source, worker: int = 0, cell: Any = None
+    ) -> int:
         """Queue a line for stdout (1) or stderr (2); return its number.
 
-        `worker` is the worker whose progress the line replaces; 0 for none.
+        Args:
+            stream: the stream.
+            text: the line.
+            source: paused while the terminal is slow.
+            worker: the worker whose progress the line replaces; 0 for none.
+            cell: the cell of a notebook under which it is shown; None for the running
+                cell.
         """
         if not self._is_shown:
             return self._last
@@ -443,8 +497,8 @@ class Console:
             )
             self._thread.start()
         self._last += 1
-        self._waiting += len(line)
-        self._lines.put((self._last, stream, worker, line))
+        self._waiting += len(text)
+        self._lines.put((self._last, stream, Line(worker, text, cell)))
         if self._waiting > FULL and source not in self._paused:
             self._paused.add(source)
             source.pause()
@@ -496,15 +550,17 @@ class Console:
         """Write and report each batch; runs on the thread."""
         for lines in batches(self._lines):
             for stream in (1, 2):
-                texts = [(by, line) for _, of, by, line in lines if of == stream]
-                for are_logged, group in groupby(texts, _is_logged):
-                    if are_logged:
-                        for _, line in group:
-                            self._log(cast("LoggedText", line))
-                    else:
-                        self._write(stream, [*group])
+                texts = [line for _, of, line in lines if of == stream]
+                for (are_logged, _), group in groupby(texts, _kind_and_place):
+                    shown = [*group]
+                    with _output_under(shown[0].cell):
+                        if are_logged:
+                            for line in shown:
+                                self._log(cast("LoggedText", line.text))
+                        else:
+                            self._write(stream, [line[:2] for line in shown])
             if lines:
-                self._report(lines[-1][0], sum(len(line) for *_, line in lines))
+                self._report(lines[-1][0], sum(len(line.text) for *_, line in lines))
 
     def _log(self, text: LoggedText) -> None:
         """Pass a record to the program's own logging, or print its text."""
@@ -536,7 +592,8 @@ class Console:
                 text = self._progress_line.hide(file)
             else:
                 text = self._progress_line.over(stream, file, lines)
-            raw = getattr(file, "buffer", None)
+            # A stream in front of it, as a progress bar has, arranges lines itself.
+            raw = file.buffer if isinstance(file, io.TextIOWrapper) else None
             if not text:
                 pass
             elif isinstance(raw, io.FileIO):
@@ -935,7 +992,9 @@ class Output:
                 shown: str = LoggedText(label, text, fields)
             else:
                 shown = text if text == PROGRESS else f"({label}) {text}"
-            self.number = self._console.write(stream, shown, self, replaces)
+            cell_of = self._console.cell_of
+            cell = None if cell_of is None else cell_of(self.worker, task)
+            self.number = self._console.write(stream, shown, self, replaces, cell)
 
     def forget(self, task: int) -> None:
         """Forget the lines of an ended task."""

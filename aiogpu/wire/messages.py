@@ -18,8 +18,14 @@ integers here.
 from collections.abc import Sequence
 from typing import Final, NamedTuple, get_args
 
+from aiogpu.errors import AiogpuError
+
 VERSION: Final = 19
 """Version of the protocol. The greeting carries it; both ends must have the same."""
+
+
+class ProtocolError(AiogpuError, ConnectionError):
+    """The peer sent bytes that are not a message, or a message out of turn."""
 
 
 class Hello(NamedTuple):
@@ -773,12 +779,14 @@ class Record(NamedTuple):
 class Logged(NamedTuple):
     """Node to client: a `logging` record of one of your tasks; see `Record`.
 
-    `label`: names the task when the text is printed.
+    `label`: names the task when the text is printed. `child`: your number of the task
+    that printed it, or of the task that has started that one; 0 if unknown.
     """
 
     label: str
     text: str
     fields: bytes
+    child: int = 0
 
 
 class Report(NamedTuple):
@@ -805,12 +813,13 @@ class Printed(NamedTuple):
 
     `text`: the line for the terminal, with a prefix that names the task. If it ends
     with `PROGRESS`, it replaces the progress line of `worker` on this stream; 0 stands
-    for no worker.
+    for no worker. `child`: see `Logged`.
     """
 
     stream: int
     text: str
     worker: int = 0
+    child: int = 0
 
 
 class Warned(NamedTuple):

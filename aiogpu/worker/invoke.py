@@ -36,6 +36,7 @@ from aiogpu.errors import (
     NodeClosedError,
     SerializationError,
     TaskError,
+    WorkerSetupError,
 )
 from aiogpu.serialization.exceptions import RAISED, UNREADABLE, UNSENDABLE, safe_text
 from aiogpu.serialization.references import PickledValue
@@ -276,7 +277,11 @@ async def invoke(
         current.loader = 0
         if type(value) is CoroutineType and not value.cr_suspended:
             value.close()  # avoids the warning about a coroutine that never began
-        return Raised(UNSENDABLE if type(error) is UnsendableError else kind, error)
+        if type(error) is UnsendableError:
+            kind = UNSENDABLE
+        elif type(error) is WorkerSetupError:
+            kind = RAISED
+        return Raised(kind, error)
 
 
 def run_now(call: Coroutine[Any, Any, Done | Raised]) -> Done | Raised:

@@ -1,4 +1,4 @@
-"""[B8] [B23] `why` and `status` on every engine."""
+"""`why` and `status` on every engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""[B38] Deaths of workers: what callers are message, and what else is affected."""
+"""Deaths of workers: what callers are message, and what else is affected."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from itertools import groupby
 import pytest
 
 import aiogpu
-from aiogpu import accelerators, errors, fastapi, joblib, sync, types
+from aiogpu import accelerators, errors, fastapi, joblib, sync, types, util
 from aiogpu.api import keywords
 from tests.repo.source_folders import ROOT
 
@@ -70,6 +70,7 @@ def test_the_api_page_has_every_public_name_once() -> None:
         *(f"aiogpu.sync.{name}" for name in sync.__all__),
         *(f"aiogpu.fastapi.{name}" for name in fastapi.__all__),
         *(f"aiogpu.joblib.{name}" for name in joblib.__all__),
+        *(f"aiogpu.util.{name}" for name in util.__all__),
         *(f"aiogpu.errors.{name}" for name in ERRORS),
         *(f"aiogpu.types.{name}" for name in types.__all__),
         *(f"aiogpu.accelerators.{name}" for name in vendors),
@@ -79,7 +80,7 @@ def test_the_api_page_has_every_public_name_once() -> None:
 
 
 def test_the_page_of_exceptions_lists_each_with_its_builtin_base() -> None:
-    page = (ROOT / "docs/exceptions.md").read_text()
+    page = (ROOT / "docs/troubleshooting.md").read_text()
     rows = re.findall(r"^\| `(\w+)` \| `(\w+)` \|", page, re.MULTILINE)
     assert sorted(name for name, _ in rows) == sorted(ERRORS)
     for name, also in rows:

@@ -23,16 +23,21 @@ from aiogpu.cli.main import cli
 from tests.support.program import output_of
 
 ROOT = Path(__file__).parents[2]
+SITE = {path.name: path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))}
 PAGES = {
-    path.name: path.read_text()
-    for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+    **{name: (ROOT / name).read_text() for name in ("README.md", "CONTRIBUTING.md")},
+    **{path.name: path.read_text() for path in sorted((ROOT / "design").glob("*.md"))},
+    **SITE,
 }
+"""Pages by name: of the site, and of the repository."""
 FENCE = re.compile(r"^```([^\n`]+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 COMMAND = re.compile(r"^(?:\$ )?(?:\w+=\S+ )*(?:\S*/)?aiogpu (.+)$", re.MULTILINE)
 CITATION = re.compile(r"\b(tests/[\w/]+\.py)::(\w+)")
 LINK = re.compile(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)")
-NAMED_FILE = re.compile(r"`((?:benchmarks/results|docs|examples)/[\w/.-]+\.\w+)`")
-FOLDERS = (".", "docs", "docs/decisions", "benchmarks/results")
+NAMED_FILE = re.compile(
+    r"`((?:benchmarks/results|design|docs|examples)/[\w/.-]+\.\w+)`"
+)
+FOLDERS = (".", "docs", "design", "design/decisions", "benchmarks/results")
 
 
 class Block(NamedTuple):
@@ -114,7 +119,7 @@ def test_commands_and_their_options_are_known():
     shells = [
         block.text
         for block in BLOCKS
-        if block.kind in ("bash", "sh", "console") or block.page == "cli-reference.md"
+        if block.kind in ("bash", "sh", "console") or block.page == "cli.md"
     ]
     lines = [line for text in shells for line in COMMAND.findall(text)]
     assert len(lines) > 30
@@ -157,7 +162,7 @@ def test_links_and_named_files_exist(folder):
 def test_every_page_is_in_the_menu_of_the_site():
     menu = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
     named = re.findall(r": (\S+\.md)$", menu, re.MULTILINE)
-    assert sorted(named) == sorted(PAGES.keys() - {"README.md"})
+    assert sorted(named) == sorted(SITE)
 
 
 def test_the_changelog_has_this_version():
@@ -191,7 +196,7 @@ def test_the_readme_begins_with_the_commands_to_try_and_to_test():
     )
     for tests in (
         PAGES["README.md"].split("\n## Tests\n")[1],
-        PAGES["contributing.md"],
+        PAGES["CONTRIBUTING.md"],
     ):
         assert FENCE.search(tests)[2] == (
             "python3 -m venv .venv && .venv/bin/pip install -q -e '.[demo,test]' "

@@ -27,6 +27,7 @@ from aiogpu.api.remote_function import Decorated, Definition, FunctionName, Mapp
 from aiogpu.api.usage_errors import (
     CalledFirst,
     CalledFirstToIterate,
+    Displayed,
     EnteredOnLoop,
     SetInItsProcess,
     options_of,
@@ -178,7 +179,7 @@ class LateMethod(RemoteMethod):
         return method._remote_chunk(arguments)
 
 
-class ActorHandle(EnteredOnLoop, SetInItsProcess, Generic[A]):
+class ActorHandle(Displayed, EnteredOnLoop, SetInItsProcess, Generic[A]):
     """A handle to an actor. The actor ends when the last handle is dropped.
 
     `await handle` waits until the actor is ready, and returns the handle. `async with`
@@ -196,6 +197,9 @@ class ActorHandle(EnteredOnLoop, SetInItsProcess, Generic[A]):
 
     def __repr__(self) -> str:
         return f"<ActorHandle {self._link.name}>"
+
+    async def _html(self) -> str:
+        return await self._link.html(repr(self))
 
     def __getattr__(self, name: str) -> RemoteMethod:
         link = self._link

@@ -282,6 +282,16 @@ class ActorLink:
         """The actor's id and its node; None while the node has not answered."""
         return None if self._actor is None else (self._actor.id, self._session)
 
+    async def html(self, title: str) -> str:
+        """Return the actor's state for a notebook."""
+        from aiogpu.notebook.display import code, html_of
+
+        if self._error is not None or self._actor is None:
+            return code(f"{title}: {self._error or 'its node has not answered yet'}")
+        engine = self._session.engine
+        why = await engine.why(self._actor.id)
+        return await html_of(title, why, engine.status, is_actor=True)
+
     def reference(self) -> tuple[int, str, str]:
         """Return the pickled form of a handle, and count its receiver as a holder.
 
@@ -582,6 +592,12 @@ class WorkerActorLink:
         hold = client_of_process().own(actor)
         known = _links.get(actor)
         return known or cls(class_name, hold, as_interface(load_result(interface)))
+
+    async def html(self, title: str) -> str:
+        """Return the handle's text for a notebook: a task does not ask the node."""
+        from aiogpu.notebook.display import code
+
+        return code(title)
 
     @property
     def identity(self) -> tuple[int, object]:

@@ -13,7 +13,7 @@ import asyncio
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Awaitable, Callable, Generator
 from contextlib import suppress
 from contextvars import Context
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
@@ -25,7 +25,7 @@ from aiogpu.api.results.blocking import (
     RestoredOwner,
     cut_frames,
 )
-from aiogpu.api.usage_errors import PUT_NAME
+from aiogpu.api.usage_errors import PUT_NAME, Displayed
 from aiogpu.client.current import current
 from aiogpu.errors import (
     DeserializationError,
@@ -42,6 +42,7 @@ from aiogpu.wire.messages import Failed
 if TYPE_CHECKING:
     from aiogpu.api.results.reports import Reports
     from aiogpu.client.interface import Outcome, ValueStore, Waits
+    from aiogpu.observe.status import NodeStatus
     from aiogpu.observe.why import Why
     from aiogpu.serialization.references import Reference
 
@@ -122,6 +123,21 @@ async def why_of(
     return await owner.why(waiting.task_name, waiting.task_id)
 
 
+def status_of(
+    loop: asyncio.AbstractEventLoop,
+) -> Callable[[], Awaitable[NodeStatus]]:
+    """Return a function that asks for the status of a loop's node."""
+
+    async def status() -> NodeStatus:
+        session = session_of(loop)
+        if session is None:
+            raise NodeClosedError("this node is shut down.")
+        found: NodeStatus = await session.engine.status()
+        return found
+
+    return status
+
+
 T = TypeVar("T")
 
 
@@ -179,7 +195,7 @@ def _finish_some(loop: asyncio.AbstractEventLoop) -> None:
             del _late[loop]
 
 
-class Handle(HandleBase, asyncio.Future[T]):
+class Handle(Displayed, HandleBase, asyncio.Future[T]):
     """The future result of a task; awaitable, and cancelling it stops the work.
 
     Attributes:
@@ -188,9 +204,18 @@ class Handle(HandleBase, asyncio.Future[T]):
 
     remote_values: ValueStore | None = None
     __slots__ = (
-        *("_callbacks_added", "_error", "_owner", "_payload", "_reports", "_value"),
+        "_callbacks_added",
+        "_error",
+        "_owner",
+        "_payload",
+        "_reports",
+        "_value",
         "_waiters",
-        *("part", "raw", "shared", "task_id", "task_name"),
+        "part",
+        "raw",
+        "shared",
+        "task_id",
+        "task_name",
     )
 
     def __init__(
@@ -218,6 +243,11 @@ class Handle(HandleBase, asyncio.Future[T]):
             # TaskGroup puts the repr into its TypeError "a coroutine was expected".
             shown += " (pass handle.coro() instead)"
         return shown
+
+    async def _html(self) -> str:
+        from aiogpu.notebook.display import html_of
+
+        return await html_of(repr(self), await self.why(), status_of(self.get_loop()))
 
     @property
     def error(self) -> BaseException | None:

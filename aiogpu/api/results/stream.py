@@ -14,8 +14,8 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NoReturn, Self, TypeVar
 
 from aiogpu.api.results.blocking import ItemBuffer, StreamBase, StreamOwner
-from aiogpu.api.results.handle import check_thread, why_of
-from aiogpu.api.usage_errors import EnteredOnLoop
+from aiogpu.api.results.handle import check_thread, status_of, why_of
+from aiogpu.api.usage_errors import Displayed, EnteredOnLoop
 from aiogpu.errors import MisuseError
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ class LoopItemBuffer(ItemBuffer, LoopSource):
                 self.loop.call_soon_threadsafe(self.notify)
 
 
-class Stream(StreamBase, EnteredOnLoop, IteratedOnce[T]):
+class Stream(Displayed, StreamBase, EnteredOnLoop, IteratedOnce[T]):
     """The items of a generator that runs as a task, by `async for`.
 
     `async with f.remote() as stream:` stops the generator at the end of its block.
@@ -179,6 +179,11 @@ class Stream(StreamBase, EnteredOnLoop, IteratedOnce[T]):
             f"{len(items.buffer)} items to take, {items.window.taken} taken"
         )
         return f"<Stream of {items.task_name} {items.task_id}: {state}>"
+
+    async def _html(self) -> str:
+        from aiogpu.notebook.display import html_of
+
+        return await html_of(repr(self), await self.why(), status_of(self.get_loop()))
 
     def _as_called(self) -> str:
         return f"{self.task_name}.remote(...)"

@@ -24,7 +24,7 @@ from aiogpu.core.effects import (
 )
 from aiogpu.core.model.ids import OWN, ClientId, TaskId, WorkerId
 from aiogpu.core.model.request import Environment, TaskSpec
-from aiogpu.core.queue.fair_share import Clients, Limits
+from aiogpu.core.queue.fair_share import Accounts, Limits
 from aiogpu.core.queue.ready import ShapeKey
 from aiogpu.core.queue.timers import Alarm, AlarmKind
 from aiogpu.core.records import Memory, TaskRecord, TaskState, WorkerRecord, WorkerState
@@ -681,12 +681,12 @@ class Scheduler(SchedulerState):
         `weight`: the program's share relative to a program of weight 1. Until the
         first call the node does no accounting for programs.
         """
-        clients = self.clients or Clients(self, self.ledger)
+        clients = self.clients or Accounts(self, self.ledger)
         clients.join(client, weight, limits or Limits())
         if self.clients is None:
             self._share(clients)
 
-    def _share(self, clients: Clients) -> None:
+    def _share(self, clients: Accounts) -> None:
         """Begin to account for programs. Costs O(tasks + workers)."""
         for record in self.tasks.values():
             clients.of(record.client).unfinished += 1

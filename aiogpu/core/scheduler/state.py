@@ -43,7 +43,7 @@ from aiogpu.core.scheduler.workers import Spares, WorkerLimit, Workers
 if TYPE_CHECKING:
     from aiogpu.core.model.ids import ClientId
     from aiogpu.core.model.request import Environment
-    from aiogpu.core.queue.fair_share import Clients
+    from aiogpu.core.queue.fair_share import Accounts
 
 
 STOP_EVERY: Final = 1e-4
@@ -411,7 +411,7 @@ class SchedulerState:
         self.is_closing = False
         self.stops_since: float | None = None
         self.stops_some_at: float | None = None
-        self.clients: Clients | None = None
+        self.clients: Accounts | None = None
         self.restarts: dict[TaskId, Restarts] = {}
         self.resting: dict[TaskId, float] = {}
         self.evicting: set[TaskId] = set()

@@ -309,7 +309,7 @@ def _check_options(options: NodeOptions) -> None:
     chosen, defaults = options._asdict(), NodeOptions()._asdict()
     for name, value in chosen.items():
         if value != defaults[name] and name not in START_OPTIONS + JOIN_OPTIONS:
-            closest = CLOSEST.get(name, "docs/engines.md lists what each engine can do")
+            closest = CLOSEST.get(name, "docs/from-ray.md lists what Ray can do")
             raise OptionError(
                 f"init(address='ray', {name}=...): a Ray cluster has no such option; "
                 f"leave it out ({closest})."

@@ -372,10 +372,15 @@ def _status(actor: Actor, place: tuple[int, int] | None, client: int) -> ActorSt
     worker, pid = place or (None, 0)
     suffix = f" {name!r}" if name is not None else ""
     return ActorStatus(
-        *(actor.id, name, namespace, actor.name.removesuffix(suffix)),
-        actor.state.value,
-        actor.holders,
-        *(worker, pid, len(actor.calls)),
+        id=actor.id,
+        name=name,
+        namespace=namespace,
+        class_name=actor.name.removesuffix(suffix),
+        state=actor.state.value,
+        holders=actor.holders,
+        worker=worker,
+        pid=pid,
+        calls=len(actor.calls),
         is_detached=actor.func.spec.is_detached,
         client=client,
         evictions=actor.evictions,

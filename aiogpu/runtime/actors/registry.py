@@ -20,9 +20,9 @@ from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.errors import ActorDiedError, AiogpuError, DeadlockError
 from aiogpu.runtime.actors.actor import FIRST_CALL, Actor, ActorState, Register, died
 from aiogpu.runtime.callers.caller import Caller
-from aiogpu.runtime.history import Failure
+from aiogpu.runtime.history import FailureReason
 from aiogpu.runtime.pending_tasks import Call, overrun, settle
-from aiogpu.runtime.results import Results
+from aiogpu.runtime.results import ResultDelivery
 from aiogpu.runtime.workers.death import Death, describe_loss
 from aiogpu.runtime.workers.pool import Pool
 from aiogpu.runtime.workers.slots import LiveWorker
@@ -116,7 +116,7 @@ class Actors(Register):
         scheduler: Scheduler,
         pool: Pool,
         tasks: TaskPort,
-        results: Results,
+        results: ResultDelivery,
         shortages: Shortages,
         check: Check,
     ) -> None:
@@ -395,7 +395,7 @@ class Actors(Register):
             failed = self._shortages.explain(worker, name, failed)
         if call is not None and call.receiver is not None and failed.kind != LEFT:
             failure = failed.type_name, failed.message, failed.traceback
-            self._results.note_call(actor.id, name, Failure.of(*failure))
+            self._results.note_call(actor.id, name, FailureReason.of(*failure))
         return failed
 
     def on_began(self, actor: Actor, number: int, when: float) -> None:
@@ -419,7 +419,7 @@ class Actors(Register):
         ran = limit + max(self._loop.time() - timer.when(), 0.0)
         name = f"{actor.name}.{plain_name(call.method)}"
         error = overrun(name, limit, f"it ran {span(ran)}", STOPPING[actor.terms.mode])
-        failure = Failure.of(type(error).__name__, str(error))
+        failure = FailureReason.of(type(error).__name__, str(error))
         self._results.note_call(actor.id, name, failure)
         self.cancel(actor.id, number)
         settle(receiver, error)

@@ -25,7 +25,6 @@ from aiogpu.errors import (
     DeadlockError,
     DeserializationError,
     InternalError,
-    ProtocolError,
     TaskCancelledError,
 )
 from aiogpu.runtime.actors.actor import Actor
@@ -51,6 +50,7 @@ from aiogpu.serialization.exceptions import (
 )
 from aiogpu.serialization.serializer import dump_whole
 from aiogpu.wire import messages as wire
+from aiogpu.wire.messages import ProtocolError
 
 if TYPE_CHECKING:
     from aiogpu.client.interface import Receiver
@@ -547,7 +547,11 @@ class Requests:
             if func.actor is None:
                 raise InternalError(f"{func.spec.name} was not declared as an actor")
             self._actors.create(
-                *(func, message.payload, key, message.get_if_exists, message.actor),
+                func,
+                message.payload,
+                key,
+                message.get_if_exists,
+                message.actor,
                 self._client_of(caller),
             )
         except AiogpuError as error:

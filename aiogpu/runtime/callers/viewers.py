@@ -18,10 +18,10 @@ from functools import partial
 from time import perf_counter
 from typing import Any, Final
 
-from aiogpu.errors import ProtocolError
 from aiogpu.runtime.connection import Peer, Recipient
 from aiogpu.serialization.exceptions import pack_own_error
 from aiogpu.wire import messages as wire
+from aiogpu.wire.messages import ProtocolError
 
 MOST: Final = 16
 """Most viewers at the same time; each takes a descriptor of the program."""
@@ -164,7 +164,7 @@ class Viewers:
             self._take_turn(viewer)
 
     def _join(self, viewer: Viewer, join: wire.Join) -> None:
-        from aiogpu import __version__
+        from aiogpu.version import __version__
 
         if join.release != __version__:
             reason = (

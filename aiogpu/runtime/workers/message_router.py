@@ -15,7 +15,6 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Final, Protocol
 
 from aiogpu.core.model.text import printable
-from aiogpu.errors import ProtocolError
 from aiogpu.runtime.actors.actor import Actor
 from aiogpu.runtime.callers.caller import Child
 from aiogpu.runtime.objects.store import Store
@@ -24,6 +23,7 @@ from aiogpu.runtime.pending_tasks import Delay, pass_on, pass_on_report, settle
 from aiogpu.runtime.workers.slots import LiveWorker
 from aiogpu.serialization.payload import MARK
 from aiogpu.wire import messages as wire
+from aiogpu.wire.messages import ProtocolError
 
 if TYPE_CHECKING:
     from aiogpu.client.interface import Outcome, Receiver

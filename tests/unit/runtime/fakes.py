@@ -218,10 +218,13 @@ class FakeConsole:
     def __init__(self) -> None:
         self.written = 0
         self.routes = None
+        self.cell_of = None
         self.lines: list[tuple[int, str]] = []
         self._after: list[tuple[int, Callable[[], None]]] = []
 
-    def write(self, stream: int, line: str, source: Source, worker: int = 0) -> int:
+    def write(
+        self, stream: int, line: str, source: Source, worker: int = 0, cell: object = 0
+    ) -> int:
         self.lines.append((stream, line))
         return len(self.lines)
 

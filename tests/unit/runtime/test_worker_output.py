@@ -15,6 +15,8 @@ from typing import Any, TextIO, cast
 import pytest
 
 from aiogpu.core.model.ids import ClientId, TaskId, WorkerId
+from aiogpu.core.model.request import Request, Shape, TaskSpec
+from aiogpu.core.records import TaskRecord
 from aiogpu.engines.remote import Terminal
 from aiogpu.runtime import output as output
 from aiogpu.runtime.output import (
@@ -152,8 +154,9 @@ class RoutedNode:
     """A node that runs task 7 for program ONE and task 8 for program TWO."""
 
     def __init__(self) -> None:
+        spec = TaskSpec("embed", Shape(Request()))
         self.tasks = {
-            TaskId(task): SimpleNamespace(id=task, client=ClientId(client))
+            TaskId(task): TaskRecord(TaskId(task), spec, client=ClientId(client))
             for task, client in ((7, ONE), (8, TWO))
         }
         self.workers = {WorkerId(1): SimpleNamespace(task=self.tasks[TaskId(7)])}
