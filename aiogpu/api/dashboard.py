@@ -17,6 +17,7 @@ from tempfile import TemporaryFile
 from typing import IO, TYPE_CHECKING, Final
 
 from aiogpu.errors import NodeStartError, OptionError
+from aiogpu.linux.interpreter import interpreter_command
 
 if TYPE_CHECKING:
     from aiogpu.observe.status import NodeStatus
@@ -66,9 +67,10 @@ class DashboardProcess:
         self._errors: IO[str] = TemporaryFile(  # noqa: SIM115 - closed by `_end`
             "w+", encoding="utf-8", errors="replace"
         )
-        command = [sys.executable, "-m", "aiogpu", "dashboard", "--no-browser"]
+        command = interpreter_command(sys.executable, "-m", "aiogpu")
+        options = ("--address", socket, "--until", str(os.getpid()), "--no-browser")
         self._child = subprocess.Popen(
-            [*command, "--address", socket, "--until", str(os.getpid())],
+            [*command, "dashboard", *options],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=self._errors,

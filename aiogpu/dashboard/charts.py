@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import nan
 from typing import Any, Final
 
@@ -23,6 +23,10 @@ AREAS: Final = (
     *("#56b4e9", "#e69f00", "#009e73", "#f0e442", "#0072b2", "#d55e00", "#cc79a7"),
 )
 """Colours of programs, as in the style sheet."""
+ALPHA: Final = {False: 0.75, True: 0.55}
+"""Opacity of areas, so that a line over them is seen."""
+TEXTS: Final = {False: "#1b1f24", True: "#e8eaed"}
+"""Colours of text, and of lines over areas."""
 SLOTS: Final = [f"c{slot}" for slot in range(COLORS)]
 
 
@@ -117,7 +121,7 @@ def chart_over_time(
     title: str, unit: str, *, is_dark: bool, y_range: Range, height: int = 240
 ) -> Any:
     """Return an empty chart over time."""
-    text_color, line = ("#e8eaed", "#3a4048") if is_dark else ("#1b1f24", "#cfd4da")
+    text_color, line = TEXTS[is_dark], "#3a4048" if is_dark else "#cfd4da"
     chart = figure(
         title=Title(text=title, text_color=text_color),
         height=height,
@@ -137,17 +141,27 @@ def chart_over_time(
         axis.axis_line_color = axis.major_tick_line_color = line
         axis.minor_tick_line_color = None
     chart.grid.grid_line_color = line
+    ticker: Any = chart.xaxis.ticker
+    ticker.desired_num_ticks = 4  # more do not fit on a telephone
     chart.toolbar.logo = None
     return chart
 
 
-def stack_shares(chart: Any, source: ColumnDataSource) -> None:
-    """Draw the shares of programs as stacked areas."""
-    chart.varea_stack(SLOTS, x="time", color=AREAS, alpha=0.75, source=source)
+def stack_shares(chart: Any, source: ColumnDataSource, *, is_dark: bool) -> None:
+    """Draw the shares of programs as stacked areas, and the used memory over them."""
+    alpha = ALPHA[is_dark]
+    chart.varea_stack(SLOTS, x="time", color=AREAS, alpha=alpha, source=source)
+    names, colors = {"memory": "memory used"}, (TEXTS[is_dark],)
+    draw_lines(chart, source, names, colors, is_dark=is_dark)
 
 
 def draw_lines(
-    chart: Any, source: ColumnDataSource, names: Mapping[str, str], *, is_dark: bool
+    chart: Any,
+    source: ColumnDataSource,
+    names: Mapping[str, str],
+    colors: Sequence[str],
+    *,
+    is_dark: bool,
 ) -> None:
     """Draw columns over time, the first as a solid line, with a legend.
 
@@ -155,10 +169,11 @@ def draw_lines(
         chart: the chart.
         source: has the columns.
         names: the label of each column.
+        colors: the colour of each line.
         is_dark: the colour scheme.
     """
     for (column, label), color, dash in zip(
-        names.items(), LINES[is_dark], ("solid", "dashed"), strict=False
+        names.items(), colors, ("solid", "dashed"), strict=False
     ):
         chart.line(
             *("time", column),
@@ -171,6 +186,7 @@ def draw_lines(
     legend = chart.legend[0]
     legend.orientation = "horizontal"
     legend.background_fill_alpha, legend.border_line_color = 0.0, None
-    legend.label_text_color = "#e8eaed" if is_dark else "#1b1f24"
+    legend.label_text_color = TEXTS[is_dark]
     legend.margin = legend.padding = 0
+    legend.spacing = 14
     chart.add_layout(legend, "above")

@@ -189,7 +189,8 @@ class OverviewTab(Tab):
             y_range=DataRange1d(start=0),
         )
         lines = {"running": "running", "waiting": "waiting"}
-        charts.draw_lines(chart, self._source, lines, is_dark=self.is_dark)
+        colors = charts.LINES[self.is_dark]
+        charts.draw_lines(chart, self._source, lines, colors, is_dark=self.is_dark)
         yield chart
 
     def add(self, samples: list[Sample]) -> None:
@@ -225,7 +226,7 @@ class DevicesTab(Tab):
         return (
             f'<h2>Whose share, in the last hour</h2><ul class="keys">{"".join(keys)}'
             "</ul><p>Areas: the held share of each device, by program. The line: the "
-            "used part of its memory. Below: how busy and how warm the device was.</p>"
+            "used part of its memory. The second chart: how busy and warm it was.</p>"
         )
 
     def charts(self) -> Iterable[Any]:
@@ -252,13 +253,10 @@ class DevicesTab(Tab):
             )
             shared = shared or shares.x_range
             shares.x_range = readings.x_range = shared
-            shares.varea_stack(
-                charts.SLOTS, x="time", color=charts.AREAS, alpha=0.75, source=source
-            )
-            memory = {"memory": "memory used"}
-            charts.draw_lines(shares, source, memory, is_dark=self.is_dark)
+            charts.stack_shares(shares, source, is_dark=self.is_dark)
+            colors = charts.LINES[self.is_dark]
             both = {"busy": "busy, %", "temperature": "temperature, °C"}
-            charts.draw_lines(readings, source, both, is_dark=self.is_dark)
+            charts.draw_lines(readings, source, both, colors, is_dark=self.is_dark)
             yield from (shares, readings)
 
     def add(self, samples: list[Sample]) -> None:
