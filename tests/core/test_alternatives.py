@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from aiogpu.core.model.config import SchedulerConfig
 from aiogpu.core.model.request import TaskSpec
+from aiogpu.core.scheduler.task_tree import STOPPED_AT_ONCE
 from tests.core.builders import World, record_of, why_of
 
 GPU_OR_CPUS = {"num_gpus": 1, "others": [{"num_cpus": 2}]}
@@ -97,15 +97,15 @@ def test_a_deadlock_in_all_requests_fails_the_child():
     assert "child asks for {CPU: 1, GPU: 1} or {GPU: 0.5}" in w.tasks["child"].reason
 
 
-def test_a_child_that_its_parent_gave_up_does_not_start():
-    w = node(config=SchedulerConfig())
+def test_children_that_their_parent_gave_up_do_not_start():
+    """So many are ended in batches; the CPUs of the parent are free before that."""
+    w = node()
     w.submit("gpu", num_gpus=1, num_cpus=0)
-    w.submit("cpus", num_cpus=2)
-    w.submit("parent", num_cpus=1)
-    w.submit("child", parent="parent", **GPU_OR_CPUS)
+    w.submit("parent", num_cpus=4)
+    for number in range(2 * STOPPED_AT_ONCE):
+        w.submit(f"child {number}", parent="parent", **GPU_OR_CPUS)
     w.finish("parent")
-    w.finish("cpus")
-    assert "child" not in w.running
+    assert w.running == {"gpu"}
     w.check()
 
 
