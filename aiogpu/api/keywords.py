@@ -36,6 +36,19 @@ class _Common(TypedDict, total=False):
     label_selector: Mapping[str, str] | None
 
 
+class Choice(TypedDict, total=False):
+    """An entry of `any_of`: a whole request; the options mean what they do alone."""
+
+    num_cpus: float
+    num_gpus: float
+    memory: int | str
+    resources: Mapping[str, float]
+    accelerator_type: str
+    gpu_where: GpuWhere
+    gpu_memory: int | str
+    max_calls: int
+
+
 class Options(_Common, total=False):
     """The options of a task, as `@remote(...)` and `.options(...)` take them.
 
@@ -57,6 +70,8 @@ class Options(_Common, total=False):
         gpu_memory: memory on each GPU, with or instead of `num_gpus`: bytes, "6GiB", or
             "share" for the same fraction as `num_gpus`. Frameworks are limited to it.
         retry_oom: "exclusive": when GPU memory runs out, retry once on a whole GPU.
+        any_of: requests of which the first that is free is taken, the most wanted
+            first: `[{"num_gpus": 1}, {"num_cpus": 8}]`; instead of the options above.
         gpu_strategy: which GPU a share is taken from: "pack" (default), the fullest GPU
             with room; "spread", the emptiest.
         max_calls: calls of the function before its worker process is replaced, 0 for no
@@ -89,6 +104,7 @@ class Options(_Common, total=False):
     """
 
     retry_oom: RetryOom | None
+    any_of: Sequence[Choice] | None
     max_calls: int | None
     max_retries: int | None
     retry_exceptions: RetryExceptions | None

@@ -493,6 +493,7 @@ class TaskOptions(NamedTuple):
     gpu_where: DeviceSelector | None = None
     gpu_memory: int = 0
     retry_oom: RetryOom | None = None
+    any_of: tuple[Mapping[str, Any], ...] = ()
     gpu_strategy: GpuStrategy = "pack"
     max_calls: int | None = None
     max_retries: int = 3
@@ -594,6 +595,9 @@ class TaskOptions(NamedTuple):
         """
         from aiogpu.core.model.request import Shape, TaskSpec
 
+        if self.any_of:
+            choices = self.choices(name, function)
+            return choices[0] if len(choices) == 1 else TaskSpec.any_of(choices)
         request, max_calls = self.request(), self.max_calls
         if max_calls is None:
             max_calls = 1 if request.devices else 0
@@ -611,6 +615,31 @@ class TaskOptions(NamedTuple):
             is_detached=self.lifetime is not None,
             retries_oom=self.retry_oom is not None,
         )
+
+    def choices(self, name: str, function: int) -> tuple[TaskSpec, ...]:
+        """Return a specification for each request of `any_of`; empty without it.
+
+        Raises:
+            OptionError: a request is invalid, or options beside `any_of` ask for
+                resources.
+        """
+        given = [
+            option
+            for option in OF_A_CHOICE
+            if self.any_of and getattr(self, option) != _DEFAULTS[option]
+        ]
+        given += ["placement"] if self.any_of and self.placement is not None else []
+        if given:
+            raise OptionError(
+                f"any_of lists whole requests, and {given[0]} is given beside it. "
+                f"Write {given[0]}= in each entry of any_of, or leave any_of out."
+            )
+        specs = []
+        for entry in self.any_of:
+            options = self._replace(any_of=(), **entry)
+            check_kinds(options.num_gpus, options.gpu_memory, options.resources)
+            specs.append(options.spec(name, function))
+        return tuple(specs)
 
     def actor_spec(self, name: str, function: int) -> TaskSpec:
         """Return the specification for an actor, which holds its lease for life.
@@ -809,6 +838,32 @@ def _check_retried(option: str, value: object) -> Retried:
     )
 
 
+MOST_CHOICES: Final = 8
+"""The most requests of one `any_of`."""
+
+
+OF_A_CHOICE: Final = (
+    *("num_cpus", "num_gpus", "memory", "resources", "accelerator_type", "gpu_where"),
+    *("gpu_memory", "max_calls"),
+)
+"""The options that an entry of `any_of` may have."""
+
+
+def _check_any_of(option: str, value: object) -> tuple[dict[str, Any], ...]:
+    is_list = isinstance(value, list | tuple) and 0 < len(value) <= MOST_CHOICES
+    entries: Any = value if is_list else ()
+    if not entries or not all(
+        isinstance(entry, Mapping) and entry and set(entry) <= set(OF_A_CHOICE)
+        for entry in entries
+    ):
+        raise OptionError(
+            f"{option}={value!r} must be a list of 1 to {MOST_CHOICES} dicts, the most "
+            f"wanted first, such as {option}=[{{'num_gpus': 1}}, {{'num_cpus': 8}}]; "
+            f"an entry may have {', '.join(OF_A_CHOICE)}."
+        )
+    return tuple(check_options(entry) for entry in entries)
+
+
 def _check_setup(option: str, value: object) -> Callable[[], object]:
     if callable(value) and not hasattr(value, "__aiogpu_function__"):
         from inspect import iscoroutinefunction, signature
@@ -927,6 +982,7 @@ CHECKS: Final[dict[str, dict[str, Check]]] = {
             "on a whole GPU)",
             "exclusive",
         ),
+        "any_of": _check_any_of,
         "max_calls": whole(0, "None, 0 for no limit, or a whole number of calls"),
         "max_retries": whole(-1, _retries),
         "retry_exceptions": _check_retried,

@@ -574,7 +574,12 @@ class RemoteFunction(Decorated, Mapper, Generic[P, R]):
         if definition.is_generator:
             window = options.max_buffered or MAX_BUFFERED
         self._submit = submitter(self._returns, window)
-        return self._new_spec(spec, spec.shape.request.as_numbers(), window=window)
+        return self._new_spec(
+            spec,
+            spec.shape.request.as_numbers(),
+            window=window,
+            choices=options.choices(definition.name, definition.pickled().id),
+        )
 
     def options(self, **options: Unpack[Options]) -> Self:
         """Return the same function with other options; this one does not change.

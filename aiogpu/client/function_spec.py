@@ -6,7 +6,7 @@ which then knows it by its id. Light to import.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -107,6 +107,8 @@ class FunctionSpec:
         actor: the options of actors, for a class.
         window: for a generator, how many items it may be ahead; else 0.
         ray_options: options of `scheduling_strategy` and `label_selector`, for Ray.
+        choices: the specs of the option `any_of`; `spec` is made of those that the node
+            can meet. Empty for a single request.
     """
 
     id: int
@@ -120,10 +122,26 @@ class FunctionSpec:
     actor: ActorTerms | None = None
     window: int = 0
     ray_options: Mapping[str, object] = field(default_factory=dict)
+    choices: tuple[TaskSpec, ...] = ()
+    _holding: dict[Request, FunctionSpec] = field(default_factory=dict)
 
     def holding(self, request: Request) -> FunctionSpec:
-        """Return the spec for a call that got more resources than it requested."""
-        return replace(self, id=new_func_id(), resources=request.as_numbers())
+        """Return the spec for a call that got other resources than its first request.
+
+        A call gets more when device memory has run out, or by another of its requests.
+        """
+        func = self._holding.get(request)
+        if func is None:
+            resources = request.as_numbers()
+            func = replace(self, id=new_func_id(), resources=resources)
+            self._holding[request] = func
+        return func
+
+    def choose(self, choices: Sequence[TaskSpec]) -> None:
+        """Let calls take the first of these requests that is free."""
+        self.spec = TaskSpec.any_of(choices)
+        self.resources = choices[0].shape.request.as_numbers()
+        self._holding.clear()
 
     def check_one_machine(self) -> None:
         """Check that it does not choose among the nodes of a Ray cluster.

@@ -76,6 +76,7 @@ def load_spec(
         retried=retried,
         actor=actor,
         window=window,
+        choices=spec.choices(),
     )
 
 
@@ -104,7 +105,13 @@ def _restored(spec: TaskSpec, function: Function, program: Environment) -> TaskS
     if program:
         others = (pair for pair in environment if not is_of_program(pair[0]))
         environment = tuple(sorted((*others, *program)))
-    return replace(spec, shape=Shape(request, environment), function=function.id)
+    choices = tuple(_restored(each, function, program) for each in spec.alternatives)
+    return replace(
+        spec,
+        shape=Shape(request, environment),
+        function=function.id,
+        alternatives=choices,
+    )
 
 
 def _is_possible(spec: TaskSpec) -> bool:
@@ -123,4 +130,7 @@ def _is_possible(spec: TaskSpec) -> bool:
         and spec.max_calls >= 0
         and min(request.gpu_memory, spec.max_retries) >= -1
         and (spec.is_endless or not spec.is_lease)
+        and request.alternatives == tuple(e.shape.request for e in spec.alternatives)
+        and not (spec.alternatives and (spec.is_endless or request.placement_group))
+        and all(not e.alternatives and _is_possible(e) for e in spec.alternatives)
     )

@@ -345,6 +345,8 @@ def check_func(func: FunctionSpec, ledger: Ledger) -> None:
     from aiogpu.core.resources.placement_group import why_infeasible
 
     func.check_one_machine()
+    if func.choices:
+        _choose(func, ledger)
     spec = func.spec
     reason = why_infeasible(ledger, spec.shape.request)
     if reason is not None:
@@ -370,6 +372,27 @@ def check_func(func: FunctionSpec, ledger: Ledger) -> None:
             f"give: {reason}. It has {has}. {advice}".rstrip()
         )
     _check_size(f"the function {spec.name}", func.function.payload)
+
+
+def _choose(func: FunctionSpec, ledger: Ledger) -> None:
+    """Leave out the requests of `any_of` that the node can never meet.
+
+    Raises:
+        InfeasibleError: it can meet none.
+    """
+    from aiogpu.core.resources.placement_group import why_infeasible
+
+    requests = [spec.shape.request for spec in func.choices]
+    reasons = [why_infeasible(ledger, request) for request in requests]
+    if None in reasons:
+        pairs = zip(func.choices, reasons, strict=True)
+        func.choose([spec for spec, reason in pairs if reason is None])
+        return
+    told = "; ".join(f"{r}: {why}" for r, why in zip(requests, reasons, strict=True))
+    raise InfeasibleError(
+        f"{func.spec.name} asks for any of several requests, and this node can never "
+        f"give one of them: {told}. Add a request that it can give."
+    )
 
 
 def check_arguments(func: FunctionSpec, payload: bytes) -> None:

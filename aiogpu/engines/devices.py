@@ -21,7 +21,7 @@ from aiogpu.core.model.units import CPU, GPU, MEMORY, TYPE_PREFIX, UNIT, quantit
 from aiogpu.core.resources.devices import DeviceSet
 from aiogpu.core.resources.ledger import Ledger
 from aiogpu.engines.base import NodeOptions
-from aiogpu.errors import AiogpuError, DeviceError
+from aiogpu.errors import AiogpuError, DeviceError, OptionError
 from aiogpu.linux.cgroup import usable_cpus
 from aiogpu.linux.procfs import MemoryBounds
 
@@ -264,7 +264,7 @@ def build_ledger(options: NodeOptions, device_sets: Sequence[DeviceSet]) -> Ledg
     GPUs of unknown memory. Detected facts take precedence.
     """
     cpus = usable_cpus() if options.num_cpus is None else options.num_cpus
-    memory = MemoryBounds().safe_limit() if options.memory is None else options.memory
+    memory = _main_memory(device_sets, options)
     scalars = {CPU: quantity("num_cpus", cpus), MEMORY: memory * UNIT}
     known = {*kinds(), *(devices.kind for devices in device_sets)}
     for name, amount in options.resources.items():
@@ -290,6 +290,36 @@ def build_ledger(options: NodeOptions, device_sets: Sequence[DeviceSet]) -> Ledg
             if device.type is not None:
                 scalars.setdefault(TYPE_PREFIX + device.type, UNIT)
     return Ledger(scalars, completed)
+
+
+def _main_memory(device_sets: Sequence[DeviceSet], options: NodeOptions) -> int:
+    """Return the main memory of the node in bytes.
+
+    A GPU that NVML knows by its name, but without memory, uses that of the machine
+    (GB10, Jetson). What `gpu_memory=` declares for such GPUs is not counted twice.
+
+    Raises:
+        OptionError: the machine has less than is declared for its GPUs.
+    """
+    if options.memory is not None:
+        return options.memory
+    memory = MemoryBounds().safe_limit()
+    sharing = [
+        device
+        for devices in device_sets
+        if devices.kind == GPU
+        for device in devices.devices
+        if device.name and not device.memory
+    ]
+    declared = len(sharing) * (options.gpu_memory or 0)
+    if declared >= memory:
+        names = ", ".join(f"GPU {device.id} ({device.name})" for device in sharing)
+        raise OptionError(
+            f"init(gpu_memory={size(options.gpu_memory or 0)!r}): the memory of "
+            f"{names} is that of the machine, which has {size(memory)} for all of them "
+            f"and for tasks without a GPU. Declare less, or give memory= as well."
+        )
+    return memory - declared
 
 
 def _completed(

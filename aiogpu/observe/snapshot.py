@@ -487,7 +487,22 @@ def why(
         is_held_endlessly=is_held_endlessly(node, record, lacks),
         rivals=tuple(name_and_pid(id_, programs) for id_ in islice(rivals, SHOWN)),
         rival_count=len(rivals),
+        notes=tuple(_other_choices(node, record, holdings)),
     )
+
+
+def _other_choices(
+    node: SchedulerState, record: TaskRecord, holdings: Holdings
+) -> Iterator[str]:
+    """Yield what the task lacks for each of its other requests."""
+    first = record.spec
+    for spec in first.alternatives:
+        record.spec = spec
+        try:
+            short = brief(_waits(node, record, [*find_lacks(node, record)], holdings))
+        finally:
+            record.spec = first
+        yield f"or {spec.shape.request}, for which it {short}"
 
 
 def why_ended(ended: EndedTask) -> Why:

@@ -230,3 +230,17 @@ class Looking:
 
     def is_stopping(self) -> bool:
         return is_stopping()
+
+
+@aiogpu.remote
+async def held(path: str = "", name: str = "") -> dict[str, float]:
+    """Return what the task holds; first wait at the gate, if there is one."""
+    if path:
+        await pass_gate_softly(path, name)
+    return aiogpu.get_runtime_context().get_assigned_resources()
+
+
+@aiogpu.remote(num_cpus=0)
+async def start_held(entries: Any) -> dict[str, float]:
+    """Return what a child holds that asks for any of these."""
+    return await held.options(any_of=entries).remote()

@@ -266,6 +266,12 @@ async def task_runtime_env(at: Place) -> None:
     assert await found == {"AIOGPU_TEST_OPTION": "given"}
 
 
+async def task_any_of(at: Place) -> None:
+    entries = [{"num_gpus": GPUS + 1}, {"num_cpus": 2}]
+    facts = await facts_of(tasks.where, any_of=entries)
+    assert facts["resources"]["CPU"] == 2
+
+
 async def task_setup(at: Place) -> None:
     pid, ran = await setup_tasks.count.remote()
     assert ran[-1] == pid
@@ -467,6 +473,7 @@ REFUSED: Final[dict[str, dict[str, dict[str, Any]]]] = {
             "gpu_memory": "4GiB",
             "gpu_strategy": "spread",
             "retry_oom": "exclusive",
+            "any_of": [{"num_gpus": 1}, {"num_cpus": 1}],
             "run_timeout": 0.1,
             "stop_grace": 1,
             "priority": 1,

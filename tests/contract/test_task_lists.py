@@ -30,7 +30,6 @@ from aiogpu.wire.messages import (
     TASKS,
     ChildFailed,
     Inquire,
-    ProtocolError,
     socket_path,
 )
 from tests.contract import crowd_tasks, tasks

@@ -14,6 +14,7 @@ import threading
 from asyncio.subprocess import Process
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pynvml
@@ -21,8 +22,10 @@ import pytest
 
 import aiogpu
 from aiogpu.accelerators import nvidia
+from aiogpu.errors import InfeasibleError, OptionError
 from aiogpu.observe.status import NodeStatus
 from aiogpu.runtime.devices import monitor, release
+from tests.contract import nvml_tasks
 from tests.contract.nvml_tasks import grow, leave_behind, show, stay, visible
 from tests.support.gate import Gate
 from tests.unit.accelerators.stub_nvml import STATE, StubNvml, compile_stub
@@ -98,6 +101,28 @@ async def test_shares_wait_until_nvml_agrees(share: float, nvml: StubNvml) -> No
         assert (seen.aside, seen.is_unverified) == (None, False)
         assert watches()
     assert not watches()
+
+
+async def test_memory_that_is_the_machines_is_counted_once(nvml: StubNvml) -> None:
+    """NVML says NOT_SUPPORTED for the memory of GB10 and Jetson."""
+    nvml.write([replace(nvml_tasks.gpus(1)[0], name="NVIDIA GB10", total=0)])
+    async with aiogpu.init(num_cpus=1):
+        memory = (await aiogpu.cluster_resources())["memory"]
+        assert await visible.options(num_gpus=0.5).remote() == "0"
+        with pytest.raises(
+            InfeasibleError,
+            match=r"GPU 0 \(NVIDIA GB10\), which uses the machine's, has: start it",
+        ):
+            visible.options(gpu_memory="1GiB").remote()
+    async with aiogpu.init(num_cpus=1, gpu_memory="1GiB"):
+        assert (await aiogpu.cluster_resources())["memory"] == memory - 2**30
+        assert await visible.options(gpu_memory="1GiB").remote() == "0"
+        (device,) = (await aiogpu.status()).devices
+        assert (device.memory, device.used) == (2**30, None)
+    async with aiogpu.init(num_cpus=1, gpu_memory="1GiB", memory="2GiB"):
+        assert (await aiogpu.cluster_resources())["memory"] == 2**31
+    with pytest.raises(OptionError, match=r"GPU 0 \(NVIDIA GB10\) is that of the mach"):
+        await aiogpu.init(gpu_memory="9000TiB")
 
 
 @pytest.mark.whole

@@ -88,6 +88,9 @@ OPTIONS = st.fixed_dictionaries(
         "is_endless": st.booleans(),
         "is_evictable": st.booleans(),
         "client": st.integers(0, 3),
+        "others": st.sampled_from(
+            [[{"num_cpus": 2}], [{"num_gpus": 0.5}, {"num_cpus": 0.5}]]
+        ),
     },
 )
 

@@ -12,7 +12,16 @@ from itertools import groupby
 import pytest
 
 import aiogpu
-from aiogpu import accelerators, errors, fastapi, joblib, sync, types, util
+from aiogpu import (
+    accelerators,
+    errors,
+    fastapi,
+    joblib,
+    opentelemetry,
+    sync,
+    types,
+    util,
+)
 from aiogpu.api import keywords
 from tests.repo.source_folders import ROOT
 
@@ -92,6 +101,7 @@ def test_the_api_page_has_every_public_name_once() -> None:
         *(f"aiogpu.fastapi.{name}" for name in fastapi.__all__),
         *(f"aiogpu.joblib.{name}" for name in joblib.__all__),
         *(f"aiogpu.util.{name}" for name in util.__all__),
+        *(f"aiogpu.opentelemetry.{name}" for name in opentelemetry.__all__),
         *(f"aiogpu.errors.{name}" for name in ERRORS),
         *(f"aiogpu.types.{name}" for name in types.__all__),
         *(f"aiogpu.accelerators.{name}" for name in vendors),

@@ -33,7 +33,9 @@ PROGRAMS = sorted(
 
 STOPPED = "16_checkpoint"
 """Is stopped by a signal."""
-ALONE = [path for path in PROGRAMS if path.stem not in (JOINING, STOPPED)]
+QUEUES = ("24_celery", "25_taskiq")
+"""Workers of job queues, which join a running node."""
+ALONE = [path for path in PROGRAMS if path.stem not in (JOINING, STOPPED, *QUEUES)]
 
 
 def expected(program: Path) -> str:
@@ -43,6 +45,15 @@ def expected(program: Path) -> str:
 @pytest.mark.parametrize("program", ALONE, ids=lambda path: path.stem)
 def test_an_example_prints_the_expected_text(program: Path) -> None:
     assert output_of(program) == expected(program)
+
+
+@pytest.mark.parametrize("name", QUEUES)
+def test_a_queue_worker_runs_jobs_on_a_shared_node(name: str) -> None:
+    program = EXAMPLES / f"{name}.py"
+    with open_sandbox() as sandbox:
+        sandbox.run("start", "--head", "--num-gpus=1", "--num-cpus=4")
+        assert output_of(program, variables=sandbox.variables) == expected(program)
+        sandbox.run("stop")
 
 
 def test_the_julia_set_runs_as_a_program() -> None:

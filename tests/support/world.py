@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Concatenate, Literal, ParamSpec
 
 from aiogpu.core import effects
@@ -145,8 +146,12 @@ class World:
         is_lease: bool = False,
         needs: Sequence[str] | None = None,
         client: int = OWN,
+        others: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         """Submit a task by a new name.
+
+        `others` are further requests, one of which serves instead: `num_cpus` and
+        `num_gpus` of each. An endless task has none.
 
         Raises:
             InfeasibleError: the task could never run.
@@ -171,6 +176,9 @@ class World:
             pace=pace,
             is_evictable=is_evictable,
         )
+        if others and not is_endless:
+            specs = [replace(spec, shape=_other(spec, **other)) for other in others]
+            spec = TaskSpec.any_of([spec, *specs])
         self._enter(spec, parent, needs, client)
 
     def _enter(
@@ -650,6 +658,13 @@ class World:
         worker.is_ending = True
         if self.exits:
             self._coming.append(worker.gone(self.settles))
+
+
+def _other(spec: TaskSpec, num_cpus: float = 0, num_gpus: float = 0) -> Shape:
+    """Return the shape of another request of a task."""
+    devices = {GPU: device_quantity("num_gpus", num_gpus)}
+    request = Request.of(_amounts({CPU: num_cpus}), devices)
+    return Shape(request, spec.shape.environment)
 
 
 def _amounts(quantities: Mapping[str, float]) -> dict[str, int]:

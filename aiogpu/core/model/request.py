@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 
 from aiogpu.core.model.units import (
@@ -191,6 +191,7 @@ class Request:
             requested.
         placement_group: for the request of a placement group, its bundles; for the
             request of a member, the bundle from which it takes; else None.
+        alternatives: other requests, in order, one of which serves instead.
     """
 
     scalars: tuple[tuple[str, int], ...] = ()
@@ -200,6 +201,7 @@ class Request:
     where: DeviceSelector | None = None
     gpu_memory: int = 0
     placement_group: PlacementGroupSpec | BundleRef | None = None
+    alternatives: tuple[Request, ...] = ()
     _hash: int = field(init=False, repr=False, default=0)
 
     def __post_init__(self) -> None:
@@ -214,6 +216,7 @@ class Request:
             self.where,
             self.gpu_memory,
             self.placement_group,
+            self.alternatives,
         )
 
     def __hash__(self) -> int:
@@ -294,7 +297,7 @@ class Request:
             terms.append(
                 f"{GPU_MEMORY}: {'share' if is_share else size(self.gpu_memory)}"
             )
-        text = "{" + ", ".join(terms) + "}"
+        text = " or ".join(("{" + ", ".join(terms) + "}", *map(str, self.alternatives)))
         if self.placement_group is None:
             return text
         return f"{text} in {self.placement_group}"
@@ -417,6 +420,7 @@ class TaskSpec:
         run_timeout: seconds from the begin of the code after which the task is stopped.
         stop_grace: seconds for which the task may continue after the stop of its
             program or node was announced.
+        alternatives: the specs of the request's alternatives.
         is_evictable: an endless task that ends when others need what it holds, as soon
             as it has nothing to do.
         lane: the lane of tasks without a parent.
@@ -442,6 +446,7 @@ class TaskSpec:
     run_timeout: float | None = None
     stop_grace: float = 0.0
     is_evictable: bool = False
+    alternatives: tuple[TaskSpec, ...] = ()
     lane: Lane = field(init=False, repr=False, default=(0, 0))
     is_grouped: bool = field(init=False, repr=False, default=False)
     is_timed: bool = field(init=False, repr=False, default=False)
@@ -452,3 +457,23 @@ class TaskSpec:
         object.__setattr__(self, "is_grouped", is_grouped)
         is_timed = self.timeout is not None or self.run_timeout is not None
         object.__setattr__(self, "is_timed", is_timed)
+
+    def choices(self) -> tuple[TaskSpec, ...]:
+        """Undo `any_of`; empty for a spec with a single request."""
+        if not self.alternatives:
+            return ()
+        request = replace(self.shape.request, alternatives=())
+        shape = Shape(request, self.shape.environment)
+        return replace(self, shape=shape, alternatives=()), *self.alternatives
+
+    @classmethod
+    def any_of(cls, specs: Sequence[TaskSpec]) -> TaskSpec:
+        """Return a spec for tasks that take the first of several requests that is free.
+
+        The specs differ in request and `max_calls` only.
+        """
+        first, *others = specs
+        requests = tuple(spec.shape.request for spec in others)
+        request = replace(first.shape.request, alternatives=requests)
+        shape = Shape(request, first.shape.environment)
+        return replace(first, shape=shape, alternatives=tuple(others))

@@ -214,6 +214,8 @@ class Group:
         del queue.by_shape[key][bucket.lane]
         if not queue.by_shape[key]:
             del queue.by_shape[key]
+            if bucket.shape.request.alternatives:
+                del queue.flexible[key]
         del queue.rotations[self.client][bucket]
         self.size -= 1
         if not self.size:
@@ -271,9 +273,11 @@ class ReadyQueue:
         indexes: for each program that has, or had, more than `FEW` groups since its
             queue was last empty, their index.
         clients: the programs that share the node; None if one program has it.
+        flexible: the keys of `by_shape` whose tasks have several requests.
     """
 
     def __init__(self) -> None:
+        self.flexible: dict[ShapeKey, None] = {}
         self.by_shape: dict[ShapeKey, dict[Lane, Bucket]] = {}
         self.of_client: dict[ClientId, dict[Hashable, Group]] = {}
         self.rotations: dict[ClientId, Rotation] = {}
@@ -346,6 +350,8 @@ class ReadyQueue:
         bucket = Bucket(shape, lane, group)
         self.rotations[id_][bucket] = None
         self.by_shape.setdefault((id_, shape), {})[lane] = bucket
+        if shape.request.alternatives:
+            self.flexible[id_, shape] = None
         return bucket
 
     def _add_to_index(self, group: Group, groups: dict[Hashable, Group]) -> None:

@@ -106,8 +106,13 @@ def _too_little_memory(fitting: list[Device], count: int, request: Request) -> s
     known = [device.memory for device in fitting if device.memory]
     if len(known) < count:
         who = "its GPUs" if not known else f"{len(fitting) - len(known)} of its GPUs"
+        first = next(device for device in fitting if not device.memory)
+        have = "have"
+        if first.name:
+            have = "has"
+            who = f"GPU {first.id} ({first.name}), which uses the machine's,"
         return (
-            f"it does not know how much memory {who} have: start it with "
+            f"it does not know how much memory {who} {have}: start it with "
             f'init(gpu_memory="80GiB") or `aiogpu start --gpu-memory 80GiB`, or leave '
             f"gpu_memory= out"
         )

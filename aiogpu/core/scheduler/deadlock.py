@@ -228,8 +228,11 @@ class _FreeResources:
         return not any(self._clients.beyond(client, request, self._held[id_]))
 
     def _try(self, request: Request) -> bool:
-        homes = self._ledger.homes(request)
-        return any(try_on(self._copy_of(home), request) for home in homes)
+        return any(
+            try_on(self._copy_of(home), choice)
+            for choice in (request, *request.alternatives)
+            for home in self._ledger.homes(choice)
+        )
 
 
 def _waiter(record: TaskRecord) -> TaskRecord | None:

@@ -233,7 +233,7 @@ def hand_over(
         return False
     if not may_follow(node, worker, bucket):
         return False
-    _leave_queue(node, record, bucket)
+    leave_queue(node, record, bucket)
     record.state = _RUNNING
     record.worker, worker.task = worker, record
     if record.spec.is_timed:
@@ -278,7 +278,8 @@ def may_follow(node: SchedulerState, worker: WorkerRecord, bucket: Bucket) -> bo
     return node.ready.is_first(bucket, lambda other: would_help(ledger, lease, other))
 
 
-def _leave_queue(node: SchedulerState, record: TaskRecord, bucket: Bucket) -> None:
+def leave_queue(node: SchedulerState, record: TaskRecord, bucket: Bucket) -> None:
+    """Take the first task of a bucket out of the queue."""
     bucket.pop()
     if record.kin is not None:
         give_turn(node, record)

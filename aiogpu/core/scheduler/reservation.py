@@ -65,7 +65,7 @@ def is_held_for_good(node: SchedulerState, record: TaskRecord) -> bool:
         for lease, holder in _leases(node, home):
             if holder.holds_endlessly:
                 trial.suppose(lease, is_held=True)
-        if try_on(trial, request):
+        if any(try_on(trial, choice) for choice in (request, *request.alternatives)):
             return False
     return True
 

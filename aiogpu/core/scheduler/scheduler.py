@@ -168,13 +168,16 @@ class Scheduler(SchedulerState):
     def _may_give_way(self, record: TaskRecord) -> bool:
         """Return True if a new task that does not fit may let something be placed.
 
-        It may take over a reservation, or a worker may be retired for it.
+        It may take over a reservation or start by another of its requests, or a worker
+        may be retired for it.
         """
         plan = self.reservation
         if plan is not None and goes_before(record, plan.record):
             return True
         if self.resting:
             self._expect_evictions()
+        if record.spec.alternatives:
+            return True
         return self.exclusive.is_wanted or self.worker_limit.refused > 0
 
     def submit_many(
@@ -901,6 +904,8 @@ class Scheduler(SchedulerState):
             if not self.is_closing:
                 for record, lease in placement.place(self):
                     dispatch.start(self, record, lease)
+                if self.ready.flexible:
+                    self._start_alternatives()
                 if self.resting and self.ready.by_shape:
                     self._expect_evictions()
         else:
@@ -909,6 +914,12 @@ class Scheduler(SchedulerState):
             # After the placement, which may give the idle workers tasks.
             cancellation.retire_idle(self)
         return self._advance_groups() if self.changed_groups else self.effects
+
+    def _start_alternatives(self) -> None:
+        # Imported late: few programs have tasks with several requests.
+        from aiogpu.core.scheduler.alternatives import start_alternatives
+
+        start_alternatives(self)
 
     def _advance_groups(self) -> list[Effect]:
         """Queue members of granted placement groups, end members of removed ones."""

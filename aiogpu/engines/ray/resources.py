@@ -48,6 +48,8 @@ CLOSEST: Final = {
     "gpu_strategy='spread'": "Ray packs the shares of a device; "
     "scheduling_strategy='SPREAD' spreads tasks over the nodes",
     "retry_oom": "retry_exceptions=[aiogpu.GpuOutOfMemoryError] retries the task",
+    "any_of": "aiogpu.available_resources() says what is free, and .options(...) "
+    "asks for it",
     "run_timeout": "timeout= limits the time since .remote()",
     "evict_after": "aiogpu.kill() ends an idle actor, whose resources are then free",
     "stop_grace": "cancel_grace= is the time from a cancel to the kill",
@@ -79,6 +81,7 @@ def check_possible(func: FunctionSpec, gpu_memory: int | None) -> None:
         "gpu_where": request.where is not None,
         "gpu_strategy='spread'": request.spread,
         "retry_oom": spec.retries_oom,
+        "any_of": bool(spec.alternatives),
         "run_timeout": spec.run_timeout is not None or has_timed,
         "stop_grace": spec.stop_grace > 0,
         "evict_after": spec.is_evictable,

@@ -240,6 +240,7 @@ int nvmlDeviceGetMemoryInfo(Handle handle, Memory *memory)
     int code = look_at_part(&s, __func__, handle, &d, &m);
 
     if (code) return code;
+    if (!m && !d->total) return NOT_SUPPORTED; /* its memory is the machine's */
     memory->total = m ? m->total : d->total;
     memory->used = m ? m->used : d->used;
     memory->free = memory->total - memory->used;
@@ -252,6 +253,7 @@ int nvmlDeviceGetMemoryInfo_v2(Handle handle, Memory2 *memory)
     Device *d;
     int code = look_at(&s, __func__, handle, &d);
 
+    if (!code && !d->total) return NOT_SUPPORTED;
     if (!code)
         *memory = (Memory2){memory->version, d->total, 0, d->total - d->used, d->used};
     return code;

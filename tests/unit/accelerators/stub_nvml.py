@@ -43,6 +43,7 @@ class StubGpu:
     """A GPU of the stub; processes are pairs of pid and bytes, by list.
 
     Attributes:
+        total: bytes of its memory; 0 if that is the machine's.
         lingering: triples of pid, bytes and seconds: on the compute list and in memory
             while the process lives and for so many seconds after its end.
         capability: the compute capability.
