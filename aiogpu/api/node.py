@@ -20,7 +20,7 @@ from aiogpu.api.options import (
     optional,
     whole,
 )
-from aiogpu.api.results.handle import session_of
+from aiogpu.api.results.handle import Handle, session_of
 from aiogpu.api.session import (
     Session,
     default_address,
@@ -215,25 +215,29 @@ class Node(Displayed, EnteredOnLoop):
         """Return why a task waits; see `aiogpu.why`."""
         return await _why(self._session, task_id)
 
-    async def stack(self, task_id: int) -> str:
+    async def stack(self, task: int | Handle[Any]) -> str:
         """Return where the code of a running task or actor is, as `aiogpu stack`.
 
         The calls of each thread are listed with their source, the innermost last, and
         those of each coroutine that awaits something. The task goes on.
 
         Args:
-            task_id: the task's number, as in `aiogpu.status()` and `handle.task_id`.
+            task: the task's handle; or the number of a task or actor, as in
+                `aiogpu.status()`.
 
         Raises:
-            OptionError: `task_id` is not a number.
+            OptionError: `task` is neither a handle nor a number.
             NoSuchTaskError: the node has no record of such a task.
             StackError: the task does not run, or does not answer; or its node is
                 inline or a Ray cluster.
         """
-        why = await _why(self._session, task_id, "stack")
+        if isinstance(task, Handle):
+            why = await task.why()
+        else:
+            why = await _why(self._session, task, "stack")
         if not self._session.engine.runs_together:
             raise StackError(
-                f"node.stack({task_id}): only tasks in workers of a node of aiogpu are "
+                f"node.stack({task!r}): only tasks in workers of a node of aiogpu are "
                 f"asked. A task of an inline node runs in this process: use its "
                 f"debugger. On Ray use `ray stack`."
             )
@@ -292,7 +296,7 @@ async def _why(session: Session | None, task_id: int, asked: str = "why") -> Why
     if not isinstance(task_id, int) or isinstance(task_id, bool) or task_id < 0:
         is_why = asked == "why"
         called = f"{'aiogpu' if is_why else 'node'}.{asked}"
-        instead = "await handle.why()" if is_why else "handle.task_id"
+        instead = "await handle.why()" if is_why else "await node.stack(handle)"
         raise OptionError(
             f"{called}({task_id!r}): the argument must be a task's number, such as "
             f"12; aiogpu.status() lists them. For a handle write `{instead}`."
@@ -481,6 +485,7 @@ def init(
         object_memory=object_memory,
         spill_directory=spill_directory,
         runtime_env=runtime_env,
+        dashboard=dashboard,
     )
     return Opening(where, options, shared)
 

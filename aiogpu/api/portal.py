@@ -1435,9 +1435,10 @@ class SyncNode:
         """Return why a task waits; see `aiogpu.why`."""
         return self._portal.run("why()", lambda: self._node.why(task_id))
 
-    def stack(self, task_id: int) -> str:
+    def stack(self, task: int | Handle[Any]) -> str:
         """Return where the code of a running task is; see `aiogpu.types.Node.stack`."""
-        return self._portal.run("stack()", lambda: self._node.stack(task_id))
+        number = task.why().task if isinstance(task, Handle) else task
+        return self._portal.run("stack()", lambda: self._node.stack(number))
 
     def cluster_resources(self) -> dict[str, float]:
         """Return all resources of the node by name, `{"CPU": 4.0, "GPU": 1.0}`."""

@@ -40,7 +40,9 @@ if TYPE_CHECKING:
     from aiogpu.runtime.devices.binding import Assignment
     from aiogpu.runtime.driver import Driver
     from aiogpu.runtime.objects.store import Store
+    from aiogpu.runtime.workers.slots import LiveWorker
     from aiogpu.serialization.references import PickledValue
+    from aiogpu.wire.messages import Halted
 
 LONG: Final = 0.1
 """Seconds after which an import is worth a word, since it may hang."""
@@ -253,13 +255,22 @@ class LocalEngine:
             why_ = Why(task.name, task.id, task.state, imports=imports)
             return replace(task, reason=brief(why_))
 
+        def with_debugger(task: TaskStatus) -> TaskStatus:
+            halted = halted_of(driver.workers.get(task.worker or 0), task.id)
+            if halted is None:
+                return task
+            why_ = Why(task.name, task.id, task.state, halted=halted.where)
+            return replace(task, reason=brief(replace(why_, debugger=halted.path)))
+
         def place_of(actor: Actor) -> tuple[int, int] | None:
             worker = actor.worker
             return None if worker is None else (worker.id, pids.get(worker.id, 0))
 
+        tasks = tuple(map(with_imports, seen.tasks)) if awaited else seen.tasks
+        has_halted = any(worker.halted for worker in driver.workers.values())
         return replace(
             seen,
-            tasks=tuple(map(with_imports, seen.tasks)) if awaited else seen.tasks,
+            tasks=tuple(map(with_debugger, tasks)) if has_halted else tasks,
             actors=driver.actors.listed(place_of, results.client_of),
             failures=results.history.failures(now),
             outcomes=results.history.outcomes,
@@ -301,7 +312,10 @@ class LocalEngine:
             others = self._programs, driver.unended
             found = why(driver.scheduler, record, self._pids, now, *others)
             imports = driver.pool.awaited_imports.get(found.worker or 0, "")
-            return replace(found, imports=imports)
+            halted = halted_of(driver.workers.get(found.worker or 0), task)
+            if halted is None:
+                return replace(found, imports=imports)
+            return replace(found, halted=halted.where, debugger=halted.path)
         ended = driver.results.history.find(task, now)
         return None if ended is None else why_ended(ended)
 
@@ -652,3 +666,21 @@ async def build_node(options: NodeOptions) -> tuple[Scheduler, Assignment]:
         mps=options.mps,
     )
     return Scheduler(ledger, config), assignment
+
+
+def halted_of(worker: LiveWorker | None, task: int) -> Halted | None:
+    """Return where a task, or a call of an actor, stands at a breakpoint.
+
+    Of several calls of the actor, one that waits for a debugger goes first.
+    """
+    if worker is None or not worker.halted:
+        return None
+    actor = worker.actor
+    if actor is None or actor.id != task:
+        return worker.halted.get(task)
+    found = [
+        halted
+        for number, halted in worker.halted.items()
+        if number == task or number in actor.calls
+    ]
+    return max(found, key=lambda halted: bool(halted.path), default=None)

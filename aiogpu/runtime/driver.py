@@ -40,7 +40,7 @@ from aiogpu.runtime.workers.pool import Pool
 from aiogpu.runtime.workers.slots import LiveWorker
 from aiogpu.serialization.payload import Payload
 from aiogpu.wire.codec import LARGE
-from aiogpu.wire.messages import Began, Done, Failed, Skipped
+from aiogpu.wire.messages import Began, Done, Failed, Halted, Skipped
 
 if TYPE_CHECKING:
     from aiogpu.core.queue.ready import Bucket
@@ -902,3 +902,19 @@ class Driver:
             self.actors.on_began(worker.actor, began.task, when)
             return
         self.feed(Scheduler.task_began, task, WorkerId(worker.id), when)
+
+    def on_halted(self, worker: LiveWorker, halted: Halted) -> None:
+        """Handle that a task or call stands at a breakpoint, or goes on."""
+        if worker.halted is None:
+            worker.halted = {}
+        stands = bool(halted.where)
+        if stands:
+            worker.halted[halted.task] = halted
+        else:
+            worker.halted.pop(halted.task, None)
+        if worker.actor is not None:
+            self.actors.on_halted(worker.actor, halted.task, stands)
+            return
+        self.feed(
+            Scheduler.task_halted, TaskId(halted.task), WorkerId(worker.id), stands
+        )

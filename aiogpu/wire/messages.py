@@ -20,7 +20,7 @@ from typing import Final, NamedTuple, get_args
 
 from aiogpu.errors import AiogpuError
 
-VERSION: Final = 19
+VERSION: Final = 20
 """Version of the protocol. The greeting carries it; both ends must have the same."""
 
 
@@ -365,6 +365,18 @@ class Began(NamedTuple):
 
     task: int
     when: int
+
+
+class Halted(NamedTuple):
+    """Worker to driver: this task or call stands at a breakpoint, or goes on.
+
+    `where`: the place in the code; "" if it goes on. `path`: the socket to which a
+    debugger connects; "" if a debugger is attached.
+    """
+
+    task: int
+    where: str = ""
+    path: str = ""
 
 
 class Skipped(NamedTuple):
@@ -974,7 +986,7 @@ _Requests = _ChildRequests | _ActorRequests | _ValueRequests
 _ToTask = Bind | Define | Forget | Run | Cancel | Exit | Demand | Synced
 _ToActor = Create | Invoke | Drop | Leave
 ToWorker = _ToTask | _ToActor | _Answers
-_TaskReports = Done | Failed | Skipped | Began | Items | Created
+_TaskReports = Done | Failed | Skipped | Began | Halted | Items | Created
 _Imports = Importing | Imported
 FromWorker = _TaskReports | Log | Record | Report | _Imports | Wait | Sync | _Requests
 

@@ -571,6 +571,7 @@ async def test_a_pool_says_that_its_actors_have_died() -> None:
     waiting = [pool.wait_for_ever.remote() for _ in range(2)]
     aiogpu.kill(actor)
     await raises(errors.ActorDiedError, *waiting)
+    await until(lambda: not len(pool))
     with pytest.raises(errors.ActorDiedError, match=r"of this pool .* have died"):
         pool.add.remote()
 

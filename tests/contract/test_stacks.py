@@ -41,17 +41,17 @@ async def begun(path: Path) -> None:
 async def test_the_stack_of_a_task_and_its_end(node: Node, gate: Gate) -> None:
     handle = tasks.gated.remote(gate.path, "a")
     await gate.entered("a")
-    head, thread, *calls = (await node.stack(handle.task_id)).splitlines()
-    assert head == f"gated (task {handle.task_id}), pid {gate.pids['a']}"
+    head, thread, *calls = (await node.stack(handle)).splitlines()
+    assert head == f"gated (task {(await handle.why()).task}), pid {gate.pids['a']}"
     assert thread == "thread MainThread:"
     assert [call for call in calls if call.endswith(" in gated")]
     waiting = tasks.pid.remote()
     with pytest.raises(StackError, match=r"pid \(task .*\) does not run: pid"):
-        await node.stack(waiting.task_id)
+        await node.stack(waiting)
     gate.release("a")
     await handle
-    with pytest.raises(StackError, match=r"gated .* ended 0\.. s ago: it finished"):
-        await node.stack(handle.task_id)
+    with pytest.raises(StackError, match=r"gated .*ended"):
+        await node.stack(handle)
     await waiting
 
 
@@ -59,7 +59,7 @@ async def test_the_stack_of_a_task_and_its_end(node: Node, gate: Gate) -> None:
 async def test_a_stack_while_native_code_runs(node: Node, tmp_path: Path) -> None:
     handle = aiogpu.remote(cancel_grace=0)(add_natively).remote(tmp_path)
     await begun(tmp_path)
-    lines = (await node.stack(handle.task_id)).splitlines()
+    lines = (await node.stack(handle)).splitlines()
     assert lines[1] == "thread MainThread, which runs native code:"
     assert lines[-1] == "    return sum(range(10**12))"
     handle.cancel()
@@ -74,7 +74,7 @@ async def test_a_task_that_closes_all_files_is_not_asked(
     handle = task.remote(tmp_path)
     await begun(tmp_path)
     with pytest.raises(StackError):
-        await node.stack(handle.task_id)
+        await node.stack(handle)
     handle.cancel()
 
 
@@ -82,14 +82,16 @@ async def test_a_task_that_closes_all_files_is_not_asked(
 async def test_no_stack_of_a_task_in_this_process(node: Node, gate: Gate) -> None:
     handle = tasks.pid.remote()
     with pytest.raises(StackError, match="runs in this process: use its debugger"):
-        await node.stack(handle.task_id)
+        await node.stack(handle)
     await handle
 
 
 async def test_a_stack_of_no_task_is_refused(node: Node) -> None:
     wrong: list[object] = ["train", True, -1]
     for number in wrong:
-        with pytest.raises(OptionError, match=r"node\.stack\(.*handle\.task_id"):
+        with pytest.raises(
+            OptionError, match=r"node\.stack\(.*write `await node\.stack\(handle\)`"
+        ):
             await node.stack(number)  # type: ignore[arg-type]
     with pytest.raises((NoSuchTaskError, StackError)):
         await node.stack(999_999)

@@ -270,7 +270,7 @@ def test_wait_as_completed_and_cancel_work(node: Any) -> None:
         sync.get([slow, double.remote(1)], timeout=1)
     assert slow.why().state == "running"
     assert node.why(slow.task_id).name == "wait_long"
-    assert " in wait_long\n" in node.stack(slow.task_id)
+    assert " in wait_long\n" in node.stack(slow)
     assert slow.cancel()
     assert slow.cancelled()
     assert slow.cancel()

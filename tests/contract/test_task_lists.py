@@ -15,7 +15,7 @@ from aiogpu.api.session import current_session
 from aiogpu.engines.base import NodeOptions
 from aiogpu.engines.local import LocalEngine
 from aiogpu.engines.remote import RemoteEngine
-from aiogpu.errors import NodeError, ProtocolError, TaskCancelledError
+from aiogpu.errors import NodeError, TaskCancelledError
 from aiogpu.observe.status_codec import status_codec
 from aiogpu.observe.task_list import (
     DEEPEST,
@@ -25,7 +25,14 @@ from aiogpu.observe.task_list import (
     TaskSearch,
     row_of,
 )
-from aiogpu.wire.messages import END_LEASE, TASKS, ChildFailed, Inquire, socket_path
+from aiogpu.wire.messages import (
+    END_LEASE,
+    TASKS,
+    ChildFailed,
+    Inquire,
+    ProtocolError,
+    socket_path,
+)
 from tests.contract import crowd_tasks, tasks
 from tests.contract.raw_client import RawClient, Service
 from tests.contract.test_turns_of_the_loop import measured_turns

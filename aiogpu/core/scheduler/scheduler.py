@@ -38,6 +38,7 @@ from aiogpu.core.scheduler import (
     task_tree,
 )
 from aiogpu.core.scheduler.state import (
+    Halt,
     Reservation,
     SchedulerState,
     await_results,
@@ -422,6 +423,24 @@ class Scheduler(SchedulerState):
         return NOTHING
 
     @event
+    def task_halted(self, task: TaskId, worker: WorkerId, stands: bool) -> None:
+        """Stop the time limits of a task that stands at a breakpoint, or let them run.
+
+        Args:
+            task: the task.
+            worker: the worker that runs the task.
+            stands: False if the task goes on.
+        """
+        record = self.tasks.get(task)
+        if record is None or record.worker is None or record.worker.id != worker:
+            return
+        if record.spec.is_timed:
+            if stands:
+                self.halts.setdefault(task, Halt()).begin(self.now)
+            else:
+                self.end_halt(record)
+
+    @event
     def wait_for(
         self, task: TaskId, children: tuple[TaskId, ...], elsewhere: bool = False
     ) -> None:
@@ -802,6 +821,8 @@ class Scheduler(SchedulerState):
             task_tree.end_deadlocks(self)
         elif record.state is TaskState.STOPPING:
             return
+        elif record.id in self.halts and self.halts[record.id].defers(alarm):
+            return  # another alarm follows when the task goes on
         elif alarm.kind is AlarmKind.EXPIRE:
             self._expire(record, Failure.EXPIRED)
         elif alarm.when == record.run_until:  # else set for an earlier attempt

@@ -403,10 +403,27 @@ class Actors(Register):
         call = actor.calls.get(number)
         limit = None if call is None else actor.terms.run_limits.get(call.method)
         if limit is not None:
-            delay = when + limit - self._loop.time()
-            actor.timers[number] = self._loop.call_later(
-                max(delay, 0.0), self.overrun, actor, number, context=Context()
-            )
+            self._limit(actor, number, when + limit - self._loop.time())
+
+    def _limit(self, actor: Actor, number: int, seconds: float) -> None:
+        actor.timers[number] = self._loop.call_later(
+            max(seconds, 0.0), self.overrun, actor, number, context=Context()
+        )
+
+    def on_halted(self, actor: Actor, number: int, stands: bool) -> None:
+        """Stop the timer of a call that stands at a breakpoint, or start it again.
+
+        A call on an event loop stops all calls of its actor.
+        """
+        numbers = [number]
+        if actor.terms.mode == ASYNC:
+            numbers = [*(actor.timers if stands else actor.paused)]
+        for each in numbers:
+            if stands and (timer := actor.timers.pop(each, None)):
+                timer.cancel()
+                actor.paused[each] = timer.when() - self._loop.time()
+            elif not stands and (left := actor.paused.pop(each, None)) is not None:
+                self._limit(actor, each, left)
 
     def overrun(self, actor: Actor, number: int) -> None:
         """Fail and stop a call that has run for its `run_timeout`."""

@@ -251,6 +251,9 @@ class WorkerEvents(Protocol):
     def on_began(self, worker: LiveWorker, began: wire.Began) -> None:
         """Handle that the code of a task or call with a `run_timeout` has begun."""
 
+    def on_halted(self, worker: LiveWorker, halted: wire.Halted) -> None:
+        """Handle that a task or call stands at a breakpoint, or goes on."""
+
     def on_acting(
         self, worker: int, message: wire.Done | wire.Failed | wire.Created, /
     ) -> None:
@@ -397,6 +400,8 @@ class MessageRouter:
             self._events.on_began(worker, message)
         elif isinstance(message, wire.Importing | wire.Imported):
             self._on_import(worker, message)
+        elif isinstance(message, wire.Halted):
+            self._events.on_halted(worker, message)
         else:
             self._events.requests.on_message(worker, message)
 

@@ -197,7 +197,6 @@ async def test_use_of_a_handle_as_its_result_is_refused(
         "a handle is not its result and has no attribute 'shape'; write `await` before "
         "pair.remote(...)."
     )
-    assert not hasattr(handle, "_repr_html_")
     message = await refusal(list, handle.reports())
     assert "write `async for item in handle.reports()`" in message
     assert await handle == [1, 2]
