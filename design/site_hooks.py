@@ -1,6 +1,6 @@
-"""Hooks of the site: whole docstrings below the tables of public names.
+"""Hook of the site: whole docstrings below the tables of names.
 
-On a forge `docs/api.md` is its tables. `mkdocs.yml` names this file; see
+`mkdocs.yml` names this file; see
 https://www.mkdocs.org/user-guide/configuration/#hooks.
 """
 
@@ -17,7 +17,10 @@ TABLE: Final = re.compile(r"^\| name .*\n(?:\|.*\n?)+", re.MULTILINE)
 
 
 def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
-    """Add the docstrings of the names in each table, and link the names to them."""
+    """Add the whole docstrings below each table of the page of the API.
+
+    On a forge the page is its tables.
+    """
     if page.file.src_path != "api.md":
         return markdown
     linked = NAME.sub(r"| [`\1`](#\1) |", markdown)
