@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     from aiogpu.api.actors.pool import ActorPool as ActorPool
     from aiogpu.api.actors.pool import typed as typed
     from aiogpu.api.actors.queue import Queue as Queue
-    from aiogpu.api.actors.queue import QueueClosedError as QueueClosedError
-    from aiogpu.api.actors.queue import QueueEmptyError as QueueEmptyError
-    from aiogpu.api.actors.queue import QueueFullError as QueueFullError
     from aiogpu.api.calls import put as put
     from aiogpu.api.decorator import method as method
     from aiogpu.api.decorator import remote as remote
@@ -62,6 +59,7 @@ if TYPE_CHECKING:
     from aiogpu.errors import TaskError as TaskError
     from aiogpu.errors import TaskTimeoutError as TaskTimeoutError
     from aiogpu.errors import WorkerDiedError as WorkerDiedError
+    from aiogpu.version import __version__ as __version__
 
 _MODULES = {
     "api.actors.actor": (
@@ -90,12 +88,7 @@ _MODULES = {
     "api.reservation": ("lease", "placement"),
     "api.actors.pool": ("ActorPool", "typed"),
     "api.calls": ("put",),
-    "api.actors.queue": (
-        "Queue",
-        "QueueClosedError",
-        "QueueEmptyError",
-        "QueueFullError",
-    ),
+    "api.actors.queue": ("Queue",),
     "api.run": ("run",),
     "api.decorator": ("method", "remote"),
     "api.gang": ("gang",),
@@ -116,11 +109,12 @@ _MODULES = {
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
+_MODULE_OF["__version__"] = "version"
+
 _PACKAGES = ("accelerators", "errors", "sync", "types")
 """Public modules; `from aiogpu import *` does not import them."""
 
-__all__ = sorted(_MODULE_OF)  # noqa: PLE0605 - a test holds it against the imports above
-__version__ = "0.1.0"
+__all__ = sorted({*_MODULE_OF} - {"__version__"})  # noqa: PLE0605 - a test holds it against the imports above
 
 if not TYPE_CHECKING:
     # Hidden from type checkers, which would otherwise accept every misspelt name.

@@ -186,8 +186,35 @@ class PlacementRemovedError(AiogpuError, RuntimeError):
         return type(self), (str(self),), vars(self).copy()
 
 
+class QueueFullError(AiogpuError, RuntimeError):
+    """A queue had no room for an item within the `timeout`.
+
+    Attributes:
+        count: number of items of a batch that were put before the time was up.
+    """
+
+    def __init__(self, message: str, count: int = 0) -> None:
+        super().__init__(message)
+        self.count = count
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (str(self),), vars(self).copy()
+
+
+class QueueEmptyError(AiogpuError, LookupError):
+    """A queue had no item within the `timeout`."""
+
+
+class QueueClosedError(AiogpuError, RuntimeError):
+    """A queue was shut down: it accepts no items, and has none left."""
+
+
 class NoSuchTaskError(AiogpuError, LookupError):
     """The node knows no task with that number, or has forgotten it."""
+
+
+class StackError(AiogpuError, RuntimeError):
+    """A task or an actor has no stack to show: it does not run, or does not answer."""
 
 
 class OutOfMemoryError(WorkerDiedError, MemoryError):
@@ -265,34 +292,9 @@ class DeserializationError(AiogpuError, ValueError):
     """A pickled object cannot be unpickled in the receiving process."""
 
 
-class ProtocolError(AiogpuError, ConnectionError):
-    """The peer sent bytes that are not a message, or a message out of turn."""
-
-
 class InternalError(AiogpuError, AssertionError):
     """aiogpu is in a state that should be impossible; please report this."""
 
 
 class AiogpuWarning(UserWarning):
     """Something works, but wastes time or memory; the text says what to do."""
-
-
-class RemoteTraceback(Exception):  # noqa: N818 - a cause that carries text, not an error
-    """Carries the worker's traceback as the `__cause__` of a task's exception."""
-
-    def __str__(self) -> str:
-        return f'\n"""\n{_with_source(self.args[0])}"""'
-
-
-def _with_source(text: str) -> str:
-    """Add the source lines that only this process knows, such as a notebook's."""
-    # Imported late: most programs print no traceback.
-    import linecache
-    import re
-
-    def add_line(match: re.Match[str]) -> str:
-        line = linecache.getline(match[1], int(match[2])).strip()
-        return f"{match[0]}    {line}\n" if line else match[0]
-
-    frame = r'^  File "(.+)", line (\d+), in .*\n(?!    )'
-    return re.sub(frame, add_line, text, flags=re.MULTILINE)

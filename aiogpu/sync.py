@@ -477,11 +477,11 @@ def put(value: R) -> Handle[R]:
 
     See `aiogpu.put`; this function returns the handle at once.
     """
-    from aiogpu.api.calls import store
+    from aiogpu.api.calls import put as store
 
     portal = _portal("aiogpu.sync.put()")
     if portal is None:
-        return store(value)  # type: ignore[no-any-return]
+        return store(value)  # type: ignore[return-value]
     from aiogpu.api.portal import unwrap
 
     return portal.call(lambda: portal.wrap(store(unwrap(value))))  # type: ignore[no-any-return]

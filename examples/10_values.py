@@ -39,7 +39,7 @@ def loss(table: np.ndarray, weights: np.ndarray) -> float:
 
 async def main() -> None:
     async with aiogpu.init(num_cpus=4, num_gpus=1, preload=("numpy",)):
-        start = await aiogpu.put(np.ones(4))
+        start = aiogpu.put(np.ones(4))
         for seed in range(2):
             for_training, for_testing = preprocess.remote(load.remote(seed))
             rates = (0.01, 0.1, 0.3)

@@ -8,9 +8,9 @@ this file for nested calls: only calls of a program import asyncio and the sessi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, TypeVar
 
 from aiogpu.api.results.blocking import (
     BlockingHandle,
@@ -354,39 +354,14 @@ def _handle_of(caller: TaskCaller | Session, name: str, reference: Any) -> Any:
     return handle
 
 
-class PendingPut(Generic[T]):
-    """The result of `put` on an event loop; `await` it to get the handle.
-
-    For type checkers `put` returns a `PendingPut` everywhere.
-    """
-
-    __slots__ = ("handle",)
-
-    def __init__(self, handle: Any) -> None:
-        self.handle = handle
-
-    def __repr__(self) -> str:
-        return f"<PendingPut {self.handle!r}>"
-
-    def __reduce__(self) -> NoReturn:
-        raise MisuseError(
-            "the result of put() must be awaited before it is passed on; write `handle "
-            "= await aiogpu.put(value)`."
-        )
-
-    def __await__(self) -> Generator[Any, None, Handle[T]]:
-        yield from ()
-        return self.handle  # type: ignore[no-any-return]
-
-
-def put(value: T) -> PendingPut[T]:
+def put(value: T) -> Handle[T]:
     """Store a value, to pass it to many tasks without a copy for each.
 
-    `handle = await aiogpu.put(value)`; in a plain function that runs as a task
-    `handle = aiogpu.put(value)`. Later changes of the object do not change
-    the stored value. Large buffers (arrays) are stored in shared memory, and tasks on
-    this machine use them without a copy; what one changes, it alone sees. The value is
-    freed when the last handle to it is dropped.
+    `handle = aiogpu.put(value)` returns at once, with the value stored; `await handle`
+    is a copy of the value. Later changes of the object do not change the stored value.
+    Large buffers (arrays) are stored in shared memory, and tasks on this machine use
+    them without a copy; what one changes, it alone sees. The value is freed when the
+    last handle to it is dropped.
 
     Args:
         value: any object that can be pickled.
@@ -397,15 +372,6 @@ def put(value: T) -> PendingPut[T]:
         ObjectMemoryError: there is no room for the value.
         NoLoopError: called neither on an event loop nor in a task.
     """
-    handle = store(value)
-    if type(handle) is BlockingHandle:
-        # Plain code has nothing to await, and `get(put(x))` is `x`.
-        return handle  # type: ignore[return-value]
-    return PendingPut(handle)
-
-
-def store(value: object) -> Any:
-    """Store a value; return its handle. See `put`."""
     if hasattr(type(value), HANDLE_MARK):
         raise MisuseError(
             f"aiogpu.put() was given {value!r}, which is already a handle: pass it to "
@@ -427,7 +393,7 @@ def store(value: object) -> Any:
     if caller.remote_values is not None:
         handle.task_id = NOT_REQUESTED
     handle.settle(payload)
-    return handle
+    return handle  # type: ignore[no-any-return]
 
 
 # Payloads.

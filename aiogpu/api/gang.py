@@ -37,8 +37,16 @@ MOST: Final = 1024
 """Most ranks of a gang."""
 
 _HELD: Final = (
-    *("placement", "bundle", "gpu_where", "strategy", "lifetime", "get_if_exists"),
-    *("max_retries", "retry_exceptions", "retry_oom", "max_task_retries"),
+    "placement",
+    "bundle",
+    "gpu_where",
+    "gpu_strategy",
+    "lifetime",
+    "get_if_exists",
+    "max_retries",
+    "retry_exceptions",
+    "retry_oom",
+    "max_task_retries",
 )
 """Options that a gang sets itself, or that its bundles do not have."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypedDict
 
-from aiogpu.api.options import GpuWhere, Lifetime, RetryOom, Strategy
+from aiogpu.api.options import GpuStrategy, GpuWhere, Lifetime, RetryOom
 from aiogpu.api.reservation import Placement
 
 RetryExceptions = bool | type[Exception] | Sequence[type[Exception]]
@@ -25,7 +25,7 @@ class _Common(TypedDict, total=False):
     accelerator_type: str | None
     gpu_where: GpuWhere | None
     gpu_memory: int | str | None
-    strategy: Strategy | None
+    gpu_strategy: GpuStrategy | None
     name: str | None
     priority: int | None
     runtime_env: Mapping[str, Mapping[str, str]] | None
@@ -72,9 +72,8 @@ class Options(_Common, total=False):
         retry_oom: "exclusive": when GPU memory runs out, retry once on a whole GPU.
         any_of: requests of which the first that is free is taken, the most wanted
             first: `[{"num_gpus": 1}, {"num_cpus": 8}]`; instead of the options above.
-        strategy: which GPU a share is taken from: "pack" (default), the fullest GPU
-            with room; "spread", the emptiest. On a Ray cluster "SPREAD" spreads tasks
-            over the nodes, and "DEFAULT" is Ray's default.
+        gpu_strategy: which GPU a share is taken from: "pack" (default), the fullest GPU
+            with room; "spread", the emptiest.
         max_calls: calls of the function before its worker process is replaced, 0 for no
             limit; default 1 with GPUs, else 0.
         max_retries: retries after the worker has died; default 3, -1 for no limit.
@@ -128,7 +127,7 @@ class ActorKeywords(_Common, total=False):
             start the actor, and none is held.
         num_gpus, memory, resources, gpu_memory: as for a task, held while the actor
             lives.
-        accelerator_type, gpu_where, strategy, priority: as for a task.
+        accelerator_type, gpu_where, gpu_strategy, priority: as for a task.
         runtime_env, placement, bundle: as for a task.
         scheduling_strategy, label_selector: as for a task.
         name: name for `get_actor`; free again when the actor is dead.

@@ -20,7 +20,7 @@ from aiogpu.api.options import (
     optional,
     whole,
 )
-from aiogpu.api.results.handle import session_of
+from aiogpu.api.results.handle import Handle, session_of
 from aiogpu.api.session import (
     Session,
     default_address,
@@ -32,9 +32,10 @@ from aiogpu.api.usage_errors import Displayed, EnteredOnLoop, options_of
 from aiogpu.client.current import current
 from aiogpu.core.model.units import memory_size, quantity
 from aiogpu.engines.base import Engine, NodeOptions
-from aiogpu.errors import NodeRunningError, NoSuchTaskError, OptionError
+from aiogpu.errors import NodeRunningError, NoSuchTaskError, OptionError, StackError
 
 if TYPE_CHECKING:
+    from aiogpu.api.dashboard import NodeView
     from aiogpu.observe.status import NodeStatus
     from aiogpu.observe.why import Why
 
@@ -146,6 +147,7 @@ CHECKS: Final[dict[str, Check]] = {
     "object_memory": optional(memory_size, None),
     "spill_directory": optional(_check_directory, None),
     "runtime_env": optional(_check_runtime_env, None),
+    "dashboard": check_flag,
 }
 """The options of a node with their checks, which return values of `NodeOptions`."""
 
@@ -190,9 +192,59 @@ class Node(Displayed, EnteredOnLoop):
         """Return which tasks hold or wait for what; see `aiogpu.status`."""
         return await self._session.engine.status()
 
+    async def dashboard(self) -> NodeView:
+        """Return the overview of the dashboard, which a notebook shows below the cell.
+
+        It shows the node at this moment. `init(dashboard=True)` serves pages that
+        follow it.
+
+        Example:
+            `await node.dashboard()` as the last line of a cell.
+        """
+        from aiogpu.api.dashboard import NodeView
+
+        return NodeView(await self.status())
+
+    @property
+    def dashboard_url(self) -> str:
+        """The URL of the dashboard, with its token; "" without `dashboard=True`."""
+        process = self._session.dashboard
+        return "" if process is None else process.url
+
     async def why(self, task_id: int) -> Why:
         """Return why a task waits; see `aiogpu.why`."""
         return await _why(self._session, task_id)
+
+    async def stack(self, task: int | Handle[Any]) -> str:
+        """Return where the code of a running task or actor is, as `aiogpu stack`.
+
+        The calls of each thread are listed with their source, the innermost last, and
+        those of each coroutine that awaits something. The task goes on.
+
+        Args:
+            task: the task's handle; or the number of a task or actor, as in
+                `aiogpu.status()`.
+
+        Raises:
+            OptionError: `task` is neither a handle nor a number.
+            NoSuchTaskError: the node has no record of such a task.
+            StackError: the task does not run, or does not answer; or its node is
+                inline or a Ray cluster.
+        """
+        if isinstance(task, Handle):
+            why = await task.why()
+        else:
+            why = await _why(self._session, task, "stack")
+        if not self._session.engine.runs_together:
+            raise StackError(
+                f"node.stack({task!r}): only tasks in workers of a node of aiogpu are "
+                f"asked. A task of an inline node runs in this process: use its "
+                f"debugger. On Ray use `ray stack`."
+            )
+        # Late: few programs ask.
+        from aiogpu.engines.stack import stack_of
+
+        return await stack_of(why)
 
     async def cluster_resources(self) -> dict[str, float]:
         """Return all resources of the node by name, `{"CPU": 4.0, "GPU": 1.0}`."""
@@ -239,12 +291,15 @@ async def why(task_id: int) -> Why:
     return await _why(None, task_id)
 
 
-async def _why(session: Session | None, task_id: int) -> Why:
-    """Return why a task of a session's node waits."""
+async def _why(session: Session | None, task_id: int, asked: str = "why") -> Why:
+    """Return why a task of a session's node waits, for the function `asked`."""
     if not isinstance(task_id, int) or isinstance(task_id, bool) or task_id < 0:
+        is_why = asked == "why"
+        called = f"{'aiogpu' if is_why else 'node'}.{asked}"
+        instead = "await handle.why()" if is_why else "await node.stack(handle)"
         raise OptionError(
-            f"aiogpu.why({task_id!r}): the argument must be a task's number, such as "
-            f"12; aiogpu.status() lists them. For a handle write `await handle.why()`."
+            f"{called}({task_id!r}): the argument must be a task's number, such as "
+            f"12; aiogpu.status() lists them. For a handle write `{instead}`."
         )
     engine = (
         await engine_of_program("aiogpu.why()") if session is None else session.engine
@@ -362,6 +417,7 @@ def init(
     object_memory: int | str | None = None,
     spill_directory: str | os.PathLike[str] | None = None,
     runtime_env: Mapping[str, Any] | None = None,
+    dashboard: bool = False,
     ignore_reinit_error: bool = False,
 ) -> Opening:
     """Open a node for this event loop: `await` the call, or use `async with`.
@@ -397,6 +453,8 @@ def init(
             system's temporary directory.
         runtime_env: with address="ray", Ray's runtime environment of all tasks, as
             `ray.init` takes it: `{"working_dir": ".", "pip": ["einops"]}`.
+        dashboard: serve the dashboard of the node beside the program, and print its URL
+            to stderr; needs `aiogpu[dashboard]`; default False.
         ignore_reinit_error: return this loop's node if it already has one; default
             False.
 
@@ -406,10 +464,30 @@ def init(
         NodeError: at the await: this loop already has a node, or the node cannot start.
         DeviceError: at the await: CUDA_VISIBLE_DEVICES names devices that do not exist.
     """
-    options = dict(locals())
-    where = check_text("address", options.pop("address")) or default_address()
-    shared = check_flag("ignore_reinit_error", options.pop("ignore_reinit_error"))
-    return Opening(where, check_node_options(**options), shared)
+    where = check_text("address", address) or default_address()
+    shared = check_flag("ignore_reinit_error", ignore_reinit_error)
+    options = check_node_options(
+        num_cpus=num_cpus,
+        num_gpus=num_gpus,
+        resources=resources,
+        accelerator_type=accelerator_type,
+        gpu_memory=gpu_memory,
+        gpu_memory_enforce=gpu_memory_enforce,
+        foreign=foreign,
+        mps=mps,
+        cpu_affinity=cpu_affinity,
+        preload=preload,
+        log_to_driver=log_to_driver,
+        cancel_grace=cancel_grace,
+        spare_workers=spare_workers,
+        memory=memory,
+        memory_guard=memory_guard,
+        object_memory=object_memory,
+        spill_directory=spill_directory,
+        runtime_env=runtime_env,
+        dashboard=dashboard,
+    )
+    return Opening(where, options, shared)
 
 
 def is_initialized() -> bool:

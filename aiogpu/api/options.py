@@ -453,7 +453,7 @@ def _is_variable(name: str, text: str) -> bool:
 Retried = bool | tuple[type[BaseException], ...]
 
 
-Strategy = Literal["pack", "spread", "SPREAD", "DEFAULT"]
+GpuStrategy = Literal["pack", "spread"]
 
 
 Lifetime = Literal["detached"] | None
@@ -494,7 +494,7 @@ class TaskOptions(NamedTuple):
     gpu_memory: int = 0
     retry_oom: RetryOom | None = None
     any_of: tuple[Mapping[str, Any], ...] = ()
-    strategy: Strategy = "pack"
+    gpu_strategy: GpuStrategy = "pack"
     max_calls: int | None = None
     max_retries: int = 3
     retry_exceptions: Retried = False
@@ -554,7 +554,7 @@ class TaskOptions(NamedTuple):
                 {CPU: cpus, MEMORY: self.memory, **scalars},
                 devices,
                 self.accelerator_type,
-                spread=self.strategy == "spread",
+                spread=self.gpu_strategy == "spread",
                 where=self.gpu_where,
                 gpu_memory=self.gpu_memory,
             )
@@ -569,19 +569,13 @@ class TaskOptions(NamedTuple):
         Raises:
             OptionError: two of the options place the task.
         """
-        placed = {
-            "strategy": self.strategy if self.strategy.isupper() else None,
-            "scheduling_strategy": self.scheduling_strategy,
-            "placement": self.placement,
-        }
-        given = [f"{name}=" for name, value in placed.items() if value is not None]
-        if len(given) > 1:
+        strategy = self.scheduling_strategy
+        if strategy is not None and self.placement is not None:
             raise OptionError(
-                f"{' and '.join(given)} each say where a task runs on a Ray cluster; "
-                f"give one of them."
+                "scheduling_strategy= and placement= each say where a task runs on a "
+                "Ray cluster; give one of them."
             )
         options: dict[str, object] = {}
-        strategy = placed["strategy"] or placed["scheduling_strategy"]
         if strategy is not None:
             options["scheduling_strategy"] = strategy
         if self.label_selector:
@@ -942,10 +936,11 @@ _COMMON: Final[dict[str, Check]] = {
     "accelerator_type": check_text,
     "gpu_where": _check_gpu_where,
     "gpu_memory": _check_gpu_memory,
-    "strategy": choice(
+    "gpu_strategy": choice(
         "'pack' (a share goes to the fullest GPU with room) or 'spread' (to the "
         "emptiest)",
-        *("pack", "spread"),
+        "pack",
+        "spread",
     ),
     "name": check_text,
     "priority": whole(-LARGEST_COUNT, "a whole number; higher goes first"),
@@ -962,14 +957,6 @@ _OF_PROCESSES: Final[dict[str, Check]] = {
     ),
     "placement": _check_placement,
     "bundle": _check_bundle,
-    "strategy": choice(
-        "'pack' (a share goes to the fullest GPU with room) or 'spread' (to the "
-        "emptiest); or, on a Ray cluster, 'SPREAD' (over the nodes) or 'DEFAULT'",
-        "pack",
-        "spread",
-        "SPREAD",
-        "DEFAULT",
-    ),
     "scheduling_strategy": _check_scheduling_strategy,
     "label_selector": _check_labels,
 }

@@ -77,6 +77,7 @@ from aiogpu.errors import (
     NoLoopError,
     OptionError,
     OutOfMemoryError,
+    QueueClosedError,
     SerializationError,
     TaskCancelledError,
     TaskTimeoutError,
@@ -88,6 +89,7 @@ from aiogpu.serialization.references import PickledValue
 from aiogpu.serialization.serializer import dump_arguments, fix_item
 
 if TYPE_CHECKING:
+    from aiogpu.api.dashboard import NodeView
     from aiogpu.api.gang import Gang
     from aiogpu.api.reservation import Lease, Placement
     from aiogpu.api.results.reports import Report
@@ -1109,12 +1111,10 @@ class SyncMethod:
 class ActorPool(_Proxy, SetInItsProcess, Generic[A]):
     """Several actors that are called as one, in a thread without an event loop.
 
-    The arguments and methods are those of `aiogpu.ActorPool`; methods that are awaited
-    there block here. `with` waits until the actors are ready, and at the end of its
-    block ends the actors that the pool started. If the actor's class has a method with
-    the name of a method of the pool, that name is the actors' method. The functions
-    passed to `submit` and `map` run on the event loop, and get handles of `aiogpu`, not
-    of `aiogpu.sync`.
+    As `aiogpu.ActorPool`, with blocking calls. `with` waits until the actors are ready,
+    and at the end of its block ends the actors that the pool started. The pool has one
+    name of its own, `close`; all others are methods of the actors. `for actor in pool`
+    iterates over the actors. `aiogpu.util.ActorPool` has the methods of Ray's pool.
 
     Args:
         actor: a class under `@aiogpu.sync.remote`, a function that starts an actor, or
@@ -1127,7 +1127,7 @@ class ActorPool(_Proxy, SetInItsProcess, Generic[A]):
         MisuseError: `actor` has another type, or the call was made in a task.
 
     Example:
-        `ActorPool([a, b]).map(lambda actor, x: actor.double.remote(x), range(9))`
+        `with ActorPool(Model, 2) as pool: labels = list(pool.classify.map(images))`
     """
 
     def __init__(self, actor: Any, size: int | None = None, **options: Any) -> None:
@@ -1146,9 +1146,6 @@ class ActorPool(_Proxy, SetInItsProcess, Generic[A]):
         self._portal = portal
         self._target: pools.ActorPool[A]
         self._target = portal.call(pools.ActorPool, source, size, **options)
-        for name, method in vars(self._target).items():
-            if isinstance(method, PoolMethod):  # has the name of a method of the pool
-                self.__dict__[name] = SyncMethod(portal, method)
 
     def __repr__(self) -> str:
         return repr(self._target)
@@ -1156,6 +1153,11 @@ class ActorPool(_Proxy, SetInItsProcess, Generic[A]):
     def __len__(self) -> int:
         """Return the number of actors, ready or not."""
         return self._portal.call(len, self._target)
+
+    def __iter__(self) -> Iterator[SyncActorHandle[A]]:
+        """Iterate over the handles of the actors there are now, ready or not."""
+        actors: list[ActorHandle[A]] = self._portal.call(list, self._target)
+        return iter([SyncActorHandle(self._portal, actor) for actor in actors])
 
     def __bool__(self) -> bool:
         return True
@@ -1169,63 +1171,6 @@ class ActorPool(_Proxy, SetInItsProcess, Generic[A]):
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         self._portal.leave("`with` of a pool", self._target, error)
-
-    def submit(self, fn: Callable[[ActorHandle[A], T], Any], value: T, /) -> None:
-        """Call `fn(actor, value)` as soon as an actor is free.
-
-        `fn` runs on the event loop: it must start a call and not block.
-        """
-        self._portal.call(lambda: self._target.submit(fn, unwrap(value)))
-
-    def get_next(self, timeout: float | None = None) -> Any:
-        """Wait for the next result, in the order of `submit`."""
-        return self._portal.fetch("get_next()", lambda: self._target.get_next(timeout))
-
-    def get_next_unordered(self, timeout: float | None = None) -> Any:
-        """Wait for the result of the call that ends next."""
-        next_of = self._target.get_next_unordered
-        return self._portal.fetch("get_next_unordered()", lambda: next_of(timeout))
-
-    def has_next(self) -> bool:
-        """Return whether `get_next` has a result to return or to wait for."""
-        return self._portal.call(self._target.has_next)
-
-    def actors(self) -> list[SyncActorHandle[A]]:
-        """Return the handles of the actors, ready or not, for a call to each."""
-        found = self._portal.call(self._target.actors)
-        return [SyncActorHandle(self._portal, actor) for actor in found]
-
-    def has_free(self) -> bool:
-        """Return whether a ready actor has no calls."""
-        return self._portal.call(self._target.has_free)
-
-    def map(
-        self, fn: Callable[[ActorHandle[A], T], Any], values: Iterable[T], /
-    ) -> ResultIterator[Any]:
-        """Call `fn(actor, value)` for each value; return the results in their order.
-
-        All values are read at once.
-        """
-        return self._mapped(self._target.map, fn, values)
-
-    def map_unordered(
-        self, fn: Callable[[ActorHandle[A], T], Any], values: Iterable[T], /
-    ) -> ResultIterator[Any]:
-        """Like `map`, with the results in the order in which the calls end."""
-        return self._mapped(self._target.map_unordered, fn, values)
-
-    def _mapped(self, map_on_loop: Any, fn: Any, values: Any) -> ResultIterator[Any]:
-        read = list(values)  # in this thread, because reading may block
-        results = map_on_loop(fn, (unwrap(value) for value in read))
-        return ResultIterator(self._portal, results)
-
-    def push(self, actor: SyncActorHandle[A], /) -> None:
-        """Add an actor to a pool that was made from a list of actors."""
-        self._portal.call(lambda: self._target.push(unwrap(actor)))
-
-    def pop_idle(self) -> SyncActorHandle[A] | None:
-        """Remove a free actor from a pool made from a list and return it; or None."""
-        return call_on(self._portal, self._target.pop_idle, (), {})  # type: ignore[no-any-return]
 
     def close(self) -> None:
         """End the actors that the pool started, after their calls; idempotent."""
@@ -1273,7 +1218,7 @@ class Queue(_Proxy, Generic[T]):
 
     def __iter__(self) -> Iterator[T]:
         """Take items until the queue is shut down and empty."""
-        with suppress(queues.QueueClosedError):
+        with suppress(QueueClosedError):
             while True:
                 yield self.get()
 
@@ -1308,9 +1253,9 @@ class Queue(_Proxy, Generic[T]):
         """Take up to `most` items by one call; wait until there is at least one."""
         return self._run("get_batch()", lambda: self._target.get_batch(most, timeout))
 
-    def size(self) -> int:
+    def qsize(self) -> int:
         """Return the number of items in the queue."""
-        return self._run("size()", self._target.size)
+        return self._run("qsize()", self._target.qsize)
 
     def empty(self) -> bool:
         """Return whether the queue has no item."""
@@ -1320,9 +1265,9 @@ class Queue(_Proxy, Generic[T]):
         """Return whether the queue has no room."""
         return self._run("full()", self._target.full)
 
-    def shutdown(self, at_once: bool = False) -> None:
+    def shutdown(self, immediate: bool = False) -> None:
         """Accept no more items: `put` raises, and `get` raises when no item is left."""
-        self._run("shutdown()", lambda: self._target.shutdown(at_once))
+        self._run("shutdown()", lambda: self._target.shutdown(immediate))
 
     def _run(self, what: str, begin: Callable[[], Awaitable[A]]) -> A:
         return self._portal.fetch(f"{what} of a queue", begin)
@@ -1474,9 +1419,26 @@ class SyncNode:
         """Return which tasks hold or wait for what; see `aiogpu.status`."""
         return self._portal.run("status()", self._node.status)
 
+    def dashboard(self) -> NodeView:
+        """Return the overview of the dashboard, which a notebook shows below the cell.
+
+        It shows the node at this moment.
+        """
+        return self._portal.run("dashboard()", self._node.dashboard)
+
+    @property
+    def dashboard_url(self) -> str:
+        """The URL of the dashboard, with its token; "" without `dashboard=True`."""
+        return self._node.dashboard_url
+
     def why(self, task_id: int) -> Why:
         """Return why a task waits; see `aiogpu.why`."""
         return self._portal.run("why()", lambda: self._node.why(task_id))
+
+    def stack(self, task: int | Handle[Any]) -> str:
+        """Return where the code of a running task is; see `aiogpu.types.Node.stack`."""
+        number = task.why().task if isinstance(task, Handle) else task
+        return self._portal.run("stack()", lambda: self._node.stack(number))
 
     def cluster_resources(self) -> dict[str, float]:
         """Return all resources of the node by name, `{"CPU": 4.0, "GPU": 1.0}`."""

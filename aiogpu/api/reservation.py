@@ -42,7 +42,7 @@ from aiogpu.serialization.exceptions import error_of
 from aiogpu.wire.messages import Bind
 
 if TYPE_CHECKING:
-    from aiogpu.api.options import GpuWhere, Strategy
+    from aiogpu.api.options import GpuStrategy, GpuWhere
     from aiogpu.api.session import Session
     from aiogpu.client.interface import Outcome
     from aiogpu.core.model.request import PlacementGroupSpec
@@ -358,7 +358,7 @@ def lease(
     accelerator_type: str | None = None,
     gpu_where: GpuWhere | None = None,
     gpu_memory: int | str | None = None,
-    strategy: Strategy = "pack",
+    gpu_strategy: GpuStrategy = "pack",
     name: str | None = None,
     priority: int = 0,
     timeout: float | None = None,
@@ -377,7 +377,7 @@ def lease(
         accelerator_type: only devices of this type, such as "A100".
         gpu_where: only GPUs that meet all conditions, as for tasks.
         gpu_memory: device memory on each GPU, as for tasks.
-        strategy: which GPU a share is taken from: "pack" (default), the fullest GPU
+        gpu_strategy: which GPU a share is taken from: "pack" (default), the fullest GPU
             with room; "spread", the emptiest.
         name: name in `status()`; default "lease".
         priority: requests with a higher number are served first; default 0.
@@ -389,7 +389,20 @@ def lease(
         TaskTimeoutError: at the await: the lease was not granted in time.
         NodeError: at the await: called inside a task.
     """
-    return Lease(*lease_func(dict(locals())))
+    options = {
+        "num_cpus": num_cpus,
+        "num_gpus": num_gpus,
+        "memory": memory,
+        "resources": resources,
+        "accelerator_type": accelerator_type,
+        "gpu_where": gpu_where,
+        "gpu_memory": gpu_memory,
+        "gpu_strategy": gpu_strategy,
+        "name": name,
+        "priority": priority,
+        "timeout": timeout,
+    }
+    return Lease(*lease_func(options))
 
 
 class Placement(EnteredOnLoop):

@@ -35,6 +35,7 @@ from aiogpu.engines.registry import create_engine
 from aiogpu.errors import NodeClosedError, NodeError, NoLoopError
 
 if TYPE_CHECKING:
+    from aiogpu.api.dashboard import DashboardProcess
     from aiogpu.api.results.stream import Stream
     from aiogpu.client.function_spec import FunctionSpec
     from aiogpu.observe.why import Why
@@ -157,13 +158,21 @@ class Session:
         remote_values: the store of values if the node is another process, else None.
         new_handle: makes a handle of this loop.
         opened_by: the call that opened the session, ".remote()"; "" for `init`.
+        dashboard: the process of the dashboard; None without one.
         actor_watchers: who is told when this program ends an actor, by actor.
     """
 
     opened_by = ""
 
-    def __init__(self, engine: Engine, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        loop: asyncio.AbstractEventLoop,
+        has_dashboard: bool = False,
+    ) -> None:
         self._engine = engine
+        self._has_dashboard = has_dashboard
+        self.dashboard: DashboardProcess | None = None
         self.loop = loop
         self.thread = get_ident()
         self.remote_values = engine.remote_values
@@ -363,6 +372,8 @@ class Session:
     async def _open(self) -> None:
         try:
             await self._engine.open()
+            if self._has_dashboard:
+                await self._start_dashboard()
         except BaseException as error:
             self._forget(SessionState.CLOSED)
             reason = (
@@ -376,6 +387,17 @@ class Session:
             raise
         self._state = SessionState.OPEN
         self._early.make(self._engine)
+
+    async def _start_dashboard(self) -> None:
+        from aiogpu.api.dashboard import DashboardProcess
+
+        try:
+            process = DashboardProcess(self._engine.node_socket)
+            await process.start()
+        except BaseException:
+            await self._engine.close()
+            raise
+        self.dashboard = process
 
     async def _close_with_loop(self) -> AsyncGenerator[None, None]:
         try:
@@ -413,6 +435,9 @@ class Session:
                 retrieve(self._opening)
             if self._state is not SessionState.CLOSED:
                 self._state = SessionState.CLOSING
+                if self.dashboard is not None:
+                    process, self.dashboard = self.dashboard, None
+                    await process.close()
                 await self._engine.close()
         except (asyncio.CancelledError, KeyboardInterrupt):
             # The loop is ending; it runs `_close_with_loop` last, which closes again.
@@ -444,11 +469,15 @@ class Session:
         """Make the session inert in a fork, where it belongs to the parent."""
         self._state = SessionState.FORKED
         self._engine.after_fork()
+        if self.dashboard is not None:
+            self.dashboard.after_fork()
 
     def close_now(self) -> None:
         """Remove the node's files when the interpreter exits."""
         if self._state is not SessionState.FORKED and self._pid == os.getpid():
             self._engine.close_now()
+            if self.dashboard is not None:
+                self.dashboard.close_now()
 
 
 _get_running_loop: Final = asyncio._get_running_loop
@@ -461,7 +490,12 @@ def start_session(
     address: str | None, options: NodeOptions, loop: asyncio.AbstractEventLoop
 ) -> Session:
     """Make a session and start to open it; it accepts calls at once."""
-    session = Session(create_engine(address, options, loop), loop)
+    engine = create_engine(address, options, loop)
+    if options.dashboard:
+        from aiogpu.api.dashboard import check_dashboard
+
+        check_dashboard()
+    session = Session(engine, loop, has_dashboard=options.dashboard)
     session.start_opening()
     return session
 

@@ -163,8 +163,24 @@ def _operator(name: str) -> Callable[..., NoReturn]:
 
 
 _CALCULATING: Final = (
-    *("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv"),
-    *("matmul", "rmatmul", "neg", "abs", "int", "float", "lt", "le", "gt", "ge"),
+    "add",
+    "radd",
+    "sub",
+    "rsub",
+    "mul",
+    "rmul",
+    "truediv",
+    "rtruediv",
+    "matmul",
+    "rmatmul",
+    "neg",
+    "abs",
+    "int",
+    "float",
+    "lt",
+    "le",
+    "gt",
+    "ge",
 )
 
 

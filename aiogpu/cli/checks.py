@@ -146,7 +146,7 @@ def examine(checks: Iterable[Check]) -> Iterator[Finding]:
     for check in checks:
         findings: list[Finding] = []
         thread = threading.Thread(
-            *(None, check.collect, f"check {check.name}", [findings]), daemon=True
+            None, check.collect, f"check {check.name}", [findings], daemon=True
         )
         thread.start()
         thread.join(check.limit)
@@ -345,7 +345,7 @@ LIMIT: Final = 5.0
 
 
 def check_cgroup(
-    find: Callable[[], cgroups.Place] = cgroups.find_cgroup,
+    find: Callable[[], cgroups.ParentCgroup] = cgroups.find_cgroup,
 ) -> str:
     """Make a group, move a sleeping process into it, kill the group, remove it."""
     place = find()

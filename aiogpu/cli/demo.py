@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     Task = aiogpu.types.RemoteFunction[[Scene, int, int], Band]
 
 
-class Span(NamedTuple):
+class TaskTime(NamedTuple):
     """The time of a task in its worker.
 
     Attributes:
@@ -52,12 +52,12 @@ class Span(NamedTuple):
     end: float
 
 
-def lanes(spans: Iterable[Span], gpu: int | str) -> list[list[Span]]:
+def lanes(spans: Iterable[TaskTime], gpu: int | str) -> list[list[TaskTime]]:
     """Spread the spans of a device over the fewest lanes without overlap.
 
     The number of lanes is the most tasks that ran on the device at the same time.
     """
-    rows: list[list[Span]] = []
+    rows: list[list[TaskTime]] = []
     for span in sorted(spans, key=lambda span: span.begin):
         if gpu not in span.gpus:
             continue
@@ -86,7 +86,7 @@ PREVIEW: Final = (48, 24)
 
 
 def timeline(
-    spans: Sequence[Span], gpus: Mapping[Gpu, str], width: int, *, is_ascii: bool
+    spans: Sequence[TaskTime], gpus: Mapping[Gpu, str], width: int, *, is_ascii: bool
 ) -> Text:
     """Draw a row for each lane of each device; a bar begins with its task's number."""
     idle, fill = (".", "=") if is_ascii else ("·", "█")
@@ -112,7 +112,7 @@ def timeline(
     return text
 
 
-def _bar(span: Span, width: int, fill: str) -> Text:
+def _bar(span: TaskTime, width: int, fill: str) -> Text:
     """Draw a bar, with its task's number if there is room."""
     number = str(span.task)
     label = number if len(number) <= width else ""
@@ -175,8 +175,8 @@ class Display:
 
     def add(
         self,
-        finished: Sequence[Span],
-        running: Sequence[Span],
+        finished: Sequence[TaskTime],
+        running: Sequence[TaskTime],
         levels: Sequence[Sequence[int]],
     ) -> None:
         """Show that the last of `finished` has ended."""
@@ -187,16 +187,16 @@ class Display:
         chart = self._timeline([*finished, *running])
         self._live.update(Group(*picture, chart), refresh=True)
 
-    def finish(self, finished: Sequence[Span]) -> None:
+    def finish(self, finished: Sequence[TaskTime]) -> None:
         """Draw the chart, unless the display was live."""
         if not self._is_live:
             self._console.print(self._timeline(finished))
 
-    def _timeline(self, spans: Sequence[Span]) -> Text:
+    def _timeline(self, spans: Sequence[TaskTime]) -> Text:
         width = self._console.width
         return timeline(spans, self._gpus, width, is_ascii=self._is_ascii)
 
-    def _line(self, span: Span) -> str:
+    def _line(self, span: TaskTime) -> str:
         begin = self._begin
         gpus = ", ".join(self._gpus[gpu] for gpu in span.gpus)
         return (
@@ -214,10 +214,10 @@ TASK_NAME: Final = "band-"
 VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
 
 
-class Outcome(NamedTuple):
+class FanOut(NamedTuple):
     """The result of a fan-out, apart from the picture."""
 
-    spans: list[Span]
+    spans: list[TaskTime]
     gpus: tuple[int | str, ...]
     seconds: float
 
@@ -316,7 +316,7 @@ async def open_node(gpus: int | None) -> AsyncIterator[None]:
 
 async def fan_out(
     task: Task, count: int, gpus: int | None, picture: Picture, screen: Display
-) -> Outcome:
+) -> FanOut:
     """Run a task for each band; update the display as tasks end."""
     async with open_node(gpus):
         node = await aiogpu.status()
@@ -330,16 +330,18 @@ async def fan_out(
             for number in range(count)
         ]
         screen.print(headline(picture.scene, node))
-        spans: list[Span] = []
-        running: Mapping[int, Span] = {}
+        spans: list[TaskTime] = []
+        running: Mapping[int, TaskTime] = {}
         for soonest in asyncio.as_completed(handles):
             part = await soonest
             picture.add(part)
-            spans.append(Span(part.number, part.gpus, part.pid, part.begin, part.end))
+            spans.append(
+                TaskTime(part.number, part.gpus, part.pid, part.begin, part.end)
+            )
             running = running_spans(await aiogpu.status(), running)
             levels = picture.preview(*screen.pixels) if screen.pixels else []
             screen.add(spans, list(running.values()), levels)
-        return Outcome(spans, ids, time.monotonic() - begin)
+        return FanOut(spans, ids, time.monotonic() - begin)
 
 
 def headline(scene: Scene, node: aiogpu.types.NodeStatus) -> str:
@@ -352,11 +354,11 @@ def headline(scene: Scene, node: aiogpu.types.NodeStatus) -> str:
 
 
 def running_spans(
-    node: aiogpu.types.NodeStatus, before: Mapping[int, Span]
-) -> dict[int, Span]:
+    node: aiogpu.types.NodeStatus, before: Mapping[int, TaskTime]
+) -> dict[int, TaskTime]:
     """Return the running tasks by process; a span begins when it is first seen."""
     now = time.monotonic()
-    running: dict[int, Span] = {}
+    running: dict[int, TaskTime] = {}
     for device in node.devices:
         for holder in device.holders:
             if holder.pid and holder.task is not None:
@@ -364,11 +366,11 @@ def running_spans(
                 gpus = (*known.gpus, device.id) if known else (device.id,)
                 seen = before[holder.pid].begin if holder.pid in before else now
                 number = int(holder.task.removeprefix(TASK_NAME))
-                running[holder.pid] = Span(number, gpus, holder.pid, seen, now)
+                running[holder.pid] = TaskTime(number, gpus, holder.pid, seen, now)
     return running
 
 
-def report(outcome: Outcome, picture: Picture, screen: Display) -> None:
+def report(outcome: FanOut, picture: Picture, screen: Display) -> None:
     """Print the totals; exit with 1 if the picture is wrong."""
     begin = time.monotonic()
     is_right = picture.equals_serial()

@@ -51,6 +51,7 @@ COMMANDS: Final = {
     "cancel": ("stop", "cancel"),
     "completion": ("main", "completion"),
     "dashboard": ("views.dashboard", "dashboard"),
+    "debug": ("debug", "debug"),
     "demo": ("demo", "demo"),
     "doctor": ("doctor", "doctor"),
     "gpus": ("doctor", "gpus"),

@@ -41,8 +41,14 @@ from aiogpu.linux.syscalls import adopt_orphans
 from aiogpu.wire.messages import LEASE_MARK
 
 SENT_ON: Final = (
-    *(signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT),
-    *(signal.SIGUSR1, signal.SIGUSR2, signal.SIGWINCH, signal.SIGCONT),
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGHUP,
+    signal.SIGQUIT,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+    signal.SIGWINCH,
+    signal.SIGCONT,
 )
 """Signals that are passed on to the command."""
 ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -117,7 +123,9 @@ class Command:
         # Python ignores these two signals; the command must not inherit that.
         own = (signal.SIGPIPE, signal.SIGXFSZ)
         self.pid = os.posix_spawnp(
-            *(arguments[0], list(arguments), dict(environ)),
+            arguments[0],
+            list(arguments),
+            dict(environ),
             setsigmask=tuple(mask),
             setsigdef=own,
         )

@@ -206,7 +206,9 @@ def start(
     )
     given["preload"] = modules if given["preload"] else "auto"
     plan = Plan(
-        check_node_options(**given, log_to_driver=True, runtime_env=None),
+        check_node_options(
+            **given, log_to_driver=True, runtime_env=None, dashboard=False
+        ),
         Place.at(socket, log_dir),
         drain,
         import_path(),

@@ -148,7 +148,7 @@ async def _stop_named(
     return is_done
 
 
-class Outcome(NamedTuple):
+class StopOutcome(NamedTuple):
     """What became of a task or actor that was to be stopped.
 
     Attributes:
@@ -178,18 +178,18 @@ async def stop_one(node: connect.Node, what: str, number: int) -> str:
     return outcome.text
 
 
-def _outcome(what: str, kind: str, why: Why) -> Outcome:
+def _outcome(what: str, kind: str, why: Why) -> StopOutcome:
     """Describe the result of `RemoteEngine.stop_task`, with the state before."""
     name = printable(why.name)
     target = f"{name} ({KINDS[what]} {why.task})"
     if kind == KINDS[what]:
-        return Outcome(f"{DONE[what]} {target}")
+        return StopOutcome(f"{DONE[what]} {target}")
     match kind:
         case "stopping":
-            return Outcome(f"{target} is already being stopped")
+            return StopOutcome(f"{target} is already being stopped")
         case "":
             end = "" if why.ended is None else f": {end_in_brief(why.ended)}"
-            return Outcome(f"{target} has already ended{end}")
+            return StopOutcome(f"{target} has already ended{end}")
         case "actor":
             text = f"{name} is an actor: to end it, run `aiogpu kill {why.task}`."
         case "task":
@@ -200,16 +200,16 @@ def _outcome(what: str, kind: str, why: Why) -> Outcome:
                 f"{name} is held by a program{pid}; it ends when that program releases "
                 f"it."
             )
-    return Outcome(text, is_refused=True)
+    return StopOutcome(text, is_refused=True)
 
 
-def _of_more(what: str, kind: str, count: int, name: str) -> Outcome:
+def _of_more(what: str, kind: str, count: int, name: str) -> StopOutcome:
     """Describe further tasks with a name that had the same outcome."""
     if kind == KINDS[what]:
-        return Outcome(f"{DONE[what]} {count} more {kind}s named {name}")
+        return StopOutcome(f"{DONE[what]} {count} more {kind}s named {name}")
     match kind:
         case "stopping":
-            return Outcome(f"{count} more are already being stopped")
+            return StopOutcome(f"{count} more are already being stopped")
         case "":
-            return Outcome(f"{count} more have already ended")
-    return Outcome(f"{count} more {kind}s named {name} go on.", is_refused=True)
+            return StopOutcome(f"{count} more have already ended")
+    return StopOutcome(f"{count} more {kind}s named {name} go on.", is_refused=True)

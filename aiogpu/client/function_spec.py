@@ -155,7 +155,7 @@ class FunctionSpec:
             raise OptionError(
                 f"{self.spec.name} asks for {given}, which chooses among the nodes of "
                 f"a Ray cluster, and this node is one machine. Leave it out, or run by "
-                f"aiogpu.init(address='ray'). Among GPUs, strategy='spread' chooses."
+                f"aiogpu.init(address='ray'). gpu_strategy='spread' chooses among GPUs."
             )
 
 

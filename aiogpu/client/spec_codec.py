@@ -22,8 +22,8 @@ from aiogpu.core.model.request import (
     TaskSpec,
 )
 from aiogpu.core.model.units import CPU
-from aiogpu.errors import ProtocolError
 from aiogpu.wire.codec import RecordCodec
+from aiogpu.wire.messages import ProtocolError
 
 _codec: Final = RecordCodec(TaskSpec, Shape, Request, DeviceSelector)
 

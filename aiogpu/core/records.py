@@ -2,7 +2,7 @@
 
 `move` changes a state along the tables here; any other move is a defect of aiogpu and
 raises. Code that handles bursts of tasks sets `QUEUED`, `RUNNING` and `ENDED` directly,
-because a call for each task would be too slow. The diagrams in `docs/architecture.md`
+because a call for each task would be too slow. The diagrams in `design/architecture.md`
 are drawn from these tables.
 """
 

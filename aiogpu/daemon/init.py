@@ -17,8 +17,14 @@ from aiogpu.linux.syscalls import set_process_name
 
 NAME: Final = "aiogpu-init"
 PASSED_ON: Final = (
-    *(signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT),
-    *(signal.SIGUSR1, signal.SIGUSR2, signal.SIGWINCH, signal.SIGCONT),
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGHUP,
+    signal.SIGQUIT,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+    signal.SIGWINCH,
+    signal.SIGCONT,
 )
 """Signals that are passed on to the node."""
 

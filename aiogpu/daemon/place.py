@@ -165,7 +165,7 @@ class Record(NamedTuple):
     @classmethod
     def of_this_process(cls, place: Place, drain: float, ends_within: float) -> Record:
         """Return the record of this process."""
-        from aiogpu import __version__
+        from aiogpu.version import __version__
 
         pid = os.getpid()
         started = start_time(pid)

@@ -172,7 +172,10 @@ def _start(plan: Plan, pipe: int, output: int) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
             interpreter_command(
                 sys.executable,
-                *("-c", _BOOT, plan.place.socket, str(pipe)),
+                "-c",
+                _BOOT,
+                plan.place.socket,
+                str(pipe),
                 flags=interpreter_flags(),
             ),
             stdin=source,

@@ -13,13 +13,15 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Final, NamedTuple
 
-from aiogpu.dashboard.owners import Owners
 from aiogpu.engines.base import NodeOptions
 from aiogpu.engines.remote import RemoteEngine
 from aiogpu.errors import AiogpuError, NodeError
+from aiogpu.observe.owners import Owners
 from aiogpu.observe.status import EndedTask, NodeStatus, held_tasks
+from aiogpu.observe.task_list import TaskPage, TaskQuery
 from aiogpu.observe.trace import Span
 from aiogpu.observe.why import Why
+from aiogpu.wire.messages import CANCEL, END_LEASE, KILL
 
 INTERVAL: Final = 1.0
 """Seconds between two questions."""
@@ -33,6 +35,10 @@ with all 10 000 tasks it would take 28 ms."""
 WINDOW: Final = 10
 """Samples over which a rate is measured."""
 
+KINDS: Final = {CANCEL: "task", KILL: "actor", END_LEASE: "lease"}
+"""What each request stops."""
+DONE: Final = {CANCEL: "Cancelled", KILL: "Killed", END_LEASE: "Ended"}
+
 
 class DeviceSample(NamedTuple):
     """The figures of a device at one moment.
@@ -41,11 +47,13 @@ class DeviceSample(NamedTuple):
         shares: the share that each program holds, by its number.
         memory: the part of its memory that is used, from 0 to 1; None if unknown.
         utilisation: percent of the time in which it was busy; None if unknown.
+        temperature: degrees Celsius; None if unknown.
     """
 
     shares: tuple[tuple[int, float], ...]
     memory: float | None
     utilisation: int | None
+    temperature: int | None
 
 
 class Sample(NamedTuple):
@@ -75,15 +83,22 @@ class Collector:
         problem: why there is no newer status; "" while the node answers.
         samples: the last hour, the latest last.
         count: the number of statuses so far.
+        address: the path of the node's socket; "" before a node was found.
+        is_read_only: nothing is stopped.
     """
 
-    def __init__(self, locate: Callable[[], str]) -> None:
+    def __init__(
+        self, locate: Callable[[], str], *, is_read_only: bool = False
+    ) -> None:
         """Make a collector.
 
         Args:
             locate: returns the address of the node, and raises `AiogpuError` if there
                 is none; called in a thread, whenever a node is to be joined.
+            is_read_only: refuse to stop anything.
         """
+        self.address = ""
+        self.is_read_only = is_read_only
         self._locate = locate
         self.status: NodeStatus | None = None
         self.seen = 0.0
@@ -109,7 +124,7 @@ class Collector:
             await asyncio.sleep(INTERVAL)
 
     async def _follow(self) -> None:
-        address = await asyncio.to_thread(self._locate)
+        address = self.address = await asyncio.to_thread(self._locate)
         loop = asyncio.get_running_loop()
         options = NodeOptions(only_looks=True, log_to_driver=False)
         engine = RemoteEngine(address, options, loop)
@@ -173,6 +188,36 @@ class Collector:
         """
         return await self._joined().ended(actor)
 
+    async def list_tasks(self, query: TaskQuery) -> TaskPage:
+        """Return a page of a list of tasks.
+
+        Raises:
+            NodeError: no node answers.
+        """
+        return await self._joined().list_tasks(query)
+
+    async def stop(self, what: str, number: int) -> str:
+        """Cancel a task, kill an actor or end a lease; return a sentence about it.
+
+        Args:
+            what: `CANCEL`, `KILL` or `END_LEASE`.
+            number: its number on the node.
+
+        Raises:
+            NodeError: no node answers, or this dashboard changes nothing.
+        """
+        if self.is_read_only:
+            raise NodeError(
+                "this dashboard was started with --read-only, and stops nothing."
+            )
+        kind, _ = await self._joined().stop_task(what, number)
+        if kind == KINDS[what]:
+            return f"{DONE[what]} {kind} {number}."
+        if kind in ("", "stopping"):
+            state = "is already being stopped" if kind else "had already ended"
+            return f"{KINDS[what]} {number} {state}.".capitalize()
+        return f"Nothing was stopped: number {number} is of the kind {kind}."
+
     def _joined(self) -> RemoteEngine:
         if self._engine is None:
             raise NodeError(self.problem)
@@ -202,5 +247,6 @@ def _device_samples(status: NodeStatus) -> dict[str, DeviceSample]:
             tuple(sorted(shares.items())),
             (device.used or 0) / device.memory if is_known else None,
             device.utilisation,
+            device.temperature,
         )
     return samples

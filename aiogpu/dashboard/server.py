@@ -8,6 +8,8 @@ path of Bokeh's server is reachable, and none names a file.
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 import secrets
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -41,7 +43,7 @@ SCRIPTS: Final = ("js/bokeh.min.js", "js/bokeh-widgets.min.js")
 POLICY: Final = (
     "default-src 'none'; script-src 'self' 'nonce-{nonce}'; style-src 'self' "
     "'unsafe-inline'; img-src 'self' data: blob:; font-src 'self' data:; "
-    "connect-src 'self' ws://{host}; base-uri 'none'; form-action 'none'; "
+    "connect-src 'self' ws://{host}; base-uri 'none'; form-action 'self'; "
     "frame-ancestors 'none'"
 )
 """The content-security policy. Bokeh puts style sheets into its widgets, which needs
@@ -183,6 +185,8 @@ async def listening(collector: Collector, host: str, port: int) -> AsyncIterator
     Raises:
         OSError: the port is taken, or the address is not one of this machine.
     """
+    # A closed tab is no event; its document is dropped a moment later.
+    logging.getLogger(WSHandler.__module__).setLevel(logging.ERROR)
     guard = Guard(host)
     application = GuardedTornado(
         guard,
@@ -209,7 +213,13 @@ async def listening(collector: Collector, host: str, port: int) -> AsyncIterator
 
 
 async def serve(
-    locate: Callable[[], str], host: str, port: int, on_ready: Callable[[str], None]
+    locate: Callable[[], str],
+    host: str,
+    port: int,
+    on_ready: Callable[[str], None],
+    *,
+    is_read_only: bool = False,
+    until: int = 0,
 ) -> None:
     """Serve the dashboard until SIGINT or SIGTERM.
 
@@ -218,6 +228,8 @@ async def serve(
         host: the address to listen on.
         port: the port; 0 for any free port.
         on_ready: called with the URL, once the server listens.
+        is_read_only: offer nothing that stops tasks, actors or leases.
+        until: a process id; the dashboard ends with this process. 0 for none.
 
     Raises:
         OSError: the port is taken, or the address is not one of this machine.
@@ -225,8 +237,11 @@ async def serve(
     loop, ended, collector = (
         asyncio.get_running_loop(),
         asyncio.Event(),
-        Collector(locate),
+        Collector(locate, is_read_only=is_read_only),
     )
+    pidfd = os.pidfd_open(until) if until else None
+    if pidfd is not None:
+        loop.add_reader(pidfd, ended.set)
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, ended.set)
     async with listening(collector, host, port) as url:

@@ -47,6 +47,7 @@ class NodeOptions(NamedTuple):
         spill_directory: directory of values beyond that; None for the system's choice.
         only_looks: the program joins a node only to query it.
         runtime_env: Ray's runtime environment of the program's tasks; None for none.
+        dashboard: serve the dashboard beside the program.
     """
 
     num_cpus: float | None = None
@@ -69,6 +70,7 @@ class NodeOptions(NamedTuple):
     spill_directory: str | None = None
     only_looks: bool = False
     runtime_env: Mapping[str, Any] | None = None
+    dashboard: bool = False
 
 
 class ActorPort(Protocol):
@@ -194,9 +196,15 @@ class Engine(Protocol):
 
     Attributes:
         runs_together: tasks run at the same time, in processes of this machine.
+        node_socket: the path of the node's socket, for commands; "" without one.
     """
 
     runs_together: bool
+
+    @property
+    def node_socket(self) -> str:
+        """See `Attributes`."""
+        ...
 
     @property
     def waits(self) -> Waits | None:

@@ -102,8 +102,13 @@ def _examine(kind: str, device: Device, watch: DeviceWatch) -> DetectedDevice:
         return DetectedDevice(kind, device, numa_node=numa_node, cpus=cpus)
     sample = watch.look(device)
     return DetectedDevice(
-        *(kind, device, sample, watch.check(device), _processes(sample)),
-        *(numa_node, cpus),
+        kind=kind,
+        device=device,
+        sample=sample,
+        health=watch.check(device),
+        processes=_processes(sample),
+        numa_node=numa_node,
+        cpus=cpus,
     )
 
 

@@ -8,7 +8,8 @@ import socket
 import sys
 import time
 from dataclasses import replace
-from itertools import count
+from itertools import count, islice
+from time import perf_counter
 from typing import TYPE_CHECKING, Final
 
 from aiogpu.core.model.ids import TaskId
@@ -17,16 +18,19 @@ from aiogpu.errors import NodeClosedError
 from aiogpu.linux.sockets import keep_pages
 from aiogpu.runtime.interrupts import interrupts
 from aiogpu.runtime.node import Supervisor
+from aiogpu.wire.messages import ProtocolError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from aiogpu.client.function_spec import FunctionSpec
     from aiogpu.client.interface import Receiver
     from aiogpu.core.queue.fair_share import Limits
+    from aiogpu.core.records import TaskRecord
     from aiogpu.core.scheduler.scheduler import Scheduler
     from aiogpu.notebook.cells import Cells
     from aiogpu.observe.status import EndedTask, NodeStatus, Observations, Program
+    from aiogpu.observe.task_list import Candidate, TaskPage, TaskQuery
     from aiogpu.observe.trace import Span
     from aiogpu.observe.why import StopReport, Why
     from aiogpu.runtime.actors.actor import Actor
@@ -36,13 +40,17 @@ if TYPE_CHECKING:
     from aiogpu.runtime.devices.binding import Assignment
     from aiogpu.runtime.driver import Driver
     from aiogpu.runtime.objects.store import Store
+    from aiogpu.runtime.workers.slots import LiveWorker
     from aiogpu.serialization.references import PickledValue
+    from aiogpu.wire.messages import Halted
 
 LONG: Final = 0.1
 """Seconds after which an import is worth a word, since it may hang."""
 
 IN_CODE: Final = frozenset({"running", "sent", "stopping"})
 """States of tasks whose workers may be running their code."""
+TURN: Final = 1e-3
+"""Seconds of one turn of the loop in which a list of tasks is searched."""
 LOOK_EVERY: Final = 0.02
 """Seconds between two checks whether a stopping node is idle."""
 REFILL_AFTER: Final = 2e-3
@@ -76,6 +84,13 @@ class LocalEngine:
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._driver!r}>"
+
+    @property
+    def node_socket(self) -> str:
+        """The path of the node's own socket."""
+        from aiogpu.wire.messages import socket_path
+
+        return socket_path(self._supervisor.directory)
 
     @property
     def store(self) -> Store:
@@ -240,16 +255,27 @@ class LocalEngine:
             why_ = Why(task.name, task.id, task.state, imports=imports)
             return replace(task, reason=brief(why_))
 
+        def with_debugger(task: TaskStatus) -> TaskStatus:
+            halted = halted_of(driver.workers.get(task.worker or 0), task.id)
+            if halted is None:
+                return task
+            why_ = Why(task.name, task.id, task.state, halted=halted.where)
+            return replace(task, reason=brief(replace(why_, debugger=halted.path)))
+
         def place_of(actor: Actor) -> tuple[int, int] | None:
             worker = actor.worker
             return None if worker is None else (worker.id, pids.get(worker.id, 0))
 
+        tasks = tuple(map(with_imports, seen.tasks)) if awaited else seen.tasks
+        has_halted = any(worker.halted for worker in driver.workers.values())
         return replace(
             seen,
-            tasks=tuple(map(with_imports, seen.tasks)) if awaited else seen.tasks,
+            tasks=tuple(map(with_debugger, tasks)) if has_halted else tasks,
             actors=driver.actors.listed(place_of, results.client_of),
             failures=results.history.failures(now),
             outcomes=results.history.outcomes,
+            evictions=driver.actors.evictions,
+            reloads=driver.actors.reloads,
             draining=self._draining(now),
             ended_idle=tuple(
                 IdleEndStatus(worker, pid, used, now - when)
@@ -286,7 +312,10 @@ class LocalEngine:
             others = self._programs, driver.unended
             found = why(driver.scheduler, record, self._pids, now, *others)
             imports = driver.pool.awaited_imports.get(found.worker or 0, "")
-            return replace(found, imports=imports)
+            halted = halted_of(driver.workers.get(found.worker or 0), task)
+            if halted is None:
+                return replace(found, imports=imports)
+            return replace(found, halted=halted.where, debugger=halted.path)
         ended = driver.results.history.find(task, now)
         return None if ended is None else why_ended(ended)
 
@@ -387,11 +416,23 @@ class LocalEngine:
         async def ended(inquiry: names.Inquire) -> object:
             return self.ended(inquiry.number)
 
+        async def tasks(inquiry: names.Inquire) -> object:
+            from aiogpu.observe.status_codec import status_codec
+            from aiogpu.observe.task_list import TaskQuery
+
+            query = status_codec.load(inquiry.query)
+            if not isinstance(query, TaskQuery):
+                raise ProtocolError("a list of tasks needs a TaskQuery")
+            return await self.list_tasks(query)
+
         async def cancel(inquiry: names.Inquire) -> object:
             return await self._stop_for_user(requests.cancel, inquiry.number)
 
         async def kill(inquiry: names.Inquire) -> object:
             return await self._stop_for_user(requests.kill, inquiry.number)
+
+        async def end_lease(inquiry: names.Inquire) -> object:
+            return await self._stop_for_user(requests.end_lease, inquiry.number)
 
         async def cancel_named(inquiry: names.Inquire) -> object:
             return await self._stop_named(requests.cancel, inquiry.name)
@@ -412,8 +453,10 @@ class LocalEngine:
             names.WHY_TASK: why,
             names.TIMELINE: timeline,
             names.HISTORY: ended,
+            names.TASKS: tasks,
             names.CANCEL: cancel,
             names.KILL: kill,
+            names.END_LEASE: end_lease,
             names.CANCEL_NAMED: cancel_named,
             names.CANCEL_ALL: cancel_all,
             names.KILL_NAMED: kill_named,
@@ -466,6 +509,74 @@ class LocalEngine:
         """
         history, now = self._open_driver.results.history, self._loop.time()
         return history.failed_calls(actor, now) if actor else history.ended(now)
+
+    async def list_tasks(self, query: TaskQuery) -> TaskPage:
+        """Return a page of a list of tasks; a search is spread over turns of the loop.
+
+        Tasks that end meanwhile may be left out, or still be listed.
+        """
+        from aiogpu.observe.snapshot import reasons_of
+        from aiogpu.observe.task_list import (
+            PIECE,
+            WAITING,
+            TaskPage,
+            TaskSearch,
+            row_of,
+        )
+
+        scheduler, total = self._open_driver.scheduler, None
+        if query.state == WAITING:
+            total = len(scheduler.tasks) - len(self._held_records())
+        search = TaskSearch(query, total)
+        candidates = self._candidates(query.state)
+        until = perf_counter() + TURN
+        while not search.is_done and (piece := [*islice(candidates, PIECE)]):
+            search.take(piece)
+            if perf_counter() > until:
+                await asyncio.sleep(0)
+                until = perf_counter() + TURN
+        found, now, pids = search.page(), self._loop.time(), self._pids
+        records = [task.record for task in found if task.record is not None]
+        reasons = iter(reasons_of(scheduler, records, pids, now))
+        rows = []
+        for task in found:
+            worker = task.record and task.record.worker
+            pid = pids.get(worker.id, 0) if worker else 0
+            reason = "" if task.record is None else next(reasons)
+            rows.append(row_of(task, now, reason, pid))
+        return TaskPage(tuple(rows), search.total)
+
+    def _held_records(self) -> list[TaskRecord]:
+        from aiogpu.observe.snapshot import held_records
+
+        return held_records(self._open_driver.scheduler)
+
+    def _candidates(self, state: str) -> Iterator[Candidate]:
+        """Yield the tasks that a list with a state may contain, in the natural order.
+
+        The node may change between two steps.
+        """
+        from aiogpu.observe.task_list import FAILED, RUNNING, WAITING, living
+
+        driver = self._open_driver
+        if state == WAITING:
+            for piece in driver.scheduler.tasks.pieces():
+                waiting = (task for task in piece if task.worker is None)
+                yield from living(waiting, lambda _: None)
+        elif state == RUNNING:
+            yield from living(self._held_records(), self._began)
+        else:
+            yield from driver.results.history.candidates(state == FAILED)
+
+    def _began(self, record: TaskRecord) -> float | None:
+        """Return when the code of a task with a worker began, if that is known."""
+        worker, sites = record.worker, self._open_driver.results.history.sites
+        if worker is None or worker.task is not record:
+            return None
+        site = sites[worker.id]
+        if site.place is None:  # a lease, or a worker that is being forked
+            return worker.watched_since if worker.watched is record else None
+        return site.began
 
     async def seen(self) -> tuple[NodeStatus, Mapping[str, int]]:
         """Return the status, and counts of ended attempts by outcome."""
@@ -555,3 +666,21 @@ async def build_node(options: NodeOptions) -> tuple[Scheduler, Assignment]:
         mps=options.mps,
     )
     return Scheduler(ledger, config), assignment
+
+
+def halted_of(worker: LiveWorker | None, task: int) -> Halted | None:
+    """Return where a task, or a call of an actor, stands at a breakpoint.
+
+    Of several calls of the actor, one that waits for a debugger goes first.
+    """
+    if worker is None or not worker.halted:
+        return None
+    actor = worker.actor
+    if actor is None or actor.id != task:
+        return worker.halted.get(task)
+    found = [
+        halted
+        for number, halted in worker.halted.items()
+        if number == task or number in actor.calls
+    ]
+    return max(found, key=lambda halted: bool(halted.path), default=None)

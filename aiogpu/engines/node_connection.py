@@ -12,11 +12,10 @@ import socket
 from collections.abc import Callable
 from typing import Final
 
-from aiogpu.errors import ProtocolError
 from aiogpu.linux.sockets import check_server
 from aiogpu.wire.codec import encode
 from aiogpu.wire.connection import CLIENT, Connection
-from aiogpu.wire.messages import Message
+from aiogpu.wire.messages import Message, ProtocolError
 
 CHUNK: Final = 1 << 18
 

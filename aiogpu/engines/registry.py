@@ -8,7 +8,9 @@ import os
 from aiogpu.engines.base import CLIENT, Engine, NodeOptions, no_client
 from aiogpu.errors import NodeError, OptionError
 
-OF_PROGRAMS = frozenset({"preload", "learns", "log_to_driver", "only_looks"})
+OF_PROGRAMS = frozenset(
+    {"preload", "learns", "log_to_driver", "only_looks", "dashboard"}
+)
 """Options of a program that joins a node; other options belong to the node."""
 
 
@@ -35,6 +37,11 @@ def create_engine(
             f"cluster, and {where} needs none brought. Leave it out, or give "
             f"address='ray'. Variables of one task: "
             f"@aiogpu.remote(runtime_env={{'env_vars': {{...}}}})."
+        )
+    if options.dashboard and address == "inline":
+        raise OptionError(
+            "init(address='inline', dashboard=True): an inline node runs tasks in this "
+            "process and has nothing that a dashboard could ask. Leave the option out."
         )
     if address is None or address == "local":
         from aiogpu.engines.local import LocalEngine

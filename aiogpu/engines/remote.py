@@ -31,7 +31,6 @@ from aiogpu.errors import (
     NodeDiedError,
     NodeError,
     OptionError,
-    ProtocolError,
 )
 from aiogpu.linux.sockets import keep_pages
 from aiogpu.memory.control_page import ControlPage
@@ -52,11 +51,11 @@ from aiogpu.wire.messages import (
     ENDED,
     FIRST_CLIENT,
     HISTORY,
-    LARGEST_PAYLOAD,
     LOST,
     READY,
     RESOURCES,
     STATUS,
+    TASKS,
     TIMELINE,
     WHY,
     WHY_TASK,
@@ -71,9 +70,9 @@ from aiogpu.wire.messages import (
     Logged,
     Message,
     Printed,
+    ProtocolError,
     Refused,
     Stopping,
-    Submit,
     TakeLease,
     Warned,
     Welcome,
@@ -88,6 +87,7 @@ if TYPE_CHECKING:
     from aiogpu.core.resources.ledger import Ledger
     from aiogpu.notebook.cells import Cells
     from aiogpu.observe.status import EndedTask, NodeStatus
+    from aiogpu.observe.task_list import TaskPage, TaskQuery
     from aiogpu.observe.trace import Span
     from aiogpu.observe.why import StopReport, Why
     from aiogpu.runtime.callers.leases import LeaseReceiver
@@ -96,7 +96,7 @@ if TYPE_CHECKING:
 
 def join_of(options: NodeOptions) -> Join:
     """Return the message that introduces this program to the node."""
-    from aiogpu import __version__
+    from aiogpu.version import __version__
 
     # A program that only looks needs no workers, which would start with these.
     only_looks = options.only_looks
@@ -398,7 +398,6 @@ class RemoteActors:
 
         If the name is taken, the node refuses the actor, and its calls fail.
         """
-        self._engine.check_open()
         self._engine.know(func)
         if key is not None and get_if_exists:
             return self._find_or_make(func, payload, key)
@@ -528,7 +527,12 @@ class RemoteEngine(NodeClient):
         self._page = ControlPage.open(descriptor := ControlPage.create())
         os.close(descriptor)
         self._loans = Loans(
-            *("", "", self._page, Interrupts(self._page)), self._line.press, self.client
+            path="",
+            spill="",
+            page=self._page,
+            interrupts=Interrupts(self._page),
+            press=self._line.press,
+            owner=self.client,
         )
         self._loans.on_over = self._on_over
         self.lookups: set[asyncio.Future[Any]] = set()
@@ -612,6 +616,11 @@ class RemoteEngine(NodeClient):
             self._page = ControlPage.open(descriptor)
             os.close(descriptor)
         self._loans.connect(connected, welcome.spill, self._page)
+
+    @property
+    def node_socket(self) -> str:
+        """The path of the socket of the joined node."""
+        return self._path
 
     @property
     def _address(self) -> str:
@@ -817,27 +826,6 @@ class RemoteEngine(NodeClient):
         """Return the id of an actor; see `Engine.promise_actor`."""
         return self.new_id()
 
-    def submit(self, func: FunctionSpec, payload: bytes, receiver: Receiver) -> int:
-        """Start a task; see `Engine.submit`.
-
-        Like `NodeClient.submit`, in fewer steps: programs submit thousands of tasks,
-        from one thread.
-        """
-        if func.id not in self._declared:
-            self.declare(func)
-        if len(payload) > LARGEST_PAYLOAD:
-            self._check(func, payload)
-        if func.function.actors:
-            # The node holds them from the call on, whatever this program drops.
-            payload = self._loans.with_actors(payload, func.function.actors)
-        number = self.new_number()
-        self._receivers[number] = receiver
-        message = Submit(0, number, func.id, payload)
-        if self._loans.unnamed:
-            self._loans.name(message)
-        self._line.send(message)
-        return number
-
     def know(self, func: FunctionSpec) -> None:
         """Declare a function to the node if it is new; raises like `declare`."""
         if func.id not in self._declared:
@@ -901,16 +889,24 @@ class RemoteEngine(NodeClient):
         """
         return tuple(await self._inquire(HISTORY, actor))
 
+    async def list_tasks(self, query: TaskQuery) -> TaskPage:
+        """Return a page of a list of the tasks of all programs."""
+        from aiogpu.observe.status_codec import status_codec
+
+        packed = status_codec.dump(query)
+        page: TaskPage = await self._inquire(TASKS, query=packed)
+        return page
+
     async def stop_task(self, what: str, number: int) -> tuple[str, Why | None]:
-        """Cancel a task or kill an actor of any program.
+        """Cancel a task, kill an actor or end a lease of any program.
 
         Args:
-            what: `CANCEL` or `KILL`.
+            what: `CANCEL`, `KILL` or `END_LEASE`.
             number: its number on the node.
 
         Returns:
-            Its kind: "task", "actor", "lease", "stopping", or "" if it has ended; and
-                its state before.
+            Its kind: "task", "actor", "lease", "placement", "stopping", or "" if it has
+                ended; and its state before. What is of another kind goes on.
         """
         answer: tuple[str, Why | None] = await self._inquire(what, number)
         return answer
@@ -930,10 +926,12 @@ class RemoteEngine(NodeClient):
         answer: Why | None = await self._inquire(WHY_TASK, number)
         return answer
 
-    async def _inquire(self, what: str, number: int = 0, name: str = "") -> Any:
+    async def _inquire(
+        self, what: str, number: int = 0, name: str = "", query: bytes = b""
+    ) -> Any:
         self.check_open()
         receiver = FutureReceiver(self.loop.create_future())
-        self.send(Inquire(self.expect(receiver), what, number, name))
+        self.send(Inquire(self.expect(receiver), what, number, name, query))
         return await receiver.future
 
 

@@ -17,9 +17,9 @@ from aiogpu.core.model.units import CPU, GPU, MEMORY, TYPE_PREFIX, format_amount
 from aiogpu.core.resources.devices import DeviceSet
 from aiogpu.core.resources.ledger import Ledger
 from aiogpu.engines.base import NodeOptions
-from aiogpu.errors import OptionError, ProtocolError
+from aiogpu.errors import OptionError
 from aiogpu.wire.codec import RecordCodec
-from aiogpu.wire.messages import descriptor_path
+from aiogpu.wire.messages import ProtocolError, descriptor_path
 
 if TYPE_CHECKING:
     from aiogpu.core.queue.fair_share import Limits
@@ -31,8 +31,14 @@ Policies = Mapping[str, object]
 
 
 POLICIES: Final = (
-    *("gpu_memory_enforce", "foreign", "mps", "cpu_affinity", "cancel_grace"),
-    *("spare_workers", "memory_guard", "spill_directory"),
+    "gpu_memory_enforce",
+    "foreign",
+    "mps",
+    "cpu_affinity",
+    "cancel_grace",
+    "spare_workers",
+    "memory_guard",
+    "spill_directory",
 )
 
 
@@ -145,9 +151,9 @@ def server_info(
     Raises:
         OptionError: `limits` names a resource that the node does not have.
     """
-    from aiogpu import __version__
     from aiogpu.core.queue.fair_share import Limits
     from aiogpu.runtime.callers.programs import ServerInfo
+    from aiogpu.version import __version__
 
     policies = {option: getattr(options, option) for option in POLICIES}
     policies["object_memory"] = object_memory

@@ -215,7 +215,7 @@ _DELEGATE: Final = (
 )
 
 
-class Place(NamedTuple):
+class ParentCgroup(NamedTuple):
     """The parent cgroup for a node's cgroup.
 
     Attributes:
@@ -227,32 +227,32 @@ class Place(NamedTuple):
     reason: str = ""
 
 
-def find_cgroup(proc: StrPath = PROC) -> Place:
+def find_cgroup(proc: StrPath = PROC) -> ParentCgroup:
     """Find a cgroup2 in which this process can make groups; changes nothing."""
     hierarchy = find_hierarchy(UNIFIED, proc)
     if hierarchy is None:
-        return Place(None, "no cgroup2 is mounted; mount one at /sys/fs/cgroup")
+        return ParentCgroup(None, "no cgroup2 is mounted; mount one at /sys/fs/cgroup")
     own = hierarchy.own
     if not hierarchy.is_visible:
-        return Place(
+        return ParentCgroup(
             None,
             f"this process's cgroup is outside the hierarchy at {hierarchy.top}; "
             f"give the container a cgroup namespace of its own",
         )
     if not hierarchy.is_writable:
-        return Place(
+        return ParentCgroup(
             None,
             f"{hierarchy.top} is mounted read-only; run the container with writable "
             f"cgroups, or do without",
         )
     for path in (own, f"{own}/cgroup.procs"):
         if not os.access(path, os.W_OK):
-            return Place(None, f"{path} is not writable; {_DELEGATE}")
+            return ParentCgroup(None, f"{path} is not writable; {_DELEGATE}")
     # The root group has no such file.
     kind = read_bytes(f"{own}/cgroup.type").decode().strip() or "domain"
     if kind != "domain":
-        return Place(None, f"{own} is of type {kind!r}; {_DELEGATE}")
-    return Place(own)
+        return ParentCgroup(None, f"{own} is of type {kind!r}; {_DELEGATE}")
+    return ParentCgroup(own)
 
 
 AGAIN: Final = 0.02

@@ -77,8 +77,17 @@ class _CloneArguments(ctypes.Structure):
     _fields_ = tuple(
         (name, ctypes.c_uint64)
         for name in (
-            *("flags", "pidfd", "child_tid", "parent_tid", "exit_signal", "stack"),
-            *("stack_size", "tls", "set_tid", "set_tid_size", "cgroup"),
+            "flags",
+            "pidfd",
+            "child_tid",
+            "parent_tid",
+            "exit_signal",
+            "stack",
+            "stack_size",
+            "tls",
+            "set_tid",
+            "set_tid_size",
+            "cgroup",
         )
     )
 

@@ -16,7 +16,7 @@ from collections import deque
 from struct import Struct
 from typing import Final
 
-from aiogpu.errors import ProtocolError
+from aiogpu.wire.messages import ProtocolError
 
 MOST: Final = 253
 """Descriptors that a message can carry: SCM_MAX_FD of Linux."""

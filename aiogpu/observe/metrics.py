@@ -23,6 +23,9 @@ METRICS: Final = {
     "aiogpu_tasks_waiting": "Tasks that wait.",
     "aiogpu_workers": "Worker processes, by state.",
     "aiogpu_tasks_ended": "Ended attempts at tasks, by outcome.",
+    "aiogpu_actor_evictions": "Times that an actor with evict_after has left so that "
+    "others could start.",
+    "aiogpu_actor_reloads": "Times that such an actor has come back.",
     "aiogpu_program_running": "Tasks of a program that have a worker.",
     "aiogpu_program_waiting": "Tasks of a program that wait.",
     "aiogpu_device_free_share": "Free share of a device.",
@@ -33,7 +36,11 @@ METRICS: Final = {
     "a kernel ran on a device.",
 }
 """Every metric with its help text."""
-COUNTERS: Final = ("aiogpu_tasks_ended",)
+COUNTERS: Final = (
+    "aiogpu_tasks_ended",
+    "aiogpu_actor_evictions",
+    "aiogpu_actor_reloads",
+)
 """The metrics that only grow."""
 
 
@@ -78,6 +85,8 @@ def amounts(seen: Seen) -> Iterator[Amount]:
         for value, count in sorted(counts.items()):
             yield Amount(f"aiogpu_{metric}", count, {label: value})
     yield Amount("aiogpu_tasks_waiting", status.waiting_count)
+    yield Amount("aiogpu_actor_evictions", status.evictions)
+    yield Amount("aiogpu_actor_reloads", status.reloads)
     for client in status.clients:
         labels = {"client": str(client.id), "program": client.name}
         yield Amount("aiogpu_program_running", client.running, labels)

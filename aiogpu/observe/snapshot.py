@@ -164,6 +164,29 @@ class _Reasons:
         return self._cache[key]
 
 
+def reasons_of(
+    node: SchedulerState,
+    records: Iterable[TaskRecord],
+    pids: Mapping[int, int],
+    now: float,
+) -> list[str]:
+    """Return, for each of some unfinished tasks, why its code does not run, or ""."""
+    reasons, holdings = _Reasons(node, now), Holdings((), pids, now)
+
+    def reason_of(record: TaskRecord) -> str | None:
+        if record.worker is None:
+            return reasons.of(record)
+        return brief(_on_worker(record, record.worker, holdings))
+
+    return [reason_of(record) or "" for record in records]
+
+
+def held_records(node: SchedulerState) -> list[TaskRecord]:
+    """Return the tasks that have a worker, and the held leases, by number."""
+    held = [record for holder in node.holders for record in _tasks_of(holder)]
+    return sorted(held, key=lambda record: record.id)
+
+
 def _tasks_of(worker: WorkerRecord) -> list[TaskRecord]:
     return [worker.task, *worker.queue] if worker.task is not None else []
 
@@ -180,13 +203,15 @@ def _task(
     if lease is not None and lease.is_lent and record.spec.is_endless:
         held = {name: amount for name, amount in held.items() if name != CPU}
     return TaskStatus(
-        *(record.id, record.spec.name, record.state.value),
-        held,
-        worker.id if worker and not is_lease else None,
-        reason,
-        record.client,
-        is_lease,
-        pids.get(worker.id, 0) if worker else 0,
+        id=record.id,
+        name=record.spec.name,
+        state=record.state.value,
+        request=held,
+        worker=worker.id if worker and not is_lease else None,
+        reason=reason,
+        client=record.client,
+        is_lease=is_lease,
+        pid=pids.get(worker.id, 0) if worker else 0,
     )
 
 
@@ -230,7 +255,7 @@ def _shapes(node: SchedulerState, reasons: _Reasons) -> Iterator[ShapeStatus]:
         since = min(bucket.head().since for bucket in lanes)
         yield ShapeStatus(
             request=shape.request.as_numbers(),
-            strategy="spread" if shape.request.spread else "pack",
+            gpu_strategy="spread" if shape.request.spread else "pack",
             variables=_shown(shape.environment),
             count=sum(bucket.size for bucket in lanes),
             first=first.spec.name,
@@ -258,15 +283,17 @@ def _placement(
     else:
         bundles = list(map(_granted, parts, asked))
     return PlacementStatus(
-        *(record.id, record.spec.name, group.key),
-        GROUP_STATES.get(record.state, TaskState.WAITING.value),
-        group.strategy,
-        tuple(bundles),
-        members,
-        record.client,
-        pids.get(worker.id, 0) if worker else 0,
-        reasons.of(record) if parts is None and worker is None else None,
-        record.spec.is_detached,
+        task=record.id,
+        name=record.spec.name,
+        id=group.key,
+        state=GROUP_STATES.get(record.state, TaskState.WAITING.value),
+        strategy=group.strategy,
+        bundles=tuple(bundles),
+        members=members,
+        client=record.client,
+        pid=pids.get(worker.id, 0) if worker else 0,
+        reason=reasons.of(record) if parts is None and worker is None else None,
+        is_detached=record.spec.is_detached,
     )
 
 
@@ -338,18 +365,24 @@ class Holdings:
         aside = devices.availability.aside
         return tuple(
             DeviceStatus(
-                *(devices.kind, device.id, device.type, device.uuid, device.name),
-                device.memory,
-                0.0 if index in aside else number(devices.free[index]),
-                tuple(holders[index]),
-                aside.get(index),
-                index in devices.unverified,
-                devices.memory_reserved(index),
-                *(reading.used, reading.utilisation, reading.others),
-                None if reading is UNSEEN else max(0.0, self.now - reading.seen),
-                reading.unknown,
-                reading.temperature,
-                reading.power,
+                kind=devices.kind,
+                id=device.id,
+                type=device.type,
+                uuid=device.uuid,
+                name=device.name,
+                memory=device.memory,
+                free=0.0 if index in aside else number(devices.free[index]),
+                holders=tuple(holders[index]),
+                aside=aside.get(index),
+                is_unverified=index in devices.unverified,
+                memory_reserved=devices.memory_reserved(index),
+                used=reading.used,
+                utilisation=reading.utilisation,
+                others=reading.others,
+                seen=None if reading is UNSEEN else max(0.0, self.now - reading.seen),
+                unknown=reading.unknown,
+                temperature=reading.temperature,
+                power=reading.power,
             )
             for index, (device, reading) in enumerate(
                 zip(devices.devices, readings, strict=True)
@@ -360,12 +393,16 @@ class Holdings:
     def _holder(self, worker: WorkerRecord, part: int, memory: int = 0) -> Holder:
         task, left = worker.task, self._unended.get(worker.id)
         return Holder(
-            *(number(part), worker.id, self.pids.get(worker.id, 0)),
-            None if task is None else task.spec.name,
-            self.seconds_of(worker),
-            worker.holds_endlessly,
-            task is None and worker.state is WorkerState.SETTLING and left is None,
-            memory,
+            share=number(part),
+            worker=worker.id,
+            pid=self.pids.get(worker.id, 0),
+            task=None if task is None else task.spec.name,
+            seconds=self.seconds_of(worker),
+            is_endless=worker.holds_endlessly,
+            is_settling=task is None
+            and worker.state is WorkerState.SETTLING
+            and left is None,
+            memory=memory,
             unended="" if left is None else str(left),
             is_ending=task is not None and worker.is_leaving,
             is_evictable=task is not None and task.spec.is_evictable,
@@ -425,7 +462,8 @@ def why(
     if record.state is TaskState.EXPECTING:
         needs = awaited_results(node, record)
         return _why(
-            *(record, now),
+            record,
+            now,
             children=_names(needs),
             count=len(needs),
             placement=_awaited_placement(node, record),
@@ -470,7 +508,9 @@ def _other_choices(
 def why_ended(ended: EndedTask) -> Why:
     """Return the `Why` of a task that has ended."""
     return Why(
-        *(ended.name, ended.task, TaskState.ENDED.value),
+        name=ended.name,
+        task=ended.task,
+        state=TaskState.ENDED.value,
         seconds=ended.seconds + (ended.ran or 0.0) + ended.waited,
         request=ended.request,
         ended=ended,
@@ -484,8 +524,11 @@ def stall_warning(node: SchedulerState, record: TaskRecord, now: float) -> str:
 
 def _why(record: TaskRecord, now: float, **more: Any) -> Why:
     return Why(
-        *(record.spec.name, record.id, record.state.value, now - record.since),
-        record.spec.shape.request.as_numbers(),
+        name=record.spec.name,
+        task=record.id,
+        state=record.state.value,
+        seconds=now - record.since,
+        request=record.spec.shape.request.as_numbers(),
         **more,
     )
 
@@ -501,7 +544,8 @@ def _waits(
     if reservation is not None and reservation.record is not record:
         reservation = reservation if any(lack.is_claimed for lack in lacks) else None
     return _why(
-        *(record, holdings.now),
+        record,
+        holdings.now,
         where=str(record.spec.shape.request.where or ""),
         reasons=tuple(_shortages(ledger_for(node, record), lacks, holdings)),
         bound=0 if lacks else find_bound(node),
@@ -531,8 +575,13 @@ def _shortages(
             holders = holdings.of_scalar(lack.name)
             total = number(ledger.capacity[lack.name])
         yield Shortage(
-            *(lack.name, number(lack.asked), number(lack.free), total),
-            *(number(lack.kept), devices, holders),
+            resource=lack.name,
+            asked=number(lack.asked),
+            free=number(lack.free),
+            total=total,
+            kept=number(lack.kept),
+            devices=devices,
+            holders=holders,
         )
 
 
@@ -543,7 +592,8 @@ def _on_worker(record: TaskRecord, worker: WorkerRecord, holdings: Holdings) -> 
         before = [worker.task, *ahead]
     waits_for = record.kin.waits_for.values() if record.kin else ()
     return _why(
-        *(record, holdings.now),
+        record,
+        holdings.now,
         worker=None if record.spec.is_lease else worker.id,
         pid=holdings.pids.get(worker.id, 0),
         runs_for=holdings.seconds_of(worker) if record is worker.task else None,

@@ -258,6 +258,9 @@ class NodeStatus:
             node, `{"3": "train.py 4711"}`; their ended tasks are still listed.
         outcomes: how many attempts have ended since the node began, by outcome:
             `{"finished": 12, "failed": 1}`; empty on a cluster.
+        evictions: how often actors with `evict_after` have left so that others could
+            start, since the node began.
+        reloads: how often such actors have come back in a new process.
     """
 
     total: Mapping[str, float]
@@ -280,6 +283,8 @@ class NodeStatus:
     ended_idle: tuple[IdleEndStatus, ...] = ()
     departed: Mapping[str, str] = field(default_factory=dict)
     outcomes: Mapping[str, int] = field(default_factory=dict)
+    evictions: int = 0
+    reloads: int = 0
 
     @property
     def waiting(self) -> tuple[TaskStatus, ...]:
@@ -584,7 +589,7 @@ class ShapeStatus:
 
     Attributes:
         request: the request of each task, `{"CPU": 1.0, "GPU": 0.25}`.
-        strategy: "pack" or "spread".
+        gpu_strategy: "pack" or "spread".
         variables: names of the variables of their `runtime_env`.
         count: the number of tasks.
         first: name of the first task in the queue.
@@ -595,7 +600,7 @@ class ShapeStatus:
     """
 
     request: Mapping[str, float]
-    strategy: str
+    gpu_strategy: str
     variables: tuple[str, ...]
     count: int
     first: str
@@ -666,7 +671,13 @@ STALE: Final = 5.0
 """Seconds after which the age of a reading is shown."""
 _UNITS: Final = (("GiB", 2**30), ("MiB", 2**20))
 _STATES: Final = (
-    *("running", "blocked", "stopping", "starting", "queued", "sent", "waiting"),
+    "running",
+    "blocked",
+    "stopping",
+    "starting",
+    "queued",
+    "sent",
+    "waiting",
 )
 
 
@@ -848,7 +859,10 @@ def report(status: NodeStatus) -> str:
             "actors",
             status.actors,
             lambda actor: (
-                *(str(actor.id), actor.name or "", actor.class_name, actor.state),
+                str(actor.id),
+                actor.name or "",
+                actor.class_name,
+                actor.state,
                 pid_of(actor.pid) if actor.worker is not None else "",
                 f"held by {actor.holders}",
                 f"{actor.calls} calls" if actor.calls else "",
@@ -858,7 +872,9 @@ def report(status: NodeStatus) -> str:
             "failed",
             status.failures,
             lambda task: (
-                *(f"{span(task.seconds)} ago", str(task.task), task.name),
+                f"{span(task.seconds)} ago",
+                str(task.task),
+                task.name,
                 f"{task.error}: {task.message}" if task.message else task.error,
             ),
         ),
@@ -971,7 +987,7 @@ def _shape_rows(status: NodeStatus) -> Iterator[str]:
         yield "waiting"
     for shape in status.shapes[:SHOWN]:
         names = ", ".join(shape.variables)
-        spread = ", spread" if shape.strategy == "spread" else ""
+        spread = ", spread" if shape.gpu_strategy == "spread" else ""
         variables = f" with {names}" if names else ""
         yield (
             f"  {shape.count} x {asked_for(shape)}{spread}{variables}: "

@@ -29,13 +29,34 @@ from aiogpu.observe.status import (
     UnendedStatus,
     WorkerStatus,
 )
+from aiogpu.observe.task_list import TaskPage, TaskQuery, TaskRow
 from aiogpu.observe.why import Shortage, StopReport, Why
 from aiogpu.wire.codec import RecordCodec
 
 status_codec: Final = RecordCodec(
-    *(NodeStatus, TaskStatus, WorkerStatus, ShapeStatus, ClientStatus, Limits),
-    *(ActorStatus, EndedTask, PlacementStatus, BundleStatus, ReservationStatus),
-    *(DeviceStatus, Holder, OtherProcess, Why, Shortage, OutageStatus, Machine),
-    *(StopReport, UnendedStatus, IdleEndStatus),
+    NodeStatus,
+    TaskStatus,
+    WorkerStatus,
+    ShapeStatus,
+    ClientStatus,
+    Limits,
+    ActorStatus,
+    EndedTask,
+    PlacementStatus,
+    BundleStatus,
+    ReservationStatus,
+    DeviceStatus,
+    Holder,
+    OtherProcess,
+    Why,
+    Shortage,
+    OutageStatus,
+    Machine,
+    StopReport,
+    UnendedStatus,
+    IdleEndStatus,
+    TaskQuery,
+    TaskPage,
+    TaskRow,
 )
 """Reads and writes the answers to `Inquire`; classes are identified by their index."""

@@ -107,6 +107,9 @@ class Why:
         outage: why no worker can be started for it, if it waits because of that.
         imports: what is imported before its worker is forked: "torch (1.2 of about 3
             s)"; "" if it does not wait for that.
+        halted: the place of the `breakpoint()` at which its code stands, or that of a
+            call: "train.py:31 in train"; "" if it does not stand at one.
+        debugger: the socket on which it waits for a debugger; "" if one is attached.
         actor: for a call that was sent, the name of its actor; "" if it is no call.
         ended: when and how it has ended, with the error and the traceback, if the node
             still knows; None before, and for a handle that has its outcome.
@@ -145,6 +148,8 @@ class Why:
     ended: EndedTask | None = None
     actor: str = ""
     imports: str = ""
+    halted: str = ""
+    debugger: str = ""
 
     def __str__(self) -> str:
         return explain(self)
@@ -172,6 +177,8 @@ class StopReport:
 
 def brief(why: Why) -> str | None:
     """Return why a task's code does not run, in one line; None if it runs."""
+    if why.halted:
+        return f"{'waits for' if why.debugger else 'is in'} a debugger at {why.halted}"
     match why.state:
         case "waiting":
             return _waits(why)
@@ -191,6 +198,8 @@ def brief(why: Why) -> str | None:
             return "has failed before, and is retried soon"
         case "expecting":
             return "waits for results that are its arguments"
+        case "evicted":
+            return "has left so that others can start; its next call brings it back"
     return None
 
 
@@ -264,6 +273,13 @@ def _describe_state(why: Why) -> str:
     """Describe the state of a task that is not in the queue."""
     request, worker = terms(why.request.items()), f"worker {why.worker} (pid {why.pid})"
     runs = "" if why.runs_for is None else f", for {span(why.runs_for)} now"
+    if why.halted and why.debugger:
+        return (
+            f"waits for a debugger at {why.halted}, on {worker}; `aiogpu debug "
+            f"{why.task}` attaches one"
+        )
+    if why.halted:
+        return f"is in a debugger at {why.halted}, on {worker}"
     match why.state:
         case "running" if why.is_lease:
             return f"is held by pid {why.pid}{runs}"

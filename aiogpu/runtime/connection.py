@@ -15,11 +15,17 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Final, NamedTuple, cast
 
-from aiogpu.errors import ProtocolError
 from aiogpu.linux.sockets import peer_credentials
 from aiogpu.wire.codec import LARGE, encode, encode_all
 from aiogpu.wire.connection import CLIENT, Connection
-from aiogpu.wire.messages import ChildDone, Hello, Invoke, Message, Refused
+from aiogpu.wire.messages import (
+    ChildDone,
+    Hello,
+    Invoke,
+    Message,
+    ProtocolError,
+    Refused,
+)
 
 _log: Final = logging.getLogger(__name__)
 

@@ -32,7 +32,7 @@ from aiogpu.runtime.history import DIED, RETRIED
 from aiogpu.runtime.memory_monitor import MemoryGuard
 from aiogpu.runtime.objects.values import await_arguments, is_complete, unfinished_in
 from aiogpu.runtime.pending_tasks import EACH, Call, Delay, settle_with_fault
-from aiogpu.runtime.results import LogFailure, Results, WarnOwner
+from aiogpu.runtime.results import LogFailure, ResultDelivery, WarnOwner
 from aiogpu.runtime.workers.commands import SETTLES
 from aiogpu.runtime.workers.death import CROWDED, UNAVAILABLE, Death
 from aiogpu.runtime.workers.message_router import InlinePoller, NestedRequests
@@ -40,7 +40,7 @@ from aiogpu.runtime.workers.pool import Pool
 from aiogpu.runtime.workers.slots import LiveWorker
 from aiogpu.serialization.payload import Payload
 from aiogpu.wire.codec import LARGE
-from aiogpu.wire.messages import Began, Done, Failed, Skipped
+from aiogpu.wire.messages import Began, Done, Failed, Halted, Skipped
 
 if TYPE_CHECKING:
     from aiogpu.core.queue.ready import Bucket
@@ -199,9 +199,13 @@ class Driver:
         self._commands = self.pool.commands
         self.guard = MemoryGuard(loop, scheduler, self.workers, self.feed)
         self._calls: ShardedDict[Call] = ShardedDict()
-        self.results = Results(
-            *(scheduler, self._calls, self.guard, gpu_guard),
-            *(warn_owner, log_failure),
+        self.results = ResultDelivery(
+            scheduler,
+            self._calls,
+            self.guard,
+            gpu_guard,
+            warn_owner,
+            log_failure,
         )
         self._sites = self.results.history.sites
         self.actors = Actors(
@@ -898,3 +902,19 @@ class Driver:
             self.actors.on_began(worker.actor, began.task, when)
             return
         self.feed(Scheduler.task_began, task, WorkerId(worker.id), when)
+
+    def on_halted(self, worker: LiveWorker, halted: Halted) -> None:
+        """Handle that a task or call stands at a breakpoint, or goes on."""
+        if worker.halted is None:
+            worker.halted = {}
+        stands = bool(halted.where)
+        if stands:
+            worker.halted[halted.task] = halted
+        else:
+            worker.halted.pop(halted.task, None)
+        if worker.actor is not None:
+            self.actors.on_halted(worker.actor, halted.task, stands)
+            return
+        self.feed(
+            Scheduler.task_halted, TaskId(halted.task), WorkerId(worker.id), stands
+        )

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from aiogpu.core.records import TaskRecord, WorkerRecord
     from aiogpu.core.resources.ledger import Lease
     from aiogpu.observe.status import EndedTask
+    from aiogpu.observe.task_list import Candidate
     from aiogpu.observe.trace import Span
 
 MOST: Final = 10_000
@@ -43,7 +44,7 @@ Place = tuple[int, int, tuple[tuple[str, int], ...]]
 """A worker: its id, its process id, and its devices, each a kind and an index."""
 
 
-class Failure(NamedTuple):
+class FailureReason(NamedTuple):
     """The reason why a task has no result.
 
     Attributes:
@@ -57,7 +58,7 @@ class Failure(NamedTuple):
     traceback: str = ""
 
     @classmethod
-    def of(cls, error: str, message: str, traceback: str = "") -> Failure:
+    def of(cls, error: str, message: str, traceback: str = "") -> FailureReason:
         """Make a failure, with texts cut to the lengths that are kept."""
         first = message.strip().partition("\n")[0][:LONGEST].rstrip()
         if len(traceback) > LONGEST_TRACE:
@@ -73,7 +74,7 @@ class Failure(NamedTuple):
         return sum(map(sys.getsizeof, self))
 
 
-class Entry(NamedTuple):
+class Attempt(NamedTuple):
     """One attempt at a task, or a failed call of an actor.
 
     Attributes:
@@ -97,7 +98,7 @@ class Entry(NamedTuple):
     ended: float
     took: int
     outcome: str
-    failure: Failure | None = None
+    failure: FailureReason | None = None
 
     @property
     def name(self) -> str:
@@ -174,7 +175,7 @@ class History:
     Attributes:
         finished: the number of tasks that have ended with a result.
         sites: the workers that run tasks, by id.
-        ring: rows, and tuples with the fields of `Entry`; the latest last.
+        ring: rows, and tuples with the fields of `Attempt`; the latest last.
     """
 
     def __init__(self, most: int = MOST, room: int = ROOM) -> None:
@@ -219,7 +220,7 @@ class History:
         since: float,
         now: float,
         outcome: str,
-        failure: Failure | None = None,
+        failure: FailureReason | None = None,
     ) -> None:
         """Add a task that has ended without a result."""
         took = round((now - site.began) * 1e6) if site.place else 0
@@ -228,7 +229,7 @@ class History:
         self._others[outcome] += 1
 
     def add_call(
-        self, actor: int, name: str, client: int, now: float, failure: Failure
+        self, actor: int, name: str, client: int, now: float, failure: FailureReason
     ) -> None:
         """Add a failed call of an actor."""
         self._keep(actor, name, client, None, now, now, 0, FAILED, failure)
@@ -255,11 +256,13 @@ class History:
         self.finished += len(records)
         self.ring.append(
             _Row(
-                *(first.client, site.place, now),
-                array("q", [record.id for record in records]),
-                tuple([record.spec for record in records]),
-                array("d", [record.since for record in records]),
-                array("q", took),
+                client=first.client,
+                place=site.place,
+                now=now,
+                tasks=array("q", [record.id for record in records]),
+                specs=tuple([record.spec for record in records]),
+                since=array("d", [record.since for record in records]),
+                took=array("q", took),
             )
         )
         self._in_rows += len(records)
@@ -287,7 +290,7 @@ class History:
                 tasks += len(item.tasks)
             else:
                 tasks += 1
-                size += item[-1].size if type(item[-1]) is Failure else 0
+                size += item[-1].size if type(item[-1]) is FailureReason else 0
             if kept and size > self._room * 7 // 8:
                 break
             kept.appendleft(item)
@@ -297,14 +300,44 @@ class History:
 
     # Queries
 
-    def entries(self) -> Iterator[Entry]:
+    def entries(self) -> Iterator[Attempt]:
         """Yield all entries, the latest first."""
         rows = (
             item.entries() if type(item) is _Row else (item,)
             for item in reversed(self.ring)
         )
         for fields in islice(chain.from_iterable(rows), self._most):
-            yield Entry(*fields)
+            yield Attempt(*fields)
+
+    def candidates(self, only_failed: bool = False) -> Iterator[Candidate]:
+        """Yield the ended tasks and the failed calls, latest first.
+
+        The history may change meanwhile: what was there at the first step is yielded.
+        """
+        from aiogpu.observe.task_list import Candidate
+
+        rows = (
+            item.entries() if type(item) is _Row else (item,)
+            for item in [*reversed(self.ring)]
+        )
+        for fields in islice(chain.from_iterable(rows), self._most):
+            entry = Attempt(*fields)
+            failure = entry.failure or FailureReason("", "")
+            has_failed = entry.outcome in (FAILED, DIED)
+            if entry.is_attempt or (only_failed and not has_failed):
+                continue
+            began = None if entry.place is None else entry.ended - entry.seconds
+            yield Candidate(
+                task=entry.task,
+                name=entry.name,
+                client=entry.client,
+                state=FAILED if has_failed else entry.outcome,
+                since=entry.since,
+                began=began,
+                ended=entry.ended,
+                error=failure.error,
+                message=failure.message,
+            )
 
     def find(self, task: int, now: float) -> EndedTask | None:
         """Return the last attempt of an ended task or actor; None if unknown."""
@@ -313,8 +346,8 @@ class History:
                 if task not in item.tasks:
                     continue
                 row = next(row for row in item.entries() if row[0] == task)
-                return _ended(Entry(*row), now)
-            entry = Entry(*item)
+                return _ended(Attempt(*row), now)
+            entry = Attempt(*item)
             is_final = entry.request is not None and not entry.is_attempt
             if entry.task == task and is_final:
                 return _ended(entry, now, with_traceback=True)
@@ -322,10 +355,10 @@ class History:
 
     def failed_calls(self, actor: int, now: float) -> tuple[EndedTask, ...]:
         """Return the last failed call of each method of an actor, latest first."""
-        last: dict[str, Entry] = {}
+        last: dict[str, Attempt] = {}
         for item in reversed(self.ring):
             if type(item) is not _Row and item[0] == actor and isinstance(item[1], str):
-                last.setdefault(item[1], Entry(*item))
+                last.setdefault(item[1], Attempt(*item))
         return tuple(_ended(entry, now, with_traceback=True) for entry in last.values())
 
     def ended(self, now: float) -> tuple[EndedTask, ...]:
@@ -336,7 +369,7 @@ class History:
     def failures(self, now: float) -> tuple[EndedTask, ...]:
         """Return the last failures of tasks and calls, latest first."""
         single = (item for item in reversed(self.ring) if type(item) is not _Row)
-        failed = (Entry(*item) for item in single if type(item[-1]) is Failure)
+        failed = (Attempt(*item) for item in single if type(item[-1]) is FailureReason)
         shown = (entry for entry in failed if entry.outcome != CANCELLED)
         return tuple(_ended(entry, now) for entry in islice(shown, LISTED))
 
@@ -358,13 +391,13 @@ class History:
             if record is not None and site.place is not None:
                 took, place = round((now - site.began) * 1e6), site.place
                 ids = record.id, record.spec, record.client
-                entries.append(Entry(*ids, place, record.since, now, took, RUNNING))
+                entries.append(Attempt(*ids, place, record.since, now, took, RUNNING))
         spans = [_span(entry, *entry.place, epoch) for entry in entries if entry.place]
         return sorted(spans, key=lambda span: span.started)
 
 
 def _span(
-    entry: Entry,
+    entry: Attempt,
     worker: int,
     pid: int,
     devices: tuple[tuple[str, int], ...],
@@ -378,10 +411,10 @@ def _span(
     return Span(*ids, worker, pid, devices, *times, entry.outcome)
 
 
-def _ended(entry: Entry, now: float, with_traceback: bool = False) -> EndedTask:
+def _ended(entry: Attempt, now: float, with_traceback: bool = False) -> EndedTask:
     from aiogpu.observe.status import EndedTask
 
-    failure = entry.failure or Failure("", "")
+    failure = entry.failure or FailureReason("", "")
     worker, pid, devices = entry.place or (None, 0, ())
     ran = None if entry.place is None else entry.seconds
     return EndedTask(

@@ -216,8 +216,11 @@ class MemoryGuard:
             _log.warning(
                 "! idle worker %d (process %d) is ended: it keeps %s of memory, and "
                 "all processes together use %s of %s",
-                *(worker, self._victim, size(victim.used)),
-                *(size(usage.used), size(usage.limit)),
+                worker,
+                self._victim,
+                size(victim.used),
+                size(usage.used),
+                size(usage.limit),
             )
             self._feed(Scheduler.end_idle, worker)
         else:

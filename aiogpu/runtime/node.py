@@ -195,8 +195,15 @@ class Supervisor:
             # Before the zygote is ready, since NVML may take seconds to start.
             watch = partial(DeviceMonitor, self._loop, scheduler, thread, self._roots)
         driver = Driver(
-            *(self._loop, scheduler, assignment, check, make_pool),
-            *(lambda: self.requests, self._warn_owner, self._log_failure, watch),
+            loop=self._loop,
+            scheduler=scheduler,
+            assignment=assignment,
+            check=check,
+            make_pool=make_pool,
+            nested=lambda: self.requests,
+            warn_owner=self._warn_owner,
+            log_failure=self._log_failure,
+            watch=watch,
         )
         pool = driver.pool
         store.serve(driver.workers, pool.zygotes.page, driver.actors)

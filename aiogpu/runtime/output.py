@@ -113,7 +113,7 @@ _OVERHEAD: Final = 64
 """Characters that each line counts in addition to its text."""
 
 
-class Entry(NamedTuple):
+class LogLine(NamedTuple):
     """A line that a task has printed.
 
     Attributes:
@@ -156,7 +156,7 @@ class TaskLog:
         self.lost = 0
         self._pages = Pages(f"{directory}/{FILE}", size, kept)
         self._waiting = 0
-        self._lines: SimpleQueue[Entry | None] = SimpleQueue()
+        self._lines: SimpleQueue[LogLine | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
 
@@ -164,21 +164,21 @@ class TaskLog:
         return f"<TaskLog {self._pages.path}>"
 
     def write(self, client: int, task: int, stream: int, label: str, text: str) -> None:
-        """Add a line; see `Entry`."""
+        """Add a line; see `LogLine`."""
         if self._thread is None:
             self._thread = threading.Thread(
                 target=self._write_all, name="aiogpu-task-log", daemon=True
             )
             self._thread.start()
             header = f"node pid={os.getpid()}", "task numbers restart here"
-            self._lines.put(Entry(time.time(), 0, 0, 1, *header))
+            self._lines.put(LogLine(time.time(), 0, 0, 1, *header))
         size = len(text) + _OVERHEAD
         with self._lock:
             if self._waiting + size > WAITING:
                 self.lost += 1
                 return
             self._waiting += size
-        self._lines.put(Entry(time.time(), client, task, stream, label, text))
+        self._lines.put(LogLine(time.time(), client, task, stream, label, text))
 
     def close(self) -> None:
         """Write the waiting lines, for at most `PATIENCE` seconds."""

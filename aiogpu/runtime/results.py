@@ -25,7 +25,7 @@ from aiogpu.runtime.history import (
     DIED,
     FAILED,
     FINISHED,
-    Failure,
+    FailureReason,
     History,
     Site,
 )
@@ -61,7 +61,7 @@ LogFailure = Callable[[int, int, str, str], None]
 the task, the prefix of the lines, and the lines."""
 
 
-class Results:
+class ResultDelivery:
     """Settles the receivers of one node's tasks.
 
     Attributes:
@@ -85,7 +85,7 @@ class Results:
         self._warn_owner = warn_owner
         self._log_failure = log_failure
         # Outcomes of tasks that are settled, but whose code may still run.
-        self._early_outcomes: dict[int, tuple[str, Failure]] = {}
+        self._early_outcomes: dict[int, tuple[str, FailureReason]] = {}
         self._calls = calls
         self._guard = guard
 
@@ -114,9 +114,11 @@ class Results:
                 settle_with_fault(receiver, error)
         elif type(answer) is Failed:
             outcome = CANCELLED if answer.kind == STOPPED else FAILED
-            failure = Failure.of(answer.type_name, answer.message, answer.traceback)
+            failure = FailureReason.of(
+                answer.type_name, answer.message, answer.traceback
+            )
             history.add(
-                *(task, spec, call.client, site, effect.since, now, outcome, failure)
+                task, spec, call.client, site, effect.since, now, outcome, failure
             )
             if outcome is FAILED:
                 self._log(call.client, task, spec.name, site, failure)
@@ -186,14 +188,14 @@ class Results:
         """Keep the outcome of a task until its code has stopped."""
         if call.receiver is None:
             return
-        failure = Failure.of(error.__name__, message)
+        failure = FailureReason.of(error.__name__, message)
         self._early_outcomes[task] = outcome, failure
         if outcome != CANCELLED:
             site = self.history.sites[call.worker]
             self._log(call.client, task, call.func.spec.name, site, failure)
 
     def _log(
-        self, client: int, task: int, name: str, site: Site, failure: Failure
+        self, client: int, task: int, name: str, site: Site, failure: FailureReason
     ) -> None:
         """Write a failure of another program's task to the log of tasks."""
         if client and self._log_failure is not None:
@@ -234,14 +236,12 @@ class Results:
         if task in self._early_outcomes:
             outcome, failure = self._early_outcomes.pop(task)
         site = history.sites[call.worker if effect.has_begun else 0]
-        history.add(
-            *(task, spec, call.client, site, effect.since, now, outcome, failure)
-        )
+        history.add(task, spec, call.client, site, effect.since, now, outcome, failure)
 
     def note_stop(self, task: int, error: str, message: str) -> None:
         """Note why a task will be cancelled, or an actor killed."""
         if self._calls.get(TaskId(task)) is not None:
-            self._early_outcomes[task] = CANCELLED, Failure(error, message)
+            self._early_outcomes[task] = CANCELLED, FailureReason(error, message)
 
     def note_attempt(
         self,
@@ -260,7 +260,7 @@ class Results:
             self.history.add(task, spec, client, site, record.since, now, outcome)
         return NOTHING
 
-    def note_call(self, actor: int, name: str, failure: Failure) -> None:
+    def note_call(self, actor: int, name: str, failure: FailureReason) -> None:
         """Add the failure of an actor's call to the history."""
         call, now = self._calls.get(TaskId(actor)), self._scheduler.now
         client, site = OWN if call is None else call.client, Site(None)

@@ -8,6 +8,7 @@ failing object into its first failing part, until no part fails.
 from __future__ import annotations
 
 import copyreg
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -63,7 +64,7 @@ def advise(text: str) -> None:
     if line is None:
         line = line_of_caller()
     else:
-        text = text.replace("await aiogpu.", "aiogpu.sync.")
+        text = re.sub(r"(await )?\baiogpu\.(?!sync\.)", "aiogpu.sync.", text)
     warnings.warn_explicit(
         text,
         AiogpuWarning,

@@ -18,13 +18,33 @@ from aiogpu.errors import (
     AiogpuError,
     DeserializationError,
     ObjectMemoryError,
-    RemoteTraceback,
     SerializationError,
     TaskError,
 )
 from aiogpu.serialization.payload import Payload
 from aiogpu.serialization.references import PickledValue, collect_references
 from aiogpu.wire.messages import Failed
+
+
+class RemoteTraceback(Exception):  # noqa: N818 - a cause that carries text, not an error
+    """Carries the worker's traceback as the `__cause__` of a task's exception."""
+
+    def __str__(self) -> str:
+        return f'\n"""\n{_with_source(self.args[0])}"""'
+
+
+def _with_source(text: str) -> str:
+    """Add the source lines that only this process knows, such as a notebook's."""
+    # Imported late: most programs print no traceback.
+    import linecache
+    import re
+
+    def add_line(match: re.Match[str]) -> str:
+        line = linecache.getline(match[1], int(match[2])).strip()
+        return f"{match[0]}    {line}\n" if line else match[0]
+
+    frame = r'^  File "(.+)", line (\d+), in .*\n(?!    )'
+    return re.sub(frame, add_line, text, flags=re.MULTILINE)
 
 
 def dump_exception(error: BaseException) -> tuple[bytes | None, str]:

@@ -80,7 +80,7 @@ def advise_on_function(name: str, function: object, size: int) -> None:
     much = f", of which {format_size(part)} are {path}" if path != name else ""
     advise(
         f"{name} is {format_size(size)} when pickled{much}; every worker that runs it "
-        f"gets a copy. Put the large object once, `handle = await aiogpu.put(x)`, and "
+        f"gets a copy. Put the large object once, `handle = aiogpu.put(x)`, and "
         f"pass the handle as an argument."
     )
 
@@ -151,7 +151,7 @@ class RepeatedArguments:
         advise(
             f"{label} of {function} was the same {type(value).__name__} in {REPEATS} "
             f"calls, and its {format_size(size)} were copied for each. Put it once, "
-            f"`handle = await aiogpu.put(x)`, and pass the handle in its place."
+            f"`handle = aiogpu.put(x)`, and pass the handle in its place."
         )
 
 

@@ -11,8 +11,8 @@ from _thread import _local
 from collections.abc import Iterable, Sequence
 from typing import Any, Final, NamedTuple, Protocol, Self
 
-from aiogpu.errors import ProtocolError
 from aiogpu.serialization.references import ActorReference
+from aiogpu.wire.messages import ProtocolError
 
 MARK: Final = b"\x01"
 """The first byte of a compound payload; a pickle begins with 0x80

@@ -151,7 +151,7 @@ class PickledItem:
     """An item of a chunk, pickled when it was read; it unpickles as the item itself.
 
     A chunk is sent when it is full, and parts of it may be sent again. The producer may
-    refill the same buffer meanwhile, for the next item [B47].
+    refill the same buffer meanwhile, for the next item.
     """
 
     __slots__ = ("_pickled",)

@@ -16,8 +16,8 @@ from typing import Any, Final, TypeVar, get_args, get_origin
 
 import msgpack
 
-from aiogpu.errors import ProtocolError, SerializationError
-from aiogpu.wire.messages import LIMIT, TAGS, Message
+from aiogpu.errors import SerializationError
+from aiogpu.wire.messages import LIMIT, TAGS, Message, ProtocolError
 
 HEADER: Final = 4
 

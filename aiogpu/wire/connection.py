@@ -9,7 +9,6 @@ from __future__ import annotations
 from enum import Enum
 from typing import Final, get_args
 
-from aiogpu.errors import ProtocolError
 from aiogpu.wire.codec import FrameReader, encode
 from aiogpu.wire.messages import (
     LIMIT,
@@ -20,6 +19,7 @@ from aiogpu.wire.messages import (
     FromZygote,
     Hello,
     Message,
+    ProtocolError,
     ToClient,
     ToKeeper,
     ToWorker,

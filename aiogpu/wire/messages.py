@@ -18,8 +18,14 @@ integers here.
 from collections.abc import Sequence
 from typing import Final, NamedTuple, get_args
 
-VERSION: Final = 18
+from aiogpu.errors import AiogpuError
+
+VERSION: Final = 20
 """Version of the protocol. The greeting carries it; both ends must have the same."""
+
+
+class ProtocolError(AiogpuError, ConnectionError):
+    """The peer sent bytes that are not a message, or a message out of turn."""
 
 
 class Hello(NamedTuple):
@@ -359,6 +365,18 @@ class Began(NamedTuple):
 
     task: int
     when: int
+
+
+class Halted(NamedTuple):
+    """Worker to driver: this task or call stands at a breakpoint, or goes on.
+
+    `where`: the place in the code; "" if it goes on. `path`: the socket to which a
+    debugger connects; "" if a debugger is attached.
+    """
+
+    task: int
+    where: str = ""
+    path: str = ""
 
 
 class Skipped(NamedTuple):
@@ -892,11 +910,17 @@ TIMELINE: Final = "timeline"
 HISTORY: Final = "history"
 """Asks for the last tasks that have ended."""
 
+TASKS: Final = "tasks"
+"""Asks for a page of a list of tasks; the query is a `TaskQuery`."""
+
 CANCEL: Final = "cancel"
 """Cancels any task, by the node's number for it, for the user of the node."""
 
 KILL: Final = "kill"
 """Kills any actor, by the number of its task, for the user of the node."""
+
+END_LEASE: Final = "end lease"
+"""Ends any lease, by the number of its task, for the user of the node."""
 
 CANCEL_NAMED: Final = "cancel named"
 """Cancels the task with a name, if no other has the name."""
@@ -913,12 +937,14 @@ class Inquire(NamedTuple):
 
     The answer is `ChildDone` with plain values, see `observe.status_codec`. `what`: one
     of the constants above. `number`: the child or task, or 0. `name`: of tasks, or "".
+    `query`: plain values for questions with more to say.
     """
 
     child: int
     what: str
     number: int
     name: str = ""
+    query: bytes = b""
 
 
 class TakeLease(NamedTuple):
@@ -960,7 +986,7 @@ _Requests = _ChildRequests | _ActorRequests | _ValueRequests
 _ToTask = Bind | Define | Forget | Run | Cancel | Exit | Demand | Synced
 _ToActor = Create | Invoke | Drop | Leave
 ToWorker = _ToTask | _ToActor | _Answers
-_TaskReports = Done | Failed | Skipped | Began | Items | Created
+_TaskReports = Done | Failed | Skipped | Began | Halted | Items | Created
 _Imports = Importing | Imported
 FromWorker = _TaskReports | Log | Record | Report | _Imports | Wait | Sync | _Requests
 

@@ -264,6 +264,8 @@ class ThreadedActor(Invoker):
                 self._channel.send(dropped(message.call))
             elif message.call in self._streams:
                 self._streams[message.call].stop()
+            elif future is not None:
+                self._executor.dropped.add(message.call)
         elif type(message) is Demand:
             window = self._streams.get(message.task)
             if window is not None:
@@ -300,3 +302,5 @@ class ThreadedActor(Invoker):
     def _forget(self, call: int, _future: Future[None]) -> None:
         self._waiting.pop(call, None)
         self._streams.pop(call, None)
+        if self._executor.dropped:
+            self._executor.dropped.discard(call)

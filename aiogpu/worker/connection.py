@@ -17,10 +17,10 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from aiogpu.linux.sockets import check_server
+from aiogpu.linux.sockets import check_server, peer_credentials
 from aiogpu.wire.codec import encode, encode_all
 from aiogpu.wire.connection import WORKER, Connection, greeting
-from aiogpu.wire.messages import Message, Report
+from aiogpu.wire.messages import Drop, Message, Report
 from aiogpu.worker.interrupts import Interrupts, report_dropped
 
 if TYPE_CHECKING:
@@ -107,6 +107,17 @@ class Channel:
     def is_silent(self, seconds: float) -> bool:
         """Return whether no message arrives within `seconds`."""
         return not self._received and not self._poll.poll(seconds * 1000)
+
+    @property
+    def path(self) -> str:
+        """The path of the driver's socket."""
+        path: str = self._socket.getpeername()
+        return path
+
+    @property
+    def driver(self) -> int:
+        """The process of the driver; 0 if it is in another PID namespace."""
+        return peer_credentials(self._socket).pid
 
     def fileno(self) -> int:
         """Return the descriptor of the socket, for an event loop to watch."""
@@ -249,6 +260,14 @@ class Channel:
                 rest = [message for message in received if type(message) is not kind]
                 self._received = deque(rest)
         return taken
+
+    def has_drop(self, call: int) -> bool:
+        """Return whether a message that was read, but not taken, cancels a call."""
+        with self._reading:
+            return any(
+                type(message) is Drop and message.call == call
+                for message in self._received
+            )
 
     def take_all(self) -> list[Message]:
         """Remove and return all messages that were read but not taken."""

@@ -76,6 +76,7 @@ class Executor(Invoker):
     Attributes:
         channel: to the driver.
         client: sends requests of the running code to the node.
+        dropped: running calls of an actor that were cancelled, and that go on.
         has_left: a method has ended the actor of this process.
         is_evicted: the actor of this process ends here and returns elsewhere.
         interrupts: interrupts the code in the main thread.
@@ -95,6 +96,7 @@ class Executor(Invoker):
     ) -> None:
         self.channel = channel
         self.client = client
+        self.dropped: set[int] = set()
         self.has_left = False
         self.is_evicted = False
         self.interrupts = interrupts

@@ -23,7 +23,7 @@ from types import ModuleType
 from typing import Any, Final
 
 from aiogpu.client.current import current
-from aiogpu.errors import AiogpuError, RemoteTraceback
+from aiogpu.errors import AiogpuError
 from aiogpu.worker.private_hooks import on_cuda
 
 MODULE: Final = "torch.cuda"
@@ -173,6 +173,9 @@ def has_run_out(error: BaseException) -> bool:
     `__context__` does not count: a task that caught such an error has handled it. A
     group counts if each of its members does.
     """
+    # Imported late: most tasks raise nothing.
+    from aiogpu.serialization.exceptions import RemoteTraceback
+
     examined: BaseException | None = error
     for _ in range(MOST_CAUSES):
         if examined is None or isinstance(examined, AiogpuError):
@@ -228,32 +231,47 @@ def _used_by_cupy() -> int:
 
 STICKY: Final = {
     "cudaErrorIllegalAddress": (
-        *("illegal memory access", "illegaladdress", "illegal_address"),
+        "illegal memory access",
+        "illegaladdress",
+        "illegal_address",
     ),
     "cudaErrorAssert": ("device-side assert", "cudaerrorassert", "cuda_error_assert"),
     "cudaErrorLaunchFailure": (
-        *("unspecified launch failure", "launchfailure", "cuda_error_launch_failed"),
+        "unspecified launch failure",
+        "launchfailure",
+        "cuda_error_launch_failed",
     ),
     "cudaErrorLaunchTimeout": ("launch timed out", "launchtimeout", "launch_timeout"),
     "cudaErrorMisalignedAddress": (
-        *("misaligned address", "misalignedaddress", "misaligned_address"),
+        "misaligned address",
+        "misalignedaddress",
+        "misaligned_address",
     ),
     "cudaErrorIllegalInstruction": (
-        *("illegal instruction", "illegalinstruction", "illegal_instruction"),
+        "illegal instruction",
+        "illegalinstruction",
+        "illegal_instruction",
     ),
     "cudaErrorInvalidPc": ("invalid program counter", "invalidpc", "invalid_pc"),
     "cudaErrorInvalidAddressSpace": (
         "operation not supported on global/shared address space",
-        *("invalidaddressspace", "invalid_address_space"),
+        "invalidaddressspace",
+        "invalid_address_space",
     ),
     "cudaErrorHardwareStackError": (
-        *("hardware stack error", "hardwarestackerror", "hardware_stack_error"),
+        "hardware stack error",
+        "hardwarestackerror",
+        "hardware_stack_error",
     ),
     "cudaErrorECCUncorrectable": (
-        *("uncorrectable ecc error", "eccuncorrectable", "ecc_uncorrectable"),
+        "uncorrectable ecc error",
+        "eccuncorrectable",
+        "ecc_uncorrectable",
     ),
     "cudaErrorNvlinkUncorrectable": (
-        *("uncorrectable nvlink error", "nvlinkuncorrectable", "nvlink_uncorrectable"),
+        "uncorrectable nvlink error",
+        "nvlinkuncorrectable",
+        "nvlink_uncorrectable",
     ),
 }
 """Lower-case texts by the name of the CUDA error. The first text of each comes from

@@ -11,6 +11,8 @@ The handlers of user code follow the same rule (`UserSignals`).
 from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]
+import faulthandler
+import fcntl
 import os
 import signal
 import sys
@@ -34,6 +36,12 @@ STACK_FILE: Final = "aiogpu-stack"
 """The name of the anonymous file with the answer, which is read through `/proc`."""
 STACK_END: Final = "end of the stack"
 """The last line of the answer."""
+NATIVE_SIGNAL: Final = int(signal.SIGWINCH)
+"""Asks for the calls of the main thread while the thread runs native code, which does
+not let `STACK_SIGNAL` be handled. A process without a handler ignores it."""
+NATIVE_FILE: Final = "aiogpu-native"
+"""The name of the anonymous file with the answer to `NATIVE_SIGNAL`. The zygote makes
+it, and all its forks append to it: who asks locks it, and asks one process only."""
 PACKAGE: Final = dirname(dirname(__file__))
 """The directory of this library's code."""
 _FINALIZES: Final = weakref.finalize.__call__.__code__
@@ -80,6 +88,7 @@ class Interrupts:
         """Handle the signal from now on; it has no effect while no task runs."""
         _signal.signal(_SIGINT, self._handler)
         _signal.signal(STACK_SIGNAL, show_stack)
+        _answer_native()
         _signal.pthread_sigmask(signal.SIG_UNBLOCK, [_SIGINT])
 
     def is_cancelled(self, task: int) -> bool:
@@ -340,6 +349,23 @@ class GuardedHandler:
 
 def _unguarded(handler: Any) -> Any:
     return handler.handler if type(handler) is GuardedHandler else handler
+
+
+def _answer_native() -> None:
+    """Handle `NATIVE_SIGNAL` in C.
+
+    Only the thread that gets the signal is shown: the frames of other threads may
+    change while they are read.
+    """
+    if not _native_answers:
+        answers = os.memfd_create(NATIVE_FILE)
+        fcntl.fcntl(answers, fcntl.F_SETFL, os.O_APPEND)
+        _native_answers.append(answers)
+    faulthandler.register(NATIVE_SIGNAL, _native_answers[0], all_threads=False)
+
+
+_native_answers: list[int] = []
+"""The descriptor of the file for all answers from C."""
 
 
 _answers: list[int] = []

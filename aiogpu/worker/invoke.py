@@ -544,9 +544,9 @@ def _may_resume(code: CodeType) -> bool:
 
 
 _NO_TERMINAL: Final = (
-    "a debugger was started in a worker, which has no terminal to read from. To stop "
-    "at a breakpoint, run the program by aiogpu.init(address='inline') or with "
-    "AIOGPU_ADDRESS=inline: tasks and actors run in its own process then."
+    "a debugger was started in a worker, which has no terminal to read from. Write "
+    "`breakpoint()`, which waits for `aiogpu debug`; or run the program by "
+    "aiogpu.init(address='inline'), so that tasks run in its own process."
 )
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
+from _thread import allocate_lock
 from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
 
 from aiogpu.client.current import current
 from aiogpu.memory.control_page import BEGUN, TOO_LATE
@@ -30,6 +33,12 @@ from aiogpu.worker.nested import TaskClient
 from aiogpu.worker.private_hooks import run_exit_functions
 from aiogpu.worker.stdio import Stdio
 from aiogpu.worker.zygote.preload import Imports
+
+if TYPE_CHECKING:
+    from aiogpu.worker.debug.breakpoints import Breakpoints
+
+BREAKPOINT: Final = "PYTHONBREAKPOINT"
+"""The variable that says what `breakpoint()` does, for the user to set."""
 
 
 class Worker:
@@ -67,6 +76,8 @@ class Worker:
         self._customize = customize
         self._imports = imports
         self.task_state = TaskStateReset()
+        self._breakpoints: Breakpoints | None = None
+        self._making = allocate_lock()
 
     def begin(self) -> None:
         """Set this worker's client and output streams up for user code."""
@@ -74,17 +85,48 @@ class Worker:
         current.client = self._client
         current.is_stopping = self._interrupts.is_stopping
         self._stdio.begin()
+        # Not if a preloaded module has its own.
+        if sys.breakpointhook is sys.__breakpointhook__ and not _chosen_debugger():
+            sys.breakpointhook = self._on_breakpoint
         os.register_at_fork(after_in_child=self._leave)
 
     def _leave(self) -> None:
         """Detach a fork made by user code, which is no worker."""
         self._signals.is_active = False
         self._imports.leave()
+        self._leave_breakpoints()
         current.client = None
         if self._channel.loans is not None:
             self._channel.loans.leave()
         self._channel.close()
         self._stdio.leave()
+
+    def _leave_breakpoints(self) -> None:
+        """Let Python decide what `breakpoint()` does: the user has, or this is a fork.
+
+        A debugger of the user stops in the frame that calls it, so it must be called
+        by Python itself.
+        """
+        if sys.breakpointhook == self._on_breakpoint:
+            sys.breakpointhook = sys.__breakpointhook__
+
+    def _on_breakpoint(self, *, header: str | None = None) -> None:
+        """Stop at a `breakpoint()` of user code until a debugger lets it go on.
+
+        Args:
+            header: text to print first, as `pdb.set_trace` takes it.
+        """
+        if _chosen_debugger():  # since the begin of the task
+            sys.__breakpointhook__()
+            return
+        with self._interrupts.shielded_if_open(), self._making:
+            if self._breakpoints is None:
+                from aiogpu.worker.debug.debugger import breakpoints
+
+                self._breakpoints = breakpoints(
+                    self._channel, self._interrupts, self._executor.dropped
+                )
+        self._breakpoints.stop(sys._getframe(1), header)
 
     def serve(self) -> None:
         """Handle the driver's messages until `Exit`, or until the driver has gone."""
@@ -102,6 +144,8 @@ class Worker:
                 self._executor.define(message)
             elif type(message) is Bind:
                 bind(message)
+                if BREAKPOINT in message.environ and _chosen_debugger():
+                    self._leave_breakpoints()
                 self._customize()
                 record()
             elif type(message) is Create:
@@ -174,6 +218,11 @@ class Worker:
             self._stdio.end_lines()
         finally:
             os._exit(0)
+
+
+def _chosen_debugger() -> str:
+    """Return what the user has chosen for `breakpoint()`; "" for nothing."""
+    return "" if sys.flags.ignore_environment else os.environ.get(BREAKPOINT, "")
 
 
 def _serve(executor: Executor, actor: object, creation: Create) -> Done | Failed:

@@ -94,7 +94,7 @@ async def _by_handle(size: int, scale: Scale) -> list[Row]:
     use, uses = _call(tasks.first_of), scale(50, 4)
     await use(KILOBYTE)
     before = shared_memory()
-    handle = await aiogpu.put(Copying(size).array)
+    handle = aiogpu.put(Copying(size).array)
     both = (lambda _: use(KILOBYTE)), (lambda _: use(handle))
     pair = await in_turn(one_at_a_time, *both, uses, 1)
     share = (shared_memory() - before) / size

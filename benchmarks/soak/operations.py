@@ -68,7 +68,7 @@ async def on_gpus(op: Operation) -> None:
     options: dict[str, Any] = {
         "num_gpus": amount,
         "max_calls": random.choice((None, None, 0, 3)),
-        "strategy": random.choice(("pack", "spread")),
+        "gpu_strategy": random.choice(("pack", "spread")),
         "max_retries": random.choice((0, 3)),
     }
     seconds = random.choice((0, 0, 0.01, 0.1))
@@ -217,7 +217,7 @@ async def shared(op: Operation) -> None:
     """One value for several tasks; some keep the view."""
     view = tasks.filled(op.random.choice(SIZES), op.number)
     mark = tasks.fingerprint(view)
-    value = op.begin("put", await aiogpu.put(view))
+    value = op.begin("put", aiogpu.put(view))
     handles: list[Any] = []
     for _ in range(op.random.randrange(1, 6)):
         task = op.random.choice((tasks.measure, tasks.keep))
@@ -266,7 +266,7 @@ async def hoarded(op: Operation) -> None:
     """More values than fit into the object memory."""
     views = [tasks.filled(8 << 20, each) for each in range(6)]
     marks = [tasks.fingerprint(view) for view in views]
-    values = [op.begin("put", await aiogpu.put(view)) for view in views]
+    values = [op.begin("put", aiogpu.put(view)) for view in views]
     del views
     await op.end(op.begin("inside", tasks.measure_inside.remote(values)), marks)
     for value, mark in zip(values, marks, strict=True):

@@ -232,7 +232,7 @@ async def test_ctrl_c_drains_a_service_and_a_second_one_ends_it(
         terminal.close()
 
 
-# IPython in a terminal: Ctrl-C stops the awaited task [B15].
+# IPython in a terminal: Ctrl-C stops the awaited task.
 
 
 IPYTHON_PROMPT = r"In \[\d+\]: "

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aiogpu.cli.demo import Span, device_label, lanes, thumbnail, timeline
+from aiogpu.cli.demo import TaskTime, device_label, lanes, thumbnail, timeline
 from aiogpu.cli.demo import demo as demo_command
 from tests.support.program import clean_environment, run_command
 
@@ -182,8 +182,8 @@ def test_reader_that_leaves_is_no_traceback() -> None:
 # Lanes, and the chart as text.
 
 
-def span(task: int, begin: float, end: float, *gpus: int) -> Span:
-    return Span(task, gpus or (0,), 100 + task, begin, end)
+def span(task: int, begin: float, end: float, *gpus: int) -> TaskTime:
+    return TaskTime(task, gpus or (0,), 100 + task, begin, end)
 
 
 def test_other_devices_do_not_count() -> None:
@@ -215,10 +215,10 @@ def test_labels_are_short() -> None:
 
 
 SPANS = [
-    Span(1, (0,), 11, 0.0, 5.0),
-    Span(2, (0,), 12, 0.0, 2.5),
-    Span(3, (0,), 13, 2.5, 2.6),
-    Span(14, (1,), 14, 5.0, 10.0),
+    TaskTime(1, (0,), 11, 0.0, 5.0),
+    TaskTime(2, (0,), 12, 0.0, 2.5),
+    TaskTime(3, (0,), 13, 2.5, 2.6),
+    TaskTime(14, (1,), 14, 5.0, 10.0),
 ]
 
 
@@ -232,8 +232,8 @@ def test_bars_lie_in_time() -> None:
         "       0 s          10.00 s",
     ]
     # Nothing has run yet; bars too narrow for their numbers.
-    narrow = [Span(100 + n, (0,), n, float(n), n + 1.0) for n in range(60)]
-    for spans, bar in ((list[Span](), "."), (narrow, "=")):
+    narrow = [TaskTime(100 + n, (0,), n, float(n), n + 1.0) for n in range(60)]
+    for spans, bar in ((list[TaskTime](), "."), (narrow, "=")):
         drawn = timeline(spans, {0: "GPU 0"}, 28, is_ascii=True).plain
         assert drawn.splitlines()[0] == "GPU 0  " + 20 * bar
     assert thumbnail([[0, 1, 1], [0, 1, 1]]).plain == "▀▀▀\n"

@@ -62,7 +62,7 @@ from aiogpu.cli.doctor import line, run
 from aiogpu.core.model.request import Device
 from aiogpu.daemon.place import Record, start_time
 from aiogpu.errors import NodeStartError
-from aiogpu.linux.cgroup import Place, find_cgroup
+from aiogpu.linux.cgroup import ParentCgroup, find_cgroup
 from tests.support.program import clean_environment, run_command
 
 COMMAND = [sys.executable, "-m", "aiogpu", "doctor"]
@@ -159,7 +159,8 @@ def test_the_page_matches_the_output(printed: str) -> None:
     *real, real_end = printed.splitlines()
     assert set(names(lines)) <= set(names(real))
     assert re.sub(r"\d+", "1", end) == re.sub(r"\d+", "1", real_end)
-    rows = re.findall(r"^\| (`.+?`) \| ", page.partition("| line |")[2], re.MULTILINE)
+    table = page.partition("| line |")[2].partition("\n\n")[0]
+    rows = re.findall(r"^\| (`.+?`) \| ", table, re.MULTILINE)
     assert {n for row in rows for n in re.findall("`(.+?)`", row)} == set(names(real))
 
 
@@ -479,17 +480,17 @@ def test_a_cgroup_that_kills_no_process_is_found(
     monkeypatch.setattr(checks, "LIMIT", 0.05)
     monkeypatch.setattr(checks.Cgroup, "kill", lambda _: None)
     with pytest.raises(CheckError, match=r"did not end its process within 0\.05 s"):
-        check_cgroup(lambda: Place(str(tmp_path)))
+        check_cgroup(lambda: ParentCgroup(str(tmp_path)))
 
 
 def test_a_forbidden_cgroup_is_found(tmp_path: Path) -> None:
     nowhere = tmp_path / "file"
     nowhere.write_text("")
     for place, text in (
-        (Place(str(nowhere)), "Not a directory"),
-        (Place(None, "none here"), "none here"),
+        (ParentCgroup(str(nowhere)), "Not a directory"),
+        (ParentCgroup(None, "none here"), "none here"),
         # A plain folder, unlike a cgroup, cannot be removed while it has files.
-        (Place(str(tmp_path)), "cannot be removed"),
+        (ParentCgroup(str(tmp_path)), "cannot be removed"),
     ):
         result = run_check("cgroup2", check_cgroup, lambda place=place: place)
         assert checked_advice(result, WARN).found.endswith(text)

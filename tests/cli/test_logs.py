@@ -18,10 +18,11 @@ from threading import Thread
 import pytest
 from click.testing import CliRunner
 
-from aiogpu.cli.views.logs import LogReader, _write, logs
+from aiogpu.cli.views.logs import _write, logs
 from aiogpu.daemon import journal
 from aiogpu.daemon.journal import Journal, RotatingLog, StreamToLog, TerminalLog
-from aiogpu.runtime.output import FILE, Entry, Pages, TaskLog
+from aiogpu.observe.log_reader import LogReader
+from aiogpu.runtime.output import FILE, LogLine, Pages, TaskLog
 from tests.support.program import environment
 
 CLIENT = 1 << 26
@@ -30,7 +31,7 @@ CLIENT = 1 << 26
 def lines(count: int, start: int = 0) -> list[str]:
     return [
         str(
-            Entry(
+            LogLine(
                 1000.0 + n, CLIENT + n % 2, n % 3 + 1, 1, f"work pid={n}", f"word {n}"
             )
         )
@@ -77,7 +78,7 @@ def test_logs_select_lines(place: Path) -> None:
     ):
         assert shown(place, *arguments) == wanted, arguments
     # A line that looks like a line of another task.
-    sly = str(Entry(1.0, CLIENT, 1, 1, "sly", "1 2 client=5 task=7 out (x) y"))
+    sly = str(LogLine(1.0, CLIENT, 1, 1, "sly", "1 2 client=5 task=7 out (x) y"))
     pages = Pages(str(place / "logs" / FILE), 1 << 20, 1)
     pages.write([sly])
     pages.close()
@@ -94,7 +95,7 @@ def test_logs_select_lines(place: Path) -> None:
 def test_logs_select_lines_by_name(place: Path) -> None:
     labels = ("train pid=7", "Model.train pid=8", "Model pid=8", "my task", "trainer")
     written = [
-        str(Entry(1.0, CLIENT, 1, 1, label, "(train pid=1) x")) for label in labels
+        str(LogLine(1.0, CLIENT, 1, 1, label, "(train pid=1) x")) for label in labels
     ]
     pages = Pages(str(place / "logs" / FILE), 1 << 20, 1)
     pages.write(written)

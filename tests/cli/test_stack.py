@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,6 +13,8 @@ import pytest
 
 from aiogpu.cli.views import stack
 from tests.cli.sandbox import LIMIT, Sandbox
+
+NATIVE_LINE = "sum(range(10**12))  # one call, which does not look for signals"
 
 SCRIPT = """
 import asyncio, sys, threading, time, aiogpu
@@ -47,6 +51,14 @@ class Server:
         return 1
 
 @aiogpu.remote(num_cpus=0)
+def short():
+    pass
+
+@aiogpu.remote(num_cpus=0)
+def wrong():
+    raise ValueError
+
+@aiogpu.remote(num_cpus=0)
 class Idle:
     def ping(self):
         return 1
@@ -61,6 +73,8 @@ async def main():
     async with aiogpu.init(address=address, **options):
         idle = Idle.options(name="idle").remote()
         server = Server.options(name="server").remote(True)
+        await short.remote()
+        await asyncio.gather(wrong.remote(), return_exceptions=True)
         tasks = [spin.remote(), sleep.remote(), native.remote(), server.outer.remote()]
         await asyncio.gather(idle.ping.remote(), server.ping.remote())
         async with aiogpu.lease(num_cpus=1, name="held"):
@@ -122,9 +136,12 @@ def test_where_tasks_are(
     assert "    await self.inner()" in after
     shown, _ = sandbox.run("stack", "idle")
     assert shown.splitlines()[1] == "thread MainThread: no code of yours runs"
-    _, error = sandbox.run("stack", "native", code=1, PATH="/nowhere")
-    assert "runs native code" in error
-    assert "pip install py-spy" in error
+    for _ in range(2):  # a second answer replaces the first
+        head, thread, *calls = sandbox.run("stack", "native")[0].splitlines()
+        assert head.startswith("native (task ")
+        assert thread == "thread MainThread, which runs native code:"
+        assert [call.rpartition(" ")[2] for call in calls[::2]] == ["native"]
+        assert calls[1] == f"    {NATIVE_LINE}"
     out, _ = program.communicate("\n", timeout=LIMIT)
     assert out == "0 1\n", "no task has ended by the questions, and the actor answers"
 
@@ -135,18 +152,35 @@ def test_what_has_no_stack(sandbox: Sandbox, program: subprocess.Popen[str]) -> 
         ("late", "does not run: late"),
         ("nobody", "no task and no actor named 'nobody'"),
         ("1000", "this node has no task 1000"),
+        ("short", " s ago: it finished."),
+        ("wrong", " s ago: it failed."),
         ("", "it is empty"),
     ):
         _, error = sandbox.run("stack", name, code=1 if name else 2)
         assert words in error
 
 
-def test_an_outside_tool_is_used_for_native_code(
+def test_an_outside_tool_shows_native_calls(
     sandbox: Sandbox, program: subprocess.Popen[str], tmp_path: Path
 ) -> None:
     tool = tmp_path / "bin" / stack.NATIVE
     tool.parent.mkdir()
     tool.write_text('#!/bin/sh\necho "asked to $1 $2 $3"\n')
     tool.chmod(0o755)
-    shown, _ = sandbox.run("stack", "native", PATH=str(tool.parent))
-    assert "asked to dump --pid " in shown
+    options = ("stack", "--native", "native")
+    shown, _ = sandbox.run(*options, PATH=str(tool.parent))
+    assert "asked to dump --native --pid" in shown
+    _, error = sandbox.run(*options, PATH="/nowhere", code=1)
+    assert "pip install 'aiogpu[py-spy]'" in error
+
+
+def test_a_stopped_process_does_not_answer(
+    sandbox: Sandbox, program: subprocess.Popen[str]
+) -> None:
+    shown, _ = sandbox.run("stack", "spin")
+    pid = int(shown.splitlines()[0].rpartition(" ")[2])
+    os.kill(pid, signal.SIGSTOP)
+    _, error = sandbox.run("stack", "spin", code=1)
+    assert "has not answered within 3 s" in error
+    os.kill(pid, signal.SIGCONT)
+    assert "in spin" in sandbox.run("stack", "spin")[0]

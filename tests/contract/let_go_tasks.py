@@ -253,7 +253,7 @@ async def take_softly(path: str, way: str, count: int, size: int) -> None:
         if way == "results":
             await make.remote(size)
         elif way == "values":
-            await (await aiogpu.put(memoryview(bytes(size))))
+            await aiogpu.put(memoryview(bytes(size)))
     await make.remote(1)
     await pass_gate_softly(path, "taken")
 

@@ -34,7 +34,7 @@ def drain_plainly(queue: Any, path: str) -> list[int]:
     try:
         while True:
             items += queue.get_batch(2)
-    except aiogpu.QueueClosedError:
+    except aiogpu.errors.QueueClosedError:
         return items
 
 
@@ -57,6 +57,6 @@ async def try_all(queue: aiogpu.Queue[int]) -> list[str]:
     for call in (queue.get_nowait, lambda: queue.get(timeout=0.01)):
         try:
             await call()
-        except aiogpu.QueueEmptyError as error:
+        except aiogpu.errors.QueueEmptyError as error:
             errors.append(str(error))
     return errors

@@ -204,3 +204,49 @@ class Leaver:
 @sync.remote
 def report_once(step: int) -> None:
     sync.report(step=step)
+
+
+@sync.remote
+class Turns:
+    """Lets calls of `Waiter` end, by name."""
+
+    def __init__(self) -> None:
+        import asyncio
+
+        self._ended = dict[str, asyncio.Event]()
+        self._make = asyncio.Event
+
+    async def let(self, *names: str) -> None:
+        for name in names:
+            self._ended.setdefault(name, self._make()).set()
+
+    async def wait(self, name: str) -> str:
+        await self._ended.setdefault(name, self._make()).wait()
+        return name
+
+
+@sync.remote
+class Waiter:
+    """Waits for its turns, and notes them."""
+
+    def __init__(self) -> None:
+        self.names = list[str]()
+
+    async def wait(self, turns: Any, name: str) -> str:
+        await turns.wait.remote(name)
+        self.names.append(name)
+        return name
+
+    async def fail(self, word: str) -> None:
+        raise LookupError(word)
+
+    async def seen(self) -> list[str]:
+        return self.names
+
+
+@sync.remote
+def sum_by_a_ray_pool(n: int) -> int:
+    from aiogpu.util import ActorPool
+
+    pool: Any = ActorPool([Counter.remote(), Counter.remote()])
+    return sum(pool.map(lambda actor, k: actor.add.remote(k), [0] * n)) + n

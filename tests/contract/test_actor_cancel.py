@@ -1,4 +1,4 @@
-"""[B15] [B31] Cancelling a call in any state; the actor lives on."""
+"""Cancelling a call in any state; the actor lives on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""[B32] How actors end: with their last handle, by order, with process or node."""
+"""How actors end: with their last handle, by order, with process or node."""
 
 from __future__ import annotations
 
@@ -98,7 +98,6 @@ async def test_a_method_and_a_handle_by_name_keep_an_actor(gate: Gate) -> None:
 
 
 async def test_a_block_ends_its_actor_after_its_calls(gate: Gate, address: str) -> None:
-    """[B29]"""
     async with Mortal.remote(gate.path, "block") as actor:
         pid = await actor.pid.remote()
         handles = [actor.add.remote() for _ in range(300)]
@@ -115,7 +114,6 @@ async def test_a_block_ends_its_actor_after_its_calls(gate: Gate, address: str) 
 async def test_an_error_in_its_block_ends_an_actor_at_once(
     gate: Gate, address: str
 ) -> None:
-    """[B29]"""
     with suppress(ZeroDivisionError):
         async with Counter.remote() as actor:
             running = actor.gated.remote(gate.path, "a")
@@ -274,7 +272,6 @@ async def test_a_cancelled_call_does_not_keep_its_actor(gate: Gate) -> None:
 @pytest.mark.parametrize("kind", [Mortal, MortalThreads, Closing])
 @pytest.mark.own_node
 async def test_actors_end_in_order_with_their_node(kind: Any, gate: Gate) -> None:
-    """[B6]"""
     async with aiogpu.init(num_cpus=1):
         actor = await kind.remote(gate.path, "it")
         holder = await Counter.options(num_cpus=1).remote()
@@ -297,7 +294,7 @@ async def test_actors_end_in_order_with_their_node(kind: Any, gate: Gate) -> Non
 @pytest.mark.parametrize("kind", [Counter, Async])
 @pytest.mark.aiogpu(num_cpus=1, log_to_driver=False)
 async def test_a_method_that_ends_its_process_ends_the_actor(kind: Any) -> None:
-    """[B33] [B38]"""
+    """"""
     for method, argument, reason in (
         ("exit", 7, "exited with code 7"),
         ("kill_self", int(signal.SIGKILL), "SIGKILL"),
@@ -319,7 +316,6 @@ async def test_a_method_that_ends_its_process_ends_the_actor(kind: Any) -> None:
 
 
 async def test_a_fork_of_the_program_leaves_its_actors_alone() -> None:
-    """[B5]"""
     counter = await Counter.remote()
     child = os.fork()
     if child == 0:
@@ -416,7 +412,7 @@ async def test_a_method_that_swallows_exit_actor_ends_the_actor(
 @pytest.mark.needs("processes")
 @pytest.mark.own_node
 async def test_a_node_waits_for_no_actor_beyond_its_grace(gate: Gate) -> None:
-    """[B6] [B15]"""
+    """"""
     async with aiogpu.init(num_cpus=1, cancel_grace=0.2):
         counters = await Counter.remote(), await Counter.remote()
         lost = [

@@ -1,4 +1,4 @@
-"""[B33] Handles in tasks, in other actors and in results; actors made there."""
+"""Handles in tasks, in other actors and in results; actors made there."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ async def test_an_actor_is_passed_on_before_its_node_is_open(address: str) -> No
         return
     relayed = first.relay.remote([Soft.remote(), Soft.remote()])
     added = handed_on.add_soon.remote(early, 1)
-    stored = await aiogpu.put([early])
+    stored = aiogpu.put([early])
     keeper = handed_on.AsyncHolder.remote(early)
     give_back: Any = aiogpu.remote(lambda found: found)
     returned = give_back.remote({"counter": [early]})
@@ -256,7 +256,7 @@ async def test_a_function_does_not_keep_a_handle_of_a_node_that_opens(
 @pytest.mark.parametrize("giver", [handed_on.gives, handed_on.gives_softly])
 @pytest.mark.aiogpu(num_cpus=3, num_gpus=1)
 async def test_a_call_outlives_the_task_that_gives_it_away(giver: Any) -> None:
-    """[B16] Also a call of an actor that has no process yet when its caller ends."""
+    """Also a call of an actor that has no process yet when its caller ends."""
     for _ in range(3):
         (handle,) = await giver.remote(handed_on.add_up)
         assert await handle == 1
@@ -296,7 +296,7 @@ def without_the_collector() -> Iterator[None]:
 @pytest.mark.usefixtures("without_the_collector")
 @pytest.mark.aiogpu(num_cpus=1, num_gpus=1)
 async def test_an_error_of_an_actor_does_not_keep_it() -> None:
-    """[B32] Tasks, in a worker that lives on, and the program."""
+    """Tasks, in a worker that lives on, and the program."""
     is_free = tasks.add.options(num_gpus=1)
     async with asyncio.timeout(60):
         for holder in handed_on.HOLDERS:
@@ -315,7 +315,7 @@ async def test_an_error_of_an_actor_does_not_keep_it() -> None:
         assert await is_free.remote(1) == 2
 
 
-# [B12] Actors that wait for each other without end: one of them gets an error.
+# Actors that wait for each other without end: one of them gets an error.
 
 
 WITHIN = 20

@@ -1,4 +1,4 @@
-"""[B32] Actors found by name, also before a node of another process answers."""
+"""Actors found by name, also before a node of another process answers."""
 
 from __future__ import annotations
 
@@ -209,7 +209,6 @@ async def test_a_node_may_die_while_a_program_leaves(
 
 @pytest.mark.usefixtures("each_engine")
 async def test_a_name_belongs_to_one_actor_in_its_namespace() -> None:
-    """[B32]"""
     named = Counter.options(name="bob")
     get = aiogpu.get_actor
     async with aiogpu.init(num_cpus=1):

@@ -1,4 +1,4 @@
-"""[B32] [B33] What ends an actor or its process, in each phase of the actor's life."""
+"""What ends an actor or its process, in each phase of the actor's life."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""[B33] Actors whose process dies: what restarts, what is lost, what is retried."""
+"""Actors whose process dies: what restarts, what is lost, what is retried."""
 
 from __future__ import annotations
 

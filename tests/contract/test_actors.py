@@ -28,7 +28,7 @@ with_threads = pytest.param(Threads, marks=pytest.mark.needs("threads"))
 
 
 async def test_an_actor_keeps_its_state_and_its_order() -> None:
-    """[B29] [B31]"""
+    """"""
     counter = Counter.remote(5)
     assert await counter is counter
     assert await counter.add.remote() == 6
@@ -45,7 +45,6 @@ async def test_an_actor_keeps_its_state_and_its_order() -> None:
 
 @pytest.mark.needs("processes")
 async def test_each_actor_has_a_process_of_its_own() -> None:
-    """[B29]"""
     actors = [Counter.remote(), Counter.remote()]
     pids = await asyncio.gather(*(actor.pid.remote() for actor in actors))
     assert len({*pids, os.getpid()}) == 3
@@ -53,7 +52,6 @@ async def test_each_actor_has_a_process_of_its_own() -> None:
 
 @pytest.mark.needs("early order")
 async def test_each_caller_has_its_order() -> None:
-    """[B31]"""
 
     async def call(counter: Any, name: int) -> None:
         for step in range(30):
@@ -70,7 +68,7 @@ async def test_each_caller_has_its_order() -> None:
 
 @pytest.mark.parametrize("kind", [Counter, with_threads, Async])
 async def test_errors_of_methods_reach_the_caller(kind: Any, address: str) -> None:
-    """[B37] [B39]"""
+    """"""
     actor = kind.remote()
     error = await raises(KeyError, actor.fail.remote(KeyError, "boom"), match="boom")
     assert "raise kind(*args)" in str(error.__cause__)
@@ -117,7 +115,6 @@ async def test_calls_with_wrong_arguments_are_refused_at_once() -> None:
 
 
 async def test_a_class_is_made_remote_with_and_without_options(address: str) -> None:
-    """[B29]"""
     plain = aiogpu.remote(classes.Plain)
     optional = aiogpu.remote(num_cpus=0)(classes.Plain)
     threaded = optional.options(max_concurrency=3)
@@ -155,7 +152,6 @@ async def test_methods_need_not_be_plain_functions() -> None:
 
 
 async def test_coroutine_methods_interleave(gate: Gate) -> None:
-    """[B31]"""
     actor = Async.remote()
     waiting = [actor.wait.remote(gate.path, name) for name in "abc"]
     await gate.entered(*"abc")
@@ -175,7 +171,6 @@ async def test_coroutine_methods_interleave(gate: Gate) -> None:
 
 @pytest.mark.needs("threads")
 async def test_plain_methods_run_in_threads(gate: Gate) -> None:
-    """[B31]"""
     actor = Threads.remote()
     handles = [actor.gated.remote(gate.path, name) for name in "abc"]
     await gate.entered("a", "b")
@@ -189,7 +184,6 @@ async def test_plain_methods_run_in_threads(gate: Gate) -> None:
 
 @pytest.mark.needs("threads")
 async def test_a_slow_group_does_not_delay_the_others(gate: Gate) -> None:
-    """[B31]"""
     actor = classes.Groups.remote()
     names = [f"{group}{number}" for group in ("slow", "io") for number in range(3)]
     slow = [actor.slow.remote(gate.path, name) for name in names[:3]]
@@ -219,7 +213,7 @@ class Model:
 async def test_gpus_are_held_for_life_and_known_before_the_import(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """[B19] [B22] [B30]"""
+    """"""
     (tmp_path / "reads_at_import.py").write_text(MODEL)
     monkeypatch.syspath_prepend(str(tmp_path))
     import reads_at_import
@@ -242,7 +236,6 @@ async def test_gpus_are_held_for_life_and_known_before_the_import(
 @pytest.mark.needs("blocking", "placing CPUs")
 @pytest.mark.aiogpu(num_cpus=1, num_gpus=1)
 async def test_an_actor_needs_a_cpu_only_to_be_placed(gate: Gate) -> None:
-    """[B30]"""
     busy = tasks.gated.remote(gate.path, "busy")
     await gate.entered("busy")
     actor = Counter.options(num_gpus=1).remote()
@@ -266,7 +259,6 @@ async def test_an_actor_needs_a_cpu_only_to_be_placed(gate: Gate) -> None:
 @pytest.mark.needs("holders")
 @pytest.mark.aiogpu(num_cpus=1, num_gpus=1)
 async def test_waiting_actors_say_why() -> None:
-    """[B23]"""
     holder = Counter.options(num_gpus=1, name="holder").remote()
     await holder
     waits = Counter.options(num_gpus=0.5, name="waits").remote()
@@ -309,7 +301,6 @@ async def test_handles_of_a_closed_node_are_refused() -> None:
 async def test_output_of_actors_carries_their_name(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """[B13]"""
     for actor, name in (
         (Counter.options(name="bob").remote(), "Counter 'bob'"),
         (Async.remote(), "Async"),
@@ -324,7 +315,7 @@ async def test_output_of_actors_carries_their_name(
 @pytest.mark.parametrize("kind", [classes.Knowing, classes.KnowingSoftly])
 @pytest.mark.aiogpu(num_cpus=3, num_gpus=2)
 async def test_an_actor_knows_its_id_and_its_resources(kind: Any) -> None:
-    """[B20] [B30]"""
+    """"""
     first = await kind.options(num_gpus=0.5).remote()
     other = await kind.options(num_cpus=2, num_gpus=0).remote()
     before, now = await first.facts.remote()
@@ -359,7 +350,7 @@ async def test_groups_of_coroutines_have_limits(gate: Gate) -> None:
 
 @pytest.mark.own_node
 async def test_an_actor_that_can_never_be_placed_is_refused_at_once() -> None:
-    """[B23] Where the node is still to be opened, when it is."""
+    """Where the node is still to be opened, when it is."""
     too_large = Counter.options(resources={"license": 1}).remote()
     calls = too_large.add.remote(), too_large.add.remote()
     await raises(errors.InfeasibleError, too_large, *calls, match="license")
@@ -374,7 +365,6 @@ async def test_an_actor_that_can_never_be_placed_is_refused_at_once() -> None:
 
 @pytest.mark.aiogpu(num_cpus=1, num_gpus=1)
 async def test_a_constructor_that_fails_is_not_retried(tmp_path: Path) -> None:
-    """[B33]"""
     runs = tmp_path / "runs"
     once = Broken.options(num_gpus=1, max_restarts=-1)
     broken = once.remote(OSError, str(runs))
@@ -415,7 +405,6 @@ async def test_a_callers_timeout_leaves_a_slow_constructor(gate: Gate) -> None:
 
 @pytest.mark.own_node
 async def test_calls_before_the_node_is_open_run_in_order() -> None:
-    """[B5]"""
     counter = Counter.remote()
     handles = [counter.add.remote() for _ in range(5)]
     assert (await handles[0].why()).state == "opening"
@@ -485,7 +474,6 @@ async def test_a_call_has_a_number_of_results_of_its_own() -> None:
 async def test_a_death_hits_all_calls_that_run(
     kind: Any, retries: int, gate: Gate
 ) -> None:
-    """[B33]"""
     options = {"max_restarts": -1, "max_task_retries": retries, "max_concurrency": 2}
     actor = await kind.options(**options).remote()
     wait = actor.wait if kind is Async else actor.gated
@@ -561,108 +549,38 @@ async def test_a_pool_is_closed_with_its_node() -> None:
     await raises(errors.MisuseError, pool, match="pool of Counter is closed")
 
 
-def wait_at(path: str) -> Any:
-    """Return a function for pools: an actor waits at a gate under a name."""
-    return lambda actor, name: actor.wait.remote(path, name)
-
-
 @pytest.mark.aiogpu(num_cpus=2)
-async def test_a_pool_gives_results_in_either_order(gate: Gate) -> None:
-    """An actor takes a call when it is idle. The actors outlive the pool."""
+async def test_a_pool_of_given_actors_does_not_end_them() -> None:
     actors = [await Async.remote() for _ in range(2)]
-    pool: Any = await aiogpu.ActorPool(actors)
-    assert (len(pool), pool.has_free(), pool.has_next()) == (2, True, False)
-    for name in "abcd":
-        pool.submit(wait_at(gate.path), name)
-    assert not pool.has_free()
-    await gate.entered("a", "b")
-    gate.release("b")
-    await gate.entered("c")  # which took the actor of "b"
-    assert await pool.get_next_unordered() == "b"
-    with pytest.raises(errors.TaskTimeoutError, match="call it again to go on waiting"):
-        await pool.get_next(timeout=0.01)
-    waiting = asyncio.create_task(pool.get_next())
-    await asyncio.sleep(0)
-    waiting.cancel()
-    gate.release("c")
-    await gate.entered("d")
-    gate.release("a", "d")
-    assert [await pool.get_next() for _ in range(3)] == ["a", "c", "d"]
-    with pytest.raises(errors.MisuseError, match="nothing to wait for"):
-        await pool.get_next()
-    assert await pool.add.remote() == 1
-
-    idle = pool.pop_idle()
-    assert idle in actors
-    assert len(pool) == 1
-    pool.push(idle)
-    with pytest.raises(errors.MisuseError, match="already in this pool"):
-        pool.push(idle)
-    await pool.aclose()
+    async with aiogpu.ActorPool(actors) as pool:
+        assert [*pool] == actors
+        assert await pool.add.remote() == 1
     assert await asyncio.gather(*(actor.notes.remote() for actor in actors))
-
-
-@pytest.mark.aiogpu(num_cpus=2)
-async def test_a_pool_maps_a_function_over_its_actors(gate: Gate) -> None:
-    async with aiogpu.ActorPool(Async, 2) as pool:
-        nothing = pool.map(lambda actor, k: actor.later.remote(k), [])
-        assert [count async for count in nothing] == []
-        counts = pool.map(lambda actor, _: actor.later.remote(), range(9))
-        assert sum([count async for count in counts]) in range(25, 46)
-        names = pool.map_unordered(wait_at(gate.path), iter("abcdefg"))
-        first = asyncio.ensure_future(anext(names))
-        await gate.entered("a", "b")
-        gate.release("b")
-        assert await first == "b"
-        await names.aclose()
-        await gate.entered("a-cancelled")
-
-
-@pytest.mark.aiogpu(num_cpus=2)
-async def test_a_pool_raises_errors_of_submitted_calls_in_turn() -> None:
-    pool = aiogpu.ActorPool([Async.remote()])
-    pool.submit(lambda actor, kind: actor.fail_later.remote(kind, "bad"), KeyError)
-    pool.submit(lambda actor, k: k, 7)
-    pool.submit(lambda actor, k: actor.no_method.remote(k), 7)
-    pool.submit(lambda actor, k: actor.later.remote(k), 7)
-    await raises(KeyError, lambda: pool.get_next(), match="bad")
-    refusal = "returned 7; it must return a call's handle"
-    await raises(errors.MisuseError, lambda: pool.get_next(), match=refusal)
-    await raises(AttributeError, lambda: pool.get_next(), match="no_method")
-    assert await pool.get_next() == 7
-    with pytest.raises(errors.OptionError, match="leave out size, min_size"):
-        aiogpu.ActorPool([Async.remote()], 2)
-    async with aiogpu.ActorPool(Async, 1) as made:
-        with pytest.raises(
-            errors.MisuseError, match="for pools made from a list of actors"
-        ):
-            made.pop_idle()
     with pytest.raises(errors.MisuseError, match="is closed"):
-        made.submit(lambda actor, k: actor.later.remote(k), 7)
+        pool.add.remote()
+    with pytest.raises(errors.OptionError, match="leave out size, min_size"):
+        aiogpu.ActorPool(actors, 2)
+    with pytest.raises(errors.MisuseError, match="from an empty list"):
+        aiogpu.ActorPool([]).add.remote()
 
 
 @pytest.mark.aiogpu(num_cpus=2)
 async def test_a_pool_says_that_its_actors_have_died() -> None:
     actor = await Async.remote()
     pool: Any = await aiogpu.ActorPool([actor])
-    for _ in range(2):
-        pool.submit(lambda actor, _: actor.wait_for_ever.remote(), None)
+    waiting = [pool.wait_for_ever.remote() for _ in range(2)]
     aiogpu.kill(actor)
-    await raises(errors.ActorDiedError, *2 * [pool.get_next])
-    for call in (lambda: pool.submit(max, 1), pool.add.remote):
-        with pytest.raises(errors.ActorDiedError, match=r"of this pool .* have died"):
-            call()
-    pool.push(await Async.remote(4))
-    assert await pool.add.remote() == 5
+    await raises(errors.ActorDiedError, *waiting)
+    await until(lambda: not len(pool))
+    with pytest.raises(errors.ActorDiedError, match=r"of this pool .* have died"):
+        pool.add.remote()
 
 
 @pytest.mark.aiogpu(num_cpus=2)
-async def test_a_method_of_the_actors_hides_a_method_of_the_pool() -> None:
+async def test_a_pool_hides_no_method_of_its_actors() -> None:
     async with aiogpu.ActorPool(classes.Line, 1) as pool:
         line: Any = pool
         assert (await line.push.remote(3), await line.map.remote()) == (3, "mapped")
-        pool.submit(lambda actor, k: actor.push.remote(k), 4)
-        assert await pool.get_next() == 4
 
 
 @pytest.mark.aiogpu(num_cpus=2, num_gpus=1)

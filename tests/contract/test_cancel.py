@@ -1,4 +1,4 @@
-"""[B14] [B15] Cancelling stops the work: for each way to wait, for each waiter."""
+"""Cancelling stops the work: for each way to wait, for each waiter."""
 
 from __future__ import annotations
 

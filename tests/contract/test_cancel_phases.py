@@ -1,4 +1,4 @@
-"""[B15] Cancelling and `timeout=` in every phase of a task's life.
+"""Cancelling and `timeout=` in every phase of a task's life.
 
 Each time the caller goes on at once, the share is free when the code has stopped and
 not before, and no other task is disturbed.

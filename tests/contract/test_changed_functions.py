@@ -1,4 +1,4 @@
-"""[B47] Functions that change: an executor sees the change, `@remote` says that not."""
+"""Functions that change: an executor sees the change, `@remote` says that not."""
 
 from __future__ import annotations
 

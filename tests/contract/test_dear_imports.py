@@ -1,4 +1,4 @@
-"""[B28] No import is paid for twice: tasks wait for a zygote that imports for all.
+"""No import is paid for twice: tasks wait for a zygote that imports for all.
 
 Each import of the test's packages writes a line into a file, so the lines are counted
 and no time is measured.

@@ -1,4 +1,4 @@
-"""[B35] [B36] Devices of several kinds: detected, declared, refused, given to tasks."""
+"""Devices of several kinds: detected, declared, refused, given to tasks."""
 
 from __future__ import annotations
 
@@ -298,7 +298,6 @@ def both_kinds(*types: str | None) -> list[DeviceSet]:
 
 
 def test_options_of_gpus_apply_to_no_other_kind() -> None:
-    """[B35]"""
     options = NodeOptions(
         num_cpus=1,
         num_gpus=1,
@@ -485,7 +484,7 @@ async def test_a_node_has_gpus_and_cores(address: str) -> None:
 @pytest.mark.needs("processes")
 @usual
 async def test_a_task_with_cores_has_a_process_of_its_own(address: str) -> None:
-    """[B26] Like every task with devices, unless its options say otherwise."""
+    """Like every task with devices, unless its options say otherwise."""
     async with aiogpu.init(
         address=address, num_cpus=1, num_gpus=0, resources={"neuron_cores": 1}
     ):
@@ -534,7 +533,7 @@ async def test_cores_are_detected_by_their_tool(
 
 @usual
 async def test_a_node_without_cores_leaves_their_variable_alone(address: str) -> None:
-    """[B25] GPUs are hidden all the same."""
+    """GPUs are hidden all the same."""
     async with aiogpu.init(address=address, num_cpus=1, num_gpus=0):
         facts = await seen.remote()
         assert (facts[CORES], facts["CUDA_VISIBLE_DEVICES"]) == (None, "")

@@ -1,4 +1,4 @@
-"""[B51] A block that ends by an exception frees what it held, though the error is kept.
+"""A block that ends by an exception frees what it held, though the error is kept.
 
 The traceback of a kept error refers to the frames of the block, and so to its objects.
 """

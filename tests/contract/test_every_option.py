@@ -1,7 +1,7 @@
 """Each option of tasks, actors and methods, on each engine: honoured, or refused.
 
 Each option has a probe that sees its effect. An engine refuses an option by an error
-that names it. `docs/engines.md` lists the options without an effect in one process.
+that names it. `docs/testing.md` lists the options without an effect in one process.
 """
 
 from __future__ import annotations
@@ -107,11 +107,11 @@ async def common_gpu_memory(remote: Any, at: Place) -> None:
     refuse_more(remote, gpu_memory="80GiB")
 
 
-async def common_strategy(remote: Any, at: Place) -> None:
+async def common_gpu_strategy(remote: Any, at: Place) -> None:
     async with Actor.options(num_gpus=0.5).remote() as holder:
         assert (await holder.where.remote())["ids"] == [0]
         assert (await facts_of(remote, num_gpus=0.5))["ids"] == [0]
-        spread = await facts_of(remote, num_gpus=0.5, strategy="spread")
+        spread = await facts_of(remote, num_gpus=0.5, gpu_strategy="spread")
         assert spread["ids"] == [1]
 
 
@@ -143,10 +143,9 @@ async def refused_but_on_ray(
 
 async def common_scheduling_strategy(remote: Any, at: Place) -> None:
     await refused_but_on_ray(remote, at, scheduling_strategy="SPREAD")
-    await refused_but_on_ray(remote, at, strategy="SPREAD")
-    await refused_but_on_ray(remote, at, strategy="DEFAULT")
-    with pytest.raises(errors.OptionError, match=r"strategy= and scheduling_strategy="):
-        remote.options(strategy="SPREAD", scheduling_strategy="DEFAULT").remote()
+    await refused_but_on_ray(remote, at, scheduling_strategy="DEFAULT")
+    with pytest.raises(errors.OptionError, match="Did you mean gpu_strategy"):
+        remote.options(strategy="SPREAD")
 
 
 async def common_label_selector(remote: Any, at: Place) -> None:
@@ -472,7 +471,7 @@ REFUSED: Final[dict[str, dict[str, dict[str, Any]]]] = {
         "task": {
             "gpu_where": {"memory": "4GiB"},
             "gpu_memory": "4GiB",
-            "strategy": "spread",
+            "gpu_strategy": "spread",
             "retry_oom": "exclusive",
             "any_of": [{"num_gpus": 1}, {"num_cpus": 1}],
             "run_timeout": 0.1,
@@ -483,7 +482,7 @@ REFUSED: Final[dict[str, dict[str, dict[str, Any]]]] = {
         "actor": {
             "gpu_where": {"memory": "4GiB"},
             "gpu_memory": "4GiB",
-            "strategy": "spread",
+            "gpu_strategy": "spread",
             "priority": 1,
             "evict_after": 1,
         },
@@ -504,12 +503,12 @@ NOTHING_TO_DO: Final[dict[str, dict[str, set[str]]]] = {
     "inline": {
         "task": {
             *("max_calls", "priority", "retry_oom"),
-            *("strategy", "cancel_grace", "stop_grace"),
+            *("gpu_strategy", "cancel_grace", "stop_grace"),
         },
-        "actor": {"priority", "max_task_retries", "strategy"},
+        "actor": {"priority", "max_task_retries", "gpu_strategy"},
     },
 }
-"""By engine and kind: options without an effect in one process (docs/engines.md)."""
+"""By engine and kind: options without an effect in one process (docs/testing.md)."""
 
 
 @pytest.mark.parametrize(("kind", "option"), CASES)
@@ -522,7 +521,7 @@ async def test_an_option_is_honoured_or_refused_in_words(
 ) -> None:
     refused = REFUSED.get(address, {}).get(kind, {})
     if option in NOTHING_TO_DO.get(address, {}).get(kind, ()):
-        assert f"`{option}`" in Path("docs/engines.md").read_text()
+        assert f"`{option}`" in Path("docs/testing.md").read_text()
         return
     more = {} if address == "ray" else {"gpu_memory": "8GiB"}
     if option == "cancel_grace":
@@ -546,6 +545,22 @@ def test_each_option_has_a_probe() -> None:
     }
 
 
+# Options of `init`
+
+
+@pytest.mark.own_node
+async def test_a_node_has_a_dashboard_or_refuses_it_in_words(address: str) -> None:
+    pytest.importorskip("bokeh", reason="the dashboard needs Bokeh")
+    if address in ("ray", "inline"):
+        with pytest.raises(errors.OptionError, match="dashboard"):
+            await aiogpu.init(address=address, dashboard=True)
+        return
+    async with aiogpu.init(address=address, **NODE, dashboard=True) as node:
+        assert node.dashboard_url.startswith("http://127.0.0.1:")
+    async with aiogpu.init(address=address, **NODE) as node:
+        assert node.dashboard_url == ""
+
+
 # The largest options
 
 
@@ -554,7 +569,6 @@ def test_each_option_has_a_probe() -> None:
 async def test_every_engine_takes_the_largest_options(
     engine: str, tmp_path: Path
 ) -> None:
-    """[B10]"""
     async with asyncio.timeout(60), AsyncExitStack() as stack:
         if engine == "joined":
             here = await stack.enter_async_context(node_here(tmp_path))

@@ -62,9 +62,13 @@ async def test_an_actor_leaves_only_if_others_wait(node: aiogpu.Node) -> None:
     assert await whole_gpu.remote() == "0"
     await until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in pids))
     assert await states(node) == ["evicted", "evicted"]
+    status = await node.status()
+    assert (status.evictions, status.reloads) == (2, 0)
     new = await asyncio.gather(*(model.pid.remote() for model in models))
     assert not set(new) & set(pids)
-    assert [a.evictions for a in (await node.status()).actors] == [1, 1]
+    status = await node.status()
+    assert [actor.evictions for actor in status.actors] == [1, 1]
+    assert (status.evictions, status.reloads) == (2, 2)
 
 
 async def test_a_call_is_not_cut_short(gate: Gate) -> None:

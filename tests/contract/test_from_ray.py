@@ -1,6 +1,6 @@
 """The programs and promises of Ray's GPU page, on aiogpu.
 
-`docs/ray-gpu-page.md` goes through that page and cites these tests and tests of other
+`design/ray-gpu-page.md` goes through that page and cites these tests and tests of other
 files. The GPUs are logical, except those of the NVML stub.
 """
 
@@ -57,7 +57,7 @@ DETECTED = """
 
 
 def test_gpus_are_detected_unless_num_gpus_is_given(nvml: StubNvml) -> None:
-    """[B3] [B34] A type chooses among cards of several kinds."""
+    """A type chooses among cards of several kinds."""
     cards = gpus(3)
     cards[1] = replace(cards[1], name="Tesla T4")
     nvml.write(cards)
@@ -73,7 +73,7 @@ def test_gpus_are_detected_unless_num_gpus_is_given(nvml: StubNvml) -> None:
 
 @pytest.mark.usefixtures("each_engine")
 async def test_more_gpus_than_there_are_may_be_declared() -> None:
-    """[B3] Only a task that uses a missing GPU fails."""
+    """Only a task that uses a missing GPU fails."""
     async with aiogpu.init(num_cpus=1, num_gpus=64):
         facts = await tasks.where.options(num_gpus=64).remote()
         assert facts["ids"] == list(range(64))
@@ -83,7 +83,7 @@ async def test_more_gpus_than_there_are_may_be_declared() -> None:
 async def test_a_preset_variable_gives_devices_1_and_3(
     monkeypatch: pytest.MonkeyPatch, gate: Gate
 ) -> None:
-    """[B4] Ids are integers; Ray gives texts under a preset variable."""
+    """Ids are integers; Ray gives texts under a preset variable."""
     monkeypatch.setenv(VISIBLE, "1,3")
     async with aiogpu.init(num_cpus=3, num_gpus=2):
         holder = tasks.where_gated.options(num_gpus=1).remote(gate.path, "holder")
@@ -100,7 +100,7 @@ async def test_a_preset_variable_gives_devices_1_and_3(
 async def test_num_gpus_counts_among_the_preset_devices(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """[B4] The first of them are used; more is an error."""
+    """The first of them are used; more is an error."""
     monkeypatch.setenv(VISIBLE, "1,3")
     async with aiogpu.init(num_cpus=1, num_gpus=1):
         assert (await tasks.where.options(num_gpus=1).remote())["ids"] == [1]
@@ -113,7 +113,7 @@ async def test_num_gpus_counts_among_the_preset_devices(
 async def test_the_second_task_with_a_gpu_prints_gpu_1(
     gate: Gate, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """[B13] [B19] [B20] The page's first program; a task stands for its actor."""
+    """The page's first program; a task stands for its actor."""
 
     @aiogpu.remote(num_gpus=1)
     def use_gpu() -> None:
@@ -140,7 +140,7 @@ async def test_the_second_task_with_a_gpu_prints_gpu_1(
 
 
 async def test_four_quarters_at_once_need_four_cpus(gate: Gate) -> None:
-    """[B21] A task takes one CPU unless it says otherwise."""
+    """A task takes one CPU unless it says otherwise."""
 
     @aiogpu.remote(num_gpus=0.25)
     def f(path: str, name: str) -> str:
@@ -174,7 +174,7 @@ async def test_four_quarters_at_once_need_four_cpus(gate: Gate) -> None:
 
 
 async def test_a_share_waits_when_only_the_sum_of_two_gpus_fits(gate: Gate) -> None:
-    """[B22] Two devices have 0.3 free each; 0.5 waits, and 0.3 overtakes it."""
+    """Two devices have 0.3 free each; 0.5 waits, and 0.3 overtakes it."""
     async with aiogpu.init(num_cpus=4, num_gpus=2):
         most = tasks.where_gated.options(num_gpus=0.7)
         handles = [most.remote(gate.path, name) for name in ("a", "b")]
@@ -194,7 +194,7 @@ async def test_a_share_waits_when_only_the_sum_of_two_gpus_fits(gate: Gate) -> N
 
 
 async def test_a_third_fits_three_times_on_one_gpu(gate: Gate) -> None:
-    """[B21] A third is 0.3333, so that 0.0001 is left, as in Ray."""
+    """A third is 0.3333, so that 0.0001 is left, as in Ray."""
     async with aiogpu.init(num_cpus=3, num_gpus=1):
         third = tasks.where_gated.options(num_gpus=1 / 3)
         handles = [third.remote(gate.path, name) for name in "abc"]
@@ -207,7 +207,7 @@ async def test_a_third_fits_three_times_on_one_gpu(gate: Gate) -> None:
 @pytest.mark.needs("waiting for resources")
 @pytest.mark.usefixtures("each_engine")
 async def test_available_resources_keeps_keys_at_zero(gate: Gate) -> None:
-    """[B8] Ray leaves the key out."""
+    """Ray leaves the key out."""
     async with aiogpu.init(num_cpus=1, num_gpus=1):
         everything = tasks.gated_coroutine.options(num_gpus=1)
         handle = everything.remote(gate.path, "all")
@@ -219,7 +219,7 @@ async def test_available_resources_keeps_keys_at_zero(gate: Gate) -> None:
 
 
 async def test_leaks_of_a_task_need_a_reused_worker() -> None:
-    """[B26] The page's program of a task that does not clean up.
+    """The page's program of a task that does not clean up.
 
     A task may also ignore its assignment.
     """
@@ -239,7 +239,7 @@ async def test_leaks_of_a_task_need_a_reused_worker() -> None:
 
 
 async def test_isolation_follows_the_effective_options() -> None:
-    """[B26] In Ray the decorator alone decides."""
+    """In Ray the decorator alone decides."""
 
     @aiogpu.remote
     def on_cpu() -> int:
@@ -258,7 +258,7 @@ async def test_isolation_follows_the_effective_options() -> None:
 
 
 async def test_a_share_is_free_only_when_the_process_has_ended(gate: Gate) -> None:
-    """[B26] The task has answered, and its process has yet to end."""
+    """The task has answered, and its process has yet to end."""
 
     @aiogpu.remote(num_gpus=1)
     def leave_slowly(path: str) -> int:
@@ -290,7 +290,7 @@ async def test_a_share_is_free_only_when_the_process_has_ended(gate: Gate) -> No
 @pytest.mark.needs("waiting for resources")
 @pytest.mark.usefixtures("each_engine")
 async def test_a_type_is_a_thousandth_of_its_own_resource(gate: Gate) -> None:
-    """[B34] The page's last program, on a node that declares its type."""
+    """The page's last program, on a node that declares its type."""
 
     @aiogpu.remote(num_gpus=1, accelerator_type="V100")
     async def train(path: str) -> str:

@@ -1,4 +1,4 @@
-"""[B2] [B45] Full sockets and queues: nothing is torn or lost, and all are served.
+"""Full sockets and queues: nothing is torn or lost, and all are served.
 
 The other end does not read, or a node with many waiting programs is suspended.
 """

@@ -1,4 +1,4 @@
-"""[B44] Limits of tasks with GPUs, and running out of device memory."""
+"""Limits of tasks with GPUs, and running out of device memory."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from aiogpu.core.model.request import Device
 from aiogpu.observe.status import ShapeStatus
 from aiogpu.runtime.devices import binding as affinity
 from aiogpu.runtime.devices import binding as mps
+from aiogpu.serialization.exceptions import RemoteTraceback
 from aiogpu.types import Node
 from tests.contract import gpu_tasks as tasks
 from tests.support.errors import raises
@@ -147,7 +148,7 @@ async def test_an_out_of_memory_error_names_task_and_request(node: Node) -> None
     )
     assert (error.asked, error.limit, error.peak) == (0, 0, 0)
     assert (error.devices, error.neighbours) == ((0,), ())
-    assert isinstance(error.__cause__, errors.RemoteTraceback)
+    assert isinstance(error.__cause__, RemoteTraceback)
     assert "raise OutOfMemoryError(text)" in str(error.__cause__)
     with pytest.raises(OOM, match="ValueError: the model does not fit"):
         await tasks.run_out_softly.remote()
@@ -183,7 +184,7 @@ async def test_actors_run_out_of_memory(node: Node) -> None:
         lambda: model.predict.remote(),
         match=r"^Model.predict ran out of GPU memory",
     )
-    assert isinstance(error.__cause__, errors.RemoteTraceback)
+    assert isinstance(error.__cause__, RemoteTraceback)
     assert await model.fine.remote() == "fine"
     with pytest.raises(OOM, match=r"^AsyncModel.predict ran out"):
         await soft.predict.remote()
@@ -237,7 +238,7 @@ async def test_retry_oom_tries_once_more_on_a_whole_gpu(
 async def test_retry_oom_does_not_wait_for_an_actors_end(
     tmp_path: Path, address: str
 ) -> None:
-    """[B24] An actor holds its share for life."""
+    """An actor holds its share for life."""
     beside = tasks.run_out_beside_others.options(gpu_memory="20GiB")
     async with aiogpu.init(address=address, num_cpus=4, num_gpus=1, gpu_memory="80GiB"):
         model = tasks.Model.remote()

@@ -665,7 +665,6 @@ async def test_plain_code_cannot_wait_for_the_programs_loop(node: Node) -> None:
 
 
 async def test_the_end_of_the_node_ends_actors_and_calls() -> None:
-    """[B6]"""
     async with aiogpu.init(address="inline", num_cpus=1, num_gpus=1):
         visited = await Visited.options(num_gpus=1).remote()
         waiting = visited.wait.remote("a")
@@ -708,7 +707,6 @@ class Endless:
 
 
 async def test_a_shutdown_at_once_gives_actors_no_time() -> None:
-    """[B6]"""
     init = aiogpu.init(address="inline", num_cpus=1, cancel_grace=60)
     async with init as session:
         endless = await Endless.remote()
@@ -750,7 +748,7 @@ def cancel_first_of_two(plain: Any) -> Any:
 
 
 async def test_cancelled_calls_of_plain_methods_never_run(node: Node) -> None:
-    """[B15] The program or a task cancels them."""
+    """The program or a task cancels them."""
     plain = await Plain.remote()
     calls = [plain.note.remote(number) for number in range(5)]
     calls[1].cancel()
@@ -791,7 +789,6 @@ async def test_kill_ends_actors_and_their_calls(node: Node) -> None:
 
 
 async def test_a_killed_actor_restarts_as_often_as_it_may(node: Node) -> None:
-    """[B33]"""
     actor = Visited.options(max_restarts=1, num_gpus=1, name="it").remote()
     lost = actor.wait.remote("a")
     await until(lambda: "a" in seen)
@@ -813,7 +810,7 @@ async def test_a_killed_actor_restarts_as_often_as_it_may(node: Node) -> None:
 
 @pytest.mark.parametrize("runner", [aiogpu.run, asyncio.run], ids=["aiogpu", "asyncio"])
 def test_a_program_that_does_not_close_its_node_ends_in_order(runner: Any) -> None:
-    """[B6] The loop cancels what runs. Then the node ends."""
+    """The loop cancels what runs. Then the node ends."""
     before = dict(os.environ)
     calls: list[aiogpu.Handle[Any]] = []
 

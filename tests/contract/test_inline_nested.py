@@ -1,4 +1,4 @@
-"""[B12] Tasks of tasks on the inline engine: all on one stack, in one process."""
+"""Tasks of tasks on the inline engine: all on one stack, in one process."""
 
 from __future__ import annotations
 

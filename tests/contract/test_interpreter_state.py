@@ -81,7 +81,6 @@ SPAWN = (
 def test_modules_parse_the_programs_arguments(
     how: str, preload: str, tmp_path: Path
 ) -> None:
-    """[B48]"""
     path = write(tmp_path, f"num_cpus=2, preload={preload}", how)
     expected = str((5, ["--size", "5"]))
     assert lines_of(path, "--size", "5")[:2] == [expected, expected]
@@ -91,7 +90,7 @@ def test_modules_parse_the_programs_arguments(
 async def test_modules_parse_the_arguments_of_a_program_that_joins(
     preload: str, runtime_directory: Path, tmp_path: Path
 ) -> None:
-    """[B48] Programs that differ in arguments share a zygote, but no worker.
+    """Programs that differ in arguments share a zygote, but no worker.
 
     They share no zygote that has imported their own modules.
     """
@@ -146,7 +145,6 @@ OPTIONS = {
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_workers_have_the_options_of_the_program(option: str, tmp_path: Path) -> None:
-    """[B48]"""
     path = tmp_path / "prog.py"
     path.write_text(FLAGS)
     (tmp_path / "sitecustomize.py").write_text("")
@@ -184,7 +182,7 @@ asyncio.run(main())
 
 
 async def test_all_processes_of_a_node_hash_text_alike(tmp_path: Path) -> None:
-    """[B48] Also a later generation of the zygote, and a zygote for variables."""
+    """Also a later generation of the zygote, and a zygote for variables."""
     edited = tmp_path / "edited_later.py"
     edited.write_text("")
     sys.path.insert(0, str(tmp_path))
@@ -208,7 +206,6 @@ async def test_all_processes_of_a_node_hash_text_alike(tmp_path: Path) -> None:
 async def test_other_programs_of_a_node_hash_text_alike(
     here: Here, tmp_path: Path
 ) -> None:
-    """[B48]"""
     path = tmp_path / "prog.py"
     path.write_text(JOINS.replace("OPTIONS", f"address={here.path!r}"))
     async with here.join():
@@ -227,7 +224,6 @@ async def test_other_programs_of_a_node_hash_text_alike(
 def test_the_users_hash_seed_makes_the_program_and_workers_alike(
     seed: str, tmp_path: Path
 ) -> None:
-    """[B48]"""
     path = tmp_path / "prog.py"
     path.write_text(JOINS.replace("OPTIONS", "num_cpus=1"))
     _, ending = lines_of(str(path), PYTHONHASHSEED=seed)

@@ -1,4 +1,4 @@
-"""[B1] Joining a node of another process: addresses, options and refusals.
+"""Joining a node of another process: addresses, options and refusals.
 
 A message that breaks the rules is refused in words and harms no other program.
 """
@@ -91,7 +91,7 @@ async def test_a_node_says_why_it_refuses_a_program(node: Service) -> None:
 async def test_a_program_of_another_release_is_refused(
     node: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("aiogpu.__version__", "0.0.1")
+    monkeypatch.setattr("aiogpu.version.__version__", "0.0.1")
     with pytest.raises(errors.NodeError, match=r"refuses: .* the program 0\.0\.1; use"):
         await aiogpu.init(address=node.path)
 
@@ -530,7 +530,7 @@ async def value_of_a_node_that_was_closed(address: str) -> aiogpu.Handle[Any]:
         awaited, done = make.remote(A, size), make.remote(A, size)
         await awaited
         await asyncio.wait([done])
-        put = await aiogpu.put(memoryview(bytes([A]) * size))
+        put = aiogpu.put(memoryview(bytes([A]) * size))
     async with aiogpu.init(address=address, num_cpus=1):
         others = [await make.remote(B, size) for _ in range(3)]
         for handle in (awaited, done, put):

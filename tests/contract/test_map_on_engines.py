@@ -1,4 +1,4 @@
-"""[B18] `f.map(...)` on each engine: windows, chunks, errors, cancels; and waits."""
+"""`f.map(...)` on each engine: windows, chunks, errors, cancels; and waits."""
 
 from __future__ import annotations
 
@@ -118,7 +118,6 @@ async def test_a_chunk_is_one_task_with_the_options_of_its_function() -> None:
 
 
 async def test_a_task_maps() -> None:
-    """[B12]"""
 
     @aiogpu.remote
     async def total(count: int) -> int:
@@ -129,7 +128,6 @@ async def test_a_task_maps() -> None:
 
 
 async def test_items_may_be_handles_and_large() -> None:
-    """[B16]"""
     async with aiogpu.remote(Adder).remote() as actor:
         handles: list[Any] = [tasks.add.remote(number) for number in range(10)]
         for chunk in (None, 3):
@@ -184,23 +182,7 @@ def held() -> tuple[int, int]:
     return memory // MEGABYTE, len(os.listdir("/proc/self/fd"))
 
 
-async def next_results(pool: Any, inputs: Iterator[bytes]) -> AsyncIterator[bytes]:
-    """Let each result be taken before another call is made."""
-    for _ in range(4):
-        pool.submit(lambda actor, item: actor.echo.remote(item), next(inputs))
-    for item in inputs:
-        yield await pool.get_next()
-        pool.submit(lambda actor, value: actor.echo.remote(value), item)
-    while pool.has_next():
-        yield await pool.get_next()
-
-
 WAYS: dict[str, Any] = {
-    "map": lambda pool, items: pool.map(lambda a, item: a.echo.remote(item), items),
-    "map_unordered": lambda pool, items: pool.map_unordered(
-        lambda a, item: a.echo.remote(item), items
-    ),
-    "get_next": next_results,
     "method": lambda pool, items: pool.echo.map(items, limit=8),
     "function": lambda _, items: tasks.echo.map(items, limit=8),
     "chunks": lambda _, items: tasks.echo.map(items, limit=8, chunk=4),
@@ -313,7 +295,6 @@ async def test_errors_may_be_among_the_results(
 async def test_a_result_that_cannot_be_sent_fails_in_its_place(
     task: Any, kind: type[Exception], message: str
 ) -> None:
-    """[B37]"""
     results = task.map(range(5), chunk=5)
     assert [await anext(results), await anext(results)] == [0, 1]
     await raises(kind, lambda: anext(results), match=message)
@@ -322,7 +303,6 @@ async def test_a_result_that_cannot_be_sent_fails_in_its_place(
 @pytest.mark.needs("processes")
 @pytest.mark.aiogpu(num_cpus=2, log_to_driver=False)
 async def test_a_chunk_that_dies_fails_in_the_place_of_its_first_item() -> None:
-    """[B38]"""
 
     @aiogpu.remote(max_retries=0)
     def die_at_5(number: int) -> int:
@@ -464,7 +444,7 @@ async def test_an_error_cancels_the_items_behind_it(gate: Gate) -> None:
 async def test_a_map_stops_with_its_consumer_and_its_node(
     gate: Gate, linger: RemoteFunction[[str], str]
 ) -> None:
-    """[B6] [B15]"""
+    """"""
     task = asyncio.ensure_future(linger.map("abc", limit=3).__anext__())
     await gate.entered("a", "b")
     task.cancel()
@@ -495,7 +475,6 @@ def test_a_program_that_ends_amid_maps_leaves_nothing() -> None:
 @pytest.mark.needs("at once")
 @pytest.mark.aiogpu(num_cpus=1)
 async def test_a_chunk_is_stopped_in_the_middle(gate: Gate) -> None:
-    """[B15]"""
     path = gate.path
     spin = tasks.spin.__wrapped__
 
@@ -552,10 +531,10 @@ async def test_tqdm_draws_a_bar_over_results() -> None:
 
 
 async def test_a_program_waits_for_tasks_calls_and_values() -> None:
-    """[B16] Of tasks that give or fail."""
+    """Of tasks that give or fail."""
     async with map_tasks.Plus.remote() as actor:
         fails = tasks.fail.remote(KeyError, 2)
-        value: Any = await aiogpu.put(5)
+        value: Any = aiogpu.put(5)
         handles: list[Any] = [tasks.add.remote(1), fails, value]
         handles += [actor.add.remote(number) for number in range(5, 15)]
         assert await aiogpu.wait(handles, num_returns=13) == (handles, [])
@@ -580,7 +559,6 @@ async def test_a_task_waits_for_its_children(address: str, task: Any) -> None:
 @pytest.mark.needs("at once")
 @pytest.mark.aiogpu(num_cpus=3)
 async def test_a_wait_gives_the_first_tasks_that_end(gate: Gate) -> None:
-    """[B15]"""
     handles = [tasks.gated.remote(gate.path, name) for name in "abc"]
     await gate.entered("a", "b", "c")
     with pytest.raises(TimeoutError):

@@ -1,4 +1,4 @@
-"""[B12] Tasks that start tasks: waits, errors, resources, and the end of children."""
+"""Tasks that start tasks: waits, errors, resources, and the end of children."""
 
 from __future__ import annotations
 
@@ -689,7 +689,7 @@ async def test_a_coroutine_stops_children_in_each_way(gate: Gate) -> None:
 async def test_endless_children_let_other_calls_of_their_program_run(
     address: str, is_actor: bool
 ) -> None:
-    """[B24] [B50] Own calls, other shapes, shares of GPUs, actors, and all CPUs."""
+    """Own calls, other shapes, shares of GPUs, actors, and all CPUs."""
     options = {"num_cpus": 2, "num_gpus": 1, "cancel_grace": 20}
     async with asyncio.timeout(60):
         async with aiogpu.init(address=address, **options), Gate.open() as gate:

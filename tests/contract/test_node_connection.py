@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 
 from aiogpu.engines.node_connection import AT_ONCE, CHUNK, NodeConnection
-from aiogpu.errors import ProtocolError
 from aiogpu.wire.codec import FrameReader, encode
 from aiogpu.wire.connection import CLIENT, greeting
-from aiogpu.wire.messages import ChildDone, Depart, Message, Submit
+from aiogpu.wire.messages import ChildDone, Depart, Message, ProtocolError, Submit
 from tests.support.waits import until
 
 GREETED = greeting(CLIENT, 1, 1)

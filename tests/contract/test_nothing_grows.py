@@ -1,4 +1,4 @@
-"""[B6] A node keeps nothing of a task, call, actor or lease that has ended.
+"""A node keeps nothing of a task, call, actor or lease that has ended.
 
 Each case ends many in one way, twice. After the second time, no container of the node
 and of the program that has joined it holds more than after the first.
@@ -92,7 +92,7 @@ async def leave_children_behind(actors: list[Any]) -> None:
 
 
 async def drop_values(_actors: list[Any]) -> None:
-    values = [await aiogpu.put(number) for number in range(MANY)]
+    values = [aiogpu.put(number) for number in range(MANY)]
     await ended(give.remote(value) for value in values)
     await ended(give.remote([value]) for value in values)
 

@@ -1,4 +1,4 @@
-"""[B17] `num_returns=n`: a handle for each of several results."""
+"""`num_returns=n`: a handle for each of several results."""
 
 from __future__ import annotations
 

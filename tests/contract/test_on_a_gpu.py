@@ -65,7 +65,7 @@ def used() -> int:
 
 
 async def test_each_task_sees_its_own_device_alone(framework: str, gpus: float) -> None:
-    """[B19] Checked by UUID, with a task on each GPU."""
+    """Checked by UUID, with a task on each GPU."""
     cards = {card.id: card.uuid for card in Nvidia().devices({}, None)}
     see = aiogpu.remote(num_gpus=1)(gpu_tasks.see)
     for seen in await asyncio.gather(*(see.remote(framework) for _ in cards)):
@@ -74,13 +74,11 @@ async def test_each_task_sees_its_own_device_alone(framework: str, gpus: float) 
 
 
 async def test_torch_sees_no_gpu_by_default(needs_torch: None, gpus: float) -> None:
-    """[B25]"""
     blind = aiogpu.remote(gpu_tasks.see)
     assert (await blind.remote("torch"))["uuids"] == []
 
 
 async def test_memory_comes_back_after_each_task(framework: str, gpus: float) -> None:
-    """[B26]"""
     leak = aiogpu.remote(num_gpus=0.5)(gpu_tasks.leak)
     await leak.remote(framework, GIB)
     await all_back(gpus)
@@ -101,7 +99,7 @@ async def test_a_leak_does_not_harm_the_next_task(framework: str, gpus: float) -
 
 
 async def test_quarters_run_at_once(framework: str, gpus: float, gate: Gate) -> None:
-    """[B22] All four run on one GPU, each with its own memory."""
+    """All four run on one GPU, each with its own memory."""
     hold = aiogpu.remote(num_gpus=0.25)(gpu_tasks.compute_at_gate)
     names = [f"quarter-{number}" for number in range(4)]
     waiting = [hold.remote(framework, gate.path, name) for name in names]
@@ -113,7 +111,7 @@ async def test_quarters_run_at_once(framework: str, gpus: float, gate: Gate) -> 
 
 
 async def test_a_fork_of_a_zygote_with_torch_uses_cuda(needs_torch: None) -> None:
-    """[B28] The zygote has imported torch, and its forks can still start CUDA."""
+    """The zygote has imported torch, and its forks can still start CUDA."""
     async with aiogpu.init(preload=("torch",)):
         ask = aiogpu.remote(num_gpus=0.5)(gpu_tasks.was_loaded_before)
         answers = await asyncio.gather(*(ask.remote("torch") for _ in range(4)))
@@ -123,7 +121,7 @@ async def test_a_fork_of_a_zygote_with_torch_uses_cuda(needs_torch: None) -> Non
 async def test_cancel_ends_a_long_kernel(
     needs_torch: None, gpus: float, gate: Gate
 ) -> None:
-    """[B15] A task that waits in C for the GPU ignores interrupts: it is killed."""
+    """A task that waits in C for the GPU ignores interrupts: it is killed."""
     running = aiogpu.remote(num_gpus=1)(gpu_tasks.spin).remote(gate.path)
     await gate.entered("spins")
     gate.release("spins")
@@ -136,7 +134,7 @@ async def test_cancel_ends_a_long_kernel(
 
 
 async def test_a_memory_limit_holds(framework: str, gpus: float, gate: Gate) -> None:
-    """[B44] A task that takes more than it asked for fails; its neighbour goes on."""
+    """A task that takes more than it asked for fails; its neighbour goes on."""
     hold = aiogpu.remote(gpu_memory="2GiB")(gpu_tasks.compute_at_gate)
     neighbour = hold.remote(framework, gate.path, "neighbour")
     await gate.entered("neighbour")
@@ -152,7 +150,7 @@ async def test_a_memory_limit_holds(framework: str, gpus: float, gate: Gate) -> 
 
 
 async def test_a_retry_on_a_whole_gpu_succeeds(framework: str, gpus: float) -> None:
-    """[B44] A quarter of a GPU is too little; a whole GPU is enough."""
+    """A quarter of a GPU is too little; a whole GPU is enough."""
     total = Nvidia().devices({}, None)[0].memory
     leak = aiogpu.remote(gpu_tasks.leak).options(num_gpus=0.25, gpu_memory="share")
     take = leak.options(retry_oom="exclusive")
@@ -163,7 +161,7 @@ async def test_a_retry_on_a_whole_gpu_succeeds(framework: str, gpus: float) -> N
 
 
 async def test_a_task_beyond_its_share_is_ended(needs_torch: None, gate: Gate) -> None:
-    """[B44] If no framework limits the task, the driver's figures do."""
+    """If no framework limits the task, the driver's figures do."""
     async with aiogpu.init(gpu_memory_enforce=True):
         run = aiogpu.remote(
             gpu_memory="2GiB",

@@ -1,4 +1,4 @@
-"""[B46] A node that cannot start workers keeps its tasks, says why, and recovers.
+"""A node that cannot start workers keeps its tasks, says why, and recovers.
 
 It lacks descriptors, processes or zygotes: tasks wait, and none fails.
 """
@@ -158,7 +158,7 @@ def test_too_deep_a_tree_of_tasks_raises_a_deadlock_error() -> None:
 
 @pytest.mark.slow
 def test_two_hundred_levels_run_with_the_usual_limit() -> None:
-    """[B12] Each level costs four or five descriptors."""
+    """Each level costs four or five descriptors."""
     body = "assert await parent.remote(200) == 201"
     assert program(body, "1024 4096", "aiogpu.run") == "ok\n"
 

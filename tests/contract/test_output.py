@@ -1,4 +1,4 @@
-"""[B13] Output of tasks: tagged, in time, and never at the loop's expense."""
+"""Output of tasks: tagged, in time, and never at the loop's expense."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ async def test_a_slow_terminal_slows_its_task(monkeypatch: pytest.MonkeyPatch) -
 async def test_a_blocked_terminal_holds_no_gpu(
     how: str, kind: type, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """[B2] [B26] The core learns of the end at once, before the task's caller."""
+    """The core learns of the end at once, before the task's caller."""
     terminal = slow_stdout(monkeypatch)
     async with asyncio.timeout(60), aiogpu.init(num_cpus=2, num_gpus=1):
         if how == "actor":
@@ -237,7 +237,6 @@ async def test_a_broken_terminal_harms_no_task(monkeypatch: pytest.MonkeyPatch) 
 
 
 async def test_last_output_is_that_of_the_crashed_task_alone() -> None:
-    """[B38]"""
     async with aiogpu.init(num_cpus=1, log_to_driver=False):
         pid = await tasks.pid.remote()
         await tasks.output.remote(["printed before"])

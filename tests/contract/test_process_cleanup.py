@@ -1,4 +1,4 @@
-"""[B15] [B26] No process outlives its lease or its node.
+"""No process outlives its lease or its node.
 
 Tasks leave processes behind, keepers and zygotes are killed or stopped, and the driver
 dies; with cgroups beside the keepers, and without them.
@@ -20,7 +20,7 @@ import pytest
 
 import aiogpu
 from aiogpu.errors import NodeClosedError
-from aiogpu.linux.cgroup import Place
+from aiogpu.linux.cgroup import ParentCgroup
 from aiogpu.runtime import node_cgroup
 from aiogpu.runtime.workers import pool, remains
 from tests.contract import phase_tasks, tasks, wild_tasks
@@ -101,7 +101,9 @@ async def test_an_orphaned_keepers_group_ends_with_it(gate: Gate) -> None:
 @pytest.fixture(params=["with cgroup2", "without"])
 def has_cgroup(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     if request.param == "without":
-        monkeypatch.setattr(node_cgroup, "find_cgroup", lambda: Place(None, "a test"))
+        monkeypatch.setattr(
+            node_cgroup, "find_cgroup", lambda: ParentCgroup(None, "a test")
+        )
         return False
     if PLACE.directory is None:
         pytest.skip(PLACE.reason)
@@ -195,7 +197,7 @@ async def test_a_cgroup_ends_a_daemon_without_zygote_and_keeper(
         if has_cgroup:
             assert not is_alive(family.daemon)
         else:
-            # See docs/decisions/0015-cgroups-back-up-keepers.md.
+            # See design/decisions/0015-cgroups-back-up-keepers.md.
             assert is_alive(family.daemon)
             family.daemon.kill()
         assert await tasks.add.options(num_gpus=1).remote(1) == 2
@@ -215,11 +217,11 @@ async def test_a_node_closes_while_a_slot_ends(has_cgroup: bool, gate: Gate) -> 
 
 DRIVER = """
     import asyncio, sys, aiogpu
-    from aiogpu.linux.cgroup import Place
+    from aiogpu.linux.cgroup import ParentCgroup
     from aiogpu.runtime import node_cgroup
     from tests.contract import tasks
     if sys.argv[2] == "without":
-        node_cgroup.find_cgroup = lambda: Place(None, "a test")
+        node_cgroup.find_cgroup = lambda: ParentCgroup(None, "a test")
     async def main():
         async with aiogpu.init(num_cpus=4, num_gpus=1):
             first = tasks.leave_daemon_and_wait.options(num_gpus=1).remote(sys.argv[1])
@@ -369,7 +371,7 @@ async def test_a_daemon_of_a_cpu_task_ends_with_its_node(gate: Gate) -> None:
     assert not os.path.exists(f"/proc/{gate.pids['daemon']}")
 
 
-# [B38] Tasks that change their process
+# Tasks that change their process
 
 
 @asynccontextmanager

@@ -262,7 +262,7 @@ async def test_every_call_raises_when_the_node_dies(node: Service, gate: Gate) -
     await session.shutdown()
     with pytest.raises(aiogpu.NodeDiedError, match="aiogpu start --head"):
         await aiogpu.init(address=node.path)
-    # [B7] The zygote sees the node's end, and removes the node's directory.
+    # The zygote sees the node's end, and removes the node's directory.
     await until(lambda: not os.listdir(os.environ["XDG_RUNTIME_DIR"]))
 
 
@@ -428,7 +428,7 @@ async def test_joining_and_leaving_leaves_nothing(rounds: int, no_leaks: None) -
         first = (0, 0, 0)
         for turn in range(rounds):
             async with aiogpu.init(address=node.path, log_to_driver=False):
-                put = await aiogpu.put(large)
+                put = aiogpu.put(large)
                 assert await value_tasks.give.remote(put) == large
                 actor = Counter.remote()
                 assert await actor.add.remote() == 1

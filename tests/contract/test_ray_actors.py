@@ -204,7 +204,7 @@ async def test_cancelling_a_waiting_stream_ends_its_method(
 async def test_a_coroutine_is_given_handles_in_a_container() -> None:
     """The handles belong to the loop that runs the coroutine."""
     async with node():
-        handles = [await aiogpu.put(number) for number in (1, 2)]
+        handles = [aiogpu.put(number) for number in (1, 2)]
         assert await Grouped.remote().total.remote(handles) == 3
 
 
@@ -242,8 +242,8 @@ async def test_a_call_keeps_its_actors_while_it_waits_to_be_sent(joined: Any) ->
 
 async def test_a_put_value_keeps_the_actors_inside_it(joined: Any) -> None:
     counter = await Counter.remote(1)
-    small = await aiogpu.put([counter])
-    large = await aiogpu.put([counter, bytes(1 << 20)])
+    small = aiogpu.put([counter])
+    large = aiogpu.put([counter, bytes(1 << 20)])
     assert await v.give.remote(2) == 2
     del counter
     gc.collect()

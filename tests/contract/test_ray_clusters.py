@@ -138,7 +138,7 @@ async def seen(resource: str) -> None:
 
 
 async def test_refusing_does_not_wait_for_the_cluster(joined, monkeypatch):
-    """[B2] The cluster answers nothing meanwhile."""
+    """The cluster answers nothing meanwhile."""
     from aiogpu.engines.ray import cluster
 
     answered = threading.Event()

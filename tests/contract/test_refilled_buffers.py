@@ -1,4 +1,4 @@
-"""[B47] What a call takes is fixed when `.remote()` returns: a refilled buffer."""
+"""What a call takes is fixed when `.remote()` returns: a refilled buffer."""
 
 from __future__ import annotations
 

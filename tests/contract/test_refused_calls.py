@@ -1,4 +1,4 @@
-"""[B45] Calls that `.remote()`, `put` and `wait` refuse, and calls in other threads."""
+"""Calls that `.remote()`, `put` and `wait` refuse, and calls in other threads."""
 
 from __future__ import annotations
 
@@ -88,12 +88,11 @@ class Exiting:
 
 
 async def test_an_exit_amid_pickling_is_an_error() -> None:
-    """[B39]"""
     message = r"\['exiting'\] \(a Exiting\): SystemExit: 3"
     with pytest.raises(SerializationError, match=rf"args\[0\]{message}"):
         add.remote({"exiting": Exiting()})  # type: ignore[arg-type]
     with pytest.raises(SerializationError, match=rf"value{message}"):
-        await aiogpu.put({"exiting": Exiting()})
+        aiogpu.put({"exiting": Exiting()})
 
     captured = Exiting()
 
@@ -107,7 +106,7 @@ async def test_an_exit_amid_pickling_is_an_error() -> None:
 
 
 async def test_put_refuses_a_handle() -> None:
-    handle = await aiogpu.put([1])
+    handle = aiogpu.put([1])
     with pytest.raises(TypeError, match=r"already a handle.*`aiogpu\.put\(await"):
         aiogpu.put(handle)
     result = add.remote(1)

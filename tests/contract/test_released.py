@@ -1,4 +1,4 @@
-"""[B32] Actors, values, memory and descriptors are released when no code holds them.
+"""Actors, values, memory and descriptors are released when no code holds them.
 
 An actor ends soon after its last handle, wherever that was, and no sooner.
 """
@@ -105,7 +105,7 @@ async def test_a_pickle_that_was_not_sent_holds_nothing(
 async def test_a_put_value_holds_the_actor_inside_it(node: Node) -> None:
     """The actor is released with the value."""
     model = await Model.remote()
-    value: Any = await aiogpu.put([model])
+    value: Any = aiogpu.put([model])
     del model
     gc.collect()
     (again,) = await value
@@ -170,7 +170,7 @@ async def test_a_waiting_call_holds_the_actor_in_its_function(
     using = uses_of(model)[way]
     running = let_go_tasks.wait.remote(gate.path, "running")
     await gate.entered("running")
-    called: Any = using.remote(await aiogpu.put(0))
+    called: Any = using.remote(aiogpu.put(0))
     del model, using
     gc.collect()
     # The node has been told of the dropped handle when it answers.
@@ -372,7 +372,7 @@ async def test_driver_zygote_and_keepers_do_not_grow(count: int) -> None:
         assert new.memory <= old.memory + SLACK, change
 
 
-# [B2] aiogpu never changes the program's garbage collector
+# aiogpu never changes the program's garbage collector
 
 PROGRAM = """
     import asyncio, gc

@@ -107,7 +107,7 @@ async def test_the_newest_reports_are_kept(node: Node) -> None:
 
 @OWN
 async def test_reading_reports_does_not_keep_the_task(node: Node, gate: Gate) -> None:
-    """[B15] A task that no code awaits is cancelled, which ends its reports."""
+    """A task that no code awaits is cancelled, which ends its reports."""
     handle = tasks.gated_softly.remote(gate.path, "first")
     reading = asyncio.ensure_future(read(handle))
     awaiting = asyncio.ensure_future(handle.coro())

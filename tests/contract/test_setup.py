@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 import aiogpu
-from aiogpu.errors import OptionError, RemoteTraceback, WorkerSetupError
+from aiogpu.errors import OptionError, WorkerSetupError
+from aiogpu.serialization.exceptions import RemoteTraceback
 from tests.contract import setup_tasks
 
 pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.either_loop]

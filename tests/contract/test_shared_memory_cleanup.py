@@ -1,4 +1,4 @@
-"""[B51] What tasks leave in `/dev/shm` is removed by trackers before the share is free.
+"""What tasks leave in `/dev/shm` is removed by trackers before the share is free.
 
 Python's resource tracker, loky's and PyTorch's manager are processes that clean up
 after the others have ended.

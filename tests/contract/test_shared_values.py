@@ -1,4 +1,4 @@
-"""[B16] Values in shared memory: `put`, who reads them, when they are freed."""
+"""Values in shared memory: `put`, who reads them, when they are freed."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ async def until_freed(node: Node) -> None:
 
 @pytest.mark.usefixtures("each_engine")
 async def test_put_works_before_the_node_is_open() -> None:
-    handle = await aiogpu.put(b"x" * LARGE)
+    handle = aiogpu.put(b"x" * LARGE)
     assert await v.give.remote(handle) == b"x" * LARGE
     del handle
     await aiogpu.shutdown()
@@ -100,7 +100,7 @@ async def test_an_unreadable_value_leaves_nothing(end: Any, node: Node) -> None:
     give = v.give.options(max_retries=0)
     with pytest.raises((errors.DeserializationError, aiogpu.WorkerDiedError)):
         await give.remote(box)
-    handle = await aiogpu.put(box)
+    handle = aiogpu.put(box)
     with pytest.raises((errors.DeserializationError, aiogpu.WorkerDiedError)):
         await give.remote(handle)
     del handle, box
@@ -127,7 +127,7 @@ async def test_a_value_that_cannot_be_pickled_leaves_nothing(node: Node) -> None
 async def test_two_threads_have_a_node_each(node: Node) -> None:
     async def other() -> int:
         async with aiogpu.init(address="local", num_cpus=1):
-            handle = await aiogpu.put(np.ones(LARGE))
+            handle = aiogpu.put(np.ones(LARGE))
             return int((await v.give.remote(handle)).sum())
 
     # Not at the same time: an inline node's task makes this process its worker.
@@ -138,7 +138,7 @@ async def test_two_threads_have_a_node_each(node: Node) -> None:
 
 async def test_values_outlive_their_node(address: str) -> None:
     async with aiogpu.init(address=address, num_cpus=1):
-        kept = [await aiogpu.put(np.ones(LARGE)), v.give.remote(np.ones(LARGE))]
+        kept = [aiogpu.put(np.ones(LARGE)), v.give.remote(np.ones(LARGE))]
         read = await v.give.remote(kept[0])
     assert read.sum() == LARGE
     del kept, read
@@ -149,7 +149,7 @@ async def test_values_outlive_their_node(address: str) -> None:
 async def test_a_put_value_does_not_change(size: int, node: Node) -> None:
     """Readers do not change it either: each has memory of its own."""
     array = np.zeros(size, np.uint8)
-    handle = await aiogpu.put(array)
+    handle = aiogpu.put(array)
     array[:] = 1
     assert not (await handle).any()
     assert not (await v.give.remote(handle)).any()
@@ -167,7 +167,7 @@ async def test_a_put_value_does_not_change(size: int, node: Node) -> None:
 async def test_a_read_only_array_arrives_read_only(size: int, node: Node) -> None:
     array = np.zeros(size, np.uint8)
     array.flags.writeable = False
-    for handle in (await aiogpu.put(array), v.give.remote(array)):
+    for handle in (aiogpu.put(array), v.give.remote(array)):
         assert not (await handle).flags.writeable
         with pytest.raises(ValueError, match="read-only"):
             await v.changes.remote(handle)
@@ -175,7 +175,7 @@ async def test_a_read_only_array_arrives_read_only(size: int, node: Node) -> Non
 
 async def test_a_tensor_changes_for_one_reader_alone(node: Node) -> None:
     torch = pytest.importorskip("torch")
-    handle = await aiogpu.put(torch.zeros(LARGE))
+    handle = aiogpu.put(torch.zeros(LARGE))
     (await handle).add_(1)
     assert await v.changes.remote(handle, handle) == [0, 3, 0, 3]
     assert await v.changes.remote(handle) == [0, 3]
@@ -185,7 +185,7 @@ async def test_put_refuses_a_handle_and_keeps_nested_ones(node: Node) -> None:
     inner = v.give.remote([1])
     with pytest.raises(errors.MisuseError, match="already a handle"):
         aiogpu.put(inner)
-    outer = await aiogpu.put([inner])
+    outer = aiogpu.put([inner])
     assert await v.kinds.remote(outer) == ["list"]
     (nested,) = await outer
     assert await nested == [1]
@@ -228,7 +228,7 @@ async def test_a_value_is_freed_with_its_last_holder(node: Node) -> None:
     for how in ("put", "result", "nested", "failed"):
         handle: Any = v.give.remote(np.ones(LARGE))
         if how == "put":
-            handle = await aiogpu.put(np.ones(LARGE))
+            handle = aiogpu.put(np.ones(LARGE))
         if how == "nested":
             handle = await v.give_boxed.remote({"handle": handle, "a": np.ones(LARGE)})
         elif how == "failed":
@@ -244,7 +244,7 @@ async def test_a_value_is_freed_with_its_last_holder(node: Node) -> None:
 @pytest.mark.needs("processes")
 async def test_a_killed_worker_releases_what_it_read(node: Node) -> None:
     """A result that was given outlives its worker."""
-    handle = await aiogpu.put(np.ones(LARGE))
+    handle = aiogpu.put(np.ones(LARGE))
     pid = await v.keep.remote(handle)
     os.kill(pid, signal.SIGKILL)
     assert await v.give_sum.remote(handle) == LARGE
@@ -269,7 +269,7 @@ async def test_a_killed_worker_releases_what_it_read(node: Node) -> None:
     "count", [2_000, pytest.param(100_000, marks=pytest.mark.slow)]
 )
 async def test_many_values_are_held_at_once(count: int, node: Node) -> None:
-    handles = [await aiogpu.put(i) for i in range(count)]
+    handles = [aiogpu.put(i) for i in range(count)]
     assert await v.give.remote(handles[-1]) == count - 1
     assert await v.total.remote(*handles[:10_000]) == sum(range(min(count, 10_000)))
 
@@ -279,7 +279,7 @@ async def test_many_buffers_and_readers_share_values(node: Node) -> None:
     arrays = [np.full(70_000, i, np.uint8) for i in range(200)]
     back = await v.give.remote(v.give.remote(arrays))
     assert all(a[0] == a[-1] == i for i, a in enumerate(back))
-    handle = await aiogpu.put(np.ones(LARGE, np.uint8))
+    handle = aiogpu.put(np.ones(LARGE, np.uint8))
     for _ in range(20):
         sums = await asyncio.gather(*(v.give_sum.remote(handle) for _ in range(3)))
         assert sums == [LARGE] * 3
@@ -328,7 +328,7 @@ def few_descriptors(free: int) -> Iterator[None]:
 async def test_without_descriptors_a_value_travels_in_the_frame(node: Node) -> None:
     await asyncio.gather(*(v.give.remote(i) for i in range(4)))
     with few_descriptors(8):
-        handles = [await aiogpu.put(np.full(LARGE, i, np.uint8)) for i in range(12)]
+        handles = [aiogpu.put(np.full(LARGE, i, np.uint8)) for i in range(12)]
         for i, handle in enumerate(handles):
             assert (await v.give_sum.remote(handle)) == i * LARGE
 
@@ -396,11 +396,11 @@ def full_of(byte: int) -> memoryview:
 
 async def test_a_value_in_shared_memory_is_not_copied() -> None:
     async with aiogpu.init(num_cpus=1):
-        handle = await aiogpu.put(full_of(A))
+        handle = aiogpu.put(full_of(A))
         before = shared_memory()
         given = await shared_tasks.give_back.remote(handle)
         again = await shared_tasks.give_back.remote(given)
-        put = await aiogpu.put(given)
+        put = aiogpu.put(given)
         del handle, given
         assert shared_memory() - before < LARGE
         for _ in range(3):
@@ -411,7 +411,7 @@ async def test_a_value_in_shared_memory_is_not_copied() -> None:
 
 async def test_a_value_changed_by_force_is_seen_by_no_other() -> None:
     async with aiogpu.init(num_cpus=1):
-        handle = await aiogpu.put(full_of(A))
+        handle = aiogpu.put(full_of(A))
         changed = await shared_tasks.change_by_force.remote(handle)
         assert (changed[0], changed[1]) == (B, A)
         assert set(await handle) == {A}
@@ -434,7 +434,7 @@ async def test_past_the_limit_values_go_to_disk_and_come_back(tmp_path: Path) ->
     options = {"object_memory": LARGE, "spill_directory": tmp_path}
     async with aiogpu.init(num_cpus=1, **options):
         before = shared_memory()
-        handles = [await aiogpu.put(full_of(A)) for _ in range(3)]
+        handles = [aiogpu.put(full_of(A)) for _ in range(3)]
         handles += [shared_tasks.make.remote(A, LARGE) for _ in range(3)]
         await asyncio.wait(handles)
         assert shared_memory() - before <= 2 * LARGE
@@ -447,7 +447,7 @@ async def test_past_the_limit_values_go_to_disk_and_come_back(tmp_path: Path) ->
 async def test_a_full_disk_raises_an_object_memory_error() -> None:
     # No user can make a file in /proc.
     async with aiogpu.init(num_cpus=1, object_memory=LARGE, spill_directory="/proc"):
-        handle = await aiogpu.put(full_of(A))
+        handle = aiogpu.put(full_of(A))
         for send in (aiogpu.put, lambda value: shared_tasks.count.remote(value, A)):
             with pytest.raises(errors.ObjectMemoryError, match="object_memory="):
                 send(full_of(A))
@@ -459,7 +459,7 @@ async def test_a_full_disk_raises_an_object_memory_error() -> None:
             # The worker's next message says that it needs the value no more.
             await tasks.add.remote(1)
             try:
-                await aiogpu.put(full_of(B))
+                aiogpu.put(full_of(B))
             except errors.ObjectMemoryError:
                 continue
             break
@@ -471,7 +471,7 @@ KILLED = """
 
     async def main(place):
         async with aiogpu.init(num_cpus=1, object_memory=1<<20, spill_directory=place):
-            handles = [await aiogpu.put(memoryview(bytes(1 << 20))) for _ in range(3)]
+            handles = [aiogpu.put(memoryview(bytes(1 << 20))) for _ in range(3)]
             links = map(readlink, os.listdir("/proc/self/fd"))
             print([link for link in links if "deleted" in link], flush=True)
             os.kill(os.getpid(), signal.SIGKILL)

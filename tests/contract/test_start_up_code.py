@@ -97,7 +97,6 @@ DEBUGGERS = {
 def test_node_starts_under_a_debugger_and_profilers(
     debugger: str, program: Path
 ) -> None:
-    """[B52]"""
     pytest.importorskip(debugger)
     where = str(program.parent)
     options = [word.replace("WHERE", where) for word in DEBUGGERS[debugger]]
@@ -116,7 +115,6 @@ AGENTS = {
 
 @pytest.mark.parametrize("agent", AGENTS)
 def test_agents_run_in_each_worker(agent: str, program: Path) -> None:
-    """[B52]"""
     pytest.importorskip(agent)
     command, *options = AGENTS[agent]
     path = Path(sys.executable).with_name(command)
@@ -138,7 +136,7 @@ def test_agents_run_in_each_worker(agent: str, program: Path) -> None:
 def test_code_that_starts_threads_runs_in_each_worker(
     module: str, program: Path, tmp_path: Path
 ) -> None:
-    """[B52] It runs after the assignment of devices, so it may use them [B19]."""
+    """It runs after the assignment of devices, so it may use them."""
     source = STARTS_THREAD + NOTES
     directory = write(tmp_path / "base" / USERS / f"{module}.py", source)
     # A virtual environment has no user's packages; its own Python does.
@@ -161,7 +159,6 @@ def test_harmless_code_runs_once_before_the_forks(
 async def test_code_at_the_start_of_a_program_that_joins(
     here: Here, program: Path, tmp_path: Path
 ) -> None:
-    """[B52]"""
     program.write_text(PROGRAM.replace("OPTIONS", f"address={here.path!r}"))
     directory = write(tmp_path / "site" / "sitecustomize.py", STARTS_THREAD + NOTES)
     path = search_path(directory)
@@ -224,7 +221,6 @@ def test_tasks_import_what_a_finder_of_a_pth_file_finds(
 
 @pytest.mark.parametrize("by", ["a .pth file", "LD_PRELOAD", "a script"])
 def test_error_names_what_prevents_a_start(by: str, virtual: Path) -> None:
-    """[B52]"""
     python, variables = f"{virtual}/bin/python", {"PYTHONPATH": search_path()}
     program = FINDS
     if by == "a .pth file":

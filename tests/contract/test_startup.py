@@ -35,7 +35,6 @@ pytestmark = [
 
 
 async def test_num_cpus_defaults_to_those_the_process_may_use() -> None:
-    """[B3]"""
     async with aiogpu.init(num_gpus=0):
         assert (await aiogpu.cluster_resources())["CPU"] == usable_cpus()
 
@@ -61,7 +60,6 @@ async def test_tasks_have_the_programs_directory_path_and_variables(
 
 
 async def test_visible_devices_limit_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    """[B4]"""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,3")
     async with aiogpu.init(num_cpus=2):
         assert (await aiogpu.cluster_resources())["GPU"] == 2.0
@@ -80,7 +78,6 @@ async def test_visible_devices_limit_a_node(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 async def test_accelerator_type_restricts_tasks() -> None:
-    """[B10]"""
     async with aiogpu.init(num_cpus=2, num_gpus=1, accelerator_type="A100"):
         total = await aiogpu.cluster_resources()
         assert total["accelerator_type:A100"] == 1.0
@@ -214,7 +211,6 @@ async def test_init_refuses_what_is_no_python(monkeypatch: pytest.MonkeyPatch) -
 
 
 async def test_the_first_remote_opens_a_node() -> None:
-    """[B5]"""
     handles = [tasks.add.remote(i) for i in range(3)]
     cancelled = tasks.add.remote(1)
     cancelled.cancel()
@@ -251,7 +247,7 @@ IMPLICIT = """
 
 @pytest.mark.parametrize("way", ["asyncio.run", "aiogpu.run", "bare loop"])
 def test_an_unclosed_node_ends_with_its_loop(way: str, runtime_directory: Path) -> None:
-    """[B5] [B6]"""
+    """"""
     assert run(IMPLICIT, way, PYTHONWARNINGS="ignore::ResourceWarning") == "2\n"
     wait_until_gone(30, str(runtime_directory))
 
@@ -298,7 +294,7 @@ CANCELLING = """
 async def test_a_fork_of_the_driver_is_inert(
     way: str, loop: str, gate: Gate, runtime_directory: Path
 ) -> None:
-    """[B5] A fork starts and cancels nothing: not by `cancel()`, nor as its tasks end.
+    """A fork starts and cancels nothing: not by `cancel()`, nor as its tasks end.
 
     Closing the loop in a fork breaks the parent's, with or without aiogpu: both share
     one epoll descriptor. So the fork ends its tasks as `asyncio.run` does, and exits.
@@ -332,7 +328,7 @@ KILLED = """
 
 
 async def test_a_killed_driver_leaves_nothing(gate: Gate) -> None:
-    """[B7] Workers, what they started, and the node's directory are gone."""
+    """Workers, what they started, and the node's directory are gone."""
     driver = start(KILLED, gate.path)
     try:
         await gate.entered("daemon", "plain", "coroutine", "deaf")
@@ -358,7 +354,6 @@ async def test_remote_after_shutdown_opens_another_node() -> None:
 
 
 async def test_a_variable_may_name_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    """[B1]"""
     monkeypatch.setenv("AIOGPU_ADDRESS", "nowhere")
     with pytest.raises(aiogpu.OptionError, match="nowhere"):
         await aiogpu.init()
@@ -368,7 +363,6 @@ async def test_a_variable_may_name_the_address(monkeypatch: pytest.MonkeyPatch) 
 
 
 async def test_the_socket_directory_is_private(runtime_directory: Path) -> None:
-    """[B41]"""
     async with aiogpu.init(num_cpus=1):
         assert await tasks.add.remote(1) == 2
         (directory,) = runtime_directory.iterdir()
@@ -380,7 +374,6 @@ async def test_the_socket_directory_is_private(runtime_directory: Path) -> None:
 async def test_garbage_closes_its_own_connection_alone(
     runtime_directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """[B41]"""
     async with aiogpu.init(num_cpus=1):
         (directory,) = runtime_directory.iterdir()
         path = str(directory / "node.sock")
@@ -433,7 +426,7 @@ async def test_a_silent_connection_ends_with_the_node(runtime_directory: Path) -
 
 
 async def test_a_closing_node_logs_no_lost_errors(address: str, gate: Gate) -> None:
-    """[B6] Neither of running or waiting tasks, nor of results, calls and items."""
+    """Neither of running or waiting tasks, nor of results, calls and items."""
     async with no_complaints():
         async with aiogpu.init(address=address, num_cpus=1):
             running = tasks.gated_coroutine.remote(gate.path, "running")

@@ -1,4 +1,4 @@
-"""[B17] Generators as tasks and methods: order, back-pressure, errors, early ends."""
+"""Generators as tasks and methods: order, back-pressure, errors, early ends."""
 
 from __future__ import annotations
 
@@ -119,7 +119,6 @@ async def test_an_early_end_interrupts_a_producer_amid_its_code(
 
 @pytest.mark.needs("processes")
 async def test_a_producer_that_will_not_end_is_killed(node: Node, gate: Gate) -> None:
-    """[B15]"""
     async for _ in stream_tasks.deaf.remote(gate.path):
         await gate.entered("deaf")
         break
@@ -168,7 +167,7 @@ async def test_a_late_item_ends_a_stream_unless_its_wait_is_kept(
 async def test_a_cancel_stops_the_producer(
     node: Node, gate: Gate, generator: Any
 ) -> None:
-    """[B15] The consumer was the only one to wait for the next item."""
+    """The consumer was the only one to wait for the next item."""
     stream = generator.options(max_buffered=1).remote(gate.path)
 
     async def consume() -> None:
@@ -238,7 +237,7 @@ async def test_a_stream_used_as_a_handle_raises(node: Node) -> None:
 
 
 async def test_the_timeout_counts_from_remote(node: Node, gate: Gate) -> None:
-    """[B25] Items that came in time can be taken."""
+    """Items that came in time can be taken."""
     timeout, items = 0.1, []
     while not items:  # no item came in time: a worker was started meanwhile
         timeout *= 2
@@ -346,7 +345,7 @@ async def test_an_unpicklable_item_ends_its_producer(node: Node, gate: Gate) -> 
 
 @pytest.mark.parametrize("way", ["plain", "coroutine"])
 async def test_tasks_read_their_childrens_streams(node: Node, way: str) -> None:
-    """[B12] The node has one CPU, which the parent gives back while it waits."""
+    """The node has one CPU, which the parent gives back while it waits."""
     soft = "_softly" if way == "coroutine" else ""
     total: Any = getattr(stream_tasks, f"total{soft}")
     doubled: Any = getattr(stream_tasks, f"doubled{soft}")
@@ -391,7 +390,6 @@ def test_max_buffered_is_checked() -> None:
 
 @pytest.mark.needs("processes")
 async def test_a_replayed_producer_repeats_no_item(node: Node, tmp_path: Path) -> None:
-    """[B24]"""
     stream = stream_tasks.dies_after.remote(100, str(tmp_path / "again"))
     assert [item async for item in stream] == list(range(100))
     assert (tmp_path / "again").read_text() == "xxx"
@@ -425,7 +423,7 @@ KINDS = pytest.mark.parametrize(
 async def test_methods_stream_items_and_errors(
     node: Node, kind: Any, gate: Gate
 ) -> None:
-    """[B29] The actor goes on after each."""
+    """The actor goes on after each."""
     actor = kind.remote(gate.path)
     for name in ("count", *["softly"] * (kind is stream_tasks.Async)):
         method = actor.count_softly if name == "softly" else actor.count
@@ -525,7 +523,7 @@ async def test_a_method_may_stream_before_the_node_is_open() -> None:
 
 
 async def test_streams_take_and_give_handles_of_actors(node: Node) -> None:
-    """[B29] An actor lives as long as a program holds its handle or awaits a call."""
+    """An actor lives as long as a program holds its handle or awaits a call."""
     stream = stream_tasks.asks.remote(stream_tasks.Async.remote(), 70)
     assert [item async for item in stream] == [[]] * 70
     async for actor in stream_tasks.makes.remote(3):

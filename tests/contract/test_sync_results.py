@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import aiogpu
-from aiogpu import errors, sync
+from aiogpu import errors, sync, util
 from tests.contract.sync_tasks import (
     Counter,
     Maker,
@@ -61,14 +61,15 @@ def test_an_actor_in_a_result_is_called(node: Any) -> None:
 def test_handles_come_from_each_way_to_a_result(node: Any) -> None:
     maker = Maker.remote()
     pool: Any = sync.ActorPool([maker])
-    pool.submit(lambda actor, x: actor.start.remote(x), 4)
+    ported = util.ActorPool([maker])
+    ported.submit(lambda actor, x: actor.start.remote(x), 4)
     found = {
         "method": sync.get(maker.start.remote(1))[0],
         "map": next(start_double.map([2]))[0],
         "chunk": next(start_double.map([3], chunk=2))[0],
         "put": sync.get(sync.put([double.remote(5)]))[0],
-        "get_next": pool.get_next()[0],
-        "pool.map": next(pool.map(lambda actor, x: actor.start.remote(x), [6]))[0],
+        "get_next": ported.get_next()[0],
+        "pool.map": next(pool.start.map([6]))[0],
     }
     with sync.Executor() as executor:
         found["executor"] = executor.submit(start_double.__wrapped__, 7).result()[0]

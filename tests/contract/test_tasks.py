@@ -27,7 +27,7 @@ pytestmark = [
 
 
 async def test_a_task_runs(address: str) -> None:
-    """[B1] [B6] [B9]"""
+    """"""
     async with aiogpu.init(address=address, num_cpus=1) as session:
         assert session.is_open
         assert await tasks.add.remote(1, b=2) == 3
@@ -44,7 +44,6 @@ async def test_a_task_runs(address: str) -> None:
 
 
 async def test_a_second_init_raises_or_joins(address: str, node: Node) -> None:
-    """[B6]"""
     with pytest.raises(errors.NodeRunningError, match="ignore_reinit_error"):
         await aiogpu.init(address=address)
     async with aiogpu.init(address=address, ignore_reinit_error=True) as second:
@@ -55,7 +54,7 @@ async def test_a_second_init_raises_or_joins(address: str, node: Node) -> None:
 @pytest.mark.needs("waiting for resources")
 @pytest.mark.aiogpu(num_cpus=4, num_gpus=2, memory="4GiB", resources={"license": 2})
 async def test_resources_tell_what_is_free(node: Node, gate: Gate) -> None:
-    """[B3] [B8]"""
+    """"""
     total = {"CPU": 4.0, "GPU": 2.0, "license": 2.0, "memory": 2.0**32}
     assert await aiogpu.cluster_resources() == total
     request: Any = {"num_gpus": 0.25, "memory": "1GiB", "resources": {"license": 2}}
@@ -70,7 +69,6 @@ async def test_resources_tell_what_is_free(node: Node, gate: Gate) -> None:
 @pytest.mark.needs("at once", "holders")
 @pytest.mark.aiogpu(num_cpus=8, num_gpus=2)
 async def test_status_names_holders_and_waiting_tasks(node: Node, gate: Gate) -> None:
-    """[B8]"""
     a = tasks.gated.options(num_gpus=0.7, name="first").remote(gate.path, "a")
     b = tasks.gated.options(num_gpus=0.7).remote(gate.path, "b")
     c = tasks.gated.options(num_gpus=0.5, name="third").remote(gate.path, "c")
@@ -93,7 +91,6 @@ async def test_status_names_holders_and_waiting_tasks(node: Node, gate: Gate) ->
 
 
 async def test_functions_defined_in_a_test_are_sent_by_value(node: Node) -> None:
-    """[B11]"""
     base = 40
 
     @aiogpu.remote
@@ -122,7 +119,7 @@ async def test_functions_defined_in_a_test_are_sent_by_value(node: Node) -> None
 
 
 async def test_a_module_function_keeps_its_module(node: Node) -> None:
-    """[B11] Workers import the function by name: they share its module's state."""
+    """Workers import the function by name: they share its module's state."""
     module = "tests.contract.tasks"
     assert await tasks.modules.remote(module) == {module: True}
 
@@ -138,7 +135,6 @@ async def test_values_of_all_kinds_are_passed(node: Node) -> None:
 
 
 async def test_options_leave_the_original_alone(node: Node) -> None:
-    """[B9]"""
     named = tasks.where.options(name="other", num_gpus=0.5)
     assert (await named.remote())["name"] == "other"
     assert (await tasks.where.remote())["resources"] == {"CPU": 1.0}
@@ -146,7 +142,6 @@ async def test_options_leave_the_original_alone(node: Node) -> None:
 
 @pytest.mark.aiogpu(num_cpus=2)
 async def test_a_handle_is_a_future(node: Node) -> None:
-    """[B14]"""
     handle = tasks.add.remote(1)
     assert asyncio.isfuture(handle)
     assert not handle.done()
@@ -169,7 +164,7 @@ async def test_a_handle_is_a_future(node: Node) -> None:
 
 
 async def test_a_task_knows_its_gpus(address: str) -> None:
-    """[B19] [B20]"""
+    """"""
     async with aiogpu.init(address=address, num_cpus=2, num_gpus=3):
         facts = await tasks.where.options(num_gpus=2).remote()
         assert facts["ids"] == [0, 1]
@@ -186,7 +181,7 @@ async def test_a_task_knows_its_gpus(address: str) -> None:
 
 
 async def test_a_switch_leaves_the_device_variables_alone(node: Node) -> None:
-    """[B25] Without the switch, a task sees its GPU, or none if it has none."""
+    """Without the switch, a task sees its GPU, or none if it has none."""
     noset = "AIOGPU_NOSET_CUDA_VISIBLE_DEVICES"
     untouched = os.environ.get("CUDA_VISIBLE_DEVICES")
     facts = await tasks.where.remote()
@@ -203,7 +198,7 @@ async def test_a_switch_leaves_the_device_variables_alone(node: Node) -> None:
 @pytest.mark.needs("at once")
 @pytest.mark.aiogpu(num_cpus=8, num_gpus=3)
 async def test_fractions_pack_on_the_fullest_device(node: Node, gate: Gate) -> None:
-    """[B21] [B22] Three halves on three GPUs run on 0, 0, 1."""
+    """Three halves on three GPUs run on 0, 0, 1."""
     half = tasks.where_gated.options(num_gpus=0.5)
     handles = []
     for letter in "abc":
@@ -216,7 +211,6 @@ async def test_fractions_pack_on_the_fullest_device(node: Node, gate: Gate) -> N
 @pytest.mark.needs("at once")
 @pytest.mark.aiogpu(num_cpus=5, num_gpus=1)
 async def test_four_quarters_share_one_gpu_at_once(node: Node, gate: Gate) -> None:
-    """[B21]"""
     quarter = tasks.where_gated.options(num_gpus=0.25)
     handles = [quarter.remote(gate.path, name) for name in "abcde"]
     await gate.entered(*"abcd")
@@ -228,7 +222,6 @@ async def test_four_quarters_share_one_gpu_at_once(node: Node, gate: Gate) -> No
 
 
 async def test_an_infeasible_task_fails_at_once(node: Node) -> None:
-    """[B23]"""
     with pytest.raises(aiogpu.InfeasibleError, match="GPU 2 of 1") as caught:
         tasks.add.options(num_gpus=2).remote(1)
     assert "{CPU: 1, GPU: 2}" in str(caught.value)
@@ -245,7 +238,7 @@ async def test_an_infeasible_task_fails_at_once(node: Node) -> None:
 
 @pytest.mark.needs("processes")
 async def test_an_isolated_task_has_its_own_process(node: Node) -> None:
-    """[B26] The share is free only when the process has ended."""
+    """The share is free only when the process has ended."""
     isolated = tasks.pid.options(num_gpus=1)
     pids = {await isolated.remote() for _ in range(3)}
     assert len(pids) == 3
@@ -259,7 +252,7 @@ async def test_an_isolated_task_has_its_own_process(node: Node) -> None:
 
 
 async def test_a_task_cannot_spoil_the_next_tasks_devices(node: Node) -> None:
-    """[B19] [B25]"""
+    """"""
     for gpus, assigned in ((0, ""), (1, "0")):
         task = tasks.meddle.options(num_gpus=gpus, max_calls=0)
         for value in ("7", None, "0,1,2,3", None):
@@ -267,7 +260,6 @@ async def test_a_task_cannot_spoil_the_next_tasks_devices(node: Node) -> None:
 
 
 async def test_errors_keep_their_type_and_show_where(node: Node) -> None:
-    """[B37]"""
     with pytest.raises(KeyError, match="boom") as caught:
         await tasks.fail.remote(KeyError, "boom")
     assert not isinstance(caught.value, aiogpu.AiogpuError)
@@ -278,7 +270,6 @@ async def test_errors_keep_their_type_and_show_where(node: Node) -> None:
 
 
 async def test_errors_with_their_own_constructor_keep_their_type(node: Node) -> None:
-    """[B37]"""
     with pytest.raises(tasks.StatusError) as caught:
         await tasks.fail_with_status.remote()
     assert (str(caught.value), caught.value.code) == ("not found: 404", 404)
@@ -288,7 +279,6 @@ async def test_errors_with_their_own_constructor_keep_their_type(node: Node) -> 
 
 
 async def test_control_flow_errors_become_task_errors(node: Node) -> None:
-    """[B37]"""
     kinds = (StopIteration, SystemExit, KeyboardInterrupt, GeneratorExit)
     for kind in (*kinds, asyncio.CancelledError):
         with pytest.raises(aiogpu.TaskError, match=kind.__name__) as caught:
@@ -322,7 +312,7 @@ async def test_errors_whose_methods_raise_are_passed() -> None:
 
 
 async def test_an_error_names_what_cannot_be_pickled(node: Node) -> None:
-    """[B37] [B39]"""
+    """"""
     lock = threading.Lock()
     with pytest.raises(errors.SerializationError, match=r"args\[0\]\['db'\]\[1\]"):
         tasks.echo.remote({"db": [1, lock]})
@@ -377,7 +367,7 @@ async def test_a_failed_import_in_a_worker_raises(
 @pytest.mark.needs("processes")
 @pytest.mark.aiogpu(num_cpus=2, log_to_driver=False)
 async def test_a_worker_that_dies_fails_its_task_alone(node: Node, gate: Gate) -> None:
-    """[B38] The error tells pid, exit code or signal, and last output."""
+    """The error tells pid, exit code or signal, and last output."""
     other = tasks.gated.remote(gate.path, "other")
     await gate.entered("other")
     with pytest.raises(aiogpu.WorkerDiedError, match="exited with code 7") as exited:
@@ -396,7 +386,6 @@ async def test_a_worker_that_dies_fails_its_task_alone(node: Node, gate: Gate) -
 
 @pytest.mark.needs("waiting for resources")
 async def test_timeout_stops_a_task_in_any_state(node: Node, gate: Gate) -> None:
-    """[B10]"""
     seconds = 0.2
     while "running" not in gate.pids:
         waits = tasks.gated_coroutine.options(timeout=seconds, name="waits")
@@ -413,7 +402,6 @@ async def test_timeout_stops_a_task_in_any_state(node: Node, gate: Gate) -> None
 
 @pytest.mark.needs("interrupts")
 async def test_timeout_stops_busy_code(node: Node, gate: Gate) -> None:
-    """[B10]"""
     seconds = 0.2
     while "running" not in gate.pids:
         running = tasks.spin.options(timeout=seconds).remote(gate.path, "running")
@@ -426,7 +414,6 @@ async def test_timeout_stops_busy_code(node: Node, gate: Gate) -> None:
 
 @pytest.mark.needs("waiting for resources")
 async def test_a_closed_node_fails_its_tasks(address: str, gate: Gate) -> None:
-    """[B6]"""
     async with aiogpu.init(address=address, num_cpus=1):
         running = tasks.gated_coroutine.remote(gate.path, "a")
         waiting = tasks.add.remote(1)
@@ -439,7 +426,6 @@ async def test_a_closed_node_fails_its_tasks(address: str, gate: Gate) -> None:
 
 @pytest.mark.needs("processes")
 async def test_a_closed_node_leaves_no_process(address: str, gate: Gate) -> None:
-    """[B6]"""
     async with aiogpu.init(address=address, num_cpus=1):
         running = tasks.gated.remote(gate.path, "a")
         await gate.entered("a")
@@ -484,7 +470,6 @@ async def test_a_thousand_tasks_run(node: Node) -> None:
     ],
 )
 async def test_calls_are_named_after_actor_and_method(node: Node, kind: Any) -> None:
-    """[B20]"""
     own = kind.__name__
     actor = await kind.remote()
     assert await actor.called.remote() == f"{own}.called"

@@ -1,4 +1,4 @@
-"""[B49] No turn of the program's loop is held by work for many tasks at once."""
+"""No turn of the program's loop is held by work for many tasks at once."""
 
 from __future__ import annotations
 

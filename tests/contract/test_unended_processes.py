@@ -1,4 +1,4 @@
-"""[B15] [B26] A share is not free before its processes have ended.
+"""A share is not free before its processes have ended.
 
 SIGKILL does not end a process that waits in the kernel (state D). Until it ends, its
 share stays taken, and status, `why()` and the log name the process.
@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 import aiogpu
-from aiogpu.linux.cgroup import Cgroup, Place
+from aiogpu.linux.cgroup import Cgroup, ParentCgroup
 from aiogpu.observe.status import NodeStatus
 from aiogpu.runtime import node_cgroup
 from aiogpu.runtime.callers import leases
@@ -43,7 +43,9 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(params=["with cgroup2", "without"])
 def has_cgroup(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     if request.param == "without":
-        monkeypatch.setattr(node_cgroup, "find_cgroup", lambda: Place(None, "a test"))
+        monkeypatch.setattr(
+            node_cgroup, "find_cgroup", lambda: ParentCgroup(None, "a test")
+        )
         return False
     if PLACE.directory is None:
         pytest.skip(PLACE.reason)
@@ -204,7 +206,9 @@ async def test_such_a_process_delays_no_other_slot(
     gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The zygote adopts it, and reports the ends of other keepers nevertheless."""
-    monkeypatch.setattr(node_cgroup, "find_cgroup", lambda: Place(None, "a test"))
+    monkeypatch.setattr(
+        node_cgroup, "find_cgroup", lambda: ParentCgroup(None, "a test")
+    )
     async with aiogpu.init(num_cpus=2, num_gpus=1, cancel_grace=0.01) as session:
         slots = session._session._engine._open_driver.pool.slots  # type: ignore[attr-defined]
         handle, pid = await started(NAMESPACE, gate)

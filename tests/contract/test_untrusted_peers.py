@@ -1,4 +1,4 @@
-"""[B41] Untrusted peers: unknown processes, garbage, forged nodes.
+"""Untrusted peers: unknown processes, garbage, forged nodes.
 
 An unknown process gets nothing and harms no other; programs send a forged node nothing
 and unpickle nothing of it; no socket is on a network. Tests with a second user need

@@ -1,4 +1,4 @@
-"""[B16] Results as arguments of calls: resolved, handed on, failed or cancelled."""
+"""Results as arguments of calls: resolved, handed on, failed or cancelled."""
 
 from __future__ import annotations
 
@@ -274,7 +274,6 @@ async def test_timeouts_count_for_arguments_and_calls(node: Node, gate: Gate) ->
 
 
 async def test_map_takes_handles_and_large_items(node: Node) -> None:
-    """[B18]"""
     async with v.Serial.remote() as actor:
         for chunk in (None, 3, "auto"):
             handles = [v.add.remote(number) for number in range(10)]
@@ -294,7 +293,7 @@ async def test_map_takes_handles_and_large_items(node: Node) -> None:
 async def test_wait_and_as_completed_take_handles(node: Node) -> None:
     handles = [v.add.remote(number) for number in range(3)]
     assert await v.wait_for_two.remote(handles) == [1, 2, 3]
-    value: Any = await aiogpu.put(5)
+    value: Any = aiogpu.put(5)
     assert await aiogpu.wait([value]) == ([value], [])
     assert [handle async for handle in aiogpu.as_completed([value])] == [value]
 
@@ -365,7 +364,7 @@ async def test_cancelled_arguments_fail_dependents(node: Node, gate: Gate) -> No
 
 
 async def test_a_dropped_dependent_still_runs(node: Node, gate: Gate) -> None:
-    """[B14] Dropping a handle does not cancel it."""
+    """Dropping a handle does not cancel it."""
     slow = v.gated.remote(gate.path, "slow", 5)
     v.tell.remote(gate.path, "then", slow)
     await gate.entered("slow")
@@ -377,7 +376,7 @@ async def test_a_dropped_dependent_still_runs(node: Node, gate: Gate) -> None:
 
 @pytest.mark.needs("at once")
 async def test_giving_up_cancels_only_unshared_work(node: Node, gate: Gate) -> None:
-    """[B15] A handle that a task returns is a second handle to the same work."""
+    """A handle that a task returns is a second handle to the same work."""
 
     async def copies(name: str) -> tuple[Any, Any]:
         slow = v.gated.remote(gate.path, name, 5)

@@ -1,4 +1,4 @@
-"""[B26] [B44] How a node reacts to what NVML shows; NVML is a stub.
+"""How a node reacts to what NVML shows; NVML is a stub.
 
 A share comes back when NVML agrees; GPUs that are sick, lost or used by others get no
 new tasks; a task that outgrows its reservation is ended.

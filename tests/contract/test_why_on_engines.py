@@ -1,4 +1,4 @@
-"""[B8] [B23] `why` and `status` on every engine."""
+"""`why` and `status` on every engine."""
 
 from __future__ import annotations
 
@@ -171,9 +171,9 @@ async def test_status_makes_few_objects_for_many_waiting_tasks(
 ) -> None:
     made = []
 
-    def make(*parts: object) -> object:
+    def make(**parts: object) -> object:
         made.append(parts)
-        return TaskStatus(*parts)  # type: ignore[arg-type]
+        return TaskStatus(**parts)  # type: ignore[arg-type]
 
     monkeypatch.setattr(module, "TaskStatus", make)
     running = tasks.gated_coroutine.remote(gate.path, "a")

@@ -1,4 +1,4 @@
-"""[B38] Deaths of workers: what callers are message, and what else is affected."""
+"""Deaths of workers: what callers are message, and what else is affected."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.contract import served, tasks, wild_tasks
 from tests.contract.actor_classes import Counter
 from tests.contract.backlog_tasks import fill, keep_filled
 from tests.contract.let_go_tasks import Fragile
-from tests.contract.wild_tasks import Crowd, Debugged, break_context, debug
+from tests.contract.wild_tasks import Crowd, Debugged, break_context, set_trace
 from tests.support.gate import Gate
 from tests.support.program import run
 from tests.support.waits import until
@@ -68,16 +68,15 @@ async def test_an_error_tells_how_the_worker_ended(num_gpus: int) -> None:
         assert await neighbour.remote() > before
 
 
-async def test_a_debugger_in_a_worker_raises() -> None:
+async def test_another_debugger_in_a_worker_raises() -> None:
     async with aiogpu.init(num_cpus=1, log_to_driver=False):
-        chunks = debug.map(["breakpoint"], chunk=1)
+        chunks = set_trace.map([1], chunk=1)
         for fails in (
-            debug.remote("breakpoint"),
-            debug.remote("set_trace"),
+            set_trace.remote(),
             anext(aiter(chunks)),
             Debugged.remote().debug.remote(),
         ):
-            with pytest.raises(bdb.BdbQuit, match=r"no terminal.*address='inline'"):
+            with pytest.raises(bdb.BdbQuit, match=r"no terminal.*`breakpoint\(\)`"):
                 await fails
 
 

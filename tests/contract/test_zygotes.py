@@ -1,4 +1,4 @@
-"""[B28] Zygotes: their imports, what they learn, and one zygote per environment."""
+"""Zygotes: their imports, what they learn, and one zygote per environment."""
 
 from __future__ import annotations
 

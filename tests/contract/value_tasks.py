@@ -236,7 +236,7 @@ def put_and_pass(value: Any) -> Any:
 
 @aiogpu.remote
 async def put_and_pass_softly(value: Any) -> Any:
-    handle = await aiogpu.put(value)
+    handle = aiogpu.put(value)
     return await give.remote(handle)
 
 
@@ -254,7 +254,7 @@ def put_and_give(value: Any) -> Any:
 
 @aiogpu.remote
 async def put_and_give_softly(value: Any) -> Any:
-    return {"handle": await aiogpu.put(value)}
+    return {"handle": aiogpu.put(value)}
 
 
 @aiogpu.remote

@@ -388,13 +388,15 @@ def put_and_wait() -> None:
 
 
 @aiogpu.remote
-def debug(how: str) -> None:
+def set_trace(_item: int = 0) -> None:
     import pdb
 
-    breakpoint() if how == "breakpoint" else pdb.set_trace()
+    pdb.set_trace()
 
 
 @aiogpu.remote
 class Debugged:
     def debug(self) -> None:
-        breakpoint()
+        import pdb
+
+        pdb.set_trace()

@@ -390,7 +390,6 @@ def test_kill_spares_the_queued_tasks():
 
 
 def test_queue_behind_a_blocked_task_is_revoked():
-    """[B12]"""
     queue_behind().play("""
         submit child parent=t1; wait_for t1 child; queued =; blocked = t1
         running = child t1

@@ -77,7 +77,7 @@ def test_lease_returned_during_close_does_not_settle():
     assert not w.scheduler.granted
 
 
-# An actor needs a CPU only for its placement [B30].
+# An actor needs a CPU only for its placement.
 
 
 def resident(w: World, name: str = "actor", **options) -> None:

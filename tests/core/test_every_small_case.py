@@ -1,8 +1,8 @@
 """Every sequence of takes and returns on few GPUs, against a model as plain as can be.
 
 No case is drawn: up to the bound all are tried, in whatever order, so that what a
-smaller one shows is shown by the smallest. The model follows the rules of the contract,
-[B21] to [B23], and of decision 0024, by trying every set of devices. It shares nothing
+smaller one shows is shown by the smallest. The model follows the rules of
+`docs/tasks.md` and of decision 0024, by trying every set of devices. It shares nothing
 with the core but the words of a request.
 """
 
@@ -274,7 +274,7 @@ def test_every_sequence_of_five_steps_on_more_cards(kind):
 
 
 def test_infeasible_requests_are_found():
-    """[B23], on every box of up to three cards."""
+    """On every box of up to three cards."""
     kinds = [Card(), Card("T4"), Card(memory=10), Card("T4", memory=4)]
     asks = [*PLAIN, *TYPED, *BY_BYTES, Ask("3"), Ask("1", "H100"), Ask("0", memory=11)]
     for count in (1, 2, 3):
@@ -288,7 +288,7 @@ def test_infeasible_requests_are_found():
 @pytest.mark.parametrize("amount", [0.5, 1])
 @pytest.mark.parametrize("strategy", ["pack", "spread"])
 def test_wide_task_waits_only_for_tasks_before_it(amount, strategy):
-    """[B24]: under an endless stream, for every order in which tasks end."""
+    """Under an endless stream, for every order in which tasks end."""
     orders: list[tuple[str, ...]] = [()]
     tried = 0
     while orders:

@@ -79,7 +79,7 @@ def test_lease_is_taken_and_given_back_once():
 
 
 def test_lent_cpus_are_taken_back_at_once():
-    """[B12] Only CPUs are lent; the free amount can become negative."""
+    """Only CPUs are lent; the free amount can become negative."""
     node = ledger(cpus=2, gpus=1, license=1)
     lent = node.take(asking(2, 0.5, license=1))
     node.lend(lent)
@@ -280,7 +280,6 @@ SPLIT = node(*cards(3, "A100", 20, parent="GPU-1"), *cards(1, "A100", 80))
     ],
 )
 def test_why_infeasible_explains_the_lack(ledger, request_, reason):
-    """[B23]"""
     assert ledger.why_infeasible(request_) == reason
 
 

@@ -221,7 +221,7 @@ def test_records_move_only_along_their_tables(record_class, table, first):
 
 
 def test_binding_has_environment_devices_and_memory_limit():
-    """[B27] The binding ignores amounts; a framework reads its limit only once."""
+    """The binding ignores amounts; a framework reads its limit only once."""
     cards = [Device(0, memory=80), Device(1), Device(2)]
     bindings = []
     for amount, memory in (

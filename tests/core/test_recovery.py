@@ -325,7 +325,6 @@ def gone(gpus=1, count=2):
 
 
 def test_result_is_delivered_before_the_share_is_free():
-    """[B26]"""
     w, worker = gone()
     w.play("""
         told = a:settled; free = CPU:4.0 GPU:1.0 (its code has ended)
@@ -434,7 +433,7 @@ def test_idle_worker_cannot_be_spoilt():
 
 
 def test_worker_on_a_sick_device_gets_no_further_task():
-    """[B26] Neither a waiting task nor a task of its queue."""
+    """Neither a waiting task nor a task of its queue."""
     w = World(cpus=1, gpus=1, took=1e-5).play("""
         submit a b c d e f g h gpus=0.5; finish a
     """)

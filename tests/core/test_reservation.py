@@ -1,4 +1,4 @@
-"""Reservations: no task waits for ever while others overtake it [B24]."""
+"""Reservations: no task waits for ever while others overtake it."""
 
 from collections import deque
 
@@ -308,7 +308,7 @@ def test_task_that_does_not_fit_blocks_only_its_shape():
     """)
 
 
-# [B44] Device memory.
+# Device memory.
 
 
 def reason(w: World) -> str:

@@ -111,6 +111,57 @@ def test_each_attempt_has_the_full_run_timeout():
     assert failed.reason.endswith("(with 1 earlier tries) and ran 1.0 s")
 
 
+@pytest.mark.parametrize("limit", ["timeout", "run_timeout"])
+def test_time_limits_stand_still_at_a_breakpoint(limit):
+    failure = {"timeout": "expired", "run_timeout": "overrun"}[limit]
+    World(cpus=1, config=PATIENCE).play(f"""
+        submit a {limit}=1.0; begin a; advance 0.4
+        halt a; advance 5.0; halt a (attached); advance 5.0; told =
+        go_on a; go_on a; advance 0.4; told =
+        halt a; advance 5.0; go_on a; advance 0.1; told =
+        advance 0.1; told = a:{failure}
+    """)
+
+
+def test_a_task_that_dies_at_a_breakpoint_has_limits_again():
+    """An alarm that passes while the code stands must not be lost."""
+    World(cpus=1, config=PATIENCE).play("""
+        submit a timeout=1.0 max_retries=1; begin a; halt a; advance 2.0; die a
+        running = a; advance 0.9; told =; advance 0.1; told = a:expired
+    """)
+
+
+def test_a_task_that_fails_at_a_breakpoint_has_limits_again():
+    World(cpus=1, config=PATIENCE).play("""
+        submit a timeout=3.0 max_retries=9; begin a; halt a; advance 2.0
+        finish a retry=True; advance 2.9; told =; advance 0.1; told = a:expired
+    """)
+
+
+def test_a_task_whose_retry_waits_has_limits_meanwhile():
+    w = World(cpus=1).play("submit a timeout=60.0 max_retries=9")
+    tries = 0
+    while w.scheduler.delayed == {}:
+        w.play("begin a; halt a; die a")
+        tries += 1
+        assert tries < 9
+    (halt,) = w.scheduler.halts.values()
+    assert halt.since is None
+
+
+def test_a_breakpoint_without_limits_or_of_a_lost_task_changes_nothing():
+    w = World(cpus=1, config=PATIENCE).play("submit free; begin free; halt free")
+    worker = w.worker_of("free")
+    assert not w.scheduler.halts
+    w.play("go_on free; finish free; submit a run_timeout=1.0; begin a")
+    for name, by in (("a", WorkerId(99)), ("free", worker)):
+        w.tell(Scheduler.task_halted, w.tasks[name].id, by, True)
+    w.play(
+        "advance 1.0; told has a:overrun; halt a; go_on a; finish a; forgotten has a"
+    )
+    assert not w.scheduler.halts
+
+
 def test_unexpected_began_sets_no_timer():
     """A worker may report a task without a limit, or a task that it has lost."""
     w = World(cpus=1, config=PATIENCE).play("submit free; begin free")

@@ -1,4 +1,4 @@
-"""Parents, children and dependencies: order, ends, deadlocks [B12].
+"""Parents, children and dependencies: order, ends, deadlocks.
 
 And waits that can never end, which are found out.
 """
@@ -221,7 +221,7 @@ def test_why_names_the_expected_results():
     assert task.reason == "waits for results that are its arguments"
 
 
-# Waits that can never end fail with the reason; no other wait does [B12].
+# Waits that can never end fail with the reason; no other wait does.
 
 
 def wait(w: World, parent: str, child: str, **options) -> None:

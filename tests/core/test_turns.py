@@ -1,4 +1,4 @@
-"""Turns between children and other tasks: none starves, and trees stay narrow [B50]."""
+"""Turns between children and other tasks: none starves, and trees stay narrow."""
 
 from collections import Counter
 

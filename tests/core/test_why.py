@@ -1,4 +1,4 @@
-"""[B23] `why()` as data and as text; and warnings of stalls."""
+"""`why()` as data and as text; and warnings of stalls."""
 
 import pytest
 

@@ -15,7 +15,6 @@ pytestmark = pytest.mark.usefixtures("few")
 
 
 def test_worker_keeps_its_devices():
-    """[B27]"""
     w = World(gpus=2).play("submit on-0 on-1 gpus=1")
     first, second = w.worker_of("on-0"), w.worker_of("on-1")
     w.play("finish on-1; submit on-1-again gpus=0.5")
@@ -27,7 +26,6 @@ def test_worker_keeps_its_devices():
 
 
 def test_isolated_task_keeps_its_share_until_its_process_is_gone():
-    """[B26]"""
     w = World(gpus=1, exits=False).play("submit a gpus=1")
     worker = w.worker_of("a")
     w.play("finish a; submit b gpus=1 max_calls=1")
@@ -78,7 +76,7 @@ def test_pop_idle_raises_without_an_idle_worker():
         workers.pop_idle()
 
 
-# [B27] A device with an idle worker that fits is preferred.
+# A device with an idle worker that fits is preferred.
 
 
 def warm(w, name, gpus, **options):
@@ -264,7 +262,7 @@ def test_failed_spare_concerns_its_own_environment():
     assert spares_of(w) == 2
 
 
-# The worker limit, and failed starts of workers [B46].
+# The worker limit, and failed starts of workers.
 
 START_RETRY_AFTER = SchedulerConfig().start_retry_after
 

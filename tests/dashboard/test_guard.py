@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import time
 from collections.abc import AsyncIterator
@@ -22,9 +23,10 @@ from tornado.websocket import WebSocketClientConnection, websocket_connect
 
 from aiogpu.dashboard.collector import HOUR, Collector, Sample
 from aiogpu.dashboard.guard import Guard, is_loopback
-from aiogpu.dashboard.overview import overview
 from aiogpu.dashboard.server import SCRIPTS, listening
+from aiogpu.observe.overview import overview
 from aiogpu.observe.status import EndedTask
+from aiogpu.observe.why import Why
 from tests.cli.status_examples import BUSY, IDLE
 
 EVIL = "<img src=x onerror=alert(1)>\x1b[2J"
@@ -279,7 +281,10 @@ def test_only_this_machine_reaches_a_loopback_address(host: str, is_own: bool) -
     assert (by_address.status, by_name.status) == (403 if is_own else 200, 403)
 
 
-@pytest.mark.parametrize("path", ["/devices", "/timeline", "/task?id=7"])
+PAGES = ["/devices", "/timeline", "/tasks", "/actors", "/logs", "/task?id=7"]
+
+
+@pytest.mark.parametrize("path", PAGES)
 async def test_every_page_has_a_policy_and_needs_the_cookie(path: str) -> None:
     async with dashboard() as (origin, token), visitor(origin) as client:
         assert (await client.get(path)).status_code == 403
@@ -287,3 +292,71 @@ async def test_every_page_has_a_policy_and_needs_the_cookie(path: str) -> None:
         page = await client.get(path)
         assert page.status_code == 200
         assert "script-src 'self' 'nonce-" in page.headers["Content-Security-Policy"]
+
+
+class Stoppable(Collector):
+    """A collector that notes what it is to stop."""
+
+    def __init__(self) -> None:
+        super().__init__(nowhere)
+        self.stopped: list[int] = []
+        self.take(BUSY, time.time())
+
+    async def why(self, task: int) -> Why | None:
+        return Why("train", task, "running", worker=2, pid=102)
+
+    async def failed_calls(self, actor: int) -> tuple[EndedTask, ...]:
+        return ()
+
+    async def stop(self, what: str, number: int) -> str:
+        self.stopped.append(number)
+        return "Stopped."
+
+
+async def test_no_request_and_no_foreign_page_stops_anything() -> None:
+    collector, evil = Stoppable(), "http://evil.example"
+    async with listening(collector, "127.0.0.1", 0) as url:
+        origin = f"http://{urlsplit(url).netloc}"
+        async with visitor(origin, f"/?{urlsplit(url).query}") as client:
+            cookie = "; ".join(f"{k}={v}" for k, v in client.cookies.items())
+            page = (await client.get("/task?id=7&stop=1&confirm=yes")).text
+            for method in ("POST", "PUT", "DELETE"):
+                for headers, code in (({}, 405), ({"Origin": evil}, 403)):
+                    for path in ("/task?id=7", "/stop?id=7", "/cancel"):
+                        answer = await client.request(method, path, headers=headers)
+                        assert answer.status_code in (code, 404), path
+            # Buttons are pressed over the WebSocket, which needs all three.
+            for headers in (
+                {"Cookie": cookie, "Origin": evil},
+                {"Cookie": cookie, "Origin": "null"},
+                {"Origin": origin},
+                {"Cookie": cookie},
+            ):
+                with pytest.raises(HTTPClientError, match="403"):
+                    await connect(f"{origin}/task", page, **headers)
+    assert collector.stopped == []
+
+
+async def test_a_read_only_page_gives_a_browser_no_button_to_press() -> None:
+    for is_read_only in (False, True):
+        collector = Stoppable()
+        collector.is_read_only = is_read_only
+        async with listening(collector, "127.0.0.1", 0) as url:
+            origin = f"http://{urlsplit(url).netloc}"
+            async with visitor(origin, f"/?{urlsplit(url).query}") as client:
+                page = (await client.get("/task?id=7")).text
+                cookie = "; ".join(f"{k}={v}" for k, v in client.cookies.items())
+                socket = await connect(
+                    f"{origin}/task", page, Cookie=cookie, Origin=origin
+                )
+                await socket.read_message()
+                header = {"msgid": "1", "msgtype": "PULL-DOC-REQ"}
+                for part in (json.dumps(header), "{}", "{}"):
+                    await socket.write_message(part)
+                answer = ""
+                while '"Div"' not in answer:
+                    answer = str(await socket.read_message())
+                assert ('"Button"' in answer) is not is_read_only
+                socket.close()
+                while await socket.read_message() is not None:
+                    pass

@@ -55,6 +55,7 @@ def train():
 
 @aiogpu.remote(num_cpus=1)
 def fail():
+    print("says", sys.argv[2], file=sys.stderr)
     raise ValueError(sys.argv[2])
 
 async def main():
@@ -146,10 +147,17 @@ def test_each_page_fits_and_shows_names_as_text(
         expect(page.get_by_text(re.compile("waits for .*GPU 2"))).to_be_visible()
         expect(page.get_by_text("Model 'serve'").first).to_be_visible()
         expect(page.get_by_text(EVIL).first).to_be_visible()
-        for name in ("Devices", "Timeline", "Overview"):
+        for name, shows in (
+            ("Devices", page.locator("canvas").first),
+            ("Timeline", page.locator("canvas").first),
+            ("Tasks", page.get_by_text(re.compile("waits for .*GPU 2")).first),
+            ("Actors and programs", page.get_by_text("alive", exact=True)),
+            ("Logs", page.get_by_text("this node keeps no log")),
+            ("Overview", page.locator("canvas").first),
+        ):
             page.get_by_role("link", name=name, exact=True).click()
             expect(page.locator("[aria-current]")).to_have_text(name)
-            expect(page.locator("canvas").first).to_be_visible()
+            expect(shows).to_be_visible()
             assert page.evaluate("document.documentElement.scrollWidth") <= width
             if name == "Timeline":
                 assert "GPU 0" in page.evaluate(ROWS)
@@ -174,8 +182,18 @@ def test_the_figures_change_every_second_with_100_000_waiting_tasks(
         for _ in range(4):
             age = row.get_by_role("cell").last.inner_text()
             sync_api.expect(row.get_by_role("cell").last).not_to_have_text(
-                age, timeout=2500
+                age, timeout=5000
             )
+        page.get_by_role("link", name="Tasks", exact=True).click()
+        expect = sync_api.expect
+        expect(page.get_by_text("Tasks 1 to 50 of 100,000.")).to_be_visible()
+        page.get_by_role("link", name="Further").click()
+        expect(page.get_by_text("Tasks 51 to 100 of 100,000.")).to_be_visible()
+        page.get_by_label("Name, number or error").fill("TRAIN")
+        page.get_by_label("Order").select_option("newest first")
+        page.get_by_role("button", name="Show").click()
+        expect(page.get_by_text("of 100,000. In this order")).to_be_visible()
+        assert page.get_by_role("row").count() == 51
         assert wrong == []
 
 
@@ -219,3 +237,59 @@ def test_strangers_are_refused(chromium: Any, sandbox: Sandbox) -> None:
                 url.partition("?")[0].replace("http", "ws") + "ws",
             )
             assert answer == "refused"
+
+
+def test_a_task_is_cancelled_and_an_actor_killed_after_a_question(
+    chromium: Any, sandbox: Sandbox
+) -> None:
+    expect = sync_api.expect
+    with (
+        loaded(sandbox) as pid,
+        dashboard(sandbox, "--pid", str(pid)) as url,
+        tab(chromium, url) as (page, wrong),
+    ):
+        for name, verb in (
+            ("train", "Cancel this task"),
+            ("Model 'serve'", "Kill this actor"),
+        ):
+            page.get_by_role("link", name="Overview", exact=True).click()
+            page.get_by_role("link", name=name).first.click()
+            expect(page.get_by_role("button")).to_have_text([verb])
+            page.get_by_role("button", name=verb).focus()
+            page.keyboard.press("Enter")
+            expect(page.get_by_role("button")).to_have_count(2)
+            page.get_by_role("button", name="No, keep").click()
+            expect(page.get_by_role("button")).to_have_text([verb])
+            page.get_by_role("button", name=verb).click()
+            page.get_by_role("button", name="Yes").click()
+            stopped = re.compile(", (cancelled|failed)$")
+            expect(page.get_by_role("heading", level=2)).to_have_text(stopped)
+            expect(page.get_by_role("button")).to_have_count(0)
+        assert wrong == []
+
+
+def test_a_read_only_dashboard_has_no_buttons(chromium: Any, sandbox: Sandbox) -> None:
+    with (
+        loaded(sandbox) as pid,
+        dashboard(sandbox, "--pid", str(pid), "--read-only") as url,
+        tab(chromium, url) as (page, _),
+    ):
+        page.get_by_role("link", name="Model 'serve'").first.click()
+        sync_api.expect(page.get_by_text("runs on worker").first).to_be_visible()
+        sync_api.expect(page.get_by_role("button")).to_have_count(0)
+
+
+def test_the_log_is_shown_as_text_and_filtered(chromium: Any, sandbox: Sandbox) -> None:
+    expect = sync_api.expect
+    sandbox.run("start", "--head", "--num-cpus=2", "--num-gpus=2")
+    with (
+        dashboard(sandbox, "--address", "auto") as url,
+        loaded(sandbox, "auto"),
+        tab(chromium, url) as (page, wrong),
+    ):
+        page.get_by_role("link", name="Logs", exact=True).click()
+        expect(page.get_by_text(f"says {EVIL}")).to_be_visible()
+        page.get_by_label("Text").fill("no such words")
+        page.get_by_role("button", name="Show").click()
+        expect(page.get_by_text("No line matches yet.")).to_be_visible()
+        assert wrong == []

@@ -12,7 +12,16 @@ from itertools import groupby
 import pytest
 
 import aiogpu
-from aiogpu import accelerators, errors, fastapi, joblib, opentelemetry, sync, types
+from aiogpu import (
+    accelerators,
+    errors,
+    fastapi,
+    joblib,
+    opentelemetry,
+    sync,
+    types,
+    util,
+)
 from aiogpu.api import keywords
 from tests.repo.source_folders import ROOT
 
@@ -28,6 +37,7 @@ ENTRY = re.compile(
     r"^(?P<names>\w+(?:, \w+)*): (?P<text>.*(?:\n {4}.*)*)", re.MULTILINE
 )
 TABLE = re.compile(r"(?<=\| name \| what it is \|\n\|---\|---\|\n)(?:\|.*\n)*")
+NAME = re.compile(r"^\| `(aiogpu\.[\w.]+)` \|.*$", re.MULTILINE)
 ERRORS = {
     name: value
     for name, value in vars(errors).items()
@@ -62,6 +72,26 @@ def with_current_tables(page: str) -> str:
     return TABLE.sub(lambda _: next(remaining), page)
 
 
+def first_sentence(name: str) -> str:
+    """What a public name is: the first paragraph of its docstring."""
+    value: object = aiogpu
+    for part in name.split(".")[1:]:
+        value = getattr(value, part)
+    text = " ".join((inspect.getdoc(value) or "").partition("\n\n")[0].split())
+    return text.replace("|", "\\|")
+
+
+def with_current_names(page: str) -> str:
+    """The page of the API with what each of its names is."""
+    return NAME.sub(lambda row: f"| `{row[1]}` | {first_sentence(row[1])} |", page)
+
+
+def test_the_api_page_says_what_each_name_is() -> None:
+    page = API.read_text()
+    assert page == with_current_names(page), "run tests.docs.test_api_page"
+    assert [name for name in NAME.findall(page) if not first_sentence(name)] == []
+
+
 def test_the_api_page_has_every_public_name_once() -> None:
     constants = vars(accelerators.types)
     vendors = [name for name in accelerators.__all__ if name not in constants]
@@ -71,16 +101,17 @@ def test_the_api_page_has_every_public_name_once() -> None:
         *(f"aiogpu.fastapi.{name}" for name in fastapi.__all__),
         *(f"aiogpu.joblib.{name}" for name in joblib.__all__),
         *(f"aiogpu.opentelemetry.{name}" for name in opentelemetry.__all__),
+        *(f"aiogpu.util.{name}" for name in util.__all__),
         *(f"aiogpu.errors.{name}" for name in ERRORS),
         *(f"aiogpu.types.{name}" for name in types.__all__),
         *(f"aiogpu.accelerators.{name}" for name in vendors),
     ]
-    result = re.findall(r"^::: (\S+)$", API.read_text(), re.MULTILINE)
+    result = NAME.findall(API.read_text())
     assert sorted(result) == sorted(public)
 
 
 def test_the_page_of_exceptions_lists_each_with_its_builtin_base() -> None:
-    page = (ROOT / "docs/exceptions.md").read_text()
+    page = (ROOT / "docs/troubleshooting.md").read_text()
     rows = re.findall(r"^\| `(\w+)` \| `(\w+)` \|", page, re.MULTILINE)
     assert sorted(name for name, _ in rows) == sorted(ERRORS)
     for name, also in rows:
@@ -112,4 +143,5 @@ if __name__ == "__main__":
     from tests.docs import test_generated_pages
 
     OPTIONS_PAGE.write_text(with_current_tables(OPTIONS_PAGE.read_text()))
+    API.write_text(with_current_names(API.read_text()))
     test_generated_pages.write()

@@ -35,26 +35,22 @@ DOCS = Path(__file__).parents[2] / "docs"
 CONFIG = SchedulerConfig()
 
 FACTS = {
-    "accelerators.md": [
+    "cli.md": [
+        f"{run.NOT_IN_TIME} --timeout has passed {run.FAILED} no node",
+        f"{run.NOT_EXECUTABLE} COMMAND cannot be executed {run.NOT_FOUND} COMMAND is",
+        ", ".join(each.name for each in run.SENT_ON[:-1])
+        + f" and {run.SENT_ON[-1].name}",
+    ],
+    "gpus.md": [
         f"waits {devices.LIMIT:g} seconds for each",
         *(
             f"| `{vendor_of(each.kind).option if each.kind == 'GPU' else each.kind}` "
             f"| `{each.variable}` |"
             for each in KNOWN
         ),
-    ],
-    "cli-reference.md": [
-        f"{run.NOT_IN_TIME} --timeout has passed {run.FAILED} no node",
-        f"{run.NOT_EXECUTABLE} COMMAND cannot be executed {run.NOT_FOUND} COMMAND is",
-        ", ".join(each.name for each in run.SENT_ON[:-1])
-        + f" and {run.SENT_ON[-1].name}",
-    ],
-    "gpu-memory.md": [
         *(binding.JAX_FRACTION, binding.JAX_FRACTION_TOO, binding.JAX_PREALLOCATES),
         *(binding.CUPY_LIMIT, binding.TENSORFLOW_GROWS, binding.THREADS),
         *(binding.MEMORY, binding.PIPES, binding.DEFAULT),
-    ],
-    "gpus.md": [
         f"has not answered at all for {monitor.SILENT:g} seconds",
         f"It is back when for {monitor.CALM:g} seconds it has answered",
         f"by more than {memory_guard.OVERHEAD >> 30} GiB for each of them",
@@ -62,19 +58,17 @@ FACTS = {
         f"is `{memory_guard.THIS_PROGRAM}`",
         f"or `{listed_devices.NONE[1]}`",
     ],
-    "leases.md": [
+    "gangs.md": [
+        *(f"| `{name}` |" for name in inspect.signature(aiogpu.placement).parameters),
+        *(f'`"{strategy}"`' for strategy in STRATEGIES),
+    ],
+    "service.md": [
         f"the variable `{LEASE_MARK}`",
         {2: "(or two seconds)"}[run.KILLED_AFTER],
         {10: "in ten seconds is set aside"}[release.LIMIT],
         {1: "looked at every second"}[monitor.EACH],
         *(f'| `"{value}"`' for value in FOREIGN),
         *(f"`{option}`" for option in CHECKS["lease"]),
-    ],
-    "placement.md": [
-        *(f"| `{name}` |" for name in inspect.signature(aiogpu.placement).parameters),
-        *(f'`"{strategy}"`' for strategy in STRATEGIES),
-    ],
-    "service.md": [
         f"in {process.DRAIN:.0f} seconds unless `--drain`",
         f"{journal.SIZE >> 20} MiB, then `node.log.1` to `node.log.{journal.KEPT}`",
         f"Linux allows {MAX_SOCKET_PATH}",
@@ -93,6 +87,8 @@ FACTS = {
         f"up to {WARM >> 30} GiB by your program",
         f"and {WARM_BYTES >> 20} MiB by each worker",
         f"`max_buffered={MAX_BUFFERED}`",
+    ],
+    "batch.md": [
         f"`limit` items further ({maps.DEFAULT_LIMIT} unless named)",
         f"aims at tasks of about {maps.TARGET * 1e3:g} ms",
     ],
@@ -138,8 +134,8 @@ def test_the_gpu_memory_error_documents_its_attributes() -> None:
 @pytest.mark.parametrize(
     ("page", "variable", "of"),
     [
-        ("leases.md", "gpu", aiogpu.types.Lease),
-        ("placement.md", "group", aiogpu.types.Placement),
+        ("service.md", "gpu", aiogpu.types.Lease),
+        ("gangs.md", "group", aiogpu.types.Placement),
     ],
 )
 def test_a_page_names_every_public_attribute(

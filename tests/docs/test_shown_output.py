@@ -19,7 +19,7 @@ from aiogpu.daemon.place import Place
 from aiogpu.daemon.readiness import Ready
 from aiogpu.observe.status import DeviceStatus, Holder, NodeStatus, OtherProcess, report
 from aiogpu.runtime.devices.memory_guard import LEFT_ALONE, Use, describe_outgrowth
-from aiogpu.runtime.output import Entry
+from aiogpu.runtime.output import LogLine
 from tests.cli.status_examples import BUSY, answer_with
 from tests.cli.test_gpus import on_stub
 from tests.unit.accelerators.stub_fixtures import nvml, stub_library
@@ -38,8 +38,20 @@ def blocks(page: str, kind: str = r"[^\n`]+") -> list[str]:
 
 
 CONSOLE = blocks("cli.md", "console")
-(GPUS, STATUS, SICK, OUTGROWN) = blocks("gpus.md")
-(STARTED, STOPPED) = blocks("service.md", "console")
+
+
+def block_with(page: str, text: str) -> str:
+    """The only block of a page that contains a text."""
+    (found,) = (block for block in blocks(page) if text in block)
+    return found
+
+
+GPUS = block_with("gpus.md", "$ aiogpu gpus\n")
+STATUS = block_with("gpus.md", "not ours: Xorg")
+SICK = block_with("gpus.md", "! GPU 0 is well again")
+OUTGROWN = block_with("gpus.md", "but has asked for")
+STARTED = block_with("service.md", "$ aiogpu start --head --num-gpus=2\nThe node runs")
+STOPPED = block_with("service.md", "$ aiogpu stop")
 PROMPT = re.compile(r"^\$ aiogpu (.*)\n", re.MULTILINE)
 
 
@@ -133,8 +145,8 @@ def test_start_prints_the_text_on_the_page(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_line_of_the_log_is_on_the_page() -> None:
     at = datetime(2026, 11, 22, 14, 3, 5, 120_500).timestamp()
-    entry = Entry(at, 67108865, 12, 1, "embed pid=4711", "loading the model")
-    assert f"{entry}\n" in blocks("logs.md", "text")
+    entry = LogLine(at, 67108865, 12, 1, "embed pid=4711", "loading the model")
+    assert f"{entry}\n" in blocks("debugging.md", "text")
 
 
 def test_stop_prints_the_text_on_the_page() -> None:

@@ -1,4 +1,4 @@
-"""[B7] The driver dies after message 1, 2, 3 … of a scenario.
+"""The driver dies after message 1, 2, 3 … of a scenario.
 
 The program kills itself, at each message from the node's start to its end. Two seconds
 later there is no worker, no process of a worker, and no directory.

@@ -1,4 +1,4 @@
-"""[B38] A worker, a keeper or the zygote dies after message 1, 2, 3 … of a scenario.
+"""A worker, a keeper or the zygote dies after message 1, 2, 3 … of a scenario.
 
 Deaths are enumerated, not random: `kill_at_message.py` counts the messages, and each of
 them in turn is followed by a kill.

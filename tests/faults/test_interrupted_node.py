@@ -1,4 +1,4 @@
-"""[B53] No exception in the node's own code leaves the node wedged.
+"""No exception in the node's own code leaves the node wedged.
 
 The programs run on a plain loop that is interrupted and used again, as a REPL does.
 """

@@ -1,4 +1,4 @@
-"""[B6, B7] A program that is killed, signalled or replaced by exec leaves nothing.
+"""A program that is killed, signalled or replaced by exec leaves nothing.
 
 Each program ends at a chosen step, so no moment is left to chance.
 """

@@ -23,7 +23,8 @@ def typed_names() -> dict[str, str]:
     return {
         alias.asname: node.module
         for node in block.body
-        if isinstance(node, ast.ImportFrom) and node.module != "aiogpu"
+        if isinstance(node, ast.ImportFrom)
+        and node.module not in ("aiogpu", "aiogpu.version")
         for alias in node.names
     }
 

@@ -239,6 +239,16 @@ class World:
         worker, when = self.worker_of(name), self.now - ago
         self._happen(event(Scheduler.task_began, self.tasks[name].id, worker, when))
 
+    def halt(self, name: str) -> None:
+        """Report that the code of a task stands at a breakpoint."""
+        worker = self.worker_of(name)
+        self._happen(event(Scheduler.task_halted, self.tasks[name].id, worker, True))
+
+    def go_on(self, name: str) -> None:
+        """Report that the code of a task goes on."""
+        worker = self.worker_of(name)
+        self._happen(event(Scheduler.task_halted, self.tasks[name].id, worker, False))
+
     def finish(self, name: str, *, retry: bool = False, ran_out: bool = False) -> None:
         """Answer a running task.
 

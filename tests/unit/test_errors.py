@@ -10,13 +10,8 @@ import cloudpickle
 import pytest
 
 from aiogpu import errors
-from aiogpu.errors import (
-    AiogpuError,
-    OutOfMemoryError,
-    RemoteTraceback,
-    TaskError,
-    WorkerDiedError,
-)
+from aiogpu.errors import AiogpuError, OutOfMemoryError, TaskError, WorkerDiedError
+from aiogpu.serialization.exceptions import RemoteTraceback
 
 KINDS = [
     kind
@@ -63,7 +58,7 @@ def test_every_error_is_ours_and_a_builtin_and_upsets_no_loop():
         ("TaskTimeoutError", TimeoutError),
         ("MisuseError", TypeError),
         ("PreloadError", ImportError),
-        ("ProtocolError", ConnectionError),
+        ("QueueEmptyError", LookupError),
         ("InternalError", AssertionError),
     ],
 )

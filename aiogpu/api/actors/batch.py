@@ -328,7 +328,12 @@ class BatchQueue:
     """
 
     __slots__ = (
-        *("__weakref__", "_timer", "_batching", "_instance", "_running", "_waiting"),
+        "__weakref__",
+        "_batching",
+        "_instance",
+        "_running",
+        "_timer",
+        "_waiting",
         "loop",
     )
 

@@ -11,13 +11,11 @@ asyncio is imported late.
 from __future__ import annotations
 
 from bisect import insort
-from collections import deque
 from collections.abc import (
-    AsyncGenerator,
-    Awaitable,
     Callable,
     Generator,
     Iterable,
+    Iterator,
     Sequence,
 )
 from contextlib import suppress
@@ -41,13 +39,11 @@ from aiogpu.api.actors.actor import (
     GeneratorMethod,
     RemoteClass,
     RemoteMethod,
-    link_of,
 )
 from aiogpu.api.actors.methods import ActorInterface, no_method
 from aiogpu.api.options import (
     check_duration,
     check_options,
-    check_seconds,
     optional,
     whole,
 )
@@ -65,8 +61,6 @@ from aiogpu.errors import (
     MisuseError,
     NodeError,
     OptionError,
-    TaskCancelledError,
-    TaskTimeoutError,
 )
 
 if TYPE_CHECKING:
@@ -114,9 +108,20 @@ class PoolActor:
     """
 
     __slots__ = (
-        *("__weakref__", "calls", "checked", "handle", "has_answered"),
-        *("has_been_ready", "idle_since", "is_ended_here", "is_ready", "link", "lost"),
-        *("number", "on_answer", "scheduler"),
+        "__weakref__",
+        "calls",
+        "checked",
+        "handle",
+        "has_answered",
+        "has_been_ready",
+        "idle_since",
+        "is_ended_here",
+        "is_ready",
+        "link",
+        "lost",
+        "number",
+        "on_answer",
+        "scheduler",
     )
 
     def __init__(
@@ -207,7 +212,6 @@ class PoolScheduler:
         self.deaths = 0
         self.is_given = make is None
         self._make = make
-        self._waiting: deque[Callable[[PoolActor | None], None]] = deque()
         self._bounds = bounds
         self._actors: list[PoolActor] = []
         self._takers: list[PoolActor] = []
@@ -284,46 +288,17 @@ class PoolScheduler:
     def none_left(self) -> MisuseError | ActorDiedError:
         """Return the error of a call for which there is no actor."""
         if self._last_death is None:
-            return MisuseError("this pool has no actors; add one by push().")
+            return MisuseError("this pool was made from an empty list of actors.")
         error = ActorDiedError(
-            f"all actors of this pool of {self.name} have died; add others by push().",
+            f"all actors of this pool of {self.name} have died; make a pool of others.",
             self.name,
         )
         error.__cause__ = self._last_death
         return error
 
-    def when_idle(self, start: Callable[[PoolActor | None], None]) -> None:
-        """Call `start` with a free actor, in the order of requests.
-
-        `start` gets None if all actors have died or the pool is closed.
-        """
-        if self.is_closed:
-            raise self._closed()
-        if self.is_given and not self._actors and self._last_death is not None:
-            raise self.none_left()
-        self._waiting.append(start)
-        self._use_idle()
-
     def handles(self) -> list[ActorHandle[Any]]:
         """Return the handles of all actors, by number."""
         return [actor.handle for actor in self._actors]
-
-    def idle(self) -> PoolActor | None:
-        """Return the first ready actor without calls; None if there is none."""
-        return next((actor for actor in self._takers if actor.is_idle), None)
-
-    def _use_idle(self) -> None:
-        while self._waiting and (actor := self.idle()) is not None:
-            self._waiting.popleft()(actor)
-
-    def no_actor(self) -> MisuseError | ActorDiedError:
-        """Return the error of a call that got no actor."""
-        return self._closed() if self.is_closed else self.none_left()
-
-    def _refuse_waiting(self) -> None:
-        waiting, self._waiting = self._waiting, deque()
-        for start in waiting:
-            start(None)
 
     def watch(self, actor: PoolActor, handle: Handle[Any]) -> None:
         """Count a call until it ends."""
@@ -338,10 +313,7 @@ class PoolScheduler:
         if not actor.calls:
             actor.idle_since = self.loop.time()
             self._set_idle_timer()
-        try:
-            self._note_outcome(actor, handle)
-        finally:
-            self._use_idle()
+        self._note_outcome(actor, handle)
 
     def _note_outcome(self, actor: PoolActor, handle: Handle[Any]) -> None:
         if handle.cancelled():
@@ -421,7 +393,6 @@ class PoolScheduler:
         self._choose_takers()
         self._set_idle_timer()
         self._settle_starting()
-        self._use_idle()
 
     def _await_loss(self, actor: PoolActor) -> None:
         if actor.lost is None:
@@ -434,12 +405,6 @@ class PoolScheduler:
             handle.exception()  # `link.ready()` reports the cause
             actor.lost = None
             self.check_alive(actor)
-
-    def remove(self, actor: PoolActor) -> None:
-        """Remove an actor from the pool, without ending it."""
-        self._actors.remove(actor)
-        actor.leave()
-        self._choose_takers()
 
     def _await_end(self, actor: PoolActor) -> None:
         """Let `ended` wait for the process of an actor that leaves the pool."""
@@ -465,8 +430,6 @@ class PoolScheduler:
             # The node was closed, or the task that made this pool has ended.
             self.close(at_once=True)
             return
-        if self.is_given and not self._actors:
-            self._refuse_waiting()
         if not actor.is_ended_here:
             _warn("a pool has lost its actor %d: %s", actor.number, error)
         if actor.has_answered or actor.is_ended_here:
@@ -576,7 +539,6 @@ class PoolScheduler:
                 timer.cancel()
         self._settle_starting(self._closed())
         actors, self._actors, self._takers = self._actors, [], []
-        self._refuse_waiting()
         for actor in actors:
             if self.is_given:
                 actor.leave()
@@ -626,149 +588,6 @@ _MOST: Final = whole(1, "a whole number of actors, 1 or more, or None")
 
 
 _TARGET: Final = optional(whole(1, "a whole number of calls, 1 or more, or None"), 1)
-
-
-class Submission:
-    """A call that a pool makes as soon as an actor is free.
-
-    Attributes:
-        error: the reason why the call was not made; None without one.
-        handle: the handle of the call; None before the call is made.
-    """
-
-    __slots__ = ("_function", "_on_end", "_scheduler", "_value", "error", "handle")
-
-    def __init__(
-        self,
-        scheduler: PoolScheduler,
-        function: Callable[[Any, Any], object],
-        value: object,
-        on_end: Callable[[Submission], None],
-    ) -> None:
-        self._scheduler = scheduler
-        self._function = function
-        self._value = value
-        self._on_end = on_end
-        self.error: BaseException | None = None
-        self.handle: Handle[Any] | None = None
-
-    def start(self, actor: PoolActor | None) -> None:
-        """Make the call on an actor; None means that there will be no actor."""
-        value, self._value = self._value, None
-        if self.error is not None:
-            return  # the call was cancelled
-        try:
-            if actor is None:
-                raise self._scheduler.no_actor()
-            handle = self._function(actor.handle, value)
-            # Imported late: it imports asyncio.
-            from aiogpu.api.results.handle import Handle
-
-            if not isinstance(handle, Handle):
-                raise MisuseError(
-                    f"the function for submit() and map() of a pool returned "
-                    f"{handle!r}; it must return a call's handle, as `lambda actor, "
-                    f"value: actor.method.remote(value)` does."
-                )
-        except Exception as error:  # noqa: BLE001 - `result` raises it
-            self.error = error
-            self._on_end(self)
-            return
-        self.handle = handle
-        self._scheduler.watch(actor, handle)
-        _when_done(handle, lambda _: self._on_end(self))
-
-    def cancel(self) -> None:
-        """Stop the call, or do not make it if it waits."""
-        if self.handle is not None:
-            self.handle.cancel()
-        else:
-            self.error = TaskCancelledError("this call of a pool was cancelled.")
-            self._value = None
-
-    def result(self) -> Any:
-        """Return the result of a call that has ended, or raise its error."""
-        if self.error is not None:
-            raise self.error
-        assert self.handle is not None, self
-        if self.handle.cancelled():
-            raise TaskCancelledError(f"{self.handle.task_name} was cancelled.")
-        return self.handle.result()
-
-
-class Submissions:
-    """The submitted calls of a pool, whose results are taken one by one.
-
-    A call is forgotten when its result is taken.
-    """
-
-    def __init__(self, scheduler: PoolScheduler) -> None:
-        self._scheduler = scheduler
-        self._calls: dict[Submission, None] = {}
-        self._ended: dict[Submission, None] = {}
-        self._waiter: asyncio.Future[None] | None = None
-
-    def __len__(self) -> int:
-        return len(self._calls)
-
-    def submit(self, function: Callable[[Any, Any], object], value: object) -> None:
-        """Make a call as soon as an actor is free; raise if the pool is closed."""
-        call = Submission(self._scheduler, function, value, self._on_end)
-        self._calls[call] = None
-        try:
-            self._scheduler.when_idle(call.start)
-        except BaseException:
-            self._calls.pop(call, None)
-            raise
-
-    def _on_end(self, call: Submission) -> None:
-        self._ended[call] = None
-        waiter, self._waiter = self._waiter, None
-        if waiter is not None and not waiter.done():
-            waiter.set_result(None)
-
-    async def next(self, timeout: float | None, is_ordered: bool) -> Any:
-        """Return the next result, in the order of submission or of ends.
-
-        Raises:
-            MisuseError: there is no submitted call.
-            TaskTimeoutError: the time is up; a later call returns the result.
-        """
-        from asyncio import shield
-        from asyncio import timeout as time_limit
-
-        what = "get_next()" if is_ordered else "get_next_unordered()"
-        if timeout is not None:
-            check_seconds("timeout", timeout)
-        try:
-            async with time_limit(timeout):
-                while (call := self._first(what, is_ordered)) is None:
-                    if self._waiter is None:
-                        self._waiter = self._scheduler.loop.create_future()
-                    await shield(self._waiter)
-        except TimeoutError:
-            raise TaskTimeoutError(
-                f"{what}: no result within {timeout:g} s; call it again to go on "
-                f"waiting."
-            ) from None
-        del self._calls[call], self._ended[call]
-        return call.result()
-
-    def _first(self, what: str, is_ordered: bool) -> Submission | None:
-        if not self._calls:
-            raise MisuseError(
-                f"{what} has nothing to wait for: all results of submitted calls were "
-                f"taken. Check has_next() first."
-            )
-        if not is_ordered:
-            return next(iter(self._ended), None)
-        first = next(iter(self._calls))
-        return first if first in self._ended else None
-
-    def cancel(self) -> None:
-        """Cancel all calls whose results were not taken."""
-        for call in self._calls:
-            call.cancel()
 
 
 def check_bounds(
@@ -926,12 +745,13 @@ class ActorPool(EnteredOnLoop, NotPassedOn, SetInItsProcess, Generic[A]):
     `await pool` raises `InfeasibleError`.
 
     A pool made from a list of actors calls these. It does not end them, nor replace
-    dead ones; `push` and `pop_idle` add and remove actors. When all have died, calls
-    raise `ActorDiedError`.
+    dead ones. When all have died, calls raise `ActorDiedError`.
 
-    `submit`, `get_next` and `map` call a function with a free actor. If the actor's
-    class has a method with such a name, for example `map`, then `pool.map` is the
-    method of the actors.
+    `for actor in pool` iterates over the handles of the actors, ready or not, for a
+    call to each: `await asyncio.gather(*(actor.ping.remote() for actor in pool))`.
+
+    The pool has one name of its own, `aclose`; all others are methods of the actors.
+    `aiogpu.util.ActorPool` has the methods of Ray's pool, such as `submit`.
     """
 
     _PASS_INSTEAD = "pass handles of its actors"
@@ -984,12 +804,8 @@ class ActorPool(EnteredOnLoop, NotPassedOn, SetInItsProcess, Generic[A]):
             raise no_loop("ActorPool()")
         scheduler = PoolScheduler(interface, make, bounds, loop)
         self._finalizer = PoolFinalizer(scheduler)
-        self._submitted = Submissions(scheduler)
         for handle in given:
             scheduler.add(handle)
-        if scheduler.interface is not None:
-            for name in _OWN_NAMES & scheduler.interface.methods.keys():
-                self.__dict__[name] = PoolMethod(self._finalizer, name)
 
     def __repr__(self) -> str:
         scheduler = self._finalizer.scheduler
@@ -999,11 +815,15 @@ class ActorPool(EnteredOnLoop, NotPassedOn, SetInItsProcess, Generic[A]):
         """Return the number of actors, ready or not."""
         return len(self._finalizer.scheduler)
 
+    def __iter__(self) -> Iterator[ActorHandle[A]]:
+        """Iterate over the handles of the actors there are now, ready or not."""
+        return iter(self._finalizer.scheduler.handles())
+
     def __bool__(self) -> bool:
         return True
 
     def __getattr__(self, name: str) -> PoolMethod:
-        if name.startswith("__") or name in {"_finalizer", "_submitted"}:
+        if name.startswith("__") or name == "_finalizer":
             raise AttributeError(f"an ActorPool has no attribute {name}.")
         interface = self._finalizer.scheduler.interface
         if interface is not None and name not in interface.methods:
@@ -1031,147 +851,6 @@ class ActorPool(EnteredOnLoop, NotPassedOn, SetInItsProcess, Generic[A]):
     async def __aexit__(self, kind: object, error: object, trace: object) -> None:
         await self._end(at_once=error is not None)
 
-    def submit(
-        self, fn: Callable[[ActorHandle[A], T], Awaitable[Any]], value: T, /
-    ) -> None:
-        """Call `fn(actor, value)` as soon as an actor is free.
-
-        `get_next` returns the results. `await pool.method.remote(value)` returns the
-        result of its own call, and calls the least busy actor at once.
-
-        Args:
-            fn: starts a call and returns its handle, as `lambda actor, value:
-                actor.method.remote(value)` does. It is called on the event loop, in the
-                order of `submit`.
-            value: the second argument of `fn`.
-
-        Raises:
-            MisuseError: the pool is closed.
-            ActorDiedError: all actors of a pool made from a list have died.
-        """
-        self._check_thread("submit()")
-        self._submitted.submit(fn, value)
-
-    async def get_next(self, timeout: float | None = None) -> Any:
-        """Return the next result of the submitted calls, in the order of `submit`.
-
-        Args:
-            timeout: seconds; None waits without limit. After a timeout or a cancelled
-                wait, the next `get_next` returns the same result.
-
-        Raises:
-            Exception: the error of the call; it counts as its result.
-            TaskTimeoutError: the time is up.
-            MisuseError: all results of submitted calls were taken.
-        """
-        self._check_thread("get_next()")
-        return await self._submitted.next(timeout, is_ordered=True)
-
-    async def get_next_unordered(self, timeout: float | None = None) -> Any:
-        """Return the result of the call that ends next; otherwise like `get_next`."""
-        self._check_thread("get_next_unordered()")
-        return await self._submitted.next(timeout, is_ordered=False)
-
-    def has_next(self) -> bool:
-        """Return whether `get_next` has a result to return or to wait for."""
-        return bool(self._submitted)
-
-    def actors(self) -> list[ActorHandle[A]]:
-        """Return the handles of the actors, ready or not, for a call to each.
-
-        Example:
-            `await asyncio.gather(*(actor.ping.remote() for actor in pool.actors()))`
-        """
-        return self._finalizer.scheduler.handles()
-
-    def has_free(self) -> bool:
-        """Return whether a ready actor has no calls."""
-        return self._finalizer.scheduler.idle() is not None
-
-    def map(
-        self, fn: Callable[[ActorHandle[A], T], Awaitable[R]], values: Iterable[T], /
-    ) -> AsyncGenerator[R]:
-        """Call `fn(actor, value)` for each value; return the results in their order.
-
-        Each call takes a free actor. Values are read ahead, up to twice the number of
-        actors. Leaving the loop over the results cancels the other calls.
-        `pool.method.map(values)` is shorter, and has more options.
-
-        Args:
-            fn: as for `submit`.
-            values: any iterable.
-        """
-        return self._map(fn, values, is_ordered=True)
-
-    def map_unordered(
-        self, fn: Callable[[ActorHandle[A], T], Awaitable[R]], values: Iterable[T], /
-    ) -> AsyncGenerator[R]:
-        """Like `map`, with the results in the order in which the calls end."""
-        return self._map(fn, values, is_ordered=False)
-
-    async def _map(
-        self, fn: Callable[[Any, Any], object], values: Iterable[Any], is_ordered: bool
-    ) -> AsyncGenerator[Any]:
-        self._check_thread("map()")
-        submitted = Submissions(self._finalizer.scheduler)
-        items, end = iter(values), object()
-        try:
-            while True:
-                while len(submitted) < 2 * max(1, len(self)):
-                    if (value := next(items, end)) is end:
-                        break
-                    submitted.submit(fn, value)
-                if not submitted:
-                    return
-                yield await submitted.next(None, is_ordered)
-        finally:
-            submitted.cancel()
-
-    def push(self, actor: ActorHandle[A], /) -> None:
-        """Add an actor to a pool that was made from a list of actors.
-
-        Raises:
-            MisuseError: `actor` is not an actor's handle or is already in the pool; or
-                the pool starts its own actors, or is closed.
-        """
-        scheduler = self._given("push()")
-        link_of(actor, "push() of a pool")
-        scheduler.add(actor)
-
-    def pop_idle(self) -> ActorHandle[A] | None:
-        """Remove a free actor from a pool that was made from a list of actors.
-
-        Returns:
-            The actor's handle; None if no ready actor is without calls.
-
-        Raises:
-            MisuseError: the pool starts its own actors, or is closed.
-        """
-        scheduler = self._given("pop_idle()")
-        actor = scheduler.idle()
-        if actor is None:
-            return None
-        scheduler.remove(actor)
-        return actor.handle
-
-    def _given(self, what: str) -> PoolScheduler:
-        self._check_thread(what)
-        scheduler = self._finalizer.scheduler
-        if scheduler.is_closed:
-            raise scheduler.no_actor()
-        if not scheduler.is_given:
-            raise MisuseError(
-                f"{what} is for pools made from a list of actors, ActorPool([...]); "
-                f"this pool starts and ends its actors itself."
-            )
-        return scheduler
-
-    def _check_thread(self, what: str) -> None:
-        # Imported late: it imports asyncio.
-        from aiogpu.api.results.handle import check_thread
-
-        check_thread(self._finalizer.scheduler.loop, f"{what} of a pool")
-
     def _check_loop(self, what: str) -> None:
         from aiogpu.api.results.handle import check_loop
 
@@ -1186,12 +865,6 @@ class ActorPool(EnteredOnLoop, NotPassedOn, SetInItsProcess, Generic[A]):
         scheduler = self._finalizer.scheduler
         scheduler.close(at_once)
         await scheduler.ended()
-
-
-_OWN_NAMES: Final = frozenset(
-    name for name in vars(ActorPool) if not name.startswith("_")
-) - {"aclose"}
-"""Public methods of a pool that a method of the actors' class may shadow."""
 
 
 def _maker(

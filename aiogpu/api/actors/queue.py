@@ -12,13 +12,17 @@ import os
 from collections import deque
 from collections.abc import Callable, Coroutine, Generator, Iterable
 from contextlib import suppress
-from queue import Empty, Full
 from typing import TYPE_CHECKING, Any, Final, Generic, Self, TypeVar, Unpack, cast
 
 from aiogpu.api.decorator import remote
 from aiogpu.api.options import check_seconds, whole
 from aiogpu.client.current import for_consumer, is_in_task, is_loop_running
-from aiogpu.errors import AiogpuError
+from aiogpu.errors import (
+    AiogpuError,
+    QueueClosedError,
+    QueueEmptyError,
+    QueueFullError,
+)
 
 if TYPE_CHECKING:
     import asyncio
@@ -28,29 +32,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 R = TypeVar("R")
-
-
-class QueueFullError(AiogpuError, Full):
-    """A queue had no room for an item within the `timeout`.
-
-    Attributes:
-        count: number of items of a batch that were put before the time was up.
-    """
-
-    def __init__(self, message: str, count: int = 0) -> None:
-        super().__init__(message)
-        self.count = count
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (str(self), self.count)
-
-
-class QueueEmptyError(AiogpuError, Empty):
-    """A queue had no item within the `timeout`."""
-
-
-class QueueClosedError(AiogpuError, RuntimeError):
-    """A queue was shut down: it accepts no items, and has none left."""
 
 
 WAITING: Final = 1_000_000
@@ -141,10 +122,10 @@ class QueueActor:
         """Return the number of items, and the limit."""
         return len(self._items), self._maxsize
 
-    async def shutdown(self, at_once: bool) -> None:
-        """Accept no more items; with `at_once` drop the items in the queue."""
+    async def shutdown(self, immediate: bool) -> None:
+        """Accept no more items; with `immediate` drop the items in the queue."""
         self._is_closed = True
-        if at_once:
+        if immediate:
             self._items.clear()
         puts, self._puts = self._puts, deque()
         for put in puts:
@@ -286,7 +267,7 @@ class Queue(Generic[T]):
         """Take up to `most` items by one call; wait until there is at least one."""
         return self._run(self._getting(_check_most("most", most), timeout))
 
-    def size(self) -> Coroutine[Any, Any, int]:
+    def qsize(self) -> Coroutine[Any, Any, int]:
         """Return the number of items in the queue."""
         return self._run(self._asking(lambda size, _: size))
 
@@ -298,13 +279,13 @@ class Queue(Generic[T]):
         """Return whether the queue has no room."""
         return self._run(self._asking(lambda size, most: 0 < most <= size))
 
-    def shutdown(self, at_once: bool = False) -> Coroutine[Any, Any, None]:
+    def shutdown(self, immediate: bool = False) -> Coroutine[Any, Any, None]:
         """Accept no more items: `put` raises, and `get` raises when no item is left.
 
         Args:
-            at_once: True to drop the items in the queue.
+            immediate: True to drop the items in the queue.
         """
-        return self._run(self._shutting(at_once))
+        return self._run(self._shutting(immediate))
 
     def __aiter__(self) -> Self:
         return self
@@ -365,8 +346,8 @@ class Queue(Generic[T]):
         size, most = yield self._actor.size.remote()
         return answer(size, most)
 
-    def _shutting(self, at_once: bool) -> Steps[None]:
-        yield self._actor.shutdown.remote(at_once)
+    def _shutting(self, immediate: bool) -> Steps[None]:
+        yield self._actor.shutdown.remote(immediate)
 
     def _run(self, steps: Steps[R]) -> Coroutine[Any, Any, R]:
         if is_in_task() and not is_loop_running():

@@ -231,9 +231,21 @@ class BlockingHandle(HandleBase, Generic[T]):
     """
 
     __slots__ = (
-        *("__weakref__", "_error", "_payload", "_reports", "_state", "_trace"),
-        *("_value", "client"),
-        *("on_end", "owner", "part", "raw", "shared", "task_id", "task_name"),
+        "__weakref__",
+        "_error",
+        "_payload",
+        "_reports",
+        "_state",
+        "_trace",
+        "_value",
+        "client",
+        "on_end",
+        "owner",
+        "part",
+        "raw",
+        "shared",
+        "task_id",
+        "task_name",
     )
 
     def __init__(self, task_name: str, client: Client, owner: Any) -> None:
@@ -423,8 +435,16 @@ class ItemBuffer(Reporting):
     """
 
     __slots__ = (
-        *("__weakref__", "_owner", "_reports", "buffer", "error", "is_cancelled"),
-        *("is_over", "task_id", "task_name", "window"),
+        "__weakref__",
+        "_owner",
+        "_reports",
+        "buffer",
+        "error",
+        "is_cancelled",
+        "is_over",
+        "task_id",
+        "task_name",
+        "window",
     )
 
     def __init__(self, task_name: str, owner: StreamOwner, size: int) -> None:

@@ -204,9 +204,18 @@ class Handle(Displayed, HandleBase, asyncio.Future[T]):
 
     remote_values: ValueStore | None = None
     __slots__ = (
-        *("_callbacks_added", "_error", "_owner", "_payload", "_reports", "_value"),
+        "_callbacks_added",
+        "_error",
+        "_owner",
+        "_payload",
+        "_reports",
+        "_value",
         "_waiters",
-        *("part", "raw", "shared", "task_id", "task_name"),
+        "part",
+        "raw",
+        "shared",
+        "task_id",
+        "task_name",
     )
 
     def __init__(

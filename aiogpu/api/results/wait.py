@@ -53,7 +53,6 @@ from aiogpu.errors import (
 if TYPE_CHECKING:
     import asyncio
 
-    from aiogpu.api.calls import PendingPut
     from aiogpu.api.results.handle import Handle
 
 
@@ -68,7 +67,7 @@ GLANCE: Final = 0.001
 
 
 @overload
-def get(handle: Handle[T] | PendingPut[T], /, *, timeout: float | None = None) -> T: ...
+def get(handle: Handle[T], /, *, timeout: float | None = None) -> T: ...
 
 
 @overload

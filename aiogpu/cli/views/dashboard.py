@@ -30,21 +30,42 @@ from aiogpu.errors import NodeError
     "read the traffic.",
 )
 @click.option("--no-browser", is_flag=True, help="Only print the URL.")
-def dashboard(address: str, port: int, host: str, no_browser: bool) -> None:
+@click.option(
+    "--read-only",
+    is_flag=True,
+    help="Offer no buttons that cancel tasks, kill actors or end leases.",
+)
+@click.option(
+    "--until",
+    type=connect.Whole(1),
+    metavar="PID",
+    help="End when this process ends.",
+)
+def dashboard(
+    address: str,
+    port: int,
+    host: str,
+    no_browser: bool,
+    read_only: bool,
+    until: int | None,
+) -> None:
     """Show the running node in the browser: who holds what, what waits, what failed.
 
-    The dashboard is a process of its own, which changes nothing on the node. It goes on
-    when the node restarts. Whoever has the URL can read the page: it contains a token.
+    The dashboard is a process of its own, which goes on when the node restarts. Whoever
+    has the URL, which contains a token, can read the pages, and can cancel tasks, kill
+    actors and end leases unless --read-only is given.
 
     \b
     Examples:
       aiogpu dashboard
       aiogpu dashboard --port 8800 --no-browser
+      aiogpu dashboard --read-only
 
     \b
     Exit codes:
-      0  Ctrl-C
-      1  no node runs, Bokeh is not installed, or the port is taken
+      0  Ctrl-C, or the process of --until has ended
+      1  no node runs, Bokeh is not installed, the port is taken, or there is no
+         process of --until
       2  bad input
     """  # noqa: D301 - click's mark for lines to be left as they are
     try:
@@ -71,7 +92,7 @@ def dashboard(address: str, port: int, host: str, no_browser: bool) -> None:
             connect.check_there(found)
         except click.ClickException as error:
             raise NodeError(error.message) from None
-        return found
+        return connect.socket_path(found)
 
     def on_ready(url: str) -> None:
         echo(f"Dashboard: {url}\nCtrl-C ends it.")
@@ -79,7 +100,20 @@ def dashboard(address: str, port: int, host: str, no_browser: bool) -> None:
             webbrowser.open(url)
 
     try:
-        asyncio.run(serve(locate, host, port, on_ready))
+        asyncio.run(
+            serve(
+                locate,
+                host,
+                port,
+                on_ready,
+                is_read_only=read_only,
+                until=until or 0,
+            )
+        )
+    except ProcessLookupError:
+        raise click.ClickException(
+            f"there is no process {until}, whose end was to be waited for."
+        ) from None
     except OSError as error:
         raise click.ClickException(
             f"the dashboard cannot listen on {host}, port {port}: {error.strerror}. "

@@ -7,85 +7,23 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import select
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from itertools import count
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import Final
 
 import click
 
 from aiogpu.cli import connect
 from aiogpu.cli.nodes import is_private, node_at
 from aiogpu.cli.terminal import echo, is_terminal
+from aiogpu.observe.log_reader import BEGIN, LINE, LogReader
 from aiogpu.observe.trace import trace_of
 from aiogpu.runtime.directories import check_meeting, default_socket, logs_beside
 from aiogpu.runtime.output import FILE
-
-CHUNK: Final = 1 << 16
-
-
-class LogReader:
-    """Reads a rotated log: `path.2`, `path.1`, `path`, and then appended lines.
-
-    The current file may be renamed or removed while it is read. The reader knows it by
-    its inode, and keeps it open until its end.
-    """
-
-    def __init__(self, path: str) -> None:
-        self._path = path
-        self._file: BinaryIO | None = None
-        self._rest = b""
-
-    def __repr__(self) -> str:
-        return f"<LogReader {self._path}>"
-
-    def read(self) -> Iterator[str]:
-        """Yield the complete lines since the last call, without line ends."""
-        while True:
-            # Looked up first, so that no line before a rotation is missed.
-            following = self._following()
-            while data := self._file.read(CHUNK) if self._file is not None else b"":
-                *lines, self._rest = (self._rest + data).split(b"\n")
-                for line in lines:
-                    yield line.decode("utf-8", "surrogateescape")
-            if following is None:
-                return
-            if self._rest:
-                yield self._rest.decode("utf-8", "surrogateescape")
-                self._rest = b""
-            self.close()
-            self._file = following
-
-    def _following(self) -> BinaryIO | None:
-        """Return the file after the current one, or the oldest; None without one."""
-        newer: BinaryIO | None = None
-        for number in count():
-            name = f"{self._path}.{number}" if number else self._path
-            try:
-                file = open(name, "rb", buffering=0)  # noqa: SIM115
-            except OSError:
-                if number:
-                    return newer
-                continue  # during a rotation `path` may be missing for a moment
-            if self._file and os.path.sameopenfile(file.fileno(), self._file.fileno()):
-                file.close()
-                return newer
-            if newer is not None:
-                newer.close()
-            newer = file
-        return newer
-
-    def close(self) -> None:
-        """Close the current file."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-
 
 NODE: Final = "node.log"
 """The log of the node itself; see `aiogpu.daemon`."""
@@ -95,10 +33,6 @@ LISTED: Final = 8
 """Most programs that an error lists."""
 EVERY: Final = 200
 """Milliseconds between two checks for new lines."""
-_LINE: Final = re.compile(
-    r"\S+ \S+ client=(\d+) task=(\d+) \w+ \((.*?)(?: pid=\d+)?\) "
-)
-_BEGIN: Final = re.compile(r"\S+ \S+ client=0 task=0 out \(node ")
 Wanted = Callable[[str], bool]
 
 
@@ -185,7 +119,7 @@ def logs(
     try:
         is_wanted, last = _wanted(name, task, client, known), deque[str](maxlen=lines)
         for line in reader.read():
-            if task is not None and _BEGIN.match(line):
+            if task is not None and BEGIN.match(line):
                 last.clear()  # the next lines belong to another node
             elif is_wanted(line):
                 last.append(line)
@@ -262,7 +196,7 @@ def _wanted(
         return lambda _line: True
 
     def is_of(line: str) -> bool:
-        match = _LINE.match(line)
+        match = LINE.match(line)
         if match is None:
             return False
         line_client, line_task, line_name = match.groups()

@@ -218,9 +218,12 @@ NAMES: Final = {"class_name": "class", "is_behind": "program_behind"}
 
 ABSENT: Final[frozenset[object]] = frozenset(
     {
-        *("pid", "where"),
-        *((Holder, "unended"), (ClientStatus, "name")),
-        *((DeviceStatus, "memory"), (OtherProcess, "name")),
+        "pid",
+        "where",
+        (Holder, "unended"),
+        (ClientStatus, "name"),
+        (DeviceStatus, "memory"),
+        (OtherProcess, "name"),
     }
 )
 """Fields that are null in JSON instead of 0 or empty: unknown or absent values."""
@@ -451,7 +454,9 @@ KINDS: Final[dict[str, Kind]] = {
         tables.device_table,
         ("free", "shared", "full", "set aside"),
         lambda device: (
-            *(device.name, device.type, str(device.id)),
+            device.name,
+            device.type,
+            str(device.id),
             tables.device_name(device),
         ),
         state=tables.device_state,

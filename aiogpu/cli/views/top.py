@@ -560,8 +560,14 @@ class Top:
         note = f"no answer for {span(age)}" if is_late else ""
         size = self._screen.console.size
         picture = render_screen(
-            *(self._seen, self._view, size.width, size.height, note),
-            lambda device, room: self._history.line(device, room, self._seen_at),
+            status=self._seen,
+            view=self._view,
+            width=size.width,
+            height=size.height,
+            note=note,
+            history=lambda device, room: self._history.line(
+                device, room, self._seen_at
+            ),
         )
         self._screen.update(picture, refresh=True)
 

@@ -157,7 +157,7 @@ class LeaseUsage:
     """
 
     def __init__(
-        self, clients: Clients, client: Client, request: Request, is_endless: bool
+        self, clients: Accounts, client: Account, request: Request, is_endless: bool
     ) -> None:
         self._clients = clients
         self.client = client
@@ -236,7 +236,7 @@ CACHED: Final = 4096
 
 
 @dataclass(slots=True, eq=False)
-class Client:
+class Account:
     """The account of one program.
 
     Attributes:
@@ -271,7 +271,7 @@ class Clock(Protocol):
     now: float
 
 
-class Clients:
+class Accounts:
     """The accounts of all programs: those that have joined, and the node's own.
 
     Attributes:
@@ -285,12 +285,12 @@ class Clients:
         self._ledger = ledger
         self._capacity = capacity_of(ledger)
         self._portions: dict[Request, DominantShare] = {}
-        self._by_id: dict[ClientId, Client] = {OWN: Client(OWN)}
+        self._by_id: dict[ClientId, Account] = {OWN: Account(OWN)}
 
     def __repr__(self) -> str:
-        return f"<Clients {sorted(self._by_id)}>"
+        return f"<Accounts {sorted(self._by_id)}>"
 
-    def __iter__(self) -> Iterator[Client]:
+    def __iter__(self) -> Iterator[Account]:
         return iter(self._by_id.values())
 
     def join(self, id_: ClientId, weight: float, limits: Limits) -> None:
@@ -323,14 +323,14 @@ class Clients:
             client.has_left, client.is_behind = True, False
             self.forget(client)
 
-    def of(self, id_: ClientId) -> Client:
+    def of(self, id_: ClientId) -> Account:
         """Return the record of a program; make one if there is none."""
         client = self._by_id.get(id_)
         if client is None:
-            client = self._by_id[id_] = Client(id_)
+            client = self._by_id[id_] = Account(id_)
         return client
 
-    def find(self, id_: ClientId) -> Client | None:
+    def find(self, id_: ClientId) -> Account | None:
         """Return the record of a program; None if there is none."""
         return self._by_id.get(id_)
 
@@ -348,7 +348,7 @@ class Clients:
         return [(name, parts) for name, parts, _ in self.portion_of(request).amounts]
 
     def beyond(
-        self, client: Client, request: Request, held: Mapping[str, int]
+        self, client: Account, request: Request, held: Mapping[str, int]
     ) -> Iterator[tuple[str, int]]:
         """Yield the resources, with parts, by which a request exceeds the limits."""
         most = client.most
@@ -393,7 +393,7 @@ class Clients:
             return client.is_behind
         return any(self.beyond(client, record.spec.shape.request, client.held))
 
-    def exceeds(self, client: Client) -> bool:
+    def exceeds(self, client: Account) -> bool:
         """Return True if a program may start no further task, even on a lease it has.
 
         It exceeds its limits because a task took its CPUs back, or it is behind.
@@ -424,7 +424,7 @@ class Clients:
         return f"; this program already holds {limits}" if limits else ""
 
     def share_of(
-        self, client: Client, request: Request, *, has_it: bool = False
+        self, client: Account, request: Request, *, has_it: bool = False
     ) -> tuple[float, float]:
         """Return a program's dominant share, before and after it gets a request.
 
@@ -451,7 +451,7 @@ class Clients:
             then = max(then, (before + parts) * factor)
         return now / client.weight, max(then, now + LEAST) / client.weight
 
-    def held_by(self, client: Client) -> float:
+    def held_by(self, client: Account) -> float:
         """Return the largest part that a program holds of any resource."""
         shares = (n / max(self._capacity[name], 1) for name, n in client.held.items())
         return max(shares, default=0.0)
@@ -469,14 +469,14 @@ class Clients:
         client.unfinished -= 1
         self.forget(client)
 
-    def forget(self, client: Client) -> None:
+    def forget(self, client: Account) -> None:
         """Forget a program that has left, if it has no tasks and no leases."""
         is_over = client.has_left and not client.unfinished and not client.held
         # A new account may exist under this id, while an old process was ending.
         if is_over and self._by_id.get(client.id) is client:
             del self._by_id[client.id]
 
-    def note_wish(self, client: Client) -> None:
+    def note_wish(self, client: Account) -> None:
         """Note that an idle program begins to wait; it is owed its share from now."""
         client.since = self.clock.now
         client.virtual_time = max(client.virtual_time, self.begun)
@@ -487,7 +487,7 @@ class Clients:
         self.note_turn(client)
         lease.usage = LeaseUsage(self, client, lease.request, spec.is_endless)
 
-    def note_turn(self, client: Client) -> None:
+    def note_turn(self, client: Account) -> None:
         """Note that a program starts a task."""
         client.since = self.clock.now
         self.begun = max(self.begun, client.virtual_time)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 from aiogpu.core.model.ids import ClientId, TaskId
 from aiogpu.core.model.request import Lane, PlacementGroupSpec, Request, Shape
-from aiogpu.core.queue.fair_share import Client, Clients
+from aiogpu.core.queue.fair_share import Account, Accounts
 from aiogpu.core.records import Precedence, TaskRecord, sort_key
 
 if TYPE_CHECKING:
@@ -282,7 +282,7 @@ class ReadyQueue:
         self.of_client: dict[ClientId, dict[Hashable, Group]] = {}
         self.rotations: dict[ClientId, Rotation] = {}
         self.indexes: dict[ClientId, GroupIndex[Group]] = {}
-        self.clients: Clients | None = None
+        self.clients: Accounts | None = None
 
     def __len__(self) -> int:
         return sum(bucket.size for bucket in self.buckets())
@@ -290,7 +290,7 @@ class ReadyQueue:
     def __repr__(self) -> str:
         return f"<ReadyQueue {len(self)} tasks of {len(self.by_shape)} shapes>"
 
-    def share(self, clients: Clients) -> None:
+    def share(self, clients: Accounts) -> None:
         """Begin to take turns between programs."""
         self.clients = clients
         for id_ in self.of_client:
@@ -425,7 +425,7 @@ class ReadyQueue:
         if clients is None:
             yield from chain.from_iterable(lines.values())
             return
-        heap: list[tuple[int, float, int, T, Client, Iterator[T]]] = []
+        heap: list[tuple[int, float, int, T, Account, Iterator[T]]] = []
         for id_, line in lines.items():
             client = clients.of(id_)
             # A program that holds leases will have used more when others end.

@@ -6,7 +6,8 @@ devices. `placement="spread"` prefers the emptiest device instead. Only devices 
 enough memory are considered; several whole devices are chosen by their fast links
 (`topology`).
 
-A device has two measures (`docs/decisions/0024-device-memory-is-a-second-measure.md`):
+A device has two measures, as decision 0024 has them
+(`design/decisions/0024-device-memory-is-a-second-measure.md`):
 
 - a task that names bytes reserves them in addition to its share;
 - a task that names no bytes takes the same part of the memory as of the device;

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Final
 
 from aiogpu.core.model.ids import ClientId
 from aiogpu.core.model.request import Request
-from aiogpu.core.queue.fair_share import LONGEST, Client, Clients, usage_of
+from aiogpu.core.queue.fair_share import LONGEST, Account, Accounts, usage_of
 from aiogpu.core.queue.ready import Bucket, Group, precedence
 from aiogpu.core.records import Precedence, TaskRecord, sort_key
 from aiogpu.core.resources.ledger import Lease
@@ -106,13 +106,13 @@ class Candidate:
         priority: negated priority of the first task.
         task: id of the first task.
         now: the program's share of the resources that its first task requests; see
-            `Clients.share_of`.
+            `Accounts.share_of`.
         then: the same once the first task has started.
     """
 
     id: ClientId
     turns: Turns
-    client: Client | None = None
+    client: Account | None = None
     many: ManyGroups | None = None
     priority: int = 0
     task: int = 0
@@ -353,7 +353,7 @@ def may_keep_lease(node: SchedulerState, lease: Lease, bucket: Bucket) -> bool:
 
 
 def _is_fairest(
-    clients: Clients, lease: Lease, head: TaskRecord, rivals: list[TaskRecord]
+    clients: Accounts, lease: Lease, head: TaskRecord, rivals: list[TaskRecord]
 ) -> bool:
     """Return True if the holder of a lease goes before all rivals."""
     client, request = clients.of(head.client), lease.request

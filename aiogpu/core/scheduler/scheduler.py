@@ -24,7 +24,7 @@ from aiogpu.core.effects import (
 )
 from aiogpu.core.model.ids import OWN, ClientId, TaskId, WorkerId
 from aiogpu.core.model.request import Environment, TaskSpec
-from aiogpu.core.queue.fair_share import Clients, Limits
+from aiogpu.core.queue.fair_share import Accounts, Limits
 from aiogpu.core.queue.ready import ShapeKey
 from aiogpu.core.queue.timers import Alarm, AlarmKind
 from aiogpu.core.records import Memory, TaskRecord, TaskState, WorkerRecord, WorkerState
@@ -38,6 +38,7 @@ from aiogpu.core.scheduler import (
     task_tree,
 )
 from aiogpu.core.scheduler.state import (
+    Halt,
     Reservation,
     SchedulerState,
     await_results,
@@ -425,6 +426,24 @@ class Scheduler(SchedulerState):
         return NOTHING
 
     @event
+    def task_halted(self, task: TaskId, worker: WorkerId, stands: bool) -> None:
+        """Stop the time limits of a task that stands at a breakpoint, or let them run.
+
+        Args:
+            task: the task.
+            worker: the worker that runs the task.
+            stands: False if the task goes on.
+        """
+        record = self.tasks.get(task)
+        if record is None or record.worker is None or record.worker.id != worker:
+            return
+        if record.spec.is_timed:
+            if stands:
+                self.halts.setdefault(task, Halt()).begin(self.now)
+            else:
+                self.end_halt(record)
+
+    @event
     def wait_for(
         self, task: TaskId, children: tuple[TaskId, ...], elsewhere: bool = False
     ) -> None:
@@ -684,12 +703,12 @@ class Scheduler(SchedulerState):
         `weight`: the program's share relative to a program of weight 1. Until the
         first call the node does no accounting for programs.
         """
-        clients = self.clients or Clients(self, self.ledger)
+        clients = self.clients or Accounts(self, self.ledger)
         clients.join(client, weight, limits or Limits())
         if self.clients is None:
             self._share(clients)
 
-    def _share(self, clients: Clients) -> None:
+    def _share(self, clients: Accounts) -> None:
         """Begin to account for programs. Costs O(tasks + workers)."""
         for record in self.tasks.values():
             clients.of(record.client).unfinished += 1
@@ -805,6 +824,8 @@ class Scheduler(SchedulerState):
             task_tree.end_deadlocks(self)
         elif record.state is TaskState.STOPPING:
             return
+        elif record.id in self.halts and self.halts[record.id].defers(alarm):
+            return  # another alarm follows when the task goes on
         elif alarm.kind is AlarmKind.EXPIRE:
             self._expire(record, Failure.EXPIRED)
         elif alarm.when == record.run_until:  # else set for an earlier attempt

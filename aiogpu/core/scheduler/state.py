@@ -24,7 +24,7 @@ from aiogpu.core.model.request import PlacementGroupSpec, Request
 from aiogpu.core.model.units import CPU
 from aiogpu.core.queue.ready import ReadyQueue
 from aiogpu.core.queue.sharded_dict import ShardedDict
-from aiogpu.core.queue.timers import AlarmKind, Timers
+from aiogpu.core.queue.timers import Alarm, AlarmKind, Timers
 from aiogpu.core.records import (
     Kin,
     TaskRecord,
@@ -43,7 +43,7 @@ from aiogpu.core.scheduler.workers import Spares, WorkerLimit, Workers
 if TYPE_CHECKING:
     from aiogpu.core.model.ids import ClientId
     from aiogpu.core.model.request import Environment
-    from aiogpu.core.queue.fair_share import Clients
+    from aiogpu.core.queue.fair_share import Accounts
 
 
 STOP_EVERY: Final = 1e-4
@@ -217,6 +217,30 @@ class Restarts:
     in_a_row: int = 0
 
 
+@dataclass(slots=True)
+class Halt:
+    """The times that one task has stood at breakpoints, which count for no limit.
+
+    Attributes:
+        since: when it has begun to stand; None if it goes on.
+        expires: when the `timeout` passes, put off by these times; earlier alarms are
+            stale.
+    """
+
+    since: float | None = None
+    expires: float = 0.0
+
+    def begin(self, now: float) -> None:
+        """Note that the task stands, if it does not yet."""
+        if self.since is None:
+            self.since = now
+
+    def defers(self, alarm: Alarm) -> bool:
+        """Return whether a time limit of the task has not passed, despite its alarm."""
+        is_early = alarm.kind is AlarmKind.EXPIRE and alarm.when < self.expires
+        return is_early or self.since is not None
+
+
 def goes_before(record: TaskRecord, other: TaskRecord) -> bool:
     """Return True if a task takes precedence over a task with a reservation.
 
@@ -366,6 +390,7 @@ class SchedulerState:
         granted: by holder id, the records that stand for the holders of granted leases;
             also of returned leases until their devices are known to be free.
         restarts: the restarts of endless tasks.
+        halts: the tasks with a time limit that stand or have stood at a breakpoint.
         resting: the actors that may be evicted and have no calls, those that rest
             longest first; the value is the time from which on they may be evicted.
         evicting: the actors that were told to leave and have not left.
@@ -411,8 +436,9 @@ class SchedulerState:
         self.is_closing = False
         self.stops_since: float | None = None
         self.stops_some_at: float | None = None
-        self.clients: Clients | None = None
+        self.clients: Accounts | None = None
         self.restarts: dict[TaskId, Restarts] = {}
+        self.halts: dict[TaskId, Halt] = {}
         self.resting: dict[TaskId, float] = {}
         self.evicting: set[TaskId] = set()
         self.evicted: dict[TaskId, TaskRecord] = {}
@@ -578,6 +604,8 @@ class SchedulerState:
                 self.timers.note_stale(AlarmKind.EXPIRE, self.tasks)
             if record.run_until != inf:
                 self.timers.note_stale(AlarmKind.OVERRUN, self.tasks)
+            if self.halts:
+                self.halts.pop(record.id, None)
         if self.restarts:
             self.restarts.pop(record.id, None)
             if self.resting or self.evicting:
@@ -616,8 +644,24 @@ class SchedulerState:
         if group is not None and group.key in self.placement_groups:
             self.changed_groups[group.key] = None
 
+    def end_halt(self, record: TaskRecord) -> None:
+        """Let the time limits of a task run again, later by the time that it stood."""
+        halt = self.halts.get(record.id)
+        if halt is None or halt.since is None:
+            return
+        pause, halt.since = self.now - halt.since, None
+        if record.spec.timeout is not None:
+            first = record.since + record.spec.timeout
+            halt.expires = max(halt.expires, first) + pause
+            self.timers.set(halt.expires, AlarmKind.EXPIRE, record.id)
+        if record.run_until != inf:
+            record.run_until += pause
+            self.timers.set(record.run_until, AlarmKind.OVERRUN, record.id)
+
     def delay(self, record: TaskRecord, until: float, alarm: AlarmKind) -> None:
         """Delay a task without a lease until an alarm."""
+        if self.halts:
+            self.end_halt(record)
         record.worker, record.began, record.run_until = None, None, inf
         record.move(TaskState.DELAYED)
         self.delayed[record.id] = record
@@ -625,6 +669,8 @@ class SchedulerState:
 
     def wait_again(self, record: TaskRecord) -> None:
         """Put a task without a lease back in its place in the queue."""
+        if self.halts:
+            self.end_halt(record)
         record.worker, record.began, record.run_until = None, None, inf
         self.delayed.pop(record.id, None)
         if self.exclusive.is_wanted:

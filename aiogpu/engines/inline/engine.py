@@ -39,6 +39,7 @@ class InlineEngine(InlineNode):
     """A node in the program's thread; see `engines.base.Engine`."""
 
     runs_together = False
+    node_socket = ""
     has_gone = False
     remote_values = None
     waits = None  # on the program's loop, everything goes on while code waits

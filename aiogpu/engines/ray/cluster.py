@@ -299,6 +299,7 @@ CLOSEST: Final = {
     "accelerator_type": "Ray detects it, or `ray start --resources` declares it",
     "spill_directory": "`ray start --object-spilling-directory` sets it",
     "preload": "a worker of Ray's imports at its first task, and is reused",
+    "dashboard": "Ray has its own, by `ray start --include-dashboard=true`",
     "memory_guard": "Ray has its own, by the variables RAY_memory_monitor_*",
 }
 """What comes closest on Ray to a refused option."""
@@ -308,7 +309,7 @@ def _check_options(options: NodeOptions) -> None:
     chosen, defaults = options._asdict(), NodeOptions()._asdict()
     for name, value in chosen.items():
         if value != defaults[name] and name not in START_OPTIONS + JOIN_OPTIONS:
-            closest = CLOSEST.get(name, "docs/engines.md lists what each engine can do")
+            closest = CLOSEST.get(name, "docs/from-ray.md lists what Ray can do")
             raise OptionError(
                 f"init(address='ray', {name}=...): a Ray cluster has no such option; "
                 f"leave it out ({closest})."

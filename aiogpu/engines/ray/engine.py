@@ -97,6 +97,7 @@ class RayEngine:
 
     waits = None
     runs_together = False
+    node_socket = ""
     home = ""
 
     def __init__(
@@ -194,7 +195,9 @@ class RayEngine:
                         "%s asks for %s, and the last node of the Ray cluster that "
                         "could give it has left. It fails after %g s unless such a "
                         "node joins.",
-                        *(call.name, request, GIVE_UP_AFTER),
+                        call.name,
+                        request,
+                        GIVE_UP_AFTER,
                     )
             elif now - call.unfit_since >= GIVE_UP_AFTER:
                 error = InfeasibleError(
@@ -251,7 +254,9 @@ class RayEngine:
         request = self._admit(func)
         spec, calls = func.spec, self.calls
         call = PendingCall(
-            *(spec.name, receiver, self._loop.time()),
+            name=spec.name,
+            receiver=receiver,
+            since=self._loop.time(),
             request=request,
             group=request.placement_group,
             grace=self._options.cancel_grace

@@ -401,7 +401,7 @@ class TaskClient:
         raise MisuseError(
             "aiogpu.report() was called in a task on a Ray cluster, which delivers no "
             "reports. Yield the reports from a generator, whose items are delivered "
-            "one by one, or run on an aiogpu node (docs/engines.md)."
+            "one by one, or run on an aiogpu node (docs/from-ray.md)."
         )
 
     def demand(self, child: int, limit: int) -> None:

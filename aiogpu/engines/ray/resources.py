@@ -45,8 +45,8 @@ CLOSEST: Final = {
     "gpu_memory": "ask for a share of a GPU, by num_gpus=0.5; or name the memory of "
     "the cluster's GPUs once, by init(address='ray', gpu_memory='80GiB')",
     "gpu_where": "accelerator_type= names a type of GPU, and label_selector= a node",
-    "strategy='spread'": "Ray packs the shares of a device; strategy='SPREAD' spreads "
-    "tasks over the nodes",
+    "gpu_strategy='spread'": "Ray packs the shares of a device; "
+    "scheduling_strategy='SPREAD' spreads tasks over the nodes",
     "retry_oom": "retry_exceptions=[aiogpu.GpuOutOfMemoryError] retries the task",
     "any_of": "aiogpu.available_resources() says what is free, and .options(...) "
     "asks for it",
@@ -79,7 +79,7 @@ def check_possible(func: FunctionSpec, gpu_memory: int | None) -> None:
         "priority": spec.priority != 0,
         "gpu_memory": request.gpu_memory != 0 and not gpu_memory,
         "gpu_where": request.where is not None,
-        "strategy='spread'": request.spread,
+        "gpu_strategy='spread'": request.spread,
         "retry_oom": spec.retries_oom,
         "any_of": bool(spec.alternatives),
         "run_timeout": spec.run_timeout is not None or has_timed,
@@ -102,7 +102,7 @@ def refuse(spec: TaskSpec, option: str) -> None:
     """Raise `OptionError` for an option that Ray does not support."""
     raise OptionError(
         f"{spec.name} asks for {option}, which a Ray cluster cannot do. Closest: "
-        f"{CLOSEST[option]}. Or run on a node of aiogpu's own (docs/engines.md)."
+        f"{CLOSEST[option]}. Or run on a node of aiogpu's own (docs/from-ray.md)."
     )
 
 

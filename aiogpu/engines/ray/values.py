@@ -29,7 +29,7 @@ from aiogpu.serialization.exceptions import (
 )
 from aiogpu.serialization.payload import MARK, Contents, Payload
 from aiogpu.serialization.references import PickledValue
-from aiogpu.wire.messages import Failed
+from aiogpu.wire.messages import Failed, ProtocolError
 from aiogpu.worker.invoke import OWN_FRAMES, Raised
 
 if TYPE_CHECKING:
@@ -340,7 +340,7 @@ def find_value(identity: int) -> SharedValue:
     """
     value = _values.get(identity)
     if value is None:
-        raise errors.ProtocolError(f"this process does not have the value {identity}")
+        raise ProtocolError(f"this process does not have the value {identity}")
     return value
 
 

@@ -372,10 +372,15 @@ def _status(actor: Actor, place: tuple[int, int] | None, client: int) -> ActorSt
     worker, pid = place or (None, 0)
     suffix = f" {name!r}" if name is not None else ""
     return ActorStatus(
-        *(actor.id, name, namespace, actor.name.removesuffix(suffix)),
-        actor.state.value,
-        actor.holders,
-        *(worker, pid, len(actor.calls)),
+        id=actor.id,
+        name=name,
+        namespace=namespace,
+        class_name=actor.name.removesuffix(suffix),
+        state=actor.state.value,
+        holders=actor.holders,
+        worker=worker,
+        pid=pid,
+        calls=len(actor.calls),
         is_detached=actor.func.spec.is_detached,
         client=client,
         evictions=actor.evictions,
@@ -405,6 +410,7 @@ class Actor:
         mailboxes: the queue of each concurrency group.
         terms: how the calls are run.
         timers: the timers of running calls that have a `run_timeout`.
+        paused: the seconds left to such calls that stand at a breakpoint.
         waiting: the calls that wait for their arguments.
         owner: the register of this actor.
     """
@@ -439,6 +445,7 @@ class Actor:
         self.waiting = OrderedCallQueue(self)
         self.terms = terms
         self.timers: dict[CallId, asyncio.TimerHandle] = {}
+        self.paused: dict[CallId, float] = {}
         self._awaited_by: list[Receiver] = []
         self._end_awaited_by: list[Receiver] = []
         self._loss_awaited_by: dict[CallId, Receiver] = {}
@@ -748,6 +755,7 @@ class Actor:
 
     def _stop_timers(self) -> None:
         timers, self.timers = self.timers, {}
+        self.paused.clear()
         for timer in timers.values():
             timer.cancel()
 

@@ -29,6 +29,7 @@ class EvictableActor(Actor):
 
     Attributes:
         kept: what `on_evict` has returned, for the next process; b"" for nothing.
+        is_returning: it has left, and waits for its next process.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class EvictableActor(Actor):
     ) -> None:
         super().__init__(func, owner, key)
         self.kept = b""
+        self.is_returning = False
         self._feed = feed
         self._is_resting = False
         self._stays_until = 0.0
@@ -141,7 +143,7 @@ class EvictableActor(Actor):
 
     def _return(self) -> None:
         if self.state is ActorState.EVICTED:
-            self.state = ActorState.PENDING
+            self.state, self.is_returning = ActorState.PENDING, True
             self._feed(Scheduler.bring_back, TaskId(self.id))
 
     def die(self, why: Exception | wire.Failed) -> None:

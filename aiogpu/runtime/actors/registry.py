@@ -20,9 +20,9 @@ from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.errors import ActorDiedError, AiogpuError, DeadlockError
 from aiogpu.runtime.actors.actor import FIRST_CALL, Actor, ActorState, Register, died
 from aiogpu.runtime.callers.caller import Caller
-from aiogpu.runtime.history import Failure
+from aiogpu.runtime.history import FailureReason
 from aiogpu.runtime.pending_tasks import Call, overrun, settle
-from aiogpu.runtime.results import Results
+from aiogpu.runtime.results import ResultDelivery
 from aiogpu.runtime.workers.death import Death, describe_loss
 from aiogpu.runtime.workers.pool import Pool
 from aiogpu.runtime.workers.slots import LiveWorker
@@ -103,6 +103,8 @@ class Actors(Register):
 
     Attributes:
         workers: the workers that are actors, by id.
+        evictions: how often actors have left so that others could start.
+        reloads: how often such actors have come back.
         begun: returns the number of the last call that a worker has begun, by the id
             of the worker; for serial actors only.
         check: raises if this node can never serve a class with these arguments.
@@ -114,11 +116,12 @@ class Actors(Register):
         scheduler: Scheduler,
         pool: Pool,
         tasks: TaskPort,
-        results: Results,
+        results: ResultDelivery,
         shortages: Shortages,
         check: Check,
     ) -> None:
         super().__init__(loop)
+        self.evictions = self.reloads = 0
         self.check = check
         self.workers: dict[int, LiveWorker] = {}
         self._scheduler = scheduler
@@ -177,6 +180,7 @@ class Actors(Register):
     def on_evicted(self, actor: int, answer: Done | Failed | None) -> None:
         """Handle that an actor has left; `answer` is its last message, if any."""
         found = self._evictable(actor)
+        self.evictions += 1
         error = found.on_evicted(answer)
         if error is not None:
             self._end_by(found, error)
@@ -310,7 +314,12 @@ class Actors(Register):
         if not terms.keeps_cpus:
             # Queued: handled after the current effect.
             self._tasks.feed(Scheduler.release_cpus, task)
-        kept = b"" if terms.evict_after is None else self._evictable(task).kept
+        kept = b""
+        if terms.evict_after is not None:
+            evictable = self._evictable(task)
+            kept = evictable.kept
+            self.reloads += evictable.is_returning
+            evictable.is_returning = False
         return Create(
             actor.id,
             call.func.id,
@@ -386,7 +395,7 @@ class Actors(Register):
             failed = self._shortages.explain(worker, name, failed)
         if call is not None and call.receiver is not None and failed.kind != LEFT:
             failure = failed.type_name, failed.message, failed.traceback
-            self._results.note_call(actor.id, name, Failure.of(*failure))
+            self._results.note_call(actor.id, name, FailureReason.of(*failure))
         return failed
 
     def on_began(self, actor: Actor, number: int, when: float) -> None:
@@ -394,10 +403,27 @@ class Actors(Register):
         call = actor.calls.get(number)
         limit = None if call is None else actor.terms.run_limits.get(call.method)
         if limit is not None:
-            delay = when + limit - self._loop.time()
-            actor.timers[number] = self._loop.call_later(
-                max(delay, 0.0), self.overrun, actor, number, context=Context()
-            )
+            self._limit(actor, number, when + limit - self._loop.time())
+
+    def _limit(self, actor: Actor, number: int, seconds: float) -> None:
+        actor.timers[number] = self._loop.call_later(
+            max(seconds, 0.0), self.overrun, actor, number, context=Context()
+        )
+
+    def on_halted(self, actor: Actor, number: int, stands: bool) -> None:
+        """Stop the timer of a call that stands at a breakpoint, or start it again.
+
+        A call on an event loop stops all calls of its actor.
+        """
+        numbers = [number]
+        if actor.terms.mode == ASYNC:
+            numbers = [*(actor.timers if stands else actor.paused)]
+        for each in numbers:
+            if stands and (timer := actor.timers.pop(each, None)):
+                timer.cancel()
+                actor.paused[each] = timer.when() - self._loop.time()
+            elif not stands and (left := actor.paused.pop(each, None)) is not None:
+                self._limit(actor, each, left)
 
     def overrun(self, actor: Actor, number: int) -> None:
         """Fail and stop a call that has run for its `run_timeout`."""
@@ -410,7 +436,7 @@ class Actors(Register):
         ran = limit + max(self._loop.time() - timer.when(), 0.0)
         name = f"{actor.name}.{plain_name(call.method)}"
         error = overrun(name, limit, f"it ran {span(ran)}", STOPPING[actor.terms.mode])
-        failure = Failure.of(type(error).__name__, str(error))
+        failure = FailureReason.of(type(error).__name__, str(error))
         self._results.note_call(actor.id, name, failure)
         self.cancel(actor.id, number)
         settle(receiver, error)

@@ -14,17 +14,13 @@ from typing import TYPE_CHECKING, Final
 from aiogpu.core.model.ids import OWN, ClientId, TaskId
 from aiogpu.core.model.request import Environment
 from aiogpu.core.queue.fair_share import Limits
-from aiogpu.errors import (
-    AiogpuError,
-    ProtocolError,
-    TaskCancelledError,
-    WorkerDiedError,
-)
+from aiogpu.errors import AiogpuError, TaskCancelledError, WorkerDiedError
 from aiogpu.runtime.objects.store import Borrower
 from aiogpu.serialization.exceptions import pack_own_error
 from aiogpu.serialization.payload import result_part
 from aiogpu.wire import messages as wire
 from aiogpu.wire.codec import LARGE
+from aiogpu.wire.messages import ProtocolError
 
 if TYPE_CHECKING:
     from aiogpu.client.function_spec import FunctionSpec

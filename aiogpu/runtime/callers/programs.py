@@ -22,7 +22,7 @@ from aiogpu.core.model.text import in_words
 from aiogpu.core.queue.fair_share import Limits
 from aiogpu.core.records import TaskState
 from aiogpu.core.scheduler.scheduler import Scheduler
-from aiogpu.errors import AiogpuError, NodeClosedError, ProtocolError
+from aiogpu.errors import AiogpuError, NodeClosedError
 from aiogpu.observe.status_codec import status_codec
 from aiogpu.runtime.callers.caller import Child, Client, check_claims
 from aiogpu.runtime.callers.requests import Requests
@@ -33,12 +33,13 @@ from aiogpu.runtime.driver import Driver
 from aiogpu.runtime.objects.store import Store
 from aiogpu.runtime.output import Routes, TaskLog
 from aiogpu.runtime.pending_tasks import internal_error
-from aiogpu.runtime.zygote.config import Program, program_of
+from aiogpu.runtime.zygote.config import ProgramEnvironment, program_of
 from aiogpu.runtime.zygote.zygotes import Zygotes
 from aiogpu.serialization.exceptions import pack_own_error
 from aiogpu.serialization.payload import MARK
 from aiogpu.wire import messages as wire
 from aiogpu.wire.connection import CLIENT
+from aiogpu.wire.messages import ProtocolError
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,9 +350,14 @@ class Clients:
             peer.refuse("this node is being stopped, and no program can join")
             self._on_lost(client)
             return
-        program = Program(
-            *(join.executable, join.sys_path, join.directory, join.environ),
-            *(join.preload, join.flags, join.argv),
+        program = ProgramEnvironment(
+            join.executable,
+            join.sys_path,
+            join.directory,
+            join.environ,
+            join.preload,
+            join.flags,
+            join.argv,
         )
         client.name, client.shows = join.name, join.shows
         client.only_looks = join.only_looks

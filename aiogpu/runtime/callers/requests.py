@@ -25,7 +25,6 @@ from aiogpu.errors import (
     DeadlockError,
     DeserializationError,
     InternalError,
-    ProtocolError,
     TaskCancelledError,
 )
 from aiogpu.runtime.actors.actor import Actor
@@ -51,6 +50,7 @@ from aiogpu.serialization.exceptions import (
 )
 from aiogpu.serialization.serializer import dump_whole
 from aiogpu.wire import messages as wire
+from aiogpu.wire.messages import ProtocolError
 
 if TYPE_CHECKING:
     from aiogpu.client.interface import Receiver
@@ -61,6 +61,7 @@ _log: Final = logging.getLogger(__name__)
 
 
 BY_CANCEL: Final = "cancelled by `aiogpu cancel`"
+BY_USER: Final = "ended by the user of the node"
 """Part of the error of a task that the node's user has cancelled."""
 
 
@@ -386,14 +387,41 @@ class Requests:
             return "actor"
         if record.spec.is_lease:
             return "lease"
-        receiver, reason = call.receiver, f"{record.spec.name} was {BY_CANCEL}."
+        reason = f"{record.spec.name} was {BY_CANCEL}."
+        return "task" if self._stop_for_user(task, call, reason) else "stopping"
+
+    def _stop_for_user(self, task: TaskId, call: Call, reason: str) -> bool:
+        """Stop a task or lease and fail it for its owner; False if it is stopping."""
+        driver, receiver = self._driver, call.receiver
         if receiver is None:
-            return "stopping"
+            return False
         driver.results.note_stop(task, TaskCancelledError.__name__, reason)
-        driver.cancel(number)
+        driver.cancel(int(task))
         # A CancelledError would end the code that awaits the task.
         settle(receiver, TaskCancelledError(reason))
-        return "task"
+        return True
+
+    def end_lease(self, number: int) -> str:
+        """End a lease of any program for the node's user: withdraw it, or take it back.
+
+        The resources of a held lease are free when its processes have ended; nothing
+        ends them.
+
+        Returns:
+            The kind of `number`: "lease"; "stopping" for a lease that is already being
+            returned; "actor", "task" or "placement", which are left alone; "" if there
+            is none.
+        """
+        driver, task = self._driver, TaskId(number)
+        record, call = driver.scheduler.tasks.get(task), driver.call_of(task)
+        if record is None or call is None:
+            return ""
+        if not record.spec.is_lease:
+            return "task" if call.func.actor is None else "actor"
+        if record.spec.is_grouped:
+            return "placement"
+        reason = f"the lease {record.spec.name} was {BY_USER}."
+        return "lease" if self._stop_for_user(task, call, reason) else "stopping"
 
     async def named(self, name: str) -> list[int]:
         """Return the numbers of all tasks, actors and leases with a name, in order.
@@ -519,7 +547,11 @@ class Requests:
             if func.actor is None:
                 raise InternalError(f"{func.spec.name} was not declared as an actor")
             self._actors.create(
-                *(func, message.payload, key, message.get_if_exists, message.actor),
+                func,
+                message.payload,
+                key,
+                message.get_if_exists,
+                message.actor,
                 self._client_of(caller),
             )
         except AiogpuError as error:

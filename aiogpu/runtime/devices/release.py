@@ -34,7 +34,7 @@ TOLERANCE: Final = 100 << 20
 some memory for the next context."""
 
 
-class State(Enum):
+class ReleaseState(Enum):
     """The states of a share that is being released."""
 
     FREE = auto()
@@ -43,22 +43,22 @@ class State(Enum):
     LOST = auto()
 
 
-class Verdict(NamedTuple):
+class ReleaseVerdict(NamedTuple):
     """A state; if the device is not free, also the reason in words."""
 
-    state: State
+    state: ReleaseState
     reason: str = ""
 
 
-FREE: Final = Verdict(State.FREE)
+FREE: Final = ReleaseVerdict(ReleaseState.FREE)
 
 
-UNVERIFIED: Final = Verdict(State.UNVERIFIED)
+UNVERIFIED: Final = ReleaseVerdict(ReleaseState.UNVERIFIED)
 
 
 def verdict(
     before: Sample, now: Sample, pids: Collection[int], *, is_whole: bool
-) -> Verdict:
+) -> ReleaseVerdict:
     """Decide whether a device may be given to the next task.
 
     All processes of the worker have ended (`waitpid`). The driver frees their memory
@@ -89,7 +89,9 @@ def verdict(
         is_whole: the worker had the whole device.
     """
     if now.is_lost:
-        return Verdict(State.LOST, f"the driver calls it lost ({now.problem})")
+        return ReleaseVerdict(
+            ReleaseState.LOST, f"the driver calls it lost ({now.problem})"
+        )
     if now.problem is not None:
         return UNVERIFIED
     extra = _extra_memory(before, now) if is_whole else None
@@ -102,7 +104,7 @@ def verdict(
 
 def _by_list(
     before: Sample, now: Sample, pids: Collection[int], is_whole: bool
-) -> Verdict | None:
+) -> ReleaseVerdict | None:
     """Apply the rules 4 to 6; return None if the empty list cannot be trusted."""
     processes, listed_before = now.processes or {}, before.processes or {}
     known = [pid for pid in processes if pid in pids]
@@ -110,10 +112,10 @@ def _by_list(
         pid for pid in processes if pid not in now.living and pid not in listed_before
     ]
     if known:
-        return Verdict(State.HELD, _listing(processes, known))
+        return ReleaseVerdict(ReleaseState.HELD, _listing(processes, known))
     if unknown:
         if is_whole or now.reads_pids:
-            return Verdict(State.HELD, _listing(processes, unknown))
+            return ReleaseVerdict(ReleaseState.HELD, _listing(processes, unknown))
         return UNVERIFIED
     is_blind = not (now.reads_pids or processes or listed_before)
     return None if is_blind else FREE
@@ -126,10 +128,12 @@ def _extra_memory(before: Sample, now: Sample) -> int | None:
     return now.used - before.used
 
 
-def _by_memory(extra: int | None) -> Verdict:
+def _by_memory(extra: int | None) -> ReleaseVerdict:
     if extra is None:
         return UNVERIFIED
-    return Verdict(State.HELD, f"{_mib(extra)} more are in use than before the task")
+    return ReleaseVerdict(
+        ReleaseState.HELD, f"{_mib(extra)} more are in use than before the task"
+    )
 
 
 def _listing(processes: Mapping[int, int | None], pids: list[int]) -> str:
@@ -296,13 +300,13 @@ class DeviceRelease:
             is_whole, before = key in claim.whole, self._sample_before(claim, key)
             state, reason = verdict(before, now, claim.pids, is_whole=is_whole)
             is_unknown = claim.is_stuck and now.problem is not None
-            if state in (State.FREE, State.UNVERIFIED) and not is_unknown:
-                claim.is_verified &= state is State.FREE
-                if is_whole and state is State.FREE:
+            if state in (ReleaseState.FREE, ReleaseState.UNVERIFIED) and not is_unknown:
+                claim.is_verified &= state is ReleaseState.FREE
+                if is_whole and state is ReleaseState.FREE:
                     self.idle[key] = now
             else:
                 reasons[key] = f"{self._thread.name_of(key)}: {reason}"
-                is_lost = is_lost or state is State.LOST
+                is_lost = is_lost or state is ReleaseState.LOST
         # A lost device does not come back by itself.
         is_late = is_lost or self._loop.time() >= claim.deadline
         if reasons and is_late and not claim.is_stuck:

@@ -18,12 +18,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final, Protocol
 
-from aiogpu.errors import ProtocolError
 from aiogpu.linux.procfs import MemoryBounds
 from aiogpu.memory.fd_passing import DescriptorReceiver, DescriptorSender
 from aiogpu.memory.segment import Segment, spill_directory
 from aiogpu.runtime.descriptors import values_limit
-from aiogpu.wire.messages import NUMBER_BITS
+from aiogpu.wire.messages import NUMBER_BITS, ProtocolError
 
 if TYPE_CHECKING:
     from aiogpu.memory.control_page import ControlPage

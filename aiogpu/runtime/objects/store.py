@@ -21,7 +21,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from aiogpu.errors import ProtocolError
 from aiogpu.linux.sockets import peer_credentials
 from aiogpu.memory.mapping import Mappings
 from aiogpu.memory.segment import Segment
@@ -41,6 +40,7 @@ from aiogpu.serialization.references import SHARED_FROM, ActorReference, Pickled
 from aiogpu.wire.messages import (
     FIRST_SEGMENT,
     OWNER_BITS,
+    ProtocolError,
     Recycle,
     descriptor_path,
 )
@@ -542,7 +542,9 @@ class DescriptorServer:
             _log.warning(
                 "! refused shared memory to process %d, which claims to be number %d "
                 "(process %d): a process may connect once, and only for itself",
-                *(pid, caller.id, caller.pid),
+                pid,
+                caller.id,
+                caller.pid,
             )
             connected.close()
             return

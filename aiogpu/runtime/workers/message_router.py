@@ -15,7 +15,6 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Final, Protocol
 
 from aiogpu.core.model.text import printable
-from aiogpu.errors import ProtocolError
 from aiogpu.runtime.actors.actor import Actor
 from aiogpu.runtime.callers.caller import Child
 from aiogpu.runtime.objects.store import Store
@@ -24,6 +23,7 @@ from aiogpu.runtime.pending_tasks import Delay, pass_on, pass_on_report, settle
 from aiogpu.runtime.workers.slots import LiveWorker
 from aiogpu.serialization.payload import MARK
 from aiogpu.wire import messages as wire
+from aiogpu.wire.messages import ProtocolError
 
 if TYPE_CHECKING:
     from aiogpu.client.interface import Outcome, Receiver
@@ -251,6 +251,9 @@ class WorkerEvents(Protocol):
     def on_began(self, worker: LiveWorker, began: wire.Began) -> None:
         """Handle that the code of a task or call with a `run_timeout` has begun."""
 
+    def on_halted(self, worker: LiveWorker, halted: wire.Halted) -> None:
+        """Handle that a task or call stands at a breakpoint, or goes on."""
+
     def on_acting(
         self, worker: int, message: wire.Done | wire.Failed | wire.Created, /
     ) -> None:
@@ -397,6 +400,8 @@ class MessageRouter:
             self._events.on_began(worker, message)
         elif isinstance(message, wire.Importing | wire.Imported):
             self._on_import(worker, message)
+        elif isinstance(message, wire.Halted):
+            self._events.on_halted(worker, message)
         else:
             self._events.requests.on_message(worker, message)
 

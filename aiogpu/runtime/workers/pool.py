@@ -24,6 +24,7 @@ from aiogpu.runtime.connection import Peer, Recipient
 from aiogpu.runtime.objects.store import Store
 from aiogpu.runtime.output import Console
 from aiogpu.runtime.pending_tasks import EACH
+from aiogpu.runtime.slices import Slices
 from aiogpu.runtime.workers import death as cause
 from aiogpu.runtime.workers.commands import WorkerCommands
 from aiogpu.runtime.workers.death import Death, NoCapacityError, start_failure
@@ -64,6 +65,11 @@ zygote to report that. Both may have been stopped by SIGSTOP, a debugger or the 
 CLOSE_LIMIT: Final = 3.0
 """Seconds without the end of a keeper after which a closing node kills the remaining
 keepers."""
+
+
+MANY: Final = 64
+"""Live workers from which on their ends are spread over turns of the loop: all of them
+may end in one turn, as when a program with a thousand actors leaves."""
 
 
 class Pool:
@@ -108,6 +114,7 @@ class Pool:
         self._router = MessageRouter(console, events, store, self._on_import)
         self._send_signal = send_signal
         self.slots = slots
+        self._departures = Slices(loop)
         self._is_closing = False
         self._left: list[tuple[int, Remains]] = []
         self.is_busy: Final = self.slots.is_busy
@@ -302,6 +309,14 @@ class Pool:
             return
         if not is_certain and (worker.status is None or worker.peer is not None):
             return
+        if is_certain or len(self.workers) < MANY:
+            self._leave(worker)
+        else:
+            self._departures.add(map(self._leave, (worker,)))
+
+    def _leave(self, worker: LiveWorker) -> None:
+        if worker.is_gone:
+            return  # its keeper has died since
         try:
             self._take_leave(worker)
         except BaseException as error:

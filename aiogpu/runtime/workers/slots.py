@@ -30,7 +30,14 @@ from aiogpu.runtime.workers.death import (
 )
 from aiogpu.runtime.zygote.config import program_variables
 from aiogpu.runtime.zygote.process import Zygote
-from aiogpu.wire.messages import Close, Define, Forget, Message, output_path
+from aiogpu.wire.messages import (
+    Close,
+    Define,
+    Forget,
+    Halted,
+    Message,
+    output_path,
+)
 
 if TYPE_CHECKING:
     from aiogpu.client.function_spec import Function, FunctionSpec
@@ -59,6 +66,8 @@ class LiveWorker(Caller):
         is_ending: the keeper was told to end it.
         killed_at: loop time at which the keeper was told that.
         is_gone: it has ended and its messages were read; the core may not know yet.
+        halted: its tasks or calls that stand at a breakpoint, by number; None if none
+            ever has.
     """
 
     slot: Slot
@@ -73,6 +82,7 @@ class LiveWorker(Caller):
     is_ending: bool = False
     killed_at: float = 0.0
     is_gone: bool = False
+    halted: dict[int, Halted] | None = None
 
     def __post_init__(self) -> None:
         self.program = program_variables(self.environment)

@@ -83,8 +83,14 @@ AT_EXEC: Final = ("LD_", "PYTHON", "MALLOC_", "GLIBC_")
 
 
 AT_LOAD: Final = (
-    *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "BLIS_"),
-    *("VECLIB_", "NUMEXPR_"),
+    "OMP_",
+    "GOMP_",
+    "KMP_",
+    "MKL_",
+    "OPENBLAS_",
+    "BLIS_",
+    "VECLIB_",
+    "NUMEXPR_",
 )
 """Prefixes of variables that numeric libraries read when they are loaded."""
 
@@ -148,7 +154,7 @@ VOLATILE: Final = frozenset({"_", "OLDPWD", "PWD", "SHLVL", "COLUMNS", "LINES"})
 """Variables that differ between two starts of the same program from one shell."""
 
 
-class Program(NamedTuple):
+class ProgramEnvironment(NamedTuple):
     """A program whose tasks this node runs.
 
     To the core a program is one more variable in the environment of its tasks, so tasks
@@ -219,8 +225,8 @@ class ZygoteConfig(NamedTuple):
     learns: bool
     spill: str
     seed: str
-    own: Program
-    programs: dict[str, Program]
+    own: ProgramEnvironment
+    programs: dict[str, ProgramEnvironment]
 
     @classmethod
     def take(
@@ -249,7 +255,9 @@ class ZygoteConfig(NamedTuple):
         # Python ignores entries that are no strings, such as a `Path`.
         sys_path = [str(path) for path in sys.path if isinstance(path, str)]
         working = "" if place is None else f"/proc/self/fd/{place}"
-        own = Program("", sys_path, working, dict(os.environ), argv=arguments())
+        own = ProgramEnvironment(
+            "", sys_path, working, dict(os.environ), argv=arguments()
+        )
         # 0 would make hashes predictable.
         seed = str(int.from_bytes(os.urandom(4), "little") or 1)
         return cls(directory, page, place, cgroup, learns, spill, seed, own, {})

@@ -24,7 +24,7 @@ from aiogpu.runtime.workers.death import UnavailableError
 from aiogpu.runtime.zygote.config import (
     Launched,
     Modules,
-    Program,
+    ProgramEnvironment,
     ZygoteConfig,
     early_variables,
     program_of,
@@ -350,7 +350,7 @@ class Zygotes:
 
     # Programs that have joined
 
-    def join(self, key: str, program: Program) -> None:
+    def join(self, key: str, program: ProgramEnvironment) -> None:
         """Count one more client with this program."""
         self.config.programs.setdefault(key, program)
         self._joined[key] = self._joined.get(key, 0) + 1

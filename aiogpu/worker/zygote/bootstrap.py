@@ -135,8 +135,11 @@ class WorkerTemplate:
         self._interrupts.user.install()
         self._channel = Channel(self._interrupts)
         self._loans = Loans(
-            *(descriptor_path(setup.directory), setup.spill, page, self._interrupts),
-            partial(self._channel.send, READ_DESCRIPTORS),
+            path=descriptor_path(setup.directory),
+            spill=setup.spill,
+            page=page,
+            interrupts=self._interrupts,
+            press=partial(self._channel.send, READ_DESCRIPTORS),
         )
         self._imports = imports
         self._note_import = page.note_import

@@ -25,7 +25,6 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Final
 
-from aiogpu.errors import ProtocolError
 from aiogpu.linux import syscalls as kernel
 from aiogpu.linux.cgroup import SlotCgroup, end_node
 from aiogpu.linux.sockets import check_server, is_own, open_checked
@@ -38,6 +37,7 @@ from aiogpu.wire.messages import (
     Fork,
     Forked,
     Message,
+    ProtocolError,
     Setup,
     Signal,
     Unforked,

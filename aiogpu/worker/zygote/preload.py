@@ -164,7 +164,9 @@ def _guarded() -> Iterator[None]:
 
 
 VISIBILITY: Final = (
-    *("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"),
+    "CUDA_VISIBLE_DEVICES",
+    "NVIDIA_VISIBLE_DEVICES",
+    "HIP_VISIBLE_DEVICES",
     "ROCR_VISIBLE_DEVICES",
 )
 """Variables that only code that looks for devices reads."""
@@ -245,8 +247,13 @@ def _written(path: str) -> int:
 
 
 DEVICE_FILES: Final = (
-    *("/dev/nvidia", "/dev/dri", "/dev/kfd", "/dev/neuron"),
-    *("/dev/accel", "/dev/hl", "/dev/davinci"),
+    "/dev/nvidia",
+    "/dev/dri",
+    "/dev/kfd",
+    "/dev/neuron",
+    "/dev/accel",
+    "/dev/hl",
+    "/dev/davinci",
 )
 
 

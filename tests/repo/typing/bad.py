@@ -110,7 +110,7 @@ def options_of_a_function() -> None:
     embed.options(num_gpus="1")  # refused
     embed.options(retry_exceptions=[ValueError()])  # refused
     embed.options(runtime_env={"env_vars": {"A": 1}})  # refused
-    embed.options(strategy="packed")  # refused
+    embed.options(gpu_strategy="packed")  # refused
     embed.options(1)  # refused
 
 

@@ -86,7 +86,7 @@ def compare(label: str, before: list[float], after: list[float]) -> float:
 
 
 async def a_handle_may_take_the_place_of_a_value() -> None:
-    losses, start = train.remote(1), await aiogpu.put([1.0])
+    losses, start = train.remote(1), aiogpu.put([1.0])
     assert_type(start, Handle[list[float]])
     assert_type(embed.remote(compare.remote("a", [0.0], losses)), Handle[str])
     assert_type(compare.remote("a", start, losses), Handle[float])
@@ -113,7 +113,7 @@ async def other_options_keep_the_types() -> None:
     assert_type(options.options(max_calls=1).remote(1, scale=2), Handle[str])
     assert_type(fetch.options(timeout=1, cancel_grace=0).remote("a"), Handle[bytes])
     assert_type(await train.options(accelerator_type="A100").remote(1), list[float])
-    assert_type(await train.options(strategy="spread").remote(1), list[float])
+    assert_type(await train.options(gpu_strategy="spread").remote(1), list[float])
     detached = train.options(lifetime="detached")
     assert_type(detached.remote(1), Handle[list[float]])
     suited: RemoteFunction[[int], str] = aiogpu.remote(describe).options(num_cpus=2)

@@ -1,4 +1,4 @@
-"""[B35] Devices found in the files of the kernel and by a fake `neuron-ls`."""
+"""Devices found in the files of the kernel and by a fake `neuron-ls`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""[B34] [B35] The answers of each vendor, and the registry of vendors."""
+"""The answers of each vendor, and the registry of vendors."""
 
 from __future__ import annotations
 

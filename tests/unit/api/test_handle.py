@@ -1,4 +1,4 @@
-"""[B14] [B15] [B17] Handles and streams: results, waiters, cancellation, errors."""
+"""Handles and streams: results, waiters, cancellation, errors."""
 
 from __future__ import annotations
 
@@ -219,7 +219,7 @@ async def test_callback_gets_the_handle_in_its_context(work: Work) -> None:
 async def test_handle_refuses_copies_pickling_and_set_result(
     work: Work, use: Callable[[Handle[Any]], object], message: str
 ) -> None:
-    """[B16] A handle is an argument of tasks and cannot be stored."""
+    """A handle is an argument of tasks and cannot be stored."""
     with pytest.raises(MisuseError, match=message):
         use(work.handle)
     assert isinstance(MisuseError("x"), TypeError)
@@ -237,7 +237,6 @@ async def test_handle_refuses_copies_pickling_and_set_result(
 async def test_why_asks_the_owner_until_the_task_ends(
     work: Work, end: Callable[[Handle[Any]], object], outcome: str
 ) -> None:
-    """[B23]"""
     assert await work.handle.why() == Why("train", 1, "starting")
     with pytest.raises(MisuseError, match="belongs to another event loop"):
         await asyncio.to_thread(asyncio.run, work.handle.why())

@@ -1,4 +1,4 @@
-"""[B12] Tasks that start tasks: handles of children, `get`, and reported waits."""
+"""Tasks that start tasks: handles of children, `get`, and reported waits."""
 
 from __future__ import annotations
 

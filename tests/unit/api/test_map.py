@@ -1,4 +1,4 @@
-"""[B18] `f.map(...)`: read-ahead, chunks, errors, retries, and the end."""
+"""`f.map(...)`: read-ahead, chunks, errors, retries, and the end."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ async def test_map_of_a_finite_iterable_ends(
 
 
 async def test_stop_iteration_raised_by_a_task_is_an_error(engine: FakeEngine) -> None:
-    """[B37] The original type would end the loop silently."""
+    """The original type would end the loop silently."""
     task = await started(listed(train.map(Numbers(), limit=2)))
     engine.fail(1, StopAsyncIteration("from an iterator of its own"))
     error = await outcome(task)

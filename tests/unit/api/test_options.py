@@ -1,4 +1,4 @@
-"""[B10] [B21] Allowed and refused options of tasks, nodes, leases and placements."""
+"""Allowed and refused options of tasks, nodes, leases and placements."""
 
 from __future__ import annotations
 
@@ -88,11 +88,10 @@ GOOD: Final[dict[str, list[tuple[object, object]]]] = {
         ({"accelerator_type:A100": 0.001}, {"accelerator_type:A100": 10}),
     ],
     "accelerator_type": [("A100", "A100"), (None, None)],
-    "strategy": [
+    "gpu_strategy": [
         ("pack", "pack"),
         (Flag("spread"), "spread"),
         (None, "pack"),
-        ("SPREAD", "SPREAD"),
     ],
     "max_calls": [(0, 0), (12, 12), (None, None)],
     "max_retries": [(-1, -1), (0, 0)],
@@ -149,7 +148,7 @@ BAD: Final[list[tuple[str, str, tuple[object, ...]]]] = [
     ("resources", "write num_gpus=0.5 instead", ({"GPU": 0.5},)),
     ("accelerator_type", "a text", ("", 1, b"A100", ["A100"])),
     (
-        "strategy",
+        "gpu_strategy",
         "must be 'pack' (a share goes to the fullest GPU with room) or 'spread'",
         NO_STRATEGIES,
     ),
@@ -180,7 +179,7 @@ BAD: Final[list[tuple[str, str, tuple[object, ...]]]] = [
 def test_invalid_options_of_tasks_are_refused(
     option: str, allowed: str, values: tuple[object, ...]
 ) -> None:
-    """[B9] The message names the option, the value and what is allowed."""
+    """The message names the option, the value and what is allowed."""
     for value in values:
         with pytest.raises(OptionError) as caught:
             check_options({option: value})
@@ -318,7 +317,6 @@ async def test_numeric_options_of_groups_pools_and_maps_have_bounds() -> None:
 def test_task_with_a_device_gets_a_fresh_process_by_default(
     options: dict[str, Any], max_calls: int
 ) -> None:
-    """[B26]"""
     assert spec(**options).max_calls == max_calls
 
 
@@ -357,7 +355,7 @@ def environment(**given: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("name", variables())
 def test_task_cannot_set_the_device_variables_of_vendors(name: str) -> None:
-    """[B25] The vendor's own switch leaves the variable to the task."""
+    """The vendor's own switch leaves the variable to the task."""
     switch = f"AIOGPU_NOSET_{name}"
     for more in ({}, {switch: "0"}):
         with pytest.raises(OptionError) as caught:
@@ -391,7 +389,7 @@ def test_task_cannot_set_variables_that_reorder_devices(
     assert environment(CUDA_DEVICE_ORDER="PCI_BUS_ID")
 
 
-# [B35] Named resources: devices, and their numbers.
+# Named resources: devices, and their numbers.
 
 
 @pytest.mark.parametrize(
@@ -441,7 +439,7 @@ def test_node_has_a_whole_number_of_devices() -> None:
             assert str(caught.value).startswith(start)
 
 
-# [B1] [B3] The options of `init`.
+# The options of `init`.
 
 
 def node_options(**options: Any) -> NodeOptions:

@@ -213,7 +213,6 @@ def test_local_object_is_pickled_by_value_but_not_by_plain_pickle(thing: Any) ->
 
 
 async def test_unpicklable_function_can_be_called_later(engine: FakeEngine) -> None:
-    """[B39]"""
     state: dict[str, object] = {"lock": threading.Lock()}
 
     @aiogpu.remote

@@ -1,4 +1,4 @@
-"""[B2] `run` is `asyncio.run` on uvloop."""
+"""`run` is `asyncio.run` on uvloop."""
 
 from __future__ import annotations
 

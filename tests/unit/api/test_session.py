@@ -1,4 +1,4 @@
-"""[B1] [B5] [B6] The session of a loop: `init`, calls, and `shutdown`."""
+"""The session of a loop: `init`, calls, and `shutdown`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""[B14] [B15] `wait` and `as_completed` in programs and in tasks."""
+"""`wait` and `as_completed` in programs and in tasks."""
 
 from __future__ import annotations
 

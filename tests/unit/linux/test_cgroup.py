@@ -14,7 +14,7 @@ from aiogpu.linux import syscalls as kernel
 from aiogpu.linux.cgroup import (
     UNIFIED,
     Cgroup,
-    Place,
+    ParentCgroup,
     SlotCgroup,
     end_node,
     end_slot,
@@ -440,9 +440,9 @@ def group_tree(tmp_path: Path) -> GroupTree:
 
 
 def test_own_group_is_the_parent_of_the_nodes_group(group_tree: GroupTree) -> None:
-    assert find_cgroup(group_tree.proc) == Place(str(group_tree.own))
+    assert find_cgroup(group_tree.proc) == ParentCgroup(str(group_tree.own))
     (group_tree.own / "cgroup.type").write_text("domain\n")
-    assert find_cgroup(group_tree.proc) == Place(str(group_tree.own))
+    assert find_cgroup(group_tree.proc) == ParentCgroup(str(group_tree.own))
 
 
 def test_find_cgroup_explains_why_no_group_can_be_made(

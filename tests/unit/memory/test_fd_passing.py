@@ -12,8 +12,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from aiogpu.errors import ProtocolError
 from aiogpu.memory.fd_passing import MOST, DescriptorReceiver, DescriptorSender
+from aiogpu.wire.messages import ProtocolError
 
 Pairs = list[tuple[int, int]]
 

@@ -20,12 +20,13 @@ from aiogpu.core.records import TaskRecord, WorkerRecord
 from aiogpu.core.resources.devices import DeviceSet
 from aiogpu.core.resources.ledger import Lease, Ledger
 from aiogpu.engines.server_info import pack_capacity, unpack_capacity
-from aiogpu.errors import NodeStartError, ProtocolError
+from aiogpu.errors import NodeStartError
 from aiogpu.observe.metrics import MetricsServer, Seen, amounts
 from aiogpu.observe.status import EndedTask
 from aiogpu.observe.status_codec import status_codec
 from aiogpu.observe.trace import DEVICES, Span, trace_of
-from aiogpu.runtime.history import LONGEST, LONGEST_TRACE, Failure, History
+from aiogpu.runtime.history import LONGEST, LONGEST_TRACE, FailureReason, History
+from aiogpu.wire.messages import ProtocolError
 from tests.support.gate import Gate, pass_gate
 
 
@@ -42,6 +43,7 @@ async def status_of(gate: Gate) -> Seen:
         status = await aiogpu.status()
         for handle in handles:
             handle.cancel()
+    status = replace(status, evictions=3, reloads=2)
     return Seen(status, {"finished": 7, "failed": 1})
 
 
@@ -69,6 +71,9 @@ async def test_metrics_are_served_only_on_this_machine(gate: Gate) -> None:
     assert 'aiogpu_resource_free{resource="GPU"} 0.75' in text
     assert 'aiogpu_tasks_ended_total{outcome="finished"} 7.0' in text
     assert "# TYPE aiogpu_tasks gauge" in text
+    assert "# TYPE aiogpu_actor_evictions_total counter" in text
+    assert "aiogpu_actor_evictions_total 3.0" in text
+    assert "aiogpu_actor_reloads_total 2.0" in text
 
 
 def test_metrics_port_in_use_is_named() -> None:
@@ -105,7 +110,7 @@ SPEC = TaskSpec("embed", Shape(REQUEST))
 LEASE = Lease(LeaseId(1), REQUEST, (((3, 2500),),), Ledger({}))
 
 
-FAILURE = Failure.of("ValueError", "no such key\nat all", "Traceback: ...")
+FAILURE = FailureReason.of("ValueError", "no such key\nat all", "Traceback: ...")
 
 
 def record(task: int, since: float = 0.0) -> TaskRecord:
@@ -122,7 +127,7 @@ def history() -> History:
 
 
 def end(
-    history: History, task: int, outcome: str, now: float, *failure: Failure
+    history: History, task: int, outcome: str, now: float, *failure: FailureReason
 ) -> None:
     history.add(task, SPEC, 5, history.sites[7], 1.0, now, outcome, *failure)
 
@@ -184,7 +189,7 @@ def test_oldest_history_entries_are_dropped_first(history: History) -> None:
 
 
 def test_long_texts_are_cut_and_displace_older_entries() -> None:
-    long = Failure.of("E", "x" * 999, "a" * 50_000 + "b" * 50_000)
+    long = FailureReason.of("E", "x" * 999, "a" * 50_000 + "b" * 50_000)
     assert len(long.message) == LONGEST
     assert len(long.traceback) < LONGEST_TRACE + 100
     assert long.traceback.startswith("aaa")

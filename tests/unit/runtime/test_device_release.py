@@ -26,7 +26,7 @@ from aiogpu.runtime.devices.release import (
     TOLERANCE,
     UNVERIFIED,
     DeviceRelease,
-    State,
+    ReleaseState,
     verdict,
 )
 from tests.unit.runtime.fakes import (
@@ -41,7 +41,7 @@ MINE, CHILD, OTHER = 100, 101, 200
 """The worker, an unknown descendant of it, and another process, which lives."""
 GIB = 1 << 30
 IDLE = Sample({}, reads_pids=True, used=GIB)
-HELD, LOST = State.HELD, State.LOST
+HELD, LOST = ReleaseState.HELD, ReleaseState.LOST
 
 
 def host(

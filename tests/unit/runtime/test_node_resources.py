@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import pytest
 
 from aiogpu.errors import NodeStartError
-from aiogpu.linux.cgroup import Cgroup, Place
+from aiogpu.linux.cgroup import Cgroup, ParentCgroup
 from aiogpu.memory.control_page import SLOTS
 from aiogpu.runtime import node_cgroup
 from aiogpu.runtime.descriptors import (
@@ -188,7 +188,9 @@ async def test_processes_that_do_not_die_are_logged(
 async def test_node_without_cgroup_has_none_for_slots(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(node_cgroup, "find_cgroup", lambda: Place(None, "why not"))
+    monkeypatch.setattr(
+        node_cgroup, "find_cgroup", lambda: ParentCgroup(None, "why not")
+    )
     node = NodeCgroup(asyncio.get_running_loop())
     assert repr(node) == "<NodeCgroup the node has not started>"
     node.choose("aiogpu-test")

@@ -208,6 +208,24 @@ async def test_unknown_peers_are_cut_off(node: FakeNode) -> None:
     assert node.zygotes.peers == [zygote]
 
 
+async def test_many_ends_are_spread_over_turns(
+    node: FakeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("aiogpu.runtime.workers.pool.MANY", 2)
+    monkeypatch.setattr("aiogpu.runtime.slices.SLICE", 0.0)
+    keepers = [node.start(number)[0] for number in (1, 2, 3)]
+    for number, keeper in enumerate(keepers, start=1):
+        node.pool.workers[number].peer = None
+        keeper.on_messages([Ended(number, 9)])
+    assert node.events == [], "no time was left in this turn"
+    # The last of the three dies with its keeper meanwhile.
+    node.pool.on_lost_slot(2)
+    assert [event[:2] for event in node.events] == [("gone", 3)]
+    monkeypatch.setattr("aiogpu.runtime.slices.SLICE", 60.0)
+    await until(lambda: len(node.events) == 3)
+    assert [event[:2] for event in node.events[1:]] == [("gone", 1), ("gone", 2)]
+
+
 async def test_late_end_of_keeper_does_not_affect_its_successor(node: FakeNode) -> None:
     first, _ = node.start(1)
     node.pool.on_lost_slot(0)

@@ -19,9 +19,8 @@ from aiogpu.client.function_spec import (
     new_function_id,
 )
 from aiogpu.client.spec_codec import dump_spec, load_spec
-from aiogpu.errors import ProtocolError
 from aiogpu.serialization.serializer import dump_retried
-from aiogpu.wire.messages import DEFAULT_GROUP, SERIAL
+from aiogpu.wire.messages import DEFAULT_GROUP, SERIAL, ProtocolError
 from tests.contract.raw_client import changed
 from tests.unit.runtime import fakes
 
@@ -43,7 +42,7 @@ def func_of(**options: Any) -> FunctionSpec:
 
 OPTIONS: list[dict[str, Any]] = [
     {},
-    {"num_cpus": 0, "num_gpus": 0.25, "strategy": "spread"},
+    {"num_cpus": 0, "num_gpus": 0.25, "gpu_strategy": "spread"},
     {"num_gpus": 2, "accelerator_type": "A100", "max_calls": 0},
     {"resources": {"license": 0.5, "a": 2}, "priority": -3, "timeout": 2.5},
     {"runtime_env": {"env_vars": {"B": "1", "A": "2"}}, "max_retries": -1},

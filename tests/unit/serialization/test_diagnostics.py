@@ -423,7 +423,7 @@ def test_warning_skips_only_frames_of_aiogpu_and_cloudpickle():
 def test_advice_to_a_waiting_thread_names_its_line_and_its_api() -> None:
     before = waiting_line.set(Line("user.py", 3, {"__name__": "user"}))
     with pytest.warns(AiogpuWarning, match=r"write aiogpu\.sync\.put") as told:
-        advise("write await aiogpu.put(x)")
+        advise("write aiogpu.put(x)")
     waiting_line.reset(before)
     assert (told[0].filename, told[0].lineno) == ("user.py", 3)
 

@@ -1,4 +1,4 @@
-"""[B47] Items of a chunk are fixed when they are read."""
+"""Items of a chunk are fixed when they are read."""
 
 from __future__ import annotations
 

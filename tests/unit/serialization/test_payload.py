@@ -8,7 +8,7 @@ import threading
 import msgpack
 import pytest
 
-from aiogpu.errors import MisuseError, ProtocolError, SerializationError
+from aiogpu.errors import MisuseError, SerializationError
 from aiogpu.serialization.exceptions import RAISED, pack_failure, unpack_failure
 from aiogpu.serialization.payload import (
     MARK,
@@ -40,6 +40,7 @@ from aiogpu.serialization.serializer import (
     split_results,
 )
 from aiogpu.wire import codec as frames
+from aiogpu.wire.messages import ProtocolError
 from tests.unit.serialization.payloads import carried
 
 FULL = Contents(

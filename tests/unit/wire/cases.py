@@ -23,7 +23,6 @@ from typing import Any, Final, NamedTuple, get_type_hints
 import aiogpu
 from aiogpu.client.function_spec import Function
 from aiogpu.client.spec_codec import load_spec
-from aiogpu.errors import ProtocolError
 from aiogpu.memory.fd_passing import MOST, DescriptorReceiver
 from aiogpu.serialization.payload import unpack
 from aiogpu.wire.codec import from_fields, unpack_as
@@ -37,7 +36,7 @@ from aiogpu.wire.connection import (
     Connection,
     ConnectionState,
 )
-from aiogpu.wire.messages import TAGS, Bind, Hello, Message
+from aiogpu.wire.messages import TAGS, Bind, Hello, Message, ProtocolError
 
 CORPUS: Final = Path(__file__).with_name("corpus")
 NODE: Final = "node"

@@ -6,7 +6,6 @@ import struct
 
 import pytest
 
-from aiogpu.errors import ProtocolError
 from aiogpu.wire.codec import LIMIT, encode
 from aiogpu.wire.connection import (
     CLIENT,
@@ -19,7 +18,16 @@ from aiogpu.wire.connection import (
     ConnectionState,
     greeting,
 )
-from aiogpu.wire.messages import TAGS, VERSION, Cancel, Done, Exit, Hello, Run
+from aiogpu.wire.messages import (
+    TAGS,
+    VERSION,
+    Cancel,
+    Done,
+    Exit,
+    Hello,
+    ProtocolError,
+    Run,
+)
 from tests.unit.wire.cases import ROLES, example
 from tests.unit.wire.spoiling import framed
 

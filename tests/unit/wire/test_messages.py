@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aiogpu.errors import ProtocolError, SerializationError
+from aiogpu.errors import SerializationError
 from aiogpu.wire.codec import (
     HEADER,
     LARGE,
@@ -40,6 +40,7 @@ from aiogpu.wire.messages import (
     Items,
     Keep,
     Message,
+    ProtocolError,
     Setup,
     descriptor_path,
     output_path,

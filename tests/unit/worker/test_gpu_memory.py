@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from aiogpu.client.current import Context
-from aiogpu.errors import GpuOutOfMemoryError, RemoteTraceback
+from aiogpu.errors import GpuOutOfMemoryError
+from aiogpu.serialization.exceptions import RemoteTraceback
 from aiogpu.worker.gpu import (
     MOST_CAUSES,
     ImportWatcher,

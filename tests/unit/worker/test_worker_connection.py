@@ -13,10 +13,9 @@ import pytest
 from tqdm import tqdm
 
 from aiogpu.client.current import Context
-from aiogpu.errors import ProtocolError
 from aiogpu.memory.control_page import ControlPage
 from aiogpu.wire.codec import encode
-from aiogpu.wire.messages import Done, Forget, Fork, Log, Message
+from aiogpu.wire.messages import Done, Forget, Fork, Log, Message, ProtocolError
 from aiogpu.worker.connection import Channel
 from aiogpu.worker.interrupts import Interrupts
 from aiogpu.worker.stdio import BURST, LONGEST, LineSender

@@ -1,0 +1,1 @@
+"""What `breakpoint()` does in a worker; imported by the first breakpoint only."""
