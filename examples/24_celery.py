@@ -4,9 +4,8 @@
     celery --workdir examples -A 24_celery worker --concurrency 8
     aiogpu stop
 
-With a broker of your own in place of "memory://", eight processes of Celery wait for
-jobs, and as many of these run at once as have room on the GPU. This file as a program
-is its own worker, with threads.
+With a broker of your own, eight processes of Celery wait for jobs, and as many of these
+run at once as have room. This file as a program is its own worker, with threads.
 """
 
 import os
@@ -20,7 +19,6 @@ from aiogpu import WorkerDiedError
 
 app = Celery("jobs", broker=os.environ.get("BROKER", "memory://"))
 app.conf.result_backend = os.environ.get("RESULTS", "cache+memory://")
-app.conf.worker_hijack_root_logger = False
 
 
 @worker_process_init.connect

@@ -9,8 +9,6 @@ a broker of your own in place of the one in memory; this file as a program is it
 worker.
 """
 
-import asyncio
-
 from taskiq import InMemoryBroker, TaskiqEvents, TaskiqState
 
 import aiogpu
@@ -53,4 +51,4 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    aiogpu.run(main())
