@@ -461,15 +461,15 @@ def test_program_is_forgotten_after_its_last_task():
     w = World(cpus=1, exits=False).play("""
         leave 9; join 1; leave 9; submit a client=1 max_calls=1; leave 1
     """)
-    assert repr(w.scheduler.clients) == "<Clients [0, 1]>"
+    assert repr(w.scheduler.clients) == "<Accounts [0, 1]>"
     w.finish("a")
-    assert repr(w.scheduler.clients) == "<Clients [0, 1]>", "its process is there"
+    assert repr(w.scheduler.clients) == "<Accounts [0, 1]>", "its process is there"
     w.die(1)
-    assert repr(w.scheduler.clients) == "<Clients [0]>"
+    assert repr(w.scheduler.clients) == "<Accounts [0]>"
     w.play("submit b client=1; leave 1; join 1; finish b")
-    assert repr(w.scheduler.clients) == "<Clients [0, 1]>"
+    assert repr(w.scheduler.clients) == "<Accounts [0, 1]>"
     w.leave(1)
-    assert repr(w.scheduler.clients) == "<Clients [0]>"
+    assert repr(w.scheduler.clients) == "<Accounts [0]>"
 
 
 # A program that does not read its results.
