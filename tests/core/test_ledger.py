@@ -272,6 +272,14 @@ SPLIT = node(*cards(3, "A100", 20, parent="GPU-1"), *cards(1, "A100", 80))
             "leave gpu_memory= out",
         ),
         (
+            node(*cards(1, name="NVIDIA GB10")),
+            need(0.5, gpu_memory=GIB),
+            "it does not know how much memory GPU 0 (NVIDIA GB10), which uses the "
+            "machine's, has: start it "
+            'with init(gpu_memory="80GiB") or `aiogpu start --gpu-memory 80GiB`, or '
+            "leave gpu_memory= out",
+        ),
+        (
             MIXED,
             need(0, gpu_memory=BY_SHARE),
             "gpu_memory='share' is the part of a GPU's memory that num_gpus is of the "
