@@ -178,6 +178,10 @@ class TimedCoroutines(Timed):
     async def coroutine(self, path: str, name: str) -> str:
         return await pass_gate_softly(path, name)
 
+    @aiogpu.method(run_timeout=1e-4)
+    async def brief(self, path: str, name: str) -> str:
+        return await pass_gate_softly(path, name)
+
 
 @aiogpu.remote(num_cpus=0)
 async def caller(actor: Any, method: str, path: str, name: str) -> None:

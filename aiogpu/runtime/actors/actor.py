@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from itertools import count, islice
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from aiogpu.client.function_spec import FunctionSpec
 from aiogpu.client.interface import Outcome, Receiver
@@ -119,6 +119,19 @@ def _copy(error: Exception) -> Exception:
     copy = ActorDiedError(str(error), error.actor)
     copy.__cause__ = error.__cause__
     return copy
+
+
+class RunTimer(NamedTuple):
+    """The timer of a running call that has a `run_timeout`.
+
+    Attributes:
+        handle: cancels it. uvloop returns a handle without `when()` if the delay rounds
+            to zero milliseconds.
+        due: loop time at which it fires.
+    """
+
+    handle: asyncio.Handle
+    due: float
 
 
 @dataclass(slots=True, eq=False)
@@ -444,7 +457,7 @@ class Actor:
         self._unwanted = 0
         self.waiting = OrderedCallQueue(self)
         self.terms = terms
-        self.timers: dict[CallId, asyncio.TimerHandle] = {}
+        self.timers: dict[CallId, RunTimer] = {}
         self.paused: dict[CallId, float] = {}
         self._awaited_by: list[Receiver] = []
         self._end_awaited_by: list[Receiver] = []
@@ -607,7 +620,7 @@ class Actor:
         if call.known_as:
             self.waiting.forget(call.known_as)
         if self.timers and (timer := self.timers.pop(answer.task, None)):
-            timer.cancel()
+            timer.handle.cancel()
         mailbox, receiver = call.mailbox, call.receiver
         mailbox.sent.pop(answer.task, None)
         if receiver is None:
@@ -757,7 +770,7 @@ class Actor:
         timers, self.timers = self.timers, {}
         self.paused.clear()
         for timer in timers.values():
-            timer.cancel()
+            timer.handle.cancel()
 
     # The actor as the receiver of its task
 

@@ -18,7 +18,14 @@ from aiogpu.core.model.text import span
 from aiogpu.core.resources.placement_group import room_for
 from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.errors import ActorDiedError, AiogpuError, DeadlockError
-from aiogpu.runtime.actors.actor import FIRST_CALL, Actor, ActorState, Register, died
+from aiogpu.runtime.actors.actor import (
+    FIRST_CALL,
+    Actor,
+    ActorState,
+    Register,
+    RunTimer,
+    died,
+)
 from aiogpu.runtime.callers.caller import Caller
 from aiogpu.runtime.history import FailureReason
 from aiogpu.runtime.pending_tasks import Call, overrun, settle
@@ -406,9 +413,12 @@ class Actors(Register):
             self._limit(actor, number, when + limit - self._loop.time())
 
     def _limit(self, actor: Actor, number: int, seconds: float) -> None:
-        actor.timers[number] = self._loop.call_later(
-            max(seconds, 0.0), self.overrun, actor, number, context=Context()
+        seconds = max(seconds, 0.0)
+        due = self._loop.time() + seconds
+        handle = self._loop.call_later(
+            seconds, self.overrun, actor, number, context=Context()
         )
+        actor.timers[number] = RunTimer(handle, due)
 
     def on_halted(self, actor: Actor, number: int, stands: bool) -> None:
         """Stop the timer of a call that stands at a breakpoint, or start it again.
@@ -420,8 +430,8 @@ class Actors(Register):
             numbers = [*(actor.timers if stands else actor.paused)]
         for each in numbers:
             if stands and (timer := actor.timers.pop(each, None)):
-                timer.cancel()
-                actor.paused[each] = timer.when() - self._loop.time()
+                timer.handle.cancel()
+                actor.paused[each] = timer.due - self._loop.time()
             elif not stands and (left := actor.paused.pop(each, None)) is not None:
                 self._limit(actor, each, left)
 
@@ -431,9 +441,9 @@ class Actors(Register):
         timer = actor.timers.pop(number, None)
         if call is None or call.receiver is None or timer is None:
             return
-        timer.cancel()
+        timer.handle.cancel()
         limit, receiver = actor.terms.run_limits[call.method], call.receiver
-        ran = limit + max(self._loop.time() - timer.when(), 0.0)
+        ran = limit + max(self._loop.time() - timer.due, 0.0)
         name = f"{actor.name}.{plain_name(call.method)}"
         error = overrun(name, limit, f"it ran {span(ran)}", STOPPING[actor.terms.mode])
         failure = FailureReason.of(type(error).__name__, str(error))
