@@ -11,7 +11,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from aiogpu.engines.base import NodeOptions
 from aiogpu.engines.remote import RemoteEngine
@@ -19,7 +19,7 @@ from aiogpu.errors import AiogpuError, NodeError
 from aiogpu.observe.owners import Owners
 from aiogpu.observe.status import EndedTask, NodeStatus, held_tasks
 from aiogpu.observe.task_list import TaskPage, TaskQuery
-from aiogpu.observe.trace import Span
+from aiogpu.observe.trace import Span, trace_of
 from aiogpu.observe.why import Why
 from aiogpu.wire.messages import CANCEL, END_LEASE, KILL
 
@@ -179,6 +179,14 @@ class Collector:
             self._timeline_until = time.monotonic() + INTERVAL / 2
             self._timeline = asyncio.ensure_future(engine.timeline(SPANS))
         return await asyncio.shield(self._timeline)
+
+    async def trace(self) -> dict[str, Any]:
+        """Return all spans that the node remembers, as Perfetto reads them.
+
+        Raises:
+            NodeError: no node answers.
+        """
+        return trace_of(await self._joined().timeline())
 
     async def failed_calls(self, actor: int) -> tuple[EndedTask, ...]:
         """Return the last failed call of each method of an actor, with traceback.

@@ -1,8 +1,8 @@
 """Serves the dashboard by Bokeh: one document for each tab, fed from one collector.
 
 `GuardedTornado` asks the guard about every request, before any handler sees it, and
-serves three things: the pages, their WebSockets, and the scripts of `SCRIPTS`. No other
-path of Bokeh's server is reachable, and none names a file.
+serves four things: the pages, their WebSockets, the scripts of `SCRIPTS`, and the
+timeline as a file. No other path of Bokeh's server is reachable, and none names a file.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from tornado.web import RequestHandler
 
 from aiogpu.dashboard.collector import Collector
 from aiogpu.dashboard.guard import Guard, Verdict
-from aiogpu.dashboard.tabs import SCHEME, applications
+from aiogpu.dashboard.tabs import SCHEME, TRACE, applications
+from aiogpu.errors import NodeError
 
 UNUSED: Final = 15_000
 """Milliseconds after which the document of a closed tab is dropped."""
@@ -133,12 +134,36 @@ class Answer(RequestHandler):
         self.finish(LOGIN)
 
 
+class Trace(RequestHandler):
+    """Serves the timeline as a file for Perfetto."""
+
+    def initialize(self, collector: Collector) -> None:
+        """See tornado."""
+        self._collector = collector
+
+    async def get(self) -> None:
+        """Send the file; a text with the reason if no node answers."""
+        for name, value in HEADERS.items():
+            self.set_header(name, value)
+        self.set_header("Content-Security-Policy", "default-src 'none'")
+        try:
+            trace = await self._collector.trace()
+        except NodeError as error:
+            self.set_status(503)
+            self.set_header("Content-Type", "text/plain; charset=utf-8")
+            self.finish(f"{error}\n")
+            return
+        self.set_header("Content-Disposition", 'attachment; filename="timeline.json"')
+        self.finish(trace)
+
+
 HANDLERS: Final[dict[type, type[RequestHandler]]] = {
     DocHandler: Page,
     WSHandler: Socket,
     StaticHandler: Script,
+    Trace: Trace,
 }
-"""What is served in place of Bokeh's handlers; its other handlers are not."""
+"""What is served in place of Bokeh's handlers, and beside them; no other handler is."""
 
 
 class GuardedTornado(BokehTornado):
@@ -191,6 +216,7 @@ async def listening(collector: Collector, host: str, port: int) -> AsyncIterator
     application = GuardedTornado(
         guard,
         applications(collector),
+        extra_patterns=[(TRACE, Trace, {"collector": collector})],
         log_function=lambda _: None,  # a URL has the token
         include_headers=[],
         include_cookies=[SCHEME],  # a page shows what it includes to its scripts

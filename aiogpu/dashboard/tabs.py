@@ -352,8 +352,8 @@ class TimelineTab(AskingTab):
             f"{_problem(self.problem)}<h2>What ran where</h2><p>The running tasks and "
             f"the last {SPANS} that have ended, in the last ten minutes. Colours: "
             "programs, as on the other pages; a thick red edge: failed. Click a bar "
-            "for its task. All tasks, for Perfetto: "
-            "<code>aiogpu timeline FILE</code>.</p>"
+            "for its task. All tasks that the node remembers, as a file for Perfetto: "
+            f'<a href="{TRACE}" download>timeline.json</a>.</p>'
         )
 
     def draw(self) -> None:
@@ -399,6 +399,8 @@ class TimelineTab(AskingTab):
         yield self._chart
 
 
+TRACE: Final = "/timeline.json"
+"""Path of the timeline as a file."""
 TEN_MINUTES: Final = 600_000
 """Milliseconds of a timeline."""
 

@@ -8,6 +8,7 @@ import re
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -19,6 +20,7 @@ from aiogpu.api import dashboard
 from aiogpu.observe.overview import overview, without_links
 from tests.cli.sandbox import LIMIT, Sandbox
 from tests.cli.status_examples import BUSY
+from tests.contract import tasks
 from tests.contract.node_here import node_here
 from tests.support.program import start
 from tests.support.waits import until
@@ -63,6 +65,25 @@ async def test_the_dashboard_is_served_as_long_as_the_node(
     assert dashboards() == []
     with pytest.raises(httpx.ConnectError):
         await asyncio.to_thread(page_of, url)
+
+
+def timeline_of(url: str) -> dict[str, Any]:
+    """The timeline as a file, once the dashboard has reached the node."""
+    with httpx.Client(trust_env=False) as client:
+        assert client.get(url).status_code == 200
+        path = url.partition("?")[0] + "timeline.json"
+        while (answer := client.get(path)).status_code == 503:
+            assert "text/plain" in answer.headers["Content-Type"]
+        assert answer.headers["Content-Disposition"].startswith("attachment")
+        trace: dict[str, Any] = answer.json()
+        return trace
+
+
+async def test_the_timeline_is_a_file_for_perfetto() -> None:
+    async with aiogpu.init(num_cpus=1, num_gpus=1, dashboard=True) as node:
+        assert await tasks.add.remote(1) == 2
+        trace = await asyncio.to_thread(timeline_of, node.dashboard_url)
+    assert "add" in [event["name"] for event in trace["traceEvents"]]
 
 
 async def test_a_joined_node_has_a_dashboard_too(tmp_path: Path) -> None:

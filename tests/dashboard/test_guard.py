@@ -70,7 +70,9 @@ async def test_the_token_gives_a_cookie_that_scripts_and_other_sites_cannot_use(
         assert "bokeh.min.js" in page.text
 
 
-@pytest.mark.parametrize("path", ["/", "/ws", "/metadata", "/static/js/bokeh.min.js"])
+@pytest.mark.parametrize(
+    "path", ["/", "/ws", "/metadata", "/static/js/bokeh.min.js", "/timeline.json"]
+)
 @pytest.mark.parametrize("query", ["", "?token=", "?token=wrong", "?token=%ff"])
 async def test_without_the_token_nothing_is_served(path: str, query: str) -> None:
     async with dashboard() as (origin, _), visitor(origin) as client:
