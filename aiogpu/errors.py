@@ -251,7 +251,7 @@ class GpuOutOfMemoryError(AiogpuError, MemoryError):
 
     Attributes:
         asked: bytes of each GPU requested with `gpu_memory=`; 0 for none, for "share",
-            and in the retry by `retry_oom`.
+            and in the retry on a whole GPU by `retry_oom`.
         limit: bytes of each GPU that the task could use, 0 for no limit.
         peak: the most bytes of one GPU that the task is known to have used, by
             PyTorch's peak, CuPy's pool, or NVML; 0 if unknown.

@@ -69,7 +69,8 @@ class Options(_Common, total=False):
             "compute_capability": "8.0", "name": "*H100*"}`; the first two are minimums.
         gpu_memory: memory on each GPU, with or instead of `num_gpus`: bytes, "6GiB", or
             "share" for the same fraction as `num_gpus`. Frameworks are limited to it.
-        retry_oom: "exclusive": when GPU memory runs out, retry once on a whole GPU.
+        retry_oom: "exclusive": when GPU memory runs out, retry once on a whole GPU;
+            `["share", "exclusive"]`: before this, once on twice the share.
         any_of: requests of which the first that is free is taken, the most wanted
             first: `[{"num_gpus": 1}, {"num_cpus": 8}]`; instead of the options above.
         gpu_strategy: which GPU a share is taken from: "pack" (default), the fullest GPU

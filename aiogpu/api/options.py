@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypedDict
 
 from aiogpu.client.current import current
@@ -287,7 +287,19 @@ def _bundle(option: str, value: object) -> Request:
 Check = Callable[[str, object], Any]
 
 
-RetryOom = Literal["exclusive"]
+RetryOom = Literal["exclusive"] | Sequence[Literal["share", "exclusive"]]
+
+
+def check_retry_oom(option: str, value: object) -> tuple[str, ...]:
+    """Check a `retry_oom`; return the attempts in their order."""
+    attempts = tuple(value) if isinstance(value, list | tuple) else (value,)
+    if attempts in (("exclusive",), ("share", "exclusive")):
+        return attempts
+    raise OptionError(
+        f"{option}={value!r} must be None, 'exclusive' (a task that ran out of GPU "
+        f"memory is retried once on a whole GPU) or ['share', 'exclusive'] (before "
+        f"this, once on twice its share)."
+    )
 
 
 _CAPABILITY: Final = r"([0-9]{1,3})(?:\.([0-9]{1,3}))?"
@@ -492,7 +504,7 @@ class TaskOptions(NamedTuple):
     accelerator_type: str | None = None
     gpu_where: DeviceSelector | None = None
     gpu_memory: int = 0
-    retry_oom: RetryOom | None = None
+    retry_oom: tuple[str, ...] | None = None
     any_of: tuple[Mapping[str, Any], ...] = ()
     gpu_strategy: GpuStrategy = "pack"
     max_calls: int | None = None
@@ -535,8 +547,8 @@ class TaskOptions(NamedTuple):
             )
         if self.retry_oom and not (self.num_gpus or self.gpu_memory):
             raise OptionError(
-                "retry_oom='exclusive' retries a task that ran out of GPU memory, but "
-                "the task asks for no GPU; give num_gpus= or gpu_memory= as well."
+                "retry_oom retries a task that ran out of GPU memory, but the task "
+                "asks for no GPU; give num_gpus= or gpu_memory= as well."
             )
         if self.gpu_memory == BY_SHARE and not self.num_gpus:
             raise OptionError(
@@ -614,6 +626,7 @@ class TaskOptions(NamedTuple):
             stop_grace=self.stop_grace,
             is_detached=self.lifetime is not None,
             retries_oom=self.retry_oom is not None,
+            doubles_share="share" in (self.retry_oom or ()),
         )
 
     def choices(self, name: str, function: int) -> tuple[TaskSpec, ...]:
@@ -977,11 +990,7 @@ _OF_RESULTS: Final[dict[str, Check]] = {
 CHECKS: Final[dict[str, dict[str, Check]]] = {
     "task": {
         **_COMMON,
-        "retry_oom": choice(
-            "None, or 'exclusive' (a task that ran out of GPU memory is retried once "
-            "on a whole GPU)",
-            "exclusive",
-        ),
+        "retry_oom": check_retry_oom,
         "any_of": _check_any_of,
         "max_calls": whole(0, "None, 0 for no limit, or a whole number of calls"),
         "max_retries": whole(-1, _retries),

@@ -165,6 +165,10 @@ async def task_retry_oom(at: Place) -> None:
     beside = gpu_tasks.run_out_beside_others
     options = {"gpu_memory": "2GiB", "retry_oom": "exclusive"}
     assert await beside.options(**options).remote(counted, 1)
+    climbing = beside.options(
+        num_gpus=0.25, gpu_memory="2GiB", retry_oom=["share", "exclusive"]
+    )
+    assert (await climbing.remote(str(at.path / "again"), 1))[2] == 0.5
 
 
 async def task_max_calls(at: Place) -> None:

@@ -235,6 +235,29 @@ async def test_retry_oom_tries_once_more_on_a_whole_gpu(
 
 
 @pytest.mark.needs("processes")
+async def test_retry_oom_tries_twice_the_share_and_then_a_whole_gpu(
+    tmp_path: Path, address: str
+) -> None:
+    climbing = tasks.run_out_beside_others.options(
+        num_gpus=0.25, gpu_memory="10GiB", retry_oom=["share", "exclusive"]
+    )
+    async with aiogpu.init(address=address, num_cpus=4, num_gpus=1, gpu_memory="80GiB"):
+        count, limit, share = await climbing.remote(str(tmp_path / "a"), 1)
+        assert (count, share) == (1, 0.5)
+        assert limit == str(20 * GIB)
+        assert await climbing.remote(str(tmp_path / "b"), 2) == (2, None, 1.0)
+        error = await raises(OOM, lambda: climbing.remote(str(tmp_path / "c"), 3))
+        assert ", retried alone on a GPU, ran out" in str(error)
+        # An actor holds a share for life, so there is no whole GPU.
+        model = tasks.Model.remote()
+        assert await model.fine.remote() == "fine"
+        error = await raises(OOM, lambda: climbing.remote(str(tmp_path / "d"), 3))
+        assert ", retried on twice its share, ran out" in str(error)
+        assert error.asked == 20 * GIB
+        assert (tmp_path / "d").stat().st_size == 2
+
+
+@pytest.mark.needs("processes")
 async def test_retry_oom_does_not_wait_for_an_actors_end(
     tmp_path: Path, address: str
 ) -> None:

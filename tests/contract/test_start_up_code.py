@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,9 +16,12 @@ from pathlib import Path
 import pytest
 
 from tests.contract.node_here import Here
+from tests.repo.source_folders import ROOT
 from tests.support.program import environment, run_command
 
 pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.fresh]
+
+TESTING_PAGE = ROOT / "docs/testing.md"
 
 PROGRAM = """
 import asyncio, sys
@@ -77,6 +82,67 @@ def lines_of(*command: str, **variables: str) -> list[str]:
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert "Traceback" not in ran.stderr, ran.stderr
     return [line for line in ran.stdout.splitlines() if line.startswith("(")]
+
+
+MEASURED = """
+import asyncio
+import aiogpu
+
+@aiogpu.remote
+def reused():
+    return "reused"
+
+@aiogpu.remote(num_gpus=1)
+def fresh():
+    return "fresh"
+
+@aiogpu.remote
+async def coroutine():
+    return "coroutine"
+
+@aiogpu.remote
+class Actor:
+    def method(self):
+        return "method"
+
+@aiogpu.remote
+def never_called():
+    return "never"
+
+async def main():
+    async with aiogpu.init(num_cpus=2, num_gpus=1):
+        await asyncio.gather(reused.remote(), fresh.remote(), coroutine.remote())
+        async with Actor.remote() as actor:
+            await actor.method.remote()
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+
+
+@pytest.mark.skipif(find_spec("coverage") is None, reason="needs coverage")
+def test_documented_settings_of_coverage_measure_tasks(tmp_path: Path) -> None:
+    """Those of docs/testing.md, in processes of all kinds."""
+    program = tmp_path / "measured.py"
+    program.write_text(MEASURED)
+    (settings,) = re.findall(r"```ini\n(.*?)```", TESTING_PAGE.read_text(), re.DOTALL)
+    report = tmp_path / "report.json"
+    (tmp_path / "rc").write_text(f"{settings}data_file = {tmp_path}/data\n")
+    variables = environment(COVERAGE_RCFILE=str(tmp_path / "rc"))
+    for command in (
+        ["run", str(program)],
+        ["combine"],
+        ["json", "-o", str(report), f"--include={program}"],
+    ):
+        ran = run_command(sys.executable, "-m", "coverage", *command, env=variables)
+        assert ran.returncode == 0, ran.stdout + ran.stderr
+    lines = ["", *MEASURED.splitlines()]
+    (measured,) = json.loads(report.read_text())["files"].values()
+    executed = [lines[number].strip() for number in measured["executed_lines"]]
+    missing = [lines[number].strip() for number in measured["missing_lines"]]
+    for name in ("reused", "fresh", "coroutine", "method"):
+        assert f'return "{name}"' in executed
+    assert missing == ['return "never"']
 
 
 def states(threads: list[str], seen: object = None) -> list[str]:

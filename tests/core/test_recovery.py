@@ -153,6 +153,40 @@ def test_out_of_memory_task_gets_one_retry_with_a_whole_device(how, asked):
 
 @HOWS
 @pytest.mark.parametrize(
+    ("asked", "doubled"),
+    [
+        ({"num_gpus": 0.25}, "{CPU: 1, GPU: 0.5}"),
+        ({"gpu_memory": "10GiB"}, "{CPU: 1, gpu_memory: 20GiB}"),
+    ],
+)
+def test_out_of_memory_task_gets_twice_its_share_and_then_a_device(how, asked, doubled):
+    w = World(gpus=1, gpu_memory="80GiB")
+    w.submit("a", retries_oom=True, doubles_share=True, max_retries=0, **asked)
+    w.submit("b", num_gpus=0.75)
+    fail(w, "a", how)
+    assert asks_for(w, "a") == doubled
+    w.play("finish b; running = a")
+    fail(w, "a", how)
+    assert asks_for(w, "a") == "{CPU: 1, GPU: 1}"
+    fail(w, "a", how)
+    assert w.told["a"] == ("settled" if how == "raises" else "lost")
+
+
+@HOWS
+@pytest.mark.parametrize("asked", [{"num_gpus": 0.5}, {"gpu_memory": "50GiB"}])
+def test_twice_a_share_that_no_device_has_is_a_device(how, asked):
+    w = World(gpus=1, gpu_memory="80GiB")
+    w.submit("a", retries_oom=True, doubles_share=True, max_retries=0, **asked)
+    w.submit("b", num_gpus=0.25)
+    fail(w, "a", how)
+    assert asks_for(w, "a") == "{CPU: 1, GPU: 1}"
+    w.play("finish b; running = a")
+    fail(w, "a", how)
+    assert w.told["a"] == ("settled" if how == "raises" else "lost")
+
+
+@HOWS
+@pytest.mark.parametrize(
     "options",
     [
         {"num_gpus": 0.5},

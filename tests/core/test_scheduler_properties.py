@@ -75,6 +75,7 @@ OPTIONS = st.fixed_dictionaries(
         "where": st.sampled_from([DeviceSelector(20 * GIB), DeviceSelector(100 * GIB)]),
         "gpu_memory": st.sampled_from(["share", "1GiB", "10GiB", "16GiB", "50GiB"]),
         "retries_oom": st.booleans(),
+        "doubles_share": st.booleans(),
         "strategy": st.sampled_from(["pack", "spread"]),
         "environment": st.sampled_from([{"X": "1"}, {"X": "2"}]),
         "function": st.integers(0, 2),
@@ -686,8 +687,8 @@ class NodeMachine(RuleBasedStateMachine):
     def nothing_that_has_run_to_its_end_runs_again(self):
         for task in self.w.tasks.values():
             retries = task.spec.max_retries
-            # One retry with a whole device, in addition.
-            most = 1 + retries + task.spec.retries_oom
+            # One retry with twice the share and one with a whole device, in addition.
+            most = 1 + retries + task.spec.retries_oom + task.spec.doubles_share
             assert retries < 0 or task.runs <= most, task
 
     @invariant()

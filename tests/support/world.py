@@ -129,6 +129,7 @@ class World:
         where: DeviceSelector | None = None,
         gpu_memory: int | str = 0,
         retries_oom: bool = False,
+        doubles_share: bool = False,
         strategy: Literal["pack", "spread"] = "pack",
         environment: Mapping[str, str] | None = None,
         function: int = 0,
@@ -175,6 +176,7 @@ class World:
             *(run_timeout, stop_grace),
             pace=pace,
             is_evictable=is_evictable,
+            doubles_share=doubles_share,
         )
         if others and not is_endless:
             specs = [replace(spec, shape=_other(spec, **other)) for other in others]

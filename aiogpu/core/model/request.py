@@ -414,6 +414,8 @@ class TaskSpec:
             lease), so no decision may rely on its end.
         retries_oom: if device memory runs out, the task gets one more attempt with a
             device of its own.
+        doubles_share: before this, the task gets one with twice its share of a device;
+            only with `retries_oom`.
         pace: how long the tasks take; shared and updated by all tasks of the spec.
         is_lease: a lease for processes outside the workers. `is_endless` is then True
             and `max_calls` 1, so that the lease never takes over a worker.
@@ -447,6 +449,7 @@ class TaskSpec:
     stop_grace: float = 0.0
     is_evictable: bool = False
     alternatives: tuple[TaskSpec, ...] = ()
+    doubles_share: bool = False
     lane: Lane = field(init=False, repr=False, default=(0, 0))
     is_grouped: bool = field(init=False, repr=False, default=False)
     is_timed: bool = field(init=False, repr=False, default=False)

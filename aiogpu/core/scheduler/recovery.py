@@ -8,8 +8,8 @@
 - An actor has died: if it had lived for a while, it restarts at once. If it dies
   repeatedly, the delay grows with each death; after several deaths in a row the actor
   is given up in spite of its `max_restarts`, because it would only hold its devices.
-- Out of GPU memory: if its options allow, a task gets one more attempt with a whole
-  device, once, in addition to `max_retries`.
+- Out of GPU memory: if its options allow, a task gets one more attempt with twice its
+  share, and one with a whole device, each once, in addition to `max_retries`.
 - A worker could not be started (an outage): tasks of its environment wait in the queue
   and hold nothing; live workers of the environment still serve them. After a pause one
   worker is started. If it fails too, the next pause is twice as long, up to a limit,
@@ -98,14 +98,32 @@ def retry_later(node: SchedulerState, record: TaskRecord) -> None:
     node.delay(record, node.now + delay, AlarmKind.RETRY)
 
 
-def with_whole_gpu(spec: TaskSpec) -> TaskSpec | None:
-    """Return a spec that asks for a whole GPU; None if inapplicable or not allowed."""
-    request = spec.shape.request
-    amounts = dict(request.devices)
-    if not spec.retries_oom or spec.is_endless or amounts.get(GPU, UNIT) >= UNIT:
-        return None
-    shape = Shape(_whole(request), spec.shape.environment)
-    return replace(spec, shape=shape, retries_oom=False)
+def with_more_memory(spec: TaskSpec) -> list[TaskSpec]:
+    """Return specs for the next attempt, of which the first that can run is taken.
+
+    There is none if the spec has a whole GPU already, or allows no further attempt.
+    """
+    request, environment = spec.shape.request, spec.shape.environment
+    amount = dict(request.devices).get(GPU, UNIT)
+    if not spec.retries_oom or spec.is_endless or amount >= UNIT:
+        return []
+    shape = Shape(_whole(request), environment)
+    specs = [replace(spec, shape=shape, retries_oom=False, doubles_share=False)]
+    if spec.doubles_share and 2 * amount < UNIT:
+        shape = Shape(_doubled(request), environment)
+        specs.insert(0, replace(spec, shape=shape, doubles_share=False))
+    return specs
+
+
+def _doubled(request: Request) -> Request:
+    devices = tuple(
+        (kind, 2 * amount if kind == GPU else amount)
+        for kind, amount in request.devices
+    )
+    memory = request.gpu_memory
+    return replace(
+        request, devices=devices, gpu_memory=2 * memory if memory > 0 else memory
+    )
 
 
 def _whole(request: Request) -> Request:
@@ -120,24 +138,22 @@ def _whole(request: Request) -> Request:
     return replace(request, devices=devices, where=where, gpu_memory=0)
 
 
-def try_exclusively(node: SchedulerState, record: TaskRecord) -> bool:
-    """Queue a task without a lease for a device of its own.
+def try_with_more_memory(node: SchedulerState, record: TaskRecord) -> bool:
+    """Queue a task without a lease for twice its share, or for a device of its own.
 
     Returns:
         False if this is not allowed or the task would wait for ever; then nothing has
         changed.
     """
-    spec = with_whole_gpu(record.spec)
-    if spec is None:
-        return False
     before = record.spec
-    record.spec = spec
-    if _is_beyond_limits(node, record) or _would_deadlock(node, record):
-        record.spec = before
-        return False
-    record.killed_for = None
-    node.wait_again(record)
-    return True
+    for spec in with_more_memory(before):
+        record.spec = spec
+        if not (_is_beyond_limits(node, record) or _would_deadlock(node, record)):
+            record.killed_for = None
+            node.wait_again(record)
+            return True
+    record.spec = before
+    return False
 
 
 def _is_beyond_limits(node: SchedulerState, record: TaskRecord) -> bool:
@@ -238,8 +254,8 @@ def _try_again(node: SchedulerState, record: TaskRecord, has_run: bool) -> str |
         return None
     may_go_on = is_wanted and not node.is_closing
     if record.killed_for is Memory.DEVICE and not is_endless:
-        # The task would exceed its reservation again, so it gets a device of its own.
-        return None if may_go_on and try_exclusively(node, record) else ""
+        # The task would exceed its reservation again, so it gets a larger one.
+        return None if may_go_on and try_with_more_memory(node, record) else ""
     may_restart = is_endless and is_wanted and record.retries_left != 0
     if may_restart and not note_death(node, record):
         return GIVEN_UP
@@ -330,7 +346,7 @@ def end_or_retry(
     was_wanted = record.state is not TaskState.STOPPING
     may_go_on = was_wanted and not node.is_closing
     if (node.evicting and _leaves_for_others(node, record)) or (
-        may_go_on and ran_out and try_exclusively(node, record)
+        may_go_on and ran_out and try_with_more_memory(node, record)
     ):
         pass
     elif may_go_on and retry and may_retry(record):

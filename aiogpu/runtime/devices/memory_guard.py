@@ -163,8 +163,12 @@ class Shortages:
         """Replace the answer of a task."""
         spec = call.func.spec
         record = self._node.workers.get(WorkerId(call.worker))
-        is_exclusive = record and record.task and record.task.spec is not spec
-        again = ", retried alone on a GPU," if is_exclusive else ""
+        last = record.task.spec if record and record.task else spec
+        again = ""
+        if spec.retries_oom and not last.retries_oom:
+            again = ", retried alone on a GPU,"
+        elif spec.doubles_share and not last.doubles_share:
+            again = ", retried on twice its share,"
         call.answer = self.explain(call.worker, f"{spec.name}{again}", failed)
 
     def explain(self, worker: int, name: str, failed: Failed) -> Failed:

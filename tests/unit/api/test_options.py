@@ -333,11 +333,16 @@ def test_options_that_need_a_gpu_are_refused_without_one() -> None:
     for more in ({"num_gpus": 5_000}, {"gpu_memory": 1}):
         assert options._replace(**more).request().where == options.gpu_where
     options = checked(retry_oom="exclusive")
-    with pytest.raises(
-        OptionError, match=r"retry_oom='exclusive' .* give num_gpus= or"
-    ):
+    with pytest.raises(OptionError, match=r"retry_oom retries .* give num_gpus= or"):
         options.spec("train", 7)
-    assert options._replace(gpu_memory=1).spec("train", 7).retries_oom
+    spec = options._replace(gpu_memory=1).spec("train", 7)
+    assert (spec.retries_oom, spec.doubles_share) == (True, False)
+    options = checked(retry_oom=["share", "exclusive"], num_gpus=0.25)
+    spec = options.spec("train", 7)
+    assert (spec.retries_oom, spec.doubles_share) == (True, True)
+    for wrong in ("share", ["share"], ["exclusive", "share"], [], True, [[]]):
+        with pytest.raises(OptionError, match=r"must be None, 'exclusive' .* or \["):
+            checked(retry_oom=wrong)
     options = checked(gpu_memory="share")
     with pytest.raises(OptionError, match="num_gpus is 0; give num_gpus= as well"):
         options.request()
