@@ -133,6 +133,7 @@ def option_rows(command: click.Command) -> Iterator[str]:
         if record is not None and not (needs_node and option.name in NODE_OPTIONS):
             names, meaning = map(cell, record)
             meaning = meaning.translate(str.maketrans("[]", "()"))  # no link
+            meaning = re.sub(r"'aiogpu\((\w+)\)'", r"`'aiogpu[\1]'`", meaning)
             yield f"| `{names}` | {meaning} |"
     if needs_node:
         yield "| `--pid`, `--address` | [Which node](#which-node). |"
