@@ -224,7 +224,7 @@ async def _converse(node: connect.Node, why: Why, worker: Worker, ctrl_c: CtrlC)
             with ctrl_c:
                 message = worker.receive(LOOK)
             if message is None:
-                if worker.is_open and not await _is_running(node, why.task):
+                if worker.is_open and await _state_of(node, why.task) == "ended":
                     break
             elif "text" in message:
                 sys.stdout.write(_shown(message["text"]))
@@ -241,8 +241,9 @@ async def _converse(node: connect.Node, why: Why, worker: Worker, ctrl_c: CtrlC)
         except KeyboardInterrupt:
             break
     worker.close()
-    is_running = await _is_running(node, why.task)
-    echo(f"{named(why)} {'goes on' if is_running else 'has ended'}.", err=True)
+    state = await _state_of(node, why.task)
+    what = {"ended": "has ended", "stopping": "is being stopped"}.get(state, "goes on")
+    echo(f"{named(why)} {what}.", err=True)
     return 0
 
 
@@ -253,12 +254,12 @@ def _shown(text: str) -> str:
     )
 
 
-async def _is_running(node: connect.Node, task: int) -> bool:
+async def _state_of(node: connect.Node, task: int) -> str:
     try:
         why = await node.why(task)
     except (NoSuchTaskError, NodeError, click.ClickException):
-        return False  # or its node has ended
-    return why.state != "ended"
+        return "ended"  # or its node has
+    return why.state
 
 
 def _read_line(prompt: str, worker: Worker, ctrl_c: CtrlC) -> str | None:

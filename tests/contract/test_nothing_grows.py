@@ -45,7 +45,7 @@ BOUNDED: Final = {
     "Timers._heap": "cancelled alarms stay while they are few, or until they are due",
     "History.ring": "the last tasks, up to a limit",
     "Client.declared": CACHES,
-    "Clients._portions": CACHES,
+    "Accounts._portions": CACHES,
     "FunctionSpec.environ": CACHES,
     "FunctionSpec.resources": CACHES,
     "RemoteEngine._declared": CACHES,
