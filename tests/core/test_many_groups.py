@@ -52,3 +52,14 @@ def test_request_that_does_not_fit_one_program_is_not_tried_for_another():
         submit x2 cpus=0 gpus=0.5 gpu_memory=5GiB client=2
         submit y client=2; finish y; waiting = x1 x2
     """)
+
+
+def test_a_less_urgent_task_with_the_same_request_holds_nobody_up():
+    """`first` and `later` are one group of the index, whose turn is that of `first`."""
+    World(gpus=1, cpus=1).play("""
+        submit holder
+        submit first gpus=0.25; submit second gpus=0.1
+        submit later gpus=0.25 priority=-1
+        finish holder; running = first; finish first; running = second
+        finish second; running = later
+    """)

@@ -165,15 +165,21 @@ class GroupIndex(Generic[G]):
         self._due: list[tuple[Precedence, int, G]] = []
         self._count = count()
 
-    def note(self, group: G, turn: Precedence) -> None:
-        """Note that a group is new, or has an earlier first task than before."""
+    def note(self, group: G, turn: Precedence, *, has_child: bool) -> None:
+        """Note that a group is new, or has a new queue of tasks.
+
+        Args:
+            group: the group.
+            turn: the turn of its first task, or an earlier turn.
+            has_child: a task with a parent may be among the new tasks.
+        """
         key = kind_of(group.request)
         family = self.families.get(key)
         if family is None:
             family = self.families[key] = Family(group.request)
         family.set(group, turn)
         self.fresh.append(group)
-        if turn[0][1]:
+        if has_child:
             self.has_children = True
 
     def discard(self, group: G) -> None:

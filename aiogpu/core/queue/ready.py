@@ -168,6 +168,11 @@ class Bucket:
         return chain.from_iterable(self._chunks)
 
 
+def _is_of_child(turn: Precedence) -> bool:
+    (_, depth), _ = turn
+    return depth != 0
+
+
 class Group:
     """The buckets of one program with the same request, in a heap.
 
@@ -205,7 +210,16 @@ class Group:
         bucket.turn = turn
         heappush(self._turns, (turn, bucket))
         if self.index is not None:
-            self.index.note(self, turn)
+            # The turn of the group's first task, perhaps of another bucket; or an
+            # earlier turn, which the index corrects when it finds the group.
+            self.index.note(self, self._turns[0][0], has_child=_is_of_child(turn))
+
+    def note_in_index(self) -> None:
+        """Let a new index find the group, unless it has no task."""
+        first = self.first()
+        if first is not None and self.index is not None:
+            has_child = any(_is_of_child(turn) for turn, _ in self._turns)
+            self.index.note(self, first[0], has_child=has_child)
 
     def drop(self, bucket: Bucket) -> None:
         """Forget an empty bucket, and the group with its last bucket."""
@@ -364,9 +378,7 @@ class ReadyQueue:
             index = self.indexes[group.client] = GroupIndex()
             for other in groups.values():
                 other.index = index
-                first = other.first()
-                if first is not None:
-                    index.note(other, first[0])
+                other.note_in_index()
         group.index = index
 
     def group_of(self, record: TaskRecord) -> Group:
