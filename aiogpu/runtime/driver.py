@@ -105,7 +105,9 @@ class SubmitBatch:
         spec = func.spec
         is_plain = not (func.actor or spec.is_lease or spec.is_grouped)
         if bucket is not None and is_plain and spec.timeout is None:
-            self.func, self._bucket, self._before = func, bucket, before
+            self._bucket, self._before = bucket, before
+            # Last: an exception of a signal handler may come between two steps.
+            self.func = func
 
     def add(self, payload: bytes, receiver: Receiver) -> int:
         """Add a call; return its id, or 0 if it must be submitted alone."""
