@@ -856,8 +856,14 @@ MOST_CHOICES: Final = 8
 
 
 OF_A_CHOICE: Final = (
-    *("num_cpus", "num_gpus", "memory", "resources", "accelerator_type", "gpu_where"),
-    *("gpu_memory", "max_calls"),
+    "num_cpus",
+    "num_gpus",
+    "memory",
+    "resources",
+    "accelerator_type",
+    "gpu_where",
+    "gpu_memory",
+    "max_calls",
 )
 """The options that an entry of `any_of` may have."""
 

@@ -20,7 +20,13 @@ from aiogpu.observe.trace import DEVICES, WORKERS, Rows, Span
 LINES: Final = {False: ("#0072b2", "#b35900"), True: ("#56b4e9", "#e69f00")}
 """Colours of lines, on light and on dark."""
 AREAS: Final = (
-    *("#56b4e9", "#e69f00", "#009e73", "#f0e442", "#0072b2", "#d55e00", "#cc79a7"),
+    "#56b4e9",
+    "#e69f00",
+    "#009e73",
+    "#f0e442",
+    "#0072b2",
+    "#d55e00",
+    "#cc79a7",
 )
 """Colours of programs, as in the style sheet."""
 ALPHA: Final = {False: 0.75, True: 0.55}
@@ -66,8 +72,20 @@ def bars_of(
     """Return the names of the rows of a timeline, the last first, and its columns."""
     devices, workers = Rows(DEVICES), Rows(WORKERS)
     names = (
-        *("row", "left", "right", "color", "edge", "width"),
-        *("name", "task", "state", "ran", "waited", "program", "worker", "pid"),
+        "row",
+        "left",
+        "right",
+        "color",
+        "edge",
+        "width",
+        "name",
+        "task",
+        "state",
+        "ran",
+        "waited",
+        "program",
+        "worker",
+        "pid",
     )
     columns: dict[str, list[Any]] = {name: [] for name in names}
     placed = []
@@ -176,7 +194,8 @@ def draw_lines(
         names.items(), colors, ("solid", "dashed"), strict=False
     ):
         chart.line(
-            *("time", column),
+            "time",
+            column,
             source=source,
             legend_label=label,
             color=color,

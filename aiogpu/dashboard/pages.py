@@ -150,8 +150,15 @@ def actors_page(status: NodeStatus) -> str:
         for group in status.placements
     ]
     of_actors = (
-        *("Actor", "Name", "Class", "State", "Program"),
-        *("Open calls", "Handles", "Evictions", "Process"),
+        "Actor",
+        "Name",
+        "Class",
+        "State",
+        "Program",
+        "Open calls",
+        "Handles",
+        "Evictions",
+        "Process",
     )
     of_leases = ("Lease", "Name", "State", "Program", "Asks for", "Process", "Why")
     of_groups = ("Placement", "Name", "State", "Program", "Bundles", "Members", "Why")

@@ -634,8 +634,13 @@ def _state(why: Why) -> str:
 
 
 TABS: Final = (
-    *(OverviewTab, DevicesTab, TimelineTab, TasksTab),
-    *(ActorsTab, LogsTab, TaskTab),
+    OverviewTab,
+    DevicesTab,
+    TimelineTab,
+    TasksTab,
+    ActorsTab,
+    LogsTab,
+    TaskTab,
 )
 
 

@@ -902,7 +902,9 @@ def status_html(status: NodeStatus) -> str:
                 ("task", "name", "state", "asks for", "worker", "because"),
                 (
                     (
-                        *(str(task.id), task.name, task.state),
+                        str(task.id),
+                        task.name,
+                        task.state,
                         terms(task.request.items()),
                         f"pid {task.pid}" if task.pid else "",
                         task.reason or "",
@@ -915,8 +917,11 @@ def status_html(status: NodeStatus) -> str:
                 ("actor", "name", "class", "state", "worker", "calls"),
                 (
                     (
-                        *(str(actor.id), actor.name or "", actor.class_name),
-                        *(actor.state, f"pid {actor.pid}" if actor.pid else ""),
+                        str(actor.id),
+                        actor.name or "",
+                        actor.class_name,
+                        actor.state,
+                        f"pid {actor.pid}" if actor.pid else "",
                         str(actor.calls or ""),
                     )
                     for actor in status.actors
@@ -927,7 +932,9 @@ def status_html(status: NodeStatus) -> str:
                 ("task", "name", "when", "error"),
                 (
                     (
-                        *(str(task.task), task.name, f"{span(task.seconds)} ago"),
+                        str(task.task),
+                        task.name,
+                        f"{span(task.seconds)} ago",
                         f"{task.error}: {task.message}".rstrip(": "),
                     )
                     for task in status.failures[:SHOWN]
