@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from aiogpu.api.actors.actor import get_actor as get_actor
     from aiogpu.api.actors.actor import kill as kill
     from aiogpu.api.actors.batch import batch as batch
+    from aiogpu.api.actors.gang import gang as gang
     from aiogpu.api.actors.pool import ActorPool as ActorPool
     from aiogpu.api.actors.pool import typed as typed
     from aiogpu.api.actors.queue import Queue as Queue
     from aiogpu.api.calls import put as put
     from aiogpu.api.decorator import method as method
     from aiogpu.api.decorator import remote as remote
-    from aiogpu.api.gang import gang as gang
     from aiogpu.api.map import Results as Results
     from aiogpu.api.node import available_resources as available_resources
     from aiogpu.api.node import cluster_resources as cluster_resources
@@ -91,7 +91,7 @@ _MODULES = {
     "api.actors.queue": ("Queue",),
     "api.run": ("run",),
     "api.decorator": ("method", "remote"),
-    "api.gang": ("gang",),
+    "api.actors.gang": ("gang",),
     "errors": (
         "ActorDiedError",
         "AiogpuError",

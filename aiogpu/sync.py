@@ -612,7 +612,7 @@ def gang(target: Any, size: int, /, **options: Any) -> Any:
     then `ranks.call("fit", epochs=3)`, for a class.
     """
     from aiogpu.api.actors.actor import RemoteClass as ClassOfLoop
-    from aiogpu.api.gang import gang as make
+    from aiogpu.api.actors.gang import gang as make
     from aiogpu.api.portal import SyncGang
 
     portal = _program_portal("aiogpu.sync.gang()")

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from aiogpu.api.actors.actor import RemoteClass
-from aiogpu.api.gang import Gang
+from aiogpu.api.actors.gang import Gang
 from aiogpu.api.node import Node
 from aiogpu.api.remote_function import RemoteFunction, RemoteGenerator
 from aiogpu.api.reservation import Lease, Placement

@@ -89,8 +89,8 @@ from aiogpu.serialization.references import PickledValue
 from aiogpu.serialization.serializer import dump_arguments, fix_item
 
 if TYPE_CHECKING:
+    from aiogpu.api.actors.gang import Gang
     from aiogpu.api.dashboard import NodeView
-    from aiogpu.api.gang import Gang
     from aiogpu.api.reservation import Lease, Placement
     from aiogpu.api.results.reports import Report
     from aiogpu.core.model.request import PlacementGroupSpec

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import aiogpu
-from aiogpu.api.gang import ADDRESS
+from aiogpu.api.actors.gang import ADDRESS
 from aiogpu.errors import MisuseError
 from tests.contract import gang_tasks, tasks
 from tests.contract.gang_tasks import Distributed, Ranked

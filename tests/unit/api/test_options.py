@@ -684,3 +684,10 @@ def test_request_that_fits_no_bundle_names_the_request_and_the_bundles(
         request(placement=group({"GPU": 1, "CPU": 1}, {"GPU": 0.5}), **options)
     for part in parts:
         assert part in str(caught.value)
+
+
+def test_a_task_is_placed_on_a_cluster_by_one_option() -> None:
+    group = placement_group_of([{"CPU": 1}], "PACK", "group", "key")
+    options = TaskOptions(placement=group, scheduling_strategy="SPREAD")
+    with pytest.raises(OptionError, match=r"scheduling_strategy= and placement= each"):
+        options.ray_options()
