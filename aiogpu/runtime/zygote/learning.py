@@ -97,6 +97,17 @@ class Learning:
                 wanted.append(name)
         return wanted
 
+    def dearest(self) -> list[str]:
+        """Return the modules that cost workers the most, the dearest first.
+
+        On a busy machine even the import of a small module takes long now and then.
+        So these are the modules with at least a tenth of the time each; or the dearest
+        one, if none has as much.
+        """
+        total = sum(self.spent.values())
+        names = sorted(self.spent, key=self.spent.__getitem__, reverse=True)
+        return [name for name in names if 10 * self.spent[name] >= total] or names[:1]
+
     def may_learn(self, name: str) -> bool:
         """Return True if a zygote may try to import a module that is not learnt yet."""
         return (

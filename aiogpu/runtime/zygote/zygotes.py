@@ -247,10 +247,9 @@ class Zygotes:
 
     def _advise(self) -> None:
         """Say which `preload` would have saved imports that have cost much."""
-        spent = self.plain.learning.spent
-        total = sum(spent.values()) / 1e6
+        total = sum(self.plain.learning.spent.values()) / 1e6
         if total >= MUCH:
-            names = ", ".join(map(repr, sorted(spent, key=spent.__getitem__)[:-9:-1]))
+            names = ", ".join(map(repr, self.plain.learning.dearest()))
             _log.warning(
                 "tasks have spent %.0f s on importing modules; "
                 'init(preload=(%s, "auto")) imports them once, at the start',

@@ -226,6 +226,19 @@ def test_module_of_medium_cost_is_learnt_from_the_second_worker() -> None:
     assert learning.modules == ["a"]
 
 
+def test_the_dearest_modules_leave_out_what_only_a_busy_machine_made_slow() -> None:
+    learning = Learning(())
+    assert learning.dearest() == []
+    hear(learning, small=DEAR, large=19 * DEAR, medium=5 * DEAR)
+    assert learning.dearest() == ["large", "medium"]
+
+
+def test_no_module_with_a_tenth_of_the_time_leaves_the_dearest() -> None:
+    learning = Learning(())
+    hear(learning, first=DEAR + 1, **{f"m{number}": DEAR for number in range(11)})
+    assert learning.dearest() == ["first"]
+
+
 def test_module_left_out_is_not_learnt_again() -> None:
     learning = Learning(())
     hear(learning, bad=DEAR, good=DEAR)
