@@ -370,6 +370,12 @@ class Driver:
             failed.pass_to(receiver)
             self.feed(Scheduler.cancel, task)
 
+    def accepts_row(self, func: FunctionSpec, client: ClientId) -> bool:
+        """Return True if `submit_row` would take calls of a function now."""
+        if func.actor is not None or func.spec.is_lease or self.is_busy:
+            return False
+        return self.scheduler.accepts_many(func.spec, client)
+
     def submit_row(
         self, func: FunctionSpec, calls: list[Call], client: ClientId
     ) -> range:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 from types import SimpleNamespace
 
@@ -254,11 +255,32 @@ def test_submit_many_queues_only_behind_the_same_shape():
     desk.submit(2, a_spec())
     assert not desk.scheduler.submit_many(0.0, TaskId(3), 3, a_spec(timeout=1.0))
     assert desk.scheduler.submit_many(0.0, TaskId(3), 3, a_spec())
-    desk.scheduler.reservation = object()  # type: ignore[assignment]
-    assert not desk.scheduler.submit_many(0.0, TaskId(6), 3, a_spec())
-    desk.scheduler.reservation = None
     desk.tell(Scheduler.close)
     assert not desk.scheduler.submit_many(0.0, TaskId(6), 3, a_spec())
+
+
+@pytest.mark.parametrize("programs", [0, 1])
+def test_a_burst_behind_a_reservation_equals_single_tasks(programs: int):
+    """Resources are kept for one of the first tasks; the last of a queue never fit."""
+    desks = [
+        Desk(in_rows=in_rows, cpus=2, programs=programs) for in_rows in (True, False)
+    ]
+    one, client = a_spec(), ClientId(programs)
+    two = replace(one, shape=Shape(Request.of({CPU: 2 * UNIT}, {})))
+    for desk in desks:
+        desk.submit(1, one, client)
+        desk.submit(2, two, client)
+        desk.submit(2, one, client)
+        desk.now += desk.scheduler.config.reserve_after
+        desk.submit(1, a_spec(priority=-1), client)
+        desk.end(WorkerId(2), 1)
+        assert desk.scheduler.reservation is not None
+        for spec in (one, two, one, a_spec(priority=1), a_spec(priority=1)):
+            desk.submit(20, spec, client)
+    assert desks[0].picture() == desks[1].picture()
+    for desk in desks:
+        desk.run_dry()
+    assert desks[0].settled == desks[1].settled
 
 
 @pytest.mark.parametrize(

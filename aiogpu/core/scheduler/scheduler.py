@@ -25,7 +25,7 @@ from aiogpu.core.effects import (
 from aiogpu.core.model.ids import OWN, ClientId, TaskId, WorkerId
 from aiogpu.core.model.request import Environment, TaskSpec
 from aiogpu.core.queue.fair_share import Accounts, Limits
-from aiogpu.core.queue.ready import ShapeKey
+from aiogpu.core.queue.ready import Bucket, ShapeKey
 from aiogpu.core.queue.timers import Alarm, AlarmKind
 from aiogpu.core.records import Memory, TaskRecord, TaskState, WorkerRecord, WorkerState
 from aiogpu.core.resources.devices import Cause
@@ -200,18 +200,11 @@ class Scheduler(SchedulerState):
         Returns:
             False if nothing was queued and each task needs a call of `submit`.
         """
-        if self.is_closing or self.reservation is not None:
-            return False
-        if spec.timeout is not None or spec.is_grouped:
-            return False
-        bucket = self.ready.by_shape.get((client, spec.shape), {}).get(spec.lane)
+        bucket = self._bucket_behind(spec, client)
         if bucket is None:
             return False
         if self.clients is not None:
-            program = self.clients.of(client)
-            if program.most or program.limits.max_waiting is not None:
-                return False
-            program.unfinished += count
+            self.clients.of(client).unfinished += count
         self.now = now
         records = [
             TaskRecord(TaskId(task), spec, now, client)
@@ -220,6 +213,24 @@ class Scheduler(SchedulerState):
         self.tasks.extend(first, records)
         bucket.extend(records)
         return True
+
+    def accepts_many(self, spec: TaskSpec, client: ClientId = OWN) -> bool:
+        """Return True if `submit_many` would queue tasks of this spec now."""
+        return self._bucket_behind(spec, client) is not None
+
+    def _bucket_behind(self, spec: TaskSpec, client: ClientId) -> Bucket | None:
+        """Return the bucket in which new tasks can do nothing but wait.
+
+        None if there is no such bucket, or a limit must be checked for each task. A
+        reservation is no obstacle: the tasks are behind the first of the bucket.
+        """
+        if self.is_closing or spec.timeout is not None or spec.is_grouped:
+            return None
+        if self.clients is not None:
+            program = self.clients.of(client)
+            if program.most or program.limits.max_waiting is not None:
+                return None
+        return self.ready.by_shape.get((client, spec.shape), {}).get(spec.lane)
 
     @event
     def supply(self, task: TaskId) -> None:

@@ -164,29 +164,29 @@ class Requests:
             row, start = [*group], 0
             func = client.declared.get(number)
             while start < len(row):
-                rest = row[start:]
-                if len(rest) > 1 and isinstance(func, FunctionSpec):
-                    start += self._submit_row(client, func, rest)
-                if start < len(row):
-                    self.submit(client, row[start])
-                    start += 1
+                if (
+                    len(row) - start > 1
+                    and isinstance(func, FunctionSpec)
+                    and self._driver.accepts_row(func, client.client)
+                ):
+                    self._submit_row(client, func, row[start:])
+                    break
+                self.submit(client, row[start])
+                start += 1
         if fresh < len(messages):
             check_claims(client, messages[fresh])
 
     def _submit_row(
         self, client: Client, func: FunctionSpec, row: Sequence[wire.Submit]
-    ) -> int:
-        """Start tasks that queue behind others of their kind; return their number."""
-        if func.actor is not None or func.spec.is_lease:
-            return 0
+    ) -> None:
+        """Start tasks that queue behind others of their kind."""
         numbers = [message.child for message in row]
         calls = [
             Call(func, message.payload, Child(client, message.child), client.client)
             for message in row
         ]
         tasks = self._driver.submit_row(func, calls, client.client)
-        client.children.update(zip(numbers, tasks, strict=False))
-        return len(tasks)
+        client.children.update(zip(numbers, tasks, strict=True))
 
     def submit(self, caller: Caller, message: wire.Submit) -> None:
         """Start a task for a caller."""

@@ -24,7 +24,8 @@ from aiogpu.core.resources.ledger import Ledger
 from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.errors import InternalError, TaskTimeoutError
 from aiogpu.runtime import node as runtime_node
-from aiogpu.runtime.callers.caller import Client
+from aiogpu.runtime.callers import requests
+from aiogpu.runtime.callers.caller import Caller, Child, Client
 from aiogpu.runtime.callers.requests import Requests
 from aiogpu.runtime.driver import Driver
 from aiogpu.runtime.node import AWAKE, SHORT, BusyPoll
@@ -131,6 +132,23 @@ async def test_results_in_a_batch_keep_their_order(node: OneWorkerNode) -> None:
     assert {message.payload for message in node.peer.sent} == {  # type: ignore[union-attr]
         b"r%d" % task for task in range(1, 102)
     }
+
+
+@pytest.mark.parametrize("limits", [Limits(), Limits(max_waiting=1000)])
+async def test_a_batch_costs_the_same_for_each_task(
+    node: OneWorkerNode, limits: Limits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a limit must be checked for each."""
+    node.driver.feed(Scheduler.join, MINE, 1.0, limits)
+    made: list[Child] = []
+
+    def make(caller: Caller, number: int) -> Child:
+        made.append(Child(caller, number))
+        return made[-1]
+
+    monkeypatch.setattr(requests, "Child", make)
+    node.submit(*range(2, 302))
+    assert len(made) == 300
 
 
 class RaisingReceiver:
