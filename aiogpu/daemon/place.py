@@ -284,6 +284,16 @@ class PidfileLock:
         except OSError as error:
             raise _no_pidfile(self._path, error) from error
 
+    def extend(self, seconds: float) -> None:
+        """Note at the pidfile that the node goes on ending for some seconds.
+
+        Its time of modification is set to the time by which the node has ended, or has
+        extended this time again.
+        """
+        now = time.time()
+        with suppress(OSError):
+            os.utime(self._descriptor, (now, now + seconds))
+
     def release(self) -> None:
         """Remove the file, then release the lock."""
         if _is_there(self._path, self._descriptor):
@@ -297,6 +307,17 @@ class PidfileLock:
 
     def __exit__(self, *_: object) -> None:
         self.release()
+
+
+def extended_for(path: str) -> float:
+    """Return for how many more seconds a node goes on ending; see `extend`.
+
+    At most 0 if the node has not extended its time.
+    """
+    try:
+        return os.lstat(path).st_mtime - time.time()
+    except OSError:
+        return 0.0
 
 
 def _is_there(path: str, descriptor: int) -> bool:

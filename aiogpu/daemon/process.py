@@ -193,7 +193,7 @@ class Service:
                     # The thread of the metrics server may wait for this loop.
                     await loop.run_in_executor(None, self._metrics.close)
                 begun = time.monotonic()
-                await node.close()
+                await node.close(partial(self._extend, lock))
                 _log.info("ended in %s", span(time.monotonic() - begun))
         finally:
             if alive is not None:
@@ -201,6 +201,15 @@ class Service:
             listening.close()
             remove(plan.place.socket)
             remove(plan.place.drain_file)
+
+    def _extend(self, lock: PidfileLock, seconds: float) -> None:
+        """Give the node time to end as long as its tasks do, one after the other.
+
+        `aiogpu stop` and the service manager wait for `ends_within` from then on.
+        """
+        seconds += self._plan.ends_within
+        lock.extend(seconds)
+        self._notifier.send(EXTEND_TIMEOUT_USEC=round(seconds * 1e6))
 
     def _begin_metrics(self, node: LocalEngine) -> None:
         if self._plan.metrics is None:

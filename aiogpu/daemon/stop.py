@@ -15,7 +15,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Final, NamedTuple
 
-from aiogpu.daemon.place import PidfileLock, Place, Record, holds_pidfile, living_node
+from aiogpu.daemon.place import (
+    PidfileLock,
+    Place,
+    Record,
+    extended_for,
+    holds_pidfile,
+    living_node,
+)
 from aiogpu.daemon.process import remove
 from aiogpu.errors import NodeError, NodeRunningError
 from aiogpu.linux.sockets import user
@@ -86,19 +93,32 @@ def stop(
             on_wait(record, within)
             within += record.ends_within + SLACK
         _signal(node, record, signal.SIGKILL if force else signal.SIGTERM)
-        if not select.select([node], [], [], within)[0]:
+        if not _ends_within(node, within, place):
             next_step = "Kill it by `aiogpu stop --force`"
             if force:
                 next_step = "It sleeps in the kernel, maybe in a driver"
             raise NodeError(
                 f"the node at {record.socket} (pid {record.pid}) has not ended within "
-                f"{within:.0f} s. {next_step}; what it did is told in {record.logs}."
+                f"{time.monotonic() - begun:.0f} s. {next_step}; what it did is told "
+                f"in {record.logs}."
             )
         if force:
             _clear(place)
         return Stopped(record, time.monotonic() - begun, force)
     finally:
         os.close(node)
+
+
+def _ends_within(node: int, seconds: float, place: Place) -> bool:
+    """Wait for the end of a node; return False if it has not ended in time.
+
+    The node extends the time while its tasks end: a million may wait.
+    """
+    while not select.select([node], [], [], max(0.0, seconds))[0]:
+        seconds = extended_for(place.pidfile)
+        if seconds <= 0:
+            return False
+    return True
 
 
 def _is_node(node: int, record: Record, place: Place) -> bool:

@@ -609,12 +609,16 @@ class LocalEngine:
         if self._driver is not None:
             self._driver.announce_stop()
 
-    async def close(self) -> None:
-        """Stop all tasks and release all resources."""
+    async def close(self, on_wait: Callable[[float], object] | None = None) -> None:
+        """Stop all tasks and release all resources.
+
+        Args:
+            on_wait: called with the seconds of each wait for the end of a task.
+        """
         if self._cells is not None:
             self._cells.close()
         try:
-            await self._supervisor.stop()
+            await self._supervisor.stop(on_wait)
             if self._store is not None:
                 self._store.close()
         finally:

@@ -337,8 +337,13 @@ class Supervisor:
         assert self._bootstrap is not None
         self._bootstrap.config.directory.remove()
 
-    async def stop(self) -> None:
-        """End tasks, workers, keepers, socket, directory and zygote, in that order."""
+    async def stop(self, on_wait: Callable[[float], object] | None = None) -> None:
+        """End tasks, workers, keepers, socket, directory and zygote, in that order.
+
+        Args:
+            on_wait: called with the seconds of each wait for the end of a task; see
+                `Driver.close`.
+        """
         self._undo_start.close()
         parts = self._parts
         if parts is None or self._is_ending:
@@ -351,7 +356,8 @@ class Supervisor:
         if driver.devices is not None:
             driver.devices.stop_reporting()
         config = driver.scheduler.config
-        await driver.close(config.cancel_grace + config.exit_grace + SLACK)
+        timeout = config.cancel_grace + config.exit_grace + SLACK
+        await driver.close(timeout, on_wait)
         if driver.devices is not None:
             await driver.devices.close()
         await pool.close()

@@ -1,7 +1,8 @@
 """A fake node without processes, for tests of the service around a node.
 
 `python -m tests.cli.fake_node SOCKET MODE` serves one; MODE is "calm", "deaf" (tasks
-never end) or "stuck" (the node cannot even close).
+never end), "stuck" (the node cannot even close) or "slow" (it closes until it reads a
+line, and extends its time meanwhile).
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 
 from aiogpu.core.queue.fair_share import Limits
@@ -58,8 +60,9 @@ class FakeNode:
     async def total(self) -> dict[str, float]:
         return {"CPU": 2.0, "GPU": 1.0}
 
-    async def close(self) -> None:
+    async def close(self, on_wait: Callable[[float], object]) -> None:
         self.calls.append("close")
+        on_wait(3)
 
     def force_close(self) -> None:
         self.calls.append("force_close")
@@ -70,14 +73,18 @@ class PrintingNode(FakeNode):
 
     async def drain(self, patience: float) -> str:
         print(f"drain {patience:g}", flush=True)
-        if sys.argv[2] == "calm":
+        if sys.argv[2] in ("calm", "slow"):
             return ""
         with suppress(TimeoutError):
             await asyncio.wait_for(asyncio.Event().wait(), patience)
         return "1 task"
 
-    async def close(self) -> None:
+    async def close(self, on_wait: Callable[[float], object]) -> None:
+        if sys.argv[2] == "slow":
+            on_wait(60)
         print("close", flush=True)
+        if sys.argv[2] == "slow":
+            await asyncio.get_running_loop().run_in_executor(None, sys.stdin.readline)
         if sys.argv[2] == "stuck":
             await asyncio.Event().wait()
 

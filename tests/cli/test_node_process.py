@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from aiogpu.daemon.place import (
     PidfileLock,
     Place,
     Record,
+    extended_for,
     living_node,
     start_time,
 )
@@ -187,13 +189,17 @@ async def test_the_service_manager_gets_the_state(
         messages = [await loop.sock_recv(manager, 1000) for _ in range(3)]
         run.service.hang_up()  # counts as a signal
         await run.wait_ended()
-        while not messages[-1].startswith(b"STOPPING"):
+        while not messages[-1].startswith(b"EXTEND"):
             messages.append(await loop.sock_recv(manager, 1000))
     os.unlink(f"{place.drain_file}.manager")
     assert messages[0].startswith(
         f"READY=1\nSTATUS=serves at {place.socket}: ".encode()
     )
-    assert set(messages[1:-1]) == {b"WATCHDOG=1"}
+    states = [message for message in messages[1:] if message != b"WATCHDOG=1"]
+    assert len(states) < len(messages) - 1
+    assert states[0].startswith(b"STOPPING=1\n")
+    # The end takes 22 seconds, once those tasks have ended that take 3.
+    assert states[1:] == [b"EXTEND_TIMEOUT_USEC=25000000"]
 
 
 def test_the_socket_of_a_dead_node_is_replaced(place: Place) -> None:
@@ -215,6 +221,7 @@ def fake_service(sandbox: Sandbox, mode: str) -> Iterator[subprocess.Popen[str]]
     with subprocess.Popen(
         [*command, sandbox.place.socket, mode],
         env=environment(XDG_RUNTIME_DIR=sandbox.directory),
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
@@ -272,6 +279,30 @@ def test_a_second_stop_ends_a_node_at_once(
         monkeypatch.undo()
         assert stop(sandbox.place)
         assert output_of(process) == ["force_close", "close"]
+
+
+def test_stop_waits_while_a_node_goes_on_ending(
+    sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The close of a node with a million waiting tasks takes longer than usual."""
+    with fake_service(sandbox, "slow") as process:
+        process.send_signal(signal.SIGTERM)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "drain 60\n"
+        assert process.stdout.readline() == "close\n"
+
+        def end_after(path: str) -> float:
+            assert process.stdin is not None
+            process.stdin.write("\n")
+            process.stdin.flush()
+            return extended_for(path)
+
+        monkeypatch.setattr(stop_module, "SLACK", -20.0)
+        monkeypatch.setattr(stop_module, "extended_for", end_after)
+        ended = stop(sandbox.place, drain=0)
+        assert ended is not None
+        assert not ended.is_forced
+        assert output_of(process) == ["force_close"]
 
 
 def test_stop_by_force_kills_a_node_that_cannot_end(sandbox: Sandbox) -> None:
