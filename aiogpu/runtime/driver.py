@@ -544,12 +544,18 @@ class Driver:
             self._commands.announce_stop()
         self.feed(Scheduler.announce_stop, client)
 
-    async def close(self, timeout: float) -> None:
+    async def close(
+        self, timeout: float, on_wait: Callable[[float], object] | None = None
+    ) -> None:
         """Stop everything; return when the last worker is gone, or on timeout.
 
         The timeout is reached when no task has ended for `timeout` seconds, plus the
         longest grace of a running task. Progress extends it, because notifying the
-        owners of a million tasks takes seconds.
+        owners of a million tasks takes half a minute.
+
+        Args:
+            timeout: the seconds without progress.
+            on_wait: called with the seconds of each wait for progress, as it begins.
         """
         self.guard.close()
         self.announce_stop()
@@ -566,6 +572,8 @@ class Driver:
         timeout += max(graces, default=0.0)
         count = None
         while count != (count := len(self._calls)) and not self._closed.done():
+            if on_wait is not None:
+                on_wait(timeout)
             await asyncio.wait([self._closed], timeout=timeout)
         await self.actors.slices.finish()
         if self._timer is not None:
@@ -578,10 +586,17 @@ class Driver:
         self.feed(Scheduler.worker_started, WorkerId(worker))
 
     def wait(
-        self, task: TaskId, children: tuple[TaskId, ...], is_elsewhere: bool = False
+        self,
+        task: TaskId,
+        children: tuple[TaskId, ...],
+        is_elsewhere: bool = False,
+        is_more: bool = False,
     ) -> None:
-        """Note for which children a task waits, and if it waits for an actor."""
-        self.feed(Scheduler.wait_for, task, children, is_elsewhere)
+        """Note for which children a task waits, and if it waits for an actor.
+
+        `is_more`: it waits for these as well as for those noted before.
+        """
+        self.feed(Scheduler.wait_for, task, children, is_elsewhere, is_more)
 
     def demand(self, task: int, limit: int) -> None:
         """Let a task yield `limit` items in total, over all its attempts."""

@@ -20,7 +20,7 @@ from typing import Final, NamedTuple, get_args
 
 from aiogpu.errors import AiogpuError
 
-VERSION: Final = 20
+VERSION: Final = 21
 """Version of the protocol. The greeting carries it; both ends must have the same."""
 
 
@@ -424,11 +424,14 @@ class Wait(NamedTuple):
 
     The main thread waits for the first `bound` of them: in plain code, without a time
     limit, until all have ended or one has failed.
+
+    `is_more`: the task waits for these as well as for those of its earlier messages.
     """
 
     task: int
     children: tuple[int, ...]
     bound: int = 0
+    is_more: bool = False
 
 
 class Withdraw(NamedTuple):

@@ -12,7 +12,7 @@ import _thread
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final, cast
 
@@ -56,7 +56,7 @@ class TaskClient(NodeClient):
         self.fileno = channel.fileno
         self._channel = channel
         self._loops: dict[AbstractEventLoop, LoopWaits] = {}
-        self._waits: dict[object, tuple[int, ...]] = {}
+        self._waits: dict[object, Collection[int]] = {}
         self._main = _thread.get_ident()
         self._is_bound = False
         self._has_any = False
@@ -147,12 +147,13 @@ class TaskClient(NodeClient):
             self.withdraw(self._unwanted.popleft())
 
     def note_wait(
-        self, waiter: object, children: tuple[int, ...], is_bound: bool = False
+        self, waiter: object, children: Collection[int], is_bound: bool = False
     ) -> None:
         """Note the children for which a thread or loop of the task waits, or none.
 
         The task as a whole waits for the children of all its threads and loops. `Wait`
-        explains which children its main thread is bound to.
+        explains which children its main thread is bound to. A loop may change its
+        collection, if it says so by `note_more` or by another call.
         """
         self._withdraw_unwanted()
         self.report_ended_loans_in_task()
@@ -162,14 +163,24 @@ class TaskClient(NodeClient):
             if waiter == self._main:
                 self._is_bound = is_bound
         bound = self._waits.get(self._main, ()) if self._is_bound else ()
-        waits = list(self._waits.values())
+        # Copies, made at once: other threads change what their loops wait for.
+        waits = [tuple(waited_for) for waited_for in list(self._waits.values())]
         if len(waits) > 1:
-            children = tuple(
+            together = tuple(
                 {child: None for waited_for in (bound, *waits) for child in waited_for}
             )
         else:
-            children = waits[0] if waits else ()
-        self.send(Wait(current.task, children, len(bound)))
+            together = waits[0] if waits else ()
+        self.send(Wait(current.task, together, len(bound)))
+
+    def note_more(self, children: tuple[int, ...]) -> None:
+        """Note children for which a loop waits as well as for those already noted.
+
+        The loop's collection, which `note_wait` was given, contains them.
+        """
+        self._withdraw_unwanted()
+        self.report_ended_loans_in_task()
+        self.send(Wait(current.task, children, is_more=True))
 
     def end_wait(self, waiter: object) -> None:
         """Note the end of a wait of which the driver already knows."""
@@ -264,15 +275,17 @@ class LoopWaits:
     """The children for which code on one event loop waits; see `interface.Waits`.
 
     The task waits as long as any of its code waits. The driver gets one message per
-    turn of the loop.
+    turn of the loop, with the children that are new, unless code has given up a wait.
     """
 
     def __init__(self, client: TaskClient, loop: AbstractEventLoop) -> None:
         self._client = client
         self._loop = loop
         self._waits: dict[int, int] = {}
+        self._more: list[int] = []
         self._is_reported = True
         self._has_reported = False
+        self._has_withdrawn = False
         self._task = current.task
         if client.loop is not loop:
             # A loop that user code runs, in a plain function or a thread.
@@ -295,6 +308,7 @@ class LoopWaits:
         """Note that code on the loop waits for a child."""
         self._waits[child] = self._waits.get(child, 0) + 1
         if self._waits[child] == 1:
+            self._more.append(child)
             self._report_soon()
 
     def end_wait(self, child: int) -> None:
@@ -303,6 +317,7 @@ class LoopWaits:
             self._waits[child] -= 1
             if not self._waits[child]:
                 del self._waits[child]
+                self._has_withdrawn = True
                 self._report_soon()
 
     def settle(self, child: int) -> None:
@@ -316,10 +331,19 @@ class LoopWaits:
 
     def _report(self) -> None:
         self._is_reported = True
+        more, self._more = self._more, []
+        waits, is_whole = self._waits, self._has_withdrawn or not self._has_reported
+        self._has_withdrawn = False
+        if not self.is_current:
+            return
         # For the driver, a wait that ended within the same turn never existed.
-        if self.is_current and (self._waits or self._has_reported):
-            self._client.note_wait(self, tuple(self._waits))
-            self._has_reported = bool(self._waits)
+        if not is_whole:
+            new = tuple([child for child in more if child in waits])
+            if new:
+                self._client.note_more(new)
+        elif waits or self._has_reported:
+            self._client.note_wait(self, waits)
+            self._has_reported = bool(waits)
 
 
 def abandoned(name: str) -> TaskCancelledError:

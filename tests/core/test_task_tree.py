@@ -309,6 +309,19 @@ def test_no_deadlock_if_the_awaited_tasks_can_run():
     assert set(w.told.values()) == {"settled"}
 
 
+def test_waits_for_more_children_add_up():
+    w = World(cpus=1, config=PATIENCE).play("submit parent")
+    w.play("submit a b parent=parent; submit other; wait_for parent a")
+    w.tell(Scheduler.wait_for, w.tasks["parent"].id, (w.tasks["b"].id,), is_more=True)
+    w.play("finish a; running = parent b; blocked = parent")
+    w.tell(Scheduler.wait_for, w.tasks["parent"].id, (), is_more=True)
+    w.play("blocked = parent; finish b; blocked =; running = parent")
+    w.tell(Scheduler.wait_for, w.tasks["parent"].id, (), elsewhere=True, is_more=True)
+    w.play("blocked = parent; running = parent other")
+    w.tell(Scheduler.wait_for, w.tasks["parent"].id, (), is_more=True)
+    w.play("blocked =")
+
+
 @pytest.mark.parametrize("end", ["cancel", "finish", "die", "close"])
 @pytest.mark.parametrize("is_shared", [False, True], ids=["alone", "shared"])
 def test_many_children_end_in_batches(end, is_shared):

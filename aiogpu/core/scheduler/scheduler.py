@@ -456,16 +456,21 @@ class Scheduler(SchedulerState):
 
     @event
     def wait_for(
-        self, task: TaskId, children: tuple[TaskId, ...], elsewhere: bool = False
+        self,
+        task: TaskId,
+        children: tuple[TaskId, ...],
+        elsewhere: bool = False,
+        is_more: bool = False,
     ) -> None:
         """Block a task until all `children` have ended.
 
         Without children the task has stopped waiting, unless it waits `elsewhere`: for
-        something that the scheduler does not know.
+        something that the scheduler does not know. `is_more`: it waits for these as
+        well as for the children of earlier calls.
         """
         record = self.tasks.get(task)
         if record is not None:
-            task_tree.on_waits(self, record, children, elsewhere)
+            task_tree.on_waits(self, record, children, elsewhere, is_more)
 
     def detach(self, _now: float, task: TaskId) -> Sequence[Effect]:
         """Let a task outlive its parent: the parent's result contains its handle."""

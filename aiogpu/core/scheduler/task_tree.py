@@ -120,11 +120,14 @@ def on_waits(
     record: TaskRecord,
     children: tuple[TaskId, ...],
     elsewhere: bool,
+    is_more: bool,
 ) -> None:
     """Note which tasks a task's code waits for; without `children` it has stopped.
 
     A task without children of its own keeps its CPUs while it waits. So does a task
     that waits only for tasks with another waiter: each task has at most one waiter.
+    `is_more`: earlier waits go on; a task that waits for thousands of children, and
+    each time for one more, must not cost a step for each of them each time.
     """
     if record.kin is None:
         if not elsewhere:
@@ -143,8 +146,11 @@ def on_waits(
         for child in records
         if child and child.kin and child.kin.awaited_by in (None, record)
     }
-    _wait_for(record, awaited)
-    if not awaited and not elsewhere:
+    if is_more:
+        _wait_also_for(record, awaited)
+    else:
+        _wait_for(record, awaited)
+    if not record.kin.waits_for and not elsewhere:
         node.unblock(record)
         return
     if awaited:
@@ -181,7 +187,13 @@ def _wait_for(record: TaskRecord, awaited: dict[TaskId, TaskRecord]) -> None:
     for child in record.kin.waits_for.values():
         assert child.kin is not None, child
         child.kin.awaited_by = None
-    record.kin.waits_for = awaited
+    record.kin.waits_for = {}
+    _wait_also_for(record, awaited)
+
+
+def _wait_also_for(record: TaskRecord, awaited: dict[TaskId, TaskRecord]) -> None:
+    assert record.kin is not None, record
+    record.kin.waits_for |= awaited
     for child in awaited.values():
         assert child.kin is not None, child
         child.kin.awaited_by = record

@@ -41,10 +41,9 @@ class Caller(Borrower):
         declared: the declared functions, by number.
         children: ids of the child tasks that have not ended, by number.
         actor_calls: actor and call number of each unanswered call, by number.
-        waits_for: numbers of the children and calls that a worker's task waits for.
-        waits_elsewhere: the part of `waits_for` that is not a child task and has not
-            been answered: calls of actors, and values.
-        bound: the part of `waits_for` that blocks the main thread; see
+        waits_elsewhere: the calls of actors and the values that a worker's task waits
+            for and that have not been answered, by number.
+        bound: the children and calls for which the main thread waits; see
             `wire.messages.Wait`.
         fetched: the requested values that have not been sent, by number.
         actor: the actor that runs in this worker, None for none.
@@ -57,7 +56,6 @@ class Caller(Borrower):
     )
     children: dict[int, int] = field(default_factory=dict, kw_only=True)
     actor_calls: dict[int, tuple[int, int]] = field(default_factory=dict, kw_only=True)
-    waits_for: tuple[int, ...] = field(default=(), kw_only=True)
     waits_elsewhere: set[int] = field(default_factory=set, kw_only=True)
     bound: tuple[int, ...] = field(default=(), kw_only=True)
     fetched: dict[int, Value] = field(default_factory=dict, kw_only=True)

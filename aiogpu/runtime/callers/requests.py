@@ -261,35 +261,40 @@ class Requests:
     # Waits
 
     def _wait(self, caller: Caller, message: wire.Wait) -> None:
-        caller.waits_for = message.children
         if caller.actor is None:
-            self._pass_on_waits(caller, message.task)
+            self._pass_on_waits(caller, message)
         else:
-            self._refuse_self_waits(caller.actor, caller)
+            self._refuse_self_waits(caller.actor, caller, message.children)
+        if message.is_more:
+            return  # the waits of a loop, which bind no thread
         caller.bound = message.children[: message.bound]
         if caller.bound and self._actors.workers:
             driver = self._driver
             graph = WaitGraph(self._actors, driver.scheduler, driver.worker)
             graph.end_deadlock(caller)
 
-    def _pass_on_waits(self, caller: Caller, task: int = 0) -> None:
+    def _pass_on_waits(self, caller: Caller, message: wire.Wait) -> None:
         """Tell the core which children a task waits for, and if it waits for others.
 
         The core does not know calls of actors and values.
         """
-        task = task or self._driver.task_of(caller.id)
-        if caller.actor is not None or not task:
-            return  # actors and clients have no CPUs to lend while they wait
-        waits = caller.waits_for
+        task = message.task or self._driver.task_of(caller.id)
+        if not task:
+            return  # clients have no CPUs to lend while they wait
+        waits = message.children
         known = map(caller.children.get, waits)
         children = tuple(TaskId(child) for child in known if child is not None)
-        caller.waits_elsewhere = {
+        elsewhere = {
             child
             for child in waits
             if child in caller.actor_calls or child in caller.fetched
         }
+        if message.is_more:
+            caller.waits_elsewhere |= elsewhere
+        else:
+            caller.waits_elsewhere = elsewhere
         is_elsewhere = bool(caller.waits_elsewhere)
-        self._driver.wait(TaskId(task), children, is_elsewhere)
+        self._driver.wait(TaskId(task), children, is_elsewhere, message.is_more)
 
     def _note_answer(self, caller: Caller, child: int) -> None:
         """Note that a call or value was answered; notify the core after the last.
@@ -300,14 +305,17 @@ class Requests:
         elsewhere = caller.waits_elsewhere
         if child in elsewhere:
             elsewhere.discard(child)
-            if not elsewhere:
-                self._pass_on_waits(caller)
+            task = self._driver.task_of(caller.id)
+            if not elsewhere and task:
+                self._driver.wait(TaskId(task), (), is_more=True)
 
-    def _refuse_self_waits(self, actor: Actor, caller: Caller) -> None:
+    def _refuse_self_waits(
+        self, actor: Actor, caller: Caller, waits: tuple[int, ...]
+    ) -> None:
         """Fail awaited calls that the waiting process would have to run itself."""
         if not actor.is_serial:
             return
-        for child in caller.waits_for:
+        for child in waits:
             public, number = caller.actor_calls.get(child, (0, 0))
             call = actor.calls.get(number)
             if call is None or self._actors.get(public) is not actor:

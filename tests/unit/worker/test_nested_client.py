@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import threading
 from collections.abc import Iterator
@@ -78,6 +79,44 @@ def test_wait_message_lists_bound_children_of_the_main_thread_first(
         Wait(3, (4, 2), 0),
         Wait(3, (3, 4), 1),
         Wait(3, (), 0),
+    ]
+
+
+async def test_a_loop_that_waits_for_more_does_not_name_all_again(
+    children: TaskClient, driver: DriverEnd
+) -> None:
+    """A task may wait for thousands of children, each time for another one."""
+    waits = children.waits
+
+    async def turn(*begun: int, settled: int = 0, given_up: int = 0) -> None:
+        for child in begun:
+            waits.begin_wait(child)
+        waits.settle(settled)
+        waits.end_wait(given_up)
+        await asyncio.sleep(0)
+
+    await turn(1, 2)
+    await turn(3, settled=1)
+    await turn(4, settled=4)
+    children.note_wait("thread", (9,))
+    await turn(5)
+    await turn(6, given_up=2)
+    await turn(given_up=6)
+    for child in (3, 5):
+        await turn(settled=child)
+    await turn(7)
+    await turn(given_up=7)
+    await turn(8)
+    assert [driver.next() for _ in range(9)] == [
+        Wait(3, (1, 2)),
+        Wait(3, (3,), is_more=True),
+        Wait(3, (2, 3, 9)),
+        Wait(3, (5,), is_more=True),
+        Wait(3, (9, 3, 5, 6)),
+        Wait(3, (9, 3, 5)),
+        Wait(3, (7,), is_more=True),
+        Wait(3, (9,)),
+        Wait(3, (9, 8)),
     ]
 
 
