@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from aiogpu.core.model.request import TaskSpec
+from aiogpu.core.queue.fair_share import Limits
 from aiogpu.core.scheduler.task_tree import STOPPED_AT_ONCE
+from aiogpu.errors import InfeasibleError
 from tests.core.builders import World, record_of, why_of
 
 GPU_OR_CPUS = {"num_gpus": 1, "others": [{"num_cpus": 2}]}
@@ -86,6 +90,28 @@ def test_no_deadlock_while_another_request_may_become_free():
     assert w.waiting == {"child"}
     w.finish("other")
     assert "child" in w.running
+
+
+def test_a_limit_concerns_one_request_and_not_the_others():
+    """The program may never hold a whole GPU; it gets the CPUs."""
+    w = node()
+    w.join(1, limits=Limits(max_share={"GPU": 0.5}))
+    w.submit("either", client=1, **GPU_OR_CPUS)
+    assert cpus_of(w, "either") == 2
+    w.submit("cpus", num_cpus=2, client=1)
+    w.submit("either too", client=1, **GPU_OR_CPUS)
+    assert w.waiting == {"either too"}
+    w.finish("cpus")
+    assert cpus_of(w, "either too") == 2
+    w.check()
+
+
+def test_a_task_is_refused_if_limits_forbid_all_its_requests():
+    w = node()
+    w.join(1, limits=Limits(max_share={"GPU": 0.5, "CPU": 0.25}))
+    text = "asks for 1 GPU, but this program may hold only 0.5, or for 2 CPU, but this"
+    with pytest.raises(InfeasibleError, match=text):
+        w.submit("either", client=1, **GPU_OR_CPUS)
 
 
 def test_a_deadlock_in_all_requests_fails_the_child():

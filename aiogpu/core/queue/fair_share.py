@@ -365,7 +365,8 @@ class Accounts:
 
         Raises:
             LimitError: the program has reached its limit of unfinished tasks.
-            InfeasibleError: the task asks for more than the program may hold.
+            InfeasibleError: the task asks for more than the program may hold, by each
+                of its requests.
         """
         client = self._by_id.get(id_)
         if client is None:
@@ -377,14 +378,20 @@ class Accounts:
                 f"this node is {most} (max_waiting). Await some of them before "
                 f"submitting more, or join the node with a higher limit."
             )
-        for name, parts in self.beyond(client, request, {}):
-            limit = _amount(name, client.most[name])
-            raise InfeasibleError(
-                f"the task asks for {_amount(name, parts)} {display_name(name)}, but "
-                f"this program may hold only {limit} at once on this node: the task "
-                f"would wait for ever. Ask for less, or join the node with a higher "
-                f"limit."
+        excesses: list[str] = []
+        for choice in (request, *request.alternatives):
+            name, parts = next(self.beyond(client, choice, {}), ("", 0))
+            if not name:
+                return
+            excesses.append(
+                f"{_amount(name, parts)} {display_name(name)}, but this program may "
+                f"hold only {_amount(name, client.most[name])}"
             )
+        raise InfeasibleError(
+            f"the task asks for {', or for '.join(excesses)} at once on this node: the "
+            f"task would wait for ever. Ask for less, or join the node with a higher "
+            f"limit."
+        )
 
     def bars(self, record: TaskRecord) -> bool:
         """Return True if a task must wait because of a limit of its program."""
