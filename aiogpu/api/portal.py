@@ -629,7 +629,7 @@ def _post(
 
     Waiting for the loop would take ten times as long as the call, because the
     interpreter runs one thread at a time. Only large arguments are waited for: the loop
-    copies buffers to shared memory, and the caller may write to them afterwards [B47];
+    copies buffers to shared memory, and the caller may write to them afterwards;
     and a warning of them names the caller's line.
 
     Returns:
@@ -1585,7 +1585,7 @@ def apply_each(function: Callable[..., Any], chunk: list[tuple[Any, ...]]) -> li
 
 
 def _fixed(function: str, argument: Any) -> Any:
-    """Return an argument in a form that later writes to it do not change [B47]."""
+    """Return an argument in a form that later writes to it do not change."""
     try:
         return fix_item(function, argument)
     except SerializationError as error:

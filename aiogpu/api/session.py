@@ -273,7 +273,7 @@ class Session:
             raise self.unusable()
 
     def check_thread(self, what: str) -> None:
-        """Refuse a call from a thread other than the event loop's [B45].
+        """Refuse a call from a thread other than the event loop's.
 
         Only the loop's thread may touch asyncio's futures and the node's state.
 

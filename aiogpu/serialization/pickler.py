@@ -298,20 +298,6 @@ def _reduce_module(module: ModuleType) -> tuple[object, ...]:
     return reduced
 
 
-def _reduce_proxy(proxy: Any) -> str | tuple[Any, ...]:
-    """Reduce a proxy of a `multiprocessing.Manager` with the manager's key.
-
-    Without the key, a proxy takes that of its process, which multiprocessing gives only
-    to its own children.
-    """
-    reduced: str | tuple[Any, ...] = proxy.__reduce__()
-    if isinstance(reduced, str) or len(reduced[1]) != 4:
-        return reduced  # a class of the user that defines how it is pickled
-    make, (kind, token, serializer, options) = reduced[:2]
-    options = {**options, "authkey": bytes(proxy._authkey)}
-    return make, (kind, token, serializer, options)
-
-
 class _Reducers(dict[type, Callable[[Any], Any]]):
     """aiogpu's reducers of some types; cloudpickle's and the user's for the rest.
 
@@ -328,7 +314,9 @@ class _Reducers(dict[type, Callable[[Any], Any]]):
                 return reducer
         managers: Any = modules.get("multiprocessing.managers")
         if managers is not None and issubclass(kind, managers.BaseProxy):
-            return _reduce_proxy
+            from aiogpu.serialization.managers import reduce_proxy
+
+            return reduce_proxy
         raise KeyError(kind)
 
     def add_torch(self, torch: object) -> None:

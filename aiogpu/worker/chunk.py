@@ -119,18 +119,25 @@ class PickledChunk:
 
 def method_of(actor: object, name: str) -> Callable[..., Any]:
     """Return an actor's method by its name on the wire; lookup errors pass through."""
-    name_in_class = plain_name(name)
-    method: object = getattr(actor, name_in_class)
-    if not callable(method):
-        owner = f"{type(actor).__name__}.{name_in_class}"
-        raise TypeError(
-            f"{owner} is a method, but the object has an attribute of this name, "
-            f"{method!r:.60}, which hides it. Give one of them another name."
-        )
+    method = _find_method(actor, plain_name(name))
     return Chunk(method) if name.endswith(CHUNKED) else method
+
+
+def _find_method(actor: object, name: str) -> Any:
+    """Return the object's callable attribute, else the method of its class.
+
+    `self.value = 0` beside a method `value` hides the method, which is found here as in
+    Ray; `self.predict = compile(self.predict)` replaces it.
+    """
+    found = getattr(actor, name)
+    if callable(found):
+        return found
+    kind = type(actor)
+    hidden = next(vars(base)[name] for base in kind.__mro__ if name in vars(base))
+    return hidden.__get__(actor, kind)
 
 
 def is_timed(actor: object, name: str) -> bool:
     """Return whether an actor's method has a `run_timeout`."""
-    options = getattr(getattr(actor, plain_name(name)), METHOD_MARK, None)
+    options = getattr(_find_method(actor, plain_name(name)), METHOD_MARK, None)
     return getattr(options, "run_timeout", None) is not None

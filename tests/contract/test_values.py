@@ -512,3 +512,11 @@ async def test_proxies_of_a_manager_travel(node: Node, authkey: bytes | None) ->
         assert items.get() == 2
     finally:
         manager.shutdown()
+
+
+async def test_a_proxy_out_of_a_proxy_knows_the_managers_key(node: Node) -> None:
+    with SyncManager() as manager:
+        outer = manager.dict(inner=manager.dict())
+        inner = await v.fill_inner.remote(outer)
+        assert dict(inner) == {"filled": 1}
+        assert dict(outer["inner"]) == {"filled": 1}

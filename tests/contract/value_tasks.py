@@ -619,3 +619,11 @@ def fill(shared: Any, queues: list[Any]) -> Any:
     shared["filled"] = 1
     queues[0].put(2)
     return shared
+
+
+@aiogpu.remote
+def fill_inner(outer: Any) -> Any:
+    """Fill the proxy that lies in a proxy, and return it."""
+    inner = outer["inner"]
+    inner["filled"] = 1
+    return inner

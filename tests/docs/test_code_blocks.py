@@ -1,10 +1,10 @@
 """Programs on the pages print the output below them; links and cited tests exist.
 
 A block that begins with `python run` is a program, and the `text` block below it is its
-output. The same holds for a `python` block of the README above a `text` block. A block
-with `from=FILE` has parts of an example, with `...` between them. All other Python
-blocks compile, with `await` outside of functions; blocks with `file=NAME` belong to
-`test_testing_page.py`.
+output, in tabs and lists too. The same holds for a `python` block of the README above a
+`text` block. A block with `from=FILE` has parts of an example, with `...` between them.
+All other Python blocks compile, with `await` outside of functions; blocks with
+`file=NAME` belong to `test_testing_page.py`.
 """
 
 import ast
@@ -32,7 +32,7 @@ PAGES = {
     **SITE,
 }
 """Pages by name: of the site, and of the repository."""
-FENCE = re.compile(r"^```([^\n`]+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FENCE = re.compile(r"^( *)```([^\n`]+)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 COMMAND = re.compile(r"^(?:\$ )?(?:\w+=\S+ )*(?:\S*/)?aiogpu (.+)$", re.MULTILINE)
 CITATION = re.compile(r"\b(tests/[\w/]+\.py)::(\w+)")
 LINK = re.compile(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)")
@@ -56,10 +56,18 @@ class Block(NamedTuple):
         return self.kind == "python run" or (readme and self.after[0] == "text")
 
 
+def fences(text: str) -> list[tuple[str, str]]:
+    """The kind and the text of each fenced block, also in tabs and lists."""
+    return [
+        (kind, re.sub(rf"^{indent}", "", body, flags=re.MULTILINE))
+        for indent, kind, body in FENCE.findall(text)
+    ]
+
+
 BLOCKS = [
     Block(page, *block, after)
     for page, text in PAGES.items()
-    for block, after in pairwise([*FENCE.findall(text), ("", "")])
+    for block, after in pairwise([*fences(text), ("", "")])
 ]
 PROGRAMS = [block for block in BLOCKS if block.is_program]
 PARTS = [block for block in BLOCKS if block.kind.startswith("python from=")]
@@ -228,7 +236,8 @@ def test_the_readme_begins_with_the_commands_to_try_and_to_test():
         PAGES["README.md"].split("\n## Tests\n")[1],
         PAGES["CONTRIBUTING.md"],
     ):
-        assert FENCE.search(tests)[2] == (
+        _, command = fences(tests)[0]
+        assert command == (
             "python3 -m venv .venv && .venv/bin/pip install -q -e '.[demo,test]' "
             "&& .venv/bin/python -m pytest -n 4\n"
         )

@@ -138,9 +138,16 @@ def _apply(environ: Mapping[str, str | None], facts: Mapping[str, Any]) -> None:
         setattr(current, name, fact)
 
 
+async def driven(place: Place, code: Coroutine[Any, Any, Any]) -> Any:
+    """Run a coroutine to its end, each of its steps in a place.
+
+    Not the generator itself: from Python 3.12, asyncio makes no task of one.
+    """
+    return await _steps(place, code)
+
+
 @coroutine
-def driven(place: Place, code: Coroutine[Any, Any, Any]) -> Generator[Any, Any, Any]:
-    """Run a coroutine to its end, each of its steps in a place."""
+def _steps(place: Place, code: Coroutine[Any, Any, Any]) -> Generator[Any, Any, Any]:
     # A list, so that no variable of this frame keeps a thrown error, whose traceback
     # holds this frame.
     following: list[Callable[[], Any]] = [partial(code.send, None)]

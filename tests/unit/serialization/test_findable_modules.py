@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from aiogpu.serialization import pickler
+from aiogpu.serialization import managers, pickler
 from aiogpu.serialization.pickler import dump
 
 
@@ -92,6 +92,6 @@ def test_a_proxy_carries_its_managers_key() -> None:
     reduce = pickler._Pickler.dispatch_table[Proxy]
     assert reduce(Proxy("name")) == "name"
     assert reduce(Proxy((list, ()))) == (list, ())
-    full = reduce(Proxy((list, ("kind", "token", "pickle", {"exposed": ()}))))
-    options = {"exposed": (), "authkey": b"key"}
-    assert full == (list, ("kind", "token", "pickle", options))
+    arguments = ("kind", "token", "pickle", {"exposed": ()})
+    full = reduce(Proxy((multiprocessing.managers.RebuildProxy, arguments)))  # type: ignore[attr-defined]
+    assert full == (managers.rebuild, (b"key", *arguments))
