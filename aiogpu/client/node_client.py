@@ -17,6 +17,7 @@ from aiogpu.errors import SerializationError, TaskCancelledError
 from aiogpu.serialization.exceptions import RAISED, pack_failure
 from aiogpu.serialization.payload import result_part
 from aiogpu.serialization.references import add_actor
+from aiogpu.serialization.serializer import NONE_PAYLOAD
 from aiogpu.wire.messages import (
     LARGEST_PAYLOAD,
     NUMBER_BITS,
@@ -70,6 +71,31 @@ class _Due(NamedTuple):
     loan: Loan
     part: int
     name: str
+
+
+class ClientActor:
+    """An actor of the node of another process; see `engines.base.ActorPort`."""
+
+    def __init__(self, client: NodeClient, hold: Loan, func: FunctionSpec) -> None:
+        self.id = hold.id
+        self.func = func
+        self._client = client
+        self._hold = hold
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.func.spec.name} {self.id}>"
+
+    def holder(self) -> Loan:
+        """Return an object that counts as a handle; see `ActorPort.holder`."""
+        return self._hold
+
+    def call(self, method: str, payload: bytes, receiver: Receiver) -> int:
+        """Call a method; return the number of the call."""
+        return self._client.call(self.id, method, payload, receiver)
+
+    def ask(self, query: str, receiver: Receiver) -> int:
+        """Send a query; see `ActorPort.ask`."""
+        return self._client.call(self.id, query, NONE_PAYLOAD, receiver)
 
 
 class SharedResults:

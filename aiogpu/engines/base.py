@@ -93,36 +93,24 @@ class ActorPort(Protocol):
         """
         ...
 
-    def pass_on(self, hold: object) -> None:
-        """Note that a handle is being pickled; `hold` keeps the actor alive here."""
-        ...
-
     def call(self, method: str, payload: bytes, receiver: Receiver) -> int:
         """Call a method; return the number of the call."""
         ...
 
-    def await_ready(self, receiver: Receiver) -> None:
-        """Settle a receiver when the constructor has returned or failed."""
-        ...
+    def ask(self, query: str, receiver: Receiver) -> int:
+        """Settle a receiver with the answer to a query; see `wire.messages.QUERIES`.
 
-    def await_loss(self, receiver: Receiver) -> int:
-        """Settle a receiver when the actor's process is lost, or takes no more calls.
-
-        At once if the actor is not ready. The receiver does not keep the actor alive.
+        The receiver does not keep the actor alive.
 
         Returns:
-            A number by which `ActorsPort.cancel` withdraws the request.
+            The number by which `ActorsPort.cancel` withdraws a `LOST`; else any number.
         """
-        ...
-
-    def await_end(self, receiver: Receiver) -> None:
-        """Settle a receiver when the actor's process has ended."""
         ...
 
 
 Room = tuple[int | None, str]
-"""Number of actors of a class that can live at once, None for any number; and the
-resources of each, as text."""
+"""The answer to `CAPACITY`: number of actors of a class that can live at once, None for
+any number; and the resources of each, as text."""
 
 
 class ActorsPort(Protocol):
@@ -167,11 +155,8 @@ class ActorsPort(Protocol):
         """
         ...
 
-    def tell_room(self, actor: int, receiver: Receiver) -> None:
-        """Settle a receiver with the number of such actors that can live at once.
-
-        The answer is a pickled `Room`; or `ActorDiedError` if the actor is unknown.
-        """
+    def pass_on(self, actor: int, hold: object) -> None:
+        """Note that a handle is being pickled; `hold` keeps the actor alive here."""
         ...
 
     def demand(self, actor: int, number: int, limit: int) -> None:
@@ -182,12 +167,8 @@ class ActorsPort(Protocol):
         """Cancel a call."""
         ...
 
-    def kill(self, actor: int, no_restart: bool = True) -> None:
-        """End an actor's process at once, and the actor unless it may restart."""
-        ...
-
-    def terminate(self, actor: int) -> None:
-        """End an actor after the calls that it was sent."""
+    def stop(self, actor: int, how: str) -> None:
+        """End an actor; `how` is explained at `wire.messages.Stop`."""
         ...
 
 

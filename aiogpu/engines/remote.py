@@ -19,7 +19,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from aiogpu.client.function_spec import placeholder_func
-from aiogpu.client.node_client import NodeClient
+from aiogpu.client.node_client import ClientActor, NodeClient
 from aiogpu.client.references import Loans
 from aiogpu.engines.base import NodeOptions, expected_modules
 from aiogpu.engines.node_connection import NodeConnection, connect_to
@@ -40,19 +40,12 @@ from aiogpu.runtime.output import Console, LoggedText, Source
 from aiogpu.runtime.zygote.config import arguments, interpreter_flags
 from aiogpu.serialization.exceptions import error_of, unpack_failure
 from aiogpu.serialization.references import add_actor
-from aiogpu.serialization.serializer import NONE_PAYLOAD, load_result
+from aiogpu.serialization.serializer import load_result
 from aiogpu.wire.connection import CLIENT, greeting
 from aiogpu.wire.messages import (
-    AFTER_ALL,
-    AGAIN,
-    AT_ONCE,
     AVAILABLE,
-    CAPACITY,
-    ENDED,
     FIRST_CLIENT,
     HISTORY,
-    LOST,
-    READY,
     RESOURCES,
     STATUS,
     TASKS,
@@ -82,8 +75,7 @@ from aiogpu.worker.interrupts import Interrupts
 
 if TYPE_CHECKING:
     from aiogpu.client.function_spec import FunctionSpec
-    from aiogpu.client.interface import Outcome, Receiver
-    from aiogpu.client.references import Loan
+    from aiogpu.client.interface import Outcome
     from aiogpu.core.resources.ledger import Ledger
     from aiogpu.notebook.cells import Cells
     from aiogpu.observe.status import EndedTask, NodeStatus
@@ -343,43 +335,6 @@ class _LeaseRequest:
         self._receiver.settle(outcome)
 
 
-class RemoteActor:
-    """An actor of the joined node; see `ActorPort`."""
-
-    def __init__(self, engine: RemoteEngine, hold: Loan, func: FunctionSpec) -> None:
-        self.id = hold.id
-        self.func = func
-        self._engine = engine
-        self._hold = hold
-
-    def __repr__(self) -> str:
-        return f"<RemoteActor {self.func.spec.name} {self.id}>"
-
-    def holder(self) -> Loan:
-        """Return an object that counts as a handle; see `ActorPort.holder`."""
-        return self._hold
-
-    def pass_on(self, hold: object) -> None:
-        """Note that a handle is being pickled; see `ActorPort.pass_on`."""
-        add_actor(self.id, hold)
-
-    def call(self, method: str, payload: bytes, receiver: Receiver) -> int:
-        """Call a method; return the number of the call."""
-        return self._engine.call(self.id, method, payload, receiver)
-
-    def await_ready(self, receiver: Receiver) -> None:
-        """Settle a receiver when the constructor has returned or failed."""
-        self.call(READY, NONE_PAYLOAD, receiver)
-
-    def await_loss(self, receiver: Receiver) -> int:
-        """Settle a receiver when the process is lost; see `ActorPort.await_loss`."""
-        return self.call(LOST, NONE_PAYLOAD, receiver)
-
-    def await_end(self, receiver: Receiver) -> None:
-        """Settle a receiver when the actor's process has ended."""
-        self.call(ENDED, NONE_PAYLOAD, receiver)
-
-
 class RemoteActors:
     """The actors of the joined node; see `ActorsPort`."""
 
@@ -393,7 +348,7 @@ class RemoteActors:
         key: tuple[str, str] | None = None,
         get_if_exists: bool = False,
         public: int = 0,
-    ) -> RemoteActor | asyncio.Future[RemoteActor]:
+    ) -> ClientActor | asyncio.Future[ClientActor]:
         """Create an actor, or find it by its name; see `ActorsPort.create`.
 
         If the name is taken, the node refuses the actor, and its calls fail.
@@ -405,11 +360,11 @@ class RemoteActors:
 
     def _find_or_make(
         self, func: FunctionSpec, payload: bytes, key: tuple[str, str]
-    ) -> asyncio.Future[RemoteActor]:
+    ) -> asyncio.Future[ClientActor]:
         # Not a task: `asyncio.run` cancels all tasks before the program leaves.
         lookup, made = self.find(key), self._engine.loop.create_future()
 
-        def take(answer: asyncio.Future[RemoteActor | None]) -> None:
+        def take(answer: asyncio.Future[ClientActor | None]) -> None:
             if made.done():
                 return  # the caller has stopped waiting
             try:
@@ -435,29 +390,29 @@ class RemoteActors:
         key: tuple[str, str] | None,
         get_if_exists: bool,
         public: int = 0,
-    ) -> RemoteActor:
+    ) -> ClientActor:
         engine = self._engine
         hold = engine.make(func, payload, key, get_if_exists, public)
-        return RemoteActor(engine, hold, func)
+        return ClientActor(engine, hold, func)
 
-    def find(self, key: tuple[str, str]) -> asyncio.Future[RemoteActor | None]:
+    def find(self, key: tuple[str, str]) -> asyncio.Future[ClientActor | None]:
         """Find a living actor by its name, by a query of the node."""
         engine = self._engine
         namespace, name = key
-        actor: asyncio.Future[RemoteActor | None] = engine.loop.create_future()
+        actor: asyncio.Future[ClientActor | None] = engine.loop.create_future()
         engine.find(name, namespace, _ActorLookup(engine, actor))
         self._note_lookup(actor)
         return actor
 
-    def held(self, actor: int, name: str = "actor") -> RemoteActor:
+    def held(self, actor: int, name: str = "actor") -> ClientActor:
         """Return an actor of a received handle; see `ActorsPort.held`."""
         self._engine.check_open()
         hold = self._engine.actor(actor)
-        return RemoteActor(self._engine, hold, placeholder_func(name))
+        return ClientActor(self._engine, hold, placeholder_func(name))
 
-    def tell_room(self, actor: int, receiver: Receiver) -> None:
-        """Request the number of such actors that fit; see `ActorsPort.tell_room`."""
-        self._engine.call(actor, CAPACITY, NONE_PAYLOAD, receiver)
+    def pass_on(self, actor: int, hold: object) -> None:
+        """Note that a handle is being pickled; see `ActorsPort.pass_on`."""
+        add_actor(actor, hold)
 
     def demand(self, _actor: int, number: int, limit: int) -> None:
         """Set the number of items that a call's stream may yield in all."""
@@ -467,26 +422,22 @@ class RemoteActors:
         """Cancel a call."""
         self._engine.cancel(number)
 
-    def kill(self, actor: int, no_restart: bool = True) -> None:
-        """End an actor's process at once, and the actor unless it may restart."""
-        self._engine.stop(actor, AT_ONCE if no_restart else AGAIN)
-
-    def terminate(self, actor: int) -> None:
-        """End an actor after the calls that it was sent."""
-        self._engine.stop(actor, AFTER_ALL)
+    def stop(self, actor: int, how: str) -> None:
+        """End an actor; see `ActorsPort.stop`."""
+        self._engine.stop(actor, how)
 
 
-def _load_actor(engine: RemoteEngine, payload: bytes) -> RemoteActor:
+def _load_actor(engine: RemoteEngine, payload: bytes) -> ClientActor:
     identity, of_class, interface = load_result(payload)
     func = placeholder_func(of_class, interface)
-    return RemoteActor(engine, engine.own(identity), func)
+    return ClientActor(engine, engine.own(identity), func)
 
 
 class _ActorLookup(FutureReceiver):
     """Receives the answer to a lookup; None if there is no such actor."""
 
     def __init__(
-        self, engine: RemoteEngine, future: asyncio.Future[RemoteActor | None]
+        self, engine: RemoteEngine, future: asyncio.Future[ClientActor | None]
     ) -> None:
         super().__init__(future, partial(_load_actor, engine))
 

@@ -583,10 +583,14 @@ ENDED: Final = " ended"
 """Pseudo-method: returns once the actor's process has ended."""
 
 LOST: Final = " lost"
-"""Pseudo-method: returns once the actor's process is lost, or takes no more calls."""
+"""Pseudo-method: returns once the actor's process is lost, or takes no more calls; at
+once if the actor is not ready."""
 
 CAPACITY: Final = " capacity"
 """Pseudo-method: returns how many actors with its request can live at once."""
+
+QUERIES: Final = frozenset({READY, ENDED, LOST, CAPACITY})
+"""The pseudo-methods."""
 
 
 class Ask(NamedTuple):

@@ -121,7 +121,7 @@ class LossOwner:
         """Send the request, unless it was cancelled."""
         if not receiver.done():
             self._cancel = partial(actors.cancel, actor.id)
-            receiver.task_id = actor.await_loss(receiver)
+            receiver.task_id = actor.ask(LOST, receiver)
 
     def cancel(self, number: int) -> None:
         """Withdraw the request; do nothing in a fork, where it is the parent's."""
@@ -304,7 +304,7 @@ class ActorLink:
             return self._promise(), self.name, ""
         if not may_use(self._session):
             raise wrong_node(self.name)
-        self._actor.pass_on(self)
+        self._actors.pass_on(self._actor.id, self)
         return self._actor.id, self.name, self._session.engine.home
 
     def _promise(self) -> int:
@@ -384,10 +384,10 @@ class ActorLink:
 
     def ready(self) -> Handle[None]:
         """Return a handle that is settled when the constructor has returned."""
-        return self._request(lambda actor, receiver: actor.await_ready(receiver))
+        return self._request(READY)
 
     def lost(self) -> Handle[None]:
-        """Return a handle that is settled when the process is lost; see `await_loss`.
+        """Return a handle that is settled when the process is lost; see `LOST`.
 
         Cancelling the handle withdraws the request.
         """
@@ -419,20 +419,18 @@ class ActorLink:
 
     def ended(self) -> Handle[None]:
         """Return a handle that is settled when the actor's process has ended."""
-        return self._request(lambda actor, receiver: actor.await_end(receiver))
+        return self._request(ENDED)
 
     def room(self) -> Handle[Room]:
         """Return a handle of the number of such actors that can live at once."""
-        return self._request(
-            lambda actor, receiver: self._actors.tell_room(actor.id, receiver)
-        )
+        return self._request(CAPACITY)
 
-    def _request(self, send: Callable[[ActorPort, Receiver], None]) -> Handle[Any]:
-        """Send a request; cancelling its handle stops nothing, as it is not a call."""
+    def _request(self, query: str) -> Handle[Any]:
+        """Send a query; cancelling its handle stops nothing, as it is not a call."""
         name = f"{self.name}()"
 
         def start(receiver: Receiver) -> int:
-            self._when_known(lambda actor: send(actor, receiver), receiver.settle)
+            self._when_known(lambda actor: actor.ask(query, receiver), receiver.settle)
             return 0
 
         client = self._client(f"Awaiting {name}")
@@ -466,17 +464,17 @@ class ActorLink:
 
     def kill(self, no_restart: bool) -> None:
         """End the actor's process at once."""
-        self._end(lambda actor: self._actors.kill(actor.id, no_restart), no_restart)
+        self._end(AT_ONCE if no_restart else AGAIN)
 
     def terminate(self) -> None:
         """End the actor after the calls made so far."""
-        self._end(lambda actor: self._actors.terminate(actor.id), is_final=True)
+        self._end(AFTER_ALL)
 
-    def _end(self, send: Callable[[ActorPort], object], is_final: bool) -> None:
+    def _end(self, how: str) -> None:
         def send_and_tell(actor: ActorPort) -> None:
-            send(actor)
+            self._actors.stop(actor.id, how)
             for watcher in tuple(self._session.actor_watchers.get(actor.id, ())):
-                watcher.on_ended_here(is_final)
+                watcher.on_ended_here(is_final=how != AGAIN)
 
         if not self._session.is_forked:
             what = f"The end of {self.name}, as by kill(),"
@@ -626,7 +624,7 @@ class WorkerActorLink:
         return self.call(f"{self.name}()", READY, NONE_PAYLOAD)
 
     def lost(self) -> Any:
-        """Return a handle that is settled when the process is lost; see `await_loss`.
+        """Return a handle that is settled when the process is lost; see `LOST`.
 
         Cancelling the handle withdraws the request.
         """

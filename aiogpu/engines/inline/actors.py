@@ -30,7 +30,18 @@ from aiogpu.errors import ActorDiedError, AiogpuError, NodeClosedError, NodeErro
 from aiogpu.serialization.exceptions import LEFT, why_not_made
 from aiogpu.serialization.references import add_actor
 from aiogpu.serialization.serializer import NONE_PAYLOAD, dump_whole
-from aiogpu.wire.messages import ASYNC, DEFAULT_GROUP, THREADED, Failed, plain_name
+from aiogpu.wire.messages import (
+    AFTER_ALL,
+    AGAIN,
+    ASYNC,
+    DEFAULT_GROUP,
+    ENDED,
+    LOST,
+    READY,
+    THREADED,
+    Failed,
+    plain_name,
+)
 from aiogpu.worker.actors import Methods
 from aiogpu.worker.async_actor import cancel_all, close_method
 from aiogpu.worker.invoke import Callables, Constructor
@@ -347,10 +358,6 @@ class InlineActor:
         """Return what counts as a handle; see `ActorPort.holder`."""
         return Hold(self)
 
-    def pass_on(self, hold: object) -> None:
-        """Note that a handle is being pickled; see `ActorPort.pass_on`."""
-        add_actor(self.id, hold)
-
     def release(self) -> None:
         """Count one handle less."""
         self.holders -= 1
@@ -368,7 +375,22 @@ class InlineActor:
         error = self._error
         receiver.settle(leaving(self.name) if error is None else _copy(error))
 
-    def await_ready(self, receiver: Receiver) -> None:
+    def ask(self, query: str, receiver: Receiver) -> int:
+        """Settle a receiver with the answer to a query; see `ActorPort.ask`."""
+        if query == READY:
+            self._await_ready(receiver)
+        elif query == LOST:
+            self._await_loss(receiver)
+        elif query == ENDED:
+            self._wait_for_end.append(receiver)
+            self._note_end()
+        else:
+            request, keeps_cpus = self.func.spec.shape.request, self.terms.keeps_cpus
+            room = room_for(self.node.ledger, request, not keeps_cpus)
+            receiver.settle(dump_whole((room, str(request))))
+        return 0
+
+    def _await_ready(self, receiver: Receiver) -> None:
         """Settle a receiver when the constructor has returned or failed."""
         if self._takes_no_calls:
             self._refuse(receiver)
@@ -378,18 +400,12 @@ class InlineActor:
             self._wait_for_start.append(receiver)
             self.creation.move_to(self.node.runner_here())
 
-    def await_loss(self, receiver: Receiver) -> int:
-        """Settle a receiver when the object is lost; see `ActorPort.await_loss`."""
+    def _await_loss(self, receiver: Receiver) -> None:
+        """Settle a receiver when the object is lost, or takes no more calls."""
         if self._takes_no_calls or self.creation is not None:
             receiver.settle(NONE_PAYLOAD)
         else:
             self._wait_for_loss.append(receiver)
-        return 0
-
-    def await_end(self, receiver: Receiver) -> None:
-        """Settle a receiver when no code of the actor runs any more."""
-        self._wait_for_end.append(receiver)
-        self._note_end()
 
     def _note_end(self) -> None:
         if self.life is Life.DEAD and not self.running:
@@ -621,13 +637,9 @@ class InlineActors:
         self.closing.add(closing)
         closing.add_done_callback(self.closing.discard)
 
-    def tell_room(self, actor: int, receiver: Receiver) -> None:
-        """See `ActorsPort.tell_room`."""
-        func = self.known(actor).func
-        assert func.actor is not None, func
-        request = func.spec.shape.request
-        room = room_for(self.node.ledger, request, not func.actor.keeps_cpus)
-        receiver.settle(dump_whole((room, str(request))))
+    def pass_on(self, actor: int, hold: object) -> None:
+        """Note that a handle is being pickled; see `ActorsPort.pass_on`."""
+        add_actor(actor, hold)
 
     def demand(self, actor: int, number: int, limit: int) -> None:
         """Set the number of items that a call's stream may yield in all."""
@@ -637,14 +649,12 @@ class InlineActors:
         """Cancel a call."""
         self.node.cancel(number)
 
-    def kill(self, actor: int, no_restart: bool = True) -> None:
-        """End an actor at once; see `ActorsPort.kill`."""
+    def stop(self, actor: int, how: str) -> None:
+        """End an actor; see `ActorsPort.stop`."""
         found = self._actors.get(actor)
-        if found is not None:
-            found.kill(no_restart)
-
-    def terminate(self, actor: int) -> None:
-        """End an actor after the calls that it was sent."""
-        found = self._actors.get(actor)
-        if found is not None:
+        if found is None:
+            return
+        if how == AFTER_ALL:
             found.terminate()
+        else:
+            found.kill(no_restart=how != AGAIN)

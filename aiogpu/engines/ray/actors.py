@@ -32,7 +32,17 @@ from aiogpu.serialization.serializer import (
     load_arguments,
     load_result,
 )
-from aiogpu.wire.messages import ASYNC, DEFAULT_GROUP, THREADED, Failed
+from aiogpu.wire.messages import (
+    AFTER_ALL,
+    AGAIN,
+    ASYNC,
+    DEFAULT_GROUP,
+    ENDED,
+    LOST,
+    READY,
+    THREADED,
+    Failed,
+)
 
 if TYPE_CHECKING:
     from aiogpu.client.interface import Receiver
@@ -106,19 +116,6 @@ class RayActor:
 
     def holder(self) -> None:
         """Return None: Ray counts its own handles; see `ActorPort.holder`."""
-
-    def pass_on(self, _hold: object) -> None:
-        """Attach Ray's handle to the value that is being pickled.
-
-        Raises:
-            MisuseError: the value is neither part of a call nor of a result.
-        """
-        if not add_reference(self.reference):
-            raise MisuseError(
-                f"on a Ray cluster the handle of {self.name} can only be pickled as a "
-                f"part of arguments or results of tasks and actors. Pass it as an "
-                f"argument."
-            )
 
     # Calls
 
@@ -208,7 +205,20 @@ class RayActor:
 
     # Begin and end
 
-    def await_ready(self, receiver: Receiver) -> None:
+    def ask(self, query: str, receiver: Receiver) -> int:
+        """Settle a receiver with the answer to a query; see `ActorPort.ask`."""
+        if query == LOST:
+            return self._await_loss(receiver)
+        if query == READY:
+            self._await_ready(receiver)
+        elif query == ENDED:
+            self._await_end(receiver)
+        else:
+            room = self.actors.engine.room_for(self.func)
+            receiver.settle(dump_whole((room, str(self.func.spec.shape.request))))
+        return 0
+
+    def _await_ready(self, receiver: Receiver) -> None:
         """Settle a receiver when the constructor has returned or failed."""
         if self.end is not None:
             receiver.settle(self.end)
@@ -218,16 +228,13 @@ class RayActor:
     def _note_ready(self, receiver: Receiver, answer: Any) -> None:
         """Ask again if the query was lost with a process that Ray replaces."""
         if isinstance(answer, ActorDiedError) and answer.is_restarting:
-            self._later(self.await_ready, receiver)
+            self._later(self._await_ready, receiver)
         else:
             is_failure = isinstance(answer, Failed | Exception)
             receiver.settle(answer if is_failure else NONE)
 
-    def await_loss(self, receiver: Receiver) -> int:
-        """Settle a receiver when the process is lost; see `ActorPort.await_loss`.
-
-        A call that fails shows this.
-        """
+    def _await_loss(self, receiver: Receiver) -> int:
+        """Settle a receiver when the process is lost, which a failed call shows."""
         number = self._calls.begin(self._new_call(receiver, explain=None))
         self._watchers.append(number)
         if self.end is not None:
@@ -239,7 +246,7 @@ class RayActor:
         for number in watchers:
             self._calls.end(number, NONE)
 
-    def await_end(self, receiver: Receiver) -> None:
+    def _await_end(self, receiver: Receiver) -> None:
         """Settle a receiver when Ray reports that the actor's process has ended."""
         if self.is_gone:
             receiver.settle(NONE)
@@ -253,9 +260,9 @@ class RayActor:
                 self.end = pack_own_error(error)
             receiver.settle(NONE)
         elif self.end is not None:  # it was killed, and Ray has still to do it
-            self._later(self.await_end, receiver)
+            self._later(self._await_end, receiver)
         else:
-            self.await_loss(receiver)
+            self._await_loss(receiver)
 
     def _ask(
         self, note: Callable[[Any], object], refs: list[Any] | None = None
@@ -482,11 +489,19 @@ class RayActors:
             known = self._note(reference, placeholder_func(name))
         return known
 
-    def tell_room(self, actor: int, receiver: Receiver) -> None:
-        """Report the number of such actors that fit; see `ActorsPort.tell_room`."""
-        func = self.held(actor).func
-        room = self.engine.room_for(func), str(func.spec.shape.request)
-        receiver.settle(dump_whole(room))
+    def pass_on(self, actor: int, _hold: object) -> None:
+        """Attach Ray's handle to the value that is being pickled.
+
+        Raises:
+            MisuseError: the value is neither part of a call nor of a result.
+        """
+        held = self.held(actor)
+        if not add_reference(held.reference):
+            raise MisuseError(
+                f"on a Ray cluster the handle of {held.name} can only be pickled as a "
+                f"part of arguments or results of tasks and actors. Pass it as an "
+                f"argument."
+            )
 
     def demand(self, _actor: int, number: int, limit: int) -> None:
         """Set the number of items that a call's stream may yield in all."""
@@ -496,17 +511,14 @@ class RayActors:
         """Cancel a call."""
         self.calls.cancel(number)
 
-    def kill(self, actor: int, no_restart: bool = True) -> None:
-        """End an actor's process at once, and the actor unless it may restart."""
+    def stop(self, actor: int, how: str) -> None:
+        """End an actor; see `ActorsPort.stop`."""
         with suppress(NodeError):
             self.engine.check_open()
-            self.held(actor).kill(may_restart=not no_restart)
-
-    def terminate(self, actor: int) -> None:
-        """End the actor after the calls sent before."""
-        with suppress(NodeError):
-            self.engine.check_open()
-            self.held(actor).leave()
+            if how == AFTER_ALL:
+                self.held(actor).leave()
+            else:
+                self.held(actor).kill(may_restart=how == AGAIN)
 
     def evict(self, group: PlacementGroupSpec) -> None:
         """Note that the actors of a placement group end, since it is removed."""

@@ -53,16 +53,7 @@ from aiogpu.serialization.exceptions import RAISED
 from aiogpu.serialization.payload import has_handles
 from aiogpu.serialization.references import PickledValue
 from aiogpu.serialization.serializer import dump_whole
-from aiogpu.wire.messages import (
-    AFTER_ALL,
-    AGAIN,
-    CAPACITY,
-    ENDED,
-    LOST,
-    READY,
-    Done,
-    Items,
-)
+from aiogpu.wire.messages import QUERIES, Done, Items
 from aiogpu.worker.interrupts import is_importing
 from aiogpu.worker.invoke import (
     Arguments,
@@ -376,18 +367,10 @@ class TaskClient:
             MisuseError: no task runs any more.
         """
         _check_running(method)
-        actors, receiver = self._engine.actors, self._receiver(receiver)
-        if method == CAPACITY:
-            self._run(actors.tell_room, actor, receiver)
-            return 0
-        called = actors.held(actor)
-        queries = {READY: called.await_ready, ENDED: called.await_end}
-        if method in queries:
-            self._run(queries[method], receiver)
-            return 0
+        called, receiver = self._engine.actors.held(actor), self._receiver(receiver)
         number: int = (
-            self._run(called.await_loss, receiver)
-            if method == LOST
+            self._run(called.ask, method, receiver)
+            if method in QUERIES
             else self._run(called.call, method, payload, receiver)
         )
         return number
@@ -453,15 +436,11 @@ class TaskClient:
 
     def pass_on(self, hold: Any) -> None:
         """Add an actor's reference to the value that is being pickled."""
-        hold.pass_on(hold)
+        self._engine.actors.pass_on(hold.id, hold)
 
     def stop(self, actor: int, how: str) -> None:
         """End an actor; `how` is explained at `wire.messages.Stop`."""
-        actors = self._engine.actors
-        if how == AFTER_ALL:
-            self._run(actors.terminate, actor)
-        else:
-            self._run(actors.kill, actor, how != AGAIN)
+        self._run(self._engine.actors.stop, actor, how)
 
 
 def _check_running(name: str) -> None:

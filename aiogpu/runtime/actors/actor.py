@@ -31,7 +31,7 @@ from aiogpu.runtime.slices import Slices
 from aiogpu.serialization.exceptions import DIED, LEFT, STOPPED
 from aiogpu.serialization.payload import Payload
 from aiogpu.serialization.references import add_actor
-from aiogpu.serialization.serializer import NONE_PAYLOAD
+from aiogpu.serialization.serializer import NONE_PAYLOAD, dump_whole
 from aiogpu.wire import messages as wire
 
 if TYPE_CHECKING:
@@ -364,6 +364,14 @@ class Register:
         if actor.key is not None and self._named.get(actor.key) is actor:
             del self._named[actor.key]
 
+    def pass_on(self, actor: int, hold: object) -> None:
+        """Note that a handle is being pickled; see `ActorsPort.pass_on`."""
+        add_actor(actor, hold)
+
+    def room(self, actor: int) -> tuple[int | None, str]:
+        """Return how many such actors fit on the node, and the request of each."""
+        raise NotImplementedError
+
     def on_idle(self, actor: Actor) -> None:
         """Handle that an actor has no handles and no unanswered calls."""
         raise NotImplementedError
@@ -477,10 +485,6 @@ class Actor:
         """Return an object that counts as one handle; see `ActorPort.holder`."""
         return ActorHold(self.id, self.owner)
 
-    def pass_on(self, hold: object) -> None:
-        """Note that a handle is being pickled; see `ActorPort.pass_on`."""
-        add_actor(self.id, hold)
-
     def call(
         self,
         method: str,
@@ -535,7 +539,19 @@ class Actor:
         if number in call.mailbox.sent and self.worker and self.worker.peer:
             self.worker.peer.post(wire.Demand(number, limit))
 
-    def await_ready(self, receiver: Receiver) -> None:
+    def ask(self, query: str, receiver: Receiver) -> CallId:
+        """Settle a receiver with the answer to a query; see `ActorPort.ask`."""
+        if query == wire.LOST:
+            return self._await_loss(receiver)
+        if query == wire.READY:
+            self._await_ready(receiver)
+        elif query == wire.ENDED:
+            self._await_end(receiver)
+        else:
+            receiver.settle(dump_whole(self.owner.room(self.id)))
+        return 0
+
+    def _await_ready(self, receiver: Receiver) -> None:
         """Settle the receiver when the constructor has returned or has failed."""
         if self._takes_no_calls:
             self._refuse(receiver)
@@ -544,12 +560,8 @@ class Actor:
         else:
             receiver.settle(NONE_PAYLOAD)
 
-    def await_loss(self, receiver: Receiver) -> CallId:
-        """Settle the receiver when `await_ready` would wait or fail again.
-
-        Returns:
-            A number for `cancel`; 0 if the receiver was settled.
-        """
+    def _await_loss(self, receiver: Receiver) -> CallId:
+        """Settle the receiver when `_await_ready` would wait or fail again."""
         if self._takes_no_calls or self.state is ActorState.PENDING:
             receiver.settle(NONE_PAYLOAD)
             return 0
@@ -572,7 +584,7 @@ class Actor:
         self.is_ending = True
         self._tell_loss()
 
-    def await_end(self, receiver: Receiver) -> None:
+    def _await_end(self, receiver: Receiver) -> None:
         """Settle the receiver when the actor is dead and its process has ended."""
         if self.is_gone:
             receiver.settle(NONE_PAYLOAD)

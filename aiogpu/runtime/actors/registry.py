@@ -34,8 +34,9 @@ from aiogpu.runtime.workers.death import Death, describe_loss
 from aiogpu.runtime.workers.pool import Pool
 from aiogpu.runtime.workers.slots import LiveWorker
 from aiogpu.serialization.exceptions import LEFT
-from aiogpu.serialization.serializer import dump_whole
 from aiogpu.wire.messages import (
+    AFTER_ALL,
+    AGAIN,
     ASYNC,
     SERIAL,
     THREADED,
@@ -210,10 +211,6 @@ class Actors(Register):
         lends = not found.func.actor.keeps_cpus
         return room_for(ledger, request, lends), str(request)
 
-    def tell_room(self, actor: int, receiver: Receiver) -> None:
-        """See `ActorsPort.tell_room`."""
-        receiver.settle(dump_whole(self.room(actor)))
-
     def receiver_of(self, actor: int, number: int) -> Receiver | None:
         """Return the receiver of a call, by the number that the caller knows."""
         found = self._actors.get(actor)
@@ -300,8 +297,11 @@ class Actors(Register):
         """Let a worker run tasks after the actor that it was assigned was revoked."""
         self.workers.pop(worker).actor = None
 
-    def terminate(self, actor: int) -> None:
-        """End an actor after the calls that it was sent, even if handles exist."""
+    def stop(self, actor: int, how: str) -> None:
+        """End an actor; see `ActorsPort.stop`."""
+        if how != AFTER_ALL:
+            self.kill(actor, no_restart=how != AGAIN)
+            return
         found = self._actors.get(actor)
         if found is not None:
             found.refuse_calls()

@@ -519,21 +519,10 @@ class Requests:
             receiver.settle(self._actors.unknown(message.actor))
             return
         caller.actor_calls[child] = message.actor, 0
-        if message.method == wire.READY:
-            actor.await_ready(receiver)
-            return
-        if message.method == wire.LOST:
-            number = actor.await_loss(receiver)
-            if child in caller.actor_calls:
-                caller.actor_calls[child] = message.actor, number
-            return
-        if message.method == wire.ENDED:
-            actor.await_end(receiver)
-            return
-        if message.method == wire.CAPACITY:
-            self._actors.tell_room(actor.id, receiver)
-            return
-        number = actor.call(message.method, message.payload, receiver, caller.id)
+        if message.method in wire.QUERIES:
+            number = actor.ask(message.method, receiver)
+        else:
+            number = actor.call(message.method, message.payload, receiver, caller.id)
         if child in caller.actor_calls:
             caller.actor_calls[child] = message.actor, number
 
@@ -587,7 +576,4 @@ class Requests:
         self._store.borrowers(caller).lend(hold)
 
     def _stop(self, _caller: Caller, message: wire.Stop) -> None:
-        if message.how == wire.AFTER_ALL:
-            self._actors.terminate(message.actor)
-        else:
-            self._actors.kill(message.actor, no_restart=message.how != wire.AGAIN)
+        self._actors.stop(message.actor, message.how)
