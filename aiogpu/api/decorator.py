@@ -17,19 +17,15 @@ from typing import (
     Self,
     TypeVar,
     Unpack,
-    cast,
     get_origin,
     overload,
 )
 
 from aiogpu.api.options import (
-    CHECKS,
-    MethodOptions,
     TaskOptions,
-    check_options,
-    merged,
     not_buffered,
     not_counted,
+    with_options,
 )
 from aiogpu.api.remote_function import (
     Definition,
@@ -46,7 +42,6 @@ if TYPE_CHECKING:
         AnyKeywords,
         MethodCallKeywords,
         MethodKeywords,
-        Options,
     )
 
 P = ParamSpec("P")
@@ -133,11 +128,11 @@ def remote(function: Any = None, /, **options: Any) -> Any:
 def _check_any(options: dict[str, Any]) -> None:
     """Refuse options that neither tasks nor actors have, before `function` is known."""
     try:
-        check_options(options)
+        TaskOptions.check(options, "task")
     except OptionError:
-        if not set(options) <= set(CHECKS["actor"]):
+        if not options.keys() <= TaskOptions.taken_by("actor").keys():
             raise
-        check_options(options, "actor")
+        TaskOptions.check(options, "actor")
 
 
 def _decorate(function: object, options: dict[str, Any]) -> object:
@@ -154,7 +149,7 @@ def _decorate(function: object, options: dict[str, Any]) -> object:
             f"{name} is remote already; write {name}.options(...) to change its "
             f"options."
         )
-    checked = merged(TaskOptions(), cast("Options", options))
+    checked = with_options(TaskOptions(), options, "task")
     if not callable(function):
         raise MisuseError(
             f"remote() was given {function!r}; give it a function, or options by name."
@@ -257,7 +252,7 @@ def method(function: Any = None, /, **options: Unpack[MethodKeywords]) -> Any:
     """
     from aiogpu.worker.chunk import METHOD_MARK  # of actors, which few programs have
 
-    checked = MethodOptions(**check_options(dict(options), "method"))
+    checked = TaskOptions(**TaskOptions.check(options, "method"))
 
     def mark(function: Any) -> Any:
         if not isfunction(function):

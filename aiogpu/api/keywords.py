@@ -1,17 +1,28 @@
-"""The options of tasks, actors and methods as keywords, for type checkers and readers.
+"""The options as keywords, for type checkers and readers.
 
-Nothing imports this file at run time: user modules import `api.options` in every
-worker, and each annotation here would cost time.
+`python -m tests.docs.test_api_page` writes this file, from the tables of `api.options`
+and `api.node`. Nothing imports it at run time: user modules import `api.options` in
+every worker, and each annotation here would cost time.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypedDict
+from typing import Any, Literal, Protocol, TypedDict
 
-from aiogpu.api.options import GpuStrategy, GpuWhere, Lifetime, RetryOom
-from aiogpu.api.reservation import Placement
+from aiogpu.api.options import GpuWhere
+from aiogpu.core.model.request import PlacementGroupSpec
 
+
+class Placement(Protocol):
+    """The result of `aiogpu.placement(...)`, in code with a loop or without."""
+
+    def placement_group_of(self) -> PlacementGroupSpec:
+        """Return the specification."""
+
+
+RetryOom = Literal["exclusive"] | Sequence[Literal["share", "exclusive"]]
 RetryExceptions = bool | type[Exception] | Sequence[type[Exception]]
 
 
@@ -25,19 +36,24 @@ class _Common(TypedDict, total=False):
     accelerator_type: str | None
     gpu_where: GpuWhere | None
     gpu_memory: int | str | None
-    gpu_strategy: GpuStrategy | None
+    gpu_strategy: Literal["pack", "spread"] | None
     name: str | None
     priority: int | None
     runtime_env: Mapping[str, Mapping[str, str]] | None
-    lifetime: Lifetime
+    lifetime: Literal["detached"] | None
     placement: Placement | None
     bundle: int | None
-    scheduling_strategy: object
+    scheduling_strategy: object | None
     label_selector: Mapping[str, str] | None
 
 
 class Choice(TypedDict, total=False):
-    """An entry of `any_of`: a whole request; the options mean what they do alone."""
+    """An entry of `any_of`: a whole request.
+
+    Attributes:
+        num_cpus, num_gpus, memory, resources, accelerator_type, gpu_where, gpu_memory,
+            max_calls: as for a task.
+    """
 
     num_cpus: float
     num_gpus: float
@@ -58,8 +74,8 @@ class Options(_Common, total=False):
     Attributes:
         num_cpus: CPUs, may be a fraction; default 1.
         num_gpus: below 1 a share of one GPU, otherwise whole GPUs; default 0.
-        memory: main memory, in bytes or as a text such as "6GiB". When the machine
-            runs short of memory, a task that uses more than this is ended first
+        memory: main memory, in bytes or as a text such as "6GiB". When the machine runs
+            short of memory, a task that uses more than this is ended first
             (`OutOfMemoryError`) and retried alone, or beside others if these have not
             ended in 30 s.
         resources: amounts of other resources by name: `{"license": 1}`,
@@ -126,16 +142,17 @@ class ActorKeywords(_Common, total=False):
     Attributes:
         num_cpus: CPUs held while the actor lives. By default one CPU must be free to
             start the actor, and none is held.
-        num_gpus, memory, resources, gpu_memory: as for a task, held while the actor
-            lives.
-        accelerator_type, gpu_where, gpu_strategy, priority: as for a task.
-        runtime_env, placement, bundle: as for a task.
-        scheduling_strategy, label_selector: as for a task.
+        num_gpus, memory, resources: as for a task, held while the actor lives.
+        accelerator_type, gpu_where: as for a task.
+        gpu_memory: as for a task, held while the actor lives.
+        gpu_strategy: as for a task.
         name: name for `get_actor`; free again when the actor is dead.
-        namespace: namespace of the name; default the program's own.
-        get_if_exists: return the living actor with this name, if there is one.
+        priority, runtime_env: as for a task.
         lifetime: "detached": the actor outlives its handles and its program, until it
             is killed or its node ends.
+        placement, bundle, scheduling_strategy, label_selector: as for a task.
+        namespace: namespace of the name; default the program's own.
+        get_if_exists: return the living actor with this name, if there is one.
         max_restarts: restarts after the process has died; default 0, -1 for no limit.
         max_task_retries: retries of a call that was running when the process died;
             default 0, -1 for no limit.
@@ -165,16 +182,15 @@ class MethodCallKeywords(TypedDict, total=False):
     """The options of a method's calls, as `actor.method.options(...)` takes them.
 
     Attributes:
-        num_returns: number of results, each with its own handle.
-        concurrency_group: the group that runs the calls, one of the class's
-            `concurrency_groups`.
+        num_returns: as for a task.
+        concurrency_group: as for a method.
     """
 
     num_returns: int | None
     concurrency_group: str | None
 
 
-class MethodKeywords(MethodCallKeywords, total=False):
+class MethodKeywords(TypedDict, total=False):
     """The options of a method, as `@aiogpu.method(...)` takes them.
 
     Attributes:
@@ -184,5 +200,135 @@ class MethodKeywords(MethodCallKeywords, total=False):
         concurrency_group: one of the class's `concurrency_groups`.
     """
 
+    num_returns: int | None
     max_buffered: int | None
     run_timeout: float | None
+    concurrency_group: str | None
+
+
+class LeaseKeywords(TypedDict, total=False):
+    """The options of a lease, as `lease(...)` takes them.
+
+    Attributes:
+        num_cpus: CPUs, may be a fraction; default 0.
+        num_gpus: as for a task.
+        memory: main memory, in bytes or as a text such as "6GiB".
+        resources, accelerator_type, gpu_where, gpu_memory, gpu_strategy: as for a task.
+        name: name in `status()`; default "lease".
+        priority: requests with a higher number are served first; default 0.
+        timeout: seconds to wait for the lease; default no limit.
+    """
+
+    num_cpus: float | None
+    num_gpus: float | None
+    memory: int | str | None
+    resources: Mapping[str, float] | None
+    accelerator_type: str | None
+    gpu_where: GpuWhere | None
+    gpu_memory: int | str | None
+    gpu_strategy: Literal["pack", "spread"] | None
+    name: str | None
+    priority: int | None
+    timeout: float | None
+
+
+class GangKeywords(TypedDict, total=False):
+    """The options of the ranks of a gang, as `gang(...)` takes them.
+
+    Attributes:
+        num_cpus, num_gpus, memory, resources, accelerator_type, gpu_memory, any_of,
+            max_calls, num_returns, max_buffered, name, priority, timeout, run_timeout,
+            cancel_grace, stop_grace, runtime_env, setup, scheduling_strategy,
+            label_selector: as for a task.
+        namespace, max_restarts, evict_after, max_concurrency, concurrency_groups: as
+            for an actor.
+    """
+
+    num_cpus: float | None
+    num_gpus: float | None
+    memory: int | str | None
+    resources: Mapping[str, float] | None
+    accelerator_type: str | None
+    gpu_memory: int | str | None
+    any_of: Sequence[Choice] | None
+    max_calls: int | None
+    num_returns: int | None
+    max_buffered: int | None
+    name: str | None
+    priority: int | None
+    timeout: float | None
+    run_timeout: float | None
+    cancel_grace: float | None
+    stop_grace: float | None
+    runtime_env: Mapping[str, Mapping[str, str]] | None
+    setup: Callable[[], object] | None
+    scheduling_strategy: object | None
+    label_selector: Mapping[str, str] | None
+    namespace: str | None
+    max_restarts: int | None
+    evict_after: float | None
+    max_concurrency: int | None
+    concurrency_groups: Mapping[str, int] | None
+
+
+class InitKeywords(TypedDict, total=False):
+    """The options of a node, as `init(...)` takes them.
+
+    Attributes:
+        address: "local"; "auto" or the path of a socket to join a running node;
+            "inline" for tests; "ray". Default AIOGPU_ADDRESS if set, else "local".
+        num_cpus: CPUs of the node; default those that this process may use.
+        num_gpus: GPUs of the node, may exceed the real ones; default those detected.
+        resources: amounts of other resources by name: `{"license": 2}`,
+            `{"neuron_cores": 4}`.
+        accelerator_type: type of GPUs that are not detected, such as "A100".
+        gpu_memory: memory of each GPU that is not detected, such as "80GiB".
+        gpu_memory_enforce: end a task that uses more `gpu_memory` than it asked for;
+            default False.
+        foreign: what to do about processes outside aiogpu on a device: "ignore" them
+            (default), "avoid" the device, or "wait" until they are gone.
+        mps: "off" (default), or "auto" to limit shares by an MPS server if one runs.
+        cpu_affinity: "auto" (default) keeps workers on CPUs near their GPUs, or "off".
+        preload: modules to import before workers fork; default "auto", modules that
+            turn out to be slow to import.
+        log_to_driver: show what tasks print, line by line; default True.
+        cancel_grace: seconds, above 0, between the cancel of a task and the kill of its
+            process; default 2.
+        spare_workers: processes kept ready for tasks that need a fresh one; default 2.
+        memory: main memory for tasks that ask for some, in bytes or as "64GiB"; default
+            95 % of the machine's.
+        memory_guard: before memory runs out, end the largest task and retry it alone;
+            default True.
+        object_memory: memory for large values, in bytes or as "8GiB"; default 30 % of
+            the machine's.
+        spill_directory: directory for values beyond `object_memory`; default the
+            system's temporary directory.
+        runtime_env: with address="ray", Ray's runtime environment of all tasks, as
+            `ray.init` takes it: `{"working_dir": ".", "pip": ["einops"]}`.
+        dashboard: serve the dashboard of the node beside the program, and print its URL
+            to stderr; needs `aiogpu[dashboard]`; default False.
+        ignore_reinit_error: return this loop's node if it already has one; default
+            False.
+    """
+
+    address: str | None
+    num_cpus: float | None
+    num_gpus: int | None
+    resources: Mapping[str, float] | None
+    accelerator_type: str | None
+    gpu_memory: int | str | None
+    gpu_memory_enforce: bool
+    foreign: Literal["ignore", "avoid", "wait"]
+    mps: Literal["auto", "off"]
+    cpu_affinity: Literal["auto", "off"]
+    preload: Sequence[str]
+    log_to_driver: bool
+    cancel_grace: float
+    spare_workers: int
+    memory: int | str | None
+    memory_guard: bool
+    object_memory: int | str | None
+    spill_directory: str | os.PathLike[str] | None
+    runtime_env: Mapping[str, Any] | None
+    dashboard: bool
+    ignore_reinit_error: bool

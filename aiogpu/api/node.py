@@ -6,18 +6,19 @@ import asyncio
 import os
 import warnings
 from collections.abc import Generator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NoReturn, Unpack
 from weakref import WeakValueDictionary
 
 from aiogpu.api.options import (
-    MOST_DEVICES,
-    Check,
-    check_declared,
+    Kinds,
+    Option,
+    OptionTable,
     check_flag,
     check_seconds,
     check_text,
     choice,
-    optional,
+    is_device,
+    named_amounts,
     whole,
 )
 from aiogpu.api.results.handle import Handle, session_of
@@ -28,20 +29,25 @@ from aiogpu.api.session import (
     session_of_program,
     start_session,
 )
-from aiogpu.api.usage_errors import Displayed, EnteredOnLoop, options_of
+from aiogpu.api.usage_errors import Displayed, EnteredOnLoop, options_from, options_of
 from aiogpu.client.current import current
-from aiogpu.core.model.units import memory_size, quantity
+from aiogpu.core.model.units import UNIT, memory_size, quantity
 from aiogpu.engines.base import Engine, NodeOptions
 from aiogpu.errors import NodeRunningError, NoSuchTaskError, OptionError, StackError
 
 if TYPE_CHECKING:
     from aiogpu.api.dashboard import NodeView
+    from aiogpu.api.keywords import InitKeywords
     from aiogpu.observe.status import NodeStatus
     from aiogpu.observe.why import Why
 
 
 MOST_SPARES: Final = 1024
 """Limit of `spare_workers`; each is a process."""
+
+
+MOST_DEVICES: Final = 10**6
+"""Devices of one kind on a node, at most; `num_gpus` included."""
 
 
 FOREIGN: Final = ("ignore", "avoid", "wait")
@@ -51,15 +57,21 @@ AUTO = "auto"
 """Stands in `preload` for modules that turn out to be slow to import in workers."""
 
 
-def check_node_options(**options: object) -> NodeOptions:
-    """Check the options of a node; raises `OptionError`."""
-    checked = {name: check(name, options[name]) for name, check in CHECKS.items()}
-    modules = checked.pop("preload")
-    return NodeOptions(
-        preload=tuple(name for name in modules if name != AUTO),
-        learns=AUTO in modules,
-        **checked,
-    )
+def _check_resources(option: str, value: object) -> dict[str, float]:
+    """Check the resources of a node; return them unchanged.
+
+    Raises:
+        OptionError: as `check_resources`, and for a fraction of a device.
+    """
+    for name, amount in named_amounts(option, value):
+        parts = quantity(f"{option}[{name!r}]", amount)
+        if is_device(name) and (parts % UNIT or parts > MOST_DEVICES * UNIT):
+            raise OptionError(
+                f"init({option}={{{name!r}: {amount!r}}}): a node has a whole number "
+                f"of devices; give an int from 0 to {MOST_DEVICES}, or leave it out to "
+                f"detect them."
+            )
+    return dict(value) if isinstance(value, Mapping) else {}
 
 
 def _check_cpus(option: str, value: Any) -> float:
@@ -119,37 +131,113 @@ def _check_runtime_env(option: str, value: object) -> dict[str, Any]:
     )
 
 
-CHECKS: Final[dict[str, Check]] = {
-    "num_cpus": optional(_check_cpus, None),
-    "num_gpus": optional(
-        whole(0, "a whole number of GPUs, or left out to detect them", MOST_DEVICES),
-        None,
-    ),
-    "resources": optional(check_declared, {}),
-    "accelerator_type": check_text,
-    "gpu_memory": optional(_check_gpu_memory, None),
-    "gpu_memory_enforce": check_flag,
-    "foreign": choice(
-        "'ignore', 'avoid' or 'wait'. When processes outside aiogpu use a device, "
-        "'avoid' prefers other devices, and 'wait' waits until they are gone",
-        *FOREIGN,
-    ),
-    "mps": choice("'auto' (use an MPS server if one runs) or 'off'", "auto", "off"),
-    "cpu_affinity": choice(
-        "'auto' (keep workers on CPUs near their GPUs) or 'off'", "auto", "off"
-    ),
-    "preload": _check_preload,
-    "log_to_driver": check_flag,
-    "cancel_grace": check_seconds,
-    "spare_workers": whole(0, "a whole number, 0 for none", MOST_SPARES),
-    "memory": optional(memory_size, None),
-    "memory_guard": check_flag,
-    "object_memory": optional(memory_size, None),
-    "spill_directory": optional(_check_directory, None),
-    "runtime_env": optional(_check_runtime_env, None),
-    "dashboard": check_flag,
-}
-"""The options of a node with their checks, which return values of `NodeOptions`."""
+_check_gpus: Final = whole(
+    0, "a whole number of GPUs, or left out to detect them", MOST_DEVICES
+)
+_check_foreign: Final = choice(
+    "'ignore', 'avoid' or 'wait'. When processes outside aiogpu use a device, 'avoid' "
+    "prefers other devices, and 'wait' waits until they are gone",
+    *FOREIGN,
+)
+_check_mps: Final = choice(
+    "'auto' (use an MPS server if one runs) or 'off'", "auto", "off"
+)
+_check_affinity: Final = choice(
+    "'auto' (keep workers on CPUs near their GPUs) or 'off'", "auto", "off"
+)
+_check_spares: Final = whole(0, "a whole number, 0 for none", MOST_SPARES)
+
+
+_NODE: Final[Kinds] = ("node", "start")
+_INIT: Final[Kinds] = ("node",)
+
+
+class InitOptions(OptionTable):
+    """The options of a node, as `init` takes them.
+
+    Of a node:
+        address: "local"; "auto" or the path of a socket to join a running node;
+            "inline" for tests; "ray". Default AIOGPU_ADDRESS if set, else "local".
+        num_cpus: CPUs of the node; default those that this process may use.
+        num_gpus: GPUs of the node, may exceed the real ones; default those detected.
+        resources: amounts of other resources by name: `{"license": 2}`,
+            `{"neuron_cores": 4}`.
+        accelerator_type: type of GPUs that are not detected, such as "A100".
+        gpu_memory: memory of each GPU that is not detected, such as "80GiB".
+        gpu_memory_enforce: end a task that uses more `gpu_memory` than it asked for;
+            default False.
+        foreign: what to do about processes outside aiogpu on a device: "ignore" them
+            (default), "avoid" the device, or "wait" until they are gone.
+        mps: "off" (default), or "auto" to limit shares by an MPS server if one runs.
+        cpu_affinity: "auto" (default) keeps workers on CPUs near their GPUs, or "off".
+        preload: modules to import before workers fork; default "auto", modules that
+            turn out to be slow to import.
+        log_to_driver: show what tasks print, line by line; default True.
+        cancel_grace: seconds, above 0, between the cancel of a task and the kill of its
+            process; default 2.
+        spare_workers: processes kept ready for tasks that need a fresh one; default 2.
+        memory: main memory for tasks that ask for some, in bytes or as "64GiB"; default
+            95 % of the machine's.
+        memory_guard: before memory runs out, end the largest task and retry it alone;
+            default True.
+        object_memory: memory for large values, in bytes or as "8GiB"; default 30 % of
+            the machine's.
+        spill_directory: directory for values beyond `object_memory`; default the
+            system's temporary directory.
+        runtime_env: with address="ray", Ray's runtime environment of all tasks, as
+            `ray.init` takes it: `{"working_dir": ".", "pip": ["einops"]}`.
+        dashboard: serve the dashboard of the node beside the program, and print its URL
+            to stderr; needs `aiogpu[dashboard]`; default False.
+        ignore_reinit_error: return this loop's node if it already has one; default
+            False.
+    """
+
+    address = Option(_INIT, check_text, None, "str")
+    num_cpus = Option(_NODE, _check_cpus, None, "float")
+    num_gpus = Option(_NODE, _check_gpus, None, "int")
+    resources = Option(_NODE, _check_resources, None, "Mapping[str, float]")
+    accelerator_type = Option(_NODE, check_text, None, "str")
+    gpu_memory = Option(_NODE, _check_gpu_memory, None, "int | str")
+    gpu_memory_enforce = Option(_NODE, check_flag, False, "bool", takes_none=False)
+    foreign = Option(
+        _NODE,
+        _check_foreign,
+        "ignore",
+        'Literal["ignore", "avoid", "wait"]',
+        takes_none=False,
+    )
+    mps = Option(_NODE, _check_mps, "off", 'Literal["auto", "off"]', takes_none=False)
+    cpu_affinity = Option(
+        _NODE, _check_affinity, "auto", 'Literal["auto", "off"]', takes_none=False
+    )
+    preload = Option[str | tuple[str, ...]](
+        _NODE, _check_preload, AUTO, "Sequence[str]", takes_none=False
+    )
+    log_to_driver = Option(_INIT, check_flag, True, "bool", takes_none=False)
+    cancel_grace = Option(_NODE, check_seconds, 2.0, "float", takes_none=False)
+    spare_workers = Option(_NODE, _check_spares, 2, "int", takes_none=False)
+    memory = Option(_NODE, memory_size, None, "int | str")
+    memory_guard = Option(_NODE, check_flag, True, "bool", takes_none=False)
+    object_memory = Option(_NODE, memory_size, None, "int | str")
+    spill_directory = Option(_NODE, _check_directory, None, "str | os.PathLike[str]")
+    runtime_env = Option(_INIT, _check_runtime_env, None, "Mapping[str, Any]")
+    dashboard = Option(_INIT, check_flag, False, "bool", takes_none=False)
+    ignore_reinit_error = Option(_INIT, check_flag, False, "bool", takes_none=False)
+
+
+def check_node_options(given: Mapping[str, object]) -> NodeOptions:
+    """Check the options of a node; raises `OptionError`."""
+    checked = InitOptions.check(given, "node")
+    for own in ("address", "ignore_reinit_error"):  # of the call, not of the node
+        checked.pop(own, None)
+    modules = checked.pop("preload", (AUTO,))
+    if checked.get("resources", ()) is None:
+        del checked["resources"]
+    return NodeOptions(
+        preload=tuple(name for name in modules if name != AUTO),
+        learns=AUTO in modules,
+        **checked,
+    )
 
 
 class Node(Displayed, EnteredOnLoop):
@@ -396,67 +484,9 @@ class Opening(EnteredOnLoop):
 
 
 @options_of("a node")
-def init(
-    *,
-    address: str | None = None,
-    num_cpus: float | None = None,
-    num_gpus: int | None = None,
-    resources: Mapping[str, float] | None = None,
-    accelerator_type: str | None = None,
-    gpu_memory: int | str | None = None,
-    gpu_memory_enforce: bool = False,
-    foreign: Literal["avoid", "wait", "ignore"] = "ignore",
-    mps: Literal["auto", "off"] = "off",
-    cpu_affinity: Literal["auto", "off"] = "auto",
-    preload: Sequence[str] = "auto",
-    log_to_driver: bool = True,
-    cancel_grace: float = 2.0,
-    spare_workers: int = 2,
-    memory: int | str | None = None,
-    memory_guard: bool = True,
-    object_memory: int | str | None = None,
-    spill_directory: str | os.PathLike[str] | None = None,
-    runtime_env: Mapping[str, Any] | None = None,
-    dashboard: bool = False,
-    ignore_reinit_error: bool = False,
-) -> Opening:
+@options_from(InitOptions, "node")
+def init(**options: Unpack[InitKeywords]) -> Opening:
     """Open a node for this event loop: `await` the call, or use `async with`.
-
-    Args:
-        address: "local"; "auto" or the path of a socket to join a running node;
-            "inline" for tests; "ray". Default AIOGPU_ADDRESS if set, else "local".
-        num_cpus: CPUs of the node; default those that this process may use.
-        num_gpus: GPUs of the node, may exceed the real ones; default those detected.
-        resources: amounts of other resources by name: `{"license": 2}`,
-            `{"neuron_cores": 4}`.
-        accelerator_type: type of GPUs that are not detected, such as "A100".
-        gpu_memory: memory of each GPU that is not detected, such as "80GiB".
-        gpu_memory_enforce: end a task that uses more `gpu_memory` than it asked for;
-            default False.
-        foreign: what to do about processes outside aiogpu on a device: "ignore" them
-            (default), "avoid" the device, or "wait" until they are gone.
-        mps: "off" (default), or "auto" to limit shares by an MPS server if one runs.
-        cpu_affinity: "auto" (default) keeps workers on CPUs near their GPUs, or "off".
-        preload: modules to import before workers fork; default "auto", modules that
-            turn out to be slow to import.
-        log_to_driver: show what tasks print, line by line; default True.
-        cancel_grace: seconds, above 0, between the cancel of a task and the kill of its
-            process; default 2.
-        spare_workers: processes kept ready for tasks that need a fresh one; default 2.
-        memory: main memory for tasks that ask for some, in bytes or as "64GiB"; default
-            95 % of the machine's.
-        memory_guard: before memory runs out, end the largest task and retry it alone;
-            default True.
-        object_memory: memory for large values, in bytes or as "8GiB"; default 30 % of
-            the machine's.
-        spill_directory: directory for values beyond `object_memory`; default the
-            system's temporary directory.
-        runtime_env: with address="ray", Ray's runtime environment of all tasks, as
-            `ray.init` takes it: `{"working_dir": ".", "pip": ["einops"]}`.
-        dashboard: serve the dashboard of the node beside the program, and print its URL
-            to stderr; needs `aiogpu[dashboard]`; default False.
-        ignore_reinit_error: return this loop's node if it already has one; default
-            False.
 
     Raises:
         OptionError: an option is invalid; or, at the await, it asks for more than the
@@ -464,30 +494,11 @@ def init(
         NodeError: at the await: this loop already has a node, or the node cannot start.
         DeviceError: at the await: CUDA_VISIBLE_DEVICES names devices that do not exist.
     """
-    where = check_text("address", address) or default_address()
-    shared = check_flag("ignore_reinit_error", ignore_reinit_error)
-    options = check_node_options(
-        num_cpus=num_cpus,
-        num_gpus=num_gpus,
-        resources=resources,
-        accelerator_type=accelerator_type,
-        gpu_memory=gpu_memory,
-        gpu_memory_enforce=gpu_memory_enforce,
-        foreign=foreign,
-        mps=mps,
-        cpu_affinity=cpu_affinity,
-        preload=preload,
-        log_to_driver=log_to_driver,
-        cancel_grace=cancel_grace,
-        spare_workers=spare_workers,
-        memory=memory,
-        memory_guard=memory_guard,
-        object_memory=object_memory,
-        spill_directory=spill_directory,
-        runtime_env=runtime_env,
-        dashboard=dashboard,
+    node_options = check_node_options(options)
+    given = InitOptions(**options)
+    return Opening(
+        given.address or default_address(), node_options, given.ignore_reinit_error
     )
-    return Opening(where, options, shared)
 
 
 def is_initialized() -> bool:

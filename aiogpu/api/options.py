@@ -1,19 +1,35 @@
-"""Checks the options of tasks, actors, methods and leases, and makes their requests.
+"""The table of the options of tasks, actors, methods and leases, and their effect.
 
-One table, `CHECKS`, lists the options, who takes them and how each is checked. User
-modules import this file in every worker, so asyncio and heavy modules are not imported
-here. `accelerators.registry` knows which resource names are devices; in a worker the
-node's own devices count as well, because a vendor that the program has registered is
-not registered there. Both are consulted only for tasks that name resources, so that
-other tasks load neither.
+`TaskOptions` has a row for each option: who takes it, how it is checked, its default,
+its type and what it is. Everything else about options is made of the rows: the errors
+for unknown names, the keywords for type checkers (`api.keywords`, written by `python -m
+tests.docs.test_api_page`), and the tables of `docs/options.md`.
+
+User modules import this file in every worker, so asyncio and heavy modules are not
+imported here. `accelerators.registry` knows which resource names are devices; in a
+worker the node's own devices count as well, because a vendor that the program has
+registered is not registered there. Both are consulted only for tasks that name
+resources, so that other tasks load neither.
 """
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    ClassVar,
+    Final,
+    Generic,
+    Literal,
+    Self,
+    TypedDict,
+    TypeVar,
+    overload,
+)
 
 from aiogpu.client.current import current
 from aiogpu.core.model.request import Request
@@ -23,7 +39,6 @@ from aiogpu.core.model.units import (
     GPU,
     GPU_MEMORY,
     MEMORY,
-    TYPE_PREFIX,
     UNIT,
     device_quantity,
     memory_size,
@@ -34,12 +49,10 @@ from aiogpu.errors import InfeasibleError, OptionError
 if TYPE_CHECKING:
     from aiogpu.core.model.request import DeviceSelector, PlacementGroupSpec, TaskSpec
 
-
-MOST_DEVICES: Final = 10**6
-"""Devices of one kind on a node, at most; `num_gpus` included."""
+T = TypeVar("T")
 
 
-_OWN_OPTIONS: Final = {
+OPTION_OF_RESOURCE: Final = {
     CPU: "num_cpus",
     GPU: "num_gpus",
     MEMORY: "memory",
@@ -55,26 +68,9 @@ def check_resources(option: str, value: object) -> dict[str, int]:
             or has a quantity of devices that their vendor does not allow.
     """
     amounts = {}
-    for name, amount in _named(option, value):
+    for name, amount in named_amounts(option, value):
         amounts[name] = _amount(f"{option}[{name!r}]", name, amount)
     return amounts
-
-
-def check_declared(option: str, value: object) -> dict[str, float]:
-    """Check the resources of a node; return them unchanged.
-
-    Raises:
-        OptionError: as `check_resources`, and for a fraction of a device.
-    """
-    for name, amount in _named(option, value):
-        parts = quantity(f"{option}[{name!r}]", amount)
-        if is_device(name) and (parts % UNIT or parts > MOST_DEVICES * UNIT):
-            raise OptionError(
-                f"init({option}={{{name!r}: {amount!r}}}): a node has a whole number "
-                f"of devices; give an int from 0 to {MOST_DEVICES}, or leave it out to "
-                f"detect them."
-            )
-    return dict(value) if isinstance(value, Mapping) else {}
 
 
 def is_device(name: str) -> bool:
@@ -124,7 +120,8 @@ def _amount(option: str, name: str, value: object) -> int:
     return quantity(option, value)
 
 
-def _named(option: str, value: object) -> Iterator[tuple[str, object]]:
+def named_amounts(option: str, value: object) -> Iterator[tuple[str, object]]:
+    """Yield names and quantities, which are not checked; raise `OptionError`."""
     if not isinstance(value, Mapping):
         raise OptionError(
             f"{option}={value!r} must be a dict of names to quantities, such as "
@@ -136,15 +133,12 @@ def _named(option: str, value: object) -> Iterator[tuple[str, object]]:
                 f"{option} has the key {name!r}; a name must be a text that is not "
                 f"empty."
             )
-        if name in _OWN_OPTIONS:
+        if name in OPTION_OF_RESOURCE:
             raise OptionError(
-                f"{option} names {name!r}; write {_OWN_OPTIONS[name]}={amount!r} "
+                f"{option} names {name!r}; write {OPTION_OF_RESOURCE[name]}={amount!r} "
                 f"instead."
             )
         yield name, amount
-
-
-EXAMPLE: Final = 'aiogpu.placement([{"GPU": 1, "CPU": 2}, {"GPU": 0.5}])'
 
 
 def _check_placement(option: str, value: object) -> PlacementGroupSpec:
@@ -217,77 +211,7 @@ def within(
     )
 
 
-def placement_group_of(
-    bundles: object, strategy: object, name: str, key: str
-) -> PlacementGroupSpec:
-    """Return the specification of a placement group.
-
-    Raises:
-        OptionError: a value is invalid.
-    """
-    from aiogpu.core.model.request import MOST_BUNDLES, STRATEGIES, PlacementGroupSpec
-
-    if not isinstance(strategy, str) or strategy not in STRATEGIES:
-        allowed = ", ".join(map(repr, STRATEGIES))
-        raise OptionError(f"strategy={strategy!r} must be one of {allowed}.")
-    if isinstance(bundles, str | bytes | Mapping) or not isinstance(bundles, Iterable):
-        raise OptionError(
-            f"bundles={bundles!r} must be a list of dicts, such as {EXAMPLE}."
-        )
-    requests = tuple(_bundle(f"bundles[{i}]", one) for i, one in enumerate(bundles))
-    if not 0 < len(requests) <= MOST_BUNDLES:
-        raise OptionError(
-            f"bundles has {len(requests)} entries; give 1 to {MOST_BUNDLES}, such as "
-            f"{EXAMPLE}."
-        )
-    return PlacementGroupSpec(key, name, strategy, requests)
-
-
-def _bundle(option: str, value: object) -> Request:
-    if not isinstance(value, Mapping):
-        raise OptionError(
-            f"{option}={value!r} must be a dict of names to quantities, such as "
-            f'{{"GPU": 1, "CPU": 2}}.'
-        )
-    rest: dict[object, Any] = dict(value)
-    for name, resource in (("num_cpus", CPU), ("num_gpus", GPU)):  # as for tasks
-        if name in rest:
-            if resource in rest:
-                raise OptionError(f"{option}={value!r} has both {name} and {resource}.")
-            rest[resource] = rest.pop(name)
-    amounts = {name: rest.pop(name) for name in (CPU, GPU, MEMORY) if name in rest}
-    gpu_memory = 0
-    if GPU_MEMORY in rest:
-        gpu_memory = check_size(f"{option}['gpu_memory']", rest.pop(GPU_MEMORY))
-    of_types = [
-        name.removeprefix(TYPE_PREFIX)
-        for name in rest
-        if isinstance(name, str) and name.startswith(TYPE_PREFIX)
-    ]
-    if len(of_types) > 1:
-        raise OptionError(f"{option} names more than one accelerator_type.")
-    for of_type in of_types:
-        del rest[TYPE_PREFIX + of_type]
-    scalars = check_resources(option, rest)
-    devices = devices_among(scalars)
-    for kind in devices:
-        del scalars[kind]
-    devices[GPU] = device_quantity(f"{option}['GPU']", amounts.get(GPU, 0))
-    scalars[CPU] = quantity(f"{option}['CPU']", amounts.get(CPU, 0))
-    scalars[MEMORY] = UNIT * memory_size(f"{option}['memory']", amounts.get(MEMORY, 0))
-    request = Request.of(scalars, devices, *of_types, gpu_memory=gpu_memory)
-    if not request.scalars and not request.devices:
-        raise OptionError(
-            f"{option}={value!r} asks for nothing; give at least one amount above 0, "
-            f'such as {{"GPU": 1, "CPU": 2}}.'
-        )
-    return request
-
-
-Check = Callable[[str, object], Any]
-
-
-RetryOom = Literal["exclusive"] | Sequence[Literal["share", "exclusive"]]
+Check = Callable[[str, object], T]
 
 
 def check_retry_oom(option: str, value: object) -> tuple[str, ...]:
@@ -462,13 +386,10 @@ def _is_variable(name: str, text: str) -> bool:
     return bool(name) and "=" not in name and "\0" not in name + text
 
 
+Choices = tuple[Mapping[str, Any], ...]
+"""The checked entries of `any_of`."""
+
 Retried = bool | tuple[type[BaseException], ...]
-
-
-GpuStrategy = Literal["pack", "spread"]
-
-
-Lifetime = Literal["detached"] | None
 
 
 MAX_BUFFERED: Final = 64
@@ -487,51 +408,538 @@ MOST_RETURNS: Final = 100_000
 """Results of one call at most; each has a handle."""
 
 
-NO_ENTRIES: Final[Mapping[str, Any]] = {}
-"""The default of options that are dicts; never written to."""
+def not_buffered(name: str) -> OptionError:
+    """Return the error for `max_buffered` on a function that is no generator."""
+    return OptionError(
+        f"max_buffered is an option of generators, and {name} is not a generator; "
+        f"leave it out, or let {name} yield items."
+    )
 
 
-class TaskOptions(NamedTuple):
-    """The options of a task or an actor, checked, with their defaults.
+def not_counted(name: str, value: int) -> OptionError:
+    """Return the error for `num_returns` on a generator."""
+    return OptionError(
+        f"num_returns={value!r} does not apply to {name}, a generator, whose items "
+        f"come one by one; leave it out."
+    )
 
-    Quantities are in units of 1/10 000; `num_cpus` is None unless it was given.
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return "Did you mean ...?" with the most similar known name, or ""."""
+    from difflib import get_close_matches
+
+    near = get_close_matches(name, list(known), n=1)
+    return f" Did you mean {near[0]}?" if near else ""
+
+
+def check_text(option: str, value: object) -> str | None:
+    """Check a text that may be None; raises `OptionError`."""
+    if value is None or (isinstance(value, str) and value):
+        return value
+    raise OptionError(f"{option}={value!r} must be a text that is not empty, or None.")
+
+
+def check_duration(
+    option: str, value: object, allowed: str, is_zero_allowed: bool = True
+) -> float:
+    """Check a number of seconds; raises `OptionError` with `allowed`."""
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not 0 <= value <= LONGEST_TIME
+        or not (value or is_zero_allowed)
+    ):
+        raise OptionError(
+            f"{option}={value!r} must be {allowed}. The maximum is {LONGEST_TIME:_}."
+        )
+    return float(value)
+
+
+def check_seconds(option: str, value: object) -> float:
+    """Check a duration above zero; raises `OptionError`."""
+    allowed = "a number of seconds above 0, such as 2.5"
+    return check_duration(option, value, allowed, is_zero_allowed=False)
+
+
+def check_wait(option: str, value: object) -> float:
+    """Check how long to wait, which may be 0; raises `OptionError`."""
+    return check_duration(option, value, "a number of seconds, 0 or more, such as 2.5")
+
+
+def duration(allowed: str) -> Check[float]:
+    """Return a check for a number of seconds, 0 or more."""
+    return lambda option, value: check_duration(option, value, allowed)
+
+
+def whole_number(
+    option: str, value: object, least: int, allowed: str, most: int = LARGEST_COUNT
+) -> int:
+    """Check a whole number; raises `OptionError` with `allowed`."""
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int)
+        or not least <= value <= most
+    ):
+        raise OptionError(
+            f"{option}={value!r} must be {allowed}. The minimum is {least:_}, the "
+            f"maximum {most:_}."
+        )
+    return value
+
+
+def whole(least: int, allowed: str, most: int = LARGEST_COUNT) -> Check[int]:
+    """Return a check for a whole number."""
+    return lambda option, value: whole_number(option, value, least, allowed, most)
+
+
+def choice(allowed: str, *known: str) -> Check[str]:
+    """Return a check for one of the known texts."""
+
+    def check(option: str, value: object) -> str:
+        if isinstance(value, str) and value in known:
+            return value
+        raise OptionError(f"{option}={value!r} must be {allowed}.")
+
+    return check
+
+
+def _check_scheduling_strategy(option: str, value: object) -> object:
+    """Check one of Ray's strategies, which Ray itself reads; raises `OptionError`."""
+    is_of_ray = type(value).__module__.partition(".")[0] == "ray"
+    if is_of_ray or value in ("SPREAD", "DEFAULT"):
+        return value
+    raise OptionError(
+        f"{option}={value!r} must be 'SPREAD', 'DEFAULT' or a strategy of "
+        f"ray.util.scheduling_strategies, such as NodeAffinitySchedulingStrategy(...)."
+    )
+
+
+def _check_labels(option: str, value: object) -> dict[str, str]:
+    """Check a selector of nodes; raises `OptionError`."""
+    if isinstance(value, Mapping) and all(
+        isinstance(text, str) for item in value.items() for text in item
+    ):
+        return dict(value)
+    raise OptionError(
+        f"{option}={value!r} must be a dict of labels of nodes to values, such as "
+        f"{{'ray.io/accelerator-type': 'H100'}}."
+    )
+
+
+def _check_retried(option: str, value: object) -> Retried:
+    if isinstance(value, bool):
+        return value
+    kinds = tuple(value) if isinstance(value, list | tuple) else (value,)
+    retried = tuple(
+        kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Exception)
+    )
+    if kinds and len(retried) == len(kinds):
+        return retried
+    raise OptionError(
+        f"{option}={value!r} must be True, False, or exception classes, such as "
+        f"{option}=[OSError]."
+    )
+
+
+MOST_CHOICES: Final = 8
+"""The most requests of one `any_of`."""
+
+
+def _check_any_of(option: str, value: object) -> tuple[dict[str, Any], ...]:
+    known = TaskOptions.taken_by("choice")
+    is_list = isinstance(value, list | tuple) and 0 < len(value) <= MOST_CHOICES
+    entries: Any = value if is_list else ()
+    if not entries or not all(
+        isinstance(entry, Mapping) and entry and entry.keys() <= known.keys()
+        for entry in entries
+    ):
+        raise OptionError(
+            f"{option}={value!r} must be a list of 1 to {MOST_CHOICES} dicts, the most "
+            f"wanted first, such as {option}=[{{'num_gpus': 1}}, {{'num_cpus': 8}}]; "
+            f"an entry may have {', '.join(known)}."
+        )
+    return tuple(TaskOptions.check(entry, "choice") for entry in entries)
+
+
+def _check_setup(option: str, value: object) -> Callable[[], object]:
+    if callable(value) and not hasattr(value, "__aiogpu_function__"):
+        from inspect import iscoroutinefunction, signature
+
+        try:
+            signature(value).bind()
+            is_fit = not iscoroutinefunction(value)
+        except TypeError:
+            is_fit = False  # it needs arguments
+        except ValueError:
+            is_fit = True  # a builtin without a signature
+        if is_fit:
+            return value
+    raise OptionError(
+        f"{option}={value!r} must be a plain function without arguments, which runs "
+        f"once in each worker process before the first task of the function; no "
+        f"`async def` and no remote function."
+    )
+
+
+def _check_memory(option: str, value: object) -> int:
+    return memory_size(option, value) * UNIT
+
+
+THREADS: Final = 1
+"""Default of `max_concurrency` for a class of plain methods."""
+
+
+INTERLEAVED: Final = 1000
+"""Default of `max_concurrency` for a class with coroutine methods."""
+
+
+def _check_groups(option: str, value: object) -> dict[str, int]:
+    if isinstance(value, Mapping) and all(isinstance(n, str) and n for n in value):
+        allowed = "a whole number of calls at once, 1 or more"
+        return {
+            name: whole_number(f"{option}[{name!r}]", limit, 1, allowed)
+            for name, limit in value.items()
+        }
+    raise OptionError(
+        f"{option}={value!r} must be a dict of group names to numbers of calls that "
+        f"run at once, such as {option}={{'io': 2}}."
+    )
+
+
+def check_flag(option: str, value: object) -> bool:
+    """Check a switch; raises `OptionError`."""
+    if isinstance(value, bool):
+        return value
+    raise OptionError(f"{option}={value!r} must be True or False.")
+
+
+# The table of options.
+
+Kind = Literal[
+    "task", "actor", "method", "call", "lease", "choice", "gang", "node", "start"
+]
+"""Who takes an option. "call" is one call of a method, "choice" an entry of `any_of`,
+"gang" the ranks of a gang, besides "task" or "actor", "start" is `aiogpu start`."""
+
+Kinds = tuple[Kind, ...]
+
+
+class Option(Generic[T]):
+    """A row of a table of options; what the option is says the table's docstring.
+
+    As an attribute of the options that were given, it is the value or the default.
+
+    Attributes:
+        name: the option's name, which is that of the attribute.
+        check: returns the checked value of one that was given; raises `OptionError`.
+        default: the checked value of an option that was not given.
+        kinds: who takes the option.
+        type: the type for type checkers, in the words of `api.keywords`.
+        takes_none: None means the default; else `check` refuses it.
     """
 
-    num_cpus: int | None = None
-    num_gpus: int = 0
-    memory: int = 0
-    resources: Mapping[str, int] = NO_ENTRIES
-    accelerator_type: str | None = None
-    gpu_where: DeviceSelector | None = None
-    gpu_memory: int = 0
-    retry_oom: tuple[str, ...] | None = None
-    any_of: tuple[Mapping[str, Any], ...] = ()
-    gpu_strategy: GpuStrategy = "pack"
-    max_calls: int | None = None
-    max_retries: int = 3
-    retry_exceptions: Retried = False
-    num_returns: int = 1
-    max_buffered: int | None = None
-    name: str | None = None
-    priority: int = 0
-    timeout: float | None = None
-    run_timeout: float | None = None
-    cancel_grace: float | None = None
-    stop_grace: float = 0.0
-    runtime_env: Mapping[str, str] = NO_ENTRIES
-    setup: Callable[[], object] | None = None
-    lifetime: Lifetime = None
-    placement: PlacementGroupSpec | None = None
-    bundle: int = -1
-    scheduling_strategy: object = None
-    label_selector: Mapping[str, str] = NO_ENTRIES
-    namespace: str | None = None
-    get_if_exists: bool = False
-    max_restarts: int = 0
-    max_task_retries: int = 0
-    evict_after: float | None = None
-    max_concurrency: int | None = None
-    concurrency_groups: Mapping[str, int] = NO_ENTRIES
+    name = ""
+
+    def __init__(
+        self,
+        kinds: Kinds,
+        check: Callable[[str, object], T],
+        default: T,
+        type: str,  # noqa: A002 - what it is
+        *,
+        takes_none: bool = True,
+    ) -> None:
+        self.kinds = kinds
+        self.check = check
+        self.default = default
+        self.type = f"{type} | None" if takes_none else type
+        self.takes_none = takes_none
+
+    def __set_name__(self, owner: type[OptionTable], name: str) -> None:
+        self.name = name
+
+    @overload
+    def __get__(self, given: None, owner: object) -> Self: ...
+
+    @overload
+    def __get__(self, given: OptionTable, owner: object) -> T: ...
+
+    def __get__(self, given: OptionTable | None, owner: object) -> Self | T:
+        # A value that was given is in the instance, and found there first.
+        return self if given is None else self.default
+
+    def checked(self, value: object) -> T:
+        """Return the checked value; raise `OptionError`."""
+        if value is None and self.takes_none:
+            return self.default
+        return self.check(self.name, value)
+
+
+class OptionTable:
+    """Base of tables of options; an instance has the checked values that were given.
+
+    A table's docstring has a section for each kind: "Of a task:". An option that others
+    take as well means the same for them, unless their section says something else.
+    """
+
+    _takers: ClassVar[dict[Kind, dict[str, Option[Any]]]]
+
+    def __init__(self, **given: Any) -> None:
+        vars(self).update(given)
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and vars(other) == vars(self)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def replace(self, **given: Any) -> Self:
+        """Return the same options with other checked values for some."""
+        return type(self)(**{**vars(self), **given})
+
+    def __init_subclass__(cls) -> None:
+        cls._takers = {}
+        for row in vars(cls).values():
+            for kind in row.kinds if isinstance(row, Option) else ():
+                cls._takers.setdefault(kind, {})[row.name] = row
+
+    @classmethod
+    def taken_by(cls, kind: Kind) -> Mapping[str, Option[Any]]:
+        """Return the options that a function, an actor or so takes, by name."""
+        return cls._takers[kind]
+
+    @classmethod
+    def check(cls, given: Mapping[str, object], kind: Kind) -> dict[str, Any]:
+        """Return the checked values of options.
+
+        Raises:
+            OptionError: an option is unknown or invalid.
+        """
+        known = cls.taken_by(kind)
+        for name in given:
+            if name not in known:
+                raise unknown_option(name, known, _TAKERS[kind])
+        return {name: known[name].checked(value) for name, value in given.items()}
+
+    @classmethod
+    def docs(cls, kind: Kind) -> dict[str, str]:
+        """Return what the options of a kind are, by name, in the order of the table."""
+        _, *sections = re.split(r"\n\nOf an? (\w+):\n", inspect.getdoc(cls) or "")
+        known = cls.taken_by(kind)
+        if not sections:
+            return dict.fromkeys(known, "")  # without docstrings, by `python -OO`
+        kinds: list[Any] = sections[::2]
+        texts = dict(zip(kinds, map(_entries, sections[1::2]), strict=True))
+        docs: dict[str, str] = {}
+        for of, named in texts.items():
+            docs = {**dict.fromkeys(named, f"as for {_TAKERS[of]}."), **docs}
+        docs |= texts.get(kind, {})
+        return {name: docs[name] for name in known}
+
+
+def _entries(section: str) -> dict[str, str]:
+    """Return the entries "name, name: text" of a section of a docstring, by name."""
+    entry = r"^ {4}(\w+(?:, \w+)*): (.*(?:\n {8}.*)*)"
+    return {
+        name: " ".join(text.split())
+        for names, text in re.findall(entry, section, re.MULTILINE)
+        for name in names.split(", ")
+    }
+
+
+_check_strategy: Final = choice(
+    "'pack' (a share goes to the fullest GPU with room) or 'spread' (to the emptiest)",
+    "pack",
+    "spread",
+)
+_check_lifetime: Final = choice(
+    "None (a task ends with the task that started it) or 'detached' (it goes on until "
+    "the node ends)",
+    "detached",
+)
+_check_priority: Final = whole(-LARGEST_COUNT, "a whole number; higher goes first")
+_check_max_calls: Final = whole(0, "None, 0 for no limit, or a whole number of calls")
+_check_returns: Final = whole(
+    1,
+    "the number of objects that the function returns; each has its own handle",
+    MOST_RETURNS,
+)
+_check_buffer: Final = whole(1, "a whole number of items, 1 or more, or None for 64")
+_check_concurrency: Final = whole(
+    1, "a whole number of calls at once, 1 or more, or None"
+)
+_check_cancel_grace: Final = duration(
+    "a number of seconds, 0 to kill at once, or None for the value of init()"
+)
+_check_stop_grace: Final = duration("a number of seconds, 0 or None for none")
+_check_evict_after: Final = duration(
+    "a number of seconds, 0 for at once, or None for an actor that always stays"
+)
+
+
+_TAKERS: Final[Mapping[Kind, str]] = {
+    "task": "a task",
+    "actor": "an actor",
+    "method": "a method",
+    "call": "a method",
+    "lease": "a lease",
+    "gang": "a gang",
+    "node": "a node",
+    "start": "a node",
+}
+
+
+def unknown_option(name: str, known: Iterable[str], of_what: str) -> OptionError:
+    """Return the error for an unknown option, with the most similar known one."""
+    return OptionError(
+        f"{name} is not an option of {of_what}.{did_you_mean(name, known)} The options "
+        f"are: {', '.join(known)}."
+    )
+
+
+_AMOUNT: Final[Kinds] = ("task", "actor", "lease", "choice", "gang")
+_WHICH: Final[Kinds] = ("task", "actor", "lease", "choice")
+_ANY: Final[Kinds] = ("task", "actor", "lease", "gang")
+_PROCESS: Final[Kinds] = ("task", "actor", "gang")
+_PLACE: Final[Kinds] = ("task", "actor")
+_TASK: Final[Kinds] = ("task", "gang")
+_ACTOR: Final[Kinds] = ("actor", "gang")
+_CALL: Final[Kinds] = ("method", "call")
+_RESULT: Final[Kinds] = ("task", "method", "gang")
+_NO_AMOUNTS: Final[Mapping[str, int]] = {}
+_NO_TEXTS: Final[Mapping[str, str]] = {}
+_RETRIES: Final = whole(-1, "a whole number, 0 for none, -1 for no limit")
+
+
+class TaskOptions(OptionTable):
+    """The options of tasks, actors, methods and leases.
+
+    As a value, quantities are in units of 1/10 000; `num_cpus` is None unless it was
+    given.
+
+    Of a task:
+        num_cpus: CPUs, may be a fraction; default 1.
+        num_gpus: below 1 a share of one GPU, otherwise whole GPUs; default 0.
+        memory: main memory, in bytes or as a text such as "6GiB". When the machine runs
+            short of memory, a task that uses more than this is ended first
+            (`OutOfMemoryError`) and retried alone, or beside others if these have not
+            ended in 30 s.
+        resources: amounts of other resources by name: `{"license": 1}`,
+            `{"neuron_cores": 2}`.
+        accelerator_type: only devices of this type, such as "A100".
+        gpu_where: only GPUs that meet all conditions: `{"memory": "40GiB",
+            "compute_capability": "8.0", "name": "*H100*"}`; the first two are minimums.
+        gpu_memory: memory on each GPU, with or instead of `num_gpus`: bytes, "6GiB", or
+            "share" for the same fraction as `num_gpus`. Frameworks are limited to it.
+        retry_oom: "exclusive": when GPU memory runs out, retry once on a whole GPU;
+            `["share", "exclusive"]`: before this, once on twice the share.
+        any_of: requests of which the first that is free is taken, the most wanted
+            first: `[{"num_gpus": 1}, {"num_cpus": 8}]`; instead of the options above.
+        gpu_strategy: which GPU a share is taken from: "pack" (default), the fullest GPU
+            with room; "spread", the emptiest.
+        max_calls: calls of the function before its worker process is replaced, 0 for no
+            limit; default 1 with GPUs, else 0.
+        max_retries: retries after the worker has died; default 3, -1 for no limit.
+        retry_exceptions: exceptions that also cause a retry: True for all, or classes.
+        num_returns: number of results, each with its own handle; default 1.
+        max_buffered: items that a generator may be ahead of its consumer; default 64.
+        name: name in logs, errors and `status()`; default the function's name.
+        priority: tasks with a higher number start first; default 0.
+        timeout: seconds from `.remote()` until the task is stopped, time in the queue
+            included; default no limit.
+        run_timeout: seconds of running until the task is stopped; starts again with
+            each retry; default no limit.
+        cancel_grace: seconds between a cancel or timeout and the kill of the process;
+            default the `cancel_grace` of `init`.
+        stop_grace: seconds that the task may go on when the program or node stops;
+            `get_runtime_context().is_stopping` is True meanwhile; default 0.
+        runtime_env: `{"env_vars": {"A": "1"}}`, environment variables of the worker.
+        setup: plain function without arguments that runs once in each worker process,
+            before the first task of the function; errors are `WorkerSetupError`.
+        lifetime: "detached": the task may outlive the task that started it.
+        placement: the `aiogpu.placement(...)` to run in. Without `num_cpus` the task
+            asks for a CPU only if the bundle has one.
+        bundle: index of the bundle, from 0; default any bundle that fits.
+        scheduling_strategy: on a Ray cluster, "SPREAD", "DEFAULT" or one of
+            `ray.util.scheduling_strategies`, such as node affinity; refused elsewhere.
+        label_selector: on a Ray cluster, labels of the node:
+            `{"ray.io/accelerator-type": "H100"}`; refused elsewhere.
+
+    Of an actor:
+        num_cpus: CPUs held while the actor lives. By default one CPU must be free to
+            start the actor, and none is held.
+        num_gpus, memory, resources, gpu_memory: as for a task, held while the actor
+            lives.
+        name: name for `get_actor`; free again when the actor is dead.
+        lifetime: "detached": the actor outlives its handles and its program, until it
+            is killed or its node ends.
+        namespace: namespace of the name; default the program's own.
+        get_if_exists: return the living actor with this name, if there is one.
+        max_restarts: restarts after the process has died; default 0, -1 for no limit.
+        max_task_retries: retries of a call that was running when the process died;
+            default 0, -1 for no limit.
+        evict_after: the actor may leave the node when nobody calls it and others wait
+            for what it holds, at the earliest so many seconds after its constructor has
+            returned; its next call brings it back; default None: it always stays.
+        max_concurrency: calls that run at once: plain methods in threads (default 1),
+            coroutine methods interleaved (default 1000).
+        concurrency_groups: calls that run at once in each named group, for
+            `@aiogpu.method(concurrency_group=...)`.
+
+    Of a method:
+        run_timeout: seconds of running until the caller gets `TaskTimeoutError`; a
+            chunk of `map` has this time for all its items together; default no limit.
+        concurrency_group: one of the class's `concurrency_groups`.
+
+    Of a lease:
+        num_cpus: CPUs, may be a fraction; default 0.
+        memory: main memory, in bytes or as a text such as "6GiB".
+        name: name in `status()`; default "lease".
+        priority: requests with a higher number are served first; default 0.
+        timeout: seconds to wait for the lease; default no limit.
+    """
+
+    num_cpus = Option(_AMOUNT, quantity, None, "float")
+    num_gpus = Option(_AMOUNT, device_quantity, 0, "float")
+    memory = Option(_AMOUNT, _check_memory, 0, "int | str")
+    resources = Option(_AMOUNT, check_resources, _NO_AMOUNTS, "Mapping[str, float]")
+    accelerator_type = Option(_AMOUNT, check_text, None, "str")
+    gpu_where = Option(_WHICH, _check_gpu_where, None, "GpuWhere")
+    gpu_memory = Option(_AMOUNT, _check_gpu_memory, 0, "int | str")
+    retry_oom = Option(("task",), check_retry_oom, None, "RetryOom")
+    any_of = Option[Choices](_TASK, _check_any_of, (), "Sequence[Choice]")
+    gpu_strategy = Option(
+        ("task", "actor", "lease"), _check_strategy, "pack", 'Literal["pack", "spread"]'
+    )
+    max_calls = Option(("task", "choice", "gang"), _check_max_calls, None, "int")
+    max_retries = Option(("task",), _RETRIES, 3, "int")
+    retry_exceptions = Option[Retried](
+        ("task",), _check_retried, False, "RetryExceptions"
+    )
+    num_returns = Option((*_RESULT, "call"), _check_returns, 1, "int")
+    max_buffered = Option(_RESULT, _check_buffer, None, "int")
+    name = Option(_ANY, check_text, None, "str")
+    priority = Option(_ANY, _check_priority, 0, "int")
+    timeout = Option(("task", "lease", "gang"), check_seconds, None, "float")
+    run_timeout = Option(_RESULT, check_seconds, None, "float")
+    cancel_grace = Option(_TASK, _check_cancel_grace, None, "float")
+    stop_grace = Option(_TASK, _check_stop_grace, 0.0, "float")
+    runtime_env = Option(
+        _PROCESS, check_runtime_env, _NO_TEXTS, "Mapping[str, Mapping[str, str]]"
+    )
+    setup = Option(_TASK, _check_setup, None, "Callable[[], object]")
+    lifetime = Option(_PLACE, _check_lifetime, None, 'Literal["detached"]')
+    placement = Option(_PLACE, _check_placement, None, "Placement")
+    bundle = Option(_PLACE, _check_bundle, -1, "int")
+    scheduling_strategy = Option(_PROCESS, _check_scheduling_strategy, None, "object")
+    label_selector = Option(_PROCESS, _check_labels, _NO_TEXTS, "Mapping[str, str]")
+    namespace = Option(_ACTOR, check_text, None, "str")
+    get_if_exists = Option(("actor",), check_flag, False, "bool")
+    max_restarts = Option(_ACTOR, _RETRIES, 0, "int")
+    max_task_retries = Option(("actor",), _RETRIES, 0, "int")
+    evict_after = Option(_ACTOR, _check_evict_after, None, "float")
+    max_concurrency = Option(_ACTOR, _check_concurrency, None, "int")
+    concurrency_groups = Option(_ACTOR, _check_groups, _NO_AMOUNTS, "Mapping[str, int]")
+    concurrency_group = Option(_CALL, check_text, None, "str")
 
     def request(self) -> Request:
         """Return the request of the task.
@@ -637,9 +1045,9 @@ class TaskOptions(NamedTuple):
                 resources.
         """
         given = [
-            option
-            for option in OF_A_CHOICE
-            if self.any_of and getattr(self, option) != _DEFAULTS[option]
+            name
+            for name, row in self.taken_by("choice").items()
+            if self.any_of and getattr(self, name) != row.default
         ]
         given += ["placement"] if self.any_of and self.placement is not None else []
         if given:
@@ -649,7 +1057,7 @@ class TaskOptions(NamedTuple):
             )
         specs = []
         for entry in self.any_of:
-            options = self._replace(any_of=(), **entry)
+            options = self.replace(any_of=(), **entry)
             check_kinds(options.num_gpus, options.gpu_memory, options.resources)
             specs.append(options.spec(name, function))
         return tuple(specs)
@@ -662,7 +1070,7 @@ class TaskOptions(NamedTuple):
         """
         from dataclasses import replace
 
-        options = self._replace(
+        options = self.replace(
             max_calls=1,
             max_retries=self.max_restarts,
             name=self.name and f"{name} {self.name!r}",
@@ -675,367 +1083,10 @@ class TaskOptions(NamedTuple):
         )
 
 
-def check_options(options: Mapping[str, Any], taker: str = "task") -> dict[str, Any]:
-    """Check options by name; return them in the form of `TaskOptions`.
-
-    Args:
-        options: the options as given.
-        taker: a key of `CHECKS`: "task", "actor", "method" or "lease".
-
-    Raises:
-        OptionError: an option is unknown or invalid.
-    """
-    checks = CHECKS[taker]
-    for name in options:
-        if name not in checks:
-            what = f"an {taker}" if taker == "actor" else f"a {taker}"
-            raise unknown_option(name, checks, what)
-    return {
-        name: _DEFAULTS[name] if value is None else checks[name](name, value)
-        for name, value in options.items()
-    }
-
-
-def merged(
-    base: TaskOptions, options: Mapping[str, Any], taker: str = "task"
+def with_options(
+    base: TaskOptions, given: Mapping[str, Any], kind: Kind
 ) -> TaskOptions:
-    """Return `base` with checked options replaced; raises `OptionError`."""
-    result = base._replace(**check_options(options, taker))
+    """Return `base` with other values for the given options; raise `OptionError`."""
+    result = base.replace(**TaskOptions.check(given, kind))
     check_kinds(result.num_gpus, result.gpu_memory, result.resources)
     return result
-
-
-def not_buffered(name: str) -> OptionError:
-    """Return the error for `max_buffered` on a function that is no generator."""
-    return OptionError(
-        f"max_buffered is an option of generators, and {name} is not a generator; "
-        f"leave it out, or let {name} yield items."
-    )
-
-
-def not_counted(name: str, value: int) -> OptionError:
-    """Return the error for `num_returns` on a generator."""
-    return OptionError(
-        f"num_returns={value!r} does not apply to {name}, a generator, whose items "
-        f"come one by one; leave it out."
-    )
-
-
-def unknown_option(name: str, known: Mapping[str, object], of_what: str) -> OptionError:
-    """Return the error for an unknown option, with the most similar known one."""
-    return OptionError(
-        f"{name} is not an option of {of_what}.{did_you_mean(name, known)} The options "
-        f"are: {', '.join(known)}."
-    )
-
-
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return "Did you mean ...?" with the most similar known name, or ""."""
-    from difflib import get_close_matches
-
-    near = get_close_matches(name, list(known), n=1)
-    return f" Did you mean {near[0]}?" if near else ""
-
-
-def check_text(option: str, value: object) -> str | None:
-    """Check a text that may be None; raises `OptionError`."""
-    if value is None or (isinstance(value, str) and value):
-        return value
-    raise OptionError(f"{option}={value!r} must be a text that is not empty, or None.")
-
-
-def check_duration(
-    option: str, value: object, allowed: str, is_zero_allowed: bool = True
-) -> float:
-    """Check a number of seconds; raises `OptionError` with `allowed`."""
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, int | float)
-        or not 0 <= value <= LONGEST_TIME
-        or not (value or is_zero_allowed)
-    ):
-        raise OptionError(
-            f"{option}={value!r} must be {allowed}. The maximum is {LONGEST_TIME:_}."
-        )
-    return float(value)
-
-
-def check_seconds(option: str, value: object) -> float:
-    """Check a duration above zero; raises `OptionError`."""
-    allowed = "a number of seconds above 0, such as 2.5"
-    return check_duration(option, value, allowed, is_zero_allowed=False)
-
-
-def check_wait(option: str, value: object) -> float:
-    """Check how long to wait, which may be 0; raises `OptionError`."""
-    return check_duration(option, value, "a number of seconds, 0 or more, such as 2.5")
-
-
-def duration(allowed: str) -> Check:
-    """Return a check for a number of seconds, 0 or more."""
-    return lambda option, value: check_duration(option, value, allowed)
-
-
-def whole_number(
-    option: str, value: object, least: int, allowed: str, most: int = LARGEST_COUNT
-) -> int:
-    """Check a whole number; raises `OptionError` with `allowed`."""
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, int)
-        or not least <= value <= most
-    ):
-        raise OptionError(
-            f"{option}={value!r} must be {allowed}. The minimum is {least:_}, the "
-            f"maximum {most:_}."
-        )
-    return value
-
-
-def whole(least: int, allowed: str, most: int = LARGEST_COUNT) -> Check:
-    """Return a check for a whole number."""
-    return lambda option, value: whole_number(option, value, least, allowed, most)
-
-
-def choice(allowed: str, *known: str) -> Check:
-    """Return a check for one of the known texts."""
-
-    def check(option: str, value: object) -> Any:
-        if isinstance(value, str) and value in known:
-            return value
-        raise OptionError(f"{option}={value!r} must be {allowed}.")
-
-    return check
-
-
-def _check_scheduling_strategy(option: str, value: object) -> object:
-    """Check one of Ray's strategies, which Ray itself reads; raises `OptionError`."""
-    is_of_ray = type(value).__module__.partition(".")[0] == "ray"
-    if is_of_ray or value in ("SPREAD", "DEFAULT"):
-        return value
-    raise OptionError(
-        f"{option}={value!r} must be 'SPREAD', 'DEFAULT' or a strategy of "
-        f"ray.util.scheduling_strategies, such as NodeAffinitySchedulingStrategy(...)."
-    )
-
-
-def _check_labels(option: str, value: object) -> dict[str, str]:
-    """Check a selector of nodes; raises `OptionError`."""
-    if isinstance(value, Mapping) and all(
-        isinstance(text, str) for item in value.items() for text in item
-    ):
-        return dict(value)
-    raise OptionError(
-        f"{option}={value!r} must be a dict of labels of nodes to values, such as "
-        f"{{'ray.io/accelerator-type': 'H100'}}."
-    )
-
-
-def optional(check: Check, none_is: object) -> Check:
-    """Return a check that replaces None by `none_is`."""
-    return lambda option, value: none_is if value is None else check(option, value)
-
-
-def _check_retried(option: str, value: object) -> Retried:
-    if isinstance(value, bool):
-        return value
-    kinds = tuple(value) if isinstance(value, list | tuple) else (value,)
-    retried = tuple(
-        kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Exception)
-    )
-    if kinds and len(retried) == len(kinds):
-        return retried
-    raise OptionError(
-        f"{option}={value!r} must be True, False, or exception classes, such as "
-        f"{option}=[OSError]."
-    )
-
-
-MOST_CHOICES: Final = 8
-"""The most requests of one `any_of`."""
-
-
-OF_A_CHOICE: Final = (
-    "num_cpus",
-    "num_gpus",
-    "memory",
-    "resources",
-    "accelerator_type",
-    "gpu_where",
-    "gpu_memory",
-    "max_calls",
-)
-"""The options that an entry of `any_of` may have."""
-
-
-def _check_any_of(option: str, value: object) -> tuple[dict[str, Any], ...]:
-    is_list = isinstance(value, list | tuple) and 0 < len(value) <= MOST_CHOICES
-    entries: Any = value if is_list else ()
-    if not entries or not all(
-        isinstance(entry, Mapping) and entry and set(entry) <= set(OF_A_CHOICE)
-        for entry in entries
-    ):
-        raise OptionError(
-            f"{option}={value!r} must be a list of 1 to {MOST_CHOICES} dicts, the most "
-            f"wanted first, such as {option}=[{{'num_gpus': 1}}, {{'num_cpus': 8}}]; "
-            f"an entry may have {', '.join(OF_A_CHOICE)}."
-        )
-    return tuple(check_options(entry) for entry in entries)
-
-
-def _check_setup(option: str, value: object) -> Callable[[], object]:
-    if callable(value) and not hasattr(value, "__aiogpu_function__"):
-        from inspect import iscoroutinefunction, signature
-
-        try:
-            signature(value).bind()
-            is_fit = not iscoroutinefunction(value)
-        except TypeError:
-            is_fit = False  # it needs arguments
-        except ValueError:
-            is_fit = True  # a builtin without a signature
-        if is_fit:
-            return value
-    raise OptionError(
-        f"{option}={value!r} must be a plain function without arguments, which runs "
-        f"once in each worker process before the first task of the function; no "
-        f"`async def` and no remote function."
-    )
-
-
-def _check_memory(option: str, value: object) -> int:
-    return memory_size(option, value) * UNIT
-
-
-THREADS: Final = 1
-"""Default of `max_concurrency` for a class of plain methods."""
-
-
-INTERLEAVED: Final = 1000
-"""Default of `max_concurrency` for a class with coroutine methods."""
-
-
-class MethodOptions(NamedTuple):
-    """The options of one method, as `@aiogpu.method` takes them."""
-
-    num_returns: int = 1
-    max_buffered: int | None = None
-    run_timeout: float | None = None
-    concurrency_group: str | None = None
-
-
-def _check_groups(option: str, value: object) -> dict[str, int]:
-    if isinstance(value, Mapping) and all(isinstance(n, str) and n for n in value):
-        allowed = "a whole number of calls at once, 1 or more"
-        return {
-            name: whole_number(f"{option}[{name!r}]", limit, 1, allowed)
-            for name, limit in value.items()
-        }
-    raise OptionError(
-        f"{option}={value!r} must be a dict of group names to numbers of calls that "
-        f"run at once, such as {option}={{'io': 2}}."
-    )
-
-
-def check_flag(option: str, value: object) -> bool:
-    """Check a switch; raises `OptionError`."""
-    if isinstance(value, bool):
-        return value
-    raise OptionError(f"{option}={value!r} must be True or False.")
-
-
-_retries: Final = "a whole number, 0 for none, -1 for no limit"
-
-
-_COMMON: Final[dict[str, Check]] = {
-    "num_cpus": quantity,
-    "num_gpus": device_quantity,
-    "memory": _check_memory,
-    "resources": check_resources,
-    "accelerator_type": check_text,
-    "gpu_where": _check_gpu_where,
-    "gpu_memory": _check_gpu_memory,
-    "gpu_strategy": choice(
-        "'pack' (a share goes to the fullest GPU with room) or 'spread' (to the "
-        "emptiest)",
-        "pack",
-        "spread",
-    ),
-    "name": check_text,
-    "priority": whole(-LARGEST_COUNT, "a whole number; higher goes first"),
-}
-"""Options of tasks, actors and leases."""
-
-
-_OF_PROCESSES: Final[dict[str, Check]] = {
-    "runtime_env": check_runtime_env,
-    "lifetime": choice(
-        "None (a task ends with the task that started it) or 'detached' (it goes on "
-        "until the node ends)",
-        "detached",
-    ),
-    "placement": _check_placement,
-    "bundle": _check_bundle,
-    "scheduling_strategy": _check_scheduling_strategy,
-    "label_selector": _check_labels,
-}
-"""Options of tasks and actors."""
-
-
-_OF_RESULTS: Final[dict[str, Check]] = {
-    "num_returns": whole(
-        1,
-        "the number of objects that the function returns; each has its own handle",
-        MOST_RETURNS,
-    ),
-    "max_buffered": whole(1, "a whole number of items, 1 or more, or None for 64"),
-}
-"""Options of tasks and methods."""
-
-
-CHECKS: Final[dict[str, dict[str, Check]]] = {
-    "task": {
-        **_COMMON,
-        "retry_oom": check_retry_oom,
-        "any_of": _check_any_of,
-        "max_calls": whole(0, "None, 0 for no limit, or a whole number of calls"),
-        "max_retries": whole(-1, _retries),
-        "retry_exceptions": _check_retried,
-        **_OF_RESULTS,
-        "timeout": check_seconds,
-        "run_timeout": check_seconds,
-        "cancel_grace": duration(
-            "a number of seconds, 0 to kill at once, or None for the value of init()"
-        ),
-        "stop_grace": duration("a number of seconds, 0 or None for none"),
-        "setup": _check_setup,
-        **_OF_PROCESSES,
-    },
-    "actor": {
-        **_COMMON,
-        "namespace": check_text,
-        "get_if_exists": check_flag,
-        **_OF_PROCESSES,
-        "max_restarts": whole(-1, _retries),
-        "max_task_retries": whole(-1, _retries),
-        "evict_after": duration(
-            "a number of seconds, 0 for at once, or None for an actor that always stays"
-        ),
-        "max_concurrency": whole(
-            1, "a whole number of calls at once, 1 or more, or None"
-        ),
-        "concurrency_groups": _check_groups,
-    },
-    "method": {
-        **_OF_RESULTS,
-        "run_timeout": check_seconds,
-        "concurrency_group": check_text,
-    },
-    "lease": {**_COMMON, "timeout": check_seconds},
-}
-"""The checks of all options; each returns the value for `TaskOptions`.
-
-None means the default of any option."""
-
-
-_DEFAULTS: Final = TaskOptions._field_defaults | MethodOptions._field_defaults

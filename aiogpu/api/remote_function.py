@@ -28,13 +28,12 @@ from typing import (
 )
 
 from aiogpu.api.options import (
-    CHECKS,
     MAX_BUFFERED,
     TaskOptions,
     check_flag,
-    merged,
     not_buffered,
     not_counted,
+    with_options,
 )
 from aiogpu.api.usage_errors import CalledFirst, CalledFirstToIterate, options_of
 from aiogpu.client.current import decorated, is_in_task
@@ -108,8 +107,8 @@ class Parameters:
         try:
             self._signature.bind(*args, **kwargs)
         except TypeError as error:
-            advice = ""
-            if options := [name for name in kwargs if name in CHECKS["task"]]:
+            advice, known = "", TaskOptions.taken_by("task")
+            if options := [name for name in kwargs if name in known]:
                 advice = (
                     f" To set an option, write .options({options[0]}=...).remote()."
                 )
@@ -558,7 +557,7 @@ class RemoteFunction(Decorated, Mapper, Generic[P, R]):
         if self._retried is None:
             retries = max(options.max_retries - 1, -1)  # -1 means no limit
             self._retried = RemoteFunction(
-                self._definition, options._replace(max_retries=retries)
+                self._definition, options.replace(max_retries=retries)
             )
         return self._retried
 
@@ -587,7 +586,9 @@ class RemoteFunction(Decorated, Mapper, Generic[P, R]):
         Raises:
             OptionError: an option is unknown or invalid.
         """
-        return type(self)(self._definition, merged(self._options, options))
+        return type(self)(
+            self._definition, with_options(self._options, options, "task")
+        )
 
     def _renewed(self) -> Self:
         """Return the function as it is now, pickled again; itself if nothing changed.

@@ -18,11 +18,23 @@ import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, Unpack
 
-from aiogpu.api.options import TaskOptions, check_options, merged, placement_group_of
+from aiogpu.api.options import (
+    OPTION_OF_RESOURCE,
+    Check,
+    TaskOptions,
+    check_resources,
+    check_size,
+    with_options,
+)
 from aiogpu.api.results.handle import check_loop, check_thread
-from aiogpu.api.usage_errors import EnteredOnLoop, NotPassedOn, options_of
+from aiogpu.api.usage_errors import (
+    EnteredOnLoop,
+    NotPassedOn,
+    options_from,
+    options_of,
+)
 from aiogpu.client.current import error_inside_task, is_in_task
 from aiogpu.client.function_spec import (
     Function,
@@ -30,7 +42,15 @@ from aiogpu.client.function_spec import (
     new_func_id,
     new_function_id,
 )
-from aiogpu.core.model.request import Shape, TaskSpec
+from aiogpu.core.model.request import (
+    MOST_BUNDLES,
+    STRATEGIES,
+    PlacementGroupSpec,
+    Request,
+    Shape,
+    TaskSpec,
+)
+from aiogpu.core.model.units import TYPE_PREFIX, device_quantity, quantity
 from aiogpu.errors import (
     MisuseError,
     NodeClosedError,
@@ -42,10 +62,9 @@ from aiogpu.serialization.exceptions import error_of
 from aiogpu.wire.messages import Bind
 
 if TYPE_CHECKING:
-    from aiogpu.api.options import GpuStrategy, GpuWhere
+    from aiogpu.api.keywords import LeaseKeywords
     from aiogpu.api.session import Session
     from aiogpu.client.interface import Outcome
-    from aiogpu.core.model.request import PlacementGroupSpec
     from aiogpu.engines.base import Engine
     from aiogpu.observe.why import Why
 
@@ -62,8 +81,8 @@ def lease_func(given: Mapping[str, Any]) -> tuple[FunctionSpec, float | None]:
     Raises:
         OptionError: an option is invalid, or the lease would hold nothing.
     """
-    options = merged(TaskOptions(), given, "lease")
-    options = options._replace(num_cpus=options.num_cpus or 0)
+    options = with_options(TaskOptions(), given, "lease")
+    options = options.replace(num_cpus=options.num_cpus or 0)
     request = options.request()
     if not request.scalars and not request.devices:
         raise OptionError(
@@ -100,6 +119,77 @@ def func_of(spec: TaskSpec) -> FunctionSpec:
         environ={},
         is_coroutine=False,
     )
+
+
+EXAMPLE: Final = 'aiogpu.placement([{"GPU": 1, "CPU": 2}, {"GPU": 0.5}])'
+
+
+def placement_group_of(
+    bundles: object, strategy: object, name: str, key: str
+) -> PlacementGroupSpec:
+    """Return the specification of a placement group.
+
+    Raises:
+        OptionError: a value is invalid.
+    """
+    if not isinstance(strategy, str) or strategy not in STRATEGIES:
+        allowed = ", ".join(map(repr, STRATEGIES))
+        raise OptionError(f"strategy={strategy!r} must be one of {allowed}.")
+    if isinstance(bundles, str | bytes | Mapping) or not isinstance(bundles, Iterable):
+        raise OptionError(
+            f"bundles={bundles!r} must be a list of dicts, such as {EXAMPLE}."
+        )
+    requests = tuple(_bundle(f"bundles[{i}]", one) for i, one in enumerate(bundles))
+    if not 0 < len(requests) <= MOST_BUNDLES:
+        raise OptionError(
+            f"bundles has {len(requests)} entries; give 1 to {MOST_BUNDLES}, such as "
+            f"{EXAMPLE}."
+        )
+    return PlacementGroupSpec(key, name, strategy, requests)
+
+
+_OF_BUNDLE: Final[dict[str, Check[int]]] = {
+    "num_cpus": quantity,
+    "num_gpus": device_quantity,
+    "memory": TaskOptions.memory.check,
+    "gpu_memory": check_size,
+}
+"""The options that a bundle may have, besides names of resources."""
+
+
+def _bundle(option: str, value: object) -> Request:
+    """Return the request of a bundle: that of a task with these amounts."""
+    if not isinstance(value, Mapping):
+        raise OptionError(
+            f"{option}={value!r} must be a dict of names to quantities, such as "
+            f'{{"GPU": 1, "CPU": 2}}.'
+        )
+    amounts: dict[str, int] = {"num_cpus": 0}
+    types: list[str] = []
+    resources: dict[object, object] = {}
+    for name, amount in value.items():
+        own = OPTION_OF_RESOURCE.get(name, name)
+        if own in _OF_BUNDLE:
+            if own != name and own in value:
+                raise OptionError(f"{option}={value!r} has both {own} and {name}.")
+            amounts[own] = _OF_BUNDLE[own](f"{option}[{name!r}]", amount)
+        elif isinstance(name, str) and name.startswith(TYPE_PREFIX):
+            types.append(name.removeprefix(TYPE_PREFIX))
+        else:
+            resources[name] = amount
+    if len(types) > 1:
+        raise OptionError(f"{option} names more than one accelerator_type.")
+    request = TaskOptions(
+        **amounts,
+        resources=check_resources(option, resources),
+        accelerator_type=types[0] if types else None,
+    ).request()
+    if not request.scalars and not request.devices:
+        raise OptionError(
+            f"{option}={value!r} asks for nothing; give at least one amount above 0, "
+            f'such as {{"GPU": 1, "CPU": 2}}.'
+        )
+    return request
 
 
 class LeaseOwner:
@@ -349,39 +439,13 @@ def session_for(what: str) -> Session:
 
 
 @options_of("a lease")
-def lease(
-    *,
-    num_cpus: float = 0,
-    num_gpus: float = 0,
-    memory: int | str | None = None,
-    resources: Mapping[str, float] | None = None,
-    accelerator_type: str | None = None,
-    gpu_where: GpuWhere | None = None,
-    gpu_memory: int | str | None = None,
-    gpu_strategy: GpuStrategy = "pack",
-    name: str | None = None,
-    priority: int = 0,
-    timeout: float | None = None,
-) -> Lease:
+@options_from(TaskOptions, "lease")
+def lease(**options: Unpack[LeaseKeywords]) -> Lease:
     """Reserve resources for code that is not a task; use the lease in `async with`.
 
     A lease waits in the queue like a task, and is held until it is released. The node
     starts no process for a lease and does not enforce it; it only keeps tasks off the
     reserved resources.
-
-    Args:
-        num_cpus: CPUs, may be a fraction; default 0.
-        num_gpus: below 1 a share of one GPU, otherwise whole GPUs; default 0.
-        memory: main memory, in bytes or as a text such as "6GiB".
-        resources: amounts of other resources by name, as for tasks.
-        accelerator_type: only devices of this type, such as "A100".
-        gpu_where: only GPUs that meet all conditions, as for tasks.
-        gpu_memory: device memory on each GPU, as for tasks.
-        gpu_strategy: which GPU a share is taken from: "pack" (default), the fullest GPU
-            with room; "spread", the emptiest.
-        name: name in `status()`; default "lease".
-        priority: requests with a higher number are served first; default 0.
-        timeout: seconds to wait for the lease; default no limit.
 
     Raises:
         OptionError: an option is invalid, or the lease would hold nothing.
@@ -389,19 +453,6 @@ def lease(
         TaskTimeoutError: at the await: the lease was not granted in time.
         NodeError: at the await: called inside a task.
     """
-    options = {
-        "num_cpus": num_cpus,
-        "num_gpus": num_gpus,
-        "memory": memory,
-        "resources": resources,
-        "accelerator_type": accelerator_type,
-        "gpu_where": gpu_where,
-        "gpu_memory": gpu_memory,
-        "gpu_strategy": gpu_strategy,
-        "name": name,
-        "priority": priority,
-        "timeout": timeout,
-    }
     return Lease(*lease_func(options))
 
 
@@ -551,7 +602,7 @@ def placement(
             if the node is not open yet.
         NodeError: called inside a task.
     """
-    checked = check_options({"name": name, "priority": priority})
+    checked = TaskOptions.check({"name": name, "priority": priority}, "task")
     name = checked["name"] or "placement"
     placement_group = placement_group_of(bundles, strategy, name, secrets.token_hex(8))
     func = placement_func(placement_group, checked["priority"])

@@ -8,13 +8,14 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, Final
 
 import click
 
-from aiogpu.api.node import check_node_options
+from aiogpu.api.node import FOREIGN, InitOptions, check_node_options
+from aiogpu.api.options import Option
 from aiogpu.cli import connect
 from aiogpu.cli.connect import Command, Number, Seconds, Whole, size
 from aiogpu.cli.terminal import echo
@@ -26,7 +27,6 @@ from aiogpu.daemon.start import start_detached, unit
 from aiogpu.daemon.stop import stop as stop_node
 from aiogpu.linux.interpreter import interpreter_command
 
-FOREIGN: Final = click.Choice(["ignore", "avoid", "wait"])
 SWITCH: Final = click.Choice(["auto", "off"])
 PATH: Final = click.Path(readable=False)
 """A path that click does not check, because later errors say more."""
@@ -34,6 +34,29 @@ NO_HEAD: Final = (
     "write `aiogpu start --head`, which starts the node of this machine. Programs join "
     "it by aiogpu.init(address='auto')."
 )
+
+
+NAMES: Final = {
+    "object_memory": "--object-memory --object-store-memory object_memory",
+}
+"""Names of flags besides that of the option: Ray's."""
+BY_TYPE: Final[Mapping[str, Mapping[str, Any]]] = {
+    "float | None": {"type": Number(min=0)},
+    "int | None": {"type": Whole(min=0)},
+    "int": {"type": Whole(min=0)},
+    "int | str | None": {"type": size},
+}
+"""How flags of a type are parsed; the others are texts."""
+BY_NAME: Final[Mapping[str, Mapping[str, Any]]] = {
+    "resources": {"metavar": "JSON"},
+    "spill_directory": {"type": PATH},
+    "foreign": {"type": click.Choice(FOREIGN)},
+    "mps": {"type": SWITCH},
+    "cpu_affinity": {"type": SWITCH},
+    "preload": {"multiple": True, "metavar": "MODULE,...", "default": ()},
+    "cancel_grace": {"type": Seconds(min=0, min_open=True)},
+}
+"""How flags are parsed whose types do not say it."""
 
 
 def option(
@@ -45,93 +68,25 @@ def option(
     return click.option(*names.split(), help=text, **settings)
 
 
-OPTIONS: Final = (
-    option(
-        "--num-cpus",
-        "CPUs of the node; default those that it may use.",
-        type=Number(min=0),
-    ),
-    option(
-        "--num-gpus",
-        "GPUs of the node; default those detected.",
-        type=Whole(min=0),
-    ),
-    option("--resources", """Other resources: '{"license": 2}'.""", metavar="JSON"),
-    option(
-        "--memory",
-        "Main memory for tasks that ask for some, such as 64GiB.",
-        type=size,
-    ),
-    option(
-        "--object-memory --object-store-memory object_memory",
-        "Shared memory for large values, such as 8GiB.",
-        type=size,
-    ),
-    option(
-        "--spill-directory", "Directory for values beyond --object-memory.", type=PATH
-    ),
-    option("--accelerator-type", "Type of GPUs that are not detected, such as A100."),
-    option(
-        "--gpu-memory",
-        "Memory of each GPU that is not detected, such as 80GiB.",
-        type=size,
-    ),
-    option(
-        "--gpu-memory-enforce",
-        "End tasks that use more GPU memory than they asked for.",
-        is_flag=True,
-    ),
-    option(
-        "--foreign",
-        "What to do about processes outside aiogpu on a GPU: ignore them, avoid the "
-        "GPU, or wait until they have ended.",
-        "ignore",
-        type=FOREIGN,
-    ),
-    option(
-        "--mps",
-        "Use NVIDIA's Multi-Process Service, if it runs, for shared GPUs.",
-        "off",
-        type=SWITCH,
-    ),
-    option(
-        "--cpu-affinity",
-        "Keep GPU tasks on the CPUs near their GPU.",
-        "auto",
-        type=SWITCH,
-    ),
-    option(
-        "--preload",
-        "Modules to import before workers fork, separated by commas; default auto: "
-        "modules that are slow to import.",
-        multiple=True,
-        metavar="MODULES",
-    ),
-    option(
-        "--cancel-grace",
-        "Seconds between the cancel of a task and the kill of its process.",
-        2.0,
-        type=Seconds(min=0, min_open=True),
-    ),
-    option(
-        "--spare-workers",
-        "Processes kept ready for tasks that need a fresh one.",
-        2,
-        type=Whole(min=0),
-    ),
-    option(
-        "--memory-guard/--no-memory-guard",
-        "Before memory runs out, end the largest task and retry it alone.",
-        True,
-    ),
-)
-"""The options of `aiogpu.init`, with the names of Ray's command."""
+def flag_of(row: Option[Any], text: str) -> Callable[[Command], Command]:
+    """Return the flag of an option of `init`, whose help is the option's text."""
+    name = row.name.replace("_", "-")
+    settings = {"default": row.default, **BY_TYPE.get(row.type, {})}
+    names = NAMES.get(row.name, f"--{name}")
+    if row.default is True:
+        names = f"--{name}/--no-{name}"
+    elif row.default is False:
+        settings["is_flag"] = True
+    settings |= BY_NAME.get(row.name, {})
+    text = text.replace("`", "")
+    return click.option(*names.split(), help=text[:1].upper() + text[1:], **settings)
 
 
 def options(command: Command) -> Command:
-    """Give a command all `OPTIONS`."""
-    for option in reversed(OPTIONS):
-        command = option(command)
+    """Give a command the flags of the options of `init` that a shared node has."""
+    docs = InitOptions.docs("node")
+    for name, row in reversed([*InitOptions.taken_by("start").items()]):
+        command = flag_of(row, docs[name])(command)
     return command
 
 
@@ -206,9 +161,7 @@ def start(
     )
     given["preload"] = modules if given["preload"] else "auto"
     plan = Plan(
-        check_node_options(
-            **given, log_to_driver=True, runtime_env=None, dashboard=False
-        ),
+        check_node_options(given),
         Place.at(socket, log_dir),
         drain,
         import_path(),

@@ -22,8 +22,7 @@ import pytest
 
 import aiogpu
 from aiogpu import errors
-from aiogpu.api.options import placement_group_of
-from aiogpu.api.reservation import Placement, placement_func
+from aiogpu.api.reservation import Placement, placement_func, placement_group_of
 from aiogpu.core.queue.fair_share import Limits
 from aiogpu.observe.status_codec import status_codec
 from aiogpu.serialization.payload import MARK, Contents, pack

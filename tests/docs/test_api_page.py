@@ -1,13 +1,14 @@
 """Reference pages are complete: public names, exceptions, and the tables of options.
 
-Tables of options come from the docstrings of `aiogpu.api.keywords` and of `init`.
-`python -m tests.docs.test_api_page` writes them, and the pages of
-`test_generated_pages.py`.
+Tables of options come from the tables in `aiogpu.api.options` and `aiogpu.api.node`,
+and so does `aiogpu/api/keywords.py`. `python -m tests.docs.test_api_page` writes all
+these, and the pages of `test_generated_pages.py`.
 """
 
 import inspect
 import re
 from itertools import groupby
+from typing import Any
 
 import pytest
 
@@ -23,16 +24,18 @@ from aiogpu import (
     types,
     util,
 )
-from aiogpu.api import keywords
+from aiogpu.api.node import InitOptions
+from aiogpu.api.options import OptionTable, TaskOptions
+from tests.docs import keywords_page
 from tests.repo.source_folders import ROOT
 
 API = ROOT / "docs/api.md"
 OPTIONS_PAGE = ROOT / "docs/options.md"
 OPTIONS = {
-    "Options of a task": keywords.Options,
-    "Options of an actor": keywords.ActorKeywords,
-    "Options of a method": keywords.MethodKeywords,
-    "Options of the node": aiogpu.init,
+    "Options of a task": TaskOptions.docs("task"),
+    "Options of an actor": TaskOptions.docs("actor"),
+    "Options of a method": TaskOptions.docs("method"),
+    "Options of the node": InitOptions.docs("node"),
 }
 ENTRY = re.compile(
     r"^(?P<names>\w+(?:, \w+)*): (?P<text>.*(?:\n {4}.*)*)", re.MULTILINE
@@ -48,7 +51,7 @@ ERRORS = {
 
 
 def documented(source: object) -> dict[str, str]:
-    """The options in a docstring, with their texts."""
+    """The entries in a docstring, with their texts."""
     doc = inspect.getdoc(source) or ""
     section = re.split(r"\n(?:Attributes|Args):\n", doc)[1].partition("\n\n")[0]
     return {
@@ -58,9 +61,9 @@ def documented(source: object) -> dict[str, str]:
     }
 
 
-def option_rows(source: object) -> str:
+def option_rows(docs: dict[str, str]) -> str:
     """The lines of a table of options."""
-    rows = groupby(documented(source).items(), key=lambda entry: entry[1])
+    rows = groupby(docs.items(), key=lambda entry: entry[1])
     return "".join(
         f"| {', '.join(f'`{name}`' for name, _ in entries)} | {text} |\n"
         for text, entries in rows
@@ -129,21 +132,30 @@ def test_tables_of_options_are_up_to_date() -> None:
     assert page == with_current_tables(page), "run tests.docs.test_api_page"
 
 
+def test_keywords_for_type_checkers_are_up_to_date() -> None:
+    keywords = keywords_page.KEYWORDS.read_text()
+    assert keywords == keywords_page.current_keywords(), "run tests.docs.test_api_page"
+
+
 @pytest.mark.parametrize("group", OPTIONS)
-def test_every_option_is_documented(group: str) -> None:
-    source = OPTIONS[group]
-    names = (
-        source.__annotations__
-        if isinstance(source, type)
-        else inspect.signature(source).parameters
-    )
-    assert sorted(documented(source)) == sorted(names)
+def test_every_table_of_options_is_on_the_page(group: str) -> None:
     assert f"\n## {group}\n" in OPTIONS_PAGE.read_text()
+
+
+@pytest.mark.parametrize("table", [TaskOptions, InitOptions])
+def test_the_docs_of_a_table_are_those_of_its_options(table: type[OptionTable]) -> None:
+    _, *sections = re.split(r"\n\nOf an? (\w+):\n", inspect.getdoc(table) or "")
+    kinds: Any = sections[::2]
+    for kind, section in zip(kinds, sections[1::2], strict=True):
+        lines = re.findall(r"^ {4}(\w[\w, ]*): ", section, re.MULTILINE)
+        names = {name for line in lines for name in line.split(", ")}
+        assert names <= set(table.docs(kind)), "an entry of no option"
 
 
 if __name__ == "__main__":
     from tests.docs import test_generated_pages
 
+    keywords_page.KEYWORDS.write_text(keywords_page.current_keywords())
     OPTIONS_PAGE.write_text(with_current_tables(OPTIONS_PAGE.read_text()))
     API.write_text(with_current_names(API.read_text()))
     test_generated_pages.write()

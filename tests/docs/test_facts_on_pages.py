@@ -14,7 +14,7 @@ from aiogpu.accelerators.registry import KNOWN, vendor_of
 from aiogpu.accelerators.visible import Inventory, resolve
 from aiogpu.api import map as maps
 from aiogpu.api.node import FOREIGN
-from aiogpu.api.options import CHECKS, MAX_BUFFERED
+from aiogpu.api.options import MAX_BUFFERED, TaskOptions
 from aiogpu.cli import run
 from aiogpu.core.model.config import SchedulerConfig
 from aiogpu.core.model.request import DEEPEST, HORIZON, STRATEGIES, Device
@@ -68,7 +68,7 @@ FACTS = {
         {10: "in ten seconds is set aside"}[release.LIMIT],
         {1: "looked at every second"}[monitor.EACH],
         *(f'| `"{value}"`' for value in FOREIGN),
-        *(f"`{option}`" for option in CHECKS["lease"]),
+        *(f"`{option}`" for option in TaskOptions.taken_by("lease")),
         f"in {process.DRAIN:.0f} seconds unless `--drain`",
         f"{journal.SIZE >> 20} MiB, then `node.log.1` to `node.log.{journal.KEPT}`",
         f"Linux allows {MAX_SOCKET_PATH}",
@@ -145,10 +145,6 @@ def test_a_page_names_every_public_attribute(
     public -= {"placement_group_of"}
     words = words_of(page)
     assert [n for n in public if not re.search(rf"{variable}\.{n}\b", words)] == []
-
-
-def test_lease_checks_all_of_its_options() -> None:
-    assert set(inspect.signature(aiogpu.lease).parameters) == set(CHECKS["lease"])
 
 
 def test_the_page_of_waiting_names_every_state() -> None:

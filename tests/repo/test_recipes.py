@@ -16,8 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from aiogpu.api.keywords import Options
-from aiogpu.api.options import CHECKS
+from aiogpu.api.options import TaskOptions
 from tests.contract.test_every_option import KINDS
 from tests.repo.source_folders import ROOT
 from tests.support.program import clean_environment
@@ -28,7 +27,7 @@ BLOCK = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 BLOCKS = BLOCK.findall(PAGE)
-RECIPES = ("command", "message", "vendor")
+RECIPES = ("command", "message", "option", "vendor")
 FIRST_TESTS = {path: text for _, key, path, _, text in BLOCKS if key == "test"}
 COPIED = ("aiogpu", "benchmarks", "design", "docs", "examples", "tests")
 LIMIT = 170
@@ -101,11 +100,8 @@ def test_each_option_is_at_the_places_of_its_recipe() -> None:
     places = re.findall(r"^\| `([^`]+)` \|", table, re.MULTILINE)
     assert [place for place in places if not (ROOT / place).exists()] == []
     texts = {place: (ROOT / place).read_text() for place in places}
-    options = set(Options.__annotations__)
-    assert options == set(CHECKS["task"])
+    options = set(TaskOptions.taken_by("task"))
     assert options <= {*KINDS["task"], "name"}
-    rows = texts["docs/options.md"].partition("\n## Options of an actor")[0]
-    assert [name for name in options if f"`{name}`" not in rows] == []
     assert [place for place, text in texts.items() if "stop_grace" not in text] == []
 
 

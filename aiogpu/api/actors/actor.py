@@ -22,7 +22,7 @@ from typing import (
 )
 
 from aiogpu.api.actors.methods import ActorInterface, Method, no_method
-from aiogpu.api.options import TaskOptions, check_options, merged
+from aiogpu.api.options import TaskOptions, with_options
 from aiogpu.api.remote_function import Decorated, Definition, FunctionName, Mapper
 from aiogpu.api.usage_errors import (
     CalledFirst,
@@ -79,7 +79,7 @@ class RemoteMethod(CalledFirst, Mapper):
         Example:
             `first, second = actor.split.options(num_returns=2).remote(text)`
         """
-        checked = check_options(options, "method")
+        checked = TaskOptions.check(options, "method")
         method = self._method.with_options(checked, self._groups)
         return type(self)(self._link, method, self._groups)
 
@@ -334,7 +334,7 @@ class RemoteClass(Decorated, Generic[P, A]):
         Raises:
             OptionError: an option is unknown or invalid.
         """
-        checked = merged(self._options, options, "actor")
+        checked = with_options(self._options, options, "actor")
         return RemoteClass(self._definition, checked, self._interface)
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -384,7 +384,7 @@ def _rebuild(source: FunctionName, options: TaskOptions) -> RemoteClass[..., Any
 def decorate_class(cls: type, options: dict[str, Any]) -> RemoteClass[..., Any]:
     """Make a remote class; see `remote`."""
     interface = ActorInterface(cls)
-    checked = merged(TaskOptions(), options, "actor")
+    checked = with_options(TaskOptions(), options, "actor")
     interface.groups(checked)
     return RemoteClass(Definition(cls), checked, interface)
 

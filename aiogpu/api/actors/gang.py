@@ -19,41 +19,26 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from typing import Any, Final, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Final, TypeVar, Unpack, overload
 
 from aiogpu.api.actors.actor import ActorHandle, RemoteClass, kill
 from aiogpu.api.decorator import remote
-from aiogpu.api.options import check_options, check_text, optional, whole
+from aiogpu.api.options import TaskOptions, whole_number
 from aiogpu.api.remote_function import RemoteFunction
 from aiogpu.api.reservation import Placement, placement
 from aiogpu.api.session import current_session
 from aiogpu.api.usage_errors import EnteredOnLoop
+from aiogpu.core.model.units import TYPE_PREFIX
 from aiogpu.errors import ActorDiedError, MisuseError, OptionError
+
+if TYPE_CHECKING:
+    from aiogpu.api.keywords import GangKeywords
 
 ADDRESS: Final = "127.0.0.1"
 """`MASTER_ADDR`: all ranks are on one machine."""
 
 MOST: Final = 1024
 """Most ranks of a gang."""
-
-_HELD: Final = (
-    "placement",
-    "bundle",
-    "gpu_where",
-    "gpu_strategy",
-    "lifetime",
-    "get_if_exists",
-    "max_retries",
-    "retry_exceptions",
-    "retry_oom",
-    "max_task_retries",
-)
-"""Options that a gang sets itself, or that its bundles do not have."""
-
-_AMOUNTS: Final = {"num_cpus": "CPU", "num_gpus": "GPU"}
-
-_SIZE: Final = whole(1, "a whole number of ranks, 1 or more", MOST)
-_RESTARTS: Final = optional(whole(-1, "a whole number, -1 for no limit"), 0)
 
 R = TypeVar("R")
 
@@ -71,13 +56,13 @@ class Gang(EnteredOnLoop):
     def __init__(
         self, target: Any, size: int, arguments: _Arguments, options: dict[str, Any]
     ) -> None:
-        name = options.pop("name", None)
-        named = target.__name__ if name is None else check_text("name", name)
-        self.name: str = named or ""
+        name = TaskOptions.name.checked(options.pop("name", None))
+        self.name: str = target.__name__ if name is None else name
         restarts = options.pop("max_restarts", None)
-        self.restarts_left: int = _RESTARTS("max_restarts", restarts)
+        self.restarts_left: int = TaskOptions.max_restarts.checked(restarts)
         self.actors: list[ActorHandle[Any]] = []
-        self._size: int = _SIZE("size", size)
+        allowed = "a whole number of ranks, 1 or more"
+        self._size: int = whole_number("size", size, 1, allowed, MOST)
         self._target = target
         self._arguments = arguments
         self._options = _checked(target, options)
@@ -313,29 +298,27 @@ async def _check_engine(name: str) -> None:
 
 def _checked(target: Any, options: dict[str, Any]) -> dict[str, Any]:
     """Check the options of the ranks; raises `OptionError`."""
-    for name in _HELD:
-        if name in options:
+    is_actor = isinstance(target, RemoteClass)
+    of_gangs = TaskOptions.taken_by("gang")
+    TaskOptions.check(options, "actor" if is_actor else "task")
+    for name in options:
+        if name not in of_gangs:
             raise OptionError(
                 f"gang({name}=...): a gang places its ranks by itself, and starts anew "
                 f"as a whole (max_restarts=); leave {name} out."
             )
-    kind = "actor" if isinstance(target, RemoteClass) else "task"
-    check_options(dict(options), kind)
     # A rank that is retried alone would wait for the others for ever.
-    return options if kind == "actor" else {**options, "max_retries": 0}
+    return options if is_actor else {**options, "max_retries": 0}
 
 
 def _bundle(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the bundle of one rank."""
-    bundle: dict[str, Any] = {"CPU": 1, **(options.get("resources") or {})}
-    for option, resource in _AMOUNTS.items():
+    bundle: dict[str, Any] = {"num_cpus": 1, **(options.get("resources") or {})}
+    for option in ("num_cpus", "num_gpus", "memory", "gpu_memory"):
         if options.get(option) is not None:
-            bundle[resource] = options[option]
-    for option in ("memory", "gpu_memory"):
-        if options.get(option):
             bundle[option] = options[option]
     if wanted := options.get("accelerator_type"):
-        bundle[f"accelerator_type:{wanted}"] = 0.001
+        bundle[f"{TYPE_PREFIX}{wanted}"] = 0.001
     return {name: amount for name, amount in bundle.items() if amount}
 
 
@@ -371,7 +354,7 @@ def gang(
     *,
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
-    **options: Any,
+    **options: Unpack[GangKeywords],
 ) -> Gang: ...
 
 
@@ -383,7 +366,7 @@ def gang(
     *,
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
-    **options: Any,
+    **options: Unpack[GangKeywords],
 ) -> Awaitable[list[R]]: ...
 
 

@@ -17,7 +17,6 @@ from aiogpu.api.options import (
     INTERLEAVED,
     MAX_BUFFERED,
     THREADS,
-    MethodOptions,
     TaskOptions,
     did_you_mean,
     not_counted,
@@ -58,7 +57,7 @@ class Method:
 
     def __init__(self, owner: str, name: str, attribute: Any) -> None:
         function = getattr(attribute, "__func__", attribute)
-        options: MethodOptions = getattr(function, METHOD_MARK, MethodOptions())
+        options: TaskOptions = getattr(function, METHOD_MARK, TaskOptions())
         self.name = name
         self.label = f"{owner}.{name}"
         self.group = options.concurrency_group or DEFAULT_GROUP
@@ -86,18 +85,18 @@ class Method:
         """Return this method with other options for some of its calls.
 
         Args:
-            options: checked options of `MethodOptions`.
+            options: checked options of a call.
             groups: the concurrency groups of the actor's class.
 
         Raises:
             OptionError: the class has no such group, or the option does not apply.
         """
         method = copy(self)
-        for name in ("max_buffered", "run_timeout"):
-            if name in options:
+        for name, value in options.items():
+            if name not in TaskOptions.taken_by("call"):
                 raise OptionError(
                     f"{name} is an option of the method, not of one call: write "
-                    f"`@aiogpu.method({name}={options[name]!r})` above {self.label}."
+                    f"`@aiogpu.method({name}={value!r})` above {self.label}."
                 )
         if "num_returns" in options:
             if self.window:

@@ -42,9 +42,8 @@ from aiogpu.api.actors.actor import (
 )
 from aiogpu.api.actors.methods import ActorInterface, no_method
 from aiogpu.api.options import (
-    check_duration,
-    check_options,
-    optional,
+    TaskOptions,
+    duration,
     whole,
 )
 from aiogpu.api.remote_function import Decorated, Mapper
@@ -581,13 +580,10 @@ async def check_room(name: str, links: Sequence[Link]) -> None:
         )
 
 
-_LEAST: Final = optional(whole(0, "a whole number of actors, 0 or more, or None"), None)
-
-
+_LEAST: Final = whole(0, "a whole number of actors, 0 or more, or None")
 _MOST: Final = whole(1, "a whole number of actors, 1 or more, or None")
-
-
-_TARGET: Final = optional(whole(1, "a whole number of calls, 1 or more, or None"), 1)
+_TARGET: Final = whole(1, "a whole number of calls, 1 or more, or None")
+_IDLE: Final = duration("a number of seconds, 0 or more")
 
 
 def check_bounds(
@@ -598,32 +594,32 @@ def check_bounds(
     Raises:
         OptionError: an argument is invalid.
     """
-    first, least, most = _LEAST("size", size), _LEAST("min_size", min_size), max_size
-    if first is None and least is None:
+    if size is None and min_size is None:
         raise OptionError(
             "ActorPool() needs the number of actors; give size=4, or min_size=1 and "
             "max_size=4."
         )
-    first = least if first is None else first
-    least = first if least is None else least
+    least = _LEAST("size", size) if min_size is None else _LEAST("min_size", min_size)
+    first = least if size is None else _LEAST("size", size)
     most = first if max_size is None else _MOST("max_size", max_size)
     if not least <= first <= most or not most:
         raise OptionError(
             f"ActorPool needs min_size <= size <= max_size, and a max_size of 1 or "
             f"more; got size={size!r}, min_size={min_size!r}, max_size={max_size!r}."
         )
-    seconds = 60.0
-    if idle_after is not None:
-        allowed = "a number of seconds, 0 or more"
-        seconds = check_duration("idle_after", idle_after, allowed)
-    bounds = PoolLimits(first, least, most, _TARGET("target", target), seconds)
     if least == most and (target is not None or idle_after is not None):
         option = "target" if target is not None else "idle_after"
         raise OptionError(
             f"{option}= sets when a pool grows or shrinks, but this pool always has "
             f"{most} actors; give min_size or max_size as well."
         )
-    return bounds
+    return PoolLimits(
+        size=first,
+        least=least,
+        most=most,
+        target=1 if target is None else _TARGET("target", target),
+        idle_after=60.0 if idle_after is None else _IDLE("idle_after", idle_after),
+    )
 
 
 GIVEN: Final = PoolLimits(size=0, least=0, most=0, target=1, idle_after=0.0)
@@ -713,7 +709,7 @@ class PoolMethod(CalledFirst, NotPassedOn, Mapper):
 
         def options(self, **options: object) -> NoReturn:
             """Raise `MisuseError`; `OptionError` for an unknown option."""
-            check_options(dict(options), "method")
+            TaskOptions.check(options, "method")
             given = ", ".join(f"{name}={value!r}" for name, value in options.items())
             raise MisuseError(
                 f"{self.__name__} of a pool has no .options(): write `@aiogpu.method("

@@ -16,20 +16,22 @@ import pytest
 
 import aiogpu
 from aiogpu.accelerators.registry import variables
-from aiogpu.api.node import check_declared, check_node_options
+from aiogpu.api.node import check_node_options
 from aiogpu.api.options import (
     LARGEST_COUNT,
     LONGEST_TIME,
     TaskOptions,
-    check_options,
-    placement_group_of,
 )
-from aiogpu.api.reservation import Placement, lease_func
+from aiogpu.api.reservation import Placement, lease_func, placement_group_of
 from aiogpu.client.current import current
 from aiogpu.core.model.request import MOST_BUNDLES, Request, TaskSpec
 from aiogpu.core.model.units import BY_SHARE
 from aiogpu.engines.base import NodeOptions
 from aiogpu.errors import MisuseError, OptionError
+
+
+def check_options(options: dict[str, Any]) -> dict[str, Any]:
+    return TaskOptions.check(options, "task")
 
 
 def checked(**options: Any) -> TaskOptions:
@@ -331,11 +333,11 @@ def test_options_that_need_a_gpu_are_refused_without_one() -> None:
         "well."
     )
     for more in ({"num_gpus": 5_000}, {"gpu_memory": 1}):
-        assert options._replace(**more).request().where == options.gpu_where
+        assert options.replace(**more).request().where == options.gpu_where
     options = checked(retry_oom="exclusive")
     with pytest.raises(OptionError, match=r"retry_oom retries .* give num_gpus= or"):
         options.spec("train", 7)
-    spec = options._replace(gpu_memory=1).spec("train", 7)
+    spec = options.replace(gpu_memory=1).spec("train", 7)
     assert (spec.retries_oom, spec.doubles_share) == (True, False)
     options = checked(retry_oom=["share", "exclusive"], num_gpus=0.25)
     spec = options.spec("train", 7)
@@ -346,7 +348,7 @@ def test_options_that_need_a_gpu_are_refused_without_one() -> None:
     options = checked(gpu_memory="share")
     with pytest.raises(OptionError, match="num_gpus is 0; give num_gpus= as well"):
         options.request()
-    assert options._replace(num_gpus=5_000).request().gpu_memory == BY_SHARE
+    assert options.replace(num_gpus=5_000).request().gpu_memory == BY_SHARE
 
 
 # Variables of a task that would change its assigned devices.
@@ -435,11 +437,11 @@ def test_worker_knows_the_kinds_of_its_node(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_node_has_a_whole_number_of_devices() -> None:
     for resources in ({"neuron_cores": 2, "TPU": 5, "license": 0.5}, {"NPU": 2.0}, {}):
-        assert check_declared("resources", resources) == resources
+        assert node_options(resources=resources).resources == resources
     for name in ("neuron_cores", "NPU"):
         for value in (1.5, 10**6 + 1):
             with pytest.raises(OptionError) as caught:
-                check_declared("resources", {name: value})
+                node_options(resources={name: value})
             start = f"init(resources={{{name!r}: {value!r}}}): a n"
             assert str(caught.value).startswith(start)
 
@@ -448,10 +450,10 @@ def test_node_has_a_whole_number_of_devices() -> None:
 
 
 def node_options(**options: Any) -> NodeOptions:
-    """Check options as `init` does, with the defaults of `init` for the others."""
+    """Check options as `init` does, with the defaults in its signature."""
     parameters = inspect.signature(aiogpu.init).parameters.items()
     return check_node_options(
-        **{name: parameter.default for name, parameter in parameters} | options
+        {name: parameter.default for name, parameter in parameters} | options
     )
 
 
@@ -480,7 +482,7 @@ NODE_GOOD: Final[dict[str, list[tuple[object, object]]]] = {
 
 @pytest.mark.parametrize("option", NODE_GOOD)
 def test_valid_options_of_a_node_are_accepted(option: str) -> None:
-    assert node_options() == NodeOptions()
+    assert node_options() == check_node_options({}) == NodeOptions()
     for value, expected in NODE_GOOD[option]:
         checked = getattr(node_options(**{option: value}), option)
         assert checked == expected

@@ -9,8 +9,8 @@ from typing import Any, cast
 
 import pytest
 
-from aiogpu.api.options import TaskOptions, check_options, placement_group_of
-from aiogpu.api.reservation import placement_func
+from aiogpu.api.options import TaskOptions
+from aiogpu.api.reservation import placement_func, placement_group_of
 from aiogpu.client.function_spec import (
     ActorTerms,
     Function,
@@ -26,7 +26,7 @@ from tests.unit.runtime import fakes
 
 
 def func_of(**options: Any) -> FunctionSpec:
-    checked = TaskOptions(**check_options(options))
+    checked = TaskOptions(**TaskOptions.check(options, "task"))
     function = fakes.function()
     spec = checked.spec("train", function.id)
     return FunctionSpec(
