@@ -466,7 +466,7 @@ def get(handle: Any, /, *, timeout: float | None = None) -> Any:
 
         return results_of(handle, timeout)
     except BaseException as error:
-        from aiogpu.api.results.blocking import cut_frames
+        from aiogpu.api.results.base import cut_frames
 
         cut_frames(error)
         raise

@@ -12,13 +12,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, TypeVar
 
-from aiogpu.api.results.blocking import (
-    BlockingHandle,
-    BlockingStream,
-    HandleBase,
-    ItemBuffer,
-    RestoredOwner,
-)
+from aiogpu.api.results.base import BorrowedClient, HandleBase, client_for
 from aiogpu.api.usage_errors import PUT_NAME
 from aiogpu.client.current import (
     client_of_caller,
@@ -138,7 +132,7 @@ def request(
     caller = TaskCaller(client)
 
     def start(receiver: Awaited) -> None:
-        receiver.task_id = send(receiver)
+        receiver.begin(send(receiver))
 
     return results_for(caller, name, caller, returns, window, start)
 
@@ -190,19 +184,44 @@ class TaskCaller(NamedTuple):
 
     def new_handle(self, name: str, owner: Any) -> Any:
         """Return a handle that fits the running code; `owner` cancels the work."""
+        client = self.client
         if not is_loop_running():
-            return BlockingHandle(name, self.client, owner)
+            from aiogpu.api.results.blocking import BlockingHandle
+
+            return BlockingHandle(
+                name, owner, client_for(client.remote_values), task_client=client
+            )
         import asyncio
 
-        from aiogpu.api.results.handle import ChildHandle
+        from aiogpu.api.results.handle import Handle
 
-        client, loop = self.client, asyncio.get_running_loop()
-        return ChildHandle(name, owner, loop, client.waits)
+        results = client_for(client.remote_values, client.waits)
+        return Handle(name, owner, asyncio.get_running_loop(), results)
+
+    def new_borrowed(self, name: str, reference: Any) -> Any:
+        """Return a handle for the value that a received handle refers to."""
+        task_client = self.client
+        on_loop = is_loop_running()
+        waits = task_client.waits if on_loop else None
+        store = task_client.remote_values
+        client = BorrowedClient(reference, store, self.why, waits)
+        if not on_loop:
+            from aiogpu.api.results.blocking import BlockingHandle
+
+            return BlockingHandle(name, client, client, task_client)
+        import asyncio
+
+        from aiogpu.api.results.handle import Handle
+
+        return Handle(name, client, asyncio.get_running_loop(), client)
 
     def new_stream(self, name: str, _owner: Any, size: int) -> Any:
         """Return a stream that fits the running code, for up to `size` items ahead."""
         client = self.client
         if not is_loop_running():
+            from aiogpu.api.results.blocking import BlockingStream
+            from aiogpu.api.results.items import ItemBuffer
+
             return BlockingStream(ItemBuffer(name, self, size), client)
         import asyncio
 
@@ -212,7 +231,7 @@ class TaskCaller(NamedTuple):
 
     def start(self, func: FunctionSpec, payload: bytes, receiver: Awaited) -> None:
         """Start a child."""
-        receiver.task_id = self.client.submit(func, payload, receiver)
+        receiver.begin(self.client.submit(func, payload, receiver))
 
     def demand(self, task: int, limit: int) -> None:
         """Let a child yield up to `limit` items in all; see `StreamOwner`."""
@@ -263,12 +282,11 @@ class ResultGroup:
         """The call's number; 0 before the call is made."""
         return self._number
 
-    @task_id.setter
-    def task_id(self, number: int) -> None:
-        """Note the number of the call, also in each handle."""
+    def begin(self, number: int) -> None:
+        """Note the number of the submitted call, also in each handle."""
         self._number = number
         for handle in self.handles:
-            handle.task_id = number  # a handle that was shared before needs it too
+            handle.begin(number)
 
     def done(self) -> bool:
         """Return whether all handles have ended."""
@@ -336,20 +354,9 @@ HandleBase.restore = restore_handle
 
 def _handle_of(caller: TaskCaller | Session, name: str, reference: Any) -> Any:
     """Return the kind of handle that fits the running code, for a reference."""
-    remote_values = caller.remote_values
-    owner = RestoredOwner(reference, caller)
-    if remote_values is None or not is_loop_running():
-        handle = caller.new_handle(name, owner)
-    else:
-        import asyncio
-
-        from aiogpu.api.results.handle import BorrowedHandle
-
-        loop = asyncio.get_running_loop()
-        waits = caller.client.waits if type(caller) is TaskCaller else None
-        handle = BorrowedHandle(name, owner, loop, waits, remote_values)
+    handle = caller.new_borrowed(name, reference)
     handle.stand_for(reference)
-    if remote_values is None:
+    if caller.remote_values is None:
         handle.task_id = reference.task
     return handle
 

@@ -65,7 +65,7 @@ from aiogpu.api.map import Results
 from aiogpu.api.options import check_wait, whole
 from aiogpu.api.remote_function import Definition, RemoteFunction, kind_of
 from aiogpu.api.results import handle as handles
-from aiogpu.api.results.blocking import cut_frames
+from aiogpu.api.results.base import cut_frames
 from aiogpu.api.results.stream import IteratedOnce, Stream
 from aiogpu.api.run import new_runner
 from aiogpu.api.session import refuse_in_worker

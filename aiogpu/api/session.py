@@ -20,14 +20,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, TypeVar
 from weakref import WeakSet, WeakValueDictionary
 
-from aiogpu.api.results.blocking import Owner, StreamOwner
-from aiogpu.api.results.handle import (
-    ChildHandle,
-    Handle,
-    RemoteHandle,
-    check_home,
-    sessions,
-)
+from aiogpu.api.results.base import BorrowedClient, Owner, StreamOwner, client_for
+from aiogpu.api.results.handle import Handle, check_home, sessions
 from aiogpu.client.current import current, error_inside_task
 from aiogpu.client.interface import Receiver
 from aiogpu.engines.base import Engine, NodeOptions
@@ -116,13 +110,11 @@ class SessionState(Enum):
 
 
 class Awaited(Receiver, Protocol):
-    """A handle, or the buffer of a stream's items.
+    """A handle, or the buffer of a stream's items."""
 
-    Attributes:
-        task_id: the task's number, set when the task is submitted.
-    """
-
-    task_id: int
+    def begin(self, number: int) -> None:
+        """Note the number of the submitted task."""
+        ...
 
     def done(self) -> bool:
         """Return whether the task has ended or was cancelled."""
@@ -176,13 +168,8 @@ class Session:
         self.loop = loop
         self.thread = get_ident()
         self.remote_values = engine.remote_values
-        self.new_handle: HandleMaker = partial(Handle, loop=loop)
-        if self.remote_values is not None:
-            self.new_handle = partial(
-                RemoteHandle, loop=loop, remote_values=self.remote_values
-            )
-        elif engine.waits is not None:
-            self.new_handle = partial(ChildHandle, loop=loop, waits=engine.waits)
+        client = client_for(self.remote_values)
+        self.new_handle: HandleMaker = partial(Handle, loop=loop, client=client)
         self._state = SessionState.OPENING
         self._pid = os.getpid()
         self._early: EarlyRequests[Engine] = EarlyRequests()
@@ -235,9 +222,14 @@ class Session:
 
         def start(engine: Engine) -> None:
             if not handle.done():
-                handle.task_id = engine.submit(func, payload, handle)
+                handle.begin(engine.submit(func, payload, handle))
 
         self.when_open(start, handle.settle)
+
+    def new_borrowed(self, name: str, reference: Any) -> Handle[Any]:
+        """Return a handle for the value that a received handle refers to."""
+        client = BorrowedClient(reference, self.remote_values, self.why)
+        return Handle(name, client, self.loop, client)
 
     def new_stream(self, name: str, owner: StreamOwner, size: int) -> Stream[Any]:
         """Return a new stream of this loop."""

@@ -10,7 +10,6 @@ all loops. Imported late, because it imports asyncio.
 from __future__ import annotations
 
 import asyncio
-import sys
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Generator
@@ -18,15 +17,16 @@ from contextlib import suppress
 from contextvars import Context
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
-from aiogpu.api.results.blocking import (
+from aiogpu.api.results.base import (
+    LOCAL,
     OF_A_LIST,
+    UNREAD,
     HandleBase,
+    HandleClient,
     Owner,
-    RestoredOwner,
     cut_frames,
 )
 from aiogpu.api.usage_errors import PUT_NAME, Displayed
-from aiogpu.client.current import current
 from aiogpu.errors import (
     DeserializationError,
     MisuseError,
@@ -36,12 +36,11 @@ from aiogpu.errors import (
 from aiogpu.serialization.exceptions import STOPPED, error_of
 from aiogpu.serialization.payload import Payload
 from aiogpu.serialization.references import closed_node_error
-from aiogpu.serialization.serializer import load_result
 from aiogpu.wire.messages import Failed
 
 if TYPE_CHECKING:
     from aiogpu.api.results.reports import Reports
-    from aiogpu.client.interface import Outcome, ValueStore, Waits
+    from aiogpu.client.interface import Outcome
     from aiogpu.observe.status import NodeStatus
     from aiogpu.observe.why import Why
     from aiogpu.serialization.references import Reference
@@ -99,7 +98,7 @@ def check_home(handle: Any, loop: asyncio.AbstractEventLoop, session: Any) -> No
             f"the handle of {handle.task_name} belongs to another event loop and to "
             f"the node of that loop; await it there and pass the value."
         )
-    if session is not None and handle.remote_values is not session.remote_values:
+    if session is not None and handle.client.store is not session.remote_values:
         raise closed_node_error(handle.task_name)
 
 
@@ -148,6 +147,9 @@ _set_result: Final[Callable[[Any, object], None]] = asyncio.Future.set_result
 _result: Final[Callable[[Any], object]] = asyncio.Future.result
 
 
+_done: Final[Callable[[Any], bool]] = asyncio.Future.done
+
+
 _exception: Final[Callable[[Any], BaseException | None]] = asyncio.Future.exception
 
 
@@ -168,7 +170,7 @@ their results. The dict is mostly empty, and a small result only checks that."""
 
 def _finish_in_turn(handle: Handle[Any], payload: bytes) -> None:
     """Finish a handle in a later turn of its loop, or now if nothing is queued."""
-    handle._payload = handle.raw = payload
+    handle.raw = payload
     handle._owner = None
     for closed in [loop for loop in list(_late) if loop.is_closed()]:
         _late.pop(closed, None)
@@ -196,21 +198,16 @@ def _finish_some(loop: asyncio.AbstractEventLoop) -> None:
 
 
 class Handle(Displayed, HandleBase, asyncio.Future[T]):
-    """The future result of a task; awaitable, and cancelling it stops the work.
+    """The future result of a task; awaitable, and cancelling it stops the work."""
 
-    Attributes:
-        remote_values: the store of values if another process keeps them, else None.
-    """
-
-    remote_values: ValueStore | None = None
     __slots__ = (
         "_callbacks_added",
         "_error",
         "_owner",
-        "_payload",
         "_reports",
         "_value",
         "_waiters",
+        "client",
         "part",
         "raw",
         "shared",
@@ -219,30 +216,30 @@ class Handle(Displayed, HandleBase, asyncio.Future[T]):
     )
 
     def __init__(
-        self, task_name: str, owner: Owner, loop: asyncio.AbstractEventLoop
+        self,
+        task_name: str,
+        owner: Owner,
+        loop: asyncio.AbstractEventLoop,
+        client: HandleClient = LOCAL,
     ) -> None:
         super().__init__(loop=loop)
         self.task_name = task_name
         self.task_id = 0
+        self.client = client
         self._owner: Owner | None = owner
         self._waiters: list[asyncio.Future[None]] | None = None
         self._callbacks_added = 0
-        self._payload: bytes | None = None
         self.raw: bytes | None = None
         self.shared: Reference | None = None
         self.part = -1
-        self._value: T | None = None
+        self._value: T = UNREAD
         self._error: DeserializationError | None = None
 
     def __repr__(self) -> str:
         state = (
-            "cancelled" if self.cancelled() else "done" if self.done() else "pending"
+            "cancelled" if self.cancelled() else "done" if _done(self) else "pending"
         )
-        shown = f"<Handle {self.task_name} {self.task_id} {state}>"
-        if sys._getframe(1).f_code.co_name == "create_task":
-            # TaskGroup puts the repr into its TypeError "a coroutine was expected".
-            shown += " (pass handle.coro() instead)"
-        return shown
+        return f"<Handle {self.task_name} {self.task_id} {state}>"
 
     async def _html(self) -> str:
         from aiogpu.notebook.display import html_of
@@ -252,7 +249,21 @@ class Handle(Displayed, HandleBase, asyncio.Future[T]):
     @property
     def error(self) -> BaseException | None:
         """The error of the task; None if it has a result or has not ended."""
-        return self.exception() if self.done() and not self.cancelled() else None
+        return self.exception() if _done(self) and not self.cancelled() else None
+
+    def done(self) -> bool:
+        """Return whether the task has ended or was cancelled.
+
+        The value of a handle that was received from another program or task is fetched
+        on demand; the first call requests it.
+        """
+        if self.client.is_borrowed:
+            self.client.fetch(self)
+        return _done(self)
+
+    def has_ended(self) -> bool:
+        """Return whether the handle has its outcome; unlike `done`, request none."""
+        return _done(self)
 
     def _how_to_wait(self) -> str:
         if self.task_name == PUT_NAME:
@@ -277,15 +288,12 @@ class Handle(Displayed, HandleBase, asyncio.Future[T]):
     def _keep_alive(self) -> None:
         self._callbacks_added += 1
 
-    def _store(self) -> ValueStore | None:
-        return self.remote_values
-
-    def _settle_shared(self, outcome: Outcome) -> None:
-        if self._store() is None:
-            super()._settle_shared(outcome)
-
     def __await__(self) -> Generator[Any, None, T]:
-        if not self.done():
+        if not _done(self):
+            if self.client.has_waits:
+                self.client.begin_wait(self)
+                if _done(self):  # the client had the outcome of a received handle
+                    return self.result()
             waiter = self.get_loop().create_future()
             if self._waiters is None:
                 self._waiters = [waiter]
@@ -299,6 +307,7 @@ class Handle(Displayed, HandleBase, asyncio.Future[T]):
             except RuntimeError:  # from the task, if it is of another loop
                 if self._waiters and waiter in self._waiters:
                     self._waiters.remove(waiter)
+                self.client.end_wait(self)
                 check_loop(self.get_loop(), f"`await` of {self.task_name}")
                 raise
         try:
@@ -312,6 +321,7 @@ class Handle(Displayed, HandleBase, asyncio.Future[T]):
     def _withdraw(self, waiter: asyncio.Future[None]) -> None:
         if self._waiters and waiter in self._waiters:
             self._waiters.remove(waiter)
+        self.client.end_wait(self)
         if not self._callbacks_added and not self._is_awaited():
             self.cancel()
 
@@ -335,7 +345,7 @@ class Handle(Displayed, HandleBase, asyncio.Future[T]):
         """
         from aiogpu.api.results.reports import Reports, refuse_others
 
-        if isinstance(self._owner, RestoredOwner):
+        if self.client.is_borrowed:
             refuse_others(self.task_name)
         return Reports(self, self.report_buffer)
 
@@ -344,9 +354,12 @@ class Handle(Displayed, HandleBase, asyncio.Future[T]):
         if self._waiters is None:
             self._waiters = []
         self._waiters.append(waiter)
+        client = self.client
+        client.begin_wait(self)
         try:
             await waiter
         finally:
+            client.end_wait(self)
             if self._waiters and waiter in self._waiters:
                 self._waiters.remove(waiter)
 
@@ -358,6 +371,8 @@ class Handle(Displayed, HandleBase, asyncio.Future[T]):
         self, fn: Callable[[Any], object], /, *, context: Context | None = None
     ) -> None:
         """Call `fn(handle)` soon after the task has ended; see `asyncio.Future`."""
+        if self.client.has_waits and not _done(self):
+            self.client.begin_wait(self)
         self._callbacks_added += 1
         if context is None:
             # Passing context=None on would run `fn` in the context of the settler.
@@ -365,8 +380,20 @@ class Handle(Displayed, HandleBase, asyncio.Future[T]):
         else:
             _add_done_callback(self, fn, context=context)
 
+    def watch(self, fn: Callable[[Any], object]) -> None:
+        """Add a callback, which keeps the work going; tell no client of a wait."""
+        self._callbacks_added += 1
+        _add_done_callback(self, fn)
+
     def remove_done_callback(self, fn: Callable[[Any], object], /) -> int:
         """Remove all callbacks equal to `fn`; return their number."""
+        removed = self.unwatch(fn)
+        for _ in range(removed):
+            self.client.end_wait(self)
+        return removed
+
+    def unwatch(self, fn: Callable[[Any], object]) -> int:
+        """Remove the callbacks that `watch` added; return their number."""
         removed = super().remove_done_callback(fn)
         self._callbacks_added -= removed
         return removed
@@ -388,7 +415,8 @@ class Handle(Displayed, HandleBase, asyncio.Future[T]):
         if owner is not None:
             owner.cancel(self.task_id)
         self._wake()
-        self._settle_shared_as_cancelled()
+        if self.shared is not None:
+            self.client.cancel_shared(self)
         return True
 
     async def why(self) -> Why:
@@ -404,18 +432,20 @@ class Handle(Displayed, HandleBase, asyncio.Future[T]):
         outcome = ""
         if self.cancelled():
             outcome = "it was cancelled"
-        elif self.done() and self._payload is None and (error := self.exception()):
+        elif _done(self) and not self._is_unread and (error := self.exception()):
             outcome = f"it failed with {type(error).__name__}"
-        elif self.done() or self._owner is None:
+        elif _done(self) or self._owner is None:
             outcome = "it gave its result"
         return await why_of(self, self._owner, self.get_loop(), outcome)
 
     def settle(self, outcome: Outcome) -> None:
         """Take the outcome of the task; called by the engine."""
-        if self.done():
+        if self.client.has_waits and not self._is_in_own_thread(outcome):
+            return
+        if _done(self):
             return
         if type(outcome) is bytes and not _late:
-            self._payload = self.raw = outcome
+            self.raw = outcome
             # Kept results must not keep an actor alive, which is an owner.
             self._owner = None
             _set_result(self, None)
@@ -427,16 +457,39 @@ class Handle(Displayed, HandleBase, asyncio.Future[T]):
             self._fail(outcome)
             return
         if self.shared is not None:
-            self._settle_shared(outcome)
+            self.client.settle_shared(self, outcome)
+
+    def _is_in_own_thread(self, outcome: Outcome) -> bool:
+        """End the waits for a child; False if its loop's thread settles the handle.
+
+        The client may hear of a child in any thread of its task. Plain code of the task
+        may have opened the handle's loop, and may close the loop before the child ends;
+        then there is no waiter to notify.
+        """
+        loop = self.get_loop()
+        if asyncio._get_running_loop() is loop:
+            self.client.end_waits(self)
+            return True
+        if self.shared is not None:
+            # Plain code may wait for the value, and block the loop meanwhile.
+            self.client.settle_shared(self, outcome)
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(self.settle, outcome)
+        return False
+
+    @property
+    def _is_unread(self) -> bool:
+        """True if the task has a result that was not unpickled."""
+        return self.raw is not None and self._value is UNREAD
 
     def finish(self) -> None:
         """End with the payload that arrived; unpickle it now if there are waiters.
 
         Not if it has handles: who reads it determines their kind; see `for_consumer`.
         """
-        if self.done():
+        if _done(self):
             return
-        payload = self._payload
+        payload = self.raw
         if (
             type(payload) is Payload
             and (self._waiters or self._callbacks)
@@ -460,7 +513,7 @@ class Handle(Displayed, HandleBase, asyncio.Future[T]):
             super().exception()
         self._wake()
         if self.shared is not None:
-            self._settle_shared(outcome)
+            self.client.settle_shared(self, outcome)
             super().exception()  # holders of the shared value report the error
 
     def _wake(self) -> None:
@@ -478,14 +531,14 @@ class Handle(Displayed, HandleBase, asyncio.Future[T]):
         """
         try:
             _result(self)
-            if self._payload is not None:
+            if self._value is UNREAD:
                 self._decode()
             if self._error is not None:
                 # Otherwise each raise would append its frames to the previous ones.
                 raise self._error.with_traceback(None)
-            return self._value  # type: ignore[return-value]
+            return self._value
         except asyncio.InvalidStateError:
-            if self.done():
+            if _done(self):
                 raise  # an error of the task itself
             raise self._not_ended("result") from None
         except BaseException as error:
@@ -507,17 +560,9 @@ class Handle(Displayed, HandleBase, asyncio.Future[T]):
             error = _exception(self)
         except asyncio.InvalidStateError:
             raise self._not_ended("exception") from None
-        if error is None and self._payload is not None:
+        if error is None and self._value is UNREAD:
             self._decode()
         return self._error if error is None else error
-
-    def _decode(self) -> None:
-        assert self._payload is not None, self
-        payload, self._payload = self._payload, None
-        try:
-            self._value = load_result(payload)
-        except DeserializationError as error:
-            self._error = error
 
     def set_result(self, result: T, /) -> NoReturn:
         """Raise `MisuseError`: only the task sets its result."""
@@ -530,183 +575,3 @@ class Handle(Displayed, HandleBase, asyncio.Future[T]):
         raise MisuseError(
             f"the error of {self.task_name} cannot be set; only its task sets it."
         )
-
-
-class RemoteHandle(Handle[T]):
-    """A handle of a program whose node is another process.
-
-    Other tasks refer to the result by an id that this program chooses and sends to the
-    node. While the program joins the node, an id may be needed before the task is
-    submitted; the id is then promised, and the node learns the task of the id once the
-    task has a number.
-    """
-
-    __slots__ = ("_is_promised", "_number", "remote_values")
-
-    def __init__(
-        self,
-        task_name: str,
-        owner: Owner,
-        loop: asyncio.AbstractEventLoop,
-        remote_values: ValueStore,
-    ) -> None:
-        self.remote_values: ValueStore = remote_values
-        self._is_promised = False
-        super().__init__(task_name, owner, loop)
-
-    @property
-    def task_id(self) -> int:
-        """Number of the task; 0 before the task is submitted."""
-        return self._number
-
-    @task_id.setter
-    def task_id(self, number: int) -> None:
-        """Note the number of the submitted task; send it if an id was promised."""
-        self._number = number
-        if number and self._is_promised:
-            self._is_promised = False
-            self.remote_values.shares.keep(self.shared, self)
-
-    def share(self) -> Reference:
-        """Return the reference by which other holders share the result."""
-        if self.shared is None and not self._number and not self.done():
-            self._keep_alive()
-            self._is_promised = True
-            self.shared = self.remote_values.shares.promise()
-        return super().share()
-
-    def _settle_shared(self, outcome: Outcome) -> None:
-        if self._is_promised and isinstance(outcome, Exception):
-            # The handle failed or was cancelled before its task was submitted.
-            self._is_promised = False
-            self.remote_values.shares.fail(self.shared, outcome)
-
-
-class ChildHandle(Handle[T]):
-    """The handle of a task's child; tells the node while the task waits for the child.
-
-    Plain code of the task may have opened the handle's loop, and may close the loop
-    before the child ends; then there is no waiter to notify.
-    """
-
-    __slots__ = ("_waits",)
-
-    def __init__(
-        self,
-        task_name: str,
-        owner: Owner,
-        loop: asyncio.AbstractEventLoop,
-        waits: Waits | None,
-    ) -> None:
-        super().__init__(task_name, owner, loop)
-        self._waits = waits
-
-    def __await__(self) -> Generator[Any, None, T]:
-        if self.done():
-            try:
-                return self.result()
-            except BaseException as error:
-                cut_frames(error)
-                raise
-            finally:
-                del self  # see `Handle.result`
-        waits = self._waits
-        if waits is not None:
-            waits.begin_wait(self.task_id)
-        try:
-            return (yield from super().__await__())
-        except BaseException as error:
-            cut_frames(error)
-            raise
-        finally:
-            if waits is not None:
-                waits.end_wait(self.task_id)
-            del self
-
-    def add_done_callback(
-        self, fn: Callable[[Any], object], /, *, context: Context | None = None
-    ) -> None:
-        """Call `fn(handle)` soon after the task has ended; see `asyncio.Future`."""
-        super().add_done_callback(fn, context=context)
-        if self._waits is not None and not self.done():
-            self._waits.begin_wait(self.task_id)
-
-    def remove_done_callback(self, fn: Callable[[Any], object], /) -> int:
-        """Remove all callbacks equal to `fn`; return their number."""
-        removed = super().remove_done_callback(fn)
-        if self._waits is not None:
-            for _ in range(removed):
-                self._waits.end_wait(self.task_id)
-        return removed
-
-    async def wait_for_report(self, waiter: asyncio.Future[None]) -> None:
-        """Wait until `waiter` is set, by a report or by the task's end."""
-        waits = self._waits
-        if waits is not None:
-            waits.begin_wait(self.task_id)
-        try:
-            await super().wait_for_report(waiter)
-        finally:
-            if waits is not None:
-                waits.end_wait(self.task_id)
-
-    def _store(self) -> ValueStore | None:
-        return None if current.client is None else current.client.remote_values
-
-    def settle(self, outcome: Outcome) -> None:
-        """Take the outcome of the task; called by the engine, in any thread.
-
-        The handle is settled in the thread of its loop, unless the loop is closed.
-        """
-        loop = self.get_loop()
-        if asyncio._get_running_loop() is loop:
-            if self._waits is not None:
-                self._waits.settle(self.task_id)
-            super().settle(outcome)
-            return
-        if self.shared is not None:
-            # Plain code may wait for the value, and block the loop meanwhile.
-            self._settle_shared(outcome)
-        with suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(self.settle, outcome)
-
-
-class BorrowedHandle(ChildHandle[T]):
-    """A handle received from another program or task; fetches the value on demand."""
-
-    __slots__ = ("remote_values",)
-
-    def __init__(
-        self,
-        task_name: str,
-        owner: Owner,
-        loop: asyncio.AbstractEventLoop,
-        waits: Waits | None,
-        remote_values: ValueStore,
-    ) -> None:
-        super().__init__(task_name, owner, loop, waits)
-        self.remote_values: ValueStore = remote_values
-
-    def _store(self) -> ValueStore | None:
-        return self.remote_values
-
-    def _fetch(self) -> None:
-        if not self.task_id and not super().done():
-            assert self.shared is not None, self
-            self.task_id = self.remote_values.fetch(self.shared.id, self)
-
-    def done(self) -> bool:
-        """Return whether the value is in this process; start to fetch it if not."""
-        self._fetch()
-        return super().done()
-
-    def __await__(self) -> Generator[Any, None, T]:
-        self._fetch()
-        return super().__await__()
-
-    def add_done_callback(
-        self, fn: Callable[[Any], object], /, *, context: Context | None = None
-    ) -> None:
-        """Call `fn(handle)` soon after the task has ended; see `asyncio.Future`."""
-        self._fetch()
-        super().add_done_callback(fn, context=context)

@@ -13,8 +13,9 @@ from collections.abc import AsyncIterator, Generator
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NoReturn, Self, TypeVar
 
-from aiogpu.api.results.blocking import ItemBuffer, StreamBase, StreamOwner
+from aiogpu.api.results.base import StreamOwner
 from aiogpu.api.results.handle import check_thread, status_of, why_of
+from aiogpu.api.results.items import ItemBuffer, StreamBase
 from aiogpu.api.usage_errors import Displayed, EnteredOnLoop
 from aiogpu.errors import MisuseError
 

@@ -30,17 +30,16 @@ from typing import (
 )
 
 from aiogpu.api.options import check_duration, whole_number
+from aiogpu.api.results.base import HandleBase, cut_frames
 from aiogpu.api.results.blocking import (
     BlockingHandle,
-    HandleBase,
-    StreamBase,
     await_end,
     block,
     blocks_loop,
     check_client,
-    cut_frames,
     fetch,
 )
+from aiogpu.api.results.items import StreamBase
 from aiogpu.api.usage_errors import NotPassedOn, options_of, refuse
 from aiogpu.client.current import client_of_task, is_loop_running
 from aiogpu.errors import (
@@ -429,21 +428,18 @@ class _LoopWatch(_Watch):
     def __init__(self, handles: list[Handle[Any]]) -> None:
         import asyncio
 
-        from aiogpu.api.results.handle import Handle
-
         self.loop = asyncio.get_running_loop()
         self.waiter: asyncio.Future[None] | None = None
         self._count = 1
-        self._kind = Handle
         super().__init__(handles)
 
     def _attach(self, handle: Any) -> None:
-        # `ChildHandle.add_done_callback` would tell the node that the task waits, even
-        # while it does not.
-        self._kind.add_done_callback(handle, self._note)
+        # `add_done_callback` would tell the node that the task waits, even while it
+        # does not.
+        handle.watch(self._note)
 
     def _detach(self, handle: Any) -> None:
-        self._kind.remove_done_callback(handle, self._note)
+        handle.unwatch(self._note)
 
     def _note(self, handle: Any) -> None:
         super()._note(handle)
@@ -468,18 +464,22 @@ class _LoopWatch(_Watch):
         from aiogpu.api.results.handle import check_loop
 
         check_loop(self.loop, "the next handle of as_completed()")
-        waits: Any = getattr(awaited[0], "_waits", None)
-        tasks = [handle.task_id for handle in awaited] if waits is not None else []
         timer = None if timeout is None else self.loop.call_later(timeout, self._wake)
         self._count, self.waiter = count, self.loop.create_future()
-        for task in tasks:
-            waits.begin_wait(task)
+        # `first` is None if all have ended, and the callback that says so is to come.
+        told = [
+            handle
+            for handle in awaited
+            if handle is not None and handle.client.has_waits
+        ]
+        for handle in told:
+            handle.client.begin_wait(handle)
         try:
             await self.waiter
         finally:
             self.waiter = None
-            for task in tasks:
-                waits.end_wait(task)
+            for handle in told:
+                handle.client.end_wait(handle)
             if timer is not None:
                 timer.cancel()
 

@@ -159,7 +159,7 @@ async def test_handle_ignores_events_after_its_end(work: Work) -> None:
     for ask in (work.handle.result, work.handle.exception):
         with pytest.raises(asyncio.CancelledError):
             ask()
-    assert work.handle._payload is None
+    assert work.handle.raw is None
 
     work = Work()
     work.handle.settle(dump_result(1))

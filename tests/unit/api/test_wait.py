@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 import aiogpu
+from aiogpu.api.results.base import UNREAD
 from aiogpu.api.results.blocking import BlockingHandle
-from aiogpu.api.results.handle import ChildHandle, Handle
+from aiogpu.api.results.handle import Handle
 from aiogpu.client.current import current
 from aiogpu.errors import MisuseError, NoLoopError, OptionError
 from aiogpu.serialization.serializer import dump_result
@@ -72,7 +73,8 @@ async def test_as_completed_yields_handles_as_they_end(owner: Owner) -> None:
     assert await c == "third"
     with pytest.raises(StopAsyncIteration):
         await anext(completed)
-    assert b._payload == UNREADABLE
+    assert b.raw == UNREADABLE
+    assert b._value is UNREAD
     empty = aiogpu.as_completed([])
     assert empty, "an empty one is true as well"
     assert [handle async for handle in empty] == []
@@ -233,7 +235,7 @@ def test_wait_and_as_completed_refuse_invalid_arguments_in_a_plain_task(
 
 async def test_as_completed_reports_only_its_waits(loop_channel: FakeChannel) -> None:
     handles = start_children(3)
-    assert all(isinstance(handle, ChildHandle) for handle in handles)
+    assert all(type(handle) is Handle for handle in handles)
     completed: Any = aiogpu.as_completed(handles)
     await turns()
     assert loop_channel.waits == [], "no handle was requested yet"
