@@ -199,6 +199,7 @@ class LocalEngine:
 
         driver = self._open_driver
         check_func(func, driver.scheduler.ledger)
+        driver.expect_imports(func.function)
         func.checked_by = self._mark
         return driver
 

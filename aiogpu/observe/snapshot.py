@@ -30,7 +30,7 @@ from aiogpu.core.records import TaskRecord, TaskState, WorkerRecord, WorkerState
 from aiogpu.core.resources.devices import DeviceSet, Share
 from aiogpu.core.resources.ledger import BundleLedger, Lease, Ledger
 from aiogpu.core.resources.topology import indices
-from aiogpu.core.scheduler.shortage import (
+from aiogpu.core.scheduler.contention.shortage import (
     Lack,
     find_bound,
     find_lacks,

@@ -15,7 +15,7 @@ from functools import cached_property, partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec
 
-from aiogpu.client.function_spec import FunctionSpec
+from aiogpu.client.function_spec import Function, FunctionSpec
 from aiogpu.client.interface import Receiver
 from aiogpu.core import effects
 from aiogpu.core.effects import NOTHING, Effect
@@ -270,6 +270,21 @@ class Driver:
                 self._loop, self._calls, self._assignment, release, self.feed
             )
         return self._leases
+
+    def expect_imports(self, function: Function) -> None:
+        """Prefer workers that have a function's modules, if it needs any."""
+        if function.modules:
+            self.on_slow_import()
+
+    def on_slow_import(self) -> None:
+        """Prefer workers that need not import what a new worker has already."""
+        self.scheduler.is_outdone = self._is_outdone
+
+    def _is_outdone(self, worker: WorkerId, task: TaskId) -> bool:
+        live, call = self.workers.get(worker), self._calls.get(task)
+        if live is None or call is None:
+            return False
+        return self.pool.is_outdone(live, call.func.function)
 
     def _forget(self, effect: effects.Forget) -> None:
         self.results.forget(effect)

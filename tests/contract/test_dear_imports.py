@@ -7,6 +7,7 @@ and no time is measured.
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -20,9 +21,10 @@ import pytest
 import aiogpu
 from aiogpu.runtime.zygote.zygotes import Zygotes
 from aiogpu.wire.messages import Imported
-from tests.contract import dear_tasks
+from tests.contract import dear_tasks, tasks
 from tests.contract.raw_client import service
 from tests.contract.test_zygotes import learnt, zygotes_of
+from tests.support.gate import Gate
 from tests.support.program import run
 from tests.support.waits import until
 
@@ -110,6 +112,23 @@ async def test_a_wave_of_tasks_imports_once_and_for_a_learner(
     async with aiogpu.init(num_cpus=8, num_gpus=2, spare_workers=0):
         await USES[use]()
     assert packages.imports == {"dear_lib": 2}
+
+
+@pytest.mark.usefixtures("patient")
+async def test_used_workers_do_not_import_what_new_workers_have(
+    packages: Packages, gate: Gate
+) -> None:
+    """They stay, as users keep models in them; workers with the module go first."""
+    async with aiogpu.init(num_cpus=8, num_gpus=0, spare_workers=0):
+        handles = [tasks.gated.remote(gate.path, name) for name in "abcdefgh"]
+        await gate.entered(*"abcdefgh")
+        used = [gate.pids[name] for name in "abcdefgh"]
+        gate.release(*"abcdefgh")
+        await asyncio.gather(*handles)
+        for _ in range(2):
+            await all_of(dear_tasks.uses_on_cpu)
+            assert packages.imports == {"dear_lib": 2}
+        assert any(os.path.exists(f"/proc/{pid}") for pid in used)
 
 
 @pytest.mark.usefixtures("patient")

@@ -147,7 +147,7 @@ async def test_an_actor_that_does_not_leave_is_killed(
 ) -> None:
     if address is not None:
         pytest.skip("the limit is that of the node's process")
-    monkeypatch.setattr("aiogpu.core.scheduler.eviction.LIMIT", 0.2)
+    monkeypatch.setattr("aiogpu.core.scheduler.contention.eviction.LIMIT", 0.2)
     keeper = Keeper.options(max_restarts=1).remote("k", how="hangs")
     await keeper
     assert await whole_gpu.remote() == "0"

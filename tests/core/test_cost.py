@@ -18,7 +18,7 @@ from aiogpu.core.queue.timers import SWEPT
 from aiogpu.core.records import TaskState
 from aiogpu.core.resources.devices import DeviceSet
 from aiogpu.core.resources.ledger import Ledger
-from aiogpu.core.scheduler.deadlock import FAILED_AT_ONCE
+from aiogpu.core.scheduler.contention.deadlock import FAILED_AT_ONCE
 from aiogpu.core.scheduler.placement import SLICE
 from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.core.scheduler.state import DeadlockSearch

@@ -10,7 +10,7 @@ from aiogpu.core.model.request import Device, Request, Shape, TaskSpec
 from aiogpu.core.model.units import UNIT
 from aiogpu.core.resources.devices import DeviceSet
 from aiogpu.core.resources.ledger import Ledger
-from aiogpu.core.scheduler.reservation import REPLAN_AFTER, reserve
+from aiogpu.core.scheduler.contention.reservation import REPLAN_AFTER, reserve
 from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.core.scheduler.state import STALLED_AFTER
 from tests.core.builders import (

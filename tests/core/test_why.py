@@ -5,7 +5,7 @@ import pytest
 from aiogpu.core.model.config import SchedulerConfig
 from aiogpu.core.model.ids import TaskId
 from aiogpu.core.queue.fair_share import Limits
-from aiogpu.core.scheduler.shortage import GROUPS_PER_CHECK
+from aiogpu.core.scheduler.contention.shortage import GROUPS_PER_CHECK
 from aiogpu.core.scheduler.task_tree import STOPPED_AT_ONCE
 from aiogpu.observe.snapshot import why
 from aiogpu.observe.status import Holder, Program

@@ -8,6 +8,7 @@ from aiogpu.core.model.ids import PROGRAM
 from aiogpu.core.scheduler.cancellation import SOON
 from aiogpu.core.scheduler.dispatch import refill_spares
 from aiogpu.core.scheduler.scheduler import Scheduler
+from aiogpu.core.scheduler.state import Outage
 from aiogpu.core.scheduler.workers import MAX_ENVIRONMENTS, WorkerLimit, Workers
 from tests.core.builders import World, kinds, status_of, why_of
 
@@ -260,6 +261,67 @@ def test_failed_spare_concerns_its_own_environment():
     w.tell(Scheduler.worker_gone, w.worker_of("b"), outage="no zygote")
     w.play("start a; submit c max_calls=1 environment=X:1")
     assert spares_of(w) == 2
+
+
+# Workers that would have to prepare at length for a task.
+
+
+def outdone(w: World, *workers: int) -> World:
+    """Let a new worker be better than these, for each task called b."""
+    w.scheduler.is_outdone = lambda worker, task: (
+        worker in workers and w.scheduler.tasks[task].spec.name.startswith("b")
+    )
+    return w
+
+
+def test_idle_worker_that_is_outdone_stays_idle():
+    w = World(cpus=4).play("submit a1 a2")
+    first, second = w.worker_of("a1"), w.worker_of("a2")
+    outdone(w, first, second).play("finish a1; finish a2; submit b1")
+    third = w.worker_of("b1")
+    assert third not in {first, second}
+    w.play("finish b1; submit a3 b2")
+    assert w.worker_of("a3") == third, "the last used"
+    assert w.worker_of("b2") not in {first, second, third}
+    outdone(w, second).play("submit b3")
+    assert w.worker_of("b3") == first
+    w.check()
+
+
+def test_worker_that_is_outdone_serves_where_no_other_can_start():
+    w = World(cpus=4).play("bound 1; submit a")
+    worker = w.worker_of("a")
+    outdone(w, worker).play("finish a; submit b1")
+    assert w.worker_of("b1") == worker
+    w = World(cpus=4).play("submit a")
+    worker = w.worker_of("a")
+    w.scheduler.outages[()] = Outage("no zygote", w.now, is_paused=True)
+    outdone(w, worker).play("finish a; submit b1")
+    assert w.worker_of("b1") == worker
+
+
+def test_worker_that_is_outdone_gives_its_lease_to_a_new_worker():
+    w = World(cpus=1, took=1e-5).play("submit a1 a2 b1 b2")
+    worker = w.worker_of("a1")
+    outdone(w, worker).play("finish a1")
+    assert w.worker_of("a2") == worker
+    w.play("finish a2")
+    assert w.worker_of("b1") not in {worker, None}
+    assert w.running == {"b1"}
+    w.check()
+
+
+def test_task_is_not_sent_ahead_to_a_worker_that_is_outdone():
+    w = World(cpus=1, took=1e-5).play("submit a0; finish a0")
+    for number in range(4):
+        w.play(f"submit a{number + 1}")
+    for number in range(20):
+        w.play(f"submit b{number}")
+    worker = w.worker_of("a1")
+    outdone(w, worker).play("finish a1; finish a2")
+    queued = w.scheduler.workers.get(worker).queue
+    assert not [task for task in queued if task.spec.name.startswith("b")]
+    w.check()
 
 
 # The worker limit, and failed starts of workers.

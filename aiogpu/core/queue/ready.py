@@ -187,7 +187,7 @@ class Group:
         size: the number of buckets.
         stuck: the first task, when the group last did not fit.
         reserve_at: when to reserve resources for `stuck`.
-        is_warned: a stall of the group was reported (`scheduler.shortage`).
+        is_warned: a stall of the group was reported (`scheduler.contention.shortage`).
         index: the index of the program's groups; None if it has few.
     """
 

@@ -20,6 +20,7 @@ from aiogpu.core.model.request import Lane
 from aiogpu.core.queue.ready import Bucket
 from aiogpu.core.queue.timers import AlarmKind
 from aiogpu.core.records import (
+    Binding,
     TaskRecord,
     TaskState,
     WorkerRecord,
@@ -98,7 +99,11 @@ def _find_worker(node: SchedulerState, record: TaskRecord, lease: Lease) -> None
     if spec.max_calls and node.spares.want(environment, node.now):
         node.note_spares()
     if spec.max_calls != 1:
-        worker = workers.take_bound(binding_of(spec, lease))
+        binding = binding_of(spec, lease)
+        if node.is_outdone is None:
+            worker = workers.take_bound(binding)
+        else:
+            worker = _take_prepared(node, record, binding)
         if worker is not None:
             node.effects.append(assign(node, record, worker, lease))
             return
@@ -122,6 +127,22 @@ def _find_worker(node: SchedulerState, record: TaskRecord, lease: Lease) -> None
         elif node.spares.await_refill():
             # Later, because forking would slow down the task that has just started.
             node.timers.set(node.now + delay, AlarmKind.REFILL, 0)
+
+
+def _take_prepared(
+    node: SchedulerState, record: TaskRecord, binding: Binding
+) -> WorkerRecord | None:
+    """Take the last used of the idle workers that are prepared for a task.
+
+    Returns:
+        None if a new worker is better than each of them: they stay, since users keep
+        models and caches in them.
+    """
+    for worker in node.workers.idle_with(binding):
+        if not node.is_unprepared(worker, record):
+            node.workers.leave_idle(worker)
+            return worker
+    return None
 
 
 def refill_spares(node: SchedulerState) -> None:
@@ -233,6 +254,8 @@ def hand_over(
         return False
     if not may_follow(node, worker, bucket):
         return False
+    if node.is_outdone is not None and node.is_unprepared(worker, record):
+        return False
     leave_queue(node, record, bucket)
     record.state = _RUNNING
     record.worker, worker.task = worker, record
@@ -269,7 +292,7 @@ def may_follow(node: SchedulerState, worker: WorkerRecord, bucket: Bucket) -> bo
         return False
     if node.ready.indexes and bucket.group.index is not None:
         # Imported late: few programs have so many groups.
-        from aiogpu.core.scheduler.many_groups import is_first
+        from aiogpu.core.scheduler.contention.many_groups import is_first
 
         return is_first(node, bucket, None if node.worker_limit.refused else lease)
     if node.worker_limit.refused:
@@ -304,6 +327,8 @@ def refill(
             break
         room = min(record.spec.pace.depth, fair) - len(queue)
         if room <= 0:
+            break
+        if node.is_outdone is not None and node.is_unprepared(worker, record):
             break
         if record.kin is not None:
             if node.disowned and is_disowned(record):

@@ -3,7 +3,8 @@
 One function goes through the ready tasks by priority and submission, and takes a lease
 for each task that fits. Each task is started before the next is considered. A task that
 does not fit blocks only tasks of its own shape, as in Ray. Other shapes overtake it,
-until it has waited so long that resources are reserved for it (`reservation`).
+until it has waited so long that resources are reserved for it (`reservation` in
+`contention`).
 
 Between clients that share a node, the highest priority goes first. Then a client gives
 way if another client with one more task would still hold no more than the first one
@@ -38,7 +39,7 @@ from aiogpu.core.scheduler.task_tree import is_disowned
 from aiogpu.core.scheduler.turns import give_turn
 
 if TYPE_CHECKING:
-    from aiogpu.core.scheduler.many_groups import ManyGroups
+    from aiogpu.core.scheduler.contention.many_groups import ManyGroups
     from aiogpu.core.scheduler.state import Reservation
 
 
@@ -143,7 +144,7 @@ class PlacementRound:
             self.left[id_] = candidate = Candidate(id_, turns, client)
             if indexes and id_ in indexes:
                 # Imported late: few programs have so many groups.
-                from aiogpu.core.scheduler.many_groups import ManyGroups
+                from aiogpu.core.scheduler.contention.many_groups import ManyGroups
 
                 candidate.many = ManyGroups(node, id_, indexes[id_])
                 self._many.append(candidate.many)
@@ -306,7 +307,11 @@ def _make_reservation(
     of a million equal tasks, each starts soon after it has become the first.
     """
     # Imported late: most programs never wait long enough.
-    from aiogpu.core.scheduler.reservation import REPLAN_AFTER, is_current, reserve
+    from aiogpu.core.scheduler.contention.reservation import (
+        REPLAN_AFTER,
+        is_current,
+        reserve,
+    )
 
     if before is not None and is_current(node, before):
         return before

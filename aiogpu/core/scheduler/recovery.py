@@ -159,7 +159,7 @@ def try_with_more_memory(node: SchedulerState, record: TaskRecord) -> bool:
 def _is_beyond_limits(node: SchedulerState, record: TaskRecord) -> bool:
     """Return True if the request of a task could not be granted within finite time."""
     # Imported late: most programs never run out of device memory.
-    from aiogpu.core.scheduler.reservation import is_held_for_good
+    from aiogpu.core.scheduler.contention.reservation import is_held_for_good
 
     request, clients = record.spec.shape.request, node.clients
     if clients is not None and not clients.allows(record.client, request):
@@ -171,7 +171,9 @@ def _would_deadlock(node: SchedulerState, record: TaskRecord) -> bool:
     """Return True if a task, queued again, would cause a deadlock."""
     if not node.blocked:
         return False
-    from aiogpu.core.scheduler.deadlock import find_deadlocks  # late: few tasks wait
+    from aiogpu.core.scheduler.contention.deadlock import (
+        find_deadlocks,  # late: few tasks wait
+    )
 
     state, record.state = record.state, TaskState.WAITING
     deadlocks = find_deadlocks(node, requeued=record)
@@ -274,7 +276,7 @@ def _try_again(node: SchedulerState, record: TaskRecord, has_run: bool) -> str |
 def _leaves_for_others(node: SchedulerState, record: TaskRecord) -> bool:
     """Keep an actor that was told to leave and has left; False for other tasks."""
     # Imported late: few programs have actors that may be evicted.
-    from aiogpu.core.scheduler.eviction import park
+    from aiogpu.core.scheduler.contention.eviction import park
 
     return park(node, record)
 

@@ -394,7 +394,7 @@ class Scheduler(SchedulerState):
 
     def _expect_evictions(self) -> None:
         # Imported late: few programs have actors that may be evicted.
-        from aiogpu.core.scheduler.eviction import expect
+        from aiogpu.core.scheduler.contention.eviction import expect
 
         expect(self)
 
@@ -803,11 +803,11 @@ class Scheduler(SchedulerState):
                 self.search.note_alarm()
                 task_tree.end_deadlocks(self)
             case AlarmKind.STALL:
-                from aiogpu.core.scheduler.shortage import warn_of_stalls
+                from aiogpu.core.scheduler.contention.shortage import warn_of_stalls
 
                 warn_of_stalls(self)
             case AlarmKind.EVICT:
-                from aiogpu.core.scheduler.eviction import evict
+                from aiogpu.core.scheduler.contention.eviction import evict
 
                 evict(self, alarm.when)
             case AlarmKind.END | AlarmKind.LOOK:
@@ -933,7 +933,7 @@ class Scheduler(SchedulerState):
 
     def _start_alternatives(self) -> None:
         # Imported late: few programs have tasks with several requests.
-        from aiogpu.core.scheduler.alternatives import start_alternatives
+        from aiogpu.core.scheduler.contention.alternatives import start_alternatives
 
         start_alternatives(self)
 

@@ -1,17 +1,18 @@
 """The scheduler's state, and the small state changes that its modules share.
 
-The decisions are made in `dispatch`, `placement`, `reservation`, `revocation`,
-`cancellation`, `task_tree` and `recovery`. A task that waits for arguments is in no
-queue and holds nothing. A task that was killed because host memory ran out waits for a
-turn to run alone (`ExclusiveRetries`). Until it has run, for a limited time, only tasks
-that running tasks wait for can start. It fails without further retries only if it was
-killed while it ran alone.
+The decisions are made in `dispatch`, `placement`, `revocation`, `cancellation`,
+`task_tree` and `recovery`; those in the package `contention` come up only while tasks
+wait for what others hold. A task that waits for arguments is in no queue and holds
+nothing. A task that was killed because host memory ran out waits for a turn to run
+alone (`ExclusiveRetries`). Until it has run, for a limited time, only tasks that
+running tasks wait for can start. It fails without further retries only if it was killed
+while it ran alone.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 from math import inf
@@ -376,6 +377,11 @@ class DeadlockSearch:
 _ENDED: Final = TaskState.ENDED
 
 
+IsOutdone = Callable[[WorkerId, TaskId], bool]
+"""Returns True if an idle worker would have to prepare at length for a task, and a new
+worker would not; the scheduler does not know how."""
+
+
 class SchedulerState:
     """The ledger, the queue and the records of one node.
 
@@ -411,6 +417,8 @@ class SchedulerState:
         stops_some_at: when the next, or else the last, batch of tasks is stopped.
         stops_since: when the node's stop was announced, or None.
         turns_given: the number of turns that were given (`turns`).
+        is_outdone: compares an idle worker with a new one; None if all are equal. Set
+            by the driver once some task needs preparation.
     """
 
     def __init__(self, ledger: Ledger, config: SchedulerConfig | None = None) -> None:
@@ -445,6 +453,7 @@ class SchedulerState:
         self.evicts_at: float | None = None
         self.exclusive = ExclusiveRetries()
         self.turns_given = 0
+        self.is_outdone: IsOutdone | None = None
         self.worker_limit = WorkerLimit()
         self.outages: dict[Environment, Outage] = {}
         limits = self.config
@@ -543,6 +552,21 @@ class SchedulerState:
         if self.workers.spares(spec.shape.environment):
             return True
         return spec.max_calls != 1 and self.workers.has_bound(binding_of(spec, lease))
+
+    def may_start_worker(self, record: TaskRecord) -> bool:
+        """Return True if a task need not run on a worker that others have used."""
+        if self.workers.spares(record.spec.shape.environment):
+            return True
+        has_room = len(self.workers.by_id) < self.worker_limit.now
+        return has_room and not (self.outages and self.has_outage(record))
+
+    def is_unprepared(self, worker: WorkerRecord, record: TaskRecord) -> bool:
+        """Return True if a task should go to a new worker rather than to this one."""
+        return (
+            self.is_outdone is not None
+            and self.is_outdone(worker.id, record.id)
+            and self.may_start_worker(record)
+        )
 
     def note_crowded(self, reason: str) -> None:
         """Lower the worker limit for a while: a start failed for lack of room."""

@@ -168,7 +168,7 @@ def end_deadlocks(node: SchedulerState) -> None:
     """Fail the awaited tasks that can never run."""
     if not (node.blocked and node.search.is_affordable(node)):
         return
-    from aiogpu.core.scheduler.deadlock import FAILED_AT_ONCE, find_deadlocks
+    from aiogpu.core.scheduler.contention.deadlock import FAILED_AT_ONCE, find_deadlocks
 
     failed = find_deadlocks(node)
     if len(failed) == FAILED_AT_ONCE:

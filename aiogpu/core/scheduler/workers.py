@@ -263,6 +263,10 @@ class Workers:
         self.leave_idle(record)
         return record
 
+    def idle_with(self, binding: Binding) -> Iterator[WorkerRecord]:
+        """Yield the idle workers with a binding, the most recently used first."""
+        return reversed(self._by_binding.get(binding, ()))
+
     def has_bound(self, binding: Binding) -> bool:
         """Return True if an idle worker has that binding."""
         return binding in self._by_binding

@@ -1,8 +1,8 @@
 """An actor that leaves the node while nobody calls it and others need its resources.
 
-The core chooses the actors that leave (`core.scheduler.eviction`). The process of such
-an actor ends as if the actor did, but the actor lives on: it keeps its handles, its
-name and its restarts. Its next call waits until it has a process again.
+The core chooses the actors that leave (`scheduler.contention.eviction`). The process of
+such an actor ends as if the actor did, but the actor lives on: it keeps its handles,
+its name and its restarts. Its next call waits until it has a process again.
 """
 
 from __future__ import annotations

@@ -146,6 +146,7 @@ class Requests:
         func = funcs.get(key)
         if func is None:
             func = funcs[key] = load_spec(message.terms, function, program)
+            self._driver.expect_imports(function)
         return func
 
     def submit_all(self, client: Client, messages: Sequence[wire.Submit]) -> None:

@@ -68,7 +68,7 @@ async def import_in_turns() -> None:
     import aiogpu.observe.status_codec
 
     await asyncio.sleep(0)
-    import aiogpu.core.scheduler.shortage
+    import aiogpu.core.scheduler.contention.shortage
 
     await asyncio.sleep(0)
     import aiogpu.observe.snapshot  # noqa: F401

@@ -233,6 +233,9 @@ class WorkerEvents(Protocol):
     def on_ended(self, worker: int, pid: int) -> None:
         """Handle that the processes of a worker that was gone before have ended."""
 
+    def on_slow_import(self) -> None:
+        """Handle that a worker imports a module that takes long."""
+
     def on_outdated(self, environment: Environment) -> None:
         """Handle that spare workers of an environment come from a replaced zygote."""
 

@@ -541,18 +541,25 @@ class Pool:
             worker.import_timer = None
         zygote = worker.slot.zygote
         if isinstance(message, wire.Imported):
+            worker.imported.update(message.names)
             self.zygotes.note_imports(zygote, message)
         elif message.module:
             # Only if all its tasks were of one function is it known which needs it.
             is_known = worker.first is not None and len(worker.functions) == 1
             function = worker.first.name if is_known and worker.first else ""
             worker.import_timer = self._loop.call_later(
-                SLOW_IMPORT,
-                self.zygotes.note_slow_import,
-                zygote,
-                message.module,
-                function,
+                SLOW_IMPORT, self._on_slow_import, zygote, message.module, function
             )
+
+    def _on_slow_import(self, zygote: Zygote, module: str, function: str) -> None:
+        self.zygotes.note_slow_import(zygote, module, function)
+        self._events.on_slow_import()
+
+    def is_outdone(self, worker: LiveWorker, function: Function) -> bool:
+        """Return True if a new worker need not import what a worker must import."""
+        if function.id in worker.functions:
+            return False
+        return self.zygotes.have_more(worker.slot.zygote, worker.imported, function)
 
     def on_better_zygote(self, zygote: Zygote) -> None:
         """Choose again for the workers that a zygote was not yet asked to fork."""

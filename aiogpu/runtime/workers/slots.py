@@ -59,6 +59,7 @@ class LiveWorker(Caller):
         environment: the variables of `runtime_env` that it was started for.
         funcs: ids of the `FunctionSpec`s that it knows.
         functions: ids of the pickled functions that it knows.
+        imported: the modules that it has reported to have imported itself.
         first: the function for which it was forked; None for a spare.
         import_timer: reports that the import of a module takes long.
         status: the wait status, once the keeper has reported it.
@@ -75,6 +76,7 @@ class LiveWorker(Caller):
     environment: tuple[tuple[str, str], ...] = ()
     funcs: set[int] = field(default_factory=set)
     functions: set[int] = field(default_factory=set)
+    imported: set[str] = field(default_factory=set)
     first: Function | None = None
     import_timer: asyncio.Handle | None = None
     status: int | None = None

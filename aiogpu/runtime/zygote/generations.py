@@ -22,7 +22,7 @@ from aiogpu.core.model.request import Environment
 from aiogpu.errors import NodeStartError, PreloadError
 from aiogpu.runtime.workers.death import UnavailableError, is_scarcity
 from aiogpu.runtime.zygote.config import Modules, is_script
-from aiogpu.runtime.zygote.learning import Learning
+from aiogpu.runtime.zygote.learning import DEAR, Learning
 from aiogpu.runtime.zygote.process import IMPORT_LIMIT, Zygote, ZygoteEvents
 from aiogpu.wire.messages import Imported, Message, Ready, Stale, Unfit
 
@@ -193,6 +193,13 @@ class ZygoteGenerations:
             return current
         # Nothing else is imported there, so the worker's own import would end later.
         return following if set(following.added) <= set(missing) else current
+
+    def offers(self, module: str) -> bool:
+        """Return True if new workers have a dear module, or will have it soon."""
+        learning = self.learning
+        if learning.costs.get(module, DEAR) < DEAR:
+            return False
+        return module in learning.modules or learning.may_learn(module)
 
     async def ready(self) -> None:
         """Wait until the first generation can fork.

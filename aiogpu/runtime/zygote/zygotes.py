@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from itertools import count
 from typing import Final
 
@@ -140,13 +140,38 @@ class Zygotes:
         early = early_variables(environment, report.modules, report.variables)
         generations = self._environments.get(early) or self._add_environment(early)
         needs: set[str] = set()
-        if function is not None and self.config.learns:
-            needs.update(function.modules, self._late.get(function.name, ()))
+        if function is not None:
+            needs = self._needs_of(function)
             self._needed |= needs
         zygote = generations.choose(needs)
         generations.used_at = self._loop.time()
         zygote.check()
         return zygote
+
+    def _needs_of(self, function: Function) -> set[str]:
+        """Return the modules that calls of a function import, as far as known."""
+        if not self.config.learns:
+            return set()
+        return {*function.modules, *self._late.get(function.name, ())}
+
+    def have_more(
+        self, zygote: Zygote, imported: Container[str], function: Function
+    ) -> bool:
+        """Return True if new workers have modules that a worker has yet to import.
+
+        Args:
+            zygote: forked the worker.
+            imported: what the worker has imported itself.
+            function: the function that it would run.
+        """
+        there = zygote.modules
+        missing = [
+            name
+            for name in self._needs_of(function)
+            if name not in there and name not in imported
+        ]
+        generations = self._environments.get(zygote.environment)
+        return generations is not None and any(map(generations.offers, missing))
 
     def on_hello(self, peer: Peer, hello: Hello) -> Recipient | None:
         """Accept the connection of a zygote that has sent `Hello`."""

@@ -188,7 +188,8 @@ FIRST = """
         print(*sorted(set(sys.modules) & set(sys.argv[1:])))
     aiogpu.run(main())
 """
-UNNEEDED = """aiogpu.core.scheduler.placement_groups aiogpu.core.scheduler.reservation
+UNNEEDED = """aiogpu.core.scheduler.placement_groups
+aiogpu.core.scheduler.contention.reservation
 aiogpu.core.scheduler.invariants aiogpu.observe.snapshot aiogpu.runtime.devices.monitor
 aiogpu.runtime.callers.leases aiogpu.runtime.callers.requests aiogpu.accelerators.base
 """

@@ -26,7 +26,7 @@ from aiogpu.core.resources.devices import DeviceSet
 from aiogpu.core.resources.ledger import BundleLedger, Lease, Ledger
 from aiogpu.core.resources.placement_group import candidates
 from aiogpu.core.resources.topology import indices
-from aiogpu.core.scheduler.reservation import is_held_for_good
+from aiogpu.core.scheduler.contention.reservation import is_held_for_good
 from aiogpu.core.scheduler.state import Reservation, SchedulerState
 
 

@@ -1,0 +1,1 @@
+"""Decisions that come up only while tasks wait for what others hold; loaded late."""
