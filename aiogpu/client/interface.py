@@ -223,10 +223,6 @@ class InlineClient(Client, Protocol):
         """The loop of the program that opened the node."""
         ...
 
-    def serve_loop(self) -> None:
-        """Let the event loop of this thread start tasks and actors."""
-        ...
-
 
 class ActorClient(Client, Protocol):
     """The client of a process that runs tasks for a program.

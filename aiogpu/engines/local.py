@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from aiogpu.runtime.objects.store import Store
     from aiogpu.runtime.workers.slots import LiveWorker
     from aiogpu.serialization.references import PickledValue
-    from aiogpu.wire.messages import Halted
+    from aiogpu.wire.messages import Halted, Inquire
 
 LONG: Final = 0.1
 """Seconds after which an import is worth a word, since it may hang."""
@@ -399,69 +399,43 @@ class LocalEngine:
         """Return the queries that other programs can send to the node, by name."""
         from aiogpu.wire import messages as names
 
-        async def total(_: names.Inquire) -> object:
-            return await self.total()
-
-        async def available(_: names.Inquire) -> object:
-            return await self.available()
-
-        async def status(_: names.Inquire) -> object:
-            return await self.status()
-
-        async def why(inquiry: names.Inquire) -> object:
-            return await self.why(inquiry.number)
-
-        async def timeline(inquiry: names.Inquire) -> object:
-            return [tuple(span) for span in self.spans(inquiry.number)]
-
-        async def ended(inquiry: names.Inquire) -> object:
-            return self.ended(inquiry.number)
-
-        async def tasks(inquiry: names.Inquire) -> object:
-            from aiogpu.observe.status_codec import status_codec
-            from aiogpu.observe.task_list import TaskQuery
-
-            query = status_codec.load(inquiry.query)
-            if not isinstance(query, TaskQuery):
-                raise ProtocolError("a list of tasks needs a TaskQuery")
-            return await self.list_tasks(query)
-
-        async def cancel(inquiry: names.Inquire) -> object:
-            return await self._stop_for_user(requests.cancel, inquiry.number)
-
-        async def kill(inquiry: names.Inquire) -> object:
-            return await self._stop_for_user(requests.kill, inquiry.number)
-
-        async def end_lease(inquiry: names.Inquire) -> object:
-            return await self._stop_for_user(requests.end_lease, inquiry.number)
-
-        async def cancel_named(inquiry: names.Inquire) -> object:
-            return await self._stop_named(requests.cancel, inquiry.name)
-
-        async def cancel_all(inquiry: names.Inquire) -> object:
-            return await self._stop_named(requests.cancel, inquiry.name, is_all=True)
-
-        async def kill_named(inquiry: names.Inquire) -> object:
-            return await self._stop_named(requests.kill, inquiry.name)
-
         requests = self._supervisor.requests
-
+        cancel, kill, end_lease = requests.cancel, requests.kill, requests.end_lease
         return {
-            names.RESOURCES: total,
-            names.AVAILABLE: available,
-            names.STATUS: status,
-            names.WHY: why,
-            names.WHY_TASK: why,
-            names.TIMELINE: timeline,
-            names.HISTORY: ended,
-            names.TASKS: tasks,
-            names.CANCEL: cancel,
-            names.KILL: kill,
-            names.END_LEASE: end_lease,
-            names.CANCEL_NAMED: cancel_named,
-            names.CANCEL_ALL: cancel_all,
-            names.KILL_NAMED: kill_named,
+            names.RESOURCES: lambda _: self.total(),
+            names.AVAILABLE: lambda _: self.available(),
+            names.STATUS: lambda _: self.status(),
+            names.WHY: lambda inquiry: self.why(inquiry.number),
+            names.WHY_TASK: lambda inquiry: self.why(inquiry.number),
+            names.TIMELINE: self._timeline,
+            names.HISTORY: self._history,
+            names.TASKS: self._page,
+            names.CANCEL: lambda inquiry: self._stop_for_user(cancel, inquiry.number),
+            names.KILL: lambda inquiry: self._stop_for_user(kill, inquiry.number),
+            names.END_LEASE: lambda inquiry: self._stop_for_user(
+                end_lease, inquiry.number
+            ),
+            names.CANCEL_NAMED: lambda inquiry: self._stop_named(cancel, inquiry.name),
+            names.CANCEL_ALL: lambda inquiry: self._stop_named(
+                cancel, inquiry.name, is_all=True
+            ),
+            names.KILL_NAMED: lambda inquiry: self._stop_named(kill, inquiry.name),
         }
+
+    async def _timeline(self, inquiry: Inquire) -> object:
+        return [tuple(span) for span in self.spans(inquiry.number)]
+
+    async def _history(self, inquiry: Inquire) -> object:
+        return self.ended(inquiry.number)
+
+    async def _page(self, inquiry: Inquire) -> object:
+        from aiogpu.observe.status_codec import status_codec
+        from aiogpu.observe.task_list import TaskQuery
+
+        query = status_codec.load(inquiry.query)
+        if not isinstance(query, TaskQuery):
+            raise ProtocolError("a list of tasks needs a TaskQuery")
+        return await self.list_tasks(query)
 
     async def _stop_for_user(
         self, stop: Callable[[int], str], number: int

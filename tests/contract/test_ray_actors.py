@@ -32,11 +32,18 @@ from tests.contract.ray_actor_classes import (
 from tests.support.gate import Gate
 from tests.support.waits import LIMIT
 
-pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("rayed")]
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.either_loop,
+    pytest.mark.usefixtures("rayed"),
+]
+
+GPUS = 2
 
 
 def node() -> Any:
-    return aiogpu.init(address="ray", num_cpus=4, num_gpus=2)
+    """Join the one cluster that serves the tests of Ray's own behaviour."""
+    return aiogpu.init(address="ray", num_cpus=4, num_gpus=GPUS)
 
 
 async def gone(pid: int) -> bool:
@@ -223,7 +230,7 @@ async def test_get_actor_finds_the_class_after_a_handle_has_come() -> None:
 
 @pytest.fixture
 async def joined() -> AsyncIterator[Any]:
-    async with aiogpu.init(address="ray", num_cpus=4) as session:
+    async with node() as session:
         yield session
 
 
@@ -278,7 +285,7 @@ async def test_an_actor_passes_on_a_nested_handle(joined: Any) -> None:
 
 async def test_a_program_survives_a_cancel_right_after_the_call(gate: Gate) -> None:
     """Ray alone would end the program as soon as the argument comes."""
-    async with aiogpu.init(address="ray", num_cpus=4):
+    async with node():
         for number in range(10):
             slow = v.gated.remote(gate.path, f"slow-{number}", number)
             for _ in range(10):
@@ -292,7 +299,7 @@ async def test_cancel_never_blocks_the_loop(
     gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The loop turns until Ray says that it has accepted the call."""
-    async with aiogpu.init(address="ray", num_cpus=4):
+    async with node():
         from aiogpu.engines.ray import cluster
 
         slow = v.gated.remote(gate.path, "slow", 1)
@@ -339,7 +346,7 @@ async def test_cancel_never_blocks_the_loop(
 
 
 async def test_a_cancel_of_an_ending_call_affects_no_other() -> None:
-    async with aiogpu.init(address="ray", num_cpus=4):
+    async with node():
         for number in range(20):
             calls = [v.give.remote(number) for _ in range(10)]
             for call in calls[::2]:
@@ -350,7 +357,7 @@ async def test_a_cancel_of_an_ending_call_affects_no_other() -> None:
 
 async def test_a_timeout_reaches_calls_that_need_the_result(gate: Gate) -> None:
     """Ray ends those that were sent before; a later call gets the reason."""
-    async with aiogpu.init(address="ray", num_cpus=4):
+    async with node():
         first: Any = v.gated.options(timeout=1.0).remote(gate.path, "slow", 1)
         line = [first, v.give.remote(first)]
         for _ in range(50):
@@ -368,13 +375,13 @@ async def test_a_timeout_reaches_calls_that_need_the_result(gate: Gate) -> None:
 
 @aiogpu.remote
 class Maker:
-    """Returns handles of models that hold GPUs."""
+    """Returns handles of models that hold all GPUs."""
 
     def __init__(self) -> None:
         self.made = 0
 
     async def make(self) -> list[Any]:
-        model = await Model.remote()
+        model = await Model.options(num_gpus=GPUS).remote()
         self.made += 1
         return [model]
 
@@ -409,17 +416,17 @@ def leave(maker: Any) -> None:
 @pytest.mark.parametrize("asker", ["actor", "task"])
 async def test_an_unread_result_does_not_hold_its_actor(asker: str) -> None:
     """The result is a handle; its actor holds the GPU until the handle is dropped."""
-    async with aiogpu.init(address="ray", num_cpus=4, num_gpus=1):
+    async with node():
         maker, idle = await Maker.remote(), await Actor.remote()
         await (idle.leave if asker == "actor" else leave).remote(maker)
         async with asyncio.timeout(LIMIT):
             while await maker.count.remote() < 1:
                 await asyncio.sleep(0)
-            await Model.remote()
+            await Model.options(num_gpus=GPUS).remote()
 
 
 async def test_unawaited_calls_do_not_pile_up() -> None:
-    async with aiogpu.init(address="ray", num_cpus=4):
+    async with node():
         maker, idle = await Maker.remote(), await Actor.remote()
         await idle.leave_many.remote(maker)
         async with asyncio.timeout(LIMIT):

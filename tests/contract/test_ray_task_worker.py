@@ -29,7 +29,7 @@ pytest.importorskip("ray", reason="Ray is not installed here")
 from aiogpu.engines.ray import cluster, process
 from aiogpu.engines.ray.actor_process import decode_call, encode_call
 from aiogpu.engines.ray.engine import RayEngine
-from aiogpu.engines.ray.process import TaskClient, interrupts
+from aiogpu.engines.ray.process import TaskClient
 from aiogpu.engines.ray.values import TaskFailure
 
 pytestmark = pytest.mark.ray
@@ -111,6 +111,8 @@ def outcome(function: Callable[[], Any]) -> str:
         return error.failed.type_name
     except KeyboardInterrupt:
         return "left to Ray"
+    except RuntimeError:
+        return "torn while its loop was closed"
     return "done"
 
 
@@ -163,51 +165,12 @@ def test_a_worker_survives_an_interrupt_at_any_line(
     for nth in count(1):
         with Tripwire(nth, process.__file__) as wire:
             seen.add(outcome(task))
-        assert asyncio._get_running_loop() is None, nth
-        assert signal.set_wakeup_fd(-1) == -1, nth
         assert (outcome(task_awaits), outcome(task)) == ("done", expected), nth
         if not wire.is_torn:
             break
     gc.collect()  # what a torn task leaves is not the next test's
     assert nth > 20
     assert seen >= {"left to Ray", expected}
-
-
-def test_the_second_interrupt_does_not_cut_the_cleanup_short(worker: None) -> None:
-    steps: list[str] = []
-
-    def task() -> None:
-        try:
-            signal.raise_signal(signal.SIGINT)
-        finally:
-            signal.raise_signal(signal.SIGINT)
-            steps.append("cleaned up")
-
-    assert outcome(task) == "left to Ray"
-    assert steps == ["cleaned up"]
-
-
-def test_an_interrupt_cancels_a_coroutine_once_on_its_loop(worker: None) -> None:
-    """A cancel amid other code may have to take a lock that this code holds."""
-    steps: list[str] = []
-
-    async def task() -> None:
-        loop = asyncio.get_running_loop()
-
-        def work() -> None:
-            signal.raise_signal(signal.SIGINT)
-            steps.append("worked")
-
-        loop.call_soon(work)
-        try:
-            await asyncio.Event().wait()
-        finally:
-            signal.raise_signal(signal.SIGINT)
-            await asyncio.sleep(0)
-            steps.append("cleaned up")
-
-    assert outcome(task) == "left to Ray"
-    assert steps == ["worked", "cleaned up"]
 
 
 def test_an_interrupt_wakes_an_idle_loop(worker: None) -> None:
@@ -231,7 +194,7 @@ def test_an_interrupt_wakes_an_idle_loop(worker: None) -> None:
 def test_an_import_is_not_interrupted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, worker: None
 ) -> None:
-    """Half an import would break the worker; the program cancels again."""
+    """Half an import would break the worker; the task is interrupted after it."""
     text = "import signal\nsignal.raise_signal(signal.SIGINT)\nWHOLE = True\n"
     (tmp_path / "half_way.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
@@ -239,8 +202,8 @@ def test_an_import_is_not_interrupted(
 
     def task() -> None:
         seen.append(import_module("half_way").WHOLE)
-        assert not interrupts.has_come
-        signal.raise_signal(signal.SIGINT)
+        while True:
+            pass
 
     assert outcome(task) == "left to Ray"
     assert seen == [True]

@@ -23,7 +23,6 @@ from aiogpu.engines.ray.resources import (
     Overview,
     amounts,
     describe_nodes,
-    describe_shortage,
     fits,
     public_resources,
     room,
@@ -46,23 +45,6 @@ def test_a_request_must_fit_one_node():
     assert fits(nodes, amounts(GPU_1))
     assert not fits(nodes, amounts(GPU_4))
     assert room(nodes, amounts(GPU_1)) == 4
-    assert describe_shortage(nodes, amounts(GPU_4)) == "each lacks GPU 4 of 2 at most"
-    assert describe_shortage([], amounts(GPU_4)) == "it has no nodes"
-
-
-def test_an_error_tells_that_no_single_node_fits():
-    nodes = [node("a", CPU=8), node("b", CPU=1, GPU=4)]
-    both = Request.of({"CPU": 4 * UNIT}, {"GPU": UNIT})
-    assert describe_shortage(nodes, amounts(both)) == "none has all of it at once"
-
-
-def test_an_error_suggests_a_similar_name():
-    nodes = [node("a", CPU=8, license=1)]
-    asked = amounts(Request.of({"licence": UNIT}, {}))
-    assert (
-        describe_shortage(nodes, asked)
-        == "each lacks licence 1 of 0 (did you mean 'license'?)"
-    )
 
 
 def test_equal_nodes_are_counted():

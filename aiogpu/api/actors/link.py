@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from aiogpu.api.results.handle import Handle
     from aiogpu.api.session import Awaited, Session
     from aiogpu.client.function_spec import FunctionSpec
-    from aiogpu.client.interface import Client, InlineClient, Receiver
+    from aiogpu.client.interface import Client, Receiver
     from aiogpu.engines.base import ActorPort, ActorsPort, Engine, Room
     from aiogpu.observe.why import Why
     from aiogpu.serialization.references import Reference
@@ -435,8 +435,6 @@ class ActorLink:
 
         client = self._client(f"Awaiting {name}")
         if client is not None:
-            # Workers use another class of links, so this is an inline task's client.
-            cast("InlineClient", client).serve_loop()
             return request(client, name, start)  # type: ignore[no-any-return]
         handle = self._session.new_handle(name, self)
         start(handle)

@@ -806,9 +806,6 @@ class TaskClient:
             )
         return int(called.submit(method, payload, receiver, self._call, self.runner))
 
-    def serve_loop(self) -> None:
-        """Do nothing: a waiting loop runs what its code waits for."""
-
     def demand(self, number: int, limit: int, /) -> None:
         """Set the number of items that a stream may yield in all."""
         self._node.demand(number, limit)

@@ -122,9 +122,6 @@ class Canceller:
 
 # Calls
 
-REPEAT: Final = 0.5
-"""Seconds between two cancels of a task: its worker ignores the interrupt while it
-imports a module."""
 AWAITED: Final = 1000
 """Objects of one wait, at most."""
 _numbers: Final = count(1)
@@ -176,6 +173,11 @@ class PendingCall:
     def is_sent(self) -> bool:
         """True once it was sent to Ray."""
         return bool(self.refs) or self.stream is not None
+
+    @property
+    def produced(self) -> Ref:
+        """What Ray cancels it by, once it is sent."""
+        return self.refs[0] if self.stream is None else self.stream.generator
 
     @property
     def awaited(self) -> Sequence[Ref]:
@@ -380,24 +382,24 @@ class Calls:
         if call.stream is not None:
             call.stream.stop()
         if call.stream is None or call.stream.may_be_cancelled:
-            self.press(number, self.loop.time() + call.grace)
+            self.interrupt(number)
 
-    def press(self, number: int, until: float) -> None:
-        """Cancel a call until it ends; kill a task's process after its grace period."""
+    def interrupt(self, number: int) -> None:
+        """Let Ray interrupt a stopped call; kill a task after its grace period."""
         call = self.ending.get(number)
-        if call is None:
-            return
-        ref = call.refs[0] if call.stream is None else call.stream.generator
-        left = until - self.loop.time()
-        self.canceller.cancel(ref, force=left <= 0 and not call.actor)
-        if left > 0 and not call.actor:  # coroutines of actors are cancelled once
-            wait = min(REPEAT, left)
-            call.timer = self.loop.call_later(wait, self.press, number, until)
+        if call is not None:
+            self.canceller.cancel(call.produced)
+            call.timer = self.loop.call_later(call.grace, self._kill, number)
+
+    def _kill(self, number: int) -> None:
+        call = self.ending.get(number)
+        if call is not None and not call.actor:
+            self.canceller.cancel(call.produced, force=True)
 
     def kill_ending(self) -> None:
         """Kill the processes of all tasks that were cancelled and have not stopped."""
         for number in list(self.ending):
-            self.press(number, 0.0)
+            self._kill(number)
 
     def revoke(self, number: int, error: Exception) -> None:
         """Stop a call with an error; calls that are sent later fail with it too."""
@@ -499,7 +501,7 @@ class Stream:
                 if not self.may_be_cancelled:
                     self.may_be_cancelled = True
                     if self._is_stopped:
-                        self._calls.press(self._number, 0.0)
+                        self._calls.interrupt(self._number)
                 while self.is_held:
                     self._limit_changed.clear()
                     await self._limit_changed.wait()

@@ -47,7 +47,6 @@ from aiogpu.errors import (
     NodeClosedError,
     NodeDiedError,
     NodeError,
-    NoSuchTaskError,
     TaskTimeoutError,
 )
 from aiogpu.observe.snapshot import LISTED
@@ -563,19 +562,8 @@ class RayEngine:
         return self.calls.why(next(of_actor, task))
 
     async def why_task(self, number: int) -> Why | None:
-        """Return the same for a number of `status()`; see `Engine.why_task`.
-
-        Raises:
-            NoSuchTaskError: the task has ended or never existed.
-        """
-        state = await self.why(number)
-        if state is None:
-            raise NoSuchTaskError(
-                f"this program has no task {number} on the Ray cluster that waits or "
-                f"runs. The cluster keeps no outcomes of ended tasks: ask their "
-                f"handles."
-            )
-        return state
+        """Return the same for a number of `status()`; see `Engine.why_task`."""
+        return await self.why(number)
 
     def _check_answering(self) -> None:
         self.check_open()

@@ -1,4 +1,4 @@
-"""Runs tasks in Ray's workers: their interrupts, event loop and client.
+"""Runs tasks in Ray's workers: their event loop and client.
 
 Ray runs the code of a task in the main thread. A thread of this process has the event
 loop of the process's client: its calls, their answers, timers and streams. So answers
@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import time
-from _thread import get_ident
+from _thread import get_ident, interrupt_main
 from collections.abc import (
     Awaitable,
     Callable,
@@ -80,57 +80,6 @@ EngineFactory = Callable[[asyncio.AbstractEventLoop], Any]
 """Makes the `RayEngine` of a process. It is sent with the code, since this module
 cannot import the class."""
 
-# Interrupts
-
-
-class Interrupts:
-    """Lets one of Ray's interrupts end a task's code.
-
-    Ray interrupts the main thread at any moment, and again if it is asked again; a
-    second interrupt would cut the cleanup after the first short. One that lands in an
-    import is ignored, since half an import breaks the worker for later tasks; the
-    caller cancels again.
-
-    Ray sends no real signal, so code that is blocked in a system call goes on, and its
-    process is killed after the grace period.
-
-    Attributes:
-        has_come: the running task was interrupted.
-        cancel: cancels the coroutine that runs on the main thread's loop; None for
-            plain code.
-    """
-
-    def __init__(self) -> None:
-        self.has_come = False
-        self.cancel: Callable[[], object] | None = None
-        self._is_enabled = False
-
-    @contextmanager
-    def enabled(self) -> Iterator[None]:
-        """Context manager: an interrupt ends the code of the block, a task's code."""
-        if get_ident() != threading.main_thread().ident:
-            yield
-            return
-        signal.signal(signal.SIGINT, self._on_interrupt)
-        self.has_come, self._is_enabled = False, True
-        try:
-            yield
-        finally:
-            self._is_enabled = False
-
-    def _on_interrupt(self, _signal: int, frame: FrameType | None) -> None:
-        if not self._is_enabled or self.has_come or is_importing(frame):
-            return
-        self.has_come = True
-        if self.cancel is None:
-            raise KeyboardInterrupt
-        self.cancel()
-
-
-interrupts: Final = Interrupts()
-"""The interrupts of this process."""
-
-
 # Event loops
 
 SLICE: Final = 0.05
@@ -182,24 +131,22 @@ class TaskLoop:
         self.loop = self._runner.get_loop()
 
     def run(self, awaitable: Awaitable[Any]) -> Any:
-        """Await an awaitable of the task; an interrupt cancels it."""
-        return self._runner.run(self._awaited(awaitable))
+        """Await an awaitable of the task; an interrupt cancels it, as in `asyncio.run`.
 
-    async def _awaited(self, awaitable: Awaitable[Any]) -> Any:
-        task = asyncio.current_task()
-        assert task is not None, self
+        Ray's interrupt is no real signal, so it ends no system call: the loop is woken
+        by a descriptor.
+        """
         if get_ident() != threading.main_thread().ident:
-            return await awaitable
-        # On the loop: a cancel may run any code, and could wait for a lock that the
-        # interrupted code holds. The signal's handler wakes the loop by a descriptor.
+            return self._runner.run(_result_of(awaitable))
         descriptor = self.loop._csock.fileno()  # type: ignore[attr-defined]
-        interrupts.cancel = lambda: self.loop.call_soon(task.cancel)
-        woken = signal.set_wakeup_fd(descriptor, warn_on_full_buffer=False)
+        signal.set_wakeup_fd(descriptor, warn_on_full_buffer=False)
+        # `asyncio.Runner` replaces this handler only.
+        handler = signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
-            return await awaitable
+            return self._runner.run(_result_of(awaitable))
         finally:
-            signal.set_wakeup_fd(woken)
-            interrupts.cancel = None
+            signal.signal(signal.SIGINT, handler)
+            signal.set_wakeup_fd(-1)
 
     def close(self) -> None:
         """Cancel what the task left on the loop, and wait for its end."""
@@ -209,6 +156,10 @@ class TaskLoop:
         with suppress(SystemExit, KeyboardInterrupt):
             self.loop.run_forever()
         self._runner.close()
+
+
+async def _result_of(awaitable: Awaitable[Any]) -> Any:
+    return await awaitable
 
 
 # The client of this process
@@ -308,6 +259,17 @@ class TaskClient:
         finally:
             current.task = 0
             self._run(self._engine.end_children)
+
+    def interrupt_later(self) -> None:
+        """Interrupt the task of the main thread after a pause, if it still runs."""
+        task = current.task
+
+        def interrupt() -> None:
+            if task and current.task == task:
+                interrupt_main()
+
+        add_timer = self._loop.call_later
+        self._loop.call_soon_threadsafe(add_timer, IMPORT_PAUSE, interrupt)
 
     # Waits
 
@@ -634,15 +596,30 @@ def make_runner(code: RemoteCode, *, is_stream: bool) -> Callable[..., Any]:
 
 # Running
 
+IMPORT_PAUSE: Final = 0.1
+"""Seconds after which an interrupt that came amid an import is tried again."""
+
+
+def _on_interrupt(_signal: int, frame: FrameType | None) -> None:
+    """Let Ray's interrupt end a task's code, but no import.
+
+    Half an import, such as torch's, would break the worker for later tasks.
+    """
+    if is_importing(frame):
+        task_client().interrupt_later()
+    elif current.task:  # else it came too late
+        raise KeyboardInterrupt
+
 
 @contextmanager
 def _task_context(code: RemoteCode) -> Iterator[None]:
-    """Context manager: run a task's code with its devices, ids and interrupts."""
+    """Context manager: run a task's code with its devices and ids."""
+    set_running_loop(None)  # an interrupt may have kept the last task from it
     code.set_up_process()
+    signal.signal(signal.SIGINT, _on_interrupt)
     current.task = int(cluster.task_id()[:12], 16)
     try:
-        with interrupts.enabled():
-            yield
+        yield
     finally:
         task_client().end_task()
 
@@ -693,7 +670,7 @@ def result_of(name: str, outcome: Done | Raised, retried: bytes = b"") -> Any:
 
 
 def _end_of(code: RemoteCode, outcome: Done | Raised) -> Any:
-    if type(outcome) is Raised and interrupts.has_come:
+    if type(outcome) is Raised and isinstance(outcome.error, KeyboardInterrupt):
         raise KeyboardInterrupt  # Ray reports that the task was cancelled
     return result_of(code.name, outcome, code.retried)
 

@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Final
 
 from aiogpu.accelerators.listed_devices import NOSET, is_left_alone
 from aiogpu.core.model import units
-from aiogpu.core.model.text import SHOWN, in_words, terms
+from aiogpu.core.model.text import SHOWN, terms
 from aiogpu.core.model.units import CPU, GPU, MEMORY, TYPE_PREFIX, UNIT
 from aiogpu.engines.ray import cluster
 from aiogpu.engines.ray.cluster import NAMESPACE, ClusterNode
@@ -280,31 +279,6 @@ def room(nodes: Iterable[ClusterNode], requested: Mapping[str, int]) -> int:
     )
 
 
-def describe_shortage(
-    nodes: Sequence[ClusterNode], requested: Mapping[str, int]
-) -> str:
-    """Describe what every node lacks: "each lacks GPU 4 of 2 at most"."""
-    if not nodes:
-        return "it has no nodes"
-    lacks = in_words(list(_shortages(nodes, requested)))
-    return f"each lacks {lacks}" if lacks else "none has all of it at once"
-
-
-def _shortages(
-    nodes: Sequence[ClusterNode], requested: Mapping[str, int]
-) -> Iterator[str]:
-    known = {name for node in nodes for name in public_resources(node.total)}
-    for name, parts in requested.items():
-        most = max(_parts(node, name) for node in nodes)
-        if most >= parts:
-            continue
-        wanted = units.format_amount(name, units.number(parts))
-        had = f"{units.format_amount(name, units.number(most))} at most"
-        similar = () if most else get_close_matches(name, known, 1)
-        hint = f" (did you mean {similar[0]!r}?)" if similar else ""
-        yield f"{units.display_name(name)} {wanted} of {had if most else 0}{hint}"
-
-
 def describe_nodes(nodes: Sequence[ClusterNode], requested: Mapping[str, int]) -> str:
     """Describe the nodes, grouped by resources: "2 x {CPU: 4, GPU: 1}"."""
     counts = Counter(
@@ -385,9 +359,9 @@ class Overview:
             return
         requested = amounts(request)
         raise InfeasibleError(
-            f"{name} asks for {request}, which no node of this Ray cluster can give: "
-            f"{describe_shortage(self.nodes, requested)}. There are "
-            f"{describe_nodes(self.nodes, requested)}. Ask for less, or add a node."
+            f"{name} asks for {request}, which no node of this Ray cluster can give. "
+            f"There are {describe_nodes(self.nodes, requested)}. Ask for less, or add "
+            f"a node."
         )
 
     def check_together(self, name: str, requests: Sequence[Request]) -> None:
