@@ -391,7 +391,7 @@ def _node(what: str) -> SyncNode:
         from aiogpu.client.current import error_inside_task
 
         raise error_inside_task(what)
-    program = loop_portal.call(session.session_of_program, what)
+    program = loop_portal.call(session.find_session, what)
     loop_portal.run(what, program.opened)
     return portal.SyncNode(loop_portal, node.node_of(program))
 
