@@ -48,7 +48,13 @@ if TYPE_CHECKING:
 
     from aiogpu.api.actors.actor import exit_actor
     from aiogpu.api.actors.batch import batch
-    from aiogpu.api.keywords import ActorKeywords, AnyKeywords, Options
+    from aiogpu.api.keywords import (
+        ActorKeywords,
+        AnyKeywords,
+        InitKeywords,
+        LeaseKeywords,
+        Options,
+    )
     from aiogpu.api.portal import (
         ActorPool,
         Executor,
@@ -338,7 +344,7 @@ def remote(function: Any = None, /, **options: Any) -> Any:
 # The node.
 
 
-def init(**options: Any) -> SyncNode:
+def init(**options: Unpack[InitKeywords]) -> SyncNode:
     """Open a node for this program; `with` closes it at the end of its block.
 
     Without `with`, the node is closed by `shutdown()` or at the end of the program. A
@@ -391,7 +397,7 @@ def _node(what: str) -> SyncNode:
         from aiogpu.client.current import error_inside_task
 
         raise error_inside_task(what)
-    program = loop_portal.call(session.session_of_program, what)
+    program = loop_portal.call(session.find_session, what)
     loop_portal.run(what, program.opened)
     return portal.SyncNode(loop_portal, node.node_of(program))
 
@@ -576,7 +582,7 @@ def kill(actor: SyncActorHandle[Any], *, no_restart: bool = True) -> None:
 # Reservations.
 
 
-def lease(**options: Any) -> SyncLease:
+def lease(**options: Unpack[LeaseKeywords]) -> SyncLease:
     """Reserve resources for code of this process, for the time of a `with` block.
 
     `with aiogpu.sync.lease(num_gpus=1) as lease:`; the options are those of

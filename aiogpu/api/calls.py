@@ -37,29 +37,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# The caller's session.
-
-
-def session_of_caller(what: str = ".remote()") -> Session:
-    """Return the session of the program that the running code belongs to.
-
-    Args:
-        what: the call, for the error message.
-
-    Raises:
-        NoLoopError: no event loop is running in this thread.
-        NodeError: the call was made in a task without a node.
-    """
-    import asyncio
-
-    from aiogpu.api.results.handle import session_of
-    from aiogpu.api.session import current_session
-
-    session: Session | None = session_of(asyncio._get_running_loop())
-    if session is None and (client := inline_client.get()) is not None:
-        session = session_of(client.program)
-    return session or current_session(what)
-
 
 def may_use(session: Session) -> bool:
     """Return whether the session is open and the running code may use it."""
@@ -115,7 +92,11 @@ def _caller(what: str = ".remote()") -> TaskCaller | Session:
         MisuseError: the calling thread was left behind by a task that has ended.
     """
     client = client_of_caller()
-    return session_of_caller(what) if client is None else TaskCaller(client)
+    if client is not None:
+        return TaskCaller(client)
+    from aiogpu.api.session import find_session
+
+    return find_session(what)
 
 
 def request(
@@ -446,4 +427,6 @@ def packed(outgoing: PickledValue) -> bytes:
     """
     if current.client is not None:
         return current.client.pack(outgoing)
-    return session_of_caller().pack(outgoing)
+    from aiogpu.api.session import find_session
+
+    return find_session().pack(outgoing)

@@ -25,8 +25,8 @@ from aiogpu.api.results.handle import Handle, session_of
 from aiogpu.api.session import (
     Session,
     default_address,
+    find_session,
     refuse_in_worker,
-    session_of_program,
     start_session,
 )
 from aiogpu.api.usage_errors import Displayed, EnteredOnLoop, options_from, options_of
@@ -554,6 +554,6 @@ async def status() -> NodeStatus:
 
 async def engine_of_program(what: str) -> Engine:
     """Return the engine of this loop's node once the node is open."""
-    session = session_of_program(what)
+    session = find_session(what, is_for_programs=True)
     await session.opened()
     return session.engine

@@ -8,7 +8,6 @@ only the first `.remote()` imports asyncio and the session.
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import AsyncIterable, Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property
@@ -37,7 +36,7 @@ from aiogpu.api.options import (
 )
 from aiogpu.api.usage_errors import CalledFirst, CalledFirstToIterate, options_of
 from aiogpu.client.current import decorated, is_in_task
-from aiogpu.errors import MisuseError, SerializationError
+from aiogpu.errors import MisuseError
 from aiogpu.serialization.references import PickledValue, collect_references
 from aiogpu.serialization.serializer import (
     WARNED_FROM,
@@ -471,24 +470,6 @@ class Decorated(CalledFirst):
         )
         return self._func
 
-    def _import_name(self) -> FunctionName | None:
-        """Return the name by which another process imports it; None if by value.
-
-        Raises:
-            SerializationError: multiprocessing pickles it, which cannot send by value.
-        """
-        reference = self._definition.reference()
-        pickler = sys._getframe(2).f_globals.get("__name__")
-        if reference is None and pickler == "multiprocessing.reduction":
-            raise SerializationError(
-                f"multiprocessing cannot send {self!r}: it looks functions and classes "
-                f"up by name, and {self.__qualname__} is the remote one. You need no "
-                f"pool: `{self.__name__}.remote(...)` runs in a worker. To use a pool "
-                f"nevertheless, move the function to a module, or keep the plain one: "
-                f"`remote_version = aiogpu.remote({self.__name__})`."
-            )
-        return reference
-
 
 class RemoteFunction(Decorated, Mapper, Generic[P, R]):
     """A function that runs in workers; call it by `.remote(...)`."""
@@ -609,7 +590,7 @@ class RemoteFunction(Decorated, Mapper, Generic[P, R]):
         )
 
     def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
-        source = self._import_name() or self._definition.function
+        source = self._definition.reference() or self._definition.function
         return _rebuild, (source, self._options)
 
 

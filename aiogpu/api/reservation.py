@@ -428,11 +428,11 @@ class Lease(EnteredOnLoop, NotPassedOn):
 
 def session_for(what: str) -> Session:
     """Return this loop's session; raise inside a task, or if the node is closing."""
-    from aiogpu.api.session import session_of_program
+    from aiogpu.api.session import find_session
 
     if is_in_task():
         raise error_inside_task(what)
-    session = session_of_program(what)
+    session = find_session(what, is_for_programs=True)
     if session.is_closing:
         raise NodeClosedError("this node is being shut down.")
     return session

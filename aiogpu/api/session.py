@@ -17,12 +17,12 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Protocol
 from weakref import WeakSet, WeakValueDictionary
 
 from aiogpu.api.results.base import BorrowedClient, Owner, StreamOwner, client_for
 from aiogpu.api.results.handle import Handle, check_home, sessions
-from aiogpu.client.current import current, error_inside_task
+from aiogpu.client.current import current, error_inside_task, inline_client
 from aiogpu.client.interface import Receiver
 from aiogpu.engines.base import Engine, NodeOptions
 from aiogpu.engines.registry import create_engine
@@ -64,29 +64,26 @@ HandleMaker = Callable[[str, Owner], Handle[Any]]
 """Makes a handle of a loop, given its name and its owner."""
 
 
-T = TypeVar("T")
-
-
-class EarlyRequests(Generic[T]):
-    """Requests that wait until their receiver exists: an engine or an actor."""
+class EarlyRequests:
+    """Requests that wait until the engine is open."""
 
     def __init__(self) -> None:
         self._requests: list[
-            tuple[Callable[[T], object], Callable[[Exception], object]]
+            tuple[Callable[[Engine], object], Callable[[Exception], object]]
         ] = []
 
     def add(
-        self, send: Callable[[T], object], fail: Callable[[Exception], object]
+        self, send: Callable[[Engine], object], fail: Callable[[Exception], object]
     ) -> None:
         """Keep a request; `fail` is called with the error if it cannot be sent."""
         self._requests.append((send, fail))
 
-    def make(self, receiver: T) -> None:
+    def make(self, engine: Engine) -> None:
         """Send the requests in order."""
         requests, self._requests = self._requests, []
         for send, fail in requests:
             try:
-                send(receiver)
+                send(engine)
             except Exception as error:  # noqa: BLE001 - the handle reports it
                 fail(error)
 
@@ -172,7 +169,7 @@ class Session:
         self.new_handle: HandleMaker = partial(Handle, loop=loop, client=client)
         self._state = SessionState.OPENING
         self._pid = os.getpid()
-        self._early: EarlyRequests[Engine] = EarlyRequests()
+        self._early = EarlyRequests()
         self._opening: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
         self._closer: AsyncGenerator[None, None] | None = None
@@ -492,21 +489,36 @@ def start_session(
     return session
 
 
-def current_session(what: str = ".remote()") -> Session:
-    """Return the running loop's session; open one if there is none.
+def find_session(what: str = ".remote()", *, is_for_programs: bool = False) -> Session:
+    """Return the session of the running code; open one if its loop has none.
+
+    It is the session of the running loop, or of the program whose inline node runs the
+    calling thread's task.
 
     Args:
-        what: the call that needs the session, for the message.
+        what: the call that needs the session, for messages.
+        is_for_programs: True for a call that a task cannot make.
 
     Raises:
         NoLoopError: no event loop is running in this thread.
+        NodeError: the call was made in a task that cannot make it.
     """
     loop = _get_running_loop()
     session: Session | None = sessions.get(loop)  # type: ignore[arg-type]
     if session is not None:
         return session
+    inline = inline_client.get()
+    if is_for_programs and (current.worker or inline is not None):
+        raise error_inside_task(what)
+    if inline is not None and inline.program in sessions:
+        return sessions[inline.program]  # type: ignore[no-any-return]
     refuse_in_worker("the node")
-    if loop is not None and loop in shut_down:
+    if loop is None:
+        for inherited in sessions.values():
+            if inherited.is_forked:
+                raise inherited.unusable()
+        raise no_loop(what)
+    if loop in shut_down:
         shut_down.discard(loop)
         _log.warning(
             "! %s opens a node with default options, because the program's node was "
@@ -514,25 +526,9 @@ def current_session(what: str = ".remote()") -> Session:
             "aiogpu.init(...)`, or open another node by aiogpu.init().",
             what,
         )
-    if loop is None:
-        for inherited in sessions.values():
-            if inherited.is_forked:
-                raise inherited.unusable()
-        raise no_loop(what)
     session = start_session(default_address(), NodeOptions(), loop)
     session.opened_by = what
     return session
-
-
-def session_of_program(what: str) -> Session:
-    """Return the running loop's session, for a call that only programs may make.
-
-    Raises:
-        NodeError: the call was made in a task.
-    """
-    if current.worker and sessions.get(_get_running_loop()) is None:  # type: ignore[arg-type]
-        raise error_inside_task(what)
-    return current_session(what)
 
 
 def no_loop(what: str) -> NoLoopError:

@@ -21,7 +21,7 @@ from click.shell_completion import CompletionItem
 
 import aiogpu
 from aiogpu.api.node import Opening, no_such_task
-from aiogpu.api.session import current_session
+from aiogpu.api.session import find_session
 from aiogpu.cli.nodes import (
     SERVICE,
     FoundNode,
@@ -166,7 +166,7 @@ class Node:
 
     @property
     def _engine(self) -> RemoteEngine:
-        engine = current_session().engine
+        engine = find_session().engine
         assert isinstance(engine, RemoteEngine)
         return engine
 

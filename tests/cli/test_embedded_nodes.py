@@ -24,7 +24,7 @@ from tests.cli.sandbox import LIMIT, Sandbox
 NOBODY = 65534
 SCRIPT = """
 import asyncio, sys, aiogpu
-from aiogpu.api.session import current_session
+from aiogpu.api.session import find_session
 
 @aiogpu.remote
 def train():
@@ -37,7 +37,7 @@ async def main():
             waiting = train.options(num_gpus=2, name="waits").remote()
             while not (await aiogpu.status()).waiting_count:
                 await asyncio.sleep(0)
-            print(current_session().engine._supervisor.directory, flush=True)
+            print(find_session().engine._supervisor.directory, flush=True)
             if nodes == 2:
                 await asyncio.to_thread(asyncio.run, second_main())
             await asyncio.to_thread(sys.stdin.readline)

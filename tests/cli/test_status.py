@@ -23,7 +23,7 @@ from rich.console import Console, Group
 from rich.text import Text
 
 import aiogpu
-from aiogpu.api.session import current_session
+from aiogpu.api.session import find_session
 from aiogpu.cli import connect
 from aiogpu.cli.main import cli
 from aiogpu.cli.views.status import KINDS, data_of, sections
@@ -466,7 +466,7 @@ async def served(place: Path) -> AsyncIterator[str]:
     """A node of this process that commands can reach; yields its socket."""
     path = f"{place}/node.sock"
     async with aiogpu.init(address="local", num_cpus=2, num_gpus=1):
-        engine = current_session().engine
+        engine = find_session().engine
         assert isinstance(engine, LocalEngine)
         listening = socket.socket(socket.AF_UNIX)
         listening.bind(path)
@@ -610,7 +610,7 @@ async def test_all_tasks_with_a_name_are_cancelled_but_leases_go_on(
             await stack.enter_async_context(
                 aiogpu.init(address="local", num_cpus=2, num_gpus=1)
             )
-            engine = current_session().engine
+            engine = find_session().engine
             assert isinstance(engine, LocalEngine)
             path = socket_path(engine._supervisor.directory)
         lease = await stack.enter_async_context(
@@ -664,7 +664,7 @@ async def test_a_command_gives_up_on_a_node_that_does_not_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with served(tmp_path) as path:
-        monkeypatch.setattr(current_session().engine, "status", asyncio.Event().wait)
+        monkeypatch.setattr(find_session().engine, "status", asyncio.Event().wait)
         with pytest.raises(click.ClickException) as error:
             await asyncio.to_thread(connect.ask, path, lambda node: node.status(), 0.1)
         told = f"the node at {path} has not answered within 0.1 s"

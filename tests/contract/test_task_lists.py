@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import aiogpu
-from aiogpu.api.session import current_session
+from aiogpu.api.session import find_session
 from aiogpu.engines.base import NodeOptions
 from aiogpu.engines.local import LocalEngine
 from aiogpu.engines.remote import RemoteEngine
@@ -60,7 +60,7 @@ async def path(no_leaks: None) -> AsyncIterator[str]:
     async with aiogpu.init(
         address="local", num_cpus=1, num_gpus=2, log_to_driver=False
     ):
-        engine = current_session().engine
+        engine = find_session().engine
         assert isinstance(engine, LocalEngine)
         yield socket_path(engine._supervisor.directory)
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import aiogpu
-from aiogpu.api.session import current_session
+from aiogpu.api.session import find_session
 from aiogpu.engines.local import LocalEngine
 from aiogpu.observe.status_codec import status_codec
 from aiogpu.runtime.callers import viewers
@@ -77,7 +77,7 @@ class Embedded:
 @pytest.fixture
 async def node(no_leaks: None) -> AsyncIterator[Embedded]:
     async with aiogpu.init(address="local", num_cpus=2, log_to_driver=False):
-        engine = current_session().engine
+        engine = find_session().engine
         assert isinstance(engine, LocalEngine)
         yield Embedded(engine)
 

@@ -26,7 +26,7 @@ from aiogpu.api.decorator import remote
 from aiogpu.api.options import TaskOptions, whole_number
 from aiogpu.api.remote_function import RemoteFunction
 from aiogpu.api.reservation import Placement, placement
-from aiogpu.api.session import current_session
+from aiogpu.api.session import find_session
 from aiogpu.api.usage_errors import EnteredOnLoop
 from aiogpu.core.model.units import TYPE_PREFIX
 from aiogpu.errors import ActorDiedError, MisuseError, OptionError
@@ -286,7 +286,7 @@ async def _ready(actor: Any) -> None:
 
 async def _check_engine(name: str) -> None:
     """Refuse a gang on an engine whose tasks do not run at the same time here."""
-    session = current_session("aiogpu.gang()")
+    session = find_session("aiogpu.gang()")
     await session.opened()
     if not session.engine.runs_together:
         raise MisuseError(

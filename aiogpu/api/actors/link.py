@@ -19,7 +19,6 @@ from aiogpu.api.calls import (
     may_use,
     request,
     results_for,
-    session_of_caller,
 )
 from aiogpu.client.current import (
     client_of_caller,
@@ -153,8 +152,6 @@ class ActorLink:
     def __init__(
         self, session: Session, func: FunctionSpec, interface: ActorInterface | None
     ) -> None:
-        from aiogpu.api.session import EarlyRequests
-
         self.name = func.spec.name
         self.func = func
         self.interface = interface
@@ -165,7 +162,7 @@ class ActorLink:
         self._watchers: WeakSet[Watcher] | None = None  # `actor_watchers` is weak
         self._actors: ActorsPort  # known when the actor is, or before
         self._error: Exception | None = None
-        self._early: EarlyRequests[ActorPort] = EarlyRequests()
+        self._answer: Future[Any] | None = None  # the node's, while it is awaited
         self._public = 0  # the id that was promised before the node was open
         self._is_looked_up = True
 
@@ -181,7 +178,9 @@ class ActorLink:
         get_if_exists: bool,
     ) -> ActorLink:
         """Make an actor, now or as soon as the node is open."""
-        session = session_of_caller()
+        from aiogpu.api.session import find_session
+
+        session = find_session()
         link = cls(session, func, interface_in(func))
         link.own = link.interface
         # A node in another process must look the name up first.
@@ -211,7 +210,9 @@ class ActorLink:
         """
         from asyncio import Future
 
-        session = session_of_caller("aiogpu.get_actor()")
+        from aiogpu.api.session import find_session
+
+        session = find_session("aiogpu.get_actor()")
         actors = session.engine.actors
         actor = actors.find((namespace, name))
         missing = partial(_no_actor, name, namespace)
@@ -236,7 +237,9 @@ class ActorLink:
             ActorDiedError: the actor has ended.
             MisuseError: the actor belongs to another node.
         """
-        session = session_of_caller()
+        from aiogpu.api.session import find_session
+
+        session = find_session()
         if home not in ("", session.engine.home):
             raise wrong_node(name)
         actors = session.engine.actors
@@ -258,10 +261,11 @@ class ActorLink:
             else:
                 self._take(actor)
 
+        self._answer = answer
         answer.add_done_callback(take)
 
     def _take(self, actor: ActorPort) -> None:
-        """Note the actor, and send the requests that waited for it."""
+        """Note the actor."""
         self._actor, self._hold = actor, actor.holder()
         if self.interface is None or actor.func is not self.func:
             # With get_if_exists, an existing actor may be of another class.
@@ -270,12 +274,9 @@ class ActorLink:
                 self.interface = interface_in(actor.func)
             except AiogpuError as error:
                 self._fail(error)
-                return
-        self._early.make(actor)
 
     def _fail(self, error: Exception) -> None:
         self._error = error
-        self._early.fail(error)
 
     @property
     def identity(self) -> tuple[int, object] | None:
@@ -458,7 +459,20 @@ class ActorLink:
             # that the program made after this one.
             self._session.when_open(lambda _: self._when_known(send, fail), fail)
         else:
-            self._early.add(send, fail)
+            self._send_after_answer(send, fail)
+
+    def _send_after_answer(
+        self, send: Callable[[ActorPort], object], fail: Callable[[Exception], object]
+    ) -> None:
+        def answered(_: object) -> None:
+            try:
+                self._when_known(send, fail)
+            except Exception as error:  # noqa: BLE001 - the handle reports it
+                fail(error)
+
+        # In the order of the calls, and after `take`, which was added first.
+        assert self._answer is not None, self
+        self._answer.add_done_callback(answered)
 
     def kill(self, no_restart: bool) -> None:
         """End the actor's process at once."""

@@ -103,25 +103,7 @@ class PoolActor:
         is_ended_here: True if this program has told the actor to end.
         has_been_ready: True if the actor was ready at any time.
         has_answered: True if the actor has answered a call.
-        on_answer: called at the end of each call.
     """
-
-    __slots__ = (
-        "__weakref__",
-        "calls",
-        "checked",
-        "handle",
-        "has_answered",
-        "has_been_ready",
-        "idle_since",
-        "is_ended_here",
-        "is_ready",
-        "link",
-        "lost",
-        "number",
-        "on_answer",
-        "scheduler",
-    )
 
     def __init__(
         self, scheduler: PoolScheduler, number: int, handle: ActorHandle[Any]
@@ -138,8 +120,6 @@ class PoolActor:
         self.has_been_ready = False
         self.has_answered = False
         self.is_ended_here = False
-        self.on_answer: Callable[[Handle[Any]], None]
-        self.on_answer = partial(scheduler.on_answer, self)
 
     def on_ended_here(self, is_final: bool) -> None:
         """See `Watcher`: other actors get the next calls, before the node answers."""
@@ -147,12 +127,11 @@ class PoolActor:
         self.scheduler.check_alive(self)
 
     def leave(self) -> None:
-        """Drop what refers to this object, which has left the pool.
+        """Withdraw the wait for the loss of the process, which refers to this object.
 
         Otherwise the last handle of a given actor would be released by the garbage
         collector only.
         """
-        del self.on_answer
         lost, self.lost = self.lost, None
         if lost is not None:
             lost.cancel()
@@ -221,7 +200,7 @@ class PoolScheduler:
         self._not_before = 0.0
         self._idle_timer: asyncio.TimerHandle | None = None
         self._create_timer: asyncio.TimerHandle | None = None
-        self._starting: list[asyncio.Future[None]] = []
+        self._all_ready: asyncio.Future[None] | None = None  # while it is awaited
         try:
             for _ in range(bounds.size):
                 self._create_actor()
@@ -303,9 +282,9 @@ class PoolScheduler:
         """Count a call until it ends."""
         actor.calls += 1
         self._calls += 1
-        _when_done(handle, actor.on_answer)
+        _when_done(handle, partial(self._on_answer, actor))
 
-    def on_answer(self, actor: PoolActor, handle: Handle[Any]) -> None:
+    def _on_answer(self, actor: PoolActor, handle: Handle[Any]) -> None:
         """Count the end of a call."""
         actor.calls -= 1
         self._calls -= 1
@@ -391,7 +370,7 @@ class PoolScheduler:
         actor.idle_since = self.loop.time()
         self._choose_takers()
         self._set_idle_timer()
-        self._settle_starting()
+        self._settle_all_ready()
 
     def _await_loss(self, actor: PoolActor) -> None:
         if actor.lost is None:
@@ -424,7 +403,7 @@ class PoolScheduler:
         self._choose_takers()
         self.deaths += 1
         self._last_death = error
-        self._settle_starting(None if actor.has_been_ready else error)
+        self._settle_all_ready(None if actor.has_been_ready else error)
         if not isinstance(error, ActorDiedError):
             # The node was closed, or the task that made this pool has ended.
             self.close(at_once=True)
@@ -494,39 +473,41 @@ class PoolScheduler:
             MisuseError: the pool is closed.
             InfeasibleError: even an idle node has no room for all the actors.
         """
+        from asyncio import shield
+
         if self.is_closed:
             raise self._closed()
         if self._are_all_ready():
             return
         if self.is_given and not self._actors:
             raise self.none_left()
-        started = self.loop.create_future()
-        self._starting.append(started)
-        try:
-            if not self.is_given:
+        if self._all_ready is None:
+            self._all_ready = self.loop.create_future()
+            # If the waiters are cancelled, nobody wants its error.
+            _when_done(self._all_ready, lambda ready: ready.exception())
+        all_ready = self._all_ready
+        if not self.is_given:
+            try:
                 await check_room(self.name, [actor.link for actor in self._actors])
-        except BaseException as error:
-            started.cancel()  # it has no waiter any more
-            if isinstance(error, InfeasibleError):
+            except InfeasibleError:
                 self.close(at_once=True)
-            raise
-        await started
+                raise
+        await shield(all_ready)
 
     def _are_all_ready(self) -> bool:
         are_enough = len(self._actors) >= self._bounds.least
         return are_enough and all(actor.is_ready for actor in self._actors)
 
-    def _settle_starting(self, error: BaseException | None = None) -> None:
+    def _settle_all_ready(self, error: BaseException | None = None) -> None:
         if error is None and not self._are_all_ready():
             return
-        starting, self._starting = self._starting, []
-        for started in starting:
-            if started.done():
-                continue
-            if error is None:
-                started.set_result(None)
-            else:
-                started.set_exception(error)
+        all_ready, self._all_ready = self._all_ready, None
+        if all_ready is None:
+            return
+        if error is None:
+            all_ready.set_result(None)
+        else:
+            all_ready.set_exception(error)
 
     def close(self, at_once: bool) -> None:
         """Refuse calls and end all actors: at once, or after the calls made so far."""
@@ -536,7 +517,7 @@ class PoolScheduler:
         for timer in (self._idle_timer, self._create_timer):
             if timer is not None:
                 timer.cancel()
-        self._settle_starting(self._closed())
+        self._settle_all_ready(self._closed())
         actors, self._actors, self._takers = self._actors, [], []
         for actor in actors:
             if self.is_given:
@@ -638,31 +619,15 @@ class MakesActor(Protocol[A]):
         """Start an actor."""
 
 
-class PoolFinalizer:
-    """Ends the actors when the pool and its methods, which refer to it, are dropped."""
-
-    __slots__ = ("scheduler",)
-
-    def __init__(self, scheduler: PoolScheduler) -> None:
-        self.scheduler = scheduler
-
-    def __del__(self) -> None:
-        scheduler = self.scheduler
-        if not scheduler.is_closed:
-            # Any thread may drop the last reference.
-            with suppress(RuntimeError):  # the loop is closed, and so is its node
-                scheduler.loop.call_soon_threadsafe(scheduler.close, False)
-
-
 class PoolMethod(CalledFirst, NotPassedOn, Mapper):
     """A method of a pool; `.remote(...)` calls it on one of the actors."""
 
-    __slots__ = ("_finalizer", "_name")
+    __slots__ = ("_name", "_pool")
 
     _PASS_INSTEAD = "pass handles of its actors"
 
-    def __init__(self, finalizer: PoolFinalizer, name: str) -> None:
-        self._finalizer = finalizer
+    def __init__(self, pool: ActorPool[Any], name: str) -> None:
+        self._pool = pool
         self._name = name
 
     def __repr__(self) -> str:
@@ -671,7 +636,7 @@ class PoolMethod(CalledFirst, NotPassedOn, Mapper):
     @property
     def __name__(self) -> str:
         """The name of the method for error messages."""
-        return f"{self._finalizer.scheduler.name}.{self._name}"
+        return f"{self._pool._scheduler.name}.{self._name}"
 
     def remote(self, /, *args: Any, **kwargs: Any) -> Handle[Any]:
         """Call the method on the actor with the fewest unanswered calls.
@@ -692,7 +657,7 @@ class PoolMethod(CalledFirst, NotPassedOn, Mapper):
         # Imported late: it imports asyncio.
         from aiogpu.api.results.handle import check_thread
 
-        scheduler = self._finalizer.scheduler
+        scheduler = self._pool._scheduler
         check_thread(scheduler.loop, f"{self.__name__}.remote()")
         actor = scheduler.take()
         method = getattr(actor.handle, self._name)
@@ -798,43 +763,47 @@ class ActorPool(EnteredOnLoop, NotPassedOn, SetInItsProcess, Generic[A]):
             from aiogpu.api.session import no_loop
 
             raise no_loop("ActorPool()")
-        scheduler = PoolScheduler(interface, make, bounds, loop)
-        self._finalizer = PoolFinalizer(scheduler)
+        self._scheduler = PoolScheduler(interface, make, bounds, loop)
         for handle in given:
-            scheduler.add(handle)
+            self._scheduler.add(handle)
 
     def __repr__(self) -> str:
-        scheduler = self._finalizer.scheduler
-        return f"<ActorPool of {scheduler.name}: {scheduler!r}>"
+        return f"<ActorPool of {self._scheduler.name}: {self._scheduler!r}>"
+
+    def __del__(self) -> None:
+        scheduler = self.__dict__.get("_scheduler")
+        if scheduler is not None and not scheduler.is_closed:
+            # Any thread may drop the last reference.
+            with suppress(RuntimeError):  # the loop is closed, and so is its node
+                scheduler.loop.call_soon_threadsafe(scheduler.close, False)
 
     def __len__(self) -> int:
         """Return the number of actors, ready or not."""
-        return len(self._finalizer.scheduler)
+        return len(self._scheduler)
 
     def __iter__(self) -> Iterator[ActorHandle[A]]:
         """Iterate over the handles of the actors there are now, ready or not."""
-        return iter(self._finalizer.scheduler.handles())
+        return iter(self._scheduler.handles())
 
     def __bool__(self) -> bool:
         return True
 
     def __getattr__(self, name: str) -> PoolMethod:
-        if name.startswith("__") or name == "_finalizer":
+        if name.startswith("__") or name == "_scheduler":
             raise AttributeError(f"an ActorPool has no attribute {name}.")
-        interface = self._finalizer.scheduler.interface
+        interface = self._scheduler.interface
         if interface is not None and name not in interface.methods:
             raise no_method(interface, name)
-        # The method refers to the finalizer, not to the pool, so there is no cycle.
-        method = PoolMethod(self._finalizer, name)
-        self.__dict__[name] = method
-        return method
+        # It refers to the pool, which must not refer to it: dropping the pool ends the
+        # actors at once.
+        return PoolMethod(self, name)
 
     def _as_called(self) -> str:
         return "aiogpu.ActorPool(...)"
 
     def __await__(self) -> Generator[Any, None, ActorPool[A]]:
         self._check_loop("`await`")
-        yield from self._finalizer.scheduler.ready().__await__()
+        yield from self._scheduler.ready().__await__()
         return self
 
     async def __aenter__(self) -> ActorPool[A]:
@@ -850,7 +819,7 @@ class ActorPool(EnteredOnLoop, NotPassedOn, SetInItsProcess, Generic[A]):
     def _check_loop(self, what: str) -> None:
         from aiogpu.api.results.handle import check_loop
 
-        check_loop(self._finalizer.scheduler.loop, f"{what} of a pool")
+        check_loop(self._scheduler.loop, f"{what} of a pool")
 
     async def aclose(self) -> None:
         """End the actors after the calls made so far, and wait; idempotent."""
@@ -858,9 +827,8 @@ class ActorPool(EnteredOnLoop, NotPassedOn, SetInItsProcess, Generic[A]):
 
     async def _end(self, at_once: bool) -> None:
         self._check_loop("aclose()")
-        scheduler = self._finalizer.scheduler
-        scheduler.close(at_once)
-        await scheduler.ended()
+        self._scheduler.close(at_once)
+        await self._scheduler.ended()
 
 
 def _maker(

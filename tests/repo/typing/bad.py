@@ -6,7 +6,7 @@ A line marked `# refused by pyright` is one that mypy cannot tell.
 from __future__ import annotations
 
 import aiogpu
-from aiogpu import Handle
+from aiogpu import Handle, sync
 
 
 @aiogpu.remote
@@ -211,6 +211,11 @@ async def nodes() -> None:
     await aiogpu.init(num_gpus=0.5)  # refused
     await aiogpu.init(1)  # refused
     await aiogpu.init(preload=[1])  # refused
+    await aiogpu.init(nmu_gpus=1)  # refused
+    sync.init(num_gpus=0.5)  # refused
+    aiogpu.lease(max_calls=1)  # refused
+    sync.lease(num_gpus="1")  # refused
+    aiogpu.gang(embed, 2, placement=None)  # refused
     with aiogpu.init():  # refused
         pass
     print((await aiogpu.status()).devicse)  # refused

@@ -194,13 +194,9 @@ def local_things() -> list[Any]:
 
 @pytest.mark.parametrize("thing", local_things(), ids=repr)
 def test_local_object_is_pickled_by_value_but_not_by_plain_pickle(thing: Any) -> None:
-    """The error for multiprocessing says what to do."""
-    with pytest.raises(SerializationError) as caught:
+    """Plain pickle and multiprocessing look it up by name, and find none."""
+    with pytest.raises((pickle.PicklingError, AttributeError), match=thing.__name__):
         ForkingPickler.dumps(thing)
-    message = str(caught.value)
-    assert message.startswith(f"multiprocessing cannot send {thing!r}: ")
-    assert f"`{thing.__name__}.remote(...)` runs in a worker" in message
-    assert f"`remote_version = aiogpu.remote({thing.__name__})`" in message
     pickled = pickle.loads(cloudpickle.dumps(thing))
     for copied in (pickled, copy.copy(thing), copy.deepcopy(thing)):
         assert type(copied) is type(thing)

@@ -15,7 +15,7 @@ import aiogpu
 from aiogpu.api import session as module
 from aiogpu.api.node import node_of
 from aiogpu.api.results.handle import session_of
-from aiogpu.api.session import Session, current_session
+from aiogpu.api.session import Session, find_session
 from aiogpu.client.current import current
 from aiogpu.engines.base import NodeOptions
 from aiogpu.errors import (
@@ -205,20 +205,20 @@ async def test_each_loop_has_its_own_session(engine: FakeEngine) -> None:
     async def main() -> None:
         session = opening(other)
         async with node_of(session):
-            assert current_session() is session
+            assert find_session() is session
 
     session = opening(engine)
     async with node_of(session) as node:
         await asyncio.to_thread(asyncio.run, main())
         assert node is node_of(session)
-        assert current_session() is session
+        assert find_session() is session
     assert other.story == engine.story == ORDERLY
 
 
 def test_calls_without_a_loop_are_refused() -> None:
     assert not aiogpu.is_initialized()
     for use, message in (
-        (current_session, r"^\.remote.*aiogpu\.run\(main\(\)\)"),
+        (find_session, r"^\.remote.*aiogpu\.run\(main\(\)\)"),
         (lambda: aiogpu.get_actor("model"), r"^aiogpu\.get_actor\(\) needs a running"),
     ):
         with pytest.raises(NoLoopError, match=message):
@@ -228,7 +228,7 @@ def test_calls_without_a_loop_are_refused() -> None:
 async def test_worker_opens_no_session(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(current, "worker", 1)
     with pytest.raises(NodeError, match=r"the node is not available inside"):
-        current_session()
+        find_session()
     with pytest.raises(NodeError, match=r"aiogpu\.init\(\) is not available"):
         await aiogpu.init()
     for ask in (aiogpu.status, aiogpu.cluster_resources, aiogpu.available_resources):

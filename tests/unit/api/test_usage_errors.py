@@ -388,7 +388,7 @@ async def test_an_await_on_another_loop_is_refused(node: aiogpu.types.Node) -> N
 
     await asyncio.to_thread(asyncio.run, refused())
     assert not handle.done(), "the work goes on"
-    assert not pool._finalizer.scheduler.is_closed
+    assert not pool._scheduler.is_closed
     handle.cancel()
 
 
