@@ -342,7 +342,8 @@ def cut_frames(error: BaseException) -> None:
 
 _CUT: Final = frozenset(
     {
-        "aiogpu.api.portal",
+        "aiogpu.api.portal.handle",
+        "aiogpu.api.portal.program",
         "aiogpu.api.results.blocking",
         "aiogpu.api.results.handle",
         "aiogpu.api.results.wait",
