@@ -448,6 +448,9 @@ class Decorated(CalledFirst):
         self.__qualname__ = getattr(function, "__qualname__", definition.name)
         self.__module__ = getattr(function, "__module__", None) or "__main__"
         self.__doc__ = function.__doc__
+        multiprocessing: Any = sys.modules.get("multiprocessing.reduction")
+        if multiprocessing is not None:
+            multiprocessing.register(type(self), reduce_for_multiprocessing)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.__module__}.{self.__qualname__}>"
@@ -472,23 +475,23 @@ class Decorated(CalledFirst):
         )
         return self._func
 
-    def _import_name(self) -> FunctionName | None:
-        """Return the name by which another process imports it; None if by value.
 
-        Raises:
-            SerializationError: multiprocessing pickles it, which cannot send by value.
-        """
-        reference = self._definition.reference()
-        pickler = sys._getframe(2).f_globals.get("__name__")
-        if reference is None and pickler == "multiprocessing.reduction":
-            raise SerializationError(
-                f"multiprocessing cannot send {self!r}: it looks functions and classes "
-                f"up by name, and {self.__qualname__} is the remote one. You need no "
-                f"pool: `{self.__name__}.remote(...)` runs in a worker. To use a pool "
-                f"nevertheless, move the function to a module, or keep the plain one: "
-                f"`remote_version = aiogpu.remote({self.__name__})`."
-            )
-        return reference
+def reduce_for_multiprocessing(remote: Decorated) -> Any:
+    """Pickle by name; multiprocessing, which calls this, cannot send by value.
+
+    Raises:
+        SerializationError: the function or class cannot be imported by name.
+    """
+    if remote._definition.reference() is None:
+        name = remote.__name__
+        raise SerializationError(
+            f"multiprocessing cannot send {remote!r}: it looks functions and classes "
+            f"up by name, and {remote.__qualname__} is the remote one. You need no "
+            f"pool: `{name}.remote(...)` runs in a worker. To use a pool nevertheless, "
+            f"move the function to a module, or keep the plain one: `remote_version = "
+            f"aiogpu.remote({name})`."
+        )
+    return remote.__reduce__()
 
 
 class RemoteFunction(Decorated, Mapper, Generic[P, R]):
@@ -608,7 +611,7 @@ class RemoteFunction(Decorated, Mapper, Generic[P, R]):
         )
 
     def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
-        source = self._import_name() or self._definition.function
+        source = self._definition.reference() or self._definition.function
         return _rebuild, (source, self._options)
 
 

@@ -338,7 +338,7 @@ class RemoteClass(Decorated, Generic[P, A]):
         return RemoteClass(self._definition, checked, self._interface)
 
     def __reduce__(self) -> tuple[object, ...]:
-        reference = self._import_name()
+        reference = self._definition.reference()
         if reference is None:
             return copyreg.__newobj__, (type(self),), self.__dict__  # type: ignore[attr-defined]
         return _rebuild, (reference, self._options)
