@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from aiogpu.api.node import shutdown as shutdown
     from aiogpu.api.node import status as status
     from aiogpu.api.node import why as why
-    from aiogpu.api.portal import from_thread as from_thread
+    from aiogpu.api.portal.calls import from_thread as from_thread
     from aiogpu.api.reservation import lease as lease
     from aiogpu.api.reservation import placement as placement
     from aiogpu.api.results.handle import Handle as Handle
@@ -84,7 +84,7 @@ _MODULES = {
         "status",
         "why",
     ),
-    "api.portal": ("from_thread",),
+    "api.portal.calls": ("from_thread",),
     "api.reservation": ("lease", "placement"),
     "api.actors.pool": ("ActorPool", "typed"),
     "api.calls": ("put",),

@@ -40,7 +40,7 @@ from typing import (
 from aiogpu.api.decorator import method
 from aiogpu.api.decorator import remote as _remote
 from aiogpu.api.runtime_context import get_gpu_ids, get_runtime_context
-from aiogpu.client.current import is_in_task
+from aiogpu.client.current import error_inside_task, is_in_task
 from aiogpu.errors import MisuseError, NodeRunningError
 
 if TYPE_CHECKING:
@@ -76,13 +76,70 @@ R = TypeVar("R")
 A = TypeVar("A")
 
 
-def _portal(what: str) -> Any:
-    """Return the portal to the program's node; None inside a task, which needs none."""
-    if is_in_task():
-        return None
-    from aiogpu.api.portal import portal_for
+class TaskCode:
+    """The calls of a task's code: those of `aiogpu` itself, on the task's client.
 
-    return portal_for(what)
+    `api.portal.Program` has the same methods for programs.
+    """
+
+    def __init__(self, what: str) -> None:
+        """Take the name of the call, which a program needs for its messages."""
+
+    def call(self, remote: Any, args: Any, kwargs: Any) -> Any:
+        """Start a task."""
+        return remote.remote(*args, **kwargs)
+
+    make = call
+
+    def map(self, remote: Any, iterable: Any, options: dict[str, Any]) -> Any:
+        """Call a function with each item."""
+        return remote.map(iterable, **options)
+
+    def get(self, handle: Any, timeout: float | None) -> Any:
+        """Wait for results."""
+        from aiogpu.api.results import wait as waiting
+
+        return waiting.get(handle, timeout=timeout)
+
+    def put(self, value: Any) -> Any:
+        """Store a value; return its handle."""
+        from aiogpu.api.calls import put as store
+
+        return store(value)
+
+    def wait(self, handles: Any, num_returns: int, timeout: float | None) -> Any:
+        """Wait until some of the handles are done."""
+        from aiogpu.api.results import wait as waiting
+
+        ended: Any = waiting.wait(handles, num_returns=num_returns, timeout=timeout)
+        return tuple(ended)
+
+    def as_completed(self, handles: Any) -> Any:
+        """Yield handles as they end."""
+        from aiogpu.api.results import wait as waiting
+
+        return iter(waiting.as_completed(handles))
+
+    def get_actor(self, name: str, namespace: str | None) -> Any:
+        """Return a handle to the actor with a name."""
+        from aiogpu.api.actors import actor
+
+        return actor.get_actor(name, namespace)
+
+    def kill(self, actor: Any, no_restart: bool) -> None:
+        """End an actor's process at once."""
+        from aiogpu.api.actors.actor import kill as end
+
+        end(actor, no_restart=no_restart)
+
+
+def _caller(what: str) -> Any:
+    """Return the `TaskCode` or `Program` that makes a call for the running code."""
+    if is_in_task():
+        return TaskCode(what)
+    from aiogpu.api.portal import Program
+
+    return Program(what)
 
 
 # Remote functions and actors.
@@ -130,13 +187,8 @@ class RemoteFunction(_Decorated, Generic[P, R]):
                 not open yet, `result()` raises this error instead.
             SerializationError: the function or an argument cannot be pickled.
         """
-        portal = _portal(f"{self._wrapped.__name__}.remote()")
-        if portal is None:
-            return self._wrapped.remote(*args, **kwargs)  # type: ignore[no-any-return]
-        from aiogpu.api.portal import call_function, warn_of_change
-
-        warn_of_change(self._wrapped._definition)
-        return call_function(portal, self._wrapped, args, kwargs)  # type: ignore[no-any-return]
+        caller = _caller(f"{self._wrapped.__name__}.remote()")
+        return caller.call(self._wrapped, args, kwargs)  # type: ignore[no-any-return]
 
     def options(self, **options: Unpack[Options]) -> Self:
         """Return the same function with other options; this one does not change.
@@ -192,7 +244,6 @@ class RemoteFunction(_Decorated, Generic[P, R]):
             OptionError: an option is invalid.
             MisuseError: `iterable` cannot be iterated, or the call was made in a task.
         """
-        portal = _portal(f"{self._wrapped.__name__}.map()")
         options: dict[str, Any] = {
             "limit": limit,
             "ordered": ordered,
@@ -200,11 +251,8 @@ class RemoteFunction(_Decorated, Generic[P, R]):
             "return_exceptions": return_exceptions,
             "progress": progress,
         }
-        if portal is None:
-            return self._wrapped.map(iterable, **options)  # type: ignore[no-any-return]
-        from aiogpu.api.portal import map_on
-
-        return map_on(portal, self._wrapped, iterable, options)
+        caller = _caller(f"{self._wrapped.__name__}.map()")
+        return caller.map(self._wrapped, iterable, options)  # type: ignore[no-any-return]
 
 
 class RemoteGenerator(RemoteFunction[P, R]):
@@ -229,12 +277,8 @@ class RemoteClass(_Decorated, Generic[P, A]):
             InfeasibleError: the actor asks for more than the node has.
             SerializationError: the class or an argument cannot be pickled.
         """
-        portal = _portal(f"{self._wrapped.__name__}.remote()")
-        if portal is None:
-            return self._wrapped.remote(*args, **kwargs)  # type: ignore[no-any-return]
-        from aiogpu.api.portal import call_on
-
-        return call_on(portal, self._wrapped.remote, args, kwargs)  # type: ignore[no-any-return]
+        caller = _caller(f"{self._wrapped.__name__}.remote()")
+        return caller.make(self._wrapped, args, kwargs)  # type: ignore[no-any-return]
 
     def options(self, **options: Unpack[ActorKeywords]) -> Self:
         """Return the same class with other options; this one does not change.
@@ -362,11 +406,9 @@ def init(**options: Unpack[InitKeywords]) -> SyncNode:
     from aiogpu.api import node, portal
 
     what = "aiogpu.sync.init()"
-    loop_portal = portal.portal_for(what, opens=True)
-    if loop_portal is None:
-        from aiogpu.client.current import error_inside_task
-
+    if is_in_task():
         raise error_inside_task(what)
+    loop_portal = portal.portal_for(what, opens=True)
     try:
         opened = loop_portal.run(what, lambda: node.init(**options))
     except NodeRunningError as error:
@@ -390,13 +432,11 @@ def is_initialized() -> bool:
 
 def _node(what: str) -> SyncNode:
     """Return the program's node; open one if there is none."""
+    if is_in_task():
+        raise error_inside_task(what)
     from aiogpu.api import node, portal, session
 
     loop_portal = portal.portal_for(what)
-    if loop_portal is None:
-        from aiogpu.client.current import error_inside_task
-
-        raise error_inside_task(what)
     program = loop_portal.call(session.find_session, what)
     loop_portal.run(what, program.opened)
     return portal.SyncNode(loop_portal, node.node_of(program))
@@ -464,13 +504,7 @@ def get(handle: Any, /, *, timeout: float | None = None) -> Any:
         TaskTimeoutError: the time is up; the tasks go on.
     """
     try:
-        if is_in_task():
-            from aiogpu.api.results import wait as waiting
-
-            return waiting.get(handle, timeout=timeout)
-        from aiogpu.api.portal import results_of
-
-        return results_of(handle, timeout)
+        return _caller("aiogpu.sync.get()").get(handle, timeout)
     except BaseException as error:
         from aiogpu.api.results.base import cut_frames
 
@@ -483,14 +517,7 @@ def put(value: R) -> Handle[R]:
 
     See `aiogpu.put`; this function returns the handle at once.
     """
-    from aiogpu.api.calls import put as store
-
-    portal = _portal("aiogpu.sync.put()")
-    if portal is None:
-        return store(value)  # type: ignore[return-value]
-    from aiogpu.api.portal import unwrap
-
-    return portal.call(lambda: portal.wrap(store(unwrap(value))))  # type: ignore[no-any-return]
+    return _caller("aiogpu.sync.put()").put(value)  # type: ignore[no-any-return]
 
 
 def wait(
@@ -504,31 +531,8 @@ def wait(
 
     See `aiogpu.wait` for the arguments and the errors.
     """
-    from aiogpu.api.results import wait as waiting
-
-    portal = _portal("aiogpu.sync.wait()")
-    if portal is None:
-        return tuple(  # type: ignore[return-value]
-            waiting.wait(cast("Any", handles), num_returns=num_returns, timeout=timeout)
-        )
-    from aiogpu.api.portal import checked_handles, unwrap
-
-    proxies = checked_handles("wait", handles)
-    if len(set(proxies)) < len(proxies):
-        twice = next(each for each in proxies if proxies.count(each) > 1)
-        raise MisuseError(
-            f"aiogpu.sync.wait() was given {twice!r} more than once; pass each handle "
-            f"once."
-        )
-
-    async def wait_on_loop() -> Any:
-        proxy_of = {unwrap(proxy): proxy for proxy in proxies}
-        ready, pending = await waiting.wait(
-            [*proxy_of], num_returns=num_returns, timeout=timeout
-        )
-        return [proxy_of[h] for h in ready], [proxy_of[h] for h in pending]
-
-    return portal.run("aiogpu.sync.wait()", wait_on_loop)  # type: ignore[no-any-return]
+    caller = _caller("aiogpu.sync.wait()")
+    return caller.wait(handles, num_returns, timeout)  # type: ignore[no-any-return]
 
 
 def as_completed(handles: Collection[Handle[R]], /) -> Iterator[Handle[R]]:
@@ -536,13 +540,8 @@ def as_completed(handles: Collection[Handle[R]], /) -> Iterator[Handle[R]]:
 
     Leaving the loop cancels no work.
     """
-    if is_in_task():
-        from aiogpu.api.results import wait as waiting
-
-        return iter(waiting.as_completed(cast("Any", handles)))  # type: ignore[arg-type]
-    from aiogpu.api.portal import checked_handles, completed
-
-    return completed(checked_handles("as_completed", handles))
+    caller = _caller("aiogpu.sync.as_completed()")
+    return caller.as_completed(handles)  # type: ignore[no-any-return]
 
 
 # Actors.
@@ -554,29 +553,13 @@ def get_actor(name: str, namespace: str | None = None) -> SyncActorHandle[Any]:
     Raises:
         ActorNameError: no living actor has the name.
     """
-    from aiogpu.api.actors import actor
-
-    what = "aiogpu.sync.get_actor()"
-    portal = _portal(what)
-    if portal is None:
-        return cast("SyncActorHandle[Any]", actor.get_actor(name, namespace))
-    from aiogpu.api.portal import SyncActorHandle
-
-    handle = portal.run(what, lambda: actor.get_actor(name, namespace))
-    return SyncActorHandle(portal, handle)
+    caller = _caller("aiogpu.sync.get_actor()")
+    return caller.get_actor(name, namespace)  # type: ignore[no-any-return]
 
 
 def kill(actor: SyncActorHandle[Any], *, no_restart: bool = True) -> None:
     """End an actor's process at once; see `aiogpu.kill`."""
-    from aiogpu.api.actors.actor import kill as end
-
-    portal = _portal("aiogpu.sync.kill()")
-    if portal is None:
-        end(cast("Any", actor), no_restart=no_restart)
-        return
-    from aiogpu.api.portal import unwrap
-
-    portal.call(lambda: end(unwrap(actor), no_restart=no_restart))
+    _caller("aiogpu.sync.kill()").kill(actor, no_restart)
 
 
 # Reservations.
@@ -632,13 +615,14 @@ def gang(target: Any, size: int, /, **options: Any) -> Any:
 
 def _program_portal(what: str) -> Portal:
     """Return the portal to the program's node; refuse a call in a task."""
-    portal = _portal(what)
-    if portal is None:
+    if is_in_task():
         raise MisuseError(
             f"{what} is for programs. A task holds resources by its options, such as "
             f"num_gpus=."
         )
-    return cast("Portal", portal)
+    from aiogpu.api.portal import portal_for
+
+    return portal_for(what)
 
 
 _IN_TASKS: Final = ("batch", "exit_actor", "report")

@@ -113,7 +113,7 @@ def request(
     caller = TaskCaller(client)
 
     def start(receiver: Awaited) -> None:
-        receiver.begin(send(receiver))
+        receiver.on_submitted(send(receiver))
 
     return results_for(caller, name, caller, returns, window, start)
 
@@ -212,7 +212,7 @@ class TaskCaller(NamedTuple):
 
     def start(self, func: FunctionSpec, payload: bytes, receiver: Awaited) -> None:
         """Start a child."""
-        receiver.begin(self.client.submit(func, payload, receiver))
+        receiver.on_submitted(self.client.submit(func, payload, receiver))
 
     def demand(self, task: int, limit: int) -> None:
         """Let a child yield up to `limit` items in all; see `StreamOwner`."""
@@ -263,11 +263,11 @@ class ResultGroup:
         """The call's number; 0 before the call is made."""
         return self._number
 
-    def begin(self, number: int) -> None:
+    def on_submitted(self, number: int) -> None:
         """Note the number of the submitted call, also in each handle."""
         self._number = number
         for handle in self.handles:
-            handle.begin(number)
+            handle.on_submitted(number)
 
     def done(self) -> bool:
         """Return whether all handles have ended."""

@@ -109,7 +109,7 @@ class SessionState(Enum):
 class Awaited(Receiver, Protocol):
     """A handle, or the buffer of a stream's items."""
 
-    def begin(self, number: int) -> None:
+    def on_submitted(self, number: int) -> None:
         """Note the number of the submitted task."""
         ...
 
@@ -219,7 +219,7 @@ class Session:
 
         def start(engine: Engine) -> None:
             if not handle.done():
-                handle.begin(engine.submit(func, payload, handle))
+                handle.on_submitted(engine.submit(func, payload, handle))
 
         self.when_open(start, handle.settle)
 

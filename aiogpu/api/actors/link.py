@@ -120,7 +120,7 @@ class LossOwner:
         """Send the request, unless it was cancelled."""
         if not receiver.done():
             self._cancel = partial(actors.cancel, actor.id)
-            receiver.begin(actor.ask(LOST, receiver))
+            receiver.on_submitted(actor.ask(LOST, receiver))
 
     def cancel(self, number: int) -> None:
         """Withdraw the request; do nothing in a fork, where it is the parent's."""
@@ -371,7 +371,7 @@ class ActorLink:
 
     def _start(self, method: str, payload: bytes, handle: Awaited) -> None:
         if self._actor is not None:
-            handle.begin(self._actor.call(method, payload, handle))
+            handle.on_submitted(self._actor.call(method, payload, handle))
             return
 
         def call(actor: ActorPort) -> None:
@@ -379,7 +379,7 @@ class ActorLink:
                 return
             if self.own is None and self.interface is not None:
                 check_late_call(self.interface, method)
-            handle.begin(actor.call(method, payload, handle))
+            handle.on_submitted(actor.call(method, payload, handle))
 
         self._when_known(call, handle.settle)
 

@@ -85,10 +85,14 @@ class HandleClient:
             thread other than its event loop's.
     """
 
-    store: ValueStore | None = None
+    __slots__ = ("_waits", "has_waits", "store")
+
     is_borrowed: ClassVar[bool] = False
 
-    def __init__(self, waits: Waits | None = None) -> None:
+    def __init__(
+        self, store: ValueStore | None = None, waits: Waits | None = None
+    ) -> None:
+        self.store = store
         self._waits = waits
         self.has_waits = waits is not None
 
@@ -108,7 +112,7 @@ class HandleClient:
             value.stop = handle.cancel
         return value
 
-    def begin(self, handle: Any) -> None:
+    def on_submitted(self, handle: Any) -> None:
         """Note that a task was submitted whose handle was shared before."""
 
     def settle_shared(self, handle: Any, outcome: Outcome) -> None:
@@ -147,37 +151,45 @@ class RemoteClient(HandleClient):
     task has a number.
     """
 
+    __slots__ = ("_promised", "_shares")
+
     def __init__(self, store: ValueStore, waits: Waits | None = None) -> None:
-        super().__init__(waits)
-        self.store: ValueStore = store
-        self._promised: set[int] = set()
+        super().__init__(store, waits)
+        self._shares = store.shares
+        self._promised: set[int] | None = None
 
     def share(self, handle: Any) -> Reference:
         """Return the reference by which other holders share the result."""
         if handle.task_id or handle.done():
-            return self.store.shares.share(handle)
-        promise = self.store.shares.promise()
+            return self._shares.share(handle)
+        promise = self._shares.promise()
+        self._promised = self._promised or set()
         self._promised.add(promise.id)
         return promise
 
-    def begin(self, handle: Any) -> None:
+    def on_submitted(self, handle: Any) -> None:
         """Note that a task was submitted whose handle was shared before."""
-        if handle.shared.id in self._promised:
-            self._promised.discard(handle.shared.id)
-            self.store.shares.keep(handle.shared, handle)
+        if self._take_promise(handle):
+            self._shares.keep(handle.shared, handle)
 
     def settle_shared(self, handle: Any, outcome: Outcome) -> None:
         """Fail a promise whose task is never submitted; the node settles the others."""
-        if handle.shared.id in self._promised and isinstance(outcome, Exception):
-            self._promised.discard(handle.shared.id)
-            self.store.shares.fail(handle.shared, outcome)
+        if isinstance(outcome, Exception) and self._take_promise(handle):
+            self._shares.fail(handle.shared, outcome)
+
+    def _take_promise(self, handle: Any) -> bool:
+        """Forget the promise of a handle's value; return False if there is none."""
+        if not self._promised or handle.shared.id not in self._promised:
+            return False
+        self._promised.discard(handle.shared.id)
+        return True
 
     def cancel_shared(self, handle: Any) -> None:
         """Settle the shared value of a cancelled handle."""
         super().cancel_shared(handle)
         if handle.part >= 0:
             # The call may go on for its other results.
-            self.store.shares.drop(handle.task_id, handle.shared)
+            self._shares.drop(handle.task_id, handle.shared)
 
 
 class BorrowedClient(HandleClient):
@@ -191,6 +203,8 @@ class BorrowedClient(HandleClient):
         why: returns why the task that makes the value waits.
     """
 
+    __slots__ = ("reference", "why")
+
     is_borrowed: ClassVar[bool] = True
 
     def __init__(
@@ -200,10 +214,9 @@ class BorrowedClient(HandleClient):
         why: Callable[[str, int], Coroutine[Any, Any, Why]],
         waits: Waits | None = None,
     ) -> None:
-        super().__init__(waits)
+        super().__init__(store, waits)
         self.has_waits = True
         self.reference = reference
-        self.store = store
         self.why = why
 
     def share(self, _handle: object) -> Reference:
@@ -252,7 +265,7 @@ def client_for(store: ValueStore | None, waits: Waits | None = None) -> HandleCl
     """
     if store is not None:
         return RemoteClient(store, waits)
-    return LOCAL if waits is None else HandleClient(waits)
+    return LOCAL if waits is None else HandleClient(None, waits)
 
 
 # Handles.
@@ -298,11 +311,11 @@ class HandleBase(Reporting, NotItsResult):
         identity = add_handle(self.task_name, self.share)
         return HandleBase.restore, (identity, self.task_name)
 
-    def begin(self, number: int) -> None:
+    def on_submitted(self, number: int) -> None:
         """Note the number of the submitted task."""
         self.task_id = number
         if self.shared is not None:
-            self.client.begin(self)
+            self.client.on_submitted(self)
 
     def share(self) -> Reference:
         """Return the value that other holders of this handle refer to."""
@@ -342,7 +355,8 @@ def cut_frames(error: BaseException) -> None:
 
 _CUT: Final = frozenset(
     {
-        "aiogpu.api.portal",
+        "aiogpu.api.portal.handle",
+        "aiogpu.api.portal.calls",
         "aiogpu.api.results.blocking",
         "aiogpu.api.results.handle",
         "aiogpu.api.results.wait",

@@ -465,7 +465,8 @@ def _timeout_message(handles: list[BlockingHandle[Any]], timeout: float | None) 
 def fetch(handles: list[BlockingHandle[Any]]) -> None:
     """Request the values of received handles, which are fetched only on demand."""
     for handle in handles:
-        handle.client.fetch(handle)
+        if handle.client.is_borrowed:
+            handle.client.fetch(handle)
 
 
 def check_client(what: str, handles: list[BlockingHandle[Any]], client: Client) -> None:

@@ -364,7 +364,10 @@ class Handle(Displayed, HandleBase, asyncio.Future[T]):
                 self._waiters.remove(waiter)
 
     async def coro(self) -> T:
-        """Wait for the result; for `TaskGroup.create_task(handle.coro())`."""
+        """Wait for the result; for `TaskGroup.create_task(handle.coro())`.
+
+        A `TaskGroup` takes coroutines only, and refuses the handle itself.
+        """
         return await self
 
     def add_done_callback(

@@ -60,7 +60,7 @@ class ItemBuffer(Reporting):
     def __repr__(self) -> str:
         return f"<ItemBuffer {self.task_name} {self.task_id} {len(self.buffer)} items>"
 
-    def begin(self, number: int) -> None:
+    def on_submitted(self, number: int) -> None:
         """Note the number of the submitted task."""
         self.task_id = number
 
