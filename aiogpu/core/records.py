@@ -221,6 +221,7 @@ class WorkerRecord:
         lease: the worker's lease. An ending worker keeps its lease until its process
             is gone, even if the task's result has arrived long before.
         calls: finished calls by function, for functions with `max_calls`.
+        prepared: the functions that it has run, noted while some need preparation.
         is_last: the worker exits after its current task.
         is_leaving: its endless task was told to end, or to leave.
         is_left: the worker counts as gone, but a process of it has not ended; when it
@@ -245,6 +246,7 @@ class WorkerRecord:
     is_left: bool = False
     lease: Lease | None = None
     calls: dict[int, int] = field(default_factory=dict)
+    prepared: dict[int, None] = field(default_factory=dict)
     is_last: bool = False
     is_leaving: bool = False
     is_stale: bool = False

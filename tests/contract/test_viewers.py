@@ -19,9 +19,11 @@ import aiogpu
 from aiogpu.api.session import find_session
 from aiogpu.engines.local import LocalEngine
 from aiogpu.observe.status_codec import status_codec
+from aiogpu.observe.task_list import TaskQuery
 from aiogpu.runtime.callers import viewers
 from aiogpu.wire.messages import (
     LIMIT,
+    TASKS,
     ChildDone,
     ChildFailed,
     Close,
@@ -188,6 +190,23 @@ async def test_a_flood_of_questions_takes_little_time(node: Embedded) -> None:
         flood.socket.shutdown(2)  # further questions fail
         await asyncio.wait([sent])
         sent.exception()
+    await until(lambda: not node.viewers)
+
+
+async def test_a_long_search_delays_no_other_viewer(
+    node: Embedded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pause after a list of tasks concerns lists alone."""
+    monkeypatch.setattr(viewers, "SHARE", 1_000_000)
+    query = status_codec.dump(TaskQuery("waiting"))
+    with RawClient(node.service) as searches, RawClient(node.service) as other:
+        for client in (searches, other):
+            await asyncio.to_thread(client.joined, only_looks=True)
+        searches.say(Inquire(1, TASKS, 0, query=query))
+        page = await asyncio.to_thread(searches.hear, ChildDone)
+        assert status_codec.load(page.payload).total == 0
+        ask(other)
+        await asyncio.to_thread(other.hear, ChildDone)
     await until(lambda: not node.viewers)
 
 

@@ -275,15 +275,15 @@ def outdone(w: World, *workers: int) -> World:
 
 
 def test_idle_worker_that_is_outdone_stays_idle():
-    w = World(cpus=4).play("submit a1 a2")
+    w = World(cpus=4).play("submit a1 a2 function=1")
     first, second = w.worker_of("a1"), w.worker_of("a2")
-    outdone(w, first, second).play("finish a1; finish a2; submit b1")
+    outdone(w, first, second).play("finish a1; finish a2; submit b1 function=2")
     third = w.worker_of("b1")
     assert third not in {first, second}
-    w.play("finish b1; submit a3 b2")
+    w.play("finish b1; submit a3 function=1; submit b2 function=2")
     assert w.worker_of("a3") == third, "the last used"
     assert w.worker_of("b2") not in {first, second, third}
-    outdone(w, second).play("submit b3")
+    outdone(w, second).play("submit b3 function=2")
     assert w.worker_of("b3") == first
     w.check()
 
@@ -291,17 +291,19 @@ def test_idle_worker_that_is_outdone_stays_idle():
 def test_worker_that_is_outdone_serves_where_no_other_can_start():
     w = World(cpus=4).play("bound 1; submit a")
     worker = w.worker_of("a")
-    outdone(w, worker).play("finish a; submit b1")
+    outdone(w, worker).play("finish a; submit b1 function=2")
     assert w.worker_of("b1") == worker
     w = World(cpus=4).play("submit a")
     worker = w.worker_of("a")
     w.scheduler.outages[()] = Outage("no zygote", w.now, is_paused=True)
-    outdone(w, worker).play("finish a; submit b1")
+    outdone(w, worker).play("finish a; submit b1 function=2")
     assert w.worker_of("b1") == worker
 
 
 def test_worker_that_is_outdone_gives_its_lease_to_a_new_worker():
-    w = World(cpus=1, took=1e-5).play("submit a1 a2 b1 b2")
+    w = World(cpus=1, took=1e-5).play("""
+        submit a1 a2 function=1; submit b1 b2 function=2
+    """)
     worker = w.worker_of("a1")
     outdone(w, worker).play("finish a1")
     assert w.worker_of("a2") == worker
@@ -312,11 +314,11 @@ def test_worker_that_is_outdone_gives_its_lease_to_a_new_worker():
 
 
 def test_task_is_not_sent_ahead_to_a_worker_that_is_outdone():
-    w = World(cpus=1, took=1e-5).play("submit a0; finish a0")
+    w = World(cpus=1, took=1e-5).play("submit a0 function=1; finish a0")
     for number in range(4):
-        w.play(f"submit a{number + 1}")
+        w.play(f"submit a{number + 1} function=1")
     for number in range(20):
-        w.play(f"submit b{number}")
+        w.play(f"submit b{number} function=2")
     worker = w.worker_of("a1")
     outdone(w, worker).play("finish a1; finish a2")
     queued = w.scheduler.workers.get(worker).queue

@@ -103,7 +103,8 @@ def _find_worker(node: SchedulerState, record: TaskRecord, lease: Lease) -> None
         if node.is_outdone is None:
             worker = workers.take_bound(binding)
         else:
-            worker = _take_prepared(node, record, binding)
+            worker = workers.take_bound(binding, spec.function)
+            worker = worker or _take_prepared(node, record, binding)
         if worker is not None:
             node.effects.append(assign(node, record, worker, lease))
             return
@@ -196,6 +197,8 @@ def assign(
     record.worker, worker.task, worker.lease = worker, record, lease
     if spec.is_timed:
         record.began = node.now
+    if node.is_outdone is not None:
+        worker.prepared[spec.function] = None
     lease.holder = worker.id
     if worker.look_at is None:
         watch(node, worker, node.config.unresponsive_after)
@@ -254,8 +257,10 @@ def hand_over(
         return False
     if not may_follow(node, worker, bucket):
         return False
-    if node.is_outdone is not None and node.is_unprepared(worker, record):
-        return False
+    if node.is_outdone is not None and record.spec.function not in worker.prepared:
+        if node.is_unprepared(worker, record):
+            return False
+        worker.prepared[record.spec.function] = None
     leave_queue(node, record, bucket)
     record.state = _RUNNING
     record.worker, worker.task = worker, record
@@ -328,8 +333,8 @@ def refill(
         room = min(record.spec.pace.depth, fair) - len(queue)
         if room <= 0:
             break
-        if node.is_outdone is not None and node.is_unprepared(worker, record):
-            break
+        if node.is_outdone is not None and record.spec.function not in worker.prepared:
+            break  # handed over alone, if at all
         if record.kin is not None:
             if node.disowned and is_disowned(record):
                 break

@@ -178,6 +178,8 @@ class Scheduler(SchedulerState):
             self._expect_evictions()
         if record.spec.alternatives:
             return True
+        if not self.workers.idle:
+            return False  # no worker can be retired for it
         return self.exclusive.is_wanted or self.worker_limit.refused > 0
 
     def submit_many(
