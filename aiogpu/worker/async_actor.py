@@ -214,6 +214,9 @@ class AsyncActor(Invoker):
                 answer = dropped(call)
             else:
                 answer = self._executor.describe(call, outcome)
+        # From Python 3.12 the frame of a failed coroutine keeps the frames of its
+        # callers. A name here would hold the error, which holds that frame.
+        del outcome
         del self._running[call]
         if stream is not None:
             del self._streams[call]

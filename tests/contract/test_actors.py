@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -606,3 +608,27 @@ async def test_a_call_finds_the_method_that_an_attribute_hides() -> None:
     hiding: Any = aiogpu.remote(Hiding).remote()
     assert await hiding.value.remote() == 6
     assert await hiding.called.remote() == "the attribute"
+
+
+async def test_a_failed_coroutine_call_keeps_no_argument() -> None:
+    """Not even until the garbage collector finds it: an argument may be large."""
+
+    class Failing:
+        async def fail(self, argument: set[int]) -> None:
+            self.argument = weakref.ref(argument)
+            await asyncio.sleep(0)
+            raise ValueError("no")
+
+        async def is_free(self) -> bool:
+            return self.argument() is None
+
+        def collect(self, is_on: bool) -> None:
+            (gc.enable if is_on else gc.disable)()
+
+    failing: Any = aiogpu.remote(Failing).remote()
+    await failing.collect.remote(is_on=False)
+    try:
+        await raises(ValueError, failing.fail.remote({1}))
+        assert await failing.is_free.remote()
+    finally:
+        await failing.collect.remote(is_on=True)

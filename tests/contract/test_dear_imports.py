@@ -319,4 +319,5 @@ async def test_costly_imports_are_named_once(
     async with aiogpu.init(num_cpus=8, num_gpus=2):
         await all_of(dear_tasks.uses)
     (message,) = [r.getMessage() for r in caplog.records if "importing" in r.msg]
-    assert "init(preload=('dear_lib', \"auto\"))" in message
+    # A busy machine may find other modules dear as well.
+    assert "init(preload=('dear_lib', " in message

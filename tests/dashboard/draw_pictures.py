@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -206,10 +206,17 @@ async def dashboard(folder: Path) -> AsyncIterator[str]:
                     yield url
             finally:
                 collecting.cancel()
+                with suppress(asyncio.CancelledError):
+                    await collecting
 
 
-async def draw(folder: Path) -> str:
-    """Draw the pictures into a folder; return what is on them."""
+async def draw(folder: Path, *, is_read: bool = False) -> str:
+    """Draw the pictures into a folder; return what is on them.
+
+    Args:
+        folder: also for the files of the stub.
+        is_read: only read the pages, and draw nothing.
+    """
     from playwright.async_api import async_playwright, expect
 
     texts = []
@@ -225,11 +232,12 @@ async def draw(folder: Path) -> str:
             await expect(page.locator("[aria-current]")).to_have_text(title)
             await expect(page.get_by_text(text).first).to_be_visible(timeout=120_000)
             await page.wait_for_load_state("networkidle")
-            await page.screenshot(path=folder / f"{name}.png")
-            seen = re.sub(
-                r"\d[\d.,:]*", "0", await page.locator("body").aria_snapshot()
-            )
-            texts.append(f"{title}\n{seen}\n")
+            if not is_read:
+                await page.screenshot(path=folder / f"{name}.png")
+            seen = await page.locator("body").aria_snapshot()
+            lines = re.sub(r"\d[\d.,:]*", "0", seen).splitlines()
+            # Sorted, since programs are in the order of their random numbers.
+            texts.append("\n".join([title, *sorted(set(lines))]) + "\n")
         await browser.close()
     return "\n".join(texts)
 

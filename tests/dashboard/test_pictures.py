@@ -17,5 +17,5 @@ pytestmark = [
 
 
 def test_the_pictures_show_what_the_pages_show(tmp_path: Path) -> None:
-    drawn = asyncio.run(draw(tmp_path))
-    assert drawn == TEXTS.read_text(), "run python -m tests.dashboard.draw_pictures"
+    read = asyncio.run(draw(tmp_path, is_read=True))
+    assert read == TEXTS.read_text(), "run python -m tests.dashboard.draw_pictures"

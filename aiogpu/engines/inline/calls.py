@@ -485,7 +485,12 @@ class Call:
             if has_left or type(outcome.error) is ActorExit:
                 outcome.kind = LEFT
         self.end_started()
-        return outcome
+        try:
+            return outcome
+        finally:
+            # From Python 3.12 the frame of a failed coroutine keeps the frames of its
+            # callers. A name here would hold the error, which holds that frame.
+            del outcome
 
     def _advance(self) -> None:
         """Run plain code up to its end or its next suspension."""
