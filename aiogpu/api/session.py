@@ -507,9 +507,9 @@ def find_session(what: str = ".remote()", *, is_for_programs: bool = False) -> S
     session: Session | None = sessions.get(loop)  # type: ignore[arg-type]
     if session is not None:
         return session
-    inline = inline_client.get()
-    if is_for_programs and (current.worker or inline is not None):
+    if is_for_programs and current.worker:
         raise error_inside_task(what)
+    inline = inline_client.get()
     if inline is not None and inline.program in sessions:
         return sessions[inline.program]  # type: ignore[no-any-return]
     refuse_in_worker("the node")
