@@ -6,6 +6,7 @@ A line marked `# refused by pyright` is one that mypy cannot tell.
 from __future__ import annotations
 
 import aiogpu
+import aiogpu.sync
 from aiogpu import Handle
 
 
@@ -234,3 +235,8 @@ def misspelt() -> None:
     aiogpu.run(embed)  # refused
     print(aiogpu.accelerators.NVIDIA_A1000)  # refused
     aiogpu.accelerators.register(1)  # refused
+
+
+def queues_without_a_loop(numbers: aiogpu.sync.Queue[int]) -> None:
+    numbers.put("text")  # refused
+    numbers.get(most=1)  # refused
