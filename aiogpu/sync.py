@@ -59,7 +59,6 @@ if TYPE_CHECKING:
         ActorPool,
         Executor,
         Handle,
-        Portal,
         Queue,
         ResultIterator,
         SyncActorHandle,
@@ -572,10 +571,10 @@ def lease(**options: Unpack[LeaseKeywords]) -> SyncLease:
     `aiogpu.lease`. `lease.ids` and `lease.environ` identify the devices. Without
     `with`, `aiogpu.sync.get(lease)` waits for the lease, and `release()` ends it.
     """
-    from aiogpu.api.portal import SyncLease
+    from aiogpu.api.portal import SyncLease, portal_of_program
     from aiogpu.api.reservation import lease as reserve
 
-    portal = _program_portal("aiogpu.sync.lease()")
+    portal = portal_of_program("aiogpu.sync.lease()", _HELD_BY_OPTIONS)
     return SyncLease(portal, portal.call(reserve, **options))
 
 
@@ -586,10 +585,10 @@ def placement(bundles: Sequence[Mapping[str, Any]], **options: Any) -> SyncPlace
     `f.options(placement=group, bundle=0).remote()`; see `aiogpu.placement`. Without
     `with`, `group.ready()` waits until the bundles are held, and `remove()` ends it.
     """
-    from aiogpu.api.portal import SyncPlacement
+    from aiogpu.api.portal import SyncPlacement, portal_of_program
     from aiogpu.api.reservation import placement as reserve
 
-    portal = _program_portal("aiogpu.sync.placement()")
+    portal = portal_of_program("aiogpu.sync.placement()", _HELD_BY_OPTIONS)
     return SyncPlacement(portal, portal.call(reserve, bundles, **options))
 
 
@@ -602,9 +601,9 @@ def gang(target: Any, size: int, /, **options: Any) -> Any:
     """
     from aiogpu.api.actors.actor import RemoteClass as ClassOfLoop
     from aiogpu.api.actors.gang import gang as make
-    from aiogpu.api.portal import SyncGang
+    from aiogpu.api.portal import SyncGang, portal_of_program
 
-    portal = _program_portal("aiogpu.sync.gang()")
+    portal = portal_of_program("aiogpu.sync.gang()", _HELD_BY_OPTIONS)
     if isinstance(target, _Decorated):
         target = target._wrapped
     made = portal.call(make, target, size, **options)
@@ -613,16 +612,7 @@ def gang(target: Any, size: int, /, **options: Any) -> Any:
     return portal.run("gang()", lambda: made)
 
 
-def _program_portal(what: str) -> Portal:
-    """Return the portal to the program's node; refuse a call in a task."""
-    if is_in_task():
-        raise MisuseError(
-            f"{what} is for programs. A task holds resources by its options, such as "
-            f"num_gpus=."
-        )
-    from aiogpu.api.portal import portal_for
-
-    return portal_for(what)
+_HELD_BY_OPTIONS: Final = "A task holds resources by its options, such as num_gpus=."
 
 
 _IN_TASKS: Final = ("batch", "exit_actor", "report")

@@ -10,6 +10,7 @@ from aiogpu.api.portal.handle import ResultIterator as ResultIterator
 from aiogpu.api.portal.loop_thread import Portal as Portal
 from aiogpu.api.portal.loop_thread import close_own_loop as close_own_loop
 from aiogpu.api.portal.loop_thread import portal_for as portal_for
+from aiogpu.api.portal.loop_thread import portal_of_program as portal_of_program
 from aiogpu.api.portal.loop_thread import portal_to_program as portal_to_program
 from aiogpu.api.portal.proxies import ActorPool as ActorPool
 from aiogpu.api.portal.proxies import Queue as Queue

@@ -60,17 +60,14 @@ def call_function(
     later calls do not wait; see `_post`.
     """
     func = remote._func
-    if func is None or _called_on.get(remote) is not portal:
+    is_known = func is not None and _called_on.get(remote) is portal
+    if func is None or not is_known or func.window or remote._returns:
         handle = call_on(portal, remote.remote, args, kwargs)
         _called_on[remote] = portal
         return handle
-    if func.window or remote._returns:
-        return call_on(portal, remote.remote, args, kwargs)
     remote._definition.parameters.check(args, kwargs)
-    handle = _post(portal, func.spec.name, partial(remote._submit, func), args, kwargs)
-    if handle is None:
-        return call_on(portal, remote.remote, args, kwargs)
-    return handle
+    send = partial(remote._submit, func)
+    return _post(portal, func.spec.name, send, remote.remote, args, kwargs)
 
 
 _called_on: Final[WeakKeyDictionary[RemoteFunction[..., Any], Portal]] = (
@@ -112,23 +109,22 @@ def call_method(
     portal: Portal, remote: actors.RemoteMethod, args: Any, kwargs: Any
 ) -> Any:
     """Call an actor's method; see `call_function`."""
-    method, handle = remote._method, None
-    if remote._link.interface is not None and not (method.window or method.returns):
-        method.parameters.check(args, kwargs)
-        send = partial(remote._link.call, method.label, method.name)
-        handle = _post(portal, method.label, send, args, kwargs)
-    if handle is None:
+    method, link = remote._method, remote._link
+    if link.interface is None or method.window or method.returns:
         return call_on(portal, remote.remote, args, kwargs)
-    return handle
+    method.parameters.check(args, kwargs)
+    send = partial(link.call, method.label, method.name)
+    return _post(portal, method.label, send, remote.remote, args, kwargs)
 
 
 def _post(
     portal: Portal,
     name: str,
     send: Callable[[bytes], handles.Handle[Any]],
+    call: Callable[..., handles.Handle[Any]],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-) -> Handle[Any] | None:
+) -> Any:
     """Pickle the arguments in this thread and post the call to the loop.
 
     Waiting for the loop would take ten times as long as the call, because the
@@ -136,19 +132,22 @@ def _post(
     copies buffers to shared memory, and the caller may write to them afterwards [B47];
     and a warning of them names the caller's line.
 
-    Returns:
-        The handle; None if the arguments contain a handle, which only the loop's thread
-        can pickle.
+    Args:
+        portal: the portal to the loop.
+        name: name of the function or method.
+        send: sends pickled arguments, on the loop.
+        call: makes the whole call on the loop, for arguments that contain a handle,
+            which only the loop's thread can pickle.
+        args: positional arguments.
+        kwargs: arguments by name.
     """
     if any(isinstance(argument, Proxy) for argument in (*args, *kwargs.values())):
-        return None
+        return call_on(portal, call, args, kwargs)
     try:
         payload = dump_arguments(name, args, kwargs)
-    except OnlyOnLoopError:
-        return None
-    except SerializationError as error:
-        if isinstance(error.__cause__, OnlyOnLoopError):
-            return None
+    except (OnlyOnLoopError, SerializationError) as error:
+        if OnlyOnLoopError in (type(error), type(error.__cause__)):
+            return call_on(portal, call, args, kwargs)
         raise
     handle: Handle[Any] = Handle(portal, name)
 

@@ -18,11 +18,15 @@ from aiogpu.api.decorator import remote
 from aiogpu.api.options import whole
 from aiogpu.api.portal.calls import call_function
 from aiogpu.api.portal.handle import Handle, completed
-from aiogpu.api.portal.loop_thread import Portal, blocks_loop, executors, portal_for
+from aiogpu.api.portal.loop_thread import (
+    Portal,
+    blocks_loop,
+    executors,
+    portal_of_program,
+)
 from aiogpu.api.portal.proxy import OnlyOnLoopError
 from aiogpu.api.remote_function import RemoteFunction, kind_of
-from aiogpu.client.current import is_in_task
-from aiogpu.errors import MisuseError, NodeError, OptionError, SerializationError
+from aiogpu.errors import NodeError, OptionError, SerializationError
 from aiogpu.serialization.captured import Captured, captured
 from aiogpu.serialization.serializer import fix_item
 
@@ -141,12 +145,9 @@ class Executor(concurrent.futures.Executor):
             SerializationError: the function or an argument cannot be pickled.
         """
         self._check_open()
-        if is_in_task():
-            raise MisuseError(
-                "aiogpu.sync.Executor is for programs. In a task, start other tasks by "
-                ".remote()."
-            )
-        portal = portal_for("aiogpu.sync.Executor")
+        portal = portal_of_program(
+            "aiogpu.sync.Executor", "In a task, start other tasks by .remote()."
+        )
         handle: Handle[Any]
         if type(fn) is FunctionType and not kind_of(fn)[1]:
             remote = self._functions.remote(portal, fn)

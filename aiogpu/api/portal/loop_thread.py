@@ -24,7 +24,7 @@ from weakref import WeakSet
 from aiogpu.api.results.handle import Handle, sessions
 from aiogpu.api.run import new_runner
 from aiogpu.api.session import refuse_in_worker
-from aiogpu.client.current import is_loop_running, proxy_maker
+from aiogpu.client.current import is_in_task, is_loop_running, proxy_maker
 from aiogpu.errors import MisuseError, NodeError, NoLoopError
 from aiogpu.serialization.diagnostics import line_of_caller, waiting_line
 
@@ -325,6 +325,21 @@ def portal_for(what: str, *, opens: bool = False) -> Portal:
             own = LoopThread()
             _own[:] = [own]
         return own
+
+
+def portal_of_program(what: str, instead: str) -> Portal:
+    """Return the portal to the program's node; refuse a call in a task.
+
+    Args:
+        what: the call, for messages.
+        instead: what to do in a task.
+
+    Raises:
+        MisuseError: the call was made in a task; or see `portal_for`.
+    """
+    if is_in_task():
+        raise MisuseError(f"{what} is for programs. {instead}")
+    return portal_for(what)
 
 
 def _own_loop() -> LoopThread | None:

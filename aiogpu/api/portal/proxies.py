@@ -22,12 +22,11 @@ from aiogpu.api.portal.loop_thread import (
     Portal,
     blocks_loop,
     close_if_own,
-    portal_for,
+    portal_of_program,
     proxies,
 )
 from aiogpu.api.portal.proxy import EnteredProxy, Proxy, awaited, call_on, unwrap
 from aiogpu.api.usage_errors import SetInItsProcess
-from aiogpu.client.current import is_in_task
 from aiogpu.errors import MisuseError, QueueClosedError
 
 if TYPE_CHECKING:
@@ -134,7 +133,7 @@ class ActorPool(EnteredProxy, SetInItsProcess, Generic[A]):
     _target: pools.ActorPool[A]
 
     def __init__(self, actor: Any, size: int | None = None, **options: Any) -> None:
-        portal = _portal_of_program(
+        portal = portal_of_program(
             "aiogpu.sync.ActorPool()",
             "In a task, write the task as `async def` and use aiogpu.ActorPool, or "
             "call the actors one by one.",
@@ -164,17 +163,6 @@ class ActorPool(EnteredProxy, SetInItsProcess, Generic[A]):
     close = awaited(pools.ActorPool.aclose, name="close")
 
 
-def _portal_of_program(what: str, instead: str) -> Portal:
-    """Return the portal to the program's node; refuse a call in a task.
-
-    Raises:
-        MisuseError: the call was made in a task.
-    """
-    if is_in_task():
-        raise MisuseError(f"{what} is for programs. {instead}")
-    return portal_for(what)
-
-
 def _unwrapped(make: Callable[[], Any]) -> Any:
     """Call a function that starts an actor; return the loop's handle."""
     return unwrap(make())
@@ -199,7 +187,7 @@ class Queue(Proxy, Generic[T]):
 
     def __init__(self, maxsize: int = 0, **options: Any) -> None:
         what = "aiogpu.sync.Queue()"
-        portal = _portal_of_program(
+        portal = portal_of_program(
             what,
             "In a task write aiogpu.Queue(), or pass the queue to the task as an "
             "argument.",

@@ -239,3 +239,8 @@ def misspelt() -> None:
     aiogpu.run(embed)  # refused
     print(aiogpu.accelerators.NVIDIA_A1000)  # refused
     aiogpu.accelerators.register(1)  # refused
+
+
+def queues_without_a_loop(numbers: sync.Queue[int]) -> None:
+    numbers.put("text")  # refused
+    numbers.get(most=1)  # refused
