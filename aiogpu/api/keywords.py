@@ -236,12 +236,10 @@ class GangKeywords(TypedDict, total=False):
     """The options of the ranks of a gang, as `gang(...)` takes them.
 
     Attributes:
-        num_cpus, num_gpus, memory, resources, accelerator_type, gpu_memory, any_of,
-            max_calls, num_returns, max_buffered, name, priority, timeout, run_timeout,
-            cancel_grace, stop_grace, runtime_env, setup, scheduling_strategy,
-            label_selector: as for a task.
-        namespace, max_restarts, evict_after, max_concurrency, concurrency_groups: as
-            for an actor.
+        num_cpus, num_gpus, memory, resources, accelerator_type, gpu_memory, max_calls,
+            name, priority, timeout, run_timeout, cancel_grace, stop_grace, runtime_env,
+            setup: as for a task.
+        max_restarts, max_concurrency, concurrency_groups: as for an actor.
     """
 
     num_cpus: float | None
@@ -250,10 +248,7 @@ class GangKeywords(TypedDict, total=False):
     resources: Mapping[str, float] | None
     accelerator_type: str | None
     gpu_memory: int | str | None
-    any_of: Sequence[Choice] | None
     max_calls: int | None
-    num_returns: int | None
-    max_buffered: int | None
     name: str | None
     priority: int | None
     timeout: float | None
@@ -262,11 +257,7 @@ class GangKeywords(TypedDict, total=False):
     stop_grace: float | None
     runtime_env: Mapping[str, Mapping[str, str]] | None
     setup: Callable[[], object] | None
-    scheduling_strategy: object | None
-    label_selector: Mapping[str, str] | None
-    namespace: str | None
     max_restarts: int | None
-    evict_after: float | None
     max_concurrency: int | None
     concurrency_groups: Mapping[str, int] | None
 

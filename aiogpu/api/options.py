@@ -906,7 +906,7 @@ class TaskOptions(OptionTable):
     gpu_where = Option(_WHICH, _check_gpu_where, None, "GpuWhere")
     gpu_memory = Option(_AMOUNT, _check_gpu_memory, 0, "int | str")
     retry_oom = Option(("task",), check_retry_oom, None, "RetryOom")
-    any_of = Option[Choices](_TASK, _check_any_of, (), "Sequence[Choice]")
+    any_of = Option[Choices](("task",), _check_any_of, (), "Sequence[Choice]")
     gpu_strategy = Option(
         ("task", "actor", "lease"), _check_strategy, "pack", 'Literal["pack", "spread"]'
     )
@@ -915,8 +915,8 @@ class TaskOptions(OptionTable):
     retry_exceptions = Option[Retried](
         ("task",), _check_retried, False, "RetryExceptions"
     )
-    num_returns = Option((*_RESULT, "call"), _check_returns, 1, "int")
-    max_buffered = Option(_RESULT, _check_buffer, None, "int")
+    num_returns = Option(("task", *_CALL), _check_returns, 1, "int")
+    max_buffered = Option(("task", "method"), _check_buffer, None, "int")
     name = Option(_ANY, check_text, None, "str")
     priority = Option(_ANY, _check_priority, 0, "int")
     timeout = Option(("task", "lease", "gang"), check_seconds, None, "float")
@@ -930,13 +930,13 @@ class TaskOptions(OptionTable):
     lifetime = Option(_PLACE, _check_lifetime, None, 'Literal["detached"]')
     placement = Option(_PLACE, _check_placement, None, "Placement")
     bundle = Option(_PLACE, _check_bundle, -1, "int")
-    scheduling_strategy = Option(_PROCESS, _check_scheduling_strategy, None, "object")
-    label_selector = Option(_PROCESS, _check_labels, _NO_TEXTS, "Mapping[str, str]")
-    namespace = Option(_ACTOR, check_text, None, "str")
+    scheduling_strategy = Option(_PLACE, _check_scheduling_strategy, None, "object")
+    label_selector = Option(_PLACE, _check_labels, _NO_TEXTS, "Mapping[str, str]")
+    namespace = Option(("actor",), check_text, None, "str")
     get_if_exists = Option(("actor",), check_flag, False, "bool")
     max_restarts = Option(_ACTOR, _RETRIES, 0, "int")
     max_task_retries = Option(("actor",), _RETRIES, 0, "int")
-    evict_after = Option(_ACTOR, _check_evict_after, None, "float")
+    evict_after = Option(("actor",), _check_evict_after, None, "float")
     max_concurrency = Option(_ACTOR, _check_concurrency, None, "int")
     concurrency_groups = Option(_ACTOR, _check_groups, _NO_AMOUNTS, "Mapping[str, int]")
     concurrency_group = Option(_CALL, check_text, None, "str")

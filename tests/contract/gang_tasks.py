@@ -29,6 +29,14 @@ def variables(*args: int, **kwargs: int) -> tuple[Any, ...]:
     return now, AT_IMPORT, gpu, os.environ.get("OWN"), args, kwargs
 
 
+class Plain:
+    """A class without options."""
+
+    def share(self) -> tuple[str, str | None]:
+        """Return the rank's GPU and a variable."""
+        return os.environ["CUDA_VISIBLE_DEVICES"], os.environ.get("OWN")
+
+
 def note(place: str) -> None:
     """Note in a directory that this rank has begun."""
     Path(place, f"{rank()}-{os.getpid()}").touch()

@@ -63,6 +63,27 @@ async def test_ranks_have_their_variables_before_their_code() -> None:
         assert (args, kwargs) == ((1, 2), {"three": 3})
 
 
+async def test_the_options_of_a_class_hold_for_its_ranks() -> None:
+    """But its ranks are not named, restarted, evicted or detached one by one."""
+    decorate: Any = aiogpu.remote(
+        num_gpus=0.5,
+        name="one",
+        max_restarts=3,
+        lifetime="detached",
+        evict_after=0,
+        runtime_env={"env_vars": {"OWN": "mine"}},
+    )
+    shared = decorate(gang_tasks.Plain)
+    async with aiogpu.gang(shared, 3) as ranks:
+        assert await ranks.call("share") == [
+            ("0", "mine"),
+            ("0", "mine"),
+            ("1", "mine"),
+        ]
+    async with aiogpu.gang(shared, 2, num_gpus=1) as ranks:
+        assert await ranks.call("share") == [("0", "mine"), ("1", "mine")]
+
+
 async def test_calls_reach_all_ranks_in_order(place: Path) -> None:
     async with aiogpu.gang(Ranked, 2, num_gpus=1, args=(str(place),)) as ranks:
         assert len(ranks) == 2
@@ -212,6 +233,10 @@ def generator() -> Any:
     yield 1
 
 
+def two() -> Any:
+    return 1, 2
+
+
 WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "no ranks": (lambda: aiogpu.gang(tasks.pid, 0), "size=0 must be a whole number"),
     "no number": (lambda: aiogpu.gang(tasks.pid, "2"), "size='2' must be a whole"),
@@ -219,6 +244,20 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "generator": (lambda: aiogpu.gang(generator, 2), "generator is a generator; a"),
     "unknown": (lambda: aiogpu.gang(tasks.pid, 2, num_gpu=1), "num_gpu"),
     "placement": (lambda: aiogpu.gang(tasks.pid, 2, bundle=1), "leave bundle out"),
+    "eviction": (
+        lambda: aiogpu.gang(Ranked, 2, evict_after=1),
+        "leave evict_after out",
+    ),
+    "choices of the function": (
+        lambda: aiogpu.gang(
+            aiogpu.remote(any_of=[{"num_gpus": 1}, {"num_cpus": 1}])(two), 2
+        ),
+        "leave any_of out",
+    ),
+    "several results": (
+        lambda: aiogpu.gang(aiogpu.remote(num_returns=2)(two), 2),
+        "leave num_returns out",
+    ),
     "restarts": (
         lambda: aiogpu.gang(tasks.pid, 2, max_restarts=-2),
         "max_restarts=-2 must be",

@@ -63,9 +63,8 @@ class Gang(EnteredOnLoop):
         self.actors: list[ActorHandle[Any]] = []
         allowed = "a whole number of ranks, 1 or more"
         self._size: int = whole_number("size", size, 1, allowed, MOST)
-        self._target = target
+        self._rank = _rank(target, options)
         self._arguments = arguments
-        self._options = _checked(target, options)
         self._placement: Placement | None = None
         self._port: socket.socket | None = None
         self._ended: str = ""
@@ -81,12 +80,12 @@ class Gang(EnteredOnLoop):
         return "aiogpu.gang(...)"
 
     def __await__(self) -> Generator[Any, None, Any]:
-        if isinstance(self._target, RemoteClass):
+        if isinstance(self._rank, RemoteClass):
             return self._enter().__await__()
         return self._run().__await__()
 
     async def __aenter__(self) -> Gang:
-        if not isinstance(self._target, RemoteClass):
+        if not isinstance(self._rank, RemoteClass):
             raise MisuseError(
                 f"{self.name} is a function: write `await aiogpu.gang({self.name}, "
                 f"{self._size})`, whose value are the results in rank order."
@@ -104,11 +103,11 @@ class Gang(EnteredOnLoop):
                 f"again for another one."
             )
         await _check_engine(self.name)
-        bundles = [_bundle(self._options)] * self._size
+        options = self._rank._options
         self._placement = placement(
-            bundles,
+            [_bundle(options)] * self._size,
             name=self.name,
-            priority=self._options.get("priority") or 0,
+            priority=options.priority,
         )
         try:
             return await self._placement.ready()
@@ -122,24 +121,17 @@ class Gang(EnteredOnLoop):
             self._port.close()
         self._port = hold_port()
         port = self._port.getsockname()[1]
-        given: Mapping[str, Any] = self._options.get("runtime_env") or {}
-        plain = {
-            name: value
-            for name, value in self._options.items()
-            if name not in ("runtime_env", "priority")
-        }
-        remotes = []
-        for rank in range(self._size):
-            variables = {**given.get("env_vars", {}), **environ(rank, self._size, port)}
-            remotes.append(
-                self._target.options(
-                    **plain,
-                    placement=self._placement,
-                    bundle=rank,
-                    runtime_env={**given, "env_vars": variables},
-                )
+        variables = self._rank._options.runtime_env
+        return [
+            self._rank.options(
+                placement=self._placement,
+                bundle=rank,
+                runtime_env={
+                    "env_vars": {**variables, **environ(rank, self._size, port)}
+                },
             )
-        return remotes
+            for rank in range(self._size)
+        ]
 
     # A function: its ranks are tasks
 
@@ -224,7 +216,7 @@ class Gang(EnteredOnLoop):
                 await self._start()
 
     def _end(self, reason: str) -> None:
-        self._ended = f"the gang {self.name} has ended: {reason}."
+        self._ended = f"the gang {self.name} has ended: {reason.removesuffix('.')}."
         self._kill()
 
     def _kill(self) -> None:
@@ -296,30 +288,56 @@ async def _check_engine(name: str) -> None:
         )
 
 
-def _checked(target: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """Check the options of the ranks; raises `OptionError`."""
+_OF_AN_ACTOR: Final[Mapping[str, object]] = {
+    "name": None,
+    "lifetime": None,
+    "get_if_exists": False,
+    "max_restarts": 0,
+    "max_task_retries": 0,
+    "evict_after": None,
+    "placement": None,
+}
+"""Options of an actor that its ranks do without, though the class may have them.
+
+A rank that is started anew or leaves by itself would be waited for without end.
+"""
+
+_OF_A_TASK: Final[Mapping[str, object]] = {
+    "lifetime": None,
+    "max_retries": 0,
+    "retry_exceptions": False,
+    "retry_oom": None,
+    "placement": None,
+}
+"""Options of a task that its ranks do without, for the same reason."""
+
+
+def _rank(target: Any, options: dict[str, Any]) -> Any:
+    """Return the function or class of each rank; raises `OptionError`."""
     is_actor = isinstance(target, RemoteClass)
-    of_gangs = TaskOptions.taken_by("gang")
     TaskOptions.check(options, "actor" if is_actor else "task")
-    for name in options:
-        if name not in of_gangs:
-            raise OptionError(
-                f"gang({name}=...): a gang places its ranks by itself, and starts anew "
-                f"as a whole (max_restarts=); leave {name} out."
-            )
-    # A rank that is retried alone would wait for the others for ever.
-    return options if is_actor else {**options, "max_retries": 0}
+    rank = target.options(**(_OF_AN_ACTOR if is_actor else _OF_A_TASK))
+    of_gangs = TaskOptions.taken_by("gang")
+    refused = [name for name in options if name not in of_gangs]
+    # What a bundle cannot express, and several handles; the target may bring them.
+    refused += [
+        name for name in ("gpu_where", "any_of") if getattr(rank._options, name)
+    ]
+    refused += ["num_returns"] if rank._options.num_returns > 1 else []
+    if refused:
+        raise OptionError(
+            f"gang({refused[0]}=...): a gang places its ranks by itself, and starts "
+            f"anew as a whole (max_restarts=); leave {refused[0]} out."
+        )
+    return rank.options(**options)
 
 
-def _bundle(options: Mapping[str, Any]) -> dict[str, Any]:
+def _bundle(options: TaskOptions) -> dict[str, float]:
     """Return the bundle of one rank."""
-    bundle: dict[str, Any] = {"num_cpus": 1, **(options.get("resources") or {})}
-    for option in ("num_cpus", "num_gpus", "memory", "gpu_memory"):
-        if options.get(option) is not None:
-            bundle[option] = options[option]
-    if wanted := options.get("accelerator_type"):
-        bundle[f"{TYPE_PREFIX}{wanted}"] = 0.001
-    return {name: amount for name, amount in bundle.items() if amount}
+    bundle = options.request().as_numbers()
+    if options.accelerator_type is not None:
+        bundle[f"{TYPE_PREFIX}{options.accelerator_type}"] = 0.001
+    return bundle
 
 
 def hold_port() -> socket.socket:
@@ -387,7 +405,8 @@ def gang(
     raised with a note that names the rank.
 
     Args:
-        target: a class or a function, remote or plain.
+        target: a class or a function, remote or plain. Its own options hold for each
+            rank, except a name, retries, restarts, eviction and a placement.
         size: number of ranks, 1 to 1024.
         args: the arguments of the function or the constructor, the same for all ranks.
         kwargs: its arguments by name.
