@@ -225,6 +225,29 @@ def test_cost_of_a_supplied_argument_does_not_grow(order):
     assert costs[1] < costs[0] + 30
 
 
+def test_requests_cost_the_same_while_all_workers_are_taken():
+    """None of the others is tried if no worker can serve it."""
+    costs = []
+    for count in (100, 1_600):
+        specs = [
+            spec(Request.of({"CPU": UNIT // 100, "memory": size}, {}))
+            for size in range(1, count + 1)
+        ]
+        node = Node(*specs)
+        node.scheduler = Scheduler(Ledger({"CPU": 100 * UNIT, "memory": 1 << 40}))
+        node.scheduler.worker_limit.bound(4)
+
+        def live(node=node, count=count) -> None:
+            for _ in range(count):
+                node.submit()
+            for _ in range(ROUNDS):
+                node.finish()
+
+        costs.append(calls_of(live) / count)
+        node.scheduler.check()
+    assert costs[1] < costs[0]
+
+
 class Family(Node):
     """A parent that waits for many children, on a node of one GPU and four CPUs."""
 

@@ -47,6 +47,7 @@ def withdraw(node: SchedulerState, record: TaskRecord) -> None:
         node.end(record)
         if state is TaskState.WAITING:
             node.ready.discard(record)
+            node.ungranted.discard(record.id)
         node.effects.append(Forget(record.id, record.since, False))
         return
     worker = record.worker

@@ -45,6 +45,7 @@ def grant(node: SchedulerState, record: TaskRecord, lease: Lease) -> None:
     lease.holder = holder.id
     holder.watched, holder.watched_since = record, node.now
     node.granted[holder.id] = holder
+    node.ungranted.discard(record.id)
     if record.spec.is_grouped:
         node.note_group(record)
     if node.ready.by_shape:

@@ -33,6 +33,7 @@ def check(node: SchedulerState) -> None:
     waiting = [record for record in records if record.state is TaskState.WAITING]
     assert sorted(r.id for r in node.ready) == sorted(r.id for r in waiting)
     assert len(node.ready) == len(waiting), node.ready
+    assert node.ungranted == {r.id for r in waiting if r.spec.is_lease}
     delayed = [record for record in records if record.state is TaskState.DELAYED]
     assert sorted(r.id for r in delayed) == sorted(node.delayed), node.delayed
     evicted = [r.id for r in records if r.state is TaskState.EVICTED]

@@ -77,6 +77,8 @@ def place(node: SchedulerState) -> Iterator[tuple[TaskRecord, Lease]]:
                 round_.drop_same_requests(record)
             evict_idle_worker(node)
             _reserve(node, group, record)
+            if node.worker_limit.refused > refused and node.lacks_workers:
+                break  # the other groups would be refused as well, each at a cost
             continue
         if node.reservation is not None and node.reservation.record is record:
             node.reservation = None

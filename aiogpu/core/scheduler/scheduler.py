@@ -157,6 +157,8 @@ class Scheduler(SchedulerState):
             dispatch.start(self, record, lease)
             return self._advance_groups() if self.changed_groups else self.effects
         self.ready.push(record)
+        if spec.is_lease:
+            self.ungranted.add(task)
         if lanes is None:
             note_stuck(self, record)
             return self._place() if self._may_give_way(record) else NOTHING

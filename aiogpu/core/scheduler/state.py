@@ -395,6 +395,7 @@ class SchedulerState:
         changed_groups: the keys of groups that were granted, or are being removed.
         granted: by holder id, the records that stand for the holders of granted leases;
             also of returned leases until their devices are known to be free.
+        ungranted: the leases and placement groups in the queue.
         restarts: the restarts of endless tasks.
         halts: the tasks with a time limit that stand or have stood at a breakpoint.
         resting: the actors that may be evicted and have no calls, those that rest
@@ -434,6 +435,7 @@ class SchedulerState:
         self.placement_groups: dict[str, PlacementGroup] = {}
         self.changed_groups: dict[str, None] = {}
         self.granted: dict[WorkerId, WorkerRecord] = {}
+        self.ungranted: set[TaskId] = set()
         self.timers = Timers()
         self.disowned: deque[Iterator[TaskRecord]] = deque()
         self.blocked: dict[TaskId, TaskRecord] = {}
@@ -511,6 +513,12 @@ class SchedulerState:
         """Return True if no worker may be started for a task's environment now."""
         outage = self.outages.get(record.spec.shape.environment)
         return outage is not None and outage.bars and not record.spec.is_lease
+
+    @property
+    def lacks_workers(self) -> bool:
+        """True if nothing in the queue can start before a worker ends or gets idle."""
+        is_full = self.worker_limit.refused > 0 and not self.workers.has_any_free
+        return is_full and not self.ungranted
 
     def fits(self, record: TaskRecord) -> bool:
         """Return True if a task could take its lease now; needs no worker."""

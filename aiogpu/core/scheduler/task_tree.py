@@ -178,6 +178,7 @@ def end_deadlocks(node: SchedulerState) -> None:
         node.effects.append(Forget(child.id, child.since, False))
         node.end(child)
         node.ready.discard(child)
+        node.ungranted.discard(child.id)
         if child.kin is not None:
             on_task_ended(node, child)
 

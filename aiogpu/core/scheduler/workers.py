@@ -317,6 +317,11 @@ class Workers:
             del self._unclaimed[environment]
         return record
 
+    @property
+    def has_any_free(self) -> bool:
+        """True if a worker is idle, or starts without a task."""
+        return self.idle > 0 or bool(self._unclaimed)
+
     def drop_unclaimed(self, environment: Environment) -> list[WorkerRecord]:
         """Remove all starting workers without a task and return them."""
         return list(self._unclaimed.pop(environment, {}).values())
