@@ -185,10 +185,10 @@ async def test_exit_actor_ends_the_actor_that_calls_it(kind: Any, gate: Gate) ->
         # Threads and coroutines may have run it before.
         assert isinstance(outcome, int | errors.ActorDiedError)
     await until(lambda: has_gone(pid))
-    call = actor.add.remote
-    await raises(errors.ActorDiedError, call, match=r"exit_actor\(\)")
     if kind is not MortalThreads:
         await gate.entered("it-gone")
+    call = actor.add.remote
+    await raises(errors.ActorDiedError, call, match=r"exit_actor\(\)")
     with pytest.raises(errors.MisuseError, match="outside"):
         aiogpu.exit_actor()
 

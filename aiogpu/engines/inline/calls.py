@@ -508,6 +508,7 @@ class Call:
             self._finish(outcome)
         elif self.state is State.RUNNING:
             self._go_on_loop()
+        del outcome  # as in `_run`, which this frame has called
 
     def _go_on_loop(self) -> None:
         loop = self.runner.event_loop()
