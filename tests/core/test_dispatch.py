@@ -251,8 +251,10 @@ def test_burst_equals_single_reports(seed: int, programs: int):
 
 def test_submit_many_queues_only_behind_the_same_shape():
     desk = Desk()
+    assert not desk.scheduler.accepts_many(a_spec())
     assert not desk.scheduler.submit_many(0.0, TaskId(1), 3, a_spec())
     desk.submit(2, a_spec())
+    assert desk.scheduler.accepts_many(a_spec())
     assert not desk.scheduler.submit_many(0.0, TaskId(3), 3, a_spec(timeout=1.0))
     assert desk.scheduler.submit_many(0.0, TaskId(3), 3, a_spec())
     desk.tell(Scheduler.close)

@@ -314,7 +314,9 @@ def test_worker_that_is_outdone_gives_its_lease_to_a_new_worker():
 
 
 def test_task_is_not_sent_ahead_to_a_worker_that_is_outdone():
-    w = World(cpus=1, took=1e-5).play("submit a0 function=1; finish a0")
+    w = World(cpus=1, took=1e-5).play("""
+        submit a0 function=1; finish a0; submit b function=2; finish b
+    """)
     for number in range(4):
         w.play(f"submit a{number + 1} function=1")
     for number in range(20):
