@@ -1487,7 +1487,10 @@ class ThreadIterable(AsyncIterable[Any]):
     def __init__(self, iterable: Iterable[Any], portal: Portal) -> None:
         self._wanted: SimpleQueue[asyncio.Future[Any] | None] = SimpleQueue()
         threading.Thread(
-            target=_read, args=(iter(iterable), self._wanted, portal), daemon=True
+            target=_read,
+            args=(iter(iterable), self._wanted, portal),
+            name="aiogpu-map-input",
+            daemon=True,
         ).start()
 
     def __aiter__(self) -> AsyncIterator[Any]:
@@ -1495,15 +1498,20 @@ class ThreadIterable(AsyncIterable[Any]):
 
     async def _items(self) -> AsyncIterator[Any]:
         loop = asyncio.get_running_loop()
-        while True:
-            item: asyncio.Future[Any] = loop.create_future()
-            self._wanted.put(item)
-            if (value := await item) is _END:
-                return
-            yield value
+        try:
+            while True:
+                item: asyncio.Future[Any] = loop.create_future()
+                self._wanted.put(item)
+                if (value := await item) is _END:
+                    return
+                yield value
+        finally:
+            self._end()
 
-    def __del__(self) -> None:
+    def _end(self) -> None:
         self._wanted.put(None)
+
+    __del__ = _end
 
 
 def _read(
@@ -1513,25 +1521,37 @@ def _read(
 ) -> None:
     """Read an item for each future in `wanted`; the thread of a `ThreadIterable`."""
     proxy_maker.set(portal)
+    # The thread keeps no item while it waits: a cancelled future and an error refer to
+    # the frames that saw them, and so to the `ThreadIterable`, which would never end.
+    while _read_next(iterator, wanted.get()):
+        pass
 
-    def settle(item: asyncio.Future[Any], value: Any, error: Any) -> None:
-        if item.done():
-            return
-        if error is None:
-            item.set_result(unwrap(value))
-        else:
-            item.set_exception(error)
 
-    while (item := wanted.get()) is not None:
-        value, error = _END, None
-        try:
-            value = next(iterator, _END)
-        except Exception as raised:  # noqa: BLE001 - raised by the loop over map
-            error = raised
-        try:
-            item.get_loop().call_soon_threadsafe(settle, item, value, error)
-        except RuntimeError:
-            return  # the loop is closed
+def _read_next(iterator: Iterator[Any], item: asyncio.Future[Any] | None) -> bool:
+    """Read the next item for a future; return False if no more items are wanted."""
+    if item is None:
+        return False
+    value, error = _END, None
+    try:
+        value = next(iterator, _END)
+    except Exception as raised:  # noqa: BLE001 - raised by the loop over map
+        error = raised
+    try:
+        item.get_loop().call_soon_threadsafe(_settle_item, item, value, error)
+    except RuntimeError:
+        return False  # the loop is closed
+    finally:
+        del error, item
+    return True
+
+
+def _settle_item(item: asyncio.Future[Any], value: Any, error: Any) -> None:
+    if item.done():
+        return
+    if error is None:
+        item.set_result(unwrap(value))
+    else:
+        item.set_exception(error)
 
 
 def map_on(

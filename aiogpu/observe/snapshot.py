@@ -125,7 +125,7 @@ def snapshot(
         ),
         workers=tuple(_worker(record, pids) for record in node.workers),
         tasks=tuple(tasks),
-        waiting_count=len(node.tasks) - len(held),
+        waiting_count=len(node.tasks) - len(held) - len(node.evicted),
         shapes=tuple(_shapes(node, reasons)),
         shape_count=len(ready.by_shape),
         reservation=_reservation(node, node.reservation, now),
@@ -227,6 +227,7 @@ def _clients(
 ) -> Iterator[ClientStatus]:
     """Yield the programs that share a node, by number; none if only one uses it."""
     running = Counter(record.client for record in held)
+    evicted = Counter(record.client for record in node.evicted.values())
     known = {OWN: Program(THE_NODES, 0), **programs}
     for client in sorted(node.clients or (), key=lambda client: client.id):
         if client.id != OWN or client.unfinished or client.held:
@@ -236,7 +237,7 @@ def _clients(
                 *known.get(client.id, Program("", 0)),
                 weight=client.weight,
                 running=running[client.id],
-                waiting=client.unfinished - running[client.id],
+                waiting=client.unfinished - running[client.id] - evicted[client.id],
                 holds={name: number(parts) for name, parts in amounts},
                 limits=client.limits,
                 has_left=client.has_left,

@@ -64,6 +64,7 @@ async def test_an_actor_leaves_only_if_others_wait(node: aiogpu.Node) -> None:
     assert await states(node) == ["evicted", "evicted"]
     status = await node.status()
     assert (status.evictions, status.reloads) == (2, 0)
+    assert status.waiting_count == 0  # they wait for calls and not for resources
     new = await asyncio.gather(*(model.pid.remote() for model in models))
     assert not set(new) & set(pids)
     status = await node.status()

@@ -113,6 +113,36 @@ def test_the_input_of_a_map_opens_no_other_node(forked_zygotes: None) -> None:
     del results
 
 
+@pytest.mark.parametrize("end", ["read", "closed", "dropped", "failed", "left"])
+def test_the_thread_of_a_maps_input_ends_with_the_map(node: Any, end: str) -> None:
+    reader: list[threading.Thread] = []
+
+    def numbers() -> Iterator[int]:
+        reader.append(threading.current_thread())
+        yield from range(3)
+        if end == "failed":
+            raise KeyError("input")
+        if end != "read":
+            yield from range(1_000)
+
+    results = double.map(numbers(), limit=2 if end == "dropped" else 2_000)
+    if end == "failed":
+        with pytest.raises(KeyError, match="input"):
+            list(results)
+    elif end == "read":
+        assert list(results) == [0, 2, 4]
+    elif end == "left":
+        with results:
+            assert next(results) == 0
+    else:
+        assert next(results) == 0
+        if end == "closed":
+            results.close()
+    del results
+    reader[0].join(60)
+    assert not reader[0].is_alive()
+
+
 def test_streams_and_maps_are_plain_iterators(node: Any) -> None:
     assert list(count.remote(4)) == [0, 1, 2, 3]
     with count.remote(1_000_000) as items:
