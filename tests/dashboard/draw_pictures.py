@@ -25,6 +25,7 @@ from aiogpu.dashboard.collector import HOUR, Collector
 from aiogpu.dashboard.server import listening
 from aiogpu.observe.status import NodeStatus
 from tests.cli.sandbox import Sandbox, open_sandbox
+from tests.support.waits import until
 from tests.unit.accelerators.stub_nvml import (
     GIB,
     STATE,
@@ -169,11 +170,11 @@ def make_up_an_hour(collector: Collector) -> None:
     collector.samples.append(last)
 
 
-async def until(collector: Collector, is_so: Any) -> NodeStatus:
-    """Wait until a status of the collector is as wanted."""
-    while collector.status is None or not is_so(collector.status):
-        await asyncio.sleep(0.1)
-    return collector.status
+def uses_memory(status: NodeStatus | None) -> bool:
+    """The readings of all holders' memory have arrived."""
+    return status is not None and all(
+        holder.used for device in status.devices for holder in device.holders
+    )
 
 
 @asynccontextmanager
@@ -195,12 +196,11 @@ async def dashboard(folder: Path) -> AsyncIterator[str]:
             job.stdin.flush()
             collecting = asyncio.create_task(collector.run())
             try:
-                status = await until(collector, lambda s: s.waiting_count == 121)
-                nvml.write(cards(status))
                 await until(
-                    collector,
-                    lambda s: all(h.used for d in s.devices for h in d.holders),
+                    lambda: collector.status and collector.status.waiting_count == 121
                 )
+                nvml.write(cards(collector.status))
+                await until(lambda: uses_memory(collector.status))
                 make_up_an_hour(collector)
                 async with listening(collector, "127.0.0.1", 0) as url:
                     yield url
