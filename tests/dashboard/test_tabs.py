@@ -259,7 +259,10 @@ async def log_tab(collector: Collector, **arguments: str) -> AsyncIterator[Docum
     yield tab
     (close,) = tab.callbacks.session_destroyed_callbacks
     close(tab.session_context)  # type: ignore[arg-type]
+    # A read that has not begun yet opens the file later.
+    reads = asyncio.all_tasks() - {asyncio.current_task()}
     async with asyncio.timeout(30):
+        await asyncio.gather(*reads)
         while any(file.path.endswith(FILE) for file in psutil.Process().open_files()):
             await asyncio.sleep(0)
 

@@ -112,9 +112,12 @@ def descendants_of(pid: int) -> list[psutil.Process]:
 
 
 def workers(pid: int) -> list[psutil.Process]:
-    return [
-        each for each in descendants_of(pid) if each.name().startswith("aiogpu-work")
-    ]
+    found = []
+    for each in descendants_of(pid):
+        with suppress(psutil.NoSuchProcess):  # it ended meanwhile
+            if each.name().startswith("aiogpu-work"):
+                found.append(each)
+    return found
 
 
 async def test_the_server_answers_and_rejects_bad_requests(tmp_path: Path) -> None:

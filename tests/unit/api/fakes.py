@@ -420,8 +420,13 @@ class FakeChannel:
 
     @property
     def waits(self) -> list[tuple[int, ...]]:
-        """The waits that were reported to the node."""
-        return [message.children for message in self.sent if isinstance(message, Wait)]
+        """The children that the task waits for, after each report to the node."""
+        waits: list[tuple[int, ...]] = []
+        for message in self.sent:
+            if isinstance(message, Wait):
+                before = waits[-1] if waits and message.is_more else ()
+                waits.append((*before, *message.children))
+        return waits
 
     @property
     def submitted(self) -> list[int]:

@@ -36,6 +36,7 @@ class FakeDriver:
         self.actors = SimpleNamespace(check=lambda *_: None)
         self.scheduler = SimpleNamespace(clients=None)
         self.on_report = list
+        self.expect_imports = bool
 
     def submit(
         self,
