@@ -408,7 +408,9 @@ class Session:
         """
         if self._state is SessionState.FORKED or self._pid != os.getpid():
             return
-        if self._closing is None:
+        if self._closing is None or self._closing.cancelled():
+            # It may have been cancelled before its first step, with all of the loop's
+            # other tasks.
             self._closing = self.loop.create_task(self._close())
         if at_once and self._state is not SessionState.CLOSED:
             self._engine.force_close()

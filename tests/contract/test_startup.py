@@ -344,6 +344,21 @@ async def test_a_killed_driver_leaves_nothing(gate: Gate) -> None:
     assert alive == []
 
 
+async def test_a_node_closes_although_its_closing_was_cancelled_at_once() -> None:
+    """So does a loop's runner at the end: it cancels all tasks, begun or not."""
+    await aiogpu.init(num_cpus=1, num_gpus=0)
+    before = asyncio.all_tasks()
+    first = asyncio.ensure_future(aiogpu.shutdown())
+    while not (begun := asyncio.all_tasks() - before - {first}):
+        await asyncio.sleep(0)
+    for task in begun:
+        task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    await aiogpu.shutdown()
+    assert not psutil.Process().children()
+
+
 async def test_remote_after_shutdown_opens_another_node() -> None:
     async with aiogpu.init(num_cpus=1) as session:
         pass
