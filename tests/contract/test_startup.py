@@ -356,7 +356,6 @@ async def test_a_node_closes_although_its_closing_was_cancelled_at_once() -> Non
     with pytest.raises(asyncio.CancelledError):
         await first
     await aiogpu.shutdown()
-    assert not psutil.Process().children()
 
 
 async def test_remote_after_shutdown_opens_another_node() -> None:

@@ -120,9 +120,9 @@ PROGRAM = """
 """
 
 
-@pytest.mark.parametrize("end", ["leaves", "is killed"])
+@pytest.mark.parametrize(("end", "bound"), [("leaves", 0.04), ("is killed", 0.025)])
 async def test_the_end_of_a_program_with_many_tasks_is_spread(
-    end: str, gate: Gate, tmp_path: Path
+    end: str, bound: float, gate: Gate, tmp_path: Path
 ) -> None:
     many = 10 * MANY
     async with node_here(tmp_path) as here, here.join():
@@ -151,4 +151,5 @@ async def test_the_end_of_a_program_with_many_tasks_is_spread(
         for name in names:
             gate.release(name)
         await asyncio.gather(*running)
-    assert max(turns) < BOUND / 4  # before, 0.06 and 0.03 s
+    # Before, 0.06 and 0.03 s; now 0.01, which a busy machine may double.
+    assert max(turns) < bound
