@@ -300,6 +300,16 @@ def test_worker_that_is_outdone_serves_where_no_other_can_start():
     assert w.worker_of("b1") == worker
 
 
+def test_spare_worker_goes_before_one_that_is_outdone():
+    w = world().play("submit a")
+    worker = w.worker_of("a")
+    w.play("submit fresh max_calls=1; finish a; finish fresh")
+    assert spares_of(w, ()) == 2
+    outdone(w, worker).play("submit b1 function=2")
+    assert w.worker_of("b1") != worker
+    w.check()
+
+
 def test_worker_that_is_outdone_gives_its_lease_to_a_new_worker():
     w = World(cpus=1, took=1e-5).play("""
         submit a1 a2 function=1; submit b1 b2 function=2
