@@ -241,7 +241,7 @@ async def test_a_call_keeps_its_actors_while_it_waits_to_be_sent(joined: Any) ->
     waiting = handed_on.add_to.remote(counter, promised)
     assert await v.give.remote(2) == 2
     given = v.give.remote(5)
-    promised.task_id = given.task_id
+    promised.on_submitted(given.task_id)
     del counter
     gc.collect()
     assert await waiting == 6
