@@ -312,8 +312,8 @@ class DeviceMonitor:
 
     def on_round(self, seen: Look) -> None:
         """Process the samples of one round."""
-        if not self.observed:  # the first round: no worker has had a device yet
-            self.release.idle = dict(seen.samples)
+        if not self.observed:
+            self.release.note_first(seen.samples)
         if self._feed is None:
             return
         for key in seen.samples:

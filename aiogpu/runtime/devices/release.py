@@ -201,7 +201,8 @@ class DeviceRelease:
     """Finds out when the devices of ended workers are free, for one node.
 
     Attributes:
-        idle: the last sample of each device without a worker of this node.
+        idle: the last sample of each device without a worker of this node, where one
+            was taken.
     """
 
     def __init__(
@@ -228,6 +229,7 @@ class DeviceRelease:
         self._on_reserved = on_reserved
         self._limit = LIMIT if limit is None else limit
         self._before: dict[WorkerId, dict[Key, Sample]] = {}
+        self._was_leased: set[Key] = set()
         self._claims: dict[WorkerId, Claim] = {}
         self._reads_pids: set[str] = set()
         # The thread may be alive for a moment after a failure.
@@ -236,6 +238,7 @@ class DeviceRelease:
     def begin(self, worker: WorkerId, lease: Lease) -> None:
         """Sample the whole devices that a worker gets, before it uses them."""
         shares = self._shares(lease)
+        self._was_leased.update(shares)
         if shares and lease.request.gpu_memory:
             self._on_reserved(lease)
         whole = [key for key, amount in shares.items() if amount == UNIT]
@@ -243,6 +246,18 @@ class DeviceRelease:
             before = self._before[worker] = {}
             then = partial(self._note_before, before, time.monotonic())
             self._thread.look(whole, then)
+
+    def note_first(self, samples: Mapping[Key, Sample]) -> None:
+        """Note the samples of the first round, of devices that no worker had by then.
+
+        On a busy machine, or with a slow driver, the round ends after a worker has got
+        a device, and shows what the worker uses.
+        """
+        self.idle = {
+            key: sample
+            for key, sample in samples.items()
+            if key not in self._was_leased
+        }
 
     def _note_before(self, before: dict[Key, Sample], asked: float, look: Look) -> None:
         if look.when - look.cost - asked <= LATE:

@@ -19,7 +19,7 @@ from aiogpu.core.resources.devices import Cause, DeviceSet
 from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.runtime.devices import probe_thread as device_thread
 from aiogpu.runtime.devices import release as module
-from aiogpu.runtime.devices.probe_thread import DeviceThread, Look
+from aiogpu.runtime.devices.probe_thread import DeviceThread
 from aiogpu.runtime.devices.release import (
     FREE,
     PAUSES,
@@ -147,8 +147,15 @@ class ReleaseStory:
             id,
             LIMIT,
         )
-        thread.look([ZERO, ONE], lambda look: self.release.idle.update(look.samples))
+        self.thread = thread
+        self.look_first()
         self.began = self.loop.now
+
+    def look_first(self) -> None:
+        """Take the samples of the first round."""
+        self.thread.look(
+            [ZERO, ONE], lambda look: self.release.note_first(look.samples)
+        )
 
     @property
     def now(self) -> float:
@@ -227,6 +234,20 @@ def test_late_sample_is_not_the_idle_sample(monkeypatch: pytest.MonkeyPatch) -> 
     story.put(Sample(used=2 * GIB))
     story.begin()
     assert story.end() == []
+
+
+def test_first_sample_after_a_worker_began_is_not_the_idle_sample(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A slow driver answers for the first time when a worker has allocated memory."""
+    monkeypatch.setattr("aiogpu.runtime.devices.release.LATE", -1.0)
+    story = ReleaseStory()
+    story.begin(1, ONE)
+    story.put(one=sample(CHILD, used=2 * GIB))
+    story.look_first()
+    assert story.end(keys=(ONE,)) == []
+    story.put(one=QUIET)
+    assert story.step() == [free()]
 
 
 def test_idle_sample_that_lists_the_worker_is_corrected() -> None:
@@ -314,12 +335,8 @@ def begin(
     thread: DeviceThread, feed: Callable[..., None], limit: float = 20.0
 ) -> DeviceRelease:
     release = DeviceRelease(thread._loop, thread, feed, id, limit)  # type: ignore[arg-type]
-
-    def note(look: Look) -> None:
-        release.idle = dict(look.samples)
-
     thread.start(release.give_up)
-    thread.look(list(thread.devices), note)
+    thread.look(list(thread.devices), lambda look: release.note_first(look.samples))
     return release
 
 
