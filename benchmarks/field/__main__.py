@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import compileall
 import signal
 import sys
 from collections.abc import Sequence
@@ -12,6 +13,8 @@ from typing import Final
 
 import click
 
+import aiogpu
+import benchmarks
 from benchmarks import report
 from benchmarks.field.process import FLOOR
 from benchmarks.field.results import conclusion, details, lines, overview
@@ -50,6 +53,10 @@ def main(
     for name in names:
         if why := missing(name):
             raise click.ClickException(f"{name}: {why}; pip install 'aiogpu[bench]'")
+    # Installed packages have their bytecode. Where `PYTHONDONTWRITEBYTECODE` is set,
+    # each process would compile a source tree anew.
+    for package in (aiogpu, benchmarks):
+        compileall.compile_dir(Path(str(package.__file__)).parent, quiet=2)
     # SIGTERM ends the systems in order, as Ctrl-C does.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
     present = names or [name for name in NEEDS if not missing(name)]

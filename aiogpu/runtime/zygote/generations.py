@@ -163,10 +163,10 @@ class ZygoteGenerations:
     def choose(self, needs: Collection[str]) -> Zygote:
         """Return the zygote for a worker whose first function needs some modules.
 
-        A worker waits for a zygote that is importing these modules already, since its
-        own import would end later. The first worker does not wait if the modules were
-        never imported here: a zygote may turn out to be unfit, and what the function
-        imports later is found by running it.
+        A worker waits for a zygote that is importing dear ones among these modules
+        already, since its own import would end later. The first worker does not wait if
+        the modules were never imported here: a zygote may turn out to be unfit, and
+        what the function imports later is found by running it.
 
         Raises:
             NodeStartError: see `serving`.
@@ -181,11 +181,15 @@ class ZygoteGenerations:
         if self._next is None:
             self.renew()
         following = self._next
-        if following is None or not following.modules.issuperset(missing):
+        if following is None:
+            return current
+        # The others are imported by the worker itself in either case.
+        coming = [name for name in missing if name in following.modules]
+        if not coming:
             return current
         costs = self.learning.costs
-        if costs.keys() >= {*missing, *following.added}:
-            own = sum(costs[name] for name in missing)
+        if costs.keys() >= {*coming, *following.added}:
+            own = sum(costs[name] for name in coming)
             rest = sum(costs[name] for name in following.left_to_import)
             return following if rest <= own * (1 + HELD) else current
         if following.learner_since is None:
@@ -293,7 +297,7 @@ class ZygoteGenerations:
         report = zygote.ready
         assert report is not None, zygote
         names = zygote.added or zygote.preload
-        self.learning.costs.update(zip(names, report.microseconds, strict=False))
+        self.learning.note_zygote(names, report.microseconds)
         if self._is_failing:
             _log.warning("workers can be started again: zygote %d", zygote.generation)
         self.last_report, self._is_failing = report, False

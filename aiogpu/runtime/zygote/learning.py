@@ -87,6 +87,18 @@ class Learning:
                 self._seen.add(name)
         return len(self.modules) > count
 
+    def note_zygote(self, names: Sequence[str], microseconds: Sequence[int]) -> None:
+        """Note the imports of a zygote, one after the other.
+
+        A module that an earlier one has brought costs nothing there. In a process that
+        imports it alone it would cost what is known of it, or at most all of these.
+        """
+        total = sum(microseconds)
+        for name, cost in zip(names, microseconds, strict=False):
+            known = self.costs.get(name, 0)
+            was_brought = cost < NOT_CHEAP <= known
+            self.costs[name] = min(known, total) if was_brought else cost
+
     def want(self, names: Iterable[str]) -> list[str]:
         """Learn modules that a function needs; return those that may be learnt."""
         wanted = []

@@ -14,9 +14,10 @@ import signal
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import accumulate
 from typing import Final, Protocol
 
 from aiogpu.core.model.request import Environment
@@ -133,6 +134,7 @@ class Zygote:
         self.generation = generation
         self.environment = environment
         self.preload, self.added = modules
+        self._named = frozenset(_with_packages((*self.preload, *self.added)))
         self.parent = parent
         self.depth: int = 0 if parent is None else parent.depth + 1
         self.slots: set[int] = set()
@@ -191,9 +193,13 @@ class Zygote:
 
     @property
     def modules(self) -> frozenset[str]:
-        """The modules that it imports as a zygote, its parents' included."""
+        """The modules that it imports as a zygote, its parents' included.
+
+        Once it is ready, also those that others have brought, by their top level.
+        """
         inherited = frozenset() if self.parent is None else self.parent.modules
-        return inherited.union(self.preload, self.added)
+        brought = () if self.ready is None else self.ready.modules
+        return inherited.union(self._named, brought)
 
     @property
     def executable(self) -> str:
@@ -484,3 +490,9 @@ class Zygote:
         """Forget a branch that has ended."""
         self._branches.discard(branch)
         self._end_if_unused()
+
+
+def _with_packages(names: Iterable[str]) -> Iterator[str]:
+    """Yield modules, and the packages that are imported before them."""
+    for name in names:
+        yield from accumulate(name.split("."), "{}.{}".format)
