@@ -188,6 +188,48 @@ def test_later_runs_of_a_program_import_once(
         assert packages.imports["dear_lib"] == packages.imports["late_lib"] == count
 
 
+OTHER_USE = """
+    import asyncio, sys
+    import aiogpu
+    sys.path.insert(0, sys.argv[1])
+
+    @aiogpu.remote(num_gpus=0.25)
+    def uses_dear(number):
+        import dear_lib
+        return dear_lib.double(number)
+
+    @aiogpu.remote(num_gpus=0.25)
+    def uses_other(number):
+        import other_lib
+        return other_lib.double(number)
+
+    async def main():
+        uses = {"dear": uses_dear, "other": uses_other}[sys.argv[2]]
+        async with aiogpu.init(num_cpus=8, num_gpus=2, spare_workers=0):
+            numbers = await asyncio.gather(*(uses.remote(i) for i in range(24)))
+            print(*numbers)
+    aiogpu.run(main())
+"""
+
+
+def test_an_earlier_run_with_other_arguments_is_not_in_the_way(
+    packages: Packages, tmp_path: Path
+) -> None:
+    packages.write("dear_lib", LIBRARY, seconds=3)
+    packages.write("other_lib", LIBRARY)
+    for argument in ("dear", "other", "dear", "other"):
+        before = packages.imports["other_lib"]
+        out = run(
+            OTHER_USE,
+            str(packages.directory),
+            argument,
+            XDG_CACHE_HOME=str(tmp_path / "cache"),
+            AIOGPU_IMPORT_CACHE="on",
+        )
+        assert out.split() == [str(2 * i) for i in range(24)]
+    assert packages.imports["other_lib"] - before == 1
+
+
 EARLY_PROGRAM = """
     import asyncio, pathlib, sys
     import aiogpu

@@ -178,8 +178,9 @@ class ZygoteGenerations:
         missing = [name for name in wanted if name not in current.modules]
         if not missing:
             return current
-        if self._next is None:
-            self.renew()
+        self.learning.needed.update(wanted)
+        if self._next is None or self._are_dear(missing):
+            self._put_first(missing)
         following = self._next
         if following is None:
             return current
@@ -189,14 +190,42 @@ class ZygoteGenerations:
             return current
         costs = self.learning.costs
         if costs.keys() >= {*coming, *following.added}:
-            own = sum(costs[name] for name in coming)
-            rest = sum(costs[name] for name in following.left_to_import)
-            return following if rest <= own * (1 + HELD) else current
+            return following if self._is_sooner(following, coming) else current
         if following.learner_since is None:
             following.learner_since = self._loop.time()
             return current
         # Nothing else is imported there, so the worker's own import would end later.
         return following if set(following.added) <= set(missing) else current
+
+    def _is_sooner(self, zygote: Zygote, modules: Sequence[str]) -> bool:
+        """Return True if a zygote is ready before a worker has imported modules."""
+        costs = self.learning.costs
+        own = sum(costs.get(name, 0) for name in modules)
+        rest = sum(costs.get(name, 0) for name in zygote.left_to_import)
+        return rest <= own * (1 + HELD)
+
+    def _are_dear(self, modules: Sequence[str]) -> bool:
+        costs = self.learning.costs
+        if any(name not in costs for name in modules):
+            return False
+        return sum(costs[name] for name in modules) >= DEAR
+
+    def _put_first(self, modules: Sequence[str]) -> None:
+        """Import modules that are needed now before what may never be.
+
+        The next zygote is given up if nothing has needed what it imports, such as what
+        an earlier run of the program with other arguments has needed. Else each worker
+        would import the modules itself, all at once, beside that zygote.
+        """
+        following = self._next
+        if following is not None and following.parent is not None:
+            coming = [name for name in modules if name in following.modules]
+            needed = self.learning.needed.intersection(following.added)
+            is_sooner = coming and self._is_sooner(following, coming)
+            if needed.issubset(modules) and not is_sooner:
+                following.end()
+                self._next = None
+        self.renew()
 
     def offers(self, module: str) -> bool:
         """Return True if new workers have a dear module, or will have it soon."""
@@ -227,7 +256,8 @@ class ZygoteGenerations:
     def note_slow_import(self, module: str) -> None:
         """Learn a module that a worker has begun to import and that takes long."""
         if self.learning.want([module]):
-            self.renew()
+            self.learning.needed.add(module)
+            self._put_first([module])
             self._announce_next()
 
     def _announce_next(self) -> None:
@@ -281,8 +311,9 @@ class ZygoteGenerations:
             while parent.parent is not None:
                 parent = parent.parent
         added = [name for name in self.learning.modules if name not in parent.modules]
+        needed = [name for name in added if name in self.learning.needed]
         if added:
-            self._start_next(self._make_zygote(parent, added))
+            self._start_next(self._make_zygote(parent, needed or added))
 
     def _start_next(self, successor: Zygote) -> None:
         try:

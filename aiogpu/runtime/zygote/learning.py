@@ -53,6 +53,7 @@ class Learning:
 
     Attributes:
         modules: the modules, in the order in which they are imported.
+        needed: those that a call has needed in this run; the others may never be.
         left_out: unfit modules, each with the reason.
         costs: how long imports have taken, in microseconds.
         is_full: the zygotes use so much memory that nothing more is learnt.
@@ -61,6 +62,7 @@ class Learning:
 
     def __init__(self, explicit: Iterable[str], learnt: Sequence[str] = ()) -> None:
         self.modules: list[str] = list(learnt)
+        self.needed: set[str] = set()
         self.left_out: dict[str, str] = {}
         self.costs: dict[str, int] = {}
         self.spent: dict[str, int] = {}
@@ -83,6 +85,7 @@ class Learning:
             if cost >= DEAR or name in self._seen:
                 self._seen.discard(name)
                 self.modules.append(name)
+                self.needed.add(name)
             elif len(self._seen) < REMEMBERED:
                 self._seen.add(name)
         return len(self.modules) > count

@@ -285,6 +285,8 @@ class Zygote:
             with suppress(OSError):
                 self._pidfd = os.pidfd_open(hello.pid)
                 self._loop.add_reader(self._pidfd, self._on_exit)
+        if self.is_closing:  # since before there was a descriptor to end it by
+            self._kill()
         self._peer = peer
         return Recipient(self._on_messages, self._on_disconnected)
 

@@ -522,7 +522,60 @@ async def test_worker_waits_if_the_zygote_is_ready_sooner(
     learning = generations.zygotes.learning
     learning.costs.update(own=10, others=rest - 10)
     learning.want(["others"])
+    learning.needed.add("others")
     assert choose(generations, "own") == (1 if waits else 0)
+
+
+async def test_imports_of_an_earlier_run_give_way_to_what_is_needed(
+    generations: Generations,
+) -> None:
+    learning = generations.zygotes.learning
+    learning.costs.update(first=4 * DEAR, second=DEAR, third=DEAR)
+    learning.want(["first", "second"])
+    generations.zygotes.renew()
+    assert generations.last.added == ("first", "second")
+    assert choose(generations, "second") == 2
+    assert generations.made[1].calls == ["start", "end"]
+    assert generations.last.added == ("second",)
+    assert choose(generations, "third") == 0, "what is needed does not give way"
+    generations.last.become_ready(DEAR)
+    assert (await generations.follower(4)).added == ("third",)
+    generations.last.become_ready(DEAR)
+    assert (await generations.follower(5)).added == ("first",)
+
+
+async def test_imports_of_an_earlier_run_give_way_once_an_import_is_slow(
+    generations: Generations,
+) -> None:
+    generations.zygotes.learning.want(["first"])
+    generations.zygotes.learning.costs.update(first=DEAR)
+    generations.zygotes.renew()
+    assert choose(generations, "new") == 0
+    assert choose(generations, "new") == 0, "it may be cheap"
+    generations.zygotes.note_slow_import("new")
+    assert generations.made[1].calls == ["start", "end"]
+    assert generations.last.added == ("new",)
+    assert generations.events == [("better", 0)]
+    assert choose(generations, "new") == 2
+
+
+async def test_a_zygote_that_reads_edited_files_anew_does_not_give_way(
+    generations: Generations,
+) -> None:
+    generations.zygotes.current.is_stale = True
+    generations.zygotes.renew()
+    generations.zygotes.learning.costs.update(dear=DEAR)
+    assert choose(generations, "dear") == 0
+    assert generations.last.calls == ["start"]
+
+
+async def test_what_another_module_has_brought_keeps_its_cost() -> None:
+    learning = Learning(())
+    hear(learning, small=2 * NOT_CHEAP, large=DEAR)
+    learning.note_zygote(["large", "small", "new"], [DEAR, 0, 1])
+    assert learning.costs == {"small": 2 * NOT_CHEAP, "large": DEAR, "new": 1}
+    learning.note_zygote(["large", "small"], [NOT_CHEAP, 0])
+    assert learning.costs["small"] == NOT_CHEAP, "at most what brought it"
 
 
 async def test_late_import_moves_workers_that_were_not_forked(
