@@ -70,7 +70,7 @@ def test_worker_exits_after_max_calls():
 
 def test_pop_idle_raises_without_an_idle_worker():
     workers = Workers()
-    assert workers.take_clean(()) is None
+    assert workers.spare(()) is None
     assert workers.take_bound(((), ())) is None
     assert workers.take_unclaimed(()) is None
     with pytest.raises(KeyError, match="no worker is idle"):
@@ -307,6 +307,18 @@ def test_spare_worker_goes_before_one_that_is_outdone():
     assert spares_of(w, ()) == 2
     outdone(w, worker).play("submit b1 function=2")
     assert w.worker_of("b1") != worker
+    w.check()
+
+
+@pytest.mark.parametrize("has_room", [True, False])
+def test_spare_that_is_outdone_is_taken_only_where_no_worker_can_start(has_room: bool):
+    w = world().play("submit fresh max_calls=1; finish fresh")
+    spares = {spare.id for spare in w.scheduler.workers.clean(())}
+    assert len(spares) == 2
+    if not has_room:
+        w.play(f"bound {len(w.workers)}")
+    outdone(w, *spares).play("submit b1 max_calls=1")
+    assert (w.worker_of("b1") in spares) is not has_room
     w.check()
 
 

@@ -109,7 +109,7 @@ def _find_worker(node: SchedulerState, record: TaskRecord, lease: Lease) -> None
         if worker is not None:
             node.effects.append(assign(node, record, worker, lease))
             return
-    worker = workers.take_clean(environment)
+    worker = _take_spare(node, record)
     if worker is not None:
         node.effects.append(assign(node, record, worker, lease))
     else:
@@ -145,6 +145,21 @@ def _take_prepared(
             node.workers.leave_idle(worker)
             return worker
     return None
+
+
+def _take_spare(node: SchedulerState, record: TaskRecord) -> WorkerRecord | None:
+    """Take a clean worker, unless a new worker need not import what this one must."""
+    spare = node.workers.spare(record.spec.shape.environment)
+    if spare is None:
+        return None
+    if (
+        node.is_outdone is not None
+        and node.is_outdone(spare.id, record.id)
+        and node.has_room_for(record)
+    ):
+        return None
+    node.workers.leave_idle(spare)
+    return spare
 
 
 def refill_spares(node: SchedulerState) -> None:

@@ -565,6 +565,10 @@ class SchedulerState:
         """Return True if a task need not run on a worker that others have used."""
         if self.workers.spares(record.spec.shape.environment):
             return True
+        return self.has_room_for(record)
+
+    def has_room_for(self, record: TaskRecord) -> bool:
+        """Return True if a worker for a task can be started now, as far as is known."""
         has_room = len(self.workers.by_id) < self.worker_limit.now
         return has_room and not (self.outages and self.has_outage(record))
 

@@ -297,14 +297,9 @@ class Workers:
         else:
             self._warm.pop(key, None)
 
-    def take_clean(self, environment: Environment) -> WorkerRecord | None:
-        """Remove a clean idle worker and return it, or None."""
-        clean = self._clean.get(environment)
-        if not clean:
-            return None
-        record = next(iter(clean.values()))
-        self.leave_idle(record)
-        return record
+    def spare(self, environment: Environment) -> WorkerRecord | None:
+        """Return the clean worker that is idle for the longest time, or None."""
+        return next(iter(self._clean.get(environment, {}).values()), None)
 
     def take_unclaimed(self, environment: Environment) -> WorkerRecord | None:
         """Remove a starting worker without a task and return it, or None."""
