@@ -215,7 +215,7 @@ OTHER_USE = """
 def test_an_earlier_run_with_other_arguments_is_not_in_the_way(
     packages: Packages, tmp_path: Path
 ) -> None:
-    packages.write("dear_lib", LIBRARY, seconds=3)
+    packages.write("dear_lib", LIBRARY, seconds=1.5)
     packages.write("other_lib", LIBRARY)
     for argument in ("dear", "other", "dear", "other"):
         before = packages.imports["other_lib"]
@@ -227,7 +227,8 @@ def test_an_earlier_run_with_other_arguments_is_not_in_the_way(
             AIOGPU_IMPORT_CACHE="on",
         )
         assert out.split() == [str(2 * i) for i in range(24)]
-    assert packages.imports["other_lib"] - before == 1
+    # The zygote that gave way may have begun with it.
+    assert packages.imports["other_lib"] - before <= 2
 
 
 EARLY_PROGRAM = """
