@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -645,10 +646,21 @@ TABS: Final = (
 
 
 def applications(collector: Collector) -> dict[str, Callable[[Document], None]]:
-    """Return the pages by path, each a function that fills the document of a tab."""
+    """Return the pages by path, each a function that fills the document of a tab.
+
+    A tab is made on the running event loop, to which the collector belongs. From 3.10
+    on, Bokeh calls the functions in threads.
+    """
     page = Overview(collector)
+    loop, thread = asyncio.get_running_loop(), threading.get_ident()
+
+    async def make(tab: type[Tab], document: Document) -> None:
+        tab(page, collector, document)  # the document keeps it
 
     def fill(tab: type[Tab], document: Document) -> None:
-        tab(page, collector, document)  # the document keeps it
+        if threading.get_ident() == thread:
+            tab(page, collector, document)
+        else:
+            asyncio.run_coroutine_threadsafe(make(tab, document), loop).result()
 
     return {tab.path: partial(fill, tab) for tab in TABS}

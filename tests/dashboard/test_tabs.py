@@ -27,7 +27,7 @@ from bokeh.models.widgets.buttons import Button
 from bokeh.models.widgets.markups import Div
 
 from aiogpu.dashboard.collector import Collector
-from aiogpu.dashboard.tabs import applications
+from aiogpu.dashboard.tabs import TABS, applications
 from aiogpu.errors import NodeError
 from aiogpu.observe.snapshot import why_ended
 from aiogpu.observe.status import EndedTask
@@ -74,7 +74,9 @@ class Answers(Collector):
         return f"Stopped {number}."
 
 
-async def opened(collector: Collector, path: str, **arguments: str) -> Document:
+async def opened(
+    collector: Collector, path: str, *, in_thread: bool = False, **arguments: str
+) -> Document:
     """A tab, after it has been updated once."""
     document = Document()
     request = SimpleNamespace(
@@ -84,7 +86,11 @@ async def opened(collector: Collector, path: str, **arguments: str) -> Document:
         request=request, session=None, destroyed=False, server_context=None
     )
     document._session_context = lambda: context  # type: ignore[assignment]
-    applications(collector)[path](document)
+    fill = applications(collector)[path]
+    if in_thread:
+        await asyncio.to_thread(fill, document)
+    else:
+        fill(document)
     await update(document)
     return document
 
@@ -105,6 +111,16 @@ def shown(document: Document) -> str:
 
 def sources(document: Document) -> list[ColumnDataSource]:
     return list(document.select({"type": ColumnDataSource}))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("path", [tab.path for tab in TABS])
+async def test_a_page_is_made_on_the_loop_from_whatever_thread(path: str) -> None:
+    """Bokeh asks for it in a thread from 3.10 on."""
+    here, there = [
+        await opened(Answers(), path, in_thread=in_thread)
+        for in_thread in (False, True)
+    ]
+    assert len(there.roots) == len(here.roots) > 0
 
 
 async def test_the_devices_page_has_the_shares_by_program() -> None:
