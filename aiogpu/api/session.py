@@ -106,6 +106,9 @@ class SessionState(Enum):
     """This process is a fork of the process that opened the session."""
 
 
+_OPEN: Final = SessionState.OPEN
+
+
 class Awaited(Receiver, Protocol):
     """A handle, or the buffer of a stream's items."""
 
@@ -208,7 +211,7 @@ class Session:
     def submit(self, func: FunctionSpec, payload: bytes) -> Handle[Any]:
         """Start a task; see `RemoteFunction.remote`."""
         handle = self.new_handle(func.spec.name, self)
-        if self._state is SessionState.OPEN:
+        if self._state is _OPEN:
             handle.task_id = self._engine.submit(func, payload, handle)
         else:
             self.start(func, payload, handle)
