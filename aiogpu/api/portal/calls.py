@@ -267,9 +267,9 @@ def map_on(
 
 
 class Program:
-    """Calls of a program, over the portal to its node.
+    """The functions of `aiogpu.sync` for a program, over the portal to its node.
 
-    `sync.TaskCode` has the same methods for the code of tasks.
+    Those that `aiogpu` has too have its parameters: in a task they are used instead.
 
     Args:
         what: the call, for messages.
@@ -299,7 +299,7 @@ class Program:
         """Call a function with each item."""
         return map_on(self.portal, remote, iterable, options)
 
-    def get(self, handle: Any, timeout: float | None) -> Any:
+    def get(self, handle: Any, *, timeout: float | None) -> Any:
         """Wait for results; see `aiogpu.sync.get`."""
         return results_of(handle, timeout)
 
@@ -309,7 +309,7 @@ class Program:
         return portal.call(lambda: portal.wrap(calls.put(unwrap(value))))
 
     def wait(
-        self, given: Any, num_returns: int, timeout: float | None
+        self, given: Any, *, num_returns: int, timeout: float | None
     ) -> tuple[list[Handle[Any]], list[Handle[Any]]]:
         """Wait until some of the handles are done; see `aiogpu.sync.wait`."""
         portal = self.portal
@@ -340,7 +340,7 @@ class Program:
         found = portal.run(self._what, lambda: actors.get_actor(name, namespace))
         return portal.wrap(found)
 
-    def kill(self, actor: Any, no_restart: bool) -> None:
+    def kill(self, actor: Any, *, no_restart: bool) -> None:
         """End an actor's process at once."""
         self.portal.call(lambda: actors.kill(unwrap(actor), no_restart=no_restart))
 
