@@ -162,6 +162,14 @@ class BlockingHandle(HandleBase, Generic[T]):
             self._end("failed")
         self.task_client.upsets += 1
 
+    def watch(self, fn: Callable[[Any], object]) -> None:
+        """Call `fn(handle)` when the child has ended."""
+        self.on_end += (fn,)
+
+    def unwatch(self, fn: Callable[[Any], object]) -> None:
+        """Remove the callbacks equal to `fn`."""
+        self.on_end = tuple(other for other in self.on_end if other != fn)
+
     def _end(self, state: str) -> None:
         self._state = state
         for call in self.on_end:
