@@ -138,7 +138,39 @@ UNCHECKED: Final = 1 << 20
 """Bytes of arguments that are always small enough to be sent."""
 
 
-class ActorLink:
+class LinkBase:
+    """Queries and ends an actor; the common base of links."""
+
+    def ready(self) -> Handle[None]:
+        """Return a handle that is settled when the constructor has returned."""
+        return self._request(READY)
+
+    def ended(self) -> Handle[None]:
+        """Return a handle that is settled when the actor's process has ended."""
+        return self._request(ENDED)
+
+    def room(self) -> Handle[Room]:
+        """Return a handle of the number of such actors that can live at once."""
+        return self._request(CAPACITY)
+
+    def kill(self, no_restart: bool) -> None:
+        """End the actor's process at once."""
+        self._end(AT_ONCE if no_restart else AGAIN)
+
+    def terminate(self) -> None:
+        """End the actor after the calls made so far."""
+        self._end(AFTER_ALL)
+
+    def _request(self, query: str) -> Handle[Any]:
+        """Send a query; return the handle of its answer."""
+        raise NotImplementedError
+
+    def _end(self, how: str) -> None:
+        """End the actor, and tell its watchers."""
+        raise NotImplementedError
+
+
+class ActorLink(LinkBase):
     """A program's link to an actor.
 
     Attributes:
@@ -383,10 +415,6 @@ class ActorLink:
 
         self._when_known(call, handle.settle)
 
-    def ready(self) -> Handle[None]:
-        """Return a handle that is settled when the constructor has returned."""
-        return self._request(READY)
-
     def lost(self) -> Handle[None]:
         """Return a handle that is settled when the process is lost; see `LOST`.
 
@@ -417,14 +445,6 @@ class ActorLink:
             self._watchers.add(watcher)
 
         self._when_known(register, lambda _: None)
-
-    def ended(self) -> Handle[None]:
-        """Return a handle that is settled when the actor's process has ended."""
-        return self._request(ENDED)
-
-    def room(self) -> Handle[Room]:
-        """Return a handle of the number of such actors that can live at once."""
-        return self._request(CAPACITY)
 
     def _request(self, query: str) -> Handle[Any]:
         """Send a query; cancelling its handle stops nothing, as it is not a call."""
@@ -474,14 +494,6 @@ class ActorLink:
         assert self._answer is not None, self
         self._answer.add_done_callback(answered)
 
-    def kill(self, no_restart: bool) -> None:
-        """End the actor's process at once."""
-        self._end(AT_ONCE if no_restart else AGAIN)
-
-    def terminate(self) -> None:
-        """End the actor after the calls made so far."""
-        self._end(AFTER_ALL)
-
     def _end(self, how: str) -> None:
         def send_and_tell(actor: ActorPort) -> None:
             self._actors.stop(actor.id, how)
@@ -529,7 +541,7 @@ def _no_actor(name: str, namespace: str) -> ActorNameError:
 _links: Final[WeakValueDictionary[int, WorkerActorLink]] = WeakValueDictionary()
 
 
-class WorkerActorLink:
+class WorkerActorLink(LinkBase):
     """A worker's link to an actor.
 
     Attributes:
@@ -631,38 +643,21 @@ class WorkerActorLink:
         call = partial(self._client.call, self.actor, method, payload)
         return request(self._client, label, call, returns, window)
 
-    def ready(self) -> Any:
-        """Return a handle that is settled when the constructor has returned."""
-        return self.call(f"{self.name}()", READY, NONE_PAYLOAD)
-
     def lost(self) -> Any:
         """Return a handle that is settled when the process is lost; see `LOST`.
 
         Cancelling the handle withdraws the request.
         """
-        return self.call(f"{self.name}()", LOST, NONE_PAYLOAD)
+        return self._request(LOST)
+
+    def _request(self, query: str) -> Any:
+        return self.call(f"{self.name}()", query, NONE_PAYLOAD)
 
     def watch(self, watcher: Watcher) -> None:
         """Tell the watcher, while it exists, when this process ends the actor."""
         self._watchers.add(watcher)
 
-    def ended(self) -> Any:
-        """Return a handle that is settled when the actor's process has ended."""
-        return self.call(f"{self.name}()", ENDED, NONE_PAYLOAD)
-
-    def room(self) -> Any:
-        """Return a handle of the number of such actors that can live at once."""
-        return self.call(f"{self.name}()", CAPACITY, NONE_PAYLOAD)
-
-    def kill(self, no_restart: bool) -> None:
-        """End the actor's process at once."""
-        self._stop(AT_ONCE if no_restart else AGAIN)
-
-    def terminate(self) -> None:
-        """End the actor after the calls made so far."""
-        self._stop(AFTER_ALL)
-
-    def _stop(self, how: str) -> None:
+    def _end(self, how: str) -> None:
         self._client.stop(self.actor, how)
         for watcher in tuple(self._watchers):
             watcher.on_ended_here(is_final=how != AGAIN)
