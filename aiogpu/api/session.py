@@ -64,35 +64,11 @@ HandleMaker = Callable[[str, Owner], Handle[Any]]
 """Makes a handle of a loop, given its name and its owner."""
 
 
-class EarlyRequests:
-    """Requests that wait until the engine is open."""
+Send = Callable[[Engine], object]
+"""Sends a request to an open engine."""
 
-    def __init__(self) -> None:
-        self._requests: list[
-            tuple[Callable[[Engine], object], Callable[[Exception], object]]
-        ] = []
-
-    def add(
-        self, send: Callable[[Engine], object], fail: Callable[[Exception], object]
-    ) -> None:
-        """Keep a request; `fail` is called with the error if it cannot be sent."""
-        self._requests.append((send, fail))
-
-    def make(self, engine: Engine) -> None:
-        """Send the requests in order."""
-        requests, self._requests = self._requests, []
-        for send, fail in requests:
-            try:
-                send(engine)
-            except Exception as error:  # noqa: BLE001 - the handle reports it
-                fail(error)
-
-    def fail(self, error: Exception) -> bool:
-        """Fail all requests; return False if there are none."""
-        requests, self._requests = self._requests, []
-        for _, fail in requests:
-            fail(error)
-        return bool(requests)
+Refuse = Callable[[Exception], object]
+"""Takes the reason why a request cannot be sent."""
 
 
 class SessionState(Enum):
@@ -172,7 +148,7 @@ class Session:
         self.new_handle: HandleMaker = partial(Handle, loop=loop, client=client)
         self._state = SessionState.OPENING
         self._pid = os.getpid()
-        self._early = EarlyRequests()
+        self._early: list[tuple[Send, Refuse]] = []  # until the engine is open
         self._opening: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
         self._closer: AsyncGenerator[None, None] | None = None
@@ -245,9 +221,7 @@ class Session:
             check_home(handle, self.loop, self)
         return self._engine.pack(outgoing)
 
-    def when_open(
-        self, start: Callable[[Engine], object], fail: Callable[[Exception], object]
-    ) -> None:
+    def when_open(self, start: Send, fail: Refuse) -> None:
         """Send a request to the engine, now or as soon as the engine is open.
 
         Args:
@@ -260,7 +234,7 @@ class Session:
         if self._state is SessionState.OPEN:
             start(self._engine)
         elif self._state is SessionState.OPENING:
-            self._early.add(start, fail)
+            self._early.append((start, fail))
         else:
             raise self.unusable()
 
@@ -373,12 +347,20 @@ class Session:
                 if isinstance(error, Exception)
                 else NodeClosedError(_SHUT_DOWN_EARLY)
             )
-            if self._early.fail(reason) and self._opening is not None:
+            early, self._early = self._early, []
+            for _, fail in early:
+                fail(reason)
+            if early and self._opening is not None:
                 # The handles carry the error, so asyncio must not warn of it as well.
                 self._opening.add_done_callback(retrieve)
             raise
         self._state = SessionState.OPEN
-        self._early.make(self._engine)
+        early, self._early = self._early, []
+        for start, fail in early:
+            try:
+                start(self._engine)
+            except Exception as error:  # noqa: BLE001 - the handle reports it
+                fail(error)
 
     async def _start_dashboard(self) -> None:
         from aiogpu.api.dashboard import DashboardProcess
