@@ -249,6 +249,8 @@ class BlockingStream(StreamBase, Iterator[T]):
     For type checkers `.remote()` returns a `Stream` everywhere.
     """
 
+    LOOP = "for"
+
     def __init__(self, items: ItemBuffer, client: Client) -> None:
         self.items = items
         self._client = client
@@ -259,12 +261,6 @@ class BlockingStream(StreamBase, Iterator[T]):
         return (
             f"<BlockingStream of {items.task_name}: {len(items.buffer)} items to "
             f"take, {items.window.taken} taken>"
-        )
-
-    def __bool__(self) -> NoReturn:
-        raise MisuseError(
-            f"a stream has no truth value; write `for item in "
-            f"{self.task_name}.remote(...)`."
         )
 
     def __aiter__(self) -> NoReturn:
@@ -336,13 +332,6 @@ class BlockingStream(StreamBase, Iterator[T]):
         """Stop the generator and drop the remaining items; idempotent."""
         self._is_through = True
         self.items.cancel()
-
-    def cancel(self) -> bool:
-        """Stop the generator; return False if it had already ended."""
-        if self.items.is_over:
-            return False
-        self.items.cancel()
-        return True
 
     def why(self) -> NoReturn:
         """Refuse the call: only the program can ask why a task waits.

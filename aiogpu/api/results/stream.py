@@ -157,6 +157,8 @@ class Stream(Displayed, StreamBase, EnteredOnLoop, IteratedOnce[T]):
     # A plain `for` gets Python's own TypeError. An `__iter__` that raises a better one
     # would make the stream an `Iterable`, which httpx, for one, would try to send.
 
+    LOOP = "async for"
+
     THROUGH = "was iterated to its end"
     CLOSED = "was closed"
     CANCELLED = "was cancelled"
@@ -194,12 +196,6 @@ class Stream(Displayed, StreamBase, EnteredOnLoop, IteratedOnce[T]):
         raise MisuseError(
             f"{self.task_name} is a generator, and {call} is a stream of items, which "
             f"cannot be awaited: write `async for item in {call}`."
-        )
-
-    def __bool__(self) -> NoReturn:
-        raise MisuseError(
-            f"a Stream has no truth value; write `async for item in "
-            f"{self._as_called()}`."
         )
 
     async def __anext__(self) -> T:
@@ -293,11 +289,7 @@ class Stream(Displayed, StreamBase, EnteredOnLoop, IteratedOnce[T]):
             NoLoopError: called in a thread other than the event loop's.
         """
         self._check_thread("cancel()")
-        items = self.items
-        if items.is_over:
-            return False
-        items.cancel()
-        return True
+        return super().cancel()
 
     async def why(self) -> Why:
         """Return why the task waits, or its state; see `Handle.why`.
