@@ -160,7 +160,6 @@ class BlockingHandle(HandleBase, Generic[T]):
             error = error_of(outcome, self.task_name)
             self._error, self._trace = error, error.__traceback__
             self._end("failed")
-        self.task_client.upsets += 1
 
     def watch(self, fn: Callable[[Any], object]) -> None:
         """Call `fn(handle)` when the child has ended."""
@@ -412,36 +411,29 @@ def _all_have_ended(handles: list[BlockingHandle[Any]], deadline: float | None) 
             # Another task of this process may have received it.
             handle.task_client = client
     check_client("aiogpu.get()", pending, client)
-    tasks = tuple(handle.task_id for handle in pending)
-    return block(
-        client,
-        tasks,
-        _countdown(client, pending),
-        lambda: all(handle.done() for handle in handles),
-        deadline,
-        is_bound=deadline is None,
-    )
+    left, has_failed = set(pending), False
 
+    def note(handle: BlockingHandle[Any]) -> None:
+        nonlocal has_failed
+        left.discard(handle)
+        has_failed = has_failed or handle.has_failed
 
-def _countdown(
-    client: Client, pending: list[BlockingHandle[Any]]
-) -> Callable[[], bool]:
-    """Return a test whether the wait is over, which looks at each handle about once."""
-    upsets_seen = -1
-
-    def is_over() -> bool:
-        nonlocal upsets_seen
-        upsets = client.upsets
-        while pending and pending[-1]._state != "pending":
-            if pending.pop().has_failed:
-                # Another thread may have failed to unpickle the result.
-                return True
-        if upsets != upsets_seen:
-            upsets_seen = upsets
-            return not pending or any(handle.has_failed for handle in pending)
-        return not pending
-
-    return is_over
+    try:
+        for handle in pending:
+            handle.watch(note)
+            if handle.done():  # meanwhile, in another thread
+                note(handle)
+        return block(
+            client,
+            tuple(handle.task_id for handle in pending),
+            lambda: has_failed or not left,
+            lambda: all(handle.done() for handle in handles),
+            deadline,
+            is_bound=deadline is None,
+        )
+    finally:
+        for handle in tuple(left):
+            handle.unwatch(note)
 
 
 def _timeout_message(handles: list[BlockingHandle[Any]], timeout: float | None) -> str:
