@@ -60,10 +60,6 @@ def refuse_in_worker(what: str) -> None:
         )
 
 
-HandleMaker = Callable[[str, Owner], Handle[Any]]
-"""Makes a handle of a loop, given its name and its owner."""
-
-
 Send = Callable[[Engine], object]
 """Sends a request to an open engine."""
 
@@ -124,7 +120,7 @@ class Session:
         loop: the event loop.
         thread: the id of the thread that runs the loop.
         remote_values: the store of values if the node is another process, else None.
-        new_handle: makes a handle of this loop.
+        new_handle: makes a handle of this loop, given its name and its owner.
         opened_by: the call that opened the session, ".remote()"; "" for `init`.
         dashboard: the process of the dashboard; None without one.
         actor_watchers: who is told when this program ends an actor, by actor.
@@ -145,7 +141,8 @@ class Session:
         self.thread = get_ident()
         self.remote_values = engine.remote_values
         client = client_for(self.remote_values)
-        self.new_handle: HandleMaker = partial(Handle, loop=loop, client=client)
+        self.new_handle: Callable[[str, Owner], Handle[Any]]
+        self.new_handle = partial(Handle, loop=loop, client=client)
         self._state = SessionState.OPENING
         self._pid = os.getpid()
         self._early: list[tuple[Send, Refuse]] = []  # until the engine is open

@@ -33,20 +33,11 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class MadeByCall:
-    """Base of mixins whose errors name the call that made the object."""
+class EnteredOnLoop:
+    """Mixin: `with` raises and says `async with`.
 
-    __slots__ = ()
-
-    if not TYPE_CHECKING:
-
-        def _as_called(self) -> str:
-            """The call, as the program writes it."""
-            raise NotImplementedError
-
-
-class EnteredOnLoop(MadeByCall):
-    """Mixin: `with` raises and says `async with`."""
+    `_as_called` returns the call that made the object, as the program writes it.
+    """
 
     __slots__ = ()
 
@@ -63,8 +54,8 @@ class EnteredOnLoop(MadeByCall):
             """Python looks up both methods before it calls `__enter__`."""
 
 
-class IteratedOnLoop(MadeByCall):
-    """Mixin: `for` raises and says `async for`.
+class IteratedOnLoop:
+    """Mixin: `for` raises and says `async for`. Needs `_as_called`, as `EnteredOnLoop`.
 
     `isinstance(x, Iterable)` is true for such objects. A `Stream` is given to libraries
     that accept both kinds of iterables, so it must not use this mixin.
