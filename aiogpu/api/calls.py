@@ -43,9 +43,10 @@ def may_use(session: Session) -> bool:
     """Return whether the session is open and the running code may use it."""
     import asyncio
 
-    from aiogpu.api.results.handle import session_of
+    from aiogpu.api.results.handle import sessions
 
-    own = session_of(asyncio._get_running_loop())
+    loop: Any = asyncio._get_running_loop()
+    own = sessions.get(loop)
     is_own = own in (None, session) or inline_client.get() is not None
     return session.is_open and is_own
 

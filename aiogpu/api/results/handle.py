@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Generator
+from collections.abc import Callable, Generator
 from contextlib import suppress
 from contextvars import Context
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
@@ -41,18 +41,12 @@ from aiogpu.wire.messages import Failed
 if TYPE_CHECKING:
     from aiogpu.api.results.reports import Reports
     from aiogpu.client.interface import Outcome
-    from aiogpu.observe.status import NodeStatus
     from aiogpu.observe.why import Why
     from aiogpu.serialization.references import Reference
 
 
 sessions: Final[dict[asyncio.AbstractEventLoop, Any]] = {}
 """The `api.session.Session` of each event loop that has a node."""
-
-
-def session_of(loop: asyncio.AbstractEventLoop | None) -> Any:
-    """The session of a loop; None if the loop has none."""
-    return sessions.get(loop)  # type: ignore[arg-type]
 
 
 def check_thread(loop: asyncio.AbstractEventLoop, what: str) -> None:
@@ -122,19 +116,14 @@ async def why_of(
     return await owner.why(waiting.task_name, waiting.task_id)
 
 
-def status_of(
-    loop: asyncio.AbstractEventLoop,
-) -> Callable[[], Awaitable[NodeStatus]]:
-    """Return a function that asks for the status of a loop's node."""
+async def html_with_why(waiting: Any) -> str:
+    """Return the HTML of a handle or a stream, with the state of its task."""
+    from aiogpu.notebook.display import html_of
 
-    async def status() -> NodeStatus:
-        session = session_of(loop)
-        if session is None:
-            raise NodeClosedError("this node is shut down.")
-        found: NodeStatus = await session.engine.status()
-        return found
+    async def status() -> Any:  # of a task that has a worker, so there is a session
+        return await sessions[waiting.get_loop()].engine.status()
 
-    return status
+    return await html_of(repr(waiting), await waiting.why(), status)
 
 
 T = TypeVar("T")
@@ -242,9 +231,7 @@ class Handle(Displayed, HandleBase, asyncio.Future[T]):
         return f"<Handle {self.task_name} {self.task_id} {state}>"
 
     async def _html(self) -> str:
-        from aiogpu.notebook.display import html_of
-
-        return await html_of(repr(self), await self.why(), status_of(self.get_loop()))
+        return await html_with_why(self)
 
     @property
     def error(self) -> BaseException | None:
@@ -282,7 +269,7 @@ class Handle(Displayed, HandleBase, asyncio.Future[T]):
     def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
         loop = asyncio._get_running_loop()
         if loop is not None:
-            check_home(self, loop, session_of(loop))
+            check_home(self, loop, sessions.get(loop))
         return super().__reduce__()
 
     def _keep_alive(self) -> None:

@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NoReturn, Self, TypeVar
 
 from aiogpu.api.results.base import StreamOwner
-from aiogpu.api.results.handle import check_thread, status_of, why_of
+from aiogpu.api.results.handle import check_thread, html_with_why, why_of
 from aiogpu.api.results.items import ItemBuffer, StreamBase
 from aiogpu.api.usage_errors import Displayed, EnteredOnLoop
 from aiogpu.errors import MisuseError
@@ -184,9 +184,7 @@ class Stream(Displayed, StreamBase, EnteredOnLoop, IteratedOnce[T]):
         return f"<Stream of {items.task_name} {items.task_id}: {state}>"
 
     async def _html(self) -> str:
-        from aiogpu.notebook.display import html_of
-
-        return await html_of(repr(self), await self.why(), status_of(self.get_loop()))
+        return await html_with_why(self)
 
     def _as_called(self) -> str:
         return f"{self.task_name}.remote(...)"
