@@ -42,7 +42,7 @@ from aiogpu.api.decorator import method
 from aiogpu.api.decorator import remote as _remote
 from aiogpu.api.runtime_context import get_gpu_ids, get_runtime_context
 from aiogpu.client.current import error_inside_task, is_in_task
-from aiogpu.errors import MisuseError, NodeRunningError
+from aiogpu.errors import NodeRunningError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Coroutine
@@ -114,11 +114,7 @@ class _Decorated:
         Raises:
             MisuseError: always, with the call to write instead.
         """
-        name = self._wrapped.__name__
-        raise MisuseError(
-            f"{name} runs in a worker: write `{name}.remote(...)`. To call it in this "
-            f"process, write `{name}.__wrapped__(...)`."
-        )
+        raise self._wrapped._refusal_without_loop()
 
 
 class RemoteFunction(_Decorated, Generic[P, R]):

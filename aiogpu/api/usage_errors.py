@@ -233,6 +233,11 @@ class CalledFirst:
         """Explain why the object is not called directly, and what to write instead."""
         raise NotImplementedError
 
+    def _refusal_without_loop(self) -> MisuseError:
+        """Return the error of a direct call, for code without an event loop."""
+        text = self._what_to_write().replace("`await ", "`")
+        return MisuseError(text.replace("`async for ", "`for "))
+
     if not TYPE_CHECKING:
 
         def __call__(self, /, *args: object, **kwargs: object) -> NoReturn:

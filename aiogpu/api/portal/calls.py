@@ -41,7 +41,7 @@ from aiogpu.api.results import handle as handles
 from aiogpu.api.results import wait as waiting
 from aiogpu.api.results.stream import IteratedOnce
 from aiogpu.client.current import is_in_task, is_loop_running, proxy_maker
-from aiogpu.errors import MisuseError, NoLoopError, SerializationError
+from aiogpu.errors import NoLoopError, SerializationError
 from aiogpu.serialization.captured import Captured, captured
 from aiogpu.serialization.diagnostics import advise
 from aiogpu.serialization.references import PickledValue
@@ -314,17 +314,12 @@ class Program:
         """Wait until some of the handles are done; see `aiogpu.sync.wait`."""
         portal = self.portal
         proxies = checked_handles("wait", given)
-        if len(set(proxies)) < len(proxies):
-            twice = next(each for each in proxies if proxies.count(each) > 1)
-            raise MisuseError(
-                f"{self._what} was given {twice!r} more than once; pass each handle "
-                f"once."
-            )
 
         async def wait_on_loop() -> tuple[list[Any], list[Any]]:
-            proxy_of = {unwrap(proxy): proxy for proxy in proxies}
+            targets = [unwrap(proxy) for proxy in proxies]
+            proxy_of = dict(zip(targets, proxies, strict=True))
             ready, pending = await waiting.wait(
-                [*proxy_of], num_returns=num_returns, timeout=timeout
+                targets, num_returns=num_returns, timeout=timeout
             )
             return [proxy_of[one] for one in ready], [proxy_of[one] for one in pending]
 
