@@ -43,10 +43,11 @@ from aiogpu.wire.messages import (
 if TYPE_CHECKING:
     from asyncio import Future
 
+    from aiogpu.api.results.base import Owner
     from aiogpu.api.results.handle import Handle
     from aiogpu.api.session import Awaited, Session
     from aiogpu.client.function_spec import FunctionSpec
-    from aiogpu.client.interface import Client, Receiver
+    from aiogpu.client.interface import Client
     from aiogpu.engines.base import ActorPort, ActorsPort, Engine, Room
     from aiogpu.observe.why import Why
     from aiogpu.serialization.references import Reference
@@ -420,21 +421,10 @@ class ActorLink(LinkBase):
 
         Cancelling the handle withdraws the request.
         """
-        name, owner = f"{self.name}()", LossOwner(self._session)
-
-        def start(receiver: Any) -> int:
-            def send(actor: ActorPort) -> None:
-                owner.send(self._actors, receiver, actor)
-
-            self._when_known(send, receiver.settle)
-            return int(receiver.task_id)
-
-        client = self._client(f"Awaiting {name}")
-        if client is not None:
-            return request(client, name, start)  # type: ignore[no-any-return]
-        handle = self._session.new_handle(name, owner)
-        start(handle)
-        return handle
+        owner = LossOwner(self._session)
+        return self._ask(
+            owner, lambda receiver, actor: owner.send(self._actors, receiver, actor)
+        )
 
     def watch(self, watcher: Watcher) -> None:
         """Tell the watcher, while it exists, when this program ends the actor."""
@@ -448,16 +438,22 @@ class ActorLink(LinkBase):
 
     def _request(self, query: str) -> Handle[Any]:
         """Send a query; cancelling its handle stops nothing, as it is not a call."""
+        return self._ask(self, lambda receiver, actor: actor.ask(query, receiver))
+
+    def _ask(
+        self, owner: Owner, send: Callable[[Any, ActorPort], object]
+    ) -> Handle[Any]:
+        """Return a handle that `send` gives to the actor once it is known."""
         name = f"{self.name}()"
 
-        def start(receiver: Receiver) -> int:
-            self._when_known(lambda actor: actor.ask(query, receiver), receiver.settle)
-            return 0
+        def start(receiver: Any) -> int:
+            self._when_known(partial(send, receiver), receiver.settle)
+            return int(receiver.task_id)
 
         client = self._client(f"Awaiting {name}")
         if client is not None:
             return request(client, name, start)  # type: ignore[no-any-return]
-        handle = self._session.new_handle(name, self)
+        handle = self._session.new_handle(name, owner)
         start(handle)
         return handle
 
