@@ -39,6 +39,7 @@ from aiogpu.api.usage_errors import (
     EnteredOnLoop,
     IteratedOnLoop,
     NotPassedOn,
+    waited_for,
 )
 from aiogpu.errors import MisuseError, OptionError, TaskError
 from aiogpu.serialization.exceptions import RAISED, ChunkOutcome, unpack_failure
@@ -523,8 +524,7 @@ class Results(Displayed, IteratedOnLoop, EnteredOnLoop, NotPassedOn, IteratedOnc
         if limit is not None:
             allowed = f"a whole number of calls, 1 or more, or None for {DEFAULT_LIMIT}"
             whole_number("limit", limit, 1, allowed)
-        if not isinstance(ordered, bool):
-            raise OptionError(f"ordered={ordered!r} must be True or False.")
+        check_flag("ordered", ordered)
         check_flag("return_exceptions", return_exceptions)
         chunk = check_chunk(chunk, limit)
         if chunk is None:
@@ -629,7 +629,8 @@ class Results(Displayed, IteratedOnLoop, EnteredOnLoop, NotPassedOn, IteratedOnc
             if self._ended in (self.THROUGH, self.CLOSED):
                 raise StopAsyncIteration
             self._refuse()
-        self._check_alone(f"result of {self._name}")
+        if self._window.waiter is not None:
+            raise waited_for(f"result of {self._name}")
 
     async def aclose(self) -> None:
         """Cancel the remaining calls; idempotent.

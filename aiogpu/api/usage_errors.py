@@ -76,6 +76,14 @@ class IteratedOnLoop:
             iter(self)
 
 
+def waited_for(what: str) -> MisuseError:
+    """Return the error for a second asyncio task that waits for the next `what`."""
+    return MisuseError(
+        f"another asyncio task is waiting for the next {what}; iterate in one task, "
+        f"and pass the items on through a queue."
+    )
+
+
 class Displayed:
     """Mixin: an object that a notebook shows with its state."""
 

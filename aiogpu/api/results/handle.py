@@ -107,11 +107,7 @@ async def why_of(
 
     if outcome:
         return Why(waiting.task_name, waiting.task_id, "ended", outcome=outcome)
-    if loop is not asyncio.get_running_loop():
-        raise MisuseError(
-            f"the task {waiting.task_name} belongs to another event loop; call why() "
-            f"on the loop where .remote() was called."
-        )
+    check_loop(loop, f"why() of {waiting.task_name}")
     assert owner is not None, waiting  # dropped only at the end
     return await owner.why(waiting.task_name, waiting.task_id)
 
@@ -338,6 +334,7 @@ class Handle(Displayed, HandleBase, asyncio.Future[T]):
 
     async def wait_for_report(self, waiter: asyncio.Future[None]) -> None:
         """Wait until `waiter` is set, by a report or by the task's end."""
+        check_loop(self.get_loop(), f"the next report of {self.task_name}")
         if self._waiters is None:
             self._waiters = []
         self._waiters.append(waiter)
@@ -417,6 +414,7 @@ class Handle(Displayed, HandleBase, asyncio.Future[T]):
 
         Raises:
             MisuseError: called on an event loop other than the handle's.
+            NoLoopError: called in a thread other than the event loop's.
             NodeError: called inside a task, or in a fork of the program.
         """
         outcome = ""

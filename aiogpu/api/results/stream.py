@@ -14,9 +14,14 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NoReturn, Self, TypeVar
 
 from aiogpu.api.results.base import StreamOwner
-from aiogpu.api.results.handle import check_thread, html_with_why, why_of
+from aiogpu.api.results.handle import (
+    check_loop,
+    check_thread,
+    html_with_why,
+    why_of,
+)
 from aiogpu.api.results.items import ItemBuffer, StreamBase
-from aiogpu.api.usage_errors import Displayed, EnteredOnLoop
+from aiogpu.api.usage_errors import Displayed, EnteredOnLoop, waited_for
 from aiogpu.errors import MisuseError
 
 if TYPE_CHECKING:
@@ -73,13 +78,6 @@ class IteratedOnce(AsyncIterator[T]):
         if self._ended is not None:
             self._refuse()
         return self
-
-    def _check_alone(self, what: str) -> None:
-        if self._source.waiter is not None:
-            raise MisuseError(
-                f"another asyncio task is waiting for the next {what}; iterate in one "
-                f"task, and pass the items on through a queue."
-            )
 
     async def __aenter__(self) -> Self:
         return self
@@ -205,7 +203,7 @@ class Stream(Displayed, StreamBase, EnteredOnLoop, IteratedOnce[T]):
         if _get_running_loop() is not items.loop:
             self._check_thread("The next item")
         if items.waiter is not None:
-            self._check_alone(f"item of {self.task_name}")
+            raise waited_for(f"item of {self.task_name}")
         try:
             # If two items arrive during one wait, the second one's wake-up is spurious.
             while not items.buffer and not items.is_over:
@@ -257,6 +255,7 @@ class Stream(Displayed, StreamBase, EnteredOnLoop, IteratedOnce[T]):
 
     async def wait_for_report(self, waiter: asyncio.Future[None]) -> None:
         """Wait until `waiter` is set, by a report or by the generator's end."""
+        check_loop(self.get_loop(), f"the next report of {self.task_name}")
         waits, task = self._waits, self.task_id
         if waits is not None:
             waits.begin_wait(task)
@@ -294,6 +293,7 @@ class Stream(Displayed, StreamBase, EnteredOnLoop, IteratedOnce[T]):
 
         Raises:
             MisuseError: called on an event loop other than the stream's.
+            NoLoopError: called in a thread other than the event loop's.
             NodeError: called inside a task, or in a fork of the program.
         """
         items, outcome = self.items, ""

@@ -40,7 +40,7 @@ from aiogpu.api.results.blocking import (
     fetch,
 )
 from aiogpu.api.results.items import StreamBase
-from aiogpu.api.usage_errors import NotPassedOn, options_of, refuse
+from aiogpu.api.usage_errors import NotPassedOn, options_of, refuse, waited_for
 from aiogpu.client.current import client_of_task, is_loop_running
 from aiogpu.errors import (
     MisuseError,
@@ -512,10 +512,7 @@ class Completions(NotPassedOn, Generic[T]):
     async def __anext__(self) -> Handle[T]:
         watch = self._watch
         if watch.waiter is not None:
-            raise MisuseError(
-                "another asyncio task is waiting for the next handle of this "
-                "as_completed(); iterate in one task only."
-            )
+            raise waited_for("handle of this as_completed()")
         while not watch.ended:
             if not watch.pending:
                 raise StopAsyncIteration
