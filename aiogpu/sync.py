@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import update_wrapper
+from importlib import import_module
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -41,7 +42,7 @@ from aiogpu.api.decorator import method
 from aiogpu.api.decorator import remote as _remote
 from aiogpu.api.runtime_context import get_gpu_ids, get_runtime_context
 from aiogpu.client.current import error_inside_task, is_in_task
-from aiogpu.errors import MisuseError, NodeRunningError
+from aiogpu.errors import NodeRunningError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Coroutine
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
         ActorPool,
         Executor,
         Handle,
+        Program,
         Queue,
         ResultIterator,
         SyncActorHandle,
@@ -75,67 +77,15 @@ R = TypeVar("R")
 A = TypeVar("A")
 
 
-class TaskCode:
-    """The calls of a task's code: those of `aiogpu` itself, on the task's client.
-
-    `api.portal.Program` has the same methods for programs.
-    """
-
-    def __init__(self, what: str) -> None:
-        """Take the name of the call, which a program needs for its messages."""
-
-    def call(self, remote: Any, args: Any, kwargs: Any) -> Any:
-        """Start a task."""
-        return remote.remote(*args, **kwargs)
-
-    make = call
-
-    def map(self, remote: Any, iterable: Any, options: dict[str, Any]) -> Any:
-        """Call a function with each item."""
-        return remote.map(iterable, **options)
-
-    def get(self, handle: Any, timeout: float | None) -> Any:
-        """Wait for results."""
-        from aiogpu.api.results import wait as waiting
-
-        return waiting.get(handle, timeout=timeout)
-
-    def put(self, value: Any) -> Any:
-        """Store a value; return its handle."""
-        from aiogpu.api.calls import put as store
-
-        return store(value)
-
-    def wait(self, handles: Any, num_returns: int, timeout: float | None) -> Any:
-        """Wait until some of the handles are done."""
-        from aiogpu.api.results import wait as waiting
-
-        ended: Any = waiting.wait(handles, num_returns=num_returns, timeout=timeout)
-        return tuple(ended)
-
-    def as_completed(self, handles: Any) -> Any:
-        """Yield handles as they end."""
-        from aiogpu.api.results import wait as waiting
-
-        return iter(waiting.as_completed(handles))
-
-    def get_actor(self, name: str, namespace: str | None) -> Any:
-        """Return a handle to the actor with a name."""
-        from aiogpu.api.actors import actor
-
-        return actor.get_actor(name, namespace)
-
-    def kill(self, actor: Any, no_restart: bool) -> None:
-        """End an actor's process at once."""
-        from aiogpu.api.actors.actor import kill as end
-
-        end(actor, no_restart=no_restart)
-
-
 def _caller(what: str) -> Any:
-    """Return the `TaskCode` or `Program` that makes a call for the running code."""
-    if is_in_task():
-        return TaskCode(what)
+    """Return what makes a call for the running code: in a task it is `aiogpu` itself.
+
+    `api.portal.Program` has functions of the same names for programs.
+    """
+    return import_module("aiogpu") if is_in_task() else _program(what)
+
+
+def _program(what: str) -> Program:
     from aiogpu.api.portal import Program
 
     return Program(what)
@@ -164,11 +114,7 @@ class _Decorated:
         Raises:
             MisuseError: always, with the call to write instead.
         """
-        name = self._wrapped.__name__
-        raise MisuseError(
-            f"{name} runs in a worker: write `{name}.remote(...)`. To call it in this "
-            f"process, write `{name}.__wrapped__(...)`."
-        )
+        raise self._wrapped._refusal_without_loop()
 
 
 class RemoteFunction(_Decorated, Generic[P, R]):
@@ -186,8 +132,10 @@ class RemoteFunction(_Decorated, Generic[P, R]):
                 not open yet, `result()` raises this error instead.
             SerializationError: the function or an argument cannot be pickled.
         """
-        caller = _caller(f"{self._wrapped.__name__}.remote()")
-        return caller.call(self._wrapped, args, kwargs)  # type: ignore[no-any-return]
+        if is_in_task():
+            return self._wrapped.remote(*args, **kwargs)  # type: ignore[no-any-return]
+        program = _program(f"{self._wrapped.__name__}.remote()")
+        return program.call(self._wrapped, args, kwargs)  # type: ignore[no-any-return]
 
     def options(self, **options: Unpack[Options]) -> Self:
         """Return the same function with other options; this one does not change.
@@ -250,8 +198,10 @@ class RemoteFunction(_Decorated, Generic[P, R]):
             "return_exceptions": return_exceptions,
             "progress": progress,
         }
-        caller = _caller(f"{self._wrapped.__name__}.map()")
-        return caller.map(self._wrapped, iterable, options)  # type: ignore[no-any-return]
+        if is_in_task():
+            return self._wrapped.map(iterable, **options)  # type: ignore[no-any-return]
+        program = _program(f"{self._wrapped.__name__}.map()")
+        return program.map(self._wrapped, iterable, options)
 
 
 class RemoteGenerator(RemoteFunction[P, R]):
@@ -276,8 +226,10 @@ class RemoteClass(_Decorated, Generic[P, A]):
             InfeasibleError: the actor asks for more than the node has.
             SerializationError: the class or an argument cannot be pickled.
         """
-        caller = _caller(f"{self._wrapped.__name__}.remote()")
-        return caller.make(self._wrapped, args, kwargs)  # type: ignore[no-any-return]
+        if is_in_task():
+            return self._wrapped.remote(*args, **kwargs)  # type: ignore[no-any-return]
+        program = _program(f"{self._wrapped.__name__}.remote()")
+        return program.make(self._wrapped, args, kwargs)  # type: ignore[no-any-return]
 
     def options(self, **options: Unpack[ActorKeywords]) -> Self:
         """Return the same class with other options; this one does not change.
@@ -503,7 +455,7 @@ def get(handle: Any, /, *, timeout: float | None = None) -> Any:
         TaskTimeoutError: the time is up; the tasks go on.
     """
     try:
-        return _caller("aiogpu.sync.get()").get(handle, timeout)
+        return _caller("aiogpu.sync.get()").get(handle, timeout=timeout)
     except BaseException as error:
         from aiogpu.api.results.base import cut_frames
 
@@ -531,7 +483,9 @@ def wait(
     See `aiogpu.wait` for the arguments and the errors.
     """
     caller = _caller("aiogpu.sync.wait()")
-    return caller.wait(handles, num_returns, timeout)  # type: ignore[no-any-return]
+    return caller.wait(  # type: ignore[no-any-return]
+        handles, num_returns=num_returns, timeout=timeout
+    )
 
 
 def as_completed(handles: Collection[Handle[R]], /) -> Iterator[Handle[R]]:
@@ -558,7 +512,7 @@ def get_actor(name: str, namespace: str | None = None) -> SyncActorHandle[Any]:
 
 def kill(actor: SyncActorHandle[Any], *, no_restart: bool = True) -> None:
     """End an actor's process at once; see `aiogpu.kill`."""
-    _caller("aiogpu.sync.kill()").kill(actor, no_restart)
+    _caller("aiogpu.sync.kill()").kill(actor, no_restart=no_restart)
 
 
 # Reservations.
@@ -627,8 +581,6 @@ if not TYPE_CHECKING:
 
     def __getattr__(name):
         """Import a name of `_LATE` or `_IN_TASKS`; suggest one for an unknown name."""
-        from importlib import import_module
-
         if name in _LATE:
             return getattr(import_module("aiogpu.api.portal"), name)
         if name in _IN_TASKS:

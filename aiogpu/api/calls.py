@@ -29,10 +29,11 @@ from aiogpu.serialization.references import HANDLE_MARK, PickledValue
 from aiogpu.serialization.serializer import PUT, WARNED_FROM, dump_result
 
 if TYPE_CHECKING:
+    from aiogpu.api.results.base import HandleClient
     from aiogpu.api.results.handle import Handle
     from aiogpu.api.session import Awaited, Session
     from aiogpu.client.function_spec import FunctionSpec
-    from aiogpu.client.interface import Client, Outcome, ValueStore
+    from aiogpu.client.interface import Client, Outcome, ValueStore, Waits
     from aiogpu.observe.why import Why
 
 T = TypeVar("T")
@@ -42,9 +43,10 @@ def may_use(session: Session) -> bool:
     """Return whether the session is open and the running code may use it."""
     import asyncio
 
-    from aiogpu.api.results.handle import session_of
+    from aiogpu.api.results.handle import sessions
 
-    own = session_of(asyncio._get_running_loop())
+    loop: Any = asyncio._get_running_loop()
+    own = sessions.get(loop)
     is_own = own in (None, session) or inline_client.get() is not None
     return session.is_open and is_own
 
@@ -163,38 +165,31 @@ class TaskCaller(NamedTuple):
         """The store of values if another process keeps them, else None."""
         return self.client.remote_values
 
+    @property
+    def _waits(self) -> Waits | None:
+        """The waits on the running event loop; None in plain code."""
+        return self.client.waits if is_loop_running() else None
+
     def new_handle(self, name: str, owner: Any) -> Any:
         """Return a handle that fits the running code; `owner` cancels the work."""
-        client = self.client
-        if not is_loop_running():
-            from aiogpu.api.results.blocking import BlockingHandle
-
-            return BlockingHandle(
-                name, owner, client_for(client.remote_values), task_client=client
-            )
-        import asyncio
-
-        from aiogpu.api.results.handle import Handle
-
-        results = client_for(client.remote_values, client.waits)
-        return Handle(name, owner, asyncio.get_running_loop(), results)
+        return self._handle(name, owner, client_for(self.remote_values, self._waits))
 
     def new_borrowed(self, name: str, reference: Any) -> Any:
         """Return a handle for the value that a received handle refers to."""
-        task_client = self.client
-        on_loop = is_loop_running()
-        waits = task_client.waits if on_loop else None
-        store = task_client.remote_values
-        client = BorrowedClient(reference, store, self.why, waits)
-        if not on_loop:
+        store = self.remote_values
+        client = BorrowedClient(reference, store, self.why, self._waits)
+        return self._handle(name, client, client)
+
+    def _handle(self, name: str, owner: Any, client: HandleClient) -> Any:
+        if not is_loop_running():
             from aiogpu.api.results.blocking import BlockingHandle
 
-            return BlockingHandle(name, client, client, task_client)
+            return BlockingHandle(name, owner, client, task_client=self.client)
         import asyncio
 
         from aiogpu.api.results.handle import Handle
 
-        return Handle(name, client, asyncio.get_running_loop(), client)
+        return Handle(name, owner, asyncio.get_running_loop(), client)
 
     def new_stream(self, name: str, _owner: Any, size: int) -> Any:
         """Return a stream that fits the running code, for up to `size` items ahead."""

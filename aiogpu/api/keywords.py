@@ -26,19 +26,24 @@ RetryOom = Literal["exclusive"] | Sequence[Literal["share", "exclusive"]]
 RetryExceptions = bool | type[Exception] | Sequence[type[Exception]]
 
 
-class _Common(TypedDict, total=False):
-    """The options of both tasks and actors."""
+class _Reserving(TypedDict, total=False):
+    """The options of tasks, actors, leases and gangs."""
 
     num_cpus: float | None
     num_gpus: float | None
     memory: int | str | None
     resources: Mapping[str, float] | None
     accelerator_type: str | None
-    gpu_where: GpuWhere | None
     gpu_memory: int | str | None
-    gpu_strategy: Literal["pack", "spread"] | None
     name: str | None
     priority: int | None
+
+
+class _Common(_Reserving, total=False):
+    """The options of both tasks and actors."""
+
+    gpu_where: GpuWhere | None
+    gpu_strategy: Literal["pack", "spread"] | None
     runtime_env: Mapping[str, Mapping[str, str]] | None
     lifetime: Literal["detached"] | None
     placement: Placement | None
@@ -190,7 +195,7 @@ class MethodCallKeywords(TypedDict, total=False):
     concurrency_group: str | None
 
 
-class MethodKeywords(TypedDict, total=False):
+class MethodKeywords(MethodCallKeywords, total=False):
     """The options of a method, as `@aiogpu.method(...)` takes them.
 
     Attributes:
@@ -200,13 +205,11 @@ class MethodKeywords(TypedDict, total=False):
         concurrency_group: one of the class's `concurrency_groups`.
     """
 
-    num_returns: int | None
     max_buffered: int | None
     run_timeout: float | None
-    concurrency_group: str | None
 
 
-class LeaseKeywords(TypedDict, total=False):
+class LeaseKeywords(_Reserving, total=False):
     """The options of a lease, as `lease(...)` takes them.
 
     Attributes:
@@ -219,20 +222,12 @@ class LeaseKeywords(TypedDict, total=False):
         timeout: seconds to wait for the lease; default no limit.
     """
 
-    num_cpus: float | None
-    num_gpus: float | None
-    memory: int | str | None
-    resources: Mapping[str, float] | None
-    accelerator_type: str | None
     gpu_where: GpuWhere | None
-    gpu_memory: int | str | None
     gpu_strategy: Literal["pack", "spread"] | None
-    name: str | None
-    priority: int | None
     timeout: float | None
 
 
-class GangKeywords(TypedDict, total=False):
+class GangKeywords(_Reserving, total=False):
     """The options of the ranks of a gang, as `gang(...)` takes them.
 
     Attributes:
@@ -242,15 +237,7 @@ class GangKeywords(TypedDict, total=False):
         max_restarts, max_concurrency, concurrency_groups: as for an actor.
     """
 
-    num_cpus: float | None
-    num_gpus: float | None
-    memory: int | str | None
-    resources: Mapping[str, float] | None
-    accelerator_type: str | None
-    gpu_memory: int | str | None
     max_calls: int | None
-    name: str | None
-    priority: int | None
     timeout: float | None
     run_timeout: float | None
     cancel_grace: float | None

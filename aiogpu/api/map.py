@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterable, Callable, Iterable, Iterator
+from collections.abc import AsyncIterable, Iterable, Iterator
 from time import perf_counter
 from typing import (
     TYPE_CHECKING,
@@ -39,6 +39,7 @@ from aiogpu.api.usage_errors import (
     EnteredOnLoop,
     IteratedOnLoop,
     NotPassedOn,
+    waited_for,
 )
 from aiogpu.errors import MisuseError, OptionError, TaskError
 from aiogpu.serialization.exceptions import RAISED, ChunkOutcome, unpack_failure
@@ -101,12 +102,52 @@ class Sizes:
         self.size = max(1, min(fitting, grown, self._most))
 
 
-class Chunker:
-    """Submits items in chunks, and unpacks the results of chunks.
+Opened = tuple[list[Any], Exception | None, list[Handle[Any]]]
+"""The results of a call, which include errors with `return_exceptions`; the error that
+comes after them, or None; and the calls that were submitted for remaining items."""
+
+
+class ItemCalls:
+    """Submits each item as a call, and unpacks the result.
 
     Attributes:
-        partial: items that wait until their chunk is full.
+        partial: items that wait until their call has as many as it takes.
     """
+
+    def __init__(self, remote: Any, return_exceptions: bool) -> None:
+        self.partial: list[Any] = []
+        self._returns_exceptions = return_exceptions
+        self._remote = remote
+
+    @property
+    def size(self) -> int:
+        """The number of items of the next call."""
+        return 1
+
+    def add(self, item: Any) -> None:
+        """Add an item to the next call."""
+        self.partial.append(item)
+
+    def send(self, items: tuple[Any, ...]) -> Handle[Any]:
+        """Submit a call; raise the errors of `.remote()`."""
+        return self._remote.remote(*items)  # type: ignore[no-any-return]
+
+    def open(self, handle: Handle[Any]) -> Opened:
+        """Unpack a call that has ended; raise its error if no item has a result."""
+        try:
+            return [handle.result()], None, []
+        except Exception as failure:
+            if not self._returns_exceptions:
+                raise
+            return [failure], None, []
+
+    def clear(self) -> None:
+        """Forget all items."""
+        self.partial.clear()
+
+
+class ChunkCalls(ItemCalls):
+    """Submits items in chunks, and unpacks the results of chunks."""
 
     def __init__(
         self,
@@ -115,9 +156,7 @@ class Chunker:
         most: int,
         return_exceptions: bool,
     ) -> None:
-        self.partial: list[Any] = []
-        self._returns_exceptions = return_exceptions
-        self._remote = remote
+        super().__init__(remote, return_exceptions)
         self._fixed = None if chunk == "auto" else chunk
         self._sizes = Sizes(min(MOST, most))
         self._seconds = 0.0 if self._fixed else LONGEST
@@ -139,15 +178,8 @@ class Chunker:
         self._sent[handle] = items, perf_counter() - start
         return handle
 
-    def open(
-        self, handle: Handle[Any]
-    ) -> tuple[list[Any], Exception | None, list[Handle[Any]]]:
-        """Unpack a chunk that has ended; raise its error if no item has a result.
-
-        Returns:
-            The results, which include errors with `return_exceptions`; the error that
-            comes after them, or None; and the calls submitted for remaining items.
-        """
+    def open(self, handle: Handle[Any]) -> Opened:
+        """Unpack a chunk that has ended; raise its error if no item has a result."""
         items, seconds = self._sent.pop(handle, ((), 0.0))
         start = perf_counter()
         try:
@@ -181,7 +213,7 @@ class Chunker:
 
     def clear(self) -> None:
         """Forget all items."""
-        self.partial.clear()
+        super().clear()
         self._sent.clear()
 
 
@@ -245,11 +277,10 @@ class MapWindow(LoopSource, Generic[R]):
 
     def __init__(
         self,
-        start: Callable[[Any], Handle[R]],
+        calls: ItemCalls,
         iterable: Iterable[Any] | AsyncIterable[Any],
         limit: int | None,
         is_ordered: bool,
-        chunker: Chunker | None = None,
     ) -> None:
         loop = asyncio._get_running_loop()
         if loop is None:
@@ -262,9 +293,8 @@ class MapWindow(LoopSource, Generic[R]):
         self.is_over = False
         self.waiter: asyncio.Future[None] | None = None
         self.reader: asyncio.Task[None] | None = None
-        self._start = start
+        self._calls = calls
         self._is_ordered = is_ordered
-        self._chunker = chunker
         self._has_more = False
         self._filling: asyncio.TimerHandle | None = None
         self._plain: Iterator[Any] | None = None
@@ -299,8 +329,6 @@ class MapWindow(LoopSource, Generic[R]):
         queue = self._queue
         if not queue or not queue[0].done():
             return None
-        if self._chunker is None:
-            self.release(1)
         return queue.popleft()
 
     def release(self, count: int) -> None:
@@ -310,15 +338,14 @@ class MapWindow(LoopSource, Generic[R]):
             self._room.set_result(None)
 
     def open(self, handle: Handle[Any]) -> tuple[list[Any], Exception | None]:
-        """Return the results of a chunk, and the error that comes after them or None.
+        """Return the results of a call, and the error that comes after them or None.
 
         The results count as ahead until they are released.
 
         Raises:
-            Exception: the error of the whole chunk.
+            Exception: the error of the whole call.
         """
-        assert self._chunker is not None
-        values, error, calls = self._chunker.open(handle)
+        values, error, calls = self._calls.open(handle)
         if self._is_ordered:
             self._queue.extendleft(reversed(calls))
         else:
@@ -340,19 +367,16 @@ class MapWindow(LoopSource, Generic[R]):
 
     @property
     def _has_room(self) -> bool:
-        chunker = self._chunker
-        if chunker is None:
-            return self.ahead < self.limit  # type: ignore[operator]
-        if chunker.partial:
+        if self._calls.partial:
             return True  # checked when the first item of the chunk was read
         if self.limit is None:
             return len(self._queue) + len(self._unended) < CALLS
-        return self.ahead + chunker.size <= self.limit
+        return self.ahead + self._calls.size <= self.limit
 
     def _read(self) -> None:
         assert self._plain is not None
         self._has_more = False
-        until = None if self._chunker is None else self.ahead + SLICE
+        until = self.ahead + SLICE
         while self._has_room:
             item = next(self._plain, _NOTHING)
             if item is _NOTHING:
@@ -386,15 +410,10 @@ class MapWindow(LoopSource, Generic[R]):
             self.notify()
 
     def _submit(self, item: Any) -> None:
-        chunker = self._chunker
-        if chunker is None:
-            handle = self._start(item)
-            self.ahead += 1
-            self._post(handle)
-            return
-        chunker.add(item)
+        calls = self._calls
+        calls.add(item)
         self.ahead += 1
-        if len(chunker.partial) >= chunker.size or self.ahead == self.limit:
+        if len(calls.partial) >= calls.size or self.ahead == self.limit:
             self._flush()
         elif self._plain is None and self._filling is None:
             self._filling = self.loop.call_later(FILL_TIME, self._flush_late)
@@ -404,11 +423,11 @@ class MapWindow(LoopSource, Generic[R]):
         if self._filling is not None:
             self._filling.cancel()
             self._filling = None
-        chunker = self._chunker
-        if chunker is not None and chunker.partial:
-            items = tuple(chunker.partial)
-            chunker.partial.clear()
-            self._post(chunker.send(items))
+        calls = self._calls
+        if calls.partial:
+            items = tuple(calls.partial)
+            calls.partial.clear()
+            self._post(calls.send(items))
 
     def _flush_late(self) -> None:
         try:
@@ -444,8 +463,7 @@ class MapWindow(LoopSource, Generic[R]):
         self._plain = self._async = self._error = None
         if self._filling is not None:
             self._filling.cancel()
-        if self._chunker is not None:
-            self._chunker.clear()
+        self._calls.clear()
         if self.reader is not None:
             self.reader.cancel()
         for handle in reversed(handles):
@@ -506,20 +524,17 @@ class Results(Displayed, IteratedOnLoop, EnteredOnLoop, NotPassedOn, IteratedOnc
         if limit is not None:
             allowed = f"a whole number of calls, 1 or more, or None for {DEFAULT_LIMIT}"
             whole_number("limit", limit, 1, allowed)
-        if not isinstance(ordered, bool):
-            raise OptionError(f"ordered={ordered!r} must be True or False.")
-        self._returns_exceptions = check_flag("return_exceptions", return_exceptions)
+        check_flag("ordered", ordered)
+        check_flag("return_exceptions", return_exceptions)
         chunk = check_chunk(chunk, limit)
-        self._is_chunked = chunk is not None
-        chunker = None
-        if chunk is not None:
+        if chunk is None:
+            calls = ItemCalls(remote, return_exceptions)
+            limit = limit or DEFAULT_LIMIT
+        else:
             most = (limit or MOST * SHARE) // SHARE
-            chunker = Chunker(remote, chunk, most, return_exceptions)
-        elif limit is None:
-            limit = DEFAULT_LIMIT
-        self._source = self._window = MapWindow(
-            remote.remote, iterable, limit, ordered, chunker
-        )
+            calls = ChunkCalls(remote, chunk, most, return_exceptions)
+        self._window: MapWindow[R] = MapWindow(calls, iterable, limit, ordered)
+        self._source = self._window
         self._total: int | None
         try:
             self._total = len(iterable)  # type: ignore[arg-type]
@@ -571,41 +586,33 @@ class Results(Displayed, IteratedOnLoop, EnteredOnLoop, NotPassedOn, IteratedOnc
         return True
 
     async def __anext__(self) -> R:
-        if self._values:
-            return self._values.popleft()
         window = self._window
-        self._check()
-        try:
-            while True:
-                if self._is_chunked:  # all results of the last chunk were taken
-                    window.release(self._unreleased)
-                    self._unreleased = 0
+        if not self._values:
+            self._check()
+            try:
+                while not self._values:
                     if self._error is not None:
                         raise self._error
-                handle = window.take()
-                if handle is None:
-                    if window.is_through:
+                    handle = window.take()
+                    if handle is not None:
+                        values, self._error = window.open(handle)
+                        self._unreleased = len(values)
+                        self._values.extend(values)
+                        del values  # a result is kept until it is taken
+                    elif window.is_through:
                         break
-                    await window.wait_for_change()
-                elif not self._is_chunked:
-                    try:
-                        return handle.result()
-                    except Exception as failure:
-                        if not self._returns_exceptions:
-                            raise
-                        return failure  # type: ignore[return-value]
-                else:
-                    values, self._error = window.open(handle)
-                    self._unreleased = len(values)
-                    self._values.extend(values)
-                    del values  # a result is kept until it is taken
-                    if self._values:
-                        return self._values.popleft()
-        except BaseException as error:
-            self._end_by(error)
-            raise
-        self._end(self.THROUGH)
-        raise StopAsyncIteration
+                    else:
+                        await window.wait_for_change()
+            except BaseException as error:
+                self._end_by(error)
+                raise
+        if not self._values:
+            self._end(self.THROUGH)
+            raise StopAsyncIteration
+        value = self._values.popleft()
+        if not self._values:
+            window.release(self._unreleased)
+        return value
 
     def _end_by(self, error: BaseException) -> None:
         super()._end_by(error)
@@ -622,7 +629,8 @@ class Results(Displayed, IteratedOnLoop, EnteredOnLoop, NotPassedOn, IteratedOnc
             if self._ended in (self.THROUGH, self.CLOSED):
                 raise StopAsyncIteration
             self._refuse()
-        self._check_alone(f"result of {self._name}")
+        if self._window.waiter is not None:
+            raise waited_for(f"result of {self._name}")
 
     async def aclose(self) -> None:
         """Cancel the remaining calls; idempotent.
@@ -638,7 +646,6 @@ class Results(Displayed, IteratedOnLoop, EnteredOnLoop, NotPassedOn, IteratedOnc
     def _end(self, how: str) -> None:
         super()._end(how)
         self._values.clear()
-        self._unreleased = 0
         self._error = None
 
     def _refuse(self) -> NoReturn:

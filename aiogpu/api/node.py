@@ -21,7 +21,7 @@ from aiogpu.api.options import (
     named_amounts,
     whole,
 )
-from aiogpu.api.results.handle import Handle, session_of
+from aiogpu.api.results.handle import Handle, sessions
 from aiogpu.api.session import (
     Session,
     default_address,
@@ -442,10 +442,10 @@ class Opening(EnteredOnLoop):
         self._is_used = True
         refuse_in_worker("aiogpu.init()")
         loop = asyncio.get_running_loop()
-        session: Session | None = session_of(loop)
+        session: Session | None = sessions.get(loop)
         if session is not None and (session.is_closing or session.has_lost_its_node):
             await session.shutdown()
-            session = session_of(loop)
+            session = sessions.get(loop)
         if session is not None:
             if self._ignore_reinit_error:
                 await session.opened()
@@ -507,7 +507,7 @@ def is_initialized() -> bool:
     Inside a task the answer is True; without a running event loop it is False.
     """
     try:
-        session: Session | None = session_of(asyncio.get_running_loop())
+        session: Session | None = sessions.get(asyncio.get_running_loop())
     except RuntimeError:
         session = None
     if session is None:
@@ -517,7 +517,7 @@ def is_initialized() -> bool:
 
 async def shutdown() -> None:
     """Close this loop's node, if any: stop its tasks; leave no process or file."""
-    session = session_of(asyncio.get_running_loop())
+    session = sessions.get(asyncio.get_running_loop())
     if session is not None:
         await session.shutdown()
 

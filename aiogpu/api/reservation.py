@@ -14,7 +14,6 @@ import asyncio
 import os
 import secrets
 import warnings
-import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property
@@ -265,7 +264,7 @@ class LeaseOwner:
 
     def forget(self) -> None:
         """Release a lease whose `Lease` was collected, in any thread."""
-        if not self.is_over and self.granted.done() and not self.lost.done():
+        if self.granted.done() and not self.lost.done():
             warnings.warn(
                 f"the lease {self._name} was never released; write `async with "
                 f"aiogpu.lease(...)`, or `await lease.release()`.",
@@ -296,7 +295,6 @@ class Lease(EnteredOnLoop, NotPassedOn):
         self._func = func
         self._timeout = timeout
         self._owner: LeaseOwner | None = None
-        self._finalizer: weakref.finalize[Any, Lease] | None = None
 
     def __repr__(self) -> str:
         owner = self._owner
@@ -328,27 +326,24 @@ class Lease(EnteredOnLoop, NotPassedOn):
             )
         session = session_for("aiogpu.lease()")
         owner = self._owner = LeaseOwner(session, self._func.spec.name)
-        self._finalizer = weakref.finalize(self, owner.forget)
-        self._finalizer.atexit = False
         try:
             owner.request(self._func)
             async with asyncio.timeout(self._timeout):
                 await asyncio.shield(owner.granted)
         except TimeoutError:
-            self._end()
+            owner.give_back()
             raise TaskTimeoutError(
                 f"{self._func.spec.name}: the lease was not granted within its timeout "
                 f"of {self._timeout:g} s; the request was withdrawn."
             ) from None
         except BaseException:
-            self._end()
+            owner.give_back()
             raise
         return self
 
-    def _end(self) -> None:
-        if self._finalizer is not None and self._owner is not None:
-            self._finalizer.detach()
-            self._owner.give_back()
+    def __del__(self) -> None:
+        if self._owner is not None and not self._owner.is_over:
+            self._owner.forget()
 
     async def release(self) -> None:
         """Release the lease; idempotent.
@@ -362,7 +357,7 @@ class Lease(EnteredOnLoop, NotPassedOn):
         """
         if self._owner is not None:
             check_thread(self._owner.granted.get_loop(), "release() of a lease")
-        self._end()
+            self._owner.give_back()
 
     @cached_property
     def _grant(self) -> Bind:

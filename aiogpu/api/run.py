@@ -225,9 +225,9 @@ class _Termination:
         """Cancel the program; at the second SIGTERM end it, as without a handler."""
         if not self.has_come:
             self.has_come = True
-            from aiogpu.api.results.handle import session_of
+            from aiogpu.api.results.handle import sessions
 
-            session = session_of(loop)
+            session = sessions.get(loop)
             if session is not None:
                 session.announce_stop()
             program.cancel("SIGTERM")

@@ -60,39 +60,11 @@ def refuse_in_worker(what: str) -> None:
         )
 
 
-HandleMaker = Callable[[str, Owner], Handle[Any]]
-"""Makes a handle of a loop, given its name and its owner."""
+Send = Callable[[Engine], object]
+"""Sends a request to an open engine."""
 
-
-class EarlyRequests:
-    """Requests that wait until the engine is open."""
-
-    def __init__(self) -> None:
-        self._requests: list[
-            tuple[Callable[[Engine], object], Callable[[Exception], object]]
-        ] = []
-
-    def add(
-        self, send: Callable[[Engine], object], fail: Callable[[Exception], object]
-    ) -> None:
-        """Keep a request; `fail` is called with the error if it cannot be sent."""
-        self._requests.append((send, fail))
-
-    def make(self, engine: Engine) -> None:
-        """Send the requests in order."""
-        requests, self._requests = self._requests, []
-        for send, fail in requests:
-            try:
-                send(engine)
-            except Exception as error:  # noqa: BLE001 - the handle reports it
-                fail(error)
-
-    def fail(self, error: Exception) -> bool:
-        """Fail all requests; return False if there are none."""
-        requests, self._requests = self._requests, []
-        for _, fail in requests:
-            fail(error)
-        return bool(requests)
+Refuse = Callable[[Exception], object]
+"""Takes the reason why a request cannot be sent."""
 
 
 class SessionState(Enum):
@@ -104,6 +76,9 @@ class SessionState(Enum):
     CLOSED = "closed"
     FORKED = "forked"
     """This process is a fork of the process that opened the session."""
+
+
+_OPEN: Final = SessionState.OPEN
 
 
 class Awaited(Receiver, Protocol):
@@ -145,7 +120,7 @@ class Session:
         loop: the event loop.
         thread: the id of the thread that runs the loop.
         remote_values: the store of values if the node is another process, else None.
-        new_handle: makes a handle of this loop.
+        new_handle: makes a handle of this loop, given its name and its owner.
         opened_by: the call that opened the session, ".remote()"; "" for `init`.
         dashboard: the process of the dashboard; None without one.
         actor_watchers: who is told when this program ends an actor, by actor.
@@ -166,10 +141,11 @@ class Session:
         self.thread = get_ident()
         self.remote_values = engine.remote_values
         client = client_for(self.remote_values)
-        self.new_handle: HandleMaker = partial(Handle, loop=loop, client=client)
+        self.new_handle: Callable[[str, Owner], Handle[Any]]
+        self.new_handle = partial(Handle, loop=loop, client=client)
         self._state = SessionState.OPENING
         self._pid = os.getpid()
-        self._early = EarlyRequests()
+        self._early: list[tuple[Send, Refuse]] = []  # until the engine is open
         self._opening: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
         self._closer: AsyncGenerator[None, None] | None = None
@@ -208,7 +184,7 @@ class Session:
     def submit(self, func: FunctionSpec, payload: bytes) -> Handle[Any]:
         """Start a task; see `RemoteFunction.remote`."""
         handle = self.new_handle(func.spec.name, self)
-        if self._state is SessionState.OPEN:
+        if self._state is _OPEN:
             handle.task_id = self._engine.submit(func, payload, handle)
         else:
             self.start(func, payload, handle)
@@ -242,9 +218,7 @@ class Session:
             check_home(handle, self.loop, self)
         return self._engine.pack(outgoing)
 
-    def when_open(
-        self, start: Callable[[Engine], object], fail: Callable[[Exception], object]
-    ) -> None:
+    def when_open(self, start: Send, fail: Refuse) -> None:
         """Send a request to the engine, now or as soon as the engine is open.
 
         Args:
@@ -257,7 +231,7 @@ class Session:
         if self._state is SessionState.OPEN:
             start(self._engine)
         elif self._state is SessionState.OPENING:
-            self._early.add(start, fail)
+            self._early.append((start, fail))
         else:
             raise self.unusable()
 
@@ -370,12 +344,20 @@ class Session:
                 if isinstance(error, Exception)
                 else NodeClosedError(_SHUT_DOWN_EARLY)
             )
-            if self._early.fail(reason) and self._opening is not None:
+            early, self._early = self._early, []
+            for _, fail in early:
+                fail(reason)
+            if early and self._opening is not None:
                 # The handles carry the error, so asyncio must not warn of it as well.
                 self._opening.add_done_callback(retrieve)
             raise
         self._state = SessionState.OPEN
-        self._early.make(self._engine)
+        early, self._early = self._early, []
+        for start, fail in early:
+            try:
+                start(self._engine)
+            except Exception as error:  # noqa: BLE001 - the handle reports it
+                fail(error)
 
     async def _start_dashboard(self) -> None:
         from aiogpu.api.dashboard import DashboardProcess

@@ -33,20 +33,11 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class MadeByCall:
-    """Base of mixins whose errors name the call that made the object."""
+class EnteredOnLoop:
+    """Mixin: `with` raises and says `async with`.
 
-    __slots__ = ()
-
-    if not TYPE_CHECKING:
-
-        def _as_called(self) -> str:
-            """The call, as the program writes it."""
-            raise NotImplementedError
-
-
-class EnteredOnLoop(MadeByCall):
-    """Mixin: `with` raises and says `async with`."""
+    `_as_called` returns the call that made the object, as the program writes it.
+    """
 
     __slots__ = ()
 
@@ -63,8 +54,8 @@ class EnteredOnLoop(MadeByCall):
             """Python looks up both methods before it calls `__enter__`."""
 
 
-class IteratedOnLoop(MadeByCall):
-    """Mixin: `for` raises and says `async for`.
+class IteratedOnLoop:
+    """Mixin: `for` raises and says `async for`. Needs `_as_called`, as `EnteredOnLoop`.
 
     `isinstance(x, Iterable)` is true for such objects. A `Stream` is given to libraries
     that accept both kinds of iterables, so it must not use this mixin.
@@ -83,6 +74,14 @@ class IteratedOnLoop(MadeByCall):
 
         def __getitem__(self, _: object) -> NoReturn:
             iter(self)
+
+
+def waited_for(what: str) -> MisuseError:
+    """Return the error for a second asyncio task that waits for the next `what`."""
+    return MisuseError(
+        f"another asyncio task is waiting for the next {what}; iterate in one task, "
+        f"and pass the items on through a queue."
+    )
 
 
 class Displayed:
@@ -241,6 +240,11 @@ class CalledFirst:
     def _what_to_write(self) -> str:
         """Explain why the object is not called directly, and what to write instead."""
         raise NotImplementedError
+
+    def _refusal_without_loop(self) -> MisuseError:
+        """Return the error of a direct call, for code without an event loop."""
+        text = self._what_to_write().replace("`await ", "`")
+        return MisuseError(text.replace("`async for ", "`for "))
 
     if not TYPE_CHECKING:
 

@@ -153,13 +153,7 @@ class ValueStore(Protocol):
 
 
 class Client(Protocol):
-    """The node, as seen from the code of a task.
-
-    Attributes:
-        upsets: number of the task's requests that have ended without a result.
-    """
-
-    upsets: int
+    """The node, as seen from the code of a task."""
 
     @property
     def waits(self) -> Waits | None:

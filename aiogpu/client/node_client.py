@@ -212,15 +212,12 @@ class NodeClient:
 
     Attributes:
         client: id of the program; 0 in a worker.
-        upsets: number of plain code's requests that have ended without a result;
-            handles count their own.
         shares: values that this process shares.
         new_number: returns a new number for a request, a value or an actor.
     """
 
     def __init__(self, client: int = 0) -> None:
         self.client = client
-        self.upsets = 0
         self.new_number = count(1).__next__
         self.shares = SharedResults(self)
         self._receivers: dict[int, Receiver] = {}
@@ -400,7 +397,6 @@ class NodeClient:
         """Cancel a request; False if it was answered."""
         if self._receivers.pop(number, None) is None:
             return False
-        self.upsets += 1
         self.shares.withdraw(number)
         self.send(Withdraw(current.task, number))
         return True

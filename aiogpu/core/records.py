@@ -221,7 +221,8 @@ class WorkerRecord:
         lease: the worker's lease. An ending worker keeps its lease until its process
             is gone, even if the task's result has arrived long before.
         calls: finished calls by function, for functions with `max_calls`.
-        prepared: the functions that it has run, noted while some need preparation.
+        prepared: functions that it has run; those of tasks that were sent ahead only
+            if some functions need preparation.
         is_last: the worker exits after its current task.
         is_leaving: its endless task was told to end, or to leave.
         is_left: the worker counts as gone, but a process of it has not ended; when it

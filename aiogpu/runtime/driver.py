@@ -821,12 +821,13 @@ class Driver:
     def on_done(self, worker: int, answers: Sequence[Done]) -> None:
         """Handle a worker's answers to several tasks, in order."""
         start, last = 0, len(answers) - 1
-        while start <= last:
-            if start < last:
-                start += self._end_row(worker, answers[start:])
+        while start < last:
+            start += self._end_row(worker, answers[start:])
             if start <= last:
                 self.on_answer(worker, answers[start])
                 start += 1
+        if start == last:
+            self.on_answer(worker, answers[last])
 
     def _end_row(self, worker: int, answers: Sequence[Done]) -> int:
         """End as many tasks as can be ended together; return their number."""

@@ -198,7 +198,7 @@ def test_actors_answer_calls(node: Any) -> None:
 def test_a_pool_shares_out_calls(node: Any) -> None:
     counters = [Counter.remote(), Counter.remote()]
     pool: Any = sync.ActorPool(counters)
-    with pytest.raises(errors.MisuseError, match=r"write `actor\.add\.remote"):
+    with pytest.raises(errors.MisuseError, match=r"write `pool\.add\.remote"):
         pool.add()
     with sync.ActorPool(lambda: Counter.remote(5), 1) as made:
         assert made.add.remote().result() == 6

@@ -71,7 +71,7 @@ def test_worker_exits_after_max_calls():
 def test_pop_idle_raises_without_an_idle_worker():
     workers = Workers()
     assert workers.spare(()) is None
-    assert workers.take_bound(((), ())) is None
+    assert workers.take_bound(((), (), 0), 1) is None
     assert workers.take_unclaimed(()) is None
     with pytest.raises(KeyError, match="no worker is idle"):
         workers.pop_idle()
@@ -337,8 +337,11 @@ def test_worker_that_is_outdone_gives_its_lease_to_a_new_worker():
 
 def test_task_is_not_sent_ahead_to_a_worker_that_is_outdone():
     w = World(cpus=1, took=1e-5).play("""
-        submit a0 function=1; finish a0; submit b function=2; finish b
+        submit a0 function=1; finish a0; submit b function=2
     """)
+    used = w.worker_of("b")
+    w.play("finish b")
+    w.die(used)
     for number in range(4):
         w.play(f"submit a{number + 1} function=1")
     for number in range(20):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+from collections.abc import Collection
 from itertools import groupby
 from typing import Any, Final
 
@@ -45,7 +46,16 @@ ANY: Final = '''
 class AnyKeywords(Options, ActorKeywords, total=False):
     """The options of `@remote(...)`, which may decorate a function or a class."""
 '''
-SHARED: Final = set(TaskOptions.taken_by("task")) & set(TaskOptions.taken_by("actor"))
+
+
+def shared_by(*kinds: Kind) -> set[str]:
+    """The names of the options that all these take."""
+    return set.intersection(*(set(TaskOptions.taken_by(kind)) for kind in kinds))
+
+
+RESERVING: Final = shared_by("task", "actor", "lease", "gang")
+COMMON: Final = shared_by("task", "actor")
+CALL: Final = shared_by("call")
 
 
 def entry(names: str, text: str) -> str:
@@ -61,7 +71,11 @@ def entry(names: str, text: str) -> str:
 
 
 def keywords_of(
-    table: type[OptionTable], kind: Kind, head: str, summary: str, *, base: bool = False
+    table: type[OptionTable],
+    kind: Kind,
+    head: str,
+    summary: str,
+    inherited: Collection[str] = (),
 ) -> str:
     """The `TypedDict` of the options that a kind takes."""
     rows = table.taken_by(kind).values()
@@ -72,10 +86,18 @@ def keywords_of(
     fields = [
         f"    {row.name}: {type_of(row, kind)}"
         for row in rows
-        if not (base and row.name in SHARED)
+        if row.name not in inherited
     ]
     opened = ["", "", f"class {head}:", f'    """{summary}', "", "    Attributes:"]
     return "\n".join([*opened, *entries, '    """', "", *fields, ""])
+
+
+def base_of(head: str, summary: str, names: Collection[str]) -> str:
+    """The `TypedDict` of options that others inherit."""
+    rows = TaskOptions.taken_by("task").values()
+    fields = [f"    {row.name}: {row.type}" for row in rows if row.name in names]
+    opened = ["", "", f"class {head}:", f'    """{summary}"""', ""]
+    return "\n".join([*opened, *fields, ""])
 
 
 def type_of(row: Option[Any], kind: Kind) -> str:
@@ -85,17 +107,19 @@ def type_of(row: Option[Any], kind: Kind) -> str:
 
 def current_keywords() -> str:
     """The text of the file, formatted."""
-    common = [
-        f"    {row.name}: {row.type}"
-        for row in TaskOptions.taken_by("task").values()
-        if row.name in SHARED
-    ]
     text = "".join(
         [
             HEAD,
-            "\n\nclass _Common(TypedDict, total=False):\n",
-            '    """The options of both tasks and actors."""\n\n',
-            "\n".join(common) + "\n",
+            base_of(
+                "_Reserving(TypedDict, total=False)",
+                "The options of tasks, actors, leases and gangs.",
+                RESERVING,
+            ),
+            base_of(
+                "_Common(_Reserving, total=False)",
+                "The options of both tasks and actors.",
+                COMMON - RESERVING,
+            ),
             keywords_of(
                 TaskOptions,
                 "choice",
@@ -109,7 +133,7 @@ def current_keywords() -> str:
                 "The options of a task, as `@remote(...)` and `.options(...)` take "
                 "them.\n\n    Counts are at most 2_147_483_647 (2**31 - 1), "
                 "`num_returns` 100_000; times are at\n    most 1_000_000_000 seconds.",
-                base=True,
+                COMMON,
             ),
             keywords_of(
                 TaskOptions,
@@ -117,7 +141,7 @@ def current_keywords() -> str:
                 "ActorKeywords(_Common, total=False)",
                 "The options of an actor, as `@remote(...)` and `.options(...)` take "
                 "them.\n\n    Counts are at most 2_147_483_647 (2**31 - 1).",
-                base=True,
+                COMMON,
             ),
             ANY,
             keywords_of(
@@ -130,20 +154,23 @@ def current_keywords() -> str:
             keywords_of(
                 TaskOptions,
                 "method",
-                "MethodKeywords(TypedDict, total=False)",
+                "MethodKeywords(MethodCallKeywords, total=False)",
                 "The options of a method, as `@aiogpu.method(...)` takes them.",
+                CALL,
             ),
             keywords_of(
                 TaskOptions,
                 "lease",
-                "LeaseKeywords(TypedDict, total=False)",
+                "LeaseKeywords(_Reserving, total=False)",
                 "The options of a lease, as `lease(...)` takes them.",
+                RESERVING,
             ),
             keywords_of(
                 TaskOptions,
                 "gang",
-                "GangKeywords(TypedDict, total=False)",
+                "GangKeywords(_Reserving, total=False)",
                 "The options of the ranks of a gang, as `gang(...)` takes them.",
+                RESERVING,
             ),
             keywords_of(
                 InitOptions,

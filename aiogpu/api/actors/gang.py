@@ -169,7 +169,7 @@ class Gang(EnteredOnLoop):
             remotes = self._remotes()
             self.actors = [each.remote(*args, **kwargs) for each in remotes]
             try:
-                await self._all(map(_ready, self.actors))
+                await self._all(self.actors)
             except Exception:
                 self._kill()
                 if not self._may_restart():
@@ -270,10 +270,6 @@ class Gang(EnteredOnLoop):
 
 
 _Arguments = tuple[Sequence[Any], Mapping[str, Any]]
-
-
-async def _ready(actor: Any) -> None:
-    await actor
 
 
 async def _check_engine(name: str) -> None:

@@ -43,10 +43,11 @@ from aiogpu.wire.messages import (
 if TYPE_CHECKING:
     from asyncio import Future
 
+    from aiogpu.api.results.base import Owner
     from aiogpu.api.results.handle import Handle
     from aiogpu.api.session import Awaited, Session
     from aiogpu.client.function_spec import FunctionSpec
-    from aiogpu.client.interface import Client, Receiver
+    from aiogpu.client.interface import Client
     from aiogpu.engines.base import ActorPort, ActorsPort, Engine, Room
     from aiogpu.observe.why import Why
     from aiogpu.serialization.references import Reference
@@ -138,7 +139,39 @@ UNCHECKED: Final = 1 << 20
 """Bytes of arguments that are always small enough to be sent."""
 
 
-class ActorLink:
+class LinkBase:
+    """Queries and ends an actor; the common base of links."""
+
+    def ready(self) -> Handle[None]:
+        """Return a handle that is settled when the constructor has returned."""
+        return self._request(READY)
+
+    def ended(self) -> Handle[None]:
+        """Return a handle that is settled when the actor's process has ended."""
+        return self._request(ENDED)
+
+    def room(self) -> Handle[Room]:
+        """Return a handle of the number of such actors that can live at once."""
+        return self._request(CAPACITY)
+
+    def kill(self, no_restart: bool) -> None:
+        """End the actor's process at once."""
+        self._end(AT_ONCE if no_restart else AGAIN)
+
+    def terminate(self) -> None:
+        """End the actor after the calls made so far."""
+        self._end(AFTER_ALL)
+
+    def _request(self, query: str) -> Handle[Any]:
+        """Send a query; return the handle of its answer."""
+        raise NotImplementedError
+
+    def _end(self, how: str) -> None:
+        """End the actor, and tell its watchers."""
+        raise NotImplementedError
+
+
+class ActorLink(LinkBase):
     """A program's link to an actor.
 
     Attributes:
@@ -383,30 +416,15 @@ class ActorLink:
 
         self._when_known(call, handle.settle)
 
-    def ready(self) -> Handle[None]:
-        """Return a handle that is settled when the constructor has returned."""
-        return self._request(READY)
-
     def lost(self) -> Handle[None]:
         """Return a handle that is settled when the process is lost; see `LOST`.
 
         Cancelling the handle withdraws the request.
         """
-        name, owner = f"{self.name}()", LossOwner(self._session)
-
-        def start(receiver: Any) -> int:
-            def send(actor: ActorPort) -> None:
-                owner.send(self._actors, receiver, actor)
-
-            self._when_known(send, receiver.settle)
-            return int(receiver.task_id)
-
-        client = self._client(f"Awaiting {name}")
-        if client is not None:
-            return request(client, name, start)  # type: ignore[no-any-return]
-        handle = self._session.new_handle(name, owner)
-        start(handle)
-        return handle
+        owner = LossOwner(self._session)
+        return self._ask(
+            owner, lambda receiver, actor: owner.send(self._actors, receiver, actor)
+        )
 
     def watch(self, watcher: Watcher) -> None:
         """Tell the watcher, while it exists, when this program ends the actor."""
@@ -418,26 +436,24 @@ class ActorLink:
 
         self._when_known(register, lambda _: None)
 
-    def ended(self) -> Handle[None]:
-        """Return a handle that is settled when the actor's process has ended."""
-        return self._request(ENDED)
-
-    def room(self) -> Handle[Room]:
-        """Return a handle of the number of such actors that can live at once."""
-        return self._request(CAPACITY)
-
     def _request(self, query: str) -> Handle[Any]:
         """Send a query; cancelling its handle stops nothing, as it is not a call."""
+        return self._ask(self, lambda receiver, actor: actor.ask(query, receiver))
+
+    def _ask(
+        self, owner: Owner, send: Callable[[Any, ActorPort], object]
+    ) -> Handle[Any]:
+        """Return a handle that `send` gives to the actor once it is known."""
         name = f"{self.name}()"
 
-        def start(receiver: Receiver) -> int:
-            self._when_known(lambda actor: actor.ask(query, receiver), receiver.settle)
-            return 0
+        def start(receiver: Any) -> int:
+            self._when_known(partial(send, receiver), receiver.settle)
+            return int(receiver.task_id)
 
         client = self._client(f"Awaiting {name}")
         if client is not None:
             return request(client, name, start)  # type: ignore[no-any-return]
-        handle = self._session.new_handle(name, self)
+        handle = self._session.new_handle(name, owner)
         start(handle)
         return handle
 
@@ -473,14 +489,6 @@ class ActorLink:
         # In the order of the calls, and after `take`, which was added first.
         assert self._answer is not None, self
         self._answer.add_done_callback(answered)
-
-    def kill(self, no_restart: bool) -> None:
-        """End the actor's process at once."""
-        self._end(AT_ONCE if no_restart else AGAIN)
-
-    def terminate(self) -> None:
-        """End the actor after the calls made so far."""
-        self._end(AFTER_ALL)
 
     def _end(self, how: str) -> None:
         def send_and_tell(actor: ActorPort) -> None:
@@ -529,7 +537,7 @@ def _no_actor(name: str, namespace: str) -> ActorNameError:
 _links: Final[WeakValueDictionary[int, WorkerActorLink]] = WeakValueDictionary()
 
 
-class WorkerActorLink:
+class WorkerActorLink(LinkBase):
     """A worker's link to an actor.
 
     Attributes:
@@ -631,38 +639,21 @@ class WorkerActorLink:
         call = partial(self._client.call, self.actor, method, payload)
         return request(self._client, label, call, returns, window)
 
-    def ready(self) -> Any:
-        """Return a handle that is settled when the constructor has returned."""
-        return self.call(f"{self.name}()", READY, NONE_PAYLOAD)
-
     def lost(self) -> Any:
         """Return a handle that is settled when the process is lost; see `LOST`.
 
         Cancelling the handle withdraws the request.
         """
-        return self.call(f"{self.name}()", LOST, NONE_PAYLOAD)
+        return self._request(LOST)
+
+    def _request(self, query: str) -> Any:
+        return self.call(f"{self.name}()", query, NONE_PAYLOAD)
 
     def watch(self, watcher: Watcher) -> None:
         """Tell the watcher, while it exists, when this process ends the actor."""
         self._watchers.add(watcher)
 
-    def ended(self) -> Any:
-        """Return a handle that is settled when the actor's process has ended."""
-        return self.call(f"{self.name}()", ENDED, NONE_PAYLOAD)
-
-    def room(self) -> Any:
-        """Return a handle of the number of such actors that can live at once."""
-        return self.call(f"{self.name}()", CAPACITY, NONE_PAYLOAD)
-
-    def kill(self, no_restart: bool) -> None:
-        """End the actor's process at once."""
-        self._stop(AT_ONCE if no_restart else AGAIN)
-
-    def terminate(self) -> None:
-        """End the actor after the calls made so far."""
-        self._stop(AFTER_ALL)
-
-    def _stop(self, how: str) -> None:
+    def _end(self, how: str) -> None:
         self._client.stop(self.actor, how)
         for watcher in tuple(self._watchers):
             watcher.on_ended_here(is_final=how != AGAIN)

@@ -99,7 +99,7 @@ class PoolActor:
         lost: settled when the process of a ready actor is lost; None for others.
         calls: unanswered calls of the pool.
         idle_since: loop time of the last answer, or when the actor became ready.
-        is_ready: True if the constructor has returned and the process is not lost.
+        is_away: False if the constructor has returned and the process is not lost.
         is_ended_here: True if this program has told the actor to end.
         has_been_ready: True if the actor was ready at any time.
         has_answered: True if the actor has answered a call.
@@ -116,7 +116,7 @@ class PoolActor:
         self.lost: Handle[None] | None = None
         self.calls = 0
         self.idle_since = 0.0
-        self.is_ready = False
+        self.is_away = True
         self.has_been_ready = False
         self.has_answered = False
         self.is_ended_here = False
@@ -126,20 +126,10 @@ class PoolActor:
         self.is_ended_here |= is_final
         self.scheduler.check_alive(self)
 
-    def leave(self) -> None:
-        """Withdraw the wait for the loss of the process, which refers to this object.
-
-        Otherwise the last handle of a given actor would be released by the garbage
-        collector only.
-        """
-        lost, self.lost = self.lost, None
-        if lost is not None:
-            lost.cancel()
-
     @property
     def is_idle(self) -> bool:
         """True if the actor is ready and has no unanswered call."""
-        return self.is_ready and not self.calls
+        return not self.is_away and not self.calls
 
 
 LONGEST_PAUSE: Final = 60.0
@@ -159,7 +149,8 @@ def _warn(text: str, *args: object, **more: Any) -> None:
     logging.getLogger(__name__).warning(text, *args, **more)
 
 
-_calls: Final = attrgetter("calls")
+_load: Final = attrgetter("is_away", "calls")
+"""Actors that are not ready get calls only if no actor is ready."""
 
 
 _number: Final = attrgetter("number")
@@ -192,7 +183,6 @@ class PoolScheduler:
         self._make = make
         self._bounds = bounds
         self._actors: list[PoolActor] = []
-        self._takers: list[PoolActor] = []
         self._leaving: set[Handle[None]] = set()
         self._calls = 0
         self._last_death: BaseException | None = None
@@ -212,7 +202,7 @@ class PoolScheduler:
         return len(self._actors)
 
     def __repr__(self) -> str:
-        ready = sum(actor.is_ready for actor in self._actors)
+        ready = sum(not actor.is_away for actor in self._actors)
         state = "closed, " if self.is_closed else ""
         return (
             f"{state}{len(self._actors)} actors, {ready} ready, {self._calls} calls, "
@@ -248,7 +238,7 @@ class PoolScheduler:
                     self.name,
                 ) from self._last_death
             self._create_actor()
-        actor = min(self._takers, key=_calls)
+        actor = min(actors, key=_load)
         if (
             len(actors) < bounds.most
             and actor.calls >= bounds.target
@@ -291,14 +281,11 @@ class PoolScheduler:
         if not actor.calls:
             actor.idle_since = self.loop.time()
             self._set_idle_timer()
-        self._note_outcome(actor, handle)
-
-    def _note_outcome(self, actor: PoolActor, handle: Handle[Any]) -> None:
         if handle.cancelled():
             return
         # Read the attribute: `exception()` would mark the error as retrieved.
         if isinstance(handle._exception, ActorDiedError):
-            if actor.is_ready:
+            if not actor.is_away:
                 self.check_alive(actor)
         elif not actor.has_answered:
             actor.has_answered = True
@@ -336,8 +323,7 @@ class PoolScheduler:
         """Ask the actor whether it is alive; send it no calls until it answers."""
         if actor not in self._actors:
             return
-        actor.is_ready = False
-        self._choose_takers()
+        actor.is_away = True
         try:
             ready = actor.link.ready()
         except NodeError as error:
@@ -346,11 +332,6 @@ class PoolScheduler:
             return
         actor.checked = ready
         _when_done(ready, partial(self._on_ready, actor))
-
-    def _choose_takers(self) -> None:
-        """Choose the actors that get calls: the ready ones, or all if none is ready."""
-        ready = [actor for actor in self._actors if actor.is_ready]
-        self._takers = ready or self._actors[:]
 
     def _on_ready(self, actor: PoolActor, handle: Handle[None]) -> None:
         if handle.cancelled():
@@ -362,20 +343,16 @@ class PoolScheduler:
         if handle is not actor.checked or actor not in self._actors:
             return  # it was asked again after this answer, or has been removed
         try:
-            self._await_loss(actor)
+            if actor.lost is None:
+                actor.lost = actor.link.lost()
+                _when_done(actor.lost, partial(self._on_lost, actor))
         except NodeError as closed:
             self._remove_dead(actor, closed)
             return
-        actor.is_ready = actor.has_been_ready = True
+        actor.is_away, actor.has_been_ready = False, True
         actor.idle_since = self.loop.time()
-        self._choose_takers()
         self._set_idle_timer()
         self._settle_all_ready()
-
-    def _await_loss(self, actor: PoolActor) -> None:
-        if actor.lost is None:
-            actor.lost = actor.link.lost()
-            _when_done(actor.lost, partial(self._on_lost, actor))
 
     def _on_lost(self, actor: PoolActor, handle: Handle[None]) -> None:
         """Ask an actor again whose process is lost: it restarts, or is dead."""
@@ -384,9 +361,17 @@ class PoolScheduler:
             actor.lost = None
             self.check_alive(actor)
 
-    def _await_end(self, actor: PoolActor) -> None:
-        """Let `ended` wait for the process of an actor that leaves the pool."""
-        actor.leave()
+    def _release(self, actor: PoolActor) -> None:
+        """Let go of an actor; `ended` waits for its process, unless it was given.
+
+        The wait for the loss of the process refers to the actor. Without a withdrawal,
+        only the garbage collector would release the last handle of a given actor.
+        """
+        lost, actor.lost = actor.lost, None
+        if lost is not None:
+            lost.cancel()
+        if self.is_given:
+            return
         with suppress(NodeError):  # the node is closed, and its processes have ended
             ended = actor.link.ended()
             self._leaving.add(ended)
@@ -396,11 +381,7 @@ class PoolScheduler:
         if self.is_closed or actor not in self._actors:
             return
         self._actors.remove(actor)
-        if self.is_given:
-            actor.leave()
-        else:
-            self._await_end(actor)
-        self._choose_takers()
+        self._release(actor)
         self.deaths += 1
         self._last_death = error
         self._settle_all_ready(None if actor.has_been_ready else error)
@@ -446,21 +427,20 @@ class PoolScheduler:
         if self.is_given:
             return
         if self._idle_timer is None and len(self._actors) > self._bounds.least:
-            since = min((a.idle_since for a in self._takers if a.is_idle), default=None)
+            since = min((a.idle_since for a in self._actors if a.is_idle), default=None)
             if since is not None:
                 due = since + self._bounds.idle_after
                 self._idle_timer = self.loop.call_at(due, self._remove_idle, since)
 
     def _remove_idle(self, since: float) -> None:
         self._idle_timer = None
-        for actor in reversed(self._takers):
+        for actor in self._actors[::-1]:
             if len(self._actors) <= self._bounds.least:
                 break
             if actor.is_idle and actor.idle_since <= since:
                 self._actors.remove(actor)
                 actor.link.terminate()
-                self._await_end(actor)
-        self._choose_takers()
+                self._release(actor)
         self._set_idle_timer()
 
     # Start and end of the pool
@@ -496,7 +476,7 @@ class PoolScheduler:
 
     def _are_all_ready(self) -> bool:
         are_enough = len(self._actors) >= self._bounds.least
-        return are_enough and all(actor.is_ready for actor in self._actors)
+        return are_enough and not any(actor.is_away for actor in self._actors)
 
     def _settle_all_ready(self, error: BaseException | None = None) -> None:
         if error is None and not self._are_all_ready():
@@ -518,16 +498,13 @@ class PoolScheduler:
             if timer is not None:
                 timer.cancel()
         self._settle_all_ready(self._closed())
-        actors, self._actors, self._takers = self._actors, [], []
+        actors, self._actors = self._actors, []
         for actor in actors:
-            if self.is_given:
-                actor.leave()
-                continue
-            if at_once:
+            if at_once and not self.is_given:
                 actor.link.kill(no_restart=True)
-            else:
+            elif not self.is_given:
                 actor.link.terminate()
-            self._await_end(actor)
+            self._release(actor)
 
     async def ended(self) -> None:
         """Wait until all processes have ended."""

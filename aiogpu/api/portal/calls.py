@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import threading
 from collections.abc import (
-    AsyncIterable,
-    AsyncIterator,
+    AsyncGenerator,
     Callable,
     Collection,
     Coroutine,
@@ -41,7 +41,7 @@ from aiogpu.api.results import handle as handles
 from aiogpu.api.results import wait as waiting
 from aiogpu.api.results.stream import IteratedOnce
 from aiogpu.client.current import is_in_task, is_loop_running, proxy_maker
-from aiogpu.errors import MisuseError, NoLoopError, SerializationError
+from aiogpu.errors import NoLoopError, SerializationError
 from aiogpu.serialization.captured import Captured, captured
 from aiogpu.serialization.diagnostics import advise
 from aiogpu.serialization.references import PickledValue
@@ -169,81 +169,64 @@ def _post(
 _END: Final = object()
 
 
-class ThreadIterable(AsyncIterable[Any]):
-    """Async iterable over a plain iterable that may block, read in a separate thread.
+async def _read_in_thread(
+    iterator: Iterator[Any], portal: Portal
+) -> AsyncGenerator[Any]:
+    """Yield the items of a plain iterator that may block, read in a separate thread.
 
     The thread reads an item when the loop asks for one. It is a daemon, refers only to
-    the iterator and the portal, and ends with this object.
+    the iterator and the portal, and ends with this generator.
     """
+    wanted: SimpleQueue[concurrent.futures.Future[_Read] | None] = SimpleQueue()
+    threading.Thread(
+        target=_read,
+        args=(iterator, wanted, portal),
+        name="aiogpu-map-input",
+        daemon=True,
+    ).start()
+    try:
+        while True:
+            item: concurrent.futures.Future[_Read] = concurrent.futures.Future()
+            wanted.put(item)
+            value, error = await asyncio.wrap_future(item)
+            if error is not None:
+                raise error
+            if value is _END:
+                return
+            yield unwrap(value)
+    finally:
+        wanted.put(None)
 
-    def __init__(self, iterable: Iterable[Any], portal: Portal) -> None:
-        self._wanted: SimpleQueue[asyncio.Future[Any] | None] = SimpleQueue()
-        threading.Thread(
-            target=_read,
-            args=(iter(iterable), self._wanted, portal),
-            name="aiogpu-map-input",
-            daemon=True,
-        ).start()
 
-    def __aiter__(self) -> AsyncIterator[Any]:
-        return self._items()
-
-    async def _items(self) -> AsyncIterator[Any]:
-        loop = asyncio.get_running_loop()
-        try:
-            while True:
-                item: asyncio.Future[Any] = loop.create_future()
-                self._wanted.put(item)
-                if (value := await item) is _END:
-                    return
-                yield value
-        finally:
-            self._end()
-
-    def _end(self) -> None:
-        self._wanted.put(None)
-
-    __del__ = _end
+_Read = tuple[Any, Exception | None]
+"""An item, or the error of the iterator."""
 
 
 def _read(
     iterator: Iterator[Any],
-    wanted: SimpleQueue[asyncio.Future[Any] | None],
+    wanted: SimpleQueue[concurrent.futures.Future[_Read] | None],
     portal: Portal,
 ) -> None:
-    """Read an item for each future in `wanted`; the thread of a `ThreadIterable`."""
+    """Read an item for each future in `wanted`; see `_read_in_thread`."""
     proxy_maker.set(portal)
     # The thread keeps no item while it waits: a cancelled future and an error refer to
-    # the frames that saw them, and so to the `ThreadIterable`, which would never end.
+    # the frames that saw them, and so to the generator, which would never end.
     while _read_next(iterator, wanted.get()):
         pass
 
 
-def _read_next(iterator: Iterator[Any], item: asyncio.Future[Any] | None) -> bool:
+def _read_next(
+    iterator: Iterator[Any], item: concurrent.futures.Future[_Read] | None
+) -> bool:
     """Read the next item for a future; return False if no more items are wanted."""
     if item is None:
         return False
-    value, error = _END, None
-    try:
-        value = next(iterator, _END)
-    except Exception as raised:  # noqa: BLE001 - raised by the loop over map
-        error = raised
-    try:
-        item.get_loop().call_soon_threadsafe(_settle_item, item, value, error)
-    except RuntimeError:
-        return False  # the loop is closed
-    finally:
-        del error, item
+    if item.set_running_or_notify_cancel():
+        try:
+            item.set_result((next(iterator, _END), None))
+        except Exception as error:  # noqa: BLE001 - raised by the loop over map
+            item.set_result((_END, error))
     return True
-
-
-def _settle_item(item: asyncio.Future[Any], value: Any, error: Any) -> None:
-    if item.done():
-        return
-    if error is None:
-        item.set_result(unwrap(value))
-    else:
-        item.set_exception(error)
 
 
 def map_on(
@@ -257,7 +240,7 @@ def map_on(
         if isinstance(iterable, Collection) and not is_text:
             items = [unwrap(item) for item in iterable]  # does not block
         elif hasattr(iterable, "__iter__") and not is_text:
-            items = ThreadIterable(iterable, portal)
+            items = _read_in_thread(iter(iterable), portal)
         return ResultIterator(portal, remote.map(items, **options))
 
     return portal.call(start)
@@ -267,9 +250,9 @@ def map_on(
 
 
 class Program:
-    """Calls of a program, over the portal to its node.
+    """The functions of `aiogpu.sync` for a program, over the portal to its node.
 
-    `sync.TaskCode` has the same methods for the code of tasks.
+    Those that `aiogpu` has too have its parameters: in a task they are used instead.
 
     Args:
         what: the call, for messages.
@@ -299,7 +282,7 @@ class Program:
         """Call a function with each item."""
         return map_on(self.portal, remote, iterable, options)
 
-    def get(self, handle: Any, timeout: float | None) -> Any:
+    def get(self, handle: Any, *, timeout: float | None) -> Any:
         """Wait for results; see `aiogpu.sync.get`."""
         return results_of(handle, timeout)
 
@@ -309,22 +292,17 @@ class Program:
         return portal.call(lambda: portal.wrap(calls.put(unwrap(value))))
 
     def wait(
-        self, given: Any, num_returns: int, timeout: float | None
+        self, given: Any, *, num_returns: int, timeout: float | None
     ) -> tuple[list[Handle[Any]], list[Handle[Any]]]:
         """Wait until some of the handles are done; see `aiogpu.sync.wait`."""
         portal = self.portal
         proxies = checked_handles("wait", given)
-        if len(set(proxies)) < len(proxies):
-            twice = next(each for each in proxies if proxies.count(each) > 1)
-            raise MisuseError(
-                f"{self._what} was given {twice!r} more than once; pass each handle "
-                f"once."
-            )
 
         async def wait_on_loop() -> tuple[list[Any], list[Any]]:
-            proxy_of = {unwrap(proxy): proxy for proxy in proxies}
+            targets = [unwrap(proxy) for proxy in proxies]
+            proxy_of = dict(zip(targets, proxies, strict=True))
             ready, pending = await waiting.wait(
-                [*proxy_of], num_returns=num_returns, timeout=timeout
+                targets, num_returns=num_returns, timeout=timeout
             )
             return [proxy_of[one] for one in ready], [proxy_of[one] for one in pending]
 
@@ -340,7 +318,7 @@ class Program:
         found = portal.run(self._what, lambda: actors.get_actor(name, namespace))
         return portal.wrap(found)
 
-    def kill(self, actor: Any, no_restart: bool) -> None:
+    def kill(self, actor: Any, *, no_restart: bool) -> None:
         """End an actor's process at once."""
         self.portal.call(lambda: actors.kill(unwrap(actor), no_restart=no_restart))
 

@@ -8,11 +8,12 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from functools import partial
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from itertools import chain, islice
 from operator import attrgetter
 from types import FunctionType
-from typing import Any, Final, NamedTuple, ParamSpec, TypeVar, cast
+from typing import Any, Final, ParamSpec, TypeVar, cast
 
 from aiogpu.api.decorator import remote
 from aiogpu.api.options import whole
@@ -59,46 +60,12 @@ KEPT: Final = 256
 """Functions whose pickle an `Executor` keeps."""
 
 
-class _Pickled(NamedTuple):
-    """A function of an executor, as it was pickled."""
+@dataclass
+class _Pickled:
+    """A function of an executor, as it was pickled last."""
 
     remote: RemoteFunction[..., Any]
-    captured: Captured
-
-
-class _Functions:
-    """The functions of an executor; each is pickled again if it may have changed.
-
-    Used by any thread.
-    """
-
-    def __init__(self, decorate: Callable[[Any], RemoteFunction[..., Any]]) -> None:
-        self._decorate = decorate
-        self._lock = threading.Lock()
-        self._pickled: dict[FunctionType, _Pickled] = {}
-
-    def remote(
-        self, portal: Portal, function: FunctionType
-    ) -> RemoteFunction[..., Any]:
-        """Return the remote function of a function, as the function is now.
-
-        Raises:
-            SerializationError: the function cannot be pickled.
-        """
-        now = captured(function)
-        known = self._pickled.get(function)
-        if known is None:
-            known = _Pickled(self._decorate(function), now)
-        elif not now.is_same(known.captured):
-            # On the loop, since the function may capture handles to actors.
-            known = _Pickled(portal.call(known.remote._renewed), now)
-        with self._lock:
-            # Reinserted at the end, so the first entry is the oldest.
-            self._pickled.pop(function, None)
-            self._pickled[function] = known
-            if len(self._pickled) > KEPT:
-                del self._pickled[next(iter(self._pickled))]
-        return known.remote
+    captured: Captured | None = None
 
 
 class Executor(concurrent.futures.Executor):
@@ -127,7 +94,8 @@ class Executor(concurrent.futures.Executor):
                 )
         decorate: Any = remote(**options) if options else remote
         self._call: RemoteFunction[..., Any] = decorate(apply)
-        self._functions = _Functions(decorate)
+        # Used by any thread.
+        self._pickled = lru_cache(KEPT)(lambda function: _Pickled(decorate(function)))
         self._lock = threading.Lock()
         self._pending: set[Handle[Any]] = set()
         self._is_closed = False
@@ -150,7 +118,7 @@ class Executor(concurrent.futures.Executor):
         )
         handle: Handle[Any]
         if type(fn) is FunctionType and not kind_of(fn)[1]:
-            remote = self._functions.remote(portal, fn)
+            remote = self._remote_of(portal, fn)
             handle = call_function(portal, remote, args, kwargs)
         else:
             handle = call_function(portal, self._call, (fn, *args), kwargs)
@@ -163,6 +131,21 @@ class Executor(concurrent.futures.Executor):
             self._check_open()
         handle.add_done_callback(self._forget)
         return handle
+
+    def _remote_of(
+        self, portal: Portal, function: FunctionType
+    ) -> RemoteFunction[..., Any]:
+        """Return the remote function of a function, pickled again if it has changed.
+
+        Raises:
+            SerializationError: the function cannot be pickled.
+        """
+        pickled, now = self._pickled(function), captured(function)
+        if pickled.captured is not None and not now.is_same(pickled.captured):
+            # On the loop, since the function may capture handles to actors.
+            pickled.remote = portal.call(pickled.remote._renewed)
+        pickled.captured = now
+        return pickled.remote
 
     def _check_open(self) -> None:
         if self._is_closed:

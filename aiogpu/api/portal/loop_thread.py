@@ -272,11 +272,6 @@ _IMPORTED_TO_CLOSE: Final = (shutil,)
 """Modules that closing a node uses; see `LoopThread._end_at_exit`."""
 
 
-def _is_interrupted() -> bool:
-    """Return whether an unhandled Ctrl-C ends this program."""
-    return getattr(sys, "last_type", None) is KeyboardInterrupt
-
-
 _own: Final[list[LoopThread]] = []
 """The loop in a background thread, if one was started."""
 
@@ -405,7 +400,8 @@ def _end_executors() -> None:
     After an unhandled Ctrl-C they are stopped with the node. Nothing is left to wait
     for if the program had the node on its own event loop, which has ended.
     """
-    is_waiting = _own_loop() is not None and not _is_interrupted()
+    is_interrupted = getattr(sys, "last_type", None) is KeyboardInterrupt
+    is_waiting = _own_loop() is not None and not is_interrupted
     for executor in list(executors):
         executor.shutdown(wait=is_waiting)
 

@@ -27,7 +27,7 @@ from aiogpu.api.portal.loop_thread import (
 )
 from aiogpu.api.portal.proxy import EnteredProxy, Proxy, awaited, call_on, unwrap
 from aiogpu.api.usage_errors import SetInItsProcess
-from aiogpu.errors import MisuseError, QueueClosedError
+from aiogpu.errors import QueueClosedError
 
 if TYPE_CHECKING:
     from aiogpu.core.model.request import PlacementGroupSpec
@@ -101,11 +101,7 @@ class SyncMethod:
         Raises:
             MisuseError: always, with the call to write instead.
         """
-        name = self._method.__name__.rpartition(".")[2]
-        raise MisuseError(
-            f"{self._method.__name__} runs in its actor's process: write "
-            f"`actor.{name}.remote(...)`."
-        )
+        raise self._method._refusal_without_loop()
 
 
 class ActorPool(EnteredProxy, SetInItsProcess, Generic[A]):

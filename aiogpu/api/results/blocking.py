@@ -160,7 +160,14 @@ class BlockingHandle(HandleBase, Generic[T]):
             error = error_of(outcome, self.task_name)
             self._error, self._trace = error, error.__traceback__
             self._end("failed")
-        self.task_client.upsets += 1
+
+    def watch(self, fn: Callable[[Any], object]) -> None:
+        """Call `fn(handle)` when the child has ended."""
+        self.on_end += (fn,)
+
+    def unwatch(self, fn: Callable[[Any], object]) -> None:
+        """Remove the callbacks equal to `fn`."""
+        self.on_end = tuple(other for other in self.on_end if other != fn)
 
     def _end(self, state: str) -> None:
         self._state = state
@@ -241,6 +248,8 @@ class BlockingStream(StreamBase, Iterator[T]):
     For type checkers `.remote()` returns a `Stream` everywhere.
     """
 
+    LOOP = "for"
+
     def __init__(self, items: ItemBuffer, client: Client) -> None:
         self.items = items
         self._client = client
@@ -251,12 +260,6 @@ class BlockingStream(StreamBase, Iterator[T]):
         return (
             f"<BlockingStream of {items.task_name}: {len(items.buffer)} items to "
             f"take, {items.window.taken} taken>"
-        )
-
-    def __bool__(self) -> NoReturn:
-        raise MisuseError(
-            f"a stream has no truth value; write `for item in "
-            f"{self.task_name}.remote(...)`."
         )
 
     def __aiter__(self) -> NoReturn:
@@ -328,13 +331,6 @@ class BlockingStream(StreamBase, Iterator[T]):
         """Stop the generator and drop the remaining items; idempotent."""
         self._is_through = True
         self.items.cancel()
-
-    def cancel(self) -> bool:
-        """Stop the generator; return False if it had already ended."""
-        if self.items.is_over:
-            return False
-        self.items.cancel()
-        return True
 
     def why(self) -> NoReturn:
         """Refuse the call: only the program can ask why a task waits.
@@ -415,36 +411,29 @@ def _all_have_ended(handles: list[BlockingHandle[Any]], deadline: float | None) 
             # Another task of this process may have received it.
             handle.task_client = client
     check_client("aiogpu.get()", pending, client)
-    tasks = tuple(handle.task_id for handle in pending)
-    return block(
-        client,
-        tasks,
-        _countdown(client, pending),
-        lambda: all(handle.done() for handle in handles),
-        deadline,
-        is_bound=deadline is None,
-    )
+    left, has_failed = set(pending), False
 
+    def note(handle: BlockingHandle[Any]) -> None:
+        nonlocal has_failed
+        left.discard(handle)
+        has_failed = has_failed or handle.has_failed
 
-def _countdown(
-    client: Client, pending: list[BlockingHandle[Any]]
-) -> Callable[[], bool]:
-    """Return a test whether the wait is over, which looks at each handle about once."""
-    upsets_seen = -1
-
-    def is_over() -> bool:
-        nonlocal upsets_seen
-        upsets = client.upsets
-        while pending and pending[-1]._state != "pending":
-            if pending.pop().has_failed:
-                # Another thread may have failed to unpickle the result.
-                return True
-        if upsets != upsets_seen:
-            upsets_seen = upsets
-            return not pending or any(handle.has_failed for handle in pending)
-        return not pending
-
-    return is_over
+    try:
+        for handle in pending:
+            handle.watch(note)
+            if handle.done():  # meanwhile, in another thread
+                note(handle)
+        return block(
+            client,
+            tuple(handle.task_id for handle in pending),
+            lambda: has_failed or not left,
+            lambda: all(handle.done() for handle in handles),
+            deadline,
+            is_bound=deadline is None,
+        )
+    finally:
+        for handle in tuple(left):
+            handle.unwatch(note)
 
 
 def _timeout_message(handles: list[BlockingHandle[Any]], timeout: float | None) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Generator
+from collections.abc import Callable, Generator
 from contextlib import suppress
 from contextvars import Context
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
@@ -41,18 +41,12 @@ from aiogpu.wire.messages import Failed
 if TYPE_CHECKING:
     from aiogpu.api.results.reports import Reports
     from aiogpu.client.interface import Outcome
-    from aiogpu.observe.status import NodeStatus
     from aiogpu.observe.why import Why
     from aiogpu.serialization.references import Reference
 
 
 sessions: Final[dict[asyncio.AbstractEventLoop, Any]] = {}
 """The `api.session.Session` of each event loop that has a node."""
-
-
-def session_of(loop: asyncio.AbstractEventLoop | None) -> Any:
-    """The session of a loop; None if the loop has none."""
-    return sessions.get(loop)  # type: ignore[arg-type]
 
 
 def check_thread(loop: asyncio.AbstractEventLoop, what: str) -> None:
@@ -113,28 +107,19 @@ async def why_of(
 
     if outcome:
         return Why(waiting.task_name, waiting.task_id, "ended", outcome=outcome)
-    if loop is not asyncio.get_running_loop():
-        raise MisuseError(
-            f"the task {waiting.task_name} belongs to another event loop; call why() "
-            f"on the loop where .remote() was called."
-        )
+    check_loop(loop, f"why() of {waiting.task_name}")
     assert owner is not None, waiting  # dropped only at the end
     return await owner.why(waiting.task_name, waiting.task_id)
 
 
-def status_of(
-    loop: asyncio.AbstractEventLoop,
-) -> Callable[[], Awaitable[NodeStatus]]:
-    """Return a function that asks for the status of a loop's node."""
+async def html_with_why(waiting: Any) -> str:
+    """Return the HTML of a handle or a stream, with the state of its task."""
+    from aiogpu.notebook.display import html_of
 
-    async def status() -> NodeStatus:
-        session = session_of(loop)
-        if session is None:
-            raise NodeClosedError("this node is shut down.")
-        found: NodeStatus = await session.engine.status()
-        return found
+    async def status() -> Any:  # of a task that has a worker, so there is a session
+        return await sessions[waiting.get_loop()].engine.status()
 
-    return status
+    return await html_of(repr(waiting), await waiting.why(), status)
 
 
 T = TypeVar("T")
@@ -242,9 +227,7 @@ class Handle(Displayed, HandleBase, asyncio.Future[T]):
         return f"<Handle {self.task_name} {self.task_id} {state}>"
 
     async def _html(self) -> str:
-        from aiogpu.notebook.display import html_of
-
-        return await html_of(repr(self), await self.why(), status_of(self.get_loop()))
+        return await html_with_why(self)
 
     @property
     def error(self) -> BaseException | None:
@@ -282,7 +265,7 @@ class Handle(Displayed, HandleBase, asyncio.Future[T]):
     def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
         loop = asyncio._get_running_loop()
         if loop is not None:
-            check_home(self, loop, session_of(loop))
+            check_home(self, loop, sessions.get(loop))
         return super().__reduce__()
 
     def _keep_alive(self) -> None:
@@ -351,6 +334,7 @@ class Handle(Displayed, HandleBase, asyncio.Future[T]):
 
     async def wait_for_report(self, waiter: asyncio.Future[None]) -> None:
         """Wait until `waiter` is set, by a report or by the task's end."""
+        check_loop(self.get_loop(), f"the next report of {self.task_name}")
         if self._waiters is None:
             self._waiters = []
         self._waiters.append(waiter)
@@ -430,6 +414,7 @@ class Handle(Displayed, HandleBase, asyncio.Future[T]):
 
         Raises:
             MisuseError: called on an event loop other than the handle's.
+            NoLoopError: called in a thread other than the event loop's.
             NodeError: called inside a task, or in a fork of the program.
         """
         outcome = ""

@@ -6,7 +6,7 @@ Light to import: must not import asyncio.
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from aiogpu.api.results.base import Reporting, StreamOwner
 from aiogpu.core.mailbox import Window
@@ -136,7 +136,14 @@ class ItemBuffer(Reporting):
 
 
 class StreamBase:
-    """The common base of streams in plain tasks and on event loops."""
+    """The common base of streams in plain tasks and on event loops.
+
+    Attributes:
+        items: the items to take.
+        LOOP: the statement that iterates the stream.
+    """
+
+    LOOP: ClassVar[str]
 
     items: ItemBuffer
 
@@ -149,6 +156,19 @@ class StreamBase:
     def task_id(self) -> int:
         """Number of the task."""
         return self.items.task_id
+
+    def __bool__(self) -> NoReturn:
+        raise MisuseError(
+            f"a stream has no truth value; write `{self.LOOP} item in "
+            f"{self.task_name}.remote(...)`."
+        )
+
+    def cancel(self) -> bool:
+        """Stop the generator; return False if it had already ended."""
+        if self.items.is_over:
+            return False
+        self.items.cancel()
+        return True
 
     def __reduce__(self) -> NoReturn:
         raise MisuseError(

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol, Self
 
-from aiogpu.api.usage_errors import IteratedOnLoop
+from aiogpu.api.usage_errors import IteratedOnLoop, waited_for
 from aiogpu.client.current import current, inline_report
 from aiogpu.errors import MisuseError, SerializationError
 from aiogpu.serialization.serializer import dump_result, load_result
@@ -215,19 +215,9 @@ class Reports(IteratedOnLoop, AsyncIterator[Report]):
         while not buffer.kept:
             if source.done():
                 raise StopAsyncIteration
-            loop = sys.modules["asyncio"].get_running_loop()
-            if loop is not source.get_loop():
-                raise MisuseError(
-                    f"the reports of {source.task_name} belong to another event loop; "
-                    f"read them on the loop where .remote() was called."
-                )
             if buffer.waiter is not None:
-                raise MisuseError(
-                    f"another asyncio task is waiting for the next report of "
-                    f"{source.task_name}; read in one task, and pass the reports on "
-                    f"through a queue."
-                )
-            waiter = buffer.waiter = loop.create_future()
+                raise waited_for(f"report of {source.task_name}")
+            waiter = buffer.waiter = source.get_loop().create_future()
             try:
                 await source.wait_for_report(waiter)
             finally:

@@ -14,9 +14,14 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NoReturn, Self, TypeVar
 
 from aiogpu.api.results.base import StreamOwner
-from aiogpu.api.results.handle import check_thread, status_of, why_of
+from aiogpu.api.results.handle import (
+    check_loop,
+    check_thread,
+    html_with_why,
+    why_of,
+)
 from aiogpu.api.results.items import ItemBuffer, StreamBase
-from aiogpu.api.usage_errors import Displayed, EnteredOnLoop
+from aiogpu.api.usage_errors import Displayed, EnteredOnLoop, waited_for
 from aiogpu.errors import MisuseError
 
 if TYPE_CHECKING:
@@ -73,13 +78,6 @@ class IteratedOnce(AsyncIterator[T]):
         if self._ended is not None:
             self._refuse()
         return self
-
-    def _check_alone(self, what: str) -> None:
-        if self._source.waiter is not None:
-            raise MisuseError(
-                f"another asyncio task is waiting for the next {what}; iterate in one "
-                f"task, and pass the items on through a queue."
-            )
 
     async def __aenter__(self) -> Self:
         return self
@@ -157,6 +155,8 @@ class Stream(Displayed, StreamBase, EnteredOnLoop, IteratedOnce[T]):
     # A plain `for` gets Python's own TypeError. An `__iter__` that raises a better one
     # would make the stream an `Iterable`, which httpx, for one, would try to send.
 
+    LOOP = "async for"
+
     THROUGH = "was iterated to its end"
     CLOSED = "was closed"
     CANCELLED = "was cancelled"
@@ -182,9 +182,7 @@ class Stream(Displayed, StreamBase, EnteredOnLoop, IteratedOnce[T]):
         return f"<Stream of {items.task_name} {items.task_id}: {state}>"
 
     async def _html(self) -> str:
-        from aiogpu.notebook.display import html_of
-
-        return await html_of(repr(self), await self.why(), status_of(self.get_loop()))
+        return await html_with_why(self)
 
     def _as_called(self) -> str:
         return f"{self.task_name}.remote(...)"
@@ -196,12 +194,6 @@ class Stream(Displayed, StreamBase, EnteredOnLoop, IteratedOnce[T]):
             f"cannot be awaited: write `async for item in {call}`."
         )
 
-    def __bool__(self) -> NoReturn:
-        raise MisuseError(
-            f"a Stream has no truth value; write `async for item in "
-            f"{self._as_called()}`."
-        )
-
     async def __anext__(self) -> T:
         items = self.items
         if self._ended is not None:
@@ -211,7 +203,7 @@ class Stream(Displayed, StreamBase, EnteredOnLoop, IteratedOnce[T]):
         if _get_running_loop() is not items.loop:
             self._check_thread("The next item")
         if items.waiter is not None:
-            self._check_alone(f"item of {self.task_name}")
+            raise waited_for(f"item of {self.task_name}")
         try:
             # If two items arrive during one wait, the second one's wake-up is spurious.
             while not items.buffer and not items.is_over:
@@ -263,6 +255,7 @@ class Stream(Displayed, StreamBase, EnteredOnLoop, IteratedOnce[T]):
 
     async def wait_for_report(self, waiter: asyncio.Future[None]) -> None:
         """Wait until `waiter` is set, by a report or by the generator's end."""
+        check_loop(self.get_loop(), f"the next report of {self.task_name}")
         waits, task = self._waits, self.task_id
         if waits is not None:
             waits.begin_wait(task)
@@ -293,17 +286,14 @@ class Stream(Displayed, StreamBase, EnteredOnLoop, IteratedOnce[T]):
             NoLoopError: called in a thread other than the event loop's.
         """
         self._check_thread("cancel()")
-        items = self.items
-        if items.is_over:
-            return False
-        items.cancel()
-        return True
+        return super().cancel()
 
     async def why(self) -> Why:
         """Return why the task waits, or its state; see `Handle.why`.
 
         Raises:
             MisuseError: called on an event loop other than the stream's.
+            NoLoopError: called in a thread other than the event loop's.
             NodeError: called inside a task, or in a fork of the program.
         """
         items, outcome = self.items, ""

@@ -40,7 +40,7 @@ from aiogpu.api.results.blocking import (
     fetch,
 )
 from aiogpu.api.results.items import StreamBase
-from aiogpu.api.usage_errors import NotPassedOn, options_of, refuse
+from aiogpu.api.usage_errors import NotPassedOn, options_of, refuse, waited_for
 from aiogpu.client.current import client_of_task, is_loop_running
 from aiogpu.errors import (
     MisuseError,
@@ -188,7 +188,7 @@ def wait(
         check_duration("timeout", timeout, what)
     if is_loop_running():
         return Waiting(_wait_on_loop(checked, num_returns, timeout))
-    watch, deadline = _Watch(checked), None
+    watch, deadline = Watch(checked), None
     if timeout is not None:
         deadline = time.monotonic() + (timeout or GLANCE)
     try:
@@ -248,6 +248,13 @@ def _checked(name: str, argument: Any) -> list[Any]:
             f"{what} takes a list of handles that .remote() returned, not {argument!r}."
         )
     handles = list(argument)
+    for handle in handles:
+        if not hasattr(handle, "task_name"):
+            raise MisuseError(
+                f"{what} was given a list that contains {handle!r}, which is not a "
+                f"handle; pass handles that .remote() returned. For other futures use "
+                f"asyncio.wait()."
+            )
     (_check_on_loop if is_loop_running() else _check_in_task)(what, handles)
     if len(set(handles)) < len(handles):
         twice = next(handle for handle in handles if handles.count(handle) > 1)
@@ -264,8 +271,6 @@ def _check_on_loop(what: str, handles: list[Any]) -> None:
 
     loop = asyncio.get_running_loop()
     for handle in handles:
-        if not hasattr(handle, "task_name"):
-            raise _no_handle(what, handle)
         if not isinstance(handle, Handle):
             raise MisuseError(
                 f"the handle of {handle.task_name} was made in a plain function, "
@@ -280,8 +285,6 @@ def _check_on_loop(what: str, handles: list[Any]) -> None:
 
 def _check_in_task(what: str, handles: list[Any]) -> None:
     for handle in handles:
-        if not hasattr(handle, "task_name"):
-            raise _no_handle(what, handle)
         if not isinstance(handle, BlockingHandle):
             raise NoLoopError(
                 f"no event loop is running in this thread, and the handle of "
@@ -297,48 +300,65 @@ def _check_in_task(what: str, handles: list[Any]) -> None:
     check_client(what, handles, client)
 
 
-def _no_handle(what: str, item: object) -> MisuseError:
-    return MisuseError(
-        f"{what} was given a list that contains {item!r}, which is not a handle; pass "
-        f"handles that .remote() returned. For other futures use asyncio.wait()."
-    )
-
-
-class _Watch:
+class Watch:
     """Watches handles and notes which have ended.
 
-    Does not refer to the user's iterator. This class is for plain code, where a handle
-    may end in any thread.
+    Does not refer to the user's iterator. In plain code a handle may end in any thread.
 
     Attributes:
         ended: handles that have ended and were not yet returned.
         pending: handles that have not ended.
+        loop: the event loop of the handles; None in plain code.
+        waiter: set to wake the waiting asyncio task; None if no task waits.
     """
 
     def __init__(self, handles: list[Any]) -> None:
         self.ended: deque[Any] = deque()
         self.pending: dict[Any, None] = dict.fromkeys(handles)
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self.waiter: asyncio.Future[None] | None = None
+        if is_loop_running():
+            from asyncio import get_running_loop
+
+            self.loop = get_running_loop()
+        self._count = 1
         self._in_turn = handles[::-1]
         for handle in handles:
             if not handle.done():
-                self._attach(handle)
+                # `add_done_callback` would tell the node that the task waits, even
+                # while it does not.
+                handle.watch(self._note)
             if handle.done():
                 self._note(handle)
 
     def _note(self, handle: Any) -> None:
         if self.pending.pop(handle, handle) is None:
             self.ended.append(handle)
+        if len(self.ended) >= self._count:
+            self._wake()
 
-    def _attach(self, handle: Any) -> None:
-        handle.on_end += (self._note,)
+    def _wake(self) -> None:
+        if self.waiter is not None and not self.waiter.done():
+            self.waiter.set_result(None)
 
-    def _detach(self, handle: Any) -> None:
-        handle.on_end = tuple(fn for fn in handle.on_end if fn != self._note)
+    def first(self) -> list[Any]:
+        """Return the first handle that has not ended, if any.
+
+        The node must only know that the task waits; one handle is enough. If there is
+        none, the callback that says so may be to come.
+        """
+        in_turn = self._in_turn
+        while in_turn and in_turn[-1].done():
+            in_turn.pop()
+        return in_turn[-1:]
 
     def until(
         self, count: int, awaited: list[Any], deadline: float | None = None
     ) -> None:
-        """Wait until `count` handles have ended or the time is up; tell the node."""
+        """Wait in plain code until `count` handles have ended or the time is up.
+
+        `awaited` are the handles of which the node is told.
+        """
         if len(self.ended) < count and awaited:
             block(
                 client_of_task(),
@@ -348,19 +368,43 @@ class _Watch:
                 deadline,
             )
 
-    def first(self) -> Any:
-        """Return the first handle that has not ended; None if all have ended."""
-        in_turn = self._in_turn
-        while in_turn and in_turn[-1].done():
-            in_turn.pop()
-        return in_turn[-1] if in_turn else None
+    async def wait(
+        self, count: int, awaited: list[Any], timeout: float | None = None
+    ) -> None:
+        """Wait on the event loop; see `until`."""
+        if len(self.ended) >= count or not self.pending:
+            return
+        from aiogpu.api.results.handle import check_loop
+
+        loop = self.loop
+        assert loop is not None, self
+        check_loop(loop, "the next handle of as_completed()")
+        timer = None if timeout is None else loop.call_later(timeout, self._wake)
+        self._count, self.waiter = count, loop.create_future()
+        told = [handle for handle in awaited if handle.client.has_waits]
+        for handle in told:
+            handle.client.begin_wait(handle)
+        try:
+            await self.waiter
+        finally:
+            self.waiter = None
+            for handle in told:
+                handle.client.end_wait(handle)
+            if timer is not None:
+                timer.cancel()
 
     def stop(self) -> None:
         """Stop watching."""
         for handle in list(self.pending):
-            self._detach(handle)
+            handle.unwatch(self._note)
 
-    stop_soon = stop
+    def stop_soon(self) -> None:
+        """Stop watching, from any thread."""
+        if self.loop is None:
+            self.stop()
+        else:
+            with suppress(RuntimeError):  # the loop is closed: no callback will run
+                self.loop.call_soon_threadsafe(self.stop)
 
 
 # On an event loop.
@@ -401,7 +445,7 @@ class Waiting(Coroutine[Any, Any, Lists]):
 async def _wait_on_loop(
     handles: list[Handle[Any]], count: int, timeout: float | None
 ) -> Lists:
-    watch = _LoopWatch(handles)
+    watch = Watch(handles)
     try:
         if timeout == 0:
             from asyncio import sleep
@@ -417,73 +461,6 @@ async def _wait_on_loop(
 _wait_on_loop.__qualname__ = "wait"  # for Python's warnings
 
 
-class _LoopWatch(_Watch):
-    """Watches handles on an event loop.
-
-    Attributes:
-        loop: the event loop.
-        waiter: set to wake the waiting asyncio task; None if no task waits.
-    """
-
-    def __init__(self, handles: list[Handle[Any]]) -> None:
-        import asyncio
-
-        self.loop = asyncio.get_running_loop()
-        self.waiter: asyncio.Future[None] | None = None
-        self._count = 1
-        super().__init__(handles)
-
-    def _attach(self, handle: Any) -> None:
-        # `add_done_callback` would tell the node that the task waits, even while it
-        # does not.
-        handle.watch(self._note)
-
-    def _detach(self, handle: Any) -> None:
-        handle.unwatch(self._note)
-
-    def _note(self, handle: Any) -> None:
-        super()._note(handle)
-        if len(self.ended) >= self._count:
-            self._wake()
-
-    def _wake(self) -> None:
-        if self.waiter is not None and not self.waiter.done():
-            self.waiter.set_result(None)
-
-    def stop_soon(self) -> None:
-        """Stop watching, from any thread."""
-        with suppress(RuntimeError):  # the loop is closed: no callback will run
-            self.loop.call_soon_threadsafe(self.stop)
-
-    async def wait(
-        self, count: int, awaited: list[Any], timeout: float | None = None
-    ) -> None:
-        """Wait until `count` handles have ended or the time is up; tell the node."""
-        if len(self.ended) >= count or not awaited:
-            return
-        from aiogpu.api.results.handle import check_loop
-
-        check_loop(self.loop, "the next handle of as_completed()")
-        timer = None if timeout is None else self.loop.call_later(timeout, self._wake)
-        self._count, self.waiter = count, self.loop.create_future()
-        # `first` is None if all have ended, and the callback that says so is to come.
-        told = [
-            handle
-            for handle in awaited
-            if handle is not None and handle.client.has_waits
-        ]
-        for handle in told:
-            handle.client.begin_wait(handle)
-        try:
-            await self.waiter
-        finally:
-            self.waiter = None
-            for handle in told:
-                handle.client.end_wait(handle)
-            if timer is not None:
-                timer.cancel()
-
-
 class Completions(NotPassedOn, Generic[T]):
     """The result of `as_completed`: an async iterator, in plain tasks an iterator.
 
@@ -494,7 +471,7 @@ class Completions(NotPassedOn, Generic[T]):
 
     def __init__(self, handles: list[Any]) -> None:
         self._total = len(handles)
-        self._watch = _LoopWatch(handles) if is_loop_running() else _Watch(handles)
+        self._watch = Watch(handles)
 
     def __repr__(self) -> str:
         watch = self._watch
@@ -510,7 +487,7 @@ class Completions(NotPassedOn, Generic[T]):
         return True
 
     def __iter__(self) -> Iterator[Handle[T]]:
-        if isinstance(self._watch, _LoopWatch):
+        if self._watch.loop is not None:
             raise MisuseError(
                 "a plain `for` would block the event loop; write `async for handle in "
                 "aiogpu.as_completed(handles)`."
@@ -519,15 +496,13 @@ class Completions(NotPassedOn, Generic[T]):
 
     def __next__(self) -> Handle[T]:
         watch = self._watch
-        if not watch.ended and (first := watch.first()) is not None:
-            # The node must only know that the task waits; one handle is enough.
-            watch.until(1, [first])
+        watch.until(1, watch.first())
         if not watch.ended:
             raise StopIteration
         return watch.ended.popleft()  # type: ignore[no-any-return]
 
     def __aiter__(self) -> AsyncIterator[Handle[T]]:
-        if not isinstance(self._watch, _LoopWatch):
+        if self._watch.loop is None:
             raise MisuseError(
                 "these handles were made in a plain function, without an event loop; "
                 "write `for handle in aiogpu.as_completed(handles)`."
@@ -536,17 +511,12 @@ class Completions(NotPassedOn, Generic[T]):
 
     async def __anext__(self) -> Handle[T]:
         watch = self._watch
-        assert isinstance(watch, _LoopWatch), self
         if watch.waiter is not None:
-            raise MisuseError(
-                "another asyncio task is waiting for the next handle of this "
-                "as_completed(); iterate in one task only."
-            )
+            raise waited_for("handle of this as_completed()")
         while not watch.ended:
             if not watch.pending:
                 raise StopAsyncIteration
-            # The node must only know that the task waits; one handle is enough.
-            await watch.wait(1, [watch.first()])
+            await watch.wait(1, watch.first())
         return watch.ended.popleft()  # type: ignore[no-any-return]
 
     def __del__(self) -> None:

@@ -101,11 +101,9 @@ def _find_worker(node: SchedulerState, record: TaskRecord, lease: Lease) -> None
         node.note_spares()
     if spec.max_calls != 1:
         binding = binding_of(spec, lease)
-        if node.is_outdone is None:
-            worker = workers.take_bound(binding)
-        else:
-            worker = workers.take_bound(binding, spec.function)
-            worker = worker or _take_prepared(node, record, binding)
+        worker = workers.take_bound(binding, spec.function) or _take_prepared(
+            node, record, binding
+        )
         if worker is not None:
             node.effects.append(assign(node, record, worker, lease))
             return
@@ -143,6 +141,7 @@ def _take_prepared(
     for worker in node.workers.idle_with(binding):
         if not node.is_unprepared(worker, record):
             node.workers.leave_idle(worker)
+            worker.prepared[record.spec.function] = None
             return worker
     return None
 
@@ -201,6 +200,7 @@ def assign(
     is_first = worker.binding is None
     if is_first:
         worker.binding = binding_of(spec, lease)
+        worker.prepared[spec.function] = None
     if spec.max_calls:
         calls = worker.calls.get(spec.function, 0) + 1
         worker.is_last = calls >= spec.max_calls
@@ -213,8 +213,6 @@ def assign(
     record.worker, worker.task, worker.lease = worker, record, lease
     if spec.is_timed:
         record.began = node.now
-    if node.is_outdone is not None:
-        worker.prepared[spec.function] = None
     lease.holder = worker.id
     if worker.look_at is None:
         watch(node, worker, node.config.unresponsive_after)

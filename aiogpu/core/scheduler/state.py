@@ -551,8 +551,8 @@ class SchedulerState:
 
     def has_worker(self, record: TaskRecord, lease: Lease) -> bool:
         """Return True if a worker for this lease is idle or may be started."""
-        is_barred = bool(self.outages) and self.has_outage(record)
-        if len(self.workers.by_id) < self.worker_limit.now and not is_barred:
+        has_room = len(self.workers.by_id) < self.worker_limit.now
+        if has_room and not (self.outages and self.has_outage(record)):
             return True
         spec = record.spec
         if spec.is_lease:

@@ -254,18 +254,16 @@ class Workers:
         self._last_id += 1
         return WorkerRecord(WorkerId(self._last_id), state=WorkerState.BUSY)
 
-    def take_bound(
-        self, binding: Binding, function: int | None = None
-    ) -> WorkerRecord | None:
+    def take_bound(self, binding: Binding, function: int) -> WorkerRecord | None:
         """Remove the most recently used idle worker with a binding, and return it.
 
-        `function`: return None if that worker has not run this function.
+        None if that worker has not run this function.
         """
         stack = self._by_binding.get(binding)
         if not stack:
             return None
         record = stack[-1]
-        if function is not None and function not in record.prepared:
+        if function not in record.prepared:
             return None
         self.leave_idle(record)
         return record

@@ -747,16 +747,11 @@ class CallInvoker(Invoker):
 
 
 class TaskClient:
-    """The node as the code of one call sees it; see `client.interface.InlineClient`.
-
-    Attributes:
-        upsets: number of children that have failed or were withdrawn.
-    """
+    """The node as the code of one call sees it; see `client.interface.InlineClient`."""
 
     remote_values = None
 
     def __init__(self, call: Call) -> None:
-        self.upsets = 0
         self._call = call
         self._node = call.node
         self._own: Runner | None = None
@@ -818,7 +813,6 @@ class TaskClient:
 
     def withdraw(self, number: int, /) -> None:
         """Cancel a child whose result is not needed."""
-        self.upsets += 1
         self._node.cancel(number)
 
     def withdraw_soon(self, child: int) -> None:

@@ -200,14 +200,12 @@ class TaskClient:
     See `interface.ActorClient`. The engine is used on its own loop in a thread.
 
     Attributes:
-        upsets: number of plain code's requests that have ended without a result.
         calls: the calls of the process.
     """
 
     waits = None
 
     def __init__(self, make_engine: EngineFactory) -> None:
-        self.upsets = 0
         self._loop = asyncio.new_event_loop()
         self._engine = make_engine(self._loop)
         self.calls: Calls = self._engine.calls
@@ -355,7 +353,6 @@ class TaskClient:
 
     def withdraw(self, child: int) -> None:
         """Cancel a child whose result is not needed."""
-        self.upsets += 1
         self._run(self._engine.cancel, child)
 
     def withdraw_soon(self, child: int) -> None:

@@ -238,7 +238,7 @@ async def test_why_asks_the_owner_until_the_task_ends(
     work: Work, end: Callable[[Handle[Any]], object], outcome: str
 ) -> None:
     assert await work.handle.why() == Why("train", 1, "starting")
-    with pytest.raises(MisuseError, match="belongs to another event loop"):
+    with pytest.raises(MisuseError, match="another event loop"):
         await asyncio.to_thread(asyncio.run, work.handle.why())
     before = loads
     end(work.handle)

@@ -14,7 +14,7 @@ import uvloop
 import aiogpu
 from aiogpu.api import session as module
 from aiogpu.api.node import node_of
-from aiogpu.api.results.handle import session_of
+from aiogpu.api.results.handle import sessions
 from aiogpu.api.session import Session, find_session
 from aiogpu.client.current import current
 from aiogpu.engines.base import NodeOptions
@@ -95,7 +95,7 @@ async def test_error_of_the_opening_fails_all_calls(
             call(session)
         await session.shutdown()
         await aiogpu.shutdown()
-    assert session_of(asyncio.get_running_loop()) is None
+    assert sessions.get(asyncio.get_running_loop()) is None
     assert engine.story == ["open"]
     del session, handles
     gc.collect()
@@ -123,7 +123,7 @@ async def test_shutdown_closes_the_engine_once(engine: FakeEngine) -> None:
     engine.may_close.clear()
     closings = [await started(session.shutdown(), 2) for _ in range(3)]
     assert repr(session) == "<Session closing <FakeEngine>>"
-    assert session_of(asyncio.get_running_loop()) is session
+    assert sessions.get(asyncio.get_running_loop()) is session
     with pytest.raises(NodeClosedError):
         call(session)
     closings[0].cancel()
@@ -150,7 +150,7 @@ async def test_error_of_close_is_raised_and_frees_the_loop(engine: FakeEngine) -
     engine.close_error = OSError("busy")
     with pytest.raises(OSError, match="busy"):
         await session.shutdown()
-    assert session_of(asyncio.get_running_loop()) is None
+    assert sessions.get(asyncio.get_running_loop()) is None
 
 
 @pytest.mark.parametrize(
@@ -274,7 +274,7 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> Engines:
 async def test_init_opens_and_shutdown_closes_a_node(engines: Engines) -> None:
     node = await aiogpu.init(num_cpus=2, num_gpus=1)
     assert node.is_open
-    assert node is node_of(session_of(asyncio.get_running_loop()))
+    assert node is node_of(sessions.get(asyncio.get_running_loop()))
     assert aiogpu.is_initialized()
     assert not await asyncio.to_thread(aiogpu.is_initialized)
     assert engines.requests == [(None, NodeOptions(num_cpus=2.0, num_gpus=1))]
