@@ -229,7 +229,8 @@ class DeviceRelease:
         self._on_reserved = on_reserved
         self._limit = LIMIT if limit is None else limit
         self._before: dict[WorkerId, dict[Key, Sample]] = {}
-        self._was_leased: set[Key] = set()
+        # None after the first round.
+        self._was_leased: set[Key] | None = set()
         self._claims: dict[WorkerId, Claim] = {}
         self._reads_pids: set[str] = set()
         # The thread may be alive for a moment after a failure.
@@ -238,7 +239,8 @@ class DeviceRelease:
     def begin(self, worker: WorkerId, lease: Lease) -> None:
         """Sample the whole devices that a worker gets, before it uses them."""
         shares = self._shares(lease)
-        self._was_leased.update(shares)
+        if self._was_leased is not None:
+            self._was_leased.update(shares)
         if shares and lease.request.gpu_memory:
             self._on_reserved(lease)
         whole = [key for key, amount in shares.items() if amount == UNIT]
@@ -253,10 +255,9 @@ class DeviceRelease:
         On a busy machine, or with a slow driver, the round ends after a worker has got
         a device, and shows what the worker uses.
         """
+        leased, self._was_leased = self._was_leased or (), None
         self.idle = {
-            key: sample
-            for key, sample in samples.items()
-            if key not in self._was_leased
+            key: sample for key, sample in samples.items() if key not in leased
         }
 
     def _note_before(self, before: dict[Key, Sample], asked: float, look: Look) -> None:

@@ -85,6 +85,8 @@ class Zygote:
         preload: modules that the user has named.
         parent: the zygote that it is a branch of; None for a fresh interpreter.
         added: the modules that the branch imports in addition to its parent's.
+        modules: those that it imports as a zygote, its parents' included; once it is
+            ready, also those that others have brought, by their top level.
         depth: how many zygotes it descends from.
         slots: the slots whose keepers it has to fork or has forked.
         ready: its report once it can fork, None before.
@@ -134,7 +136,9 @@ class Zygote:
         self.generation = generation
         self.environment = environment
         self.preload, self.added = modules
-        self._named = frozenset(_with_packages((*self.preload, *self.added)))
+        inherited = frozenset() if parent is None else parent.modules
+        named = _with_packages((*self.preload, *self.added))
+        self.modules: frozenset[str] = inherited.union(named)
         self.parent = parent
         self.depth: int = 0 if parent is None else parent.depth + 1
         self.slots: set[int] = set()
@@ -190,16 +194,6 @@ class Zygote:
             return ()
         begun = self.importing
         return self.added[self.added.index(begun) :] if begun else self.added
-
-    @property
-    def modules(self) -> frozenset[str]:
-        """The modules that it imports as a zygote, its parents' included.
-
-        Once it is ready, also those that others have brought, by their top level.
-        """
-        inherited = frozenset() if self.parent is None else self.parent.modules
-        brought = () if self.ready is None else self.ready.modules
-        return inherited.union(self._named, brought)
 
     @property
     def executable(self) -> str:
@@ -400,6 +394,7 @@ class Zygote:
                 variables=tuple({*inherited.variables, *report.variables}),
             )
         self.ready, self.ready_at = report, self._loop.time()
+        self.modules = self.modules.union(report.modules)
         if not self._has_exited:
             self._stop_timer()
         for branch in list(self._branches):

@@ -170,6 +170,8 @@ class Zygotes:
             for name in self._needs_of(function)
             if name not in there and name not in imported
         ]
+        if not missing:
+            return False
         generations = self._environments.get(zygote.environment)
         return generations is not None and any(map(generations.offers, missing))
 
