@@ -134,7 +134,9 @@ def free(worker: int = 1, is_verified: bool = True) -> tuple[object, ...]:
 class ReleaseStory:
     """Two GPUs and a release; records what the release reports."""
 
-    def __init__(self, zero: Sample = QUIET, one: Sample = QUIET) -> None:
+    def __init__(
+        self, zero: Sample = QUIET, one: Sample = QUIET, *, has_looked: bool = True
+    ) -> None:
         self.watch = FakeWatch(zero, one)
         self.loop = HandLoop()
         sets = [DeviceSet("GPU", [Device(i, uuid=f"GPU-{i}") for i in range(2)])]
@@ -148,7 +150,8 @@ class ReleaseStory:
             LIMIT,
         )
         self.thread = thread
-        self.look_first()
+        if has_looked:
+            self.look_first()
         self.began = self.loop.now
 
     def look_first(self) -> None:
@@ -241,7 +244,7 @@ def test_first_sample_after_a_worker_began_is_not_the_idle_sample(
 ) -> None:
     """A slow driver answers for the first time when a worker has allocated memory."""
     monkeypatch.setattr("aiogpu.runtime.devices.release.LATE", -1.0)
-    story = ReleaseStory()
+    story = ReleaseStory(has_looked=False)
     story.begin(1, ONE)
     story.put(one=sample(CHILD, used=2 * GIB))
     story.look_first()
