@@ -134,12 +134,6 @@ inline_client: Final[ContextVar[InlineClient | None]] = ContextVar(
 """The client of the running task on an inline node; else None."""
 
 
-inline_report: Final[ContextVar[Callable[[bytes], object] | None]] = ContextVar(
-    "inline_report", default=None
-)
-"""Receives the reports of the running task or call on an inline node; else None."""
-
-
 class ProxyMaker(Protocol):
     """Makes objects for code without an event loop; see `api.portal`."""
 

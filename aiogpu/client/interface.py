@@ -173,6 +173,14 @@ class Client(Protocol):
         """Call a method of an actor; return the number of the call."""
         ...
 
+    def report(self, payload: bytes) -> None:
+        """Send a report of the running task or call; see `aiogpu.report`.
+
+        Raises:
+            MisuseError: this code belongs to no running task or call.
+        """
+        ...
+
     def demand(self, number: int, limit: int, /) -> None:
         """Set the number of items that a stream may yield in all."""
         ...
@@ -265,12 +273,4 @@ class ActorClient(Client, Protocol):
 
     def stop(self, actor: int, how: str) -> None:
         """End an actor; `how` is explained at `wire.messages.Stop`."""
-        ...
-
-    def report(self, payload: bytes) -> None:
-        """Send a report of the running task or call; see `aiogpu.report`.
-
-        Raises:
-            MisuseError: this code belongs to no running task or call.
-        """
         ...

@@ -176,11 +176,7 @@ class NodeConnection:
     def _read(self) -> None:
         if self._socket is None:
             return  # closed since this callback was scheduled
-        try:
-            messages = self._receive()
-        except ProtocolError as error:
-            self._lose(error)
-            return
+        messages = self._receive()
         self._deliver_late()
         if messages is None:
             self._lose(None)
@@ -205,7 +201,10 @@ class NodeConnection:
             self._loop.call_soon(self._read)
 
     def _receive(self) -> list[Message] | None:
-        """Receive messages without waiting; None if the node has gone."""
+        """Receive messages without waiting; None if the node has gone.
+
+        If the messages cannot be read, the connection ends.
+        """
         assert self._socket is not None, self
         size = max(CHUNK, self._connection.missing)
         try:
@@ -215,7 +214,11 @@ class NodeConnection:
             return []
         except OSError:
             return None
-        return self._connection.receive(data) if data else None
+        try:
+            return self._connection.receive(data) if data else None
+        except ProtocolError as error:
+            self._lose(error)
+            return []
 
     def _lose(self, error: Exception | None) -> None:
         self.close()
@@ -229,25 +232,15 @@ class NodeConnection:
         """
         if self._socket is None:
             return
-        self._push()
-        try:
-            messages = self._receive()
-        except ProtocolError as error:
-            self._lose(error)
-            return
-        # If the node has gone, the loop notices it and reports it.
-        self._deliver_later(messages or [])
-
-    def _push(self) -> None:
         if self._rest is not None:
             self._go_on()
         else:
             self._send_unsent()
-
-    def _deliver_later(self, messages: list[Message]) -> None:
+        # If the node has gone, the loop notices it and reports it.
+        messages = self._receive()
         if messages and not self._late:
             self._loop.call_soon(self._deliver_late)
-        self._late += messages
+        self._late += messages or []
 
     def _deliver_late(self) -> None:
         late, self._late = self._late, []

@@ -83,7 +83,6 @@ if TYPE_CHECKING:
     from aiogpu.observe.trace import Span
     from aiogpu.observe.why import StopReport, Why
     from aiogpu.runtime.callers.leases import LeaseReceiver
-    from aiogpu.serialization.references import PickledValue
 
 
 def join_of(options: NodeOptions) -> Join:
@@ -283,45 +282,16 @@ class FutureReceiver:
         self.future.set_result(answer)
 
 
-class RemoteLeases:
-    """The granted leases of this program."""
-
-    def __init__(self, engine: RemoteEngine) -> None:
-        self._engine = engine
-        self._held: dict[int, LeaseReceiver] = {}
-
-    def __repr__(self) -> str:
-        return f"<RemoteLeases {len(self._held)} held>"
-
-    def take(self, func: FunctionSpec, receiver: LeaseReceiver) -> int:
-        """Request a lease; see `Engine.take_lease`."""
-        engine = self._engine
-        engine.know(func)
-        request = _LeaseRequest(self._held, receiver)
-        request.number = engine.expect(request)
-        engine.send(TakeLease(request.number, func.id))
-        return request.number
-
-    def give_back(self, number: int) -> None:
-        """Give a granted lease back; other numbers are ignored."""
-        if self._held.pop(number, None) is not None:
-            self._engine.send(Withdraw(0, number))
-
-    def lose(self, failed: ChildFailed) -> None:
-        """Handle the removal of a granted lease; other numbers are ignored."""
-        receiver = self._held.pop(failed.child, None)
-        if receiver is not None:
-            receiver.settle(Failed(*failed))
-
-    def end(self, error: Exception) -> None:
-        """Fail all leases, since the node has gone."""
-        leases, self._held = list(self._held.values()), {}
-        for receiver in leases:
-            receiver.settle(error)
-
-
 class _LeaseRequest:
-    """Receives the grant or refusal of a lease."""
+    """Receives the grant or refusal of a lease.
+
+    Args:
+        held: the granted leases, by number.
+        receiver: gets the outcome, and later the removal of a granted lease.
+
+    Attributes:
+        number: the number of the request.
+    """
 
     def __init__(self, held: dict[int, LeaseReceiver], receiver: LeaseReceiver) -> None:
         self.number = 0
@@ -353,56 +323,29 @@ class RemoteActors:
 
         If the name is taken, the node refuses the actor, and its calls fail.
         """
-        self._engine.know(func)
-        if key is not None and get_if_exists:
-            return self._find_or_make(func, payload, key)
-        return self._make(func, payload, key, False, public)
-
-    def _find_or_make(
-        self, func: FunctionSpec, payload: bytes, key: tuple[str, str]
-    ) -> asyncio.Future[ClientActor]:
-        # Not a task: `asyncio.run` cancels all tasks before the program leaves.
-        lookup, made = self.find(key), self._engine.loop.create_future()
-
-        def take(answer: asyncio.Future[ClientActor | None]) -> None:
-            if made.done():
-                return  # the caller has stopped waiting
-            try:
-                actor = answer.result() or self._make(func, payload, key, True)
-                made.set_result(actor)
-            except Exception as error:  # noqa: BLE001 - raised at the caller's await
-                made.set_exception(error)
-
-        lookup.add_done_callback(take)
-        self._note_lookup(made)
-        return made
-
-    def _note_lookup(self, lookup: asyncio.Future[Any]) -> None:
-        """Delay this program's departure until a lookup is done."""
-        lookups = self._engine.lookups
-        lookups.add(lookup)
-        lookup.add_done_callback(lookups.discard)
-
-    def _make(
-        self,
-        func: FunctionSpec,
-        payload: bytes,
-        key: tuple[str, str] | None,
-        get_if_exists: bool,
-        public: int = 0,
-    ) -> ClientActor:
         engine = self._engine
         hold = engine.make(func, payload, key, get_if_exists, public)
-        return ClientActor(engine, hold, func)
+        made = ClientActor(engine, hold, func)
+        # An actor that exists may be of another class, which the answer contains.
+        return self.find(key, made) if key is not None and get_if_exists else made
 
-    def find(self, key: tuple[str, str]) -> asyncio.Future[ClientActor | None]:
-        """Find a living actor by its name, by a query of the node."""
+    def find(
+        self, key: tuple[str, str], made: ClientActor | None = None
+    ) -> asyncio.Future[Any]:
+        """Find a living actor by its name, by a query of the node.
+
+        Args:
+            key: its namespace and name.
+            made: the answer if there is no such actor.
+        """
         engine = self._engine
         namespace, name = key
-        actor: asyncio.Future[ClientActor | None] = engine.loop.create_future()
-        engine.find(name, namespace, _ActorLookup(engine, actor))
-        self._note_lookup(actor)
-        return actor
+        found: asyncio.Future[ClientActor | None] = engine.loop.create_future()
+        engine.find(name, namespace, _ActorLookup(engine, found, made))
+        # This program's departure waits for the answer.
+        engine.lookups.add(found)
+        found.add_done_callback(engine.lookups.discard)
+        return found
 
     def held(self, actor: int, name: str = "actor") -> ClientActor:
         """Return an actor of a received handle; see `ActorsPort.held`."""
@@ -434,12 +377,16 @@ def _load_actor(engine: RemoteEngine, payload: bytes) -> ClientActor:
 
 
 class _ActorLookup(FutureReceiver):
-    """Receives the answer to a lookup; None if there is no such actor."""
+    """Receives the answer to a lookup; `made` is the result if there is no actor."""
 
     def __init__(
-        self, engine: RemoteEngine, future: asyncio.Future[ClientActor | None]
+        self,
+        engine: RemoteEngine,
+        future: asyncio.Future[ClientActor | None],
+        made: ClientActor | None,
     ) -> None:
         super().__init__(future, partial(_load_actor, engine))
+        self._made = made
 
     def settle(self, outcome: Outcome) -> None:
         """Take the answer: an actor, `ActorNameError` for none, or another error."""
@@ -448,7 +395,7 @@ class _ActorLookup(FutureReceiver):
         if not isinstance(outcome, ActorNameError):
             super().settle(outcome)
         elif not self.future.done():
-            self.future.set_result(None)
+            self.future.set_result(self._made)
 
 
 class RemoteEngine(NodeClient):
@@ -456,7 +403,6 @@ class RemoteEngine(NodeClient):
 
     Attributes:
         loop: the loop on which it is used.
-        leases: the leases of this program.
         actors: the node's actors; see `Engine.actors`.
         home: the node's id, "" before the program has joined.
         lookups: unanswered lookups of actors by name.
@@ -470,7 +416,7 @@ class RemoteEngine(NodeClient):
     ) -> None:
         super().__init__(FIRST_CLIENT + int.from_bytes(os.urandom(3), "little"))
         self.loop = loop
-        self.leases = RemoteLeases(self)
+        self._leases: dict[int, LeaseReceiver] = {}
         self.actors = RemoteActors(self)
         self._path = path
         self._options = options
@@ -574,11 +520,6 @@ class RemoteEngine(NodeClient):
         return self._path
 
     @property
-    def _address(self) -> str:
-        """The address by which `init` joins a node at the same path."""
-        return "auto" if self._path == default_socket() else self._path
-
-    @property
     def loans(self) -> Loans:
         """The loans of this process."""
         return self._loans
@@ -606,10 +547,8 @@ class RemoteEngine(NodeClient):
 
     def _on_messages(self, messages: list[Message]) -> None:
         for message in self._loans.take_in(messages):
-            if self._terminal is not None and self._terminal.keeps(message):
-                continue
-            if not self.take(message):
-                self._on_other(message)
+            if self._terminal is None or not self._terminal.keeps(message):
+                self._take(message)
 
     def _take(self, message: Message) -> None:
         if not self.take(message):
@@ -619,7 +558,9 @@ class RemoteEngine(NodeClient):
         if not failed.child and not self._welcome.done():
             # The node has refused the program.
             self._welcome.set_exception(unpack_failure(Failed(*failed), "init()"))
-        self.leases.lose(failed)  # perhaps a granted lease that was removed
+        receiver = self._leases.pop(failed.child, None)
+        if receiver is not None:  # a granted lease was removed
+            receiver.settle(Failed(*failed))
 
     def _on_other(self, message: Message) -> None:
         match message:
@@ -629,16 +570,12 @@ class RemoteEngine(NodeClient):
             case Refused(reason):
                 self._end(NodeError(f"the node at {self._path} refuses: {reason}."))
             case Close():
-                text = (
-                    f"the node at {self._path} was stopped, and all its tasks have "
-                    f"ended."
-                )
-                if not self._is_private:
-                    text += (
-                        f" When a node runs there again, `await aiogpu.init("
-                        f"address={self._address!r})` joins it."
+                self._end(
+                    NodeClosedError(
+                        f"the node at {self._path} was stopped, and all its tasks have "
+                        f"ended.{self._how_to_join('When a node runs there again,')}"
                     )
-                self._end(NodeClosedError(text))
+                )
             case Printed() | Logged() if self._terminal is None:
                 self._terminal = Terminal(
                     self.loop, self._line, self._take, self._cells
@@ -670,16 +607,20 @@ class RemoteEngine(NodeClient):
 
     def _on_lost(self, error: Exception | None) -> None:
         why = f": {error}" if error is not None else ""
-        text = (
-            f"the node at {self._path} has ended{why}. All its tasks have ended with "
-            f"it."
-        )
-        if not self._is_private:
-            text += (
-                f" Restart it by `aiogpu start --head`; then `await "
-                f"aiogpu.init(address={self._address!r})` joins it."
+        restart = "Restart it by `aiogpu start --head`; then"
+        self._end(
+            NodeDiedError(
+                f"the node at {self._path} has ended{why}. All its tasks have ended "
+                f"with it.{self._how_to_join(restart)}"
             )
-        self._end(NodeDiedError(text))
+        )
+
+    def _how_to_join(self, before: str) -> str:
+        """Return a sentence for errors; "" for a node that cannot be joined."""
+        if self._is_private:
+            return ""
+        address = "auto" if self._path == default_socket() else self._path
+        return f" {before} `await aiogpu.init(address={address!r})` joins it."
 
     def _end(self, error: NodeError) -> None:
         """End the connection, and fail all open requests."""
@@ -697,7 +638,9 @@ class RemoteEngine(NodeClient):
         if self._terminal is not None:
             self._terminal.hold_nothing()
         self._settle_all(lambda _: _again(error))
-        self.leases.end(error)
+        leases, self._leases = self._leases, {}
+        for receiver in leases.values():
+            receiver.settle(_again(error))
 
     def _close_cells(self) -> None:
         if self._cells is not None:
@@ -769,18 +712,9 @@ class RemoteEngine(NodeClient):
 
     # Requests to the node.
 
-    def pack(self, outgoing: PickledValue) -> bytes:
-        """Make a payload; see `Engine.pack`."""
-        return self._loans.pack(outgoing)
-
     def promise_actor(self) -> int:
         """Return the id of an actor; see `Engine.promise_actor`."""
         return self.new_id()
-
-    def know(self, func: FunctionSpec) -> None:
-        """Declare a function to the node if it is new; raises like `declare`."""
-        if func.id not in self._declared:
-            self.declare(func)
 
     def declare(self, func: FunctionSpec) -> None:
         """Check a function once for all its calls, and declare it to the node.
@@ -798,12 +732,18 @@ class RemoteEngine(NodeClient):
 
     def take_lease(self, func: FunctionSpec, receiver: LeaseReceiver) -> int:
         """Request a lease; see `Engine.take_lease`."""
-        return self.leases.take(func, receiver)
+        self._prepare(func.spec.name)
+        if func.id not in self._declared:
+            self.declare(func)
+        request = _LeaseRequest(self._leases, receiver)
+        request.number = self.expect(request)
+        self.send(TakeLease(request.number, func.id))
+        return request.number
 
     def cancel(self, task: int) -> None:
-        """Stop a task; see `Engine.cancel`."""
-        if not self.withdraw(task):
-            self.leases.give_back(task)
+        """Stop a task, or return a lease; see `Engine.cancel`."""
+        if not self.withdraw(task) and self._leases.pop(task, None) is not None:
+            self.send(Withdraw(0, task))
 
     async def total(self) -> dict[str, float]:
         """Return all resources by name."""

@@ -24,7 +24,8 @@ from aiogpu.core.model.request import Environment
 from aiogpu.core.queue.sharded_dict import ShardedDict
 from aiogpu.core.scheduler.scheduler import Feed, Scheduler, Step
 from aiogpu.errors import NodeClosedError
-from aiogpu.runtime.actors.registry import Actors, Check
+from aiogpu.runtime.actors.actor import Check
+from aiogpu.runtime.actors.registry import Actors
 from aiogpu.runtime.callers.caller import pass_on_all
 from aiogpu.runtime.devices.binding import Assignment
 from aiogpu.runtime.devices.memory_guard import Shortages

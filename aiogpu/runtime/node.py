@@ -25,7 +25,7 @@ from aiogpu.wire.messages import socket_path
 if TYPE_CHECKING:
     from aiogpu.core.scheduler.scheduler import Scheduler
     from aiogpu.observe.status import Observations
-    from aiogpu.runtime.actors.registry import Check
+    from aiogpu.runtime.actors.actor import Check
     from aiogpu.runtime.callers.programs import Clients, ServerInfo
     from aiogpu.runtime.callers.requests import Requests
     from aiogpu.runtime.callers.viewers import Answer, Viewers

@@ -17,10 +17,16 @@ _DONE: Final = object()
 
 
 class Slices:
-    """Steps of work that are done in order, for a short time in each turn."""
+    """Steps of work that are done in order, for a short time in each turn.
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    Args:
+        loop: the loop.
+        seconds: how long they may take in each turn.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, seconds: float = SLICE) -> None:
         self._loop = loop
+        self._seconds = seconds
         self._work: deque[Iterator[object]] = deque()
         self._until: float | None = None
         self._is_working = False
@@ -40,7 +46,7 @@ class Slices:
             self._do_some()
 
     def _begin_turn(self) -> None:
-        self._until = perf_counter() + SLICE
+        self._until = perf_counter() + self._seconds
         # An empty context: the caller's would keep its variables alive.
         self._loop.call_soon(self._end_turn, context=Context())
 

@@ -496,7 +496,6 @@ REFUSED: Final[dict[str, dict[str, dict[str, Any]]]] = {
         "actor": {
             "max_concurrency": 2,
             "concurrency_groups": {"io": 2},
-            "evict_after": 1,
         },
         "method": {"concurrency_group": "io"},
     },
@@ -509,7 +508,7 @@ NOTHING_TO_DO: Final[dict[str, dict[str, set[str]]]] = {
             *("max_calls", "priority", "retry_oom"),
             *("gpu_strategy", "cancel_grace", "stop_grace"),
         },
-        "actor": {"priority", "max_task_retries", "gpu_strategy"},
+        "actor": {"priority", "max_task_retries", "gpu_strategy", "evict_after"},
     },
 }
 """By engine and kind: options without an effect in one process (docs/testing.md)."""

@@ -253,8 +253,11 @@ def test_a_bad_stay_is_refused(value: Any) -> None:
         Model.options(evict_after=value)
 
 
-async def test_an_inline_node_refuses(node: aiogpu.Node) -> None:
+async def test_no_actor_leaves_an_inline_node(node: aiogpu.Node) -> None:
+    """It is always idle: an actor that wants the same share gets it."""
     await aiogpu.shutdown()
     async with aiogpu.init(address="inline", num_gpus=1):
-        with pytest.raises(OptionError, match="no process that could leave"):
-            Model.remote()
+        models = [Model.remote() for _ in range(3)]
+        calls = [model.call.remote() for _ in range(2) for model in models]
+        results = await asyncio.gather(*calls)
+    assert [number for _, _, number in results] == [1, 1, 1, 2, 2, 2]

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextvars import ContextVar
 from pathlib import Path
 from types import FrameType
@@ -310,17 +310,6 @@ async def test_the_programs_asyncio_tasks_run_on(gate: Gate) -> None:
         assert not mine.done()
         mine.cancel()
         await asyncio.wait([mine])
-
-
-async def test_preloaded_modules_are_imported_here(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "preloaded_inline.py").write_text("")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    async with aiogpu.init(address="inline", preload=["preloaded_inline"]):
-        assert "preloaded_inline" in sys.modules
-    with pytest.raises(errors.PreloadError, match="no_such_module"):
-        await aiogpu.init(address="inline", preload=["no_such_module"])
 
 
 @aiogpu.remote
@@ -635,6 +624,12 @@ class Plain(Noting):
 
 
 @aiogpu.remote
+class Counts:
+    def up(self, limit: int) -> Iterator[int]:
+        yield from range(limit)
+
+
+@aiogpu.remote
 def append_one(text: str) -> str:
     return f"{text} 1"
 
@@ -657,11 +652,25 @@ def add_by_a_child(counter: Any, k: int) -> int:
     return int(aiogpu.get(handed_on.add_soon.remote(counter, k)))
 
 
+@aiogpu.remote
+def add_on_a_loop(actor: Any) -> Any:
+    async def inner() -> Any:
+        return await actor.add.remote(1)
+
+    return asyncio.run(inner())
+
+
 async def test_plain_code_cannot_wait_for_the_programs_loop(node: Node) -> None:
     actor = await Async.remote()
-    with pytest.raises(errors.NodeError, match=r"Async\.add\.remote.*address='local'"):
+    with pytest.raises(
+        errors.DeadlockError, match=r"Async cannot run.*address='local'"
+    ):
         await handed_on.add_to.remote(actor, 1)
-    assert await handed_on.add_soon.remote(actor, 2) == 2
+    with pytest.raises(
+        errors.DeadlockError, match=r"Async cannot run.*address='local'"
+    ):
+        await add_on_a_loop.remote(actor)
+    assert await handed_on.add_soon.remote(actor, 2) == 4, "all calls have run"
 
 
 async def test_the_end_of_the_node_ends_actors_and_calls() -> None:
@@ -802,6 +811,18 @@ async def test_a_killed_actor_restarts_as_often_as_it_may(node: Node) -> None:
     aiogpu.kill(actor, no_restart=False)
     dead = actor, actor.facts.remote()
     await raises(errors.ActorDiedError, *dead, match="no restarts left")
+    retried = await Visited.options(max_restarts=1, max_task_retries=1).remote()
+    again = retried.wait.remote("b")
+    await until(lambda: "b" in seen)
+    aiogpu.kill(retried, no_restart=False)
+    await until(lambda: seen.count("b") == 2)
+    await retried.let_pass.remote()
+    assert await again == "b"
+    counting = await Counts.options(max_restarts=1, max_task_retries=1).remote()
+    stream = counting.up.remote(300)
+    numbers = [await anext(stream) for _ in range(150)]
+    aiogpu.kill(counting, no_restart=False)
+    assert numbers + [number async for number in stream] == list(range(300))
     unused = await Visited.options(num_gpus=2, max_restarts=-1).remote()
     aiogpu.kill(unused, no_restart=False)
     del unused

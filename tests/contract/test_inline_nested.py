@@ -8,7 +8,7 @@ import gc
 import os
 import threading
 import traceback
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -410,3 +410,24 @@ async def test_threads_of_a_task_cannot_use_tasks(node: Node) -> None:
     ]
     for message, word in zip(await use_threads.remote(), words, strict=True):
         assert word in message
+
+
+@aiogpu.remote
+def count_up(limit: int) -> Iterator[int]:
+    yield from range(limit)
+
+
+@aiogpu.remote
+def get_beside_a_stream(handles: list[aiogpu.Handle[Any]]) -> object:
+    """Wait for what a blocked loop runs, while a stream waits for its consumer."""
+    stream = iter(count_up.remote(10**6))
+    assert [next(stream) for _ in range(3)] == [0, 1, 2]
+    return aiogpu.get(handles)
+
+
+async def test_a_stream_that_waits_hides_no_deadlock(node: Node) -> None:
+    runs = wait_for_ever.remote()
+    await until(lambda: seen == ["begin"])
+    with pytest.raises(errors.DeadlockError, match="wait_for_ever cannot run"):
+        await get_beside_a_stream.remote([runs])
+    runs.cancel()

@@ -15,7 +15,7 @@ from types import NoneType
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol, Self
 
 from aiogpu.api.usage_errors import IteratedOnLoop, waited_for
-from aiogpu.client.current import current, inline_report
+from aiogpu.client.current import current, inline_client
 from aiogpu.errors import MisuseError, SerializationError
 from aiogpu.serialization.serializer import dump_result, load_result
 
@@ -71,10 +71,8 @@ def report(**values: Any) -> None:
     Example:
         `aiogpu.report(step=step, loss=loss.item())`
     """
-    client, send = current.client, inline_report.get()
-    if send is None and client is not None:
-        send = client.report
-    if send is None:
+    client = inline_client.get() or current.client
+    if client is None:
         raise MisuseError(
             "aiogpu.report() was called outside of a task. Tasks call it; the caller "
             "of .remote() reads the reports by `handle.reports()`."
@@ -91,7 +89,7 @@ def report(**values: Any) -> None:
             f"aiogpu.report() was given {len(payload)} bytes; the maximum is "
             f"{LONGEST}. Return or yield large values instead."
         )
-    send(payload)
+    client.report(payload)
 
 
 def _plain(value: Any, where: str, depth: int) -> Any:

@@ -30,7 +30,6 @@ from aiogpu.client.current import (
     current,
     has_exited,
     inline_client,
-    inline_report,
     method_called,
     no_call_to_report,
 )
@@ -45,7 +44,6 @@ from aiogpu.errors import (
     MisuseError,
     NodeClosedError,
     NodeError,
-    OptionError,
     TaskCancelledError,
 )
 from aiogpu.serialization.exceptions import LEFT, RAISED, pack_failure, unpack_failure
@@ -72,7 +70,7 @@ if TYPE_CHECKING:
     from aiogpu.runtime.objects.store import Store
     from aiogpu.runtime.objects.values import Value
     from aiogpu.serialization.references import PickledValue
-    from aiogpu.wire.messages import Bind, Failed, Items
+    from aiogpu.wire.messages import Bind, Done, Failed, Items
 
 _log: Final = logging.getLogger(__name__)
 
@@ -113,22 +111,24 @@ class Place:
         self._before: list[tuple[dict[str, str | None], dict[str, Any]]] = []
 
     def __enter__(self) -> None:
-        environ = {name: os.environ.get(name) for name in self._environ}
-        facts = {name: getattr(current, name) for name in self._facts}
-        self._before.append((environ, facts))
-        _apply(self._environ, self._facts)
+        self._before.append(_swap(self._environ, self._facts))
 
     def __exit__(self, *_: object) -> None:
-        _apply(*self._before.pop())
+        _swap(*self._before.pop())
 
 
-_NOT_SET: Final = Place({}, {})
+NOT_SET: Final = Place({}, {})
 """The place of a call that has not begun."""
 
 
-def _apply(environ: Mapping[str, str | None], facts: Mapping[str, Any]) -> None:
+def _swap(
+    environ: Mapping[str, str | None], facts: Mapping[str, Any]
+) -> tuple[dict[str, str | None], dict[str, Any]]:
+    """Set variables and facts; return the former values."""
+    environ_before = {name: os.environ.get(name) for name in environ}
+    facts_before = {name: getattr(current, name) for name in facts}
     for name, value in environ.items():
-        if os.environ.get(name) == value:
+        if environ_before[name] == value:
             continue
         if value is None:
             del os.environ[name]
@@ -136,6 +136,7 @@ def _apply(environ: Mapping[str, str | None], facts: Mapping[str, Any]) -> None:
             os.environ[name] = value
     for name, fact in facts.items():
         setattr(current, name, fact)
+    return environ_before, facts_before
 
 
 async def driven(place: Place, code: Coroutine[Any, Any, Any]) -> Any:
@@ -208,7 +209,7 @@ class Runner:
     Attributes:
         loop: the event loop; None before plain code needs one.
         ready: what runs next.
-        tasks: the coroutines of calls that run on the loop.
+        tasks: the asyncio tasks of calls that run on the loop, each with its call.
     """
 
     def __init__(
@@ -216,11 +217,16 @@ class Runner:
     ) -> None:
         self.loop = loop
         self.ready: deque[Step] = deque()
-        self.tasks: set[asyncio.Task[Any]] = set()
+        self.tasks: dict[asyncio.Task[Any], Call] = {}
         self._node = node
         self._is_of_plain_code = loop is None
         self._is_scheduled = False
         self._is_closed = False
+
+    @property
+    def is_busy(self) -> bool:
+        """True if tasks may go on, and do not all wait for consumers of streams."""
+        return any(not call.is_held for call in self.tasks.values())
 
     def add(self, step: Step) -> None:
         """Queue an entry; with the program if this runner's loop has ended."""
@@ -288,8 +294,6 @@ class State(Enum):
     WAITING = "waiting"
     """For its turn, or for its arguments."""
     RUNNING = "running"
-    HELD = "held"
-    """A plain generator waits for its consumer to take items."""
     ENDED = "ended"
 
 
@@ -316,6 +320,7 @@ class Call:
         state: see `State`.
         runner: runs it.
         limit: for a stream, the number of items that it may yield in all; else 0.
+        passed: the number of items that its consumer has received.
     """
 
     def __init__(
@@ -324,10 +329,11 @@ class Call:
         func: FunctionSpec,
         payload: bytes,
         receiver: Receiver | None,
-        parent: Call | None,
+        parent: Call | None = None,
+        number: int = 0,
     ) -> None:
         self.node = node
-        self.id = node.new_id()
+        self.id = number or node.new_id()
         self.func = func
         self.payload = payload
         self.receiver = receiver
@@ -339,13 +345,13 @@ class Call:
         self.is_coroutine = func.is_coroutine
         self.run_timeout = func.spec.run_timeout
         self.actor_id: int | None = None
-        self.place = _NOT_SET
+        self.place = NOT_SET
         self.is_kept = func.spec.is_detached
         self.is_ready = False
         self.state = State.WAITING
         self.runner: Runner = node.program
         self.limit = func.window
-        self._passed = 0
+        self.passed = 0
         self._stream: StreamSender | None = None
         self._retries = func.spec.max_retries
         self._client = TaskClient(self)
@@ -355,6 +361,7 @@ class Call:
         self._submitted = time.monotonic()
         self._begun = inf
         self._deadline = inf
+        self._late_error: Callable[[str], Exception]
         self._timer: asyncio.TimerHandle | None = None
         node.calls[self.id] = self
 
@@ -362,19 +369,13 @@ class Call:
         return f"<{type(self).__name__} {self.id} {self.name} {self.state.value}>"
 
     @property
-    def state_in_words(self) -> str:
-        """The state as `observe.why.Why` names it."""
-        if self.state is State.WAITING:
-            return "waiting" if self.is_ready else "expecting"
-        return "running" if self.receiver is not None else "stopping"
+    def is_held(self) -> bool:
+        """True if its stream waits for the consumer."""
+        return self._stream is not None and self._stream.is_held
 
     def target(self) -> tuple[Callables, Any]:
         """Return a table of callables, and the name of the one to call."""
         return self.node.functions, self.node.learn(self.func)
-
-    def make_ready(self) -> None:
-        """Queue the call, whose arguments are complete."""
-        self.runner.add(self)
 
     def move_to(self, runner: Runner) -> bool:
         """Let a runner run the call, since its code waits; False if that is too late.
@@ -386,69 +387,44 @@ class Call:
             return True
         return self.runner is runner or self.state is State.ENDED
 
-    def on_failed(self, failed: Failed, error: Exception) -> None:
-        """Handle an exception of the code; `error` is what the caller gets."""
-        self.deliver(error)
-
-    def end(self) -> None:
-        """Note that the code has stopped, or never begins."""
-        self.state = State.ENDED
-        self.payload = b""  # it may hold actors and shared memory
-        self.node.calls.pop(self.id, None)
-        if self.parent is not None:
-            self.parent.children.pop(self.id, None)
-        if self._timer is not None:
-            self._timer.cancel()
-        self.runner.note()
-
-    def end_started(self) -> None:
-        """Stop the children and asyncio tasks that do not outlive this call."""
-        for task in self.started:
-            task.cancel()
-        for child in list(self.children.values()):
-            if not child.is_kept:
-                child.disown()
-
     # From its submission to its code's end.
 
     def enqueue(self, runner: Runner) -> None:
         """Queue the call, now or when its arguments are complete."""
         self.runner = runner
-        if self.func.spec.timeout is not None:
-            self._set_deadline(self._submitted + self.func.spec.timeout)
+        spec = self.func.spec
+        if spec.timeout is not None:
+            from aiogpu.runtime.pending_tasks import too_late
+
+            self._limit(self._submitted + spec.timeout, partial(too_late, spec))
         if type(self.payload) is Payload and self.payload.needs:
             from aiogpu.runtime.objects.values import await_arguments
 
             await_arguments(self.payload, self._on_arguments)
         else:
-            self.is_ready = True
-            self.make_ready()
+            self._on_arguments(None)
 
     def _on_arguments(self, failed: Value | None) -> None:
         self.is_ready = True
-        if self.state is State.ENDED:
-            return
-        if failed is None:
-            self.make_ready()
-        else:
+        if failed is not None:
             self.stop(failed.outcome)
+        elif self.state is State.WAITING:
+            self.runner.add(self)
 
     def step(self, runner: Runner) -> None:
-        """Begin the call, or continue a generator, unless another runner did."""
-        if self.state is State.WAITING and self.is_ready:
-            self.runner = runner
-            self._begin()
-        elif self._stream is not None and self.state is State.HELD:
-            self.runner = runner
-            if not self._stream.is_held:
-                self._advance()
-
-    def _begin(self) -> None:
-        if time.monotonic() >= self._deadline:
-            self._expire()
+        """Begin the call, unless another runner did."""
+        if self.state is not State.WAITING:
             return
+        self.runner = runner
+        if time.monotonic() < self._deadline:
+            self.begin()
+        else:
+            self._expire()
+
+    def begin(self) -> None:
+        """Run the code, up to its first suspension."""
         try:
-            if self.place is _NOT_SET:
+            if self.place is NOT_SET:
                 self.place = self.node.place(self)
         except AiogpuError as error:  # its placement group was removed
             self.stop(error)
@@ -462,19 +438,24 @@ class Call:
             payload = filled(payload)
         if self.limit:
             self._stream = StreamSender(
-                self._on_items, self.id, self.limit, self._passed, self.pack
+                self.on_items, self.id, self.limit, self.passed, self.pack
             )
         if self.run_timeout is not None:
-            self._set_deadline(min(self._deadline, self._begun + self.run_timeout))
+            from aiogpu.runtime.pending_tasks import overrun
+
+            lateness = partial(overrun, self.name, self.run_timeout)
+            if self.actor_id is not None and self.is_coroutine:
+                stopping = "It is cancelled at its next await"
+                lateness = partial(lateness, what_next=stopping)
+            self._limit(self._begun + self.run_timeout, lateness)
         self._code = self._run(functions, name, payload)
         self._context.run(running_call.set, self)
         self._context.run(inline_client.set, self._client)
-        self._context.run(inline_report.set, self.report)
         self._context.run(method_called.set, self.called)
         if self.is_coroutine:
             self._go_on_loop()
         else:
-            self._advance()
+            self._run_plain_code()
 
     async def _run(self, functions: Callables, name: Any, payload: bytes) -> Any:
         invoker, stream = CallInvoker(self), self._stream
@@ -492,22 +473,19 @@ class Call:
             # callers. A name here would hold the error, which holds that frame.
             del outcome
 
-    def _advance(self) -> None:
-        """Run plain code up to its end or its next suspension."""
-        self.state = State.RUNNING
+    def _run_plain_code(self) -> None:
+        """Run to the end, or to the first suspension; then go on on a loop."""
+        outcome = None
         with outside_loop():
             try:
                 with self.place:
-                    self.state = self._context.run(self._code.send, None)
+                    self._context.run(self._code.send, None)
             except StopIteration as ended:
                 outcome = ended.value
-                self._client.close()
-            else:
-                outcome = None
-        if outcome is not None:
-            self._finish(outcome)
-        elif self.state is State.RUNNING:
+        if outcome is None:
             self._go_on_loop()
+        else:
+            self._finish(outcome)
         del outcome  # as in `_run`, which this frame has called
 
     def _go_on_loop(self) -> None:
@@ -516,13 +494,12 @@ class Call:
         self._task = asyncio.Task(
             code, loop=loop, name=self.name, context=self._context
         )
-        self.runner.tasks.add(self._task)
+        self.runner.tasks[self._task] = self
         self._task.add_done_callback(self._on_task_done, context=Context())
-        if self._deadline < inf:
-            self._set_deadline(self._deadline)  # on this loop
+        self._start_timer()  # on this loop
 
     def _on_task_done(self, task: asyncio.Task[Any]) -> None:
-        self.runner.tasks.discard(task)
+        del self.runner.tasks[task]
         self._task = None
         outcome: Any = Raised(RAISED, asyncio.CancelledError())
         if task.cancelled():
@@ -549,22 +526,15 @@ class Call:
         if self._stream is not None:
             self._stream.raise_limit(limit)
 
-    def resume(self) -> None:
-        """Continue a plain generator, since its consumer has taken items."""
-        self.runner.add(self)
-
-    def _on_items(self, items: Items) -> None:
-        self._passed += 1
+    def on_items(self, items: Items) -> None:
+        """Pass items on to the consumer."""
+        self.passed += 1
         if self.receiver is not None:
             self.receiver.receive_items(items.payloads)  # type: ignore[attr-defined]
         self.runner.note()
 
     def report(self, payload: bytes) -> None:
-        """Deliver a report of the code; may be called in any thread.
-
-        Raises:
-            MisuseError: the call has ended.
-        """
+        """Deliver a report of the code; see `client.interface.Client`."""
         if self.state is State.ENDED:
             raise no_call_to_report()
         if get_ident() == self.node.thread:
@@ -580,6 +550,10 @@ class Call:
 
     # Its end.
 
+    def end_started(self) -> None:
+        """Stop the children and asyncio tasks that do not outlive this call."""
+        end_started(self.children, self.started)
+
     def deliver(self, outcome: Outcome) -> None:
         """Settle the receiver, once."""
         receiver, self.receiver = self.receiver, None
@@ -593,18 +567,21 @@ class Call:
             settle_with_fault(receiver, fault)
 
     def _finish(self, outcome: Any) -> None:
+        if not self.is_coroutine:
+            self._client.close()
         if self.receiver is not None and time.monotonic() >= self._deadline:
             self._expire()  # plain code cannot be stopped
         if type(outcome) is not Raised:
             self.end()
-            self.deliver(outcome.payload)
+            self.on_done(outcome)
             return
         failed, error = self._describe(outcome)
         if failed.is_retried and self._retries and self.receiver is not None:
             self._retries -= self._retries > 0
-            self.state = State.WAITING
-            self._context = Context()
-            self.runner.add(self)
+            self.state, self._context = State.WAITING, Context()
+            self._deadline = inf  # `run_timeout` is for one attempt
+            self._start_timer()
+            self.enqueue(self.runner)
             return
         self.end()
         self.on_failed(failed, error)
@@ -622,33 +599,51 @@ class Call:
         BaseException.with_traceback(raised, trace)  # a debugger finds the task's
         return failed, raised
 
-    def _set_deadline(self, when: float) -> None:
-        self._deadline = when
+    def end(self) -> None:
+        """Note that the code has stopped, or never begins."""
+        self.state = State.ENDED
+        self.payload = b""  # it may hold actors and shared memory
+        self.node.calls.pop(self.id, None)
+        if self.parent is not None:
+            self.parent.children.pop(self.id, None)
         if self._timer is not None:
             self._timer.cancel()
-        loop = self.runner.loop or self.node.loop
-        delay = max(when - time.monotonic(), 0.0)
-        self._timer = loop.call_later(delay, self._expire, context=Context())
+        self.runner.note()
+
+    def on_done(self, done: Done) -> None:
+        """Handle the result."""
+        self.deliver(done.payload)
+
+    def on_failed(self, failed: Failed, error: Exception) -> None:
+        """Handle an exception of the code; `error` is what the caller gets."""
+        self.deliver(error)
+
+    def _limit(self, when: float, error: Callable[[str], Exception]) -> None:
+        """Fail the call at a time, unless it has an earlier limit."""
+        if when < self._deadline:
+            self._deadline, self._late_error = when, error
+            self._start_timer()
+
+    def _start_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._deadline < inf:
+            loop = self.runner.loop or self.node.loop
+            delay = max(self._deadline - time.monotonic(), 0.0)
+            self._timer = loop.call_later(delay, self._expire, context=Context())
 
     def _expire(self) -> None:
         """Fail and stop the call, whose time is over."""
-        from aiogpu.runtime.pending_tasks import overrun, too_late
-
-        now, spec = time.monotonic(), self.func.spec
+        now = time.monotonic()
         begun = min(self._begun, now)
-        waited, ran = span(begun - self._submitted), span(now - begun)
-        lapse = f"it waited {waited} for {spec.shape.request} and ran {ran}"
-        # By the deadline, not by the time: uvloop's timers are up to 1 ms early.
-        if (
-            spec.timeout is not None
-            and self._deadline >= self._submitted + spec.timeout
-        ):
-            self.stop(too_late(spec, lapse))
-        elif self.actor_id is None:
-            self.stop(overrun(self.name, self.run_timeout, lapse))
-        else:
-            after = "It is cancelled at its next await"
-            self.stop(overrun(self.name, self.run_timeout, f"it ran {ran}", after))
+        lapse = f"it ran {span(now - begun)}"
+        if self.actor_id is None:
+            waited, request = (
+                span(begun - self._submitted),
+                self.func.spec.shape.request,
+            )
+            lapse = f"it waited {waited} for {request} and ran {span(now - begun)}"
+        self.stop(self._late_error(lapse))
 
     def stop(self, outcome: Outcome | None = None) -> None:
         """Stop the call as far as possible; its receiver gets only `outcome`.
@@ -660,15 +655,11 @@ class Call:
         self.receiver = None
         if self.state is State.WAITING:
             self.end()
-        elif self._task is not None:
-            # Once: another cancel would interrupt the cleanup.
-            if not self._task.cancelling() and not self._task.get_loop().is_closed():
-                self._task.cancel()
-        elif self.state is State.HELD:
-            with outside_loop(), self.place:
-                self._context.run(self._code.close)
-                self._client.close()
-            self.end()
+            return
+        task = self._task
+        # Once: another cancel would interrupt the cleanup.
+        if task is not None and not (task.cancelling() or task.get_loop().is_closed()):
+            task.cancel()
 
     def disown(self) -> None:
         """Stop the call, since its parent has ended."""
@@ -679,14 +670,24 @@ class Call:
             )
         )
 
-    def deadlock(self) -> DeadlockError:
-        """Return the error of a wait for this call that could never end."""
-        return DeadlockError(
-            f"{self.name} cannot run while this code waits for it: an inline node has "
-            f"one thread, where plain methods of an actor run one at a time. The wait "
-            f"could never end. Wait in an `async def`; let a method call another "
-            f"one directly, by self; or use address='local'."
-        )
+
+def end_started(children: dict[int, Call], started: set[asyncio.Task[Any]]) -> None:
+    """Stop children and asyncio tasks of code that has ended; see `Call`."""
+    for task in started:
+        task.cancel()
+    for child in list(children.values()):
+        if not child.is_kept:
+            child.disown()
+
+
+def deadlock(name: str) -> DeadlockError:
+    """Return the error of a wait for a call or an actor that could never end."""
+    return DeadlockError(
+        f"{name} cannot run while this code waits for it: an inline node has one "
+        f"thread, which this code blocks. The wait could never end. Wait in an `async "
+        f"def`; let a method call another one directly, by self; or use "
+        f"address='local'."
+    )
 
 
 def _users_frames(error: BaseException) -> TracebackType | None:
@@ -701,9 +702,29 @@ def _users_frames(error: BaseException) -> TracebackType | None:
 
 
 @coroutine
-def _suspend(state: State) -> Generator[State]:
-    """Suspend plain code: HELD, or RUNNING to continue as an asyncio task."""
-    yield state
+def _suspend() -> Generator[None]:
+    """Suspend plain code, which goes on as an asyncio task."""
+    yield
+
+
+def _outside_loop(items: Any) -> Generator[Any]:
+    """Run each step of a plain generator outside of any loop, as in a worker."""
+    iterator = iter(items)
+    try:
+        while True:
+            with outside_loop():
+                item = next(iterator, _END)
+            if item is _END:
+                return
+            yield item
+            del item
+    finally:
+        if hasattr(items, "close"):
+            with outside_loop():
+                items.close()
+
+
+_END: Final = object()
 
 
 class CallInvoker(Invoker):
@@ -716,7 +737,7 @@ class CallInvoker(Invoker):
     async def _move_to_loop(self) -> None:
         if not self._is_on_loop:
             self._is_on_loop = True
-            await _suspend(State.RUNNING)
+            await _suspend()
 
     async def wait(self, coroutine: CoroutineType[Any, Any, Any], call: int) -> Any:
         """Await a coroutine on an event loop."""
@@ -724,22 +745,12 @@ class CallInvoker(Invoker):
         return await coroutine
 
     async def send_items(self, items: Any, stream: StreamSender) -> None:
-        """Run a generator to its end; a plain one outside of any loop."""
-        if self._is_on_loop or hasattr(items, "__anext__"):
-            await self._move_to_loop()
-            new_future = self._call.runner.event_loop().create_future
-            await send_all_async(items, stream, new_future)
-            return
-        stream.on_open = self._call.resume
-        try:
-            for item in items:
-                stream.send(item)
-                del item
-                while stream.is_held:
-                    await _suspend(State.HELD)
-        finally:
-            if hasattr(items, "close"):
-                items.close()
+        """Run a generator to its end, on an event loop, where it waits to go on."""
+        await self._move_to_loop()
+        if not (self._call.is_coroutine or hasattr(items, "__anext__")):
+            items = _outside_loop(items)
+        new_future = self._call.runner.event_loop().create_future
+        await send_all_async(items, stream, new_future)
 
     def pack(self, outgoing: PickledValue) -> bytes:
         """Make the payload of a compound value."""
@@ -793,19 +804,19 @@ class TaskClient:
 
         Raises:
             MisuseError: the call has ended.
-            NodeError: the caller is in another thread, or blocks the actor's loop.
+            NodeError: the caller is in another thread.
         """
         called = self._node.actors.known(actor)
-        what = f"{called.name}.{method}.remote()"
-        self._check(what)
-        if called.is_async:
-            raise NodeError(
-                f"{what} was called by {self._call.name}, whose plain code blocks the "
-                f"thread. On an inline node a class with `async def` methods runs on "
-                f"the program's event loop, in the same thread: make the caller an "
-                f"`async def`, or open a node with address='local'."
-            )
-        return int(called.submit(method, payload, receiver, self._call, self.runner))
+        self._check(f"{called.name}.{method}.remote()")
+        return int(called.call(method, payload, receiver))
+
+    def report(self, payload: bytes) -> None:
+        """Deliver a report of the call's code; may be called in any thread.
+
+        Raises:
+            MisuseError: the call has ended.
+        """
+        self._call.report(payload)
 
     def demand(self, number: int, limit: int, /) -> None:
         """Set the number of items that a stream may yield in all."""
@@ -846,21 +857,22 @@ class TaskClient:
         Raises:
             DeadlockError: nothing is left to run, and there is no deadline.
         """
-        calls, runner, program = self._node.calls, self.runner, self._node.program
-        awaited = [calls[number] for number in self._awaited if number in calls]
-        for call in awaited:
-            call.move_to(runner)
+        runner, program = self.runner, self._node.program
+        found = [self._node.find(number) for number in self._awaited]
+        awaited = [each for each in found if each is not None]
+        for each in awaited:
+            each.move_to(runner)
         while not is_done():
             if runner.ready:
                 runner.ready.popleft().step(runner)
-            elif runner.tasks:
+            elif runner.is_busy:
                 runner.run_tasks(deadline)
             elif program.ready:
                 program.ready.popleft().step(program)
             elif deadline is not None:
                 time.sleep(max(deadline - time.monotonic(), 0.0))
             else:
-                raise awaited[0].deadlock() if awaited else self._call.deadlock()
+                raise deadlock(awaited[0].name if awaited else self._call.name)
             if deadline is not None and time.monotonic() >= deadline:
                 return is_done()
         return True
@@ -869,17 +881,22 @@ class TaskClient:
         """Let stopped children of plain code end, and close its loop."""
         own, self._own = self._own, None
         if own is not None:
-            until = time.monotonic() + self._node.options.cancel_grace
-            while own.tasks and time.monotonic() < until:
-                own.run_tasks(until)
-            self._node.warn_of(own.tasks)
-            for task in own.tasks:
-                leave_pending(task)
-            own.close()
+            with outside_loop():
+                self._end_tasks(own)
+                own.close()
+        living = self._node.program, self._call.runner
         for child in list(self._call.children.values()):
-            if child.state is State.RUNNING and child.runner is not self._node.program:
+            if child.state is State.RUNNING and child.runner not in living:
                 child.disown()  # it goes on no more: its loop has stopped
                 child.end()
+
+    def _end_tasks(self, own: Runner) -> None:
+        until = time.monotonic() + self._node.options.cancel_grace
+        while own.tasks and time.monotonic() < until:
+            own.run_tasks(until)
+        self._node.warn_of(own.tasks)
+        for task in own.tasks:
+            leave_pending(task)
 
     def _check(self, what: str) -> None:
         if self._call.state is State.ENDED:
@@ -908,17 +925,17 @@ class InlineNode:
         assignment: assigns their devices.
         program: the runner of the program's loop.
         runners: all runners with a loop.
-        actors: the actors, `InlineActors`.
-        calls: the calls that have not ended, by number.
+        calls: the calls that have not ended, by number; those of actors from their
+            begin.
+        closing: the asyncio tasks that run `close()` of actors.
         functions: the unpickled functions, as in a worker.
         retry_rules: decide which failures are retried.
         is_closing: the node is being closed.
         is_stop_announced: the program is about to stop.
         node_id: the node's id, as tasks see it.
-        new_id: returns the number of the next call or actor.
+        new_id: returns the number of the next task or actor.
     """
 
-    actors: Any
     ledger: Ledger
     assignment: Assignment
 
@@ -930,6 +947,7 @@ class InlineNode:
         self.runners: WeakKeyDictionary[asyncio.AbstractEventLoop, Runner]
         self.runners = WeakKeyDictionary({loop: self.program})
         self.calls: dict[int, Call] = {}
+        self.closing: set[asyncio.Task[None]] = set()
         self.functions = Functions()
         self.retry_rules = RetryRules()
         self.is_closing = self.is_stop_announced = False
@@ -942,6 +960,19 @@ class InlineNode:
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {len(self.calls)} calls>"
 
+    @property
+    def actors(self) -> Any:
+        """The actors, `InlineActors`."""
+        raise NotImplementedError
+
+    def find(self, number: int) -> Any:
+        """Return a call, or its actor until it begins; None if it has ended."""
+        raise NotImplementedError
+
+    def cancel(self, number: int) -> None:
+        """Cancel a task or call; its receiver gets no outcome."""
+        raise NotImplementedError
+
     def check(self, func: FunctionSpec, payload: bytes) -> None:
         """Check a request.
 
@@ -949,19 +980,12 @@ class InlineNode:
             NodeClosedError: the node is being closed.
             InfeasibleError: the node can never meet the request.
             SerializationError: the arguments are too large.
-            OptionError: it is an actor with `evict_after`.
         """
         if self.is_closing:
             raise NodeClosedError("this node is being shut down.")
         check_arguments(func, payload)
         if func.checked_by is not self._mark:
             check_func(func, self.ledger)
-            if func.spec.is_evictable:
-                raise OptionError(
-                    f"{func.spec.name} has evict_after, but an actor on an inline node "
-                    f"has no process that could leave; leave it out, or test with "
-                    f"aiogpu.init(num_gpus=...)."
-                )
             if not func.spec.is_grouped:
                 func.checked_by = self._mark
 
@@ -1063,12 +1087,6 @@ class InlineNode:
         client: Any = inline_client.get()
         return self.program if client is None else client.runner
 
-    def cancel(self, number: int) -> None:
-        """Cancel a task or call; its receiver gets no outcome."""
-        call = self.calls.get(number)
-        if call is not None:
-            call.stop()
-
     def demand(self, number: int, limit: int) -> None:
         """Set the number of items that a stream may yield in all."""
         call = self.calls.get(number)
@@ -1099,11 +1117,12 @@ class InlineNode:
         Raises:
             DeadlockError: what it waits for cannot go on.
         """
-        loop, call = asyncio._get_running_loop(), self.calls.get(task)
-        if loop is None or loop is self.loop or call is None:
+        loop = asyncio._get_running_loop()
+        if loop is None or loop is self.loop:
             return
-        if not call.move_to(self.runner_of(loop)):
-            raise call.deadlock()
+        found = self.find(task)
+        if found is not None and not found.move_to(self.runner_of(loop)):
+            raise deadlock(found.name)
 
     def end_wait(self, task: int) -> None:
         """Do nothing."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import os
 from functools import partial
-from importlib import import_module
 from itertools import count
 from typing import TYPE_CHECKING, Any, Final
 
@@ -20,14 +19,18 @@ from aiogpu.core.model.request import PlacementGroupSpec
 from aiogpu.core.resources.placement_group import take_grouped
 from aiogpu.engines.base import NodeOptions
 from aiogpu.engines.devices import take_inventory
-from aiogpu.engines.inline.actors import InlineActors, Life
-from aiogpu.engines.inline.calls import InlineNode, State, create_task, running_call
-from aiogpu.errors import NodeClosedError, PreloadError
-from aiogpu.wire.messages import LEASE_MARK
+from aiogpu.engines.inline.calls import (
+    InlineNode,
+    State,
+    create_task,
+    running_call,
+)
+from aiogpu.errors import NodeClosedError
 
 if TYPE_CHECKING:
     from aiogpu.client.function_spec import FunctionSpec
     from aiogpu.client.interface import Receiver
+    from aiogpu.engines.inline.actors import InlineActor, InlineActors
     from aiogpu.observe.status import NodeStatus
     from aiogpu.observe.why import Why
     from aiogpu.runtime.callers.leases import LeaseReceiver
@@ -43,12 +46,11 @@ class InlineEngine(InlineNode):
     has_gone = False
     remote_values = None
     waits = None  # on the program's loop, everything goes on while code waits
-    actors: InlineActors
 
     def __init__(self, options: NodeOptions, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(options, loop)
         self.home = f"inline {next(_numbers)}"
-        self.actors = InlineActors(self)
+        self._actors: InlineActors | None = None
         self._leases: dict[int, tuple[LeaseReceiver, str]] = {}
         self._promised = count(1)
         self._program_factory = loop.get_task_factory()
@@ -56,21 +58,22 @@ class InlineEngine(InlineNode):
         self._is_forced = asyncio.Event()
 
     async def open(self) -> None:
-        """Import the modules of `preload`, and detect resources; see `Engine.open`."""
+        """Detect resources; see `Engine.open`."""
         from aiogpu.runtime.devices.binding import Assignment
 
-        for module in self.options.preload:
-            try:
-                import_module(module)
-            except Exception as error:
-                cause = f"{type(error).__name__}: {error}".rstrip(".")
-                raise PreloadError(
-                    f"init(preload=...) names {module!r}, which cannot be imported: "
-                    f"{cause}. Install it, or leave it out."
-                ) from error
         self.ledger, vendors = await take_inventory(self.options)
         self.assignment = Assignment(vendors, self.ledger, os.environ)
         self.loop.set_task_factory(self._factory)
+
+    @property
+    def actors(self) -> InlineActors:
+        """The actors; see `Engine.actors`."""
+        if self._actors is None:
+            # Late, since it loads modules of the runtime.
+            from aiogpu.engines.inline.actors import InlineActors
+
+            self._actors = InlineActors(self)
+        return self._actors
 
     def promise_actor(self) -> int:
         """Return an id as workers choose them; see `Engine.promise_actor`."""
@@ -95,19 +98,29 @@ class InlineEngine(InlineNode):
         else:
             from aiogpu.wire.codec import pack
 
-            bind = self.bind(func)
-            environ = {**bind.environ, LEASE_MARK: f"inline.{number}"}
-            key, grant = "", pack(bind._replace(environ=environ))
+            key, grant = "", pack(self.bind(func))
         self._leases[number] = receiver, key
         receiver.settle(grant)
         return number
+
+    def find(self, number: int) -> Any:
+        """Return a call, or its actor until it begins; None if it has ended."""
+        call, owner = self.calls.get(number), self._owner_of(number)
+        return call if call is not None or owner is None else owner.process
+
+    def _owner_of(self, number: int) -> InlineActor | None:
+        return None if self._actors is None else self._actors.owner_of(number)
 
     def cancel(self, number: int) -> None:
         """Stop a task or call, or end a lease; see `Engine.cancel`.
 
         Tasks and actors of a placement group that have not begun fail; others go on.
         """
-        super().cancel(number)
+        owner, call = self._owner_of(number), self.calls.get(number)
+        if owner is not None:
+            self.actors.cancel(owner.id, number)
+        elif call is not None:
+            call.stop()
         lease = self._leases.pop(number, None)
         if lease is not None:
             self.ledger.placement_groups.pop(lease[1], None)
@@ -130,17 +143,19 @@ class InlineEngine(InlineNode):
 
         self._check_program("aiogpu.status()")
         total = self.ledger.totals()
-        states = {call: call.state_in_words for call in self.calls.values()}
+        tasks = tuple(
+            TaskStatus(
+                call.id, call.name, call.state.value, call.func.resources, None, None
+            )
+            for call in self.calls.values()
+        )
         return NodeStatus(
             total=total,
             available=total,
             devices=(),
             workers=(),
-            tasks=tuple(
-                TaskStatus(call.id, call.name, state, call.func.resources, None, None)
-                for call, state in states.items()
-            ),
-            waiting_count=sum(state == "waiting" for state in states.values()),
+            tasks=tasks,
+            waiting_count=sum(task.state == "waiting" for task in tasks),
             shapes=(),
             shape_count=0,
             reservation=None,
@@ -154,14 +169,14 @@ class InlineEngine(InlineNode):
         self._check_program("handle.why()")
         call = self.calls.get(task)
         if call is not None:
-            state = call.state_in_words
+            state = call.state.value
             return Why(call.name, task, state, request=call.func.resources)
         if task in self._leases:
             return Why("lease", task, "running")
-        for actor in self.actors.all():
-            if actor.id == task and actor.life is not Life.DEAD:
-                return Why(actor.name, task, "running", request=actor.func.resources)
-        return None
+        actor = None if self._actors is None else self._actors.get(task)
+        if actor is None or actor.state.value == "dead":
+            return None
+        return Why(actor.name, task, "running", request=actor.func.resources)
 
     async def why_task(self, number: int) -> Why | None:
         """Return the same; see `Engine.why_task`."""
@@ -183,13 +198,13 @@ class InlineEngine(InlineNode):
         for call in list(self.calls.values()):
             why = f"the node was shut down before {call.name} had ended."
             call.stop(NodeClosedError(why))
-        for actor in self.actors.all():
-            actor.close_with_node()
+        if self._actors is not None:
+            self._actors.close()
         for receiver, _ in self._leases.values():
             receiver.settle(NodeClosedError("the node was shut down."))
         forced = self.loop.create_task(self._is_forced.wait())
         until = self.loop.time() + self.options.cancel_grace
-        while unended := self.program.tasks | self.actors.closing:
+        while unended := self.program.tasks.keys() | self.closing:
             left = until - self.loop.time()
             if left <= 0 or forced.done():
                 break

@@ -22,7 +22,13 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from aiogpu.client.function_spec import FunctionSpec
 from aiogpu.client.interface import Outcome, Receiver
 from aiogpu.core.mailbox import CallId, Mailbox
-from aiogpu.errors import ActorDiedError, ActorNameError, NodeClosedError
+from aiogpu.core.model.ids import OWN, ClientId
+from aiogpu.errors import (
+    ActorDiedError,
+    ActorNameError,
+    AiogpuError,
+    NodeClosedError,
+)
 from aiogpu.runtime.objects.segments import ActorHold
 from aiogpu.runtime.objects.store import Borrower
 from aiogpu.runtime.objects.values import Value, await_arguments, is_complete
@@ -229,12 +235,26 @@ FIRST_CALL: Final = 1 << 40
 """Number of a node's first call. It is above the numbers of tasks and of `Run`s."""
 
 
-class Register:
-    """The actors of a node that are alive or have handles."""
+Check = Callable[[FunctionSpec, bytes], None]
+"""Raises if a function's calls with these arguments can never be served."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+
+class Register:
+    """The actors of a node that are alive or have handles; see `ActorsPort`.
+
+    A subclass runs them, in processes or in the program's thread.
+
+    Attributes:
+        check: raises if this node can never serve a class with these arguments.
+        slices: fails the calls of dead actors.
+    """
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, check: Check, slices: Slices
+    ) -> None:
         self._loop = loop
-        self.slices: Final = Slices(loop)
+        self.check = check
+        self.slices = slices
         self._actors: dict[int, Actor] = {}
         self._named: dict[tuple[str, str], Actor] = {}
         self._refused: dict[int, Exception] = {}
@@ -243,22 +263,72 @@ class Register:
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {len(self._actors)}>"
 
-    def check_name(self, key: tuple[str, str] | None) -> None:
-        """Raise `ActorNameError` if a living actor has this name."""
-        if key is not None and key in self._named:
-            raise name_taken(key[1])
+    def create(
+        self,
+        func: FunctionSpec,
+        payload: bytes,
+        key: tuple[str, str] | None = None,
+        get_if_exists: bool = False,
+        public: int = 0,
+        client: ClientId = OWN,
+    ) -> Actor:
+        """Make an actor, or find it by its name.
 
-    def name(self, actor: Actor) -> None:
-        """Register an actor under its name, if it has a name."""
-        if actor.key is not None:
-            self._named[actor.key] = actor
+        The caller holds one handle to the actor; see `ActorsPort.create`. `public` is
+        the id that the creating process has chosen for the actor, 0 for none.
+        """
+        try:
+            self.check(func, payload)
+            if get_if_exists and key is not None and (existing := self.find(key)):
+                self._add(existing, public)
+                return existing
+            if key is not None and key in self._named:
+                raise name_taken(key[1])
+        except AiogpuError as error:
+            if public:  # the caller may have passed it on already
+                self.refuse(public, error)
+            raise
+        actor = self.new_actor(func, key)
+        if key is not None:
+            self._named[key] = actor
+        if func.spec.is_detached:
+            actor.holders += 1  # the node's own handle, until the actor is killed
+        actor.id = self.start(actor, payload, client)
+        self._add(actor, public)
+        return actor
 
-    def add(self, actor: Actor, public: int) -> None:
+    def _add(self, actor: Actor, public: int) -> None:
         """Register an actor under its id and under its creator's id for it."""
         self._actors[actor.id] = actor
         if public:
             self._actors[public] = actor
             actor.aliases.append(public)
+
+    def cancel(self, actor: int, number: int) -> None:
+        """Cancel a call."""
+        found = self._actors.get(actor)
+        if found is None:
+            return
+        number = found.waiting.number_of(number)
+        if found.cancel(number):
+            self.drop(found, number)
+        found.end_if_idle()
+
+    def demand(self, actor: int, number: int, limit: int) -> None:
+        """Let a stream yield `limit` items in total."""
+        found = self._actors.get(actor)
+        if found is not None:
+            found.demand(number, limit)
+
+    def stop(self, actor: int, how: str) -> None:
+        """End an actor; see `ActorsPort.stop`."""
+        if how != wire.AFTER_ALL:
+            self.kill(actor, no_restart=how != wire.AGAIN)
+            return
+        found = self._actors.get(actor)
+        if found is not None:
+            found.refuse_calls()
+            found.end_if_idle()
 
     def get(self, actor: int) -> Actor | None:
         """Return an actor by id; None if it is dead and has no handles."""
@@ -367,6 +437,22 @@ class Register:
     def pass_on(self, actor: int, hold: object) -> None:
         """Note that a handle is being pickled; see `ActorsPort.pass_on`."""
         add_actor(actor, hold)
+
+    def new_actor(self, func: FunctionSpec, key: tuple[str, str] | None) -> Actor:
+        """Return an actor that is not started yet."""
+        return Actor(func, self, key)
+
+    def start(self, actor: Actor, payload: bytes, client: ClientId) -> int:
+        """Queue an actor for its resources, for a program; return its id."""
+        raise NotImplementedError
+
+    def drop(self, actor: Actor, number: CallId) -> None:
+        """Stop a call that was sent, and whose caller has cancelled it."""
+        raise NotImplementedError
+
+    def kill(self, actor: int, no_restart: bool = True) -> None:
+        """Kill an actor's process, and the actor too unless it may restart."""
+        raise NotImplementedError
 
     def room(self, actor: int) -> tuple[int | None, str]:
         """Return how many such actors fit on the node, and the request of each."""

@@ -17,11 +17,12 @@ from aiogpu.core.model.ids import OWN, ClientId, TaskId, WorkerId
 from aiogpu.core.model.text import span
 from aiogpu.core.resources.placement_group import room_for
 from aiogpu.core.scheduler.scheduler import Scheduler
-from aiogpu.errors import ActorDiedError, AiogpuError, DeadlockError
+from aiogpu.errors import ActorDiedError, DeadlockError
 from aiogpu.runtime.actors.actor import (
     FIRST_CALL,
     Actor,
     ActorState,
+    Check,
     Register,
     RunTimer,
     died,
@@ -30,13 +31,12 @@ from aiogpu.runtime.callers.caller import Caller
 from aiogpu.runtime.history import FailureReason
 from aiogpu.runtime.pending_tasks import Call, overrun, settle
 from aiogpu.runtime.results import ResultDelivery
+from aiogpu.runtime.slices import Slices
 from aiogpu.runtime.workers.death import Death, describe_loss
 from aiogpu.runtime.workers.pool import Pool
 from aiogpu.runtime.workers.slots import LiveWorker
 from aiogpu.serialization.exceptions import LEFT
 from aiogpu.wire.messages import (
-    AFTER_ALL,
-    AGAIN,
     ASYNC,
     SERIAL,
     THREADED,
@@ -52,10 +52,6 @@ if TYPE_CHECKING:
     from aiogpu.runtime.actors.actor import ActorCall
     from aiogpu.runtime.actors.evictable import EvictableActor
     from aiogpu.runtime.devices.memory_guard import Shortages
-
-
-Check = Callable[[FunctionSpec, bytes], None]
-"""Raises if a function's calls with these arguments can never be served."""
 
 
 class TaskPort(Protocol):
@@ -115,7 +111,6 @@ class Actors(Register):
         reloads: how often such actors have come back.
         begun: returns the number of the last call that a worker has begun, by the id
             of the worker; for serial actors only.
-        check: raises if this node can never serve a class with these arguments.
     """
 
     def __init__(
@@ -128,9 +123,8 @@ class Actors(Register):
         shortages: Shortages,
         check: Check,
     ) -> None:
-        super().__init__(loop)
+        super().__init__(loop, check, Slices(loop))
         self.evictions = self.reloads = 0
-        self.check = check
         self.workers: dict[int, LiveWorker] = {}
         self._scheduler = scheduler
         self._tasks = tasks
@@ -140,39 +134,12 @@ class Actors(Register):
         self._commands = pool.commands
         self.begun: Final = pool.commands.begun
 
-    def create(
-        self,
-        func: FunctionSpec,
-        payload: bytes,
-        key: tuple[str, str] | None = None,
-        get_if_exists: bool = False,
-        public: int = 0,
-        client: ClientId = OWN,
-    ) -> Actor:
-        """Make an actor, which queues for its resources as a task does.
+    def start(self, actor: Actor, payload: bytes, client: ClientId) -> int:
+        """See `Register`; an actor queues as a task does."""
+        return self._tasks.submit(actor.func, payload, actor, None, client)
 
-        The caller holds one handle to the actor; see `ActorsPort.create`. `public` is
-        the id that the creating process has chosen for the actor, 0 for none.
-        """
-        try:
-            self.check(func, payload)
-            if get_if_exists and key is not None and (existing := self.find(key)):
-                self.add(existing, public)
-                return existing
-            self.check_name(key)
-        except AiogpuError as error:
-            if public:  # the caller may have passed it on already
-                self.refuse(public, error)
-            raise
-        actor = self._new_actor(func, key)
-        self.name(actor)
-        if func.spec.is_detached:
-            actor.holders += 1  # the node's own handle, until the actor is killed
-        actor.id = self._tasks.submit(func, payload, actor, None, client)
-        self.add(actor, public)
-        return actor
-
-    def _new_actor(self, func: FunctionSpec, key: tuple[str, str] | None) -> Actor:
+    def new_actor(self, func: FunctionSpec, key: tuple[str, str] | None) -> Actor:
+        """See `Register`."""
         assert func.actor is not None, func
         if func.actor.evict_after is None:
             return Actor(func, self, key)
@@ -219,26 +186,15 @@ class Actors(Register):
         call = found.calls.get(found.waiting.number_of(number))
         return None if call is None else call.receiver
 
-    def cancel(self, actor: int, number: int) -> None:
-        """Cancel a call."""
-        found = self._actors.get(actor)
-        if found is None:
+    def drop(self, actor: Actor, number: int) -> None:
+        """See `Register`."""
+        worker = None if actor.worker is None else self.workers.get(actor.worker.id)
+        if worker is None or worker.peer is None:
             return
-        sent = found.worker
-        worker = None if sent is None else self.workers.get(sent.id)
-        number = found.waiting.number_of(number)
-        if found.cancel(number) and worker is not None and worker.peer is not None:
-            found.drops += 1
-            self._commands.drop(worker, number, found.drops)
-            if found.is_serial:
-                self._interrupt(found, worker, number, is_first=True)
-        found.end_if_idle()
-
-    def demand(self, actor: int, number: int, limit: int) -> None:
-        """Let a stream yield `limit` items in total."""
-        found = self._actors.get(actor)
-        if found is not None:
-            found.demand(number, limit)
+        actor.drops += 1
+        self._commands.drop(worker, number, actor.drops)
+        if actor.is_serial:
+            self._interrupt(actor, worker, number, is_first=True)
 
     def _interrupt(
         self, actor: Actor, worker: LiveWorker, number: int, is_first: bool = False
@@ -296,16 +252,6 @@ class Actors(Register):
     def release_worker(self, worker: int) -> None:
         """Let a worker run tasks after the actor that it was assigned was revoked."""
         self.workers.pop(worker).actor = None
-
-    def stop(self, actor: int, how: str) -> None:
-        """End an actor; see `ActorsPort.stop`."""
-        if how != AFTER_ALL:
-            self.kill(actor, no_restart=how != AGAIN)
-            return
-        found = self._actors.get(actor)
-        if found is not None:
-            found.refuse_calls()
-            found.end_if_idle()
 
     def creation(self, worker: LiveWorker, task: TaskId, call: Call) -> Create:
         """Return the message that turns a worker into an actor."""

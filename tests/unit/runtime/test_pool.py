@@ -212,7 +212,7 @@ async def test_many_ends_are_spread_over_turns(
     node: FakeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("aiogpu.runtime.workers.pool.MANY", 2)
-    monkeypatch.setattr("aiogpu.runtime.slices.SLICE", 0.0)
+    monkeypatch.setattr(node.pool._departures, "_seconds", 0.0)
     keepers = [node.start(number)[0] for number in (1, 2, 3)]
     for number, keeper in enumerate(keepers, start=1):
         node.pool.workers[number].peer = None
@@ -221,7 +221,7 @@ async def test_many_ends_are_spread_over_turns(
     # The last of the three dies with its keeper meanwhile.
     node.pool.on_lost_slot(2)
     assert [event[:2] for event in node.events] == [("gone", 3)]
-    monkeypatch.setattr("aiogpu.runtime.slices.SLICE", 60.0)
+    monkeypatch.setattr(node.pool._departures, "_seconds", 60.0)
     await until(lambda: len(node.events) == 3)
     assert [event[:2] for event in node.events[1:]] == [("gone", 1), ("gone", 2)]
 

@@ -11,8 +11,7 @@ from aiogpu.runtime.slices import Slices
 async def test_work_is_spread_in_order(monkeypatch):
     ticks = iter(range(10_000))
     monkeypatch.setattr(module, "perf_counter", lambda: next(ticks))
-    monkeypatch.setattr(module, "SLICE", 10)
-    slices, done = Slices(asyncio.get_running_loop()), []
+    slices, done = Slices(asyncio.get_running_loop(), seconds=10), []
     slices.add(map(done.append, range(25)))
     counts = [len(done)]
     slices.add(map(done.append, range(25, 30)))
@@ -27,8 +26,7 @@ async def test_work_is_spread_in_order(monkeypatch):
 async def test_little_work_of_many_shares_one_turn(monkeypatch):
     ticks = iter(range(10_000))
     monkeypatch.setattr(module, "perf_counter", lambda: next(ticks))
-    monkeypatch.setattr(module, "SLICE", 10)
-    slices, done = Slices(asyncio.get_running_loop()), []
+    slices, done = Slices(asyncio.get_running_loop(), seconds=10), []
     for number in range(50):
         slices.add(map(done.append, (number,)))
     assert len(done) <= 10
