@@ -221,6 +221,15 @@ async def test_a_threaded_actor_has_streams() -> None:
         assert [number async for number in actor.numbers.remote()] == [1]
 
 
+async def test_the_end_of_a_block_waits_for_calls_in_threads(gate: Gate) -> None:
+    async with node():
+        async with ThreadGroups.remote() as actor:
+            calls = [actor.wait.remote(gate.path, name) for name in "ab"]
+            await gate.entered("a", "b")
+            asyncio.get_running_loop().call_soon(gate.release, "a", "b")
+        assert await asyncio.gather(*calls) == ["a", "b"]
+
+
 async def test_get_actor_finds_the_class_after_a_handle_has_come() -> None:
     """A handle tells the engine nothing of its class."""
     async with node():

@@ -145,35 +145,6 @@ async def test_refusing_does_not_wait_for_the_cluster(joined, monkeypatch):
             answered.set()
 
 
-async def test_calls_fail_when_their_only_node_has_left(
-    joined, gate, caplog, monkeypatch
-):
-    from aiogpu.engines.ray import engine
-
-    monkeypatch.setattr(engine, "GIVE_UP_AFTER", 3.0)
-    spot = f"spot{len(joined.nodes)}"
-    node = await asyncio.to_thread(joined.add, num_cpus=1, resources={spot: 1})
-    await seen(spot)
-    on_it = {"resources": {spot: 1}, "num_cpus": 0}
-    asking = device_tasks.gated_node.options(**on_it)
-    running = asking.remote(gate.path, "running")
-    await gate.entered("running")
-    waiting = [asking.remote(gate.path, "waiting") for _ in range(3)]
-    actor = actor_classes.Counter.options(**on_it).remote()
-    call = actor.add.remote(1)
-    await asyncio.to_thread(joined.kill, node)
-    for handle in (running, *waiting):
-        with pytest.raises(aiogpu.InfeasibleError, match=spot):
-            await handle
-    # Ray itself ends a call that was queued on the node that died.
-    with pytest.raises(aiogpu.ActorDiedError):
-        await call
-    assert caplog.text.count("gated_node asks for") == 1, caplog.text
-    assert "has left" in caplog.text
-    with pytest.raises(aiogpu.InfeasibleError, match=spot):
-        asking.remote(gate.path, "never")
-
-
 async def test_nodes_may_join_and_leave(joined, gate):
     spot = f"spot{len(joined.nodes)}"
     asking = device_tasks.told_node.options(resources={spot: 1}, num_cpus=0)
