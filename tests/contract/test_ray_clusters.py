@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import pytest
 
 import aiogpu
 from tests.contract import actor_classes, device_tasks
 from tests.contract.clusters import Cluster
+from tests.support import program
 
 pytestmark = [
     pytest.mark.ray,
@@ -117,6 +119,33 @@ async def test_resources_that_no_node_has_are_refused(joined, options):
     with pytest.raises(aiogpu.InfeasibleError) as caught:
         device_tasks.node.options(**options).remote()
     assert "1 x {CPU: 2}" in str(caught.value), caught.value
+
+
+BRINGING = """
+    import aiogpu
+
+    async def main():
+        env = {"working_dir": ".", "env_vars": {"AIOGPU_TEST_BROUGHT": "yes"}}
+        async with aiogpu.init(address="ray", runtime_env=env):
+            print(await brought.remote())
+
+    @aiogpu.remote
+    def brought():
+        import os
+        from pathlib import Path
+        return Path("data.txt").read_text(), os.environ["AIOGPU_TEST_BROUGHT"]
+
+    aiogpu.run(main())
+"""
+
+
+def test_a_runtime_env_goes_to_ray_as_it_is(cluster, tmp_path, monkeypatch):
+    (tmp_path / "data.txt").write_text("beside the program")
+    monkeypatch.setenv("PYTHONPATH", str(Path.cwd()))
+    monkeypatch.chdir(tmp_path)
+    at = {"RAY_ADDRESS": cluster.address, **cluster.variables}
+    out = program.run(BRINGING, **at)
+    assert out.splitlines()[-1] == "('beside the program', 'yes')"
 
 
 async def seen(resource: str) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import importlib
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +12,7 @@ import pytest
 import aiogpu
 from aiogpu import errors
 from tests.contract import tasks
-from tests.contract.clusters import Cluster
 from tests.contract.ray_actor_classes import Adder, Grouped
-from tests.support import program
 
 pytestmark = [pytest.mark.ray, pytest.mark.either_loop]
 
@@ -96,37 +93,6 @@ async def test_a_missing_module_names_the_key_that_brings_it(ray: Any) -> None:
     assert "No module named 'only_here'" in told
     for key in ("runtime_env=", "'working_dir': '.'", "'py_modules'", "'pip'"):
         assert key in told
-
-
-BRINGING = """
-    import aiogpu
-
-    async def main():
-        env = {"working_dir": ".", "env_vars": {"AIOGPU_TEST_BROUGHT": "yes"}}
-        async with aiogpu.init(address="ray", runtime_env=env):
-            print(await brought.remote())
-
-    @aiogpu.remote
-    def brought():
-        import os
-        from pathlib import Path
-        return Path("data.txt").read_text(), os.environ["AIOGPU_TEST_BROUGHT"]
-
-    aiogpu.run(main())
-"""
-
-
-@pytest.mark.usefixtures("in_no_cluster")
-def test_a_runtime_env_goes_to_ray_as_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "data.txt").write_text("beside the program")
-    monkeypatch.setenv("PYTHONPATH", str(Path.cwd()))
-    with Cluster(num_cpus=2) as cluster:
-        at = {"RAY_ADDRESS": cluster.address, **cluster.variables}
-        monkeypatch.chdir(tmp_path)
-        out = program.run(BRINGING, **at)
-    assert out.splitlines()[-1] == "('beside the program', 'yes')"
 
 
 @pytest.mark.parametrize("address", ["local", "inline", "/nowhere", "auto"])

@@ -37,8 +37,6 @@ Handle = Any
 
 NAMESPACE: Final = "aiogpu"
 """Ray's namespace for actors that were named without one, and for stored bytes."""
-NEURON_CORES: Final = "neuron_cores"
-"""Ray's name, and aiogpu's, for the cores of AWS Neuron."""
 OLDEST: Final = (2, 52)
 """The oldest release that calls an actor's `close` when its last handle goes."""
 ANSWER_LIMIT: Final = 15.0

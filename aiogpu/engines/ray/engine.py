@@ -511,9 +511,17 @@ class RayEngine:
         for number, call in self.calls.live.items():
             if task in (number, call.actor):
                 seconds = self._loop.time() - call.since
-                within = () if call.group is None else (f"in {call.group}",)
-                requested = call.requested
-                return Why(call.name, task, "sent", seconds, requested, notes=within)
+                notes = [] if call.group is None else [f"in {call.group}"]
+                if call.stream is not None and call.stream.is_held:
+                    notes.append("it runs, and waits for its consumer to take items")
+                return Why(
+                    call.name,
+                    task,
+                    "sent",
+                    seconds,
+                    request=call.requested,
+                    notes=tuple(notes),
+                )
         return None
 
     async def why_task(self, number: int) -> Why | None:

@@ -507,7 +507,7 @@ _END: Final = object()
 
 HIDING: Final = {
     GPU: "CUDA_VISIBLE_DEVICES",
-    cluster.NEURON_CORES: "NEURON_RT_VISIBLE_CORES",
+    "neuron_cores": "NEURON_RT_VISIBLE_CORES",
 }
 """The variables that hide devices, by kind; Ray sets them for tasks with devices."""
 _retry_rules: Final = RetryRules()
