@@ -32,7 +32,7 @@ from aiogpu.wire import messages as wire
 
 if TYPE_CHECKING:
     from aiogpu.client.interface import Receiver
-    from aiogpu.core.model.request import PlacementGroupSpec
+    from aiogpu.core.model.request import PlacementGroupSpec, Request
 
 # One actor
 
@@ -265,8 +265,8 @@ class ActorsEngine(Protocol):
     def check_open(self) -> None:
         """Raise `NodeError` if the cluster has gone."""
 
-    def check_actor(self, func: FunctionSpec) -> None:
-        """Check that the cluster can make actors of a class; see `Engine.submit`."""
+    def admit(self, func: FunctionSpec) -> Request:
+        """Check that the cluster can run a function or class; see `Engine.submit`."""
 
     def needs_group(self, func: FunctionSpec) -> bool:
         """Return whether the placement group of a class is still to be found."""
@@ -309,7 +309,7 @@ class RayActors:
     ) -> RayActor | asyncio.Future[RayActor]:
         """Create an actor, or find it by its name; see `ActorsPort.create`."""
         assert not public, "Ray chooses the ids"
-        self.engine.check_actor(func)
+        self.engine.admit(func)
         if key is not None or self.engine.needs_group(func):
             made = self._create_later(func, payload, key, get_if_exists)
             return self.calls.loop.create_task(made)

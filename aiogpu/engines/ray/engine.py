@@ -211,7 +211,7 @@ class RayEngine:
 
     def submit(self, func: FunctionSpec, payload: bytes, receiver: Receiver) -> int:
         """Start a task; see `Engine.submit`."""
-        request = self._admit(func)
+        request = self.admit(func)
         spec, calls = func.spec, self.calls
         call = PendingCall(
             name=spec.name,
@@ -234,7 +234,7 @@ class RayEngine:
             calls.when_ready(number, payload, send)
         return number
 
-    def _admit(self, func: FunctionSpec) -> Request:
+    def admit(self, func: FunctionSpec) -> Request:
         """Check a function once for all its calls; return its request for Ray.
 
         Raises:
@@ -255,7 +255,7 @@ class RayEngine:
     def _code(self, func: FunctionSpec) -> RemoteCode:
         given = func.resources
         if func.spec.shape.request.gpu_memory:
-            given = self._admit(func).as_numbers()
+            given = self.admit(func).as_numbers()
         options = NodeOptions(gpu_memory=self._options.gpu_memory)
         make_engine = partial(RayEngine, options, is_in_task=True)
         return RemoteCode(func, given, make_engine)
@@ -263,7 +263,7 @@ class RayEngine:
     def _new_function(self, func: FunctionSpec) -> Any:
         """Make Ray's remote function for a function."""
         run = make_runner(self._code(func), is_stream=bool(func.window))
-        request = self._admit(func)
+        request = self.admit(func)
         return cluster.remote(
             run, self._in_group(resources.task_options(func, request), request)
         )
@@ -308,15 +308,11 @@ class RayEngine:
 
     # Actors
 
-    def check_actor(self, func: FunctionSpec) -> None:
-        """Check that the cluster can make actors of a class; raises like `submit`."""
-        self._admit(func)
-
     def _new_class(self, func: FunctionSpec) -> Any:
         """Make Ray's actor class for a class."""
         assert func.actor is not None, func
         methods = tuple(getattr(func.actor.interface, "methods", ()))
-        request = self._admit(func)
+        request = self.admit(func)
         options = self._in_group(resources.actor_options(func, request, None), request)
         return cluster.remote(process_class(func.actor.mode, methods), options)
 
