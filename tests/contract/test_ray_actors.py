@@ -17,6 +17,7 @@ from aiogpu.client.current import current
 from tests.contract import handed_on
 from tests.contract import value_tasks as v
 from tests.contract.actor_classes import Counter
+from tests.contract.clusters import USUAL
 from tests.contract.let_go_tasks import Model
 from tests.contract.ray_actor_classes import (
     Adder,
@@ -38,12 +39,12 @@ pytestmark = [
     pytest.mark.usefixtures("rayed"),
 ]
 
-GPUS = 2
+GPUS = USUAL["num_gpus"]
 
 
 def node() -> Any:
     """Join the one cluster that serves the tests of Ray's own behaviour."""
-    return aiogpu.init(address="ray", num_cpus=4, num_gpus=GPUS)
+    return aiogpu.init(address="ray", **USUAL)
 
 
 async def gone(pid: int) -> bool:

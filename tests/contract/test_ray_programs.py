@@ -12,6 +12,7 @@ import pytest
 import aiogpu
 from aiogpu import errors
 from tests.contract import tasks
+from tests.contract.clusters import USUAL
 from tests.contract.ray_actor_classes import Adder, Grouped
 
 pytestmark = [pytest.mark.ray, pytest.mark.either_loop]
@@ -20,7 +21,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.either_loop]
 @pytest.fixture
 async def ray(rayed: None) -> AsyncIterator[Any]:
     """Ray's own module, in a program that has joined a cluster by aiogpu."""
-    async with aiogpu.init(address="ray", num_cpus=4, num_gpus=2):
+    async with aiogpu.init(address="ray", **USUAL):
         yield importlib.import_module("ray")
 
 
@@ -105,7 +106,7 @@ async def test_gpu_memory_is_a_share_of_a_known_gpu(
     rayed: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tests.contract.rayed.OF_PROGRAMS", ("gpu_memory",))
-    cluster = {"address": "ray", "num_cpus": 4, "num_gpus": 2}
+    cluster = {"address": "ray", **USUAL}
     six = tasks.where.options(gpu_memory="6GiB")
     async with aiogpu.init(**cluster):
         with pytest.raises(errors.OptionError, match=r"gpu_memory.*num_gpus=0\.5"):
